@@ -1,4 +1,14 @@
-"""How many cores a process needs, from how fewer of them slow its steps."""
+"""How many cores a process needs, from measurements with more and with fewer cores.
+
+A process computes in bursts. With g cores, of the n that its bursts can use, a step takes
+
+    T(g) = T max(1, n / g)
+
+seconds and keeps w / T(g) cores busy on average, where w is the work of a step in core seconds.
+So with fewer than n cores the busy share of its cores is w / (T n), whatever g is. Busy cores alone
+therefore do not show n, and cores that are fitted to them would shrink without end. The step time
+shows it: it grows as soon as g < n.
+"""
 
 from __future__ import annotations
 
@@ -9,40 +19,29 @@ from typing import Literal
 
 import numpy as np
 
-# How many cores a process needs: told by what fewer of them do to its steps.
-#
-# A process works in bursts. With g cores of the n that its bursts need it takes
-#
-#     T(g) = T max(1, n / g)
-#
-# seconds for a step, and keeps w / T(g) cores busy in the mean, w core seconds being the work of
-# a step. So with fewer than n the share of its cores that is busy is w / (T n), whatever g is:
-# cores that are fitted to those busy shrink without end where n is more than the headroom over w
-# / T, and nothing in that share tells. What tells is the step: it gets longer.
-
 HEADROOM = 1.3
-"""Cores that are given over the mean of those kept busy, while no more is known of bursts."""
+"""Cores over the mean of the busy ones, while nothing more is known of the bursts."""
 NEED_MARGIN = 1.08
-"""Cores that are given over those below which steps were seen to get longer."""
+"""Cores over those below which steps were measured to get longer."""
 DOUBT_MARGIN = 1.05
-"""Headroom of a kind over cores for each busy one, above which there may be too few."""
+"""Factor on the cores per busy core below which a process of a kind may lack cores."""
 GROWTH = 1.2
-"""Cores over the most that were tried, to see whether steps get shorter."""
+"""Cores over the most that were tried, to measure whether steps get shorter."""
 MIN_RATIO = 1.05
-"""Cores, or steps, that are told apart; less is noise, and changes nothing."""
+"""Ratio of cores or of step times that counts as a difference; less is noise."""
 KEEP_RATIO = 1.15
-"""Cores over those wanted that are left to a process which was slower with fewer."""
+"""Ratio of current to fitted cores up to which a process that was slower with fewer keeps its
+own."""
 GROWTH_HELPED = 0.87
 """Need over the most cores that were tried, above which even more may help."""
 SPIN_SHARE = 0.9
-"""Share of its cores that a process keeps busy which waits with them, where more of them changed
-nothing."""
+"""Busy share of the cores of a process that busy-waits, if more cores changed nothing."""
 LOW_QUANTILE = 0.1
-"""Share of the readings of many processes that may lie below what is called fewest."""
+"""Share of the readings of many processes that may lie below the smallest need considered."""
 NUM_NEEDS = 65
-"""Needs that are compared, evenly in their logarithm."""
+"""Needs that are compared, spaced evenly in their logarithm."""
 MIN_GROUPS = 4
-"""Processes that were seen with more and with fewer cores, before they tell of others."""
+"""Processes that were measured with more and with fewer cores before they describe their kind."""
 
 FitReason = Literal["kept", "few are busy", "fewer were slower", "more may help"]
 
@@ -52,12 +51,12 @@ class Reading:
     """What one process did for a while at one size of its pools.
 
     Attributes:
-        cpus: cores that it had.
-        busy: cores that it kept busy in the mean.
+        cpus: its cores.
+        busy: the mean of its busy cores.
         step_sec: seconds of a step.
 
     Raises:
-        ValueError: one is not positive: an idle process says nothing of its need.
+        ValueError: a value is not positive; an idle process does not show its need.
     """
 
     cpus: float
@@ -65,17 +64,17 @@ class Reading:
     step_sec: float
 
     def __post_init__(self) -> None:
-        """Refuse what no training process does."""
+        """Check the values."""
         if not all(0.0 < value < float("inf") for value in (self.cpus, self.busy, self.step_sec)):
             raise ValueError(f"reading must be positive, got {self}; leave it out")
 
 
 @dataclass(frozen=True, slots=True)
 class CoreNeed:
-    """What readings say that a process needs.
+    """The cores that a process needs by its readings.
 
     Attributes:
-        cpus: below these steps got longer; the fewest that were tried where none did.
+        cpus: cores below which steps got longer; the fewest that were tried if none did.
         slower: whether steps got longer.
     """
 
@@ -85,27 +84,28 @@ class CoreNeed:
 
 @dataclass(frozen=True, slots=True)
 class Headroom:
-    """What is known of the bursts of processes of one kind.
+    """Cores per busy core of processes of one kind.
 
     Attributes:
-        give: cores to give over the mean of those busy.
-        doubted: cores over those busy, below which a process may lack some; of an unknown kind all
-            that would not be taken away, so that no process keeps too few untried.
+        factor: cores to give over the mean of the busy ones.
+        suspect_below: cores per busy core below which a process may lack some. For an unknown kind
+            this covers all that would not be reduced, so that too few cores are always noticed.
+        known: whether it was measured.
     """
 
-    give: float = HEADROOM
+    factor: float = HEADROOM
     suspect_below: float = HEADROOM * MIN_RATIO
     known: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class CoreFit:
-    """What a process is to get.
+    """The cores that a process is to get.
 
     Attributes:
         cpus: cores.
-        why: in a word or four.
-        need: what its readings say.
+        why: the rule that decided.
+        need: the need by its readings.
     """
 
     cpus: float
@@ -113,14 +113,49 @@ class CoreFit:
     need: CoreNeed
 
 
-def estimate_need(readings: Sequence[Reading], lowest: float = 0.0) -> CoreNeed:
-    """Return the cores below which steps got longer: those that explain the readings best.
+def fit_cores(readings: Sequence[Reading], headroom: Headroom | None = None) -> CoreFit:
+    """Return the cores that a process is to get.
 
-    Absolute errors of logarithms, so that a straggler among many readings counts for little.
+    Cores that are not busy are taken away once; if steps got longer, cores are given back, and that
+    is remembered as long as the readings are. If most cores are busy, or all growth so far helped,
+    it gets more, as a trial. A process that busy-waits keeps all cores busy though more changed
+    nothing; it gets what was enough.
+
+    Args:
+        readings: at one size of the pools, at least one, the latest one last.
+        headroom: of its kind, if known.
+
+    Example:
+        >>> fit_cores([Reading(4.0, 1.0, 0.5)])
+        CoreFit(cpus=1.3, why='few are busy', need=CoreNeed(cpus=4.0, slower=False))
+        >>> fit_cores([Reading(4.0, 1.0, 0.5), Reading(1.3, 0.8, 0.6)]).why
+        'fewer were slower'
+    """
+    headroom, need, current = headroom or Headroom(), estimate_need(readings), readings[-1].cpus
+    most = max(reading.cpus for reading in readings)
+    largest = [reading for reading in readings if MIN_RATIO * reading.cpus > most]
+    busy_share = median(reading.busy / reading.cpus for reading in largest)
+    tried = most * MIN_RATIO > min(reading.cpus for reading in readings) * GROWTH
+    spins = tried and not need.slower and busy_share > SPIN_SHARE
+    may_lack = not spins and busy_share * headroom.suspect_below > 1.0
+    if may_lack or (need.slower and need.cpus > GROWTH_HELPED * most):
+        return CoreFit(GROWTH * most, "more may help", need)
+    ample = [reading.busy for reading in readings if MIN_RATIO * reading.cpus > need.cpus]
+    usual, floor = headroom.factor * median(ample), NEED_MARGIN * need.cpus * need.slower
+    wanted = NEED_MARGIN * need.cpus if spins else max(usual, floor)
+    if current / (KEEP_RATIO if need.slower else MIN_RATIO) < wanted < current * MIN_RATIO:
+        return CoreFit(current, "kept", need)
+    return CoreFit(wanted, "fewer were slower" if floor > usual else "few are busy", need)
+
+
+def estimate_need(readings: Sequence[Reading], lowest: float = 0.0) -> CoreNeed:
+    """Return the cores below which steps get longer: those that explain the readings best.
+
+    The error is the sum of absolute log errors, so that stragglers count for little.
 
     Args:
         readings: at least one, of processes whose steps can be compared.
-        lowest: share of them that may lie below the fewest cores that are thought of.
+        lowest: share of them that may lie below the smallest need considered.
     """
     if len(readings) == 1:
         return CoreNeed(readings[0].cpus, slower=False)
@@ -135,46 +170,11 @@ def estimate_need(readings: Sequence[Reading], lowest: float = 0.0) -> CoreNeed:
     return CoreNeed(float(np.exp(best)), bool(best > fewest + np.log(MIN_RATIO)))
 
 
-def fit_cores(readings: Sequence[Reading], headroom: Headroom | None = None) -> CoreFit:
-    """Return the cores that a process is to get.
-
-    Cores that are not busy are taken away once; what then made steps longer is given back,
-    and remembered as long as the readings are. Where most cores are busy, or all that were
-    given so far helped, it gets more, to see; one that spins, and keeps all of them busy
-    though more changed nothing, gets no more than those that were enough.
-
-    Args:
-        readings: at one size of the pools, the latest one last, at least one.
-        headroom: of its kind, if that is known.
-
-    Example:
-        >>> fit_cores([Reading(4.0, 1.0, 0.5)])
-        Fitted(cpus=1.3, why='few are busy', need=Need(cpus=4.0, slower=False))
-        >>> fit_cores([Reading(4.0, 1.0, 0.5), Reading(1.3, 0.8, 0.6)]).why
-        'fewer were slower'
-    """
-    known, need, had = headroom or Headroom(), estimate_need(readings), readings[-1].cpus
-    most = max(reading.cpus for reading in readings)
-    top = [reading for reading in readings if MIN_RATIO * reading.cpus > most]
-    share = median(reading.busy / reading.cpus for reading in top)
-    tried = most * MIN_RATIO > min(reading.cpus for reading in readings) * GROWTH
-    spins = tried and not need.slower and share > SPIN_SHARE
-    lacks = not spins and share * known.suspect_below > 1.0
-    if lacks or (need.slower and need.cpus > GROWTH_HELPED * most):
-        return CoreFit(GROWTH * most, "more may help", need)
-    ample = [reading.busy for reading in readings if MIN_RATIO * reading.cpus > need.cpus]
-    usual, floor = known.give * median(ample), NEED_MARGIN * need.cpus * need.slower
-    wanted = NEED_MARGIN * need.cpus if spins else max(usual, floor)
-    if had / (KEEP_RATIO if need.slower else MIN_RATIO) < wanted < had * MIN_RATIO:
-        return CoreFit(had, "kept", need)
-    return CoreFit(wanted, "fewer were slower" if floor > usual else "few are busy", need)
-
-
 def estimate_headroom(groups: Sequence[Sequence[Reading]]) -> Headroom:
-    """Return what processes of one kind say of the bursts of the others.
+    """Return the headroom of a kind from the readings of several of its processes.
 
     Args:
-        groups: readings of each process, `relative` to its own with most cores.
+        groups: readings of each process, relative to its own with most cores.
     """
     if len(groups) < MIN_GROUPS:
         return Headroom()
@@ -187,59 +187,56 @@ def estimate_headroom(groups: Sequence[Sequence[Reading]]) -> Headroom:
 
 
 def relative_to_largest(readings: Sequence[Reading]) -> list[Reading]:
-    """Return readings over the busy cores, and the step, of those with most cores.
+    """Return readings relative to the busy cores and step time of those with most cores.
 
     Example:
-        >>> relative([Reading(4.0, 2.0, 0.5), Reading(3.0, 1.0, 1.0)])[1]
+        >>> relative_to_largest([Reading(4.0, 2.0, 0.5), Reading(3.0, 1.0, 1.0)])[1]
         Reading(cpus=1.5, busy=0.5, step_sec=2.0)
     """
     most = max(reading.cpus for reading in readings)
-    top = [reading for reading in readings if MIN_RATIO * reading.cpus > most]
-    busy = median(reading.busy for reading in top)
-    step_sec = median(reading.step_sec for reading in top)
+    largest = [reading for reading in readings if MIN_RATIO * reading.cpus > most]
+    busy = median(reading.busy for reading in largest)
+    step_sec = median(reading.step_sec for reading in largest)
     return [Reading(r.cpus / busy, r.busy / busy, r.step_sec / step_sec) for r in readings]
 
 
-# The cores of a job's processes, from what was measured of it at each of its sizes.
-#
-# The rule is `scheduler.elasticity`, for a replica and for a store. A step is as slow as the pool
-# that has the least of what it needs, so both grow together, and what processes say of the others
-# of their kind is the headroom of the pool that has the smaller one.
+# The pools of a job. A step is as slow as the pool that lacks most, so replicas and stores grow
+# together, and for other jobs of the kind the pool with the smaller headroom counts.
 
 PoolSizes = tuple[int, int]
 """Replicas and stores."""
 PoolReadings = tuple[Reading, ...]
-"""Of one replica and, where there are stores, of one of them, at once."""
+"""Simultaneous readings of one replica and, if there are stores, of one store."""
 
 
 @dataclass(frozen=True, slots=True)
 class CoreReadings:
-    """What was measured of one job.
+    """Readings of one job.
 
     Attributes:
-        at: its sizes when it was measured last.
-        readings: at all of its sizes, the latest one last.
+        sizes: its sizes at the latest reading.
+        readings: by sizes, the latest one last.
     """
 
-    at: PoolSizes = (0, 0)
+    sizes: PoolSizes = (0, 0)
     readings: Mapping[PoolSizes, tuple[PoolReadings, ...]] = field(
         default_factory=dict[PoolSizes, tuple[PoolReadings, ...]]
     )
 
-    def here(self) -> tuple[PoolReadings, ...]:
+    def latest(self) -> tuple[PoolReadings, ...]:
         """Return the readings at its latest sizes."""
-        return self.readings.get(self.at, ())
+        return self.readings.get(self.sizes, ())
 
 
 @dataclass(frozen=True, slots=True)
 class CoreGrant:
-    """What a job is to get at the sizes where it was measured.
+    """The cores that the processes of a job are to get at its latest sizes.
 
     Attributes:
-        cpus: cores of one replica and, where there are stores, of one of them.
-        trying: whether these are more than it had, to see whether that helps.
-        slower: whether it is slowed down by what it has.
-        limited: whether fewer cores than some that it had were seen to slow it down.
+        cpus: cores of one replica and, if there are stores, of one store.
+        trying: whether these are a trial of more cores.
+        slower: whether its current cores make it slower.
+        limited: whether some cores that it had before made it slower.
     """
 
     cpus: tuple[float, ...]
@@ -248,45 +245,36 @@ class CoreGrant:
     limited: bool
 
 
-def add_readings(known: CoreReadings, at: PoolSizes, both: PoolReadings) -> CoreReadings:
-    """Return what was measured of a job, with one measurement more.
-
-    Args:
-        known: before it.
-        at: the sizes at which it was measured.
-        both: of its pools.
-    """
-    here = (*known.readings.get(at, ()), both)
-    return CoreReadings(at, {**known.readings, at: here})
+def add_readings(readings: CoreReadings, sizes: PoolSizes, pools: PoolReadings) -> CoreReadings:
+    """Return the readings of a job with one more, measured at these sizes."""
+    at_sizes = (*readings.readings.get(sizes, ()), pools)
+    return CoreReadings(sizes, {**readings.readings, sizes: at_sizes})
 
 
-def fit_pool_cores(known: CoreReadings, headroom: Headroom) -> CoreGrant | None:
-    """Return what a job is to get where it was measured last; None before any measurement."""
-    here = known.here()
-    if not here:
+def fit_pool_cores(readings: CoreReadings, headroom: Headroom) -> CoreGrant | None:
+    """Return the cores that a job is to get at its latest sizes; None before any reading."""
+    latest = readings.latest()
+    if not latest:
         return None
-    pools = [fit_cores([both[pool] for both in here], headroom) for pool in range(len(here[-1]))]
-    trying = [pool.why == "more may help" for pool in pools]
+    fits = [fit_cores([pools[i] for pools in latest], headroom) for i in range(len(latest[-1]))]
+    trying = [fit.why == "more may help" for fit in fits]
     cpus = tuple(
-        pool.cpus * (GROWTH if any(trying) and not mine else 1.0)
-        for pool, mine in zip(pools, trying, strict=True)
+        fit.cpus * (GROWTH if any(trying) and not own else 1.0)
+        for fit, own in zip(fits, trying, strict=True)
     )
-    needs = [pool.need for pool in pools]
+    needs = [fit.need for fit in fits]
     slower = [
-        need.slower and MIN_RATIO * both.cpus < need.cpus
-        for need, both in zip(needs, here[-1], strict=True)
+        need.slower and MIN_RATIO * reading.cpus < need.cpus
+        for need, reading in zip(needs, latest[-1], strict=True)
     ]
-    limited = any(need.slower for need in needs)
-    return CoreGrant(cpus, any(trying), any(slower), limited)
+    return CoreGrant(cpus, any(trying), any(slower), any(need.slower for need in needs))
 
 
-def burst_readings(here: Sequence[PoolReadings]) -> list[Reading]:
-    """Return readings of one job for others of its kind; none where its cores hardly differed.
-
-    Of each the pool with less headroom counts, as the step is that one's.
-    """
-    count = len(here[-1]) if here else 0
-    pools = [relative_to_largest([both[pool] for both in here]) for pool in range(count)]
-    found = [min(both, key=lambda reading: reading.cpus) for both in zip(*pools, strict=True)]
-    cpus = [reading.cpus for reading in found]
-    return found if max(cpus) > MIN_RATIO * MIN_RATIO * min(cpus) else []
+def burst_readings(latest: Sequence[PoolReadings]) -> list[Reading]:
+    """Return relative readings of one job for its kind; none if its cores hardly differed."""
+    count = len(latest[-1]) if latest else 0
+    pools = [relative_to_largest([both[pool] for both in latest]) for pool in range(count)]
+    # The pool with less headroom determines the step time.
+    readings = [min(both, key=lambda reading: reading.cpus) for both in zip(*pools, strict=True)]
+    cpus = [reading.cpus for reading in readings]
+    return readings if max(cpus) > MIN_RATIO * MIN_RATIO * min(cpus) else []

@@ -18,6 +18,7 @@ class AppendLog:
     """A log of JSON lines; use it as a context manager."""
 
     def __init__(self, path: Path) -> None:
+        """Store the path; the file is opened on entry."""
         self._path = path
         self._file: int | None = None
 
@@ -37,6 +38,7 @@ class AppendLog:
         return self
 
     def __exit__(self, *error: object) -> None:
+        """Close the file."""
         assert self._file is not None, "log is not open"
         os.close(self._file)
 

@@ -18,10 +18,10 @@ Outcome = Literal["done", "left", "failed", "lost", "oom"]
 reported that it cannot do its work; `lost`: it was killed, or its node failed; `oom`: it was killed
 for memory."""
 FIRST_RULES, SECOND_RULES, THIRD_RULES, RULES = 1, 2, 3, 4
-"""Versions of the decision rules; events that were logged under older rules are replayed with
-those. 1: time x cost, jobs in order of submission. 2: the time cost exponent, and shortest remaining
-time first. 3: cores are fitted to need. 4: memory is reduced in place, and the number of stores
-changes while a job trains."""
+"""Versions of the decision rules; a log is replayed with those that it was written under. 1: time x
+cost, jobs in order of submission. 2: the time cost exponent, and shortest remaining time first. 3:
+cores are fitted to need. 4: memory is reduced in place, and the number of stores changes while a
+job trains."""
 RunnerName = Literal["local", "flink", "dataflow"]
 """The Beam runner of segment jobs; `local` runs them in their own processes."""
 

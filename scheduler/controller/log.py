@@ -1,9 +1,14 @@
-"""The controller's log: every event and decision, written before any action."""
+"""The controller's log: every event and decision, synced before any action is carried out.
+
+One JSON object per line: an event, followed by its decisions. The state of a scheduler is `handle`
+folded over the events of its log, so a scheduler that was killed recovers from it (`recover`), and
+`replay` shows that the same decisions follow.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -86,7 +91,7 @@ def event_from_json(body: Mapping[str, Any]) -> Event:
 
 
 def to_decision(action: Action, time_sec: float) -> Decision:
-    """Return an action as it stands in the log."""
+    """Return an action as a decision of the log."""
     return Decision(
         time_sec=time_sec,
         job=action.job,
@@ -143,14 +148,7 @@ _FIELDS: Mapping[str, Callable[[Any], Any]] = MappingProxyType(
         "touched_rows": _ints,
     }
 )
-"""Fields that JSON does not give back as they were."""
-
-
-# The scheduler's memory: every event and decision, written before anything is done.
-#
-# One JSON object a line, appended and synced: an event, then the decisions that it led to. Who
-# reads the log and folds `handle` over its events has the scheduler's state, so one that is
-# killed goes on from there (`recover`), and `replay` shows that the same decisions follow.
+"""Fields whose type JSON does not keep."""
 
 LOG = "scheduler.jsonl"
 """Name of the log in the folder of a scheduler."""
@@ -158,12 +156,12 @@ LOG = "scheduler.jsonl"
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One event with what was decided then.
+    """One event with its decisions.
 
     Attributes:
-        line: where the event stands, from 1.
-        event: what happened.
-        decisions: what followed.
+        line: line number of the event, from 1.
+        event: the event.
+        decisions: the decisions that followed.
     """
 
     line: int
@@ -173,15 +171,15 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """What a log comes to.
+    """The result of replaying a log.
 
     Attributes:
         state: after all events.
-        actions: of the last event.
-        num_events: in the log.
-        num_decisions: that follow from them.
-        missing: decisions of the last event that the log lacks, as it was cut off there.
-        difference: where a decision first differs, in words; None when none does.
+        actions: those of the last event.
+        num_events: events in the log.
+        num_decisions: decisions that follow from them.
+        missing: decisions of the last event that the log lacks because it was cut off.
+        difference: the first decision that differs from the log, as text; None if all are the same.
     """
 
     state: State
@@ -193,13 +191,13 @@ class Replay:
 
 
 class Log(AppendLog):
-    """A log that is written; a context."""
+    """The log of a scheduler, opened for writing."""
 
     def append(self, event: Event | None, decisions: Iterable[Decision]) -> None:
-        """Write an event and what was decided then; on return it is on disk.
+        """Append an event and its decisions, and sync the file.
 
         Args:
-            event: what happened; None where it is there already.
+            event: the event; None if the log has it already.
             decisions: in order.
         """
         bodies: list[Any] = [] if event is None else [event_to_json(event)]
@@ -208,33 +206,31 @@ class Log(AppendLog):
 
 
 def read_log(path: Path) -> list[Entry]:
-    """Read a log; a torn last line is left out.
+    """Read a log; an incomplete last line is left out.
 
     Raises:
-        SchemaError: the file cannot be read, or a line other than the last is none of a log.
+        SchemaError: the file cannot be read, or another line is not valid.
     """
     try:
         records = read_lines(
             path,
             parse_record,
             lambda line, error: (
-                f"line must be an event or a decision, got {line!r} ({error!r}); restore the file"
+                f"line is not an event or a decision: {line!r} ({error!r}); restore the file"
             ),
         )
     except (OSError, UnicodeDecodeError) as error:
-        raise SchemaError(
-            f"log must be readable, got {error}; check the path", file=str(path)
-        ) from error
+        raise SchemaError(f"log cannot be read: {error}; check the path", file=str(path)) from error
     content = path.read_bytes()
     if content.endswith(b"\n") and len(records) < len(content.splitlines()):
         raise SchemaError(
-            "line must be an event or a decision, got another whole one; restore the file",
+            "last line is not an event or a decision; restore the file",
             file=str(path),
             place=str(len(records) + 1),
         )
     if records and isinstance(records[0], Decision):
         raise SchemaError(
-            "log must begin with an event, got a decision; restore the file",
+            "log does not start with an event; restore the file",
             file=str(path),
             place="1",
         )
@@ -248,73 +244,83 @@ def read_log(path: Path) -> list[Entry]:
 
 
 def replay(entries: Sequence[Entry]) -> Replay:
-    """Handle all events again and compare what follows with what was decided."""
+    """Handle all events again, and compare the decisions with those of the log."""
     state, actions, num_decisions = State(), list[Action](), 0
     missing: tuple[Decision, ...] = ()
     difference: str | None = None
-    for place, entry in enumerate(entries):
+    for index, entry in enumerate(entries):
         state, actions = handle(state, entry.event)
-        follow = tuple(to_decision(action, state.now_sec) for action in actions)
-        num_decisions += len(follow)
-        cut = place + 1 == len(entries) and entry.decisions == follow[: len(entry.decisions)]
-        if cut:
-            missing = follow[len(entry.decisions) :]
-        elif entry.decisions != follow and difference is None:
-            difference = _difference(entry, follow)
+        decisions = [to_decision(action, state.now_sec) for action in actions]
+        num_decisions += len(decisions)
+        num_logged = len(entry.decisions)
+        is_last = index + 1 == len(entries)
+        if is_last and _are_same(entry.decisions, decisions[:num_logged]):
+            missing = tuple(decisions[num_logged:])
+        elif difference is None and not _are_same(entry.decisions, decisions):
+            difference = _difference(entry, decisions)
     return Replay(state, tuple(actions), len(entries), num_decisions, missing, difference)
 
 
-def recover(path: Path) -> Replay:
-    """Return where a scheduler stood that left this log, and what it may not have done yet.
+def is_same_decision(logged: Decision, decision: Decision) -> bool:
+    """Return whether two decisions are the same; the wording of their reasons may differ."""
+    return logged == replace(decision, reason=logged.reason)
 
-    Its last actions, to be carried out again: each process has a name of its own, so what was
-    done is known; and the decisions that the log lacks, to be written before.
+
+def _are_same(logged: Sequence[Decision], decisions: Sequence[Decision]) -> bool:
+    return len(logged) == len(decisions) and all(map(is_same_decision, logged, decisions))
+
+
+def recover(path: Path) -> Replay:
+    """Return the state that a log leads to, and what may not have been carried out yet.
+
+    The actions of the last event are carried out again, which is safe because each process has a
+    unique name; the decisions that the log lacks are to be written before.
 
     Raises:
-        SchemaError: the log is damaged, or this code decides otherwise than the one that wrote it.
+        SchemaError: the log is damaged, or was written by code that decides otherwise.
     """
-    found = replay(read_log(path))
-    if found.difference is not None:
+    result = replay(read_log(path))
+    if result.difference is not None:
         raise SchemaError(
-            f"log must lead to its own decisions, got another: {found.difference}; go on with the "
-            "code that began it, or begin in another folder",
+            f"log leads to another decision: {result.difference}; continue with the release that "
+            "wrote it, or start in another folder",
             file=str(path),
         )
-    return found
+    return result
 
 
 def parse_record(body: Any) -> Event | Decision:
-    """Return what the object of one line says.
+    """Return the event or decision of one line.
 
     Raises:
-        KeyError: it has no kind, or one that nothing is known of.
-        TypeError: fields lack, or are too many.
-        ValueError: a field is not what it should be.
+        KeyError: the event is missing or unknown.
+        TypeError: fields are missing or unknown.
+        ValueError: the value of a field is out of range.
     """
     if "decision" in body:
         return Decision(**body["decision"])
     return event_from_json(body)
 
 
-def _difference(entry: Entry, follow: Sequence[Decision]) -> str:
-    """Say where the decisions of one event first differ."""
-    for number in range(max(len(entry.decisions), len(follow))):
-        logged = entry.decisions[number] if number < len(entry.decisions) else None
-        again = follow[number] if number < len(follow) else None
-        if logged != again:
-            return f"line {entry.line + 1 + number}: {_words(logged)}, now {_words(again)}"
-    raise AssertionError("decisions that differ do so somewhere")
+def _difference(entry: Entry, decisions: Sequence[Decision]) -> str:
+    """Return the first difference between the logged and the new decisions of an event."""
+    for index in range(max(len(entry.decisions), len(decisions))):
+        logged = entry.decisions[index] if index < len(entry.decisions) else None
+        new = decisions[index] if index < len(decisions) else None
+        if logged is None or new is None or not is_same_decision(logged, new):
+            return f"line {entry.line + 1 + index}: {_describe(logged)}, now {_describe(new)}"
+    raise AssertionError("some decision differs")
 
 
-def _words(decision: Decision | None) -> str:
+def _describe(decision: Decision | None) -> str:
     if decision is None:
         return "nothing"
-    whose = f"{decision.job} {decision.process}".strip()
-    return f"{decision.action!r} of {whose} ({decision.reason})"
+    subject = f"{decision.job} {decision.process}".strip()
+    return f"{decision.action!r} of {subject} ({decision.reason})"
 
 
 def describe_job(job: JobState) -> str:
-    """Return what a job is at in one line."""
+    """Return the progress of a job in one line."""
     live = job.processes.values()
     pools = {pool: sum(p.pool == pool for p in live) for pool in ("segment", "replica", "store")}
     trainers = pools["replica"] if job.grouped else len(job.of_pool("lead"))
@@ -326,18 +332,18 @@ def describe_job(job: JobState) -> str:
     )
 
 
-def replay_summary(found: Replay) -> dict[str, Any]:
+def replay_summary(result: Replay) -> dict[str, Any]:
     """Return what `replay --json` prints."""
     return {
-        "num_events": found.num_events,
-        "num_decisions": found.num_decisions,
-        "num_missing": len(found.missing),
-        "jobs": jobs_summary(found.state),
+        "num_events": result.num_events,
+        "num_decisions": result.num_decisions,
+        "num_missing": len(result.missing),
+        "jobs": jobs_summary(result.state),
     }
 
 
 def jobs_summary(state: State) -> dict[str, Any]:
-    """Return what every job is at."""
+    """Return the progress of every job, for JSON."""
     return {
         job.name: {
             "phase": job.phase,

@@ -1,225 +1,37 @@
-"""From pool sizes to actions.
+"""Start and stop processes until the pools of all jobs have their target sizes.
 
-Which processes start and stop, and which slots move between stores.
+Called after every event. Nothing is started that the budget does not hold beside the processes that
+still run, and a task (a segment, the coordinator, a replica, a store) never has two processes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
-from scheduler.controller.allocation import Reconciler, required_resources
 from scheduler.controller.events import THIRD_RULES
-from scheduler.controller.slots import (
-    NUM_RANGES,
-    SlotMove,
-    format_spans,
-    plan_emptying,
-    plan_levelling,
-    redistribute,
-    store_loads,
+from scheduler.controller.slots import stores_present, stores_ready, update_members
+from scheduler.controller.state import (
+    Action,
+    JobState,
+    PoolName,
+    Process,
+    Runner,
+    State,
+    WorkerBound,
+    bound_workers,
 )
-from scheduler.controller.state import Action, JobState, Process, State, WorkerBound
-from scheduler.controller.watch import accesses_at, future_step
-from scheduler.model.memory import HEADROOM, STORE_BASE_BYTES, tables_bytes
-from scheduler.planner.correction import Sizes, end_change
+from scheduler.planner.correction import MEMORY_HEADROOM, MIN_GAIN, Sizes, end_change
 from scheduler.planner.policy import counted
 
-# Stores that become more and fewer while a job trains: who belongs, and what moves between them.
-#
-# A new store begins without slots and gets ranges of them from the others, as they go on; one
-# that is too many gives all of its ranges away and then leaves. Numbers are never given again,
-# and the first store always stays: by it whoever begins anew finds the others.
-
-RETRY_SEC = 30.0
-"""Time after which a move that failed is tried again: whoever trains may not have begun. Twice as
-long each time."""
-MAX_RETRY_SEC = 960.0
-
-
-def target_stores(sizes: Sizes) -> int:
-    """Return how many stores a job that has some is to have."""
-    return max(1, min(NUM_RANGES, sizes.num_stores))
-
-
-def update_members(job: JobState, sizes: Sizes) -> JobState:
-    """Return a job with the stores that belong to it at its sizes.
-
-    Those that are too many belong to it until they have no range, and for sure none that a move
-    brought that seemed to fail. Where nothing trains they go at once: whoever begins reads the rows
-    from its checkpoint, and may need their room.
-    """
-    if not job.num_stores:
-        return job
-    if not job.stores:
-        job = replace(job, stores=tuple(range(job.num_stores)), num_initial_stores=job.num_stores)
-    wanted = target_stores(sizes)
-    if not job.of_pool("lead") and not job.of_pool("replica"):
-        job = _untrained(job, wanted)
-    stores = list(job.stores)
-    while len(stores) < wanted:
-        stores.append(_fresh(job, stores))
-    if job.owners and not job.moving:
-        has = {*job.owners, *job.maybe_owners}
-        stores = stores[:wanted] + [n for n in stores[wanted:] if n in has]
-    return replace(job, stores=tuple(stores), num_stores=len(stores))
-
-
-def _untrained(job: JobState, wanted: int) -> JobState:
-    """Return a job that nothing trains without the stores that are too many.
-
-    Before the first step nobody may have opened them, and together those that are left would not
-    have been started with every slot: then others take the place of all.
-    """
-    if not job.of_pool("store"):
-        job = replace(job, moving=())
-    if job.moving or len(job.stores) <= wanted:
-        return job
-    if job.next_step:
-        kept = job.stores[:wanted]
-        owners = redistribute(job.owners, kept)  # whoever begins may give them to others
-        unsure = tuple(n for n in kept if n in job.maybe_owners or n not in owners)
-        return replace(job, stores=kept, owners=owners, maybe_owners=unsure)
-    first = _fresh(job, job.stores) if _numbers(job) else 0
-    stores = tuple(range(first, first + wanted))
-    return replace(
-        job,
-        stores=stores,
-        first_initial_store=first,
-        num_initial_stores=wanted,
-        owners=(),
-        maybe_owners=(),
-    )
-
-
-def _fresh(job: JobState, stores: Sequence[int]) -> int:
-    """Return a number that no store had."""
-    return 1 + max(*stores, *_numbers(job), 0)
-
-
-def _numbers(job: JobState) -> list[int]:
-    """Return the numbers that stores have had."""
-    return [int(p.removeprefix("store-")) for p in job.attempts if p.startswith("store-")]
-
-
-def stores_ready(job: JobState) -> bool:
-    """Tell whether all stores run that have slots, and those that are too many are gone."""
-    gone = all(p.number in job.stores for p in job.of_pool("store"))
-    return gone and set(job.owners or job.stores) <= set(job.running_stores)
-
-
-def stores_present(job: JobState, sizes: Sizes) -> bool:
-    """Tell whether all stores are there that are to be.
-
-    Nobody waits for those that are too many: they may take long to give their slots away.
-    """
-    there = {process.number for process in job.of_pool("store")}
-    wanted = job.stores[: target_stores(sizes)]
-    return len(wanted) == target_stores(sizes) and set(wanted) <= there
-
-
-def move_slots(
-    job: JobState, sizes: Sizes, ahead_steps: int, now_sec: float
-) -> tuple[JobState, list[Action]]:
-    """Begin the next move of slots: off a store that is too many, or off one with too much load.
-
-    Args:
-        job: that trains.
-        sizes: what it is to have.
-        ahead_steps: steps from now at which loads are looked at.
-        now_sec: the time.
-    """
-    running = set(job.running_stores)
-    wait = min(MAX_RETRY_SEC, RETRY_SEC * 2.0 ** max(0, job.num_failed_moves - 1))
-    early = job.move_failed_sec is not None and now_sec < job.move_failed_sec + wait
-    trains = any(p.status == "running" for p in job.of_pool("lead"))
-    if job.moving or early or not trains or not set(job.owners) <= running:
-        return job, []
-    counts, step = range_loads(job, ahead_steps)
-    staying = running & set(job.stores[: target_stores(sizes)])
-    most = max_ranges(job, len(staying))
-    move = plan_emptying(job.owners, counts, staying, most)
-    if move is not None:
-        whole = len(move.ranges) == job.owners.count(move.source)
-        return _moved(job, move, f"{len(staying)} are enough", {"whole": float(whole)})
-    if (source := _to_search(job, staying)) is not None:
-        target = min(staying & set(job.owners))
-        move = SlotMove((job.owners.index(target),), source, target)
-        why = f"store {source} is too many; a move to it that failed may have brought it slots"
-        return _moved(job, move, why, {"whole": 1.0})
-    move = plan_levelling(job.owners, counts, staying, most)
-    if move is None:
-        return job, []
-    mean = sum(counts) / len(staying)
-    mine = store_loads(job.owners, counts, staying)[move.source]
-    left = mine - sum(counts[number] for number in move.ranges)
-    known = "" if step is None else f" at step {step}, as the oracle knows"
-    why = (
-        f"store {move.source} is to answer {mine / mean:.2f} times the mean{known}; the move "
-        f"leaves {left / mean:.2f}"
-    )
-    return _moved(job, move, why, {})
-
-
-def max_ranges(job: JobState, num_stores: int) -> int:
-    """Return how many ranges one of several stores has memory for, as far as rows lie evenly."""
-    facts, train = job.snapshot.facts, job.snapshot.job.train
-    room = job.store_memory - STORE_BASE_BYTES
-    held = int(NUM_RANGES * room / max(1.0, HEADROOM * tables_bytes(facts, train)))
-    return min(NUM_RANGES, max(held, -(-NUM_RANGES // max(1, num_stores))))
-
-
-def _to_search(job: JobState, staying: Collection[int]) -> int | None:
-    """Return a store that is to go and may have slots that nobody knows of."""
-    running = job.running_stores
-    found = [n for n in job.maybe_owners if n in running and n not in staying and n in job.stores]
-    return found[-1] if found and set(staying) & set(job.owners) else None
-
-
-def range_loads(job: JobState, ahead_steps: int) -> tuple[Sequence[float], int | None]:
-    """Return what each range is to be asked for, and at which step; the same where nobody knows.
-
-    Args:
-        job: whose load is known, or not.
-        ahead_steps: steps from now.
-    """
-    step = future_step(job, ahead_steps)
-    if job.load is None or step is None:
-        return [1.0] * len(job.owners), None
-    return accesses_at(job.load, step).tolist(), step
-
-
-def _moved(
-    job: JobState, move: SlotMove, why: str, values: dict[str, float]
-) -> tuple[JobState, list[Action]]:
-    many = len(move.ranges) > 1
-    what = f"ranges {format_spans(move.ranges)}" if many else f"range {move.ranges[0]}"
-    what += f" of the slots {'move' if many else 'moves'}"
-    action = Action(
-        verb="migrate",
-        job=job.name,
-        reason=f"{what} from store {move.source} to store {move.target}: {why}",
-        values={
-            "slots": float(move.ranges[0]),
-            "source": float(move.source),
-            "target": float(move.target),
-            **values,
-        },
-    )
-    emptied = move.source if values.get("whole") else None
-    return replace(job, moving=move.ranges, emptying_store=emptied), [action]
-
-
-# From sizes to processes: what is started and what leaves, so that pools get their sizes.
-#
-# Asked after every event. It starts nothing that the budget does not hold beside all that still
-# runs, and no place (a segment, a replica) ever has two processes.
+RESIZE_RETRY_SEC = 300.0
+"""Time after which a node that refused a resize is asked again."""
 
 
 def reconcile(state: State) -> tuple[State, list[Action]]:
-    """Start and end processes until pools are what they are to be, as far as there is room."""
+    """Start and stop processes until pools have their sizes, as far as the budget allows."""
     cpus, memory = state.used
-    done = Reconciler(
+    reconciler = Reconciler(
         now_sec=state.now_sec,
         cpus=state.budget.cpus - cpus,
         memory_bytes=state.budget.memory - memory,
@@ -228,169 +40,333 @@ def reconcile(state: State) -> tuple[State, list[Action]]:
         runner=state.runner,
         booked_workers=sum(p.workers for j in state.jobs.values() for p in j.of_pool("segment")),
     )
-    jobs = dict(state.jobs)
+    jobs: Mapping[str, JobState] = dict(state.jobs)
     for job in state.jobs.values():
         if job.phase in ("drained", "finished", "failed") and job.processes:
-            jobs[job.name] = _end_all(job, done, f"the job has {job.phase}")
+            jobs[job.name] = _end_all(job, reconciler, f"the job has {job.phase}")
     for job in state.by_priority:
-        jobs[job.name] = _settle(_reconcile_job(job, done), state.now_sec)
-    found = _spare_given(jobs, done) if done.lacks_memory else jobs
-    return replace(state, jobs=found), done.actions
+        jobs[job.name] = _end_settled_change(_reconcile_job(job, reconciler), state.now_sec)
+    if reconciler.lacks_memory:
+        jobs = _release_memory(jobs, reconciler)
+    return replace(state, jobs=jobs), reconciler.actions
 
 
-def _spare_given(jobs: Mapping[str, JobState], done: Reconciler) -> Mapping[str, JobState]:
-    """Let one trainer that has more than it is to have leave, for one that has less.
+@dataclass(slots=True)
+class Reconciler:
+    """One pass over all jobs: the free part of the budget, and the actions so far."""
 
-    One at a time, and only where nothing leaves anyway. Segment jobs are left alone: what
-    is ended keeps nothing.
+    now_sec: float
+    cpus: float
+    memory_bytes: int
+    runner: Runner
+    booked_workers: int
+    resizes: bool = False
+    elastic: bool = False
+    lacks_memory: bool = False
+    actions: list[Action] = field(default_factory=list[Action])
+
+    def fits(self, cpus: float, memory_bytes: int) -> bool:
+        """Return whether so much is free."""
+        return cpus <= self.cpus + 1e-9 and memory_bytes <= self.memory_bytes
+
+    def has_room(self, cpus: float, memory_bytes: int) -> bool:
+        """Return whether so much is free, and note if only memory is lacking."""
+        fits = self.fits(cpus, memory_bytes)
+        self.lacks_memory |= not fits and self.fits(cpus, 0)
+        return fits
+
+    def next_workers(self, job: JobState) -> WorkerBound:
+        """Return the workers of a job's next segment job."""
+        wanted = 1 if job.sizes is None else job.sizes.workers_per_job
+        return bound_workers(self.runner, wanted, self.booked_workers, self.now_sec)
+
+    def end(self, job: JobState, process: Process, reason: str, *, stop: bool = False) -> JobState:
+        """Ask a process to leave, or stop it, unless it is leaving already."""
+        if process.status == "leaving":
+            return job
+        verb = "stop" if stop else "drain"
+        self.actions.append(Action(verb=verb, job=job.name, process=process.name, reason=reason))
+        return job.with_process(replace(process, status="leaving"))
+
+    def raise_memory(
+        self, job: JobState, process: Process, memory_bytes: int, reason: str, *, stop: bool = False
+    ) -> JobState:
+        """Raise the memory of a process in place, or end it to be restarted with more."""
+        before = process.memory_before or process.memory_bytes
+        raised = replace(process, memory_bytes=memory_bytes, memory_before=before)
+        more = raised.held_memory - process.held_memory
+        in_place = self.resizes and process.status == "running" and not process.fixed
+        if not in_place or not self.fits(0.0, more):
+            return self.end(job, process, reason, stop=stop)
+        self.memory_bytes -= more
+        return self._resize(job, raised, reason, {"memory_bytes": float(memory_bytes)})
+
+    def lower_memory(self, job: JobState, process: Process, memory_bytes: int) -> JobState:
+        """Lower the memory of a process in place, if memory is a limit.
+
+        The difference is free for others once the node has confirmed the resize.
+        """
+        refused_at = process.mem_shrink_refused_at
+        early = refused_at is not None and self.now_sec < refused_at + RESIZE_RETRY_SEC
+        resident = process.readings[-1][1] if process.readings else 0
+        lowest, highest = int(MEMORY_HEADROOM * resident), (1.0 - MIN_GAIN) * process.memory_bytes
+        in_place = self.elastic and self.resizes and process.status == "running" and not early
+        if not in_place or not lowest <= memory_bytes <= highest:
+            return job
+        if process.memory_before is not None:
+            return job
+        reason = f"its memory becomes {memory_bytes:,} bytes instead of {process.memory_bytes:,}"
+        lowered = replace(process, memory_bytes=memory_bytes, memory_before=process.memory_bytes)
+        return self._resize(job, lowered, reason, {"memory_bytes": float(memory_bytes)})
+
+    def change_cpus(self, job: JobState, process: Process, cpus: float) -> JobState:
+        """Change the cores of a running process in place, as far as they are free.
+
+        Where cores are limits, cores that it loses are free once the node has confirmed the
+        resize; elsewhere only the booking changes.
+        """
+        refused_at = process.cpu_resize_refused_at
+        early = refused_at is not None and self.now_sec < refused_at + RESIZE_RETRY_SEC
+        if process.status != "running" or cpus == process.cpus or early:
+            return job
+        changed = replace(process, cpus=cpus, cpu_resize_refused_at=None)
+        if self.resizes:
+            before = process.cpus if process.cpus_before is None else process.cpus_before
+            changed = replace(changed, cpus_before=before)
+        more = changed.held_cpus - process.held_cpus
+        if more > 0.0 and not self.fits(more, 0):
+            return job
+        self.cpus -= more
+        if not self.resizes:
+            return job.with_process(changed)
+        reason = f"it gets {cpus:.2f} cores instead of {process.cpus:.2f}"
+        return self._resize(job, changed, reason, {"cpus": cpus})
+
+    def _resize(
+        self, job: JobState, process: Process, reason: str, values: Mapping[str, float]
+    ) -> JobState:
+        action = Action(
+            verb="resize", job=job.name, process=process.name, reason=reason, values=values
+        )
+        self.actions.append(action)
+        return job.with_process(process)
+
+    def start(
+        self,
+        job: JobState,
+        pool: PoolName,
+        number: int,
+        reason: str,
+        bound: WorkerBound | None = None,
+    ) -> JobState:
+        """Start a process, unless its task has one, is backing off, or does not fit."""
+        bound = bound or WorkerBound(1)
+        task_id = f"{pool}-{number}"
+        backoff = job.backoffs.get(task_id)
+        runs = any(p.task_id == task_id for p in job.processes.values())
+        early = backoff is not None and self.now_sec < backoff.retry_sec
+        cpus, memory_bytes = required_resources(job, pool, bound.workers)
+        if runs or early or not self.has_room(cpus, memory_bytes):
+            return job
+        attempt = job.attempts.get(task_id, 0) + 1
+        process = Process(
+            name=f"{task_id}.{attempt}",
+            pool=pool,
+            number=number,
+            status="starting",
+            cpus=cpus,
+            memory_bytes=memory_bytes,
+            workers=bound.workers,
+            began_sec=self.now_sec,
+        )
+        self.cpus -= cpus
+        self.memory_bytes -= memory_bytes
+        self.booked_workers += bound.workers if pool == "segment" else 0
+        values = {"workers": float(bound.workers), "memory_bytes": float(memory_bytes)}
+        values |= bound.values
+        if pool == "lead":
+            values["grouped"] = float(job.grouped)
+        self.actions.append(
+            Action(
+                verb="start",
+                job=job.name,
+                process=process.name,
+                reason=reason if attempt == 1 else f"{reason}, attempt {attempt}",
+                values=values,
+            )
+        )
+        return replace(job.with_process(process), attempts={**job.attempts, task_id: attempt})
+
+
+def required_resources(job: JobState, pool: PoolName, workers: int = 1) -> tuple[float, int]:
+    """Return the cores and bytes of one process; a coordinator beside replicas needs none."""
+    config = job.snapshot.job.schedule
+    if pool == "segment":
+        return workers * config.preprocessing.worker.cpus, workers * job.worker_memory
+    if pool == "store":
+        return job.store_cpus, job.store_memory
+    if pool == "lead" and job.grouped:
+        return 0.0, 0
+    return job.replica_cpus, job.replica_memory
+
+
+def _release_memory(jobs: Mapping[str, JobState], reconciler: Reconciler) -> Mapping[str, JobState]:
+    """End one trainer that has more memory than its successor gets, for a process that lacks it.
+
+    One at a time, and only while nothing else is leaving. Segment jobs are left alone, as they lose
+    their work.
     """
     if any(p.status == "leaving" for job in jobs.values() for p in job.processes.values()):
         return jobs
     for job in jobs.values():
-        for process in (*job.of_pool("lead"), *job.of_pool("replica")):
+        for process in job.trainers:
             more = process.memory_bytes - job.replica_memory
-            waits = done.elastic and process.memory_before is not None
-            if more > 0 and process.status == "running" and not waits:
-                why = f"it has {more:,} bytes more than its next one gets, and others need them"
-                return {**jobs, job.name: done.leave(job, process, why)}
+            resizing = reconciler.elastic and process.memory_before is not None
+            if more > 0 and process.status == "running" and not resizing:
+                why = f"it has {more:,} bytes more than its successor gets, and others need them"
+                return {**jobs, job.name: reconciler.end(job, process, why)}
     return jobs
 
 
-def _reconcile_job(job: JobState, done: Reconciler) -> JobState:
+def _reconcile_job(job: JobState, reconciler: Reconciler) -> JobState:
     if job.phase == "draining":
-        job = _end_all(job, done, "the job is asked to end")
+        job = _end_all(job, reconciler, "the job is drained")
         return job if job.processes else replace(job, phase="drained")
     if job.sizes is None:
-        return _end_all(job, done, "the job waits for room")
-    return _segments(_fit(_training(job, job.sizes, done), done), job.sizes, done)
+        return _end_all(job, reconciler, "the job waits for budget")
+    sizes = job.sizes
+    job = _resize_running(_reconcile_training(job, sizes, reconciler), reconciler)
+    return _reconcile_segments(job, sizes, reconciler)
 
 
-def _fit(job: JobState, done: Reconciler) -> JobState:
-    """Book for trainers and stores what the next ones get, as far as that can be changed."""
-    for process in (*job.of_pool("lead"), *job.of_pool("replica"), *job.of_pool("store")):
-        computes = process.pool != "lead" or process.cpus > 0  # a lead beside replicas does not
-        if computes:
-            cpus, memory_bytes = required_resources(job, process.pool)
-            job = done.fit(job, process, cpus)
-            if process.pool != "store":  # of whose memory nothing is foreseen
-                job = done.spare(job, job.processes[process.name], memory_bytes)
-    return job
-
-
-def _end_all(job: JobState, done: Reconciler, reason: str) -> JobState:
-    """Let all leave: replicas save while their lead is there, and stores go when both have."""
+def _end_all(job: JobState, reconciler: Reconciler, reason: str) -> JobState:
+    """End the replicas, which need the coordinator to save; then it, and then the stores."""
     for process in job.of_pool("segment"):
-        job = done.leave(job, process, reason, stop=True)
+        job = reconciler.end(job, process, reason, stop=True)
     first = next(filter(None, map(job.of_pool, ("replica", "lead", "store"))), [])
     for process in first:
-        job = done.leave(job, process, reason)
+        job = reconciler.end(job, process, reason)
     return job
 
 
-def _segments(job: JobState, sizes: Sizes, done: Reconciler) -> JobState:
-    """Build the segments in order; the first one alone, as it decides what the others must be."""
-    for process in job.of_pool("segment"):
-        wanted = process.workers * job.worker_memory
-        if process.memory_bytes < wanted:
-            why = f"its workers are to have {job.worker_memory:,} bytes"
-            job = done.grow(job, process, wanted, why, stop=True)
-    building = [p.number for p in job.of_pool("segment")]
-    most = sizes.segment_jobs if job.built else 1
-    open_ones = [n for n in range(job.num_segments) if n not in job.built]
-    for number in open_ones:
-        if number in building:
-            continue
-        if len(building) >= most:
-            break
-        found = done.bound_workers(job)
-        if not found.workers:
-            job = _lacking_slots(job, number, found, done)
-            break
-        job = replace(job, waits_for_slots=False)
-        if not done.has_room(*required_resources(job, "segment", found.workers)):
-            break
-        before = len(job.processes)
-        job = _build(job, number, found, done)
-        if len(job.processes) == before:
-            break  # it failed a moment ago; those after it wait for it anyway
-        building.append(number)
-    full = len(building) >= most or job.waits_for_slots
-    if open_ones and building and open_ones[0] not in building and full:
-        last = job.of_pool("segment")[-1]
-        why = f"segment {open_ones[0]} is to be built first: later ones wait for it"
-        job = done.leave(job, last, why, stop=True)
-    return job
-
-
-def _build(job: JobState, number: int, found: WorkerBound, done: Reconciler) -> JobState:
-    """Start a segment job with the workers that it gets."""
-    reason = f"segment {number} of {job.num_segments} is to be built"
-    if found.reason:
-        reason += f" by {counted(found.workers, 'worker')}: {found.reason}"
-    return done.start(job, "segment", number, reason, found)
-
-
-def _lacking_slots(job: JobState, number: int, found: WorkerBound, done: Reconciler) -> JobState:
-    """Say once that the next segment job waits for a slot."""
-    if job.waits_for_slots:
-        return job
-    reason = f"segment {number} of {job.num_segments} waits for a slot: {found.reason}"
-    done.actions.append(Action(verb="wait", job=job.name, reason=reason, values=found.values))
-    return replace(job, waits_for_slots=True)
-
-
-def _training(job: JobState, sizes: Sizes, done: Reconciler) -> JobState:
-    """Run the lead, its replicas and its stores, once the first segment is there."""
+def _reconcile_training(job: JobState, sizes: Sizes, reconciler: Reconciler) -> JobState:
+    """Run the stores, the coordinator and the replicas, once the first segment is built."""
     if not job.built:
         return job
     if job.num_stores is None:
         job = replace(job, num_stores=sizes.num_stores)
-    job = _stores(job, sizes, done)
-    lead = next(iter(job.of_pool("lead")), None)
-    if lead is not None and job.grouped and lead.cpus > 0:
-        return done.leave(job, lead, "several replicas take over; it saves, and one begins anew")
-    if lead is not None and 0 < lead.memory_bytes < job.replica_memory:
-        why = f"it is to have {job.replica_memory:,} bytes"
-        return done.grow(job, lead, job.replica_memory, why)
+    job = _reconcile_stores(job, sizes, reconciler)
+    coordinator = next(iter(job.of_pool("lead")), None)
+    if coordinator is not None and job.grouped and coordinator.cpus > 0:
+        why = "several replicas take over: it saves a checkpoint, and a new coordinator starts"
+        return reconciler.end(job, coordinator, why)
+    more_memory = f"its memory becomes {job.replica_memory:,} bytes"
+    if coordinator is not None and 0 < coordinator.memory_bytes < job.replica_memory:
+        return reconciler.raise_memory(job, coordinator, job.replica_memory, more_memory)
     replicas = job.of_pool("replica")
-    if lead is None and replicas:
-        for process in replicas:  # they know another lead
-            job = done.leave(job, process, "its lead is gone", stop=True)
+    if coordinator is None and replicas:
+        for process in replicas:  # they are connected to the previous coordinator
+            job = reconciler.end(job, process, "its coordinator ended", stop=True)
         return job
-    served = stores_ready(job) if job.stores else job.num_stores == len(job.running_stores)
-    if lead is None and served:
-        job = done.start(job, "lead", 0, "a segment is there to train on")
-    if not job.grouped or lead is None or lead.status != "running":
+    ready = stores_ready(job) if job.stores else job.num_stores == len(job.running_stores)
+    if coordinator is None and ready:
+        job = reconciler.start(job, "lead", 0, "the first segment is built")
+    if not job.grouped or coordinator is None or coordinator.status != "running":
         return job
     for process in reversed(replicas):
         if process.number >= sizes.num_replicas:
-            job = done.leave(job, process, f"{sizes.num_replicas} replicas are enough")
+            why = f"{counted(sizes.num_replicas, 'replica')} suffice"
+            job = reconciler.end(job, process, why)
     short = [p for p in job.of_pool("replica") if p.memory_bytes < job.replica_memory]
     if short and all(p.status == "running" for p in job.of_pool("replica")):  # one by one
-        why = f"it is to have {job.replica_memory:,} bytes"
-        job = done.grow(job, short[0], job.replica_memory, why)
+        job = reconciler.raise_memory(job, short[0], job.replica_memory, more_memory)
     for number in range(sizes.num_replicas):
-        job = done.start(job, "replica", number, f"{sizes.num_replicas} replicas are to train")
+        reason = f"the job trains in {counted(sizes.num_replicas, 'replica')}"
+        job = reconciler.start(job, "replica", number, reason)
     return job
 
 
-def _stores(job: JobState, sizes: Sizes, done: Reconciler) -> JobState:
-    """Run the stores; by newer rules as many as the sizes say."""
-    if done.elastic:
+def _reconcile_stores(job: JobState, sizes: Sizes, reconciler: Reconciler) -> JobState:
+    if reconciler.elastic:
         job = update_members(job, sizes)
     for number in job.stores or range(job.num_stores or 0):
-        job = done.start(job, "store", number, "rows need a store")
+        job = reconciler.start(job, "store", number, "it holds rows of the tables")
     for process in job.of_pool("store") if job.stores else ():
         if process.number not in job.stores:
-            job = done.leave(job, process, "it has no slots any more, the others are enough")
+            job = reconciler.end(job, process, "it is surplus and owns no slots")
     return job
+
+
+def _resize_running(job: JobState, reconciler: Reconciler) -> JobState:
+    """Give running trainers and stores the resources of new ones, as far as they can change."""
+    for process in (*job.trainers, *job.of_pool("store")):
+        if process.pool == "lead" and process.cpus == 0:
+            continue  # a coordinator beside replicas, which computes nothing
+        cpus, memory_bytes = required_resources(job, process.pool)
+        job = reconciler.change_cpus(job, process, cpus)
+        if process.pool != "store":  # the memory of stores is not forecast
+            job = reconciler.lower_memory(job, job.processes[process.name], memory_bytes)
+    return job
+
+
+def _reconcile_segments(job: JobState, sizes: Sizes, reconciler: Reconciler) -> JobState:
+    """Build the segments in order; the first one alone, as the others depend on its result."""
+    for process in job.of_pool("segment"):
+        needed = process.workers * job.worker_memory
+        if process.memory_bytes < needed:
+            why = f"the memory of its workers becomes {job.worker_memory:,} bytes"
+            job = reconciler.raise_memory(job, process, needed, why, stop=True)
+    building = [p.number for p in job.of_pool("segment")]
+    most = sizes.segment_jobs if job.built else 1
+    unbuilt = [n for n in range(job.num_segments) if n not in job.built]
+    for number in unbuilt:
+        if number in building:
+            continue
+        if len(building) >= most:
+            break
+        bound = reconciler.next_workers(job)
+        if not bound.workers:
+            job = _wait_for_slots(job, number, bound, reconciler)
+            break
+        job = replace(job, waits_for_slots=False)
+        if not reconciler.has_room(*required_resources(job, "segment", bound.workers)):
+            break
+        before = len(job.processes)
+        job = _build(job, number, bound, reconciler)
+        if len(job.processes) == before:
+            break  # it is backing off, and later segments wait for it anyway
+        building.append(number)
+    full = len(building) >= most or job.waits_for_slots
+    if unbuilt and building and unbuilt[0] not in building and full:
+        last = job.of_pool("segment")[-1]
+        why = f"segment {unbuilt[0]} is to be built first: later ones wait for it"
+        job = reconciler.end(job, last, why, stop=True)
+    return job
+
+
+def _build(job: JobState, number: int, bound: WorkerBound, reconciler: Reconciler) -> JobState:
+    reason = f"segment {number} of {job.num_segments} is to be built"
+    if bound.reason:
+        reason += f" by {counted(bound.workers, 'worker')}: {bound.reason}"
+    return reconciler.start(job, "segment", number, reason, bound)
+
+
+def _wait_for_slots(
+    job: JobState, number: int, bound: WorkerBound, reconciler: Reconciler
+) -> JobState:
+    """Decide once that the next segment job waits for a slot."""
+    if job.waits_for_slots:
+        return job
+    reason = f"segment {number} of {job.num_segments} waits for a slot: {bound.reason}"
+    reconciler.actions.append(Action(verb="wait", job=job.name, reason=reason, values=bound.values))
+    return replace(job, waits_for_slots=True)
 
 
 def is_settled(job: JobState) -> bool:
-    """Tell whether the pools are what they are to be, and every process runs."""
+    """Return whether the pools have their target sizes, and every process runs."""
     if job.sizes is None:
         return not job.processes
-    if any(p.status != "running" or _is_short(job, p) for p in job.processes.values()):
+    if any(p.status != "running" or _lacks_memory(job, p) for p in job.processes.values()):
         return False
     wanted = min(job.sizes.segment_jobs if job.built else 1, job.remaining_segments)
     building = len(job.of_pool("segment"))
@@ -404,16 +380,15 @@ def is_settled(job: JobState) -> bool:
     return len(job.of_pool("lead")) == 1 and len(job.of_pool("replica")) == replicas
 
 
-def _is_short(job: JobState, process: Process) -> bool:
-    """Tell whether a process has less memory than it is to have, or not yet."""
+def _lacks_memory(job: JobState, process: Process) -> bool:
+    """Return whether a process has less memory than it is to have, or is being resized."""
     if process.is_changing:
         return True
-    wanted = {"segment": process.workers * job.worker_memory, "replica": job.replica_memory}
-    return process.memory_bytes < wanted.get(process.pool, 0)
+    needed = {"segment": process.workers * job.worker_memory, "replica": job.replica_memory}
+    return process.memory_bytes < needed.get(process.pool, 0)
 
 
-def _settle(job: JobState, now_sec: float) -> JobState:
-    """End the change in flight when nothing of it is left to do."""
+def _end_settled_change(job: JobState, now_sec: float) -> JobState:
     if job.correction.in_flight is None or not is_settled(job):
         return job
     return replace(job, correction=end_change(job.correction, now_sec))

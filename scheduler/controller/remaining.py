@@ -1,7 +1,4 @@
-"""What remains of a running job.
-
-Its data, its limits, and the models fitted to its measurements.
-"""
+"""The work that remains of a running job: its data, its limits, and models of its speed."""
 
 from __future__ import annotations
 
@@ -19,33 +16,35 @@ from schemas.config.schedule import BudgetConfig, ScheduleConfig, WorkerConfig
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RemainingWork:
-    """A job as the policy sees it now."""
+    """A running job as the planner sees it: like a new job with the rest of the work."""
 
     snapshot: Snapshot
-    """With the samples that are left."""
+    """With the remaining samples."""
     config: ScheduleConfig
-    """With the cores and the memory that its processes have by now, and the time that is left."""
+    """With the current resources of its processes, and the time until the deadline."""
     models: Models
-    """Fitted to all that was measured."""
+    """Fitted to all measurements."""
     largest_job: int | None
-    """Workers of one segment job at most, where they run; None where nobody said."""
+    """Most workers of one segment job where they run; None if not limited."""
 
 
 def remaining_work(
     job: JobState, now_sec: float, budget: BudgetConfig, runner: Runner
 ) -> RemainingWork:
-    """Return what is left of a job.
+    """Return the remaining work of a job.
 
-    What was built and not trained counts as training that is left, in one pass.
+    Samples that are built and not trained count as training that remains, in one pass.
 
     Args:
-        job: as it stands.
+        job: the job.
         now_sec: the time.
-        budget: what it may have; never more than its own file says.
+        budget: the most that it may use; its own file limits it further.
         runner: where segment jobs run.
     """
     facts, train = job.snapshot.facts, job.snapshot.job.train
-    config = _within(current_config(job, now_sec, budget), runner, max(1, job.remaining_segments))
+    config = _limit_workers(
+        current_config(job, now_sec, budget), runner, max(1, job.remaining_segments)
+    )
     models = fit_models(job.snapshot, config, job.steps, job.builds)
     built = round(facts.num_samples * job.remaining_segments / job.num_segments)
     trained = facts.num_train_samples * train.epochs - job.num_trained
@@ -63,14 +62,14 @@ def remaining_work(
 
 
 def current_config(job: JobState, now_sec: float, budget: BudgetConfig) -> ScheduleConfig:
-    """Return the limits of a job now."""
+    """Return the schedule of a job with its current resources and the time that remains."""
     config = job.snapshot.job.schedule
     first, second, own = config.preprocessing, config.training, config.budget
-    haste = own.haste if budget.haste is None else budget.haste
+    exponent = own.haste if budget.haste is None else budget.haste
     cpus, memory = min(own.cpus, budget.cpus), min(own.memory, budget.memory)
-    budget = replace(own, cpus=cpus, memory=memory, haste=haste)
+    budget = replace(own, cpus=cpus, memory=memory, haste=exponent)
     if not job.remaining_segments:
-        # Nothing is built any more, so what the smallest such pool takes is free for training.
+        # Everything is built, so training may use what the smallest preprocessing pool takes.
         workers = max(1, first.min_workers)
         budget = replace(
             budget,
@@ -92,25 +91,21 @@ def current_config(job: JobState, now_sec: float, budget: BudgetConfig) -> Sched
         preprocessing=replace(first, worker=replace(first.worker, memory=job.worker_memory)),
         training=replace(
             second,
-            replica=_booked(second.replica, job.replica_memory, job.replica_cpus),
-            store=_booked(second.store, job.store_memory, job.store_cpus),
+            replica=_with_resources(second.replica, job.replica_memory, job.replica_cpus),
+            store=_with_resources(second.store, job.store_memory, job.store_cpus),
             max_stores=stores,
         ),
     )
 
 
-def _booked(process: WorkerConfig, memory_bytes: int, cpus: float) -> WorkerConfig:
+def _with_resources(process: WorkerConfig, memory_bytes: int, cpus: float) -> WorkerConfig:
     if cpus == process.cpus:
         return replace(process, memory=memory_bytes)
     return BookedWorker(cpus=process.cpus, memory=memory_bytes, booked=cpus)
 
 
-def _within(config: ScheduleConfig, runner: Runner, num_segments: int) -> ScheduleConfig:
-    """Return limits without workers that no segment job can have where it runs.
-
-    A cluster has no slots for them, even without others, or the jobs of all segments that are
-    left may not have so many together.
-    """
+def _limit_workers(config: ScheduleConfig, runner: Runner, num_segments: int) -> ScheduleConfig:
+    """Limit the workers to those that the runner can give to the remaining segment jobs."""
     pool = config.preprocessing
     fewest, most = pool.min_workers, pool.max_workers
     if runner.total_slots is not None:
@@ -122,7 +117,7 @@ def _within(config: ScheduleConfig, runner: Runner, num_segments: int) -> Schedu
 
 
 def booked_resources(job: JobState, sizes: Sizes | None) -> tuple[float, int]:
-    """Return the cores and bytes that sizes take; none while the job waits."""
+    """Return the cores and bytes of the pools at these sizes; none while the job waits."""
     if sizes is None:
         return 0.0, 0
     config = current_config(job, job.submitted_sec, job.snapshot.job.schedule.budget)
@@ -135,7 +130,7 @@ def booked_resources(job: JobState, sizes: Sizes | None) -> tuple[float, int]:
 
 
 def available_budget(state: State, job: JobState) -> BudgetConfig:
-    """Return what a job may have: its own share, and what no other job has."""
+    """Return the budget without the shares of the other jobs."""
     others = [
         booked_resources(other, other.sizes)
         for other in state.by_priority
@@ -149,7 +144,7 @@ def available_budget(state: State, job: JobState) -> BudgetConfig:
 
 
 def describe_sizes(sizes: Sizes) -> str:
-    """Return sizes in words."""
+    """Return sizes as text."""
     return (
         f"{counted(sizes.segment_jobs, 'segment job')} x "
         f"{counted(sizes.workers_per_job, 'worker')}, {counted(sizes.num_replicas, 'replica')} "
@@ -158,12 +153,12 @@ def describe_sizes(sizes: Sizes) -> str:
 
 
 def sizes_as_values(sizes: Sizes) -> dict[str, float]:
-    """Return sizes as numbers for a decision."""
+    """Return sizes as the values of a decision."""
     return {name: float(value) for name, value in asdict(sizes).items()}
 
 
 def sizes_at(grid: Grid, index: int) -> Sizes:
-    """Return one candidate's sizes."""
+    """Return the sizes of one candidate."""
     return Sizes(
         segment_jobs=int(grid.segment_jobs[index]),
         workers_per_job=int(grid.workers_per_job[index]),

@@ -1,29 +1,45 @@
-"""Slot ranges of tables: owners, loads, and moves that level them."""
+"""Embedding stores of a training job: who owns which slot ranges, and which move is next.
+
+The 4,096 slots of the tables form NUM_RANGES equal ranges. A new store starts empty and receives
+ranges from the others while training continues; a store that is removed first gives away all its
+ranges and then leaves. Store numbers are never reused, and the first store always stays, because
+processes that restart discover the others through it.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import numpy as np
+
+from scheduler.controller.events import LoadKnown
+from scheduler.controller.state import Action, JobState
+from scheduler.model.memory import HEADROOM, STORE_BASE_BYTES, tables_bytes
+from scheduler.planner.correction import Sizes
 from schemas.config.schedule import MAX_STORES
 from schemas.hashing import NUM_SLOTS
 
 NUM_RANGES = MAX_STORES
-"""Ranges of the 4,096 slots; as many stores can hold some."""
+"""Slot ranges, and therefore the most stores that can own some."""
 MAX_LOAD_RATIO = 1.25
-"""Load of the busiest store over the mean, above which ranges of slots are moved."""
+"""Load of the busiest store over the mean above which ranges are moved."""
 MIN_LOAD_REDUCTION = 0.1
-"""Share of the busiest store's load that a move must take off it."""
+"""Share of the busiest store's load that a move must take off."""
+RETRY_SEC = 30.0
+"""Time before a failed move is retried, doubled after each failure: the trainers may not have
+started yet."""
+MAX_RETRY_SEC = 960.0
 
 
 @dataclass(frozen=True, slots=True)
 class SlotMove:
-    """Ranges that go from one store to another at once.
+    """Ranges that move together from one store to another.
 
     Attributes:
-        ranges: which, in order.
-        source: store that has them.
-        target: store that gets them.
+        ranges: their numbers, ascending.
+        source: the store that owns them.
+        target: the store that receives them.
     """
 
     ranges: tuple[int, ...]
@@ -31,21 +47,24 @@ class SlotMove:
     target: int
 
 
+# Slot ranges.
+
+
 def initial_owners(num_stores: int) -> tuple[int, ...]:
-    """Return the store of each range when training begins.
+    """Return the store of each range when training starts.
 
     Example:
-        >>> first_owners(3)
+        >>> initial_owners(3)
         (0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 2, 2, 2, 2, 2)
     """
     return tuple(number * num_stores // NUM_RANGES for number in range(NUM_RANGES))
 
 
 def initial_slots(store: int, num_stores: int) -> tuple[int, int]:
-    """Return the slots that a store is started with, its first and one after its last.
+    """Return the first slot of a store at the start of training, and one after its last.
 
     Example:
-        >>> first_slots(1, 3)
+        >>> initial_slots(1, 3)
         (1536, 2816)
     """
     owned = [i for i, owner in enumerate(initial_owners(num_stores)) if owner == store]
@@ -53,30 +72,70 @@ def initial_slots(store: int, num_stores: int) -> tuple[int, int]:
 
 
 def slots_of_range(number: int) -> tuple[int, int]:
-    """Return the slots of a range, its first and one after its last.
+    """Return the first slot of a range, and one after its last.
 
     Example:
-        >>> slots_of(15)
+        >>> slots_of_range(15)
         (3840, 4096)
     """
     size = NUM_SLOTS // NUM_RANGES
     return number * size, (number + 1) * size
 
 
+def format_spans(numbers: Sequence[int]) -> str:
+    """Return ascending numbers as text, consecutive ones as spans.
+
+    Example:
+        >>> format_spans([0, 1, 2, 3, 9, 11, 12]), format_spans([])
+        ('0-3, 9, 11-12', 'none')
+    """
+    firsts = [n for n in numbers if n - 1 not in numbers]
+    lasts = [n for n in numbers if n + 1 not in numbers]
+    spans = zip(firsts, lasts, strict=True)
+    return ", ".join(f"{a}" if a == b else f"{a}-{b}" for a, b in spans) or "none"
+
+
+# Loads, known ahead from the oracle.
+
+
+def future_step(job: JobState, num_steps: int) -> int | None:
+    """Return the step `num_steps` ahead, at most the last one of the oracle; None without one."""
+    if job.load is None or not job.load.num_steps:
+        return None
+    return min(job.next_step + num_steps, job.load.num_steps - 1)
+
+
+def accesses_at(load: LoadKnown, step: int) -> np.ndarray:
+    """Return (NUM_RANGES,) accesses in the period of a step; later steps count as the last."""
+    step = min(step, load.num_steps - 1)
+    return np.array(load.slots[step * len(load.slots) // load.num_steps], np.float64)
+
+
+def range_loads(job: JobState, ahead_steps: int) -> tuple[Sequence[float], int | None]:
+    """Return the load of each range some steps ahead, and that step; equal loads if unknown."""
+    step = future_step(job, ahead_steps)
+    if job.load is None or step is None:
+        return [1.0] * len(job.owners), None
+    return accesses_at(job.load, step).tolist(), step
+
+
 def store_loads(
     owners: Sequence[int], counts: Sequence[float], stores: Collection[int]
 ) -> dict[int, float]:
-    """Return what each store is asked for.
+    """Return the load of each store.
 
     Args:
         owners: store of each range.
-        counts: what each range is asked for.
-        stores: those that may own none, too.
+        counts: load of each range.
+        stores: further stores, which may own no range.
     """
-    found = dict.fromkeys(sorted({*stores, *owners}), 0.0)
+    loads = dict.fromkeys(sorted({*stores, *owners}), 0.0)
     for owner, count in zip(owners, counts, strict=True):
-        found[owner] += count
-    return found
+        loads[owner] += count
+    return loads
+
+
+# Moves of ranges.
 
 
 def plan_emptying(
@@ -85,33 +144,32 @@ def plan_emptying(
     stores: Collection[int],
     most: int = NUM_RANGES,
 ) -> SlotMove | None:
-    """Return the next move by which stores lose all their ranges that are not to stay.
+    """Return the next move off the stores that are to be removed, the highest number first.
 
-    The last such store first; the heaviest of its ranges goes to the store with the least load,
-    with all others that go there in the same way.
+    Its ranges are dealt, heaviest first, to the store with the least load; the move contains those
+    that go to the same store as the heaviest one.
 
     Args:
         owners: store of each range.
-        counts: what each range is asked for.
-        stores: those that stay and are there.
-        most: ranges that a store has memory for; more only where no store has.
+        counts: load of each range.
+        stores: stores that run and stay.
+        most: ranges that a store has memory for; exceeded only if no store has room.
     """
     surplus = [owner for owner in owners if owner not in stores]
     if not surplus or not stores:
         return None
     source = max(surplus)
-    everywhere = store_loads(owners, counts, stores)
-    loads = {store: load for store, load in everywhere.items() if store in stores}
+    loads = {s: load for s, load in store_loads(owners, counts, stores).items() if s in stores}
     held = {store: owners.count(store) for store in loads}
     targets: dict[int, int] = {}
-    mine = [number for number, owner in enumerate(owners) if owner == source]
-    for number in sorted(mine, key=lambda n: (-counts[n], n)):
-        to = min(loads, key=lambda store: (held[store] >= most, loads[store], store))
-        targets[number] = to
-        loads[to] += counts[number]
-        held[to] += 1
+    owned = [number for number, owner in enumerate(owners) if owner == source]
+    for number in sorted(owned, key=lambda n: (-counts[n], n)):
+        target = min(loads, key=lambda store: (held[store] >= most, loads[store], store))
+        targets[number] = target
+        loads[target] += counts[number]
+        held[target] += 1
     target = next(iter(targets.values()))
-    return SlotMove(tuple(n for n in mine if targets[n] == target), source, target)
+    return SlotMove(tuple(n for n in owned if targets[n] == target), source, target)
 
 
 def plan_levelling(
@@ -120,69 +178,248 @@ def plan_levelling(
     stores: Collection[int],
     most: int = NUM_RANGES,
 ) -> SlotMove | None:
-    """Return the move that takes most off the busiest store; None where it is hardly too busy.
+    """Return the move that takes most load off the busiest store; None if loads are level.
 
-    A store without a range gets some in any case, of the busiest that has several.
+    A store without a range gets some in any case, from the busiest one that owns several.
 
     Args:
-        owners: store of each range, all of `stores`.
-        counts: what each range is asked for.
-        stores: those that are there, also those without a range.
+        owners: store of each range, all in `stores`.
+        counts: load of each range.
+        stores: stores that run and stay, also those without a range.
         most: ranges that a store has memory for.
     """
     loads = store_loads(owners, counts, stores)
     mean = sum(loads.values()) / max(1, len(loads))
-    open_ones = [store for store in loads if owners.count(store) < most]
-    idlest = min(open_ones, key=lambda store: (loads[store], store), default=None)
+    with_room = [store for store in loads if owners.count(store) < most]
+    idlest = min(with_room, key=lambda store: (loads[store], store), default=None)
     several = [store for store in loads if idlest in owners or owners.count(store) > 1]
     busiest = max(several, key=lambda store: (loads[store], store), default=None)
     if idlest is None or busiest is None or idlest == busiest:
         return None
     if loads[busiest] <= MAX_LOAD_RATIO * mean and idlest in owners:
         return None
-    before, taken = loads[busiest], list[int]()
-    mine = [number for number, owner in enumerate(owners) if owner == busiest]
+    before, moved = loads[busiest], list[int]()
+    owned = [number for number, owner in enumerate(owners) if owner == busiest]
     room = most - owners.count(idlest)
 
-    def after(number: int) -> float:
+    def larger_load_after(number: int) -> float:
         return max(loads[busiest] - counts[number], loads[idlest] + counts[number])
 
-    while len(mine) > 1 and len(taken) < room:
-        best = min(mine, key=after)
-        if after(best) >= loads[busiest]:
+    while len(owned) > 1 and len(moved) < room:
+        best = min(owned, key=larger_load_after)
+        if larger_load_after(best) >= loads[busiest]:
             break
         loads[busiest] -= counts[best]
         loads[idlest] += counts[best]
-        mine.remove(best)
-        taken.append(best)
-    little = max(loads[busiest], loads[idlest]) > (1.0 - MIN_LOAD_REDUCTION) * before
-    if not taken or (little and idlest in owners):
+        owned.remove(best)
+        moved.append(best)
+    small = max(loads[busiest], loads[idlest]) > (1.0 - MIN_LOAD_REDUCTION) * before
+    if not moved or (small and idlest in owners):
         return None
-    return SlotMove(tuple(sorted(taken)), busiest, idlest)
+    return SlotMove(tuple(sorted(moved)), busiest, idlest)
 
 
 def redistribute(owners: Sequence[int], stores: Collection[int]) -> tuple[int, ...]:
-    """Return owners where all ranges of stores that are not there are dealt to those that are.
+    """Return owners in which the ranges of removed stores are dealt to the others.
 
     Example:
-        >>> shared_out((0, 0, 1, 1, 2, 2), (0, 2))
+        >>> redistribute((0, 0, 1, 1, 2, 2), (0, 2))
         (0, 0, 0, 2, 2, 2)
     """
-    found = list(owners)
-    while (move := plan_emptying(found, [1.0] * len(found), stores)) is not None:
+    after = list(owners)
+    while (move := plan_emptying(after, [1.0] * len(after), stores)) is not None:
         for number in move.ranges:
-            found[number] = move.target
-    return tuple(found)
+            after[number] = move.target
+    return tuple(after)
 
 
-def format_spans(numbers: Sequence[int]) -> str:
-    """Return ascending numbers, neighbours together.
+# Stores of a job.
 
-    Example:
-        >>> spans([0, 1, 2, 3, 9, 11, 12]), spans([])
-        ('0-3, 9, 11-12', 'none')
+
+def target_stores(sizes: Sizes) -> int:
+    """Return how many stores a job with stores is to have."""
+    return max(1, min(NUM_RANGES, sizes.num_stores))
+
+
+def update_members(job: JobState, sizes: Sizes) -> JobState:
+    """Return a job with the stores that belong to it at its sizes.
+
+    A surplus store belongs to the job until it owns no range for certain, also none that a move
+    which seemed to fail brought. Without trainers surplus stores are removed at once: training
+    resumes from a checkpoint, and may need their resources.
     """
-    firsts = [n for n in numbers if n - 1 not in numbers]
-    lasts = [n for n in numbers if n + 1 not in numbers]
-    both = zip(firsts, lasts, strict=True)
-    return ", ".join(f"{a}" if a == b else f"{a}-{b}" for a, b in both) or "none"
+    if not job.num_stores:
+        return job
+    if not job.stores:
+        job = replace(job, stores=tuple(range(job.num_stores)), num_initial_stores=job.num_stores)
+    wanted = target_stores(sizes)
+    if not job.trainers:
+        job = _shrink_without_trainers(job, wanted)
+    stores = list(job.stores)
+    while len(stores) < wanted:
+        stores.append(_next_number(job, stores))
+    if job.owners and not job.moving:
+        owning = {*job.owners, *job.maybe_owners}
+        stores = stores[:wanted] + [n for n in stores[wanted:] if n in owning]
+    return replace(job, stores=tuple(stores), num_stores=len(stores))
+
+
+def _shrink_without_trainers(job: JobState, wanted: int) -> JobState:
+    """Return a job without its surplus stores, while nothing trains.
+
+    Before the first step the remaining stores may never have been opened, and would not have been
+    started with all slots between them: then new stores replace all of them.
+    """
+    if not job.of_pool("store"):
+        job = replace(job, moving=())
+    if job.moving or len(job.stores) <= wanted:
+        return job
+    if job.next_step:
+        kept = job.stores[:wanted]
+        owners = redistribute(job.owners, kept)  # the next trainers may place them elsewhere
+        maybe = tuple(n for n in kept if n in job.maybe_owners or n not in owners)
+        return replace(job, stores=kept, owners=owners, maybe_owners=maybe)
+    first = _next_number(job, job.stores) if _started_numbers(job) else 0
+    return replace(
+        job,
+        stores=tuple(range(first, first + wanted)),
+        first_initial_store=first,
+        num_initial_stores=wanted,
+        owners=(),
+        maybe_owners=(),
+    )
+
+
+def _next_number(job: JobState, stores: Sequence[int]) -> int:
+    return 1 + max(*stores, *_started_numbers(job), 0)
+
+
+def _started_numbers(job: JobState) -> list[int]:
+    return [int(t.removeprefix("store-")) for t in job.attempts if t.startswith("store-")]
+
+
+def stores_ready(job: JobState) -> bool:
+    """Return whether all stores with slots run, and removed ones have ended."""
+    removed = all(p.number in job.stores for p in job.of_pool("store"))
+    return removed and set(job.owners or job.stores) <= set(job.running_stores)
+
+
+def stores_present(job: JobState, sizes: Sizes) -> bool:
+    """Return whether all stores of the target sizes were started.
+
+    Surplus stores are not waited for, because giving away their slots may take long.
+    """
+    started = {process.number for process in job.of_pool("store")}
+    wanted = job.stores[: target_stores(sizes)]
+    return len(wanted) == target_stores(sizes) and set(wanted) <= started
+
+
+def max_ranges(job: JobState, num_stores: int) -> int:
+    """Return how many ranges one of several stores has memory for, if rows are spread evenly."""
+    facts, train = job.snapshot.facts, job.snapshot.job.train
+    room = job.store_memory - STORE_BASE_BYTES
+    fitting = int(NUM_RANGES * room / max(1.0, HEADROOM * tables_bytes(facts, train)))
+    return min(NUM_RANGES, max(fitting, -(-NUM_RANGES // max(1, num_stores))))
+
+
+def move_slots(
+    job: JobState, sizes: Sizes, ahead_steps: int, now_sec: float
+) -> tuple[JobState, list[Action]]:
+    """Start the next move of slots: off a surplus store, else off an overloaded one.
+
+    Args:
+        job: a job that trains.
+        sizes: its target sizes.
+        ahead_steps: steps ahead at which loads are compared.
+        now_sec: the time.
+    """
+    running = set(job.running_stores)
+    wait = min(MAX_RETRY_SEC, RETRY_SEC * 2.0 ** max(0, job.num_failed_moves - 1))
+    early = job.move_failed_sec is not None and now_sec < job.move_failed_sec + wait
+    trains = any(p.status == "running" for p in job.of_pool("lead"))
+    if job.moving or early or not trains or not set(job.owners) <= running:
+        return job, []
+    counts, step = range_loads(job, ahead_steps)
+    staying = running & set(job.stores[: target_stores(sizes)])
+    most = max_ranges(job, len(staying))
+    move = plan_emptying(job.owners, counts, staying, most)
+    if move is not None:
+        whole = len(move.ranges) == job.owners.count(move.source)
+        return _start_move(job, move, f"{len(staying)} are enough", {"whole": float(whole)})
+    if (source := _store_to_search(job, staying)) is not None:
+        target = min(staying & set(job.owners))
+        move = SlotMove((job.owners.index(target),), source, target)
+        why = f"store {source} is surplus, and a move to it that failed may have brought it slots"
+        return _start_move(job, move, why, {"whole": 1.0})
+    move = plan_levelling(job.owners, counts, staying, most)
+    if move is None:
+        return job, []
+    mean = sum(counts) / len(staying)
+    load = store_loads(job.owners, counts, staying)[move.source]
+    after = load - sum(counts[number] for number in move.ranges)
+    ahead = "" if step is None else f" at step {step} according to the oracle"
+    why = (
+        f"store {move.source} will have {load / mean:.2f} times the mean load{ahead}, and "
+        f"{after / mean:.2f} after the move"
+    )
+    return _start_move(job, move, why, {})
+
+
+def _store_to_search(job: JobState, staying: Collection[int]) -> int | None:
+    """Return a surplus store that may hold slots after a failed move."""
+    running = job.running_stores
+    stores = [n for n in job.maybe_owners if n in running and n not in staying and n in job.stores]
+    return stores[-1] if stores and set(staying) & set(job.owners) else None
+
+
+def _start_move(
+    job: JobState, move: SlotMove, why: str, values: dict[str, float]
+) -> tuple[JobState, list[Action]]:
+    many = len(move.ranges) > 1
+    ranges = (
+        f"slot ranges {format_spans(move.ranges)} move"
+        if many
+        else f"slot range {move.ranges[0]} moves"
+    )
+    action = Action(
+        verb="migrate",
+        job=job.name,
+        reason=f"{ranges} from store {move.source} to store {move.target}: {why}",
+        values={
+            "slots": float(move.ranges[0]),
+            "source": float(move.source),
+            "target": float(move.target),
+            **values,
+        },
+    )
+    emptying_store = move.source if values.get("whole") else None
+    return replace(job, moving=move.ranges, emptying_store=emptying_store), [action]
+
+
+def move_hot_range(job: JobState, ahead_steps: int) -> tuple[JobState, list[Action]]:
+    """Start the move of one slot range off the busiest store, under older rules."""
+    load, stores, step = job.load, sorted(set(job.owners)), future_step(job, ahead_steps)
+    if load is None or step is None or len(stores) < 2 or job.moving:
+        return job, []
+    counts, owners = accesses_at(load, step), np.array(job.owners)
+    loads = store_loads(job.owners, counts.tolist(), stores)
+    busiest, idlest = max(stores, key=loads.__getitem__), min(stores, key=loads.__getitem__)
+    mean = sum(loads.values()) / len(stores)
+    if loads[busiest] <= MAX_LOAD_RATIO * mean:
+        return job, []
+    # The move that minimises the larger load of the two stores.
+    owned = np.flatnonzero(owners == busiest)
+    after = np.maximum(loads[busiest] - counts[owned], loads[idlest] + counts[owned])
+    best = int(after.argmin())
+    if len(owned) < 2 or after[best] > (1.0 - MIN_LOAD_REDUCTION) * loads[busiest]:
+        return job, []
+    number = int(owned[best])
+    action = Action(
+        verb="migrate",
+        job=job.name,
+        reason=f"slot range {number} moves to store {idlest}: store {busiest} will have "
+        f"{loads[busiest] / mean:.2f} times the mean load at step {step} according to the oracle, "
+        f"and {after[best] / mean:.2f} after the move",
+        values={"slots": float(number), "source": float(busiest), "target": float(idlest)},
+    )
+    return replace(job, moving=(number,)), [action]

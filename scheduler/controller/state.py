@@ -1,4 +1,4 @@
-"""The controller's state: jobs, their processes, and their measurements."""
+"""The controller's state: the jobs, their processes and measurements, and the runner of builds."""
 
 from __future__ import annotations
 
@@ -23,24 +23,266 @@ from scheduler.planner.correction import Correction, Sizes
 from scheduler.planner.policy import counted
 from schemas.config.schedule import BudgetConfig
 
-# How many workers a segment job may have where it runs: by its file, and by free slots.
+PoolName = Literal["segment", "lead", "replica", "store"]
+"""`segment`: segment jobs. `lead`: the coordinator, one process that starts and ends a job's
+training, and trains itself while there are no replicas. `replica`: trainers beside a coordinator.
+`store`: embedding stores. The names are part of process names in the log."""
+Status = Literal["starting", "running", "leaving"]
+Phase = Literal["submitted", "waiting", "running", "draining", "drained", "finished", "failed"]
+ENDED_PHASES: tuple[Phase, ...] = ("drained", "finished", "failed")
+
+
+def empty() -> Mapping[str, int]:
+    """Return an empty mapping."""
+    return MappingProxyType({})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Process:
+    """One process that was started and has not ended."""
+
+    name: str
+    """`<pool>-<number>.<attempt>`, unique in the job over all attempts."""
+    pool: PoolName
+    """Its kind."""
+    number: int
+    """Segment, replica or store."""
+    status: Status
+    """`leaving`: asked to leave, or being stopped."""
+    cpus: float
+    """Cores that are booked for it."""
+    memory_bytes: int
+    """Memory that is booked for it."""
+    workers: int = 1
+    """Pipeline workers of a segment job."""
+    began_sec: float
+    """Time of its start."""
+    readings: tuple[tuple[int, int], ...] = ()
+    """Positions, and resident bytes at each."""
+    rate: float | None = None
+    """Latest work per second."""
+    busy_cores: float | None = None
+    """Latest number of busy cores."""
+    slow_ticks: int = 0
+    """Consecutive ticks at which it was slow."""
+    memory_before: int | None = None
+    """Its memory before a resize that is in flight."""
+    cpus_before: float | None = None
+    """Its cores before a resize that is in flight."""
+    fixed: bool = False
+    """Whether more memory was refused, so that it cannot be raised in place."""
+    cpu_resize_refused_at: float | None = None
+    """Time at which other cores were refused."""
+    mem_shrink_refused_at: float | None = None
+    """Time at which less memory was refused."""
+
+    @property
+    def held_cpus(self) -> float:
+        """Cores that it may use: until a resize is confirmed, the larger number."""
+        return max(self.cpus, self.cpus_before or 0.0)
+
+    @property
+    def held_memory(self) -> int:
+        """Bytes that it may use: until a resize is confirmed, the larger number."""
+        return max(self.memory_bytes, self.memory_before or 0)
+
+    @property
+    def is_changing(self) -> bool:
+        """Whether a resize is in flight."""
+        return self.memory_before is not None or self.cpus_before is not None
+
+    @property
+    def task_id(self) -> str:
+        """`<pool>-<number>`: the name without the attempt."""
+        return f"{self.pool}-{self.number}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BackoffState:
+    """Ends of the processes of one task before their work was done."""
+
+    failed: int = 0
+    """Times that the process reported an error."""
+    lost: int = 0
+    """Times that the process was killed since its job last made progress."""
+    retry_sec: float = 0.0
+    """Time before which the task is not restarted."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UsageWindow:
+    """Core usage and step times since the number or the cores of the processes last changed."""
+
+    sizes: PoolSizes = (0, 0)
+    """Trainers and stores."""
+    cpus: tuple[float, ...] = ()
+    """Cores of each trainer and, if there are stores, of each store."""
+    busy: tuple[tuple[float, ...], ...] = ()
+    """By tick, the busy cores of the busiest process of each pool."""
+    step_sec: tuple[float, ...] = ()
+    """Step times."""
+    has_new_steps: bool = False
+    """Whether steps were committed since the previous tick."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobState:
+    """One job."""
+
+    name: str
+    """Name of the job."""
+    submitted_sec: float
+    """Time of its submission."""
+    document: str
+    """Text of its job file."""
+    snapshot: Snapshot
+    """Data and history at its submission."""
+    num_segments: int
+    """Segments of its input."""
+    phase: Phase = "submitted"
+    """Its phase."""
+    sizes: Sizes | None = None
+    """Target sizes of its pools; None while it waits for budget."""
+    grouped: bool = False
+    """Whether it trains in replicas beside a coordinator; stays set once there were several."""
+    worker_memory: int
+    """Bytes of one pipeline worker."""
+    replica_memory: int
+    """Bytes of one replica."""
+    store_memory: int
+    """Bytes of one store."""
+    worker_peak: int = 0
+    """Largest bytes of a pipeline worker that were read, averaged over its segment job."""
+    replica_cpus: float
+    """Cores of one replica."""
+    store_cpus: float
+    """Cores of one store."""
+    usage: UsageWindow = field(default_factory=UsageWindow)
+    """The next reading of cores and step times, while it is collected."""
+    cores: CoreReadings = field(default_factory=CoreReadings)
+    """Readings of cores and step times."""
+    steps_suspect: bool = False
+    """Whether its steps may be slow for lack of cores; such steps are not fitted."""
+    num_outgrown: int = 0
+    """Times that a process ran out of resources and its sizes no longer fit its share."""
+    num_returns: int = 0
+    """Times that it gave up resources while other jobs waited."""
+    spare_ticks: Mapping[str, int] = field(default_factory=empty)
+    """By pool, consecutive ticks at which it had memory to spare."""
+    processes: Mapping[str, Process] = field(default_factory=dict[str, Process])
+    """Live processes by name."""
+    built: frozenset[int] = frozenset()
+    """Committed segments."""
+    waits_for_slots: bool = False
+    """Whether its next segment job waits for a slot of the cluster, and a decision says so."""
+    attempts: Mapping[str, int] = field(default_factory=empty)
+    """Starts by task."""
+    backoffs: Mapping[str, BackoffState] = field(default_factory=dict[str, BackoffState])
+    """Failures by task."""
+    replaced: frozenset[str] = frozenset()
+    """Tasks whose process was replaced once because it was slow."""
+    next_step: int = 0
+    """The step after the last committed one."""
+    num_trained: int = 0
+    """Samples trained, over all epochs."""
+    correction: Correction = field(default_factory=Correction)
+    """State of the corrections of its sizes."""
+    steps: Window = field(default_factory=Window)
+    """Measured steps."""
+    builds: Window = field(default_factory=Window)
+    """Measured segment jobs."""
+    load: LoadKnown | None = None
+    """Future accesses, from the oracle."""
+    num_stores: int | None = None
+    """Stores of the job; None before training starts."""
+    stores: tuple[int, ...] = ()
+    """Numbers of its stores in order of creation; the last ones are removed first. Empty under
+    rules in which the number of stores is fixed."""
+    first_initial_store: int = 0
+    """The first of the stores that shared all slots at their start."""
+    num_initial_stores: int = 0
+    """How many these were."""
+    owners: tuple[int, ...] = ()
+    """Store of each slot range; empty before the first store runs."""
+    moving: tuple[int, ...] = ()
+    """Slot ranges that are moving between stores."""
+    emptying_store: int | None = None
+    """Source of these, if it gives away all its ranges."""
+    move_failed_sec: float | None = None
+    """Time at which the latest move failed; None if it succeeded."""
+    num_failed_moves: int = 0
+    """Consecutive moves that failed."""
+    maybe_owners: tuple[int, ...] = ()
+    """Targets of failed moves: stores that may hold slots."""
+
+    @property
+    def remaining_segments(self) -> int:
+        """Segments that are not committed."""
+        return self.num_segments - len(self.built)
+
+    @property
+    def num_steps(self) -> int:
+        """Steps of all epochs, as far as the size of the data is known."""
+        facts, train = self.snapshot.facts, self.snapshot.job.train
+        return -(-facts.num_train_samples * train.epochs // train.batch_samples)
+
+    @property
+    def num_serving(self) -> int:
+        """Stores that own slots."""
+        return len(set(self.owners)) if self.stores and self.owners else self.num_stores or 0
+
+    @property
+    def running_stores(self) -> list[int]:
+        """Numbers of the stores that run."""
+        return [p.number for p in self.of_pool("store") if p.status == "running"]
+
+    @property
+    def trainers(self) -> list[Process]:
+        """The coordinator and the replicas."""
+        return [*self.of_pool("lead"), *self.of_pool("replica")]
+
+    def of_pool(self, pool: PoolName) -> list[Process]:
+        """Return the live processes of one pool, by number."""
+        processes = [p for p in self.processes.values() if p.pool == pool]
+        return sorted(processes, key=lambda p: (p.number, p.name))
+
+    def memory_of(self, pool: PoolName) -> int:
+        """Return the bytes of the next process of a pool; of each worker of a segment job."""
+        if pool == "segment":
+            return self.worker_memory
+        return self.store_memory if pool == "store" else self.replica_memory
+
+    def with_memory(self, pool: PoolName, memory_bytes: int) -> JobState:
+        """Return the job with other memory for the next processes of a pool."""
+        if pool == "segment":
+            return replace(self, worker_memory=memory_bytes)
+        if pool == "store":
+            return replace(self, store_memory=memory_bytes)
+        return replace(self, replica_memory=memory_bytes)
+
+    def with_process(self, process: Process) -> JobState:
+        """Return the job with a process added or replaced."""
+        return replace(self, processes={**self.processes, process.name: process})
+
+
+# Where segment jobs run, and how many workers the next one may have.
 #
-# A slot of a cluster has one worker. What this scheduler's own jobs are to have is counted by
-# what was started, because a job has its slots seconds after its start, and between its two
-# pipelines none; of the cluster only what others hold is believed.
+# A slot of a cluster holds one worker. Slots of this scheduler's jobs are counted by what was
+# started, because a job gets its slots seconds after its start and holds none between its two
+# pipelines; the cluster's answer is used only for the slots of others.
 
 SLOTS_VALID_SEC = 300.0
-"""So long after a cluster fell silent its last answer counts; a segment job takes minutes, too."""
+"""How long the last answer of a cluster that became silent is used; a segment job takes minutes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterSlots:
-    """What a cluster last said, in slots."""
+    """Slots of a cluster, as read last."""
 
     total: int
-    """All."""
+    """All slots."""
     others: int
-    """Held by jobs that are not this scheduler's."""
+    """Slots that other schedulers' jobs hold."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,30 +290,30 @@ class Runner:
     """Where segment jobs run."""
 
     name: RunnerName = "local"
-    """Which of Beam's runners."""
+    """The Beam runner."""
     largest: int | None = None
-    """Workers of one segment job at most; None where nobody said."""
+    """Most workers of one segment job; None if its configuration does not limit them."""
     address: str | None = None
-    """Of a cluster."""
+    """Address of a cluster."""
     slots: ClusterSlots | None = None
-    """Of a cluster that has answered."""
+    """Slots of a cluster that has answered."""
     silent_sec: float | None = None
-    """Since when it answers no more."""
+    """Time since which it does not answer."""
 
     @property
     def total_slots(self) -> int | None:
-        """Return all slots of a cluster that has answered, None where none bounds segment jobs."""
+        """All slots of a cluster that has answered, otherwise None."""
         return None if self.slots is None else self.slots.total
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerBound:
-    """What the next segment job gets.
+    """Workers of the next segment job.
 
     Attributes:
-        workers: how many; 0 while there is no slot for one.
-        reason: why, in words; empty where nothing but the wanted sizes matters.
-        values: numbers that the reason rests on.
+        workers: how many; 0 if it must wait for a slot.
+        reason: what limits them; empty if only the target sizes do.
+        values: numbers for the decision.
     """
 
     workers: int
@@ -80,7 +322,7 @@ class WorkerBound:
 
 
 def update_runner(runner: Runner, event: Event) -> Runner:
-    """Take in what an event tells of the place where segment jobs run."""
+    """Return the runner after an event."""
     if isinstance(event, RunnerSet):
         return Runner(
             name=event.name,
@@ -99,7 +341,7 @@ def update_runner(runner: Runner, event: Event) -> Runner:
 def _slots(free: int | None, own: int | None, total: int | None) -> ClusterSlots | None:
     if free is None or own is None or total is None:
         return None
-    # What was read one after the other need not add up.
+    # The three are not read at the same instant, so they need not add up.
     return ClusterSlots(total=total, others=max(0, total - free - own))
 
 
@@ -108,8 +350,8 @@ def bound_workers(runner: Runner, wanted: int, booked: int, now_sec: float) -> W
 
     Args:
         runner: where it runs.
-        wanted: by the job's sizes.
-        booked: workers of all segment jobs that live.
+        wanted: workers by the job's sizes.
+        booked: workers of all live segment jobs.
         now_sec: the time.
     """
     most = wanted if runner.largest is None else min(wanted, runner.largest)
@@ -120,234 +362,16 @@ def bound_workers(runner: Runner, wanted: int, booked: int, now_sec: float) -> W
     slots = runner.slots
     if slots is None or (silent is not None and silent > SLOTS_VALID_SEC):
         return WorkerBound(
-            max(0, min(most, 1 - booked)), "the cluster is silent, so one worker at a time"
+            max(0, min(most, 1 - booked)), "the cluster does not answer, so one worker at a time"
         )
     free = max(0, slots.total - slots.others - booked)
-    said = f"{free} of {counted(slots.total, 'slot')} {'is' if free == 1 else 'are'} free"
+    reason = f"{free} of {counted(slots.total, 'slot')} {'is' if free == 1 else 'are'} free"
     if silent is not None:
-        said += f", as the cluster said before it fell silent {silent:,.0f} s ago"
+        reason += f" (the cluster has not answered for {silent:,.0f} s)"
     if by_file and free >= most:
-        said += f", {by_file}"
+        reason += f", {by_file}"
     values = {"free_slots": float(free), "total_slots": float(slots.total)}
-    return WorkerBound(min(most, free), said, values)
-
-
-PoolName = Literal["segment", "lead", "replica", "store"]
-"""`segment`: segment jobs. `lead`: the one process that begins and ends a job's training; alone it
-also trains. `replica`: those that train when there are several. `store`: embedding stores."""
-Status = Literal["starting", "running", "leaving"]
-Phase = Literal["submitted", "waiting", "running", "draining", "drained", "finished", "failed"]
-ENDED_PHASES: tuple[Phase, ...] = ("drained", "finished", "failed")
-
-
-def empty() -> Mapping[str, int]:
-    """Return a mapping without an entry."""
-    return MappingProxyType({})
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Process:
-    """One process that was started and has not ended."""
-
-    name: str
-    """`<pool>-<number>.<attempt>`, never given twice in a job."""
-    pool: PoolName
-    """What it does."""
-    number: int
-    """Segment, replica or store."""
-    status: Status
-    """`leaving`: asked to leave, or being ended."""
-    cpus: float
-    """Cores that are booked for it."""
-    memory_bytes: int
-    """Memory that is booked for it."""
-    workers: int = 1
-    """Pipeline workers of a segment job."""
-    began_sec: float
-    """When it was started."""
-    readings: tuple[tuple[int, int], ...] = ()
-    """Positions, and memory that was read there."""
-    rate: float | None = None
-    """Work per second that was read last."""
-    busy_cores: float | None = None
-    """Cores that it kept busy, as read last."""
-    slow_ticks: int = 0
-    """Looks in a row at which it was slow."""
-    memory_before: int | None = None
-    """What it had before a change of its memory that is in flight."""
-    cpus_before: float | None = None
-    """Cores that it had before a change of them that is in flight."""
-    fixed: bool = False
-    """Whether its memory cannot be changed while it runs."""
-
-    cpu_resize_refused_at: float | None = None
-    """When other cores were refused."""
-    mem_shrink_refused_at: float | None = None
-    """When less memory was refused."""
-
-    @property
-    def held_cpus(self) -> float:
-        """Return the cores that nobody else may have: until fewer are confirmed, those before."""
-        return max(self.cpus, self.cpus_before or 0.0)
-
-    @property
-    def held_memory(self) -> int:
-        """Return the bytes that nobody else may have: until less is confirmed, that before."""
-        return max(self.memory_bytes, self.memory_before or 0)
-
-    @property
-    def is_changing(self) -> bool:
-        """Tell whether a change of its cores or its memory is in flight."""
-        return self.memory_before is not None or self.cpus_before is not None
-
-    @property
-    def task_id(self) -> str:
-        """Return what it does without the attempt, `<pool>-<number>`."""
-        return f"{self.pool}-{self.number}"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BackoffState:
-    """How often the process of one place ended without having done its work."""
-
-    failed: int = 0
-    """Times that it said it cannot."""
-    lost: int = 0
-    """Times that it was gone, since its job last made progress."""
-    retry_sec: float = 0.0
-    """Before this time it is not started again."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class UsageWindow:
-    """What trainers and stores did since their number or their cores changed last."""
-
-    at: PoolSizes = (0, 0)
-    """Processes that train, and stores."""
-    cpus: tuple[float, ...] = ()
-    """Cores of each trainer and, where there are stores, of each of them."""
-    busy: tuple[tuple[float, ...], ...] = ()
-    """By look, those that they kept busy, in the mean of each pool."""
-    steps: tuple[float, ...] = ()
-    """Seconds of steps."""
-    fresh: bool = False
-    """Whether steps were made since the last look."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class JobState:
-    """One job."""
-
-    name: str
-    """Of the job."""
-    submitted_sec: float
-    """When it was submitted."""
-    document: str
-    """Text of its job file then."""
-    snapshot: Snapshot
-    """What was known of it then."""
-    num_segments: int
-    """Segments of its input."""
-    phase: Phase = "submitted"
-    """What becomes of it."""
-    sizes: Sizes | None = None
-    """What its pools are to be; None while it waits for room."""
-    grouped: bool = False
-    """Whether the lead has replicas beside it; so it stays once there were several."""
-    worker_memory: int
-    """Bytes of one pipeline worker."""
-    replica_memory: int
-    """Bytes of one replica."""
-    store_memory: int
-    """Bytes of one store."""
-    worker_peak: int = 0
-    """Largest bytes of a pipeline worker that were read, in the mean of its job's."""
-    replica_cpus: float
-    """Cores of one replica."""
-    store_cpus: float
-    """Cores of one store."""
-    usage: UsageWindow = field(default_factory=UsageWindow)
-    """Of the reading that is on its way."""
-    cores: CoreReadings = field(default_factory=CoreReadings)
-    """Readings of cores and steps."""
-    steps_suspect: bool = False
-    """Whether its steps are longer for want of cores, or may be: nothing is learned of them."""
-    num_outgrown: int = 0
-    """Times that it needed more memory than its share, as a process was killed for it."""
-    num_returns: int = 0
-    """Times that it gave memory back that others may wait for."""
-    spare_ticks: Mapping[str, int] = field(default_factory=empty)
-    """Looks in a row at which a pool had memory to spare."""
-    processes: Mapping[str, Process] = field(default_factory=dict[str, Process])
-    """Live ones, by name."""
-    built: frozenset[int] = frozenset()
-    """Segments that are committed."""
-    waits_for_slots: bool = False
-    """Whether its next segment job waits for a slot of the cluster, as was said."""
-    attempts: Mapping[str, int] = field(default_factory=empty)
-    """Starts so far, by place."""
-    backoffs: Mapping[str, BackoffState] = field(default_factory=dict[str, BackoffState])
-    """By place."""
-    replaced: frozenset[str] = frozenset()
-    """Places whose process was replaced once because it was slow."""
-    next_step: int = 0
-    """The step after the last committed one."""
-    num_trained: int = 0
-    """Samples trained, every epoch counted."""
-    correction: Correction = field(default_factory=Correction)
-    """What the looks before have come to."""
-    steps: Window = field(default_factory=Window)
-    """Measured steps."""
-    builds: Window = field(default_factory=Window)
-    """Measured segment jobs."""
-    load: LoadKnown | None = None
-    """What the oracle tells."""
-    num_stores: int | None = None
-    """Stores that hold its rows, from the first step on; None before training begins."""
-    stores: tuple[int, ...] = ()
-    """Their numbers, the first that come and the last that go first; none by older rules."""
-    first_initial_store: int = 0
-    """The first store that it began with: that and those after it had slots from the start."""
-    num_initial_stores: int = 0
-    """How many these were."""
-    owners: tuple[int, ...] = ()
-    """Number of the store of each range of slots, once it is known."""
-    moving: tuple[int, ...] = ()
-    """Ranges of slots that are on their way, from one store to another."""
-    emptying_store: int | None = None
-    """Store of these that gives all that it has."""
-    move_failed_sec: float | None = None
-    """When a move of slots failed last; None where the last one did not."""
-    num_failed_moves: int = 0
-    """Moves of slots that failed, one after the other."""
-    maybe_owners: tuple[int, ...] = ()
-    """Stores that were to get slots by moves that failed: they may have some."""
-
-    @property
-    def remaining_segments(self) -> int:
-        """Segments that are not committed."""
-        return self.num_segments - len(self.built)
-
-    @property
-    def num_steps(self) -> int:
-        """Steps of all epochs, as far as sizes are known."""
-        facts, train = self.snapshot.facts, self.snapshot.job.train
-        return -(-facts.num_train_samples * train.epochs // train.batch_samples)
-
-    @property
-    def num_serving(self) -> int:
-        """Stores that have slots."""
-        return len(set(self.owners)) if self.stores and self.owners else self.num_stores or 0
-
-    @property
-    def running_stores(self) -> list[int]:
-        """Numbers of the stores that run."""
-        return [p.number for p in self.of_pool("store") if p.status == "running"]
-
-    def of_pool(self, pool: PoolName) -> list[Process]:
-        """Return the live processes of one pool, by number."""
-        found = [p for p in self.processes.values() if p.pool == pool]
-        return sorted(found, key=lambda p: (p.number, p.name))
+    return WorkerBound(min(most, free), reason, values)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -357,27 +381,31 @@ class State:
     now_sec: float = 0.0
     """Time of the last event."""
     budget: BudgetConfig = field(default_factory=BudgetConfig)
-    """Of all jobs together."""
+    """Budget of all jobs together."""
     resizes: bool = False
-    """Whether cores and memory of a process are limits, which may be changed while it runs."""
+    """Whether cores and memory of a process are limits that can be changed while it runs."""
     rules: int = RULES
-    """By which is decided."""
+    """Version of the decision rules."""
     runner: Runner = field(default_factory=Runner)
     """Where segment jobs run."""
     jobs: Mapping[str, JobState] = field(default_factory=dict[str, JobState])
-    """By name, in the order in which they were submitted."""
+    """By name, in order of submission."""
 
     @property
     def by_priority(self) -> list[JobState]:
-        """Return the jobs that have not ended, highest priority first, then the earliest."""
+        """The jobs that have not ended: highest priority first, then in order of submission."""
         live = [job for job in self.jobs.values() if job.phase not in ENDED_PHASES]
         return sorted(live, key=lambda job: -job.snapshot.job.schedule.priority)
 
     @property
     def used(self) -> tuple[float, int]:
-        """Return the cores and bytes that are booked for live processes."""
+        """Cores and bytes that live processes hold."""
         live = [p for job in self.jobs.values() for p in job.processes.values()]
         return sum(p.held_cpus for p in live), sum(p.held_memory for p in live)
+
+    def with_job(self, job: JobState) -> State:
+        """Return the state with a job added or replaced."""
+        return replace(self, jobs={**self.jobs, job.name: job})
 
 
 Verb = Literal[
@@ -397,21 +425,21 @@ Verb = Literal[
     "finish",
     "fail",
 ]
-"""The first five are carried out; the others say why."""
+"""Kinds of decisions; all but EXECUTED_VERBS only record a reason."""
 EXECUTED_VERBS: tuple[Verb, ...] = ("start", "drain", "stop", "migrate", "resize")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Action:
-    """One decision, with its reason."""
+    """One decision with its reason."""
 
     verb: Verb
-    """What is done. `drain` asks a process to leave with nothing lost; `stop` ends it."""
+    """`drain` asks a process to leave without losing work; `stop` ends it."""
     job: str
-    """Whose."""
+    """Name of the job."""
     process: str = ""
-    """Which process, where it is one."""
+    """Name of the process, if the decision is about one."""
     reason: str
-    """Why, in words and numbers."""
+    """Why, with numbers."""
     values: Mapping[str, float] = field(default_factory=dict[str, float])
-    """Numbers that the reason rests on, and that a driver needs."""
+    """Numbers behind the reason, and those that the driver needs."""

@@ -5,17 +5,17 @@ from __future__ import annotations
 from dataclasses import replace
 
 from scheduler.controller.events import FIRST_RULES, SECOND_RULES, THIRD_RULES
-from scheduler.controller.reconcile import move_slots
 from scheduler.controller.remaining import (
     available_budget,
     describe_sizes,
     remaining_work,
     sizes_as_values,
 )
-from scheduler.controller.state import Action, JobState, State
+from scheduler.controller.slots import move_hot_range, move_slots
+from scheduler.controller.state import Action, JobState, Process, State
 from scheduler.controller.watch import (
+    PROCESS_OF_POOL,
     count_slow_ticks,
-    find_hot_range,
     find_late_segment,
     find_straggler,
     fit_cores_to_need,
@@ -34,92 +34,96 @@ from scheduler.planner.correction import (
 from schemas.errors import PlanError
 
 PAUSE_SEC = 15.0
-"""Price of a change, in seconds that it holds both pools for nothing: a replica imports for 10 to
-30 s on a busy machine, the others train on meanwhile."""
+"""Cost of a change of sizes, in seconds that both pools are held without progress. Starting a
+replica takes 10 to 30 s on a busy machine, while the others continue to train."""
 
 
 def run_tick(state: State) -> tuple[State, list[Action]]:
-    """Look at every job, the highest priority first."""
+    """Check every running job, the highest priority first."""
     actions: list[Action] = []
-    for seen in state.by_priority:
-        if seen.phase != "running" or seen.sizes is None:
+    for job in state.by_priority:
+        if job.phase != "running" or job.sizes is None:
             continue
-        job, found = _look_at(count_slow_ticks(seen), seen.sizes, state)
-        actions += found
-        state = replace(state, jobs={**state.jobs, job.name: job})
+        after, job_actions = _check_job(count_slow_ticks(job), job.sizes, state)
+        actions += job_actions
+        state = state.with_job(after)
     return state, actions
 
 
-def _look_at(job: JobState, sizes: Sizes, state: State) -> tuple[JobState, list[Action]]:
-    room = available_budget(state, job)
-    left = remaining_work(job, state.now_sec, room, state.runner)
-    step_sec = predict_step_sec(left, sizes)
-    found: list[Action] = []
-    ahead_steps = lookahead_steps(left, step_sec)
+def _check_job(job: JobState, sizes: Sizes, state: State) -> tuple[JobState, list[Action]]:
+    budget = available_budget(state, job)
+    work = remaining_work(job, state.now_sec, budget, state.runner)
+    step_sec = predict_step_sec(work, sizes)
+    actions: list[Action] = []
+    ahead_steps = lookahead_steps(work, step_sec)
     if ahead_steps is not None:
         if job.stores:
             job, moves = move_slots(job, sizes, ahead_steps, state.now_sec)
         else:
-            job, moves = _move_slots(job, ahead_steps)
-        found += moves
-    slow = find_straggler(job) or find_late_segment(job, left, state.now_sec)
+            job, moves = move_hot_range(job, ahead_steps)
+        actions += moves
+    slow = find_straggler(job) or find_late_segment(job, work, state.now_sec)
     if slow is not None:
-        process, why = slow
-        stop = process.pool == "segment"
-        after = replace(process, status="leaving")
-        job = replace(
-            job,
-            processes={**job.processes, process.name: after},
-            replaced=job.replaced | {process.task_id},
-        )
-        found.append(Action(verb="replace", job=job.name, process=process.name, reason=why))
-        verb = "stop" if stop else "drain"
-        found.append(Action(verb=verb, job=job.name, process=process.name, reason=why))
-        return job, found
+        job, replacement = _replace_process(job, *slow)
+        return job, actions + replacement
     try:
-        seen = compare_sizes(
-            left.snapshot,
-            left.config,
-            left.models,
+        comparison = compare_sizes(
+            work.snapshot,
+            work.config,
+            work.models,
             sizes,
             PAUSE_SEC,
-            left.largest_job,
+            work.largest_job,
             served=bool(job.stores),
         )
     except PlanError:
-        return job, found  # nothing fits what is free now, so nothing can be better
-    if job.steps_suspect:  # nobody knows what its steps take
-        seen = replace(seen, best=seen.current, gain=0.0)
-    watches = watch_memory(job, left, state.now_sec, room, step_sec)
-    verdict = decide_correction(job.correction, state.now_sec, seen, watches)
-    job, changes = _change(replace(job, correction=verdict.state), verdict, seen)
+        return job, actions  # no size fits what is free now, so none can be better
+    if job.steps_suspect:
+        comparison = replace(comparison, best=comparison.current, gain=0.0)
+    watches = watch_memory(job, work, state.now_sec, budget, step_sec)
+    verdict = decide_correction(job.correction, state.now_sec, comparison, watches)
+    job, changes = _apply_verdict(replace(job, correction=verdict.state), verdict, comparison)
+    actions += changes
+    others_wait = any(other.phase == "waiting" for other in state.jobs.values())
     if state.rules > FIRST_RULES and job.correction.in_flight is None:
-        job, given = reclaim_memory(job, sizes, left, watches, peaks=state.rules > THIRD_RULES)
-        waits = any(other.phase == "waiting" for other in state.jobs.values())
-        job = replace(job, num_returns=job.num_returns + (waits and bool(given)))
-        changes += given
+        job, returns = reclaim_memory(job, sizes, work, watches, peaks=state.rules > THIRD_RULES)
+        job = replace(job, num_returns=job.num_returns + (others_wait and bool(returns)))
+        actions += returns
     if state.rules > SECOND_RULES and job.correction.in_flight is None:
-        before = job.replica_cpus, job.store_cpus
-        job, given = fit_cores_to_need(job, room, limits=state.resizes)
-        fewer = job.replica_cpus < before[0] or job.store_cpus < before[1]
-        waits = any(other.phase == "waiting" for other in state.jobs.values())
-        job = replace(job, num_returns=job.num_returns + (waits and fewer))
-        changes += given
-    return job, found + changes
+        before = job
+        job, fits = fit_cores_to_need(job, budget, limits=state.resizes)
+        fewer = job.replica_cpus < before.replica_cpus or job.store_cpus < before.store_cpus
+        job = replace(job, num_returns=job.num_returns + (others_wait and fewer))
+        actions += fits
+    return job, actions
 
 
-def _change(job: JobState, verdict: Verdict, seen: SizeComparison) -> tuple[JobState, list[Action]]:
+def _replace_process(job: JobState, process: Process, why: str) -> tuple[JobState, list[Action]]:
+    job = replace(
+        job.with_process(replace(process, status="leaving")),
+        replaced=job.replaced | {process.task_id},
+    )
+    verb = "stop" if process.pool == "segment" else "drain"
+    return job, [
+        Action(verb="replace", job=job.name, process=process.name, reason=why),
+        Action(verb=verb, job=job.name, process=process.name, reason=why),
+    ]
+
+
+def _apply_verdict(
+    job: JobState, verdict: Verdict, comparison: SizeComparison
+) -> tuple[JobState, list[Action]]:
     change = verdict.change
     if change is None:
         return job, []
     if change.pool is not None:
         values = {"memory_bytes": float(change.memory_bytes)}
         action = Action(verb="give memory", job=job.name, reason=verdict.reason, values=values)
-        return _with_memory(job, change.pool, change.memory_bytes), [action]
-    best, now = seen.best, seen.current
+        return job.with_memory(PROCESS_OF_POOL[change.pool], change.memory_bytes), [action]
+    best, now = comparison.best, comparison.current
     values = {
         **sizes_as_values(change.sizes),
-        "gain": seen.gain,
+        "gain": comparison.gain,
         "predicted_sec": best.predicted_sec,
         "predicted_sec_before": now.predicted_sec,
     }
@@ -129,23 +133,3 @@ def _change(job: JobState, verdict: Verdict, seen: SizeComparison) -> tuple[JobS
     )
     job = replace(job, sizes=change.sizes, grouped=job.grouped or change.sizes.num_replicas > 1)
     return job, [Action(verb="scale", job=job.name, reason=reason, values=values)]
-
-
-def _with_memory(job: JobState, pool: str, memory_bytes: int) -> JobState:
-    if pool == "training":
-        return replace(job, replica_memory=memory_bytes)
-    return replace(job, worker_memory=memory_bytes)
-
-
-def _move_slots(job: JobState, ahead_steps: int) -> tuple[JobState, list[Action]]:
-    hot = find_hot_range(job, ahead_steps)
-    if hot is None:
-        return job, []
-    slots, target, reason = hot
-    action = Action(
-        verb="migrate",
-        job=job.name,
-        reason=f"range {slots} of the slots moves to store {target}: {reason}",
-        values={"slots": float(slots), "source": float(job.owners[slots]), "target": float(target)},
-    )
-    return replace(job, moving=(slots,)), [action]

@@ -219,7 +219,7 @@ def budget_error(first: Ints, second: Ints, config: ScheduleConfig) -> PlanError
     cpus = math.ceil((pools[0].cpus + pools[1].cpus)[0] * 1000 - 1e-6) / 1000
     memory = int((pools[0].memory_bytes + pools[1].memory_bytes)[0])
     return PlanError(
-        f"budget must hold the smallest pools, got cpus={config.budget.cpus:g} and "
+        f"budget does not hold the smallest pools: cpus={config.budget.cpus:g} and "
         f"memory={mib(config.budget.memory)}; use at least cpus={cpus:g} and "
         f"memory={mib(memory)} (workers={grid.num_workers[0]}, "
         f"replicas={grid.num_replicas[0]}, stores={grid.num_stores[0]})"

@@ -163,15 +163,15 @@ class Estimates:
             needs.cores, at, readings_of(measured, view.current or view.request)
         )
         told = self.bursts.setdefault(measured.kind, {})
-        found = burst_readings(needs.cores.here())
+        found = burst_readings(needs.cores.latest())
         if found and self.parts.fit_cores and self.parts.kin and len(told) < MAX_GROUPS:
-            told[measured.job, needs.cores.at] = found
+            told[measured.job, needs.cores.sizes] = found
             self._burst(measured.kind)
 
     def _burst(self, kind: str) -> None:
         """Take over the headroom of a kind, where it is another one."""
         before, after = self._headroom(kind), estimate_headroom(list(self.bursts[kind].values()))
-        changes = after.give / before.give, after.suspect_below / before.suspect_below
+        changes = after.factor / before.factor, after.suspect_below / before.suspect_below
         if after.known > before.known or max(changes) > MOVED or min(changes) < 1.0 / MOVED:
             self.headrooms[kind] = after
             self.updates[kind] = self.updates.get(kind, 0) + 1
@@ -209,11 +209,11 @@ class Estimates:
             return np.full(count, replica), np.full(count, store)
         units = asked if kind.relative else (1.0, 1.0)
         usual = units[0] * kind.replica_busy, units[1] * kind.store_busy
-        given, at = self.fitted(view.job, view.kind), kind.place(*known.at)
+        given, at = self.fitted(view.job, view.kind), kind.place(*known.sizes)
         unknown = given is None and not kind.headroom.known
         if not self.parts.fit_cores or unknown or not np.isfinite(usual[0]).all():
             return np.full(len(usual[0]), asked[0]), np.full(len(usual[1]), asked[1])
-        give = kind.headroom.give
+        give = kind.headroom.factor
         own = give * kind.most[0], give * kind.most[1]
         if given is not None and at is not None:
             own = given.cpus[0] / usual[0][at], given.cpus[1] / usual[1][at]
@@ -488,7 +488,7 @@ class PresagePolicy:
             current=_candidate(current, now_sec),
             best=_candidate(target, new_sec),
             gain=1.0 - new / now,
-            confident=self.estimates.needs[view.job].cores.at
+            confident=self.estimates.needs[view.job].cores.sizes
             == (current.num_replicas, current.num_stores),
         )
         before = self.corrections[view.job]

@@ -22,7 +22,7 @@ from urllib.parse import urlsplit
 
 from scheduler.controller.events import Event
 from scheduler.controller.handle import handle
-from scheduler.controller.log import parse_record, to_decision
+from scheduler.controller.log import is_same_decision, parse_record, to_decision
 from scheduler.controller.state import State
 from scheduler.status.journal import Journal, record
 from scheduler.status.metrics import CONTENT_TYPE, metrics_text
@@ -126,7 +126,7 @@ class Board:
             decisions = [to_decision(action, self._state.now_sec) for action in actions]
             self._journal = record(self._journal, before, entry, self._state, decisions)
             self._expected.extend(decisions)
-        elif not self._expected or self._expected[0] != entry:
+        elif not self._expected or not is_same_decision(entry, self._expected[0]):
             raise self._error("line is not the decision that follows", number)
         else:
             self._expected.popleft()

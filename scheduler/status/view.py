@@ -10,9 +10,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
-from scheduler.controller.reconcile import target_stores
 from scheduler.controller.remaining import RemainingWork, available_budget, remaining_work
-from scheduler.controller.slots import format_spans, store_loads
+from scheduler.controller.slots import (
+    accesses_at,
+    format_spans,
+    future_step,
+    store_loads,
+    target_stores,
+)
 from scheduler.controller.state import (
     ENDED_PHASES,
     JobState,
@@ -22,7 +27,7 @@ from scheduler.controller.state import (
     State,
     Status,
 )
-from scheduler.controller.watch import accesses_at, future_step, lookahead_steps, predict_step_sec
+from scheduler.controller.watch import lookahead_steps, predict_step_sec
 from scheduler.model.fit import predict_seconds
 from scheduler.model.grid import GIB, MIB, training_resources
 from scheduler.model.predict import training_setting

@@ -176,10 +176,10 @@ def test_headroom_of_a_kind_covers_its_bursts_and_hardly_more(peak: float) -> No
     for seed in range(10):
         found = estimate_headroom(groups(peak, 24, seed))
         assert found.known
-        assert peak / MIN_RATIO <= found.give <= max(HEADROOM, 1.2 * peak)
-        assert found.suspect_below < found.give
+        assert peak / MIN_RATIO <= found.factor <= max(HEADROOM, 1.2 * peak)
+        assert found.suspect_below < found.factor
         # Those that have it are neither in doubt nor slow.
-        assert fit_cores([reading(found.give, peak)], found).why == "kept"
+        assert fit_cores([reading(found.factor, peak)], found).why == "kept"
 
 
 def test_headroom_of_few_processes_is_not_known() -> None:

@@ -98,7 +98,7 @@ def test_main_plan_over_budget_names_the_smallest_budget(
 ) -> None:
     job = write_job(tmp_path, "  budget: {cpus: 1, memory: 8GiB}")
     assert fail(["plan", str(job)], capsys) == (
-        "budget must hold the smallest pools, got cpus=1 and memory=8192MiB; use at least "
+        "budget does not hold the smallest pools: cpus=1 and memory=8192MiB; use at least "
         "cpus=2 and memory=4096MiB (workers=1, replicas=1, stores=0)"
     )
 

@@ -230,7 +230,7 @@ def test_plan_with_the_named_smallest_budget_works_and_with_less_does_not(
         replace(least, cpus=least.cpus - 0.01),
         replace(least, memory=least.memory - (1 << 20)),
     ):
-        assert refusal(known, replace(config, budget=less)).startswith("budget must hold")
+        assert refusal(known, replace(config, budget=less)).startswith("budget does not hold")
 
 
 def refusal(known: Snapshot, config: ScheduleConfig) -> str:
@@ -245,7 +245,7 @@ def refusal(known: Snapshot, config: ScheduleConfig) -> str:
 def test_plan_with_too_small_a_budget_says_so_in_one_line(known: Snapshot) -> None:
     config = ScheduleConfig(budget=BudgetConfig(cpus=1.0, memory=GIB))
     message = (
-        "budget must hold the smallest pools, got cpus=1 and memory=1024MiB; use at least "
+        "budget does not hold the smallest pools: cpus=1 and memory=1024MiB; use at least "
         "cpus=2 and memory=4096MiB (workers=1, replicas=1, stores=0)"
     )
     with pytest.raises(PlanError, match=f"^{re.escape(message)}$"):

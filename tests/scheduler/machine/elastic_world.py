@@ -180,7 +180,8 @@ class ElasticWorld:
         elif action.verb == "migrate":
             self._begin_move(action)
         elif action.verb == "fail":
-            assert "budget must hold" in action.reason, f"jobs fail for room, got {action.reason}"
+            expected = "budget does not hold"
+            assert expected in action.reason, f"jobs fail for room, got {action.reason}"
 
     def _start(self, action: Action) -> None:
         job, (pool, number) = self.state.jobs[action.job], place_of(action.process)
@@ -208,7 +209,7 @@ class ElasticWorld:
     def _ask_to_leave(self, action: Action) -> None:
         pool, number = place_of(action.process)
         if pool == "store" and self._trains(action.job):
-            free = number not in self.rows[action.job].owners or "to be taken" in action.reason
+            free = number not in self.rows[action.job].owners or "preempted" in action.reason
             assert free, f"no store leaves with rows, got {action.process}"
         if (key := (action.job, action.process)) in self.children:
             self.children[key] = "leaving"

@@ -5,8 +5,7 @@ from dataclasses import replace
 
 from scheduler.controller.events import Ended, LoadKnown, Moved
 from scheduler.controller.handle import handle
-from scheduler.controller.reconcile import RETRY_SEC, max_ranges
-from scheduler.controller.slots import initial_slots, plan_levelling
+from scheduler.controller.slots import RETRY_SEC, initial_slots, max_ranges, plan_levelling
 from scheduler.planner.correction import Change, Correction
 from tests.scheduler.machine.bench import Bench, said
 from tests.scheduler.machine.test_elastic import (

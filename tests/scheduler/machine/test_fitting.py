@@ -4,9 +4,8 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from scheduler.controller.allocation import RESIZE_RETRY_SEC
 from scheduler.controller.events import SECOND_RULES, BudgetSet, Drained, Ended, Read, Resized
-from scheduler.controller.reconcile import is_settled
+from scheduler.controller.reconcile import RESIZE_RETRY_SEC, is_settled
 from scheduler.controller.remaining import remaining_work
 from scheduler.controller.state import Action, UsageWindow
 from scheduler.controller.watch import CORE_TICKS, MAX_READINGS, MIN_CPUS
@@ -80,7 +79,7 @@ def test_look_at_cores_that_nothing_needs_books_fewer_and_ends_nobody() -> None:
     assert fits(trainer.trains(CORE_TICKS)) == [], "not long enough"
     found = trainer.trains(2)
     (fit,) = fits(found)
-    assert fit.reason.startswith("1.00 of 4.00 cores of a trainer are busy, it gets 1.30: the rest")
+    assert fit.reason.startswith("1.00 of 4.00 cores of a trainer are busy, it gets 1.30: more do")
     assert [a for a in found if a.verb in ("drain", "stop", "resize", "replace")] == []
     assert cpus_of(bench) == fit.values["replica_cpus"] == HEADROOM
     assert bench.state.used[0] == pytest.approx(before - 4.0 + HEADROOM)
@@ -117,7 +116,7 @@ def test_look_gives_more_cores_than_the_file_does_where_they_are_limits() -> Non
         for process in bench.job.processes.values():
             if process.is_changing:
                 bench.at(Resized, process.name, resized=True)
-    assert "more may help" in fits(found)[0].reason
+    assert "more may shorten steps" in fits(found)[0].reason
     assert 6.0 <= cpus_of(bench) <= 7.0, "8 cores, one of them for the segment job"
     assert fits(trainer.trains(4 * CORE_TICKS)) == []
 
@@ -153,7 +152,7 @@ def test_cores_that_are_limits_are_changed_in_place() -> None:
     found = trainer.trains(CORE_TICKS + 2)
     (resize,) = [a for a in found if a.verb == "resize"]
     assert (resize.process, resize.values) == ("lead-0.1", {"cpus": HEADROOM})
-    assert resize.reason == "it is to have 1.30 cores instead of 4.00"
+    assert resize.reason == "it gets 1.30 cores instead of 4.00"
     assert bench.job.processes["lead-0.1"].is_changing
     assert not is_settled(bench.job)
     assert bench.at(Resized, "lead-0.1", resized=True) == []
@@ -231,7 +230,7 @@ def test_look_never_forgets_what_fewer_cores_did() -> None:
     trainer = Trainer(bench, work_sec=1.0, need=3.0)
     trainer.trains(8 * CORE_TICKS)
     assert fits(trainer.trains(100 * CORE_TICKS)) == []
-    assert len(bench.job.cores.here()) <= 4 * MAX_READINGS
+    assert len(bench.job.cores.latest()) <= 4 * MAX_READINGS
 
 
 @pytest.mark.slow

@@ -223,7 +223,7 @@ def test_replay_of_decisions_that_were_changed_says_where(tmp_path: Path) -> Non
     assert found.difference.startswith(f"line {place + 1}: 'start' of ")
     assert " segment-0.9 (segment 0 of " in found.difference
     with pytest.raises(
-        SchemaError, match=f"{re.escape('log must lead to its own decisions')}.*line {place + 1}"
+        SchemaError, match=f"{re.escape('log leads to another decision')}.*line {place + 1}"
     ):
         recover(path)
 
@@ -231,15 +231,15 @@ def test_replay_of_decisions_that_were_changed_says_where(tmp_path: Path) -> Non
 BAD: dict[str, tuple[list[str], str]] = {
     "a line in the middle that is none": (
         ['{"event":"Ticked","time_sec":1.0}', "{", '{"event":"Ticked","time_sec":2.0}'],
-        "line must be an event or a decision, got '{' (JSONDecodeError",
+        "line is not an event or a decision: '{' (JSONDecodeError",
     ),
     "a whole last line of another kind": (
         ['{"event":"Ticked","time_sec":1.0}', '{"event":"Slept","time_sec":2.0}', ""],
-        "line must be an event or a decision, got another whole one in LOG:2; restore the file",
+        "last line is not an event or a decision in LOG:2; restore the file",
     ),
     "a decision first": (
         ['{"decision":{"time_sec":1.0,"job":"a","action":"start","reason":"r"}}', ""],
-        "log must begin with an event, got a decision in LOG:1; restore the file",
+        "log does not start with an event in LOG:1; restore the file",
     ),
 }
 
@@ -281,4 +281,15 @@ def test_replay_command_says_that_decisions_are_the_same_or_where_they_differ(
     assert main(["replay", str(path)]) == 1
     assert ": 'fail' of " in capsys.readouterr().err
     assert main(["replay", str(tmp_path / "none")]) == 1
-    assert capsys.readouterr().err.startswith("error: log must be readable, got ")
+    assert capsys.readouterr().err.startswith("error: log cannot be read: ")
+
+
+def test_replay_of_reasons_in_other_words_is_the_same(tmp_path: Path) -> None:
+    path = tmp_path / LOG
+    run_logged(path, 1)
+    entries = read_log(path)
+    reworded = [
+        replace(e, decisions=tuple(replace(d, reason="in other words") for d in e.decisions))
+        for e in entries
+    ]
+    assert replay(reworded).difference is None

@@ -44,8 +44,8 @@ def test_handle_of_a_trainer_killed_for_memory_starts_one_with_half_as_much_more
     given = bench.job.processes["lead-0.2"].memory_bytes
     assert given == int(1.5 * had)
     assert reason == (
-        f"it was killed for memory when it had {had:,} bytes, and has {given:,} from now on; "
-        "another one takes its place in 1 s"
+        f"it was killed for memory with {had:,} bytes, and gets {given:,} from now on; "
+        "restart in 1 s"
     )
 
 
@@ -67,7 +67,7 @@ def test_handle_of_a_segment_job_killed_for_memory_gives_more_to_each_worker() -
     bench = Bench(BUDGET, submitted("first", 6, ALONE))
     had = bench.job.worker_memory
     reason = killed(bench, "segment-0.1")
-    assert "when each of its workers had" in reason
+    assert "killed for memory with workers of" in reason
     process = bench.job.processes["segment-0.2"]
     assert process.memory_bytes == process.workers * int(1.5 * had)
     assert bench.job.replica_memory == 2 * GIB, "trainers did not lack any"
@@ -77,7 +77,7 @@ def test_handle_of_a_store_killed_for_memory_starts_it_again_with_more() -> None
     job = submitted("first", 40, STORES)
     bench = Bench(BUDGET, replace(job, facts=replace(job.facts, window_rows=1000)))
     bench.built(0)
-    assert killed(bench, "store-1.1").startswith("it was killed for memory when it had 83,886,080")
+    assert killed(bench, "store-1.1").startswith("it was killed for memory with 83,886,080")
     stores = {p.name: p.memory_bytes for p in bench.job.of_pool("store")}
     assert stores["store-1.2"] == 120 * MIB
     assert stores["store-0.1"] == 80 * MIB, "what runs goes on"
@@ -105,8 +105,8 @@ def test_handle_gives_no_more_than_the_budget_has_and_gives_up_after_three_times
         assert len(given) < 10
     assert given == [2 * GIB, 3 * GIB, int(4.5 * GIB), int(6.75 * GIB), *[8 * GIB] * 3]
     assert reasons[-1] == (
-        f"lead-0 cannot do its work, 3 times: it was killed for memory when it had {8 * GIB:,} "
-        "bytes, and the budget has no more"
+        f"lead-0 failed 3 times: it was killed for memory with {8 * GIB:,} bytes, and the budget "
+        "has no more"
     )
     assert bench.job.phase == "failed"
 

@@ -85,7 +85,7 @@ BOUNDS = {
         4,
         0,
         3,
-        "3 of 8 slots are free, as the cluster said before it fell silent 200 s ago",
+        "3 of 8 slots are free (the cluster has not answered for 200 s)",
     ),
     "it answers again": ((FLINK, slots(3), SILENT, slots(2)), 4, 0, 2, "2 of 8 slots are free"),
     "it never answered": (
@@ -93,7 +93,7 @@ BOUNDS = {
         4,
         0,
         1,
-        "the cluster is silent, so one worker at a time",
+        "the cluster does not answer, so one worker at a time",
     ),
     "another cluster is set, with what it said": (
         (FLINK, SILENT, replace(FLINK, free=2, own=1, total=4)),
@@ -249,7 +249,7 @@ def test_handle_ends_every_job_on_a_cluster_whose_slots_come_and_go(seed: int) -
 def check_start(state: State, action: Action, total: int) -> None:
     """A job is started with a worker at least, never with more than there are slots."""
     assert 1 <= action.values["workers"] <= total
-    assert re.search(r"slots? (is|are) free|silent", action.reason)
+    assert re.search(r"slots? (is|are) free|does not answer", action.reason)
     if "free_slots" in action.values:
         assert action.values["workers"] <= action.values["free_slots"]
     booked = sum(p.workers for j in state.jobs.values() for p in j.of_pool("segment"))

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from scheduler.controller.allocation import RESIZE_RETRY_SEC
 from scheduler.controller.events import FIRST_RULES, THIRD_RULES, BudgetSet, Ended, Read, Resized
+from scheduler.controller.reconcile import RESIZE_RETRY_SEC
 from scheduler.controller.state import Action
 from scheduler.controller.watch import SPARE_TICKS
 from scheduler.planner.correction import MIN_GAIN
@@ -47,7 +47,9 @@ def test_look_at_memory_that_is_not_needed_gives_the_next_process_less_and_ends_
     assert not [a for a in trains(bench, SPARE_TICKS) if a.verb == "give back"], "not long enough"
     found = trains(bench, SPARE_TICKS)
     (back,) = [a for a in found if a.verb == "give back"]
-    assert back.reason.startswith(f"training is to need less than its {6 * GIB:,} bytes, ")
+    assert back.reason.startswith(
+        f"training is forecast to need less than its {6 * GIB:,} bytes for "
+    )
     assert [a for a in found if a.verb in ("drain", "stop", "resize")] == []
     (lead,) = bench.job.of_pool("lead")
     assert lead.memory_bytes == 6 * GIB
@@ -86,7 +88,7 @@ def test_memory_is_given_back_to_a_job_that_waits_for_it() -> None:
     # 2.5 GiB are free and 3 are needed, so a trainer that has more than it needs leaves.
     (drain,) = [a for a in found if a.verb == "drain"]
     assert (drain.job, drain.process) == ("first", "lead-0.1")
-    assert "bytes more than its next one gets, and others need them" in drain.reason
+    assert "bytes more than its successor gets, and others need them" in drain.reason
     check_laws(bench.state)
     started = bench.at(Ended, "lead-0.1", outcome="left")
     assert sorted((a.job, a.process) for a in started) == [

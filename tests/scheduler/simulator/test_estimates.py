@@ -118,9 +118,9 @@ def test_heard_compares_only_measurements_of_the_same_sizes() -> None:
     known = heard(CoreReadings(), measured(TIGHT, PEAK), TIGHT)
     wider = replace(TIGHT, num_replicas=2, replica_cpus=2.0, store_cpus=2.0)
     known = heard(known, measured(wider, PEAK), wider)
-    assert known.at == (2, 1)
+    assert known.sizes == (2, 1)
     assert [len(readings) for readings in known.readings.values()] == [1, 1]
-    assert not burst_readings(known.here())
+    assert not burst_readings(known.latest())
 
 
 def test_bursts_are_those_of_the_pool_with_less_headroom() -> None:
@@ -128,7 +128,7 @@ def test_bursts_are_those_of_the_pool_with_less_headroom() -> None:
     known = CoreReadings()
     for one in sizes:
         known = heard(known, measured(one, 1.5), one)
-    found = burst_readings(known.here())
+    found = burst_readings(known.latest())
     assert [reading.cpus for reading in found] == pytest.approx([3.0, 1.3])
     assert found[1].step_sec == pytest.approx(1.5 / 1.3)
 

@@ -69,7 +69,7 @@ def test_view_of_another_log_in_the_place_is_that_of_the_other(tmp_path: Path) -
 def damaged(lines: list[bytes]) -> dict[str, tuple[list[bytes], int]]:
     """Return logs that are none, and the line that says so."""
     first = next(i for i, line in enumerate(lines) if line.startswith(b'{"decision"'))
-    other = lines[first].replace(b'"reason":"', b'"reason":"not ')
+    other = lines[first].replace(b'"job":"', b'"job":"not ')
     return {
         "a line that is no JSON": ([*lines[:2], b"{torn\n", *lines[2:]], 3),
         "a decision that is another one": ([*lines[:first], other, *lines[first + 1 :]], first + 1),

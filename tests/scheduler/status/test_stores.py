@@ -94,8 +94,8 @@ def test_shares_ahead_are_those_by_which_a_range_is_moved() -> None:
     share = stores.stores[source].share_ahead
     assert share is not None
     times = share * len(stores.stores)
-    assert f"store {source} is to answer {times:.2f} times the mean at step" in reason
-    assert f"at step {stores.step_ahead}, as the oracle knows" in reason
+    assert f"store {source} will have {times:.2f} times the mean load at step" in reason
+    assert f"at step {stores.step_ahead} according to the oracle" in reason
     assert slots in stores.stores[source].ranges
     assert stores.move is not None
     assert (stores.move.ranges, stores.move.source) == (stored.job.moving, source)
