@@ -347,7 +347,7 @@ def open_dataset(path: str | Path) -> Dataset:
     """
     root = Path(path)
     manifest = read_dataset(root)
-    job = load_job(verify_version(root / JOB, manifest.job_sha256))
+    job = load_job(verify_version(root / JOB, manifest.job_sha256), stored=True)
     features = load_features(verify_version(root / SCHEMA, manifest.schema_sha256))
     tombstones = read_tombstones(root, manifest.tombstones_sha256)
     segments = tuple(

@@ -59,7 +59,7 @@ def forget_ids(run: Path, path: Path, table: str) -> dict[str, Any]:
         SchemaError: as `forget_rows` and `read_ids`.
     """
     read_identity(run)  # refuses a folder that holds no run
-    config = table_of(load_job(run / JOB).data.tables, table, run)
+    config = table_of(load_job(run / JOB, stored=True).data.tables, table, run)
     types = {f.name: f.type for f in load_features(run / SCHEMA).features}
     texts = any(types.get(name) == "BYTES" for name in config.features)
     return forget_rows(run, read_ids(path, texts), table)
@@ -109,7 +109,7 @@ def forget_rows(run: Path, ids: NDArray[np.int64], table: str) -> dict[str, Any]
         SchemaError: there is no run or table, a process trains the run, or a checkpoint is damaged.
     """
     read_identity(run)  # refuses a folder that holds no run
-    job = load_job(run / JOB)
+    job = load_job(run / JOB, stored=True)
     rows = np.unique(rows_of_ids(ids, table, table_of(job.data.tables, table, run)))
     refuse_used(run)
     claim_leftovers(run, job.train.checkpoint, resume=True)

@@ -60,7 +60,7 @@ from scheduler.model.predict import fit_models, segment_setting, training_settin
 from scheduler.model.snapshot import Snapshot
 from scheduler.planner.correction import memory_after_oom
 from scheduler.planner.machine_sizes import cluster_schedule
-from schemas.config.job import parse_job
+from schemas.config.job import parse_stored_job
 from schemas.config.schedule import BudgetConfig, ScheduleConfig
 
 Result = tuple[JobState, list[Action]]
@@ -118,7 +118,9 @@ def _apply(state: State, event: Event) -> tuple[State, list[Action]]:
 
 def _set_budget(state: State, event: BudgetSet) -> State:
     exponent = event.time_cost_exponent if event.rules > FIRST_RULES else 1.0
-    budget = replace(state.budget, cpus=event.cpus, memory=event.memory_bytes, haste=exponent)
+    budget = replace(
+        state.budget, cpus=event.cpus, memory=event.memory_bytes, time_cost_exponent=exponent
+    )
     return replace(state, budget=budget, resizes=event.resizes, rules=event.rules)
 
 
@@ -127,7 +129,7 @@ def _submit(state: State, event: Submitted) -> State:
     old = state.jobs.get(event.job)
     if old is not None and old.phase not in ("drained", "draining", "failed"):
         return state
-    job = parse_job(event.document, event.job)
+    job = parse_stored_job(event.document, event.job)
     declared = job.schedule
     config = cluster_schedule(declared) if event.sizes is None else event.sizes.applied_to(declared)
     snapshot = Snapshot(job=replace(job, schedule=config), facts=event.facts, history=event.history)

@@ -65,9 +65,11 @@ def current_config(job: JobState, now_sec: float, budget: BudgetConfig) -> Sched
     """Return the schedule of a job with its current resources and the time that remains."""
     config = job.snapshot.job.schedule
     first, second, own = config.preprocessing, config.training, config.budget
-    exponent = own.haste if budget.haste is None else budget.haste
+    exponent = budget.time_cost_exponent
+    if exponent is None:
+        exponent = own.time_cost_exponent
     cpus, memory = min(own.cpus, budget.cpus), min(own.memory, budget.memory)
-    budget = replace(own, cpus=cpus, memory=memory, haste=exponent)
+    budget = replace(own, cpus=cpus, memory=memory, time_cost_exponent=exponent)
     if not job.remaining_segments:
         # Everything is built, so training may use what the smallest preprocessing pool takes.
         workers = max(1, first.min_workers)

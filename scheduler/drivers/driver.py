@@ -51,7 +51,7 @@ from scheduler.drivers.local.submit import HISTORY
 from scheduler.files import whole_bytes
 from scheduler.model.history import PAST_JOBS, format_past_job
 from scheduler.model.predict import fit_models, summarize_job
-from schemas.config.job import parse_job
+from schemas.config.job import parse_stored_job
 from schemas.errors import SchemaError
 from schemas.layout import MANIFEST
 from schemas.manifest import position_of, read_dataset
@@ -151,7 +151,9 @@ class Driver:
             if job is None or job.phase in ENDED_PHASES:
                 continue
             # Compare the files: the sizes in the snapshot's job were adapted to this machine.
-            if parse_job(job.document, job.name) != parse_job(submitted.document, job.name):
+            if parse_stored_job(job.document, job.name) != parse_stored_job(
+                submitted.document, job.name
+            ):
                 raise SchemaError(
                     "job file changed while the job runs; restore it, or use another --output",
                     file=str(self._paths[job.name].job_file),
@@ -160,7 +162,13 @@ class Driver:
         runner_events = self._options.runner.begin(self.state, time.time())
         state, resizes = self.state, self._platform.resizes
         budget = state.budget
-        current = (budget.cpus, budget.memory, budget.haste, state.resizes, state.rules)
+        current = (
+            budget.cpus,
+            budget.memory,
+            budget.time_cost_exponent,
+            state.resizes,
+            state.rules,
+        )
         if current != (cpus, memory_bytes, time_cost_exponent, resizes, RULES):
             self._handle(
                 BudgetSet(

@@ -105,7 +105,7 @@ def run_jobs(request: RunRequest) -> State:
         with open_platform(request.cluster, request.output, request.driver.progress) as platform:
             _check_platform(platform.identity, request.output, replay.state)
             driver = Driver(request.driver, platform, log, replay, paths)
-            driver.begin(jobs, budget.cpus, budget.memory, budget.haste)
+            driver.begin(jobs, budget.cpus, budget.memory, budget.time_cost_exponent)
             _run_loop(driver, stop_requested, request.driver.poll_sec)
             driver.end()
             return driver.state
@@ -161,7 +161,7 @@ def plan_jobs(request: RunRequest) -> list[Planned]:
             time_sec=now,
             cpus=budget.cpus,
             memory_bytes=budget.memory,
-            time_cost_exponent=budget.haste,
+            time_cost_exponent=budget.time_cost_exponent,
         ),
         *jobs,
     ]

@@ -116,8 +116,10 @@ def compare_sizes(
 def gain(current: Candidate, best: Candidate, config: ScheduleConfig) -> float:
     """Return what is saved as a share: of the delay while late, else of what `plan` makes small."""
     if config.deadline is None:
-        haste = resolve_time_cost_exponent(config.budget)
-        now, then = (weighted_cost(one.predicted_sec, one.cost, haste) for one in (current, best))
+        exponent = resolve_time_cost_exponent(config.budget)
+        now, then = (
+            weighted_cost(one.predicted_sec, one.cost, exponent) for one in (current, best)
+        )
         return 1.0 - then / max(now, 1e-12)
     wanted = config.deadline.total_seconds()
     late = max(0.0, current.predicted_sec - wanted), max(0.0, best.predicted_sec - wanted)

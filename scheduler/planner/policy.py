@@ -94,8 +94,8 @@ def describe_training(candidate_at: Candidate) -> str:
 # Choose the sizes of both pools among all candidates, on one snapshot.
 #
 # With a deadline, the cheapest plan that meets it. Without one, the plan with the smallest
-# time^haste x cost: `haste` per cent more cost are paid where they save at least one per cent of
-# time. At haste 1, for one pool, that is the knee where efficiency per execution time is largest
+# time^k x cost: k per cent more cost are paid where they save at least one per cent of
+# time. At k = 1, for one pool, that is the knee where efficiency per execution time is largest
 # (Eager, Zahorjan and Lazowska 1989, Speedup versus efficiency in parallel systems). Cost counts
 # a pool while it is held, and training is held while it waits for segments, so a plan in which
 # one pool waits for the other loses.
@@ -105,7 +105,7 @@ SEED = 0
 TOLERANCE = 0.01
 """Relative difference below which two plans are equally good: no prediction is better than that."""
 TIME_COST_EXPONENT = 8.0
-"""What `budget.haste` is where nobody says: cores that stand idle help nobody. Measured with
+"""Default of `budget.time_cost_exponent`: idle reserved capacity has no value. Measured with
 `benchmarks.policies` (`presage-live`, philly, 2026-11-22): 8 takes 17 % off the mean completion
 time of 1 where requests fill 0.3 of the cluster (200 jobs, seeds 0 to 3), 13 % at 0.8 (300 jobs,
 seeds 0 to 5; 2, 4 and 16 take 6, 13 and 16 %), and adds 4 % at 1.5. alibaba, 0.8: 1 % off."""
@@ -164,7 +164,7 @@ def preference(grid: Grid, found: Predictions, config: ScheduleConfig) -> Ints:
 
 
 def objective(found: Predictions, config: ScheduleConfig) -> Floats:
-    """Return what is to be small: the cost with a deadline, both weighed by haste without."""
+    """Return what is to be small: the cost with a deadline, both weighted against time without."""
     if config.deadline is not None:
         return found.cost
     return weighted_cost(found.predicted_sec, found.cost, resolve_time_cost_exponent(config.budget))
@@ -172,25 +172,25 @@ def objective(found: Predictions, config: ScheduleConfig) -> Floats:
 
 def resolve_time_cost_exponent(budget: BudgetConfig) -> float:
     """Return how many per cent of cost one per cent of time is worth."""
-    return TIME_COST_EXPONENT if budget.haste is None else budget.haste
+    return TIME_COST_EXPONENT if budget.time_cost_exponent is None else budget.time_cost_exponent
 
 
 @overload
-def weighted_cost(seconds: float, cost: float, haste: float) -> float: ...
+def weighted_cost(seconds: float, cost: float, exponent: float) -> float: ...
 @overload
-def weighted_cost(seconds: Floats, cost: Floats, haste: float) -> Floats: ...
-def weighted_cost(seconds: Any, cost: Any, haste: float) -> Any:
-    """Return what is small where time^haste x cost is: time x cost as a mean that haste weighs.
+def weighted_cost(seconds: Floats, cost: Floats, exponent: float) -> Floats: ...
+def weighted_cost(seconds: Any, cost: Any, exponent: float) -> Any:
+    """Return what is small where time^k x cost is: time x cost as a weighted mean.
 
-    The power keeps a share of it meaning the same, whatever the haste: where time and cost
+    The power keeps a share of it meaning the same, whatever k: where time and cost
     both shrink by 1 %, so does time x cost, by 2.
 
     Example:
-        >>> weigh(3.0, 2.0, haste=1.0), weigh(3.0, 2.0, haste=0.0)
+        >>> weighted_cost(3.0, 2.0, exponent=1.0), weighted_cost(3.0, 2.0, exponent=0.0)
         (6.0, 4.0)
     """
-    each = 2.0 / (1.0 + haste)
-    return seconds ** (haste * each) * cost**each
+    each = 2.0 / (1.0 + exponent)
+    return seconds ** (exponent * each) * cost**each
 
 
 def candidate_at(grid: Grid, found: Predictions, config: ScheduleConfig, index: int) -> Candidate:
@@ -223,7 +223,7 @@ def _thrifty(best: int, grid: Grid, found: Predictions, config: ScheduleConfig) 
     """Return what time x cost would choose, None where that is chosen or a deadline decides."""
     if config.deadline is not None or resolve_time_cost_exponent(config.budget) == 1.0:
         return None
-    even = replace(config, budget=replace(config.budget, haste=1.0))
+    even = replace(config, budget=replace(config.budget, time_cost_exponent=1.0))
     other = int(preference(grid, found, even)[0])
     return None if other == best else candidate_at(grid, found, config, other)
 

@@ -146,7 +146,7 @@ def rule_reason(config: ScheduleConfig, decision: PlanDecision) -> str:
     chosen, budget = decision.chosen, config.budget
     cpus = chosen.preprocessing_cpus + chosen.training_cpus
     memory = chosen.preprocessing_memory_bytes + chosen.training_memory_bytes
-    rule = _haste_rule(resolve_time_cost_exponent(config.budget), decision)
+    rule = _weighting_rule(resolve_time_cost_exponent(config.budget), decision)
     if config.deadline is not None:
         spare = config.deadline.total_seconds() - chosen.predicted_sec
         rule = f"the lowest cost that meets the deadline, with {spare:,.0f} s to spare"
@@ -156,14 +156,14 @@ def rule_reason(config: ScheduleConfig, decision: PlanDecision) -> str:
     )
 
 
-def _haste_rule(haste: float, decision: PlanDecision) -> str:
+def _weighting_rule(exponent: float, decision: PlanDecision) -> str:
     """Say how time and cost were weighed, and what weighing them alike would have come to."""
     chosen, thrifty = decision.chosen, decision.unweighted
-    if haste == 1.0:
+    if exponent == 1.0:
         return "the smallest time x cost, as no deadline is set"
     rule = (
-        f"the smallest time^{haste:g} x cost, as no deadline is set: 1 % of time is worth "
-        f"{haste:g} % of cost"
+        f"the smallest time^{exponent:g} x cost, as no deadline is set: 1 % of time is worth "
+        f"{exponent:g} % of cost"
     )
     if thrifty is None:
         return f"{rule}; the smallest time x cost would be the same plan"
@@ -205,13 +205,13 @@ def _why_not(chosen: Candidate, other: Candidate, config: ScheduleConfig) -> str
         ratio = other.cost / chosen.cost if chosen.cost else 1.0
         text = f"also meets the deadline of {wanted:,.0f} s, {sec} and {cost}"
     else:
-        haste = resolve_time_cost_exponent(config.budget)
+        exponent = resolve_time_cost_exponent(config.budget)
         product, base = (
-            weighted_cost(one.predicted_sec, one.cost, haste) for one in (other, chosen)
+            weighted_cost(one.predicted_sec, one.cost, exponent) for one in (other, chosen)
         )
         ratio = product / base if base else 1.0
         worse = _percent(product, base, "more time x cost", "less time x cost")
-        weighed = "" if haste == 1.0 else f" where time counts {haste:g} times"
+        weighed = "" if exponent == 1.0 else f" where time counts {exponent:g} times"
         text = f"{sec} and {cost}, {worse}{weighed}"
     if ratio > 1.0 + TOLERANCE or other.cost_per_hour <= chosen.cost_per_hour:
         return text

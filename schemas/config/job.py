@@ -1,4 +1,8 @@
-"""The job file: one YAML file with the sections `data`, `train` and `schedule`."""
+"""The job file: one YAML file with the sections `data`, `train` and `schedule`.
+
+Every dataclass field of this package is a key of the file; `docs/job.md` shows each with an
+example.
+"""
 
 from __future__ import annotations
 
@@ -26,48 +30,46 @@ from schemas.paths import NAME, check_names
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GateConfig:
-    """Limits on a segment as a whole; those on columns stand in the schema."""
+    """Limits on a segment as a whole; limits on columns are in the schema."""
 
     action: Literal["fail", "warn"] = "fail"
-    """`fail`: a segment with findings stays out (exit code 3); `warn`: they are written down."""
+    """`fail`: a segment with anomalies is not committed (exit code 3); `warn`: it is."""
     max_reject_fraction: float | None = 0.1
-    """Most rejected rows, as a share of these and the rows that gave samples; no limit when null.
-    It holds without a `gate`, too."""
+    """Most rejected rows, as a fraction of rejected rows and rows that gave samples; no limit when
+    null. The default applies without a `gate`, too."""
     session_drift: float | None = None
-    """Largest Jensen-Shannon divergence of samples per session from the segment before."""
+    """Largest Jensen-Shannon divergence of samples per session from the previous segment."""
     delay_drift: float | None = None
-    """Largest Jensen-Shannon divergence of label delay (`label_time` less time) from it."""
+    """Largest Jensen-Shannon divergence of label delay (`label_time` - time) from it."""
     label_drift: float | None = None
-    """Largest change of the mean label from it, as a share of the one before."""
+    """Largest relative change of the mean label from it."""
     dedup_drift: float | None = None
-    """Largest change of a group's dedup factor from it, as a share of the one before."""
+    """Largest relative change of a group's dedup factor from it."""
 
     def __post_init__(self) -> None:
-        """Check the ranges."""
         for name in ("max_reject_fraction", "session_drift", "delay_drift"):
             value = getattr(self, name)
             if value is not None and not 0 <= value <= 1:
-                raise ValueError(f"{name} must be in [0, 1], got {value}; it is a share")
+                raise ValueError(f"{name} must be in [0, 1], got {value}; it is a fraction")
         for name in ("label_drift", "dedup_drift"):
             value = getattr(self, name)
             if value is not None and value < 0:
-                raise ValueError(f"{name} must be at least 0, got {value}; it is a share")
+                raise ValueError(f"{name} must be at least 0, got {value}; it is a fraction")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingConfig:
-    """Which negatives of the training range are kept, and with what weight."""
+    """Downsampling of the negatives of the training range."""
 
     negatives: float
-    """Share of the negatives that is kept, in (0, 1]; a kept one weighs 1 / share."""
+    """Fraction of the negatives that is kept, in (0, 1]; each gets the weight 1 / fraction."""
     unit: Literal["session", "sample"] = "session"
-    """`session`: the negatives of a session key are all kept or all dropped; `sample`: each has a
-    draw of its own."""
+    """`session`: the negatives of a session key are all kept or all dropped; `sample`: each is
+    drawn independently."""
     seed: int = 0
     """Seed of the draws."""
 
     def __post_init__(self) -> None:
-        """Check the ranges."""
         if not 0 < self.negatives <= 1:
             raise ValueError(
                 f"negatives must be in (0, 1], got {self.negatives}; write 0.1 to keep a tenth"
@@ -78,25 +80,24 @@ class SamplingConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SplitConfig:
-    """Which samples are held back for evaluation."""
+    """Range of samples that is held back for evaluation."""
 
     evaluation_from: datetime | None = None
-    """Samples at or after this time (UTC) are for evaluation; none when null."""
+    """Samples at or after this time (UTC) are the evaluation split; none when null."""
     evaluation_last: timedelta | None = None
-    """Length of the range at the end of each segment's day that is for evaluation, in the place of
-    one time for all; segments are built with their days then."""
+    """Length of the evaluation range at the end of each segment's day, instead of one time for all;
+    requires building segments by day."""
 
     def __post_init__(self) -> None:
-        """Refuse a range that leaves nothing, or nothing to train."""
         last = self.evaluation_last
         if last is not None and not timedelta() < last < timedelta(days=1):
             raise ValueError(
-                f"evaluation_last must be longer than nothing and shorter than a day, got {last}; "
+                f"evaluation_last must be longer than 0s and shorter than a day, got {last}; "
                 "write 2h, or null"
             )
 
     def for_day(self, day: date) -> SplitConfig:
-        """Return the split of the segment of a day: from midnight (UTC) to midnight.
+        """Return the split of the segment of a day, midnight to midnight (UTC).
 
         Example:
             >>> split = SplitConfig(evaluation_last=timedelta(hours=2))
@@ -110,26 +111,20 @@ class SplitConfig:
 
 
 GroupSelection = Literal["auto", "none"] | tuple[str, ...]
-"""By measured bytes, never, or these groups."""
+"""`auto`: where it saves bytes; `none`: never; or the named groups."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StorageConfig:
-    """Which groups are stored in parts that their tuples share."""
+    """Storage of groups whose tuples share parts."""
 
     windows: GroupSelection = "auto"
-    """Groups whose lists are windows over shared buffers: `auto` (each list by measured bytes),
-    `none`, or a list of groups."""
+    """Groups whose lists are stored as windows over shared buffers; `auto` decides per list."""
     shared_tuples: GroupSelection = "auto"
-    """Groups whose tuples are kept once per row group instead of once per block: `auto`, `none`,
-    or a list of groups."""
+    """Groups whose tuples are stored once per row group instead of once per block."""
 
     def check_groups(self, groups: Collection[str]) -> None:
-        """Refuse names that are no groups.
-
-        Raises:
-            ValueError: naming the key and the nearest group.
-        """
+        """Raise ValueError if a named group is not declared."""
         for key in ("windows", "shared_tuples"):
             choice = getattr(self, key)
             for name in () if isinstance(choice, str) else choice:
@@ -141,7 +136,7 @@ class StorageConfig:
 
 
 def resolve_choice(choice: GroupSelection, group: str) -> bool | None:
-    """Return whether a group is to have it, None when that is to be measured.
+    """Return whether a group is selected; None if bytes decide.
 
     Example:
         >>> named("auto", "user"), named("none", "user"), named(("user",), "user")
@@ -152,28 +147,23 @@ def resolve_choice(choice: GroupSelection, group: str) -> bool | None:
     return group in choice
 
 
-# The job file: one YAML file that says what to build, train and size.
-#
-# Three sections: `data` here, `train` and `schedule` in the modules beside it. Every dataclass
-# field below is a key of the file; `docs/job.md` shows each with an example.
-
 MAX_GROUPS = 8
 MAX_BLOCK_SAMPLES = 1 << 16
 AUTO = "auto"
 SAMPLES = "samples"
-"""Where a transform writes when its inputs are not all in one dedup group."""
+"""Destination of transforms whose inputs are not all in one dedup group."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionConfig:
-    """What a session is, in columns of the samples."""
+    """Definition of a session by columns of the samples."""
 
     key: str
-    """Column that is equal for all samples of a session; a null key is rejected."""
+    """Column with one value per session; samples with null are rejected."""
     time: str
     """Timestamp column that orders the samples of a session."""
     gap: timedelta | None = None
-    """A longer pause than this starts another session of the same key; no cut when null."""
+    """A longer pause starts a new session of the same key; no limit when null."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -184,53 +174,50 @@ class WindowConfig:
     """Length of a window; the whole segment when null."""
 
     def __post_init__(self) -> None:
-        """Refuse windows without length."""
         if self.span is not None and not self.span:
-            raise ValueError("span must be longer than nothing, got 0s; write 1d, or null")
+            raise ValueError("span must be longer than 0s; write 1d, or null")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TableConfig:
-    """One embedding table: which features look into it and how an id becomes a row."""
+    """One embedding table: its features and how ids become rows."""
 
     features: tuple[str, ...]
     """Sparse features that share the table."""
     num_rows: int
-    """Rows of the table; up to 2**63, a row costs nothing until it is first used."""
+    """Rows of the table, up to 2**63; rows are allocated on first use."""
     rows: Literal["hash", "identity"] = "hash"
-    """`hash`: stable hash of the id, modulo `num_rows`; `identity`: the id is the row, and an id
-    outside [0, num_rows) is rejected with its sample."""
+    """`hash`: stable hash of the id, modulo `num_rows`; `identity`: the id is the row, and samples
+    with an id outside [0, num_rows) are rejected."""
 
     def __post_init__(self) -> None:
-        """Check the range of rows."""
         if not 1 <= self.num_rows <= MAX_ROW + 1:
             raise ValueError(f"num_rows must be in [1, 2**63], got {self.num_rows}; lower it")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OrderConfig:
-    """In which order blocks are trained."""
+    """Order in which blocks are trained."""
 
     shuffle: Literal["none", "blocks"] = "none"
-    """`none`: as stored (time windows in order, sessions hashed inside); `blocks`: blocks of a
-    segment permuted anew in every epoch."""
+    """`none`: as stored (windows by time, sessions by hash within a window); `blocks`: the blocks
+    of a segment are permuted in every epoch."""
     seed: int = 0
     """Seed of the permutation."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OracleConfig:
-    """The default index that is built with the dataset."""
+    """The default index, built with the dataset."""
 
     batch_samples: int = 4096
     """Samples of a global batch; a multiple of `data.block_samples`."""
     epochs: int = 1
-    """Passes over the training range that the index covers."""
+    """Passes over the training range."""
     order: OrderConfig = field(default_factory=OrderConfig)
-    """Order of the blocks; the trainer must use the same to follow this index."""
+    """Order of the blocks; the trainer must use the same one."""
 
     def __post_init__(self) -> None:
-        """Check the ranges."""
         check_at_least_one(self, "batch_samples", "epochs")
 
 
@@ -241,61 +228,61 @@ class GenerateConfig:
     num_samples: int = 200_000
     """Rows of the log."""
     seed: int = 0
-    """Seed of everything that is random in it."""
+    """Random seed."""
     start: datetime = datetime(2026, 1, 1)
-    """Time of the first possible sample (UTC)."""
+    """Start of the log (UTC)."""
     span: timedelta = timedelta(days=2)
     """Length of the log."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataConfig:
-    """What the dataset is made of."""
+    """Inputs, samples and storage of the dataset."""
 
     sources: Mapping[str, SourceConfig]
-    """Name, usable as a table in SQL, to files."""
+    """Source name, a table in SQL, to files."""
     samples: SamplesConfig
-    """How raw rows become samples."""
+    """SQL, joins and events that turn raw rows into samples."""
     session: SessionConfig
-    """What a session is."""
+    """Definition of a session."""
     tables: Mapping[str, TableConfig]
     """Embedding tables by name."""
     sides: Mapping[str, SideConfig] = field(default_factory=dict)
-    """Side tables by name, looked up by `samples.joins`; small ones are tables in SQL, too."""
+    """Side tables by name, for `samples.joins`; small ones are tables in SQL, too."""
     groups: Annotated[Mapping[str, tuple[str, ...]], AUTO] = field(default_factory=dict)
-    """Dedup groups: columns that change together, stored once per unique tuple of a block; `auto`
-    to have them chosen, which is kept as `{auto: ()}` until the build has done so."""
+    """Dedup groups: columns that change together, stored once per unique tuple of a block. `auto`,
+    kept as `{auto: ()}`, lets the build choose them."""
     transforms: Mapping[str, Mapping[str, str | TransformConfig]] = field(default_factory=dict)
     """Group name (or `samples`) to new columns, each a scalar SQL expression over the columns of
-    that group, or declared; made in order, once per unique tuple. The inputs stay."""
+    that group or a declared transform; computed in order, once per unique tuple. Inputs are
+    kept."""
     vocabularies: Mapping[str, VocabularyConfig] = field(default_factory=dict)
     """Vocabularies by name, for transforms."""
     sampling: SamplingConfig | None = None
-    """Which negatives are kept; all when null."""
+    """Downsampling of negatives; none when null."""
     window: WindowConfig = field(default_factory=WindowConfig)
-    """Horizon of clustering."""
+    """Horizon of clustering and shuffling."""
     split: SplitConfig = field(default_factory=SplitConfig)
-    """Held-back range."""
+    """Evaluation range."""
     block_samples: int = 1024
     """Samples of a block, a power of two."""
     storage: StorageConfig = field(default_factory=StorageConfig)
-    """What is kept once beyond single blocks."""
+    """Storage of values shared by several blocks."""
     oracle: OracleConfig = field(default_factory=OracleConfig)
     """Default index."""
     gate: GateConfig | None = None
-    """Limits that keep a segment out of the dataset, beyond those of the schema."""
+    """Limits on a segment, beyond those of the schema."""
     on_error: Literal["reject", "reject_files", "fail", "drop_key"] = "reject"
-    """`reject`: unusable rows go to `rejects/` with their reason, and a file that cannot be read
-    to its end ends the build; `reject_files`: such a file is a reject, too; `fail`: the first
-    reject ends the build; `drop_key`: as `reject`, and a row that `samples.per` cannot use takes
-    the other rows of its key with it."""
+    """`reject`: unusable rows go to `rejects/` with their reason, and an unreadable file fails the
+    build; `reject_files`: an unreadable file is a reject, too; `fail`: the first reject fails the
+    build; `drop_key`: as `reject`, and a row that `samples.per` cannot use rejects all rows of its
+    key."""
     schema: str = "schema.pbtxt"
     """tensorflow-metadata Schema of the sample columns, beside the job file."""
     generate: GenerateConfig | None = None
-    """Parameters of the synthetic log, for jobs that have one."""
+    """Synthetic log of `pipelines generate`, if any."""
 
     def __post_init__(self) -> None:
-        """Check what the data section can know about itself."""
         block = self.block_samples
         if not 16 <= block <= MAX_BLOCK_SAMPLES or block & (block - 1):
             raise ValueError(
@@ -309,10 +296,7 @@ class DataConfig:
             )
         check_sources(self.sources, self.samples, self.sides)
         if self.on_error == "drop_key" and self.samples.per is None:
-            raise ValueError(
-                "on_error must be reject or fail without samples.per, got drop_key; there are no "
-                "keys to drop"
-            )
+            raise ValueError("on_error is drop_key without samples.per; write reject or fail")
         _check_groups(self.groups, self.transforms, [SAMPLE_WEIGHT] if self.sampling else [])
         self.storage.check_groups(self.groups)
         _check_tables(self.tables)
@@ -321,12 +305,12 @@ class DataConfig:
 
     @property
     def has_auto_groups(self) -> bool:
-        """Whether the groups are still to be chosen."""
+        """Whether the build chooses the groups."""
         return self.groups == {AUTO: ()}
 
     @property
     def inputs(self) -> dict[str, SourceConfig]:
-        """Everything that is read from files: sources and side tables."""
+        """Sources and side tables."""
         return {**self.sources, **self.sides}
 
     @property
@@ -341,21 +325,21 @@ class DataConfig:
 
     @property
     def derived_columns(self) -> frozenset[str]:
-        """Columns that are no part of the original samples: of transforms and of sampling."""
-        made = {c for columns in self.transforms.values() for c in columns}
-        return frozenset(made | ({SAMPLE_WEIGHT} if self.sampling is not None else set()))
+        """Columns added by transforms and sampling."""
+        columns = {c for columns in self.transforms.values() for c in columns}
+        return frozenset(columns | ({SAMPLE_WEIGHT} if self.sampling is not None else set()))
 
     @property
     def group_of_column(self) -> dict[str, str]:
         """Deduplicated column name to group name, transforms included."""
         stored = {c: group for group, columns in self.groups.items() for c in columns}
-        made = {
+        derived = {
             c: group
             for group, columns in self.transforms.items()
             if group != SAMPLES
             for c in columns
         }
-        return stored | made
+        return stored | derived
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -363,34 +347,44 @@ class Job:
     """A whole job file."""
 
     name: str
-    """Short name, used in logs and manifests and, by the scheduler, for the job's folder."""
+    """Short name, used in logs, manifests and as the scheduler's folder of the job."""
     data: DataConfig
-    """What the dataset is made of."""
+    """Dataset."""
     train: TrainConfig = field(default_factory=TrainConfig)
-    """What is trained on it."""
+    """Training."""
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
-    """What it may run on."""
+    """Resources."""
 
 
-def load_job(path: str | Path) -> Job:
+def load_job(path: str | Path, *, stored: bool = False) -> Job:
     """Read and check a job file.
 
+    Args:
+        path: the job file.
+        stored: whether it is the copy in a dataset or run, which may hold keys of older releases.
+
     Raises:
-        SchemaError: naming the file, the line, the key, and the nearest valid key.
+        SchemaError: a key or value is invalid; names the file and line.
     """
-    return _checked(read_yaml(Path(path), Job), str(path))
+    return _checked(read_yaml(Path(path), Job, accept_renamed=stored), str(path))
+
+
+def parse_stored_job(text: str, name: str) -> Job:
+    """Read and check a job file that a log holds; `name` is used in errors.
+
+    Raises:
+        SchemaError: a key or value is invalid.
+    """
+    return _checked(parse_yaml(text, name, Job, accept_renamed=True), name)
 
 
 def check_new_names(job: Job, path: Path, dataset: Path | None = None) -> None:
-    """Refuse names that cannot be file names: of new datasets, and where paths are made of them.
+    """Raise SchemaError if the job's name or a side table's name cannot be a file name.
 
     Args:
         job: the job.
         path: its file, for the error.
-        dataset: where it is built; one that exists can still be read and appended to.
-
-    Raises:
-        SchemaError: the job, or one of its side tables, has such a name.
+        dataset: its dataset; if it exists already, its names are accepted.
     """
     if dataset is not None and (dataset / MANIFEST).exists():
         return
@@ -400,23 +394,10 @@ def check_new_names(job: Job, path: Path, dataset: Path | None = None) -> None:
         raise SchemaError(str(error), file=str(path)) from error
     if not NAME.fullmatch(job.name):
         raise SchemaError(
-            "name must be of letters, digits, '_' and '-', not first a '-', got "
+            f"name must consist of letters, digits, '_' and '-' and not start with '-', got "
             f"{job.name!r}; rename it",
             file=str(path),
         )
-
-
-def parse_job(text: str, name: str) -> Job:
-    """Read and check the text of a job file.
-
-    Args:
-        text: the document.
-        name: of the file that it came from, for errors.
-
-    Raises:
-        SchemaError: as `load_job`.
-    """
-    return _checked(parse_yaml(text, name, Job), name)
 
 
 def _checked(job: Job, name: str) -> Job:
@@ -430,8 +411,7 @@ def _checked(job: Job, name: str) -> Job:
     split = job.data.split
     if split.evaluation_from is not None and split.evaluation_last is not None:
         raise SchemaError(
-            "data.split must hold back one range, got evaluation_from and evaluation_last; keep "
-            "one of them",
+            "data.split has both evaluation_from and evaluation_last; keep one",
             file=name,
         )
     return job
@@ -440,45 +420,41 @@ def _checked(job: Job, name: str) -> Job:
 def _check_groups(
     groups: Mapping[str, tuple[str, ...]],
     transforms: Transforms,
-    taken: Iterable[str],
+    reserved: Iterable[str],
 ) -> None:
     if len(groups) > MAX_GROUPS:
         raise ValueError(f"groups must be at most {MAX_GROUPS}, got {len(groups)}; merge some")
     check_names("groups", groups)
     if SAMPLES in groups:
-        raise ValueError(f"groups must not use the name {SAMPLES!r}; rename the group")
+        raise ValueError(f"groups has the reserved name {SAMPLES!r}; rename it")
     if groups == {AUTO: ()}:
         groups = {}
         for group in transforms:
             if group != SAMPLES:
                 raise ValueError(
-                    f"transforms.{group} must stand in transforms.{SAMPLES} with groups: auto, got "
-                    "a group that is not chosen yet; move it there, it goes where its inputs go"
+                    f"transforms.{group} names a group, but groups is auto; move it to "
+                    f"transforms.{SAMPLES}: it is assigned to the group of its inputs"
                 )
     owner: dict[str, str] = {}
     for group, columns in groups.items():
         if not columns:
-            raise ValueError(f"groups.{group} must name a column, got none; add or remove it")
+            raise ValueError(f"groups.{group} is empty; name a column or remove it")
         for column in columns:
             if column in owner:
                 raise ValueError(
-                    f"groups must not share columns, got {column!r} in {owner[column]} "
-                    f"and {group}; keep one"
+                    f"groups {owner[column]} and {group} both have column {column!r}; keep one"
                 )
             owner[column] = group
-    owner.update(dict.fromkeys(taken, SAMPLES))
+    owner.update(dict.fromkeys(reserved, SAMPLES))
     for group, columns in transforms.items():
         if group not in groups and group != SAMPLES:
             raise ValueError(
-                f"transforms.{group} must be a group, got none of that name; "
+                f"transforms.{group} names an unknown group; "
                 f"{suggest_name(group, [*groups, SAMPLES])}"
             )
         for column in columns:
             if column in owner:
-                raise ValueError(
-                    f"transforms.{group}.{column} must be a new name, got one that is taken; "
-                    "rename it"
-                )
+                raise ValueError(f"transforms.{group}.{column} exists already; rename it")
             owner[column] = group
 
 
@@ -489,7 +465,6 @@ def _check_tables(tables: Mapping[str, TableConfig]) -> None:
         for feature in table.features:
             if feature in owner:
                 raise ValueError(
-                    f"tables must not share features, got {feature!r} in {owner[feature]} "
-                    f"and {name}; keep one"
+                    f"tables {owner[feature]} and {name} both have feature {feature!r}; keep one"
                 )
             owner[feature] = name

@@ -6,15 +6,15 @@ from dataclasses import dataclass, fields
 from datetime import timedelta
 
 WAIT, SAVE, EVALUATE, START, DRAIN = "wait", "save", "evaluate", "start", "drain"
-"""What a trainer does beside the phases of a step."""
+"""Activities of a trainer besides the phases of a step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LimitsConfig:
-    """Longest time of each thing that a trainer does; beyond, it says where it stands and ends."""
+    """Longest time of each activity of a trainer; beyond it, the trainer reports and exits."""
 
     start: timedelta = timedelta(minutes=30)
-    """From the run's folder to the first step: kernels, stores, the checkpoint, the plan."""
+    """Start until the first step: kernels, stores, the checkpoint, the plan."""
     read: timedelta = timedelta(minutes=10)
     """Phase of a step: its batch from the dataset's files."""
     fetch: timedelta = timedelta(minutes=10)
@@ -32,13 +32,12 @@ class LimitsConfig:
     evaluate: timedelta = timedelta(minutes=10)
     """One batch of the evaluation split."""
     wait: timedelta = timedelta(hours=1)
-    """Until the pipeline commits the next segment, or says that there is none."""
+    """Until the pipeline commits the next segment or seals the dataset."""
     drain: timedelta = timedelta(seconds=30)
     """From SIGTERM or SIGINT to the end of the process."""
 
     def __post_init__(self) -> None:
-        """Refuse limits that nothing keeps."""
-        _check_longer_than_nothing(self)
+        _check_positive(self)
 
     def seconds(self) -> dict[str, float]:
         """Return each limit in seconds, by name."""
@@ -47,17 +46,16 @@ class LimitsConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SqlLimitsConfig:
-    """The most that one statement of the job may take for one chunk of rows (65,536 at most)."""
+    """Limits of one SQL statement of the job on one chunk of rows (at most 65,536)."""
 
     time: timedelta = timedelta(minutes=5)
     """Until its last row."""
     memory: int = 4 << 30
-    """Bytes that DuckDB may use, and bytes of the result; nothing is spilled to disk."""
+    """Most bytes that DuckDB uses, and of the result; nothing is spilled to disk."""
 
     def __post_init__(self) -> None:
-        """Refuse limits that no statement keeps."""
         if self.time <= timedelta():
-            raise ValueError("time must be longer than nothing, got 0s; write 60s")
+            raise ValueError("time must be longer than 0s; write 60s")
         if self.memory < 16 << 20:
             raise ValueError(f"memory must be at least 16MiB, got {self.memory}; write 1GiB")
 
@@ -67,14 +65,13 @@ class FollowConfig:
     """Training on committed segments while later ones are built."""
 
     poll: timedelta = timedelta(seconds=1)
-    """Time between two looks at the dataset while there is nothing to train."""
+    """Interval of polling the dataset while there is nothing to train."""
 
     def __post_init__(self) -> None:
-        """Refuse to look all the time."""
-        _check_longer_than_nothing(self)
+        _check_positive(self)
 
 
-def _check_longer_than_nothing(config: LimitsConfig | FollowConfig) -> None:
+def _check_positive(config: LimitsConfig | FollowConfig) -> None:
     for field in fields(config):
         if getattr(config, field.name) <= timedelta():
-            raise ValueError(f"{field.name} must be longer than nothing, got 0s; write 30s")
+            raise ValueError(f"{field.name} must be longer than 0s; write 30s")

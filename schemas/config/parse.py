@@ -21,37 +21,42 @@ T = TypeVar("T")
 
 _DURATION = re.compile(r"^(\d+(?:\.\d+)?)\s*(us|ms|s|m|h|d|w)$")
 _SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0, "w": 604800.0}
-# libyaml takes a tenth of the time; a PyYAML that was built without it reads the same.
+# libyaml takes a tenth of the time; PyYAML may be built without it.
 _LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _SIZE = re.compile(r"^(\d+(?:\.\d+)?)\s*(B|KiB|MiB|GiB|TiB)$")
 _BYTES = {"B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 
-
-MAX_BYTES = 4 << 20
-"""Largest document; the longest shipped one has 6 KB."""
+MAX_CHARACTERS = 4 << 20
+"""Longest document; the longest shipped one has 6 KB."""
 MAX_DEPTH = 32
-"""Deepest nesting; no key of a job file lies deeper than 7."""
+"""Deepest nesting; the deepest key of a job file is at level 7."""
 MAX_NODES = 100_000
-"""Most keys, values and lists, those of an anchor counted wherever it is named."""
+"""Most keys, values and lists, with aliases expanded."""
+
+RENAMED_KEYS: Mapping[tuple[str, str], str] = {
+    ("BudgetConfig", "haste"): "time_cost_exponent",
+}
+"""(dataclass, old key) to the new key. An old key is refused with the name of the new one, except
+in copies that an earlier release stored."""
 
 
 def parse_duration(text: str) -> timedelta:
-    """Return the time span that a text such as `90s`, `30m`, `1d` means.
+    """Return the time span of a text such as `90s`, `30m` or `1d`.
 
     Raises:
-        ValueError: the text is no number with one of us, ms, s, m, h, d, w.
+        ValueError: the text is not a number with one of us, ms, s, m, h, d, w.
 
     Example:
         >>> parse_duration("30m")
         datetime.timedelta(seconds=1800)
     """
-    found = _DURATION.match(text)
-    if found is None:
+    match = _DURATION.match(text)
+    if match is None:
         raise ValueError(
             f"duration must be a number and a unit, got {text!r}; write 30m, 12h or 1d"
         )
     try:
-        return timedelta(seconds=float(found[1]) * _SECONDS[found[2]])
+        return timedelta(seconds=float(match[1]) * _SECONDS[match[2]])
     except OverflowError as error:
         raise ValueError(
             f"duration must be below 2,700,000 years, got {text!r}; lower it"
@@ -59,33 +64,33 @@ def parse_duration(text: str) -> timedelta:
 
 
 def parse_size(text: str) -> int:
-    """Return the bytes that a text such as `64MiB` means.
+    """Return the bytes of a text such as `64MiB`.
 
     Raises:
-        ValueError: the text is no number with one of B, KiB, MiB, GiB, TiB.
+        ValueError: the text is not a number with one of B, KiB, MiB, GiB, TiB.
 
     Example:
         >>> parse_size("64MiB")
         67108864
     """
-    found = _SIZE.match(text)
-    if found is None:
+    match = _SIZE.match(text)
+    if match is None:
         raise ValueError(f"size must be a number and a unit, got {text!r}; write 64MiB or 2GiB")
-    return int(Fraction(found[1]) * _BYTES[found[2]])
+    return int(Fraction(match[1]) * _BYTES[match[2]])
 
 
-def read_yaml(path: Path, kind: type[T]) -> T:
+def read_yaml(path: Path, kind: type[T], *, accept_renamed: bool = False) -> T:
     """Read one YAML file into a dataclass.
 
     Args:
         path: the file; its name is used in errors.
-        kind: a dataclass whose fields have the types this module knows: str, int, float, bool,
-            timedelta, datetime, Literal, `X | None`, tuple[X, ...], Mapping[str, X], dataclasses,
-            and Annotated[Mapping[str, tuple[X, ...]], "word"], where the word alone stands for
-            {word: ()}.
+        kind: a dataclass with fields of the supported types: str, int, float, bool, timedelta,
+            datetime, Literal, `X | None`, tuple[X, ...], Mapping[str, X], dataclasses, and
+            Annotated[Mapping[str, tuple[X, ...]], "word"], where the word alone means {word: ()}.
+        accept_renamed: read old keys of `RENAMED_KEYS` as the new ones.
 
     Raises:
-        SchemaError: the file cannot be read, or a key or value breaks its declaration.
+        SchemaError: the file cannot be read, or a key or value does not match its declaration.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -93,19 +98,14 @@ def read_yaml(path: Path, kind: type[T]) -> T:
         raise SchemaError(
             f"job file must be readable text, got {error}; check the path", file=str(path)
         ) from error
-    return parse_yaml(text, str(path), kind)
+    return parse_yaml(text, str(path), kind, accept_renamed=accept_renamed)
 
 
-def parse_yaml(text: str, name: str, kind: type[T]) -> T:
-    """Read a YAML document into a dataclass, as `read_yaml` does.
-
-    Args:
-        text: the document.
-        name: of the file that it came from, for errors.
-        kind: a dataclass.
+def parse_yaml(text: str, name: str, kind: type[T], *, accept_renamed: bool = False) -> T:
+    """Read a YAML document into a dataclass, as `read_yaml` does; `name` is used in errors.
 
     Raises:
-        SchemaError: a key or value breaks its declaration.
+        SchemaError: a key or value does not match its declaration.
     """
     try:
         _check_size(text, name)
@@ -118,24 +118,23 @@ def parse_yaml(text: str, name: str, kind: type[T]) -> T:
             place=line,
         ) from error
     except yaml.YAMLError as error:
-        found = str(error).splitlines()[0]
+        reason = str(error).splitlines()[0]
         raise SchemaError(
-            f"job file must be YAML, got {found}; save it as plain text", file=name
+            f"job file must be YAML, got {reason}; save it as plain text", file=name
         ) from error
     if node is None:
         raise SchemaError("job file must not be empty; start from a shipped one", file=name)
-    return _Reader(name).build(kind, node, "")
+    return _Reader(name, accept_renamed).build(kind, node, "")
 
 
 def _check_size(text: str, name: str) -> None:
-    """Refuse a document that would take much to read, before it is: composing it is recursive.
+    """Raise SchemaError if the document is too large or too deep, before it is composed.
 
-    Raises:
-        SchemaError: it is too large, too deep, or an anchor stands for itself.
+    Composing is recursive and expands aliases.
     """
-    if len(text) > MAX_BYTES:
+    if len(text) > MAX_CHARACTERS:
         raise SchemaError(
-            f"file must have at most {MAX_BYTES:,} characters, got {len(text):,}; shorten it",
+            f"file must have at most {MAX_CHARACTERS:,} characters, got {len(text):,}; shorten it",
             file=name,
         )
     counts, open_anchors = [0], list[str | None]()
@@ -154,21 +153,21 @@ def _check_size(text: str, name: str) -> None:
         elif isinstance(event, yaml.AliasEvent):
             if event.anchor in open_anchors:
                 raise SchemaError(
-                    f"anchor must not stand for itself, got *{event.anchor}; write it out",
+                    f"anchor must not contain itself, got *{event.anchor}; write it out",
                     file=name,
                     place=place,
                 )
             counts[-1] += sizes.get(event.anchor, 0)
         if len(open_anchors) > MAX_DEPTH:
             raise SchemaError(
-                f"keys and lists must be nested at most {MAX_DEPTH} deep; take the brackets, or "
-                "the indentation, away",
+                f"keys and lists must be nested at most {MAX_DEPTH} deep; remove brackets or "
+                "indentation",
                 file=name,
                 place=place,
             )
         if sum(counts) > MAX_NODES:
             raise SchemaError(
-                f"file must have at most {MAX_NODES:,} keys and values, anchors written out; "
+                f"file must have at most {MAX_NODES:,} keys and values, aliases expanded; "
                 "shorten it",
                 file=name,
                 place=place,
@@ -176,15 +175,15 @@ def _check_size(text: str, name: str) -> None:
 
 
 def position_in_value(text: str, key: str, offset: int) -> str | None:
-    r"""Return where in a YAML document a place inside a text value stands.
+    r"""Return the position in a YAML document of an offset in one of its text values.
 
     Args:
         text: the document.
-        key: of the value, such as `data.samples.map`.
-        offset: bytes of the value, as UTF-8, before the place.
+        key: key of the value, such as `data.samples.map`.
+        offset: bytes of the UTF-8 encoded value.
 
     Returns:
-        `line:column`; the line alone where line ends were folded; None when there is no such key.
+        `line:column`; the line alone if line ends were folded; None if the key does not exist.
 
     Example:
         >>> position_in_value("map: |\n  SELECT a,\n         b FROM log\n", "map", 17)
@@ -193,7 +192,7 @@ def position_in_value(text: str, key: str, offset: int) -> str | None:
     node = yaml.compose(text, Loader=_LOADER)
     for name in key.split("."):
         values = node.value if isinstance(node, yaml.MappingNode) else []
-        node = next((value for known, value in values if known.value == name), None)
+        node = next((value for each, value in values if each.value == name), None)
     if not isinstance(node, yaml.ScalarNode):
         return None
     before = node.value.encode()[:offset].decode(errors="ignore")
@@ -201,7 +200,7 @@ def position_in_value(text: str, key: str, offset: int) -> str | None:
     mark = node.start_mark
     if node.style == "|":
         lines = text.splitlines()[mark.line + 1 :]
-        first = next((each for each in lines if each.strip()), "")
+        first = next((content for content in lines if content.strip()), "")
         return f"{mark.line + line + 2}:{len(first) - len(first.lstrip()) + column + 1}"
     if node.style != ">" and node.end_mark.line == mark.line:
         return f"{mark.line + 1}:{mark.column + bool(node.style) + column + 1}"
@@ -209,10 +208,11 @@ def position_in_value(text: str, key: str, offset: int) -> str | None:
 
 
 class _Reader:
-    """Walks YAML nodes beside type hints; keeps the file name for errors."""
+    """Builds values from YAML nodes and type hints; keeps the file name for errors."""
 
-    def __init__(self, file: str) -> None:
+    def __init__(self, file: str, accept_renamed: bool) -> None:
         self.file = file
+        self.accept_renamed = accept_renamed
 
     def fail(self, node: yaml.Node, text: str) -> SchemaError:
         return SchemaError(text, file=self.file, place=str(node.start_mark.line + 1))
@@ -246,9 +246,7 @@ class _Reader:
             if not isinstance(name, yaml.ScalarNode):
                 raise self.fail(name, f"key must be one word, got {_text(name)}; check the braces")
             if name.value in seen:
-                raise self.fail(
-                    name, f"key must appear once, got {_join(key, name.value)} twice; keep one"
-                )
+                raise self.fail(name, f"duplicate key: {_join(key, name.value)}; keep one")
             seen.add(name.value)
         return [(name.value, name, value) for name, value in node.value]
 
@@ -256,18 +254,24 @@ class _Reader:
         hints, fields = _fields_of(kind)
         values: dict[str, Any] = {}
         for name, at, value in self.items(node, key):
-            if name not in fields:
+            renamed = RENAMED_KEYS.get((kind.__name__, name))
+            if renamed is not None and not self.accept_renamed:
                 raise self.fail(
-                    at, f"key must be known, got {_join(key, name)}; {suggest_name(name, fields)}"
+                    at, f"key is renamed: {_join(key, name)}; write {_join(key, renamed)}"
                 )
-            values[name] = self.build(hints[name], value, _join(key, name))
+            field_name = renamed or name
+            if field_name not in fields:
+                raise self.fail(
+                    at, f"unknown key: {_join(key, name)}; {suggest_name(name, fields)}"
+                )
+            values[field_name] = self.build(hints[field_name], value, _join(key, name))
         for name, field in fields.items():
             required = (
                 field.default is dataclasses.MISSING
                 and field.default_factory is dataclasses.MISSING
             )
             if required and name not in values:
-                raise self.fail(node, f"{_join(key, name)} must be given; add it")
+                raise self.fail(node, f"missing key: {_join(key, name)}; add it")
         try:
             return kind(**values)
         except ValueError as error:
@@ -318,8 +322,8 @@ class _Reader:
         try:
             return _convert(hint, value)
         except (ValueError, TypeError, OverflowError) as error:
-            what, _, advice = _WANTED[hint].partition("; ")
-            raise self.fail(node, f"{key} must {what}, got {value!r}; {advice}") from error
+            rule, _, advice = _EXPECTED[hint].partition("; ")
+            raise self.fail(node, f"{key} must {rule}, got {value!r}; {advice}") from error
 
 
 @cache
@@ -329,7 +333,7 @@ def _fields_of(kind: type) -> tuple[dict[str, Any], dict[str, dataclasses.Field[
 
 
 def _shape_of(hint: Any) -> type[yaml.Node]:
-    """Return the kind of node that a type is written as."""
+    """Return the kind of YAML node of a type."""
     origin = get_origin(hint)
     if origin is tuple:
         return yaml.SequenceNode
@@ -338,7 +342,7 @@ def _shape_of(hint: Any) -> type[yaml.Node]:
     return yaml.ScalarNode
 
 
-_WANTED: Mapping[Any, str] = {
+_EXPECTED: Mapping[Any, str] = {
     str: "be a text; put it in quotes",
     bool: "be true or false; write one of them",
     int: "be a whole number; write one, such as 1024, or a size, such as 64MiB",

@@ -1,7 +1,4 @@
-"""Section `train` of the job file.
-
-Model, tables, optimizers, cache, stores, metrics, checkpoints.
-"""
+"""Section `train` of the job file."""
 
 from __future__ import annotations
 
@@ -16,23 +13,23 @@ from schemas.errors import check_at_least_one
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """Which model is trained."""
+    """The model."""
 
     name: Literal["dlrm", "dcn", "deepfm", "wide_deep", "attention"] = "dlrm"
-    """`dlrm`, `dcn` and `deepfm`: TorchRec's; `wide_deep`: of its modules; `attention`: target
-    attention over one history feature."""
+    """`dlrm`, `dcn` and `deepfm`: TorchRec's models; `wide_deep`: from its modules; `attention`:
+    target attention over one history feature."""
     bottom_layers: tuple[int, ...] = (64,)
-    """Widths of the MLP over dense features, before the one of `embedding_dim`."""
+    """Widths of the MLP over dense features; a layer of `embedding_dim` follows."""
     top_layers: tuple[int, ...] = (256, 64)
-    """Widths of the MLP over the interactions, before the one of 1."""
+    """Widths of the MLP over the interactions; a layer of 1 follows."""
     dedup_compute: bool = True
-    """What depends on a unique tuple alone is computed once; equal up to rounding."""
+    """Compute once per unique tuple what depends only on it; equal up to rounding."""
     cross_layers: int = 3
     """Layers of the cross network of `dcn`."""
     cross_rank: int = 64
-    """Rank of each of its layers' matrices."""
+    """Rank of its layers' matrices."""
     history: str | None = None
-    """List feature that the attention model reads."""
+    """List feature of the attention model."""
     target: str | None = None
     """Scalar feature that queries the history; must share its table."""
     max_history: int = 50
@@ -41,7 +38,6 @@ class ModelConfig:
     """Heads of the history encoder; divides `embedding_dim`."""
 
     def __post_init__(self) -> None:
-        """Refuse empty layers, and an attention model without its two features."""
         check_at_least_one(self, "max_history", "num_heads", "cross_layers", "cross_rank")
         for name in ("bottom_layers", "top_layers"):
             widths = getattr(self, name)
@@ -49,7 +45,7 @@ class ModelConfig:
                 raise ValueError(f"{name} must have widths of at least 1, got {widths}; raise them")
         if self.name == "attention" and (self.history is None or self.target is None):
             raise ValueError(
-                "history and target must be given for the attention model, got "
+                "history and target are required by the attention model, got "
                 f"history={self.history}, target={self.target}; name two features"
             )
 
@@ -69,7 +65,7 @@ class SparseOptimizerConfig:
     """Optimizer of the embedding rows, fused into their update."""
 
     name: Literal["rowwise_adagrad", "adagrad", "adam", "sgd"] = "rowwise_adagrad"
-    """Update rule; the state travels with the row."""
+    """Update rule."""
     learning_rate: float = 0.02
     """Step size."""
     eps: float = 1e-8
@@ -80,7 +76,6 @@ class SparseOptimizerConfig:
     """Decay of Adam's mean of their squares."""
 
     def __post_init__(self) -> None:
-        """Check that what decays does."""
         for name in ("beta1", "beta2"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"{name} must be in [0, 1), got {getattr(self, name)}; lower it")
@@ -88,24 +83,23 @@ class SparseOptimizerConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheConfig:
-    """The plan that `--embedding cached` obeys."""
+    """The cache plan of `--embedding cached`."""
 
     policy: Literal["ttl", "belady"] = "ttl"
-    """`ttl`: a row stays while its next use lies within `lookahead` steps; `belady`: while there
-    is room, and then the row whose next use is farthest leaves."""
+    """`ttl`: a row is evicted when its next use is more than `lookahead` steps away; `belady`: when
+    space is needed, the row with the farthest next use is evicted."""
     lookahead: int = 50
-    """Steps that the plan of `ttl` looks ahead."""
+    """Steps that a `ttl` plan looks ahead."""
     prefetch_steps: int = 2
-    """Steps before its use that a row is fetched; with `ttl` at most `lookahead`."""
+    """A row is fetched this many steps before its use; with `ttl` at most `lookahead`."""
     rows: int | None = None
-    """Most rows that the cache of each table may hold, those in flight included; unbounded when
-    null."""
+    """Most cached rows per table, rows in flight included; unbounded when null."""
     files: Literal["log", "mmap"] = "log"
-    """How other rows lie without store processes. `log`: in the order of their next use, read and
-    written sequentially; `mmap`: in mapped files, in place, as for `lru` and `uncached`."""
+    """Storage of uncached rows without store processes. `log`: ordered by next use, read and
+    written sequentially; `mmap`: memory-mapped files, in place, as for `lru` and `uncached`."""
 
     def __post_init__(self) -> None:
-        """Keep every fetch after the write-back that it depends on."""
+        # A fetch must follow the write-back that it depends on.
         check_at_least_one(self, "rows", "lookahead", "prefetch_steps")
         if self.policy == "ttl" and self.prefetch_steps > self.lookahead:
             raise ValueError(
@@ -116,38 +110,34 @@ class CacheConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoresConfig:
-    """Store processes that run elsewhere, started with `python -m trainer store`."""
+    """Store processes started separately, with `python -m trainer store`."""
 
     addresses: tuple[str, ...] = ()
-    """`grpc://host:port` or `grpc+tls://host:port` of each, or `file:///DIRECTORY/address` where a
-    store says it that may be started elsewhere; together they serve every slot once, or twice."""
+    """`grpc://host:port` or `grpc+tls://host:port` of each, or `file:///DIRECTORY/address`, where a
+    store that may move writes its address; together they serve every slot `replicas` times."""
     token_file: str | None = None
-    """File with the token that they ask for, relative to the job file."""
+    """File with the stores' token, relative to the job file."""
     certificates: str | None = None
-    """PEM file of the authorities to be trusted, relative to the job file; the system's when
-    null."""
+    """PEM file of trusted authorities, relative to the job file; the system's when null."""
     certificate_name: str | None = None
-    """Name that their certificates bear; the host of each address when null."""
+    """Name in the stores' certificates; the host of each address when null."""
     timeout: timedelta = timedelta(seconds=30)
-    """Longest wait for an answer; a store that died has so long to come back."""
+    """Longest wait for a response; a store must restart within this time."""
     replicas: int = 1
-    """Stores that serve each slot: 2 to lose nothing when one dies with its directory."""
+    """Stores that serve each slot: with 2, no rows are lost when one is lost with its directory."""
     elastic: bool = False
-    """Whether stores of `addresses` may serve slots of a run in the place of others that have left;
-    else a run does not begin with less than all of its stores."""
+    """Whether stores of `addresses` may take over slots of removed stores; otherwise a run starts
+    only with all of its stores."""
 
     def __post_init__(self) -> None:
-        """Refuse what is no address, and stores without a token."""
         for address in self.addresses:
             if re.fullmatch(r"grpc(\+tls)?://[^/]+:\d+|file:///.+", address) is None:
                 raise ValueError(
                     "addresses must be grpc://host:port, grpc+tls://host:port or file:///path, "
-                    f"got {address!r}; write what the store announced"
+                    f"got {address!r}; use the address that the store announced"
                 )
         if self.addresses and self.token_file is None:
-            raise ValueError(
-                "token_file must be given with addresses, got null; name the stores' own"
-            )
+            raise ValueError("addresses are given without token_file; name the stores' token file")
         if self.replicas not in (1, 2):
             raise ValueError(f"replicas must be 1 or 2, got {self.replicas}; write 2 for a copy")
         if self.addresses and self.replicas > len(self.addresses):
@@ -156,46 +146,44 @@ class StoresConfig:
                 f"addresses={len(self.addresses)}; start more stores"
             )
         if not self.timeout:
-            raise ValueError("timeout must be longer than nothing, got 0s; write 30s")
+            raise ValueError("timeout must be longer than 0s; write 30s")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MetricsConfig:
-    """What is measured on the evaluation split besides NE and AUC."""
+    """Metrics of the evaluation split besides NE and AUC."""
 
     gauc_key: str | None = None
-    """Column whose values group samples for GAUC; the session key when null."""
+    """Column that groups samples for GAUC; the session key when null."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointConfig:
-    """When state is saved."""
+    """Checkpoints."""
 
     every_steps: int | None = None
     """Steps between checkpoints; only one at the end when null."""
     keep: int = 2
-    """Newest checkpoints that are kept."""
+    """Newest checkpoints kept."""
     late: Literal["skip", "wait"] = "skip"
-    """A checkpoint that comes due while the one before is still being written: it is skipped, and
-    training never waits; or training waits."""
+    """If a checkpoint is due while the previous one is still being written: skip it, or wait."""
     copy_to: str = "/dev/shm"
-    """Directory for the copy that waits to be written: in memory, or on a disk, which is slower."""
+    """Directory of the copy that is written in the background: in memory, or on a slower disk."""
 
     def __post_init__(self) -> None:
-        """Check the ranges."""
         check_at_least_one(self, "every_steps", "keep")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainConfig:
-    """What is trained on the dataset."""
+    """Model, optimizers, batches and checkpoints."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
-    """Which model."""
+    """The model."""
     embedding_dim: int = 32
     """Width of every embedding row."""
     pooling: Literal["mean", "sum"] = "mean"
-    """How the rows of a list become one vector."""
+    """Pooling of the rows of a list."""
     batch_samples: int = 4096
     """Samples of a global batch; a multiple of `data.block_samples`."""
     epochs: int = 1
@@ -203,15 +191,15 @@ class TrainConfig:
     seed: int = 0
     """Seed of dense parameters and embedding rows."""
     dtype: Literal["float32", "float64"] = "float32"
-    """Precision of parameters and compute."""
+    """Precision of parameters and computation."""
     dense_optimizer: DenseOptimizerConfig = field(default_factory=DenseOptimizerConfig)
     """Optimizer of the dense parameters."""
     sparse_optimizer: SparseOptimizerConfig = field(default_factory=SparseOptimizerConfig)
     """Optimizer of the embedding rows."""
     device: Literal["cpu", "cuda"] = "cpu"
-    """Where it is computed; rows stay in the memory of the processor between steps."""
+    """Device of the computation; rows stay in host memory between steps."""
     kernels: Literal["compiled", "torch"] = "compiled"
-    """What looks up and updates rows: C++ compiled on first use, or torch operators."""
+    """Lookup and update of rows: C++ compiled on first use, or torch operators."""
     cache: CacheConfig = field(default_factory=CacheConfig)
     """Plan of the cached embedding."""
     stores: StoresConfig = field(default_factory=StoresConfig)
@@ -223,17 +211,16 @@ class TrainConfig:
     follow: FollowConfig = field(default_factory=FollowConfig)
     """Training while the dataset is built."""
     limits: LimitsConfig = field(default_factory=LimitsConfig)
-    """How long anything may wait."""
+    """Time limits."""
     num_threads: int | None = None
     """Compute threads; all cores when null."""
 
     def __post_init__(self) -> None:
-        """Check what the section can know about itself."""
         check_at_least_one(self, "embedding_dim", "batch_samples", "epochs", "num_threads")
         if self.model.name == "wide_deep" and self.embedding_dim < 2:
             raise ValueError(
                 f"embedding_dim must be at least 2 for wide_deep, got {self.embedding_dim}; raise "
-                "it, for the first number of a row is the wide part's"
+                "it: the first number of a row is the weight of the wide part"
             )
         if self.model.name == "attention" and self.embedding_dim % self.model.num_heads:
             raise ValueError(

@@ -197,8 +197,7 @@ BAD_JOBS = {
     ),
     "a transform in a group that is not chosen yet": (
         {"transforms: {samples:": "transforms: {user:"},
-        "transforms.user must stand in transforms.samples with groups: auto, got a group that is "
-        "not chosen yet",
+        "transforms.user names a group, but groups is auto",
     ),
     "no sample in the training range": (
         {"2026-01-01 00:08:00": "1999-01-01"},

@@ -244,7 +244,7 @@ def test_bad_line_is_rejected_with_its_position_and_the_others_arrive(
 
 
 JOB_FAULTS: dict[str, tuple[str, str, str]] = {
-    "a key that is no key": ("session: {key", "sesion: {key", "key must be known, got data.sesion in "),
+    "a key that is no key": ("session: {key", "sesion: {key", "unknown key: data.sesion in "),
     "a column that the log has not": ("user, history,", "usr AS user, history,", "data.samples.map cannot run on its sources: Binder Error"),
     "no SQL": ("SELECT session", "SELEC session", "data.samples.map is not valid SQL:"),
     "an aggregate": ("FROM log", "FROM log GROUP BY ALL", "data.samples.map must not aggregate at its top level"),

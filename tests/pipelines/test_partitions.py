@@ -153,7 +153,7 @@ def test_column_of_files_and_of_folders_is_refused_in_a_job(log: Path) -> None:
         empty_rows(
             folder_of(log), "log", config, ["parquet/day=2026-03-01/city=%C3%85rhus/a.parquet"]
         )
-    with pytest.raises(ValueError, match="column 'x' is in `columns` and in `partitions`"):
+    with pytest.raises(ValueError, match="columns and partitions both have 'x'"):
         SourceConfig(files="*", format="csv", columns={"x": "int64"}, partitions={"x": "int64"})
 
 

@@ -271,12 +271,12 @@ WRONG: dict[str, tuple[str, str, str]] = {
     "an unknown source": ("source: clicks", "source: click", "samples.events.source must be a source, got 'click'"),
     "the features themselves": ("source: clicks", "source: shown", "samples.events.source must be another source, got 'shown'"),
     "a key that the events lack": ("key: [request]", "key: [user]", "data.samples.events.key must be a column of both logs, got 'user'"),
-    "no key": ("key: [request]", "key: []", "data.samples.events.key must name a column, got none"),
+    "no key": ("key: [request]", "key: []", "data.samples.events.key is empty"),
     "a time that is none": ("event_time: at", "event_time: dwell", "data.samples.events.event_time must be a timestamp, got float for 'dwell'"),
     "a column that the features have": ("{clicked: 0, dwell: null}", "{session: 0}", "data.samples.events must bring new columns, got 'session'"),
     "half a click": ("{clicked: 0,", "{clicked: 0.5,", "data.samples.events.columns.clicked must be int8 or null, got 0.5"),
     "the largest text": ("{clicked: 0, dwell: null}", "{at: null}\n      duplicates: any\n      without_event: sometimes", "data.samples.events.without_event must be one of keep, drop"),
-    "no wait": ("      label_wait: 60s\n", "", "data.samples.events.label_wait must be given in "),
+    "no wait": ("      label_wait: 60s\n", "", "missing key: data.samples.events.label_wait in "),
     "per of another key": ("    map: SELECT", "    per: {key: request, sql: SELECT * FROM shown}\n    map: SELECT", "samples.per.key must be the shard of the events, got 'request' and 'session'"),
 }  # fmt: skip
 

@@ -246,7 +246,7 @@ class Loop:
 
 
 ROOMY = ScheduleConfig(
-    budget=BudgetConfig(cpus=32.0, memory=128 * GIB, haste=1.0),
+    budget=BudgetConfig(cpus=32.0, memory=128 * GIB, time_cost_exponent=1.0),
     training=TrainingPoolConfig(max_replicas=12),
 )
 
@@ -276,13 +276,13 @@ def regret(known: Snapshot, truth: Models, sizes: Sizes) -> float:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("haste", [1.0, TIME_COST_EXPONENT])
+@pytest.mark.parametrize("exponent", [1.0, TIME_COST_EXPONENT])
 @pytest.mark.parametrize("seed", range(3))
 def test_loop_from_the_smallest_pools_comes_near_the_best_and_stays(
-    known: Snapshot, seed: int, haste: float
+    known: Snapshot, seed: int, exponent: float
 ) -> None:
     truth = truth_of(known, compute=3.0, exchange=0.5, build=1.0)
-    config = replace(ROOMY, budget=replace(ROOMY.budget, haste=haste))
+    config = replace(ROOMY, budget=replace(ROOMY.budget, time_cost_exponent=exponent))
     loop = Loop(known, config, lambda _: truth, SMALL, seed)
     history = loop.run(60)
     left = compare_sizes(known, config, truth, loop.sizes, pause_sec=0.0)
@@ -290,8 +290,8 @@ def test_loop_from_the_smallest_pools_comes_near_the_best_and_stays(
     assert 2 <= len(history) <= 8
     times = [when for when, _ in history]
     assert all(b - a >= COOL_DOWN_SEC for a, b in pairwise(times[1:]))
-    # And then rests; plans of more haste lie flatter about the best, and one more is tried.
-    assert times[-1] < (0.7 if haste == 1.0 else 1.0) * 60 * 20
+    # And then rests; plans of a larger exponent lie flatter about the best, and one more is tried.
+    assert times[-1] < (0.7 if exponent == 1.0 else 1.0) * 60 * 20
 
 
 @pytest.mark.slow

@@ -19,7 +19,7 @@ from schemas.config.schedule import (
 )
 from tests.scheduler.made import FACTS, GIB, snapshot
 
-ROOMY = ScheduleConfig(budget=BudgetConfig(cpus=32.0, memory=128 * GIB, haste=1.0))
+ROOMY = ScheduleConfig(budget=BudgetConfig(cpus=32.0, memory=128 * GIB, time_cost_exponent=1.0))
 
 
 @pytest.fixture(scope="module")

@@ -102,20 +102,20 @@ def test_read_yaml_fills_the_dataclass(tmp_path: Path, text: str, expected: Oute
 ERRORS: dict[str, tuple[str | bytes, str]] = {
     "unknown key, near a known one": (
         "name: a\ngrops: {}\n",
-        "key must be known, got grops in @:2; did you mean 'groups'?",
+        "unknown key: grops in @:2; did you mean 'groups'?",
     ),
     "unknown key, near none": (
         "name: a\ninner:\n  size: 2\n  zz: 1\n",
-        "key must be known, got inner.zz in @:4; use one of kind, size",
+        "unknown key: inner.zz in @:4; use one of kind, size",
     ),
-    "required key is missing": ("rate: 1.0\n", "name must be given in @:1; add it"),
+    "required key is missing": ("rate: 1.0\n", "missing key: name in @:1; add it"),
     "key twice": (
         "name: a\nrate: 1\nname: b\n",
-        "key must appear once, got name twice in @:3; keep one",
+        "duplicate key: name in @:3; keep one",
     ),
     "key of a mapping twice": (
         "name: a\ngroups:\n  g: [x]\n  g: [y]\n",
-        "key must appear once, got groups.g twice in @:4; keep one",
+        "duplicate key: groups.g in @:4; keep one",
     ),
     "key that is a list": (
         "name: a\n? [x, y]\n: 1\n",
@@ -306,19 +306,19 @@ NESTED = {
 def test_deep_nesting_ends_in_one_line(text: str, tmp_path: Path) -> None:
     with pytest.raises(SchemaError, match="must be nested at most 32 deep") as error:
         read(tmp_path, text)
-    assert re.search(r"in .*job\.yaml:\d+; take", str(error.value))
+    assert re.search(r"in .*job\.yaml:\d+; remove", str(error.value))
     assert "\n" not in str(error.value)
 
 
 def test_expansion_of_anchors_is_bounded(tmp_path: Path) -> None:
     lines = ["name: a", "a0: &a0 [x, x, x, x, x, x, x, x, x, x]"]
     lines += [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]" for i in range(1, 9)]
-    with pytest.raises(SchemaError, match="at most 100,000 keys and values, anchors written out"):
+    with pytest.raises(SchemaError, match="at most 100,000 keys and values, aliases expanded"):
         read(tmp_path, "\n".join(lines))
 
 
 def test_anchor_that_stands_for_itself_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(SchemaError, match=r"must not stand for itself, got \*a in .*:2; write"):
+    with pytest.raises(SchemaError, match=r"must not contain itself, got \*a in .*:2; write"):
         read(tmp_path, "name: a\ngroups: &a {user: *a}\n")
 
 

@@ -17,11 +17,11 @@ ERRORS: dict[str, tuple[dict[str, Any], str]] = {
     "transform of no kind": (
         {"data": {"groups": {"u": ["x"]}, "transforms": {"u": {"y": {}}}}},
         "data.transforms.u.y.hash, cross, vocabulary, first, last, clip, log, normalize, bucketize "
-        "must be given once, got []@; keep exactly one",
+        "must be given once, got []@; keep one",
     ),
     "transform of an unknown kind": (
         {"data": {"groups": {"u": ["x"]}, "transforms": {"u": {"y": {"clop": {}}}}}},
-        "key must be known, got data.transforms.u.y.clop@; did you mean 'clip'?",
+        "unknown key: data.transforms.u.y.clop@; did you mean 'clip'?",
     ),
     "vocabulary that is not there": (
         {
@@ -40,7 +40,7 @@ ERRORS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "vocabulary of no column": (
         {"data": {"vocabularies": {"v": {"columns": [], "num_rows": 5}}}},
-        "data.vocabularies.v.columns must name a column, got none@; add one",
+        "data.vocabularies.v.columns is empty@; name at least one column",
     ),
     "vocabulary that leaves the dataset": (
         {"data": {"vocabularies": {"../v": {"columns": ["x"], "num_rows": 5}}}},
@@ -59,7 +59,7 @@ ERRORS: dict[str, tuple[dict[str, Any], str]] = {
             (
                 "hash",
                 {"columns": [], "num_rows": 1},
-                "columns must name a column, got none@; add one",
+                "columns is empty@; name at least one column",
             ),
             (
                 "hash",
@@ -79,7 +79,7 @@ ERRORS: dict[str, tuple[dict[str, Any], str]] = {
             (
                 "clip",
                 {"column": "x"},
-                "minimum must be given, or maximum, got none@; add one",
+                "minimum and maximum are both missing@; add one",
             ),
             (
                 "clip",
@@ -99,7 +99,7 @@ ERRORS: dict[str, tuple[dict[str, Any], str]] = {
             (
                 "bucketize",
                 {"column": "x"},
-                "boundaries must be given, or quantiles, got none@; keep one",
+                "boundaries or quantiles must be given, got none@; keep one",
             ),
             (
                 "bucketize",

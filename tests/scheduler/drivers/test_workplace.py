@@ -79,7 +79,7 @@ REFUSED = {
     ),
     "a budget file that is none": (
         ["--budget", "budget.yaml"],
-        "key must be known, got cpu in budget.yaml:1; did you mean 'cpus'?",
+        "unknown key: cpu in budget.yaml:1; did you mean 'cpus'?",
     ),
 }
 

@@ -175,7 +175,7 @@ REFUSED = {
     "a key that is none": (
         FILE.replace("image:", "images:"),
         "/data/scheduled",
-        "key must be known, got images in {}:2; did you mean 'image'?",
+        "unknown key: images in {}:2; did you mean 'image'?",
     ),
 }
 

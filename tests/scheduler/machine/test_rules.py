@@ -38,7 +38,7 @@ def test_handle_of_rules_before_the_exponent_takes_the_smallest_time_x_cost() ->
 
 
 def test_handle_prefers_the_exponent_of_the_budget_over_that_of_the_job() -> None:
-    own = "  budget: {haste: 1}"
+    own = "  budget: {time_cost_exponent: 1}"
     assert sizes(LARGE, own) == sizes(replace(LARGE, time_cost_exponent=1.0))
     assert sizes(replace(LARGE, time_cost_exponent=30.0), own) == sizes(
         replace(LARGE, time_cost_exponent=30.0)
