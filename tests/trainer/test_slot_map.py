@@ -223,7 +223,7 @@ def test_what_stores_said_at_different_moments_is_not_believed(
     answers = iter([{"a": filled["a"], "b": taker}, filled, filled, filled])
     members = StoreMembers(("a", "b"), ACCESS, SESSION, replicas=2)
     monkeypatch.setattr(members, "_describe", lambda wanted: next(answers))
-    members._learn(None)  # pyright: ignore[reportPrivateUsage]
+    members._resolve(None)  # pyright: ignore[reportPrivateUsage]
     # a map with the giver alone would bring writes that the taker never hears of
     assert (members.slot_map.num_copies == 2).all()
     members.close()

@@ -120,7 +120,7 @@ def test_store_that_would_show_no_certificate_gets_no_token(tmp_path: Path) -> N
     access = replace(ACCESS, certificate_name="stores", timeout_sec=0.3)
     with StoreConnection(file_of(tmp_path), access) as peer, pytest.raises(SchemaError) as caught:
         peer.action("describe", {})
-    assert "must be grpc+tls:// to show a certificate of stores" in str(caught.value)
+    assert "must be grpc+tls:// to check the certificate of stores" in str(caught.value)
 
 
 def test_store_that_has_not_begun_is_waited_for(tmp_path: Path) -> None:

@@ -122,8 +122,8 @@ def test_both_nodes_dead_at_once_is_said_and_never_first_values(tmp_path: Path) 
         for number in range(2):
             kill(stores, number, forget=True)
         message = (
-            r"^stores must have every write that they acknowledged, got none with slots 0:4096; "
-            r"go back to the newest checkpoint, with --resume$"
+            r"^no store has the acknowledged writes of slots 0:4096; "
+            r"go back to the newest checkpoint with --resume$"
         )
         with pytest.raises(RowsLostError, match=message):
             writer.store.fetch(np.arange(10))

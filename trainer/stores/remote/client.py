@@ -1,4 +1,4 @@
-"""Rows in store processes: one request per process for all tables of a step."""
+"""Rows in store processes: one call per process for all tables of a step."""
 
 from __future__ import annotations
 
@@ -37,41 +37,40 @@ from trainer.stores.remote.wire import (
     rows_of,
 )
 
-_CALLS_PER_PEER = 4
-"""Calls under way at each store when several threads ask."""
-_Ask = Callable[[SlotMap, int, NDArray[np.int64]], None]
-"""(map, place of a store in it, places of the rows that it serves) of one message."""
+_CALLS_PER_STORE = 4
+"""Concurrent calls per store."""
+_SendMessage = Callable[[SlotMap, int, NDArray[np.int64]], None]
+"""(slot map, index of the store in it, indices of the rows of one message)."""
 
 
 class FlightGroup:
-    """The tables of a run over all its store processes, which are asked at the same time.
+    """The tables of a run in all its store processes, which are called concurrently.
 
-    Every call may be repeated. One that a store refuses because slots moved, or
-    that meets a store that is gone, is made again when it is known who serves
-    its rows. With copies a write is done when each of a row's stores has it.
+    A call that fails because slots moved or a store is gone is repeated with the new slot map.
+    With copies, a write is complete when all stores of a row have acknowledged it.
     """
 
     def __init__(
         self, members: StoreMembers, layouts: Mapping[str, TableLayout], message_bytes: int
     ) -> None:
-        """Keep the parts; `open_group` makes them.
+        """Use opened stores; see `open_group`.
 
         Args:
-            members: the processes, opened.
+            members: the processes.
             layouts: tables by name, all of one shape.
-            message_bytes: largest message that all of them take.
+            message_bytes: maximum message size of all processes.
         """
         self.members = members
         self._layouts = layouts
         self._layout = next(iter(layouts.values()))
         self._rows_per_message = max(1, message_bytes // record_bytes(self._layout))
-        workers = _CALLS_PER_PEER * len(members.addresses)
+        workers = _CALLS_PER_STORE * len(members.addresses)
         self._pool = ThreadPoolExecutor(workers, thread_name_prefix="stores")
         self._repair = CopyRepair(members)
 
     def repair(self) -> None:
-        """Make missing copies again, from now on."""
-        self._repair.begin()
+        """Start to restore missing copies in the background."""
+        self._repair.start()
 
     def fetch(
         self, train_step: int, rows: Mapping[str, NDArray[np.int64]], as_of: int | None = None
@@ -81,7 +80,7 @@ class FlightGroup:
         Args:
             train_step: the step.
             rows: table to distinct rows.
-            as_of: no row may be of a later step; None: any may.
+            as_of: latest step that rows may be of; None: any.
 
         Raises:
             BehindError: a store has rows of later steps.
@@ -89,20 +88,20 @@ class FlightGroup:
         offsets, flat = _flat(rows)
         block = self._new_block(len(flat))
 
-        def ask(slot_map: SlotMap, place: int, chosen: NDArray[np.int64]) -> None:
-            tables = _tables_of(rows, offsets, chosen)
-            request = self._request(slot_map, place, FETCH, tables=tables, as_of=as_of)
-            answer = self._exchange(slot_map, place, request, rows_batch(flat[chosen]))
-            block[chosen] = block_of(answer.batch, self._layout)
+        def send(slot_map: SlotMap, store: int, chosen: NDArray[np.int64]) -> None:
+            tables = _count_by_table(rows, offsets, chosen)
+            request = self._request(slot_map, store, FETCH, tables=tables, as_of=as_of)
+            reply = self._exchange(slot_map, store, request, rows_batch(flat[chosen]))
+            block[chosen] = block_of(reply.batch, self._layout)
 
-        self._ask_all(flat, ask, lambda slot_map: slot_map.readers[None])
+        self._send_all(flat, send, lambda slot_map: slot_map.readers[None])
         return {
             table: self._records(block[start:end])
             for table, start, end in zip(rows, offsets[:-1], offsets[1:], strict=True)
         }
 
     def write(self, train_step: int, leaving: Mapping[str, WriteBack]) -> None:
-        """Have rows kept as they are after a step; returns when all are acknowledged.
+        """Write rows with the values that they have after a step; returns when acknowledged.
 
         Args:
             train_step: the step.
@@ -115,22 +114,22 @@ class FlightGroup:
             block[start:end, : self._layout.dim] = back.records.values
             block[start:end, self._layout.dim :] = back.records.state
 
-        def ask(slot_map: SlotMap, place: int, chosen: NDArray[np.int64]) -> None:
-            tables = _tables_of(rows, offsets, chosen)
-            request = self._request(slot_map, place, WRITE, tables=tables, train_step=train_step)
+        def send(slot_map: SlotMap, store: int, chosen: NDArray[np.int64]) -> None:
+            tables = _count_by_table(rows, offsets, chosen)
+            request = self._request(slot_map, store, WRITE, tables=tables, train_step=train_step)
             batch = records_batch(flat[chosen], block[chosen], self._layout)
-            self._exchange(slot_map, place, request, batch)
+            self._exchange(slot_map, store, request, batch)
 
-        self._ask_all(flat, ask, lambda slot_map: slot_map.copies)
+        self._send_all(flat, send, lambda slot_map: slot_map.copies)
 
     def contents(self, table: str) -> Iterator[tuple[NDArray[np.int64], Records]]:
-        """Yield all rows of a table ever written, ascending, and their records, in parts."""
+        """Yield all rows of a table ever written, ascending, and their records, in chunks."""
         after, attempts = -1, CallAttempts(self.members)
         while True:
             slot_map = self.members.slot_map
             streams = [
-                self._contents_of(slot_map, place, table, after)
-                for place in np.unique(slot_map.readers).tolist()
+                self._contents_of(slot_map, store, table, after)
+                for store in np.unique(slot_map.readers).tolist()
             ]
             try:
                 for rows, block in merge_sorted(streams):
@@ -142,99 +141,105 @@ class FlightGroup:
                 return
 
     def notify_checkpoint(self, train_step: int) -> None:
-        """Let the stores truncate their logs."""
+        """Have the stores truncate their logs."""
         body = {"session": self.members.session}
 
-        def tell(address: str) -> None:
-            self.members.peer(address).action(CHECKPOINTED, body)
+        def notify(address: str) -> None:
+            self.members.connection(address).action(CHECKPOINTED, body)
 
         attempts = CallAttempts(self.members)
         while True:
             slot_map = self.members.slot_map
             try:
-                list(self._pool.map(tell, slot_map.addresses))
+                list(self._pool.map(notify, slot_map.addresses))
             except (StoreUnavailableError, SlotMapChangedError) as error:
                 attempts.failed(slot_map, [error])
             else:
                 return
 
     def close(self) -> None:
-        """Give the connections back; the processes go on."""
+        """Close the connections; the processes continue."""
         self._repair.stop()
         self._pool.shutdown()
-        self.members.close()  # who learns of the stores by now is refused
+        self.members.close()  # makes a pending refresh of the repair thread fail
         self._repair.join()
 
-    def _ask_all(
+    def _send_all(
         self,
         flat: NDArray[np.int64],
-        ask: _Ask,
+        send: _SendMessage,
         stores_of: Callable[[SlotMap], NDArray[np.int64]],
     ) -> None:
-        """Ask the stores of all rows, again those whose answer is missing under a newer map."""
-        slots, left = slot_of_row(flat), np.arange(len(flat))
+        """Send the messages for all rows; those that fail are sent again with a newer slot map.
+
+        Args:
+            flat: rows of all tables.
+            send: sends one message.
+            stores_of: slot map to (copies, NUM_SLOTS) stores of each slot, -1 for none.
+        """
+        slots, pending = slot_of_row(flat), np.arange(len(flat))
         attempts = CallAttempts(self.members)
-        while len(left):
+        while len(pending):
             errors: list[Exception] = []
             slot_map = self.members.slot_map
-            wanted = stores_of(slot_map)[:, slots[left]]  # (copies, rows)
+            stores = stores_of(slot_map)[:, slots[pending]]  # (copies, rows)
 
-            def ask_one(
-                place: int,
+            def send_to(
+                store: int,
                 slot_map: SlotMap = slot_map,
-                wanted: NDArray[np.int64] = wanted,
-                left: NDArray[np.int64] = left,
+                stores: NDArray[np.int64] = stores,
+                pending: NDArray[np.int64] = pending,
                 errors: list[Exception] = errors,
             ) -> NDArray[np.int64]:
-                """Return the rows for which the store must be asked again."""
-                mine = left[(wanted == place).any(0)]
-                for start in range(0, len(mine), self._rows_per_message):
+                """Return the rows whose messages failed."""
+                own = pending[(stores == store).any(0)]
+                for start in range(0, len(own), self._rows_per_message):
                     try:
-                        ask(slot_map, place, mine[start : start + self._rows_per_message])
+                        send(slot_map, store, own[start : start + self._rows_per_message])
                     except (StoreUnavailableError, SlotMapChangedError) as error:
                         errors.append(error)
-                        return mine[start:]
-                return mine[:0]
+                        return own[start:]
+                return own[:0]
 
-            failed = self._pool.map(ask_one, range(len(slot_map.addresses)))
-            left = np.unique(np.concatenate(list(failed)))
-            if len(left):
-                attempts.failed(slot_map, errors, len(left))
+            failed = self._pool.map(send_to, range(len(slot_map.addresses)))
+            pending = np.unique(np.concatenate(list(failed)))
+            if len(pending):
+                attempts.failed(slot_map, errors, len(pending))
 
     def _exchange(
-        self, slot_map: SlotMap, place: int, request: Request, batch: pa.RecordBatch | None
+        self, slot_map: SlotMap, store: int, request: Request, batch: pa.RecordBatch | None
     ) -> Reply:
-        address = slot_map.addresses[place]
-        answer = self.members.peer(address).exchange(request.to_bytes(), batch, self._layout)
-        self.members.note(address, answer.sequence)
-        return answer
+        address = slot_map.addresses[store]
+        reply = self.members.connection(address).exchange(request.to_bytes(), batch, self._layout)
+        self.members.record_acknowledged(address, reply.sequence)
+        return reply
 
     def _contents_of(
-        self, slot_map: SlotMap, place: int, table: str, after: int
+        self, slot_map: SlotMap, store: int, table: str, after: int
     ) -> Iterator[SortedChunk]:
-        """Yield what is read from one process, a message at a time; the next is under way."""
-        size, mine = self._rows_per_message, slot_map.readers == place
+        """Yield the rows of one store, one message at a time, prefetching the next."""
+        size, is_read = self._rows_per_message, slot_map.readers == store
 
-        def ask(after: int) -> pa.RecordBatch:
+        def fetch_page(after: int) -> pa.RecordBatch:
             tables = ((table, size),)
-            request = self._request(slot_map, place, CONTENTS, tables=tables, after=after)
-            return self._exchange(slot_map, place, request, None).batch
+            request = self._request(slot_map, store, CONTENTS, tables=tables, after=after)
+            return self._exchange(slot_map, store, request, None).batch
 
-        page = self._pool.submit(ask, after)
+        next_page = self._pool.submit(fetch_page, after)
         while True:
-            found = page.result()
-            rows = rows_of(found)
+            page = next_page.result()
+            rows = rows_of(page)
             if not len(rows):
                 return
-            page = self._pool.submit(ask, int(rows[-1]))
-            chosen = mine[slot_of_row(rows)]
+            next_page = self._pool.submit(fetch_page, int(rows[-1]))
+            chosen = is_read[slot_of_row(rows)]
             if chosen.any():
-                yield rows[chosen], block_of(found, self._layout)[chosen]
+                yield rows[chosen], block_of(page, self._layout)[chosen]
 
     def _request(
         self,
         slot_map: SlotMap,
-        place: int,
+        store: int,
         op: str,
         *,
         tables: tuple[tuple[str, int], ...],
@@ -245,9 +250,9 @@ class FlightGroup:
         return Request(
             op=op,
             session=self.members.session,
-            incarnation=slot_map.incarnations[place],
-            store_version=slot_map.versions[place],
-            acknowledged=self.members.acknowledged(slot_map.addresses[place]),
+            incarnation=slot_map.incarnations[store],
+            store_version=slot_map.versions[store],
+            acknowledged=self.members.acknowledged(slot_map.addresses[store]),
             train_step=train_step,
             as_of=as_of,
             tables=tables,
@@ -263,14 +268,14 @@ class FlightGroup:
 
 
 class FlightStore(StepStore[FlightGroup]):
-    """One table of a group, whose rows can be had without a step, too."""
+    """One table of a group, which can be read and written without a step, too."""
 
     def fetch(self, rows: NDArray[np.int64]) -> Records:
-        """Return copies of rows; a row never written has its first values and zero state."""
+        """Return copies of rows; a row never written has its initial values and zero state."""
         return self.group.fetch(0, {self.layout.table: rows})[self.layout.table]
 
     def write(self, rows: NDArray[np.int64], records: Records, train_step: int = -1) -> None:
-        """Keep rows, which are distinct; one that a later step wrote stays."""
+        """Write distinct rows; a row that a later step wrote stays."""
         self.group.write(train_step, {self.layout.table: WriteBack(rows, records)})
 
 
@@ -285,21 +290,21 @@ def open_group(
     replicas: int = 1,
     repairs: bool = True,
 ) -> dict[str, FlightStore]:
-    """Take store processes for a run.
+    """Open store processes for a run.
 
     Args:
-        addresses: `grpc://host:port` or `grpc+tls://host:port` of each.
-        access: how they are reached.
+        addresses: `grpc://host:port`, `grpc+tls://host:port` or `file:///...` of each.
+        access: to the stores.
         layouts: tables by name.
-        owner: names the run.
-        session: names this process; calls of an older one are refused from now on.
-        reset: forget the rows of this run: those of its checkpoint will be written.
-        replicas: stores that serve each slot.
-        repairs: whether missing copies are made again; of several processes of a session one does.
+        owner: identifies the run.
+        session: of this process; calls of an older one are refused from now on.
+        reset: delete the rows of this run; those of its checkpoint will be written.
+        replicas: stores per slot.
+        repairs: restore missing copies; set in one of the processes that share a session.
 
     Raises:
-        SchemaError: one refuses or cannot be reached, or together they do not serve every slot
-            so often.
+        SchemaError: a store refuses or cannot be reached, or they do not cover each slot
+            `replicas` times.
     """
     members = StoreMembers(addresses, access, session, replicas)
     try:
@@ -320,11 +325,11 @@ def _flat(
     return offsets, np.concatenate([*rows.values(), np.empty(0, np.int64)])
 
 
-def _tables_of(
+def _count_by_table(
     rows: Mapping[str, NDArray[np.int64]],
     offsets: NDArray[np.int64],
     chosen: NDArray[np.int64],
 ) -> tuple[tuple[str, int], ...]:
-    """Return how many of some places belong to each table."""
+    """Return (table, number of chosen rows); `chosen` are sorted indices of the flat rows."""
     counts = np.diff(np.searchsorted(chosen, offsets)).tolist()
     return tuple((table, n) for table, n in zip(rows, counts, strict=True) if n)

@@ -1,4 +1,9 @@
-"""The connection to one store process: calls are retried until it answers."""
+"""The connection to one store process: calls are retried until it answers.
+
+A store that may be restarted on another host has an address `file:///FOLDER/address`, which stays
+the same in job files, slot maps and logs. The file holds its current `grpc://host:port` and is read
+for each new connection.
+"""
 
 from __future__ import annotations
 
@@ -29,29 +34,23 @@ from trainer.stores.api import (
 )
 from trainer.stores.remote.wire import AUTHORIZATION, records_schema, rows_batch
 
-# Where a store is that is started again elsewhere: its address in a file that its callers see.
-#
-# The address `file:///FOLDER/address` names the store for good, as `grpc://host:port` names one
-# that keeps its host: it stands in job files, in the map of slots and in logs of moves. Whoever
-# connects reads the file anew.
-
 FILE = "file://"
-"""Begins the address of a store that is found by such a file."""
+"""Prefix of an address that is a file."""
 
 
 def publish_address(directory: Path, address: str) -> None:
-    """Let callers know where the store of this directory listens from now on."""
+    """Write the current address of a store into its directory."""
     replace_bytes(directory / STORE_ADDRESS, f"{address}\n".encode())
 
 
 def resolve_address(address: str) -> str:
-    """Return where a store listens now: its address, or what the file says that it names.
+    """Return the current `grpc` address of a store.
 
     Raises:
-        OSError: the store has not begun.
+        OSError: the address is a file that does not exist yet.
 
     Example:
-        >>> found_at("grpc+tls://store-0:7070")
+        >>> resolve_address("grpc+tls://store-0:7070")
         'grpc+tls://store-0:7070'
     """
     if not address.startswith(FILE):
@@ -70,17 +69,17 @@ _GONE = (
     OSError,
     StopIteration,
 )
-"""A process that is not there, is too slow, died while it answered, or lost its port to another."""
+"""The process is gone, too slow, died during the call, or another server has its port."""
 _Call = Callable[[fl.FlightClient, fl.FlightCallOptions], T]
 
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """One message of a store.
+    """Response message of a store.
 
     Attributes:
         batch: rows with their records.
-        sequence: messages of rows that it acknowledged in this session.
+        sequence: messages of rows that the store acknowledged in this session.
     """
 
     batch: pa.RecordBatch
@@ -89,22 +88,22 @@ class Reply:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Access:
-    """How store processes are reached, the same for all."""
+    """Credentials and time-outs of calls, the same for all stores."""
 
     token: str
-    """What they ask for."""
+    """Token of callers."""
     certificates: bytes | None = None
-    """PEM of the authorities to be trusted, for `grpc+tls`; those of the system when None."""
+    """PEM of the trusted authorities, for `grpc+tls`; None: those of the system."""
     certificate_name: str | None = None
-    """Name that their certificates must bear; the host of the address when None."""
+    """Name that certificates must have; None: the host of the address."""
     timeout_sec: float = 30.0
-    """Longest wait for an answer; a store that died has so long to come back."""
+    """Maximum wait for a response, and for a dead store to come back."""
     elastic: bool = False
-    """Whether stores may serve slots in the place of others that have left."""
+    """Whether stores are added and removed while a run trains."""
 
 
 class StoreConnection:
-    """Calls one address; every call may be repeated, because writes carry absolute values."""
+    """Calls one store; every call may be repeated, because writes carry absolute values."""
 
     def __init__(
         self,
@@ -114,7 +113,7 @@ class StoreConnection:
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        """Keep the address, which may be that of a file; nothing is connected yet."""
+        """Connect to nothing yet."""
         self.address = address
         self._access = access
         self._clock = clock
@@ -122,38 +121,38 @@ class StoreConnection:
         self._client: fl.FlightClient | None = None
 
     def action(self, name: str, body: dict[str, Any]) -> dict[str, Any]:
-        """Have a short message answered, however often it takes.
+        """Call an action, retrying while the store cannot be reached.
 
         Raises:
             SchemaError: the store refuses, or cannot be reached.
-            MapChangedError: it does not serve what it was asked for.
+            SlotMapChangedError: the caller has an outdated slot map.
         """
-        return self._repeated(_action(name, body))
+        return self._retried(_action(name, body))
 
-    def action_once(self, name: str, body: dict[str, Any], within_sec: float) -> dict[str, Any]:
-        """Have a message answered now.
+    def action_once(self, name: str, body: dict[str, Any], timeout_sec: float) -> dict[str, Any]:
+        """Call an action once.
 
         Raises:
             StoreGoneError: the store cannot be reached.
             SchemaError: it refuses.
             MapChangedError: as `action`.
         """
-        return self._once(_action(name, body), within_sec)
+        return self._once(_action(name, body), timeout_sec)
 
     def exchange(
         self,
         request: bytes,
         batch: pa.RecordBatch | None,
         layout: TableLayout,
-        within_sec: float | None = None,
+        timeout_sec: float | None = None,
     ) -> Reply:
-        """Have one message of rows answered now; a store that is busy is asked again.
+        """Send one message of rows once, retrying while the store is busy.
 
         Args:
-            request: what is asked.
-            batch: its rows, None where it has none.
+            request: JSON of a `Request`.
+            batch: its rows, None for no rows.
             layout: of the records.
-            within_sec: longest wait for the answer, None for that of all calls.
+            timeout_sec: maximum wait for the response; None: that of `Access`.
 
         Raises:
             StoreGoneError: the store cannot be reached.
@@ -166,7 +165,7 @@ class StoreConnection:
             descriptor = fl.FlightDescriptor.for_command(request)
             writer, reader = client.do_exchange(descriptor, options)
             try:
-                # a store that refuses may have stopped reading: its answer says why
+                # a store that refuses may stop reading; its response has the reason
                 with suppress(OSError):
                     writer.begin(sent.schema)
                     writer.write_batch(sent)
@@ -177,29 +176,29 @@ class StoreConnection:
                     writer.close()
             if chunk.data.schema != records_schema(layout):
                 raise SchemaError(
-                    f"store must answer with {records_schema(layout)}, got {chunk.data.schema}; "
-                    "use a store of the trainer's release",
+                    f"unexpected columns in the response: {chunk.data.schema}; use a store of the "
+                    "trainer's release",
                     file=self.address,
                 )
             return Reply(chunk.data, int(chunk.app_metadata.to_pybytes()))
 
-        return self._once(call, self._access.timeout_sec if within_sec is None else within_sec)
+        return self._once(call, self._access.timeout_sec if timeout_sec is None else timeout_sec)
 
     def __enter__(self) -> StoreConnection:
-        """Return it, to be closed at the end."""
+        """Return the connection."""
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Give the connection back."""
+        """Close the connection."""
         self.close()
 
     def close(self) -> None:
-        """Give the connection back."""
+        """Close the connection."""
         client, self._client = self._client, None
         if client is not None:
             client.close()
 
-    def _repeated(self, call: _Call[T]) -> T:
+    def _retried(self, call: _Call[T]) -> T:
         start, pause = self._clock(), 0.02
         while True:
             try:
@@ -212,11 +211,11 @@ class StoreConnection:
                 self._sleep(pause)
                 pause = min(2 * pause, 1.0)
 
-    def _once(self, call: _Call[T], within_sec: float) -> T:
+    def _once(self, call: _Call[T], timeout_sec: float) -> T:
         start, pause = self._clock(), 0.02
         while True:
             options = fl.FlightCallOptions(
-                timeout=within_sec,
+                timeout=timeout_sec,
                 headers=[(AUTHORIZATION.encode(), f"Bearer {self._access.token}".encode())],
             )
             try:
@@ -230,43 +229,39 @@ class StoreConnection:
                 self._sleep(pause)
                 pause = min(2 * pause, 1.0)
             except (fl.FlightError, pa.ArrowException) as error:
-                raise self._refused(error) from error
+                raise self._to_error(error) from error
 
     def _connected(self) -> fl.FlightClient:
         if self._client is None:
             self._client = connect(resolve_address(self.address), self._access)
         return self._client
 
-    def _refused(self, error: Exception) -> Exception:
+    def _to_error(self, error: Exception) -> Exception:
         code, line = _code_and_line(error)
         if code == MAP:
             return SlotMapChangedError(line)
         if code == BEHIND:
             return BehindError(line, file=self.address)
-        what, separator, advice = line.replace("\n", " ").partition("; ")
+        line = line.replace("\n", " ")
         if isinstance(error, fl.FlightUnauthenticatedError):
-            separator, advice = "; ", "use the same token file for both"
-        return SchemaError(f"{what}{separator}{advice}", file=self.address)
+            line = f"{line.partition('; ')[0]}; use the same token file for both"
+        return SchemaError(line, file=self.address)
 
 
 def connect(address: str, access: Access) -> fl.FlightClient:
-    """Return a connection to a server, made with the first call.
-
-    Args:
-        address: `grpc://host:port` or `grpc+tls://host:port`.
-        access: how it is reached.
+    """Return a Flight client, which connects with the first call.
 
     Raises:
-        OSError: its certificate is to be checked, and it would show none.
+        OSError: a certificate name is given for an address without TLS.
     """
     name = access.certificate_name
     if name is not None and not address.startswith("grpc+tls://"):
-        raise OSError(f"address must be grpc+tls:// to show a certificate of {name}: {address}")
+        raise OSError(f"address must be grpc+tls:// to check the certificate of {name}: {address}")
     return fl.FlightClient(address, tls_root_certs=access.certificates, override_hostname=name)
 
 
 def unreachable_error(address: str, timeout_sec: float, error: Exception | None) -> SchemaError:
-    """Return what is said of a store that stayed away."""
+    """Return the error for a store that did not come back."""
     return SchemaError(
         f"store must answer within {timeout_sec:g} s, got {str(error)!r}; start it "
         "with its --port and --directory, it has every write that it acknowledged",
@@ -290,7 +285,7 @@ def _reason(error: Exception) -> str:
 
 
 def _code_and_line(error: Exception) -> tuple[str, str]:
-    """Return what a store says of a call that failed, beside Flight's own text."""
+    """Return error code and message of a failed call."""
     try:
         body = json.loads(getattr(error, "extra_info", b"") or b"")
         return str(body["code"]), str(body["line"])

@@ -43,29 +43,29 @@ _START_SEC = 60.0
 _END_SEC = 10.0
 _MAX_STARTS = 5
 _STARTS_SEC = 60.0
-"""A store that dies oftener than `_MAX_STARTS` times in so long is not started again."""
+"""A store that dies more than `_MAX_STARTS` times in this period is not restarted."""
 _RETRY_SEC = 1.0
 TOKEN = "token"
 
 
 class LocalStores:
-    """As many store processes as wanted; a context in which they run.
+    """Store processes that run inside the context.
 
-    One that dies is started again on its port and directory, where it replays
-    its log; callers repeat their calls meanwhile. All end when this process
-    does, however that happens: each reads a pipe that only this process holds.
+    A process that dies is restarted on its port and directory, where it replays its log; callers
+    retry meanwhile. All end when this process does, even if it is killed: each reads a pipe that
+    only this process holds.
     """
 
     def __init__(self, count: int, directory: Path, *, replicas: int = 1) -> None:
-        """Remember what to start.
+        """Start nothing yet.
 
         Args:
             count: processes.
-            directory: for token and logs; those of an earlier run are removed.
-            replicas: processes that serve each slot.
+            directory: for token and logs; its contents are deleted.
+            replicas: processes per slot.
 
         Raises:
-            ValueError: there are fewer processes than copies.
+            ValueError: `replicas` exceeds `count`.
         """
         check_replicas(replicas, count)
         self._count = count
@@ -80,18 +80,18 @@ class LocalStores:
 
     @property
     def pids(self) -> list[int]:
-        """Of the processes that run now."""
+        """Ids of the processes."""
         with self._lock:
             return [process.pid for process in self._processes]
 
     def __enter__(self) -> LocalStores:
-        """Start all, and wait until they answer."""
+        """Start all processes and wait for their addresses."""
         shutil.rmtree(self.directory, ignore_errors=True)
         self.directory.mkdir(parents=True)
         self.token = write_token(self.directory / TOKEN)
         try:
             self._processes = [self._start(index, 0) for index in range(self._count)]
-            self.addresses = [_announced(process) for process in self._processes]
+            self.addresses = [_read_address(process) for process in self._processes]
         except BaseException:
             self._end()
             raise
@@ -107,7 +107,7 @@ class LocalStores:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """End all, and wait for them."""
+        """Terminate all processes and wait for them."""
         self._end()
 
     def _start(self, index: int, port: int) -> subprocess.Popen[bytes]:
@@ -116,11 +116,11 @@ class LocalStores:
         arguments += ["--directory", str(self.directory / f"store-{index:03d}")]
         arguments += ["--token-file", str(self.directory / TOKEN)]
         arguments += [SINGLE_WRITER]  # stores write below the run, which the trainer has checked
-        # ^C is for the trainer, which needs them until it has saved
+        # own session: the trainer needs the stores until it has saved after ^C
         return start_child(arguments, answers=True, own_session=True)
 
     def _watch(self, index: int) -> None:
-        """Start a process again whenever it dies, unless it does so all the time."""
+        """Restart a process when it dies, unless it dies too often."""
         port = int(self.addresses[index].rpartition(":")[2])
         deaths: deque[float] = deque(maxlen=_MAX_STARTS)
         while True:
@@ -140,7 +140,7 @@ class LocalStores:
                 logger.warning("store died address=%s status=%s", self.addresses[index], status)
                 try:
                     started = self._start(index, port)
-                except OSError as error:  # no process or memory to be had: tried again
+                except OSError as error:  # no process or memory available: retried
                     logger.warning("store not started again yet: %s", error)
                 else:
                     close_pipes(self._processes[index])
@@ -157,11 +157,7 @@ class LocalStores:
 
 
 def check_replicas(replicas: int, count: int) -> None:
-    """Refuse copies for which there are no stores.
-
-    Raises:
-        ValueError: there are fewer stores than copies.
-    """
+    """Raise ValueError if there are fewer stores than copies."""
     if replicas > count:
         raise ValueError(
             f"replicas must be at most the number of stores, got replicas={replicas}, "
@@ -169,91 +165,89 @@ def check_replicas(replicas: int, count: int) -> None:
         )
 
 
-def _announced(process: subprocess.Popen[bytes]) -> str:
+def _read_address(process: subprocess.Popen[bytes]) -> str:
     assert process.stdout is not None, "a store process announces itself on its output"
     line = process.stdout.readline() if is_readable(process.stdout, _START_SEC) else b""
     if not line:
         raise SchemaError(
-            f"store process {process.pid} must announce its address within {_START_SEC:g} s, "
-            "got nothing; see its error above"
+            f"store process {process.pid} did not start within {_START_SEC:g} s; see its error"
         )
     return str(json.loads(line)["address"])
 
 
 _MOVE_SEC = 3600.0
-_TELL_SEC = 10.0
+_ACTION_SEC = 10.0
 
 
 def migrate_slots(
-    giver: str,
-    taker: str,
+    source: str,
+    target: str,
     slots: Ranges,
     *,
     token_file: Path,
     trusted: Path | None = None,
     certificate_name: str | None = None,
 ) -> MigrationStats:
-    """Move slots of a run from one store to another while it trains; returns when they are there.
+    """Move slots of a run from one store to another while it trains; returns when completed.
 
     Args:
-        giver: address of the store that serves them.
-        taker: address of the store that takes them, as the giver and trainers reach it; it may have
-            been started with `--slots none`.
+        source: address of the store that serves them.
+        target: address of the store that receives them, as seen by the source and the trainers; it
+            may have been started with `--slots none`.
         slots: ranges.
         token_file: of the stores.
-        trusted: PEM file of their authorities; the system's when None.
-        certificate_name: that their certificates bear; the host of each address when None.
+        trusted: PEM file of their authorities; None: those of the system.
+        certificate_name: name in their certificates; None: the host of each address.
 
     Raises:
-        SchemaError: a store refuses or cannot be reached; the giver has the slots still, or will
-            as soon as it hears of the taker.
+        SchemaError: a store refuses or cannot be reached; the source keeps the slots, or gets them
+            back once the target answers.
     """
-    return _moved(giver, taker, slots, _access(token_file, trusted, certificate_name))
+    return _move(source, target, slots, _access(token_file, trusted, certificate_name))
 
 
 def gather_slots(
-    givers: Sequence[str],
-    taker: str,
+    sources: Sequence[str],
+    target: str,
     slots: Ranges,
     *,
     token_file: Path,
     trusted: Path | None = None,
     certificate_name: str | None = None,
 ) -> MigrationStats:
-    """Move those of some slots that stores serve to one that does not, whoever of them it is.
+    """Move slots to one store from whichever stores serve them.
 
-    Who does not know for sure who serves what asks for it so, and again: what is there already
-    is left alone.
+    For callers that do not know the slot map; may be repeated, because slots that the target serves
+    already stay there.
 
     Args:
-        givers: addresses of stores; the taker may be among them.
-        taker: as in `migrate_slots`.
-        slots: ranges; those that none of the givers serves stay where they are.
+        sources: addresses of stores; the target may be among them.
+        target: as in `migrate_slots`.
+        slots: ranges; those that no source serves stay where they are.
         token_file: as in `migrate_slots`.
         trusted: as in `migrate_slots`.
         certificate_name: as in `migrate_slots`.
 
     Returns:
-        All moves together; their longest pause.
+        Totals of all migrations; the maximum of pauses.
 
     Raises:
-        SchemaError: a store refuses or cannot be reached; moves up to then stay.
+        SchemaError: a store refuses or cannot be reached; completed migrations stay.
     """
     access = _access(token_file, trusted, certificate_name)
-    wanted, moves = mask_of(slots), list[MigrationStats]()
-    for giver in dict.fromkeys(givers):
-        if giver == taker:
+    requested, migrations = mask_of(slots), list[MigrationStats]()
+    for source in dict.fromkeys(sources):
+        if source == target:
             continue
-        serves = description_from_json(
-            _asked(giver, DESCRIBE, {}, _TELL_SEC, access)
-        ).ownership.served
-        if (mine := wanted & serves).any():
-            moves.append(_moved(giver, taker, ranges_of(mine), access))
+        description = _call_once(source, DESCRIBE, {}, _ACTION_SEC, access)
+        served = description_from_json(description).ownership.served
+        if (chosen := requested & served).any():
+            migrations.append(_move(source, target, ranges_of(chosen), access))
     return MigrationStats(
-        num_rows=sum(one.num_rows for one in moves),
-        num_rounds=max((one.num_rounds for one in moves), default=0),
-        copy_sec=sum(one.copy_sec for one in moves),
-        pause_sec=max((one.pause_sec for one in moves), default=0.0),
+        num_rows=sum(one.num_rows for one in migrations),
+        num_rounds=max((one.num_rounds for one in migrations), default=0),
+        copy_sec=sum(one.copy_sec for one in migrations),
+        pause_sec=max((one.pause_sec for one in migrations), default=0.0),
     )
 
 
@@ -264,13 +258,13 @@ def kill_store(
     trusted: Path | None = None,
     certificate_name: str | None = None,
 ) -> None:
-    """End a store as `kill -9` would; who started it starts it again, and nothing is lost.
+    """Kill a store with SIGKILL; its supervisor restarts it, and no acknowledged write is lost.
 
     Raises:
-        SchemaError: it refuses or cannot be reached.
+        SchemaError: the store refuses or cannot be reached.
     """
     access = _access(token_file, trusted, certificate_name)
-    _asked(address, KILL, {}, _TELL_SEC, access)
+    _call_once(address, KILL, {}, _ACTION_SEC, access)
 
 
 def restart_store(
@@ -280,18 +274,18 @@ def restart_store(
     trusted: Path | None = None,
     certificate_name: str | None = None,
 ) -> None:
-    """End a store in order and start it anew in its place, with its command line, on its port.
+    """Stop a store in order and start it again with its command line on its port.
 
     Raises:
-        SchemaError: it refuses or cannot be reached.
+        SchemaError: the store refuses or cannot be reached.
     """
     access = _access(token_file, trusted, certificate_name)
-    _asked(address, RESTART, {}, _TELL_SEC, access)
+    _call_once(address, RESTART, {}, _ACTION_SEC, access)
 
 
-def _moved(giver: str, taker: str, slots: Ranges, access: Access) -> MigrationStats:
-    body = {"to": taker, "slots": slots}
-    return MigrationStats(**_asked(giver, MOVE, body, _MOVE_SEC, access)["moved"])
+def _move(source: str, target: str, slots: Ranges, access: Access) -> MigrationStats:
+    body = {"to": target, "slots": slots}
+    return MigrationStats(**_call_once(source, MOVE, body, _MOVE_SEC, access)["moved"])
 
 
 def _access(token_file: Path, trusted: Path | None, certificate_name: str | None) -> Access:
@@ -302,15 +296,15 @@ def _access(token_file: Path, trusted: Path | None, certificate_name: str | None
     )
 
 
-def _asked(
-    address: str, action: str, body: dict[str, Any], within_sec: float, access: Access
+def _call_once(
+    address: str, action: str, body: dict[str, Any], timeout_sec: float, access: Access
 ) -> dict[str, Any]:
-    with StoreConnection(address, access) as peer:
+    with StoreConnection(address, access) as connection:
         try:
-            return peer.action_once(action, body, within_sec)
+            return connection.action_once(action, body, timeout_sec)
         except StoreUnavailableError as error:
-            raise unreachable_error(address, within_sec, error) from error
+            raise unreachable_error(address, timeout_sec, error) from error
         except SlotMapChangedError as error:
             raise SchemaError(
-                f"store must serve a run, got: {error}; begin training", file=address
+                f"store serves no run: {error}; start training first", file=address
             ) from error
