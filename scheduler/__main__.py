@@ -37,7 +37,7 @@ from scheduler.planner.machine_sizes import (
 from scheduler.planner.policy import plan
 from scheduler.planner.reasons import explain_plan, plan_summary, plan_to_json
 from scheduler.retrain import command as retraining
-from scheduler.retrain.command import rows_of, table_of
+from scheduler.retrain.command import render_table, run_rows
 from scheduler.simulator import command as simulation
 from scheduler.status.board import serving
 from scheduler.status.terminal import board_of, port_of, render, watching
@@ -258,13 +258,13 @@ def _say(line: str) -> None:
 
 def _retrain(arguments: argparse.Namespace) -> int:
     if arguments.list:
-        state = retraining.listed(arguments)
+        state = retraining.read_log_state(arguments)
         if arguments.json:
-            print(json.dumps({"last_good": state.last_good, "runs": rows_of(state)}))
+            print(json.dumps({"last_good": state.last_good, "runs": run_rows(state)}))
         else:
             console = Console()
             width = console.width if console.is_terminal else FILE_WIDTH
-            Console(width=width).print(table_of(state))
+            Console(width=width).print(render_table(state))
         return 0
     outcome = retraining.retrain(arguments, datetime.now(UTC).date(), _say)
     if arguments.json:

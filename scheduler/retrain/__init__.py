@@ -1,1 +1,1 @@
-"""Trains a job again, day by day, and promotes what is good enough."""
+"""Retrain a job day by day."""

@@ -1,4 +1,4 @@
-"""The next action for a day, from the log and the dataset."""
+"""The next action for a day, as a pure function of the log, the dataset and the request."""
 
 from __future__ import annotations
 
@@ -6,76 +6,81 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from scheduler.retrain.records import Attempt, Failed, Metrics, Stage, Started, State
-from scheduler.retrain.root import SegmentFact, base_of, held_back, to_train
+from scheduler.retrain.root import SegmentFact, choose_base, evaluation_segment, segments_to_train
 from schemas.config.schedule import ModelGateConfig, RetrainConfig
 from schemas.run_log import EXIT_BEHIND, EXIT_HUNG, EXIT_LOST_ROWS
 
 
 def judge(new: Metrics, old: Metrics | None, limits: ModelGateConfig) -> tuple[str, ...]:
-    """Return what keeps a model from being promoted, in words; nothing where it is good.
+    """Return why a model is refused; empty if it passes.
 
     Args:
-        new: of the model, on the newest held-back range.
-        old: of the last promoted model on the same range; None where there is none.
+        new: metrics of the model on the newest evaluation split.
+        old: metrics of the last promoted model on the same split; None if there is none.
         limits: of the job file.
     """
     if new.num_samples < limits.min_samples:
         return (
-            f"{new.num_samples:,} samples are held back, of at least {limits.min_samples:,} "
+            f"evaluation has {new.num_samples:,} samples, less than {limits.min_samples:,} "
             "(gate.min_samples)",
         )
-    found = [*_absolute(new, limits), *([] if old is None else _relative(new, old, limits))]
-    return tuple(reason for reason in found if reason)
+    reasons = _absolute_reasons(new, limits)
+    if old is not None:
+        reasons += _relative_reasons(new, old, limits)
+    return tuple(reason for reason in reasons if reason)
 
 
-def _absolute(new: Metrics, limits: ModelGateConfig) -> list[str]:
-    """Return what is wrong with a model by itself; empty texts where nothing is."""
-    most = limits.max_calibration_error
+def _absolute_reasons(new: Metrics, limits: ModelGateConfig) -> list[str]:
+    """Return violations of fixed limits; empty strings for limits that hold."""
     return [
         _above("NE", new.ne, limits.max_ne, "(gate.max_ne)"),
         _below("AUC", new.auc, limits.min_auc, "(gate.min_auc)"),
-        _above(_FAR, _distance(new), most, "(gate.max_calibration_error)"),
+        _above(
+            _CALIBRATION,
+            _calibration_error(new),
+            limits.max_calibration_error,
+            "(gate.max_calibration_error)",
+        ),
     ]
 
 
-def _relative(new: Metrics, old: Metrics, limits: ModelGateConfig) -> list[str]:
-    """Return what is worse than in the last promoted model; where that has no value, nothing is."""
-    found: list[str] = []
+def _relative_reasons(new: Metrics, old: Metrics, limits: ModelGateConfig) -> list[str]:
+    """Return violations of limits relative to the last promoted model's defined metrics."""
+    reasons: list[str] = []
     if old.ne is not None and limits.max_ne_increase is not None:
         most = old.ne * (1 + limits.max_ne_increase)
         where = f"for {old.ne:.5g} before (gate.max_ne_increase)"
-        found.append(_above("NE", new.ne, most, where))
+        reasons.append(_above("NE", new.ne, most, where))
     if old.auc is not None and limits.max_auc_decrease is not None:
         least = old.auc * (1 - limits.max_auc_decrease)
         where = f"for {old.auc:.5g} before (gate.max_auc_decrease)"
-        found.append(_below("AUC", new.auc, least, where))
-    far = _distance(old)
-    if far is not None and limits.max_calibration_drift is not None:
-        most = far + limits.max_calibration_drift
-        where = f"for {far:.5g} before (gate.max_calibration_drift)"
-        found.append(_above(_FAR, _distance(new), most, where))
-    return found
+        reasons.append(_below("AUC", new.auc, least, where))
+    error = _calibration_error(old)
+    if error is not None and limits.max_calibration_drift is not None:
+        most = error + limits.max_calibration_drift
+        where = f"for {error:.5g} before (gate.max_calibration_drift)"
+        reasons.append(_above(_CALIBRATION, _calibration_error(new), most, where))
+    return reasons
 
 
-_FAR = "distance of the calibration from 1"
+_CALIBRATION = "distance of the calibration from 1"
 
 
-def _distance(metrics: Metrics) -> float | None:
+def _calibration_error(metrics: Metrics) -> float | None:
     return None if metrics.calibration is None else abs(metrics.calibration - 1)
 
 
 def _above(name: str, value: float | None, most: float | None, where: str) -> str:
-    """Return the sentence about a value above its limit, or without a value; empty otherwise."""
+    """Return the violation of an upper limit or a missing value; else an empty string."""
     if most is None:
         return ""
     if value is None:
         return f"{name} has no value {where}"
-    # Written so that NaN is above every limit.
+    # NaN is above every limit.
     return "" if value <= most else f"{name} {value:.5g} is above {most:.5g} {where}"
 
 
 def _below(name: str, value: float | None, least: float | None, where: str) -> str:
-    """Return the sentence about a value below its limit, as `_above`."""
     if least is None:
         return ""
     if value is None:
@@ -83,27 +88,26 @@ def _below(name: str, value: float | None, least: float | None, where: str) -> s
     return "" if value >= least else f"{name} {value:.5g} is below {least:.5g} {where}"
 
 
-REFUSED = 3
-"""Exit status of a day whose data or whose model was turned down."""
-AGAIN = (EXIT_HUNG, EXIT_BEHIND, EXIT_LOST_ROWS)
-"""Exit statuses of a trainer after which another start may get further."""
+EXIT_REFUSED = 3
+"""Exit status of a day whose data or model was refused."""
+RETRYABLE = (EXIT_HUNG, EXIT_BEHIND, EXIT_LOST_ROWS)
+"""Exit statuses of a trainer after which it is retried."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
-    """What somebody wants."""
+class DayRequest:
+    """A request to retrain a day."""
 
     day: str
-    """The day."""
     corrected: bool = False
-    """Whether its input is another one than before."""
+    """Whether its input has changed."""
     again: bool = False
-    """Whether a day that was turned down is trained and judged once more."""
+    """Whether to train and judge it again after a refusal."""
 
 
 @dataclass(frozen=True, slots=True)
 class Begin:
-    """Begin the day, as this run."""
+    """Start an attempt at the day, as this run."""
 
     run: str
 
@@ -122,7 +126,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Await:
-    """Wait for a process that was started, by whomever."""
+    """Wait for the process of a started stage."""
 
     run: str
     started: Started
@@ -130,7 +134,7 @@ class Await:
 
 @dataclass(frozen=True, slots=True)
 class Judge:
-    """Write the verdict down."""
+    """Log the verdict."""
 
     run: str
     reasons: tuple[str, ...]
@@ -139,14 +143,14 @@ class Judge:
 
 @dataclass(frozen=True, slots=True)
 class Promote:
-    """Let the pointer name the run."""
+    """Point to the run."""
 
     run: str
 
 
 @dataclass(frozen=True, slots=True)
 class Close:
-    """End a day without a verdict; what still runs of it is ended."""
+    """Stop an attempt without a verdict."""
 
     run: str
     final: bool
@@ -163,210 +167,205 @@ class Remove:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """Nothing is left to do, or nothing can be done."""
+    """No action remains, or none is possible."""
 
     status: int
     words: str
 
 
-Step = Begin | Run | Await | Judge | Promote | Close | Remove | Finished
+Action = Begin | Run | Await | Judge | Promote | Close | Remove | Finished
 
 
-def next_step(
-    asked: Asked,
+def next_action(
+    request: DayRequest,
     before: State,
     state: State,
     dataset: Sequence[SegmentFact],
     config: RetrainConfig,
-) -> Step:
-    """Return what is to be done next.
+) -> Action:
+    """Return the next action.
 
     Args:
-        asked: the day.
-        before: where the log stood when the command began.
-        state: where it stands now.
-        dataset: its segments in order, as they are now.
+        request: the day.
+        before: state of the log when the command started.
+        state: current state of the log.
+        dataset: its current segments in order.
         config: of the job file.
     """
     for attempt in state.attempts:
         if attempt.is_open and attempt.judged is not None:
             return Promote(attempt.run)
-    attempts = state.of_day(asked.day)
+    attempts = state.of_day(request.day)
     latest = attempts[-1] if attempts else None
-    if latest is None or _begins_anew(asked, before, latest):
-        return _begin(asked, state)
+    if latest is None or _needs_new_attempt(request, before, latest):
+        return _begin(request, state)
     if latest.is_open:
-        return _go_on(latest, before, state, dataset, config)
-    useless = removable(state, config.keep)
-    return Remove(useless[0]) if useless else _finished(latest)
+        return _continue(latest, before, state, dataset, config)
+    obsolete = removable(state, config.keep)
+    return Remove(obsolete[0]) if obsolete else _finished(latest)
 
 
 def removable(state: State, keep: int | None) -> list[str]:
-    """Return the runs whose folders are of no use any more, oldest first.
+    """Return the runs whose folders can be removed, oldest first.
 
     Args:
         state: of all days.
-        keep: promoted runs that stay, with what was turned down since the oldest of them; all when
-            None.
+        keep: number of promoted runs to keep, with all later refused ones; None for all.
     """
     names = [a.run for a in state.attempts]
     promoted = [run for run in state.promoted if run not in state.removed]
     oldest = names.index(promoted[-keep]) if keep is not None and len(promoted) > keep else 0
     return [
         attempt.run
-        for place, attempt in enumerate(state.attempts)
+        for index, attempt in enumerate(state.attempts)
         if "train" in attempt.started
         and attempt.run not in state.removed
-        and (attempt.closed is not None or place < oldest)
+        and (attempt.closed is not None or index < oldest)
     ]
 
 
-def _begins_anew(asked: Asked, before: State, latest: Attempt) -> bool:
-    """Tell whether a day is begun anew that was begun before."""
+def _needs_new_attempt(request: DayRequest, before: State, latest: Attempt) -> bool:
+    """Return whether a day with earlier attempts gets a new one."""
     if latest.closed is not None and not latest.closed.final:
         return True
     if latest.run not in {a.run for a in before.attempts}:
         return False
     if latest.is_open:
-        return asked.corrected and not latest.corrected
-    return asked.corrected or asked.again
+        return request.corrected and not latest.corrected
+    return request.corrected or request.again
 
 
-def _begin(asked: Asked, state: State) -> Step:
-    """Begin a day, after whatever was left unfinished is closed."""
+def _begin(request: DayRequest, state: State) -> Action:
+    """Start an attempt, after all unfinished ones are closed."""
     for attempt in state.attempts:
         if attempt.is_open:
             return Close(
                 attempt.run,
                 final=False,
                 status=0,
-                reason=f"left unfinished when {asked.day} was begun, which trains what it had",
+                reason=f"unfinished when {request.day} was started, which trains its segment",
             )
-    return Begin(f"{asked.day}.{len(state.of_day(asked.day)) + 1}")
+    return Begin(f"{request.day}.{len(state.of_day(request.day)) + 1}")
 
 
-def _go_on(
+def _continue(
     attempt: Attempt,
     before: State,
     state: State,
     dataset: Sequence[SegmentFact],
     config: RetrainConfig,
-) -> Step:
-    """Go on with a day that is not finished."""
+) -> Action:
     if attempt.pending is not None:
         return Await(attempt.run, attempt.pending)
     stage = attempt.stage
     if stage is None:
         return _judge(attempt, config)
-    if stale := _renamed(attempt, dataset):
-        reason = f"{', '.join(stale)} of it was written again without what was forgotten"
+    if stale := _rewritten(attempt, dataset):
+        reason = f"its segments {', '.join(stale)} were rewritten without erased ids"
         return Close(attempt.run, final=False, status=0, reason=reason)
-    lost = _failures(attempt, before, stage)
-    if lost and (given_up := _give_up(attempt, lost, config.tries)):
-        return given_up
+    failures = _failures(attempt, before, stage)
+    if failures and (end := _end_after_failures(attempt, failures, config.tries)):
+        return end
     if stage == "train" and stage not in attempt.started:
         return _first_train(attempt, state, dataset, config)
     return _start(attempt, stage, state, dataset)
 
 
-def _renamed(attempt: Attempt, dataset: Sequence[SegmentFact]) -> list[str]:
-    """Return the segments of a day's stages that have another name since ids were forgotten."""
-    named = {s for started in attempt.started.values() for s in started.segments}
-    return sorted(named & frozenset[str]().union(*(s.before for s in dataset)))
+def _rewritten(attempt: Attempt, dataset: Sequence[SegmentFact]) -> list[str]:
+    """Return the segments of an attempt's stages in which ids were erased since."""
+    used = {s for started in attempt.started.values() for s in started.segments}
+    return sorted(used & frozenset[str]().union(*(s.former_ids for s in dataset)))
 
 
 def _failures(attempt: Attempt, before: State, stage: Stage) -> list[Failed]:
-    """Return what went wrong with a stage since the command began."""
+    """Return the failures of a stage since the command started."""
     earlier = next((len(a.failures) for a in before.attempts if a.run == attempt.run), 0)
     return [failed for failed in attempt.failures[earlier:] if failed.stage == stage]
 
 
-def _give_up(attempt: Attempt, failures: Sequence[Failed], tries: int) -> Step | None:
-    """Return how a stage ends that failed; None where it is to be tried again."""
+def _end_after_failures(attempt: Attempt, failures: Sequence[Failed], tries: int) -> Action | None:
+    """Return how a failed stage ends; None if it is retried."""
     last = failures[-1]
-    if last.stage == "append" and last.status == REFUSED:
-        return Close(attempt.run, final=True, status=REFUSED, reason=f"data: {last.reason}")
-    may_be_better = last.status is None or last.status < 0 or last.status in AGAIN
-    if may_be_better and len(failures) < tries:
+    if last.stage == "append" and last.status == EXIT_REFUSED:
+        return Close(attempt.run, final=True, status=EXIT_REFUSED, reason=f"data: {last.reason}")
+    retryable = last.status is None or last.status < 0 or last.status in RETRYABLE
+    if retryable and len(failures) < tries:
         return None
-    how = f"status {last.status}" if last.status is not None else "an end that nobody saw"
+    how = f"status {last.status}" if last.status is not None else "unknown status"
     times = "" if len(failures) == 1 else f" {len(failures)} times"
     return Finished(1, f"{attempt.run}: {last.stage} failed{times}, {how}: {last.reason}")
 
 
 def _first_train(
     attempt: Attempt, state: State, dataset: Sequence[SegmentFact], config: RetrainConfig
-) -> Step:
-    """Choose what a run begins with and trains; close it where that would change nothing."""
-    base = base_of(state, dataset)
-    segments = to_train(state, dataset, attempt.day, base, config.refused_days)
+) -> Action:
+    """Choose what a run starts from and trains; close it if that would change nothing."""
+    base = choose_base(state, dataset)
+    segments = segments_to_train(state, dataset, attempt.day, base, config.refused_days)
     if not segments:
         return Close(attempt.run, final=True, status=0, reason=f"{base} has trained it")
-    same = _judged_alike(state, base, segments)
+    same = _refused_alike(state, base, segments)
     if same is not None and not attempt.again:
-        reason = f"nothing has changed since {same} was turned down; --again trains once more"
-        return Close(attempt.run, final=True, status=REFUSED, reason=reason)
-    reason = f"from the checkpoint of {base}" if base else _why_from_nothing(state)
+        reason = f"nothing has changed since {same} was refused; --again trains it again"
+        return Close(attempt.run, final=True, status=EXIT_REFUSED, reason=reason)
+    reason = f"from the checkpoint of {base}" if base else _why_from_scratch(state)
     return Run(attempt.run, "train", _process(attempt, "train"), base, segments, reason)
 
 
-def _judged_alike(state: State, base: str | None, segments: tuple[str, ...]) -> str | None:
-    """Return the run that was turned down and had the same to train and to beat, if there is."""
+def _refused_alike(state: State, base: str | None, segments: tuple[str, ...]) -> str | None:
+    """Return a refused run with the same base, segments and comparison, if there is one."""
     for a in reversed(state.attempts):
-        alike = a.base == base and a.segments == segments and a.compared_with == state.last_good
-        if a.is_refused and alike:
+        same = a.base == base and a.segments == segments and a.compared_with == state.last_good
+        if a.was_refused and same:
             return a.run
     return None
 
 
-def _why_from_nothing(state: State) -> str:
+def _why_from_scratch(state: State) -> str:
     if not state.promoted:
-        return "from nothing: no run was promoted before"
-    return "from nothing: no promoted run is left that knows only what the dataset has now"
+        return "from scratch: no run was promoted before"
+    return "from scratch: all promoted runs have trained segments that the dataset no longer has"
 
 
-def _start(attempt: Attempt, stage: Stage, state: State, dataset: Sequence[SegmentFact]) -> Step:
-    """Start a stage, in the way in which it was started before."""
+def _start(attempt: Attempt, stage: Stage, state: State, dataset: Sequence[SegmentFact]) -> Action:
+    """Start a stage; a retry has the same arguments."""
     process, earlier = _process(attempt, stage), attempt.started.get(stage)
     if earlier is not None:
-        return Run(
-            attempt.run, stage, process, earlier.base, earlier.segments, "it is started again"
-        )
+        return Run(attempt.run, stage, process, earlier.base, earlier.segments, "restarted")
     if stage == "append":
         return Run(attempt.run, stage, process, None, (), f"{attempt.day} from {attempt.input}")
     if stage == "compare":
         same = attempt.started["evaluate"].segments
-        reason = "the last promoted run on the same range"
+        reason = "the last promoted run on the same samples"
         return Run(attempt.run, stage, process, attempt.compared_with, same, reason)
-    segment = held_back(dataset)
+    segment = evaluation_segment(dataset)
     if segment is None:
         return Finished(
             1,
-            "dataset must hold samples back to judge a model on, got none; set "
-            "data.split.evaluation_last and correct the day",
+            "dataset has no evaluation split to judge a model on; set data.split.evaluation_last "
+            "and correct the day",
         )
-    reason = f"on what is held back of {segment}"
+    reason = f"on the evaluation split of {segment}"
     return Run(attempt.run, stage, process, state.last_good, (segment,), reason)
 
 
 def _process(attempt: Attempt, stage: Stage) -> str:
-    """Return the next name of the process of a stage: none is given twice."""
+    """Return an unused process name for a stage."""
     return f"{attempt.run}.{stage}.{sum(f.stage == stage for f in attempt.failures) + 1}"
 
 
-def _judge(attempt: Attempt, config: RetrainConfig) -> Step:
+def _judge(attempt: Attempt, config: RetrainConfig) -> Action:
     new, old = attempt.metrics("evaluate"), attempt.metrics("compare")
     assert new is not None, "a run is evaluated before it is judged"
     return Judge(attempt.run, judge(new, old, config.gate), attempt.compared_with)
 
 
 def _finished(attempt: Attempt) -> Finished:
-    """Return how a day stands that is done."""
     if attempt.closed is not None:
         return Finished(attempt.closed.status, f"{attempt.day} is done: {attempt.closed.reason}")
-    if attempt.judged is not None and attempt.is_refused:
-        why = "; ".join(attempt.judged.reasons)
-        stays = attempt.judged.against or "nothing"
-        words = f"{attempt.day} is turned down, {stays} stays promoted: {attempt.run}: {why}"
-        return Finished(REFUSED, words)
+    if attempt.judged is not None and attempt.was_refused:
+        reasons = "; ".join(attempt.judged.reasons)
+        current = attempt.judged.against or "nothing"
+        words = f"{attempt.day} was refused, {current} stays promoted: {attempt.run}: {reasons}"
+        return Finished(EXIT_REFUSED, words)
     return Finished(0, f"{attempt.day} is done: {attempt.run} is promoted")

@@ -1,4 +1,4 @@
-"""The log of retrained days, and the state of each day."""
+"""The log of retrained days, and the state that its records add up to."""
 
 from __future__ import annotations
 
@@ -13,18 +13,20 @@ from typing import Any, Literal, Self, get_args
 from scheduler.files import AppendLog, whole_bytes
 from schemas.errors import PlanError, SchemaError
 
-PLACE = "{date}"
-"""Stands for the day in the name of a folder."""
+STATE = "state.jsonl"
+"""File name of the log in the root."""
+DATE = "{date}"
+"""Placeholder of the day in the name of a folder."""
 RANGE = ".."
 
 
 def days_between(first: str, last: str, today: date) -> list[str]:
-    """Return all days from the first to the last, in order.
+    """Return all days from the first to the last.
 
     Args:
-        first: as ISO 8601, or `yesterday`.
+        first: ISO 8601 date, or `yesterday`.
         last: likewise.
-        today: the date now.
+        today: the current date.
 
     Raises:
         ValueError: one is no date, or they are in the wrong order.
@@ -33,157 +35,147 @@ def days_between(first: str, last: str, today: date) -> list[str]:
         >>> days_between("2026-02-27", "yesterday", date(2026, 3, 2))
         ['2026-02-27', '2026-02-28', '2026-03-01']
     """
-    start, end = day_of(first, today), day_of(last, today)
+    start, end = parse_day(first, today), parse_day(last, today)
     if end < start:
-        raise ValueError(f"days must be in order, got {first} to {last}; turn them around")
+        raise ValueError(f"days are in reverse order: {first} to {last}; swap them")
     return [(start + timedelta(days=i)).isoformat() for i in range((end - start).days + 1)]
 
 
-def days_of(text: str, today: date) -> list[str]:
-    """Return the days that a text such as `2026-04-01` or `2026-04-01..2026-04-03` names.
+def parse_days(text: str, today: date) -> list[str]:
+    """Parse a day or a range such as `2026-04-01..2026-04-03`.
 
     Raises:
-        ValueError: it names none.
+        ValueError: it is neither.
     """
     first, dots, last = text.partition(RANGE)
     return days_between(first, last if dots else first, today)
 
 
-def day_of(text: str, today: date) -> date:
-    """Return the day that a text names.
+def parse_day(text: str, today: date) -> date:
+    """Parse a date in ISO 8601, or `yesterday`.
 
     Raises:
-        ValueError: it is no date.
+        ValueError: it is neither.
     """
     if text == "yesterday":
         return today - timedelta(days=1)
     try:
-        found = date.fromisoformat(text)
+        day = date.fromisoformat(text)
     except ValueError as error:
         raise ValueError(f"day must be a date, got {text!r}; write 2026-04-09") from error
-    if found.isoformat() != text:
+    if day.isoformat() != text:
         raise ValueError(f"day must be a date, got {text!r}; write 2026-04-09")
-    return found
+    return day
 
 
 def folder_of_day(template: str, day: str, num_days: int) -> str:
     """Return the folder of the raw files of one day.
 
     Args:
-        template: a folder in whose name `{date}` stands for the day.
+        template: folder name in which `{date}` is replaced.
         day: the day.
-        num_days: how many days are asked for.
+        num_days: number of days that are retrained.
 
     Raises:
-        PlanError: there are several days and one folder.
+        PlanError: there are several days and the template has no `{date}`.
     """
-    if PLACE not in template and num_days > 1:
+    if DATE not in template and num_days > 1:
         raise PlanError(
-            f"input must name a folder for each day, got {template!r} for {num_days} days; "
-            f"write {template.rstrip('/')}/{PLACE}"
+            f"input is the same folder for {num_days} days: {template!r}; "
+            f"write {template.rstrip('/')}/{DATE}"
         )
-    return template.replace(PLACE, day)
+    return template.replace(DATE, day)
 
 
 def check_folder(folder: str, day: str) -> None:
-    """Refuse a folder of this machine that is not there; URLs are left to the pipelines.
-
-    Raises:
-        PlanError: it is not there.
-    """
+    """Raise PlanError for a missing local folder; URLs are checked by the pipelines."""
     if "://" not in folder and not Path(folder).is_dir():
-        raise PlanError(
-            f"input of {day} must be a folder, got none at {folder}; wait for the logs, or say "
-            "--input"
-        )
+        raise PlanError(f"input of {day} is no folder: {folder}; wait for the logs, or set --input")
 
 
 Stage = Literal["append", "train", "evaluate", "compare"]
-"""What is done by a process: the segment, the run, its metrics, those of the last good run."""
+"""Work of one process: append the segment, train, evaluate the run, evaluate the last good run."""
 STAGES: tuple[Stage, ...] = get_args(Stage)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Record:
-    """Something that happened to one run."""
+    """An event of one run. Class names and fields are persisted."""
 
     time_sec: float
-    """Seconds since the epoch, given by the caller."""
+    """Seconds since the epoch."""
     run: str
     """Name of the run, `<day>.<attempt>`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Begun(Record):
-    """A day was begun, or begun anew."""
+    """An attempt at a day was started."""
 
     day: str
-    """The day, as in ISO 8601."""
+    """ISO 8601 date."""
     input: str
     """Folder of its raw files."""
     corrected: bool = False
     """Whether the segment of the day may be replaced."""
     again: bool = False
-    """Whether it is trained though nothing has changed."""
+    """Whether it is trained even if nothing has changed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Started(Record):
-    """A stage is being started."""
+    """A stage was started."""
 
     stage: Stage
-    """Which one."""
     process: str
     """Name of its process."""
     base: str | None = None
-    """Run whose newest checkpoint training begins with, or that is compared with."""
+    """Run from whose checkpoint training starts, or with which the new run is compared."""
     segments: tuple[str, ...] = ()
-    """Segments that are trained, or evaluated."""
+    """Segments to train or to evaluate."""
     workers: int = 1
-    """Workers of a build."""
+    """Workers of the build."""
     num_replicas: int = 1
-    """Replicas of a training."""
+    """Replicas of the training."""
     reason: str = ""
-    """Why so, and with which sizes."""
+    """Why, and with which sizes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Done(Record):
-    """A stage was done."""
+    """A stage was completed."""
 
     stage: Stage
-    """Which one."""
     result: Mapping[str, Any]
-    """What its process printed."""
+    """JSON object that its process printed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failed(Record):
-    """A process of a stage ended without its result."""
+    """A process of a stage ended without a result."""
 
     stage: Stage
-    """Which one."""
     status: int | None
-    """Exit status, negative for a signal; None where nobody saw it."""
+    """Exit status, negative for a signal; None if unknown."""
     reason: str
-    """Last line that the process said."""
+    """Last line of its standard error."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Judged(Record):
-    """The gate has spoken."""
+    """The gate has judged the run."""
 
     passed: bool
     """Whether the run is to be promoted."""
     reasons: tuple[str, ...]
-    """What is wrong with it, in words; none where it passed."""
+    """Why it was refused; empty if it passed."""
     against: str | None = None
-    """Run that it was compared with."""
+    """Run with which it was compared."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Promoted(Record):
-    """The pointer names the run."""
+    """The run was promoted."""
 
     checkpoint: str
     """Hash of the manifest of its checkpoint."""
@@ -191,19 +183,18 @@ class Promoted(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Closed(Record):
-    """A day was ended without a verdict of its own."""
+    """An attempt ended without a verdict."""
 
     final: bool
-    """Whether the day is done; otherwise it is begun anew when it is asked for."""
+    """Whether the day is done; if not, the next request starts a new attempt."""
     status: int = 0
-    """Exit status of who asks for the day again."""
+    """Exit status of later requests for the day."""
     reason: str
-    """Why, in words."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Removed(Record):
-    """The folder of a run is of no use any more."""
+    """The folder of the run is removed."""
 
 
 KINDS: Mapping[str, type[Record]] = {
@@ -214,10 +205,10 @@ KINDS: Mapping[str, type[Record]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Metrics:
-    """What `python -m trainer evaluate --json` says of a run; None where it is undefined."""
+    """Metrics from `python -m trainer evaluate --json`; None if undefined."""
 
     num_samples: int
-    """Samples that are held back."""
+    """Samples of the evaluation split."""
     ne: float | None = None
     """Normalised entropy."""
     auc: float | None = None
@@ -226,27 +217,17 @@ class Metrics:
     """Sum of predictions over sum of labels."""
 
 
-def metrics_of(result: Mapping[str, Any]) -> Metrics:
-    """Return the metrics among what an evaluation printed."""
-    return Metrics(
-        num_samples=result["num_samples"],
-        ne=result["ne"],
-        auc=result["auc"],
-        calibration=result["calibration"],
-    )
-
-
-def body_of(record: Record) -> dict[str, Any]:
-    """Return a record as an object of JSON."""
+def record_to_json(record: Record) -> dict[str, Any]:
+    """Return a record as a JSON object."""
     return {"kind": type(record).__name__.lower(), **asdict(record)}
 
 
-def record_of(body: Any) -> Record:
-    """Return what the object of one line says.
+def record_from_json(body: Any) -> Record:
+    """Return the record of a JSON object.
 
     Raises:
-        KeyError: it has no kind, or one that nothing is known of.
-        TypeError: fields lack, or are too many.
+        KeyError: its kind is missing or unknown.
+        TypeError: a field is missing or unknown.
     """
     values = dict(body)
     kind = KINDS[values.pop("kind")]
@@ -258,89 +239,88 @@ def record_of(body: Any) -> Record:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attempt:
-    """One attempt at one day."""
+    """One attempt at one day: its `Begun` record, and what followed."""
 
     run: str
-    """Name of its run, `<day>.<attempt>`."""
     day: str
-    """The day."""
     input: str
-    """Folder of its raw files."""
     corrected: bool = False
-    """Whether the segment of the day may be replaced."""
     again: bool = False
-    """Whether it is trained though nothing has changed."""
     started: Mapping[Stage, Started] = field(default_factory=dict[Stage, Started])
-    """Newest start of each stage."""
+    """Latest start of each stage."""
     done: Mapping[Stage, Mapping[str, Any]] = field(default_factory=dict[Stage, Mapping[str, Any]])
-    """What each finished stage has printed."""
+    """Result of each completed stage."""
     pending: Started | None = None
-    """Start whose end is not known yet."""
+    """Start of the stage that has not ended."""
     failures: tuple[Failed, ...] = ()
-    """All that went wrong."""
     judged: Judged | None = None
-    """What the gate said."""
     promoted: Promoted | None = None
-    """Whether the pointer has named it."""
     closed: Closed | None = None
-    """Why it ended without a verdict."""
 
     @property
     def is_open(self) -> bool:
-        """Tell whether something is left to do."""
-        return not self.is_refused and self.promoted is None and self.closed is None
+        """Whether it has not ended."""
+        return not self.was_refused and self.promoted is None and self.closed is None
 
     @property
     def stage(self) -> Stage | None:
-        """Return the first stage that is not done; None when only the verdict is left."""
+        """The first stage that is not completed; None if only the verdict is missing."""
         for stage in STAGES:
             if stage not in self.done and (stage != "compare" or self.compared_with):
                 return stage
         return None
 
     @property
-    def is_refused(self) -> bool:
-        """Tell whether the gate has turned its run down."""
+    def was_refused(self) -> bool:
+        """Whether the gate has refused its run."""
         return self.judged is not None and not self.judged.passed
 
     @property
     def compared_with(self) -> str | None:
-        """Return the run that it is compared with."""
-        found = self.started.get("evaluate")
-        return None if found is None else found.base
+        """Run with which it is compared."""
+        started = self.started.get("evaluate")
+        return None if started is None else started.base
 
     @property
     def segment(self) -> str | None:
-        """Return the segment of its day; None until it is appended."""
+        """Segment of its day; None until it is appended."""
         return self.done.get("append", {}).get("segment")
 
     @property
     def segments(self) -> tuple[str, ...]:
-        """Return the segments that its run trains."""
-        found = self.started.get("train")
-        return () if found is None else found.segments
+        """Segments that its run trains."""
+        started = self.started.get("train")
+        return () if started is None else started.segments
 
     @property
     def base(self) -> str | None:
-        """Return the run that its training begins with."""
-        found = self.started.get("train")
-        return None if found is None else found.base
+        """Run from whose checkpoint its training starts."""
+        started = self.started.get("train")
+        return None if started is None else started.base
 
     def metrics(self, stage: Stage) -> Metrics | None:
-        """Return what `evaluate` or `compare` found."""
-        return metrics_of(self.done[stage]) if stage in self.done else None
+        """Return the result of `evaluate` or `compare`, None before it is completed."""
+        if stage not in self.done:
+            return None
+        result = self.done[stage]
+        return Metrics(
+            num_samples=result["num_samples"],
+            ne=result["ne"],
+            auc=result["auc"],
+            calibration=result["calibration"],
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class State:
-    """Where all days stand."""
+    """The state of all days."""
 
     attempts: tuple[Attempt, ...] = ()
-    """In the order in which they were begun."""
+    """Oldest first."""
     promoted: tuple[str, ...] = ()
-    """Runs that the pointer has named, in order: the last one is the last good one."""
+    """Promoted runs, oldest first."""
     removed: frozenset[str] = frozenset()
-    """Runs whose folders are gone."""
+    """Runs whose folders are removed."""
 
     def attempt(self, run: str) -> Attempt:
         """Return the attempt of a run."""
@@ -352,33 +332,35 @@ class State:
 
     @property
     def last_good(self) -> str | None:
-        """Return the run that the pointer names."""
+        """The run that was promoted last."""
         return self.promoted[-1] if self.promoted else None
 
 
-def state_of(records: Iterable[Record]) -> State:
-    """Return where the records of a log lead."""
-    return reduce(after, records, State())
+def fold_records(records: Iterable[Record]) -> State:
+    """Return the state after all records."""
+    return reduce(apply_record, records, State())
 
 
-def after(state: State, record: Record) -> State:
+def apply_record(state: State, record: Record) -> State:
     """Return the state after one more record.
 
     Raises:
-        KeyError: the record is of a run that was never begun.
+        KeyError: the run of the record was never started.
     """
     if isinstance(record, Begun):
-        begun = Attempt(
+        attempt = Attempt(
             run=record.run,
             day=record.day,
             input=record.input,
             corrected=record.corrected,
             again=record.again,
         )
-        return replace(state, attempts=(*state.attempts, begun))
+        return replace(state, attempts=(*state.attempts, attempt))
     if record.run not in {a.run for a in state.attempts}:
         raise KeyError(record.run)
-    attempts = tuple(_changed(a, record) if a.run == record.run else a for a in state.attempts)
+    attempts = tuple(
+        _apply_to_attempt(a, record) if a.run == record.run else a for a in state.attempts
+    )
     state = replace(state, attempts=attempts)
     if isinstance(record, Promoted):
         return replace(state, promoted=(*state.promoted, record.run))
@@ -387,8 +369,7 @@ def after(state: State, record: Record) -> State:
     return state
 
 
-def _changed(attempt: Attempt, record: Record) -> Attempt:
-    """Return an attempt after a record of its own."""
+def _apply_to_attempt(attempt: Attempt, record: Record) -> Attempt:
     match record:
         case Started():
             started = {**attempt.started, record.stage: record}
@@ -408,24 +389,20 @@ def _changed(attempt: Attempt, record: Record) -> Attempt:
             return attempt
 
 
-STATE = "state.jsonl"
-"""Name of the log in the root."""
-
-
 class Log(AppendLog):
-    """A log that is read and then written; a context."""
+    """The log, opened for appending, and its state; a context."""
 
     def __init__(self, path: Path) -> None:
-        """Remember where it lies."""
+        """Create a log; the context reads it."""
         super().__init__(path)
         self._path = path
         self.state = State()
 
     def __enter__(self) -> Self:
-        """Open it behind its last whole line, and read it; what was torn is taken off.
+        """Read the log, after an incomplete last line is cut off.
 
         Raises:
-            SchemaError: a line other than the last is no record.
+            SchemaError: another line is invalid.
         """
         super().__enter__()
         try:
@@ -436,17 +413,17 @@ class Log(AppendLog):
         return self
 
     def append(self, record: Record) -> None:
-        """Write a record; on return it is on disk and in the state."""
-        state = after(self.state, record)
-        self.write([body_of(record)])
+        """Append a record durably, and apply it to the state."""
+        state = apply_record(self.state, record)
+        self.write([record_to_json(record)])
         self.state = state
 
 
 def read_state(path: Path) -> State:
-    """Return where a log leads; a torn last line is left out, and no log is an empty one.
+    """Return the state of a log, without an incomplete last line; a missing log is empty.
 
     Raises:
-        SchemaError: another line is no record, or of a run that was never begun.
+        SchemaError: another line is invalid, or of a run that was never started.
     """
     if not path.exists():
         return State()
@@ -455,10 +432,10 @@ def read_state(path: Path) -> State:
     state = State()
     for number, line in enumerate(content[:whole].splitlines(), start=1):
         try:
-            state = after(state, record_of(json.loads(line)))
+            state = apply_record(state, record_from_json(json.loads(line)))
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise SchemaError(
-                f"line must be a record, got {line[:80]!r} ({error!r}); restore the file",
+                f"line is no record: {line[:80]!r} ({error!r}); restore the file",
                 file=str(path),
                 place=str(number),
             ) from error

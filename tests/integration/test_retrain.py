@@ -176,9 +176,9 @@ def test_retrain_of_a_day_beyond_a_limit_leaves_the_pointer_and_ends_with_3(
     assert done.returncode == 3
     line = done.stderr.splitlines()[-1]
     reason = rf"{FOUR}\.1: NE \d\.\d+ is above 0\.01 \(gate\.max_ne\)"
-    assert re.fullmatch(
-        rf"error: {FOUR} is turned down, {THREE}\.1 stays promoted: {reason}", line
-    ), line
+    assert re.fullmatch(rf"error: {FOUR} was refused, {THREE}\.1 stays promoted: {reason}", line), (
+        line
+    )
     assert (site.root / "PROMOTED").read_bytes() == before
     assert site.retrain("--date", FOUR).stderr == f"{line}\n"
 
@@ -187,6 +187,6 @@ def test_retrain_of_a_day_without_logs_is_refused(calm: Site) -> None:
     done = calm.retrain("--date", "2026-01-09")
     assert done.returncode == 1
     assert done.stderr == (
-        f"error: input of 2026-01-09 must be a folder, got none at "
-        f"{calm.folder / 'logs' / '2026-01-09'}; wait for the logs, or say --input\n"
+        "error: input of 2026-01-09 is no folder: "
+        f"{calm.folder / 'logs' / '2026-01-09'}; wait for the logs, or set --input\n"
     )

@@ -10,7 +10,7 @@ import pytest
 import yaml
 from kubernetes import client
 
-from scheduler.retrain.decide import REFUSED
+from scheduler.retrain.decide import EXIT_REFUSED
 from tests.cluster.manifests import SMALL
 from tests.cluster.servers import Cluster
 from tests.cluster.waiting import until
@@ -37,7 +37,7 @@ def test_shipped_cron_job_is_taken_with_every_key(
     assert made.spec.concurrency_policy == "Forbid"
 
 
-@pytest.mark.parametrize(("status", "tries"), [(REFUSED, 1), (1, 2)])
+@pytest.mark.parametrize(("status", "tries"), [(EXIT_REFUSED, 1), (1, 2)])
 def test_its_job_is_tried_again_unless_the_day_was_refused(
     status: int, tries: int, cluster: Cluster, namespace: str, manifest: dict[str, Any]
 ) -> None:

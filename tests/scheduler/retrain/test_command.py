@@ -8,7 +8,7 @@ import pytest
 
 from scheduler.__main__ import main
 from scheduler.planner.machine_sizes import machine_budget
-from scheduler.retrain.command import rows_of
+from scheduler.retrain.command import run_rows
 from scheduler.retrain.drive import Flags, command_of, sizes_of
 from scheduler.retrain.records import STATE, Attempt, Log, Started
 from scheduler.retrain.root import Root
@@ -32,25 +32,23 @@ def job_of(folder: Path, schedule: str = "  priority: 0", split: str = SPLIT) ->
 
 
 REFUSED = {
-    "no day": ([], "day must be given once, got --date and --from both or none; give one"),
+    "no day": ([], "give either --date or --from"),
     "two ways to say it": (
         ["--date", ONE, "--from", ONE],
-        "day must be given once, got --date and --from both or none; give one",
+        "give either --date or --from",
     ),
     "no date": (["--date", "monday"], "day must be a date, got 'monday'; write 2026-04-09"),
     "no output": (
         ["--date", ONE],
-        "output must be given, got neither --output nor schedule.retrain.output; name the folder "
-        "of it all",
+        "neither --output nor schedule.retrain.output is set; name the root folder",
     ),
     "no input": (
         ["--date", ONE, "--output", "root"],
-        "input must be given, got neither --input nor schedule.retrain.input; name the folder of "
-        "the day's raw files",
+        "neither --input nor schedule.retrain.input is set; name the folder of the raw files",
     ),
     "several days in one folder": (
         ["--from", ONE, "--to", TWO, "--output", "root", "--input", "logs"],
-        "input must name a folder for each day, got 'logs' for 2 days; write logs/{date}",
+        "input is the same folder for 2 days: 'logs'; write logs/{date}",
     ),
 }
 
@@ -72,7 +70,7 @@ def test_main_retrain_of_a_job_that_holds_nothing_back_is_refused(
     words = ["--date", ONE, "--output", str(tmp_path / "root"), "--input", str(tmp_path)]
     assert main(["retrain", str(job), *words]) == 1
     assert capsys.readouterr().err == (
-        f"error: data.split must hold samples back to judge models on, got none in {job}; write "
+        f"error: data.split has no evaluation split to judge models on in {job}; write "
         "split: {evaluation_last: 2h}\n"
     )
 
@@ -83,8 +81,8 @@ def test_main_retrain_of_a_day_without_a_folder_begins_nothing(
     job = job_of(tmp_path, '  retrain: {input: "logs/{date}", output: root}')
     assert main(["retrain", str(job), "--date", ONE]) == 1
     assert capsys.readouterr().err == (
-        f"error: input of {ONE} must be a folder, got none at {tmp_path / 'logs' / ONE}; wait for "
-        "the logs, or say --input\n"
+        f"error: input of {ONE} is no folder: {tmp_path / 'logs' / ONE}; wait for "
+        "the logs, or set --input\n"
     )
     assert (tmp_path / "root" / STATE).read_bytes() == b""
 
@@ -106,7 +104,7 @@ def world() -> World:
 def test_rows_of_a_log_have_version_metrics_and_why_not(world: World) -> None:
     rows = [
         (r["day"], r["run"], r["version"], r["ne"], r["promoted"], r["why_not"])
-        for r in rows_of(world.state)
+        for r in run_rows(world.state)
     ]
     turned_down = rows[1][-1]
     assert rows == [
@@ -137,7 +135,7 @@ def test_main_retrain_list_prints_a_line_for_each_run(
     ]
     assert main([*words, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert (found["last_good"], found["runs"]) == (f"{TWO}.2", rows_of(world.state))
+    assert (found["last_good"], found["runs"]) == (f"{TWO}.2", run_rows(world.state))
 
 
 def test_sizes_of_a_first_day_are_those_of_the_plan_within_this_machine(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from datetime import date
 
 import pytest
 
-from scheduler.retrain.records import check_folder, days_between, days_of, folder_of_day
+from scheduler.retrain.records import check_folder, days_between, folder_of_day, parse_days
 from schemas.errors import PlanError
 
 TODAY = date(2026, 3, 2)
@@ -21,7 +21,7 @@ NAMED = {
 
 @pytest.mark.parametrize(("text", "days"), NAMED.values(), ids=NAMED.keys())
 def test_days_of_text_are_all_days_in_order(text: str, days: list[str]) -> None:
-    assert days_of(text, TODAY) == days
+    assert parse_days(text, TODAY) == days
 
 
 WRONG = {
@@ -31,7 +31,7 @@ WRONG = {
     "half a range": ("2026-04-09..", "day must be a date, got ''; write 2026-04-09"),
     "backwards": (
         "2026-04-09..2026-04-08",
-        "days must be in order, got 2026-04-09 to 2026-04-08; turn them around",
+        "days are in reverse order: 2026-04-09 to 2026-04-08; swap them",
     ),
 }
 
@@ -39,7 +39,7 @@ WRONG = {
 @pytest.mark.parametrize(("text", "message"), WRONG.values(), ids=WRONG.keys())
 def test_days_of_another_text_are_refused(text: str, message: str) -> None:
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-        days_of(text, TODAY)
+        parse_days(text, TODAY)
 
 
 def test_days_between_spans_a_leap_day() -> None:
@@ -49,7 +49,7 @@ def test_days_between_spans_a_leap_day() -> None:
 def test_folder_of_day_takes_the_day_for_its_place() -> None:
     assert folder_of_day("logs/{date}/x", "2026-04-09", 2) == "logs/2026-04-09/x"
     assert folder_of_day("logs", "2026-04-09", 1) == "logs"
-    message = "input must name a folder for each day, got 'logs/' for 2 days; write logs/{date}"
+    message = "input is the same folder for 2 days: 'logs/'; write logs/{date}"
     with pytest.raises(PlanError, match=f"^{re.escape(message)}$"):
         folder_of_day("logs/", "2026-04-09", 2)
 
@@ -58,8 +58,7 @@ def test_check_folder_of_one_that_is_not_there_is_refused(tmp_path: object) -> N
     check_folder(str(tmp_path), "2026-04-09")
     check_folder("gs://bucket/none", "2026-04-09")
     message = (
-        f"input of 2026-04-09 must be a folder, got none at {tmp_path}/none; wait for the logs, or "
-        "say --input"
+        f"input of 2026-04-09 is no folder: {tmp_path}/none; wait for the logs, or set --input"
     )
     with pytest.raises(PlanError, match=f"^{re.escape(message)}$"):
         check_folder(f"{tmp_path}/none", "2026-04-09")

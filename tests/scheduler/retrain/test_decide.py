@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scheduler.retrain.root import newest_day, trained_by
+from scheduler.retrain.root import newest_day, trained_segments
 from schemas.config.schedule import RetrainConfig
 from tests.scheduler.retrain.world import KilledError, World, good_but_for
 
@@ -24,7 +24,7 @@ def after_days(world: World, *days: str) -> World:
 
 def known(world: World) -> frozenset[str]:
     """The segments that the promoted run knows."""
-    return trained_by(world.state, world.pointer)
+    return trained_segments(world.state, world.pointer)
 
 
 def test_retrain_of_days_in_order_trains_each_segment_once_from_the_last_run() -> None:
@@ -50,7 +50,7 @@ def test_retrain_of_a_bad_day_leaves_the_pointer_and_says_why_again() -> None:
     first = world.retrain(TWO)
     records = list(world.records)
     assert first.status == 3
-    assert first.words.startswith(f"{TWO} is turned down, {ONE}.1 stays promoted: {TWO}.1: NE 1.5 ")
+    assert first.words.startswith(f"{TWO} was refused, {ONE}.1 stays promoted: {TWO}.1: NE 1.5 ")
     assert world.retrain(TWO) == first
     assert (world.pointer, world.records) == (f"{ONE}.1", records)
 
@@ -109,9 +109,9 @@ def test_retrain_corrected_with_the_files_that_were_turned_down_says_so() -> Non
     world = after_days(World(quality=good_but_for(f"{TWO}-v1")), ONE, TWO)
     found = world.retrain(TWO, corrected=True)
     assert found.status == 3
-    assert f"nothing has changed since {TWO}.1 was turned down" in found.words
+    assert f"nothing has changed since {TWO}.1 was refused" in found.words
     again = world.retrain(TWO, again=True)
-    assert again.words.startswith(f"{TWO} is turned down, {ONE}.1 stays promoted: {TWO}.3: NE")
+    assert again.words.startswith(f"{TWO} was refused, {ONE}.1 stays promoted: {TWO}.3: NE")
 
 
 def test_retrain_of_a_corrected_day_that_is_turned_down_leaves_the_pointer() -> None:
@@ -177,7 +177,7 @@ FAILURES = {
     "what cannot work is started once": (1, 1, "status 1"),
     "what was killed is started three times": (-9, 3, "status -9"),
     "what hangs is started three times": (4, 3, "status 4"),
-    "what nobody saw is started three times": (None, 3, "an end that nobody saw"),
+    "what nobody saw is started three times": (None, 3, "unknown status"),
 }
 
 

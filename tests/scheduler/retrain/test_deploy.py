@@ -8,7 +8,7 @@ from typing import Any
 import yaml
 
 from scheduler.__main__ import build_parser
-from scheduler.retrain.decide import REFUSED
+from scheduler.retrain.decide import EXIT_REFUSED
 
 
 def words_of(text: str) -> list[str]:
@@ -38,6 +38,6 @@ def test_manifest_calls_the_command_and_tries_a_refused_day_once(repository: Pat
     assert container["command"][:3] == ["python", "-m", "scheduler"]
     assert build_parser().parse_args(container["command"][3:]).date == "yesterday"
     first = job["podFailurePolicy"]["rules"][0]
-    assert (first["action"], first["onExitCodes"]["values"]) == ("FailJob", [REFUSED])
+    assert (first["action"], first["onExitCodes"]["values"]) == ("FailJob", [EXIT_REFUSED])
     mounted = {mount["name"] for mount in container["volumeMounts"]}
     assert mounted == {volume["name"] for volume in job["template"]["spec"]["volumes"]}

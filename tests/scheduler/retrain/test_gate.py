@@ -67,7 +67,7 @@ REFUSED = {
     "nothing held back, and nothing else is said": (
         {"num_samples": 0, "ne": None},
         OLD,
-        ("0 samples are held back, of at least 1 (gate.min_samples)",),
+        ("evaluation has 0 samples, less than 1 (gate.min_samples)",),
     ),
 }
 

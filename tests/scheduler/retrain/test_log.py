@@ -15,12 +15,12 @@ from scheduler.retrain.records import (
     STATE,
     Begun,
     Log,
-    body_of,
+    fold_records,
     read_state,
-    record_of,
-    state_of,
+    record_from_json,
+    record_to_json,
 )
-from scheduler.retrain.root import Root, checkpoint_of, read_pointer, write_pointer
+from scheduler.retrain.root import Root, newest_checkpoint, read_pointer, write_pointer
 from schemas.config.schedule import RetrainConfig
 from schemas.errors import SchemaError
 from schemas.layout import MANIFEST
@@ -51,7 +51,7 @@ def test_records_that_are_written_are_read(world: World, tmp_path: Path) -> None
         for record in world.records:
             log.append(record)
     assert read_state(tmp_path / STATE) == world.state == log.state
-    assert [record_of(body_of(record)) for record in world.records] == world.records
+    assert [record_from_json(record_to_json(record)) for record in world.records] == world.records
 
 
 def test_log_that_is_cut_anywhere_is_that_of_its_whole_lines(world: World, tmp_path: Path) -> None:
@@ -65,7 +65,7 @@ def test_log_that_is_cut_anywhere_is_that_of_its_whole_lines(world: World, tmp_p
         # The newline alone may be missing: the line before it is whole.
         num = sum(end <= cut for end in ends) - 1 + (cut + 1 in ends)
         path.write_bytes(content[:cut])
-        assert read_state(path) == state_of(world.records[:num])
+        assert read_state(path) == fold_records(world.records[:num])
         with Log(path) as log:
             for record in world.records[num:12]:
                 log.append(record)
@@ -80,7 +80,7 @@ def test_log_with_a_damaged_line_is_refused_by_place(world: World, tmp_path: Pat
     lines = path.read_text().splitlines(keepends=True)
     path.write_text("".join([lines[0], '{"kind": "nothing"}\n', lines[2]]))
     message = (
-        "line must be a record, got b'{\"kind\": \"nothing\"}' (KeyError('nothing')) in "
+        "line is no record: b'{\"kind\": \"nothing\"}' (KeyError('nothing')) in "
         f"{path}:2; restore the file"
     )
     with pytest.raises(SchemaError) as error, Log(path):
@@ -136,7 +136,7 @@ def test_pointer_that_is_written_is_read_and_none_is_none(tmp_path: Path) -> Non
     assert read_pointer(root) == {"run": "a.1", "metrics": {"ne": 0.5}}
     assert [path.name for path in tmp_path.iterdir()] == ["PROMOTED"]
     root.pointer.write_text("{")
-    message = f"pointer must be JSON, got other content in {root.pointer}; restore it"
+    message = f"pointer is not JSON in {root.pointer}; restore it"
     with pytest.raises(SchemaError) as error:
         read_pointer(root)
     assert str(error.value) == message
@@ -148,9 +148,9 @@ def test_checkpoint_of_a_run_is_its_newest_complete_one(tmp_path: Path) -> None:
         (root.run("a.1") / "checkpoints" / step).mkdir(parents=True)
     for step in ("9", "10"):
         (root.run("a.1") / "checkpoints" / step / MANIFEST).write_text(step)
-    place, digest = checkpoint_of(root, "a.1")
+    place, digest = newest_checkpoint(root, "a.1")
     assert place == "runs/a.1/checkpoints/10"
     assert digest == "4a44dc15364204a80fe80e9039455cc1608281820fe2b24f1e5233ade6af1dd5"
-    message = f"run must have a checkpoint, got none in {root.run('b.1')}; train it with --again"
+    message = f"run has no checkpoint in {root.run('b.1')}; train it with --again"
     with pytest.raises(SchemaError, match=re.escape(message)):
-        checkpoint_of(root, "b.1")
+        newest_checkpoint(root, "b.1")

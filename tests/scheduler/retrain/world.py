@@ -6,16 +6,16 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 
 from scheduler.retrain.decide import (
-    Asked,
     Await,
     Begin,
     Close,
+    DayRequest,
     Finished,
     Judge,
     Promote,
     Remove,
     Run,
-    next_step,
+    next_action,
 )
 from scheduler.retrain.records import (
     Begun,
@@ -29,9 +29,9 @@ from scheduler.retrain.records import (
     Removed,
     Started,
     State,
-    after,
+    apply_record,
 )
-from scheduler.retrain.root import SegmentFact, trained_by
+from scheduler.retrain.root import SegmentFact, trained_segments
 from schemas.config.schedule import RetrainConfig
 
 GOOD = Metrics(num_samples=1000, ne=0.9, auc=0.7, calibration=1.0)
@@ -73,8 +73,8 @@ class World:
             SegmentFact(
                 id=self.segments[day],
                 day=day,
-                holds_back=True,
-                before=self.before.get(day, frozenset()),
+                has_evaluation=True,
+                former_ids=self.before.get(day, frozenset()),
             )
             for day in sorted(self.segments)
         )
@@ -89,19 +89,19 @@ class World:
         self, day: str, *, corrected: bool = False, again: bool = False, lives: int = MAX_STEPS
     ) -> Finished:
         """Bring a day to its end, unless the command is killed after so many things it did."""
-        asked, before = Asked(day=day, corrected=corrected, again=again), self.state
+        asked, before = DayRequest(day=day, corrected=corrected, again=again), self.state
         left = iter(range(lives))
         while True:
-            step = next_step(asked, before, self.state, self.dataset(), self.config)
+            step = next_action(asked, before, self.state, self.dataset(), self.config)
             if isinstance(step, Finished):
                 return step
             for record in self.carry_out(step, asked, left):
                 if next(left, None) is None:
                     raise KilledError
                 self.records.append(record)
-                self.state = after(self.state, record)
+                self.state = apply_record(self.state, record)
 
-    def carry_out(self, step: object, asked: Asked, left: Iterator[int]) -> Iterator[Record]:
+    def carry_out(self, step: object, asked: DayRequest, left: Iterator[int]) -> Iterator[Record]:
         """Do what a step says; what is done to the disk is a moment of its own."""
         match step:
             case Begin(run):
@@ -175,6 +175,6 @@ class World:
             self.folders.add(started.run)
         else:
             run = started.run if started.stage == "evaluate" else started.base
-            result = asdict(self.quality(trained_by(self.state, run)))
+            result = asdict(self.quality(trained_segments(self.state, run)))
         self.moment(left)
         return Done(**common, stage=started.stage, result=result)
