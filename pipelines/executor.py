@@ -10,7 +10,7 @@ import pyarrow as pa
 
 from pipelines.clustering.part import PartResult, serialize_result
 from pipelines.context import BuildContext
-from pipelines.lookup_stages import join_one, join_part, sides_of
+from pipelines.lookup_stages import look_up_broadcast, look_up_partition, sides_in_memory
 from pipelines.memory import keep_freed_memory
 from pipelines.oracle.files import run_stages
 from pipelines.oracle.numbering import NUMBERING_STAGES, WORKER_ENTRIES, number_blocks
@@ -177,7 +177,7 @@ def _from_sources(
             side_rows[source].extend(collected.samples(good_side_rows(context, source, table)))
             continue
         if not opened:
-            stage.use_sides(sides_of(context, side_rows))
+            stage.use_sides(sides_in_memory(context, side_rows))
             opened = True
         if context.shard is None:
             yield from stage.from_rows(source, table)
@@ -198,9 +198,11 @@ def _joined_by_key(
     """Return samples after all look-ups, one after the other."""
     for index, join in enumerate(context.data.samples.joins):
         if join.side in context.broadcast:
-            samples = [join_one(table, stage.sides, context, index) for table in samples]
+            samples = [look_up_broadcast(table, stage.sides, context, index) for table in samples]
         else:
-            samples = list(join_part(context, index, samples, rows_of_look_up(index, samples)))
+            samples = list(
+                look_up_partition(context, index, samples, rows_of_look_up(index, samples))
+            )
     return samples
 
 

@@ -1,4 +1,4 @@
-"""Which partition a session key belongs to, and timestamps in microseconds."""
+"""Partitions of session keys, and times in microseconds."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from schemas.arrays import comparable, hash_keys
 
 
 def hash_session_keys(keys: pa.Array | pa.ChunkedArray) -> NDArray[np.uint64]:
-    """Return the hash that places a session key, for ever the same."""
+    """Return the hash that partitions session keys; it never changes between releases."""
     return hash_keys(comparable(keys))
 
 
 def part_of_key(hashes: NDArray[np.uint64], num_parts: int) -> NDArray[np.int64]:
-    """Return the part of each hash: equal ranges of the upper 32 bits, in ascending order."""
+    """Return the partition of each hash: equal ranges of the upper 32 bits, ascending."""
     return ((hashes >> np.uint64(32)) * np.uint64(num_parts) >> np.uint64(32)).astype(np.int64)
 
 

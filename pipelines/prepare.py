@@ -19,19 +19,19 @@ from pipelines.samples.check_sql import (
     key_types,
 )
 from pipelines.samples.connection import Connection, SqlError
-from pipelines.samples.event_join import with_events
+from pipelines.samples.event_join import join_events
 from pipelines.samples.lookups import key_type
 from pipelines.samples.per_key import PerKey, run_keys
 from pipelines.samples.sampling import check_sampling
 from pipelines.samples.statements import (
     PER,
-    Passed,
+    Passthrough,
     Steps,
-    last_hashed,
-    looked_up_nothing,
-    passed_lists,
-    samples_of_nothing,
-    steps_of,
+    add_group_hashes,
+    dry_run_lookups,
+    dry_run_sql,
+    job_steps,
+    unchanged_lists,
 )
 from pipelines.samples.validate import check_columns
 from pipelines.sources.listing import Folder, folder_of, list_inputs, undeclared_partitions
@@ -68,9 +68,9 @@ class PreparedInput:
     key_types: Mapping[str, pa.DataType] = field(default_factory=dict)
 
     @property
-    def passed(self) -> Passed:
+    def passed(self) -> Passthrough:
         """Lists that go around the SQL."""
-        return self.steps.passed
+        return self.steps.passthrough
 
     @property
     def statement(self) -> str:
@@ -93,7 +93,7 @@ def prepare(request: BuildRequest, job: Job, features: FeatureSet) -> PreparedIn
     folder = _input_folder(request)
     listing = request.listing or list_inputs(folder, data.inputs)
     try:
-        steps = steps_of(data)
+        steps = job_steps(data)
         empty = {
             name: empty_rows(folder, name, config, [f.path for f in listing if f.source == name])
             for name, config in data.inputs.items()
@@ -110,10 +110,10 @@ def prepare(request: BuildRequest, job: Job, features: FeatureSet) -> PreparedIn
         if data.samples.per is not None:
             key_type(sources, data.samples.per.key)
         at_hand = {name: empty[name] for name in broadcast}
-        before = samples_of_nothing(Connection(data.samples.limits), steps, data, sources, at_hand)
+        before = dry_run_sql(Connection(data.samples.limits), steps, data, sources, at_hand)
         sides = {name: empty[name] for name in data.sides}
         kinds = key_types(data, before.schema, {n: table.schema for n, table in sides.items()})
-        samples = looked_up_nothing(before, data, sides, kinds)
+        samples = dry_run_lookups(before, data, sides, kinds)
         check_sampling(samples.schema, features, data)
         check_columns(samples.schema, features, data)
         check_transforms(samples, features, data)
@@ -125,9 +125,9 @@ def prepare(request: BuildRequest, job: Job, features: FeatureSet) -> PreparedIn
         raise
     lists: tuple[str, ...] = ()
     if steps.map is not None and steps.per is None and not data.samples.joins:
-        lists = passed_lists(steps.map, data.sample_source, empty[data.sample_source].schema)
-    passed = Passed(lists, tuple(samples.column_names))
-    return PreparedInput(listing, last_hashed(steps, data, passed), empty, broadcast, kinds)
+        lists = unchanged_lists(steps.map, data.sample_source, empty[data.sample_source].schema)
+    passed = Passthrough(lists, tuple(samples.column_names))
+    return PreparedInput(listing, add_group_hashes(steps, data, passed), empty, broadcast, kinds)
 
 
 def build_context(
@@ -225,7 +225,7 @@ def _per_key(
         )
         tables[name] = rows.filter(rows[data.samples.per.key].is_valid())
     if data.samples.events is not None:
-        tables = with_events(tables, data, prepared.listing).tables
+        tables = join_events(tables, data, prepared.listing).tables
     per = PerKey(prepared.steps.per, data.sample_source, data.samples.per.key)
     for result in run_keys(connection, per, tables):
         if result.samples is not None:

@@ -15,17 +15,17 @@ import pyarrow.compute as pc
 from pipelines.clustering.part import PartResult, build_part
 from pipelines.clustering.writer import SegmentLayout, choose_segment_layout
 from pipelines.context import BuildContext
-from pipelines.lookup_stages import Sides, join_one, visible_columns
+from pipelines.lookup_stages import Sides, look_up_broadcast, visible_columns
 from pipelines.partition import hash_session_keys, part_of_key
 from pipelines.progress import Counts, count_rows, is_stopped, stop_if_hopeless
 from pipelines.samples.connection import Connection
-from pipelines.samples.event_join import with_events, write_late
+from pipelines.samples.event_join import join_events, write_late
 from pipelines.samples.lookups import key_column, key_hashes, key_type
 from pipelines.samples.per_key import PerKey, in_origin_order, run_keys
 from pipelines.samples.sampling import sample_negatives
 from pipelines.samples.sql import with_list_index
 from pipelines.samples.sql_rejects import SqlResult, bad_rows
-from pipelines.samples.statements import PER, hashed, mapped
+from pipelines.samples.statements import PER, hash_groups, map_chunks
 from pipelines.samples.tuples import Tuples, separate, split
 from pipelines.samples.validate import usable_samples
 from pipelines.sources.read import parts_of_file, read_part
@@ -192,7 +192,7 @@ class SampleStage:
         """Yield what row-local SQL makes of raw rows."""
         if is_stopped(self.context.segment_root):
             return
-        for result in mapped(self.connection, self.context.steps, source, SqlResult(table)):
+        for result in map_chunks(self.connection, self.context.steps, source, SqlResult(table)):
             yield from self._looked_up(result)
 
     def from_keys(self, part: int, rows: Mapping[str, Iterable[pa.Table]]) -> Iterator[Output]:
@@ -207,18 +207,18 @@ class SampleStage:
         for name, parts in rows.items():
             tables[name] = in_origin_order(pa.concat_tables(parts))
         if data.samples.events is not None:
-            joined = with_events(tables, data, context.listing)
-            write_late(context.segment_root, part, joined.late)
+            joined = join_events(tables, data, context.listing)
+            write_late(context.segment_root, part, joined.unused_events)
             yield EVENTS, joined.counts
             tables = joined.tables
         source, steps = data.sample_source, context.steps
         if data.samples.per is None:
-            results = mapped(self.connection, steps, source, SqlResult(tables[source]))
+            results = map_chunks(self.connection, steps, source, SqlResult(tables[source]))
         else:
             per = PerKey(steps.per or "", source, data.samples.per.key)
             drops = data.on_error == "drop_key"
             made = run_keys(self.connection, per, tables, context.place_text if drops else None)
-            results = (r for m in made for r in mapped(self.connection, steps, PER, m))
+            results = (r for m in made for r in map_chunks(self.connection, steps, PER, m))
         for result in results:
             if is_stopped(context.segment_root):
                 return
@@ -235,13 +235,13 @@ class SampleStage:
             yield SAMPLES, samples  # a table; its look-ups by key and `finish` are still to come
             return
         for index in range(len(self.context.data.samples.joins)):
-            samples = join_one(samples, self.sides, self.context, index)
+            samples = look_up_broadcast(samples, self.sides, self.context, index)
         yield from self.finish(samples)
 
     def finish(self, samples: pa.Table) -> Iterator[Output]:
         """Yield what is handed over of samples that have all look-ups."""
         context, data, features = self.context, self.context.data, self.context.features
-        separated = separate(hashed(self.connection, context.steps, samples), data.groups)
+        separated = separate(hash_groups(self.connection, context.steps, samples), data.groups)
         good, unusable = usable_samples(separated, features, data)
         good = sample_negatives(good, features, data)
         for key, partial in partials(good, self.inputs, data):

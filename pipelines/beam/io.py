@@ -36,7 +36,7 @@ from pipelines.clustering.reader import (
 )
 from pipelines.context import BuildContext, BuildRequest
 from pipelines.prepare import build_context, prepare
-from pipelines.samples.statements import steps_of
+from pipelines.samples.statements import job_steps
 from pipelines.samples.tuples import Tuples
 from pipelines.shuffle import ShuffleTransport
 from pipelines.sources.listing import folder_of, list_inputs
@@ -290,7 +290,7 @@ class ReadSource(beam.PTransform):
             listing=listing,
             data=self._data,
             features=self._features,
-            steps=steps_of(self._data),
+            steps=job_steps(self._data),
             num_parts=1,
             empty_rows={self._source: self._empty_rows(listing)},
         )

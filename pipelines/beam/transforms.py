@@ -19,12 +19,12 @@ from pipelines.clustering.writer import SegmentLayout
 from pipelines.context import BuildContext
 from pipelines.lookup_stages import (
     Sides,
-    cut_samples,
-    cut_side,
-    join_one,
-    join_part,
     load_sides,
-    num_look_up_parts,
+    look_up_broadcast,
+    look_up_partition,
+    num_lookup_partitions,
+    partition_samples,
+    partition_side,
     write_side,
 )
 from pipelines.memory import keep_freed_memory
@@ -120,7 +120,7 @@ class _SpreadSamples(beam.DoFn):
         self.context, self.index, self.num_parts = context, index, num_parts
 
     def process(self, samples: pa.Table) -> Iterator[tuple[int, tuple[str, bytes]]]:
-        for part, rows in cut_samples(self.context, self.index, self.num_parts, samples):
+        for part, rows in partition_samples(self.context, self.index, self.num_parts, samples):
             for content in encode_rows(rows):
                 yield part, ("samples", content)
 
@@ -130,7 +130,7 @@ class _SpreadSide(beam.DoFn):
         self.context, self.num_parts = context, num_parts
 
     def process(self, rows: tuple[str, pa.Table]) -> Iterator[tuple[int, tuple[str, bytes]]]:
-        for part, table in cut_side(self.context, rows[0], self.num_parts, rows[1]):
+        for part, table in partition_side(self.context, rows[0], self.num_parts, rows[1]):
             for content in encode_rows(table):
                 yield part, ("side", content)
 
@@ -143,7 +143,7 @@ class _JoinPart(beam.DoFn):
         tables: dict[str, list[pa.Table]] = {"samples": [], "side": []}
         for what, content in grouped[1]:
             tables[what].append(decode_table(content))
-        yield from join_part(self.context, self.index, tables["samples"], tables["side"])
+        yield from look_up_partition(self.context, self.index, tables["samples"], tables["side"])
 
 
 class _JoinSmall(beam.DoFn):
@@ -151,7 +151,9 @@ class _JoinSmall(beam.DoFn):
         self.context, self.index, self.sides = context, index, SharedSides()
 
     def process(self, samples: pa.Table, paths: Mapping[str, str]) -> Iterator[pa.Table]:
-        yield join_one(samples, self.sides.get(paths, self.context), self.context, self.index)
+        yield look_up_broadcast(
+            samples, self.sides.get(paths, self.context), self.context, self.index
+        )
 
 
 def join_by_key(
@@ -168,7 +170,7 @@ def join_by_key(
                 pa.Table
             )
             continue
-        num_parts = num_look_up_parts(context, join.side)
+        num_parts = num_lookup_partitions(context, join.side)
         side = (
             side_rows
             | f"side of {index}" >> beam.Filter(lambda row, name=join.side: row[0] == name)

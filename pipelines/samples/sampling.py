@@ -1,10 +1,9 @@
-"""Keep a share of the negatives, by a hash of what they are, and weigh those that stay.
+"""Downsample negatives by a hash of their content, and weigh those that are kept.
 
-A draw depends on the seed and on the session key (unit `session`) or on all
-columns of the sample (unit `sample`), on nothing else: not on the runner, the
-order of files, or the segment. Positives and evaluation samples always stay,
-with weight 1 (times the job's own weight), so that metrics mean the same with
-and without sampling.
+A draw depends only on the seed and on the session key (unit `session`) or on all columns of the
+sample (unit `sample`), not on the runner, the order of files, or the segment. Positives and
+evaluation samples are always kept with weight 1 (times the job's own weight), so that metrics mean
+the same with and without sampling.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ Unit = Literal["session", "sample"]
 
 
 def check_sampling(samples: pa.Schema, features: FeatureSet, data: DataConfig) -> None:
-    """Refuse a job whose negatives cannot be told apart or weighed.
+    """Check that a job's negatives can be recognized and weighed.
 
     Args:
         samples: schema of the SQL's result.
@@ -38,7 +37,7 @@ def check_sampling(samples: pa.Schema, features: FeatureSet, data: DataConfig) -
         data: the job's data section.
 
     Raises:
-        SchemaError: the label is not binary, or the weight has no place.
+        SchemaError: the label is not binary, or there is no column for the weight.
     """
     if data.sampling is None:
         return
@@ -50,26 +49,59 @@ def check_sampling(samples: pa.Schema, features: FeatureSet, data: DataConfig) -
         )
     if SAMPLE_WEIGHT in samples.names:
         raise SchemaError(
-            f"samples must not have column {SAMPLE_WEIGHT!r}, which data.sampling makes; "
+            f"samples must not have column {SAMPLE_WEIGHT!r}, which data.sampling adds; "
             "rename it in the job's SQL"
         )
     declared = next((f for f in features.features if f.name == SAMPLE_WEIGHT), None)
     if declared is None or (declared.role, declared.type) != ("weight", "FLOAT"):
-        found = "none" if declared is None else f"{declared.type} tagged {declared.role}"
+        actual = "none" if declared is None else f"{declared.type} tagged {declared.role}"
         raise SchemaError(
-            f"data.sampling must have feature {SAMPLE_WEIGHT!r} declared, got {found}; "
+            f"data.sampling must have feature {SAMPLE_WEIGHT!r} declared, got {actual}; "
             "add it to the schema as FLOAT with the tag weight"
         )
-    if len(own_weights(features)) > 1:
+    if len(_sql_weights(features)) > 1:
         raise SchemaError(
-            f"data.sampling must find at most one weight, got {list(own_weights(features))}; "
+            f"data.sampling must find at most one weight, got {list(_sql_weights(features))}; "
             "multiply them in the job's SQL"
         )
 
 
-def own_weights(features: FeatureSet) -> tuple[str, ...]:
-    """Return the weight columns that the job's SQL yields."""
+def _sql_weights(features: FeatureSet) -> tuple[str, ...]:
+    """Return the weight columns of the SQL's result."""
     return tuple(n for n in features.with_role("weight") if n != SAMPLE_WEIGHT)
+
+
+def sample_negatives(samples: Tuples, features: FeatureSet, data: DataConfig) -> Tuples:
+    """Drop negatives by their draws, and add the weights of the samples that are kept.
+
+    Args:
+        samples: usable samples of one chunk.
+        features: declared columns.
+        data: the job's data section; without `sampling` the samples are returned as they are.
+    """
+    config = data.sampling
+    if config is None:
+        return samples
+    # Positives and samples of the evaluation range are always kept.
+    positive = numpy_of(samples.column(features.label)) == 1
+    kept = positive | in_evaluation(samples, data)
+    drawn = draws(samples, config.unit, config.seed, data.session.key) < config.negatives
+    weights = np.where(kept, 1.0, 1.0 / config.negatives)
+    for name in _sql_weights(features):
+        weights = weights * numpy_of(samples.column(name)).astype(np.float64)
+    rows = np.flatnonzero(kept | drawn)
+    chosen = samples.take(rows)
+    column = pa.array(weights[rows].astype(np.float32))
+    table = chosen.samples.append_column(SAMPLE_WEIGHT, column)
+    return Tuples(table, chosen.references, chosen.uniques)
+
+
+def in_evaluation(samples: Tuples, data: DataConfig) -> NDArray[np.bool_]:
+    """Return which samples are in the evaluation range."""
+    if data.split.evaluation_from is None:
+        return np.zeros(samples.num_samples, bool)
+    time = samples.column(data.session.time).cast(pa.int64()).to_numpy()
+    return time >= microseconds(data.split.evaluation_from)
 
 
 def draws(samples: Tuples, unit: Unit, seed: int, session_key: str) -> NDArray[np.float64]:
@@ -77,8 +109,8 @@ def draws(samples: Tuples, unit: Unit, seed: int, session_key: str) -> NDArray[n
 
     Args:
         samples: of one chunk.
-        unit: whether the samples of a session key share a draw.
-        seed: another seed gives independent draws.
+        unit: `session` if the samples of a session key share a draw.
+        seed: different seeds give independent draws.
         session_key: the column of session keys.
     """
     if unit == "session":
@@ -90,52 +122,10 @@ def draws(samples: Tuples, unit: Unit, seed: int, session_key: str) -> NDArray[n
 
 
 def hash_samples(samples: Tuples) -> NDArray[np.uint64]:
-    """Return a hash of all columns of each sample; equal samples have equal hashes."""
-    skip = (ORIGIN, LIST_INDEX)
-    alone = [c for c in samples.samples.column_names if c not in skip]
-    parts = [hash_tuples(samples.samples, alone)] if alone else []
-    for group in sorted(samples.uniques):
-        parts.append(hash_group(samples, group)[samples.references[group]])
+    """Return a hash of all columns of each sample, the same for equal samples of any chunk."""
+    columns = [c for c in samples.samples.column_names if c not in (ORIGIN, LIST_INDEX)]
+    parts = [hash_tuples(samples.samples, columns)] if columns else []
+    for group, table in sorted(samples.uniques.items()):
+        columns = [c for c in table.column_names if not c.startswith(HASH_PREFIX)]
+        parts.append(hash_tuples(table, columns)[samples.references[group]])
     return combine_hashes(parts)
-
-
-def hash_group(samples: Tuples, group: str) -> NDArray[np.uint64]:
-    """Return a hash of each distinct tuple of a group, the same in every chunk."""
-    table = samples.uniques[group]
-    return hash_tuples(table, [c for c in table.column_names if not c.startswith(HASH_PREFIX)])
-
-
-def always_kept(samples: Tuples, label: str, data: DataConfig) -> NDArray[np.bool_]:
-    """Return which samples no draw can drop: positives, and all of the evaluation range."""
-    return (numpy_of(samples.column(label)) == 1) | in_evaluation(samples, data)
-
-
-def in_evaluation(samples: Tuples, data: DataConfig) -> NDArray[np.bool_]:
-    """Return which samples lie in the evaluation range."""
-    if data.split.evaluation_from is None:
-        return np.zeros(samples.num_samples, bool)
-    time = samples.column(data.session.time).cast(pa.int64()).to_numpy()
-    return time >= microseconds(data.split.evaluation_from)
-
-
-def sample_negatives(samples: Tuples, features: FeatureSet, data: DataConfig) -> Tuples:
-    """Drop negatives by their draws and add the weight of what stays.
-
-    Args:
-        samples: usable samples of one chunk.
-        features: declared columns.
-        data: the job's data section; without `sampling` the samples come back as they are.
-    """
-    config = data.sampling
-    if config is None:
-        return samples
-    kept = always_kept(samples, features.label, data)
-    drawn = draws(samples, config.unit, config.seed, data.session.key) < config.negatives
-    weights = np.where(kept, 1.0, 1.0 / config.negatives)
-    for name in own_weights(features):
-        weights = weights * numpy_of(samples.column(name)).astype(np.float64)
-    rows = np.flatnonzero(kept | drawn)
-    chosen = samples.take(rows)
-    column = pa.array(weights[rows].astype(np.float32))
-    table = chosen.samples.append_column(SAMPLE_WEIGHT, column)
-    return Tuples(table, chosen.references, chosen.uniques)

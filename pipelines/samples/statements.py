@@ -1,4 +1,8 @@
-"""The statements of a job in order: per key, row by row, look-ups, hashes."""
+"""The SQL statements of a job in order: per key, row by row, and hashes of dedup groups.
+
+List columns that `samples.map` selects unchanged are left out of its statement and copied from the
+raw rows: DuckDB hashes a list in a third of the time that it takes to return it.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +15,8 @@ import numpy as np
 import pyarrow as pa
 
 from pipelines.samples.connection import Connection, name_errors, original_error, parse
-from pipelines.samples.event_join import with_events
-from pipelines.samples.lookups import joined, side_table, sorted_rows
+from pipelines.samples.event_join import join_events
+from pipelines.samples.lookups import look_up, side_table, sort_side_rows
 from pipelines.samples.per_key import visible_rows
 from pipelines.samples.sql import map_rows, normalized, run, select_origin, table_names
 from pipelines.samples.sql_rejects import SqlResult
@@ -21,41 +25,96 @@ from pipelines.sources.rows import CHUNK_ROWS, ORIGIN
 from schemas.arrays import is_list
 from schemas.config.job import DataConfig
 
-# Lists that the job's SQL only passes on: they go around it, and are touched once per tuple.
-#
-# DuckDB hashes a list in a third of the time that it takes to give it back, so a list column that
-# `samples.map` selects unchanged is left out of the result and taken from the raw rows.
+PER = "per"
+"""Table that `samples.map` reads if the job also has `samples.per`."""
+
+_SAMPLES = "_samples"
 
 
 @dataclass(frozen=True, slots=True)
-class Passed:
-    """What goes around the SQL.
+class Passthrough:
+    """Columns that bypass `samples.map`.
 
     Attributes:
-        lists: list columns that are taken from the raw rows.
-        columns: all columns that the job's SQL yields, in order, origin included.
+        lists: list columns that are copied from the raw rows.
+        columns: all columns of the SQL's result, in order, with the origin.
     """
 
-    lists: tuple[str, ...]
-    columns: tuple[str, ...]
+    lists: tuple[str, ...] = ()
+    columns: tuple[str, ...] = ()
 
 
-def passed_lists(statement: str, source: str, raw: pa.Schema) -> tuple[str, ...]:
+@dataclass(frozen=True, slots=True)
+class Steps:
+    """The statements that are run on raw rows, in this order; None for those that a job lacks.
+
+    Attributes:
+        per: over all rows of a key.
+        map: row by row, over `per` or the sample source.
+        hashes: over the samples, after all look-ups.
+        passthrough: columns that bypass `map`.
+    """
+
+    per: str | None
+    map: str | None
+    hashes: str | None = None
+    passthrough: Passthrough = Passthrough()
+
+
+def job_steps(data: DataConfig) -> Steps:
+    """Return the statements of a job, which select the origin.
+
+    Raises:
+        SchemaError: a statement is not a single SELECT, or it aggregates.
+    """
+    per, text = data.samples.per, data.samples.map
+    return Steps(
+        select_origin(per.sql, "data.samples.per.sql") if per else None,
+        select_origin(text, "data.samples.map") if text else None,
+    )
+
+
+def add_group_hashes(steps: Steps, data: DataConfig, passthrough: Passthrough) -> Steps:
+    """Return the statements with the hashes of the dedup groups in the last one.
+
+    Args:
+        steps: from `job_steps`.
+        data: the job's data section.
+        passthrough: columns that bypass `samples.map`.
+    """
+    if data.samples.joins:
+        return replace(steps, hashes=with_hashes(f"SELECT * FROM {_SAMPLES}", data.groups))
+    if steps.map is not None:
+        last = with_hashes(steps.map, data.groups, passthrough.lists)
+        return replace(steps, map=last, passthrough=passthrough)
+    return replace(steps, per=with_hashes(steps.per or "", data.groups))
+
+
+def tables_in_sql(data: DataConfig) -> frozenset[str]:
+    """Return the names of the tables in the job's SQL."""
+    texts = [data.samples.map, data.samples.per.sql if data.samples.per else None]
+    return frozenset(name for text in texts if text for name in table_names(text))
+
+
+# Lists that bypass the SQL.
+
+
+def unchanged_lists(statement: str, source: str, raw: pa.Schema) -> tuple[str, ...]:
     """Return the list columns of a source that a statement selects unchanged.
 
     Args:
         statement: one SELECT.
         source: the table it reads.
-        raw: its columns.
+        raw: columns of the source.
 
     Example:
         >>> raw = pa.schema({"id": pa.int64(), "seen": pa.list_(pa.int64())})
-        >>> passed_lists("SELECT * FROM log", "log", raw)
+        >>> unchanged_lists("SELECT * FROM log", "log", raw)
         ('seen',)
-        >>> passed_lists("SELECT id, seen[1:9] AS seen FROM log", "log", raw)
+        >>> unchanged_lists("SELECT id, seen[1:9] AS seen FROM log", "log", raw)
         ()
     """
-    node = _select_node(statement)
+    node = parse(statement)["statements"][0]["node"]
     table = node["from_table"]
     if table["type"] != "BASE_TABLE" or table["table_name"] != source or node["cte_map"]["map"]:
         return ()
@@ -63,27 +122,24 @@ def passed_lists(statement: str, source: str, raw: pa.Schema) -> tuple[str, ...]
         return ()
     lists = [f.name for f in raw if is_list(f.type) and _is_number(f.type.value_type)]
     tables = {source, table["alias"]} - set(raw.names)
-    return tuple(name for name in lists if _passes(node["select_list"], name, tables))
-
-
-def _select_node(statement: str) -> Mapping[str, Any]:
-    return parse(statement)["statements"][0]["node"]
+    return tuple(name for name in lists if _is_unchanged(node["select_list"], name, tables))
 
 
 def _is_number(kind: pa.DataType) -> bool:
     return pa.types.is_floating(kind) or (pa.types.is_integer(kind) and kind != pa.uint64())
 
 
-def _passes(select_list: Sequence[Mapping[str, Any]], name: str, tables: set[str]) -> bool:
-    """Say whether the output column of a name is the table's, and the only one of that name."""
+def _is_unchanged(select_list: Sequence[Mapping[str, Any]], name: str, tables: set[str]) -> bool:
+    """Return whether exactly one output column has the name, and it is that of the table."""
     columns = [e for e in select_list if _may_be_named(e, name)]
     if len(columns) != 1:
         return False
     (column,) = columns
     if column["class"] == "STAR":
         changed = [r["key"] for r in column["replace_list"]] + column["exclude_list"]
-        unusual = column["rename_list"] or column["qualified_exclude_list"] or column["columns"]
-        return not unusual and column["expr"] is None and name.lower() not in map(_text, changed)
+        if column["rename_list"] or column["qualified_exclude_list"] or column["columns"]:
+            return False
+        return column["expr"] is None and name.lower() not in (str(c).lower() for c in changed)
     if column["class"] != "COLUMN_REF" or column["alias"] not in ("", name):
         return False
     path = column["column_names"]
@@ -99,114 +155,54 @@ def _may_be_named(expression: Mapping[str, Any], name: str) -> bool:
     return path[-1].lower() == name.lower()
 
 
-def _text(name: object) -> str:
-    return str(name).lower()
-
-
 def map_samples(
     connection: Connection,
     statement: str,
-    passed: Passed,
+    passthrough: Passthrough,
     source: str,
     rows: pa.Table,
 ) -> SqlResult:
-    """Run row-local SQL over raw rows and add the lists that go around it.
+    """Run row-local SQL over raw rows, and add the lists that bypass it.
 
     Args:
-        connection: from `sql.connect`.
-        statement: the job's, without the columns of `passed`.
-        passed: lists that it only passes on.
+        connection: to a database without `source`.
+        statement: the job's, without the lists of `passthrough`.
+        passthrough: columns that bypass the statement.
         source: name of the table in it.
         rows: raw rows with origins.
     """
     result = map_rows(connection, statement, source, rows)
-    if result.samples is None or not passed.lists:
+    if result.samples is None or not passthrough.lists:
         return result
-    return SqlResult(_with_lists(result.samples, rows, passed), result.bad_rows)
+    return SqlResult(_add_lists(result.samples, rows, passthrough), result.bad_rows)
 
 
-def _with_lists(samples: pa.Table, rows: pa.Table, passed: Passed) -> pa.Table:
-    lists = rows.select(list(passed.lists))
-    wanted, given = samples[ORIGIN].to_numpy(), rows[ORIGIN].to_numpy()
-    if not np.array_equal(wanted, given):
-        order = np.argsort(given, kind="stable")
-        lists = lists.take(pa.array(order[np.searchsorted(given, wanted, sorter=order)]))
+def _add_lists(samples: pa.Table, rows: pa.Table, passthrough: Passthrough) -> pa.Table:
+    lists = rows.select(list(passthrough.lists))
+    sample_origins, row_origins = samples[ORIGIN].to_numpy(), rows[ORIGIN].to_numpy()
+    if not np.array_equal(sample_origins, row_origins):
+        order = np.argsort(row_origins, kind="stable")
+        indices = order[np.searchsorted(row_origins, sample_origins, sorter=order)]
+        lists = lists.take(pa.array(indices))
     lists = normalized(lists)
-    apart = dict.fromkeys(passed.lists, lists)
-    more = [c for c in samples.column_names if c.startswith(HASH_PREFIX)]
-    return pa.table({c: apart.get(c, samples)[c] for c in [*passed.columns, *more]})
+    hashes = [c for c in samples.column_names if c.startswith(HASH_PREFIX)]
+    tables = {c: lists if c in passthrough.lists else samples for c in passthrough.columns}
+    return pa.table({c: tables.get(c, samples)[c] for c in [*passthrough.columns, *hashes]})
 
 
-PER = "per"
-"""Table that `samples.map` reads when there is `samples.per`, too."""
-
-_SAMPLES = "_samples"
-
-NOTHING_PASSED = Passed((), ())
+# Running the statements.
 
 
-@dataclass(frozen=True, slots=True)
-class Steps:
-    """What is run on raw rows, in this order; a step that the job has not is None.
-
-    Attributes:
-        per: over all rows of a key.
-        map: row by row, over `per` or the sample source.
-        hashes: over the samples, after all look-ups.
-        passed: lists that go around `map`.
-    """
-
-    per: str | None
-    map: str | None
-    hashes: str | None = None
-    passed: Passed = NOTHING_PASSED
-
-
-def steps_of(data: DataConfig) -> Steps:
-    """Return the statements of a job, with the origin carried through.
-
-    Raises:
-        SchemaError: a statement is no single SELECT, or it aggregates.
-    """
-    per, text = data.samples.per, data.samples.map
-    return Steps(
-        select_origin(per.sql, "data.samples.per.sql") if per else None,
-        select_origin(text, "data.samples.map") if text else None,
-    )
-
-
-def last_hashed(steps: Steps, data: DataConfig, passed: Passed) -> Steps:
-    """Return the statements, the last of them with the hashes of the groups.
-
-    Args:
-        steps: from `steps_of`.
-        data: the job's data section.
-        passed: lists that go around `samples.map`.
-    """
-    if data.samples.joins:
-        return replace(steps, hashes=with_hashes(f"SELECT * FROM {_SAMPLES}", data.groups))
-    if steps.map is not None:
-        last = with_hashes(steps.map, data.groups, passed.lists)
-        return replace(steps, map=last, passed=passed)
-    return replace(steps, per=with_hashes(steps.per or "", data.groups))
-
-
-def tables_in(data: DataConfig) -> frozenset[str]:
-    """Return the names of the tables that the job's SQL reads."""
-    texts = [data.samples.map, data.samples.per.sql if data.samples.per else None]
-    return frozenset(name for text in texts if text for name in table_names(text))
-
-
-def mapped(
+def map_chunks(
     connection: Connection, steps: Steps, source: str, result: SqlResult
 ) -> Iterator[SqlResult]:
-    """Yield what `samples.map` makes of rows, in chunks; the rows themselves without it.
+    """Yield the results of `samples.map` in chunks of rows; the rows themselves without it.
 
     Args:
-        connection: from `sql.connect`.
+        connection: to a database without `source`.
         steps: the job's statements.
         source: name of the table in the statement.
-        result: rows with origins, and rows that are bad already.
+        result: rows with origins, and earlier bad rows.
     """
     if steps.map is None or result.samples is None:
         yield result
@@ -216,42 +212,42 @@ def mapped(
     for start in range(0, result.samples.num_rows, CHUNK_ROWS):
         chunk = result.samples.slice(start, CHUNK_ROWS)
         with name_errors("data.samples.map"):
-            made = map_samples(connection, steps.map, steps.passed, source, chunk)
-        yield made
+            samples = map_samples(connection, steps.map, steps.passthrough, source, chunk)
+        yield samples
 
 
-def hashed(connection: Connection, steps: Steps, samples: pa.Table) -> pa.Table:
-    """Return samples with the hashes of their groups, where no statement before has made them."""
+def hash_groups(connection: Connection, steps: Steps, samples: pa.Table) -> pa.Table:
+    """Return samples with the hashes of their groups; an earlier statement may have added them."""
     if steps.hashes is None:
         return samples
     with name_errors("data.groups"):
         return run(connection, steps.hashes, {_SAMPLES: samples})
 
 
-def samples_of_nothing(
+def dry_run_sql(
     connection: Connection,
     steps: Steps,
     data: DataConfig,
     tables: Mapping[str, pa.Table],
     sides: Mapping[str, pa.Table],
 ) -> pa.Table:
-    """Return what the SQL yields, before look-ups, of no rows.
+    """Return the result of the SQL on empty tables, before look-ups.
 
     Args:
-        connection: from `sql.connect`.
+        connection: to a database without the tables.
         steps: the job's statements.
         data: the job's data section.
-        tables: by source, a table without rows.
-        sides: by side table that SQL may read, a table without rows.
+        tables: source to an empty table with its columns.
+        sides: side table that SQL may read to an empty table with its columns.
 
     Raises:
-        SchemaError: a step does not fit the columns.
+        SchemaError: a statement does not fit the columns.
     """
     if data.samples.events is not None:
-        tables = with_events(tables, data, ()).tables
+        tables = join_events(tables, data, ()).tables
     for name, table in sides.items():
         connection.register(name, table.drop_columns([ORIGIN]))
-    made = visible_rows(tables, data.sample_source)
+    visible = visible_rows(tables, data.sample_source)
     per = data.samples.per.sql if data.samples.per else ""
     for key, statement, text in (
         ("data.samples.per.sql", steps.per, per),
@@ -261,33 +257,33 @@ def samples_of_nothing(
             continue
         try:
             with name_errors(key):
-                samples = run(connection, statement, made)
+                samples = run(connection, statement, visible)
         except duckdb.Error as error:
-            raise original_error(key, text, {**made, **sides}, error) from error
-        made = {PER: samples}
-    (samples,) = made.values()
+            raise original_error(key, text, {**visible, **sides}, error) from error
+        visible = {PER: samples}
+    (samples,) = visible.values()
     return samples
 
 
-def looked_up_nothing(
+def dry_run_lookups(
     samples: pa.Table,
     data: DataConfig,
     sides: Mapping[str, pa.Table],
-    kinds: Mapping[str, pa.DataType],
+    key_types: Mapping[str, pa.DataType],
 ) -> pa.Table:
-    """Return no samples with the columns of all look-ups.
+    """Return the empty samples with the columns of all look-ups.
 
     Args:
-        samples: from `samples_of_nothing`.
+        samples: from `dry_run_sql`.
         data: the job's data section.
-        sides: by side table, a table without rows.
-        kinds: by side table, the common type of its key.
+        sides: side table to an empty table with its columns.
+        key_types: side table to the common type of its key.
 
     Raises:
-        SchemaError: a column has a type that format 1 has not.
+        SchemaError: a column has a type that format 1 does not support.
     """
     for join in data.samples.joins:
         config = data.sides[join.side]
-        side = side_table(sorted_rows(sides[join.side], config, kinds[join.side]), config)
-        samples = joined(samples, side, config, join, join.as_of or data.session.time)
+        side = side_table(sort_side_rows(sides[join.side], config, key_types[join.side]), config)
+        samples = look_up(samples, side, config, join, join.as_of or data.session.time)
     return samples

@@ -1,9 +1,8 @@
-"""Samples with the tuples of their groups apart: from here on a list is touched once per tuple.
+"""Samples that refer to the unique tuples of their dedup groups.
 
-The job's SQL gives one row per sample, each with its lists. `separate` keeps
-one copy of each group's tuple and a reference per sample; everything after it
-moves references. Tuples are found by a 64-bit hash and then compared, so the
-result is exact whatever the hash does.
+The job's SQL yields one row per sample with its lists. `separate` keeps one copy of each group's
+tuples and a reference per sample; later stages move references only. Tuples are matched by a 64-bit
+hash and then compared, so that the result does not depend on the hash.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from pipelines.samples.connection import quoted_name
 from schemas.arrays import comparable_tuple, hash_keys, one_chunk
 
 HASH_PREFIX = "_hash_"
-"""SQL adds one column per group: a hash of its columns, used inside one build only."""
+"""Prefix of the columns with the hashes of groups, which are used within one build only."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,8 +27,8 @@ class Tuples:
     """Samples of one chunk or one part.
 
     Attributes:
-        samples: one row per sample: the columns of no group.
-        references: group to (num_samples,) int64, the row of each sample's tuple.
+        samples: one row per sample, with the columns that are in no group.
+        references: group to (num_samples,) int64, rows in `uniques`.
         uniques: group to its distinct tuples, with their hash in the first column.
     """
 
@@ -43,7 +42,7 @@ class Tuples:
         return self.samples.num_rows
 
     def column(self, name: str) -> pa.Array:
-        """Return a column with one row per sample, wherever it is kept."""
+        """Return a column of samples or of a group, with one row per sample."""
         if name in self.samples.column_names:
             return one_chunk(self.samples[name])
         for group, table in self.uniques.items():
@@ -52,7 +51,7 @@ class Tuples:
         raise KeyError(name)
 
     def take(self, rows: NDArray[np.integer]) -> Tuples:
-        """Return some samples; their tuples stay where they are."""
+        """Return some samples, with all unique tuples."""
         references = {g: r[rows] for g, r in self.references.items()}
         return Tuples(self.samples.take(pa.array(rows)), references, self.uniques)
 
@@ -63,85 +62,85 @@ def hash_column(group: str) -> str:
 
 
 def with_hashes(
-    statement: str, groups: Mapping[str, Sequence[str]], left_out: Sequence[str] = ()
+    statement: str, groups: Mapping[str, Sequence[str]], excluded: Sequence[str] = ()
 ) -> str:
-    """Return the statement with one hash column per group, and without some columns."""
+    """Return the statement with one hash column per group, and without the excluded columns."""
     hashes = [
         f"hash({', '.join(quoted_name(c) for c in columns)}) AS {quoted_name(hash_column(group))}"
         for group, columns in groups.items()
     ]
-    if not hashes and not left_out:
+    if not hashes and not excluded:
         return statement
-    star = f"* EXCLUDE ({', '.join(map(quoted_name, left_out))})" if left_out else "*"
+    star = f"* EXCLUDE ({', '.join(map(quoted_name, excluded))})" if excluded else "*"
     return f"SELECT {', '.join([star, *hashes])} FROM ({statement.rstrip().rstrip(';')})"
 
 
 def separate(samples: pa.Table, groups: Mapping[str, Sequence[str]]) -> Tuples:
-    """Keep each distinct tuple of each group once.
+    """Separate samples from the distinct tuples of their groups.
 
     Args:
         samples: one row per sample, with the hash column of each group.
         groups: columns of each group.
     """
     grouped = {c for columns in groups.values() for c in columns}
-    hidden = {hash_column(g) for g in groups}
-    alone = [c for c in samples.column_names if c not in grouped and c not in hidden]
+    hashes = {hash_column(g) for g in groups}
+    ungrouped = [c for c in samples.column_names if c not in grouped and c not in hashes]
     references: dict[str, NDArray[np.int64]] = {}
     uniques: dict[str, pa.Table] = {}
     for group, columns in groups.items():
         table = samples.select([hash_column(group), *columns])
         references[group], uniques[group] = distinct(table)
-    return Tuples(samples.select(alone), references, uniques)
+    return Tuples(samples.select(ungrouped), references, uniques)
 
 
 def distinct(table: pa.Table) -> tuple[NDArray[np.int64], pa.Table]:
-    """Return the distinct rows of a table, in order of first appearance, and who has which.
+    """Return the distinct rows of a table.
 
     Args:
         table: rows with their hash in the first column; equal rows have equal hashes.
 
     Returns:
-        (num_rows,) int64 references, and the distinct rows.
+        (num_rows,) int64 references, and the distinct rows in order of first appearance.
     """
     hashes = table.column(0).to_numpy()
     references, first = first_appearances(hashes)
     if not _equal(table, first[references]):
-        # SQL's hashes of lists do collide: [0, 7] and [7]. The column stays, so that equal rows of
-        # other chunks, where nothing collided, still meet.
-        strong = hash_keys(comparable_tuple(table, table.column_names[1:])) ^ hashes
-        references, first = first_appearances(strong)
+        # DuckDB's hashes of lists collide, for example of [0, 7] and [7]. The column keeps them,
+        # so that equal rows of chunks without a collision still have equal hashes.
+        stronger = hash_keys(comparable_tuple(table, table.column_names[1:])) ^ hashes
+        references, first = first_appearances(stronger)
         assert _equal(table, first[references]), "two independent hashes cannot both collide"
     return references, table if len(first) == len(table) else table.take(pa.array(first))
 
 
 def first_appearances(keys: NDArray[np.generic]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Number the distinct keys in the order in which they appear.
+    """Number the distinct keys in order of first appearance.
 
     Args:
-        keys: (n,) whole numbers.
+        keys: (n,) integers.
 
     Returns:
-        (n,) the number of each key, and (num_distinct,) where each appears first.
+        (n,) numbers of the keys, and (num_distinct,) index of each number's first key.
 
     Example:
         >>> numbers, first = first_appearances(np.array([7, 3, 7, 9]))
         >>> numbers.tolist(), first.tolist()
         ([0, 1, 0, 2], [0, 1, 3])
     """
-    encoded = pa.array(keys).dictionary_encode()  # by a hash table, five times as fast as sorting
+    encoded = pa.array(keys).dictionary_encode()  # a hash table: five times as fast as sorting
     numbers = encoded.indices.to_numpy().astype(np.int64)
     first = np.flatnonzero(np.diff(np.maximum.accumulate(numbers), prepend=-1))
     return numbers, first
 
 
-def _equal(table: pa.Table, same: NDArray[np.int64]) -> bool:
-    """Compare every row with the row that it is said to equal, floats by their bits."""
-    repeats = np.flatnonzero(same != np.arange(len(same)))
+def _equal(table: pa.Table, first: NDArray[np.int64]) -> bool:
+    """Return whether each row equals its first appearance, floats compared by their bits."""
+    repeats = np.flatnonzero(first != np.arange(len(first)))
     if not len(repeats):
         return True
-    these, those = pa.array(repeats), pa.array(same[repeats])
+    left, right = pa.array(repeats), pa.array(first[repeats])
     columns = (_bits(table[name]) for name in table.column_names[1:])
-    return all(column.take(these).equals(column.take(those)) for column in columns)
+    return all(column.take(left).equals(column.take(right)) for column in columns)
 
 
 def _bits(column: pa.ChunkedArray) -> pa.Array:
@@ -155,7 +154,7 @@ def _bits(column: pa.ChunkedArray) -> pa.Array:
 
 
 def join(parts: Sequence[Tuples]) -> Tuples:
-    """Return the samples of all parts, with equal tuples of different parts made one.
+    """Concatenate samples and deduplicate their tuples.
 
     Args:
         parts: at least one, all with the same columns.
@@ -166,26 +165,26 @@ def join(parts: Sequence[Tuples]) -> Tuples:
     for group in parts[0].uniques:
         tables = [p.uniques[group] for p in parts]
         starts = np.cumsum([0, *(t.num_rows for t in tables)])
-        merged, uniques[group] = distinct(pa.concat_tables(tables).combine_chunks())
+        numbers, uniques[group] = distinct(pa.concat_tables(tables).combine_chunks())
         references[group] = np.concatenate(
-            [merged[p.references[group] + s] for p, s in zip(parts, starts, strict=False)]
+            [numbers[p.references[group] + s] for p, s in zip(parts, starts, strict=False)]
         )
     return Tuples(samples, references, uniques)
 
 
 def compact(tuples: Tuples) -> Tuples:
-    """Leave out the tuples that no sample refers to."""
+    """Remove the tuples that no sample refers to."""
     references: dict[str, NDArray[np.int64]] = {}
     uniques: dict[str, pa.Table] = {}
     for group, table in tuples.uniques.items():
-        refers = tuples.references[group]
-        references[group], first = first_appearances(refers)
-        uniques[group] = table.take(pa.array(refers[first]))
+        old = tuples.references[group]
+        references[group], first = first_appearances(old)
+        uniques[group] = table.take(pa.array(old[first]))
     return Tuples(tuples.samples, references, uniques)
 
 
 def split(tuples: Tuples, target: NDArray[np.int64], num_targets: int) -> list[Tuples | None]:
-    """Return the samples of each target with only their own tuples; None where there are none.
+    """Return the samples of each target with their own tuples only; None for a target without.
 
     Args:
         tuples: samples of one chunk.
@@ -203,10 +202,10 @@ def split(tuples: Tuples, target: NDArray[np.int64], num_targets: int) -> list[T
         starts = np.searchsorted(by_target[first], np.arange(num_targets + 1))
         local = numbers - starts[by_target]
         tables[group] = local, starts, table.take(pa.array(pairs[first] % size))
-    found: list[Tuples | None] = []
+    parts: list[Tuples | None] = [None] * num_targets
     for index, (start, end) in enumerate(pairwise(cuts.tolist())):
-        found.append(
-            Tuples(
+        if end > start:
+            parts[index] = Tuples(
                 ordered.samples.slice(start, end - start),
                 {g: local[start:end] for g, (local, _, _) in tables.items()},
                 {
@@ -214,7 +213,4 @@ def split(tuples: Tuples, target: NDArray[np.int64], num_targets: int) -> list[T
                     for g, (_, starts, table) in tables.items()
                 },
             )
-            if end > start
-            else None
-        )
-    return found
+    return parts

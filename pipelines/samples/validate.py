@@ -1,10 +1,9 @@
-"""Which samples can be used: session key, time, presence, domains, ids inside their tables."""
+"""Check the columns of samples before a build, and the values of samples during it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
 from functools import partial
-from typing import NoReturn
 
 import numpy as np
 import pyarrow as pa
@@ -28,12 +27,15 @@ _FIRST_TIME, _LAST_TIME = (
     for time in (np.datetime64("0001-01-01", "us"), np.datetime64("9999-12-31T23:59:59.999999"))
 )
 
-Find = Callable[[pa.Array], "NDArray[np.bool_] | None"]
-"""Tells which rows of a column are bad; None is a quick way to say none."""
+Check = Callable[[pa.Array], "NDArray[np.bool_] | None"]
+"""Returns which rows of a column are bad; None for none."""
+
+
+# Columns.
 
 
 def check_columns(samples: pa.Schema, features: FeatureSet, data: DataConfig) -> None:
-    """Compare the columns that SQL yields with the declared ones.
+    """Compare the columns of the SQL's result with the declared ones.
 
     Args:
         samples: schema of the SQL's result.
@@ -43,10 +45,9 @@ def check_columns(samples: pa.Schema, features: FeatureSet, data: DataConfig) ->
     Raises:
         SchemaError: a column is missing, undeclared, or of another type.
     """
-    hidden = [n for n in samples.names if n.startswith(HASH_PREFIX)]
-    names = [n for n in samples.names if n not in (*_HIDDEN, *hidden)]
-    made = data.derived_columns
-    declared = [f.name for f in features.features if f.name not in made]
+    names = [n for n in samples.names if n not in _HIDDEN and not n.startswith(HASH_PREFIX)]
+    derived = data.derived_columns
+    declared = [f.name for f in features.features if f.name not in derived]
     for name in names:
         if name not in declared:
             advice = f"add it to {data.schema}: {_declaration(samples.field(name), data)}"
@@ -69,16 +70,15 @@ def check_columns(samples: pa.Schema, features: FeatureSet, data: DataConfig) ->
         )
     _check_reserved(features, data)
     _check_roles(features)
-    used = {"session.key": data.session.key, "session.time": data.session.time}
-    for key, name in used.items():
+    for key, name in (("session.key", data.session.key), ("session.time", data.session.time)):
         if name not in declared:
-            _refuse_undeclared(key, name, declared, data.schema)
+            raise _undeclared(key, name, declared, data.schema)
     for name, group in data.group_of_column.items():
-        if name not in declared and name not in made:
-            _refuse_undeclared(f"groups.{group}", name, declared, data.schema)
+        if name not in declared and name not in derived:
+            raise _undeclared(f"groups.{group}", name, declared, data.schema)
     for name, table in data.table_of_feature.items():
         if name not in features:
-            _refuse_undeclared(f"tables.{table}.features", name, features.names, data.schema)
+            raise _undeclared(f"tables.{table}.features", name, features.names, data.schema)
         if features[name].role != "sparse":
             raise SchemaError(
                 f"data.tables.{table}.features must be sparse, got {name!r} with the role "
@@ -95,17 +95,17 @@ def check_columns(samples: pa.Schema, features: FeatureSet, data: DataConfig) ->
     _check_time(samples.field(data.session.time).type, data)
 
 
-def _refuse_undeclared(key: str, name: str, declared: Collection[str], schema: str) -> NoReturn:
-    raise SchemaError(
+def _undeclared(key: str, name: str, declared: Collection[str], schema: str) -> SchemaError:
+    return SchemaError(
         f"data.{key} must name columns of {schema}, got {name!r}; {suggest_name(name, declared)}"
     )
 
 
 def _check_time(kind: pa.DataType, data: DataConfig) -> None:
-    """Refuse a time that is none; a whole number orders samples where nothing asks for its unit."""
-    measured = (data.session.gap, data.window.span, data.split.evaluation_from)
-    number = pa.types.is_integer(kind) and not pa.types.is_uint64(kind)
-    if not pa.types.is_timestamp(kind) and not (number and all(m is None for m in measured)):
+    """Check the type of the session time; an integer will do if no setting needs its unit."""
+    with_unit = (data.session.gap, data.window.span, data.split.evaluation_from)
+    is_number = pa.types.is_integer(kind) and not pa.types.is_uint64(kind)
+    if not pa.types.is_timestamp(kind) and not (is_number and all(s is None for s in with_unit)):
         raise SchemaError(
             f"session.time must be a timestamp, got {kind} for {data.session.time!r}; "
             "cast it in SQL, for example make_timestamp(ms * 1000)"
@@ -113,30 +113,28 @@ def _check_time(kind: pa.DataType, data: DataConfig) -> None:
 
 
 def _check_reserved(features: FeatureSet, data: DataConfig) -> None:
-    taken = {BLOCK, UNIQUE_INDEX, TUPLE_INDEX, ORIGIN, LIST_INDEX}
-    taken |= {inverse_column(g) for g in data.groups}
-    taken |= {w for f in features.features if f.is_list for w in window_columns(f.name)}
+    reserved = {BLOCK, UNIQUE_INDEX, TUPLE_INDEX, ORIGIN, LIST_INDEX}
+    reserved |= {inverse_column(g) for g in data.groups}
+    reserved |= {w for f in features.features if f.is_list for w in window_columns(f.name)}
     for name in features.names:
-        if name in taken:
-            raise SchemaError(
-                f"column must not have the name of one of the format, got {name!r}; rename it"
-            )
+        if name in reserved:
+            raise SchemaError(f"column name {name!r} is reserved by the format; rename the column")
 
 
 def _check_roles(features: FeatureSet) -> None:
     for feature in features.features:
-        what = f"{feature.role} feature {feature.name!r}"
+        subject = f"{feature.role} feature {feature.name!r}"
         if feature.role == "sparse" and feature.type == "FLOAT":
             raise SchemaError(
-                f"{what} must be INT or BYTES, got {feature.type}; number its values in SQL"
+                f"{subject} must be INT or BYTES, got {feature.type}; number its values in SQL"
             )
         if feature.role in _NUMBERS and (feature.type == "BYTES" or feature.is_list):
-            found = "a list" if feature.is_list else feature.type
-            raise SchemaError(f"{what} must be one number, got {found}; make numbers of it in SQL")
+            actual = "a list" if feature.is_list else feature.type
+            raise SchemaError(f"{subject} must be one number, got {actual}; convert it in SQL")
 
 
 def _check_tables(features: FeatureSet, data: DataConfig) -> None:
-    """Refuse texts that have no row of their own: a text and a number never share one."""
+    """Check that each table has features of one type, and that texts have rows of their own."""
     for name, table in data.tables.items():
         types = {features[f].type: f for f in table.features}
         if "BYTES" in types and table.rows == "identity":
@@ -153,88 +151,95 @@ def _check_tables(features: FeatureSet, data: DataConfig) -> None:
 
 
 def _declaration(field: pa.Field, data: DataConfig) -> str:
-    """Return the declaration of a column for the schema, with the role that it may have."""
-    word = _type_word(field.type)
-    role = "dense" if word == "FLOAT" and not is_list(field.type) else "kept"
+    """Return the declaration of a column for the schema, with a likely role."""
+    type_name = _type_name(field.type)
+    role = "dense" if type_name == "FLOAT" and not is_list(field.type) else "kept"
     role = "sparse" if field.name in data.table_of_feature else role
     count = " value_count { min: 0 }" if is_list(field.type) else ""
     tag = f'annotation {{ tag: "{role}" }}'
     return (
-        f'feature {{ name: "{field.name}" type: {word}{count} {tag} }}, where tag is one of '
+        f'feature {{ name: "{field.name}" type: {type_name}{count} {tag} }}, where tag is one of '
         f"{', '.join(ROLES)}"
     )
 
 
-def _type_word(kind: pa.DataType) -> str:
+def _type_name(kind: pa.DataType) -> str:
     value = kind.value_type if is_list(kind) else kind
-    word = "FLOAT" if pa.types.is_floating(value) else "INT"
-    return "BYTES" if pa.types.is_string(value) else word
+    if pa.types.is_string(value):
+        return "BYTES"
+    return "FLOAT" if pa.types.is_floating(value) else "INT"
 
 
 def check_type(feature: Feature, kind: pa.DataType) -> None:
-    """Compare one column's type with its declaration.
+    """Compare the type of a column with its declaration.
 
     Raises:
         SchemaError: they differ.
     """
     if is_list(kind) != feature.is_list:
-        wanted, found = ("a list", kind) if feature.is_list else ("one value", kind)
+        expected = "a list" if feature.is_list else "one value"
         raise SchemaError(
-            f"feature {feature.name!r} must be {wanted}, got {found}; change SQL or its value_count"
+            f"feature {feature.name!r} must be {expected}, got {kind}; "
+            "change SQL or its value_count"
         )
-    if _type_word(kind) != feature.type:
+    if _type_name(kind) != feature.type:
         raise SchemaError(
             f"feature {feature.name!r} must be {feature.type}, got {kind}; change SQL or its type"
         )
 
 
+# Values.
+
+
 def usable_samples(
     samples: Tuples, features: FeatureSet, data: DataConfig
 ) -> tuple[Tuples, pa.Table]:
-    """Split samples into those that can be used and those that cannot, as bad rows."""
-    keep = np.ones(samples.num_samples, bool)
+    """Split samples into those that can be used, and bad rows."""
+    usable = np.ones(samples.num_samples, bool)
     bad = [BAD_ROWS_SCHEMA.empty_table()]
-    for name, find, reason in _checks(features, data):
-        found = _found(samples, name, find)
-        if found is None:
+    for name, check, reason in _checks(features, data):
+        failed = _failed_samples(samples, name, check)
+        if failed is None:
             continue
-        new = np.flatnonzero(found & keep)
-        keep[new] = False
-        chosen = samples.take(new)
-        names = [n for n in features.names if _has(samples, n)]
-        columns = {n: chosen.column(n) for n in (*names, ORIGIN)}
+        rows = np.flatnonzero(failed & usable)
+        usable[rows] = False
+        rejected = samples.take(rows)
+        names = [n for n in features.names if _has_column(samples, n)]
+        columns = {n: rejected.column(n) for n in (*names, ORIGIN)}
         bad.append(bad_rows(pa.table(columns), reason))
-    good = samples if keep.all() else samples.take(np.flatnonzero(keep))
+    good = samples if usable.all() else samples.take(np.flatnonzero(usable))
     return good, pa.concat_tables(bad)
 
 
-def _has(samples: Tuples, name: str) -> bool:
+def _has_column(samples: Tuples, name: str) -> bool:
     tables = (samples.samples, *samples.uniques.values())
     return any(name in table.column_names for table in tables)
 
 
-def _found(samples: Tuples, name: str, find: Find) -> NDArray[np.bool_] | None:
-    """Return which samples a check finds fault with, None when there are none."""
+def _failed_samples(samples: Tuples, name: str, check: Check) -> NDArray[np.bool_] | None:
+    """Return which samples fail a check, None for none."""
     if name in samples.samples.column_names:
-        found = find(one_chunk(samples.samples[name]))
-        return found if found is not None and found.any() else None
+        failed = check(one_chunk(samples.samples[name]))
+        return failed if failed is not None and failed.any() else None
     for group, table in samples.uniques.items():
         if name in table.column_names:
-            found = find(one_chunk(table[name]))
-            return None if found is None or not found.any() else found[samples.references[group]]
-    return None  # made later, by a transform
+            failed = check(one_chunk(table[name]))
+            if failed is None or not failed.any():
+                return None
+            return failed[samples.references[group]]
+    return None  # a transform will add the column
 
 
-def _checks(features: FeatureSet, data: DataConfig) -> Iterator[tuple[str, Find, str]]:
-    """Yield (column, check, reason) in the order in which reasons are looked for."""
-    for what, name in (("session key", data.session.key), ("session time", data.session.time)):
-        yield name, _missing, f"{what} {name!r} must not be null"
-    reason = f"session time {data.session.time!r} must lie in the years 1 to 9999"
+def _checks(features: FeatureSet, data: DataConfig) -> Iterator[tuple[str, Check, str]]:
+    """Yield (column, check, reason) in the order of the checks."""
+    for role, name in (("session key", data.session.key), ("session time", data.session.time)):
+        yield name, _is_missing, f"{role} {name!r} must not be null"
+    reason = f"session time {data.session.time!r} must be in the years 1 to 9999"
     yield data.session.time, _outside_calendar, reason
     for feature in features.features:
         name = feature.name
         if feature.required or feature.role in ("label", "weight"):
-            yield name, _missing, f"feature {name!r} must not be null"
+            yield name, _is_missing, f"feature {name!r} must not be null"
         if feature.role in _NUMBERS:
             yield name, _not_finite, f"feature {name!r} must be finite"
         if feature.is_list:
@@ -248,7 +253,7 @@ def _checks(features: FeatureSet, data: DataConfig) -> Iterator[tuple[str, Find,
             yield name, partial(_outside, comparison="greater", limit=high), reason
 
 
-def _missing(column: pa.Array) -> NDArray[np.bool_] | None:
+def _is_missing(column: pa.Array) -> NDArray[np.bool_] | None:
     if not column.null_count and not pa.types.is_floating(column.type):
         return None
     return _mask(pc.is_null(column, nan_is_null=True))
@@ -292,16 +297,17 @@ def _outside(column: pa.Array, comparison: str, limit: float) -> NDArray[np.bool
     extreme = extremes["min" if comparison == "less" else "max"].as_py()
     if extreme is None or not (extreme < limit if comparison == "less" else extreme > limit):
         return None
-    # Arrow would compare unsigned 64-bit values as signed ones.
+    # Arrow compares unsigned 64-bit values as signed ones.
     unsigned = pa.types.is_uint64(values.type)
     bound = pa.scalar(max(0, int(limit)), pa.uint64()) if unsigned else pa.scalar(limit)
-    found = _mask(pc.call_function(comparison, [values, bound]))
-    return _rows_of_values(column, found) if is_list(column.type) else found
+    outside = _mask(pc.call_function(comparison, [values, bound]))
+    return _rows_of_values(column, outside) if is_list(column.type) else outside
 
 
-def _rows_of_values(column: pa.Array, found: NDArray[np.bool_]) -> NDArray[np.bool_]:
+def _rows_of_values(column: pa.Array, chosen: NDArray[np.bool_]) -> NDArray[np.bool_]:
+    """Return which lists of a column have a chosen value."""
     rows = np.zeros(len(column), bool)
-    rows[pc.list_parent_indices(column).to_numpy()[found]] = True
+    rows[pc.list_parent_indices(column).to_numpy()[chosen]] = True
     return rows
 
 

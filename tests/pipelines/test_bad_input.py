@@ -67,7 +67,7 @@ ROW_FAULTS: dict[str, tuple[Callable[[Path], None], int, str]] = {
     "a null label": (changed(8, clicked=None), 8, "feature 'label' must not be null"),
     "a null inside a list": (changed(40, history=[1, None]), 40, "feature 'history' must hold no nulls"),
     "a time after the year 9999": (
-        changed(41, time=2 ** 62), 41, "session time 'time' must lie in the years 1 to 9999"),
+        changed(41, time=2 ** 62), 41, "session time 'time' must be in the years 1 to 9999"),
     "a null among the items": (changed(3, items=[None]), 3, "feature 'item' must not be null"),
 }  # fmt: skip
 

@@ -18,10 +18,10 @@ from tests.pipelines.logs import request, write_job, write_log
 
 # What is wrong, to a text of the job, what stands there instead, and the message.
 REFUSED = {
-    "chance": ("clicked AS label", "(random() < clicked)::INT AS label", "data.samples.map must give the same in each build, got random"),
+    "chance": ("clicked AS label", "(random() < clicked)::INT AS label", "data.samples.map must yield the same in each build, got random"),
     "the clock": ("FROM log", "FROM log WHERE time < current_timestamp", "got current_timestamp"),
     "chance below": ("FROM log", "FROM (SELECT * FROM log WHERE RANDOM() < 0.5)", "got random"),
-    "chance in a transform": ("ln(1 + len(history))", "random()", "transforms.user.num_history must give the same in each build, got random"),
+    "chance in a transform": ("ln(1 + len(history))", "random()", "transforms.user.num_history must yield the same in each build, got random"),
     "a limit": ("FROM log", "FROM log LIMIT 5", "data.samples.map must treat each row alone, got LIMIT"),
     "distinct rows": ("SELECT session", "SELECT DISTINCT session", "got DISTINCT"),
     "a sample": ("FROM log", "FROM log USING SAMPLE 10", "got SAMPLE"),

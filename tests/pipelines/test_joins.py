@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from pipelines.build import build
 from pipelines.clustering.reader import expand
 from pipelines.samples import check_sql as check_joins
-from pipelines.samples.lookups import joined, side_table, sorted_rows
+from pipelines.samples.lookups import look_up, side_table, sort_side_rows
 from pipelines.sources.rows import ORIGIN
 from schemas.config.sources import JoinConfig, SideConfig
 from schemas.errors import SchemaError
@@ -326,8 +326,8 @@ def test_newest_row_that_is_not_after_the_sample_is_found(
             "at": pa.array([t for _, t in asked], pa.timestamp("us")),
         }
     )
-    side = side_table(sorted_rows(table, config, type_), config)
-    found = joined(samples, side, config, JoinConfig(side="s", columns=("v",)), "at")[
+    side = side_table(sort_side_rows(table, config, type_), config)
+    found = look_up(samples, side, config, JoinConfig(side="s", columns=("v",)), "at")[
         "v"
     ].to_pylist()
     reference = [
@@ -343,9 +343,9 @@ def test_keys_of_equal_hash_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> N
     )
     config = SideConfig(files="*", format="parquet", key="k")
     rows = pa.table({"k": ["a", "b", "c"], "v": [1, 2, 3], ORIGIN: [0, 1, 2]})
-    side = side_table(sorted_rows(rows, config, pa.string()), config)
+    side = side_table(sort_side_rows(rows, config, pa.string()), config)
     asked = pa.table({"k": ["c", "a", "x", "b"]})
-    assert joined(asked, side, config, JoinConfig(side="s"), "t")["v"].to_pylist() == [
+    assert look_up(asked, side, config, JoinConfig(side="s"), "t")["v"].to_pylist() == [
         3,
         1,
         None,
@@ -356,8 +356,8 @@ def test_keys_of_equal_hash_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> N
 def test_row_between_two_microseconds_holds_from_the_next_on() -> None:
     config = SideConfig(files="*", format="parquet", key="k", time="t")
     rows = pa.table({"k": [1], "t": pa.array([1001], pa.timestamp("ns")), "v": [7], ORIGIN: [0]})
-    side = side_table(sorted_rows(rows, config, pa.int64()), config)
+    side = side_table(sort_side_rows(rows, config, pa.int64()), config)
     asked = pa.table({"k": [1, 1], "at": pa.array([1, 2], pa.timestamp("us"))})
-    assert joined(asked, side, config, JoinConfig(side="s", columns=("v",)), "at")[
+    assert look_up(asked, side, config, JoinConfig(side="s", columns=("v",)), "at")[
         "v"
     ].to_pylist() == [None, 7]

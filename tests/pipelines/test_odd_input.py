@@ -388,13 +388,13 @@ WRONG_ROLES: dict[str, tuple[str, str, str]] = {
         "them with a vocabulary in data.transforms"),
     "a dense text": (
         'name: "price" type: FLOAT', 'name: "price" type: BYTES',
-        "dense feature 'price' must be one number, got BYTES; make numbers of it in SQL"),
+        "dense feature 'price' must be one number, got BYTES; convert it in SQL"),
     "a list of labels": (
         'name: "label" type: INT', 'name: "label" type: INT value_count { min: 0 }',
-        "label feature 'label' must be one number, got a list; make numbers of it in SQL"),
+        "label feature 'label' must be one number, got a list; convert it in SQL"),
     "a name of the format": (
         'name: "price"', 'name: "user_inverse"',
-        "column must not have the name of one of the format, got 'user_inverse'; rename it"),
+        "column name 'user_inverse' is reserved by the format; rename the column"),
 }  # fmt: skip
 
 

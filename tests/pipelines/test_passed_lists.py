@@ -6,7 +6,7 @@ import pytest
 
 from pipelines.samples.connection import Connection
 from pipelines.samples.sql import map_rows, select_origin
-from pipelines.samples.statements import Passed, map_samples, passed_lists
+from pipelines.samples.statements import Passthrough, map_samples, unchanged_lists
 from pipelines.samples.tuples import with_hashes
 from pipelines.sources.rows import ORIGIN
 
@@ -44,7 +44,7 @@ STATEMENTS = {
 def test_lists_are_passed_only_where_nothing_touches_them(
     statement: str, expected: tuple[str, ...]
 ) -> None:
-    found = passed_lists(statement, "log", ROWS.schema)
+    found = unchanged_lists(statement, "log", ROWS.schema)
     assert found == expected
 
 
@@ -57,9 +57,9 @@ def test_samples_are_those_of_the_sql(statement: str) -> None:
     connection = Connection()
     plain = map_rows(connection, statement, "log", ROWS).samples
     assert plain is not None
-    lists = passed_lists(statement, "log", ROWS.schema)
+    lists = unchanged_lists(statement, "log", ROWS.schema)
     assert lists
-    passed = Passed(lists, tuple(plain.column_names))
+    passed = Passthrough(lists, tuple(plain.column_names))
     around = with_hashes(statement, {}, lists)
     assert map_samples(connection, around, passed, "log", ROWS).samples == plain
 
@@ -67,7 +67,7 @@ def test_samples_are_those_of_the_sql(statement: str) -> None:
 def test_rows_that_raise_are_left_out_and_the_others_keep_their_lists() -> None:
     rows = ROWS.select(["id", "seen", ORIGIN])
     statement = "SELECT CAST(if(id = 8, 'x', '1') AS INT) AS x, seen, _origin FROM log"
-    passed = Passed(("seen",), ("x", "seen", ORIGIN))
+    passed = Passthrough(("seen",), ("x", "seen", ORIGIN))
     around = with_hashes(statement, {}, ["seen"])
     result = map_samples(Connection(), around, passed, "log", rows)
     assert result.bad_rows["origin"].to_pylist() == [101]

@@ -105,4 +105,4 @@ def test_key_with_a_bad_row_is_dropped_as_a_whole_when_asked_for() -> None:
     own = "row must pass the job's SQL, got "
     assert bad.keys() == {0, 2, 5}
     assert bad[2].startswith(own)
-    assert bad[0] == bad[5] == f"row must stand under a key without bad rows, got log:2: {bad[2]}"
+    assert bad[0] == bad[5] == f"another row of the key is bad, got log:2: {bad[2]}"

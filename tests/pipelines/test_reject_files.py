@@ -14,7 +14,7 @@ import pytest
 from pipelines.build import build
 from pipelines.cli import main
 from pipelines.context import BuildContext
-from pipelines.lookup_stages import cut_samples
+from pipelines.lookup_stages import partition_samples
 from pipelines.samples.statements import Steps
 from pipelines.sources.listing import folder_of
 from pipelines.sources.rejects import (
@@ -209,7 +209,7 @@ def test_null_keys_of_a_look_up_are_spread_over_all_partitions(tmp_path: Path) -
         num_parts=8, empty_rows={}, key_types={"shops": pa.int64()},
     )  # fmt: skip
     samples = pa.table({"user": pa.nulls(50_000, pa.int64()), ORIGIN: pa.array(range(50_000))})
-    sizes = {part: rows.num_rows for part, rows in cut_samples(context, 0, 8, samples)}
+    sizes = {part: rows.num_rows for part, rows in partition_samples(context, 0, 8, samples)}
     assert sorted(sizes) == list(range(8))
     assert max(sizes.values()) < 1.2 * 50_000 / 8
 

@@ -225,7 +225,7 @@ FAULTS = {
     "a label of three classes": ("max: 1 }", "max: 2 }", "data.sampling must have a binary label, got 'label' of type INT from 0 to 2"),
     "no declared weight": (FEATURE, "", "data.sampling must have feature 'sample_weight' declared, got none"),
     "a weight that is an input": (FEATURE, FEATURE.replace("weight\" }", "dense\" }"), "data.sampling must have feature 'sample_weight' declared, got FLOAT tagged dense"),
-    "a weight that SQL makes": ("clicked AS label", "clicked AS label, 1 AS sample_weight", "samples must not have column 'sample_weight', which data.sampling makes"),
+    "a weight that SQL makes": ("clicked AS label", "clicked AS label, 1 AS sample_weight", "samples must not have column 'sample_weight', which data.sampling adds"),
     "a transform that makes the weight": ("num_history:", "sample_weight: '1.0', num_history:", "data.transforms.user.sample_weight exists already"),
     "two weights": (FEATURE, FEATURE + OWN + OWN.replace("worth", "value"), "data.sampling must find at most one weight, got ['worth', 'value']"),
 }  # fmt: skip

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from pipelines.build import build
 from pipelines.clustering.reader import expand
 from pipelines.report.quality import event_sections
-from pipelines.samples.event_join import COUNTS, with_events
+from pipelines.samples.event_join import COUNTS, join_events
 from pipelines.table.verify import verify
 from schemas.config.job import load_job
 from schemas.dataset import open_dataset
@@ -273,7 +273,7 @@ WRONG: dict[str, tuple[str, str, str]] = {
     "a key that the events lack": ("key: [request]", "key: [user]", "data.samples.events.key must be a column of both logs, got 'user'"),
     "no key": ("key: [request]", "key: []", "data.samples.events.key is empty"),
     "a time that is none": ("event_time: at", "event_time: dwell", "data.samples.events.event_time must be a timestamp, got float for 'dwell'"),
-    "a column that the features have": ("{clicked: 0, dwell: null}", "{session: 0}", "data.samples.events must bring new columns, got 'session'"),
+    "a column that the features have": ("{clicked: 0, dwell: null}", "{session: 0}", "data.samples.events must add new columns, got 'session'"),
     "half a click": ("{clicked: 0,", "{clicked: 0.5,", "data.samples.events.columns.clicked must be int8 or null, got 0.5"),
     "the largest text": ("{clicked: 0, dwell: null}", "{at: null}\n      duplicates: any\n      without_event: sometimes", "data.samples.events.without_event must be one of keep, drop"),
     "no wait": ("      label_wait: 60s\n", "", "missing key: data.samples.events.label_wait in "),
@@ -337,7 +337,7 @@ def test_any_two_logs_join_as_by_plain_python(
     with TemporaryDirectory() as directory:
         data = load_job(job_of(Path(directory), duplicates=rule)).data
     listing = [InputFile(source="clicks", path="c", num_bytes=0, sha256="")]
-    joined = with_events(as_tables(features, events), data, listing)
+    joined = join_events(as_tables(features, events), data, listing)
     samples, counts = reference(features, events, rule)
     rows = joined.tables["shown"].to_pylist()
     found = [
@@ -357,4 +357,4 @@ def test_any_two_logs_join_as_by_plain_python(
         [(s, t, r, c, None if d is None else float(d), a) for s, t, r, c, d, a in samples], key=str
     )
     assert {n: joined.counts[n] for n in COUNTS} == {n: counts[n] for n in COUNTS}
-    assert len(joined.late) == counts["late"] + counts["unmatched"]
+    assert len(joined.unused_events) == counts["late"] + counts["unmatched"]
