@@ -1,1 +1,1 @@
-"""Sessions side by side, deduplicated, and written as parts of a segment."""
+"""Cluster samples by session, deduplicate them and write them as parts of a segment."""

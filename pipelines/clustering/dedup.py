@@ -1,6 +1,7 @@
-"""From clustered samples to the star schema.
+"""Deduplicate clustered samples into the star schema, and choose how each group is stored.
 
-Unique tuples per block, stored per block, per part or as windows.
+A group has one row per unique tuple of a block. Its tuples may be stored once per row group instead
+(shared tuples), and its lists as windows over buffers; both are chosen by measured bytes.
 """
 
 from __future__ import annotations
@@ -54,11 +55,11 @@ class Star:
     """The tables of one part.
 
     Attributes:
-        samples: one row per sample: block, columns of no group, inverse indices.
+        samples: one row per sample: block, columns without a group, inverse indices.
         groups: one row per unique tuple of a block.
         samples_per_block: (num_blocks,) int64.
         unique_per_block: group to (num_blocks,) int64.
-        tuples: group to (num_unique,) int64, equal where two of its rows are, whatever the block.
+        tuples: group to (num_unique,) int64; equal rows have equal numbers in all blocks.
     """
 
     samples: pa.Table
@@ -71,13 +72,13 @@ class Star:
 def to_star(
     clustered: Clustered, file_index: int, data: DataConfig, learned: FittedValues | None = None
 ) -> Star:
-    """Deduplicate each group within each block, exactly, and apply the transforms.
+    """Deduplicate each group within each block and apply the transforms.
 
     Args:
         clustered: samples of one part in order.
         file_index: number of the part, the upper bits of its block ids.
         data: groups and transforms.
-        learned: what transforms learned, None where none does.
+        learned: fitted parameters of transforms.
     """
     learned = learned or FittedValues()
     num_blocks = int(clustered.block[-1]) + 1 if len(clustered.block) else 0
@@ -115,11 +116,7 @@ def to_star(
 
 
 def check_num_blocks(num_blocks: int, block_samples: int) -> None:
-    """Refuse a part with more blocks than its block ids have room for.
-
-    Raises:
-        SchemaError: it has more than 2**20.
-    """
+    """Raise SchemaError if a part has more blocks than its block ids can number, 2**20."""
     if num_blocks > 1 << FILE_SHIFT:
         raise SchemaError(
             f"part must have at most {1 << FILE_SHIFT} blocks, got {num_blocks} of "
@@ -155,8 +152,8 @@ class GroupLayout:
     """How a group is stored.
 
     Attributes:
-        shared_tuples: each distinct tuple once per row group, not once per block.
-        windows: its list features that are windows over buffers.
+        shared_tuples: store each distinct tuple once per row group, not once per block.
+        windows: list features that are stored as windows over buffers.
     """
 
     shared_tuples: bool = False
@@ -190,30 +187,30 @@ def stored_tables(
 
     Args:
         group: name of the group.
-        star: the part.
+        star: the part, or a chunk of it.
         layout: how the group is stored.
         row_groups: unique tuples of each row group.
         file_index: number of the part.
-        written: path to the rows that the file has already.
+        written: path to the rows that earlier chunks wrote.
     """
-    done = written or {}
+    written = written or {}
     table, path = star.groups[group], group_path(group, file_index)
     if layout.shared_tuples:
         index, table, counts = dedup_tuples(table, star.tuples[group], row_groups)
-        first = done.get(tuples_path(group, file_index), 0)
-        numbered = pa.array(segment_indices(file_index, first + index))
-        head = star.groups[group].select([BLOCK, UNIQUE_INDEX])
-        yield StoredTable(path, head.append_column(TUPLE_INDEX, numbered), row_groups)
+        first = written.get(tuples_path(group, file_index), 0)
+        references = pa.array(segment_indices(file_index, first + index))
+        unique_rows = star.groups[group].select([BLOCK, UNIQUE_INDEX])
+        yield StoredTable(path, unique_rows.append_column(TUPLE_INDEX, references), row_groups)
         path, row_groups = tuples_path(group, file_index), counts
-        own = pa.array(segment_indices(file_index, first + np.arange(table.num_rows)))
-        table = table.add_column(0, TUPLE_INDEX, own)
+        tuple_index = pa.array(segment_indices(file_index, first + np.arange(table.num_rows)))
+        table = table.add_column(0, TUPLE_INDEX, tuple_index)
     for feature in layout.windows:
-        first = done.get(buffers_path(feature, file_index), 0)
+        first = written.get(buffers_path(feature, file_index), 0)
         columns, buffers = encode_windows(table[feature], row_groups, file_index, first)
-        place = table.column_names.index(feature)
-        table = table.remove_column(place)
+        column_index = table.column_names.index(feature)
+        table = table.remove_column(column_index)
         for offset, name in enumerate(window_columns(feature)):
-            table = table.add_column(place + offset, name, columns[offset])
+            table = table.add_column(column_index + offset, name, columns[offset])
         stored, counts = _buffers_table(feature, buffers, file_index, first)
         yield StoredTable(buffers_path(feature, file_index), stored, counts)
     yield StoredTable(path, table, row_groups)
@@ -229,9 +226,9 @@ def directory_of(path: str) -> str:
     return str(PurePosixPath(path).parent)
 
 
-def segment_indices(file_index: int, places: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return the indices of tuples or buffers, unique in the segment, by their places in a part."""
-    return (np.int64(file_index) << np.int64(NUMBER_SHIFT)) + places
+def segment_indices(file_index: int, part_indices: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return indices of tuples or buffers, unique in the segment, from indices within a part."""
+    return (np.int64(file_index) << np.int64(NUMBER_SHIFT)) + part_indices
 
 
 def dedup_tuples(
@@ -241,12 +238,12 @@ def dedup_tuples(
 
     Args:
         table: the rows of a group.
-        tuples: (num_rows,) equal where two rows are.
+        tuples: (num_rows,) equal rows have equal numbers.
         row_groups: rows of each row group.
 
     Returns:
-        (num_rows,) the place of each row's tuple among the kept ones; these, without `block` and
-        `unique_index`; how many each row group has.
+        (num_rows,) the index of each row's tuple; the distinct tuples, without `block` and
+        `unique_index`; their number in each row group.
     """
     row_group = np.repeat(np.arange(len(row_groups)), row_groups)
     first, index = unique_in_blocks(row_group, tuples)
@@ -258,13 +255,13 @@ def dedup_tuples(
 def encode_windows(
     column: pa.ChunkedArray, row_groups: Sequence[int], file_index: int, first: int = 0
 ) -> tuple[list[pa.Array], list[pa.Array]]:
-    """Turn a list feature into windows.
+    """Convert a list feature to windows over buffers.
 
     Args:
-        column: lists of numbers.
+        column: the lists.
         row_groups: rows of each row group.
         file_index: number of the part.
-        first: buffers that the file has already.
+        first: buffers that the file already has.
 
     Returns:
         The three window columns, and the buffers of each row group.
@@ -272,13 +269,13 @@ def encode_windows(
     lists, parts, buffers = one_chunk(column), [], []
     start = 0
     for count in row_groups:
-        found, values = list_windows(lists.slice(start, count))
-        parts.append((segment_indices(file_index, found.buffer + first), found.start, found.length))
-        entries = values.take(pa.array(found.source))
-        offsets = found.offsets if len(found.offsets) > 1 else np.zeros(2, np.int64)
-        made = pa.LargeListArray.from_arrays(pa.array(offsets), entries, type=lists.type)
-        buffers.append(made)
-        start, first = start + count, first + len(made)
+        windows, values = list_windows(lists.slice(start, count))
+        buffer_index = segment_indices(file_index, windows.buffer + first)
+        parts.append((buffer_index, windows.start, windows.length))
+        entries = values.take(pa.array(windows.source))
+        offsets = windows.offsets if len(windows.offsets) > 1 else np.zeros(2, np.int64)
+        buffers.append(pa.LargeListArray.from_arrays(pa.array(offsets), entries, type=lists.type))
+        start, first = start + count, first + len(buffers[-1])
     buffer, begin, length = (np.concatenate(p) for p in zip(*parts, strict=True))
     columns = [
         pa.array(buffer),
@@ -299,7 +296,7 @@ def list_windows(lists: pa.Array) -> tuple[Windows, pa.Array]:
 
 
 def supports_windows(kind: pa.DataType) -> bool:
-    """Tell whether a column's type is a list of values that can be compared by their bits."""
+    """Return whether a type is a list of values that can be compared bitwise."""
     return is_list(kind) and (
         is_text(kind.value_type)
         or pa.types.is_integer(kind.value_type)
@@ -317,19 +314,16 @@ def _buffers_table(
     return pa.table({BUFFER_INDEX: index, feature: lists}), counts
 
 
-# Which groups are stored beyond blocks: shared tuples and windows, by measured bytes.
-#
-# A pure function of the tables of one part, and of the job. It is asked once, and all parts of a
-# segment are stored alike; each segment is asked anew.
+# Choice of layouts: once per segment, for all its parts
 
 SAMPLE_ROWS = 1 << 15
-"""Unique tuples of a group that are looked at."""
+"""Maximum number of a group's unique tuples that are measured."""
 SAMPLE_BYTES = 4 << 20
-"""Uncompressed bytes of one column that are looked at."""
+"""Maximum uncompressed bytes of a column that are measured."""
 MAX_SIZE_RATIO = 0.98
-"""Share of the bytes at which a layout is taken; what saves less is not worth another file."""
+"""A layout is chosen if its bytes are at most this share; a smaller gain is not worth a file."""
 SKIP_RATIO = 0.9
-"""Share of tuples or values that are left at which bytes are not even measured."""
+"""Bytes are not measured if more than this share of the tuples or values would remain."""
 _PATH = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_-]*")
 
 Layouts = Mapping[str, GroupLayout]
@@ -337,20 +331,15 @@ Layouts = Mapping[str, GroupLayout]
 
 
 def choose_layouts(star: Star, storage: StorageConfig) -> dict[str, GroupLayout]:
-    """Choose the layout of every group.
-
-    Args:
-        star: some sessions of one part.
-        storage: what the job says.
-    """
-    found: dict[str, GroupLayout] = {}
+    """Choose the layout of every group from some sessions of one part."""
+    layouts: dict[str, GroupLayout] = {}
     for group, table in star.groups.items():
         rows = min(table.num_rows, SAMPLE_ROWS)
         largest = max((table[c].nbytes for c in table.column_names), default=0)
         rows = min(rows, max(1, SAMPLE_BYTES * table.num_rows // max(1, largest)))
         sample = table.slice(0, rows).combine_chunks()
-        found[group] = choose_layout(sample, star.tuples[group][:rows], group, storage)
-    return found
+        layouts[group] = choose_layout(sample, star.tuples[group][:rows], group, storage)
+    return layouts
 
 
 def choose_layout(
@@ -360,46 +349,48 @@ def choose_layout(
 
     Args:
         table: some rows of the group, as one row group.
-        tuples: (num_rows,) equal where two rows are.
+        tuples: (num_rows,) equal rows have equal numbers.
         group: its name in the job.
-        storage: what the job says.
+        storage: settings of the job, which take precedence.
     """
-    wanted = resolve_choice(storage.shared_tuples, group)
-    index, kept, _ = dedup_tuples(table, tuples, [table.num_rows])
-    if wanted is None and kept.num_rows > SKIP_RATIO * table.num_rows:
-        wanted = False
+    shared = resolve_choice(storage.shared_tuples, group)
+    index, unique, _ = dedup_tuples(table, tuples, [table.num_rows])
+    if shared is None and unique.num_rows > SKIP_RATIO * table.num_rows:
+        shared = False
     plain = table.drop_columns([BLOCK, UNIQUE_INDEX])
-    if wanted is not None:
-        return GroupLayout(wanted, _windows(kept if wanted else plain, group, storage)[0])
-    by_block, plain_bytes = _windows(plain, group, storage)
-    by_row_group, shared_bytes = _windows(kept, group, storage)
-    shared_bytes += _index_bytes(index) + _index_bytes(np.arange(kept.num_rows))
+    if shared is not None:
+        return GroupLayout(shared, _choose_windows(unique if shared else plain, group, storage)[0])
+    plain_windows, plain_bytes = _choose_windows(plain, group, storage)
+    shared_windows, shared_bytes = _choose_windows(unique, group, storage)
+    shared_bytes += _index_bytes(index) + _index_bytes(np.arange(unique.num_rows))
     if shared_bytes <= MAX_SIZE_RATIO * plain_bytes:
-        return GroupLayout(True, by_row_group)
-    return GroupLayout(False, by_block)
+        return GroupLayout(True, shared_windows)
+    return GroupLayout(False, plain_windows)
 
 
-def _windows(table: pa.Table, group: str, storage: StorageConfig) -> tuple[tuple[str, ...], int]:
-    """Return the list features that are windows, and the bytes of all files together."""
-    wanted = resolve_choice(storage.windows, group)
-    total, chosen = min_encoded_bytes(table), []
+def _choose_windows(
+    table: pa.Table, group: str, storage: StorageConfig
+) -> tuple[tuple[str, ...], int]:
+    """Return the list features to store as windows, and the bytes of all files together."""
+    enabled = resolve_choice(storage.windows, group)
+    total, features = min_encoded_bytes(table), []
     for field in table.schema:
-        if wanted is False or not supports_windows(field.type) or not _PATH.fullmatch(field.name):
+        if enabled is False or not supports_windows(field.type) or not _PATH.fullmatch(field.name):
             continue
         column = table[field.name]
-        found, values = list_windows(column.combine_chunks())
-        if wanted is None and len(found.source) > SKIP_RATIO * len(values):
+        windows, values = list_windows(column.combine_chunks())
+        if enabled is None and len(windows.source) > SKIP_RATIO * len(values):
             continue
         columns, buffers = encode_windows(column, [table.num_rows], 0)
         names = window_columns(field.name)
-        before = min_encoded_bytes(table.select([field.name]))
-        after = min_encoded_bytes(pa.table(dict(zip(names, columns, strict=True))))
+        list_bytes = min_encoded_bytes(table.select([field.name]))
+        window_bytes = min_encoded_bytes(pa.table(dict(zip(names, columns, strict=True))))
         index = pa.array(segment_indices(0, np.arange(len(buffers[0]))))
-        after += min_encoded_bytes(pa.table({BUFFER_INDEX: index, field.name: buffers[0]}))
-        if wanted or after <= MAX_SIZE_RATIO * before:
-            chosen.append(field.name)
-            total += after - before
-    return tuple(chosen), total
+        window_bytes += min_encoded_bytes(pa.table({BUFFER_INDEX: index, field.name: buffers[0]}))
+        if enabled or window_bytes <= MAX_SIZE_RATIO * list_bytes:
+            features.append(field.name)
+            total += window_bytes - list_bytes
+    return tuple(features), total
 
 
 def _index_bytes(index: NDArray[np.int64]) -> int:

@@ -1,4 +1,7 @@
-"""Choose the smallest Parquet encoding of each column and the page size of each file, by trials."""
+"""Choose the Parquet encoding of each column and the page size of each file by trial writes.
+
+The choice is a function of the rows alone.
+"""
 
 from __future__ import annotations
 
@@ -8,36 +11,32 @@ from dataclasses import dataclass
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-# The smallest Parquet encoding of each column and page size of each file, found by trials.
-#
-# Deterministic: the same rows give the same choice, whatever worker tries.
-
 COMPRESSION = "zstd"
 COMPRESSION_LEVEL = 3
 """9 saves 1.6 to 1.9 % of the bytes and doubles the time of a build (benchmarks/layout.md)."""
 TRIAL_ROWS = 1 << 16
-"""Rows that a trial sees; more changed no choice on MIND, demo and EB-NeRD (2026-11-21)."""
+"""Rows of a trial; more changed no choice on MIND, demo and EB-NeRD (2026-11-21)."""
 TRIAL_BYTES = 8 << 20
-"""Uncompressed bytes of one column that a trial sees: as many as a page can hold."""
+"""Uncompressed bytes of one column in a trial: the size of the largest page."""
 PAGE_BYTES = (8 << 20, 1 << 20, 64 << 10)
-"""Uncompressed bytes of a page, by trial; ties go to the earlier one. Pages are compressed apart:
-histories need large ones (EB-NeRD's take 53.6 kB at 1 MiB and 36.2 kB at 8 MiB), and a dictionary
-of many values small ones, because its indices start narrow (1.3 % of MIND's samples;
+"""Candidate page sizes, uncompressed; the earlier one wins ties. Each page is compressed by itself:
+histories need large pages (EB-NeRD's take 53.6 kB at 1 MiB and 36.2 kB at 8 MiB), and large
+dictionaries small ones, because their indices start narrow (1.3 % of MIND's samples;
 benchmarks/storage.md)."""
 
 DICTIONARY = "DICTIONARY"
 
 _MAX_ROWS_PER_PAGE = 1 << 30
-"""Pages end by bytes only: the default of 20,000 rows costs 4 % (benchmarks/layout.md)."""
+"""No limit: the default of 20,000 rows costs 4 % (benchmarks/layout.md)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Encodings:
-    """How a file is written.
+    """The encodings of one file.
 
     Attributes:
         by_path: Parquet column path (`a`, `list.list.element`) to encoding name.
-        page_bytes: uncompressed bytes after which a page ends.
+        page_bytes: maximum uncompressed bytes of a page.
     """
 
     by_path: Mapping[str, str]
@@ -45,12 +44,12 @@ class Encodings:
 
     @property
     def dictionary_paths(self) -> list[str]:
-        """Paths that are dictionary encoded."""
+        """The dictionary-encoded paths."""
         return [p for p, e in self.by_path.items() if e == DICTIONARY]
 
     @property
     def column_encoding(self) -> dict[str, str]:
-        """Paths with another encoding."""
+        """The encodings of the other paths; plain ones are left out."""
         return {p: e for p, e in self.by_path.items() if e not in (DICTIONARY, "PLAIN")}
 
 
@@ -63,15 +62,11 @@ _CANDIDATES: Mapping[str, Sequence[str]] = {
     "INT32": (DICTIONARY, "DELTA_BINARY_PACKED", "BYTE_STREAM_SPLIT", "PLAIN"),
     "INT64": (DICTIONARY, "DELTA_BINARY_PACKED", "BYTE_STREAM_SPLIT", "PLAIN"),
 }
-"""Physical type to the encodings that may suit it; ties go to the earlier one."""
+"""Physical type to its candidate encodings; the earlier one wins ties."""
 
 
 def candidate_encodings(field: pa.Field) -> dict[str, Sequence[str]]:
-    """Return the encodings that may suit each leaf of a column.
-
-    Args:
-        field: its Arrow type; lists, structs and maps have leaves such as `a.list.element`.
-    """
+    """Return the candidate encodings of each leaf of a column, such as `a.list.element`."""
     sink = pa.BufferOutputStream()
     pq.write_table(pa.schema([field]).empty_table(), sink)
     leaves = pq.ParquetFile(pa.BufferReader(sink.getvalue())).schema
@@ -82,25 +77,25 @@ def candidate_encodings(field: pa.Field) -> dict[str, Sequence[str]]:
 
 
 def choose_encodings(table: pa.Table) -> Encodings:
-    """Try every candidate on the first rows of each column, then every page size on all of them.
+    """Try every encoding on the first rows of each column, then every page size on all of them.
 
     Args:
-        table: the rows of a file, or of its first row group; they are tried as one row group.
+        table: the rows of a file, or of its first row group.
     """
     samples = [trial_rows(table.select([name])) for name in table.column_names]
-    by_path: dict[str, str] = {}
-    for sample in samples:
-        by_path.update(_smallest(sample, candidate_encodings(sample.schema.field(0))))
-    tried = [Encodings(by_path, page_bytes) for page_bytes in PAGE_BYTES]
-    totals = [sum(sum(_sizes(sample, e).values()) for sample in samples) for e in tried]
-    return tried[totals.index(min(totals))]
+    by_path = {
+        path: min(trials)[2] for sample in samples for path, trials in _trial_sizes(sample).items()
+    }
+    by_page_bytes = [Encodings(by_path, page_bytes) for page_bytes in PAGE_BYTES]
+    totals = [sum(sum(_leaf_bytes(s, e).values()) for s in samples) for e in by_page_bytes]
+    return by_page_bytes[totals.index(min(totals))]
 
 
 def min_encoded_bytes(table: pa.Table) -> int:
-    """Return the bytes of a file of one row group, each column in its smallest encoding.
+    """Return the size of a file with one row group and the smallest encoding of each column.
 
     Args:
-        table: at least one row; all of it is encoded, in every candidate.
+        table: at least one row.
     """
     sink = pa.BufferOutputStream()
     with open_writer(sink, table.schema, Encodings({})) as writer:
@@ -109,38 +104,30 @@ def min_encoded_bytes(table: pa.Table) -> int:
     row = pq.read_metadata(pa.BufferReader(file)).row_group(0)
     total = file.size - sum(row.column(i).total_compressed_size for i in range(row.num_columns))
     for name in table.column_names:
-        column = table.select([name])
-        tried = _tried(column, candidate_encodings(column.schema.field(0)))
-        total += sum(min(sizes)[0] for sizes in tried.values())
+        total += sum(min(trials)[0] for trials in _trial_sizes(table.select([name])).values())
     return total
 
 
-def _smallest(sample: pa.Table, usable: Mapping[str, Sequence[str]]) -> dict[str, str]:
-    """Return the smallest encoding of each leaf of one column."""
-    return {path: min(sizes)[2] for path, sizes in _tried(sample, usable).items()}
-
-
-def _tried(
-    column: pa.Table, usable: Mapping[str, Sequence[str]]
-) -> dict[str, list[tuple[int, int, str]]]:
-    """Return bytes, number and name of each leaf's candidates; one trial encodes all leaves."""
-    tried: dict[str, list[tuple[int, int, str]]] = {path: [] for path in usable}
-    for number in range(max(len(names) for names in usable.values())):
-        trial = {path: names[min(number, len(names) - 1)] for path, names in usable.items()}
-        for path, size in _sizes(column, Encodings(trial)).items():
-            tried[path].append((size, number, trial[path]))
-    return tried
+def _trial_sizes(column: pa.Table) -> dict[str, list[tuple[int, int, str]]]:
+    """Return (bytes, index, name) of each candidate encoding, for each leaf of one column."""
+    candidates = candidate_encodings(column.schema.field(0))
+    trials: dict[str, list[tuple[int, int, str]]] = {path: [] for path in candidates}
+    for index in range(max(len(names) for names in candidates.values())):
+        # One write tries one encoding of every leaf.
+        by_path = {path: names[min(index, len(names) - 1)] for path, names in candidates.items()}
+        for path, num_bytes in _leaf_bytes(column, Encodings(by_path)).items():
+            trials[path].append((num_bytes, index, by_path[path]))
+    return trials
 
 
 def trial_rows(column: pa.Table) -> pa.Table:
-    """Return the rows of a table of one column that a trial sees."""
+    """Return the first rows of a table of one column, for a trial."""
     rows = min(column.num_rows, TRIAL_ROWS)
     sample = column.slice(0, rows)
     return sample.slice(0, max(1, rows * TRIAL_BYTES // max(TRIAL_BYTES, sample.nbytes)))
 
 
-def _sizes(column: pa.Table, encodings: Encodings) -> dict[str, int]:
-    """Return the bytes of each leaf's column chunk."""
+def _leaf_bytes(column: pa.Table, encodings: Encodings) -> dict[str, int]:
     sink = pa.BufferOutputStream()
     with open_writer(sink, column.schema, encodings) as writer:
         writer.write_table(column)
@@ -156,8 +143,7 @@ def open_writer(
 ) -> pq.ParquetWriter:
     """Return a writer with the format's settings: zstd, page checksums, no column statistics.
 
-    Statistics stay out because every column chunk pays for them and no reader of the
-    dataset prunes by them: blocks are found through `blocks.parquet`.
+    Readers find blocks through `blocks.parquet` and do not prune by statistics.
     """
     return pq.ParquetWriter(
         sink,

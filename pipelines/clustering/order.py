@@ -1,4 +1,9 @@
-"""The total order of samples, with sessions side by side, and its cuts into blocks."""
+"""The total order of samples, clustered by session, and its division into blocks.
+
+Samples of a part are sorted by (split, window, hash of the session key, session key, time, file,
+position in the file, list index); parts are ranges of the hash. So the bytes do not depend on the
+number of workers or on the worker that read a row.
+"""
 
 from __future__ import annotations
 
@@ -17,25 +22,19 @@ from pipelines.sources.read import ORIGIN
 from schemas.arrays import one_chunk
 from schemas.config.job import DataConfig
 
-# Sessions side by side: the total order of samples, and its cuts into blocks.
-#
-# The order inside a part is (split, window, hash of the session key, session key, time, file,
-# position in the file, list index); parts are ranges of the hash. So the bytes do not depend on
-# how many workers there were, nor on which of them saw a row first.
-
 
 @dataclass(frozen=True, slots=True)
 class SampleOrder:
-    """The final order of samples and its cuts; every array is in that order.
+    """The order of a part's samples; all arrays have shape (num_samples,) and are in that order.
 
     Attributes:
-        rows: (num_samples,) int64, where each sample was before.
-        starts_session: (num_samples,) bool, first sample of a session within its split.
-        session_samples: (num_samples,) int64, there the session's samples in the split, else 0.
-        opens_session: (num_samples,) bool, first sample of a session.
-        is_evaluation: (num_samples,) bool, ascending.
-        window: (num_samples,) int32, windows since the epoch, 0 without windows.
-        block: (num_samples,) int64, index of the block in the part, ascending from 0.
+        rows: int64, position of each sample in the input.
+        starts_session: bool, first sample of a session within its split.
+        session_samples: int64, where a session starts, its samples in the split; 0 elsewhere.
+        opens_session: bool, first sample of a session.
+        is_evaluation: bool, ascending.
+        window: int32, windows since the epoch; 0 without windows.
+        block: int64, index of the block in the part, ascending from 0.
     """
 
     rows: NDArray[np.int64]
@@ -49,17 +48,17 @@ class SampleOrder:
 
 @dataclass(frozen=True, slots=True)
 class Clustered:
-    """Consecutive samples of one part in their final order, with their cuts.
+    """Consecutive samples of one part in their final order; arrays have shape (num_samples,).
 
     Attributes:
-        samples: in order.
-        starts_session: (num_samples,) bool, first sample of a session within its split.
-        session_samples: (num_samples,) int64, there the session's samples in the split, wherever
-            they are, else 0.
-        is_evaluation: (num_samples,) bool, ascending.
-        window: (num_samples,) int32, windows since the epoch, 0 without windows.
-        block: (num_samples,) int64, ascending from 0; the first sample starts a block.
-        num_sessions: sessions whose first sample is here; one that the split cuts counts once.
+        samples: the samples.
+        starts_session: bool, first sample of a session within its split.
+        session_samples: int64, where a session starts, its samples in the split, including those
+            of later chunks; 0 elsewhere.
+        is_evaluation: bool, ascending.
+        window: int32, windows since the epoch; 0 without windows.
+        block: int64, ascending from 0; the first sample starts a block.
+        num_sessions: sessions that start here; one that the split divides counts once.
         first_block: index of the first block in the part.
     """
 
@@ -74,7 +73,7 @@ class Clustered:
 
 
 def cluster(samples: Tuples, data: DataConfig) -> Clustered:
-    """Put the samples of one part into their final order and cut them into blocks.
+    """Sort the samples of one part and divide them into blocks.
 
     Args:
         samples: all samples of some session keys, in any order, with origins and list indices.
@@ -84,30 +83,30 @@ def cluster(samples: Tuples, data: DataConfig) -> Clustered:
     return slice_clustered(samples.take(order.rows), order, slice(0, samples.num_samples))
 
 
-def slice_clustered(samples: Tuples, order: SampleOrder, place: slice) -> Clustered:
-    """Return some consecutive samples, whole blocks, with their part of the order.
+def slice_clustered(samples: Tuples, order: SampleOrder, rows: slice) -> Clustered:
+    """Return a range of sorted samples that consists of whole blocks.
 
     Args:
-        samples: in their final order.
-        order: of all samples of the part.
-        place: where these lie in it.
+        samples: the samples of the range.
+        order: order of all samples of the part.
+        rows: the range within the order.
     """
-    block = order.block[place]
+    block = order.block[rows]
     first = int(block[0]) if len(block) else 0
     return Clustered(
         samples,
-        order.starts_session[place],
-        order.session_samples[place],
-        order.is_evaluation[place],
-        order.window[place],
+        order.starts_session[rows],
+        order.session_samples[rows],
+        order.is_evaluation[rows],
+        order.window[rows],
         block - first,
-        int(order.opens_session[place].sum()),
+        int(order.opens_session[rows].sum()),
         first,
     )
 
 
 def sort_keys(samples: Tuples, data: DataConfig) -> pa.Table:
-    """Return what decides the order of samples, one row each: `key, time, origin, index`."""
+    """Return the sort keys of samples, one row each: `key, time, origin, index`."""
     time = samples.column(data.session.time).cast(pa.int64())
     return pa.table(
         {
@@ -123,7 +122,7 @@ def sort_samples(samples: pa.Table, data: DataConfig) -> SampleOrder:
     """Return the final order of samples.
 
     Args:
-        samples: all samples of some session keys, in any order, from `keys_of`.
+        samples: from `sort_keys`, all samples of some session keys, in any order.
         data: session, window, split and block size.
     """
     keys = one_chunk(samples["key"])
@@ -177,20 +176,20 @@ def _windows(
 
 
 def _changes(*columns: NDArray[np.generic]) -> NDArray[np.bool_]:
-    """Return where any of the columns differs from the row before; the first row does."""
-    new = np.zeros(len(columns[0]), bool)
-    new[:1] = True
+    """Return the rows that differ from the previous one in any column; the first row counts."""
+    changed = np.zeros(len(columns[0]), bool)
+    changed[:1] = True
     for column in columns:
-        new[1:] |= column[1:] != column[:-1]
-    return new
+        changed[1:] |= column[1:] != column[:-1]
+    return changed
 
 
 def cut_blocks(starts_range: NDArray[np.bool_], block_samples: int) -> NDArray[np.int64]:
-    """Return the block of each sample: `block_samples` each, cut anew where a range starts.
+    """Return the block of each sample; blocks do not cross ranges.
 
     Args:
         starts_range: (num_samples,) bool, first sample of a (split, window).
-        block_samples: samples of a full block.
+        block_samples: maximum samples of a block.
 
     Example:
         >>> cut_blocks(np.array([True, False, False, True, False]), 2).tolist()

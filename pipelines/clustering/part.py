@@ -1,9 +1,13 @@
-"""Build one part of a segment from the samples of one range of session hashes."""
+"""Build one part of a segment from the samples of one range of session hashes.
+
+A part is built in chunks that fit in memory, whatever the size of its sessions: a few columns
+determine its order, and each chunk then takes the rows of its blocks.
+"""
 
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import reduce
 from pathlib import Path
@@ -39,23 +43,17 @@ from schemas.layout import BLOCK, EVALUATION, TRAIN, UNIQUE_INDEX, inverse_colum
 from schemas.oracle import unique_per_block
 from schemas.rows import ids_of, rows_of_ids
 
-# A part in pieces that fit in memory, whatever the size of its sessions.
-#
-# The order of a part is known from a few columns of its samples. Its blocks are then made piece
-# by piece, each from the rows that belong to it; a session of any size is cut only where blocks
-# are.
-
 CHUNK_BYTES = 256 << 20
-"""Bytes of the samples of a piece, each with its own lists; a worker holds about five times as
-many where nothing repeats."""
+"""Maximum bytes of a chunk's expanded samples; a worker needs about five times as much memory if
+nothing repeats."""
 
 
 def cluster_chunks(parts: Iterable[Tuples], data: DataConfig) -> Iterator[Clustered]:
     """Yield the samples of a part in their final order.
 
     Args:
-        parts: all samples of some session keys, in any order; gone through once for the order,
-            and once for each piece where there are several.
+        parts: all samples of some session keys, in any order; iterated once for the order, and once
+            per chunk if there are several.
         data: session, window, split and block size.
     """
     keys: list[pa.Table] = []
@@ -71,18 +69,18 @@ def cluster_chunks(parts: Iterable[Tuples], data: DataConfig) -> Iterator[Cluste
     ends = np.cumsum([k.num_rows for k in keys])
     order = sort_samples(pa.concat_tables(keys), data)
     del keys
-    num_pieces = max(1, -(-total // CHUNK_BYTES))
-    samples = -(-len(order.rows) // num_pieces)
+    num_chunks = max(1, -(-total // CHUNK_BYTES))
+    samples = -(-len(order.rows) // num_chunks)
     limit = -(-samples // data.block_samples) * data.block_samples
-    for place in split_at_blocks(order.block, limit):
-        rows = order.rows[place]
-        yield slice_clustered(_taken(kept or parts, ends, rows), order, place)
+    for chunk in split_at_blocks(order.block, limit):
+        samples_of_chunk = _take_rows(kept or parts, ends, order.rows[chunk])
+        yield slice_clustered(samples_of_chunk, order, chunk)
 
 
 def expanded_bytes(samples: Tuples) -> int:
-    """Return the bytes of samples as if each had its own tuples; the same however they are cut."""
-    alone = sum(int(_bytes_per_row(c).sum()) for c in samples.samples.columns)
-    return alone + sum(
+    """Return the bytes of samples without deduplication; independent of how they are batched."""
+    sample_bytes = sum(int(_bytes_per_row(c).sum()) for c in samples.samples.columns)
+    return sample_bytes + sum(
         int(_bytes_per_row(column)[samples.references[group]].sum())
         for group, table in samples.uniques.items()
         for column in table.columns
@@ -90,7 +88,7 @@ def expanded_bytes(samples: Tuples) -> int:
 
 
 def _bytes_per_row(column: pa.Array | pa.ChunkedArray) -> NDArray[np.int64]:
-    """Return the bytes of each value: items, and 8 more for a list or a text."""
+    """Return the bytes of each value; a list or text counts 8 more."""
     kind = column.type
     if is_list(kind) and is_text(kind.value_type):
         texts, offsets = flat_list(column)
@@ -106,7 +104,7 @@ def _bytes_per_row(column: pa.Array | pa.ChunkedArray) -> NDArray[np.int64]:
 
 
 def split_at_blocks(block: NDArray[np.int64], limit: int) -> Iterator[slice]:
-    """Yield ranges of samples that end where a block ends, each of `limit` samples or one block.
+    """Yield ranges of whole blocks, of at most `limit` samples or one block.
 
     Example:
         >>> list(cuts(np.array([0, 0, 1, 1, 2, 3, 3]), 3))
@@ -121,32 +119,32 @@ def split_at_blocks(block: NDArray[np.int64], limit: int) -> Iterator[slice]:
         start = end
 
 
-def _taken(parts: Iterable[Tuples], ends: NDArray[np.int64], rows: NDArray[np.int64]) -> Tuples:
-    """Return some rows of all parts, in the given order.
+def _take_rows(parts: Iterable[Tuples], ends: NDArray[np.int64], rows: NDArray[np.int64]) -> Tuples:
+    """Return rows of the concatenated parts, in the given order.
 
     Args:
         parts: samples.
-        ends: rows of all parts up to and with each.
-        rows: positions in all parts.
+        ends: (num_parts,) cumulative number of rows.
+        rows: row numbers in the concatenation.
     """
-    whole = len(rows) == ends[-1]
+    takes_all = len(rows) == ends[-1]
     part = np.searchsorted(ends, rows, side="right")
     by_part = np.argsort(part, kind="stable")
     bounds = np.searchsorted(part[by_part], np.arange(len(ends) + 1))
-    found: list[Tuples] = []
-    place = np.empty(len(rows), np.int64)
-    done = 0
+    selected: list[Tuples] = []
+    position = np.empty(len(rows), np.int64)  # of each row in the concatenation of `selected`
+    num_selected = 0
     for index, samples in enumerate(parts):
-        mine = by_part[bounds[index] : bounds[index + 1]]
-        if whole:  # as they are, which saves a copy
-            place[mine] = rows[mine]
-            found.append(samples)
-        elif len(mine):
-            local = rows[mine] - (ends[index] - samples.num_samples)
-            place[mine] = done + np.arange(len(mine))
-            found.append(compact(samples.take(local)))
-            done += len(mine)
-    return join(found).take(place)
+        outputs = by_part[bounds[index] : bounds[index + 1]]
+        if takes_all:  # saves a copy
+            position[outputs] = rows[outputs]
+            selected.append(samples)
+        elif len(outputs):
+            local = rows[outputs] - (ends[index] - samples.num_samples)
+            position[outputs] = num_selected + np.arange(len(outputs))
+            selected.append(compact(samples.take(local)))
+            num_selected += len(outputs)
+    return join(selected).take(position)
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,8 +152,8 @@ class TableLookups:
     """Look-ups of one table in the training blocks of one part.
 
     Attributes:
-        num_lookups: if every sample does its own.
-        num_lookups_dedup: once per unique tuple of a block.
+        num_lookups: number of look-ups without deduplication.
+        num_lookups_dedup: number of look-ups, once per unique tuple of a block.
         accesses: for each block its ascending distinct rows; no rows for evaluation blocks.
     """
 
@@ -167,13 +165,7 @@ class TableLookups:
 def table_lookups(
     star: Star, is_training: NDArray[np.bool_], data: DataConfig
 ) -> Iterator[tuple[str, TableLookups]]:
-    """Yield each table's look-ups in one part.
-
-    Args:
-        star: the part.
-        is_training: (num_blocks,) bool.
-        data: tables and groups.
-    """
+    """Yield (table, look-ups) for a part or chunk; `is_training` has shape (num_blocks,)."""
     for name, table in data.tables.items():
         expanded = dedup = 0
         rows, blocks = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
@@ -185,23 +177,16 @@ def table_lookups(
             blocks.append(block[used])
             dedup += int(used.sum())
             expanded += int(repeats[used].sum())
-        joined = unique_per_block(*_by_block(rows, blocks), len(is_training))
-        yield name, TableLookups(expanded, dedup, joined)
-
-
-def _by_block(
-    rows: Sequence[NDArray[np.int64]], blocks: Sequence[NDArray[np.int64]]
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Merge the look-ups of several features, each in block order, into block order."""
-    joined = np.concatenate(blocks)
-    order = np.argsort(joined, kind="stable")  # runs are ascending: numpy merges them
-    return np.concatenate(rows)[order], joined[order]
+        block = np.concatenate(blocks)
+        order = np.argsort(block, kind="stable")  # ascending runs: numpy merges them
+        accesses = unique_per_block(np.concatenate(rows)[order], block[order], len(is_training))
+        yield name, TableLookups(expanded, dedup, accesses)
 
 
 def _values(
     star: Star, feature: str, group: str
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-    """Return the ids of a feature, the block of each, and how many samples share each."""
+    """Return the ids of a feature, the block of each, and the number of samples that share it."""
     table = star.samples if group == SAMPLES else star.groups[group]
     per_block = star.samples_per_block if group == SAMPLES else star.unique_per_block[group]
     block = np.repeat(np.arange(len(per_block)), per_block)
@@ -217,7 +202,7 @@ def _values(
 
 
 def lookups_table(accesses: Jagged) -> pa.Table:
-    """Return accesses as an Arrow table, one row per block."""
+    """Return accesses as an Arrow table with one row per block."""
     rows = pa.LargeListArray.from_arrays(pa.array(accesses.offsets), pa.array(accesses.values))
     return pa.table({"num_rows": pa.array(accesses.lengths), "rows": rows})
 
@@ -225,10 +210,10 @@ def lookups_table(accesses: Jagged) -> pa.Table:
 def split_statistics(
     star: Star, clustered: Clustered, data: DataConfig, features: FeatureSet
 ) -> dict[str, SliceStatistics]:
-    """Return the statistics of a part's samples by split.
+    """Return the statistics of samples by split.
 
     Args:
-        star: the part's tables, training samples first.
+        star: tables of a part or chunk, training samples first.
         clustered: its samples in the same order.
         data: the job's data section.
         features: declared columns.
@@ -236,31 +221,28 @@ def split_statistics(
     num_samples = star.samples.num_rows
     num_train = int((~clustered.is_evaluation).sum())
     train_blocks = int((np.cumsum(star.samples_per_block) <= num_train).sum())
-    split_at_blocks = {TRAIN: (0, num_train), EVALUATION: (num_train, num_samples)}
-    found: dict[str, SliceStatistics] = {}
-    for split, (start, end) in split_at_blocks.items():
+    ranges = {TRAIN: (0, num_train), EVALUATION: (num_train, num_samples)}
+    key_columns = {BLOCK, UNIQUE_INDEX, *(inverse_column(g) for g in star.groups)}
+    statistics: dict[str, SliceStatistics] = {}
+    for split, (start, end) in ranges.items():
         if start == end:
             continue
-        columns = table_statistics(star.samples.slice(start, end - start), _keys(star))
+        columns = table_statistics(star.samples.slice(start, end - start), key_columns)
         num_unique: dict[str, int] = {}
         for group, table in star.groups.items():
-            middle = int(star.unique_per_block[group][:train_blocks].sum())
-            low, high = (0, middle) if split == TRAIN else (middle, table.num_rows)
-            columns.update(table_statistics(table.slice(low, high - low), _keys(star)))
+            num_train_rows = int(star.unique_per_block[group][:train_blocks].sum())
+            low, high = (0, num_train_rows) if split == TRAIN else (num_train_rows, table.num_rows)
+            columns.update(table_statistics(table.slice(low, high - low), key_columns))
             num_unique[group] = high - low
         lengths = clustered.session_samples[start:end]
-        found[split] = SliceStatistics(
+        statistics[split] = SliceStatistics(
             end - start,
             columns,
             count_buckets(lengths[lengths > 0]),
             _label_delays(clustered, slice(start, end), data, features),
             num_unique,
         )
-    return found
-
-
-def _keys(star: Star) -> set[str]:
-    return {BLOCK, UNIQUE_INDEX, *(inverse_column(g) for g in star.groups)}
+    return statistics
 
 
 def _label_delays(
@@ -269,20 +251,20 @@ def _label_delays(
     names = features.with_role("label_time")
     if not names:
         return {}
-    known, time = (
+    label_time, time = (
         one_chunk(clustered.samples.column(c)).slice(rows.start, rows.stop - rows.start)
         for c in (names[0], data.session.time)
     )
-    valid = known.is_valid()
+    valid = label_time.is_valid()
     seconds = (
-        numpy_of(known.filter(valid).cast(pa.int64()))
+        numpy_of(label_time.filter(valid).cast(pa.int64()))
         - numpy_of(time.filter(valid).cast(pa.int64()))
     ) / 1e6
     return count_buckets(seconds)
 
 
 LOOKUPS = "lookups"
-"""Directory of the oracle's input inside a segment being built; gone before the commit."""
+"""Directory of the oracle's input below a segment being built; removed before the commit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,7 +273,7 @@ class GroupTotals:
 
     Attributes:
         num_unique: unique tuples.
-        num_values: list values if every sample had its own.
+        num_values: list values without deduplication.
         num_values_dedup: list values that are stored.
     """
 
@@ -300,7 +282,7 @@ class GroupTotals:
     num_values_dedup: int
 
     def __add__(self, other: GroupTotals) -> GroupTotals:
-        """Add the sums over two pieces."""
+        """Add the sums of two chunks."""
         return GroupTotals(
             self.num_unique + other.num_unique,
             self.num_values + other.num_values,
@@ -310,12 +292,12 @@ class GroupTotals:
 
 @dataclass(frozen=True, slots=True)
 class PartResult:
-    """What the commit must know of a written part.
+    """Counts and statistics of a written part, for the segment's manifest.
 
     Attributes:
         file_index: number of the part.
         num_samples: samples.
-        num_rows: rows of the log that they were made from.
+        num_rows: rows of the log from which the samples were made.
         num_sessions: sessions.
         blocks: rows of `blocks.parquet`.
         groups: sums by group.
@@ -334,16 +316,15 @@ class PartResult:
 
 
 def serialize_result(result: PartResult) -> bytes:
-    """Return a result as bytes, which a runner passes on without looking into it.
+    """Return a result as bytes.
 
-    Beam walks through everything in an element to learn its size: seventy results
-    with their statistics took it 13 s.
+    Beam traverses every element to estimate its size; for 70 results this took 13 s.
     """
     return pickle.dumps(result, pickle.HIGHEST_PROTOCOL)
 
 
 def deserialize_results(results: Iterable[bytes]) -> list[PartResult]:
-    """Undo `packed` for results in any order; return them in the order of parts."""
+    """Undo `serialize_result` for results in any order; return them in the order of parts."""
     return sorted((pickle.loads(r) for r in results), key=lambda r: r.file_index)
 
 
@@ -352,23 +333,23 @@ def build_part(
     file_index: int,
     samples: Iterable[Tuples],
     data: DataConfig,
-    pins: SegmentLayout,
+    layout: SegmentLayout,
     features: FeatureSet,
     learned: FittedValues | None = None,
 ) -> PartResult:
-    """Cluster, cut, deduplicate and write the samples of one part, piece by piece.
+    """Cluster, deduplicate and write the samples of one part, chunk by chunk.
 
     Args:
         root: directory of the segment being built.
         file_index: number of the part.
-        samples: all samples of the part's sessions, in any order; at least one row. Gone through
-            several times where they are many.
+        samples: all samples of the part's sessions, in any order; at least one row. Iterated
+            several times if the part has several chunks.
         data: the job's data section.
-        pins: what all parts have in common.
+        layout: layout of the segment.
         features: declared columns.
-        learned: what transforms learned.
+        learned: fitted parameters of transforms.
     """
-    writer = PartWriter(root, file_index, pins)
+    writer = PartWriter(root, file_index, layout)
     lookups = LookupsWriter(root, file_index)
     results: list[PartResult] = []
     for clustered in cluster_chunks(samples, data):
@@ -388,14 +369,13 @@ def build_part(
         )
     writer.close()
     lookups.close()
-    return reduce(_joined, results)
+    return reduce(_merge_results, results)
 
 
-def _joined(left: PartResult, right: PartResult) -> PartResult:
-    """Add the results of two pieces of a part."""
+def _merge_results(left: PartResult, right: PartResult) -> PartResult:
     lookups = {
-        table: (known[0] + more[0], known[1] + more[1])
-        for (table, known), more in zip(left.lookups.items(), right.lookups.values(), strict=True)
+        table: (a[0] + b[0], a[1] + b[1])
+        for (table, a), b in zip(left.lookups.items(), right.lookups.values(), strict=True)
     }
     return PartResult(
         left.file_index,
@@ -410,12 +390,12 @@ def _joined(left: PartResult, right: PartResult) -> PartResult:
 
 
 def num_rows(samples: Tuples) -> int:
-    """Return how many rows of the log gave samples: a row's first sample has list index 0."""
+    """Return the number of rows of the log; the first sample of each has list index 0."""
     return int(np.count_nonzero(samples.column(LIST_INDEX).to_numpy() == 0))
 
 
 def group_totals(star: Star, group: str) -> GroupTotals:
-    """Return the sums over one group: what is stored, and what every sample would need."""
+    """Return the sums over one group of a part or chunk."""
     table = star.groups[group]
     starts = offsets_of(star.unique_per_block[group])[:-1]
     block = np.repeat(np.arange(len(starts)), star.samples_per_block)
@@ -430,15 +410,10 @@ def group_totals(star: Star, group: str) -> GroupTotals:
 
 
 class LookupsWriter:
-    """Writes which rows each block of a part looks up, for the oracle."""
+    """Writes the rows that each block of a part looks up, the input of the oracle."""
 
     def __init__(self, root: Path, file_index: int) -> None:
-        """Write nothing yet.
-
-        Args:
-            root: directory of the segment being built.
-            file_index: number of the part.
-        """
+        """Store the directory of the segment being built and the number of the part."""
         self._root = root
         self._file_index = file_index
         self._writers: dict[Path, tuple[Path, pq.ParquetWriter]] = {}
@@ -459,7 +434,7 @@ class LookupsWriter:
         return counts
 
     def close(self) -> None:
-        """Finish the files and give them their names."""
+        """Close the files and rename them to their final names."""
         for path, (partial, writer) in self._writers.items():
             writer.close()
             partial.replace(path)

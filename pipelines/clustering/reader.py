@@ -1,4 +1,4 @@
-"""Read a dataset back: the original samples one row each, and the lengths of sessions."""
+"""Read a dataset as one row per sample, and the lengths of its sessions."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def read_joined_row_group(
     file_index: int,
     row_group: int,
     data: DataConfig,
-    absent: Mapping[str, pa.Scalar] | None = None,
+    defaults: Mapping[str, pa.Scalar] | None = None,
 ) -> pa.Table:
     """Return the samples of one row group with the columns of their groups.
 
@@ -40,10 +40,10 @@ def read_joined_row_group(
         file_index: number of the part.
         row_group: row group in each file of the part.
         data: groups of the dataset.
-        absent: what to answer for columns that are younger than the segment.
+        defaults: values of columns that the segment does not store.
 
     Raises:
-        SchemaError: a byte has changed, or an inverse index points nowhere.
+        SchemaError: a byte has changed, or an inverse index is out of range.
     """
     samples = segment.file(samples_path(file_index)).read_row_group(row_group)
     chosen = (segment.column("file") == file_index) & (segment.column("row_group") == row_group)
@@ -59,8 +59,9 @@ def read_joined_row_group(
         columns.update({c: taken[c] for c in table.column_names[2:]})
         del columns[inverse_column(group)]
     del columns[BLOCK]
-    younger = {c: constant_column(value, samples.num_rows) for c, value in (absent or {}).items()}
-    return pa.table({**columns, **younger})
+    for name, value in (defaults or {}).items():
+        columns[name] = constant_column(value, samples.num_rows)
+    return pa.table(columns)
 
 
 def read_live_row_group(
@@ -68,51 +69,45 @@ def read_live_row_group(
     file_index: int,
     row_group: int,
     data: DataConfig,
-    absent: Mapping[str, pa.Scalar] | None = None,
+    defaults: Mapping[str, pa.Scalar] | None = None,
 ) -> pa.Table:
-    """Return what `joined_row_group` does, without the samples that were forgotten."""
-    joined = read_joined_row_group(segment, file_index, row_group, data, absent)
-    forgotten = segment.deleted_rows(file_index, row_group)
-    if not len(forgotten):
+    """Return what `read_joined_row_group` does, without deleted samples."""
+    joined = read_joined_row_group(segment, file_index, row_group, data, defaults)
+    deleted = segment.deleted_rows(file_index, row_group)
+    if not len(deleted):
         return joined
-    return joined.take(pa.array(np.setdiff1d(np.arange(joined.num_rows), forgotten)))
+    return joined.take(pa.array(np.setdiff1d(np.arange(joined.num_rows), deleted)))
 
 
 def column_names(dataset: Dataset, model_inputs: bool) -> list[str]:
-    """Return the columns of the samples in the order of the schema."""
-    made = dataset.job.data.derived_columns
-    return [n for n in dataset.features.names if model_inputs or n not in made]
+    """Return the names of the columns in the order of the schema."""
+    derived = dataset.job.data.derived_columns
+    return [n for n in dataset.features.names if model_inputs or n not in derived]
 
 
 def read_samples(dataset: Dataset, model_inputs: bool = False) -> Iterator[pa.Table]:
-    """Yield the samples of each row group, all segments and splits, by position of its first block.
-
-    Samples that were forgotten are left out.
-    """
+    """Yield the samples of each row group of all segments and splits, without deleted samples."""
     columns = column_names(dataset, model_inputs)
     for segment in dataset.segments:
-        absent = missing_column_defaults(dataset, segment)
+        defaults = missing_column_defaults(dataset, segment)
         for file_index, row_group in row_groups(segment):
-            found = read_live_row_group(segment, file_index, row_group, dataset.job.data, absent)
-            yield found.select(columns)
+            rows = read_live_row_group(segment, file_index, row_group, dataset.job.data, defaults)
+            yield rows.select(columns)
 
 
 def expand(dataset_path: Path, output: Path, model_inputs: bool = False) -> int:
-    """Write all samples of a dataset to one Parquet file.
+    """Write all samples of a dataset to one Parquet file; return their number.
 
     Args:
         dataset_path: the dataset.
         output: the file to write.
-        model_inputs: whether to add the columns that transforms and sampling made.
-
-    Returns:
-        The number of samples.
+        model_inputs: whether to include the columns that transforms and sampling added.
 
     Raises:
-        SchemaError: the output is a directory, or the dataset does not fit its manifests.
+        SchemaError: the output is a directory, or the dataset does not match its manifests.
     """
     if output.is_dir():
-        raise SchemaError(f"output must be a file, got directory {output}; name a file in it")
+        raise SchemaError(f"output is a directory: {output}; name a file in it")
     writer: pq.ParquetWriter | None = None
     partial = output.with_name(f".{output.name}.partial")
     count = 0
@@ -130,7 +125,7 @@ def expand(dataset_path: Path, output: Path, model_inputs: bool = False) -> int:
 def read_sample_column(
     segment: Segment, file_index: int, row_group: int, data: DataConfig, name: str
 ) -> pa.Array:
-    """Return one column of the samples of a row group, read from its group if it is in one."""
+    """Return one column of the samples of a row group."""
     samples = segment.file(samples_path(file_index))
     group = data.group_of_column.get(name)
     if group is None:
@@ -145,18 +140,18 @@ def read_sample_column(
 
 
 def session_lengths(dataset: Dataset) -> NDArray[np.int64]:
-    """Return the samples of each session, (num_sessions,), in no order that means anything.
+    """Return the number of samples of each session, (num_sessions,), in no particular order.
 
-    A session that the split or a window cuts counts once, as in the manifest.
+    A session that the split or a window divides counts once, as in the manifest.
     """
     return np.concatenate([segment_session_lengths(s, dataset.job.data) for s in dataset.segments])
 
 
 def segment_session_lengths(segment: Segment, data: DataConfig) -> NDArray[np.int64]:
-    """Return the samples of each session of one segment."""
-    session, places = data.session, row_groups(segment)
+    """Return the number of samples of each session of one segment."""
+    session, groups = data.session, row_groups(segment)
     parts = {
-        name: pa.chunked_array([read_sample_column(segment, f, g, data, name) for f, g in places])
+        name: pa.chunked_array([read_sample_column(segment, f, g, data, name) for f, g in groups])
         for name in (session.key, session.time)
     }
     codes = pc.rank(one_chunk(parts[session.key]), tiebreaker="dense").to_numpy().astype(np.int64)

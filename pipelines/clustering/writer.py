@@ -1,4 +1,9 @@
-"""Write one part of a segment: the same row groups in every table, whole blocks in each."""
+"""Write the files of a part: every table has the same row groups, which consist of whole blocks.
+
+All parts of a segment have one layout, chosen from a few sessions of one part: parts are equal
+ranges of a hash, so a choice for one fits all. The sessions are chosen by their hash, so the choice
+does not depend on workers, files or retries.
+"""
 
 from __future__ import annotations
 
@@ -38,23 +43,17 @@ from schemas.layout import (
     samples_path,
 )
 
-# What all parts of a segment have in common, learned from the sessions of one of them.
-#
-# Looking at a few whole sessions once is much cheaper than in every part, and parts are equal
-# ranges of a hash: what suits one suits all. The samples are chosen by the hash of their session,
-# so that workers, files and retries do not change the choice.
-
 LAYOUT_SAMPLES = TRIAL_ROWS
-"""Samples that are looked at, about."""
+"""Approximate number of samples from which the layout is chosen."""
 
 
 @dataclass(frozen=True, slots=True)
 class SegmentLayout:
-    """What is the same in all parts of a segment.
+    """The layout of all parts of a segment.
 
     Attributes:
-        layouts: group to what its tuples share.
-        encodings: directory of the segment (`samples`, `groups/user`) to how its files are written.
+        layouts: group to its layout.
+        encodings: directory (`samples`, `groups/user`) to the encodings of its files.
         num_parts: parts of the segment.
     """
 
@@ -69,12 +68,12 @@ def choose_segment_layout(
     learned: FittedValues | None = None,
     num_parts: int = 1,
 ) -> SegmentLayout:
-    """Learn from the samples of one part, in any order.
+    """Choose the layout of a segment from the samples of one part.
 
     Args:
-        parts: all samples of the part's sessions, at least one; gone through twice.
+        parts: all samples of the part's sessions, at least one, in any order; iterated twice.
         data: the job's data section.
-        learned: what transforms learned.
+        learned: fitted parameters of transforms.
         num_parts: parts of the segment.
     """
     star = to_star(cluster(join(sample_sessions(parts, data)), data), 0, data, learned)
@@ -84,7 +83,7 @@ def choose_segment_layout(
 
 
 def iter_tables(star: Star, layouts: Layouts) -> Iterator[tuple[str, pa.Table]]:
-    """Yield the tables of a part by directory as they are stored, samples first."""
+    """Yield (directory, table) for each table of a part as it is stored, samples first."""
     yield directory_of(samples_path(0)), star.samples
     for group, layout in layouts.items():
         for file in stored_tables(group, star, layout, [star.groups[group].num_rows], 0):
@@ -94,49 +93,49 @@ def iter_tables(star: Star, layouts: Layouts) -> Iterator[tuple[str, pa.Table]]:
 def sample_sessions(
     parts: Iterable[Tuples], data: DataConfig, limit: int = LAYOUT_SAMPLES
 ) -> list[Tuples]:
-    """Return the sessions with the smallest hashes, of about `limit` samples or more.
+    """Return the sessions with the smallest hashes, at least `limit` samples where there are.
 
-    A last session that would make it twice as many is cut where it has that many.
+    The last session is truncated if the result would have more than twice as many samples.
 
     Args:
-        parts: samples in any order; gone through twice.
+        parts: samples in any order; iterated twice.
         data: names the session key.
-        limit: samples.
+        limit: number of samples.
     """
     keys = [sort_keys(p, data) for p in parts]
     hashes = [hash_session_keys(k["key"]) for k in keys]
-    joined = np.sort(np.concatenate(hashes))
-    largest = joined[min(limit, len(joined)) - 1]
-    mine = [np.flatnonzero(h <= largest) for h in hashes]
-    if sum(map(len, mine)) > 2 * limit:
-        mine = _first(keys, hashes, mine, 2 * limit)
-    return [compact(p.take(rows)) for p, rows in zip(parts, mine, strict=True) if len(rows)]
+    sorted_hashes = np.sort(np.concatenate(hashes))
+    max_hash = sorted_hashes[min(limit, len(sorted_hashes)) - 1]
+    rows = [np.flatnonzero(h <= max_hash) for h in hashes]
+    if sum(map(len, rows)) > 2 * limit:
+        rows = _first_rows(keys, hashes, rows, 2 * limit)
+    return [compact(p.take(r)) for p, r in zip(parts, rows, strict=True) if len(r)]
 
 
-def _first(
+def _first_rows(
     keys: Sequence[pa.Table],
     hashes: Sequence[NDArray[np.uint64]],
-    mine: Sequence[NDArray[np.int64]],
+    rows: Sequence[NDArray[np.int64]],
     limit: int,
 ) -> list[NDArray[np.int64]]:
-    """Return the rows of each part that come first by hash, time and place in the input."""
-    part = np.repeat(np.arange(len(mine)), [len(rows) for rows in mine])
+    """Return the first `limit` of some rows by hash, time and position in the input, by part."""
+    part = np.repeat(np.arange(len(rows)), [len(r) for r in rows])
     columns = [
-        np.concatenate([k[c].to_numpy()[rows] for k, rows in zip(keys, mine, strict=True)])
+        np.concatenate([k[c].to_numpy()[r] for k, r in zip(keys, rows, strict=True)])
         for c in ("index", "origin", "time")
     ]
-    hashed = np.concatenate([h[rows] for h, rows in zip(hashes, mine, strict=True)])
-    first = np.sort(np.lexsort((*columns, hashed))[:limit])
-    rows = np.concatenate(mine)
-    return [rows[first[part[first] == index]] for index in range(len(mine))]
+    row_hashes = np.concatenate([h[r] for h, r in zip(hashes, rows, strict=True)])
+    first = np.sort(np.lexsort((*columns, row_hashes))[:limit])
+    all_rows = np.concatenate(rows)
+    return [all_rows[first[part[first] == index]] for index in range(len(rows))]
 
 
 ROW_GROUP_BYTES = 64 << 20
-"""Uncompressed bytes of samples and groups together in one row group; smaller ones cost 15-30 %
+"""Maximum uncompressed bytes of a row group, samples and groups together; smaller ones cost 15-30 %
 of the bytes, larger ones memory (ARCHITECTURE, measured)."""
 WINDOWS_BYTES = 256 << 20
-"""Uncompressed bytes that a reader holds who goes through the windows of all parts in order: row
-groups of several windows are at most so large that one of each part fits into them."""
+"""Maximum uncompressed bytes of one row group with several windows from each part: the memory of a
+reader that reads the windows of all parts in order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,14 +153,14 @@ def plan_row_groups(
     limit: int = ROW_GROUP_BYTES,
     windows_limit: int = ROW_GROUP_BYTES,
 ) -> list[BlockRange]:
-    """Cut blocks into row groups: each window by itself, but several where they are small.
+    """Assign blocks to row groups: one or more per window, or one for several small windows.
 
     Args:
         is_evaluation: (num_blocks,) ascending.
         window: (num_blocks,) ascending in each split.
         bytes_per_block: mean uncompressed bytes of a block over all tables.
-        limit: uncompressed bytes of a row group.
-        windows_limit: uncompressed bytes of a row group of several windows.
+        limit: maximum uncompressed bytes of a row group.
+        windows_limit: maximum uncompressed bytes of a row group of several windows.
 
     Example:
         >>> row_groups_of(np.zeros(5, bool), np.array([0, 0, 1, 2, 2]), 1.0, 8, 3)
@@ -186,45 +185,42 @@ def plan_row_groups(
 
 
 class PartWriter:
-    """Writes the files of one part, piece by piece, under their final names when they are whole."""
+    """Writes the files of one part chunk by chunk; they get their final names when complete."""
 
-    def __init__(self, root: Path, file_index: int, pins: SegmentLayout) -> None:
-        """Write nothing yet.
+    def __init__(self, root: Path, file_index: int, layout: SegmentLayout) -> None:
+        """Store the arguments.
 
         Args:
             root: directory of the segment being built.
             file_index: number of the part.
-            pins: how its tables are laid out and encoded.
+            layout: layout of the segment.
         """
         self._root = root
         self._file_index = file_index
-        self._pins = pins
+        self._layout = layout
         self._writers: dict[str, tuple[Path, pq.ParquetWriter]] = {}
         self._written: Counter[str] = Counter()
         self._num_row_groups = 0
 
     def add(self, star: Star, clustered: Clustered) -> pa.Table:
-        """Write the next samples of the part.
+        """Write the next chunk of the part; return its rows of `blocks.parquet`.
 
         Args:
-            star: their tables.
+            star: the tables of the chunk.
             clustered: the same samples, for splits and windows.
-
-        Returns:
-            Their rows of `blocks.parquet`.
         """
         first_sample = offsets_of(star.samples_per_block)[:-1]
         groups = plan_row_groups(
             clustered.is_evaluation[first_sample],
             clustered.window[first_sample],
             _bytes_per_block(star),
-            windows_limit=min(ROW_GROUP_BYTES, WINDOWS_BYTES // self._pins.num_parts),
+            windows_limit=min(ROW_GROUP_BYTES, WINDOWS_BYTES // self._layout.num_parts),
         )
         counts = [int(star.samples_per_block[g.first : g.end].sum()) for g in groups]
         self._write(samples_path(self._file_index), star.samples, counts)
         for name in star.groups:
             unique = [int(star.unique_per_block[name][g.first : g.end].sum()) for g in groups]
-            layout = self._pins.layouts[name]
+            layout = self._layout.layouts[name]
             for file in stored_tables(
                 name, star, layout, unique, self._file_index, dict(self._written)
             ):
@@ -236,7 +232,7 @@ class PartWriter:
     def _write(self, path: str, table: pa.Table, rows_per_group: Sequence[int]) -> None:
         if path not in self._writers:
             partial = partial_path(self._root / path)
-            encodings = self._pins.encodings[directory_of(path)]
+            encodings = self._layout.encodings[directory_of(path)]
             writer = open_writer(str(partial), table.schema, encodings)
             self._writers[path] = partial, writer
         start = 0
@@ -247,7 +243,7 @@ class PartWriter:
         self._written[path] += table.num_rows
 
     def close(self) -> None:
-        """Finish the files and give them their names."""
+        """Close the files and rename them to their final names."""
         for path, (partial, writer) in self._writers.items():
             writer.close()
             partial.replace(self._root / path)
@@ -285,12 +281,8 @@ def _blocks_table(
 
 
 def merge_blocks(parts: Iterable[pa.Table]) -> pa.Table:
-    """Return the rows of `blocks.parquet` of all parts, in training order."""
-    return in_training_order(pa.concat_tables(parts))
-
-
-def in_training_order(blocks: pa.Table) -> pa.Table:
-    """Sort the blocks of all parts: training before evaluation, windows in order, then parts."""
+    """Return the rows of `blocks.parquet` of all parts, sorted by split, window and part."""
+    blocks = pa.concat_tables(parts)
     is_evaluation = pa.compute.equal(blocks["split"], EVALUATION)
     keyed = blocks.append_column("is_evaluation", is_evaluation)
     order = [("is_evaluation", "ascending"), ("window", "ascending"), (BLOCK, "ascending")]

@@ -66,5 +66,5 @@ def test_workers_below_none_are_refused() -> None:
 
 
 def test_samples_are_not_written_over_a_directory(tmp_path: Path) -> None:
-    with pytest.raises(SchemaError, match="output must be a file, got directory"):
+    with pytest.raises(SchemaError, match="output is a directory"):
         expand(tmp_path / "dataset", tmp_path)
