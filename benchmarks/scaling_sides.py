@@ -44,7 +44,7 @@ from trainer.elastic.peer_state import MemoryRows
 from trainer.elastic.replica import Replica
 from trainer.embedding.optimizer import dense_optimizer
 from trainer.follow import Following
-from trainer.models.dlrm import build, dense_of
+from trainer.models.dlrm import build, dense_inputs
 from trainer.recovery import Drain, Watchdog
 from trainer.rows import initial_rows
 from trainer.setup import TrainOptions, how_of
@@ -157,8 +157,8 @@ class Sharded:
         job, dataset = load_job(side.job), open_dataset(side.dataset)
         config, spec = job.train, spec_of(dataset, job.train.dtype)
         self._reader = repeated_reader(dataset, config, expanded=True)
-        self._rank, self._count, self._num_dense = side.rank, side.count, len(spec.dense)
-        self.model = sharded(build(config, self._num_dense, tables_of(spec, config)).dlrm, side)
+        self._rank, self._count = side.rank, side.count
+        self.model = sharded(build(config, len(spec.dense), tables_of(spec, config)).dlrm, side)
         fill(self.model, config)
         self.dense = dict(in_backward_optimizer_filter(self.model.named_parameters()))
         optimizer = dense_optimizer(config.dense_optimizer, cast(Any, [*self.dense.values()]))
@@ -171,7 +171,7 @@ class Sharded:
 
     def train(self, batch: Part, weight: float) -> float:
         """Train one step and return this process's share of its loss."""
-        dense = dense_of(cast(Any, batch), self._num_dense)
+        dense = dense_inputs(batch.dense)
         logits = self.model(dense, batch.sparse).squeeze(1)
         summed = torch.nn.functional.binary_cross_entropy_with_logits(
             logits, batch.labels, weight=batch.weights, reduction="sum"

@@ -159,7 +159,7 @@ class GivenEmbedding(nn.Module):
 class ServedAttention(AttentionModel):
     """The attention model whose histories come as blocks of positions."""
 
-    def _read_history(self, batch: Any, embedding: Any, targets: torch.Tensor) -> torch.Tensor:
+    def _attend(self, batch: Any, embedding: Any, targets: torch.Tensor) -> torch.Tensor:
         """Return (B, dim); each sample is the only query of its own history."""
         inputs: Tensors = batch.sparse.inputs
         spec: BatchSpec = embedding.spec

@@ -193,8 +193,8 @@ def test_bucket_queries_of_any_sharing_gives_each_sample_a_place_of_its_row(
     buckets = bucket_queries(torch.tensor(inverse_indices), 10)
     widths = [w for w, n in zip(buckets.widths, buckets.row_counts, strict=True) for _ in range(n)]
     row_of_place = np.repeat(buckets.rows.numpy(), widths)
-    places = buckets.places.tolist()
-    assert len(row_of_place) == sum(buckets.place_counts) < 2 * len(inverse_indices)
+    places = buckets.slots.tolist()
+    assert len(row_of_place) == sum(buckets.slot_counts) < 2 * len(inverse_indices)
     assert len(set(places)) == len(places)
     assert row_of_place[places].tolist() == inverse_indices
     assert sorted(buckets.rows.tolist()) == sorted(set(inverse_indices))
@@ -205,7 +205,7 @@ def test_bucket_queries_of_any_sharing_gives_each_sample_a_place_of_its_row(
 
 def test_bucket_queries_of_one_sample_per_row_changes_no_order() -> None:
     buckets = bucket_queries(torch.arange(5), 5)
-    assert buckets.rows.tolist() == buckets.places.tolist() == list(range(5))
+    assert buckets.rows.tolist() == buckets.slots.tolist() == list(range(5))
     assert (buckets.row_counts, buckets.widths) == ((5,), (1,))
 
 

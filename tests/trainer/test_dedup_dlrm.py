@@ -18,7 +18,7 @@ from trainer.data.microbatches import single_microbatch
 from trainer.data.shared_features import find_shared_features
 from trainer.embedding.kernels.compiled import interactions_of
 from trainer.embedding.module import Embedding
-from trainer.models.dlrm import DedupDlrm, DlrmModel, columns_of
+from trainer.models.dlrm import DedupDlrm, DlrmModel, top_columns
 from trainer.step import loss_of
 
 
@@ -109,6 +109,6 @@ def test_groups_that_cross_are_not_put_together(dataset: Path, tmp_path: Path) -
 
 
 def test_every_column_of_the_first_layer_is_filled_once() -> None:
-    columns = columns_of((0, 2, 4), (1, 3), dim=8)
+    columns = top_columns((0, 2, 4), (1, 3), dim=8)
     filled = torch.cat([columns.rows, columns.own])
     assert sorted(filled.tolist()) == list(range(8 + 10))

@@ -123,6 +123,6 @@ def test_build_leaves_the_precision_of_the_embedding_alone(name: str) -> None:
 
 def test_dlrm_without_top_layers_is_refused() -> None:
     config = replace(DLRM_CONFIG, model=ModelConfig(top_layers=()))
-    message = "top_layers must name a width for dlrm, got top_layers=(); add one"
+    message = "top_layers must not be empty for dlrm; add a width"
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         dlrm.build(config, NUM_DENSE, PlainTables())

@@ -187,7 +187,7 @@ def test_first_layer_of_an_mlp_and_the_rest_are_the_whole() -> None:
 @pytest.mark.parametrize(("name", "module"), [("dcn", dcn), ("deepfm", deepfm)])
 def test_model_without_top_layers_is_refused(name: str, module: Any) -> None:
     config = replace(CONFIG, model=ModelConfig(top_layers=()))
-    message = f"top_layers must name a width for {name}, got top_layers=(); add one"
+    message = f"top_layers must not be empty for {name}; add a width"
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         module.build(config, NUM_DENSE, PlainTables())
 

@@ -1,4 +1,12 @@
-"""Target attention over one history; each distinct history is encoded once."""
+"""Target attention over one history; each distinct history is encoded once.
+
+A self-attention layer encodes each unique history, whose keys and values are computed once. The
+samples that share a history (the items shown in one session) are queries batched against it, so
+that no history is repeated. Expanded input takes the same path with one query per history.
+
+Sources: BST (2019) for the encoder, DIN (KDD 2018) for the target as query, RecD (MLSys 2023) for
+computing on unique rows.
+"""
 
 from __future__ import annotations
 
@@ -19,105 +27,21 @@ from trainer.models.shared_compute import (
     columns_of,
     dense_part,
     first_layer,
-    linear_share,
+    linear_term,
     parts_of,
-    summed,
+    sum_over_parts,
     to_samples,
 )
 
-# Where the queries of a batch lie when those that share a history are batched against it.
-#
-# Samples with one history (RecD: the items shown to one session) each bring a query. A row of the
-# table below is a history, its places are queries; rows lie in buckets of the same width, the
-# next power of two, so that one history with hundreds of queries does not widen all others:
-#
-#     inverse_indices = [0 1 1 1 2 0]     width 1: row 2 | 4
-#                                         width 2: row 0 | 0 5
-#                                         width 4: row 1 | 1 2 3 -
-#
-# Fewer than half of the places are empty, whatever the counts.
-
-
-@dataclass(frozen=True, slots=True)
-class QueryBuckets:
-    """Queries of all samples, grouped by row and padded by bucket.
-
-    Attributes:
-        rows: (num_used_rows,) int64, the rows that have a query, bucket by bucket.
-        row_counts: (num_buckets,), rows of each bucket.
-        widths: (num_buckets,), places of each row in a bucket: ascending powers of two.
-        places: (num_samples,) int64, where each sample's query lies among the places of all
-            buckets, row after row.
-    """
-
-    rows: torch.Tensor
-    row_counts: tuple[int, ...]
-    widths: tuple[int, ...]
-    places: torch.Tensor
-
-    @property
-    def place_counts(self) -> tuple[int, ...]:
-        """Places of each bucket."""
-        return tuple(n * w for n, w in zip(self.row_counts, self.widths, strict=True))
-
-
-def bucket_queries(inverse_indices: torch.Tensor, num_rows: int) -> QueryBuckets:
-    """Group samples by their row.
-
-    Args:
-        inverse_indices: (num_samples,) int64 in [0, num_rows), the row of each sample.
-        num_rows: number of rows; one without a sample gets no place.
-
-    Example:
-        >>> buckets = bucket_queries(torch.tensor([0, 1, 1, 1, 2, 0]), 3)
-        >>> buckets.rows.tolist(), buckets.widths, buckets.places.tolist()
-        ([2, 0, 1], (1, 2, 4), [1, 3, 4, 5, 0, 2])
-    """
-    counts = torch.bincount(inverse_indices, minlength=num_rows)
-    powers = 1 << torch.arange(63, device=counts.device)
-    exponents = torch.searchsorted(powers, counts)  # of the smallest power that is not below
-    used = counts.nonzero().squeeze(1)
-    rows = used[torch.argsort(exponents[used], stable=True)]
-    widths = powers[exponents[rows]]
-    first_place = torch.empty_like(counts)
-    first_place[rows] = widths.cumsum(0) - widths
-    bucket_widths, row_counts = torch.unique_consecutive(widths, return_counts=True)
-    return QueryBuckets(
-        rows,
-        tuple(row_counts.tolist()),
-        tuple(bucket_widths.tolist()),
-        first_place[inverse_indices] + _rank_within(inverse_indices, counts),
-    )
-
-
-def _rank_within(inverse_indices: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-    """Return how many earlier samples have the same row, (num_samples,) int64."""
-    order = torch.argsort(inverse_indices, stable=True)
-    starts = counts.cumsum(0) - counts
-    ranks = torch.empty_like(order)
-    ranks[order] = torch.arange(len(order), device=order.device) - starts[inverse_indices[order]]
-    return ranks
-
-
-# Target attention over one history, each distinct history encoded once.
-#
-# A history is read by a self-attention layer once per unique row, and its keys and values are
-# made once. The samples that share it (the items shown to one session) are queries batched
-# against that one block; no history is repeated for its samples. Expanded input takes the same
-# path with one query per row.
-#
-# Sources: BST (2019) for the encoder, DIN (KDD 2018) for the target as query, RecD (MLSys 2023)
-# for computing on unique rows.
-
 FEED_FORWARD_RATIO = 4
 """Width of the encoder's hidden layer, in embedding widths. Source: Vaswani et al. (2017)."""
-_READ = "the history as read"
+_HISTORY = "attended history"
 POSITION_SCALE = 0.02
 """Standard deviation of the initial positions. Source: BERT (2019)."""
 
 
 class SequenceEmbedding(Protocol):
-    """What the model asks of an embedding module."""
+    """The part of the embedding module that the model uses."""
 
     def __call__(self, kjt: KeyedJaggedTensor, /) -> KeyedTensor:
         """Return the pooled rows of each sample, (B, num_features * dim)."""
@@ -134,16 +58,84 @@ class SequenceEmbedding(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class QueryBuckets:
+    """Queries of all samples, grouped by history and padded by bucket.
+
+    A row is a history, its slots are queries. Rows are in buckets of equal width, the next power of
+    two, so that a history with hundreds of queries does not widen all others. Fewer than half of
+    the slots are empty:
+
+        inverse_indices = [0 1 1 1 2 0]     width 1: row 2 | 4
+                                            width 2: row 0 | 0 5
+                                            width 4: row 1 | 1 2 3 -
+
+    Attributes:
+        rows: (num_used_rows,) int64, the rows with a query, bucket by bucket.
+        row_counts: (num_buckets,), rows of each bucket.
+        widths: (num_buckets,), slots of each row in a bucket: ascending powers of two.
+        slots: (num_samples,) int64, slot of each sample's query among those of all buckets.
+    """
+
+    rows: torch.Tensor
+    row_counts: tuple[int, ...]
+    widths: tuple[int, ...]
+    slots: torch.Tensor
+
+    @property
+    def slot_counts(self) -> tuple[int, ...]:
+        """Slots of each bucket."""
+        return tuple(n * w for n, w in zip(self.row_counts, self.widths, strict=True))
+
+
+def bucket_queries(inverse_indices: torch.Tensor, num_rows: int) -> QueryBuckets:
+    """Group samples by their row.
+
+    Args:
+        inverse_indices: (num_samples,) int64 in [0, num_rows), the row of each sample.
+        num_rows: number of rows; one without a sample gets no slot.
+
+    Example:
+        >>> buckets = bucket_queries(torch.tensor([0, 1, 1, 1, 2, 0]), 3)
+        >>> buckets.rows.tolist(), buckets.widths, buckets.slots.tolist()
+        ([2, 0, 1], (1, 2, 4), [1, 3, 4, 5, 0, 2])
+    """
+    counts = torch.bincount(inverse_indices, minlength=num_rows)
+    powers = 1 << torch.arange(63, device=counts.device)
+    exponents = torch.searchsorted(powers, counts)  # of the smallest power >= the count
+    used = counts.nonzero().squeeze(1)
+    rows = used[torch.argsort(exponents[used], stable=True)]
+    widths = powers[exponents[rows]]
+    first_slot = torch.empty_like(counts)
+    first_slot[rows] = widths.cumsum(0) - widths
+    bucket_widths, row_counts = torch.unique_consecutive(widths, return_counts=True)
+    return QueryBuckets(
+        rows,
+        tuple(row_counts.tolist()),
+        tuple(bucket_widths.tolist()),
+        first_slot[inverse_indices] + _rank_within(inverse_indices, counts),
+    )
+
+
+def _rank_within(inverse_indices: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    """Return how many earlier samples have the same row, (num_samples,) int64."""
+    order = torch.argsort(inverse_indices, stable=True)
+    starts = counts.cumsum(0) - counts
+    ranks = torch.empty_like(order)
+    ranks[order] = torch.arange(len(order), device=order.device) - starts[inverse_indices[order]]
+    return ranks
+
+
 def pad_newest(
     values: torch.Tensor, offsets: torch.Tensor, rows: torch.Tensor, max_history: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Lay the newest entries of some lists into a block, the newest in column 0.
+    """Copy the newest entries of some lists into a padded block, the newest in column 0.
 
     Args:
         values: (sum_len, dim), lists end to end, newest last.
         offsets: (U + 1,) int64.
-        rows: (n,) int64 in [0, U), which lists, none twice.
-        max_history: most entries of a list.
+        rows: (n,) int64 in [0, U), distinct lists.
+        max_history: maximum entries of a list.
 
     Returns:
         padded: (n, H, dim), zeros after the end of a list; H is the longest, at least 1.
@@ -182,10 +174,10 @@ class HistoryEncoder(nn.Module):
 
         Args:
             padded: (n, H, dim), newest first.
-            readable: (n, H) bool, entries that others may read; at least one per list.
+            readable: (n, H) bool, attention mask with at least one entry per list.
 
         Returns:
-            (n, H, dim); entries that are not readable have no meaning.
+            (n, H, dim); masked entries are undefined.
         """
         n, width, dim = padded.shape
         x = padded + self.positions[:width]
@@ -200,7 +192,7 @@ class HistoryEncoder(nn.Module):
 
 
 class TargetAttention(nn.Module):
-    """Let each sample's target read the one encoded history that it shares with others."""
+    """Attention of each sample's target over its encoded history, shared or not."""
 
     def __init__(self, dim: int) -> None:
         """Build the projections; one head."""
@@ -215,17 +207,17 @@ class TargetAttention(nn.Module):
         readable: torch.Tensor,
         buckets: QueryBuckets,
     ) -> torch.Tensor:
-        """Return (B, dim), what each target reads.
+        """Return (B, dim), the attention output of each target.
 
         Args:
             targets: (B, dim).
             encoded: (n, H, dim), histories in the order of `buckets.rows`.
             readable: (n, H) bool.
-            buckets: which target reads which history.
+            buckets: histories of the targets.
         """
         dim = targets.shape[1]
-        places = targets.new_zeros(sum(buckets.place_counts), dim)
-        places = places.index_copy(0, buckets.places, self.query(targets))
+        queries = targets.new_zeros(sum(buckets.slot_counts), dim)
+        queries = queries.index_copy(0, buckets.slots, self.query(targets))
         key, value = self.key_value(encoded).chunk(2, dim=2)
         read = [
             # (rows, 1, width, dim) against (rows, 1, H, dim)
@@ -236,18 +228,18 @@ class TargetAttention(nn.Module):
                 attn_mask=m[:, None, None, :],
             ).reshape(-1, dim)
             for q, k, v, m in zip(
-                places.split(buckets.place_counts),
+                queries.split(buckets.slot_counts),
                 key.split(buckets.row_counts),
                 value.split(buckets.row_counts),
                 readable.split(buckets.row_counts),
                 strict=True,
             )
         ]
-        return torch.cat(read).index_select(0, buckets.places)
+        return torch.cat(read).index_select(0, buckets.slots)
 
 
 class AttentionModel(nn.Module):
-    """MLP over dense features, the pooled rows of every feature, and the history as read."""
+    """MLP over dense features, the pooled rows of every feature, and the attended history."""
 
     def __init__(
         self,
@@ -269,46 +261,48 @@ class AttentionModel(nn.Module):
         self.bottom = MLP(num_dense, [*model.bottom_layers, dim]) if num_dense else None
         widths = [(len(features) + 1 + (num_dense > 0)) * dim, *model.top_layers]
         self.top = nn.Sequential(MLP(widths[0], widths[1:]), nn.Linear(widths[-1], 1))
-        self.to(getattr(torch, config.dtype))  # before the embedding, which has its own
+        self.to(getattr(torch, config.dtype))  # before the embedding, which has its own dtype
         self.embedding = embedding
         self.dedup = model.dedup_compute and len(model.top_layers) > 0
-        parts = ([DENSE] if num_dense else []) + [*features, _READ]
+        parts = ([DENSE] if num_dense else []) + [*features, _HISTORY]
         self._columns = columns_of(dict.fromkeys(parts, dim))
 
     def forward(self, batch: Batch) -> torch.Tensor:
         """Return (B,) logits."""
         embedding = cast(SequenceEmbedding, self.embedding)
         if self.dedup and batch.groups:
-            return self._of_parts(batch, embedding)
+            return self._forward_by_tuple(batch, embedding)
         pooled = embedding(batch.sparse).to_dict()
         parts = [] if self.bottom is None else [self.bottom(batch.dense)]
         parts += [pooled[feature] for feature in self.features]
-        parts.append(self._read_history(batch, embedding, pooled[self.target]))
+        parts.append(self._attend(batch, embedding, pooled[self.target]))
         return self.top(torch.cat(parts, dim=1)).squeeze(1)
 
-    def _of_parts(self, batch: Batch, embedding: SequenceEmbedding) -> torch.Tensor:
-        """Return the logits, shares of dedup groups of the first top layer once per tuple."""
+    def _forward_by_tuple(self, batch: Batch, embedding: SequenceEmbedding) -> torch.Tensor:
+        """Return the logits; terms of the first top layer are computed once per tuple."""
         pooled = embedding.unique(batch.sparse)
         dense = None
         if self.bottom is not None:
-            known = dense_part(batch, batch.dense)
-            dense = Part(known.group, {DENSE: self.bottom(known.vectors[DENSE])})
+            inputs = dense_part(batch, batch.dense)
+            dense = Part(inputs.group, {DENSE: self.bottom(inputs.vectors[DENSE])})
         targets = to_samples(batch, batch.group_of[self.target], pooled[self.target])
-        read = Part(None, {_READ: self._read_history(batch, embedding, targets)})
-        parts = [*parts_of(batch, {f: pooled[f] for f in self.features}, dense), read]
+        history = Part(None, {_HISTORY: self._attend(batch, embedding, targets)})
+        parts = [*parts_of(batch, {f: pooled[f] for f in self.features}, dense), history]
         first, rest = first_layer(self.top)
-        sums = summed(batch, parts, lambda part: linear_share(part, first.weight, self._columns))
+        sums = sum_over_parts(
+            batch, parts, lambda part: linear_term(part, first.weight, self._columns)
+        )
         return rest(sums + first.bias).squeeze(1)
 
-    def _read_history(
+    def _attend(
         self, batch: Batch, embedding: SequenceEmbedding, targets: torch.Tensor
     ) -> torch.Tensor:
-        """Return (B, dim), a learned vector where the history is empty."""
+        """Return (B, dim), a learned vector for an empty history."""
         values, offsets = embedding.sequence(batch.sparse, self.history)
         inverse_indices = batch.inverse_of(self.history)
         buckets = bucket_queries(inverse_indices, len(offsets) - 1)
         padded, lengths = pad_newest(values, offsets, buckets.rows, self.max_history)
-        # An empty list reads its own zeros in column 0, so that no softmax is over nothing.
+        # The mask of an empty list has column 0, which is zero, so that no softmax is empty.
         columns = torch.arange(padded.shape[1], device=padded.device)
         readable = columns < lengths.clamp(min=1)[:, None]
         encoded = self.encoder(padded, readable)
@@ -327,12 +321,11 @@ def build(
     """Build the attention model over an embedding module.
 
     Args:
-        config: its `model` names `history` and `target`; the seed alone decides the initial
-            dense parameters.
-        features: the sparse features in the order in which their vectors are concatenated.
-        num_dense: number of dense features; with 0 there is no bottom MLP.
+        config: `model.history` and `model.target`, and the seed of the initial dense parameters.
+        features: sparse features in concatenation order.
+        num_dense: number of dense features; 0: no bottom MLP.
         embedding: a `SequenceEmbedding` in `config.dtype`.
-        kind: the class to build.
+        kind: the class to build, for export.
 
     Returns:
         A module from a batch to (B,) logits.

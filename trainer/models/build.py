@@ -1,4 +1,4 @@
-"""The model that a job names."""
+"""Build the model of a job."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from trainer.models.dlrm import DedupDlrm
 
 
 def uses_shared_features(config: TrainConfig) -> bool:
-    """Return whether the model is fed what samples share, `Batch.sides`."""
+    """Return whether the model reads `Batch.shared`."""
     model = config.model
     return model.name == "dlrm" and model.dedup_compute and config.device == "cpu"
 
@@ -22,8 +22,8 @@ def build_model(config: TrainConfig, spec: BatchSpec, embedding: nn.Module) -> n
 
     Args:
         config: train section of the job.
-        spec: what a batch is made of.
-        embedding: pools rows and gives them unpooled, in `config.dtype`.
+        spec: columns of a batch.
+        embedding: `trainer.embedding.module.Embedding`, in `config.dtype`.
     """
     num_dense = len(spec.dense)
     match config.model.name:
@@ -37,8 +37,6 @@ def build_model(config: TrainConfig, spec: BatchSpec, embedding: nn.Module) -> n
             return wide_deep.build(config, spec.sparse, num_dense, embedding)
         case "dlrm":
             model = dlrm.build(config, num_dense, embedding)
-            return (
-                DedupDlrm(model, interactions_of(config.kernels))
-                if uses_shared_features(config)
-                else model
-            )
+            if uses_shared_features(config):
+                return DedupDlrm(model, interactions_of(config.kernels))
+            return model

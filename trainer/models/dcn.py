@@ -1,10 +1,10 @@
-"""TorchRec's DLRM_DCN: a low-rank cross network (DCN-v2) in the place of DLRM's products.
+"""TorchRec's DLRM_DCN: a low-rank cross network (DCN-v2) instead of DLRM's products.
 
     x_0     = [bottom(dense), sparse...]
     x_{l+1} = x_0 * (W_l V_l x_l + b_l) + x_l
 
-Every layer needs x_0 of each sample, so only what is linear in x_0 alone is computed once per
-unique tuple: the bottom MLP and the first product, V_0 x_0.
+Every layer needs x_0 of each sample, so only the bottom MLP and the first product, V_0 x_0, are
+computed once per unique tuple.
 
 Sources: DCN-v2 (WWW 2021), RecD (MLSys 2023).
 """
@@ -20,44 +20,42 @@ from torchrec.models.dlrm import DLRM_DCN
 
 from schemas.config.train import TrainConfig
 from trainer.data.collate import Batch
-from trainer.models.dlrm import dense_of
+from trainer.models.dlrm import dense_inputs
 from trainer.models.shared_compute import (
     DENSE,
     Part,
     columns_of,
     dense_part,
-    linear_share,
+    linear_term,
     parts_of,
-    summed,
+    sum_over_parts,
     to_samples,
 )
 
 
 class DcnModel(nn.Module):
-    """Hand a batch to DLRM_DCN, or compute the same with shared parts computed once."""
+    """DLRM_DCN on a batch, optionally with computation per unique tuple."""
 
-    def __init__(self, dcn: DLRM_DCN, num_dense: int, *, dedup: bool) -> None:
+    def __init__(self, dcn: DLRM_DCN, *, dedup: bool) -> None:
         """Keep the model.
 
         Args:
             dcn: TorchRec's model.
-            num_dense: dense features of a batch, may be 0.
-            dedup: compute once per unique tuple what depends on it alone.
+            dedup: compute layers that depend on a unique tuple alone once per tuple.
         """
         super().__init__()
         self.dcn = dcn
-        self.num_dense = num_dense
         self.dedup = dedup
 
     def forward(self, batch: Batch) -> torch.Tensor:
         """Return (B,) logits."""
-        dense = dense_of(batch, self.num_dense)
+        dense = dense_inputs(batch.dense)
         if not (self.dedup and batch.groups):
             return self.dcn(dense, batch.sparse).squeeze(1)
         sparse = self.dcn.sparse_arch
         pooled = cast(Any, sparse.embedding_bag_collection).unique(batch.sparse)
-        known = dense_part(batch, dense)
-        bottom = Part(known.group, {DENSE: self.dcn.dense_arch(known.vectors[DENSE])})
+        inputs = dense_part(batch, dense)
+        bottom = Part(inputs.group, {DENSE: self.dcn.dense_arch(inputs.vectors[DENSE])})
         parts = parts_of(batch, {f: pooled[f] for f in sparse.sparse_feature_names}, bottom)
         return self.dcn.over_arch(self._crossed(batch, parts)).squeeze(1)
 
@@ -67,7 +65,9 @@ class DcnModel(nn.Module):
         names = (DENSE, *self.dcn.sparse_arch.sparse_feature_names)
         columns = columns_of(dict.fromkeys(names, self.dcn.sparse_arch.D))
         start = _concatenated(batch, parts, names)
-        products = summed(batch, parts, lambda p: linear_share(p, cross.V_kernels[0], columns))
+        products = sum_over_parts(
+            batch, parts, lambda p: linear_term(p, cross.V_kernels[0], columns)
+        )
         x = start
         for layer, (v, w, bias) in enumerate(
             zip(cross.V_kernels, cross.W_kernels, cross.bias, strict=True)
@@ -79,23 +79,23 @@ class DcnModel(nn.Module):
 
 def _concatenated(batch: Batch, parts: list[Part], names: tuple[str, ...]) -> torch.Tensor:
     """Return the vectors of each sample side by side, in the order of `names`."""
-    found: dict[str, torch.Tensor] = {}
+    vectors: dict[str, torch.Tensor] = {}
     for part in parts:
         widths = [v.shape[1] for v in part.vectors.values()]
         wide = to_samples(batch, part.group, part.flat).split(widths, dim=1)
-        found.update(zip(part.vectors, wide, strict=True))
-    return torch.cat([found[name] for name in names], dim=1)
+        vectors.update(zip(part.vectors, wide, strict=True))
+    return torch.cat([vectors[name] for name in names], dim=1)
 
 
 def build(config: TrainConfig, num_dense: int, embedding: nn.Module) -> DcnModel:
     """Build DLRM_DCN over an embedding module; see `trainer.models.dlrm.build`.
 
     Raises:
-        ValueError: `top_layers` is empty, which TorchRec's over arch cannot be.
+        ValueError: `top_layers` is empty, which TorchRec's over arch does not support.
     """
     model = config.model
     if not model.top_layers:
-        raise ValueError("top_layers must name a width for dcn, got top_layers=(); add one")
+        raise ValueError("top_layers must not be empty for dcn; add a width")
     with torch.random.fork_rng(devices=()):
         torch.manual_seed(config.seed)
         dcn = DLRM_DCN(
@@ -108,4 +108,4 @@ def build(config: TrainConfig, num_dense: int, embedding: nn.Module) -> DcnModel
         )
     for part in ("dense_arch", "inter_arch", "over_arch"):
         dcn.get_submodule(part).to(getattr(torch, config.dtype))
-    return DcnModel(dcn, num_dense, dedup=model.dedup_compute)
+    return DcnModel(dcn, dedup=model.dedup_compute)

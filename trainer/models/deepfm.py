@@ -1,12 +1,12 @@
-"""TorchRec's SimpleDeepFMNN, whose last sigmoid is left to the loss.
+"""TorchRec's SimpleDeepFMNN without its last sigmoid, which the loss applies.
 
     x     = [bottom(dense), sparse...], all numbers side by side
     fm    = ((sum of x)**2 - sum of x**2) / 2
     logit = over [bottom(dense), deep(x), fm]
 
-All three begin with sums over x, so each dedup group's share of the first deep layer, of both
-sums and of the over layer is computed once per unique tuple, and all four are handed to
-samples as one vector.
+All three start with sums over x, so each dedup group's terms of the first deep layer, of both
+sums and of the over layer are computed once per unique tuple and expanded to samples as one
+vector.
 
 Sources: DeepFM (IJCAI 2017), RecD (MLSys 2023).
 """
@@ -23,59 +23,57 @@ from torchrec.modules.mlp import MLP
 
 from schemas.config.train import TrainConfig
 from trainer.data.collate import Batch
-from trainer.models.dlrm import dense_of
+from trainer.models.dlrm import dense_inputs
 from trainer.models.shared_compute import (
     DENSE,
     Part,
     columns_of,
     dense_part,
     first_layer,
-    linear_share,
+    linear_term,
     parts_of,
-    summed,
+    sum_over_parts,
 )
 
 
 class DeepFmModel(nn.Module):
-    """Hand a batch to SimpleDeepFMNN, or compute the same with shared parts computed once."""
+    """SimpleDeepFMNN on a batch, optionally with computation per unique tuple."""
 
-    def __init__(self, deepfm: SimpleDeepFMNN, num_dense: int, *, dedup: bool) -> None:
+    def __init__(self, deepfm: SimpleDeepFMNN, *, dedup: bool) -> None:
         """Keep the model.
 
         Args:
             deepfm: TorchRec's model without its sigmoid.
-            num_dense: dense features of a batch, may be 0.
-            dedup: compute once per unique tuple what depends on it alone.
+            dedup: compute layers that depend on a unique tuple alone once per tuple.
         """
         super().__init__()
         self.deepfm = deepfm
-        self.num_dense = num_dense
         self.dedup = dedup
 
     def forward(self, batch: Batch) -> torch.Tensor:
         """Return (B,) logits."""
-        dense = dense_of(batch, self.num_dense)
+        dense = dense_inputs(batch.dense)
         if not (self.dedup and batch.groups):
             return self.deepfm(dense, batch.sparse).squeeze(1)
         inter, over = self.deepfm.inter_arch, cast(Any, self.deepfm.over_arch.model)[0]
         pooled = cast(Any, self.deepfm.sparse_arch.embedding_bag_collection).unique(batch.sparse)
-        known = dense_part(batch, dense)
-        bottom = Part(known.group, {DENSE: self.deepfm.dense_arch(known.vectors[DENSE])})
+        inputs = dense_part(batch, dense)
+        bottom = Part(inputs.group, {DENSE: self.deepfm.dense_arch(inputs.vectors[DENSE])})
         names = inter.sparse_feature_names
         parts = parts_of(batch, {f: pooled[f] for f in names}, bottom)
         first, rest = first_layer(inter.deep_fm.dense_module)
         dim = bottom.vectors[DENSE].shape[1]
         columns = columns_of(dict.fromkeys((DENSE, *names), dim))
 
-        def share(part: Part) -> torch.Tensor:
+        def term_of(part: Part) -> torch.Tensor:
             x = part.flat
             dense_logit = x.new_zeros(len(x), 1)
             if DENSE in part.vectors:
                 dense_logit = F.linear(part.vectors[DENSE], over.weight[:, :dim])
             sums = [x.sum(1, keepdim=True), (x * x).sum(1, keepdim=True)]
-            return torch.cat([linear_share(part, first.weight, columns), *sums, dense_logit], 1)
+            return torch.cat([linear_term(part, first.weight, columns), *sums, dense_logit], 1)
 
-        total = summed(batch, parts, share)
+        total = sum_over_parts(batch, parts, term_of)
         deep = rest(total[:, :-3] + first.bias)
         fm = (total[:, -3] ** 2 - total[:, -2]) / 2
         own = torch.cat([deep, fm[:, None]], dim=1)
@@ -85,15 +83,15 @@ class DeepFmModel(nn.Module):
 def build(config: TrainConfig, num_dense: int, embedding: nn.Module) -> DeepFmModel:
     """Build SimpleDeepFMNN over an embedding module; see `trainer.models.dlrm.build`.
 
-    TorchRec's has one hidden layer below and one deep layer; where `bottom_layers` or
-    `top_layers` name another number, its MLP stands in their place.
+    TorchRec's model has one hidden dense layer and one deep layer; for other numbers of
+    `bottom_layers` or `top_layers` they are replaced by TorchRec's MLP.
 
     Raises:
         ValueError: `top_layers` is empty.
     """
     model, dim = config.model, config.embedding_dim
     if not model.top_layers:
-        raise ValueError("top_layers must name a width for deepfm, got top_layers=(); add one")
+        raise ValueError("top_layers must not be empty for deepfm; add a width")
     with torch.random.fork_rng(devices=()):
         torch.manual_seed(config.seed)
         deepfm = SimpleDeepFMNN(
@@ -111,4 +109,4 @@ def build(config: TrainConfig, num_dense: int, embedding: nn.Module) -> DeepFmMo
     over.model = nn.Sequential(over.model[0])
     for part in ("dense_arch", "inter_arch", "over_arch"):
         deepfm.get_submodule(part).to(getattr(torch, config.dtype))
-    return DeepFmModel(deepfm, num_dense, dedup=model.dedup_compute)
+    return DeepFmModel(deepfm, dedup=model.dedup_compute)

@@ -6,8 +6,8 @@ The first number of each row is the id's weight in the wide part, the others are
     deep  = MLP [dense, the other numbers of each feature]
     logit = wide + deep
 
-Both begin with sums over features, so each dedup group's share is computed once per unique tuple.
-Rows start as the embeddings do, the wide weights too.
+Both start with sums over features, so each dedup group's terms are computed once per unique tuple.
+Wide weights have the initial values of embeddings.
 
 Sources: Wide & Deep (2016), RecD (MLSys 2023).
 """
@@ -30,9 +30,9 @@ from trainer.models.shared_compute import (
     columns_of,
     dense_part,
     first_layer,
-    linear_share,
+    linear_term,
     parts_of,
-    summed,
+    sum_over_parts,
 )
 
 
@@ -53,13 +53,13 @@ class WideDeepModel(nn.Module):
         layers = [] if not model.top_layers else [MLP(in_features, [*model.top_layers])]
         last = (in_features, *model.top_layers)[-1]
         self.deep = nn.Sequential(*layers, nn.Linear(last, 1))
-        self.to(getattr(torch, config.dtype))  # before the embedding, which has its own
+        self.to(getattr(torch, config.dtype))  # before the embedding, which has its own dtype
         self.embedding = embedding
 
     def forward(self, batch: Batch) -> torch.Tensor:
         """Return (B,) logits."""
         if self.dedup and batch.groups:
-            return self._of_parts(batch)
+            return self._forward_by_tuple(batch)
         pooled = self.embedding(batch.sparse).to_dict()
         vectors = [pooled[f] for f in self.features]
         inputs = [batch.dense] if self.num_dense else []
@@ -69,23 +69,23 @@ class WideDeepModel(nn.Module):
             wide = wide + self.wide(batch.dense).squeeze(1)
         return wide + self.deep(torch.cat(inputs, dim=1)).squeeze(1)
 
-    def _of_parts(self, batch: Batch) -> torch.Tensor:
+    def _forward_by_tuple(self, batch: Batch) -> torch.Tensor:
         pooled: Mapping[str, torch.Tensor] = cast(Any, self.embedding).unique(batch.sparse)
         dense = dense_part(batch, batch.dense) if self.num_dense else None
         parts = parts_of(batch, {f: pooled[f] for f in self.features}, dense)
         first, rest = first_layer(self.deep)
 
-        def share(part: Part) -> torch.Tensor:
+        def term_of(part: Part) -> torch.Tensor:
             sparse = {f: v for f, v in part.vectors.items() if f != DENSE}
             wide = [v[:, :1] for v in sparse.values()]
             inputs = {f: v[:, 1:] for f, v in sparse.items()}
             if DENSE in part.vectors and self.wide is not None:
                 inputs[DENSE] = part.vectors[DENSE]
                 wide.append(F.linear(inputs[DENSE], self.wide.weight))
-            deep = linear_share(Part(part.group, inputs), first.weight, self._columns)
+            deep = linear_term(Part(part.group, inputs), first.weight, self._columns)
             return torch.cat([deep, torch.stack(wide).sum(0)], dim=1)
 
-        total = summed(batch, parts, share)
+        total = sum_over_parts(batch, parts, term_of)
         deep = rest(total[:, :-1] + first.bias)
         logits = total[:, -1] + deep.squeeze(1)
         return logits if self.wide is None else logits + self.wide.bias
@@ -97,9 +97,8 @@ def build(
     """Build Wide & Deep over an embedding module.
 
     Args:
-        config: `top_layers` are the deep part's; the seed alone decides the initial dense
-            parameters.
-        features: sparse features in the order in which their vectors are concatenated.
+        config: `top_layers` of the deep part, and the seed of the initial dense parameters.
+        features: sparse features in concatenation order.
         num_dense: dense features of a batch, may be 0.
         embedding: pooled rows of `config.embedding_dim` numbers, in `config.dtype`.
     """

@@ -1,8 +1,8 @@
 // Pooled look-ups of all tables, and their backward with the row update in the same pass.
 //
-// A place is where a bag's vector lies: places below num_outputs in the output, (num_samples *
-// num_features, dim) with one row of features per sample, the others in a second block, one
-// place per bag of a deduplicated feature. See README.md.
+// Vectors are numbered as by VectorLayout of trainer/data/lookup.py: those below num_outputs are
+// the output, (num_samples * num_features, dim) with one row of features per sample; the others
+// are in a second block, one per bag of a deduplicated feature. See README.md.
 
 #include "rows.h"
 #include "rules.h"
@@ -10,58 +10,58 @@
 
 namespace presage {
 
-// Mirrors `_FEATURE` of compiled.py.
+// Filled by CompiledKernels.pool.
 template <typename T>
 struct Feature {
-  const T* weight;            // rows of its table, with others between them
-  const int32_t* rows;        // where each distinct row lies in `weight`, or null: in order
-  const int32_t* positions;   // the row of each look-up
-  const int32_t* offsets;     // (num_bags + 1,) where each bag's look-ups lie in `positions`
-  const T* factors;           // of each look-up, or null
+  const T* values;            // rows of its table, among others
+  const int32_t* rows;        // position of each distinct row in `values`, or null: in order
+  const int32_t* positions;   // the distinct row of each look-up
+  const int32_t* offsets;     // (num_bags + 1,) offsets of each bag in `positions`
+  const T* weights;           // of each look-up, or null
   const int32_t* order;       // samples sorted by their bag, or null: one bag per sample
-  const int32_t* samples;     // (num_bags + 1,) where each bag's samples lie in `order`
-  T* scales;                  // (num_bags * step) of each bag, written; null: sums, not means
-  int64_t step;               // places from a bag to the next
+  const int32_t* samples;     // (num_bags + 1,) offsets of each bag's samples in `order`
+  T* scales;                  // output, (num_bags * stride); null: sums instead of means
+  int64_t stride;             // vectors from a bag to the next
   int64_t num_bags;
   int64_t column;             // of the output
 };
 
-// Mirrors `_TABLE` of compiled.py.
+// Filled by CompiledKernels.update.
 template <typename T>
 struct Table {
   T* values;
   T* state;
-  const int32_t* rows;            // the row of each distinct one in `values`, or null: its own
-  const int32_t* readers;         // places that read each distinct row
+  const int32_t* rows;            // position of each distinct row in `values`, or null: in order
+  const int32_t* readers;         // vectors that read each distinct row
   const int32_t* reader_offsets;  // (num_rows + 1,)
-  const T* factors;               // of each reader, or null
-  const T* more;                  // (num_rows, dim) added to the gradient, or null
+  const T* weights;               // of each reader, or null
+  const T* extra_gradient;        // (num_rows, dim), or null
   int64_t num_rows;
 };
 
-// Mirrors `_GROUP` of compiled.py.
+// Filled by CompiledKernels.segment_sum.
 struct Group {
   const int32_t* order;
   const int32_t* samples;
   int64_t num_bags;
-  int64_t column;  // first of its features in the output
-  int64_t width;   // its features
-  int64_t place;   // first of its places in the second block
+  int64_t column;        // of its first feature in the output
+  int64_t num_features;
+  int64_t first_vector;  // in the second block
 };
 
-constexpr int64_t kBlock = 16;  // bags of all features of a group that are pooled together
+constexpr int64_t kBlock = 16;  // bags that are pooled for all features of a group in turn
 
 template <typename T, typename Dim>
 void pool_bags(const Feature<T>& f, int64_t first, int64_t last, Dim dim, int64_t stride, T* out) {
   const int64_t end = f.offsets[f.num_bags], distance = rows_ahead<T>(dim);
   const auto row = [&](int64_t k) {
     const int64_t position = f.positions[k];
-    return f.weight + (f.rows ? int64_t(f.rows[position]) : position) * dim;
+    return f.values + (f.rows ? int64_t(f.rows[position]) : position) * dim;
   };
   const auto ahead = [&](int64_t k) {
     if (k + distance < end) fetch(row(k + distance), dim);
   };
-  const auto factor = [&](int64_t k) { return f.factors[k]; };
+  const auto weight = [&](int64_t k) { return f.weights[k]; };
   for (int64_t bag = first; bag < last; bag++) {
     const int64_t low = f.offsets[bag], high = f.offsets[bag + 1];
     const int64_t s = f.order ? f.samples[bag] : bag;
@@ -70,21 +70,21 @@ void pool_bags(const Feature<T>& f, int64_t first, int64_t last, Dim dim, int64_
       return out + ((f.order ? f.order[i] : i) * stride + f.column) * dim;
     };
     const T scale = T(1) / T(std::max<int64_t>(high - low, 1));
-    if (f.scales) f.scales[bag * f.step] = scale;
+    if (f.scales) f.scales[bag * f.stride] = scale;
     if (s == s_end) continue;
-    T* mine = vector(s);
-    if (f.factors)
-      sum_rows<T>(row, factor, ahead, low, high, dim, mine);
+    T* sum = vector(s);
+    if (f.weights)
+      sum_rows<T>(row, weight, ahead, low, high, dim, sum);
     else
-      sum_rows<T>(row, One{}, ahead, low, high, dim, mine);
+      sum_rows<T>(row, One{}, ahead, low, high, dim, sum);
     if (f.scales && high - low > 1)
-      for (int64_t d = 0; d < dim; d++) mine[d] *= scale;
-    for (int64_t i = s + 1; i < s_end; i++) std::memcpy(vector(i), mine, dim * sizeof(T));
+      for (int64_t d = 0; d < dim; d++) sum[d] *= scale;
+    for (int64_t i = s + 1; i < s_end; i++) std::memcpy(vector(i), sum, dim * sizeof(T));
   }
 }
 
-// Features of a group lie side by side in the output and are pooled block by block, so that what
-// is written together lies together.
+// Features of a group are side by side in the output and are pooled block by block, so that
+// consecutive writes are close in memory.
 template <typename T, typename Dim>
 void pool(const Feature<T>* features, int64_t num_features, Dim dim, int64_t num_samples,
           int64_t stride, T* out, int threads) {
@@ -117,11 +117,11 @@ void segment_sum(const Group* groups, int64_t num_groups, int64_t dim, int64_t s
               const T* gradient, T* out, int threads) {
   const auto count = [&](int64_t g) { return groups[g].num_bags; };
   const auto work = [&](int64_t g, int64_t bag) {
-    return (groups[g].samples[bag] + bag) * groups[g].width;
+    return (groups[g].samples[bag] + bag) * groups[g].num_features;
   };
   for_parts(num_groups, count, work, dim, threads, [&](int64_t s, int64_t first, int64_t last) {
     const Group& g = groups[s];
-    const int64_t width = g.width * dim, end = g.samples[g.num_bags];
+    const int64_t width = g.num_features * dim, end = g.samples[g.num_bags];
     const int64_t distance = rows_ahead<T>(width);
     const auto row = [&](int64_t k) {
       return gradient + (g.order[k] * stride + g.column) * dim;
@@ -130,28 +130,28 @@ void segment_sum(const Group* groups, int64_t num_groups, int64_t dim, int64_t s
       if (k + distance < end) fetch(row(k + distance), width);
     };
     for (int64_t bag = first; bag < last; bag++) {
-      T* mine = out + g.place * dim + bag * width;
-      sum_rows<T>(row, One{}, ahead, g.samples[bag], g.samples[bag + 1], width, mine);
+      T* sum = out + g.first_vector * dim + bag * width;
+      sum_rows<T>(row, One{}, ahead, g.samples[bag], g.samples[bag + 1], width, sum);
     }
   });
 }
 
-// Where the gradients of places lie.
+// The gradients of all vectors.
 template <typename T>
 struct Gradients {
-  const T* outputs;  // places below num_outputs: num_features of each sample
+  const T* outputs;  // vectors below num_outputs: num_features of each sample
   const T* bags;     // the others
   int64_t num_outputs;
   int64_t num_features;
   int64_t stride;   // vectors from a sample to the next in `outputs`
-  const T* scales;  // of each place, or null
+  const T* scales;  // of each vector, or null
   int64_t dim;
 
   template <typename Dim>
-  const T* of(int64_t place, Dim dim) const {
-    if (place >= num_outputs) return bags + (place - num_outputs) * dim;
-    if (stride == num_features) return outputs + place * dim;
-    const uint32_t at = uint32_t(place), count = uint32_t(num_features);  // places have 32 bits
+  const T* of(int64_t vector, Dim dim) const {
+    if (vector >= num_outputs) return bags + (vector - num_outputs) * dim;
+    if (stride == num_features) return outputs + vector * dim;
+    const uint32_t at = uint32_t(vector), count = uint32_t(num_features);  // indices have 32 bits
     return outputs + (int64_t(at / count) * stride + at % count) * dim;
   }
 };
@@ -167,56 +167,56 @@ __attribute__((always_inline)) inline void sum_readers(const Table<T>& t,
     if (k + distance < end) fetch(row(k + distance), dim);
   };
   const auto scale = [&](int64_t k) { return gradients.scales[t.readers[k]]; };
-  const auto factor = [&](int64_t k) { return t.factors[k]; };
-  const auto both = [&](int64_t k) { return t.factors[k] * gradients.scales[t.readers[k]]; };
-  if (t.factors && gradients.scales)
+  const auto weight = [&](int64_t k) { return t.weights[k]; };
+  const auto both = [&](int64_t k) { return t.weights[k] * gradients.scales[t.readers[k]]; };
+  if (t.weights && gradients.scales)
     sum_rows<T>(row, both, ahead, first, last, dim, sum);
-  else if (t.factors)
-    sum_rows<T>(row, factor, ahead, first, last, dim, sum);
+  else if (t.weights)
+    sum_rows<T>(row, weight, ahead, first, last, dim, sum);
   else if (gradients.scales)
     sum_rows<T>(row, scale, ahead, first, last, dim, sum);
   else
     sum_rows<T>(row, One{}, ahead, first, last, dim, sum);
 }
 
-constexpr int64_t kPiece = 4096;  // readers of one row that one thread sums
+constexpr int64_t kChunk = 4096;  // readers of one row that one thread sums
 
-// Rows that very many places read: their sums are made of pieces, so that threads share them.
-// Pieces are cut by number alone and added in order: bits do not depend on threads.
+// Rows with very many readers are summed in chunks, by several threads. Chunks have a fixed size
+// and are added in order, so that bits do not depend on the number of threads.
 template <typename T>
-struct Hot {
-  struct Piece {
+struct HotRows {
+  struct Chunk {
     int64_t table, first, last;
   };
-  std::vector<Piece> pieces;
+  std::vector<Chunk> chunks;
   std::vector<T> sums;
-  std::vector<std::vector<std::pair<int64_t, int64_t>>> rows;  // of a table: row, its first piece
+  std::vector<std::vector<std::pair<int64_t, int64_t>>> rows;  // of a table: row, its first chunk
 
-  Hot(const Table<T>* tables, int64_t num_tables, const Gradients<T>& gradients, int threads)
+  HotRows(const Table<T>* tables, int64_t num_tables, const Gradients<T>& gradients, int threads)
       : rows(num_tables) {
     for (int64_t s = 0; s < num_tables; s++) {
       const int32_t* offsets = tables[s].reader_offsets;
       for (int64_t u = 0; u < tables[s].num_rows; u++) {
-        if (offsets[u + 1] - offsets[u] <= kPiece) continue;
-        rows[s].emplace_back(u, pieces.size());
-        for (int64_t k = offsets[u]; k < offsets[u + 1]; k += kPiece)
-          pieces.push_back({s, k, std::min<int64_t>(k + kPiece, offsets[u + 1])});
+        if (offsets[u + 1] - offsets[u] <= kChunk) continue;
+        rows[s].emplace_back(u, chunks.size());
+        for (int64_t k = offsets[u]; k < offsets[u + 1]; k += kChunk)
+          chunks.push_back({s, k, std::min<int64_t>(k + kChunk, offsets[u + 1])});
       }
     }
-    sums.resize(pieces.size() * gradients.dim);
-#pragma omp parallel for num_threads(threads) schedule(dynamic, 1) if (pieces.size() > 1)
-    for (size_t p = 0; p < pieces.size(); p++)
-      sum_readers(tables[pieces[p].table], gradients, pieces[p].first, pieces[p].last,
+    sums.resize(chunks.size() * gradients.dim);
+#pragma omp parallel for num_threads(threads) schedule(dynamic, 1) if (chunks.size() > 1)
+    for (size_t p = 0; p < chunks.size(); p++)
+      sum_readers(tables[chunks[p].table], gradients, chunks[p].first, chunks[p].last,
                   gradients.dim, sums.data() + p * gradients.dim);
   }
 
   void total(int64_t table, int64_t row, int64_t num_readers, int64_t dim, T* sum) const {
-    const auto& found = rows[table];
-    const auto at = std::lower_bound(found.begin(), found.end(), std::pair(row, int64_t(0)));
-    const T* piece = sums.data() + at->second * dim;
-    std::memcpy(sum, piece, dim * sizeof(T));
-    for (int64_t p = 1; p * kPiece < num_readers; p++)
-      for (int64_t d = 0; d < dim; d++) sum[d] += piece[p * dim + d];
+    const auto& hot = rows[table];
+    const auto at = std::lower_bound(hot.begin(), hot.end(), std::pair(row, int64_t(0)));
+    const T* chunk = sums.data() + at->second * dim;
+    std::memcpy(sum, chunk, dim * sizeof(T));
+    for (int64_t p = 1; p * kChunk < num_readers; p++)
+      for (int64_t d = 0; d < dim; d++) sum[d] += chunk[p * dim + d];
   }
 };
 
@@ -224,7 +224,7 @@ template <typename T, typename Dim>
 void update(const Table<T>* tables, int64_t num_tables, const Gradients<T>& gradients, Dim dim,
             const Rule& rule, int threads) {
   const int64_t width = state_width(rule, dim), distance = rows_ahead<T>(dim);
-  const Hot<T> hot(tables, num_tables, gradients, threads);
+  const HotRows<T> hot(tables, num_tables, gradients, threads);
   const auto count = [&](int64_t s) { return tables[s].num_rows; };
   const auto work = [&](int64_t s, int64_t u) {
     return int64_t(tables[s].reader_offsets[u]) + 2 * u;
@@ -232,26 +232,26 @@ void update(const Table<T>* tables, int64_t num_tables, const Gradients<T>& grad
   for_parts(num_tables, count, work, dim, threads, [&](int64_t s, int64_t first, int64_t last) {
     const Table<T>& t = tables[s];
     std::vector<T> sum(dim);
-    const auto place = [&](int64_t u) { return t.rows ? int64_t(t.rows[u]) : u; };
+    const auto position = [&](int64_t u) { return t.rows ? int64_t(t.rows[u]) : u; };
     for (int64_t u = first; u < last; u++) {
       if (t.rows && u + distance < last) {
-        const int64_t next = place(u + distance);
+        const int64_t next = position(u + distance);
         fetch(t.values + next * dim, dim);
         fetch(t.state + next * width, width);
       }
       const int64_t low = t.reader_offsets[u], high = t.reader_offsets[u + 1];
-      if (high - low > kPiece)
+      if (high - low > kChunk)
         hot.total(s, u, high - low, dim, sum.data());
       else
         sum_readers(t, gradients, low, high, dim, sum.data());
-      if (t.more)
-        for (int64_t d = 0; d < dim; d++) sum[d] += t.more[u * dim + d];
-      apply(rule, t.values + place(u) * dim, t.state + place(u) * width, sum.data(), dim);
+      if (t.extra_gradient)
+        for (int64_t d = 0; d < dim; d++) sum[d] += t.extra_gradient[u * dim + d];
+      apply(rule, t.values + position(u) * dim, t.state + position(u) * width, sum.data(), dim);
     }
   });
 }
 
-// The sums of the rows of either of two lists, both ascending; left plus right where both have one.
+// The union of two ascending lists of rows; for a row of both, the sum left + right.
 template <typename T>
 int64_t merge(const int32_t* left, const T* left_sums, int64_t num_left, const int32_t* right,
               const T* right_sums, int64_t num_right, int64_t dim, int32_t* rows, T* sums) {
@@ -324,8 +324,8 @@ PRESAGE_ENTRIES(float, float32)
 PRESAGE_ENTRIES(double, float64)
 
 extern "C" int64_t presage_transpose(const int64_t* values, int64_t count, int64_t value_bits,
-                                     int64_t place_bits, int64_t* distinct, int32_t* positions,
+                                     int64_t position_bits, int64_t* distinct, int32_t* positions,
                                      int32_t* order, int32_t* offsets, uint64_t* words) {
-  return transpose(values, count, value_bits, place_bits, distinct, positions, order, offsets,
+  return transpose(values, count, value_bits, position_bits, distinct, positions, order, offsets,
                    words);
 }

@@ -1,4 +1,4 @@
-// Products between the vectors of samples and of the rows that they share, and their backward.
+// Dot products of the vectors of samples and of shared rows, and their backward.
 //
 // A row (what many samples share, say a user) has vectors x_0 .. x_{m-1}, a sample v_0 .. v_{k-1}.
 // Outputs, of each row and of each sample:
@@ -6,14 +6,14 @@
 //   row_out = [x_0 if the rows have a first vector, x_a . x_b for a < b]
 //   own_out = [v_0 if the samples have a first vector, v_a . v_b for a < b, v_a . x_b for all a, b]
 //
-// All samples of a row are worked on while its vectors are in the first cache. See README.md.
+// All samples of a row are computed while its vectors are in the L1 cache. See README.md.
 
 #include "rows.h"
 
 namespace presage {
 
-// The vectors of a row or of a sample: perhaps one from another tensor, then those of a block.
-// Mirrors `_VECTORS` of interaction.py.
+// The vectors of a row or of a sample: an optional first one, then a block. Filled by `_struct` of
+// interaction.py.
 template <typename T>
 struct Vectors {
   T* first;       // (n, dim) or null
@@ -29,19 +29,19 @@ struct Vectors {
   }
 };
 
-// Samples `begin` to `end` of the order, all of one row: what one thread works on at once.
-struct Piece {
+// Samples `begin` to `end` of the order, all of one row: the unit of work of a thread.
+struct Chunk {
   int64_t row, begin, end;
-  int64_t partial;  // where the row's gradient is summed if it has several pieces, else -1
+  int64_t partial;  // index of its partial sum of the row's gradient; -1 if the row has one chunk
 };
 
-constexpr int64_t kSamples = 256;  // of one piece; cut by number alone: bits depend on no thread
+constexpr int64_t kSamples = 256;  // of one chunk; fixed, so that bits do not depend on threads
 
-struct Pieces {
-  std::vector<Piece> all;
+struct Chunks {
+  std::vector<Chunk> all;
   int64_t num_partial = 0;
 
-  Pieces(const int32_t* offsets, int64_t num_rows) {
+  Chunks(const int32_t* offsets, int64_t num_rows) {
     for (int64_t r = 0; r < num_rows; r++) {
       const int64_t low = offsets[r], high = offsets[r + 1];
       const bool several = high - low > kSamples;
@@ -67,7 +67,7 @@ struct Pieces {
 };
 
 template <typename T>
-inline int64_t whole(int64_t count) {
+inline int64_t round_up(int64_t count) {
   return (count + kLanes<T> - 1) / kLanes<T> * kLanes<T>;
 }
 
@@ -84,9 +84,9 @@ inline void store(T* to, Lanes<T> lanes) {
   *reinterpret_cast<Lanes<T>*>(to) = lanes;
 }
 
-// The rows of a square block become its columns: halves change places, then quarters, and so on.
+// Transpose a square block: swap halves, then quarters, and so on.
 template <typename T, int kHalf = kLanes<T> / 2>
-inline void turn_block(Lanes<T>* block) {
+inline void transpose_block(Lanes<T>* block) {
   constexpr int N = kLanes<T>;
   typedef std::conditional_t<sizeof(T) == 4, int32_t, int64_t> Index;
   typedef Index Mask __attribute__((vector_size(64)));
@@ -101,19 +101,19 @@ inline void turn_block(Lanes<T>* block) {
     block[i] = __builtin_shuffle(a, b, low);
     block[i + kHalf] = __builtin_shuffle(a, b, high);
   }
-  if constexpr (kHalf > 1) turn_block<T, kHalf / 2>(block);
+  if constexpr (kHalf > 1) transpose_block<T, kHalf / 2>(block);
 }
 
-// to[d * stride + i] = from[i][d]; `from` names whole blocks of vectors, `to` takes as many columns.
+// to[d * stride + i] = from[i][d], for whole blocks of vectors.
 template <typename T, typename Dim>
-inline void turn(const T* const* from, int64_t count, Dim dim, int64_t stride, T* to) {
+inline void transpose(const T* const* from, int64_t count, Dim dim, int64_t stride, T* to) {
   constexpr int64_t N = kLanes<T>;
   for (int64_t i = 0; i < count; i += N) {
     int64_t d = 0;
     for (; d + N <= dim; d += N) {
       Lanes<T> block[N];
       for (int64_t r = 0; r < N; r++) block[r] = load(from[i + r] + d);
-      turn_block<T>(block);
+      transpose_block<T>(block);
       for (int64_t r = 0; r < N; r++) store(to + (d + r) * stride + i, block[r]);
     }
     for (; d < dim; d++)
@@ -129,34 +129,34 @@ inline void with_size(int64_t size, const Body& body) {
   }
 }
 
-// Run `body(first, size)` on pieces of 0..count of nearly one size, known to the compiler, at most kMost.
+// Run `body(first, size)` on ranges of 0..count of nearly equal compile-time size, at most kMost.
 template <int kMost, typename Body>
-inline void in_pieces(int64_t count, const Body& body) {
-  const int64_t pieces = (count + kMost - 1) / kMost;
-  for (int64_t p = 0, first = 0; p < pieces; p++) {
-    const int64_t size = (count - first) / (pieces - p);
+inline void in_ranges(int64_t count, const Body& body) {
+  const int64_t chunks = (count + kMost - 1) / kMost;
+  for (int64_t p = 0, first = 0; p < chunks; p++) {
+    const int64_t size = (count - first) / (chunks - p);
     with_size<kMost>(size, [&](auto known) { body(first, known); });
     first += size;
   }
 }
 
-// Copy in whole registers where these end before `end`: what is written too far is written again.
-// As much is read beyond `count`.
+// Copy in whole registers if these end before `end`; the excess is overwritten later. Reads beyond
+// `count` accordingly.
 template <typename T>
 inline T* copy_over(const T* from, int64_t count, T* to, const T* end) {
-  if (to + whole<T>(count) > end) return std::copy_n(from, count, to);
+  if (to + round_up<T>(count) > end) return std::copy_n(from, count, to);
   for (int64_t i = 0; i < count; i += kLanes<T>) store(to + i, load(from + i));
   return to + count;
 }
 
-// products[i * stride + c] = a[i] . (column c of turned), for NV blocks of columns and NA vectors.
+// products[i * stride + c] = a[i] . (column c of transposed), NV blocks of columns, NA vectors.
 template <typename T, int NA, int NV, typename Dim>
-inline void multiply_block(const T* const* a, const T* turned, int64_t stride, Dim dim,
+inline void multiply_block(const T* const* a, const T* transposed, int64_t stride, Dim dim,
                            T* products) {
   Lanes<T> sums[NA][NV] = {};
   for (int64_t d = 0; d < dim; d++) {
     Lanes<T> columns[NV];
-    for (int v = 0; v < NV; v++) columns[v] = load(turned + d * stride + v * kLanes<T>);
+    for (int v = 0; v < NV; v++) columns[v] = load(transposed + d * stride + v * kLanes<T>);
     for (int i = 0; i < NA; i++) {
       const T x = a[i][d];
       for (int v = 0; v < NV; v++) sums[i][v] += x * columns[v];
@@ -166,15 +166,15 @@ inline void multiply_block(const T* const* a, const T* turned, int64_t stride, D
     for (int v = 0; v < NV; v++) store(products + i * stride + v * kLanes<T>, sums[i][v]);
 }
 
-// products (count, width) of `count` vectors with `width` turned ones, whole blocks of these.
+// products (count, width) of `count` vectors with `width` transposed ones, whole blocks of these.
 template <typename T, typename Dim>
-inline void multiply(const T* const* a, int64_t count, const T* turned, int64_t width,
+inline void multiply(const T* const* a, int64_t count, const T* transposed, int64_t width,
                      int64_t stride, Dim dim, T* products) {
   const auto block = [&](auto nv, int64_t c) {
     constexpr int NV = decltype(nv)::value;
-    in_pieces<7>(count, [&](int64_t i, auto na) {
+    in_ranges<7>(count, [&](int64_t i, auto na) {
       constexpr int NA = decltype(na)::value;
-      multiply_block<T, NA, NV>(a + i, turned + c, stride, dim, products + i * stride + c);
+      multiply_block<T, NA, NV>(a + i, transposed + c, stride, dim, products + i * stride + c);
     });
   };
   int64_t c = 0;
@@ -183,9 +183,9 @@ inline void multiply(const T* const* a, int64_t count, const T* turned, int64_t 
   if (c < width) block(std::integral_constant<int, 1>(), c);
 }
 
-// out[i] (+)= sum over j of factors[i * row + j * column] * vectors[j], NA outputs in registers.
+// out[i] (+)= sum over j of coefficients[i * row + j * column] * vectors[j], NA outputs at once.
 template <typename T, bool kAdd, int NA, typename Dim>
-inline void combine_block(const T* const* vectors, int64_t count, const T* factors, int64_t row,
+inline void combine_block(const T* const* vectors, int64_t count, const T* coefficients, int64_t row,
                           int64_t column, Dim dim, T* const* out) {
   constexpr int64_t lanes = kLanes<T>;
   int64_t d = 0;
@@ -198,7 +198,7 @@ inline void combine_block(const T* const* vectors, int64_t count, const T* facto
       Lanes<T> vector[NV];
       for (int v = 0; v < NV; v++) vector[v] = load(vectors[j] + d + v * lanes);
       for (int i = 0; i < NA; i++) {
-        const T x = factors[i * row + j * column];
+        const T x = coefficients[i * row + j * column];
         for (int v = 0; v < NV; v++) sums[i][v] += x * vector[v];
       }
     }
@@ -211,54 +211,54 @@ inline void combine_block(const T* const* vectors, int64_t count, const T* facto
   for (; d < dim; d++) {
     for (int i = 0; i < NA; i++) {
       T sum = kAdd ? out[i][d] : T(0);
-      for (int64_t j = 0; j < count; j++) sum += factors[i * row + j * column] * vectors[j][d];
+      for (int64_t j = 0; j < count; j++) sum += coefficients[i * row + j * column] * vectors[j][d];
       out[i][d] = sum;
     }
   }
 }
 
 template <typename T, bool kAdd, typename Dim>
-inline void combine(const T* const* vectors, int64_t count, const T* factors, int64_t row,
+inline void combine(const T* const* vectors, int64_t count, const T* coefficients, int64_t row,
                     int64_t column, Dim dim, T* const* out, int64_t num_out) {
-  in_pieces<6>(num_out, [&](int64_t i, auto na) {
+  in_ranges<6>(num_out, [&](int64_t i, auto na) {
     constexpr int NA = decltype(na)::value;
-    combine_block<T, kAdd, NA>(vectors, count, factors + i * row, row, column, dim, out + i);
+    combine_block<T, kAdd, NA>(vectors, count, coefficients + i * row, row, column, dim, out + i);
   });
 }
 
 template <typename T, typename Dim>
 void interact(const Vectors<T>& rows, const Vectors<T>& own, int64_t num_rows, const int32_t* order,
               const int32_t* offsets, Dim dim, int threads) {
-  const Pieces pieces(offsets, num_rows);
+  const Chunks chunks(offsets, num_rows);
   const int64_t m = rows.count(), k = own.count();
-  // Columns of what is turned: a sample's vectors if there are pairs of them, then its row's.
-  const int64_t columns = k > 1 ? whole<T>(k) : 0, stride = columns + whole<T>(m);
-  pieces.run(threads, [&](int64_t first, int64_t last) {
-    std::vector<T> turned(dim * stride), products(std::max(m, k) * stride + kLanes<T>);
-    std::vector<const T*> x(whole<T>(m)), v(std::max(columns, k));
+  // Columns of the transposed block: a sample's vectors if it has pairs, then its row's.
+  const int64_t columns = k > 1 ? round_up<T>(k) : 0, stride = columns + round_up<T>(m);
+  chunks.run(threads, [&](int64_t first, int64_t last) {
+    std::vector<T> transposed(dim * stride), products(std::max(m, k) * stride + kLanes<T>);
+    std::vector<const T*> x(round_up<T>(m)), v(std::max(columns, k));
     int64_t held = -1;
     for (int64_t p = first; p < last; p++) {
-      const Piece& piece = pieces.all[p];
-      if (piece.row != held) {
-        held = piece.row;
+      const Chunk& chunk = chunks.all[p];
+      if (chunk.row != held) {
+        held = chunk.row;
         for (int64_t i = 0; i < int64_t(x.size()); i++)
           x[i] = rows.of(held, std::min(i, m - 1), dim);
-        turn(x.data(), m, dim, stride, turned.data() + columns);
+        transpose(x.data(), m, dim, stride, transposed.data() + columns);
       }
-      if (piece.begin == offsets[held]) {
-        multiply(x.data(), m, turned.data() + columns, stride - columns, stride, dim,
+      if (chunk.begin == offsets[held]) {
+        multiply(x.data(), m, transposed.data() + columns, stride - columns, stride, dim,
                  products.data());
         T* out = rows.out + held * rows.width;
         if (rows.first) out = std::copy_n(x[0], dim, out);
         for (int64_t i = 0; i < m; i++)
           out = std::copy(&products[i * stride + i + 1], &products[i * stride + m], out);
       }
-      for (int64_t s = piece.begin; s < piece.end; s++) {
+      for (int64_t s = chunk.begin; s < chunk.end; s++) {
         const int64_t sample = order[s];
-        if (s + 1 < piece.end) fetch(own.of(order[s + 1], k - 1, dim) - (k - 2) * dim, (k - 1) * dim);
+        if (s + 1 < chunk.end) fetch(own.of(order[s + 1], k - 1, dim) - (k - 2) * dim, (k - 1) * dim);
         for (int64_t i = 0; i < int64_t(v.size()); i++) v[i] = own.of(sample, std::min(i, k - 1), dim);
-        if (columns > 0) turn(v.data(), k, dim, stride, turned.data());
-        multiply(v.data(), k, turned.data(), stride, stride, dim, products.data());
+        if (columns > 0) transpose(v.data(), k, dim, stride, transposed.data());
+        multiply(v.data(), k, transposed.data(), stride, stride, dim, products.data());
         T* out = own.out + sample * own.width;
         if (own.first) out = std::copy_n(v[0], dim, out);
         const T* end = own.out + (sample + 1) * own.width;
@@ -271,71 +271,71 @@ void interact(const Vectors<T>& rows, const Vectors<T>& own, int64_t num_rows, c
   });
 }
 
-// factors[a * stride + b] = factors[b * stride + a] = the gradient of pair a < b; the diagonal 0.
+// The symmetric matrix of the gradients of pairs a < b, with a diagonal of 0.
 template <typename T>
-inline const T* both_ways(const T* pairs, int64_t count, int64_t stride, T* factors) {
+inline const T* both_ways(const T* pairs, int64_t count, int64_t stride, T* coefficients) {
   for (int64_t a = 0; a < count; a++) {
-    factors[a * stride + a] = 0;
+    coefficients[a * stride + a] = 0;
     for (int64_t b = a + 1; b < count; b++)
-      factors[a * stride + b] = factors[b * stride + a] = *pairs++;
+      coefficients[a * stride + b] = coefficients[b * stride + a] = *pairs++;
   }
   return pairs;
 }
 
-// `rows` and `own` hold vectors and the gradients of their outputs, `to_rows` and `to_own` (first
-// and rest) take the gradients of the vectors.
+// `rows` and `own` hold vectors and the gradients of their outputs; `to_rows` and `to_own` (first
+// and rest) receive the gradients of the vectors.
 template <typename T, typename Dim>
 void interact_back(const Vectors<T>& rows, const Vectors<T>& own, const Vectors<T>& to_rows,
                    const Vectors<T>& to_own, int64_t num_rows, const int32_t* order,
                    const int32_t* offsets, Dim dim, int threads) {
-  const Pieces pieces(offsets, num_rows);
+  const Chunks chunks(offsets, num_rows);
   const int64_t m = rows.count(), k = own.count(), stride = m + k;
-  std::vector<T> partials(pieces.num_partial * m * dim);
+  std::vector<T> partials(chunks.num_partial * m * dim);
   large_pages(to_own.rest, offsets[num_rows] * to_own.num_rest * dim * int64_t(sizeof(T)));
-  pieces.run(threads, [&](int64_t first, int64_t last) {
-    std::vector<T> factors(std::max(m, k) * stride);
+  chunks.run(threads, [&](int64_t first, int64_t last) {
+    std::vector<T> coefficients(std::max(m, k) * stride);
     std::vector<const T*> vectors(stride);  // of the row, then of the sample
     std::vector<T*> sums(m), to(k);
     for (int64_t p = first; p < last; p++) {
-      const Piece& piece = pieces.all[p];
+      const Chunk& chunk = chunks.all[p];
       for (int64_t i = 0; i < m; i++) {
-        vectors[i] = rows.of(piece.row, i, dim);
-        sums[i] = piece.partial < 0 ? to_rows.of(piece.row, i, dim)
-                                    : partials.data() + (piece.partial * m + i) * dim;
+        vectors[i] = rows.of(chunk.row, i, dim);
+        sums[i] = chunk.partial < 0 ? to_rows.of(chunk.row, i, dim)
+                                    : partials.data() + (chunk.partial * m + i) * dim;
       }
-      if (piece.begin == offsets[piece.row]) {
-        const T* out = rows.out + piece.row * rows.width;
-        both_ways(out + (rows.first ? dim : 0), m, stride, factors.data());
-        combine<T, false>(vectors.data(), m, factors.data(), stride, 1, dim, sums.data(), m);
+      if (chunk.begin == offsets[chunk.row]) {
+        const T* out = rows.out + chunk.row * rows.width;
+        both_ways(out + (rows.first ? dim : 0), m, stride, coefficients.data());
+        combine<T, false>(vectors.data(), m, coefficients.data(), stride, 1, dim, sums.data(), m);
         if (rows.first)
           for (int64_t d = 0; d < dim; d++) sums[0][d] += out[d];
       } else {
         for (int64_t i = 0; i < m; i++) std::fill_n(sums[i], dim, T(0));
       }
-      for (int64_t s = piece.begin; s < piece.end; s++) {
+      for (int64_t s = chunk.begin; s < chunk.end; s++) {
         const int64_t sample = order[s];
-        if (s + 1 < piece.end) fetch(own.of(order[s + 1], 1, dim), (k - 1) * dim);
+        if (s + 1 < chunk.end) fetch(own.of(order[s + 1], 1, dim), (k - 1) * dim);
         const T* out = own.out + sample * own.width;
         const T* pairs = out + (own.first ? dim : 0);
-        const T* crossed = both_ways(pairs, k, stride, factors.data() + m);
+        const T* crossed = both_ways(pairs, k, stride, coefficients.data() + m);
         for (int64_t i = 0; i < k; i++) {
           vectors[m + i] = own.of(sample, i, dim);
           to[i] = to_own.of(sample, i, dim);
-          std::copy_n(crossed + i * m, m, &factors[i * stride]);
+          std::copy_n(crossed + i * m, m, &coefficients[i * stride]);
         }
-        combine<T, false>(vectors.data(), stride, factors.data(), stride, 1, dim, to.data(), k);
+        combine<T, false>(vectors.data(), stride, coefficients.data(), stride, 1, dim, to.data(), k);
         if (own.first)
           for (int64_t d = 0; d < dim; d++) to[0][d] += out[d];
-        combine<T, true>(vectors.data() + m, k, factors.data(), 1, stride, dim, sums.data(), m);
+        combine<T, true>(vectors.data() + m, k, coefficients.data(), 1, stride, dim, sums.data(), m);
       }
     }
   });
-  for (const Piece& piece : pieces.all) {
-    if (piece.partial < 0) continue;
-    const bool begins = piece.begin == offsets[piece.row];
+  for (const Chunk& chunk : chunks.all) {
+    if (chunk.partial < 0) continue;
+    const bool begins = chunk.begin == offsets[chunk.row];
     for (int64_t i = 0; i < m; i++) {
-      const T* sum = partials.data() + (piece.partial * m + i) * dim;
-      T* to = to_rows.of(piece.row, i, dim);
+      const T* sum = partials.data() + (chunk.partial * m + i) * dim;
+      T* to = to_rows.of(chunk.row, i, dim);
       for (int64_t d = 0; d < dim; d++) to[d] = begins ? sum[d] : to[d] + sum[d];
     }
   }

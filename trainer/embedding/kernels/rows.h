@@ -1,4 +1,4 @@
-// Sums of rows, and work cut into equal parts. See README.md.
+// Sums of rows, and loops split into parts of equal work. See README.md.
 #pragma once
 
 #include <sys/mman.h>
@@ -12,10 +12,10 @@
 namespace presage {
 
 constexpr int64_t kLine = 64;         // bytes of a cache line
-constexpr int64_t kLinesAhead = 32;   // fetched ahead of their use, about what a core has open
-constexpr int64_t kRowsAhead = 4;     // at least
-constexpr int64_t kParts = 8;         // parts per thread, so that no thread waits long for another
-constexpr int64_t kSmall = 1 << 14;   // numbers that are not worth waking another thread
+constexpr int64_t kLinesAhead = 32;   // prefetched, about the outstanding loads of a core
+constexpr int64_t kRowsAhead = 4;     // prefetched rows, at least
+constexpr int64_t kParts = 8;         // per thread, for load balance
+constexpr int64_t kSmall = 1 << 14;   // numbers below which one thread does all work
 
 template <typename T>
 struct Vector;
@@ -30,7 +30,7 @@ struct Vector<double> {
 template <typename T>
 constexpr int kLanes = 64 / sizeof(T);
 
-// Run `body(dim)`, with the widths that are common known to the compiler.
+// Run `body(dim)`; common widths are compile-time constants.
 template <typename Body>
 void with_width(int64_t dim, const Body& body) {
   switch (dim) {
@@ -42,7 +42,7 @@ void with_width(int64_t dim, const Body& body) {
   }
 }
 
-// Rows of `dim` numbers that are fetched ahead of their use.
+// Number of rows of `dim` numbers to prefetch.
 template <typename T>
 inline int64_t rows_ahead(int64_t dim) {
   return std::max(kRowsAhead, kLinesAhead * kLine / std::max<int64_t>(dim * sizeof(T), kLine));
@@ -50,12 +50,12 @@ inline int64_t rows_ahead(int64_t dim) {
 
 template <typename T>
 inline void fetch(const T* row, int64_t dim) {
-  asm volatile("");  // a function that only prefetches counts as pure, and GCC 12 drops its calls
+  asm volatile("");  // GCC 12 drops calls of a function that only prefetches, as pure
   const char* line = reinterpret_cast<const char*>(row);
   for (int64_t at = 0; at < dim * int64_t(sizeof(T)); at += kLine) __builtin_prefetch(line + at);
 }
 
-// Ask for large pages where a block was not touched yet: a fresh output costs a fault per page.
+// Request large pages for a new block, which saves page faults on first touch.
 inline void large_pages(void* block, int64_t bytes) {
 #ifdef MADV_HUGEPAGE
   constexpr uintptr_t page = uintptr_t(1) << 21;
@@ -65,12 +65,12 @@ inline void large_pages(void* block, int64_t bytes) {
 #endif
 }
 
-// The factor of a look-up where there is none: the product is then left out.
+// The weight of an unweighted look-up: no product is computed.
 struct One {};
 
-// out[0 : N * lanes] = sum of factor(k) * row(k)[0 : N * lanes], k ascending, in registers.
-template <typename T, int N, typename Row, typename Factor>
-inline void sum_block(const Row& row, const Factor& factor, int64_t first, int64_t last,
+// out[0 : N * lanes] = sum of weight(k) * row(k)[0 : N * lanes], k ascending, in registers.
+template <typename T, int N, typename Row, typename Weight>
+inline void sum_block(const Row& row, const Weight& weight, int64_t first, int64_t last,
                       int64_t column, T* out) {
   using V = typename Vector<T>::type;
   V sums[N] = {};
@@ -78,55 +78,55 @@ inline void sum_block(const Row& row, const Factor& factor, int64_t first, int64
     const T* from = row(k) + column;
     for (int i = 0; i < N; i++) {
       V lanes = *reinterpret_cast<const V*>(from + i * kLanes<T>);
-      if constexpr (!std::is_same_v<Factor, One>) lanes *= factor(k);
+      if constexpr (!std::is_same_v<Weight, One>) lanes *= weight(k);
       sums[i] += lanes;
     }
   }
   for (int i = 0; i < N; i++) *reinterpret_cast<V*>(out + i * kLanes<T>) = sums[i];
 }
 
-// out[0 : dim] = sum of factor(k) * row(k), k ascending. `ahead(k)` fetches what a later k reads.
-template <typename T, typename Row, typename Factor, typename Ahead, typename Dim>
-__attribute__((always_inline)) inline void sum_rows(const Row& row, const Factor& factor,
+// out[0 : dim] = sum of weight(k) * row(k), k ascending. `ahead(k)` prefetches rows of a later k.
+template <typename T, typename Row, typename Weight, typename Ahead, typename Dim>
+__attribute__((always_inline)) inline void sum_rows(const Row& row, const Weight& weight,
                                                     const Ahead& ahead, int64_t first,
                                                     int64_t last, Dim dim, T* out) {
   constexpr int64_t lanes = kLanes<T>;
-  const auto fetching = [&](int64_t k) {
+  const auto prefetching = [&](int64_t k) {
     ahead(k);
     return row(k);
   };
   int64_t column = 0;
   const auto blocks = [&](const auto& rows) {
     switch (std::min<int64_t>((dim - column) / lanes, 8)) {
-      case 8: sum_block<T, 8>(rows, factor, first, last, column, out + column); return 8 * lanes;
+      case 8: sum_block<T, 8>(rows, weight, first, last, column, out + column); return 8 * lanes;
       case 7: case 6: case 5:
-      case 4: sum_block<T, 4>(rows, factor, first, last, column, out + column); return 4 * lanes;
+      case 4: sum_block<T, 4>(rows, weight, first, last, column, out + column); return 4 * lanes;
       case 3:
-      case 2: sum_block<T, 2>(rows, factor, first, last, column, out + column); return 2 * lanes;
-      default: sum_block<T, 1>(rows, factor, first, last, column, out + column); return lanes;
+      case 2: sum_block<T, 2>(rows, weight, first, last, column, out + column); return 2 * lanes;
+      default: sum_block<T, 1>(rows, weight, first, last, column, out + column); return lanes;
     }
   };
-  if (dim >= lanes) column += blocks(fetching);
+  if (dim >= lanes) column += blocks(prefetching);
   while (dim - column >= lanes) column += blocks(row);
   for (; column < dim; column++) {
     T sum = 0;
     for (int64_t k = first; k < last; k++) {
-      if constexpr (std::is_same_v<Factor, One>)
+      if constexpr (std::is_same_v<Weight, One>)
         sum += row(k)[column];
       else
-        sum += factor(k) * row(k)[column];
+        sum += weight(k) * row(k)[column];
     }
     out[column] = sum;
   }
 }
 
-// The first of `count` items before which at least `wanted` work lies; `work(i)` ascends.
+// The first of `count` items with `work(i) >= target`; `work` ascends.
 template <typename Work>
-inline int64_t item_at(const Work& work, int64_t count, int64_t wanted) {
+inline int64_t item_at(const Work& work, int64_t count, int64_t target) {
   int64_t low = 0, high = count;
   while (low < high) {
     const int64_t middle = low + (high - low) / 2;
-    if (work(middle) < wanted)
+    if (work(middle) < target)
       low = middle + 1;
     else
       high = middle;
@@ -134,8 +134,8 @@ inline int64_t item_at(const Work& work, int64_t count, int64_t wanted) {
   return low;
 }
 
-// Cut segments of items into parts of equal work and run `body(segment, first, last)` on threads.
-// Each item is in one part and its result depends on no other, so parts decide no bit.
+// Split segments of items into parts of equal work and run `body(segment, first, last)` on threads.
+// Each item is in one part and independent of the others, so bits do not depend on the split.
 template <typename Count, typename Work, typename Body>
 void for_parts(int64_t num_segments, const Count& count, const Work& work, int64_t width,
                int threads, const Body& body) {

@@ -1,4 +1,4 @@
-// Update rules of rows: the ones that trainer/embedding/optimizer.py states.
+// Update rules of rows, as in trainer/embedding/optimizer.py.
 #pragma once
 
 #include <cmath>
@@ -9,10 +9,10 @@ namespace presage {
 
 enum Kind : int64_t { kSum = 0, kSgd = 1, kAdagrad = 2, kRowwiseAdagrad = 3, kAdam = 4 };
 
-// Mirrors `Rule` of compiled.py.
+// `_Rule` of compiled.py.
 struct Rule {
   int64_t kind;
-  double learning_rate;  // of Adam with both bias corrections in it
+  double learning_rate;  // including Adam's bias corrections
   double eps;
   double beta1;
   double beta2;
@@ -27,7 +27,7 @@ inline int64_t state_width(const Rule& rule, int64_t dim) {
   }
 }
 
-// The sum of a power of two of lanes: the upper half is added to the lower until one is left.
+// The sum of N lanes, a power of two: the upper half is added to the lower, repeatedly.
 template <typename T, int N>
 inline T sum_of_lanes(const T* lanes) {
   typedef T Half __attribute__((vector_size(N / 2 * sizeof(T)), aligned(alignof(T)), may_alias));
@@ -42,7 +42,7 @@ inline T sum_of_lanes(const T* lanes) {
   }
 }
 
-// Sixteen partial sums: the same bits whatever a register's width.
+// Sixteen partial sums: the bits do not depend on the register width.
 template <typename T, typename Dim>
 inline T mean_of_squares(const T* g, Dim dim) {
   constexpr int lanes = 64 / sizeof(T), blocks = 16 / lanes;

@@ -1,1 +1,0 @@
-"""Pooled look-ups with the row update fused into their backward: compiled, or torch operators."""
