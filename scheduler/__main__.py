@@ -19,9 +19,7 @@ from rich.console import Console
 
 from scheduler.controller.log import describe_job, jobs_summary, recover, replay_summary
 from scheduler.doctor import command as doctor
-from scheduler.doctor.checks import as_json as findings_as_json
-from scheduler.doctor.checks import line_of
-from scheduler.doctor.command import examine
+from scheduler.doctor.checks import examine, findings_to_json, format_finding
 from scheduler.drivers.beam_runners import segment_runner
 from scheduler.drivers.driver import DriverOptions
 from scheduler.drivers.platforms import check_driver
@@ -307,17 +305,15 @@ def _replay(arguments: argparse.Namespace) -> None:
 
 
 def _doctor(arguments: argparse.Namespace) -> None:
-    place = doctor.place_of(arguments, os.environ, sys.path, sys.version_info[:2])
-    findings = examine(place, time.time())
+    machine = doctor.machine_of(arguments, os.environ, sys.path, sys.version_info[:2], time.time())
+    findings = examine(machine)
     if arguments.json:
-        print(json.dumps(findings_as_json(findings)))
+        print(json.dumps(findings_to_json(findings)))
     else:
         for finding in findings:
-            print(line_of(finding))
-    if lacking := [finding.name for finding in findings if finding.state == "lacks"]:
-        raise PlanError(
-            f"machine must have all that is needed, got no {', '.join(lacking)}; see the findings"
-        )
+            print(format_finding(finding))
+    if missing := [finding.name for finding in findings if finding.state == "lacks"]:
+        raise PlanError(f"machine lacks {', '.join(missing)}; see the findings")
 
 
 if __name__ == "__main__":

@@ -1,1 +1,1 @@
-"""What a machine must have before anything is started on it, each lack with its fix."""
+"""Check a machine before anything is started on it."""

@@ -1,4 +1,7 @@
-"""The checks of `scheduler doctor`."""
+"""The checks of `scheduler doctor`, as one table.
+
+Packages are compared by their metadata and never imported, so that a broken one is reported.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +12,8 @@ import shutil
 import socket
 import subprocess
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
@@ -20,154 +23,259 @@ from scheduler.drivers.kubernetes.manifest import read_cluster
 from schemas.errors import PlanError, SchemaError
 from schemas.run_log import read_lines
 
+SOURCES = Path(__file__).resolve().parents[2]
+"""The source tree."""
+PYTHON = (3, 11)
+"""The only version on which stored bytes and bit-equal training are tested (`pyproject.toml`)."""
+COMPILERS = ("g++", "c++", "clang++")
+"""C++ compilers that the trainer uses."""
+OLDEST_JAVA, NEWEST_JAVA = 11, 17
+"""Versions of Java that Flink 1.19 supports."""
+LOG = "scheduler.jsonl"
+"""Log in a scheduler's folder."""
+MAX_SKEW_SEC = 2.0
+"""Tolerated difference between this machine's clock and a filesystem's."""
+MAX_PACKAGES = 5
+"""Packages that a finding lists."""
+TIMEOUT_SEC = 20.0
+"""Time limit of a program that is run."""
+FLINK = "builds on Flink (docs/flink.md)"
+_PINNED = re.compile(r"^([A-Za-z0-9._-]+)==(\S+)", re.MULTILINE)
+_JAVA_VERSION = re.compile(r'version "(?:1\.)?(\d+)')
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """What is checked."""
+
+    environment: Mapping[str, str]
+    """Environment variables; PATH, HOME and XDG_CACHE_HOME are read."""
+    sites: tuple[str, ...]
+    """Directories of packages; the first match wins."""
+    python: tuple[int, int]
+    """Version of the interpreter."""
+    output: Path
+    """Folder of datasets and runs; it may not exist yet."""
+    now_sec: float
+    """Seconds since 1970."""
+    lock: Path = SOURCES / "requirements.lock"
+    """Packages with exact versions."""
+    flink: Path = SOURCES / "deploy" / "flink"
+    """Folder with Flink's versions."""
+    shared_memory: Path = Path("/dev/shm")
+    """Folder of checkpoint copies."""
+    least_shared_bytes: int = 1 << 30
+    """Space that must be free there."""
+    least_disk_bytes: int = 5 << 30
+    """Space that must be free in the output."""
+    port: int = 0
+    """Port of the status page; 0 for any."""
+    cluster: Path | None = None
+    """Configuration file of a cluster."""
+    needed: frozenset[str] = field(default_factory=frozenset[str])
+    """Optional parts that are needed."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """What a check found."""
+    """The result of a check."""
 
     name: str
-    """What was looked at, a few words."""
     ok: bool
-    """Whether it is as it must be."""
     must: str
-    """The rule."""
+    """The requirement."""
     found: str
-    """What there is instead, or what fulfils the rule."""
     fix: str
-    """What to do where it is not fulfilled."""
     needed_for: str = ""
-    """What works only with it; empty where nothing works without."""
+    """What works only with it; empty if nothing works without."""
     needed: bool = True
-    """Whether its lack is a failure."""
+    """Whether its absence is a failure."""
 
     @property
     def state(self) -> str:
-        """Return `ok`, `lacks` or, where it may lack, `absent`."""
+        """`ok`, `lacks`, or `absent` if it is optional."""
         if self.ok:
             return "ok"
         return "lacks" if self.needed else "absent"
 
 
-def line_of(finding: Finding) -> str:
+Probe = Callable[[Machine], tuple[bool, str]]
+"""Returns whether the requirement is met, and what was found."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Check:
+    """One check."""
+
+    name: str
+    probe: Probe
+    must: Callable[[Machine], str]
+    """The requirement."""
+    fix: str
+    needed_for: str = ""
+    """What works only with it; empty if nothing works without."""
+    part: str = ""
+    """Optional part to which it belongs."""
+
+    def run(self, machine: Machine) -> Finding:
+        """Run the probe."""
+        ok, found = self.probe(machine)
+        return Finding(
+            name=self.name,
+            ok=ok,
+            must=self.must(machine),
+            found=found,
+            fix=self.fix,
+            needed_for=self.needed_for,
+            needed=not self.part or self.part in machine.needed,
+        )
+
+
+def examine(machine: Machine) -> list[Finding]:
+    """Run all checks."""
+    return [check.run(machine) for check in CHECKS]
+
+
+def format_finding(finding: Finding) -> str:
     """Return a finding as one line.
 
     Example:
-        >>> line_of(Finding(name="disk", ok=False, must="have 5 GiB free", found="1 GiB", fix="go"))
-        'lacks   disk must have 5 GiB free, got 1 GiB; go'
+        >>> format_finding(
+        ...     Finding(name="disk", ok=False, must="have 5 GiB free", found="1 GiB", fix="go")
+        ... )
+        'lacks   disk: 1 GiB (must have 5 GiB free); go'
     """
-    line = f"{finding.state:<7} {finding.name} must {finding.must}, got {finding.found}"
+    line = f"{finding.state:<7} {finding.name}: {finding.found}"
     if finding.ok:
         return line
-    whom = f" (needed for {finding.needed_for})" if finding.needed_for else ""
-    return f"{line}{whom}; {finding.fix}"
+    purpose = f", for {finding.needed_for}" if finding.needed_for else ""
+    return f"{line} (must {finding.must}{purpose}); {finding.fix}"
 
 
-def as_json(findings: list[Finding]) -> dict[str, Any]:
-    """Return all findings as one object: `ok`, whether nothing needed lacks, and `findings`."""
-    shown = [{**asdict(finding), "state": finding.state} for finding in findings]
-    return {"ok": not any(f.state == "lacks" for f in findings), "findings": shown}
+def findings_to_json(findings: list[Finding]) -> dict[str, Any]:
+    """Return `findings`, and `ok`: whether nothing that is needed is missing."""
+    bodies = [{**asdict(finding), "state": finding.state} for finding in findings]
+    return {"ok": not any(f.state == "lacks" for f in findings), "findings": bodies}
 
 
-def one_line(text: str) -> str:
-    """Return a text as one line, cut at 200 characters.
+def _probe_python(machine: Machine) -> tuple[bool, str]:
+    return machine.python == PYTHON, ".".join(map(str, machine.python))
+
+
+def _probe_packages(machine: Machine) -> tuple[bool, str]:
+    try:
+        pinned = parse_lock(machine.lock.read_text(encoding="utf-8"))
+    except OSError as error:
+        return False, f"no lock: {error.strerror}"
+    problems = differences(pinned, installed_packages(machine.sites))
+    if not problems:
+        return True, f"all {len(pinned)}"
+    listed = "; ".join(problems[:MAX_PACKAGES])
+    num_more = len(problems) - MAX_PACKAGES
+    return False, f"{listed}; {num_more} more" if num_more > 0 else listed
+
+
+def parse_lock(text: str) -> dict[str, str]:
+    r"""Return the packages of a lock and their versions, with normalized names.
 
     Example:
-        >>> one_line("a" + chr(10) + "  b")
-        'a b'
+        >>> parse_lock("absl-py==2.5.1 \\\n    --hash=sha256:0\nPyYAML==6.0 ; python_version > '3'")
+        {'absl-py': '2.5.1', 'pyyaml': '6.0'}
     """
-    return " ".join(text.split())[:200]
+    return {_normalize(name): version for name, version in _PINNED.findall(text)}
 
 
-LOG = "scheduler.jsonl"
-"""Of a scheduler, in its folder."""
-COMPILERS = ("g++", "c++", "clang++")
-"""Names under which the trainer looks for a compiler of C++."""
-MOST_SKEW_SEC = 2.0
-"""Between this machine's clock and that of a filesystem."""
-_GIB = 1 << 30
+def installed_packages(sites: Sequence[str]) -> dict[str, str]:
+    """Return the packages in some directories and their versions."""
+    packages: dict[str, str] = {}
+    for distribution in distributions(path=list(sites)):
+        name: str | None = distribution.metadata["Name"]
+        if name:
+            packages.setdefault(_normalize(name), distribution.version)
+    return packages
 
 
-def shared_memory_finding(folder: Path, least_bytes: int) -> Finding:
-    """See whether copies of checkpoints have room in memory.
+def _normalize(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
 
-    Args:
-        folder: where shared memory is mounted.
-        least_bytes: that must be free.
+
+def differences(pinned: Mapping[str, str], installed: Mapping[str, str]) -> list[str]:
+    """Return missing packages and other versions, sorted by name.
+
+    A local version (`+cpu`) is another build of the same version.
+
+    Example:
+        >>> differences({"a": "1.0", "b": "2.0", "c": "3"}, {"a": "1.0+cpu", "b": "2.1"})
+        ['b 2.1 instead of 2.0', 'no c 3']
     """
-    free = _free(folder)
-    return Finding(
-        name="shared memory",
-        ok=free is not None and free >= least_bytes,
-        must=f"have {_size(least_bytes)} free in {folder}",
-        found="no such folder" if free is None else _size(free),
-        fix="mount a larger one (docker run --shm-size; in a Pod an emptyDir of medium Memory), "
-        "or set train.checkpoint.copy_to to a folder of a disk",
-    )
+    problems: list[str] = []
+    for name in sorted(pinned):
+        version = installed.get(name)
+        if version is None:
+            problems.append(f"no {name} {pinned[name]}")
+        elif pinned[name] not in (version, version.partition("+")[0]):
+            problems.append(f"{name} {version} instead of {pinned[name]}")
+    return problems
 
 
-def disk_finding(folder: Path, least_bytes: int) -> Finding:
-    """See whether the folder of datasets and runs has room, and may be written.
+def _probe_compiler(machine: Machine) -> tuple[bool, str]:
+    search = machine.environment.get("PATH", "")
+    compiler = next((p for name in COMPILERS if (p := shutil.which(name, path=search))), None)
+    return compiler is not None, _one_line(compiler or "none")
 
-    Args:
-        folder: maybe not there yet; then the nearest one above it is looked at.
-        least_bytes: that must be free.
-    """
-    place = nearest_folder(folder)
-    free = _free(place) or 0
+
+def _probe_shared_memory(machine: Machine) -> tuple[bool, str]:
+    free = _free_bytes(machine.shared_memory)
+    if free is None:
+        return False, "no such folder"
+    return free >= machine.least_shared_bytes, _gib(free)
+
+
+def _probe_disk(machine: Machine) -> tuple[bool, str]:
+    folder = nearest_folder(machine.output)
+    free = _free_bytes(folder) or 0
     try:
-        with tempfile.TemporaryFile(dir=place) as file:
+        with tempfile.TemporaryFile(dir=folder) as file:
             file.write(b"doctor")
             file.flush()
-            trouble = ""
     except OSError as error:
-        trouble = f" that cannot be written: {error.strerror}"
-    return Finding(
-        name="disk",
-        ok=free >= least_bytes and not trouble,
-        must=f"have {_size(least_bytes)} free in {place}, and be writable",
-        found=f"{_size(free)}{trouble}",
-        fix="free some, give the folder to this user, or choose another --output",
-    )
+        return False, f"{_gib(free)} that cannot be written: {error.strerror}"
+    return free >= machine.least_disk_bytes, _gib(free)
 
 
-def port_finding(port: int) -> Finding:
-    """See whether a port of the loopback interface is free.
+def nearest_folder(folder: Path) -> Path:
+    """Return a folder, or its nearest existing parent."""
+    folder = folder.absolute()
+    while not folder.is_dir() and folder != folder.parent:
+        folder = folder.parent
+    return folder
 
-    Args:
-        port: 0 for any.
-    """
-    trouble = ""
+
+def _free_bytes(folder: Path) -> int | None:
+    try:
+        return shutil.disk_usage(folder).free
+    except OSError:
+        return None
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / (1 << 30):.1f} GiB"
+
+
+def _probe_port(machine: Machine) -> tuple[bool, str]:
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as server:
         server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            server.bind(("127.0.0.1", port))
+            server.bind(("127.0.0.1", machine.port))
             server.listen()
         except OSError as error:
-            trouble = error.strerror or str(error)
-    return Finding(
-        name="ports",
-        ok=not trouble,
-        must=f"have {f'port {port}' if port else 'a port'} free on loopback",
-        found=trouble.lower() or "one",
-        fix="end the process that listens there (ss -ltnp), or name another --port",
-    )
+            return False, (error.strerror or str(error)).lower()
+    return True, "one"
 
 
-def clock_finding(folder: Path, now: float) -> Finding:
-    """See whether the clock agrees with that of the folder's filesystem and with its log.
-
-    Args:
-        folder: of a scheduler, maybe not there yet.
-        now: seconds since 1970.
-    """
-    problems = list(_clock_problems(folder, now))
-    return Finding(
-        name="clock",
-        ok=not problems,
-        must=f"agree with files to {MOST_SKEW_SEC:g} s, and not be behind the log",
-        found="; ".join(problems) or "both",
-        fix="synchronize this machine and the file server (chronyc tracking, timedatectl)",
-    )
+def _probe_clock(machine: Machine) -> tuple[bool, str]:
+    problems = list(_clock_problems(machine.output, machine.now_sec))
+    return not problems, "; ".join(problems) or "both"
 
 
 def _clock_problems(folder: Path, now: float) -> Iterator[str]:
@@ -179,288 +287,174 @@ def _clock_problems(folder: Path, now: float) -> Iterator[str]:
     except OSError as error:
         yield f"no file to compare with: {error.strerror}"
         return
-    if abs(skew) > MOST_SKEW_SEC:
+    if abs(skew) > MAX_SKEW_SEC:
         yield f"files {abs(skew):.1f} s {'ahead' if skew > 0 else 'behind'}"
     last = last_time(folder / LOG)
-    if last is not None and last - now > MOST_SKEW_SEC:
+    if last is not None and last - now > MAX_SKEW_SEC:
         yield f"{LOG} {last - now:.1f} s ahead"
 
 
 def last_time(log: Path) -> float | None:
-    """Return the time of the last event of a log, seconds since 1970; None without a log."""
+    """Return the time of the last event of a log in seconds since 1970; None without a log."""
     if not log.is_file():
         return None
-    times = read_lines(log, _time_of, lambda line, _: f"line must be an event, got {line!r}")
+    times = read_lines(log, _event_time, lambda line, _: f"line is no event: {line!r}")
     return max((time for time in times if time is not None), default=None)
 
 
-def _time_of(body: dict[str, Any]) -> float | None:
-    """Return the time of an event's line; a decision's has none of its own."""
+def _event_time(body: dict[str, Any]) -> float | None:
+    """Return the time of an event; a decision has none of its own."""
     return body.get("time_sec")
 
 
-def compiler_finding(search: str) -> Finding:
-    """See whether there is a compiler for the trainer's kernels.
-
-    Args:
-        search: directories that programs are looked for in, as PATH has them.
-    """
-    found = next((p for name in COMPILERS if (p := shutil.which(name, path=search))), None)
-    return Finding(
-        name="compiler",
-        ok=found is not None,
-        must=f"be one of {', '.join(COMPILERS)} on PATH",
-        found=one_line(found or "none"),
-        fix="install g++, or set train.kernels to torch",
-        needed_for="train.kernels: compiled",
-    )
-
-
-def nearest_folder(folder: Path) -> Path:
-    """Return a folder, or the nearest one above it that exists."""
-    place = folder.absolute()
-    while not place.is_dir() and place != place.parent:
-        place = place.parent
-    return place
-
-
-def _free(folder: Path) -> int | None:
-    try:
-        return shutil.disk_usage(folder).free
-    except OSError:
-        return None
-
-
-def _size(num_bytes: int) -> str:
-    return f"{num_bytes / _GIB:.1f} GiB"
-
-
-PYTHON = (3, 11)
-"""The one version that stored bytes and bit-equal training are tested on (`pyproject.toml`)."""
-SHOWN = 5
-"""Packages that a finding names."""
-_PINNED = re.compile(r"^([A-Za-z0-9._-]+)==(\S+)", re.MULTILINE)
-
-
-def python_finding(version: tuple[int, int]) -> Finding:
-    """Compare the interpreter's version with the one that is tested.
-
-    Args:
-        version: major and minor.
-    """
-    return Finding(
-        name="python",
-        ok=version == PYTHON,
-        must=f"be {'.'.join(map(str, PYTHON))}",
-        found=".".join(map(str, version)),
-        fix="install it, then run make setup PYTHON=/path/to/python3.11",
-    )
-
-
-def wheels_finding(lock: Path, sites: Sequence[str]) -> Finding:
-    """Compare the versions of a lock with what is installed.
-
-    Args:
-        lock: a requirements file with exact versions.
-        sites: directories that are searched for packages, the first one wins.
-    """
-    must = f"have the versions of {lock.name}"
-    fix = f"run make setup, or uv pip sync {lock.name}"
-    try:
-        wanted = locked(lock.read_text(encoding="utf-8"))
-    except OSError as error:
-        found = f"no lock: {error.strerror}"
-        return Finding(name="wheels", ok=False, must=must, found=found, fix="name another --lock")
-    problems = differences(wanted, installed(sites))
-    shown = "; ".join(problems[:SHOWN])
-    more = f"; {len(problems) - SHOWN} more" if len(problems) > SHOWN else ""
-    return Finding(
-        name="wheels",
-        ok=not problems,
-        must=must,
-        found=f"{shown}{more}" or f"all {len(wanted)}",
-        fix=fix,
-    )
-
-
-def locked(text: str) -> dict[str, str]:
-    r"""Return the packages of a lock and their versions, names in their normal form.
-
-    Example:
-        >>> locked("absl-py==2.5.1 \\\n    --hash=sha256:0\nPyYAML==6.0 ; python_version > '3'\n")
-        {'absl-py': '2.5.1', 'pyyaml': '6.0'}
-    """
-    return {normal(name): version for name, version in _PINNED.findall(text)}
-
-
-def installed(sites: Sequence[str]) -> dict[str, str]:
-    """Return the packages that some directories hold and their versions."""
-    found: dict[str, str] = {}
-    for each in distributions(path=list(sites)):
-        name: str | None = each.metadata["Name"]
-        if name:
-            found.setdefault(normal(name), each.version)
-    return found
-
-
-def differences(wanted: Mapping[str, str], found: Mapping[str, str]) -> list[str]:
-    """Return what lacks or has another version, in the order of names.
-
-    A local part of a version (`+cpu`) is another build of the same.
-
-    Example:
-        >>> differences({"a": "1.0", "b": "2.0", "c": "3"}, {"a": "1.0+cpu", "b": "2.1"})
-        ['b 2.1 instead of 2.0', 'no c 3']
-    """
-    problems: list[str] = []
-    for name in sorted(wanted):
-        version = found.get(name)
-        if version is None:
-            problems.append(f"no {name} {wanted[name]}")
-        elif wanted[name] not in (version, version.partition("+")[0]):
-            problems.append(f"{name} {version} instead of {wanted[name]}")
-    return problems
-
-
-def normal(name: str) -> str:
-    """Return a package's name as indexes compare it.
-
-    Example:
-        >>> normal("Apache_Beam")
-        'apache-beam'
-    """
-    return re.sub(r"[-_.]+", "-", name).lower()
-
-
-OLDEST_JAVA, NEWEST_JAVA = 11, 17
-"""Versions of Java that Flink 1.19 supports."""
-FLINK = "builds on Flink (docs/flink.md)"
-_TIMEOUT_SEC = 20.0
-_VERSION = re.compile(r'version "(?:1\.)?(\d+)')
-
-
-def java_finding(environment: Mapping[str, str], *, needed: bool) -> Finding:
-    """Ask the java on PATH for its version.
-
-    Args:
-        environment: of the process that is started, its PATH too.
-        needed: whether its lack is a failure.
-    """
-    version, found = java_version(environment)
-    return Finding(
-        name="java",
-        ok=version is not None and OLDEST_JAVA <= version <= NEWEST_JAVA,
-        must=f"be of version {OLDEST_JAVA} to {NEWEST_JAVA}",
-        found=found,
-        fix="install a JDK of version 17, or put it first on PATH",
-        needed_for=FLINK,
-        needed=needed,
-    )
-
-
-def java_version(environment: Mapping[str, str]) -> tuple[int | None, str]:
-    """Return the major version of the java on PATH, None when there is none, and what was found."""
-    java = shutil.which("java", path=environment.get("PATH", ""))
+def _probe_java(machine: Machine) -> tuple[bool, str]:
+    java = shutil.which("java", path=machine.environment.get("PATH", ""))
     if java is None:
-        return None, "none on PATH"
-    said = _output([java, "-version"], environment)
-    match = _VERSION.search(said)
-    version = int(match[1]) if match else None
-    return version, one_line(said.splitlines()[0] if match and said else said or "no answer")
+        return False, "none on PATH"
+    output = _run([java, "-version"], machine.environment)
+    match = _JAVA_VERSION.search(output)
+    if match is None:
+        return False, _one_line(output or "no answer")
+    return OLDEST_JAVA <= int(match[1]) <= NEWEST_JAVA, _one_line(output.splitlines()[0])
 
 
-def flink_finding(sources: Path, environment: Mapping[str, str], *, needed: bool) -> Finding:
-    """See whether the jars that `deploy/flink fetch` brings are in the cache, in these versions.
-
-    Args:
-        sources: `deploy/flink` of the source tree.
-        environment: for XDG_CACHE_HOME and HOME.
-        needed: whether its lack is a failure.
-    """
-    fix, must = "run python deploy/flink fetch", "be in the cache, in the versions of pom.xml"
-    home = environment.get("XDG_CACHE_HOME") or str(Path(environment.get("HOME", "")) / ".cache")
+def _probe_flink(machine: Machine) -> tuple[bool, str]:
+    home = machine.environment.get("XDG_CACHE_HOME") or str(
+        Path(machine.environment.get("HOME", "")) / ".cache"
+    )
     try:
-        names = ("pom.xml", "requirements.txt")
-        digest = hashlib.sha256(b"".join((sources / name).read_bytes() for name in names))
-        place = Path(home) / "presage" / "flink" / digest.hexdigest()[:12]
-        found = "they are" if place.is_dir() else f"no {place.name} in {place.parent}"
-        ok = place.is_dir()
+        files = [machine.flink / name for name in ("pom.xml", "requirements.txt")]
+        digest = hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
     except OSError as error:
-        ok, found, fix = False, f"{error.strerror}: {error.filename}", "run it in the source tree"
-    return Finding(
-        name="flink jars", ok=ok, must=must, found=found, fix=fix, needed_for=FLINK, needed=needed
-    )
+        return False, f"{error.strerror}: {error.filename}"
+    folder = Path(home) / "presage" / "flink" / digest[:12]
+    if folder.is_dir():
+        return True, "all"
+    return False, f"no {folder.name} in {folder.parent}"
 
 
-def gpu_finding(environment: Mapping[str, str], sites: Sequence[str], *, needed: bool) -> Finding:
-    """Ask the driver for its GPUs, and see whether the packages for them are installed.
-
-    Args:
-        environment: of the process that is started, its PATH too.
-        sites: directories that are searched for packages.
-        needed: whether its lack is a failure.
-    """
-    program = shutil.which("nvidia-smi", path=environment.get("PATH", ""))
-    said = _output([program, "-L"], environment) if program else ""
-    cards = [line for line in said.splitlines() if line.startswith("GPU ")]
-    has_wheels = "fbgemm-gpu" in installed(sites)
-    shown = f"{len(cards)} GPUs" if cards else "no GPU that nvidia-smi names"
-    return Finding(
-        name="gpu",
-        ok=bool(cards) and has_wheels,
-        must="be there, with the packages of requirements-gpu.lock",
-        found=f"{shown}, {'fbgemm-gpu' if has_wheels else 'no fbgemm-gpu'}",
-        fix="install NVIDIA's driver, then run uv pip sync requirements-gpu.lock",
-        needed_for="train.device: cuda",
-        needed=needed,
-    )
+def _probe_gpu(machine: Machine) -> tuple[bool, str]:
+    program = shutil.which("nvidia-smi", path=machine.environment.get("PATH", ""))
+    output = _run([program, "-L"], machine.environment) if program else ""
+    num_gpus = sum(line.startswith("GPU ") for line in output.splitlines())
+    has_package = "fbgemm-gpu" in installed_packages(machine.sites)
+    gpus = f"{num_gpus} GPUs" if num_gpus else "no GPU listed by nvidia-smi"
+    return num_gpus > 0 and has_package, f"{gpus}, {'' if has_package else 'no '}fbgemm-gpu"
 
 
-def kubernetes_finding(cluster: Path | None, output: Path, *, needed: bool) -> Finding:
-    """List the Pods of a cluster's namespace, as the scheduler does.
-
-    Args:
-        cluster: file of the cluster, None when there is none.
-        output: folder of the scheduler.
-        needed: whether its lack is a failure.
-    """
-    ok, found = _pods(cluster, output)
-    return Finding(
-        name="kubernetes",
-        ok=ok,
-        must="let the scheduler list the Pods of its namespace",
-        found=found,
-        fix="name a --cluster file, and give the rights of deploy/kubernetes/base/rbac.yaml",
-        needed_for="schedule.driver: kubernetes",
-        needed=needed,
-    )
-
-
-def _pods(cluster: Path | None, output: Path) -> tuple[bool, str]:
-    if cluster is None:
-        return False, "no --cluster file to look at"
+def _probe_kubernetes(machine: Machine) -> tuple[bool, str]:
+    if machine.cluster is None:
+        return False, "no --cluster file"
     try:
-        api = connect(read_cluster(cluster, output))
+        api = connect(read_cluster(machine.cluster, machine.output))
         try:
             pods, _ = api.list("")
         finally:
             api.close()
     except (PlanError, SchemaError, RefusedError, UnreachableError) as error:
-        return False, one_line(str(error))
+        return False, _one_line(str(error))
     return True, f"{len(pods)} Pods at {api.host}"
 
 
-def _output(command: Sequence[str], environment: Mapping[str, str]) -> str:
-    """Return what a program says, on either stream; what went wrong where it cannot be run."""
+def _run(command: Sequence[str], environment: Mapping[str, str]) -> str:
+    """Return the output of a program on both streams, or the error if it cannot be run."""
     try:
-        done = subprocess.run(
+        completed = subprocess.run(
             command,
             env=dict(environment),
             capture_output=True,
             text=True,
-            timeout=_TIMEOUT_SEC,
+            timeout=TIMEOUT_SEC,
             check=False,
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         return str(error)
-    return (done.stdout + done.stderr).strip()
+    return (completed.stdout + completed.stderr).strip()
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())[:200]
+
+
+CHECKS = (
+    Check(
+        name="python",
+        probe=_probe_python,
+        must=lambda _: f"be {'.'.join(map(str, PYTHON))}",
+        fix="install it, then run make setup PYTHON=/path/to/python3.11",
+    ),
+    Check(
+        name="wheels",
+        probe=_probe_packages,
+        must=lambda m: f"have the versions of {m.lock.name}",
+        fix="run make setup, or uv pip sync requirements.lock",
+    ),
+    Check(
+        name="compiler",
+        probe=_probe_compiler,
+        must=lambda _: f"be one of {', '.join(COMPILERS)} on PATH",
+        fix="install g++, or set train.kernels to torch",
+        needed_for="train.kernels: compiled",
+    ),
+    Check(
+        name="shared memory",
+        probe=_probe_shared_memory,
+        must=lambda m: f"have {_gib(m.least_shared_bytes)} free in {m.shared_memory}",
+        fix="mount a larger one (docker run --shm-size; in a Pod an emptyDir of medium Memory), "
+        "or set train.checkpoint.copy_to to a folder on a disk",
+    ),
+    Check(
+        name="disk",
+        probe=_probe_disk,
+        must=lambda m: (
+            f"have {_gib(m.least_disk_bytes)} free in {nearest_folder(m.output)}, and be writable"
+        ),
+        fix="free some, make the folder writable for this user, or choose another --output",
+    ),
+    Check(
+        name="ports",
+        probe=_probe_port,
+        must=lambda m: f"have {f'port {m.port}' if m.port else 'a port'} free on loopback",
+        fix="stop the process that listens there (ss -ltnp), or choose another --port",
+    ),
+    Check(
+        name="clock",
+        probe=_probe_clock,
+        must=lambda _: f"agree with files to {MAX_SKEW_SEC:g} s, and not be behind the log",
+        fix="synchronize this machine and the file server (chronyc tracking, timedatectl)",
+    ),
+    Check(
+        name="java",
+        probe=_probe_java,
+        must=lambda _: f"be of version {OLDEST_JAVA} to {NEWEST_JAVA}",
+        fix="install a JDK of version 17, or put it first on PATH",
+        needed_for=FLINK,
+        part="flink",
+    ),
+    Check(
+        name="flink jars",
+        probe=_probe_flink,
+        must=lambda _: "be in the cache, in the versions of pom.xml",
+        fix="run python deploy/flink fetch in the source tree",
+        needed_for=FLINK,
+        part="flink",
+    ),
+    Check(
+        name="gpu",
+        probe=_probe_gpu,
+        must=lambda _: "exist, with the packages of requirements-gpu.lock",
+        fix="install NVIDIA's driver, then run uv pip sync requirements-gpu.lock",
+        needed_for="train.device: cuda",
+        part="gpu",
+    ),
+    Check(
+        name="kubernetes",
+        probe=_probe_kubernetes,
+        must=lambda _: "let the scheduler list the Pods of its namespace",
+        fix="name a --cluster file, and grant the rights of deploy/kubernetes/base/rbac.yaml",
+        needed_for="schedule.driver: kubernetes",
+        part="kubernetes",
+    ),
+)
+PARTS = tuple(dict.fromkeys(check.part for check in CHECKS if check.part))
+"""Optional parts."""

@@ -8,26 +8,12 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from scheduler.__main__ import main
-from scheduler.doctor.checks import (
-    Finding,
-    clock_finding,
-    compiler_finding,
-    disk_finding,
-    flink_finding,
-    gpu_finding,
-    java_finding,
-    kubernetes_finding,
-    line_of,
-    port_finding,
-    python_finding,
-    shared_memory_finding,
-    wheels_finding,
-)
-from scheduler.doctor.command import SOURCES, Place, examine
+from scheduler.doctor.checks import CHECKS, SOURCES, Finding, Machine, examine, format_finding
 
 NOW = 1_767_225_600.0
 CLUSTER = """\
@@ -44,6 +30,19 @@ users: [{{name: u, user: {{}}}}]
 contexts: [{{name: x, context: {{cluster: c, user: u}}}}]
 current-context: x
 """
+
+
+def check(name: str, **fields: Any) -> Finding:
+    """Run one check on a machine with these properties."""
+    defaults: dict[str, Any] = {
+        "environment": {},
+        "sites": (),
+        "python": (3, 11),
+        "output": Path(),
+        "now_sec": NOW,
+    }
+    (finding,) = [c.run(Machine(**{**defaults, **fields})) for c in CHECKS if c.name == name]
+    return finding
 
 
 def package(site: Path, name: str, version: str) -> None:
@@ -75,35 +74,38 @@ def test_wheels_of_other_versions_and_missing_ones_are_named(tmp_path: Path) -> 
     lock.write_text(f"numpy==2.4.6 {hashes}Torch==2.13.0 {hashes}rich==14.0 {hashes}")
     package(tmp_path / "site", "numpy", "2.3.0")
     package(tmp_path / "site", "torch", "2.13.0+cpu")
-    found = wheels_finding(lock, [str(tmp_path / "site")])
-    assert line_of(found) == (
-        "lacks   wheels must have the versions of some.lock, got numpy 2.3.0 instead of 2.4.6; no "
-        "rich 14.0; run make setup, or uv pip sync some.lock"
+    found = check("wheels", lock=lock, sites=(str(tmp_path / "site"),))
+    assert format_finding(found) == (
+        "lacks   wheels: numpy 2.3.0 instead of 2.4.6; no rich 14.0 (must have the versions of "
+        "some.lock); run make setup, or uv pip sync requirements.lock"
     )
     package(tmp_path / "first", "numpy", "2.4.6")
     package(tmp_path / "first", "rich", "14.0")
-    both = [str(tmp_path / "first"), str(tmp_path / "site")]
-    assert wheels_finding(lock, both).state == "ok"
-    assert "no lock" in wheels_finding(tmp_path / "none.lock", both).found
+    both = (str(tmp_path / "first"), str(tmp_path / "site"))
+    assert check("wheels", lock=lock, sites=both).state == "ok"
+    assert "no lock" in check("wheels", lock=tmp_path / "none.lock", sites=both).found
 
 
 def test_another_python_lacks() -> None:
-    assert python_finding((3, 11)).ok
-    assert line_of(python_finding((3, 13))).startswith("lacks   python must be 3.11, got 3.13; ")
+    assert check("python", python=(3, 11)).ok
+    line = format_finding(check("python", python=(3, 13)))
+    assert line.startswith("lacks   python: 3.13 (must be 3.11); ")
 
 
 def test_shared_memory_that_is_small_or_absent_lacks(tmp_path: Path) -> None:
-    assert shared_memory_finding(Path("/dev/shm"), 1).ok
-    small = shared_memory_finding(tmp_path, 1 << 60)
+    assert check("shared memory", least_shared_bytes=1).ok
+    small = check("shared memory", shared_memory=tmp_path, least_shared_bytes=1 << 60)
     assert (small.state, small.must) == ("lacks", f"have 1073741824.0 GiB free in {tmp_path}")
-    assert shared_memory_finding(tmp_path / "none", 1).found == "no such folder"
+    assert check("shared memory", shared_memory=tmp_path / "none").found == "no such folder"
 
 
 def test_disk_that_is_full_or_not_writable_lacks(tmp_path: Path) -> None:
-    assert disk_finding(tmp_path / "not" / "yet", 1).ok
+    assert check("disk", output=tmp_path / "not" / "yet", least_disk_bytes=1).ok
     assert list(tmp_path.iterdir()) == []
-    assert not disk_finding(tmp_path, 1 << 60).ok
-    written = disk_finding(Path("/proc/self"), 0)  # a folder in which nobody may make a file
+    assert not check("disk", output=tmp_path, least_disk_bytes=1 << 60).ok
+    written = check(
+        "disk", output=Path("/proc/self"), least_disk_bytes=0
+    )  # a folder in which nobody may make a file
     assert not written.ok
     assert "cannot be written" in written.found
 
@@ -113,32 +115,38 @@ def test_port_that_is_taken_lacks_and_is_free_again_afterwards() -> None:
         server.bind(("127.0.0.1", 0))
         server.listen()
         port = int(server.getsockname()[1])
-        taken = port_finding(port)
+        taken = check("ports", port=port)
         assert (taken.state, taken.found) == ("lacks", "address already in use")
         assert taken.must == f"have port {port} free on loopback"
-    assert port_finding(port).ok
-    assert port_finding(0).ok
+    assert check("ports", port=port).ok
+    assert check("ports", port=0).ok
 
 
 def test_clock_that_is_behind_files_or_the_log_lacks(tmp_path: Path) -> None:
     stamp = tmp_path / "stamp"
     stamp.touch()
     now = stamp.stat().st_mtime
-    assert clock_finding(tmp_path, now).ok
-    assert re.search(r"files 36\d\d\.\d s ahead", clock_finding(tmp_path, now - 3600).found)
-    assert re.search(r"files \d+\.\d s behind", clock_finding(tmp_path, now + 60).found)
+    assert check("clock", output=tmp_path, now_sec=now).ok
+    assert re.search(
+        r"files 36\d\d\.\d s ahead", check("clock", output=tmp_path, now_sec=now - 3600).found
+    )
+    assert re.search(
+        r"files \d+\.\d s behind", check("clock", output=tmp_path, now_sec=now + 60).found
+    )
     log = tmp_path / "scheduler.jsonl"
     event, torn = {"event": "Looked", "time_sec": now + 90}, '{"event": "Lo'
     log.write_text(f'{json.dumps(event)}\n{{"decision": {{"time_sec": 1}}}}\n{torn}')
-    assert re.fullmatch(r"scheduler\.jsonl (89|90)\.\d s ahead", clock_finding(tmp_path, now).found)
+    assert re.fullmatch(
+        r"scheduler\.jsonl (89|90)\.\d s ahead", check("clock", output=tmp_path, now_sec=now).found
+    )
     event["time_sec"] = now - 5
     log.write_text(f"{json.dumps(event)}\n")
-    assert clock_finding(tmp_path, now).ok
+    assert check("clock", output=tmp_path, now_sec=now).ok
 
 
 def test_compiler_is_looked_for_on_the_given_path(tmp_path: Path) -> None:
-    assert not compiler_finding(str(tmp_path)).ok
-    assert compiler_finding(program(tmp_path / "bin", "clang++", "true")["PATH"]).ok
+    assert not check("compiler", environment={"PATH": str(tmp_path)}).ok
+    assert check("compiler", environment=program(tmp_path / "bin", "clang++", "true")).ok
 
 
 JAVAS = {
@@ -154,18 +162,18 @@ def test_java_of_a_version_that_flink_supports_is_enough(
     text: str, ok: bool, tmp_path: Path
 ) -> None:
     environment = program(tmp_path / "bin", "java", text)
-    assert java_finding(environment, needed=True).ok == ok
+    assert check("java", environment=environment).ok == ok
 
 
 def test_what_is_optional_is_absent_unless_it_is_needed(tmp_path: Path) -> None:
     environment = {"PATH": str(tmp_path), "HOME": str(tmp_path)}
-    assert line_of(java_finding(environment, needed=False)) == (
-        "absent  java must be of version 11 to 17, got none on PATH (needed for builds on Flink "
+    assert format_finding(check("java", environment=environment)) == (
+        "absent  java: none on PATH (must be of version 11 to 17, for builds on Flink "
         "(docs/flink.md)); install a JDK of version 17, or put it first on PATH"
     )
-    assert java_finding(environment, needed=True).state == "lacks"
-    assert flink_finding(SOURCES / "deploy" / "flink", environment, needed=True).state == "lacks"
-    assert gpu_finding(environment, [], needed=False).state == "absent"
+    for name in ("java", "flink jars"):
+        assert check(name, environment=environment, needed={"flink"}).state == "lacks"
+    assert check("gpu", environment=environment).state == "absent"
 
 
 def test_flink_jars_are_found_in_the_cache_of_their_versions(tmp_path: Path) -> None:
@@ -180,25 +188,25 @@ def test_flink_jars_are_found_in_the_cache_of_their_versions(tmp_path: Path) -> 
         env={**os.environ, **environment}, capture_output=True, text=True, check=True, timeout=60,
     ).stdout  # fmt: skip
     Path(said.strip()).mkdir(parents=True)
-    assert flink_finding(sources, environment, needed=True).ok
+    assert check("flink jars", environment=environment).ok
 
 
 def test_gpu_needs_the_driver_and_the_packages(tmp_path: Path) -> None:
     environment = program(tmp_path / "bin", "nvidia-smi", "echo 'GPU 0: NVIDIA H100'")
-    assert not gpu_finding(environment, [str(tmp_path)], needed=True).ok
+    assert not check("gpu", environment=environment, sites=(str(tmp_path),)).ok
     package(tmp_path / "site", "fbgemm-gpu", "1.8.0")
-    assert gpu_finding(environment, [str(tmp_path / "site")], needed=True).ok
+    assert check("gpu", environment=environment, sites=(str(tmp_path / "site"),)).ok
 
 
 def test_kubernetes_that_does_not_answer_lacks(tmp_path: Path) -> None:
     kubeconfig, cluster = tmp_path / "kubeconfig", tmp_path / "cluster.yaml"
     kubeconfig.write_text(KUBECONFIG.format(port=closed_port()))
     cluster.write_text(CLUSTER.format(kubeconfig=kubeconfig, folder=tmp_path))
-    found = kubernetes_finding(cluster, tmp_path, needed=True)
+    found = check("kubernetes", cluster=cluster, output=tmp_path, needed={"kubernetes"})
     assert found.state == "lacks"
     assert "refused" in found.found.lower()
-    assert kubernetes_finding(None, tmp_path, needed=False).state == "absent"
-    none = kubernetes_finding(tmp_path / "none.yaml", tmp_path, needed=True)
+    assert check("kubernetes", output=tmp_path).state == "absent"
+    none = check("kubernetes", cluster=tmp_path / "none.yaml", output=tmp_path)
     assert "none.yaml" in none.found
 
 
@@ -218,25 +226,23 @@ def test_command_says_all_and_fails_where_something_lacks(
     assert main([*command, "--lock", str(lock)]) == 1
     out, error = capsys.readouterr()
     assert len(out.splitlines()) == 11
-    assert error == (
-        "error: machine must have all that is needed, got no wheels; see the findings\n"
-    )
+    assert error == ("error: machine lacks wheels; see the findings\n")
 
 
 def test_needs_decide_what_is_a_failure(tmp_path: Path) -> None:
     lock = tmp_path / "empty.lock"
     lock.write_text("")
-    place = Place(
+    machine = Machine(
         environment={"PATH": str(tmp_path), "HOME": str(tmp_path)},
-        sites=(), python=(3, 11), output=tmp_path, lock=lock,
+        sites=(), python=(3, 11), output=tmp_path, now_sec=NOW, lock=lock,
     )  # fmt: skip
 
     def states(findings: list[Finding]) -> dict[str, str]:
         return {finding.name: finding.state for finding in findings}
 
-    free = states(examine(place, NOW))
+    free = states(examine(machine))
     assert free["flink jars"] == free["java"] == free["gpu"] == free["kubernetes"] == "absent"
-    needed = states(examine(replace(place, needed=frozenset({"flink", "kubernetes"})), NOW))
+    needed = states(examine(replace(machine, needed=frozenset({"flink", "kubernetes"}))))
     assert {name for name in free if free[name] != needed[name]} == {
         "flink jars", "java", "kubernetes",
     }  # fmt: skip
