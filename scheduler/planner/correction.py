@@ -1,4 +1,16 @@
-"""Whether the sizes of a running job change now."""
+"""Whether the sizes of a running job change now.
+
+Pure functions of the previous state and the current tick. The rules, in order:
+
+1. While a change is in flight nothing else is started.
+2. A process that will soon reach its memory limit gets more memory at once.
+3. After a change the job is left alone for COOL_DOWN_SEC.
+4. Nothing is done if current times cannot be predicted well.
+5. A change must save MIN_GAIN, in NUM_TICKS consecutive ticks, in one direction. A tick counts
+   while the gain stays above MIN_LASTING_GAIN, so that a value that fluctuates around one bound
+   neither acts nor restarts the count (hysteresis).
+6. A change that reverses the last one must save twice as much.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +37,21 @@ from scheduler.planner.policy import (
 from schemas.config.schedule import ScheduleConfig
 
 MAX_GROWTH = 2
-"""Times that a size may grow in one change: what lies further is not known well."""
+"""Factor by which a size may grow in one change; predictions farther away are uncertain."""
+MIN_GAIN = 0.10
+"""Share that a change must save to be started."""
+MIN_LASTING_GAIN = 0.05
+"""Share below which the count of ticks is reset."""
+NUM_TICKS = 3
+"""Consecutive ticks in which a change must be better."""
+COOL_DOWN_SEC = 60.0
+"""Seconds after a change in which there is no other."""
+MEMORY_HEADROOM = 1.1
+"""Memory that is given over the forecast."""
+OOM_GROWTH = 1.5
+"""Memory after an OOM kill over that before, at least."""
+
+Pool = Literal["preprocessing", "training"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,33 +69,33 @@ class Sizes:
 
     @property
     def grid(self) -> Grid:
-        """Return the sizes as the only candidate."""
+        """The sizes as a grid of one candidate."""
         sizes = (self.segment_jobs, self.workers_per_job, self.num_replicas, self.num_stores)
         return Grid.of_rows(np.array([sizes]))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SizeComparison:
-    """What is left of a job, with and without a change."""
-
-    current: Candidate
-    """Its sizes, and what they are predicted to take for what is left."""
-    best: Candidate
-    """The best sizes that may be trusted, the change itself counted in; maybe the same ones."""
-    gain: float
-    """What the change saves, as a share; at most 0 when nothing is better."""
-    confident: bool
-    """Whether the prediction for the current sizes may be trusted."""
-
-
-def sizes_of(found: Candidate) -> Sizes:
+def sizes_of(candidate: Candidate) -> Sizes:
     """Return the sizes of a candidate."""
     return Sizes(
-        segment_jobs=found.segment_jobs,
-        workers_per_job=found.workers_per_job,
-        num_replicas=found.num_replicas,
-        num_stores=found.num_stores,
+        segment_jobs=candidate.segment_jobs,
+        workers_per_job=candidate.workers_per_job,
+        num_replicas=candidate.num_replicas,
+        num_stores=candidate.num_stores,
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SizeComparison:
+    """The current sizes of a job and the best ones for the work that remains."""
+
+    current: Candidate
+    """The current sizes."""
+    best: Candidate
+    """The best sizes with a trusted prediction, the cost of the change included; may be equal."""
+    gain: float
+    """Share that the change saves; at most 0 if nothing is better."""
+    confident: bool
+    """Whether the prediction for the current sizes is trusted."""
 
 
 def compare_sizes(
@@ -82,16 +108,16 @@ def compare_sizes(
     *,
     served: bool = False,
 ) -> SizeComparison:
-    """Compare a job's sizes with all others whose prediction is narrow enough to act upon.
+    """Compare a job's sizes with all others whose prediction is trusted.
 
     Args:
-        snapshot: of what is left: samples to build and to train.
-        config: limits, and the time that is left until the deadline.
-        models: fitted to what was measured up to now.
-        current: what runs.
+        snapshot: of the remaining work.
+        config: limits, and the time until the deadline.
+        models: fitted to all measurements.
+        current: the current sizes.
         pause_sec: time that a change costs.
-        largest_job: workers of one segment job at most; None where only limits bound it.
-        served: whether rows lie in stores, so that there must be some.
+        largest_job: most workers of one segment job; None if not limited.
+        served: whether the tables are in stores, so that at least one is needed.
 
     Raises:
         PlanError: no size fits.
@@ -100,38 +126,45 @@ def compare_sizes(
     grid = find_candidates(snapshot, near, models, np.random.default_rng(SEED), largest_job)
     if served:
         grid = grid[grid.num_stores > 0]
-    grid = grid[_trusted(grid, snapshot, config, models)]
-    now = _of(current.grid, snapshot, config, models)
-    known = bool(_trusted(current.grid, snapshot, config, models)[0])
+    grid = grid[_is_trusted(grid, snapshot, config, models)]
+    predictions = predict_candidates(current.grid, snapshot, config, models)
+    now = candidate_at(current.grid, predictions, config, 0)
+    confident = bool(_is_trusted(current.grid, snapshot, config, models)[0])
     if not len(grid):
-        return SizeComparison(current=now, best=now, gain=0.0, confident=known)
-    found = predict_candidates(grid, snapshot, config, models)
-    best = candidate_at(grid, found, config, int(preference(grid, found, config)[0]))
+        return SizeComparison(current=now, best=now, gain=0.0, confident=confident)
+    predictions = predict_candidates(grid, snapshot, config, models)
+    best = candidate_at(grid, predictions, config, int(preference(grid, predictions, config)[0]))
     if sizes_of(best) != current:
-        paid = best.cost_per_hour * pause_sec / SEC_PER_HOUR
-        best = replace(best, predicted_sec=best.predicted_sec + pause_sec, cost=best.cost + paid)
-    return SizeComparison(current=now, best=best, gain=gain(now, best, config), confident=known)
+        pause_cost = best.cost_per_hour * pause_sec / SEC_PER_HOUR
+        best = replace(
+            best, predicted_sec=best.predicted_sec + pause_sec, cost=best.cost + pause_cost
+        )
+    return SizeComparison(
+        current=now, best=best, gain=_gain(now, best, config), confident=confident
+    )
 
 
-def gain(current: Candidate, best: Candidate, config: ScheduleConfig) -> float:
-    """Return what is saved as a share: of the delay while late, else of what `plan` makes small."""
+def _gain(current: Candidate, best: Candidate, config: ScheduleConfig) -> float:
+    """Return the share saved: of the delay while the deadline is missed, else of the objective."""
     if config.deadline is None:
         exponent = resolve_time_cost_exponent(config.budget)
         now, then = (
             weighted_cost(one.predicted_sec, one.cost, exponent) for one in (current, best)
         )
         return 1.0 - then / max(now, 1e-12)
-    wanted = config.deadline.total_seconds()
-    late = max(0.0, current.predicted_sec - wanted), max(0.0, best.predicted_sec - wanted)
-    if late[0] > 0.0:
-        return 1.0 - late[1] / late[0]
-    return -late[1] if late[1] > 0.0 else 1.0 - best.cost / max(current.cost, 1e-12)
+    deadline = config.deadline.total_seconds()
+    delay_now = max(0.0, current.predicted_sec - deadline)
+    delay_then = max(0.0, best.predicted_sec - deadline)
+    if delay_now > 0.0:
+        return 1.0 - delay_then / delay_now
+    return -delay_then if delay_then > 0.0 else 1.0 - best.cost / max(current.cost, 1e-12)
 
 
 def _within_reach(config: ScheduleConfig, current: Sizes) -> ScheduleConfig:
-    """Return limits with which no size is more than doubled at once."""
+    """Return limits with which no size grows by more than MAX_GROWTH."""
     first, second = config.preprocessing, config.training
     workers = MAX_GROWTH * current.segment_jobs * current.workers_per_job
+    replicas = MAX_GROWTH * current.num_replicas
     return replace(
         config,
         preprocessing=replace(
@@ -139,107 +172,74 @@ def _within_reach(config: ScheduleConfig, current: Sizes) -> ScheduleConfig:
         ),
         training=replace(
             second,
-            max_replicas=min(
-                second.max_replicas, max(second.min_replicas, MAX_GROWTH * current.num_replicas)
-            ),
+            max_replicas=min(second.max_replicas, max(second.min_replicas, replicas)),
             max_stores=min(second.max_stores, MAX_GROWTH * max(1, current.num_stores)),
         ),
     )
 
 
-def _of(grid: Grid, snapshot: Snapshot, config: ScheduleConfig, models: Models) -> Candidate:
-    return candidate_at(grid, predict_candidates(grid, snapshot, config, models), config, 0)
-
-
-def _trusted(grid: Grid, snapshot: Snapshot, config: ScheduleConfig, models: Models) -> np.ndarray:
-    """Tell which candidates have narrow intervals for both pools."""
+def _is_trusted(
+    grid: Grid, snapshot: Snapshot, config: ScheduleConfig, models: Models
+) -> np.ndarray:
+    """Return (n,) which candidates have narrow intervals for both pools."""
     steps = predict_seconds(models.training, training_setting(snapshot, config, grid))
     segments = predict_seconds(models.segments, segment_setting(models, snapshot, config, grid))
     return steps.confident & segments.confident
 
 
-# Whether a running job is changed now: a pure function of what was seen before and is seen now.
-#
-# The rules, in order:
-#
-# 1. While a change is on its way nothing else is begun.
-# 2. A process that will meet its memory limit soon is given more, at once.
-# 3. After a change the job is left alone for a while.
-# 4. What cannot be predicted well is not acted upon.
-# 5. A change must gain ENOUGH, in several looks one after the other, in one direction. A look
-#    counts on while the gain stays above LASTING: a value that swings around one bound
-#    neither acts nor begins anew (hysteresis).
-# 6. A change that takes back the last one must gain twice as much.
-
-MIN_GAIN = 0.10
-"""Share that a change must save to be begun."""
-MIN_LASTING_GAIN = 0.05
-"""Share below which a wish is forgotten."""
-NUM_TICKS = 3
-"""Looks in a row that must wish for a change."""
-COOL_DOWN_SEC = 60.0
-"""Seconds after the end of a change in which there is no other."""
-MEMORY_HEADROOM = 1.1
-"""Memory that is given over what is foreseen."""
-OOM_GROWTH = 1.5
-"""Memory after running out of it over that before, at least."""
-
-Pool = Literal["preprocessing", "training"]
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryWatch:
-    """What is foreseen of the processes of one pool that will need the most."""
+    """Forecast of the memory of one process."""
 
     pool: Pool
-    """Whose."""
+    """Its pool."""
     forecast: Forecast
-    """Of the process that meets its limit first."""
+    """Its memory, per worker of a segment job."""
     now_step: int
-    """Its last step."""
+    """Its latest step."""
     lookahead_steps: int
-    """Steps that it makes while a larger one is started."""
+    """Steps that it makes while a larger process starts."""
     limit_bytes: int
-    """What each process has."""
+    """Its memory."""
     room_bytes: int
-    """What each could have within the budget, if all of the pool had as much."""
+    """Memory that each process of the pool could have within the budget."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """What is to be done."""
+    """A change of a job."""
 
     sizes: Sizes
-    """Of both pools, afterwards."""
+    """Sizes of both pools afterwards."""
     pool: Pool | None = None
-    """Whose processes get more memory; None for a change of sizes."""
+    """The pool whose processes get more memory; None for a change of sizes."""
     memory_bytes: int = 0
-    """What each of them gets."""
+    """Memory of each of these."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Correction:
-    """What was seen of a job before."""
+    """State between the ticks of a job."""
 
     in_flight: Change | None = None
-    """Begun and not ended."""
+    """The change that was started and has not ended."""
     ended_sec: float = float("-inf")
-    """When the last change ended."""
+    """End of the last change."""
     last_direction: int = 0
-    """1 when it was to larger pools, -1 to smaller ones, 0 when there was none."""
+    """1 if it was to larger pools, -1 to smaller ones, 0 if there was none."""
     num_agreeing_ticks: int = 0
-    """Looks in a row that wished for a change."""
+    """Consecutive ticks in which a change was better."""
     direction: int = 0
-    """Of these."""
+    """Direction of that change."""
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What one look comes to.
+    """The result of one tick.
 
     Attributes:
-        state: for the next look.
-        change: to be begun now, or None.
+        state: for the next tick.
+        change: the change to start now, or None.
         reason: why, or why not.
     """
 
@@ -249,43 +249,47 @@ class Verdict:
 
 
 def decide_correction(
-    state: Correction, now_sec: float, seen: SizeComparison, memory: Sequence[MemoryWatch] = ()
+    state: Correction,
+    now_sec: float,
+    comparison: SizeComparison,
+    memory: Sequence[MemoryWatch] = (),
 ) -> Verdict:
-    """Decide whether a job is changed now.
+    """Decide whether a job changes now.
 
     Args:
-        state: after the last look.
-        now_sec: a clock that grows.
-        seen: its sizes and better ones.
-        memory: of pools that are watched.
+        state: after the previous tick.
+        now_sec: a clock that never goes back.
+        comparison: its sizes and the best ones.
+        memory: forecasts of its processes.
     """
-    current = sizes_of(seen.current)
+    current = sizes_of(comparison.current)
     if state.in_flight is not None:
-        return Verdict(state, None, "a change is on its way")
+        return Verdict(state, None, "a change is in flight")
     for watch in memory:
-        if is_urgent(watch) and _needed(watch) > watch.limit_bytes:
-            return _more_memory(state, current, watch)
-    calm = replace(state, num_agreeing_ticks=0, direction=0)
+        if is_urgent(watch) and _needed_memory(watch) > watch.limit_bytes:
+            return _raise_memory(state, current, watch)
+    reset = replace(state, num_agreeing_ticks=0, direction=0)
     since = now_sec - state.ended_sec
     if since < COOL_DOWN_SEC:
-        return Verdict(calm, None, f"the last change ended {since:.0f} s ago")
-    if not seen.confident:
-        return Verdict(calm, None, "step or segment times cannot be predicted well enough to act")
-    wanted = sizes_of(seen.best)
-    if wanted == current or seen.gain < MIN_LASTING_GAIN:
-        return Verdict(calm, None, f"no change would save {MIN_LASTING_GAIN:.0%}")
-    direction = 1 if seen.best.cost_per_hour > seen.current.cost_per_hour else -1
-    begun = state.num_agreeing_ticks > 0 and state.direction == direction
+        return Verdict(reset, None, f"the last change ended {since:.0f} s ago")
+    if not comparison.confident:
+        return Verdict(reset, None, "step or segment times cannot be predicted well enough to act")
+    best, gain = sizes_of(comparison.best), comparison.gain
+    if best == current or gain < MIN_LASTING_GAIN:
+        return Verdict(reset, None, f"no change saves {MIN_LASTING_GAIN:.0%}")
+    is_larger = comparison.best.cost_per_hour > comparison.current.cost_per_hour
+    direction = 1 if is_larger else -1
+    counting = state.num_agreeing_ticks > 0 and state.direction == direction
     enough = MIN_GAIN * (2 if direction == -state.last_direction else 1)
-    if not begun and seen.gain < enough:
-        return Verdict(calm, None, f"{seen.gain:.0%} saved, {enough:.0%} would be enough")
-    wished = state.num_agreeing_ticks + 1 if begun else 1
-    if wished < NUM_TICKS or seen.gain < enough:
-        waiting = replace(state, num_agreeing_ticks=wished, direction=direction)
-        return Verdict(waiting, None, f"{seen.gain:.0%} saved in look {wished} of {NUM_TICKS}")
-    change = Change(sizes=wanted)
-    after = replace(calm, in_flight=change, last_direction=direction)
-    return Verdict(after, change, f"{seen.gain:.0%} saved in {wished} looks")
+    if not counting and gain < enough:
+        return Verdict(reset, None, f"{gain:.0%} saved, {enough:.0%} are needed")
+    ticks = state.num_agreeing_ticks + 1 if counting else 1
+    if ticks < NUM_TICKS or gain < enough:
+        waiting = replace(state, num_agreeing_ticks=ticks, direction=direction)
+        return Verdict(waiting, None, f"{gain:.0%} saved in tick {ticks} of {NUM_TICKS}")
+    change = Change(sizes=best)
+    after = replace(reset, in_flight=change, last_direction=direction)
+    return Verdict(after, change, f"{gain:.0%} saved in {ticks} ticks")
 
 
 def end_change(state: Correction, now_sec: float) -> Correction:
@@ -293,40 +297,39 @@ def end_change(state: Correction, now_sec: float) -> Correction:
     return replace(state, in_flight=None, ended_sec=now_sec)
 
 
-def memory_after_oom(had_bytes: float, needed_bytes: float, most_bytes: float) -> float:
-    """Return the bytes that a process gets whose like was killed for memory.
-
-    Args:
-        had_bytes: what that one had.
-        needed_bytes: what its readings foresee; 0 where they tell nothing.
-        most_bytes: what the budget leaves.
-
-    Returns:
-        What it had where there is no more.
-    """
-    wanted = max(OOM_GROWTH * had_bytes, MEMORY_HEADROOM * needed_bytes)
-    return max(had_bytes, min(wanted, most_bytes))
-
-
 def is_urgent(watch: MemoryWatch) -> bool:
-    """Tell whether a process may meet its limit before a larger one could take over."""
+    """Return whether a process may reach its limit before a larger one could take over."""
     step = watch.forecast.earliest_step
     return step is not None and step <= watch.now_step + watch.lookahead_steps
 
 
-def _needed(watch: MemoryWatch) -> int:
-    """Return the bytes that a process is to get; no more than it has where only a line alarms."""
+def _needed_memory(watch: MemoryWatch) -> int:
     return int(MEMORY_HEADROOM * watch.forecast.needed_bytes)
 
 
-def _more_memory(state: Correction, current: Sizes, watch: MemoryWatch) -> Verdict:
-    needed = _needed(watch)
+def _raise_memory(state: Correction, current: Sizes, watch: MemoryWatch) -> Verdict:
+    needed = _needed_memory(watch)
     given = min(needed, watch.room_bytes)
     step = watch.forecast.earliest_step
-    why = f"{watch.pool} may meet its {watch.limit_bytes:,} bytes at step {step}"
+    why = f"{watch.pool} may reach its {watch.limit_bytes:,} bytes at step {step}"
     if given <= watch.limit_bytes:
         return Verdict(state, None, f"{why}, and the budget has no more")
     change = Change(sizes=current, pool=watch.pool, memory_bytes=given)
-    short = "" if given == needed else f" of the {needed:,} it will need"
+    short = "" if given == needed else f" of the {needed:,} that it will need"
     after = replace(state, in_flight=change, num_agreeing_ticks=0, direction=0)
     return Verdict(after, change, f"{why}: {given:,} bytes{short}")
+
+
+def memory_after_oom(had_bytes: float, needed_bytes: float, most_bytes: float) -> float:
+    """Return the bytes of the successor of a process that was killed for memory.
+
+    Args:
+        had_bytes: bytes of the killed process.
+        needed_bytes: its forecast; 0 if unknown.
+        most_bytes: what the budget allows.
+
+    Returns:
+        At least `had_bytes`.
+    """
+    wanted = max(OOM_GROWTH * had_bytes, MEMORY_HEADROOM * needed_bytes)
+    return max(had_bytes, min(wanted, most_bytes))

@@ -1,4 +1,12 @@
-"""Choose the sizes of both pools among all candidates, on one snapshot."""
+"""Choose the sizes of both pools of one job among all candidates.
+
+With a deadline, the cheapest plan that meets it. Without one, the plan with the smallest
+time^k x cost, with the time cost exponent k: k per cent more cost are acceptable if they save at
+least one per cent of time. For k = 1 and one pool this is the knee where efficiency per execution
+time is largest (Eager, Zahorjan and Lazowska 1989, Speedup versus efficiency in parallel systems).
+Each pool costs while it is held, and the training pool is held while it waits for segments, so a
+plan in which one pool waits for the other loses.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +27,7 @@ from schemas.errors import PlanError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """Sizes of both pools, what they are given, and what they are predicted to do."""
+    """Sizes of both pools, their resources, and predictions."""
 
     segment_jobs: int
     """Segment jobs at once."""
@@ -32,17 +40,17 @@ class Candidate:
     preprocessing_cpus: float
     """Cores of all workers."""
     preprocessing_memory_bytes: int
-    """Memory given to all workers."""
+    """Memory of all workers."""
     training_cpus: float
     """Cores of all replicas and stores."""
     training_memory_bytes: int
-    """Memory given to all replicas and stores."""
+    """Memory of all replicas and stores."""
     rows_per_sec: float
     """Samples prepared per second, start-up of the jobs included."""
     samples_per_sec: float
     """Samples trained per second while there are segments."""
     waiting_sec: float
-    """Seconds after the first segment in which training has nothing to do."""
+    """Seconds after the first segment in which training waits for segments."""
     predicted_sec: float
     """Seconds from start to trained model."""
     cost: float
@@ -53,20 +61,20 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanDecision:
-    """What was chosen and what came next."""
+    """The chosen plan and the runners-up."""
 
     chosen: Candidate
-    """The plan."""
+    """The chosen plan."""
     other_training: Candidate | None
-    """Best plan with another training pool, None when there is no other."""
+    """Best plan with another training pool; None if there is none."""
     other_preprocessing: Candidate | None
     """Best plan with the same training pool and another preprocessing pool."""
     unweighted: Candidate | None = None
-    """What time x cost would choose, None where that is chosen or a deadline decides."""
+    """The plan with the smallest time x cost; None if it is chosen, or a deadline decides."""
     num_candidates: int
     """Plans that were compared."""
     models: Models
-    """What predicted all this."""
+    """The models behind the predictions."""
 
 
 def counted(number: int, noun: str) -> str:
@@ -79,29 +87,20 @@ def counted(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
-def describe_preprocessing(candidate_at: Candidate) -> str:
-    """Return the size of the preprocessing pool."""
-    jobs = counted(candidate_at.segment_jobs, "segment job")
-    return f"{jobs} x {counted(candidate_at.workers_per_job, 'worker')}"
+def describe_preprocessing(candidate: Candidate) -> str:
+    """Return the size of the preprocessing pool as text."""
+    jobs = counted(candidate.segment_jobs, "segment job")
+    return f"{jobs} x {counted(candidate.workers_per_job, 'worker')}"
 
 
-def describe_training(candidate_at: Candidate) -> str:
-    """Return the size of the training pool."""
-    stores = counted(candidate_at.num_stores, "store")
-    return f"{counted(candidate_at.num_replicas, 'replica')} and {stores}"
+def describe_training(candidate: Candidate) -> str:
+    """Return the size of the training pool as text."""
+    stores = counted(candidate.num_stores, "store")
+    return f"{counted(candidate.num_replicas, 'replica')} and {stores}"
 
-
-# Choose the sizes of both pools among all candidates, on one snapshot.
-#
-# With a deadline, the cheapest plan that meets it. Without one, the plan with the smallest
-# time^k x cost: k per cent more cost are paid where they save at least one per cent of
-# time. At k = 1, for one pool, that is the knee where efficiency per execution time is largest
-# (Eager, Zahorjan and Lazowska 1989, Speedup versus efficiency in parallel systems). Cost counts
-# a pool while it is held, and training is held while it waits for segments, so a plan in which
-# one pool waits for the other loses.
 
 SEED = 0
-"""Of the search among more candidates than can be enumerated."""
+"""Seed of the search among candidates that are too many to enumerate."""
 TOLERANCE = 0.01
 """Relative difference below which two plans are equally good: no prediction is better than that."""
 TIME_COST_EXPONENT = 8.0
@@ -112,25 +111,25 @@ seeds 0 to 5; 2, 4 and 16 take 6, 13 and 16 %), and adds 4 % at 1.5. alibaba, 0.
 
 
 def plan(snapshot: Snapshot, config: ScheduleConfig) -> PlanDecision:
-    """Return the best plan of all that limits and budget allow.
+    """Return the best plan within the limits and the budget.
 
     Raises:
-        PlanError: nothing fits, or nothing is fast enough; the message names what would work.
+        PlanError: no plan fits, or none is fast enough; the message names what would work.
     """
     models = fit_models(snapshot, config)
     grid = find_candidates(snapshot, config, models, np.random.default_rng(SEED))
-    found = predict_candidates(grid, snapshot, config, models)
-    order = preference(grid, found, config)
+    predictions = predict_candidates(grid, snapshot, config, models)
+    order = preference(grid, predictions, config)
     best = int(order[0])
-    _check_deadline(found, best, config)
+    _check_deadline(predictions, best, config)
     same = (grid.num_replicas[order] == grid.num_replicas[best]) & (
         grid.num_stores[order] == grid.num_stores[best]
     )
     return PlanDecision(
-        chosen=candidate_at(grid, found, config, best),
-        other_training=_first(order[~same], grid, found, config),
-        other_preprocessing=_first(order[same][1:], grid, found, config),
-        unweighted=_thrifty(best, grid, found, config),
+        chosen=candidate_at(grid, predictions, config, best),
+        other_training=_first(order[~same], grid, predictions, config),
+        other_preprocessing=_first(order[same][1:], grid, predictions, config),
+        unweighted=_unweighted(best, grid, predictions, config),
         num_candidates=len(grid),
         models=models,
     )
@@ -139,7 +138,7 @@ def plan(snapshot: Snapshot, config: ScheduleConfig) -> PlanDecision:
 def predict_chosen(
     snapshot: Snapshot, config: ScheduleConfig, decision: PlanDecision
 ) -> tuple[Prediction, Prediction]:
-    """Return what is predicted of a chosen plan's steps and segment jobs, with intervals."""
+    """Return the predictions of a plan's steps and segment jobs, with their intervals."""
     models, chosen = decision.models, decision.chosen
     sizes = (chosen.segment_jobs, chosen.workers_per_job, chosen.num_replicas, chosen.num_stores)
     grid = Grid(*(np.array([size]) for size in sizes))
@@ -149,29 +148,31 @@ def predict_chosen(
     )
 
 
-def preference(grid: Grid, found: Predictions, config: ScheduleConfig) -> Ints:
+def preference(grid: Grid, predictions: Predictions, config: ScheduleConfig) -> Ints:
     """Return the candidates from best to worst, (n,) indices; ties go to the smaller pools."""
-    wanted = objective(found, config)
+    value = objective(predictions, config)
     late = np.zeros(len(grid))
     if config.deadline is not None:
-        late = np.maximum(found.predicted_sec - config.deadline.total_seconds(), 0.0)
-    in_time = wanted[late == 0.0]
-    equal = wanted <= (1.0 + TOLERANCE) * in_time.min(initial=np.inf)
-    hourly = np.where(equal, found.cost_per_hour, 0.0)
+        late = np.maximum(predictions.predicted_sec - config.deadline.total_seconds(), 0.0)
+    in_time = value[late == 0.0]
+    equal = value <= (1.0 + TOLERANCE) * in_time.min(initial=np.inf)
+    hourly = np.where(equal, predictions.cost_per_hour, 0.0)
     sizes = [grid.num_workers, grid.num_replicas, grid.num_stores, grid.segment_jobs]
-    keys = [late, ~equal, hourly, wanted, found.predicted_sec, *sizes]
+    keys = [late, ~equal, hourly, value, predictions.predicted_sec, *sizes]
     return np.lexsort(keys[::-1])
 
 
-def objective(found: Predictions, config: ScheduleConfig) -> Floats:
-    """Return what is to be small: the cost with a deadline, both weighted against time without."""
+def objective(predictions: Predictions, config: ScheduleConfig) -> Floats:
+    """Return (n,) values to minimise: the cost with a deadline, else the weighted cost."""
     if config.deadline is not None:
-        return found.cost
-    return weighted_cost(found.predicted_sec, found.cost, resolve_time_cost_exponent(config.budget))
+        return predictions.cost
+    return weighted_cost(
+        predictions.predicted_sec, predictions.cost, resolve_time_cost_exponent(config.budget)
+    )
 
 
 def resolve_time_cost_exponent(budget: BudgetConfig) -> float:
-    """Return how many per cent of cost one per cent of time is worth."""
+    """Return the exponent of a budget, or the default."""
     return TIME_COST_EXPONENT if budget.time_cost_exponent is None else budget.time_cost_exponent
 
 
@@ -180,21 +181,23 @@ def weighted_cost(seconds: float, cost: float, exponent: float) -> float: ...
 @overload
 def weighted_cost(seconds: Floats, cost: Floats, exponent: float) -> Floats: ...
 def weighted_cost(seconds: Any, cost: Any, exponent: float) -> Any:
-    """Return what is small where time^k x cost is: time x cost as a weighted mean.
+    """Return (time^k x cost)^(2 / (1 + k)), which orders plans like time^k x cost.
 
-    The power keeps a share of it meaning the same, whatever k: where time and cost
-    both shrink by 1 %, so does time x cost, by 2.
+    The power makes shares comparable over exponents: if time and cost both shrink by 1 %, the
+    value shrinks by 2 %, whatever k is.
 
     Example:
         >>> weighted_cost(3.0, 2.0, exponent=1.0), weighted_cost(3.0, 2.0, exponent=0.0)
         (6.0, 4.0)
     """
-    each = 2.0 / (1.0 + exponent)
-    return seconds ** (exponent * each) * cost**each
+    power = 2.0 / (1.0 + exponent)
+    return seconds ** (exponent * power) * cost**power
 
 
-def candidate_at(grid: Grid, found: Predictions, config: ScheduleConfig, index: int) -> Candidate:
-    """Return one candidate as plain numbers."""
+def candidate_at(
+    grid: Grid, predictions: Predictions, config: ScheduleConfig, index: int
+) -> Candidate:
+    """Return one candidate of a grid."""
     preprocessing = preprocessing_resources(grid, config)
     training = training_resources(grid, config)
     return Candidate(
@@ -206,34 +209,37 @@ def candidate_at(grid: Grid, found: Predictions, config: ScheduleConfig, index: 
         preprocessing_memory_bytes=int(preprocessing.memory_bytes[index]),
         training_cpus=float(training.cpus[index]),
         training_memory_bytes=int(training.memory_bytes[index]),
-        rows_per_sec=float(found.rows_per_sec[index]),
-        samples_per_sec=float(found.samples_per_sec[index]),
-        waiting_sec=float(found.waiting_sec[index]),
-        predicted_sec=float(found.predicted_sec[index]),
-        cost=float(found.cost[index]),
-        cost_per_hour=float(found.cost_per_hour[index]),
+        rows_per_sec=float(predictions.rows_per_sec[index]),
+        samples_per_sec=float(predictions.samples_per_sec[index]),
+        waiting_sec=float(predictions.waiting_sec[index]),
+        predicted_sec=float(predictions.predicted_sec[index]),
+        cost=float(predictions.cost[index]),
+        cost_per_hour=float(predictions.cost_per_hour[index]),
     )
 
 
-def _first(order: Ints, grid: Grid, found: Predictions, config: ScheduleConfig) -> Candidate | None:
-    return candidate_at(grid, found, config, int(order[0])) if len(order) else None
+def _first(
+    order: Ints, grid: Grid, predictions: Predictions, config: ScheduleConfig
+) -> Candidate | None:
+    return candidate_at(grid, predictions, config, int(order[0])) if len(order) else None
 
 
-def _thrifty(best: int, grid: Grid, found: Predictions, config: ScheduleConfig) -> Candidate | None:
-    """Return what time x cost would choose, None where that is chosen or a deadline decides."""
+def _unweighted(
+    best: int, grid: Grid, predictions: Predictions, config: ScheduleConfig
+) -> Candidate | None:
     if config.deadline is not None or resolve_time_cost_exponent(config.budget) == 1.0:
         return None
     even = replace(config, budget=replace(config.budget, time_cost_exponent=1.0))
-    other = int(preference(grid, found, even)[0])
-    return None if other == best else candidate_at(grid, found, config, other)
+    other = int(preference(grid, predictions, even)[0])
+    return None if other == best else candidate_at(grid, predictions, config, other)
 
 
-def _check_deadline(found: Predictions, best: int, config: ScheduleConfig) -> None:
+def _check_deadline(predictions: Predictions, best: int, config: ScheduleConfig) -> None:
     if config.deadline is None:
         return
-    wanted, fastest = config.deadline.total_seconds(), float(found.predicted_sec[best])
-    if fastest > wanted:
+    deadline, fastest = config.deadline.total_seconds(), float(predictions.predicted_sec[best])
+    if fastest > deadline:
         raise PlanError(
-            f"deadline must be reachable within the budget, got deadline={wanted:g}s; "
+            f"deadline cannot be met within the budget: deadline={deadline:g}s; "
             f"use at least {int(np.ceil(fastest))}s, or a larger budget"
         )

@@ -1,4 +1,14 @@
-"""Which plan each of several jobs gets, under one budget and by priority."""
+"""Which plan each of several jobs gets, under one budget and by priority.
+
+Jobs are admitted by priority and then by urgency, each with its smallest plan; a job whose smallest
+plan no longer fits waits. Then, as long as one fits, the change to one job is made that gains most
+for its resources: weight x gain over the larger of its shares of cores and memory. Last, exchanges
+are tried: one job takes less, so that another can take more.
+
+Source: the weighted greedy choice over the Pareto candidates of each job is DLRover-RM's (2024, the
+section on cluster-level optimisation); the larger of the two shares is the dominant share of Ghodsi
+et al. (2011).
+"""
 
 from __future__ import annotations
 
@@ -7,29 +17,35 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from scheduler.model.grid import Grid, preprocessing_resources, training_resources
+from scheduler.model.grid import Grid, Ints, preprocessing_resources, training_resources
 from scheduler.model.terms import Floats
-from scheduler.planner.candidates import IntArray, Predictions, pareto_front
+from scheduler.planner.candidates import Predictions, pareto_front
 from schemas.config.schedule import BudgetConfig, ScheduleConfig
 
 WAITING = -1
 """The choice of a job that gets nothing yet."""
 RUNNING_FACTOR = 1.25
-"""Times that a job that runs is more urgent than one that waits with as much left: what is a
-little shorter is not worth the end of segment jobs and the time that trainers need to begin."""
+"""Urgency of a running job over a waiting one with as much work left: a slightly shorter job is not
+worth stopping segment jobs and restarting trainers."""
+MAX_ROUNDS = 20
+"""Most exchanges between two jobs."""
+MAX_JOBS = 32
+"""Most jobs for which exchanges are tried: all pairs of all plans of more take too long."""
+ROUNDING = 1e-9
+"""Share of the budget by which sums may exceed it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
     """Plans that one job may get; arrays have one entry per plan.
 
-    A plan that takes more cores and more memory than another gains more.
+    A plan with more cores and more memory than another gains more.
     """
 
     priority: int = 0
-    """Each step of priority doubles what a gain is worth."""
+    """Each step doubles the weight of a gain."""
     urgency: float = 1.0
-    """By what a gain is worth more, and the job goes first, among jobs of one priority."""
+    """Weight of a gain, and order of admission, among jobs of one priority."""
     cpus: Floats
     """(n,) cores of both pools."""
     memory_bytes: Floats
@@ -39,7 +55,7 @@ class Options:
 
     @property
     def worth(self) -> Floats:
-        """Return (n,) gains times the weights of priority and urgency."""
+        """(n,) gains times the weights of priority and urgency."""
         return np.exp2(self.priority) * self.urgency * self.gain
 
     def shares(self, budget: BudgetConfig) -> Floats:
@@ -48,197 +64,60 @@ class Options:
         return np.stack(shares, axis=1)
 
 
-def urgencies(left_sec: Floats, runs: np.ndarray) -> Floats:
-    """Return how urgent jobs are beside each other: the less time is left, the more.
-
-    Args:
-        left_sec: (n,) predicted seconds; nan for a job of which nothing is known, which is then
-            as urgent as most.
-        runs: (n,) whether it has processes.
-
-    Source: with one processor the mean time is least if the job with the least left goes first
-    (Schrage 1968); with jobs that gain ever less from more it also gets more (Berg et al. 2020,
-    "heSRPT").
-    """
-    known = np.isfinite(left_sec)
-    usual = max(1.0, float(np.median(left_sec[known]))) if known.any() else 1.0
-    left = np.maximum(np.where(known, left_sec, usual), 1.0)
-    return usual / left * np.where(runs, RUNNING_FACTOR, 1.0)
-
-
 def job_options(
-    grid: Grid, found: Predictions, config: ScheduleConfig, preferred: int
-) -> tuple[IntArray, Options]:
-    """Return the plans of one job that others may leave it, none faster than its own choice.
+    grid: Grid, predictions: Predictions, config: ScheduleConfig, preferred: int
+) -> tuple[Ints, Options]:
+    """Return the plans of one job that are no faster than the one that it prefers.
 
     Args:
         grid: its candidates.
-        found: their time and price.
+        predictions: of the candidates.
         config: of the job.
-        preferred: the candidate that it would take if it were alone.
+        preferred: the candidate that it would get alone.
 
     Returns:
-        (n,) indices into the grid, and what the job gives and takes there.
+        (n,) indices into the grid, the preferred one last, and the options.
     """
-    objectives = np.stack([found.cost_per_hour, found.predicted_sec], axis=1)
+    objectives = np.stack([predictions.cost_per_hour, predictions.predicted_sec], axis=1)
     best = pareto_front(objectives)
-    best = best[found.predicted_sec[best] > found.predicted_sec[preferred]]
-    chosen = np.append(best[found.cost_per_hour[best] < found.cost_per_hour[preferred]], preferred)
+    best = best[predictions.predicted_sec[best] > predictions.predicted_sec[preferred]]
+    cheaper = predictions.cost_per_hour[best] < predictions.cost_per_hour[preferred]
+    chosen = np.append(best[cheaper], preferred)
     pools = preprocessing_resources(grid, config), training_resources(grid, config)
     return chosen, Options(
         priority=config.priority,
         cpus=(pools[0].cpus + pools[1].cpus)[chosen],
         memory_bytes=(pools[0].memory_bytes + pools[1].memory_bytes)[chosen].astype(np.float64),
-        gain=found.predicted_sec[preferred] / found.predicted_sec[chosen],
+        gain=predictions.predicted_sec[preferred] / predictions.predicted_sec[chosen],
     )
 
 
-# The changes to one job that gain most for what they take, with all jobs in one table.
-#
-# Where hundreds of jobs wait, going through them one by one whenever a change gives something
-# back takes longest. So all that no longer fits is struck out at once: what is left only shrinks
-# until something is given back, and then all is worked out again.
-
-NONE = -1.0
-"""Gain for what it takes of a change that is none."""
-FAR = 1e300
-"""Shares of a budget that nothing has."""
-ROUNDED = 1e-9
-"""Share of the budget by which sums may exceed it."""
-
-
-@dataclass(frozen=True, slots=True)
-class Table:
-    """Plans of all jobs; (jobs, plans) each, filled up to the most plans that one has.
-
-    Attributes:
-        worth: what a plan gains, with the weights of its job; -inf where there is none.
-        cpus: share of the budget's cores; FAR more than there is where there is none.
-        memory: share of its memory, likewise.
-    """
-
-    worth: Floats
-    cpus: Floats
-    memory: Floats
-
-    @property
-    def parts(self) -> tuple[Floats, Floats, Floats]:
-        """Return all three."""
-        return self.worth, self.cpus, self.memory
-
-    def beside(self, chosen: np.ndarray) -> tuple[Floats, Floats, Floats]:
-        """Return all three beside those of the chosen plans."""
-        rows, plan = np.arange(len(chosen)), np.maximum(chosen, 0)
-        worth, cpus, memory = (part - part[rows, plan][:, None] for part in self.parts)
-        return worth, cpus, memory
-
-    def ratios(self, chosen: np.ndarray) -> Floats:
-        """Return what each plan gains for what it takes beside the chosen one of its job."""
-        return np.where((chosen != WAITING)[:, None], _ratio(*self.beside(chosen)), NONE)
-
-    def ratios_of(self, job: int, plan: int) -> Floats:
-        """Return (plans,) the same of one job that has a plan."""
-        return _ratio(*(part[job] - part[job, plan] for part in self.parts))
-
-    def beyond(self, chosen: np.ndarray, left: tuple[float, float]) -> np.ndarray:
-        """Return which plans take more than is left beside the chosen ones."""
-        _, cpus, memory = self.beside(chosen)
-        return (cpus > left[0] + ROUNDED) | (memory > left[1] + ROUNDED)
-
-
-def choose_greedily(jobs: Sequence[Options], budget: BudgetConfig) -> list[int]:
-    """Return which of its plans each job gets, WAITING where none fits.
+def urgencies(remaining_sec: Floats, runs: np.ndarray) -> Floats:
+    """Return the urgency of jobs relative to each other: the less time remains, the higher.
 
     Args:
-        jobs: each with at least one plan.
-        budget: what all have together.
+        remaining_sec: (n,) predicted seconds; nan if unknown, which counts as the median.
+        runs: (n,) whether the job runs.
+
+    Source: with one processor the mean time is least if the job with the least work left goes first
+    (Schrage 1968); with jobs of diminishing returns it also gets more (Berg et al. 2020,
+    "heSRPT").
     """
-    if not jobs:
-        return []
-    table = _table(jobs, budget)
-    chosen = _admitted(jobs, table)
-    ratios, left = table.ratios(chosen), _budget_left(table, chosen)
-    while True:
-        job, plan = divmod(int(ratios.argmax()), ratios.shape[1])
-        if ratios[job, plan] < 0:
-            return chosen.tolist()
-        had = int(chosen[job])
-        cpus = float(table.cpus[job, plan] - table.cpus[job, had])
-        memory = float(table.memory[job, plan] - table.memory[job, had])
-        if cpus > left[0] + ROUNDED or memory > left[1] + ROUNDED:
-            ratios[table.beyond(chosen, left)] = NONE
-            continue
-        chosen[job], left = plan, (left[0] - cpus, left[1] - memory)
-        if min(cpus, memory) < 0:
-            ratios = table.ratios(chosen)
-        else:
-            ratios[job] = table.ratios_of(job, plan)
-
-
-def _table(jobs: Sequence[Options], budget: BudgetConfig) -> Table:
-    counts = np.array([len(job.gain) for job in jobs])
-    there = np.arange(counts.max()) < counts[:, None]
-    weights = np.array([np.exp2(job.priority) * job.urgency for job in jobs])
-    table = Table(*(np.full(there.shape, fill) for fill in (-np.inf, FAR, FAR)))
-    table.worth[there] = np.repeat(weights, counts) * np.concatenate([job.gain for job in jobs])
-    table.cpus[there] = np.concatenate([job.cpus for job in jobs]) / budget.cpus
-    table.memory[there] = np.concatenate([job.memory_bytes for job in jobs]) / budget.memory
-    return table
-
-
-def _admitted(jobs: Sequence[Options], table: Table) -> np.ndarray:
-    """Give each job its smallest plan, by priority, then urgency, then the earliest first."""
-    chosen = np.full(len(jobs), WAITING)
-    smallest = np.maximum(table.cpus, table.memory).argmin(axis=1)
-    rows = np.arange(len(jobs))
-    takes = np.stack([table.cpus[rows, smallest], table.memory[rows, smallest]], axis=1).tolist()
-    cpus = memory = 1.0
-    for job in sorted(range(len(jobs)), key=lambda i: (-jobs[i].priority, -jobs[i].urgency)):
-        if takes[job][0] <= cpus + ROUNDED and takes[job][1] <= memory + ROUNDED:
-            chosen[job] = smallest[job]
-            cpus, memory = cpus - takes[job][0], memory - takes[job][1]
-    return chosen
-
-
-def _budget_left(table: Table, chosen: np.ndarray) -> tuple[float, float]:
-    rows = np.flatnonzero(chosen != WAITING)
-    taken = np.stack([part[rows, chosen[rows]] for part in (table.cpus, table.memory)], axis=1)
-    cpus, memory = (np.ones(2) - taken.sum(axis=0)).tolist()
-    return cpus, memory
-
-
-def _ratio(gained: Floats, cpus: Floats, memory: Floats) -> Floats:
-    taken = np.maximum(np.maximum(cpus, memory), 1e-12)
-    return np.where(gained > 0, gained / taken, NONE)
-
-
-# Which plan each of several jobs gets, under one budget and by priority.
-#
-# Jobs are taken in, by priority and then by urgency, each with its smallest plan; one whose
-# smallest plan no longer fits waits. Then, as long as something fits, the change to one job that
-# gains most for what it takes is made: weight x gain over the larger of its shares of the
-# budget's cores and memory. Last, changes that only pay together are looked for: one job takes
-# less, so that another can take more.
-#
-# Source: the weighted greedy choice over the Pareto candidates of each job is DLRover-RM's (2024,
-# the section on cluster-level optimisation); the larger of the two shares is the dominant share
-# of Ghodsi et al. (2011).
-
-MAX_ROUNDS = 20
-"""Most exchanges between two jobs."""
-MAX_JOBS = 32
-"""With more jobs no exchange is looked for: all pairs of all plans take too long."""
+    known = np.isfinite(remaining_sec)
+    usual = max(1.0, float(np.median(remaining_sec[known]))) if known.any() else 1.0
+    seconds = np.maximum(np.where(known, remaining_sec, usual), 1.0)
+    return usual / seconds * np.where(runs, RUNNING_FACTOR, 1.0)
 
 
 def share_budget(
     jobs: Sequence[Options], budget: BudgetConfig, exchanges: int = MAX_ROUNDS
 ) -> tuple[int, ...]:
-    """Return which of its plans each job gets, WAITING where none fits.
+    """Return the plan of each job, WAITING if none fits.
 
     Args:
         jobs: each with at least one plan.
-        budget: what all have together.
-        exchanges: most changes of two jobs at once.
+        budget: of all jobs together.
+        exchanges: most exchanges between two jobs.
     """
     chosen = choose_greedily(jobs, budget)
     shares = [job.shares(budget) for job in jobs]
@@ -254,31 +133,134 @@ def share_budget(
 def _best_exchange(
     jobs: Sequence[Options], shares: Sequence[Floats], chosen: Sequence[int]
 ) -> tuple[tuple[int, int], tuple[int, int]] | None:
-    """Return the change of two jobs at once that gains most, None when none gains."""
-    left = _left(shares, chosen)
+    """Return the change of two jobs at once that gains most, None if none gains."""
     running = [job for job, plan in enumerate(chosen) if plan != WAITING]
-    best, found = 1e-9, None
+    used = np.array([shares[job][chosen[job]] for job in running], np.float64)
+    free = np.ones(2) - used.reshape(-1, 2).sum(axis=0)
+    best, exchange = 1e-9, None
     for position, a in enumerate(running):
         for b in running[position + 1 :]:
             # gained, taken: (plans of a, plans of b)
             gained = _change(jobs[a].worth, chosen[a])[:, None] + _change(jobs[b].worth, chosen[b])
             taken = _change(shares[a], chosen[a])[:, None] + _change(shares[b], chosen[b])
-            gained = np.where(_fits(taken, left), gained, -1.0)
+            gained = np.where((taken <= free + ROUNDING).all(axis=-1), gained, -1.0)
             if gained.max() > best:
                 best = float(gained.max())
                 i, j = np.unravel_index(int(gained.argmax()), gained.shape)
-                found = (a, int(i)), (b, int(j))
-    return found
+                exchange = (a, int(i)), (b, int(j))
+    return exchange
 
 
 def _change(values: Floats, plan: int) -> Floats:
     return values - values[plan]
 
 
-def _left(shares: Sequence[Floats], chosen: Sequence[int]) -> Floats:
-    taken = [shares[job][plan] for job, plan in enumerate(chosen) if plan != WAITING]
-    return np.ones(2) - np.array(taken, np.float64).reshape(-1, 2).sum(axis=0)
+# The greedy choice, with all plans of all jobs in one table.
+#
+# With hundreds of jobs it takes too long to recompute every change whenever one frees resources.
+# Changes that no longer fit are therefore removed from the table at once: free resources only
+# shrink until a change frees some, and then all are recomputed.
+
+NONE = -1.0
+"""Ratio of a change that is not possible."""
+TOO_MUCH = 1e300
+"""Share of the budget of a plan that does not exist."""
 
 
-def _fits(taken: Floats, left: Floats) -> np.ndarray:
-    return np.asarray((taken <= left + 1e-9).all(axis=-1))
+@dataclass(frozen=True, slots=True)
+class _PlanTable:
+    """(jobs, plans) plans of all jobs, padded to the largest number of plans.
+
+    Attributes:
+        worth: weighted gain; -inf for padding.
+        cpus: share of the budget's cores; TOO_MUCH for padding.
+        memory: share of its memory, likewise.
+    """
+
+    worth: Floats
+    cpus: Floats
+    memory: Floats
+
+    @property
+    def columns(self) -> tuple[Floats, Floats, Floats]:
+        return self.worth, self.cpus, self.memory
+
+    def differences(self, chosen: np.ndarray) -> tuple[Floats, Floats, Floats]:
+        """Return all columns relative to the chosen plans."""
+        rows, plan = np.arange(len(chosen)), np.maximum(chosen, 0)
+        worth, cpus, memory = (column - column[rows, plan][:, None] for column in self.columns)
+        return worth, cpus, memory
+
+    def ratios(self, chosen: np.ndarray) -> Floats:
+        """Return (jobs, plans) gain over resources of a change from the chosen plans."""
+        return np.where((chosen != WAITING)[:, None], _ratio(*self.differences(chosen)), NONE)
+
+    def ratios_of(self, job: int, plan: int) -> Floats:
+        """Return (plans,) gain over resources of a change of one job from its plan."""
+        return _ratio(*(column[job] - column[job, plan] for column in self.columns))
+
+    def exceeds(self, chosen: np.ndarray, free: tuple[float, float]) -> np.ndarray:
+        """Return (jobs, plans) whether a change from the chosen plans takes more than is free."""
+        _, cpus, memory = self.differences(chosen)
+        return (cpus > free[0] + ROUNDING) | (memory > free[1] + ROUNDING)
+
+
+def choose_greedily(jobs: Sequence[Options], budget: BudgetConfig) -> list[int]:
+    """Return the plan of each job without exchanges, WAITING if none fits."""
+    if not jobs:
+        return []
+    table = _plan_table(jobs, budget)
+    chosen = _admit(jobs, table)
+    ratios, free = table.ratios(chosen), _free_shares(table, chosen)
+    while True:
+        job, plan = divmod(int(ratios.argmax()), ratios.shape[1])
+        if ratios[job, plan] < 0:
+            return chosen.tolist()
+        before = int(chosen[job])
+        cpus = float(table.cpus[job, plan] - table.cpus[job, before])
+        memory = float(table.memory[job, plan] - table.memory[job, before])
+        if cpus > free[0] + ROUNDING or memory > free[1] + ROUNDING:
+            ratios[table.exceeds(chosen, free)] = NONE
+            continue
+        chosen[job], free = plan, (free[0] - cpus, free[1] - memory)
+        if min(cpus, memory) < 0:
+            ratios = table.ratios(chosen)
+        else:
+            ratios[job] = table.ratios_of(job, plan)
+
+
+def _plan_table(jobs: Sequence[Options], budget: BudgetConfig) -> _PlanTable:
+    counts = np.array([len(job.gain) for job in jobs])
+    exists = np.arange(counts.max()) < counts[:, None]
+    weights = np.array([np.exp2(job.priority) * job.urgency for job in jobs])
+    table = _PlanTable(*(np.full(exists.shape, fill) for fill in (-np.inf, TOO_MUCH, TOO_MUCH)))
+    table.worth[exists] = np.repeat(weights, counts) * np.concatenate([job.gain for job in jobs])
+    table.cpus[exists] = np.concatenate([job.cpus for job in jobs]) / budget.cpus
+    table.memory[exists] = np.concatenate([job.memory_bytes for job in jobs]) / budget.memory
+    return table
+
+
+def _admit(jobs: Sequence[Options], table: _PlanTable) -> np.ndarray:
+    """Give each job its smallest plan: by priority, then by urgency, then in order."""
+    chosen = np.full(len(jobs), WAITING)
+    smallest = np.maximum(table.cpus, table.memory).argmin(axis=1)
+    rows = np.arange(len(jobs))
+    takes = np.stack([table.cpus[rows, smallest], table.memory[rows, smallest]], axis=1).tolist()
+    cpus = memory = 1.0
+    for job in sorted(range(len(jobs)), key=lambda i: (-jobs[i].priority, -jobs[i].urgency)):
+        if takes[job][0] <= cpus + ROUNDING and takes[job][1] <= memory + ROUNDING:
+            chosen[job] = smallest[job]
+            cpus, memory = cpus - takes[job][0], memory - takes[job][1]
+    return chosen
+
+
+def _free_shares(table: _PlanTable, chosen: np.ndarray) -> tuple[float, float]:
+    rows = np.flatnonzero(chosen != WAITING)
+    taken = np.stack([column[rows, chosen[rows]] for column in (table.cpus, table.memory)], axis=1)
+    cpus, memory = (np.ones(2) - taken.sum(axis=0)).tolist()
+    return cpus, memory
+
+
+def _ratio(gained: Floats, cpus: Floats, memory: Floats) -> Floats:
+    taken = np.maximum(np.maximum(cpus, memory), 1e-12)
+    return np.where(gained > 0, gained / taken, NONE)

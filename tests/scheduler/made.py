@@ -5,8 +5,11 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
+import numpy as np
+
 from scheduler.model.history import History, RunRecord
 from scheduler.model.snapshot import DataFacts, Snapshot
+from scheduler.planner.candidates import pareto_front
 from schemas.config.job import load_job
 from schemas.config.schedule import ScheduleConfig
 from schemas.run_log import METRICS, SUMMARY, RunSummary, StepMetric, to_line
@@ -139,3 +142,13 @@ def write_run(folder: Path, sec: float, num_steps: int = 20) -> None:
     )
     (folder / METRICS).write_text("".join(f"{to_line(metric)}\n" for metric in metrics))
     (folder / SUMMARY).write_text(json.dumps(asdict(summary)))
+
+
+def hypervolume(objectives: np.ndarray, reference: tuple[float, float]) -> float:
+    """Return the area that points dominate up to a reference that is worse in both objectives."""
+    inside = objectives[(objectives < np.array(reference)).all(axis=1)]
+    best = inside[pareto_front(inside)]
+    if not len(best):
+        return 0.0
+    widths = np.diff(np.append(best[:, 0], reference[0]))
+    return float(widths @ (reference[1] - best[:, 1]))

@@ -13,7 +13,6 @@ from scheduler.planner import candidates as module
 from scheduler.planner.candidates import (
     EXACT_POINTS,
     find_candidates,
-    hypervolume,
     predict_candidates,
 )
 from scheduler.planner.policy import Candidate, plan
@@ -23,7 +22,7 @@ from schemas.config.schedule import (
     ScheduleConfig,
     TrainingPoolConfig,
 )
-from tests.scheduler.made import FACTS, GIB, snapshot
+from tests.scheduler.made import FACTS, GIB, hypervolume, snapshot
 
 WIDE = ScheduleConfig(
     budget=BudgetConfig(cpus=350.0, memory=800 * GIB),

@@ -73,7 +73,7 @@ def seen(gain: float, *, up: bool = True, confident: bool = True) -> SizeCompari
     )
 
 
-def looks(
+def ticks(
     *all_seen: SizeComparison, state: Correction | None = None, now: float = 0.0
 ) -> list[Change]:
     """Return what successive looks begin, each change being ended at once."""
@@ -91,8 +91,8 @@ def looks(
 @pytest.mark.parametrize("up", [True, False], ids=["larger", "smaller"])
 def test_correct_acts_in_both_directions_after_so_many_looks(up: bool) -> None:
     wish = seen(0.3, up=up)
-    assert looks(*[wish] * (NUM_TICKS - 1)) == []
-    assert looks(*[wish] * NUM_TICKS) == [Change(sizes=LARGE if up else SMALL)]
+    assert ticks(*[wish] * (NUM_TICKS - 1)) == []
+    assert ticks(*[wish] * NUM_TICKS) == [Change(sizes=LARGE if up else SMALL)]
 
 
 def test_correct_with_a_change_on_its_way_begins_no_other() -> None:
@@ -103,37 +103,37 @@ def test_correct_with_a_change_on_its_way_begins_no_other() -> None:
     for second in range(1000):
         verdict = decide_correction(state, float(second), seen(0.9), [watch(urgent=True)])
         assert verdict.change is None
-        assert verdict.reason == "a change is on its way"
+        assert verdict.reason == "a change is in flight"
         state = verdict.state
     state = end_change(state, 1000.0)
-    assert looks(*[seen(0.9)] * 10, state=state, now=1000.0) == []
-    assert len(looks(*[seen(0.9)] * 10, state=state, now=1000.0 + COOL_DOWN_SEC)) == 1
+    assert ticks(*[seen(0.9)] * 10, state=state, now=1000.0) == []
+    assert len(ticks(*[seen(0.9)] * 10, state=state, now=1000.0 + COOL_DOWN_SEC)) == 1
 
 
 def test_correct_of_a_gain_that_swings_around_the_bound_neither_acts_early_nor_forgets() -> None:
     swing = seen((MIN_GAIN + MIN_LASTING_GAIN) / 2)
-    assert looks(*[swing] * 10) == []
-    assert looks(seen(MIN_GAIN), swing, swing, seen(MIN_GAIN)) == [Change(sizes=LARGE)]
+    assert ticks(*[swing] * 10) == []
+    assert ticks(seen(MIN_GAIN), swing, swing, seen(MIN_GAIN)) == [Change(sizes=LARGE)]
     assert (
-        looks(seen(MIN_GAIN), swing, seen(MIN_LASTING_GAIN / 2), seen(MIN_GAIN), seen(MIN_GAIN))
+        ticks(seen(MIN_GAIN), swing, seen(MIN_LASTING_GAIN / 2), seen(MIN_GAIN), seen(MIN_GAIN))
         == []
     )
-    assert looks(seen(MIN_GAIN), seen(MIN_GAIN), seen(MIN_GAIN, up=False), seen(MIN_GAIN)) == []
+    assert ticks(seen(MIN_GAIN), seen(MIN_GAIN), seen(MIN_GAIN, up=False), seen(MIN_GAIN)) == []
 
 
 def test_correct_without_confidence_does_not_act_and_says_why() -> None:
     verdict = decide_correction(Correction(), 0.0, seen(0.9, confident=False))
     assert verdict.change is None
     assert "cannot be predicted well enough" in verdict.reason
-    assert looks(*[seen(0.9, confident=False)] * 10) == []
+    assert ticks(*[seen(0.9, confident=False)] * 10) == []
 
 
 def test_correct_that_takes_back_the_last_change_must_gain_twice_as_much() -> None:
     state = Correction(last_direction=1)
     down = seen(1.5 * MIN_GAIN, up=False)
-    assert looks(*[down] * 10, state=state) == []
-    assert len(looks(*[seen(2 * MIN_GAIN, up=False)] * 10, state=state)) == 1
-    assert len(looks(*[seen(1.5 * MIN_GAIN)] * 10, state=state)) == 1
+    assert ticks(*[down] * 10, state=state) == []
+    assert len(ticks(*[seen(2 * MIN_GAIN, up=False)] * 10, state=state)) == 1
+    assert len(ticks(*[seen(1.5 * MIN_GAIN)] * 10, state=state)) == 1
 
 
 def watch(*, urgent: bool, room: int = 10 * GIB, confident: bool = True) -> MemoryWatch:
@@ -160,7 +160,7 @@ def test_correct_of_memory_that_runs_out_acts_at_once_even_while_cooling_down() 
     verdict = decide_correction(state, 1.0, seen(0.0, confident=False), [watch(urgent=True)])
     assert verdict.change == Change(sizes=SMALL, pool="training", memory_bytes=int(4.4 * GIB))
     assert verdict.state.in_flight == verdict.change
-    assert "may meet its 2,147,483,648 bytes at step 105" in verdict.reason
+    assert "may reach its 2,147,483,648 bytes at step 105" in verdict.reason
 
 
 @pytest.mark.parametrize(
@@ -183,7 +183,7 @@ def test_correct_of_memory_gives_what_there_is_and_nothing_where_there_is_no_mor
     some = decide_correction(Correction(), 0.0, seen(0.0), [watch(urgent=True, room=3 * GIB)])
     assert some.change is not None
     assert some.change.memory_bytes == 3 * GIB
-    assert "of the 4,724,464,025 it will need" in some.reason
+    assert "of the 4,724,464,025 that it will need" in some.reason
     none = decide_correction(Correction(), 0.0, seen(0.0), [watch(urgent=True, room=2 * GIB)])
     assert none.change is None
     assert none.reason.endswith("and the budget has no more")

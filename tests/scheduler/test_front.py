@@ -6,7 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from scheduler.planner.candidates import hypervolume, nondominated_ranks, pareto_front
+from scheduler.planner.candidates import nondominated_ranks, pareto_front
+from tests.scheduler.made import hypervolume
 
 points = st.integers(1, 12).flatmap(
     lambda n: arrays(float, (n, 2), elements=st.integers(0, 6).map(float))

@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from scheduler.planner.candidates import GENERATIONS, POPULATION, hypervolume, nsga2, pareto_front
+from scheduler.planner.candidates import GENERATIONS, POPULATION, nsga2, pareto_front
+from tests.scheduler.made import hypervolume
 
 LOWEST, HIGHEST = np.array([1, 1, 1, 0]), np.array([40, 48, 64, 16])
 

@@ -62,7 +62,7 @@ class Bench:
             seconds=(seconds,) * min(count, 32),
         )
 
-    def looks(self, count: int, every: float = 1.0) -> list[Action]:
+    def ticks(self, count: int, every: float = 1.0) -> list[Action]:
         """Look so often."""
         return [action for _ in range(count) for action in self.at(Tick, after=every)]
 
@@ -85,7 +85,7 @@ def grow_until(bench: Bench, wanted: str) -> tuple[int, list[Action]]:
         resident = 950 * MIB + step * MIB // 2
         assert resident < limit, "it would have been killed"
         bench.at(Read, "lead-0.1", position=step, resident_bytes=resident)
-        actions += bench.looks(1, 0.1)
+        actions += bench.ticks(1, 0.1)
         if wanted in said(actions):
             break
     return limit, actions

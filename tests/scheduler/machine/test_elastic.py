@@ -51,7 +51,7 @@ def wants(bench: Bench, num_stores: int) -> list[Action]:
     assert job.sizes is not None
     job = replace(job, sizes=replace(job.sizes, num_stores=num_stores))
     bench.state = replace(bench.state, jobs={job.name: job})
-    return bench.looks(1)
+    return bench.ticks(1)
 
 
 def moves_of(actions: list[Action]) -> list[Action]:
@@ -68,7 +68,7 @@ def settle(bench: Bench) -> list[Action]:
     """Confirm moves and leavings until nothing happens any more; return all that did."""
     done: list[Action] = []
     for _ in range(40):
-        found = bench.looks(1)
+        found = bench.ticks(1)
         if was_moving := bool(bench.job.moving):
             found += moved(bench, moves_of(bench.done)[-1])
         for process in list(bench.job.of_pool("store")):
@@ -125,15 +125,15 @@ def test_a_move_that_failed_is_tried_again_later_and_slots_stay_where_they_were(
     before = bench.job.owners
     moved(bench, move, done=False)
     assert bench.job.owners == before
-    assert not moves_of(bench.looks(int(RETRY_SEC) - 1))
-    (again,) = moves_of(bench.looks(2))
+    assert not moves_of(bench.ticks(int(RETRY_SEC) - 1))
+    (again,) = moves_of(bench.ticks(2))
     assert again.values == move.values
-    assert not moves_of(bench.looks(100)), "one at a time"
+    assert not moves_of(bench.ticks(100)), "one at a time"
     moved(bench, again, done=False)
-    assert not moves_of(bench.looks(2 * int(RETRY_SEC) - 1)), "later each time"
-    (third,) = moves_of(bench.looks(2))
+    assert not moves_of(bench.ticks(2 * int(RETRY_SEC) - 1)), "later each time"
+    (third,) = moves_of(bench.ticks(2))
     moved(bench, third)
-    assert moves_of(bench.looks(1)), "at once when one did not fail"
+    assert moves_of(bench.ticks(1)), "at once when one did not fail"
 
 
 def test_the_lead_does_not_wait_for_a_store_that_has_no_slots() -> None:
@@ -142,11 +142,11 @@ def test_the_lead_does_not_wait_for_a_store_that_has_no_slots() -> None:
     assert "start store-3.1" in said(found)
     bench.at(Ended, "store-3.1", outcome="lost")
     assert "start lead-0.2" in said(
-        [*bench.at(Ended, "lead-0.1", outcome="lost"), *bench.looks(1, 2.0)]
+        [*bench.at(Ended, "lead-0.1", outcome="lost"), *bench.ticks(1, 2.0)]
     )
     bench.at(Ended, "store-1.1", outcome="lost")
     bench.at(Ended, "lead-0.2", outcome="lost")
-    assert not [a for a in said(bench.looks(1, 0.1)) if a.startswith("start lead")]
+    assert not [a for a in said(bench.ticks(1, 0.1)) if a.startswith("start lead")]
 
 
 def test_where_all_has_ended_only_the_stores_that_are_wanted_begin_again() -> None:
@@ -156,7 +156,7 @@ def test_where_all_has_ended_only_the_stores_that_are_wanted_begin_again() -> No
         bench.state, _ = handle(
             bench.state, Ended(time_sec=bench.now, job=job.name, process=name, outcome="lost")
         )
-    found = wants(bench, 2) + bench.looks(3, 2.0)
+    found = wants(bench, 2) + bench.ticks(3, 2.0)
     stores = [a for a in said(found) if a.startswith("start store")]
     assert stores == ["start store-0.2", "start store-1.2"]
     assert bench.job.stores == (0, 1)

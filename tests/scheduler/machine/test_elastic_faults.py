@@ -30,7 +30,7 @@ def test_stores_cut_before_training_serve_every_slot() -> None:
             bench.state, Ended(time_sec=bench.now, job="first", process=name, outcome="lost")
         )
     wants(bench, 2)
-    bench.looks(3, 2.0)
+    bench.ticks(3, 2.0)
     assert len(bench.job.stores) == 2
     homes = [n - bench.job.first_initial_store for n in bench.job.stores]
     spans = [initial_slots(n, bench.job.num_initial_stores) for n in homes]
@@ -47,19 +47,19 @@ def test_stores_cut_before_any_began_let_the_lead_begin() -> None:
     assert not bench.job.of_pool("store")
     bench.state = replace(bench.state, budget=replace(bench.state.budget, cpus=16.0))
     wants(bench, 1)
-    bench.looks(5, 2.0)
+    bench.ticks(5, 2.0)
     assert bench.job.of_pool("lead")
 
 
 def test_a_store_that_a_failed_move_may_have_given_slots_stays() -> None:
     bench = bench_of()
     wants(bench, 4)
-    (move,) = moves_of(bench.done)[-1:] or moves_of(bench.looks(1))
+    (move,) = moves_of(bench.done)[-1:] or moves_of(bench.ticks(1))
     assert move.values["target"] == 3.0
     bench.at(Moved, slots=int(move.values["slots"]), target=3, moved=False)
-    found = wants(bench, 3) + bench.looks(5)
+    found = wants(bench, 3) + bench.ticks(5)
     assert "drain store-3.1" not in said(found), "nobody knows that it has no slots"
-    found = bench.looks(int(RETRY_SEC))
+    found = bench.ticks(int(RETRY_SEC))
     (search,) = moves_of(found)
     assert (search.values["source"], search.values["whole"]) == (3.0, 1.0)
     before = bench.job.owners
@@ -80,11 +80,11 @@ def test_stores_that_are_too_many_do_not_hold_the_room_that_the_lead_needs() -> 
     settle(bench)
     bench.tell(replace(AMPLE, time_sec=bench.now, cpus=3.0))
     bench.at(Ended, "lead-0.1", outcome="lost")
-    bench.looks(5)
+    bench.ticks(5)
     for process in list(bench.job.of_pool("store")):
         if process.status == "leaving":
             bench.at(Ended, process.name, outcome="left")
-    bench.looks(5)
+    bench.ticks(5)
     assert "lead-0.2" in bench.job.processes
     assert set(bench.job.owners) == set(bench.job.stores)
 
@@ -92,7 +92,7 @@ def test_stores_that_are_too_many_do_not_hold_the_room_that_the_lead_needs() -> 
 def test_a_store_that_may_have_slots_may_have_them_after_all_has_ended() -> None:
     bench = bench_of()
     wants(bench, 4)
-    (move,) = moves_of(bench.done)[-1:] or moves_of(bench.looks(1))
+    (move,) = moves_of(bench.done)[-1:] or moves_of(bench.ticks(1))
     bench.at(Moved, slots=int(move.values["slots"]), target=3, moved=False)
     bench.state = replace(
         bench.state, jobs={"first": replace(bench.job, stores=(0, 3, 1, 2), processes={})}
@@ -133,7 +133,7 @@ def test_a_change_to_more_stores_is_on_its_way_until_there_is_room_for_them() ->
     flying = replace(job, sizes=sizes, correction=Correction(in_flight=Change(sizes=sizes)))
     full = replace(bench.state.budget, cpus=bench.state.used[0])
     bench.state = replace(bench.state, budget=full, jobs={job.name: flying})
-    bench.looks(2)
+    bench.ticks(2)
     assert bench.job.correction.in_flight is not None
     bench.state = replace(bench.state, budget=replace(full, cpus=16.0))
     settle(bench)

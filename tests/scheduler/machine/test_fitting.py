@@ -51,7 +51,7 @@ class Trainer:
             busy = self.work_sec / step_sec
             found += self.bench.at(Read, lead.name, position=self.bench.job.next_step,
                                    resident_bytes=GIB, busy_cores=busy)  # fmt: skip
-            found += self.bench.looks(1, 5.0)
+            found += self.bench.ticks(1, 5.0)
             check_laws(self.bench.state)
         return found
 
@@ -138,7 +138,7 @@ def test_look_gives_an_idle_process_some_cores() -> None:
 def test_look_without_readings_of_cores_changes_nothing() -> None:
     bench = begun()
     for _ in range(3 * CORE_TICKS):
-        assert fits(bench.stepped(2, 1.0) + bench.looks(1, 5.0)) == []
+        assert fits(bench.stepped(2, 1.0) + bench.ticks(1, 5.0)) == []
 
 
 def test_look_of_older_rules_fits_no_cores() -> None:
@@ -210,7 +210,7 @@ def test_look_at_a_trainer_that_waits_for_data_takes_nothing_away() -> None:
     (lead,) = bench.job.of_pool("lead")
     for position in range(100):
         bench.at(Read, lead.name, position=position, resident_bytes=GIB, busy_cores=0.02)
-        assert fits(bench.looks(1, 5.0)) == []
+        assert fits(bench.ticks(1, 5.0)) == []
     assert fits(Trainer(bench, work_sec=3.0, need=3.9).trains(2 * CORE_TICKS)) == []
 
 
@@ -220,7 +220,7 @@ def test_look_at_an_idle_store_or_trainer_does_not_fail() -> None:
     for position in range(2 * CORE_TICKS):
         bench.stepped(2, 1.0)
         bench.at(Read, lead.name, position=position, resident_bytes=GIB, busy_cores=0.0)
-        bench.looks(1, 5.0)
+        bench.ticks(1, 5.0)
     assert cpus_of(bench) == MIN_CPUS
 
 

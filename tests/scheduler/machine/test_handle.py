@@ -46,20 +46,20 @@ def test_handle_of_a_killed_process_starts_it_again_later_and_later() -> None:
         lost = bench.at(Ended, f"segment-0.{attempt}", 1.0, outcome="lost", detail="signal 9")
         assert said(lost) == [f"replace segment-0.{attempt}"]
         assert lost[0].reason == f"it was lost: signal 9; restart in {wait:g} s"
-        assert said(bench.looks(1, wait - 0.1)) == []
-        assert said(bench.looks(1, 0.2)) == [f"start segment-0.{attempt + 1}"]
+        assert said(bench.ticks(1, wait - 0.1)) == []
+        assert said(bench.ticks(1, 0.2)) == [f"start segment-0.{attempt + 1}"]
 
 
 def test_handle_of_a_process_that_says_again_and_again_that_it_cannot_fails_the_job() -> None:
     bench = Bench(BUDGET, submitted("first"))
     for attempt in (1, 2):
         bench.at(Ended, f"segment-0.{attempt}", outcome="failed", detail="error: no files")
-        bench.looks(1, 60.0)
+        bench.ticks(1, 60.0)
     last = bench.at(Ended, "segment-0.3", outcome="failed", detail="error: no files")
     assert said(last) == ["fail segment-0.3"]
     assert last[0].reason == "segment-0 failed 3 times: error: no files"
     assert bench.job.phase == "failed"
-    assert not bench.looks(10, 60.0)
+    assert not bench.ticks(10, 60.0)
 
 
 def test_handle_of_measured_steps_scales_training_up_calmly_and_settles() -> None:
@@ -75,10 +75,10 @@ def test_handle_of_measured_steps_scales_training_up_calmly_and_settles() -> Non
     # Steps take a second, far more than was assumed: one replica would be late.
     changes: list[Action] = []
     for _ in range(60):
-        changes += [*bench.stepped(2, 1.0), *bench.looks(1)]
+        changes += [*bench.stepped(2, 1.0), *bench.ticks(1)]
     scale = next(action for action in changes if action.verb == "scale")
     assert scale.values["num_replicas"] > 1
-    assert f"% saved in {NUM_TICKS} looks; " in scale.reason
+    assert f"% saved in {NUM_TICKS} ticks; " in scale.reason
     assert scale.values["predicted_sec"] < scale.values["predicted_sec_before"]
     assert bench.job.grouped
     # The lone trainer saves and leaves; a lead with replicas takes over.
@@ -124,11 +124,11 @@ def test_handle_of_a_segment_job_that_takes_far_too_long_replaces_it_once() -> N
     bench = Bench(BUDGET, submitted("first", 8, ALONE))
     for number in range(7):
         bench.built(number, 10.0)
-    late = [action for action in bench.looks(30, 5.0) if action.process == "segment-7.1"]
+    late = [action for action in bench.ticks(30, 5.0) if action.process == "segment-7.1"]
     assert said(late) == ["replace segment-7.1", "stop segment-7.1"]
     assert re.search("at most .* s were predicted", late[0].reason)
     assert said(bench.at(Ended, "segment-7.1", outcome="left")) == ["start segment-7.2"]
-    assert not [a for a in bench.looks(60, 5.0) if a.process.startswith("segment")]
+    assert not [a for a in bench.ticks(60, 5.0) if a.process.startswith("segment")]
 
 
 def test_handle_stops_a_later_segment_job_that_waits_for_one_that_has_no_room() -> None:
@@ -143,7 +143,7 @@ def test_handle_stops_a_later_segment_job_that_waits_for_one_that_has_no_room() 
     lost = bench.at(Ended, "segment-1.1", 5.0, outcome="lost")
     assert said(lost) == ["replace segment-1.1", "stop segment-2.1"]
     assert lost[1].reason == "segment 1 is to be built first: later ones wait for it"
-    bench.looks(1, 5.0)
+    bench.ticks(1, 5.0)
     assert said(bench.at(Ended, "segment-2.1", outcome="left")) == ["start segment-1.2"]
 
 
@@ -159,7 +159,7 @@ def test_handle_of_a_slow_replica_replaces_it_once_and_the_lead_is_left_alone() 
         for number, rate in enumerate([1.0, 0.4, 1.1]):
             name = f"replica-{number}.1"
             bench.at(Read, name, position=look, resident_bytes=GIB, rate=rate)
-        found += [a for a in bench.looks(1) if a.process.startswith("replica")]
+        found += [a for a in bench.ticks(1) if a.process.startswith("replica")]
     assert said(found) == ["replace replica-1.1", "drain replica-1.1"]
     assert found[0].reason == "its speed is 38% of the others' for 3 ticks"
     assert said(bench.at(Ended, "replica-1.1", outcome="left")) == ["start replica-1.2"]
@@ -170,7 +170,7 @@ def test_handle_of_a_lost_lead_ends_its_replicas_before_another_begins() -> None
     bench.built(0)
     lost = bench.at(Ended, "lead-0.1", outcome="lost")
     assert said(lost)[1:] == [f"stop replica-{i}.1" for i in range(3)]
-    bench.looks(1, 5.0)
+    bench.ticks(1, 5.0)
     gone = [bench.at(Ended, f"replica-{number}.1", outcome="lost") for number in range(3)]
     assert said(gone[-1])[:2] == ["start lead-0.2", "start replica-0.2"]
 
@@ -207,15 +207,15 @@ def test_handle_of_a_hot_range_that_the_oracle_knows_of_moves_it_before_it_is_ho
     slots = (flat, flat, hot, hot)
     bench.at(LoadKnown, num_steps=160, slots=slots, touched_rows=(1, 2, 3, 4))
     assert said(bench.stepped(8, 1.0)) == []
-    assert not [a for a in bench.looks(1) if a.verb == "migrate"]
+    assert not [a for a in bench.ticks(1) if a.verb == "migrate"]
     bench.stepped(24, 1.0)  # step 32: in 60 s the load of step 80 and later is there
-    moves = [a for a in bench.looks(1) if a.verb == "migrate"]
+    moves = [a for a in bench.ticks(1) if a.verb == "migrate"]
     assert len(moves) == 1
     assert moves[0].values["source"] == 0.0
     assert "store 0 will have" in moves[0].reason
     assert "according to the oracle" in moves[0].reason
     slot, target = int(moves[0].values["slots"]), int(moves[0].values["target"])
-    assert not [a for a in bench.looks(3) if a.verb == "migrate"]
+    assert not [a for a in bench.ticks(3) if a.verb == "migrate"]
     bench.at(Moved, slots=slot, target=target, moved=True)
     assert bench.job.owners[slot] == target
 
@@ -225,7 +225,7 @@ def test_handle_of_growing_memory_gives_more_before_the_limit_is_met() -> None:
     limit, actions = grow_until(bench, "drain lead-0.1")
     give = next(action for action in actions if action.verb == "give memory")
     assert give.values["memory_bytes"] > limit
-    assert f"training may meet its {limit:,} bytes at step" in give.reason
+    assert f"training may reach its {limit:,} bytes at step" in give.reason
     again = bench.at(Ended, "lead-0.1", outcome="left")
     assert said(again) == ["start lead-0.2"]
     assert again[0].values["memory_bytes"] == give.values["memory_bytes"]
@@ -273,7 +273,7 @@ def test_handle_after_a_change_leaves_the_job_alone_for_a_while() -> None:
     assert bench.job.correction.in_flight is None  # admitted, and everything runs
     ended_sec = bench.job.correction.ended_sec
     bench.stepped(8, 1.0)
-    changes = [a for a in bench.looks(10) if a.verb == "scale"]
+    changes = [a for a in bench.ticks(10) if a.verb == "scale"]
     assert bench.now < ended_sec + COOL_DOWN_SEC
     assert changes == []
 

@@ -168,7 +168,7 @@ def test_handle_waits_for_a_slot_says_it_once_and_goes_on() -> None:
     assert [(a.verb, a.reason) for a in waits[1:]] == [
         ("wait", "segment 0 of 2 waits for a slot: 0 of 8 slots are free")
     ]
-    assert bench.looks(3) == []
+    assert bench.ticks(3) == []
     assert said(bench.tell(slots(2))) == ["start segment-0.1"]
     assert bench.job.processes["segment-0.1"].workers == 2
     bench.tell(slots(0))  # others took them meanwhile

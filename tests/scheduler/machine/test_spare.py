@@ -31,7 +31,7 @@ def trains(bench: Bench, num_looks: int, resident: int = 1200 * MIB) -> list[Act
         position = bench.job.next_step
         noise = position % 3 * MIB
         found += bench.at(Read, lead, position=position, resident_bytes=resident + noise)
-        found += bench.looks(1, 5.0)
+        found += bench.ticks(1, 5.0)
     return found
 
 
@@ -55,7 +55,7 @@ def test_look_at_memory_that_is_not_needed_gives_the_next_process_less_and_ends_
     assert lead.memory_bytes == 6 * GIB
     assert 1200 * MIB < bench.job.replica_memory < (1 - MIN_GAIN) * 6 * GIB
     bench.at(Ended, lead.name, outcome="lost")
-    bench.looks(5, 5.0)
+    bench.ticks(5, 5.0)
     (lead,) = bench.job.of_pool("lead")
     assert lead.memory_bytes == bench.job.replica_memory == back.values["memory_bytes"]
 
@@ -96,7 +96,7 @@ def test_memory_is_given_back_to_a_job_that_waits_for_it() -> None:
         ("second", "segment-0.1"),
     ]
     check_laws(bench.state)
-    assert not [a for a in bench.looks(3) if a.verb == "drain"]
+    assert not [a for a in bench.ticks(3) if a.verb == "drain"]
 
 
 @pytest.mark.slow
@@ -105,7 +105,7 @@ def test_a_trainer_leaves_for_memory_only_while_nobody_leaves_anyway() -> None:
     trains(bench, 2 * SPARE_TICKS)
     first = bench.tell(submitted("second", 400, SMALL, bench.now))
     assert [a.process for a in first if a.verb == "drain"] == ["lead-0.1"]
-    assert not [a for a in bench.looks(3, 5.0) if a.verb == "drain"]
+    assert not [a for a in bench.ticks(3, 5.0) if a.verb == "drain"]
 
 
 PODS = replace(BUDGET, resizes=True)
@@ -183,7 +183,7 @@ def builds(bench: Bench, number: int, looks: int, resident: int) -> list[Action]
         who = f"segment-{number}.1"
         noise = look % 3 * MIB
         found += bench.at(Read, who, position=5 * look, resident_bytes=resident + noise)
-        found += bench.looks(1, 5.0)
+        found += bench.ticks(1, 5.0)
     return found
 
 
@@ -229,7 +229,7 @@ def test_what_a_trainer_has_until_its_node_says_else_is_free_for_no_segment_job(
         grown += 6 * MIB * (lead.memory_before is not None)
         resident = 1130 * MIB + grown + look % 3 * MIB
         bench.at(Read, "segment-1.1", position=6 * look, resident_bytes=resident)
-        found = bench.looks(1, 5.0)
+        found = bench.ticks(1, 5.0)
         assert not [a for a in found if a.verb == "stop"]
         given += [a for a in found if a.verb == "resize" and a.process == "segment-1.1"]
         check_laws(bench.state)

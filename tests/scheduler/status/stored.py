@@ -61,7 +61,7 @@ class Stored(Bench):
         """Train until hot ranges are on their way; return one, its store and the new one."""
         self.knows()
         self.stepped(32, 1.0)  # in 60 s the load of step 80 and later is there
-        (move,) = [a for a in self.looks(1) if a.verb == "migrate"]
+        (move,) = [a for a in self.ticks(1) if a.verb == "migrate"]
         values = move.values
         return int(values["slots"]), int(values["source"]), int(values["target"])
 
