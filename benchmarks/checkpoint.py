@@ -43,7 +43,7 @@ from trainer.embedding.cache import DirectSource, PlannedCache, RowSource
 from trainer.models.build import uses_shared_features
 from trainer.setup import TrainOptions, open_stores
 from trainer.step import PhaseTimer
-from trainer.train import steps_of
+from trainer.train import step_of
 
 DEMO = Path(__file__).resolve().parents[1] / "schemas" / "demo"
 WARM = 5
@@ -114,11 +114,14 @@ def measured(
             return time.perf_counter() - start
 
         try:
-            steps = opened.enter_context(steps_of(TrainOptions(), config, reader, parts))
-            batches = prefetch(steps.read, range(last), 2)
+            read, compute = opened.enter_context(step_of(TrainOptions(), config, reader, parts))
+            batches = prefetch(read, range(last), 2)
             start = time.perf_counter()
             for step in range(last):
-                steps.train(next(batches), timer)
+                batch = next(batches)
+                compute.fetch(batch)
+                compute.forward_backward(batch, timer)
+                compute.update()
                 if (step + 1) % every:
                     continue
                 between.append(time.perf_counter() - start)

@@ -28,7 +28,8 @@ from benchmarks.order import built
 from benchmarks.run_figures import figures_of
 from schemas.config.job import load_job
 from schemas.run_log import METRICS, StepMetric, read_metrics
-from trainer.train import TrainOptions, train
+from trainer.setup import TrainOptions
+from trainer.train_run import train
 
 WARM = 5
 """Steps of a run that are not timed."""

@@ -28,7 +28,8 @@ from benchmarks.logs import build_job, each_log, job_path, log_parser, write_res
 from pipelines.clustering.reader import expand
 from schemas.dataset import open_dataset
 from schemas.layout import TRAIN
-from trainer.train import TrainOptions, train
+from trainer.setup import TrainOptions
+from trainer.train_run import train
 
 CLUSTERED, BLOCKS, SHUFFLED, BY_TIME = "clustered", "clustered, blocks shuffled", "shuffled", "time"
 ORDERS = (CLUSTERED, BLOCKS, SHUFFLED, BY_TIME)

@@ -114,7 +114,8 @@ def _train_until(drain: Drain, arguments: argparse.Namespace) -> int:
     from trainer.elastic.faults import Faults
     from trainer.elastic.launcher import LaunchOptions, train_replicas
     from trainer.runtime import show_progress
-    from trainer.train import TrainOptions, train
+    from trainer.setup import TrainOptions
+    from trainer.train_run import train
 
     _set_threads(arguments.job)
     options = TrainOptions(
@@ -203,7 +204,7 @@ def _replica_until(drain: Drain, arguments: argparse.Namespace) -> int:
 
 def _evaluate(arguments: argparse.Namespace) -> int:
     _check_inputs(arguments)
-    from trainer.train import evaluate_run
+    from trainer.evaluate import evaluate_run
 
     _set_threads(arguments.job)
     found = evaluate_run(arguments.job, arguments.dataset, arguments.run, arguments.segments)

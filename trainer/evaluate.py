@@ -2,19 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 
 import numpy as np
 import torch
 from torch import nn
 
+from schemas.config.job import Job, load_job
+from schemas.config.limits import EVALUATE
 from schemas.config.train import TrainConfig
-from schemas.dataset import Dataset
+from schemas.dataset import Dataset, open_dataset, select_segments, select_segments_by_hash
+from schemas.errors import SchemaError
+from schemas.layout import MANIFEST
+from schemas.run_log import RUN_FILE
+from trainer.checkpoint.load import (
+    check_model,
+    load_checkpoint,
+    made_of,
+    newest_checkpoint,
+    verified,
+)
+from trainer.components import Parts, build_parts, memory_stores, order_of
 from trainer.data.collate import Batch
+from trainer.data.decode import spec_of
+from trainer.data.reader import Reader
+from trainer.device import device_of, to_device
 from trainer.embedding.module import Embedding
 from trainer.metrics import KeyedAuc, LossSums, ScatteredAuc, ScoreTable, SessionAuc, loss_sums
+from trainer.models.build import uses_shared_features
+from trainer.recovery import Watchdog
+from trainer.run import (
+    check_meaning,
+    check_run,
+    read_identity,
+)
 from trainer.stores.api import Store
 
 
@@ -150,3 +174,55 @@ def _float(tensor: torch.Tensor) -> np.ndarray:
 
 def _defined(value: float) -> float | None:
     return None if np.isnan(value) else float(value)
+
+
+def evaluate_parts(
+    job: Job, dataset: Dataset, parts: Parts, watchdog: Watchdog | None = None
+) -> Evaluation:
+    """Evaluate what the stores hold."""
+    columns = columns_of(dataset, job.train)
+    spec = spec_of(dataset, job.train.dtype, columns.kept)
+    reader = Reader(
+        dataset, order_of(job, dataset), spec, find_shared=uses_shared_features(job.train)
+    )
+    device = device_of(job.train.device)
+    batches = (to_device(batch, device) for batch in reader.evaluation_batches())
+    if watchdog is not None:
+        batches = watchdog.each(EVALUATE, batches)
+    return evaluate(parts.model, parts.embedding, parts.stores, batches, columns)
+
+
+def evaluate_run(
+    job_path: Path, dataset_path: Path, run: Path, segments: Sequence[str] | None = None
+) -> Evaluation:
+    """Evaluate the newest checkpoint of a run.
+
+    Args:
+        job_path: job file.
+        dataset_path: dataset folder.
+        run: run folder.
+        segments: ids or days of the segments whose evaluation split is scored, whether the run
+            trained them or not; those that it trained when None.
+
+    Raises:
+        SchemaError: job, dataset or run break their format, or the run has no checkpoint.
+    """
+    job, dataset = load_job(job_path), open_dataset(dataset_path)
+    device_of(job.train.device)
+    found = read_identity(run)
+    if segments is not None:
+        dataset = select_segments(dataset, segments)
+        check_meaning(run / RUN_FILE, found, dataset)
+    else:
+        dataset = select_segments_by_hash(dataset, found.segments) if found.chosen else dataset
+        check_run(run, dataset, job.train)
+    spec = spec_of(dataset, job.train.dtype)
+    parts = build_parts(spec, job.train, memory_stores(spec, job.train))
+    checkpoint = newest_checkpoint(run)
+    if checkpoint is None:
+        raise SchemaError("run must have a checkpoint, got none; train again", file=str(run))
+    wanted = made_of(job, dataset)
+    manifest = verified(checkpoint, wanted if segments is None else None)
+    check_model(manifest.made_of, wanted, str(checkpoint / MANIFEST))
+    load_checkpoint(checkpoint, manifest, parts.model, None, parts.stores)
+    return evaluate_parts(job, dataset, parts)

@@ -23,8 +23,6 @@ from schemas.errors import SchemaError
 from schemas.run_log import PHASES, StepMetric
 from trainer.data.collate import Batch
 from trainer.data.microbatches import Microbatches, single_microbatch
-from trainer.data.reader import Reader
-from trainer.device import to_device
 from trainer.embedding.kernels.interface import Kernels, RowSums
 from trainer.embedding.module import Embedding
 
@@ -284,7 +282,7 @@ def _flat(
 Clock = Callable[[], float]
 Watch = Callable[[str], AbstractContextManager[object]]
 """Phase to what is entered while it lasts."""
-B = TypeVar("B", Batch, Microbatches)
+B = TypeVar("B", Batch, Microbatches, contravariant=True)
 
 
 class PhaseTimer:
@@ -345,42 +343,13 @@ def train_step(
     batch: Batch,
     timer: PhaseTimer,
 ) -> float:
-    """Train one batch as a whole and return its loss before the update.
-
-    The gradient of a row is summed and applied in one pass. Bits depend on what is in the batch
-    together, so this is for one process that computes all of a step.
-    """
+    """Train one batch as a whole and return its loss before the update."""
+    step = WholeBatch(model, embedding, optimizer)
     with timer("fetch"):
-        embedding.open(single_microbatch(batch))
-    with timer("forward"):
-        loss = loss_of(model(batch), batch)
-    with timer("backward"):
-        optimizer.zero_grad()
-        loss.backward()
+        step.fetch(batch)
+    step.forward_backward(batch, timer)
     with timer("update"):
-        optimizer.step()
-        embedding.update_from_backward()
-    return loss.item()
-
-
-def train_leaves(
-    work: LeafWork,
-    embedding: Embedding,
-    optimizer: torch.optim.Optimizer,
-    leaves: Microbatches,
-    timer: PhaseTimer,
-) -> float:
-    """Train all leaves of a step and return its loss before the update.
-
-    Bits depend on the leaves alone: neither on threads nor on which process computed which.
-    """
-    with timer("fetch"):
-        embedding.open(leaves)
-    with timer("backward"):
-        total = work.compute(leaves).total()
-    with timer("update"):
-        update_by(total, work, embedding, optimizer)
-    return total.loss / total.divisor
+        return step.update()
 
 
 def update_by(
@@ -421,57 +390,75 @@ def metric_of(
     )
 
 
-class Steps(Protocol[B]):
-    """One way to train the steps of a run."""
+class Step(Protocol[B]):
+    """Computes one step after another; the three calls are made in this order for each."""
 
-    def read(self, train_step: int) -> B:
-        """Return what a step is trained on; called beside training."""
+    def fetch(self, batch: B) -> None:
+        """Fetch the embedding rows that the batch looks up."""
         ...
 
-    def train(self, batch: B, timer: PhaseTimer) -> float:
-        """Train what was read and return its loss before the update."""
+    def forward_backward(self, batch: B, timer: PhaseTimer) -> None:
+        """Compute the loss and all gradients."""
+        ...
+
+    def update(self) -> float:
+        """Update parameters and rows; return the loss before the update."""
         ...
 
 
-class LeafSteps:
-    """Leaf by leaf: bits do not depend on threads, or on how leaves are shared out."""
+class MicrobatchStep:
+    """A step by microbatches of one block each.
+
+    Gradients are summed over a fixed tree, so the result depends neither on threads nor on which
+    process computes which microbatch.
+    """
 
     def __init__(
-        self,
-        reader: Reader,
-        work: LeafWork,
-        embedding: Embedding,
-        optimizer: torch.optim.Optimizer,
+        self, work: LeafWork, embedding: Embedding, optimizer: torch.optim.Optimizer
     ) -> None:
-        """Keep the parts of the run."""
-        self.read = reader.read_microbatches
-        self._parts = (work, embedding, optimizer)
+        self._work, self._embedding, self._optimizer = work, embedding, optimizer
 
-    def train(self, batch: Microbatches, timer: PhaseTimer) -> float:
-        """Train all leaves of a step and return its loss before the update."""
-        return train_leaves(*self._parts, batch, timer)
+    def fetch(self, batch: Microbatches) -> None:
+        """Fetch the rows of all microbatches."""
+        self._embedding.open(batch)
+
+    def forward_backward(self, batch: Microbatches, timer: PhaseTimer) -> None:
+        """Compute all microbatches, on several threads."""
+        with timer("backward"):
+            self._total = self._work.compute(batch).total()
+
+    def update(self) -> float:
+        """Update by the sum of all microbatches."""
+        update_by(self._total, self._work, self._embedding, self._optimizer)
+        return self._total.loss / self._total.divisor
 
 
-class WholeSteps:
-    """All samples at once: for one process, faster where leaves are small."""
+class WholeBatch:
+    """A step of all samples at once: for one process.
+
+    The gradient of a row is summed and applied in one pass. The result depends on which samples
+    are in a batch together.
+    """
 
     def __init__(
-        self,
-        reader: Reader,
-        model: nn.Module,
-        embedding: Embedding,
-        optimizer: torch.optim.Optimizer,
-        device: torch.device,
+        self, model: nn.Module, embedding: Embedding, optimizer: torch.optim.Optimizer
     ) -> None:
-        """Keep the parts of the run."""
-        self._reader = reader
-        self._device = device
-        self._parts = (model, embedding, optimizer)
+        self._model, self._embedding, self._optimizer = model, embedding, optimizer
 
-    def read(self, train_step: int) -> Batch:
-        """Return the batch of a step where it is computed."""
-        return to_device(self._reader.read(train_step), self._device)
+    def fetch(self, batch: Batch) -> None:
+        """Fetch the rows of the batch."""
+        self._embedding.open(single_microbatch(batch))
 
-    def train(self, batch: Batch, timer: PhaseTimer) -> float:
-        """Train a batch and return its loss before the update."""
-        return train_step(*self._parts, batch, timer)
+    def forward_backward(self, batch: Batch, timer: PhaseTimer) -> None:
+        """Compute the batch."""
+        with timer("forward"):
+            self._loss = loss_of(self._model(batch), batch)
+        with timer("backward"):
+            self._optimizer.zero_grad()
+            self._loss.backward()
+
+    def update(self) -> float:
+        """Update parameters and rows."""
+        self._optimizer.step()
+        self._embedding.update_from_backward()
+        return self._loss.item()

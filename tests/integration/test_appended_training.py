@@ -17,8 +17,10 @@ from tests.pipelines.logs import SCHEMA, raw_rows, request, samples_of, write_lo
 from tests.trainer.runs import final_rows, losses_of, reader_of, run_job
 from trainer.components import order_of
 from trainer.data.decode import spec_of
+from trainer.evaluate import evaluate_run
 from trainer.run import verify_run
-from trainer.train import TrainOptions, evaluate_run, train
+from trainer.setup import TrainOptions
+from trainer.train_run import train
 
 EVALUATION_FROM = datetime(2026, 1, 1, 0, 8)
 ROWS = (300, 200)

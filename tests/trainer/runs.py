@@ -17,7 +17,8 @@ from trainer.checkpoint.manifest import ROW_FILES, read_checkpoint_manifest
 from trainer.components import Parts, build_parts, memory_stores, order_of
 from trainer.data.decode import spec_of
 from trainer.data.reader import Reader
-from trainer.train import TrainOptions, train
+from trainer.setup import TrainOptions
+from trainer.train_run import train
 
 SEGMENTS = [[(400, 50), (333, 30)], [(250, 0)]]
 """Training and evaluation samples of each file of each segment."""

@@ -16,7 +16,7 @@ from tests.trainer.runs import SEGMENTS, checkpoint_at, losses_of, rows_in, run_
 from trainer.__main__ import main
 from trainer.checkpoint.load import dense_of, verified
 from trainer.checkpoint.manifest import read_checkpoint_manifest
-from trainer.train import evaluate_run
+from trainer.evaluate import evaluate_run
 
 STOP, END = 13, 17
 KINDS: dict[str, tuple[dict[str, str], dict[str, Any]]] = {

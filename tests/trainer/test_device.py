@@ -19,7 +19,7 @@ from tests.trainer.make_dataset import make_dataset, write_job
 from tests.trainer.runs import final_rows, losses_of, reader_of, run_job
 from trainer.device import to_device
 from trainer.embedding.module import Embedding
-from trainer.train import evaluate_run
+from trainer.evaluate import evaluate_run
 
 MODELS = {
     "dlrm": "{name: dlrm, top_layers: [16]}",

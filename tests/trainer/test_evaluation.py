@@ -19,11 +19,10 @@ from tests.trainer.stores import whole
 from tests.trainer.test_metric_streams import session_auc_by_hand
 from trainer.components import Parts
 from trainer.data.reader import Reader, prefetch
-from trainer.evaluate import Evaluation, columns_of, evaluate
+from trainer.evaluate import Evaluation, columns_of, evaluate, evaluate_run
 from trainer.metrics import auc, calibration, gauc, normalized_entropy
 from trainer.run import verify_run
 from trainer.step import PhaseTimer, train_step
-from trainer.train import evaluate_run
 
 
 def evaluate_now(job: Path, dataset: Path, parts: Parts, reader: Reader) -> Evaluation:

@@ -31,14 +31,14 @@ def first_record(row: int) -> list[float]:
 def test_record_of_the_latest_step_holds_in_whatever_order_they_come(
     writes: list[tuple[int, list[int]]],
 ) -> None:
-    table, latest, records = ShardTable(LAYOUT), {}, [first_record(row) for row in ROWS]
+    table, latest, records = ShardTable(LAYOUT), {}, [first_record(int(row)) for row in ROWS]
     for number, (step, rows) in enumerate(writes):
         block = np.full((len(rows), 5), number, np.float32)
         for _ in range(2):  # every call may be repeated
             table.write(np.array(rows), step, block)
         for row in rows:
             if step >= latest.get(row, 0):
-                latest[row], records[row] = step, [number] * 5
+                latest[row], records[row] = step, [float(number)] * 5
         assert table.fetch(ROWS).tolist() == records
     rows, steps, block = table.records(ROWS)
     assert dict(zip(rows.tolist(), steps.tolist(), strict=True)) == latest

@@ -13,7 +13,7 @@ from tests.trainer.processes import children_of
 from tests.trainer.runs import final_rows, losses_of, plain_run, run_job
 from tests.trainer.stores import TOKEN, running, start_store
 from trainer.run import RunLog
-from trainer.train import TrainOptions
+from trainer.setup import TrainOptions
 
 
 def assert_same_run(one: Path, other: Path) -> None:

@@ -19,8 +19,8 @@ from tests.trainer.make_dataset import bytes_of, make_dataset, write_job
 from tests.trainer.runs import SEGMENTS, losses_of, parts_of, rows_in, run_job
 from trainer.__main__ import main
 from trainer.checkpoint.load import dense_of, newest_checkpoint
+from trainer.evaluate import evaluate_run
 from trainer.run import verify_run
-from trainer.train import evaluate_run
 from trainer.warm_start import rows_used
 
 KINDS: dict[str, tuple[dict[str, str], dict[str, Any]]] = {

@@ -35,13 +35,14 @@ from trainer.elastic.options import ReplicaOptions
 from trainer.elastic.peer_state import MemoryRows, ReplicaRows
 from trainer.elastic.replica import Replica
 from trainer.elastic.shared_rows import open_shared, shared_rows
+from trainer.evaluate import evaluate_parts
 from trainer.follow import Following
 from trainer.recovery import Drain, Watchdog, told
 from trainer.run import check_run, read_identity, write_dataset, write_summary
 from trainer.setup import TrainOptions, chosen_of, how_of
 from trainer.step import Clock
 from trainer.stores.api import BehindError, RowsLostError, Store, notify_checkpoint
-from trainer.train import evaluate_parts, summary_of
+from trainer.train_run import summary_of
 from trainer.warm_start import steps_before
 
 _PAUSE_SEC = 0.05

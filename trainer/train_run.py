@@ -1,0 +1,242 @@
+"""A training run from start to end: open it, train with rollbacks, evaluate, summarize."""
+
+from __future__ import annotations
+
+import resource
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Literal
+
+from schemas.config.job import Job, load_job
+from schemas.config.limits import START
+from schemas.config.train import TrainConfig
+from schemas.errors import SchemaError
+from schemas.run_log import METRICS, RunSummary, StepMetric, read_metrics
+from trainer.checkpoint.load import (
+    load_checkpoint,
+    made_of,
+    newest_checkpoint,
+    same_plan,
+    stores_of,
+    verified,
+)
+from trainer.checkpoint.manager import claim_leftovers
+from trainer.checkpoint.manifest import PLAN
+from trainer.components import Parts, build_parts, layouts_of
+from trainer.data.decode import spec_of
+from trainer.device import device_of
+from trainer.embedding.cache import CachedRows, DirectSource, PlannedCache, RowSource, load_cached
+from trainer.embedding.kernels.compiled import kernels_of
+from trainer.embedding.lru import LruCache
+from trainer.evaluate import Evaluation, evaluate_parts
+from trainer.follow import Span, plans_of_span
+from trainer.recovery import Drain, Watchdog, told
+from trainer.run import (
+    RunIdentity,
+    read_identity,
+    write_summary,
+)
+from trainer.setup import (
+    TrainOptions,
+    begin_run,
+    first_checkpoint,
+    open_stores,
+    readable,
+    with_rollbacks,
+)
+from trainer.step import (
+    Clock,
+    PhaseTimer,
+)
+from trainer.stores.api import group_of
+from trainer.stores.future_log import FutureLog, NextUseLookup
+from trainer.train import TrainingLoop
+from trainer.warm_start import said_of, steps_before
+
+
+def train(
+    job_path: Path,
+    dataset_path: Path,
+    run: Path,
+    options: TrainOptions,
+    *,
+    clock: Clock,
+    on_step: Callable[[StepMetric, int], None],
+    drain: Drain | None = None,
+    say: Callable[[str], None] = lambda _: None,
+) -> RunSummary:
+    """Train a job on a dataset and leave metrics, ledger, checkpoints and a summary in `run`.
+
+    Args:
+        job_path: job file.
+        dataset_path: dataset folder.
+        run: output folder.
+        options: what the command line says.
+        clock: seconds, for phases.
+        on_step: called after each committed step with its metric and the number of steps.
+        drain: asks the run to end early, at a step that it can go on from.
+        say: told what is waited for.
+
+    Raises:
+        SchemaError: job, dataset or run break their format, or the device is not there.
+        PlanError: the plan does not fit `train.cache.rows`.
+        DrainInterrupt: it was asked to end; says what is left.
+    """
+    job = load_job(job_path)
+    config, drain = job.train, drain or Drain()
+    device_of(config.device)
+    with Watchdog(config.limits.seconds()) as watchdog:
+        drain.on_ask = watchdog.drain
+        data = begin_run(job_path, job, dataset_path, run, options, drain, say, watchdog)
+        spec = spec_of(data.current().dataset, config.dtype)
+        checkpoint = first_checkpoint(run, options)
+        begun = read_identity(run)
+        watchdog.write_to(run)
+
+        def attempt(checkpoint: Path | None) -> tuple[Evaluation, RowSource]:
+            span = data.current()
+            with (
+                ExitStack() as opened,
+                told(f"stopped before a step; train on {run} with --resume"),
+            ):
+                with watchdog(START), drain.at_once():
+                    kernels_of(config.kernels)
+                    kind = _kind_of_store(options, config)
+                    stores = opened.enter_context(
+                        open_stores(
+                            run,
+                            layouts_of(spec, config),
+                            config.stores,
+                            job=job_path,
+                            kind=kind,
+                            num_processes=options.stores,
+                        )
+                    )
+                    parts = build_parts(spec, config, stores, steps_before=steps_before(begun))
+                    start = _start(job, options, span, parts, checkpoint, begun)
+                timer = PhaseTimer(clock, watchdog)
+                loop = TrainingLoop(run, job, options, data, parts, drain, watchdog, timer, on_step)
+                span = loop.run(span, *start, loaded=checkpoint is not None)
+                with drain.at_once(), told(f"all steps are trained; evaluate {run} with --resume"):
+                    found = readable(stores, newest_checkpoint(run))
+                    parts = replace(parts, stores=found)
+                    return evaluate_parts(job, span.dataset, parts, watchdog), start[1]
+
+        (evaluation, source), rollbacks = with_rollbacks(
+            run, checkpoint, attempt, lambda: claim_leftovers(run, config.checkpoint, resume=True)
+        )
+    summary = replace(
+        summary_of(run, options, evaluation, source),
+        num_rollbacks=rollbacks.num_rollbacks,
+        recomputed_steps=rollbacks.recomputed_steps,
+    )
+    write_summary(run, summary)
+    return summary
+
+
+def _start(
+    job: Job,
+    options: TrainOptions,
+    span: Span,
+    parts: Parts,
+    checkpoint: Path | None,
+    begun: RunIdentity,
+) -> tuple[int, RowSource]:
+    """Load the checkpoint; return the first step and where rows come from."""
+    first, cached = 0, dict[str, CachedRows]()
+    if checkpoint is not None:
+        next_use = None
+        if isinstance(group_of(parts.stores), FutureLog):
+            known = span.horizon.known
+            others = begun.origin is not None
+            next_use = NextUseLookup(span.dataset, span.order, known, allow_unknown=others)
+        manifest = verified(checkpoint, made_of(job, span.dataset))
+        if options.embedding == "cached" and same_plan(manifest.made_of, job.train.cache):
+            cached = load_cached(checkpoint / PLAN, parts.stores)
+        first = load_checkpoint(
+            checkpoint, manifest, parts.model, parts.optimizer, parts.stores, next_use, cached
+        )
+    source = _source(options, span, job, parts, first, cached)
+    if isinstance(source, PlannedCache) and checkpoint is not None:
+        _hold(source, checkpoint, parts, cached)
+    parts.embedding.set_source(source)
+    return first, source
+
+
+def _source(
+    options: TrainOptions,
+    span: Span,
+    job: Job,
+    parts: Parts,
+    first: int,
+    cached: Mapping[str, CachedRows],
+) -> RowSource:
+    cache = job.train.cache
+    if options.embedding in ("plain", "uncached"):
+        return DirectSource(parts.stores)
+    if options.embedding == "lru":
+        if cache.rows is None:
+            raise SchemaError(
+                "train.cache.rows must be given for --embedding lru, got none; it knows no future "
+                "and keeps as many rows as it may"
+            )
+        return LruCache(parts.stores, cache.rows)
+    every = job.train.checkpoint.every_steps
+    until = span.horizon.until
+    starts = {table: found.keyframe for table, found in cached.items()}
+    return PlannedCache(
+        parts.stores,
+        plans_of_span(span, parts.stores, job.train, first, starts),
+        first_step=first,
+        last_step=until,
+        prefetch_steps=cache.prefetch_steps,
+        saves_at=lambda step: step == until or (every is not None and step % every == 0),
+    )
+
+
+def _hold(
+    source: PlannedCache, checkpoint: Path, parts: Parts, cached: Mapping[str, CachedRows]
+) -> None:
+    """Fill the cache with the rows of a checkpoint that it held."""
+    rows = stores_of(checkpoint, parts.stores)
+    for table, found in cached.items():
+        source.restore(table, found, rows[table].fetch(found.rows[found.is_cached]))
+
+
+def _kind_of_store(options: TrainOptions, config: TrainConfig) -> Literal["memory", "mmap", "log"]:
+    if options.embedding == "plain":
+        return "memory"
+    return config.cache.files if options.embedding == "cached" else "mmap"
+
+
+def summary_of(
+    run: Path, options: TrainOptions, evaluation: Evaluation, source: RowSource
+) -> RunSummary:
+    """Return what a finished run comes to."""
+    metrics = read_metrics(run / METRICS)
+    timed = metrics[1:] or metrics
+    seconds = sum(m.num_samples / m.samples_per_sec for m in timed)
+    in_front = options.embedding != "plain"
+    accesses = source.num_accesses
+    return RunSummary(
+        num_steps=len(metrics),
+        num_samples=sum(m.num_samples for m in metrics),
+        loss_first=metrics[0].loss,
+        loss_last=metrics[-1].loss,
+        ne=evaluation.ne,
+        auc=evaluation.auc,
+        gauc=evaluation.gauc,
+        session_auc=evaluation.session_auc,
+        calibration=evaluation.calibration,
+        auc_error=evaluation.auc_error,
+        samples_per_sec=sum(m.num_samples for m in timed) / seconds,
+        cache_hit_rate=1 - source.fetched_rows / accesses if in_front and accesses else None,
+        fetched_rows=source.fetched_rows if in_front else 0,
+        peak_rss_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        embedding=options.embedding,
+        expanded=options.expanded,
+        fast=options.fast,
+        start=said_of(read_identity(run).origin),
+    )
