@@ -105,5 +105,5 @@ def through_beam(columns: list[np.ndarray], batch: int, root: Path) -> float:
         return {"entries": linked | "count" >> beam.MapTuple(lambda _, d: sum(r for *_, r in d))}
 
     started = time.perf_counter()
-    run_pipeline(make, [], root, bundles=len(columns) - 3)
+    run_pipeline(make, [], root, num_tasks=len(columns) - 3)
     return time.perf_counter() - started

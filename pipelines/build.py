@@ -23,7 +23,7 @@ from pipelines.autogroup.job import with_groups
 from pipelines.clustering.part import PartResult, deserialize_results
 from pipelines.context import BuildContext, BuildRequest
 from pipelines.prepare import build_context, check_map, count_parts, prepare
-from pipelines.progress import counted_rows, is_stopped, watched
+from pipelines.progress import counted_rows, is_stopped, report_progress
 from pipelines.quality.gate import GateError
 from pipelines.quality.gate_files import keep_rejects
 from pipelines.quality.statistics_files import segment_statistics
@@ -178,7 +178,10 @@ def _write_segment(
     """Run the pipeline and finish the segment in its hidden directory."""
     building = context.segment_root
     stage_learned(request.dataset, context.learned, building)
-    with watched(building, context.num_parts, request.progress), _job_file_in_errors(request):
+    with (
+        report_progress(building, context.num_parts, request.progress),
+        _job_file_in_errors(request),
+    ):
         if context.shuffle_by == "memory":
             values = executor.run_segment(context)
         else:

@@ -1,4 +1,7 @@
-"""Build a segment in this process, without Beam: the same stages, over Python lists."""
+"""Build a segment in one process without Beam: the stages of `stages.py` over Python lists.
+
+The result has the same bytes as a build on any runner.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,7 @@ from pipelines.stages import (
     cut_file,
     good_side_rows,
     keyed_rows,
-    pins_of,
+    layout_of,
     read_rows,
     write_part,
 )
@@ -42,27 +45,28 @@ from pipelines.transforms.fit import (
 )
 
 SourceRows = tuple[str, pa.Table]
-"""Source, and raw rows of it."""
+"""Name of a source or side table, and raw rows of it."""
 
 LookupRows = Callable[[int, list[pa.Table]], Iterable[pa.Table]]
-"""From the index of a look-up, and its samples, to rows of its side table: all with their keys."""
+"""Takes the index of a look-up and its samples; returns all rows of its side table with a key of
+the samples."""
 
 
 class OutputCollector:
-    """What the stages give beside samples: rejects, counts, and what transforms learn from."""
+    """Collects the other outputs of stages: rejects, counts, and inputs of transforms to fit."""
 
     def __init__(self, keep: bool = True) -> None:
-        """Start with nothing.
+        """Start empty.
 
         Args:
-            keep: whether to keep it; a caller that needs the samples alone saves the memory.
+            keep: False discards everything but the main output, to save memory.
         """
         self.keep = keep
         self.values: defaultdict[str, list[Any]] = defaultdict(list)
         self.partials: defaultdict[str, list[Partial]] = defaultdict(list)
 
-    def samples(self, outputs: Iterable[Output]) -> Iterator[Any]:
-        """Yield the main output of a stage; keep the others."""
+    def main_output(self, outputs: Iterable[Output]) -> Iterator[Any]:
+        """Yield the main output of a stage; collect the others."""
         for name, value in outputs:
             if name == SAMPLES:
                 yield value
@@ -76,22 +80,22 @@ class OutputCollector:
 
 
 def run_segment(context: BuildContext) -> dict[str, list[Any]]:
-    """Build a segment: read, make samples, learn, write parts, number accesses.
+    """Build a segment: read, make samples, fit transforms, write parts, number accesses.
 
     Args:
-        context: of a build whose samples cross in memory.
+        context: with `shuffle_by="memory"`.
 
     Returns:
-        The values of each output: `parts, tables, rejects, events`, and `learned` where
-        transforms learn.
+        The values of each output: `parts, tables, rejects, events`, and `learned` if the job has
+        transforms to fit.
     """
     keep_freed_memory()
     collected = OutputCollector()
     samples = make_samples(context, read_all(context, collected), collected)
-    learned = learn(context, collected)
-    parts = write_parts(context, samples, learned[0] if learned else {})
+    learned = fit_transforms(context, collected)
+    parts = write_parts(context, samples, learned or {})
     return {
-        **({"learned": learned} if learned else {}),
+        **({} if learned is None else {"learned": [learned]}),
         "parts": [serialize_result(part) for part in parts],
         "tables": number_tables(context, parts),
         "rejects": reject_counts(context, collected.values[REJECTS]),
@@ -106,28 +110,22 @@ def read_all(
 
     Args:
         context: of the build.
-        collected: rejects are added to it.
-        sources: the sources and side tables to read; all when None.
+        collected: receives the rejects.
+        sources: names of the sources and side tables to read; None for all.
     """
     sides = context.data.sides
     for file in sorted(context.files(), key=lambda f: f.source not in sides):
         if sources is not None and file.source not in sources:
             continue
-        for part in collected.samples(cut_file(context, file)):
-            for table in collected.samples(read_rows(context, part)):
+        for part in collected.main_output(cut_file(context, file)):
+            for table in collected.main_output(read_rows(context, part)):
                 yield part.source, table
 
 
 def make_samples(
     context: BuildContext, rows: Iterable[SourceRows], collected: OutputCollector
 ) -> dict[int, list[Any]]:
-    """Return the samples of each part, as `context.crossing` sends them.
-
-    Args:
-        context: of the build.
-        rows: raw rows, those of side tables first.
-        collected: what else comes out, added to.
-    """
+    """Return the samples of each part, as `context.transport` sends them; see `iter_samples`."""
     parts: defaultdict[int, list[Any]] = defaultdict(list)
     for part, sent in iter_samples(context, rows, collected):
         parts[part].append(sent)
@@ -138,82 +136,79 @@ def iter_samples(
     context: BuildContext,
     rows: Iterable[SourceRows],
     collected: OutputCollector,
-    rows_of_look_up: LookupRows | None = None,
+    lookup_rows: LookupRows | None = None,
 ) -> Iterator[tuple[int, Any]]:
-    """Yield samples with the numbers of their parts, as `context.crossing` sends them.
+    """Yield (part, samples as `context.transport` sends them).
 
     Args:
         context: of the build.
         rows: raw rows, those of side tables first.
-        collected: what else comes out, added to.
-        rows_of_look_up: where the rows of large side tables come from, if they are not in `rows`.
+        collected: receives the other outputs.
+        lookup_rows: returns rows of large side tables, if they are not in `rows`.
     """
     side_rows: defaultdict[str, list[pa.Table]] = defaultdict(list)
     stage = SampleStage(context)
-    made = collected.samples(_from_sources(context, stage, rows, side_rows, collected))
+    samples = collected.main_output(_sql_outputs(context, stage, rows, side_rows, collected))
     if context.lookups_are_broadcast:
-        yield from made
+        yield from samples
         return
     joins = context.data.samples.joins
-    rows_of_look_up = rows_of_look_up or (lambda index, _: side_rows[joins[index].side])
-    for table in _joined_by_key(context, stage, list(made), rows_of_look_up):
-        yield from collected.samples(stage.finish(table))
+    lookup_rows = lookup_rows or (lambda index, _: side_rows[joins[index].side])
+    for table in _join_by_key(context, stage, list(samples), lookup_rows):
+        yield from collected.main_output(stage.finish(table))
 
 
-def _from_sources(
+def _sql_outputs(
     context: BuildContext,
     stage: SampleStage,
     rows: Iterable[SourceRows],
     side_rows: defaultdict[str, list[pa.Table]],
     collected: OutputCollector,
 ) -> Iterator[Output]:
-    """Yield what SQL makes of the rows of sources; those of side tables are put aside."""
+    """Yield the outputs of the SQL over source rows; move rows of side tables to `side_rows`."""
     keyed: defaultdict[int, defaultdict[str, list[pa.Table]]] = defaultdict(
         lambda: defaultdict(list)
     )
-    opened = False
+    sides_ready = False
     for source, table in rows:
         if source in context.data.sides:
-            side_rows[source].extend(collected.samples(good_side_rows(context, source, table)))
+            side_rows[source].extend(collected.main_output(good_side_rows(context, source, table)))
             continue
-        if not opened:
+        if not sides_ready:
             stage.use_sides(sides_in_memory(context, side_rows))
-            opened = True
+            sides_ready = True
         if context.shard is None:
             yield from stage.from_rows(source, table)
             continue
-        for target, good in collected.samples(keyed_rows(context, source, table)):
-            for part, mine in group_rows(good, target):
-                keyed[part][source].append(mine)
+        for part_of_row, good in collected.main_output(keyed_rows(context, source, table)):
+            for part, part_rows in group_rows(good, part_of_row):
+                keyed[part][source].append(part_rows)
     for part in sorted(keyed):
         yield from stage.from_keys(part, keyed.pop(part))
 
 
-def _joined_by_key(
+def _join_by_key(
     context: BuildContext,
     stage: SampleStage,
     samples: list[pa.Table],
-    rows_of_look_up: LookupRows,
+    lookup_rows: LookupRows,
 ) -> list[pa.Table]:
-    """Return samples after all look-ups, one after the other."""
     for index, join in enumerate(context.data.samples.joins):
         if join.side in context.broadcast:
             samples = [look_up_broadcast(table, stage.sides, context, index) for table in samples]
         else:
-            samples = list(
-                look_up_partition(context, index, samples, rows_of_look_up(index, samples))
-            )
+            samples = list(look_up_partition(context, index, samples, lookup_rows(index, samples)))
     return samples
 
 
-def learn(context: BuildContext, collected: OutputCollector) -> list[dict[str, str]]:
-    """Write what transforms learn; return its files, path to sha256, none where nothing learns."""
+def fit_transforms(context: BuildContext, collected: OutputCollector) -> dict[str, str] | None:
+    """Fit transforms; return their files, path to sha256, or None without transforms to fit."""
     root, data = context.segment_root, context.data
     if not learned_inputs(data):
-        return []
+        return None
     sums = {k: shrink(root, data, k, merged(p)[0]) for k, p in collected.partials.items()}
     collected.partials.clear()
-    return [settle(root / LEARNED, sums, data, context.learned)]
+    return settle(root / LEARNED, sums, data, context.learned)
 
 
 def write_parts(
@@ -223,27 +218,29 @@ def write_parts(
 
     Args:
         context: of the build.
-        samples: by part, ascending; each is let go of when it is written.
-        files: what was learned, path to sha256.
+        samples: by part; emptied, to free the memory of each part once it is written.
+        files: from `fit_transforms`.
     """
     if not samples:
         return []
-    pins = pins_of(context, samples[min(samples)], files)
+    layout = layout_of(context, samples[min(samples)], files)
     learned = load_building(context.segment_root, files, context.data)
-    return [write_part(context, part, samples.pop(part), pins, learned) for part in sorted(samples)]
+    return [
+        write_part(context, part, samples.pop(part), layout, learned) for part in sorted(samples)
+    ]
 
 
 def reject_counts(context: BuildContext, tables: list[pa.Table]) -> list[RejectCounts]:
-    """Write the rejects; return their counts by range of places."""
-    places: defaultdict[int, list[pa.Table]] = defaultdict(list)
+    """Write the rejects, a file for each range of the input; return their counts."""
+    ranges: defaultdict[int, list[pa.Table]] = defaultdict(list)
     for table in tables:
-        for place, rows in group_rows(table, range_keys(table, context.listing)):
-            places[place].append(rows)
-    return [write_rejects(context.segment_root, p, places[p]) for p in sorted(places)]
+        for index, rows in group_rows(table, range_keys(table, context.listing)):
+            ranges[index].append(rows)
+    return [write_rejects(context.segment_root, i, ranges[i]) for i in sorted(ranges)]
 
 
 def number_tables(context: BuildContext, parts: list[PartResult]) -> list[tuple[str, int]]:
-    """Number the rows of every table; return (table, distinct rows)."""
+    """Number the rows of every table; return (table, number of distinct rows)."""
     blocks = [part.blocks for part in parts]
     counts: list[tuple[str, int]] = []
     for table in sorted(context.data.tables) if blocks else []:

@@ -1,4 +1,4 @@
-"""Before the work: which files there are, and whether the job fits them."""
+"""Preparation of a build: list the input and check the job against it, before any work."""
 
 from __future__ import annotations
 
@@ -45,20 +45,20 @@ from schemas.features import FeatureSet
 from schemas.manifest import InputFile
 
 PART_INPUT_BYTES = 28 << 20
-"""Input bytes of one part: small enough that a part's samples fit a worker of 2 GiB even when
-they are 20 times larger in memory, large enough for row groups of 64 MiB."""
+"""Input bytes of one part: a part's samples fit a worker of 2 GiB even when they take 20 times as
+much in memory, and fill row groups of 64 MiB."""
 
 
 @dataclass(frozen=True, slots=True)
 class PreparedInput:
-    """What is known before the work starts.
+    """The input of a build and the SQL that its job compiles to.
 
     Attributes:
         listing: input files, sorted.
         steps: the SQL that workers run.
-        empty_rows: by source and side table, a table without rows that has its columns.
+        empty_rows: empty table with the columns of each source and side table.
         broadcast: side tables that every worker holds.
-        key_types: by side table, the type in which its key is compared.
+        key_types: type in which the key of each side table is compared.
     """
 
     listing: tuple[InputFile, ...]
@@ -67,85 +67,95 @@ class PreparedInput:
     broadcast: frozenset[str] = frozenset()
     key_types: Mapping[str, pa.DataType] = field(default_factory=dict)
 
-    @property
-    def passed(self) -> Passthrough:
-        """Lists that go around the SQL."""
-        return self.steps.passthrough
-
-    @property
-    def statement(self) -> str:
-        """The one statement of a job that has only one."""
-        return self.steps.map or self.steps.per or ""
-
 
 def prepare(request: BuildRequest, job: Job, features: FeatureSet) -> PreparedInput:
     """List the input and check the SQL against the declared columns.
 
     Raises:
-        SchemaError: naming what does not fit, before any work is done.
+        SchemaError: the input, the job or the schema is invalid.
     """
     data = job.data
     if data.split.evaluation_last is not None and data.split.evaluation_from is None:
         raise SchemaError(
-            "segment must have a day for data.split.evaluation_last, got none; use --day",
+            "data.split.evaluation_last needs the day of the segment; use --day",
             file=str(request.job_path),
         )
     folder = _input_folder(request)
     listing = request.listing or list_inputs(folder, data.inputs)
     try:
-        steps = job_steps(data)
-        empty = {
-            name: empty_rows(folder, name, config, [f.path for f in listing if f.source == name])
-            for name, config in data.inputs.items()
-        }
-        for name, config in data.inputs.items() if request.listing is None else ():
+        empty: dict[str, pa.Table] = {}
+        for name, config in data.inputs.items():
             paths = [f.path for f in listing if f.source == name]
-            columns = empty[name].column_names
-            note = undeclared_partitions(name, paths, config.partitions, columns)
-            if note is not None:
-                request.progress(note)
-        check_repeatable(data, empty)
-        broadcast = broadcast_sides(data, listing)
-        sources = {name: empty[name] for name in data.sources}
-        if data.samples.per is not None:
-            key_type(sources, data.samples.per.key)
-        at_hand = {name: empty[name] for name in broadcast}
-        before = dry_run_sql(Connection(data.samples.limits), steps, data, sources, at_hand)
-        sides = {name: empty[name] for name in data.sides}
-        kinds = key_types(data, before.schema, {n: table.schema for n, table in sides.items()})
-        samples = dry_run_lookups(before, data, sides, kinds)
-        check_sampling(samples.schema, features, data)
-        check_columns(samples.schema, features, data)
-        check_transforms(samples, features, data)
+            empty[name] = empty_rows(folder, name, config, paths)
+            if request.listing is None:
+                columns = empty[name].column_names
+                note = undeclared_partitions(name, paths, config.partitions, columns)
+                if note is not None:
+                    request.progress(note)
+        return _compile_job(data, features, listing, empty)
     except SqlError as error:
         raise error.in_file(request.job_path) from error
     except SchemaError as error:
         if error.file is None:
             raise SchemaError(error.message, file=str(request.job_path)) from error
         raise
+
+
+def _compile_job(
+    data: DataConfig,
+    features: FeatureSet,
+    listing: tuple[InputFile, ...],
+    empty: Mapping[str, pa.Table],
+) -> PreparedInput:
+    """Compile the SQL, run it on empty tables, and check the columns of its result."""
+    steps = job_steps(data)
+    check_repeatable(data, empty)
+    broadcast = broadcast_sides(data, listing)
+    sources = {name: empty[name] for name in data.sources}
+    sides = {name: empty[name] for name in data.sides}
+    if data.samples.per is not None:
+        key_type(sources, data.samples.per.key)
+    visible = {name: empty[name] for name in broadcast}
+    mapped = dry_run_sql(Connection(data.samples.limits), steps, data, sources, visible)
+    types = key_types(data, mapped.schema, {name: table.schema for name, table in sides.items()})
+    samples = dry_run_lookups(mapped, data, sides, types)
+    check_sampling(samples.schema, features, data)
+    check_columns(samples.schema, features, data)
+    check_transforms(samples, features, data)
     lists: tuple[str, ...] = ()
     if steps.map is not None and steps.per is None and not data.samples.joins:
         lists = unchanged_lists(steps.map, data.sample_source, empty[data.sample_source].schema)
     passed = Passthrough(lists, tuple(samples.column_names))
-    return PreparedInput(listing, add_group_hashes(steps, data, passed), empty, broadcast, kinds)
+    return PreparedInput(listing, add_group_hashes(steps, data, passed), empty, broadcast, types)
 
 
 def build_context(
-    request: BuildRequest, job: Job, features: FeatureSet, prepared: PreparedInput, building: Path
+    request: BuildRequest,
+    job: Job,
+    features: FeatureSet,
+    prepared: PreparedInput,
+    segment_root: Path,
+    *,
+    kind: type[BuildContext] = BuildContext,
+    num_parts: int | None = None,
+    shuffle_by: str | None = None,
 ) -> BuildContext:
-    """Return what every stage of a build must know.
+    """Return the context of a build.
 
     Args:
-        request: what is to be built.
+        request: the request of the build.
         job: the job file.
         features: declared columns.
         prepared: from `prepare`.
-        building: directory of the segment being built.
+        segment_root: directory of the segment being built.
+        kind: class of the context.
+        num_parts: parts of the segment; by default from the bytes of the sources.
+        shuffle_by: how samples cross the shuffle; by default `choose_shuffle`.
     """
     size = sum(f.num_bytes for f in prepared.listing if f.source in job.data.sources)
-    return BuildContext(
+    return kind(
         folder=folder_of(request.input_root),
-        segment_root=building,
+        segment_root=segment_root,
         listing=prepared.listing,
         data=job.data,
         features=features,
@@ -153,15 +163,15 @@ def build_context(
         empty_rows=prepared.empty_rows,
         broadcast=prepared.broadcast,
         key_types=prepared.key_types,
-        num_parts=count_parts(size),
+        num_parts=num_parts or count_parts(size),
         learned=learned_so_far(request.dataset),
-        shuffle_by=choose_shuffle(request.beam_args, prepared.listing),
+        shuffle_by=shuffle_by or choose_shuffle(request.beam_args, prepared.listing),
     )
 
 
 def choose_shuffle(beam_args: list[str], listing: Sequence[InputFile]) -> str:
-    """Return how samples cross the shuffle of the runner; `memory`: the build needs no runner."""
-    size = sum(f.num_bytes for f in listing)  # side tables are in memory, too
+    """Return how samples cross the shuffle; `memory` if the build runs in this process."""
+    size = sum(f.num_bytes for f in listing)  # with side tables: they are held in memory, too
     if in_process(beam_args, is_small=count_parts(size) == 1):
         return "memory"
     runner = runner_module("runner")
@@ -169,18 +179,23 @@ def choose_shuffle(beam_args: list[str], listing: Sequence[InputFile]) -> str:
 
 
 def count_parts(num_bytes: int) -> int:
-    """Return the parts of a segment, by the bytes that become samples, so without side tables."""
+    """Return the parts of a segment by the bytes of its sources without side tables."""
     return max(1, -(-num_bytes // PART_INPUT_BYTES))
 
 
 def check_map(request: BuildRequest, data: DataConfig, prepared: PreparedInput) -> int:
-    """Compare what `samples.map` makes of the same rows cut three ways.
+    """Compare the samples that `samples.map` yields for the same rows in three batchings.
+
+    Returns:
+        The number of rows compared.
 
     Raises:
         SchemaError: the results differ, or the job has no `samples.map`.
     """
     if data.samples.map is None:
-        raise SchemaError("--check-sql must have a job with samples.map; samples.per is not cut")
+        raise SchemaError(
+            "--check-sql needs a job with samples.map; rows of samples.per are not batched"
+        )
     table = PER if data.samples.per is not None else data.sample_source
     connection = Connection(data.samples.limits)
     for name in prepared.broadcast:
@@ -197,7 +212,6 @@ def check_map(request: BuildRequest, data: DataConfig, prepared: PreparedInput) 
 def _chunks(
     request: BuildRequest, data: DataConfig, prepared: PreparedInput, source: str
 ) -> Iterator[pa.Table]:
-    """Yield the rows of a source, or of a side table."""
     folder, config = folder_of(request.input_root), data.inputs[source]
     schema = prepared.empty_rows[source].schema
     for index, file in enumerate(prepared.listing):
@@ -215,9 +229,9 @@ def _per_key(
     data: DataConfig,
     prepared: PreparedInput,
 ) -> Iterator[pa.Table]:
-    """Yield what `samples.per` makes of the first rows of each source."""
-    assert data.samples.per is not None, "asked only then"
-    assert prepared.steps.per is not None, "asked only then"
+    """Yield the samples that `samples.per` yields for the first rows of each source."""
+    assert data.samples.per is not None, "called for samples.per only"
+    assert prepared.steps.per is not None, "called for samples.per only"
     tables: dict[str, pa.Table] = {}
     for name in data.sources:
         rows = pa.concat_tables(
@@ -226,17 +240,17 @@ def _per_key(
         tables[name] = rows.filter(rows[data.samples.per.key].is_valid())
     if data.samples.events is not None:
         tables = join_events(tables, data, prepared.listing).tables
-    per = PerKey(prepared.steps.per, data.sample_source, data.samples.per.key)
-    for result in run_keys(connection, per, tables):
+    sql = PerKey(prepared.steps.per, data.sample_source, data.samples.per.key)
+    for result in run_keys(connection, sql, tables):
         if result.samples is not None:
             yield result.samples
 
 
 def _input_folder(request: BuildRequest) -> Folder:
-    """Return the input directory, after Beam's filesystems know their options.
+    """Return the input directory, and pass the Beam options to Beam's filesystems.
 
     Raises:
-        SchemaError: the output lies in it.
+        SchemaError: the output lies in the input.
     """
     folder = folder_of(request.input_root)
     if not folder.is_local:

@@ -1,6 +1,7 @@
-"""What a person sees of a running build: a line whenever rows were read or a part was written.
+"""Progress of a running build: counts of rows over all workers, and the early stop.
 
-A build that rejects every row ends early: see `stop_if_hopeless`.
+Each worker process writes its counts to a file below the segment being built; the launcher adds
+them up. A build that rejects every row stops early, see `stop_if_all_rejected`.
 """
 
 from __future__ import annotations
@@ -18,30 +19,30 @@ from pathlib import Path
 from pipelines.atomic_files import atomic_write
 from pipelines.sources.rows import PART_BYTES
 
-HOPELESS_ROWS = 50_000
-"""Rejected rows from which on a build without one good row ends."""
+STOP_AFTER_REJECTS = 50_000
+"""A build stops after so many rejected rows without one good row."""
 
 _INTERVAL_SEC = 2.0
 _DIRECTORY = ".progress"
 _STOPPED = "stopped"
 _LOCK = threading.Lock()
 _COUNTS: defaultdict[Path, Counts] = defaultdict(lambda: Counts())
-"""What this process has read and rejected, by directory of the segment being built."""
+"""Counts of this process, by directory of the segment being built."""
 
 
 @dataclass(slots=True)
 class Counts:
-    """What was read and rejected.
+    """Rows that were read and rejected, and samples.
 
     Attributes:
-        read: rows of files, the rejected ones among them.
-        rejected: rows.
-        example: the first of them, as one line.
-        good: rows of the sample source that a reader could read.
-        unread: rows of it that it could not.
-        unused: rows of it that were read and rejected later.
-        samples: that were made.
-        num_bytes: of the files, or parts of files, that reading has begun with.
+        read: rows read, including rejected ones.
+        rejected: rows rejected.
+        example: the first rejected row, as one line.
+        good: rows of the sample source that were read.
+        unread: rows of the sample source that could not be read.
+        unused: rows of the sample source that were read and rejected later.
+        samples: samples made.
+        num_bytes: bytes of the files, or parts of files, that were opened.
     """
 
     read: int = 0
@@ -54,7 +55,7 @@ class Counts:
     num_bytes: int = 0
 
     def __add__(self, other: Counts) -> Counts:
-        """Return both together."""
+        """Return the sum; the example is the first."""
         return Counts(
             self.read + other.read,
             self.rejected + other.rejected,
@@ -69,21 +70,21 @@ class Counts:
     def __str__(self) -> str:
         """Return the counts as one line."""
         share = self.rejected / max(1, self.read, self.rejected)
-        such = f" ({share:.2%}), such as {self.example}" if self.rejected else ""
-        return f"rows read: {self.read:,}, rejected: {self.rejected:,}{such}"
+        example = f" ({share:.2%}), such as {self.example}" if self.rejected else ""
+        return f"rows read: {self.read:,}, rejected: {self.rejected:,}{example}"
 
 
 def count_rows(building: Path, more: Counts) -> Counts | None:
-    """Add to what this process has read and rejected, while `counting`.
+    """Add to the counts of this process; do nothing outside `counting`.
 
-    A bundle that is tried again counts twice: the numbers decide nothing about samples.
+    A bundle that is retried counts twice: the counts do not affect the dataset.
 
     Args:
         building: directory of the segment being built, which workers share.
-        more: what is added.
+        more: counts to add.
 
     Returns:
-        What this process has counted, None outside `counting`.
+        The counts of this process, None outside `counting`.
     """
     if not (building / _DIRECTORY).is_dir():
         return None
@@ -95,28 +96,31 @@ def count_rows(building: Path, more: Counts) -> Counts | None:
 
 
 def counted_rows(building: Path) -> Counts:
-    """Return what all workers have read and rejected."""
+    """Return the counts of all workers."""
     total = Counts()
     for path in sorted((building / _DIRECTORY).glob("[0-9]*.json")):
         total += Counts(**json.loads(path.read_text(encoding="utf-8")))
     return total
 
 
-def stop_if_hopeless(building: Path, most: float | None, input_bytes: int) -> None:
-    """Let all workers stop reading where the build would only go on to be refused.
+def stop_if_all_rejected(
+    building: Path, max_reject_fraction: float | None, input_bytes: int
+) -> None:
+    """Make all workers stop reading if the quality gate would refuse the segment anyway.
 
-    It has rejected `HOPELESS_ROWS` rows and has not one good one, in any worker; and the files that
-    reading has begun with hold the share of the input's bytes that may be rejected, or 32 MiB.
+    That is: `STOP_AFTER_REJECTS` rows were rejected and no worker has a good one, and the files
+    opened so far hold the allowed share of the input's bytes, or 32 MiB.
 
     Args:
         building: directory of the segment being built, which workers share.
-        most: share of rows that may be rejected; None or 1 when all may.
-        input_bytes: of all files.
+        max_reject_fraction: share of rows that may be rejected; never stop if it is None or 1.
+        input_bytes: bytes of all files.
     """
-    if most is None or most >= 1:
+    if max_reject_fraction is None or max_reject_fraction >= 1:
         return
     total = counted_rows(building)
-    if _is_hopeless(total) and total.num_bytes >= min(PART_BYTES, most * input_bytes):
+    allowed_bytes = min(PART_BYTES, max_reject_fraction * input_bytes)
+    if _all_rejected(total) and total.num_bytes >= allowed_bytes:
         (building / _DIRECTORY / _STOPPED).touch()
 
 
@@ -125,23 +129,19 @@ def is_stopped(building: Path) -> bool:
     return (building / _DIRECTORY / _STOPPED).exists()
 
 
-def _is_hopeless(counts: Counts) -> bool:
-    """Tell whether a stage, reading or the making of samples, has rejected all that it was given.
+def _all_rejected(counts: Counts) -> bool:
+    """Tell whether a stage, reading or making samples, has rejected all of its rows.
 
-    Rows that were read and still wait for their samples say nothing yet.
+    Rows that were read but not yet made into samples do not count.
     """
-    read_none = counts.unread >= HOPELESS_ROWS and not counts.good
-    used_none = counts.unused >= HOPELESS_ROWS and not counts.samples
+    read_none = counts.unread >= STOP_AFTER_REJECTS and not counts.good
+    used_none = counts.unused >= STOP_AFTER_REJECTS and not counts.samples
     return read_none or used_none
 
 
 @contextmanager
 def counting(building: Path) -> Iterator[None]:
-    """Count what is read and rejected while the body runs.
-
-    Args:
-        building: directory of the segment being built, which workers share.
-    """
+    """Enable `count_rows` while the body runs."""
     (building / _DIRECTORY).mkdir(exist_ok=True)
     try:
         yield
@@ -151,8 +151,10 @@ def counting(building: Path) -> Iterator[None]:
 
 
 @contextmanager
-def watched(building: Path, num_parts: int, progress: Callable[[str], None]) -> Iterator[None]:
-    """Say how many rows were read and rejected and how many parts written, while the body runs.
+def report_progress(
+    building: Path, num_parts: int, progress: Callable[[str], None]
+) -> Iterator[None]:
+    """Report rows read and rejected and parts written, at intervals while the body runs.
 
     Args:
         building: directory of the segment being built, which workers share.
@@ -162,13 +164,13 @@ def watched(building: Path, num_parts: int, progress: Callable[[str], None]) -> 
     done = threading.Event()
 
     def watch() -> None:
-        before = ""
+        last_line = ""
         while not done.wait(_INTERVAL_SEC):
             written = len(list((building / "samples").glob("*.parquet")))
             line = f"{counted_rows(building)}; parts written: {written} of {num_parts}"
-            if line != before:
+            if line != last_line:
                 progress(line)
-                before = line
+                last_line = line
 
     watcher = threading.Thread(target=watch, name="progress", daemon=True)
     with counting(building):

@@ -1,4 +1,4 @@
-"""Which runner a command asks for: this process, or a runner of Beam."""
+"""Choice of the runner: this process, or a runner of Beam."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from types import ModuleType
 from schemas.errors import SchemaError
 
 IN_PROCESS = "InProcess"
-"""Value of `--runner` for the executor of this project: one process, without Beam."""
+"""Value of `--runner` for `executor.py`: one process, without Beam."""
 ONE_WORKER = "--direct_num_workers=1"
 
 
@@ -17,12 +17,12 @@ def in_process(beam_args: Sequence[str], *, is_small: bool = False) -> bool:
     """Tell whether a command runs in this process.
 
     Args:
-        beam_args: options that the command itself does not know.
-        is_small: whether the work has one piece, so that a second worker would have none: then
-            it runs in this process, unless options ask for more than one local worker.
+        beam_args: options that the command itself does not define.
+        is_small: whether the work has one partition, which a second worker would not speed up:
+            then this process runs it unless an option asks for a Beam runner or more workers.
 
     Raises:
-        SchemaError: it does, and there are options of Beam, too.
+        SchemaError: `--runner=InProcess` is combined with Beam options.
 
     Example:
         >>> in_process(["--runner=InProcess"]), in_process(["--runner", "FlinkRunner"])
@@ -42,12 +42,12 @@ def in_process(beam_args: Sequence[str], *, is_small: bool = False) -> bool:
             others.append(word)
     if requested and others:
         raise SchemaError(
-            f"runner {IN_PROCESS} takes no options of Beam, got {others[0]}; leave it out, or "
-            "choose another --runner"
+            f"runner {IN_PROCESS} takes no Beam options: {others[0]}; leave it out, or choose "
+            "another --runner"
         )
     return requested
 
 
 def runner_module(name: str) -> ModuleType:
-    """Import a module of `pipelines/beam` and with it Beam, which takes seconds."""
+    """Import a module of `pipelines/beam`, and with it Beam, which takes seconds."""
     return importlib.import_module(f"pipelines.beam.{name}")

@@ -1,7 +1,7 @@
-"""The stages of a build without a runner: from a file to rows, samples and written parts.
+"""Stages of a build, independent of the runner: files to rows, samples and written parts.
 
 Each stage is a generator of (output, value) pairs. `beam/transforms.py` runs them on
-workers, `executor.py` in this process, to the same bytes. Nothing here imports Beam.
+workers, `executor.py` in one process, to the same bytes. Nothing here imports Beam.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pipelines.clustering.writer import SegmentLayout, choose_segment_layout
 from pipelines.context import BuildContext
 from pipelines.lookup_stages import Sides, look_up_broadcast, visible_columns
 from pipelines.partition import hash_session_keys, part_of_key
-from pipelines.progress import Counts, count_rows, is_stopped, stop_if_hopeless
+from pipelines.progress import Counts, count_rows, is_stopped, stop_if_all_rejected
 from pipelines.samples.connection import Connection
 from pipelines.samples.event_join import join_events, write_late
 from pipelines.samples.lookups import key_column, key_hashes, key_type
@@ -38,54 +38,47 @@ from schemas.fitted import FittedValues
 
 REJECTS = "rejects"
 SAMPLES = "samples"
-"""The main output of every stage, whatever it is."""
+"""Name of the main output of every stage, also where it is not samples."""
 EVENTS = "events"
 BLOCKS = "blocks"
 
 Output = tuple[str, Any]
 """Name of an output, and one of its values."""
 
-Count = Callable[[str, pa.Table], None]
-"""Called with `in` or `out`, and the table that goes in or comes out."""
-
-
-def no_count(_side: str, _table: pa.Table) -> None:
-    """Count nothing."""
-
 
 def rejected(context: BuildContext, source: str, table: pa.Table, *, by_reader: bool) -> Output:
-    """Return rejects as an output, counted for the progress.
+    """Return rejects as an output, and add them to the progress counts.
 
     Args:
         context: of the build.
         source: of the rows.
         table: rejects.
-        by_reader: whether the rows could not be read.
+        by_reader: whether the reader rejected the rows.
     """
     for first in rejects_from_table(table.slice(0, 1)):
         num = table.num_rows - pc.sum(table["rows_unknown"].cast(pa.int64())).as_py()
         more = Counts(read=num if by_reader else 0, rejected=num, example=str(first))
         if source == context.data.sample_source:
             more += Counts(unread=num) if by_reader else Counts(unused=num)
-        own = count_rows(context.segment_root, more)
-        if own is not None and not own.samples:
-            most = (context.data.gate or GateConfig()).max_reject_fraction
+        counts = count_rows(context.segment_root, more)
+        if counts is not None and not counts.samples:
+            max_fraction = (context.data.gate or GateConfig()).max_reject_fraction
             size = sum(file.num_bytes for file in context.listing)
-            stop_if_hopeless(context.segment_root, most, size)
+            stop_if_all_rejected(context.segment_root, max_fraction, size)
     return REJECTS, table
 
 
 def cut_file(context: BuildContext, part: FilePart) -> Iterator[Output]:
-    """Yield the parts of a file that can be read apart, as samples, and rejects."""
+    """Yield the parts of a file that workers can read independently, and rejects."""
     parts, rejects = parts_of_file(context.folder, part, context.data.inputs[part.source])
     if rejects:
         yield rejected(context, part.source, rejects_table(rejects), by_reader=True)
-    for each in parts:
-        yield SAMPLES, each
+    for file_part in parts:
+        yield SAMPLES, file_part
 
 
 def read_rows(context: BuildContext, part: FilePart) -> Iterator[Output]:
-    """Yield the raw rows of a part, as tables, and rejects."""
+    """Yield the raw rows of a part as tables, and rejects."""
     config = context.data.inputs[part.source]
     schema = context.empty_rows[part.source].schema
     if is_stopped(context.segment_root):
@@ -104,7 +97,7 @@ def read_rows(context: BuildContext, part: FilePart) -> Iterator[Output]:
 
 
 def _num_bytes(context: BuildContext, part: FilePart) -> int:
-    """Return the bytes of a part; of a row group all of its file's, once."""
+    """Return the bytes of a part; the first row group counts for the whole file."""
     size = context.listing[part.file_index].num_bytes
     if part.row_group is not None:
         return 0 if part.row_group else size
@@ -112,31 +105,25 @@ def _num_bytes(context: BuildContext, part: FilePart) -> int:
 
 
 def keyed_rows(context: BuildContext, source: str, table: pa.Table) -> Iterator[Output]:
-    """Yield (partition of each row, rows): a row without the key that rows are grouped by is bad.
-
-    Args:
-        context: of a build that groups raw rows.
-        source: of the rows.
-        table: raw rows.
-    """
+    """Yield (partition of each row, rows) of a build that groups raw rows; reject null keys."""
     data, key = context.data, context.shard
     assert key is not None, "only jobs with samples.per or samples.events group raw rows"
     events = data.samples.events
-    wanted = {key: "key"}
+    required = {key: "key"}
     if events is not None and source == events.source:
-        wanted |= dict.fromkeys(events.key, "key")
-        wanted[events.event_time or events.time] = "event time"
-    table = yield from _without_nulls(context, source, table, wanted)
-    kind = key_type({n: context.empty_rows[n] for n in data.sources}, key)
-    hashes = key_hashes(key_column(table, key, kind))
+        required |= dict.fromkeys(events.key, "key")
+        required[events.event_time or events.time] = "event time"
+    table = yield from _without_nulls(context, source, table, required)
+    common_type = key_type({n: context.empty_rows[n] for n in data.sources}, key)
+    hashes = key_hashes(key_column(table, key, common_type))
     yield SAMPLES, (part_of_key(hashes, context.num_parts), table)
 
 
 def good_side_rows(context: BuildContext, name: str, table: pa.Table) -> Iterator[Output]:
-    """Yield rows of a side table whose key and time are not null; the others are rejects."""
+    """Yield the rows of a side table with key and time; reject the others."""
     config = context.data.sides[name]
-    wanted = {config.key: "key"} | ({} if config.time is None else {config.time: "time"})
-    good = yield from _without_nulls(context, name, table, wanted, f" of side {name!r}")
+    required = {config.key: "key"} | ({} if config.time is None else {config.time: "time"})
+    good = yield from _without_nulls(context, name, table, required, f" of side {name!r}")
     if good.num_rows:
         yield SAMPLES, good
 
@@ -146,21 +133,13 @@ def _without_nulls(
     source: str,
     table: pa.Table,
     columns: Mapping[str, str],
-    of: str = "",
+    suffix: str = "",
 ) -> Generator[Output, None, pa.Table]:
-    """Yield rows with a null in one of the columns as rejects; return the other rows.
-
-    Args:
-        context: of the build.
-        source: of the rows.
-        table: raw rows.
-        columns: names, and what each is in the job.
-        of: whose columns they are, for the reason.
-    """
-    for name, what in columns.items():
+    """Reject rows with a null in one of the columns (name to role); return the other rows."""
+    for name, role in columns.items():
         if table[name].null_count:
             valid = table[name].is_valid()
-            reason = f"{what} {name!r}{of} must not be null"
+            reason = f"{role} {name!r}{suffix} must not be null"
             bad = bad_rows(table.filter(pc.invert(valid)), reason)
             yield rejected(context, source, context.rejects(bad), by_reader=False)
             table = table.filter(valid)
@@ -168,35 +147,37 @@ def _without_nulls(
 
 
 class SampleStage:
-    """From raw rows to samples: SQL, look-ups at hand, checks, sampling, tuples apart."""
+    """Makes samples from raw rows: SQL, look-ups, checks, sampling, separation of tuples."""
 
-    def __init__(self, context: BuildContext, count: Count = no_count) -> None:
-        """Open a connection of its own.
+    def __init__(
+        self, context: BuildContext, on_output: Callable[[pa.Table], None] = lambda _: None
+    ) -> None:
+        """Open a DuckDB connection.
 
         Args:
             context: of the build.
-            count: called with the samples that come out.
+            on_output: called with each table of samples.
         """
-        self.context, self.count = context, count
+        self.context, self.on_output = context, on_output
         self.connection = Connection(context.data.samples.limits)
         self.inputs, self.source = learned_inputs(context.data), context.data.sample_source
         self.sides = Sides()
 
     def use_sides(self, sides: Sides) -> None:
-        """Take the side tables that every worker holds, and let SQL see them."""
+        """Set the side tables that every worker holds, and register them for SQL."""
         self.sides = sides
         for name, side in sides.items():
             self.connection.register(name, visible_columns(side))
 
     def from_rows(self, source: str, table: pa.Table) -> Iterator[Output]:
-        """Yield what row-local SQL makes of raw rows."""
+        """Yield the outputs of row-local SQL over raw rows."""
         if is_stopped(self.context.segment_root):
             return
         for result in map_chunks(self.connection, self.context.steps, source, SqlResult(table)):
-            yield from self._looked_up(result)
+            yield from self._look_up(result)
 
     def from_keys(self, part: int, rows: Mapping[str, Iterable[pa.Table]]) -> Iterator[Output]:
-        """Yield what is made of all rows of some keys: events joined, SQL per key, SQL per row.
+        """Yield the outputs of all rows of some keys: event join, SQL per key, SQL per row.
 
         Args:
             part: number of the partition of keys.
@@ -216,15 +197,16 @@ class SampleStage:
             results = map_chunks(self.connection, steps, source, SqlResult(tables[source]))
         else:
             per = PerKey(steps.per or "", source, data.samples.per.key)
-            drops = data.on_error == "drop_key"
-            made = run_keys(self.connection, per, tables, context.place_text if drops else None)
-            results = (r for m in made for r in map_chunks(self.connection, steps, PER, m))
+            drops_key = data.on_error == "drop_key"
+            place_text = context.place_text if drops_key else None
+            per_key = run_keys(self.connection, per, tables, place_text)
+            results = (r for keys in per_key for r in map_chunks(self.connection, steps, PER, keys))
         for result in results:
             if is_stopped(context.segment_root):
                 return
-            yield from self._looked_up(result)
+            yield from self._look_up(result)
 
-    def _looked_up(self, result: SqlResult) -> Iterator[Output]:
+    def _look_up(self, result: SqlResult) -> Iterator[Output]:
         if result.bad_rows.num_rows:
             rejects = self.context.rejects(result.bad_rows)
             yield rejected(self.context, self.source, rejects, by_reader=False)
@@ -232,14 +214,14 @@ class SampleStage:
             return
         samples = with_list_index(result.samples)
         if not self.context.lookups_are_broadcast:
-            yield SAMPLES, samples  # a table; its look-ups by key and `finish` are still to come
+            yield SAMPLES, samples  # a table: look-ups by key and `finish` follow
             return
         for index in range(len(self.context.data.samples.joins)):
             samples = look_up_broadcast(samples, self.sides, self.context, index)
         yield from self.finish(samples)
 
     def finish(self, samples: pa.Table) -> Iterator[Output]:
-        """Yield what is handed over of samples that have all look-ups."""
+        """Check and sample rows after all look-ups; send them by `context.transport`."""
         context, data, features = self.context, self.context.data, self.context.features
         separated = separate(hash_groups(self.connection, context.steps, samples), data.groups)
         good, unusable = usable_samples(separated, features, data)
@@ -248,7 +230,7 @@ class SampleStage:
             yield LEARNED, (key, partial)
         if good.num_samples:
             count_rows(context.segment_root, Counts(samples=good.num_samples))
-            self.count("out", good.samples)
+            self.on_output(good.samples)
             yield from self._hand_over(good)
         if unusable.num_rows:
             yield rejected(context, self.source, context.rejects(unusable), by_reader=False)
@@ -260,13 +242,15 @@ class SampleStage:
             yield SAMPLES, sent
 
 
-def pins_of(context: BuildContext, sent: Iterable[Any], files: Mapping[str, str]) -> SegmentLayout:
-    """Return what the first part settles for all.
+def layout_of(
+    context: BuildContext, sent: Iterable[Any], files: Mapping[str, str]
+) -> SegmentLayout:
+    """Return the layout that the samples of the first part determine for all parts.
 
     Args:
         context: of the build.
-        sent: the samples of the first part, as `context.crossing` sent them.
-        files: what was learned, path to sha256.
+        sent: the samples of the first part, as `context.transport` sent them.
+        files: files of fitted transforms, path to sha256.
     """
     learned = load_building(context.segment_root, files, context.data)
     return choose_segment_layout(
@@ -278,19 +262,11 @@ def write_part(
     context: BuildContext,
     part: int,
     sent: Iterable[Any],
-    pins: SegmentLayout,
+    layout: SegmentLayout,
     learned: FittedValues,
 ) -> PartResult:
-    """Write one part of the segment.
-
-    Args:
-        context: of the build.
-        part: its number.
-        sent: its samples, as `context.crossing` sent them.
-        pins: from `pins_of`.
-        learned: what transforms learned.
-    """
+    """Write one part of the segment from its samples, as `context.transport` sent them."""
     samples = context.transport.receive(sent)
     return build_part(
-        context.segment_root, part, samples, context.data, pins, context.features, learned
+        context.segment_root, part, samples, context.data, layout, context.features, learned
     )

@@ -223,8 +223,8 @@ def test_beam_listens_on_all_interfaces_with_several_workers_and_nowhere_with_on
 
     (tmp_path / "results").mkdir()
     arguments = [f"--direct_num_workers={workers}", "--direct_running_mode=multi_threading"]
-    outcome = run_pipeline(make, arguments[: 2 if workers > 1 else 1], tmp_path)
-    assert outcome.values["hosts"] == [sorted({*hosts, *(host for host, _ in before)})]
+    outputs = run_pipeline(make, arguments[: 2 if workers > 1 else 1], tmp_path)
+    assert outputs["hosts"] == [sorted({*hosts, *(host for host, _ in before)})]
 
 
 def family_of(pid: int) -> dict[int, list[str]]:

@@ -1,4 +1,9 @@
-"""What it costs to store features per sample, or once per distinct tuple of a block."""
+"""Estimated cost of storing features per sample, or once per distinct tuple of a block.
+
+Bytes are zstd bytes of narrow codes, differences of numbers, texts, and buffers of lists stored as
+windows: close to the writer's trials and a thousand times cheaper. Each value that a reader decodes
+and looks up adds a little.
+"""
 
 from __future__ import annotations
 
@@ -28,23 +33,17 @@ from schemas.features import Role
 from schemas.group_files import to_windows
 from schemas.hashing import splitmix64
 
-# What it costs to keep features per sample, or once per distinct tuple of a block.
-#
-# Bytes are those of zstd over narrow codes, over differences of numbers, over texts, and over the
-# buffers of lists that are windows: close to what the writer's trials find, and a thousand times
-# cheaper. To them come the values that a reader decodes and looks up, each worth a little.
-
 BYTES_PER_VALUE: Mapping[Role, float] = {"sparse": 0.05, "dense": 0.01}
-"""What decoding and looking up one value less is worth, in stored bytes; `kept` ones are not read.
-They break near-ties: with ten times as much, the demo took 2.4 % more bytes than with the groups
-that its job names (benchmarks/groups.md)."""
+"""Cost of decoding and looking up one value, in stored bytes; `kept` features are not read. It
+breaks near-ties: with ten times as much, the demo took 2.4 % more bytes than with the groups that
+its job names (benchmarks/groups.md)."""
 LEAST_DEDUP_FACTOR = 1.05
-"""Samples per stored tuple of a group that saves anything; `groups: auto` chooses none below, and
-builds and previews warn of one that the job names."""
+"""Least dedup factor of a group that saves anything: `groups: auto` chooses none below, and builds
+and previews warn of one that the job names."""
 BYTES_PER_INVERSE = 0.01
-"""What following one inverse index less is worth."""
+"""Cost of following one inverse index, in stored bytes."""
 BYTES_PER_GROUP = 1_600
-"""Column chunks of `block`, `unique_index` and the inverse, and one more footer, per row group."""
+"""Fixed cost per row group: column chunks of `block`, `unique_index` and inverse, and a footer."""
 
 _CODEC = pa.Codec("zstd", compression_level=1)
 
@@ -55,11 +54,11 @@ class Feature:
 
     Attributes:
         name: of the column.
-        role: what the trainer does with it.
+        role: in the schema.
         codes: (num_samples,) int64, equal where values are equal bit by bit.
-        values: its values, one or any number a sample; numbers as narrow codes.
-        num_made: columns that transforms make of it, which lie where it does; one of several inputs
-            counts in part.
+        values: one value or a list per sample; numbers as narrow codes.
+        num_made: number of columns that transforms make of it, which are stored with it; a column
+            of n inputs counts 1 / n for each.
     """
 
     name: str
@@ -69,33 +68,33 @@ class Feature:
     num_made: float = 0.0
 
     def num_values(self, rows: NDArray[np.int64]) -> int:
-        """Return how many values some rows have."""
+        """Return the number of values of some rows."""
         if isinstance(self.values, Jagged):
             return int(self.values.lengths[rows].sum())
         return len(rows)
 
     def num_bytes(self, rows: NDArray[np.int64]) -> int:
-        """Return about how many bytes some rows take on disk."""
+        """Return the estimated stored bytes of some rows."""
         if isinstance(self.values, Texts):
             return self.values.num_bytes(rows)
         if isinstance(self.values, Jagged):
-            taken = self.values.take(rows)
-            return packed_bytes(taken.values) + packed_bytes(taken.lengths)
+            lists = self.values.take(rows)
+            return packed_bytes(lists.values) + packed_bytes(lists.lengths)
         return packed_bytes(self.values[rows])
 
     def num_window_bytes(self, rows: NDArray[np.int64]) -> int | None:
-        """Return about how many bytes its lists of some rows take as windows over buffers.
+        """Return the estimated bytes of the lists of some rows, stored as windows over buffers.
 
-        None where it has no lists, or where they have too little in common.
+        None if the feature has no lists, or if they have too little in common.
         """
         if not isinstance(self.values, Jagged):
             return None
-        taken = self.values.take(rows)
-        found = to_windows(Jagged(taken.values.astype(np.uint64), taken.offsets))
-        if len(found.source) > SKIP_RATIO * len(taken.values):
+        lists = self.values.take(rows)
+        windows = to_windows(Jagged(lists.values.astype(np.uint64), lists.offsets))
+        if len(windows.source) > SKIP_RATIO * len(lists.values):
             return None
-        places = (found.buffer, found.start, found.length, np.diff(found.offsets))
-        return packed_bytes(taken.values[found.source]) + sum(packed_bytes(p) for p in places)
+        fields = (windows.buffer, windows.start, windows.length, np.diff(windows.offsets))
+        return packed_bytes(lists.values[windows.source]) + sum(packed_bytes(p) for p in fields)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,26 +102,25 @@ class Texts:
     """A column of texts.
 
     Attributes:
-        distinct: its values, each once.
-        codes: (num_samples,) which of them each sample has; they are no order, so that their
-            differences mean nothing.
+        distinct: its distinct values.
+        codes: (num_samples,) index of each sample's value, in no order.
     """
 
     distinct: pa.Array
     codes: Array
 
     def num_bytes(self, rows: NDArray[np.int64]) -> int:
-        """Return about how many bytes some rows take, which hold every distinct value."""
+        """Return the estimated bytes of some rows that contain every distinct value."""
         codes = self.codes[rows]
         with_dictionary = _compressed(codes) + text_bytes(self.distinct)
         return min(with_dictionary, text_bytes(self.distinct.take(pa.array(codes))))
 
 
 def text_bytes(texts: pa.Array) -> int:
-    """Return the zstd bytes of texts, one after the other, and of their lengths.
+    """Return the zstd bytes of concatenated texts and of their lengths.
 
     Args:
-        texts: as `take` returns them, which begin where their buffer does.
+        texts: without an offset into their buffer, as `take` returns them.
     """
     lengths = pc.fill_null(pc.binary_length(texts), 0).cast(pa.int64()).to_numpy()
     content = texts.buffers()[2] or pa.py_buffer(b"")
@@ -133,7 +131,7 @@ def text_bytes(texts: pa.Array) -> int:
 def feature_of(
     name: str, role: Role, column: pa.ChunkedArray, num_made: float = 0.0
 ) -> Feature | None:
-    """Return a column as codes, or None when its type cannot be compared."""
+    """Return a column as a `Feature`, or None if its type cannot be compared."""
     array = one_chunk(column)
     try:
         first, inverse = unique_tuples(comparable(array))
@@ -165,7 +163,7 @@ def _values_of(
 
 
 def _narrow(values: NDArray[np.int64]) -> Array:
-    """Return whole numbers from 0 in as few bytes as hold them: differences stay differences."""
+    """Return integers minus their minimum, in the narrowest type."""
     if not len(values):
         return values
     low = int(values.min())
@@ -181,25 +179,25 @@ def _width(size: int) -> type[np.unsignedinteger]:
 
 
 def packed_bytes(values: Array) -> int:
-    """Return the zstd bytes of numbers, or of their differences if these are fewer."""
+    """Return the zstd bytes of numbers or of their differences, whichever is less."""
     if values.itemsize == 1 or not len(values):
         return _compressed(values)
     return min(_compressed(values), _compressed(np.diff(values, prepend=values[:1])))
 
 
 def _compressed(values: Array) -> int:
-    """Return the zstd bytes of numbers, all low bytes first, then all next ones."""
+    """Return the zstd bytes of numbers, shuffled by byte position."""
     planes = np.ascontiguousarray(values).view(np.uint8).reshape(len(values), values.itemsize).T
     return len(_CODEC.compress(np.ascontiguousarray(planes), asbytes=True))
 
 
 @dataclass(slots=True)
 class Costs:
-    """Costs of any set of features, each found once.
+    """Costs of any set of features, memoized.
 
     Attributes:
         block: (num_samples,) the block of each sample, ascending.
-        features: all that may be grouped.
+        features: the candidates.
         bytes_per_group: fixed cost of a group.
     """
 
@@ -210,7 +208,7 @@ class Costs:
     _inverses: dict[frozenset[int], NDArray[np.int64]] = field(default_factory=dict)
     _costs: dict[frozenset[int], float] = field(default_factory=dict)
     _alone: dict[int, float] = field(default_factory=dict)
-    _kept: dict[tuple[int, int], float] = field(default_factory=dict)
+    _plain: dict[tuple[int, int], float] = field(default_factory=dict)
     _windows: dict[tuple[int, int], float] = field(default_factory=dict)
 
     @property
@@ -219,7 +217,7 @@ class Costs:
         return len(self.block)
 
     def inverse(self, members: frozenset[int]) -> NDArray[np.int64]:
-        """Return (num_samples,) the number of each sample's (block, tuple), by first appearance."""
+        """Return (num_samples,) index of each sample's (block, tuple), by first appearance."""
         if members not in self._inverses:
             keys = self._hash_of_block()
             for member in members:
@@ -237,29 +235,29 @@ class Costs:
         return self._hashes[member]
 
     def num_unique(self, members: frozenset[int]) -> int:
-        """Return how many tuples are stored."""
+        """Return the number of tuples that are stored."""
         return int(self.inverse(members).max(initial=-1)) + 1
 
     def in_samples(self, member: int) -> float:
-        """Return the cost of one feature kept per sample."""
+        """Return the cost of one feature stored per sample."""
         if member not in self._alone:
             self._alone[member] = self._stored(member, np.arange(self.num_samples), -1)
         return self._alone[member]
 
     def as_group(self, members: frozenset[int]) -> float:
-        """Return the cost of some features kept once per distinct tuple of a block.
+        """Return the cost of some features stored once per distinct tuple of a block.
 
-        It is infinite for a group that a build would warn of.
+        Infinite for a group that a build would warn about.
         """
         if members not in self._costs:
             inverse = self.inverse(members)
             rows = first_rows(inverse)
             starts = np.flatnonzero(np.diff(self.block, prepend=-1))
             local = inverse - np.repeat(inverse[starts], np.diff(starts, append=len(inverse)))
-            same_rows = hash(rows.tobytes())  # most merges keep the rows of one side
-            plain = [self._stored(m, rows, same_rows) for m in members]
+            rows_key = hash(rows.tobytes())  # most merges keep the rows of one side
+            plain = [self._stored(m, rows, rows_key) for m in members]
             stored = [
-                min(cost, self._as_windows(m, rows, same_rows))
+                min(cost, self._as_windows(m, rows, rows_key))
                 for m, cost in zip(members, plain, strict=True)
             ]
             saves = stored < plain or len(inverse) >= LEAST_DEDUP_FACTOR * len(rows)
@@ -274,32 +272,33 @@ class Costs:
         return self._costs[members]
 
     def best(self, members: frozenset[int]) -> float:
-        """Return the lower cost of one group and of all of its features kept per sample."""
+        """Return the lower cost: as one group, or stored per sample."""
         return min(self.as_group(members), sum(self.in_samples(m) for m in members))
 
-    def _stored(self, member: int, rows: NDArray[np.int64], name: int) -> float:
-        if (member, name) not in self._kept:
+    def _stored(self, member: int, rows: NDArray[np.int64], rows_key: int) -> float:
+        key = member, rows_key
+        if key not in self._plain:
             feature = self.features[member]
-            # What is made of one value is about as large; what is made of a list may be its length.
+            # A column made of a scalar is about as large; one made of a list may be its length.
             copies = 1 if isinstance(feature.values, Jagged) else 1 + feature.num_made
-            self._kept[member, name] = copies * feature.num_bytes(rows) + _worth(feature, rows)
-        return self._kept[member, name]
+            self._plain[key] = copies * feature.num_bytes(rows) + _read_cost(feature, rows)
+        return self._plain[key]
 
-    def _as_windows(self, member: int, rows: NDArray[np.int64], name: int) -> float:
-        if (member, name) not in self._windows:
+    def _as_windows(self, member: int, rows: NDArray[np.int64], rows_key: int) -> float:
+        key = member, rows_key
+        if key not in self._windows:
             feature = self.features[member]
             size = feature.num_window_bytes(rows)
-            self._windows[member, name] = inf if size is None else size + _worth(feature, rows)
-        return self._windows[member, name]
+            self._windows[key] = inf if size is None else size + _read_cost(feature, rows)
+        return self._windows[key]
 
 
-def _worth(feature: Feature, rows: NDArray[np.int64]) -> float:
-    """Return what reading some rows of a feature is worth, in stored bytes."""
+def _read_cost(feature: Feature, rows: NDArray[np.int64]) -> float:
     return BYTES_PER_VALUE.get(feature.role, 0.0) * feature.num_values(rows)
 
 
 def numbered(keys: NDArray[np.uint64]) -> NDArray[np.int64]:
-    """Return for each sample the number of its key, numbered by first appearance.
+    """Return the index of each sample's key, by first appearance.
 
     Example:
         >>> numbered(np.array([5, 7, 4, 5], np.uint64)).tolist()
@@ -309,7 +308,7 @@ def numbered(keys: NDArray[np.uint64]) -> NDArray[np.int64]:
 
 
 def first_rows(inverse: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return the first sample of each number of `numbered`, ascending.
+    """Return the first sample of each index of `numbered`, ascending.
 
     Example:
         >>> first_rows(np.array([0, 1, 0, 2])).tolist()

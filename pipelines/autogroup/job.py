@@ -1,4 +1,19 @@
-"""Replace `groups: auto` in a job by named groups, chosen on a sample of whole sessions."""
+"""Replace `groups: auto` in a job by named groups, chosen on a sample of whole sessions.
+
+The dataset's job file has the chosen groups instead of `auto`, so no reader depends on the choice;
+a build into an existing dataset takes its groups.
+
+The sample consists of the sessions of the training range with the smallest hashes of their keys, as
+many as fit, so it depends on the log only. The same hash places sessions in the dataset: the sample
+is what the first blocks of the build hold. Samples are made by the stages of a build, so the event
+join, SQL per key, SQL per row, look-ups and sampling apply as in the build.
+
+Input bytes are bounded. Without `samples.per`, the beginning of each source is read, `INPUT_BYTES`
+in all; sessions that may continue after it are left out if enough others remain. With
+`samples.per`, the key columns of all files are read, then all rows of some keys, chosen by hash,
+from row groups of at most `INPUT_BYTES`. Side tables are read whole; of a large one only the rows
+that are looked up are kept.
+"""
 
 from __future__ import annotations
 
@@ -41,43 +56,80 @@ from schemas.features import FeatureSet
 from schemas.layout import JOB, MANIFEST
 from schemas.manifest import read_dataset
 
-# The samples that `groups: auto` looks at: whole sessions of the training range, by hash.
-#
-# The sessions with the smallest hashes of their keys are taken, as many as fit: so the sample
-# depends on nothing but the log. That hash also places sessions in the dataset, so the sample is
-# what the first blocks of the build hold.
-#
-# What is read is bounded. Without `samples.per`: the beginning of each source, `INPUT_BYTES` in
-# all; sessions that may continue after that are left out where others are enough. `samples.per`:
-# the key columns of all files, and then the row groups of some keys, chosen by hash, as long as
-# these take no more than `INPUT_BYTES`: so every key is whole. Side tables are read whole; of a
-# large one only the rows that are looked up are kept.
-#
-# The samples are made by the stages of a build, so events, SQL per key, SQL per row, look-ups and
-# sampling apply as they do there.
-
 INPUT_BYTES = 256 << 20
-"""Bytes of input files that are read at most, but for key columns and for one key."""
+"""Maximum bytes of input files to read, except for key columns and if one key has more."""
 MAX_CELLS = 1 << 21
-"""Values in the sample at most, list values included: some 15,000 samples of the demo."""
+"""Maximum number of values in the sample, with list values: some 15,000 samples of the demo."""
 MAX_RAW_ROWS = 1 << 18
-"""Raw rows of `samples.per` at most, but for one key."""
+"""Maximum number of raw rows for `samples.per`, unless one key has more."""
 _EDGE = 8
-"""Of a log that is not read to its end, the last one of so many parts is the edge: its sessions may
-continue."""
+"""If a log is not read to its end, sessions with a sample in the last 1/8 that is read may
+continue after it."""
+PER_SAMPLE_ROLES = ("label", "weight", "label_time")
+"""Roles of features that stay with the samples: the trainer reads them there."""
+
+
+def with_groups(request: BuildRequest, job: Job, features: FeatureSet) -> tuple[BuildRequest, Job]:
+    """Return the request and the job with named groups.
+
+    Args:
+        request: the request of the build.
+        job: the job file, as parsed.
+        features: declared columns.
+
+    Raises:
+        SchemaError: the job does not match its input, or there are no samples to choose from.
+    """
+    if not job.data.has_auto_groups:
+        return request, job
+    text = request.job_path.read_text(encoding="utf-8")
+    if (request.dataset / MANIFEST).exists():
+        path = verify_file(request.dataset / JOB, read_dataset(request.dataset).job_sha256)
+        existing = load_job(path)
+        named = named_groups(job, existing.data.groups)
+        if named == existing:
+            job_bytes = path.read_bytes()
+        else:
+            job_bytes = rewritten(text, named.data, {}).encode()
+        return replace(request, job_bytes=job_bytes), named
+    ungrouped = replace(job, data=replace(job.data, groups={}))
+    prepared = prepare(request, ungrouped, features)
+    with TemporaryDirectory(prefix="presage-") as scratch, counting(Path(scratch)):
+        context = build_context(request, ungrouped, features, prepared, Path(scratch))
+        sample = sample_sessions(context)
+        counts = counted_rows(Path(scratch))
+    if sample is None:
+        advice = "name the groups, or check split.evaluation_from and the rows"
+        if counts.rejected:
+            advice = f"{counts}; correct the job or the rows"
+        raise SchemaError(
+            f"groups: auto found no samples in the training range; {advice}",
+            file=str(request.job_path),
+        )
+    size = sum(f.num_bytes for f in prepared.listing)
+    bytes_per_group = BYTES_PER_GROUP * sample.share * count_parts(size)
+    choice = choose_from(sample.rows, ungrouped.data, features, bytes_per_group)
+    for line in explained(choice):
+        request.progress(line)
+    named = named_groups(job, choice.mapping())
+    reasons = {g.name: reason(g) for g in choice.groups}
+    job_bytes = rewritten(text, named.data, reasons).encode()
+    return replace(request, listing=prepared.listing, job_bytes=job_bytes), named
+
+
+# Sample whole sessions.
 
 
 @dataclass(slots=True)
 class SmallestHashes:
-    """Keeps the rows with the smallest hashes, whole hashes, as many as fit.
+    """The rows with the smallest hashes, all rows of a hash or none, as many as fit.
 
-    What is kept depends on the set of rows that were added, not on their order: whatever a part of
-    them pushes out, all of them would.
+    The result depends on the set of rows added, not on their order.
 
     Attributes:
-        max_cells: values to keep at most; only the rows of the smallest hash are ever cut to fit,
-            to those of the smallest origins.
-        bound: only rows with hashes up to it are kept.
+        max_cells: maximum number of values; if the smallest hash alone has more, its rows with the
+            smallest origins are kept.
+        bound: rows with larger hashes are dropped.
     """
 
     max_cells: int
@@ -86,7 +138,7 @@ class SmallestHashes:
     hashes: NDArray[np.uint64] = field(default_factory=lambda: np.empty(0, np.uint64))
 
     def add(self, table: pa.Table, hashes: NDArray[np.uint64]) -> None:
-        """Add rows; what does not fit is forgotten, highest hashes first."""
+        """Add rows; drop the rows of the largest hashes if they do not fit."""
         below = hashes <= np.uint64(self.bound)
         table = table.filter(pa.array(below))
         joined = table if self.table is None else pa.concat_tables([self.table, table])
@@ -107,7 +159,7 @@ class SmallestHashes:
 
 
 def cells_of(table: pa.Table) -> NDArray[np.int64]:
-    """Return how many values each row has."""
+    """Return the number of values of each row."""
     cells = np.full(table.num_rows, table.num_columns, np.int64)
     for name in table.column_names:
         if is_list(table.schema.field(name).type):
@@ -122,7 +174,7 @@ class SessionSample:
 
     Attributes:
         rows: samples with origins and list indices.
-        share: of all sessions, about.
+        share: estimated share of all sessions.
     """
 
     rows: pa.Table
@@ -130,7 +182,7 @@ class SessionSample:
 
 
 def sample_sessions(context: BuildContext) -> SessionSample | None:
-    """Return samples of whole sessions of the training range, or None when there are none.
+    """Return samples of whole sessions of the training range, or None without such samples.
 
     Args:
         context: of a build without groups.
@@ -144,8 +196,8 @@ def sample_sessions(context: BuildContext) -> SessionSample | None:
     collected = OutputCollector(keep=False)
     sides = read_all(context, collected, context.broadcast)
     rows = _first_rows(context, edge) if data.samples.per is None else _rows_of_keys(context)
-    looked_up = partial(_rows_looked_up, context)
-    for _, sent in iter_samples(context, chain(sides, rows), collected, looked_up):
+    lookup_rows = partial(_lookup_rows, context)
+    for _, sent in iter_samples(context, chain(sides, rows), collected, lookup_rows):
         good = sent.samples.filter(pa.array(_in_training(sent.samples, data)))
         if good.num_rows:
             hashes = hash_session_keys(good[data.session.key])
@@ -156,14 +208,14 @@ def sample_sessions(context: BuildContext) -> SessionSample | None:
         return None
     total = sum(f.num_bytes for f in context.listing if f.source in data.sources)
     share = min(1.0, INPUT_BYTES / max(1, total)) * (kept.bound + 1) / 2**64
-    continues = np.isin(kept.hashes, np.concatenate(edge_keys))
-    if not continues.any() or continues.mean() > 0.5:
+    may_continue = np.isin(kept.hashes, np.concatenate(edge_keys))
+    if not may_continue.any() or may_continue.mean() > 0.5:
         return SessionSample(kept.table, share)
-    return SessionSample(kept.table.filter(pa.array(~continues)), share)
+    return SessionSample(kept.table.filter(pa.array(~may_continue)), share)
 
 
 def _in_training(samples: pa.Table, data: DataConfig) -> NDArray[np.bool_]:
-    """Return which samples will be trained on."""
+    """Return which samples are in the training range."""
     if data.split.evaluation_from is None:
         return np.ones(samples.num_rows, bool)
     first = microseconds(data.split.evaluation_from)
@@ -171,40 +223,37 @@ def _in_training(samples: pa.Table, data: DataConfig) -> NDArray[np.bool_]:
     return one_chunk(earlier).to_numpy(zero_copy_only=False)
 
 
-def _rows_looked_up(
-    context: BuildContext, index: int, samples: list[pa.Table]
-) -> Iterator[pa.Table]:
-    """Yield the rows of a side table that have a key of the samples."""
+def _lookup_rows(context: BuildContext, index: int, samples: list[pa.Table]) -> Iterator[pa.Table]:
+    """Yield the rows of a side table whose key occurs in the samples."""
     join = context.data.samples.joins[index]
     config, kind = context.data.sides[join.side], context.key_types[join.side]
     keys = [key_column(table, join.key or config.key, kind) for table in samples]
-    wanted = pc.unique(pa.chunked_array(keys, kind)).drop_null()
+    sample_keys = pc.unique(pa.chunked_array(keys, kind)).drop_null()
     collected = OutputCollector(keep=False)
     for _, table in read_all(context, collected, {join.side}):
-        for rows in collected.samples(good_side_rows(context, join.side, table)):
-            yield rows.filter(pc.is_in(key_column(rows, config.key, kind), value_set=wanted))
+        for rows in collected.main_output(good_side_rows(context, join.side, table)):
+            yield rows.filter(pc.is_in(key_column(rows, config.key, kind), value_set=sample_keys))
 
 
 def _parts(context: BuildContext, source: str) -> Iterator[tuple[FilePart, int]]:
-    """Yield every part of a source's readable files with its bytes, in the listing's order."""
+    """Yield the parts of a source's readable files with their bytes, in the listing's order."""
     for file in context.files():
         if file.source == source:
-            parts = list(OutputCollector(keep=False).samples(cut_file(context, file)))
+            parts = list(OutputCollector(keep=False).main_output(cut_file(context, file)))
             for part in parts:
                 yield part, max(1, (file.num_bytes or 0) // len(parts))
 
 
 def _tables(context: BuildContext, part: FilePart) -> Iterator[pa.Table]:
-    """Yield the rows of a part that can be read."""
-    return OutputCollector(keep=False).samples(read_rows(context, part))
+    return OutputCollector(keep=False).main_output(read_rows(context, part))
 
 
 def _first_rows(context: BuildContext, edge: list[NDArray[np.int64]]) -> Iterator[SourceRows]:
-    """Yield the first rows of each source: of all sources the same share, `INPUT_BYTES` in all.
+    """Yield the first rows of each source: the same share of each, `INPUT_BYTES` in all.
 
     Args:
         context: of the build.
-        edge: the origins of the last rows that are read of a log that has more are added to it.
+        edge: receives the origins of the last rows read, see `_EDGE`.
     """
     parts = {name: list(_parts(context, name)) for name in context.data.sources}
     sizes = {name: sum(size for _, size in listed) for name, listed in parts.items()}
@@ -222,7 +271,7 @@ def _first_rows(context: BuildContext, edge: list[NDArray[np.int64]]) -> Iterato
 
 
 def _rows_of_keys(context: BuildContext) -> Iterator[SourceRows]:
-    """Yield the rows of some keys in all sources."""
+    """Yield all rows of some keys, from all sources."""
     chosen, parts = choose_keys(_key_index(context), context.data.sample_source)
     for part in parts:
         for table in _tables(context, part):
@@ -232,13 +281,13 @@ def _rows_of_keys(context: BuildContext) -> Iterator[SourceRows]:
 
 @dataclass(frozen=True, slots=True)
 class KeysOfPart:
-    """The keys below some hash that a part of a file holds.
+    """The keys of a part of a file, below some hash.
 
     Attributes:
-        part: where.
-        num_bytes: to read it.
-        hashes: ascending hashes of its keys.
-        counts: rows of each.
+        part: the part.
+        num_bytes: of the part.
+        hashes: of its keys, ascending.
+        counts: rows of each key.
     """
 
     part: FilePart
@@ -248,7 +297,7 @@ class KeysOfPart:
 
 
 def _key_index(context: BuildContext) -> list[KeysOfPart]:
-    """Return which part holds which keys, those of a share of hashes when the input is large."""
+    """Return the keys of each part; if the input is large, those of a share of the hashes."""
     parts = [pair for name in context.data.sources for pair in _parts(context, name)]
     share = min(1.0, 4 * INPUT_BYTES / max(1, sum(size for _, size in parts)))
     bound = np.uint64(min(2**64 - 1, int(share * 2**64)))
@@ -262,14 +311,14 @@ def _key_index(context: BuildContext) -> list[KeysOfPart]:
 
 
 def _hashed_keys(context: BuildContext, table: pa.Table) -> NDArray[np.uint64]:
-    """Return the hash of each row's key; a null has that of the value that fills its place."""
+    """Return the hash of each row's key; a null hashes as the value that replaces it."""
     assert context.shard is not None, "only jobs with samples.per have keys"
     kind = key_type({n: context.empty_rows[n] for n in context.data.sources}, context.shard)
     return key_hashes(key_column(table, context.shard, kind))
 
 
 def _key_tables(context: BuildContext, part: FilePart) -> Iterator[pa.Table]:
-    """Yield the rows of a part; of Parquet only the key is read."""
+    """Yield the rows of a part; from Parquet, only the key column."""
     config, schema = context.data.sources[part.source], context.empty_rows[part.source].schema
     key = context.shard or ""
     if config.format == "parquet":
@@ -284,97 +333,42 @@ def _key_tables(context: BuildContext, part: FilePart) -> Iterator[pa.Table]:
 def choose_keys(
     index: list[KeysOfPart], source: str, max_bytes: int = INPUT_BYTES, max_rows: int = MAX_RAW_ROWS
 ) -> tuple[NDArray[np.uint64], list[FilePart]]:
-    """Choose keys in the order of their hashes whose parts are read for at most some bytes.
+    """Choose keys in the order of their hashes, within limits of bytes and rows to read.
 
     Args:
         index: keys of all parts of all sources.
         source: the source whose keys have samples.
-        max_bytes: bytes of all parts with one of the keys, but for the first key's.
-        max_rows: rows of all keys, but for the first key's.
+        max_bytes: maximum bytes of all parts with one of the keys; the first key may have more.
+        max_rows: maximum rows of all keys; the first key may have more.
 
     Returns:
         Hashes of the chosen keys, ascending, and the parts that hold their rows.
     """
     with_samples = [k.hashes for k in index if k.part.source == source]
     candidates = np.unique(np.concatenate(with_samples or [np.empty(0, np.uint64)]))
-    places: dict[int, list[int]] = {int(h): [] for h in candidates}
-    rows = dict.fromkeys(places, 0)
+    parts_of_key: dict[int, list[int]] = {int(h): [] for h in candidates}
+    rows = dict.fromkeys(parts_of_key, 0)
     for number, keys in enumerate(index):
-        for hashed, count in zip(keys.hashes.tolist(), keys.counts.tolist(), strict=True):
-            if hashed in places:
-                places[hashed].append(number)
-                rows[hashed] += count
-    touched: set[int] = set()
+        for key, count in zip(keys.hashes.tolist(), keys.counts.tolist(), strict=True):
+            if key in parts_of_key:
+                parts_of_key[key].append(number)
+                rows[key] += count
+    parts: set[int] = set()
     chosen: list[int] = []
     num_bytes = num_rows = 0
-    for hashed, numbers in places.items():
-        more = sum(index[n].num_bytes for n in numbers if n not in touched)
-        fits = num_bytes + more <= max_bytes and num_rows + rows[hashed] <= max_rows
+    for key, numbers in parts_of_key.items():
+        more_bytes = sum(index[n].num_bytes for n in numbers if n not in parts)
+        fits = num_bytes + more_bytes <= max_bytes and num_rows + rows[key] <= max_rows
         if fits or not chosen:
-            chosen.append(hashed)
-            touched.update(numbers)
-            num_bytes, num_rows = num_bytes + more, num_rows + rows[hashed]
-    return np.array(chosen, np.uint64), [index[n].part for n in sorted(touched)]
+            chosen.append(key)
+            parts.update(numbers)
+            num_bytes, num_rows = num_bytes + more_bytes, num_rows + rows[key]
+    return np.array(chosen, np.uint64), [index[n].part for n in sorted(parts)]
 
 
-# A job with `groups: auto` made into one that names its groups, in its own words.
-#
-# The dataset holds the job file with the chosen groups in the place of `auto`, so that no reader
-# has to know of the choice; a build into a dataset that exists takes them from there.
-
-PER_SAMPLE_ROLES = ("label", "weight", "label_time")
-"""What is learned, and how much it counts, is said of each sample and read from there."""
+# Choose groups, and write them into the job.
 
 _PLAIN = re.compile(r"(?!(?:true|false|null|yes|no|on|off|y|n)$)[A-Za-z_][A-Za-z0-9_]*", re.I)
-
-
-def with_groups(request: BuildRequest, job: Job, features: FeatureSet) -> tuple[BuildRequest, Job]:
-    """Return the request and the job with groups that have names.
-
-    Args:
-        request: what is to be built.
-        job: the job file, as parsed.
-        features: declared columns.
-
-    Raises:
-        SchemaError: the job does not fit its input, or nothing is there to choose from.
-    """
-    if not job.data.has_auto_groups:
-        return request, job
-    text = request.job_path.read_text(encoding="utf-8")
-    if (request.dataset / MANIFEST).exists():
-        path = verify_file(request.dataset / JOB, read_dataset(request.dataset).job_sha256)
-        pinned = load_job(path)
-        named = named_groups(job, pinned.data.groups)
-        same = path.read_bytes() if named == pinned else None
-        return replace(request, job_bytes=same or _bytes(text, named, {})), named
-    ungrouped = replace(job, data=replace(job.data, groups={}))
-    prepared = prepare(request, ungrouped, features)
-    with TemporaryDirectory(prefix="presage-") as scratch, counting(Path(scratch)):
-        context = build_context(request, ungrouped, features, prepared, Path(scratch))
-        sample = sample_sessions(context)
-        counts = counted_rows(Path(scratch))
-    if sample is None:
-        where = "name the groups, or see split.evaluation_from and the rows themselves"
-        if counts.rejected:
-            where = f"{counts}; correct the job or the rows"
-        raise SchemaError(
-            f"groups: auto must see samples of the training range, got none; {where}",
-            file=str(request.job_path),
-        )
-    size = sum(f.num_bytes for f in prepared.listing)
-    fixed = BYTES_PER_GROUP * sample.share * count_parts(size)
-    choice = choose_from(sample.rows, ungrouped.data, features, fixed)
-    for line in explained(choice):
-        request.progress(line)
-    named = named_groups(job, choice.mapping())
-    reasons = {g.name: reason(g) for g in choice.groups}
-    found = _bytes(text, named, reasons)
-    return replace(request, listing=prepared.listing, job_bytes=found), named
-
-
-def _bytes(text: str, job: Job, reasons: Mapping[str, str]) -> bytes:
-    return rewritten(text, job.data, reasons).encode()
 
 
 def choose_from(
@@ -384,48 +378,46 @@ def choose_from(
 
     Args:
         rows: samples of whole sessions, with origins and list indices.
-        data: the job's data section; its groups mean nothing.
+        data: the job's data section; its groups are ignored.
         features: declared columns.
-        bytes_per_group: fixed cost of a group, for that many samples.
+        bytes_per_group: fixed cost of a group, for the number of samples in `rows`.
     """
     clustered = cluster(separate(rows, {}), data)
     samples = clustered.samples.samples
-    block = np.arange(samples.num_rows) // data.block_samples  # windows of a sample are short
+    block = np.arange(samples.num_rows) // data.block_samples  # ignores cuts between windows
     transforms = data.transforms.get(SAMPLES, {})
     num_made = Counter[str]()
     for transform in transforms.values():
         inputs = original_inputs(transform, transforms)
         num_made.update({name: 1 / len(inputs) for name in inputs})
-    known = [
+    candidates = [
         feature_of(f.name, f.role, samples[f.name], num_made[f.name])
         for f in features.features
         if f.name in samples.column_names and f.role not in PER_SAMPLE_ROLES
     ]
-    costs = Costs(block, [f for f in known if f is not None], bytes_per_group)
-    together = read_together(transforms)
-    return choose_groups(costs, clustered.starts_session, together)
+    costs = Costs(block, [f for f in candidates if f is not None], bytes_per_group)
+    return choose_groups(costs, clustered.starts_session, read_together(transforms))
 
 
 def explained(choice: GroupChoice) -> Iterator[str]:
-    """Yield what was chosen and why, one line each."""
+    """Yield the choice and its reasons as lines."""
     yield (
-        f"groups: auto looked at {choice.num_samples} samples of {choice.num_sessions} sessions "
-        "and chose"
+        f"groups: auto: chosen from {choice.num_samples} samples of {choice.num_sessions} sessions:"
     )
     for group in choice.groups:
         yield f"  {group.name}: {', '.join(group.features)}; {reason(group)}"
     grouped = {f for g in choice.groups for f in g.features}
-    alone = [
+    ungrouped = [
         f"{name} ({100 * r.change_rate:.0f} %)"
         for name, r in choice.features.items()
         if name not in grouped
     ]
-    if alone:
-        yield f"  in samples, with how often they change: {', '.join(alone)}"
+    if ungrouped:
+        yield f"  with the samples (change rate): {', '.join(ungrouped)}"
 
 
 def reason(group: ChosenGroup) -> str:
-    """Return why a group is one."""
+    """Return the figures that justify a group."""
     r = group.repetition
     return (
         f"changes in {100 * r.change_rate:.1f} % of the samples of a session, "
@@ -435,19 +427,18 @@ def reason(group: ChosenGroup) -> str:
 
 
 def named_groups(job: Job, groups: Mapping[str, tuple[str, ...]]) -> Job:
-    """Return a job with these groups, each transform where all of its inputs are."""
-    made = job.data.transforms.get(SAMPLES, {})
-    grouped = {c for columns in groups.values() for c in columns}
-    placed: dict[str, dict[str, str | TransformConfig]] = {}
-    for name, transform in made.items():
-        every = original_inputs(transform, made)
-        homes = [g for g, columns in groups.items() if every & grouped and every <= {*columns}]
-        placed.setdefault(homes[0] if homes else SAMPLES, {})[name] = transform
-    return replace(job, data=replace(job.data, groups=dict(groups), transforms=placed))
+    """Return a job with these groups, each transform in the group that has all of its inputs."""
+    declared = job.data.transforms.get(SAMPLES, {})
+    transforms: dict[str, dict[str, str | TransformConfig]] = {}
+    for name, transform in declared.items():
+        inputs = original_inputs(transform, declared)
+        owners = [g for g, columns in groups.items() if inputs and inputs <= {*columns}]
+        transforms.setdefault(owners[0] if owners else SAMPLES, {})[name] = transform
+    return replace(job, data=replace(job.data, groups=dict(groups), transforms=transforms))
 
 
 def read_together(made: Mapping[str, str | TransformConfig]) -> list[frozenset[str]]:
-    """Return the sets of columns that have to lie in one place, because a transform reads them.
+    """Return the sets of columns that must not be split over groups: a transform reads them.
 
     Example:
         >>> [sorted(s) for s in read_together({"x": "a + b", "y": "x + c", "z": "ln(d)"})]
@@ -455,9 +446,9 @@ def read_together(made: Mapping[str, str | TransformConfig]) -> list[frozenset[s
     """
     sets: list[frozenset[str]] = []
     for transform in made.values():
-        joined = frozenset(original_inputs(transform, made))
-        apart = [s for s in sets if not s & joined]
-        sets = [*apart, joined.union(*(s for s in sets if s & joined))]
+        inputs = frozenset(original_inputs(transform, made))
+        disjoint = [s for s in sets if not s & inputs]
+        sets = [*disjoint, inputs.union(*(s for s in sets if s & inputs))]
     return [s for s in sets if len(s) > 1]
 
 
@@ -465,26 +456,26 @@ def original_inputs(
     transform: str | TransformConfig, made: Mapping[str, str | TransformConfig]
 ) -> set[str]:
     """Return the columns of the samples that a transform reads, also through other transforms."""
-    found: set[str] = set()
-    seen: set[str] = set()
-    waiting = [transform]
-    while waiting:
-        for name in inputs_of(waiting.pop()) - seen:
-            seen.add(name)
+    originals: set[str] = set()
+    visited: set[str] = set()
+    pending = [transform]
+    while pending:
+        for name in inputs_of(pending.pop()) - visited:
+            visited.add(name)
             if name in made:
-                waiting.append(made[name])
+                pending.append(made[name])
             else:
-                found.add(name)
-    return found
+                originals.add(name)
+    return originals
 
 
 def rewritten(text: str, data: DataConfig, reasons: Mapping[str, str]) -> str:
-    """Return a job file's text with its groups and transforms replaced, the rest as it was.
+    """Return a job file's text with its groups and transforms replaced, the rest unchanged.
 
     Args:
         text: YAML with `data.groups`.
-        data: what the groups and transforms shall be.
-        reasons: group to a comment, where there is one.
+        data: has the new groups and transforms.
+        reasons: group to a comment.
     """
     root = yaml.compose(text, Loader=yaml.SafeLoader)
     section = _value(root, "data")
@@ -507,7 +498,7 @@ def _value(node: yaml.Node, key: str) -> yaml.Node:
 
 
 def _end(node: yaml.Node) -> int:
-    """Return where the text of a node ends, without the lines and comments after it."""
+    """Return the index of the end of a node's text, without following lines and comments."""
     if isinstance(node, yaml.CollectionNode) and not node.flow_style and node.value:
         last = node.value[-1]
         return _end(last[1] if isinstance(last, tuple) else last)
@@ -520,12 +511,13 @@ def _mapping(
     lines: Mapping[str, str],
     comments: Mapping[str, str],
 ) -> str:
-    """Return a mapping as YAML: one key a line, or in braces where the section is."""
+    """Return a mapping as YAML: one key per line, or in braces if the section is."""
     if section.flow_style or not lines:
-        return " {" + ", ".join(f"{_word(k)}: {v}" for k, v in lines.items()) + "}"
+        return " {" + ", ".join(f"{yaml_word(k)}: {v}" for k, v in lines.items()) + "}"
     indent = " " * (section.value[0][0].start_mark.column + 2)
     return "".join(
-        f"\n{indent}{_word(name)}: {value}" + (f"  # {comments[name]}" if name in comments else "")
+        f"\n{indent}{yaml_word(name)}: {value}"
+        + (f"  # {comments[name]}" if name in comments else "")
         for name, value in lines.items()
     )
 
@@ -533,9 +525,10 @@ def _mapping(
 def _flow(value: tuple[str, ...] | Mapping[str, str | TransformConfig]) -> str:
     if isinstance(value, Mapping):
         made = {k: v if isinstance(v, str) else v.to_mapping() for k, v in value.items()}
-        return "{" + ", ".join(f"{_word(k)}: {json.dumps(v)}" for k, v in made.items()) + "}"
-    return "[" + ", ".join(map(_word, value)) + "]"
+        return "{" + ", ".join(f"{yaml_word(k)}: {json.dumps(v)}" for k, v in made.items()) + "}"
+    return "[" + ", ".join(map(yaml_word, value)) + "]"
 
 
-def _word(text: str) -> str:
+def yaml_word(text: str) -> str:
+    """Return a text as a YAML scalar: plain if it is a name and no keyword, else in quotes."""
     return text if _PLAIN.fullmatch(text) else json.dumps(text)

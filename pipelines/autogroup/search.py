@@ -1,4 +1,10 @@
-"""`groups: auto`: which features change together, and which groups save the most."""
+"""Search of `groups: auto`: which features to deduplicate together.
+
+Features of a group share one tuple: one inverse column, one file, one look-up of all of them per
+distinct tuple. The search starts with every feature alone and merges the pair that saves most until
+none saves any more; then it moves single features while that saves. A feature that hardly repeats
+costs more in a group than with the samples, so it stays there.
+"""
 
 from __future__ import annotations
 
@@ -15,17 +21,10 @@ from pipelines.autogroup.costs import Costs
 from schemas.config.job import MAX_GROUPS, SAMPLES
 from schemas.layout import inverse_column
 
-# `groups: auto`: which features change together, and which groups save the most.
-#
-# Features that change together share one tuple: one inverse column, one file, one look-up of all
-# of them per distinct tuple. Starting from every feature alone, the pair that saves most is
-# merged until none saves any more; then features are moved one by one while that helps. A feature
-# that hardly repeats costs more in a group than out of it, so it stays in the samples.
-
 Set = frozenset[int]
-LEAST_SAVED = 0.002
-"""What a group must save, as a share of the cost of all features per sample: estimates are no more
-exact."""
+MIN_SAVING = 0.002
+"""Least saving of a group, as a share of the cost of all features per sample: the precision of the
+estimates."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,9 +32,9 @@ class Repetition:
     """How often a feature, or the tuple of a group, repeats.
 
     Attributes:
-        change_rate: share of samples with another value than the sample before in the session.
-        expected_factor: samples per stored value that RecD expects of that rate.
-        dedup_factor: samples per value stored, when each block stores a value once.
+        change_rate: share of samples whose value differs from the previous one in the session.
+        expected_factor: samples per stored value by RecD's formula for that rate.
+        dedup_factor: samples per stored value, if each block stores a value once.
     """
 
     change_rate: float
@@ -45,13 +44,13 @@ class Repetition:
 
 @dataclass(frozen=True, slots=True)
 class ChosenGroup:
-    """One group and why it is one.
+    """One group.
 
     Attributes:
         name: of the group.
         features: its columns, in the samples' order.
         repetition: of its tuple.
-        saved: cost of its features kept per sample, less their cost as this group, per sample.
+        saved: cost of its features with the samples minus their cost as a group, per sample.
     """
 
     name: str
@@ -62,13 +61,13 @@ class ChosenGroup:
 
 @dataclass(frozen=True, slots=True)
 class GroupChoice:
-    """What `groups: auto` came to.
+    """Result of `groups: auto`.
 
     Attributes:
-        groups: the chosen ones, in the order of their first feature.
-        features: every feature that was looked at.
-        num_samples: samples that were looked at.
-        num_sessions: their sessions.
+        groups: in the order of their first feature.
+        features: repetition of every candidate.
+        num_samples: number of samples examined.
+        num_sessions: number of their sessions.
     """
 
     groups: tuple[ChosenGroup, ...]
@@ -77,12 +76,12 @@ class GroupChoice:
     num_sessions: int
 
     def mapping(self) -> dict[str, tuple[str, ...]]:
-        """Return the groups as the job file has them."""
+        """Return the groups in the form of the job file."""
         return {g.name: g.features for g in self.groups}
 
 
 def expected_factor(change_rate: float, samples_per_session: float) -> float:
-    """Return the samples per stored value that RecD expects.
+    """Return the expected number of samples per stored value.
 
     With S samples a session, of which each after the first changes the value with probability
     1 - d, a batch of B samples stores B / S * (1 + (S - 1) * (1 - d)) values.
@@ -101,7 +100,7 @@ def expected_factor(change_rate: float, samples_per_session: float) -> float:
 
 
 def repetition_of(costs: Costs, members: Set, starts_session: NDArray[np.bool_]) -> Repetition:
-    """Return how often the tuple of some features repeats.
+    """Return the repetition of the tuple of some features.
 
     Args:
         costs: of at least one sample.
@@ -129,12 +128,12 @@ def choose_groups(
     Args:
         costs: of the features of clustered samples of whole sessions, at least one sample.
         starts_session: (num_samples,) bool, first sample of a session.
-        together: columns that one transform reads, so that must lie in one place; no column is in
-            two of them.
+        together: disjoint sets of columns that one transform reads; each is in one group or with
+            the samples.
     """
     sets = search(costs)
     for columns in together:
-        sets = _in_one_place(costs, sets, columns)
+        sets = _keep_together(costs, sets, columns)
     names: list[str] = []
     groups: list[ChosenGroup] = []
     for members in sorted(sets, key=min):
@@ -156,7 +155,7 @@ def choose_groups(
 
 
 def group_name(feature: str, taken: Sequence[str], columns: Sequence[str]) -> str:
-    """Return a name for a group after its first feature, free and fit for a directory.
+    """Return a unique name for a group, after its first feature, that is valid as a directory.
 
     Example:
         >>> group_name("user id", [], []), group_name("a", ["a"], []), group_name("samples", [], [])
@@ -171,14 +170,14 @@ def group_name(feature: str, taken: Sequence[str], columns: Sequence[str]) -> st
 
 
 def search(costs: Costs) -> list[Set]:
-    """Return the groups of least cost that greedy merges and single moves find."""
+    """Return the cheapest groups that greedy merges and single moves find."""
     useful = [i for i in range(len(costs.features)) if _may_save(costs, i)]
-    sets = _merged(costs, [frozenset([i]) for i in useful], 0.0)
+    sets = _merged(costs, [frozenset([i]) for i in useful])
     chosen = [s for s in sets if costs.as_group(s) < sum(costs.in_samples(m) for m in s)]
     while len(chosen) > MAX_GROUPS:
-        chosen = _fewer(costs, chosen)
-    least = LEAST_SAVED * sum(costs.in_samples(m) for m in range(len(costs.features)))
-    return [s for s in _moved(costs, chosen, useful) if _saved(costs, s) > least]
+        chosen = _one_less(costs, chosen)
+    min_saving = MIN_SAVING * sum(costs.in_samples(m) for m in range(len(costs.features)))
+    return [s for s in _moved(costs, chosen, useful) if _saved(costs, s) > min_saving]
 
 
 def _saved(costs: Costs, members: Set) -> float:
@@ -186,17 +185,17 @@ def _saved(costs: Costs, members: Set) -> float:
 
 
 def _may_save(costs: Costs, member: int) -> bool:
-    """Tell whether a feature repeats or shifts; a group has at least as many tuples as each."""
+    """Tell whether a feature repeats or shifts; a group has at least as many tuples as a member."""
     alone = frozenset([member])
     return costs.num_unique(alone) < costs.num_samples or costs.as_group(alone) < inf
 
 
-def _merged(costs: Costs, sets: list[Set], least: float) -> list[Set]:
-    """Merge the pair that saves most, as long as one saves more than `least`."""
+def _merged(costs: Costs, sets: list[Set]) -> list[Set]:
+    """Merge the pair that saves most, as long as one saves."""
     gains = {frozenset(pair): _gain(costs, *pair) for pair in combinations(sets, 2)}
     while gains:
         pair = max(gains, key=lambda p: (gains[p], sorted(map(sorted, p))))
-        if gains[pair] <= least:
+        if gains[pair] <= 0:
             break
         left, right = sorted(pair, key=sorted)
         merged = left | right
@@ -230,34 +229,34 @@ def _moved(costs: Costs, sets: list[Set], useful: Sequence[int]) -> list[Set]:
 
 
 def _placements(sets: list[Set], member: int) -> list[list[Set]]:
-    """Return the groups with one feature elsewhere: in samples, alone, and in each other group."""
+    """Return the groups after each move of a feature: to the samples, alone, to another group."""
     without = [s - {member} for s in sets]
     rest = [s for s in without if s]
-    places = [rest, [*rest, frozenset([member])]]
-    places += [[s | {member} if s == target else s for s in rest] for target in rest]
-    return places
+    placements = [rest, [*rest, frozenset([member])]]
+    placements += [[s | {member} if s == target else s for s in rest] for target in rest]
+    return placements
 
 
 def _total(costs: Costs, sets: Sequence[Set], useful: Sequence[int]) -> float:
     grouped = frozenset[int]().union(*sets)
-    alone = sum(costs.in_samples(m) for m in useful if m not in grouped)
-    return alone + sum(costs.as_group(s) for s in sets)
+    ungrouped = sum(costs.in_samples(m) for m in useful if m not in grouped)
+    return ungrouped + sum(costs.as_group(s) for s in sets)
 
 
-def _in_one_place(costs: Costs, sets: list[Set], names: frozenset[str]) -> list[Set]:
-    """Return the groups with some columns in one of them or all in samples, as costs least."""
+def _keep_together(costs: Costs, sets: list[Set], names: frozenset[str]) -> list[Set]:
+    """Return the cheapest groups with some columns all in one group or all with the samples."""
     members = frozenset(i for i, f in enumerate(costs.features) if f.name in names)
     rest = [s - members for s in sets if s - members]
     options = [rest]
-    if len(members) == len(names):  # else one of them can only be in samples
+    if len(members) == len(names):  # else one column is no candidate and stays with the samples
         options += [[s | members if s == target else s for s in rest] for target in rest]
         options += [[*rest, members]] if len(rest) < MAX_GROUPS else []
         options += [sets] if any(members <= s for s in sets) else []
     return min(options, key=lambda o: _total(costs, o, range(len(costs.features))))
 
 
-def _fewer(costs: Costs, sets: list[Set]) -> list[Set]:
-    """Return one group less: the two merged that lose least, or one given back to the samples."""
+def _one_less(costs: Costs, sets: list[Set]) -> list[Set]:
+    """Merge two groups, or dissolve one, whichever is cheapest."""
     useful = sorted(frozenset[int]().union(*sets))
     options = [[s for s in sets if s != dropped] for dropped in sets]
     for left, right in combinations(sets, 2):

@@ -1,4 +1,4 @@
-"""The pipelines of a build on Beam: segments, indexes, and the commit."""
+"""Beam pipelines of a build: segments, indexes, and the commit as a pipeline step."""
 
 from __future__ import annotations
 
@@ -44,96 +44,6 @@ from schemas.order import Order
 SEGMENT = "segment"
 
 
-@dataclass(frozen=True, slots=True)
-class CommitRequest:
-    """A segment that a pipeline makes."""
-
-    request: BuildRequest
-    job: Job
-    features: FeatureSet
-    context: BuildContext
-
-
-class _Commit(beam.DoFn):
-    """Finishes the segment when all of it is there; done twice, it is there once."""
-
-    def __init__(self, wanted: CommitRequest, names: tuple[str, ...]) -> None:
-        self.wanted, self.names = wanted, names
-
-    def process(self, listing: tuple[InputFile, ...], *values: list[Any]) -> Iterator[str]:
-        yield commit(self.wanted, listing, dict(zip(self.names, values, strict=True)))
-
-
-def commit(
-    wanted: CommitRequest, listing: tuple[InputFile, ...], values: Mapping[str, list[Any]]
-) -> str:
-    """Make what a pipeline wrote part of the dataset.
-
-    Returns:
-        The segment's name; that of the same segment when it is there already.
-
-    Raises:
-        SchemaError: it must not enter the dataset.
-    """
-    request, job, features = wanted.request, wanted.job, wanted.features
-    incoming = wanted.context.segment_root
-    hashes, key = segment_hashes(job, features, listing)
-    reference = check_admissible(request, job, features, key, listing)
-    if reference is None:
-        building = request.dataset / SEGMENTS / f".{key}.{request.attempt}"
-        with (
-            ExitStack() as held,
-            scratch_directory(building, ".*", lambda: unpublished_segments(request.dataset, key)),
-        ):
-            if not (building / MANIFEST).exists():
-                held.enter_context(locked(_parts_of(wanted)))
-                if not (incoming / MANIFEST).exists():
-                    finish_segment_files(request, wanted.context, key, hashes, values)
-                # One call: all of it moves, with the lock, or nothing does.
-                incoming.rename(building)
-            reference = publish(commit_request(request, job, features, key, building))
-    shutil.rmtree(incoming, ignore_errors=True)
-    return reference.id
-
-
-def _parts_of(wanted: CommitRequest) -> Path:
-    """Return the directory that the pipeline wrote to.
-
-    Raises:
-        SchemaError: it is gone, so an attempt that failed had moved it, and another build swept it.
-    """
-    incoming = wanted.context.segment_root
-    if not incoming.is_dir():
-        raise SchemaError(
-            "parts of the segment must be there, got none; run the pipeline again",
-            file=str(incoming),
-        )
-    return incoming
-
-
-def add_commit(
-    listing: Any, made: Mapping[str, Any], wanted: CommitRequest
-) -> dict[str, beam.PCollection]:
-    """Add the commit to a pipeline.
-
-    Args:
-        listing: PCollection of one tuple, the input as the manifest names it.
-        made: outputs, `REJECTED` among them, of `segment.segment_of_rows`.
-        wanted: the segment.
-
-    Returns:
-        `{"segment": PCollection[str], "rejects": PCollection[Reject]}`.
-    """
-    outputs = {name: values for name, values in made.items() if name != REJECTED}
-    lists = [
-        pvalue.AsSingleton(values | f"all {name} to commit" >> beam.combiners.ToList())
-        for name, values in outputs.items()
-    ]
-    stage = beam.ParDo(_Commit(wanted, tuple(outputs)), *lists)
-    done = listing | "commit" >> stage.with_output_types(str)
-    return {SEGMENT: done, REJECTS: made[REJECTED] | "each reject" >> EachReject()}
-
-
 def segment_pipeline(
     pipeline: beam.Pipeline, context: BuildContext
 ) -> Mapping[str, beam.PCollection]:
@@ -147,9 +57,12 @@ def segment_of_rows(
     """Add the build of one segment to a pipeline that has its raw rows.
 
     Args:
-        pipeline: where it is added.
+        pipeline: receives the transforms.
         rows: (source, table) pairs as `SAMPLES`, and `REJECTS`.
         context: of the build.
+
+    Returns:
+        The outputs of `executor.run_segment`, and the rejects themselves as `REJECTED`.
     """
     samples = rows[SAMPLES] | "MakeSamples" >> MakeSamples(context)
     outputs: dict[str, beam.PCollection] = {}
@@ -175,15 +88,15 @@ def segment_of_rows(
 def run_segment(context: BuildContext, beam_args: list[str]) -> Mapping[str, list[Any]]:
     """Build a segment on Beam; return the values of each output, as `executor.run_segment`."""
 
-    def make(pipeline: beam.Pipeline) -> Mapping[str, beam.PCollection]:
-        made = segment_pipeline(pipeline, context)
-        return {name: values for name, values in made.items() if name != REJECTED}
+    def add_transforms(pipeline: beam.Pipeline) -> Mapping[str, beam.PCollection]:
+        outputs = segment_pipeline(pipeline, context)
+        return {name: values for name, values in outputs.items() if name != REJECTED}
 
-    return run_pipeline(make, beam_args, context.segment_root, context.num_parts).values
+    return run_pipeline(add_transforms, beam_args, context.segment_root, context.num_parts)
 
 
 def run_index(
-    dataset: Dataset, order: Order, root: Path, beam_args: list[str], pieces: int
+    dataset: Dataset, order: Order, root: Path, beam_args: list[str], num_tasks: int
 ) -> list[TableTotals]:
     """Index all tables of a dataset on Beam.
 
@@ -192,9 +105,96 @@ def run_index(
         order: global order of the run.
         root: directory of the index being built.
         beam_args: Beam options.
-        pieces: workers' shares of access lists; above none, rounds spread.
+        num_tasks: tasks that can run in parallel; with 0 each table is indexed by one worker.
     """
-    stage = IndexTables(root, dataset, order, spread=pieces > 0)
+    stage = IndexTables(root, dataset, order, spread=num_tasks > 0)
     return run_pipeline(
-        lambda p: {"tables": p | "IndexTables" >> stage}, beam_args, root, 1 + pieces
-    ).values["tables"]
+        lambda p: {"tables": p | "IndexTables" >> stage}, beam_args, root, 1 + num_tasks
+    )["tables"]
+
+
+# Commit as the last step of a user's pipeline.
+
+
+@dataclass(frozen=True, slots=True)
+class PendingSegment:
+    """A segment that a pipeline writes; `context.segment_root` holds its parts."""
+
+    request: BuildRequest
+    job: Job
+    features: FeatureSet
+    context: BuildContext
+
+
+def add_commit(
+    listing: Any, outputs: Mapping[str, Any], pending: PendingSegment
+) -> dict[str, beam.PCollection]:
+    """Add the commit to a pipeline.
+
+    Args:
+        listing: PCollection of one tuple, the input as the manifest names it.
+        outputs: of `segment_of_rows`.
+        pending: the segment.
+
+    Returns:
+        `{"segment": PCollection[str], "rejects": PCollection[Reject]}`.
+    """
+    names = tuple(name for name in outputs if name != REJECTED)
+    lists = [
+        pvalue.AsSingleton(outputs[name] | f"all {name} to commit" >> beam.combiners.ToList())
+        for name in names
+    ]
+    stage = beam.ParDo(_Commit(pending, names), *lists)
+    segment = listing | "commit" >> stage.with_output_types(str)
+    return {SEGMENT: segment, REJECTS: outputs[REJECTED] | "each reject" >> EachReject()}
+
+
+class _Commit(beam.DoFn):
+    def __init__(self, pending: PendingSegment, names: tuple[str, ...]) -> None:
+        self.pending, self.names = pending, names
+
+    def process(self, listing: tuple[InputFile, ...], *values: list[Any]) -> Iterator[str]:
+        yield commit(self.pending, listing, dict(zip(self.names, values, strict=True)))
+
+
+def commit(
+    pending: PendingSegment,
+    listing: tuple[InputFile, ...],
+    values: Mapping[str, list[Any]],
+) -> str:
+    """Finish and publish the segment that a pipeline wrote; idempotent.
+
+    Returns:
+        The segment's name.
+
+    Raises:
+        SchemaError: the segment must not enter the dataset.
+    """
+    request, job, features = pending.request, pending.job, pending.features
+    incoming = pending.context.segment_root
+    hashes, key = segment_hashes(job, features, listing)
+    reference = check_admissible(request, job, features, key, listing)
+    if reference is None:
+        building = request.dataset / SEGMENTS / f".{key}.{request.attempt}"
+        with (
+            ExitStack() as locks,
+            scratch_directory(building, ".*", lambda: unpublished_segments(request.dataset, key)),
+        ):
+            if not (building / MANIFEST).exists():
+                _check_parts(incoming)
+                locks.enter_context(locked(incoming))
+                if not (incoming / MANIFEST).exists():
+                    finish_segment_files(request, pending.context, key, hashes, values)
+                incoming.rename(building)  # atomic, and the lock moves with the directory
+            reference = publish(commit_request(request, job, features, key, building))
+    shutil.rmtree(incoming, ignore_errors=True)
+    return reference.id
+
+
+def _check_parts(incoming: Path) -> None:
+    """Refuse if a failed attempt moved the parts and another build deleted them."""
+    if not incoming.is_dir():
+        raise SchemaError(
+            "parts of the segment are missing; run the pipeline again",
+            file=str(incoming),
+        )

@@ -1,4 +1,4 @@
-"""Beam coders of Arrow tables and references."""
+"""Beam coders of Arrow tables and references, registered when this module is imported."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ class TableCoder(Coder):
         return value.nbytes
 
     def is_deterministic(self) -> bool:
-        """Return that equal tables may have other bytes: chunks are kept."""
+        """Return False: equal tables with different chunks have different bytes."""
         return False
 
     def to_type_hint(self) -> type[pa.Table]:
-        """Return what is encoded."""
+        """Return the encoded type."""
         return pa.Table
 
 
@@ -44,7 +44,7 @@ registry.register_coder(pa.Table, TableCoder)
 
 
 class ReferenceCoder(Coder):
-    """References as bytes, the same for equal ones; no runner looks into them."""
+    """References as bytes, equal for equal references."""
 
     def encode(self, value: Reference) -> bytes:
         """Return a reference as bytes."""
@@ -56,11 +56,11 @@ class ReferenceCoder(Coder):
         return Reference(encoded[_NUMBERS.size :].decode(), batch, num_samples)
 
     def is_deterministic(self) -> bool:
-        """Return that equal references have equal bytes."""
+        """Return True."""
         return True
 
     def to_type_hint(self) -> type[Reference]:
-        """Return what is encoded."""
+        """Return the encoded type."""
         return Reference
 
 

@@ -1,4 +1,4 @@
-"""Rewrite the parts of a segment on Beam, without deleted samples."""
+"""Beam pipeline that rewrites the parts of a segment without deleted samples."""
 
 from __future__ import annotations
 
@@ -19,14 +19,12 @@ from schemas.features import FeatureSet
 
 
 class _WritePart(beam.DoFn):
-    """Writes one part; yields its totals, and its look-ups under the tag `blocks`."""
-
-    def __init__(self, root: Path, pins: SegmentLayout, features: FeatureSet) -> None:
-        self.root, self.pins, self.features = root, pins, features
+    def __init__(self, root: Path, layout: SegmentLayout, features: FeatureSet) -> None:
+        self.root, self.layout, self.features = root, layout, features
 
     def process(self, part: StoredPart) -> Iterator[Any]:
         number, data = part.file_index, part.data
-        result = build_part(self.root, number, part, data, self.pins, self.features)
+        result = build_part(self.root, number, part, data, self.layout, self.features)
         yield serialize_result(result)
         yield beam.pvalue.TaggedOutput("blocks", encode_tables(result.blocks))
 
@@ -34,7 +32,7 @@ class _WritePart(beam.DoFn):
 def rewrite_parts(
     building: Path,
     parts: Sequence[StoredPart],
-    pins: SegmentLayout,
+    layout: SegmentLayout,
     features: FeatureSet,
     tables: Mapping[str, TableConfig],
     beam_args: list[str],
@@ -42,18 +40,18 @@ def rewrite_parts(
     """Write the parts of a segment to `building` and number the accesses of its tables.
 
     Returns:
-        `parts`: the totals of each part; `tables`: the counts of each table.
+        `parts`: results of the parts; `tables`: number of rows of each table.
     """
-    stage = _WritePart(building, pins, features)
+    stage = _WritePart(building, layout, features)
 
-    def make(pipeline: beam.Pipeline) -> dict[str, beam.PCollection]:
-        made = (
+    def add_transforms(pipeline: beam.Pipeline) -> dict[str, beam.PCollection]:
+        written = (
             pipeline
             | "list parts" >> beam.Create(parts)
             | "spread parts" >> beam.Reshuffle()
             | "write part" >> beam.ParDo(stage).with_outputs("blocks", main="parts")
         )
         number = NumberAccesses(building, tables, len(parts))
-        return {"parts": made["parts"], "tables": made["blocks"] | "NumberAccesses" >> number}
+        return {"parts": written["parts"], "tables": written["blocks"] | "NumberAccesses" >> number}
 
-    return run_pipeline(make, beam_args, building, len(parts)).values
+    return run_pipeline(add_transforms, beam_args, building, len(parts))

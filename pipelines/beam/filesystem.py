@@ -1,4 +1,4 @@
-"""Files behind a URL, through Beam's filesystems."""
+"""Input files at URLs, through Beam's filesystems."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from schemas.errors import SchemaError
 
 
 def use_options(beam_args: list[str]) -> None:
-    """Tell Beam's filesystems the options of a command.
+    """Configure Beam's filesystems with the options of a command.
 
     Raises:
         SchemaError: an option is unknown to Beam.
@@ -24,18 +24,18 @@ def use_options(beam_args: list[str]) -> None:
 
 
 _NOT_INSTALLED = ("Missing boto3", "Failed to import")
-"""How Beam says that a filesystem of its extras, S3 or HDFS, is not installed."""
+"""Parts of Beam's errors for a filesystem, S3 or HDFS, whose extra is not installed."""
 
 
 def files(root: str) -> Iterator[tuple[str, int]]:
     """Yield the files below a URL, at any depth, with their sizes.
 
     Raises:
-        SchemaError: it cannot be listed.
+        SchemaError: the URL cannot be listed.
     """
-    top = root.rstrip("/") + "/"
+    base = root.rstrip("/") + "/"
     try:
-        (match,) = FileSystems.match([f"{top}**"])
+        (match,) = FileSystems.match([f"{base}**"])
     except (ValueError, BeamIOError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         if isinstance(error, ValueError) or any(word in reason for word in _NOT_INSTALLED):
@@ -50,26 +50,26 @@ def files(root: str) -> Iterator[tuple[str, int]]:
     if not match.metadata_list:
         raise SchemaError("input must be a directory, got none; check --input", file=root)
     for entry in match.metadata_list:
-        yield entry.path.removeprefix(top), entry.size_in_bytes
+        yield entry.path.removeprefix(base), entry.size_in_bytes
 
 
-def size(place: str, path: str) -> int:
+def size(url: str, path: str) -> int:
     """Return the bytes of a file.
 
     Args:
-        place: its URL.
+        url: of the file.
         path: its name in errors.
 
     Raises:
-        OSError: it is not there.
+        FileNotFoundError: the file does not exist.
     """
-    if not FileSystems.exists(place):
+    if not FileSystems.exists(url):
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
-    (match,) = FileSystems.match([place])
+    (match,) = FileSystems.match([url])
     return match.metadata_list[0].size_in_bytes
 
 
-def open_stored(place: str) -> BinaryIO:
-    """Return a file to read from anywhere; bytes as they are stored."""
+def open_stored(url: str) -> BinaryIO:
+    """Open a file for reading and seeking, without decompression."""
     stored = CompressionTypes.UNCOMPRESSED
-    return cast(BinaryIO, FileSystems.open(place, compression_type=stored))
+    return cast(BinaryIO, FileSystems.open(url, compression_type=stored))

@@ -1,4 +1,4 @@
-"""`rewrite --layout flat` on Beam."""
+"""Beam pipeline of `rewrite --layout flat`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pipelines.rewrite.command import FlatPart, FlatStage
 from pipelines.stages import REJECTS, SAMPLES
 
 
-class _HandOver(beam.DoFn):
+class _PartRows(beam.DoFn):
     def __init__(self, stage: FlatStage) -> None:
         self.stage = stage
 
@@ -33,7 +33,7 @@ class _WriteFlat(beam.DoFn):
 def flat_pipeline(pipeline: beam.Pipeline, stage: FlatStage) -> Mapping[str, beam.PCollection[Any]]:
     """Add the clustering of all rows to a pipeline."""
     rows = pipeline | "ReadRows" >> ReadRows(stage.context)
-    hand_over: Any = beam.ParDo(_HandOver(stage))
+    hand_over: Any = beam.ParDo(_PartRows(stage))
     parts = (
         rows[SAMPLES]
         | "hand over" >> hand_over.with_output_types(tuple[int, stage.context.transport.element])
@@ -44,8 +44,8 @@ def flat_pipeline(pipeline: beam.Pipeline, stage: FlatStage) -> Mapping[str, bea
 
 
 def run_flat(stage: FlatStage, beam_args: list[str]) -> Mapping[str, list[Any]]:
-    """Rewrite all rows on Beam; return `parts` and `rejects`, as `rewrite.flat.run_flat`."""
+    """Rewrite all rows on Beam; return `parts` and `rejects`, as `rewrite.command.run_flat`."""
     context = stage.context
     return run_pipeline(
         lambda p: flat_pipeline(p, stage), beam_args, context.segment_root, context.num_parts
-    ).values
+    )

@@ -1,15 +1,16 @@
-"""Transforms for the pipelines of others.
+"""Beam transforms for users' pipelines: read and write datasets, or run single steps of a build.
 
-ReadSource, MakeSamples, BuildDataset, WriteDataset, ReadDataset.
+`BuildDataset` and `WriteDataset` end in a committed segment, `ReadDataset` and `ReadSource` begin a
+pipeline, `MakeSamples` runs a job's SQL. Elements are pyarrow Tables. The job is checked when the
+pipeline is constructed. Launcher and workers find the dataset under the same path.
 """
 
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import apache_beam as beam
 import pyarrow as pa
@@ -17,13 +18,20 @@ import pyarrow as pa
 from pipelines.autogroup.job import with_groups
 from pipelines.beam.build import (
     SEGMENT,
-    CommitRequest,
+    PendingSegment,
     add_commit,
     segment_of_rows,
     segment_pipeline,
 )
 from pipelines.beam.coders import SourceRows
-from pipelines.beam.given_rows import CONTENT, GivenContext, TypeRows, listing_of, sum_content
+from pipelines.beam.external_rows import (
+    CONTENT,
+    ExternalRowsContext,
+    TablesContext,
+    TypeRows,
+    listing_of,
+    sum_content,
+)
 from pipelines.beam.runner import shuffle_of
 from pipelines.beam.transforms import EachReject, ReadRows
 from pipelines.beam.transforms import MakeSamples as _SamplesBySql
@@ -35,42 +43,97 @@ from pipelines.clustering.reader import (
     row_groups,
 )
 from pipelines.context import BuildContext, BuildRequest
-from pipelines.prepare import build_context, prepare
+from pipelines.prepare import PreparedInput, build_context, prepare
 from pipelines.samples.statements import job_steps
-from pipelines.samples.tuples import Tuples
-from pipelines.shuffle import ShuffleTransport
 from pipelines.sources.listing import folder_of, list_inputs
 from pipelines.sources.read import empty_rows
 from pipelines.sources.rejects import Reject
 from pipelines.sources.rows import ORIGIN
 from pipelines.stages import REJECTS, SAMPLES
 from pipelines.table.compatibility import check_admissible
-from pipelines.transforms.fit import learned_so_far, stage_learned
+from pipelines.transforms.fit import stage_learned
 from schemas.config.job import Job, check_new_names, load_job
 from schemas.dataset import missing_column_defaults, open_dataset
 from schemas.errors import SchemaError, suggest_name
-from schemas.features import load_features
+from schemas.features import FeatureSet, load_features
 from schemas.manifest import InputFile
 from schemas.paths import check_writable, local_path, schema_path
 
-# Transforms for the pipelines of others: end one with a dataset, begin one with a dataset.
-#
-# A job file says what the dataset is; whatever of it does not fit is refused when the pipeline is
-# made. The dataset lies where the launcher and all workers find it under the same path.
-
 INCOMING = ".incoming"
-"""Begin of the names of directories below a dataset into which pipelines write their parts."""
+"""Prefix of the directories below a dataset into which pipelines write their parts."""
+ROWS = "rows"
+
+
+class BuildDataset(beam.PTransform):
+    """Begin a pipeline with a build, to the same bytes as `python -m pipelines build`.
+
+    The input is listed when the pipeline is constructed; an existing segment is not built again.
+
+    Returns:
+        `{"segment": PCollection[str], "rejects": PCollection[Reject]}`; `segment` has the
+        segment's name, once it is committed.
+
+    Example: `pipeline | BuildDataset("job.yaml", "log", "dataset")`
+    """
+
+    def __init__(
+        self, job: str | Path, log: str | Path, dataset: str | Path, append: bool = False,
+        *, single_writer: bool = False, allow_outside: bool = False,
+    ) -> None:  # fmt: skip
+        """Check the job.
+
+        Args:
+            job: the job file.
+            log: directory of raw files, or its URL.
+            dataset: directory of the dataset.
+            append: whether the dataset must exist.
+            single_writer: whether no other process writes there, for a network filesystem.
+            allow_outside: whether the schema may lie outside the folder of the job file.
+
+        Raises:
+            SchemaError: the job is invalid, or the dataset cannot be written.
+        """
+        super().__init__()
+        path, self._job, self._features = _load_job(job, allow_outside)
+        target = _check_target(self._job, path, dataset, single_writer)
+        self._request = BuildRequest(
+            job_path=path,
+            input_root=str(log),
+            dataset=target,
+            beam_args=["--direct_num_workers=1"],  # of the index, which the last worker builds
+            attempt=uuid.uuid4().hex[:12],
+            append=append,
+            allow_outside=allow_outside,
+        )
+
+    def expand(self, input_or_inputs: Any) -> dict[str, Any]:
+        """List the input, build the parts, commit the segment."""
+        pipeline, features = input_or_inputs.pipeline, self._features
+        request, job = with_groups(self._request, self._job, features)
+        prepared = prepare(request, job, features)
+        _, key = segment_hashes(job, features, prepared.listing)
+        existing = check_admissible(request, job, features, key, prepared.listing)
+        if existing is not None:
+            nothing = pipeline | "no rejects" >> beam.Create([])
+            return {
+                SEGMENT: pipeline | "there already" >> beam.Create([existing.id]),
+                REJECTS: nothing | "typed" >> beam.Map(_identity).with_output_types(Reject),
+            }
+        context = _start_build(pipeline, request, job, features, prepared)
+        outputs = segment_pipeline(pipeline, context)
+        listing = pipeline | "listing" >> beam.Create([prepared.listing])
+        return add_commit(listing, outputs, PendingSegment(request, job, features, context))
 
 
 class WriteDataset(beam.PTransform):
-    """End a pipeline with a dataset: raw rows in, one committed segment out.
+    """End a pipeline with a dataset: raw rows to one committed segment.
 
     The input is a PCollection of pyarrow Tables or RecordBatches, rows of the job's only source;
-    the job's SQL makes samples of them. How the collection is ordered and cut changes no byte.
+    the job's SQL makes samples of them. Order and batching of the collection change no byte.
 
     Returns:
-        `{"segment": PCollection[str], "rejects": PCollection[Reject]}`; the segment's name comes
-        when it is committed.
+        `{"segment": PCollection[str], "rejects": PCollection[Reject]}`; `segment` has the
+        segment's name, once it is committed.
 
     Example: `rows | WriteDataset("job.yaml", "dataset", name="2026-01-31", num_parts=8)`
     """
@@ -84,121 +147,86 @@ class WriteDataset(beam.PTransform):
         Args:
             job: the job file; its source declares its columns.
             dataset: directory of the dataset.
-            name: stands for the rows where a file would, in the manifest and in rejects.
-            num_parts: ranges of session keys that are built apart; the rows of each fit a worker.
-            append: whether the dataset must be there already.
-            single_writer: whether nothing else writes there, for a network filesystem.
+            name: replaces the name of a file, in the manifest and in rejects.
+            num_parts: ranges of session keys, built in parallel; the rows of each fit a worker.
+            append: whether the dataset must exist.
+            single_writer: whether no other process writes there, for a network filesystem.
             allow_outside: whether the schema may lie outside the folder of the job file.
 
         Raises:
-            SchemaError: the job does not fit, or the dataset is no place to write to.
+            SchemaError: the job is invalid, or the dataset cannot be written.
         """
         super().__init__()
-        path = Path(job).resolve()
-        if num_parts < 1:
-            raise ValueError(f"num_parts must be at least 1, got {num_parts}; leave it out")
-        self._parsed = load_job(path)
-        schema = schema_path(path, self._parsed.data.schema, allow_outside=allow_outside)
-        self._features = load_features(schema)
-        check_one_source(self._parsed, path)
-        file = InputFile(source=self._parsed.data.sample_source, path=name, num_bytes=0, sha256="")
-        target = local_path(dataset).resolve()
-        check_writable(target, single_writer=single_writer)
-        check_new_names(self._parsed, path, target)
+        self._num_parts = _check_num_parts(num_parts)
+        path, self._job, self._features = _load_job(job, allow_outside)
+        _check_one_source(self._job, path)
+        target = _check_target(self._job, path, dataset, single_writer)
         self._request = BuildRequest(
             job_path=path,
             input_root=target / INCOMING,  # no file is read
             dataset=target,
-            beam_args=["--direct_num_workers=1"],  # of the index, which the last worker makes
+            beam_args=["--direct_num_workers=1"],  # of the index, which the last worker builds
             attempt=uuid.uuid4().hex[:12],
             append=append,
-            listing=(file,),
+            listing=(_unread_file(self._job, name),),
             allow_outside=allow_outside,
         )
-        self._prepared = prepare(self._request, self._parsed, self._features)
-        self._num_parts = num_parts
+        self._prepared = prepare(self._request, self._job, self._features)
 
     def expand(self, input_or_inputs: Any) -> dict[str, Any]:
-        """Type the rows, build the parts, commit the segment."""
+        """Convert the rows, build the parts, commit the segment."""
         pipeline, request = input_or_inputs.pipeline, self._request
-        request.dataset.mkdir(parents=True, exist_ok=True)
-        context = GivenContext(
-            folder=folder_of(request.input_root),
-            segment_root=request.dataset / f"{INCOMING}.{request.attempt}",
-            listing=self._prepared.listing,
-            data=self._parsed.data,
-            features=self._features,
-            steps=self._prepared.steps,
-            num_parts=self._num_parts,
-            empty_rows=self._prepared.empty_rows,
-            learned=learned_so_far(request.dataset),
-            shuffle_by=shuffle_of(pipeline.options),
-        )
-        context.segment_root.mkdir()
-        stage_learned(request.dataset, context.learned, context.segment_root)
-        typing = beam.ParDo(TypeRows(context, REJECTS)).with_output_types(SourceRows)
-        tags = (REJECTS, CONTENT)
-        typed = input_or_inputs | "type rows" >> typing.with_outputs(*tags, main=SAMPLES)
+        context = _start_build(
+            pipeline, request, self._job, self._features, self._prepared,
+            kind=ExternalRowsContext, num_parts=self._num_parts,
+        )  # fmt: skip
+        typed = _typed_rows(input_or_inputs, context)
         rows = {SAMPLES: typed[SAMPLES], REJECTS: typed[REJECTS]}
-        made: dict[str, Any] = dict(segment_of_rows(pipeline, rows, context))
-        file = context.listing[0]
+        outputs = segment_of_rows(pipeline, rows, context)
         listing = (
             typed[CONTENT]
             | "sum content" >> beam.CombineGlobally(sum_content)
-            | "name rows" >> beam.Map(listing_of, file)
+            | "name rows" >> beam.Map(listing_of, context.listing[0])
         )
-        wanted = CommitRequest(request, self._parsed, self._features, context)
-        return add_commit(listing, made, wanted)
-
-
-def check_one_source(job: Job, path: Path) -> None:
-    """Refuse a job of more than one source, or whose source does not declare its columns.
-
-    Raises:
-        SchemaError: naming the sources.
-    """
-    data = job.data
-    source = data.sources[data.sample_source]
-    if len(data.inputs) != 1 or not source.columns:
-        raise SchemaError(
-            "job must have one source that declares its columns, got "
-            f"{sorted(data.inputs)}; join before, or use python -m pipelines build",
-            file=str(path),
-        )
-    if data.has_auto_groups:
-        raise SchemaError("data.groups must be named, got auto; name them", file=str(path))
+        pending = PendingSegment(request, self._job, self._features, context)
+        return add_commit(listing, outputs, pending)
 
 
 class ReadDataset(beam.PTransform):
     """Begin a pipeline with the samples of a dataset, as tables of one row group each.
 
     Returns:
-        PCollection[pa.Table] with the columns of the schema, lists and all, in no order.
+        PCollection[pa.Table] with the columns of the schema, including lists, in no order.
 
     Example: `tables = pipeline | ReadDataset("dataset")`
     """
 
     def __init__(self, dataset: str | Path, model_inputs: bool = False) -> None:
-        """Remember what to read.
+        """Store the settings.
 
         Args:
             dataset: directory of the dataset.
             model_inputs: whether to add the columns that transforms and sampling made.
         """
         super().__init__()
-        self.dataset, self.model_inputs = local_path(dataset).resolve(), model_inputs
+        self._path, self._model_inputs = local_path(dataset).resolve(), model_inputs
+
+    @property
+    def schema(self) -> pa.Schema:
+        """The columns of the tables; reads the first row group."""
+        return next(read_samples(open_dataset(self._path), self._model_inputs)).schema
 
     def expand(self, input_or_inputs: Any) -> Any:
-        """List the row groups, spread them, join each."""
-        places = [
+        """List the row groups, distribute them, read each."""
+        groups = [
             (index, file_index, row_group)
-            for index, segment in enumerate(open_dataset(self.dataset).segments)
+            for index, segment in enumerate(open_dataset(self._path).segments)
             for file_index, row_group in row_groups(segment)
         ]
-        stage = beam.ParDo(_ReadRowGroup(self.dataset, self.model_inputs))
+        stage = beam.ParDo(_ReadRowGroup(self._path, self._model_inputs))
         return (
             input_or_inputs
-            | "list row groups" >> beam.Create(places)
+            | "list row groups" >> beam.Create(groups)
             | "spread row groups" >> beam.Reshuffle()
             | "read row groups" >> stage.with_output_types(pa.Table)
         )
@@ -211,31 +239,13 @@ class _ReadRowGroup(beam.DoFn):
     def setup(self) -> None:
         self.dataset = open_dataset(self.path)
 
-    def process(self, place: tuple[int, int, int]) -> Iterator[pa.Table]:
-        index, file_index, row_group = place
+    def process(self, group: tuple[int, int, int]) -> Iterator[pa.Table]:
+        index, file_index, row_group = group
         dataset = self.dataset
         segment = dataset.segments[index]
         absent = missing_column_defaults(dataset, segment)
         table = read_live_row_group(segment, file_index, row_group, dataset.job.data, absent)
         yield table.select(column_names(dataset, self.model_inputs))
-
-
-def columns_of(path: Path, model_inputs: bool) -> pa.Schema:
-    """Return the columns of the tables that `ReadDataset` gives, by a look at the first.
-
-    Args:
-        path: directory of the dataset.
-        model_inputs: whether to add the columns that transforms and sampling made.
-    """
-    return next(read_samples(open_dataset(path), model_inputs)).schema
-
-
-# The steps of a build, each for a pipeline of somebody else: read a source, make samples.
-#
-# What goes from step to step are pyarrow Tables, so that whatever a pipeline does between two of
-# them needs to know nothing of this project.
-
-ROWS = "rows"
 
 
 class ReadSource(beam.PTransform):
@@ -257,17 +267,15 @@ class ReadSource(beam.PTransform):
         Args:
             job: the job file.
             log: directory of raw files, or its URL.
-            source: name in the job; the source that samples are made of when None.
+            source: name in the job; None for the source that samples are made of.
             allow_outside: whether the schema may lie outside the folder of the job file.
 
         Raises:
-            SchemaError: the job does not fit, or has no such source.
+            SchemaError: the job is invalid, or has no such source.
         """
         super().__init__()
-        path = Path(job).resolve()
-        self._data = load_job(path).data
-        schema = schema_path(path, self._data.schema, allow_outside=allow_outside)
-        self._features = load_features(schema)
+        path, parsed, self._features = _load_job(job, allow_outside)
+        self._data = parsed.data
         self._folder, self._source = folder_of(log), source or self._data.sample_source
         if self._source not in self._data.inputs:
             advice = suggest_name(self._source, self._data.inputs)
@@ -277,9 +285,8 @@ class ReadSource(beam.PTransform):
 
     @property
     def schema(self) -> pa.Schema:
-        """The columns of the tables; looks into the first files unless the job declares them."""
-        listing = self._listing()
-        return _without_origin(self._empty_rows(listing)).schema
+        """The columns of the tables; reads the first files unless the job declares them."""
+        return self._empty_rows(self._listing()).drop_columns([ORIGIN]).schema
 
     def expand(self, input_or_inputs: Any) -> dict[str, Any]:
         """List the files, then read them on all workers."""
@@ -296,7 +303,7 @@ class ReadSource(beam.PTransform):
         )
         read = input_or_inputs | "read" >> ReadRows(context)
         return {
-            ROWS: read[SAMPLES] | "rows" >> beam.Map(_rows).with_output_types(pa.Table),
+            ROWS: read[SAMPLES] | "rows" >> beam.Map(_without_origin).with_output_types(pa.Table),
             REJECTS: read[REJECTS] | "rejects" >> EachReject(),
         }
 
@@ -309,13 +316,13 @@ class ReadSource(beam.PTransform):
 
 
 class MakeSamples(beam.PTransform):
-    """Make samples of a job's raw rows: its SQL, its checks and its sampling, and no more.
+    """Make samples of a job's raw rows: its SQL, checks and sampling, without transforms.
 
     The input is a PCollection of pyarrow Tables or RecordBatches, rows of the job's only source.
 
     Returns:
         `{"samples": PCollection[pa.Table], "rejects": PCollection[Reject]}`: tables with the
-        columns that the schema declares, in no order; transforms are a build's.
+        columns that the schema declares, in no order.
 
     Example: `samples = (rows | MakeSamples("job.yaml"))["samples"]`
     """
@@ -327,178 +334,112 @@ class MakeSamples(beam.PTransform):
 
         Args:
             job: the job file; its source declares its columns.
-            name: stands for the rows where a file would, in rejects.
-            num_parts: ranges of keys that `samples.per` works on apart; those of each fit a worker.
+            name: replaces the name of a file, in rejects.
+            num_parts: ranges of keys for `samples.per`, run in parallel; each fits a worker.
             allow_outside: whether the schema may lie outside the folder of the job file.
 
         Raises:
-            SchemaError: the job does not fit.
+            SchemaError: the job is invalid.
         """
         super().__init__()
-        path = Path(job).resolve()
-        if num_parts < 1:
-            raise ValueError(f"num_parts must be at least 1, got {num_parts}; leave it out")
-        parsed = load_job(path)
-        schema = schema_path(path, parsed.data.schema, allow_outside=allow_outside)
-        features = load_features(schema)
-        check_one_source(parsed, path)
-        nowhere = path.parent / ".nowhere"  # no file is read, none is written
-        file = InputFile(source=parsed.data.sample_source, path=name, num_bytes=0, sha256="")
+        _check_num_parts(num_parts)
+        path, parsed, features = _load_job(job, allow_outside)
+        _check_one_source(parsed, path)
+        unused = path.parent / ".nowhere"  # no file is read, none is written
         request = BuildRequest(
             job_path=path,
-            input_root=nowhere,
+            input_root=unused,
             dataset=path.parent,
             beam_args=[],
             attempt="",
-            listing=(file,),
+            listing=(_unread_file(parsed, name),),
         )
         prepared = prepare(request, parsed, features)
-        self._context = TablesContext(
-            folder=folder_of(nowhere),
-            segment_root=nowhere,
-            listing=prepared.listing,
-            data=parsed.data,
-            features=features,
-            steps=prepared.steps,
-            num_parts=num_parts,
-            empty_rows=prepared.empty_rows,
-        )
+        self._context = build_context(
+            request, parsed, features, prepared, unused,
+            kind=TablesContext, num_parts=num_parts, shuffle_by="references",
+        )  # fmt: skip
 
     def expand(self, input_or_inputs: Any) -> dict[str, Any]:
-        """Type the rows, run the SQL, put the samples' columns together."""
-        typing = (
-            beam.ParDo(TypeRows(self._context, REJECTS))
-            .with_output_types(SourceRows)
-            .with_outputs(REJECTS, CONTENT, main=SAMPLES)
-        )
-        typed = input_or_inputs | "type rows" >> typing
-        made = typed[SAMPLES] | "samples by sql" >> _SamplesBySql(self._context)
-        rejects = (typed[REJECTS], made[REJECTS]) | "join rejects" >> beam.Flatten()
+        """Convert the rows, run the SQL, join the columns of samples."""
+        typed = _typed_rows(input_or_inputs, self._context)
+        samples = typed[SAMPLES] | "samples by sql" >> _SamplesBySql(self._context)
+        rejects = (typed[REJECTS], samples[REJECTS]) | "join rejects" >> beam.Flatten()
         return {
-            SAMPLES: made[SAMPLES] | "samples" >> beam.Map(_table).with_output_types(pa.Table),
+            SAMPLES: samples[SAMPLES] | "samples" >> beam.Map(_table).with_output_types(pa.Table),
             REJECTS: rejects | "rejects" >> EachReject(),
         }
 
 
-class TablesContext(GivenContext):
-    """Samples of given rows that go to somebody else instead of through the shuffle."""
-
-    __slots__ = ()
-
-    @property
-    def transport(self) -> ShuffleTransport:
-        """Samples as tables."""
-        made = self.data.derived_columns
-        return AsTables(tuple(n for n in self.features.names if n not in made))
+def _load_job(job: str | Path, allow_outside: bool) -> tuple[Path, Job, FeatureSet]:
+    path = Path(job).resolve()
+    parsed = load_job(path)
+    schema = schema_path(path, parsed.data.schema, allow_outside=allow_outside)
+    return path, parsed, load_features(schema)
 
 
-@dataclass(frozen=True, slots=True)
-class AsTables:
-    """Samples as they were before their tuples were taken apart; nobody receives them here.
-
-    Attributes:
-        columns: names in the order of the schema.
-    """
-
-    columns: tuple[str, ...]
-    element: ClassVar[type] = pa.Table
-
-    def send(self, parts: Sequence[Tuples | None]) -> Iterator[tuple[int, pa.Table]]:
-        """Yield the samples of each part."""
-        for index, part in enumerate(parts):
-            if part is not None:
-                yield index, pa.table({name: part.column(name) for name in self.columns})
-
-    def receive(self, sent: Any) -> Any:
-        """Refuse: samples that were handed out do not come back."""
-        raise AssertionError("samples that were handed out must not come back")
+def _check_target(job: Job, path: Path, dataset: str | Path, single_writer: bool) -> Path:
+    target = local_path(dataset).resolve()
+    check_writable(target, single_writer=single_writer)
+    check_new_names(job, path, target)
+    return target
 
 
-def _without_origin(table: pa.Table) -> pa.Table:
-    return table.drop_columns([ORIGIN])
+def _check_num_parts(num_parts: int) -> int:
+    if num_parts < 1:
+        raise ValueError(f"num_parts must be at least 1, got {num_parts}; leave it out")
+    return num_parts
 
 
-def _rows(pair: tuple[str, pa.Table]) -> pa.Table:
-    return _without_origin(pair[1])
+def _check_one_source(job: Job, path: Path) -> None:
+    data = job.data
+    source = data.sources[data.sample_source]
+    if len(data.inputs) != 1 or not source.columns:
+        raise SchemaError(
+            "job must have one source that declares its columns, got "
+            f"{sorted(data.inputs)}; join before, or use python -m pipelines build",
+            file=str(path),
+        )
+    if data.has_auto_groups:
+        raise SchemaError("data.groups must be named, got auto; name them", file=str(path))
+
+
+def _unread_file(job: Job, name: str) -> InputFile:
+    return InputFile(source=job.data.sample_source, path=name, num_bytes=0, sha256="")
+
+
+def _start_build(
+    pipeline: beam.Pipeline,
+    request: BuildRequest,
+    job: Job,
+    features: FeatureSet,
+    prepared: PreparedInput,
+    **settings: Any,
+) -> BuildContext:
+    """Make the directory of a segment's parts; return the context of its build."""
+    request.dataset.mkdir(parents=True, exist_ok=True)
+    root = request.dataset / f"{INCOMING}.{request.attempt}"
+    shuffle_by = shuffle_of(pipeline.options)
+    context = build_context(
+        request, job, features, prepared, root, shuffle_by=shuffle_by, **settings
+    )
+    root.mkdir()
+    stage_learned(request.dataset, context.learned, root)
+    return context
+
+
+def _typed_rows(tables: Any, context: BuildContext) -> Any:
+    stage = beam.ParDo(TypeRows(context)).with_output_types(SourceRows)
+    return tables | "type rows" >> stage.with_outputs(REJECTS, CONTENT, main=SAMPLES)
 
 
 def _table(pair: tuple[int, pa.Table]) -> pa.Table:
     return pair[1]
 
 
-class BuildDataset(beam.PTransform):
-    """Begin a pipeline with a build: what `python -m pipelines build` does, to the same bytes.
-
-    The input is listed and the job checked when the pipeline is made; a segment that is there
-    already is not built again.
-
-    Returns:
-        `{"segment": PCollection[str], "rejects": PCollection[Reject]}`; the segment's name comes
-        when it is committed.
-
-    Example: `pipeline | BuildDataset("job.yaml", "log", "dataset")`
-    """
-
-    def __init__(
-        self, job: str | Path, log: str | Path, dataset: str | Path, append: bool = False,
-        *, single_writer: bool = False, allow_outside: bool = False,
-    ) -> None:  # fmt: skip
-        """Check the job.
-
-        Args:
-            job: the job file.
-            log: directory of raw files, or its URL.
-            dataset: directory of the dataset.
-            append: whether the dataset must be there already.
-            single_writer: whether nothing else writes there, for a network filesystem.
-            allow_outside: whether the schema may lie outside the folder of the job file.
-
-        Raises:
-            SchemaError: the job does not fit, or the dataset is no place to write to.
-        """
-        super().__init__()
-        path = Path(job).resolve()
-        self._parsed = load_job(path)
-        schema = schema_path(path, self._parsed.data.schema, allow_outside=allow_outside)
-        self._features = load_features(schema)
-        target = local_path(dataset).resolve()
-        check_writable(target, single_writer=single_writer)
-        check_new_names(self._parsed, path, target)
-        self._request = BuildRequest(
-            job_path=path,
-            input_root=str(log),
-            dataset=target,
-            beam_args=["--direct_num_workers=1"],  # of the index, which the last worker makes
-            attempt=uuid.uuid4().hex[:12],
-            append=append,
-            allow_outside=allow_outside,
-        )
-
-    def expand(self, input_or_inputs: Any) -> dict[str, Any]:
-        """List the input, build the parts, commit the segment."""
-        pipeline, features = input_or_inputs.pipeline, self._features
-        request, job = with_groups(self._request, self._parsed, features)
-        prepared = prepare(request, job, features)
-        _, key = segment_hashes(job, features, prepared.listing)
-        reference = check_admissible(request, job, features, key, prepared.listing)
-        if reference is not None:
-            nothing = pipeline | "no rejects" >> beam.Create([])
-            return {
-                SEGMENT: pipeline | "there already" >> beam.Create([reference.id]),
-                REJECTS: nothing | "typed" >> beam.Map(_as_is).with_output_types(Reject),
-            }
-        request.dataset.mkdir(parents=True, exist_ok=True)
-        building = request.dataset / f"{INCOMING}.{request.attempt}"
-        context = replace(
-            build_context(request, job, features, prepared, building),
-            shuffle_by=shuffle_of(pipeline.options),
-        )
-        context.segment_root.mkdir()
-        stage_learned(request.dataset, context.learned, context.segment_root)
-        made = segment_pipeline(pipeline, context)
-        listing = pipeline | "listing" >> beam.Create([prepared.listing])
-        return add_commit(listing, made, CommitRequest(request, job, features, context))
+def _without_origin(rows: tuple[str, pa.Table]) -> pa.Table:
+    return rows[1].drop_columns([ORIGIN])
 
 
-def _as_is(reject: Reject) -> Reject:
+def _identity(reject: Reject) -> Reject:
     return reject

@@ -1,4 +1,4 @@
-"""Run a Beam pipeline on any runner and return its small results to the launcher."""
+"""Beam options, and running a pipeline whose small results return to the launcher."""
 
 from __future__ import annotations
 
@@ -7,13 +7,11 @@ import pickle
 import re
 from argparse import ArgumentParser
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import apache_beam as beam
 import grpc
-from apache_beam.metrics import MetricsFilter
 from apache_beam.options.pipeline_options import (
     DirectOptions,
     GoogleCloudOptions,
@@ -24,7 +22,6 @@ from apache_beam.options.pipeline_options import (
 from apache_beam.portability.api import beam_provision_api_pb2
 from apache_beam.runners.portability.fn_api_runner import FnApiRunner, worker_handlers
 from apache_beam.runners.portability.fn_api_runner.fn_runner import ExtendedProvisionInfo
-from apache_beam.runners.runner import PipelineResult
 from google.protobuf.json_format import ParseDict
 from google.protobuf.struct_pb2 import Struct
 
@@ -33,10 +30,10 @@ from pipelines.runners import IN_PROCESS, in_process
 from schemas.errors import SchemaError
 
 SHUFFLES = ("references", "values")
-"""Ways of samples through the shuffle; `shuffle.py` has them."""
+"""Values of `--shuffle_by`, see `pipelines/shuffle.py`."""
 
-_APART = ("dataflow",)
-"""Words in the names of runners whose workers share no directory unless somebody mounts one."""
+_WITHOUT_SHARED_DIRECTORY = ("dataflow",)
+"""Substrings of the names of runners whose workers share no directory by default."""
 
 
 class BuildOptions(PipelineOptions):
@@ -53,10 +50,10 @@ class BuildOptions(PipelineOptions):
 
 
 def shuffle_of(options: PipelineOptions) -> str:
-    """Return how samples cross the shuffle: what is asked for, else what suits the runner.
+    """Return how samples cross the shuffle: `--shuffle_by`, or the default of the runner.
 
     Raises:
-        SchemaError: there is no such way.
+        SchemaError: `--shuffle_by` has an unknown value.
 
     Example:
         >>> shuffle_of(PipelineOptions(["--runner=DataflowRunner"]))
@@ -64,42 +61,30 @@ def shuffle_of(options: PipelineOptions) -> str:
         >>> shuffle_of(PipelineOptions(["--runner=FlinkRunner"]))
         'references'
     """
-    asked = options.view_as(BuildOptions).shuffle_by
-    if asked is None:
-        runner = options.view_as(StandardOptions).runner or ""
-        return "values" if any(word in runner.lower() for word in _APART) else "references"
-    if asked not in SHUFFLES:
-        raise SchemaError(f"shuffle_by must be one of {SHUFFLES}, got {asked!r}; leave it out")
-    return asked
+    shuffle_by = options.view_as(BuildOptions).shuffle_by
+    if shuffle_by is None:
+        runner = (options.view_as(StandardOptions).runner or "").lower()
+        shared = not any(word in runner for word in _WITHOUT_SHARED_DIRECTORY)
+        return "references" if shared else "values"
+    if shuffle_by not in SHUFFLES:
+        raise SchemaError(f"shuffle_by must be one of {SHUFFLES}, got {shuffle_by!r}; leave it out")
+    return shuffle_by
 
 
 RESULTS = "results"
 _STEP = r" \[while running '[^']*'\]$"
-"""What Beam adds to an error."""
+"""Suffix that Beam adds to an error."""
 WORKER_BYTES = 2 << 30
-"""Memory that a worker may need."""
-PROCESS_BUNDLES = 24
-"""Pieces of work from which on workers are processes."""
+"""Memory reserved for a local worker."""
+PROCESS_TASKS = 24
+"""Local workers are processes with at least so many tasks, threads with fewer."""
 LOCAL_RUNNERS = (None, "DirectRunner", "FnApiRunner")
-"""Names that mean the pinned local runner; DirectRunner may otherwise pick another one."""
+"""Names that select FnApiRunner; Beam's DirectRunner may otherwise pick another one."""
 
 worker_handlers.DATA_BUFFER_TIME_LIMIT_MS = 0
-"""Beam's workers in threads send what they have every second, from a thread that takes no lock
-against the one that writes (2.77): an element cut in two never ends at the reader, and what is
-written between the copy and the clearing is lost. Other runners have no such limit by default."""
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """What a pipeline gave.
-
-    Attributes:
-        values: by output, its elements in any order.
-        counters: name `step/counter` to value.
-    """
-
-    values: Mapping[str, list[Any]]
-    counters: Mapping[str, int]
+"""Turns off the periodic flush of Beam's worker threads (2.77). It runs every second without a
+lock against the writing thread: it can cut an element in two, and elements written between its
+copy and its clear are lost. Other runners have no such limit by default."""
 
 
 class _Save(beam.DoFn):
@@ -114,18 +99,21 @@ class _Save(beam.DoFn):
 
 
 def run_pipeline(
-    make: Callable[[beam.Pipeline], Mapping[str, beam.PCollection]],
+    add_transforms: Callable[[beam.Pipeline], Mapping[str, beam.PCollection]],
     beam_args: list[str],
     root: Path,
-    bundles: int = 1,
-) -> Outcome:
-    """Build a pipeline, run it to its end and collect its outputs.
+    num_tasks: int = 1,
+) -> Mapping[str, list[Any]]:
+    """Run a pipeline to its end and return its outputs.
 
     Args:
-        make: adds transforms to a pipeline and names the collections to bring back.
+        add_transforms: adds transforms to a pipeline and names the collections to return.
         beam_args: Beam options such as `--runner=FlinkRunner`.
         root: directory that launcher and workers share, for the results.
-        bundles: pieces of work that may run at once, for the local runner's number of workers.
+        num_tasks: tasks that can run in parallel, for the local runner's number of workers.
+
+    Returns:
+        The elements of each collection, in any order.
 
     Raises:
         SchemaError: an option is unknown to Beam, or the pipeline failed.
@@ -135,53 +123,52 @@ def run_pipeline(
             f"runner {IN_PROCESS} runs build, append, rewrite and oracle, got another command; "
             "use a runner of Beam"
         )
-    options = pipeline_options([*local_workers(beam_args, bundles), *beam_args])
-    names: list[str] = []
+    options = pipeline_options([*local_workers(beam_args, num_tasks), *beam_args])
+    files: dict[str, Path] = {}
     pipeline = beam.Pipeline(runner=local_runner(options), options=options)
-    for name, values in make(pipeline).items():
-        names.append(name)
+    for name, values in add_transforms(pipeline).items():
+        files[name] = root / RESULTS / f"{name}.pickle"
         listed = values | f"collect {name}" >> beam.combiners.ToList()
-        _ = listed | f"save {name}" >> beam.ParDo(_Save(root / RESULTS / f"{name}.pickle"))
+        _ = listed | f"save {name}" >> beam.ParDo(_Save(files[name]))
     try:
-        result = pipeline.run()
-        result.wait_until_finish()
+        pipeline.run().wait_until_finish()
     except SchemaError as error:
         raise SchemaError(re.sub(_STEP, "", error.message)) from error
     except (RuntimeError, grpc.RpcError, grpc.FutureTimeoutError) as error:
         reason = worker_error(str(error)) or type(error).__name__
-        told = re.match(rf"(?:schemas\.errors\.)?SchemaError: (.*){_STEP}", reason)
-        if told:  # the worker has said it as it should be said
-            raise SchemaError(told[1]) from error
+        schema_error = re.match(rf"(?:schemas\.errors\.)?SchemaError: (.*){_STEP}", reason)
+        if schema_error:
+            raise SchemaError(schema_error[1]) from error
         raise SchemaError(f"pipeline must finish, got {reason}; see the runner's log") from error
-    found = {name: _load(root / RESULTS / f"{name}.pickle") for name in names}
-    for name in names:
-        (root / RESULTS / f"{name}.pickle").unlink()
+    outputs = {name: _load(path) for name, path in files.items()}
+    for path in files.values():
+        path.unlink()
     (root / RESULTS).rmdir()
-    return Outcome(found, _counters(result))
+    return outputs
 
 
-def local_workers(beam_args: Sequence[str], bundles: int) -> list[str]:
-    """Return Beam's options for as many local workers as processors, memory and work suggest.
+def local_workers(beam_args: Sequence[str], num_tasks: int) -> list[str]:
+    """Return Beam options for the number of local workers by processors, memory and tasks.
 
-    Threads for little work, because a process takes 3 s to start; processes for much,
-    because threads wait for Python's lock. What the user says about `--direct_*` wins.
+    Few tasks run in threads, because a process takes 3 s to start; many run in processes, because
+    threads wait for the GIL. The user's `--direct_*` options win.
     """
     if any(a.startswith("--direct_") for a in beam_args):
         return []
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    workers = min(len(os.sched_getaffinity(0)), bundles, memory // WORKER_BYTES)
+    workers = min(len(os.sched_getaffinity(0)), num_tasks, memory // WORKER_BYTES)
     if workers < 2:
         return []
-    mode = "multi_threading" if bundles < PROCESS_BUNDLES else "multi_processing"
+    mode = "multi_threading" if num_tasks < PROCESS_TASKS else "multi_processing"
     return [f"--direct_num_workers={workers}", f"--direct_running_mode={mode}"]
 
 
-def local_processes(beam_args: Sequence[str], bundles: int) -> int | None:
-    """Return in how many processes the local runner works, None with another runner.
+def local_processes(beam_args: Sequence[str], num_tasks: int) -> int | None:
+    """Return the number of processes of the local runner, None with another runner.
 
-    Threads of one process wait for each other, so they count as one.
+    Threads of one process share the GIL and count as one.
     """
-    options = pipeline_options([*local_workers(beam_args, bundles), *beam_args])
+    options = pipeline_options([*local_workers(beam_args, num_tasks), *beam_args])
     if options.view_as(StandardOptions).runner not in LOCAL_RUNNERS:
         return None
     direct = options.view_as(DirectOptions)
@@ -191,7 +178,7 @@ def local_processes(beam_args: Sequence[str], bundles: int) -> int | None:
 
 
 def worker_error(text: str) -> str:
-    r"""Return the line that matters of what a portable runner says about a failure.
+    r"""Return the line with the cause in a portable runner's error message.
 
     Example:
         >>> worker_error("Job failed: x\nTraceback:\nOSError: full [while running 'y']\nat z.java")
@@ -207,29 +194,16 @@ def _load(path: Path) -> list[Any]:
         return pickle.loads(path.read_bytes())
     except FileNotFoundError as error:
         raise SchemaError(
-            "pipeline must leave its results where the launcher can read them, got none; "
-            "use a directory that launcher and workers share",
+            "results of the pipeline are missing; use a directory that launcher and workers share",
             file=str(path.parent),
         ) from error
 
 
-def _counters(result: PipelineResult) -> dict[str, int]:
-    try:
-        found = result.metrics().query(MetricsFilter())["counters"]
-    except NotImplementedError:  # some portable runners keep no metrics after the end
-        return {}
-    totals: dict[str, int] = {}
-    for counter in found:
-        key = f"{counter.key.metric.namespace}/{counter.key.metric.name}"
-        totals[key] = totals.get(key, 0) + int(counter.committed or 0)
-    return totals
-
-
 def pipeline_options(beam_args: list[str]) -> PipelineOptions:
-    """Parse the Beam options of a build whose launcher commits.
+    """Parse the Beam options of a command whose launcher commits.
 
     Raises:
-        SchemaError: as `parsed_options`, or a template is asked for.
+        SchemaError: as `parsed_options`, or `--template_location` is set.
     """
     options = parsed_options(beam_args)
     template = options.view_as(GoogleCloudOptions).template_location
@@ -242,15 +216,15 @@ def pipeline_options(beam_args: list[str]) -> PipelineOptions:
 
 
 def parsed_options(beam_args: list[str]) -> PipelineOptions:
-    """Parse Beam options; what Beam does not know is an error.
+    """Parse Beam options.
 
     Raises:
-        SchemaError: an option is unknown, or asks for less than no workers.
+        SchemaError: an option is unknown, or the number of workers is negative.
     """
     options = PipelineOptions(beam_args)
-    unknown = _unknown(options, beam_args)
+    unknown = _unknown_options(options, beam_args)
     if unknown:
-        raise SchemaError(f"option must be known here or to Beam, got {unknown[0]}; see --help")
+        raise SchemaError(f"unknown option: {unknown[0]}; see --help")
     workers = options.view_as(DirectOptions).direct_num_workers
     if workers < 0:
         raise SchemaError(
@@ -260,19 +234,18 @@ def parsed_options(beam_args: list[str]) -> PipelineOptions:
     return options
 
 
-def _unknown(options: PipelineOptions, beam_args: list[str]) -> list[str]:
-    """Return what no part of Beam takes; an option may have more names than its value has."""
-    found: list[str] = []
+def _unknown_options(options: PipelineOptions, beam_args: list[str]) -> list[str]:
+    unknown: list[str] = []
 
     def parse(parser: ArgumentParser) -> None:
-        found.extend(parser.parse_known_args(beam_args)[1])
+        unknown.extend(parser.parse_known_args(beam_args)[1])
 
     options.get_all_options(add_extra_args_fn=parse)
-    return found
+    return unknown
 
 
 def local_runner(options: PipelineOptions) -> FnApiRunner | None:
-    """Return the pinned local runner, or None when another one is asked for."""
+    """Return FnApiRunner, or None if the options select another runner."""
     if options.view_as(StandardOptions).runner in LOCAL_RUNNERS:
         quiet = beam_provision_api_pb2.ProvisionInfo(
             retrieval_token="none",

@@ -1,4 +1,9 @@
-"""Score the samples of a dataset by an exported model, with Beam's RunInference."""
+"""Score the samples of a dataset with an exported model, by Beam's RunInference.
+
+The only module of `pipelines` that imports torch (extra `score`); everything else about the model
+is in its file (`schemas/model.py`). Each row group is read as Arrow and scored on one thread in
+batches of a fixed size, so that neither runner nor number of workers change a bit.
+"""
 
 from __future__ import annotations
 
@@ -33,12 +38,6 @@ from schemas.layout import EVALUATION, MANIFEST, SAMPLE_WEIGHT, TRAIN
 from schemas.manifest import canonical_json, replace_bytes
 from schemas.model import ModelFile, open_model
 
-# Scores of a dataset's samples by an exported model, with Beam's RunInference.
-#
-# The only place here that knows torch (extra `score`): the file of the model says everything else
-# (`schemas/model.py`). Each row group is read as Arrow and scored as a whole, on one thread, in
-# batches that no runner cuts, so that neither runner nor workers change a bit.
-
 SCORE, SCORES = "score", "scores"
 SPLITS = {"all": (TRAIN, EVALUATION), "train": (TRAIN,), "evaluation": (EVALUATION,)}
 Samples = tuple[str, pa.Table]
@@ -47,7 +46,7 @@ Samples = tuple[str, pa.Table]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoreRequest:
-    """What is scored, by what, and where to."""
+    """Arguments of the command."""
 
     model: Path
     """File of `python -m trainer export`."""
@@ -63,76 +62,11 @@ class ScoreRequest:
     """Beam options."""
 
 
-@dataclass(frozen=True, slots=True, weakref_slot=True)
-class Loaded:
-    """A model as a worker holds it; Beam holds it weakly, for all threads of a process."""
-
-    file: ModelFile
-    program: Any
-
-    def logits(self, samples: pa.Table) -> np.ndarray:
-        """Return (num_samples,) logits."""
-        inputs = {n: torch.from_numpy(a) for n, a in self.file.inputs(samples).items()}
-        with torch.no_grad():
-            return self.program(inputs).numpy()[: samples.num_rows]
-
-
-class ExportedModelHandler(ModelHandler[Samples, Samples, Loaded]):
-    """Loads an exported model once per process, and scores the tables that it is handed."""
-
-    def __init__(self, path: Path) -> None:
-        """Remember the file; each worker opens and verifies it."""
-        super().__init__()
-        self._path = path
-
-    def load_model(self) -> Loaded:
-        """Open the file.
-
-        Raises:
-            SchemaError: it is missing, cut or changed, or torch cannot load its program.
-        """
-        file = open_model(self._path)
-        try:
-            program = torch.export.load(io.BytesIO(file.program)).module()
-        except (RuntimeError, AssertionError, ValueError, KeyError) as error:
-            first = str(error).partition("\n")[0]
-            raise SchemaError(
-                f"program must be one of torch {torch.__version__}, got {first}; export the run "
-                "with the torch that scores",
-                file=str(self._path),
-            ) from error
-        return Loaded(file, program)
-
-    def run_inference(
-        self, batch: Sequence[Samples], model: Loaded, inference_args: dict[str, Any] | None = None
-    ) -> Iterator[Samples]:
-        """Yield each table with a column of scores in the place of what the model reads."""
-        torch.set_num_threads(1)  # of this worker: there are as many workers as processors
-        for name, samples in batch:
-            yield name, scored(samples, model)
-
-    def get_num_bytes(self, batch: Sequence[Samples]) -> int:
-        """Return the size of tables, for Beam's metrics."""
-        return sum(samples.nbytes for _, samples in batch)
-
-    def batch_elements_kwargs(self) -> dict[str, int]:
-        """Return that a table is a batch: what goes together may not depend on the runner."""
-        return {"min_batch_size": 1, "max_batch_size": 1}
-
-
-def scored(samples: pa.Table, model: Loaded) -> pa.Table:
-    """Return the columns that no model reads, the label, and the score of each sample."""
-    size = model.file.manifest.batch_samples
-    starts = range(0, samples.num_rows, size)
-    logits = np.concatenate([model.logits(samples.slice(start, size)) for start in starts])
-    scores = 1 / (1 + np.exp(-logits.astype(np.float64)))
-    kept = [n for n in samples.column_names if n.startswith(_KEPT)]
-    columns = {n.removeprefix(_KEPT): samples[n] for n in kept}
-    return pa.table({**columns, SCORE: scores})
-
+RowGroup = tuple[str, int, int, int]
+"""Name of the output, and indices of segment, part and row group."""
 
 _KEPT = "kept:"
-"""Marks copies of columns that go to the output: a model may read the same ones."""
+"""Prefix of copies of columns that go to the output: the model may read the same columns."""
 
 
 def score(request: ScoreRequest) -> dict[str, Any]:
@@ -142,7 +76,8 @@ def score(request: ScoreRequest) -> dict[str, Any]:
         `num_samples`, `num_files`, `output`.
 
     Raises:
-        SchemaError: model or dataset do not fit, the output is not empty, or the pipeline failed.
+        SchemaError: model and dataset do not match, the output is not empty, or the pipeline
+            failed.
     """
     output = request.output.resolve()
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
@@ -154,20 +89,20 @@ def score(request: ScoreRequest) -> dict[str, Any]:
     if request.segments is not None:
         dataset = select_segments(dataset, request.segments)
     columns = kept_columns(dataset, model)
-    places = places_of(dataset, request.split)
-    if not places:
+    groups = row_groups_of(dataset, request.split)
+    if not groups:
         raise SchemaError(
-            f"dataset must have samples of split {request.split!r}, got none; choose another",
+            f"dataset has no samples of split {request.split!r}; choose another",
             file=str(request.dataset),
         )
     hashes = tuple(reference.manifest_sha256 for reference in dataset.manifest.segments)
     stage = ReadSamples(request.dataset.resolve(), hashes, columns, model.manifest.inputs.columns)
     handler = ExportedModelHandler(request.model.resolve())
 
-    def make(pipeline: beam.Pipeline) -> dict[str, beam.PCollection]:
+    def add_transforms(pipeline: beam.Pipeline) -> dict[str, beam.PCollection]:
         files = (
             pipeline
-            | "list row groups" >> beam.Create(places)
+            | "list row groups" >> beam.Create(groups)
             | "spread row groups" >> beam.Reshuffle()
             | "read samples" >> beam.ParDo(stage, request.split)
             | "score" >> RunInference(handler)
@@ -177,11 +112,11 @@ def score(request: ScoreRequest) -> dict[str, Any]:
 
     output.mkdir(parents=True, exist_ok=True)
     try:
-        found = run_pipeline(make, list(request.beam_args), output, len(places))
+        outputs = run_pipeline(add_transforms, list(request.beam_args), output, len(groups))
     except BaseException:
         shutil.rmtree(output, ignore_errors=True)  # it was empty
         raise
-    files = {name: entry for name, entry in sorted(found.values["files"])}
+    files = dict(sorted(outputs["files"]))
     body = {
         "model": asdict(model.manifest.lineage),
         "dataset": hashes,
@@ -194,76 +129,72 @@ def score(request: ScoreRequest) -> dict[str, Any]:
 
 
 def kept_columns(dataset: Dataset, model: ModelFile) -> tuple[str, ...]:
-    """Return the columns that stand beside the scores, as far as the dataset has them.
+    """Return the columns that are copied beside the scores, where the dataset has them.
 
     Raises:
         SchemaError: the dataset lacks a column that the model reads.
     """
     for name in model.manifest.inputs.columns:
-        dataset.features[name]  # says which names are near
+        dataset.features[name]  # raises an error that names similar columns
     session, weights = dataset.job.data.session, dataset.features.with_role("weight")
-    wanted = (session.key, session.time, model.manifest.label, SAMPLE_WEIGHT, *weights)
-    found = tuple(dict.fromkeys(n for n in wanted if n is not None and n in dataset.features))
-    if SCORE in found:
+    names = (session.key, session.time, model.manifest.label, SAMPLE_WEIGHT, *weights)
+    kept = tuple(dict.fromkeys(n for n in names if n is not None and n in dataset.features))
+    if SCORE in kept:
         raise SchemaError(
-            f"columns beside the scores must not be named {SCORE!r}, got one in {found}; rename it"
+            f"columns beside the scores must not be named {SCORE!r}, got one in {kept}; rename it"
         )
-    return found
+    return kept
 
 
-Place = tuple[str, int, int, int]
-"""Name of the output, segment, part and row group."""
-
-
-def places_of(dataset: Dataset, split: str) -> list[Place]:
+def row_groups_of(dataset: Dataset, split: str) -> list[RowGroup]:
     """Return the row groups with samples of a split, in stored order."""
-    found: list[Place] = []
+    groups: list[RowGroup] = []
     for number, segment in enumerate(dataset.segments):
         positions = np.concatenate([segment.positions(s) for s in SPLITS[split]])
         columns = [segment.column(c)[positions].tolist() for c in ("file", "row_group")]
         pairs = zip(*columns, strict=True)
         for index, (part, row_group) in enumerate(dict.fromkeys(pairs)):
             name = f"{number:05d}-{index:06d}.parquet"
-            found.append((name, number, part, row_group))
-    return found
+            groups.append((name, number, part, row_group))
+    return groups
 
 
 def chosen_samples(segment: Segment, part: int, row_group: int, split: str) -> np.ndarray:
     """Return which samples of a row group are of a split, (num_samples,) bool."""
-    of_split = np.zeros(len(segment.block_ids), bool)
-    for each in SPLITS[split]:
-        of_split[segment.positions(each)] = True
-    here = (segment.column("file") == part) & (segment.column("row_group") == row_group)
-    return np.repeat(of_split[here], segment.column("num_samples")[here])
+    in_split = np.zeros(len(segment.block_ids), bool)
+    for name in SPLITS[split]:
+        in_split[segment.positions(name)] = True
+    in_group = (segment.column("file") == part) & (segment.column("row_group") == row_group)
+    return np.repeat(in_split[in_group], segment.column("num_samples")[in_group])
 
 
 class ReadSamples(beam.DoFn):
-    """From a row group to the samples of a split, with the columns that are needed."""
+    """Row groups to the samples of a split, with the columns that are needed."""
 
     def __init__(
         self, path: Path, hashes: tuple[str, ...], kept: Sequence[str], read: Sequence[str]
     ) -> None:
-        """Remember what to read: the segments by the hashes of their manifests."""
+        """Store the settings; `hashes` are those of the segments' manifests."""
         self.path, self.hashes, self.kept, self.read = path, hashes, tuple(kept), tuple(read)
 
     def setup(self) -> None:
-        """Open the dataset once per worker, with the launcher's segments: it may have changed.
+        """Open the dataset with the launcher's segments, once per worker.
 
         Raises:
-            SchemaError: one of them was replaced.
+            SchemaError: one of the segments was replaced.
         """
         dataset = open_dataset(self.path)
         try:
             self.dataset = select_segments_by_hash(dataset, self.hashes)
         except SchemaError as error:
             raise SchemaError(
-                "dataset must keep its segments while it is scored, got one replaced; score again",
+                "a segment was replaced while the dataset was scored; score again",
                 file=str(self.path),
             ) from error
 
-    def process(self, place: Place, split: str) -> Iterator[Samples]:
+    def process(self, group: RowGroup, split: str) -> Iterator[Samples]:
         """Yield the samples under the name of their output."""
-        name, number, part, row_group = place
+        name, number, part, row_group = group
         segment, data = self.dataset.segments[number], self.dataset.job.data
         absent = missing_column_defaults(self.dataset, segment)
         table = read_joined_row_group(segment, part, row_group, data, absent)
@@ -272,11 +203,82 @@ class ReadSamples(beam.DoFn):
         yield name, pa.table({**kept, **{c: table[c] for c in self.read}}).combine_chunks()
 
 
+@dataclass(frozen=True, slots=True, weakref_slot=True)
+class LoadedModel:
+    """A model in a worker's memory; Beam shares it between threads by a weak reference."""
+
+    file: ModelFile
+    program: Any
+
+    def logits(self, samples: pa.Table) -> np.ndarray:
+        """Return (num_samples,) logits."""
+        inputs = {n: torch.from_numpy(a) for n, a in self.file.inputs(samples).items()}
+        with torch.no_grad():
+            return self.program(inputs).numpy()[: samples.num_rows]
+
+
+class ExportedModelHandler(ModelHandler[Samples, Samples, LoadedModel]):
+    """Loads an exported model once per process and scores tables."""
+
+    def __init__(self, path: Path) -> None:
+        """Store the path; each worker opens and verifies the file."""
+        super().__init__()
+        self._path = path
+
+    def load_model(self) -> LoadedModel:
+        """Open the file.
+
+        Raises:
+            SchemaError: the file is missing or damaged, or torch cannot load its program.
+        """
+        file = open_model(self._path)
+        try:
+            program = torch.export.load(io.BytesIO(file.program)).module()
+        except (RuntimeError, AssertionError, ValueError, KeyError) as error:
+            first_line = str(error).partition("\n")[0]
+            raise SchemaError(
+                f"program cannot be loaded by torch {torch.__version__}: {first_line}; export the "
+                "run with this version of torch",
+                file=str(self._path),
+            ) from error
+        return LoadedModel(file, program)
+
+    def run_inference(
+        self,
+        batch: Sequence[Samples],
+        model: LoadedModel,
+        inference_args: dict[str, Any] | None = None,
+    ) -> Iterator[Samples]:
+        """Yield each table with the kept columns and the scores."""
+        torch.set_num_threads(1)  # there are as many workers as processors
+        for name, samples in batch:
+            yield name, scored(samples, model)
+
+    def get_num_bytes(self, batch: Sequence[Samples]) -> int:
+        """Return the size of tables, for Beam's metrics."""
+        return sum(samples.nbytes for _, samples in batch)
+
+    def batch_elements_kwargs(self) -> dict[str, int]:
+        """Make each table a batch, so that batching does not depend on the runner."""
+        return {"min_batch_size": 1, "max_batch_size": 1}
+
+
+def scored(samples: pa.Table, model: LoadedModel) -> pa.Table:
+    """Return the kept columns and the score of each sample."""
+    size = model.file.manifest.batch_samples
+    starts = range(0, samples.num_rows, size)
+    logits = np.concatenate([model.logits(samples.slice(start, size)) for start in starts])
+    scores = 1 / (1 + np.exp(-logits.astype(np.float64)))
+    kept = [n for n in samples.column_names if n.startswith(_KEPT)]
+    columns = {n.removeprefix(_KEPT): samples[n] for n in kept}
+    return pa.table({**columns, SCORE: scores})
+
+
 class WriteScores(beam.DoFn):
-    """Writes a file per row group; a retry writes the same bytes."""
+    """Writes one file per row group; idempotent."""
 
     def __init__(self, output: Path) -> None:
-        """Remember the directory."""
+        """Store the output directory."""
         self.output = output
 
     def process(self, element: Samples) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -1,4 +1,4 @@
-"""Numbering and indexing of tables on Beam, in stages that spread over workers."""
+"""Numbering and indexing of tables on Beam: small tables in one task, large ones in rounds."""
 
 from __future__ import annotations
 
@@ -18,33 +18,33 @@ from schemas.dataset import Dataset, open_dataset, select_segments
 from schemas.order import Order
 
 SPREAD_PARTS = 4
-"""Parts from which on the rounds of large tables spread over workers."""
+"""With at least so many parts, the tasks of a round are distributed over workers."""
 
 _DONE, _PLANS = "done", "plans"
 
 
 class _Plan(beam.DoFn):
-    def __init__(self, each: Stage) -> None:
-        self.each = each
+    def __init__(self, round_: Stage) -> None:
+        self.round = round_
 
     def process(self, element: tuple[str, Iterable[Any]]) -> Iterator[Any]:
         key, done = element
         results = sorted(done, key=lambda d: d[1])
         plan = results[0][0]
-        for index, task in enumerate(self.each.tasks(plan, [result for _, _, result in results])):
+        for index, task in enumerate(self.round.tasks(plan, [result for _, _, result in results])):
             yield key, plan, index, task
 
 
 class _Work(beam.DoFn):
-    def __init__(self, each: Stage) -> None:
-        self.each = each
+    def __init__(self, round_: Stage) -> None:
+        self.round = round_
 
     def setup(self) -> None:
         keep_freed_memory()
 
     def process(self, element: tuple[str, Any, int, Any]) -> Iterator[tuple[str, Any]]:
         key, plan, index, task = element
-        yield key, (plan, index, self.each.work(plan, task))
+        yield key, (plan, index, self.round.work(plan, task))
 
 
 class _OneByOne(beam.DoFn):
@@ -58,21 +58,21 @@ class _OneByOne(beam.DoFn):
 
 
 class InRounds(beam.PTransform):
-    """Do rounds for many plans at once: (key, plan) to (key, [(plan, index, result), ...])."""
+    """Run the rounds of many plans: (key, plan) to (key, [(plan, index, result), ...])."""
 
     def __init__(self, rounds: Sequence[Stage], spread: bool) -> None:
-        """Take the rounds in order.
+        """Store the rounds.
 
         Args:
-            rounds: at least one.
-            spread: whether tasks spread over workers. If not, one worker does all of a plan, and
-                the pipeline is spared the stages, which cost a small build a second.
+            rounds: at least one, in order.
+            spread: whether to distribute tasks over workers; else one worker runs a plan, without
+                the stages that cost a small build a second.
         """
         super().__init__()
         self.rounds, self.spread = rounds, spread
 
     def expand(self, input_or_inputs: beam.PCollection) -> Any:
-        """Add the stages of every round."""
+        """Add the stages of each round."""
         if not self.spread:
             return input_or_inputs | "one by one" >> beam.ParDo(_OneByOne(self.rounds))
         done = input_or_inputs | "begin" >> beam.MapTuple(
@@ -90,8 +90,6 @@ class InRounds(beam.PTransform):
 
 
 class _NumberTable(beam.DoFn):
-    """Numbers a small table; plans the rounds of a large one."""
-
     def __init__(self, root: Path, worker_entries: int) -> None:
         self.root, self.worker_entries = root, worker_entries
 
@@ -101,18 +99,18 @@ class _NumberTable(beam.DoFn):
     def process(self, table: str, parts: list[bytes]) -> Iterator[Any]:
         if parts:
             blocks = [decode_table(part) for part in parts]
-            made = number_blocks(self.root, table, blocks, self.worker_entries)
-            if isinstance(made, int):
-                yield beam.pvalue.TaggedOutput(_DONE, (table, made))
+            count_or_plan = number_blocks(self.root, table, blocks, self.worker_entries)
+            if isinstance(count_or_plan, int):
+                yield beam.pvalue.TaggedOutput(_DONE, (table, count_or_plan))
             else:
-                yield table, made
+                yield table, count_or_plan
 
 
 class NumberAccesses(beam.PTransform):
-    """From blocks of all parts, as bytes, to (table, distinct rows) of tables that are numbered."""
+    """Number the rows of tables: blocks of all parts, as bytes, to (table, distinct rows)."""
 
     def __init__(self, root: Path, tables: Iterable[str], num_parts: int) -> None:
-        """Name the tables.
+        """Store the settings.
 
         Args:
             root: directory of the segment being built.
@@ -124,32 +122,30 @@ class NumberAccesses(beam.PTransform):
         self.root, self.tables = root, sorted(tables)
 
     def expand(self, input_or_inputs: beam.PCollection) -> beam.PCollection:
-        """Number each table at once where it fits a worker, in rounds where it does not."""
+        """Number tables that fit a worker in one task, others in rounds."""
         joined = input_or_inputs | "all blocks" >> beam.combiners.ToList()
         number = beam.ParDo(
             _NumberTable(self.root, WORKER_ENTRIES), beam.pvalue.AsSingleton(joined)
         )
-        made = (
+        numbered = (
             input_or_inputs.pipeline
             | "list tables" >> beam.Create(self.tables)
             | "spread tables" >> beam.Reshuffle()
             | "number tables" >> number.with_outputs(_DONE, main=_PLANS)
         )
         counted = (
-            made[_PLANS]
+            numbered[_PLANS]
             | "large tables" >> InRounds(NUMBERING_STAGES, self.spread)
             | "count rows" >> beam.MapTuple(_total)
         )
-        return (made[_DONE], counted) | "join tables" >> beam.Flatten()
+        return (numbered[_DONE], counted) | "join tables" >> beam.Flatten()
 
 
-def _total(table: str, done: Iterable[tuple[Any, int, int]]) -> tuple[str, int]:
-    return table, sum(result for _, _, result in done)
+def _total(table: str, results: Iterable[tuple[Any, int, int]]) -> tuple[str, int]:
+    return table, sum(result for _, _, result in results)
 
 
 class _IndexTable(beam.DoFn):
-    """Links a small table; plans the rounds of a large one."""
-
     def __init__(self, root: Path, dataset: Dataset, order: Order, worker_entries: int) -> None:
         self.root, self.path, self.order = root, dataset.directory, order
         self.ids = [s.manifest.id for s in dataset.segments]
@@ -160,42 +156,44 @@ class _IndexTable(beam.DoFn):
         self.dataset = select_segments(open_dataset(self.path), self.ids)
 
     def process(self, table: str) -> Iterator[Any]:
-        made = index_table(self.root, self.dataset, table, self.order, self.worker_entries)
-        if isinstance(made, LinkingPlan):
-            yield table, made
+        totals_or_plan = index_table(
+            self.root, self.dataset, table, self.order, self.worker_entries
+        )
+        if isinstance(totals_or_plan, LinkingPlan):
+            yield table, totals_or_plan
         else:
-            yield beam.pvalue.TaggedOutput(_DONE, TableTotals(table, *made))
+            yield beam.pvalue.TaggedOutput(_DONE, TableTotals(table, *totals_or_plan))
 
 
 class IndexTables(beam.PTransform):
     """Begin a pipeline with the index of a dataset for one order: `TableTotals` of each table."""
 
     def __init__(self, root: Path, dataset: Dataset, order: Order, spread: bool) -> None:
-        """Take what `index.write_index_tables` takes.
+        """Store the settings.
 
         Args:
             root: directory of the index being built.
             dataset: an open dataset.
             order: global order of the run.
-            spread: whether the rounds of large tables spread over workers.
+            spread: whether to distribute the rounds of large tables over workers.
         """
         super().__init__()
         self.root, self.dataset, self.order, self.spread = root, dataset, order, spread
 
     def expand(self, input_or_inputs: Any) -> beam.PCollection:
-        """Index each table at once where it fits a worker, in rounds where it does not."""
+        """Index tables that fit a worker in one task, others in rounds."""
         stage = _IndexTable(self.root, self.dataset, self.order, WORKER_ENTRIES)
-        made = (
+        indexed = (
             input_or_inputs
             | "list tables" >> beam.Create(sorted(self.dataset.job.data.tables))
             | "spread tables" >> beam.Reshuffle()
             | "index tables" >> beam.ParDo(stage).with_outputs(_DONE, main=_PLANS)
         )
-        linked = made[_PLANS] | "large tables" >> InRounds(LINKING_STAGES, spread=self.spread)
+        linked = indexed[_PLANS] | "large tables" >> InRounds(LINKING_STAGES, spread=self.spread)
         totals = linked | "count entries" >> beam.MapTuple(_totals)
-        return (made[_DONE], totals) | "join tables" >> beam.Flatten()
+        return (indexed[_DONE], totals) | "join tables" >> beam.Flatten()
 
 
-def _totals(table: str, done: Iterable[tuple[LinkingPlan, int, int]]) -> TableTotals:
-    results = list(done)
+def _totals(table: str, results: Iterable[tuple[LinkingPlan, int, int]]) -> TableTotals:
+    results = list(results)
     return totals_of(table, results[0][0], [entries for _, _, entries in results])

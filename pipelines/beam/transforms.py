@@ -1,4 +1,8 @@
-"""The Beam transforms of a build: thin shells over the stages of `stages.py`."""
+"""Beam transforms of a build: thin wrappers of the stages in `stages.py`.
+
+Elements are Arrow tables, never single rows. Raw rows cross a shuffle as LZ4 Arrow IPC bytes,
+samples as `pipelines/shuffle.py` defines.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +51,7 @@ from pipelines.stages import (
     cut_file,
     good_side_rows,
     keyed_rows,
-    pins_of,
+    layout_of,
     read_rows,
     write_part,
 )
@@ -63,22 +67,100 @@ from pipelines.transforms.fit import (
 from schemas.config.job import DataConfig
 from schemas.fitted import FittedValues
 
+REJECTED = "rejected"
+"""Output of a segment's pipeline with the rejects themselves; they are not sent to the launcher."""
+
 _KEYED = tuple[int, tuple[str, bytes]]
-"""What look-ups by key are grouped by is an int on every runner, not a pickled object."""
+"""Type hint of keyed bytes: with it every runner encodes the key as an int, not as a pickle."""
 
 
-class GoodSideRows(beam.DoFn):
-    """Rows of side tables, (name, table), that can be looked up; the others are rejects."""
+def _tagged(outputs: Iterable[Output]) -> Iterator[Any]:
+    """Yield the outputs of a stage as Beam expects them: main output plain, others tagged."""
+    for tag, value in outputs:
+        yield value if tag == SAMPLES else pvalue.TaggedOutput(tag, value)
+
+
+class _Counted(beam.DoFn):
+    """DoFn with the counters `in-rows, in-bytes, out-rows, out-bytes`."""
+
+    def __init__(self, context: BuildContext, label: str) -> None:
+        self.context = context
+        self.counters = {
+            name: Metrics.counter(label, name)
+            for name in ("in-rows", "in-bytes", "out-rows", "out-bytes")
+        }
+
+    def setup(self) -> None:
+        keep_freed_memory()
+
+    def count_input(self, table: pa.Table) -> None:
+        self.counters["in-rows"].inc(table.num_rows)
+        self.counters["in-bytes"].inc(table.nbytes)
+
+    def count_output(self, table: pa.Table) -> None:
+        self.counters["out-rows"].inc(table.num_rows)
+        self.counters["out-bytes"].inc(table.nbytes)
+
+
+# Read raw rows.
+
+
+class _CutFile(beam.DoFn):
+    def __init__(self, context: BuildContext) -> None:
+        self.context = context
+
+    def process(self, part: FilePart) -> Iterator[Any]:
+        return _tagged(cut_file(self.context, part))
+
+
+class _ReadPart(_Counted):
+    def process(self, part: FilePart) -> Iterator[Any]:
+        for tag, value in read_rows(self.context, part):
+            if tag == SAMPLES:
+                self.count_output(value)
+                yield part.source, value
+            else:
+                yield pvalue.TaggedOutput(tag, value)
+
+
+@dataclass  # not frozen: Beam assigns to its transforms
+class ReadRows(beam.PTransform):
+    """Files to raw rows: (source, table) pairs, and rejects."""
+
+    context: BuildContext
+
+    def expand(self, input_or_inputs: beam.pvalue.PBegin) -> dict[str, beam.PCollection]:
+        """Cut files into parts, distribute them over workers, read them."""
+        parts = (
+            input_or_inputs
+            | "list files" >> beam.Create(self.context.files())
+            | "cut files" >> beam.ParDo(_CutFile(self.context)).with_outputs(REJECTS, main=SAMPLES)
+        )
+        rows = (
+            parts[SAMPLES]
+            | "spread parts" >> beam.Reshuffle()
+            | "read parts"
+            >> beam.ParDo(_ReadPart(self.context, "ReadRows"))
+            .with_output_types(SourceRows)
+            .with_outputs(REJECTS, main=SAMPLES)
+        )
+        rejects = (parts[REJECTS], rows[REJECTS]) | "join read rejects" >> beam.Flatten()
+        return {SAMPLES: rows[SAMPLES], REJECTS: rejects}
+
+
+# Look up in side tables.
+
+
+class _GoodSideRows(beam.DoFn):
+    """Rows of side tables, (name, table), with key and time; the others are rejects."""
 
     def __init__(self, context: BuildContext) -> None:
-        """Remember the declarations."""
         self.context = context
 
     def process(self, rows: tuple[str, pa.Table]) -> Iterator[Any]:
-        """Yield (name, rows)."""
         name, table = rows
         for tag, value in good_side_rows(self.context, name, table):
-            yield beam.pvalue.TaggedOutput(REJECTS, value) if tag == REJECTS else (name, value)
+            yield pvalue.TaggedOutput(REJECTS, value) if tag == REJECTS else (name, value)
 
 
 class _WriteSide(beam.DoFn):
@@ -90,29 +172,27 @@ class _WriteSide(beam.DoFn):
         yield name, str(write_side(self.context, name, [decode_table(data) for data in rows]))
 
 
-class SharedSides:
-    """Side tables that all threads and bundles of a worker process have together."""
+class _SharedSides:
+    """Side tables, loaded once per worker process and shared by its threads."""
 
     def __init__(self) -> None:
-        """Make the handle; it travels to the workers."""
         self._shared = Shared()
 
     def get(self, paths: Mapping[str, str], context: BuildContext) -> Sides:
-        """Return the tables, loaded at the first call of the process."""
         tag = str(context.segment_root)
         return self._shared.acquire(lambda: load_sides(paths, context), tag=tag)
 
 
-def small_sides(rows: beam.PCollection, context: BuildContext) -> beam.pvalue.AsDict:
-    """Return (name, file) of every small side table, as a side input."""
-    files = (
+def _small_sides(rows: beam.PCollection, context: BuildContext) -> pvalue.AsDict:
+    """Write every small side table to a file; return (name, path) as a side input."""
+    files: Any = (
         rows
         | "small sides" >> beam.Filter(lambda row: row[0] in context.broadcast)
         | "side to bytes" >> beam.MapTuple(lambda name, table: (name, encode_tables(table)))
         | "group side" >> beam.GroupByKey()
         | "write side" >> beam.ParDo(_WriteSide(context))
     )
-    return beam.pvalue.AsDict(files)
+    return pvalue.AsDict(files)
 
 
 class _SpreadSamples(beam.DoFn):
@@ -141,14 +221,14 @@ class _JoinPart(beam.DoFn):
 
     def process(self, grouped: tuple[int, Iterable[tuple[str, bytes]]]) -> Iterator[pa.Table]:
         tables: dict[str, list[pa.Table]] = {"samples": [], "side": []}
-        for what, content in grouped[1]:
-            tables[what].append(decode_table(content))
+        for kind, content in grouped[1]:
+            tables[kind].append(decode_table(content))
         yield from look_up_partition(self.context, self.index, tables["samples"], tables["side"])
 
 
 class _JoinSmall(beam.DoFn):
     def __init__(self, context: BuildContext, index: int) -> None:
-        self.context, self.index, self.sides = context, index, SharedSides()
+        self.context, self.index, self.sides = context, index, _SharedSides()
 
     def process(self, samples: pa.Table, paths: Mapping[str, str]) -> Iterator[pa.Table]:
         yield look_up_broadcast(
@@ -156,13 +236,13 @@ class _JoinSmall(beam.DoFn):
         )
 
 
-def join_by_key(
+def _join_by_key(
     samples: Any,
     side_rows: Any,
-    small: beam.pvalue.AsDict,
+    small: pvalue.AsDict,
     context: BuildContext,
 ) -> Any:
-    """Add all look-ups to a pipeline, one after the other, when one of the tables is large."""
+    """Add all look-ups to a pipeline, in order; used when one of the side tables is large."""
     for index, join in enumerate(context.data.samples.joins):
         if join.side in context.broadcast:
             stage = _JoinSmall(context, index)
@@ -189,27 +269,30 @@ def join_by_key(
     return samples
 
 
+# Fit transforms.
+
+
 class MergePartials(beam.CombineFn):
-    """Adds contributions of one key; several are merged at once."""
+    """Merges the partial aggregates of one key, several at a time."""
 
     def create_accumulator(self) -> list[Partial]:
-        """Return nothing yet."""
+        """Return an empty list."""
         return []
 
     def add_input(self, mutable_accumulator: list[Partial], element: Partial) -> list[Partial]:
-        """Add one contribution."""
+        """Add one aggregate."""
         return with_partial(mutable_accumulator, element)
 
     def merge_accumulators(self, accumulators: Iterable[list[Partial]]) -> list[Partial]:
-        """Merge what is there into one."""
+        """Merge the aggregates of all accumulators into one."""
         return merged([part for parts in accumulators for part in parts])
 
     def compact(self, accumulator: list[Partial]) -> list[Partial]:
-        """Merge before the accumulator is sent."""
+        """Merge the aggregates before the accumulator is sent."""
         return merged(accumulator)
 
     def extract_output(self, accumulator: list[Partial]) -> Partial:
-        """Return the sum."""
+        """Return the merged aggregate."""
         return merged(accumulator)[0]
 
 
@@ -223,8 +306,6 @@ class _Shrink(beam.DoFn):
 
 
 class _Settle(beam.DoFn):
-    """Turns all sums into files, once."""
-
     def __init__(self, root: Path, data: DataConfig, base: Mapping[str, str]) -> None:
         self.root, self.data, self.base = root, data, base
 
@@ -234,14 +315,14 @@ class _Settle(beam.DoFn):
 
 @dataclass  # not frozen: Beam assigns to its transforms
 class Learn(beam.PTransform):
-    """Contributions by key to one mapping of files, path to sha256, below the segment's scratch."""
+    """Partial aggregates by key to files of fitted transforms: one mapping of path to sha256."""
 
     root: Path
     data: DataConfig
     base: Mapping[str, str]
 
     def expand(self, input_or_inputs: beam.PCollection) -> Any:
-        """Add up by key, keep what can become an entry, write once."""
+        """Merge by key, drop values that cannot enter a vocabulary, write the files."""
         return (
             input_or_inputs
             | "add up" >> beam.CombinePerKey(MergePartials())
@@ -251,97 +332,23 @@ class Learn(beam.PTransform):
         )
 
 
-# The Beam transforms of a build; each is a thin shell over a stage of `stages.py`.
-#
-# Elements are Arrow tables, never single rows. Raw rows cross a shuffle as LZ4 Arrow IPC bytes,
-# samples as `shuffle.py` says.
-
-REJECTED = "rejected"
-"""Output of a segment's pipeline with the rejects themselves, which stay with the workers."""
-
-
-def tagged(outputs: Iterable[Output]) -> Iterator[Any]:
-    """Yield what a stage gives as Beam wants it: samples plain, the rest with their tags."""
-    for tag, value in outputs:
-        yield value if tag == SAMPLES else pvalue.TaggedOutput(tag, value)
-
-
-class _Counted(beam.DoFn):
-    """Counts what goes in and out; `in-rows, in-bytes, out-rows, out-bytes`."""
-
-    def __init__(self, context: BuildContext, label: str) -> None:
-        self.context = context
-        self.counters = {
-            name: Metrics.counter(label, name)
-            for name in ("in-rows", "in-bytes", "out-rows", "out-bytes")
-        }
-
-    def setup(self) -> None:
-        keep_freed_memory()
-
-    def count(self, side: str, table: pa.Table) -> None:
-        self.counters[f"{side}-rows"].inc(table.num_rows)
-        self.counters[f"{side}-bytes"].inc(table.nbytes)
-
-
-class _CutFile(beam.DoFn):
-    def __init__(self, context: BuildContext) -> None:
-        self.context = context
-
-    def process(self, part: FilePart) -> Iterator[Any]:
-        return tagged(cut_file(self.context, part))
-
-
-@dataclass  # not frozen: Beam assigns to its transforms
-class ReadRows(beam.PTransform):
-    """Files to raw rows: (source, table) pairs, and rejects."""
-
-    context: BuildContext
-
-    def expand(self, input_or_inputs: beam.pvalue.PBegin) -> dict[str, beam.PCollection]:
-        """Cut files into parts, spread them over workers, read them."""
-        cut = (
-            input_or_inputs
-            | "list files" >> beam.Create(self.context.files())
-            | "cut files" >> beam.ParDo(_CutFile(self.context)).with_outputs(REJECTS, main=SAMPLES)
-        )
-        read = (
-            cut[SAMPLES]
-            | "spread parts" >> beam.Reshuffle()
-            | "read parts"
-            >> beam.ParDo(_ReadPart(self.context, "ReadRows"))
-            .with_output_types(SourceRows)
-            .with_outputs(REJECTS, main=SAMPLES)
-        )
-        rejects = (cut[REJECTS], read[REJECTS]) | "join read rejects" >> beam.Flatten()
-        return {SAMPLES: read[SAMPLES], REJECTS: rejects}
-
-
-class _ReadPart(_Counted):
-    def process(self, part: FilePart) -> Iterator[Any]:
-        for tag, value in read_rows(self.context, part):
-            if tag == SAMPLES:
-                self.count("out", value)
-                yield part.source, value
-            else:
-                yield pvalue.TaggedOutput(tag, value)
+# Make samples.
 
 
 class _SampleFn(_Counted):
-    """Shared by the ways to make samples."""
+    """Base of the DoFns that make samples."""
 
     stage: SampleStage
 
     def __init__(self, context: BuildContext, label: str) -> None:
         super().__init__(context, label)
-        self.shared = SharedSides()
+        self.shared = _SharedSides()
 
     def setup(self) -> None:
         super().setup()
-        self.stage = SampleStage(self.context, self.count)
+        self.stage = SampleStage(self.context, self.count_output)
 
     def load_sides(self, paths: Mapping[str, str] | None) -> None:
-        """Load the side tables that every worker holds."""
         if paths is not None and not self.stage.sides:
             self.stage.use_sides(self.shared.get(paths, self.context))
 
@@ -352,27 +359,25 @@ class _MapRows(_SampleFn):
     ) -> Iterator[Any]:
         source, table = rows
         self.load_sides(paths)
-        self.count("in", table)
-        yield from tagged(self.stage.from_rows(source, table))
+        self.count_input(table)
+        yield from _tagged(self.stage.from_rows(source, table))
 
 
 class _Finish(_SampleFn):
     def process(self, samples: pa.Table) -> Iterator[Any]:
-        return tagged(self.stage.finish(samples))
+        return _tagged(self.stage.finish(samples))
 
 
 class _SpreadByKey(_Counted):
-    """Raw rows by the hash of the key that they are grouped by."""
-
     def process(self, rows: tuple[str, pa.Table]) -> Iterator[Any]:
         source, table = rows
-        self.count("in", table)
+        self.count_input(table)
         for tag, value in keyed_rows(self.context, source, table):
             if tag != SAMPLES:
                 yield pvalue.TaggedOutput(tag, value)
                 continue
-            target, good = value
-            for part, content in encode_by_target(good, target):
+            part_of_row, good = value
+            for part, content in encode_by_target(good, part_of_row):
                 self.counters["out-bytes"].inc(len(content))
                 yield part, (source, content)
 
@@ -387,7 +392,7 @@ class _SqlPerKey(_SampleFn):
         rows: dict[str, list[pa.Table]] = {}
         for source, data in grouped[1]:
             rows.setdefault(source, []).append(decode_table(data))
-        yield from tagged(self.stage.from_keys(grouped[0], rows))
+        yield from _tagged(self.stage.from_keys(grouped[0], rows))
 
 
 @dataclass  # not frozen: Beam assigns to its transforms
@@ -397,58 +402,61 @@ class MakeSamples(beam.PTransform):
     context: BuildContext
 
     def expand(self, input_or_inputs: beam.PCollection) -> Any:
-        """Run row-local SQL at once, or group by the key first; then look up, then finish."""
+        """Group by key if the SQL needs it, run the SQL, look up, then check and sample."""
         context, rows, rejects = self.context, input_or_inputs, []
-        small: list[beam.pvalue.AsDict] = []
+        small: list[pvalue.AsDict] = []
         side_rows = None
         if context.data.sides:
             good = (
                 rows
                 | "rows of sides" >> beam.Filter(self._is_side)
                 | "good side rows"
-                >> beam.ParDo(GoodSideRows(context))
+                >> beam.ParDo(_GoodSideRows(context))
                 .with_output_types(SourceRows)
                 .with_outputs(REJECTS, main=SAMPLES)
             )
-            side_rows, small = good[SAMPLES], [small_sides(good[SAMPLES], context)]
+            side_rows, small = good[SAMPLES], [_small_sides(good[SAMPLES], context)]
             rejects.append(good[REJECTS])
             rows = rows | "rows of sources" >> beam.Filter(lambda row: not self._is_side(row))
         tags = (REJECTS, LEARNED, EVENTS)
         if context.shard is None:
             stage = self._typed(beam.ParDo(_MapRows(context, "MapRows"), *small))
-            made = rows | "map rows" >> stage.with_outputs(*tags, main=SAMPLES)
+            outputs = rows | "map rows" >> stage.with_outputs(*tags, main=SAMPLES)
         else:
             spread_rows = rows | "spread by key" >> beam.ParDo(
                 _SpreadByKey(context, "SpreadByKey")
             ).with_outputs(REJECTS, main=SAMPLES)
             rejects.append(spread_rows[REJECTS])
             stage = self._typed(beam.ParDo(_SqlPerKey(context, "SqlPerKey"), *small))
-            made = (
+            outputs = (
                 spread_rows[SAMPLES]
-                | "by range" >> beam.Map(_as_is).with_output_types(tuple[int, tuple[str, bytes]])
+                | "by range" >> beam.Map(_identity).with_output_types(_KEYED)
                 | "group by key" >> beam.GroupByKey()
                 | "sql per key" >> stage.with_outputs(*tags, main=SAMPLES)
             )
-        rejects.append(made[REJECTS])
-        events = made[EVENTS]
+        rejects.append(outputs[REJECTS])
+        events = outputs[EVENTS]
         if not context.lookups_are_broadcast:
-            assert side_rows is not None, "look-ups are in side tables"
-            complete = join_by_key(made[SAMPLES], side_rows, small[0], context)
+            assert side_rows is not None, "look-ups need side tables"
+            complete = _join_by_key(outputs[SAMPLES], side_rows, small[0], context)
             stage = beam.ParDo(_Finish(context, "Finish"))
-            made = complete | "finish" >> stage.with_outputs(*tags, main=SAMPLES)
-            rejects.append(made[REJECTS])
+            outputs = complete | "finish" >> stage.with_outputs(*tags, main=SAMPLES)
+            rejects.append(outputs[REJECTS])
         return {
             REJECTS: rejects | "join key rejects" >> beam.Flatten(),
             EVENTS: events,
-            **{name: made[name] for name in (SAMPLES, LEARNED)},
+            **{name: outputs[name] for name in (SAMPLES, LEARNED)},
         }
 
     def _typed(self, stage: beam.ParDo) -> beam.ParDo:
-        """Say what comes out of the SQL: tables, when look-ups by key are still to come."""
+        """Declare that the SQL yields tables if look-ups by key follow."""
         return stage if self.context.lookups_are_broadcast else stage.with_output_types(pa.Table)
 
     def _is_side(self, row: tuple[str, pa.Table]) -> bool:
         return row[0] in self.context.data.sides
+
+
+# Write rejects.
 
 
 class _SpreadRejects(beam.DoFn):
@@ -470,12 +478,12 @@ class _WriteRejects(beam.DoFn):
 
 @dataclass  # not frozen: Beam assigns to its transforms
 class WriteRejects(beam.PTransform):
-    """Tables of rejects to files, one for each range of places, and their counts."""
+    """Tables of rejects to files, one for each range of the input, and their counts."""
 
     context: BuildContext
 
     def expand(self, input_or_inputs: beam.PCollection) -> Any:
-        """Bring the rejects of neighbouring rows to one worker."""
+        """Group the rejects of neighbouring rows."""
         spreading = beam.ParDo(_SpreadRejects(self.context))
         return (
             input_or_inputs
@@ -486,15 +494,18 @@ class WriteRejects(beam.PTransform):
 
 
 class EachReject(beam.PTransform):
-    """Tables of rejects to single ones, for the pipelines of others."""
+    """Tables of rejects to single `Reject`s, for pipelines of users."""
 
     def expand(self, input_or_inputs: beam.PCollection) -> Any:
-        """Take the tables apart."""
+        """Flatten the tables."""
         return input_or_inputs | beam.FlatMap(rejects_from_table).with_output_types(Reject)
 
 
-class _Pin(beam.DoFn):
-    """Looks at the samples of the first part; passes by the others without reading them."""
+# Write parts.
+
+
+class _ChooseLayout(beam.DoFn):
+    """Determines the segment's layout from the first part; the others are not read."""
 
     def __init__(self, context: BuildContext) -> None:
         self.context = context
@@ -503,18 +514,18 @@ class _Pin(beam.DoFn):
         self, part: tuple[int, Iterable[Any]], first: int, files: Mapping[str, str]
     ) -> Iterator[SegmentLayout]:
         if part[0] == first:
-            yield pins_of(self.context, part[1], files)
+            yield layout_of(self.context, part[1], files)
 
 
 class _BuildPart(_Counted):
     learned: FittedValues | None = None
 
     def process(
-        self, part: tuple[int, Iterable[Any]], pins: SegmentLayout, files: Mapping[str, str]
+        self, part: tuple[int, Iterable[Any]], layout: SegmentLayout, files: Mapping[str, str]
     ) -> Iterator[Any]:
         if self.learned is None:
             self.learned = load_building(self.context.segment_root, files, self.context.data)
-        result = write_part(self.context, part[0], part[1], pins, self.learned)
+        result = write_part(self.context, part[0], part[1], layout, self.learned)
         self.counters["in-rows"].inc(result.num_samples)
         yield serialize_result(result)
         yield pvalue.TaggedOutput(BLOCKS, encode_tables(result.blocks))
@@ -522,21 +533,21 @@ class _BuildPart(_Counted):
 
 @dataclass  # not frozen: Beam assigns to its transforms
 class BuildParts(beam.PTransform):
-    """References to samples to written parts: cluster by session, cut, deduplicate, write.
+    """Samples by part to written parts: cluster by session, cut into blocks, deduplicate, write.
 
-    What the commit must know of them is in `SAMPLES` (`part.packed`), rows of
+    Results of parts for the commit are in `SAMPLES` (`clustering.part.serialize_result`), rows of
     `blocks.parquet` in `BLOCKS` (`shuffle.encode_tables`).
     """
 
     context: BuildContext
     learned: beam.PCollection | None = None
-    """Files of what was learned, one mapping of path to sha256; none when nothing is."""
+    """Files of fitted transforms, one mapping of path to sha256; None without transforms to fit."""
 
     def expand(self, input_or_inputs: beam.PCollection) -> Any:
-        """Bring each range of session hashes to one worker."""
+        """Group samples by part, determine the layout from the first, write all."""
         context, element = self.context, self.context.transport.element
-        hints = tuple[int, element]  # an int and a coder of its own, on every runner
-        samples: Any = input_or_inputs | "by part" >> beam.Map(_as_is).with_output_types(hints)
+        hints = tuple[int, element]  # with them every runner uses the coder of the element
+        samples: Any = input_or_inputs | "by part" >> beam.Map(_identity).with_output_types(hints)
         files = {} if self.learned is None else pvalue.AsSingleton(self.learned)
         first: Any = (
             samples
@@ -545,14 +556,14 @@ class BuildParts(beam.PTransform):
         )
         parts = samples | "cluster by session" >> beam.GroupByKey()
         number = pvalue.AsSingleton(first, default_value=None)
-        pin_stage = beam.ParDo(_Pin(context), number, files)
-        pins: Any = parts | "pin" >> pin_stage.with_output_types(SegmentLayout)
-        pinned = pvalue.AsSingleton(pins, default_value=None)
-        stage = beam.ParDo(_BuildPart(context, "BuildParts"), pinned, files)
+        layout_stage = beam.ParDo(_ChooseLayout(context), number, files)
+        layout: Any = parts | "pin" >> layout_stage.with_output_types(SegmentLayout)
+        layout_input = pvalue.AsSingleton(layout, default_value=None)
+        stage = beam.ParDo(_BuildPart(context, "BuildParts"), layout_input, files)
         return parts | "build part" >> stage.with_output_types(bytes).with_outputs(
             BLOCKS, main=SAMPLES
         )
 
 
-def _as_is(pair: tuple[int, Any]) -> tuple[int, Any]:
+def _identity(pair: tuple[int, Any]) -> tuple[int, Any]:
     return pair

@@ -1,7 +1,7 @@
-"""Our transforms for Beam YAML, whose elements are rows with a schema.
+"""The transforms of `beam/io.py` for Beam YAML, whose elements are rows with a schema.
 
-`deploy/beam_yaml/providers.yaml` gives them their names. Annotations are read by
-Beam when a pipeline's file is checked, so they are no strings here.
+`deploy/beam_yaml/providers.yaml` names them. Beam evaluates the annotations when it checks a
+pipeline file, so this module does not import `annotations` from `__future__`.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,7 +13,7 @@ from apache_beam.typehints.row_type import RowTypeConstraint
 from apache_beam.utils.timestamp import Timestamp
 
 from pipelines.beam.build import SEGMENT
-from pipelines.beam.io import BuildDataset, ReadDataset, ReadSource, WriteDataset, columns_of
+from pipelines.beam.io import BuildDataset, ReadDataset, ReadSource, WriteDataset
 from pipelines.sources.rejects import Reject
 from pipelines.sources.rows import arrow_type
 from pipelines.stages import REJECTS
@@ -30,7 +30,7 @@ _BATCH_ROWS = 1 << 14
 class PresageBuild(beam.PTransform):
     """Build a dataset from a job's input, as `python -m pipelines build` does.
 
-    Outputs: `segment`, one row with the segment's name; `rejects`, the rows that cannot be used.
+    Outputs: `segment`, one row with the segment's name; `rejects`, the rejected rows.
     """
 
     _yaml_requires_inputs = False
@@ -44,8 +44,8 @@ class PresageBuild(beam.PTransform):
             job: the job file.
             input: directory of raw files.
             output: directory of the dataset.
-            append: whether the dataset must be there already.
-            single_writer: whether nothing else writes there, for a network filesystem.
+            append: whether the dataset must exist.
+            single_writer: whether no other process writes there, for a network filesystem.
         """
         super().__init__()
         self._build = BuildDataset(job, input, output, append, single_writer=single_writer)
@@ -56,7 +56,7 @@ class PresageBuild(beam.PTransform):
 
 
 class PresageWriteDataset(beam.PTransform):
-    """End a pipeline with a dataset: rows of the job's only source in, one segment out.
+    """End a pipeline with a dataset: rows of the job's only source to one segment.
 
     Outputs: `segment` and `rejects`, as of PresageBuild.
     """
@@ -70,21 +70,21 @@ class PresageWriteDataset(beam.PTransform):
         Args:
             job: the job file; its source declares its columns.
             output: directory of the dataset.
-            name: stands for the rows where a file would, in the manifest and in rejects.
-            num_parts: ranges of session keys that are built apart; rows of each fit a worker.
-            append: whether the dataset must be there already.
-            single_writer: whether nothing else writes there, for a network filesystem.
+            name: replaces the name of a file, in the manifest and in rejects.
+            num_parts: ranges of session keys, built in parallel; rows of each fit a worker.
+            append: whether the dataset must exist.
+            single_writer: whether no other process writes there, for a network filesystem.
         """
         super().__init__()
         self._write = WriteDataset(
             job, output, name, num_parts, append, single_writer=single_writer
         )
         data = load_job(job).data
-        words = data.sources[data.sample_source].declared
-        self._types = {column: arrow_type(word) for column, word in words.items()}
+        declared = data.sources[data.sample_source].declared
+        self._types = {column: arrow_type(name) for column, name in declared.items()}
 
     def expand(self, input_or_inputs: Any) -> dict[str, Any]:
-        """Put rows together to tables, then write."""
+        """Collect rows into tables, then write."""
         tables = (
             input_or_inputs
             | "batch rows" >> beam.BatchElements(1000, _BATCH_ROWS)
@@ -99,7 +99,7 @@ class PresageReadDataset(beam.PTransform):
     _yaml_requires_inputs = False
 
     def __init__(self, dataset: str, model_inputs: bool = False) -> None:
-        """Remember what to read.
+        """Store the settings.
 
         Args:
             dataset: directory of the dataset.
@@ -109,15 +109,15 @@ class PresageReadDataset(beam.PTransform):
         self._read = ReadDataset(dataset, model_inputs)
 
     def expand(self, input_or_inputs: Any) -> Any:
-        """Read tables, take them apart."""
-        schema = columns_of(self._read.dataset, self._read.model_inputs)
-        return _rows_of_tables(input_or_inputs.pipeline | "read" >> self._read, schema)
+        """Read tables, convert them to rows."""
+        tables = input_or_inputs.pipeline | "read" >> self._read
+        return _rows_of_tables(tables, self._read.schema)
 
 
 class PresageReadSource(beam.PTransform):
     """Begin a pipeline with the rows of one of a job's sources, typed as the job declares them.
 
-    Outputs: `rows`; `rejects`, what cannot be read.
+    Outputs: `rows`; `rejects`, rows that could not be read.
     """
 
     _yaml_requires_inputs = False
@@ -128,26 +128,27 @@ class PresageReadSource(beam.PTransform):
         Args:
             job: the job file.
             input: directory of raw files.
-            source: name in the job; the source that samples are made of when left out.
+            source: name in the job; default: the source that samples are made of.
         """
         super().__init__()
         self._read = ReadSource(job, input, source)
 
     def expand(self, input_or_inputs: Any) -> dict[str, Any]:
-        """Read tables, take them apart."""
+        """Read tables, convert them to rows."""
         read = input_or_inputs.pipeline | "read" >> self._read
         return {
             "rows": _rows_of_tables(read["rows"], self._read.schema),
-            REJECTS: _rejects(read[REJECTS]),
+            REJECTS: _reject_rows(read[REJECTS]),
         }
 
 
-def _as_rows(made: Mapping[str, Any]) -> dict[str, Any]:
-    segment = beam.Map(lambda name: beam.Row(segment=name)).with_output_types(_SEGMENT_ROW)
-    return {SEGMENT: made[SEGMENT] | "segment row" >> segment, REJECTS: _rejects(made[REJECTS])}
+def _as_rows(outputs: Mapping[str, Any]) -> dict[str, Any]:
+    stage = beam.Map(lambda name: beam.Row(segment=name)).with_output_types(_SEGMENT_ROW)
+    segment = outputs[SEGMENT] | "segment row" >> stage
+    return {SEGMENT: segment, REJECTS: _reject_rows(outputs[REJECTS])}
 
 
-def _rejects(rejects: Any) -> Any:
+def _reject_rows(rejects: Any) -> Any:
     return rejects | "reject rows" >> beam.Map(_reject_row).with_output_types(_REJECT_ROW)
 
 
@@ -159,12 +160,12 @@ def _reject_row(reject: Reject) -> beam.Row:
 
 def _rows_of_tables(tables: Any, schema: pa.Schema) -> Any:
     fields: list[Any] = [(f.name, python_type(f.type) | None) for f in schema]
-    kind = RowTypeConstraint.from_fields(fields)
-    return tables | "to rows" >> beam.FlatMap(rows_of_table).with_output_types(kind)
+    row_type = RowTypeConstraint.from_fields(fields)
+    return tables | "to rows" >> beam.FlatMap(rows_of_table).with_output_types(row_type)
 
 
 def python_type(kind: pa.DataType) -> Any:
-    """Return the type that stands for an Arrow type in the schema of Beam's rows.
+    """Return the Python type of an Arrow type in the schema of Beam rows.
 
     Example:
         >>> python_type(pa.int8()), python_type(pa.list_(pa.float32()))
@@ -172,7 +173,7 @@ def python_type(kind: pa.DataType) -> Any:
     """
     if pa.types.is_list(kind) or pa.types.is_large_list(kind):
         return Sequence[python_type(kind.value_type)]
-    for test, found in (
+    for is_type, python in (
         (pa.types.is_boolean, bool),
         (pa.types.is_integer, int),
         (pa.types.is_floating, float),
@@ -180,13 +181,13 @@ def python_type(kind: pa.DataType) -> Any:
         (pa.types.is_string, str),
         (pa.types.is_large_string, str),
     ):
-        if test(kind):
-            return found
+        if is_type(kind):
+            return python
     return bytes
 
 
 def rows_of_table(table: pa.Table) -> Iterator[beam.Row]:
-    """Yield the rows of a table; times become Beam's."""
+    """Yield the rows of a table, with times as Beam Timestamps."""
     times = [f.name for f in table.schema if pa.types.is_timestamp(f.type)]
     for name in times:
         micros = table[name].cast(pa.timestamp("us")).cast(pa.int64())
@@ -199,20 +200,20 @@ def rows_of_table(table: pa.Table) -> Iterator[beam.Row]:
 
 
 def tables_of_rows(rows: Sequence[Any], types: Mapping[str, pa.DataType]) -> Iterator[pa.Table]:
-    """Yield rows as tables of the declared types; a row that does not fit them comes alone.
+    """Yield rows as tables of the declared types; a row that does not convert is a table of texts.
 
-    What a row lacks, or has in a type that nothing makes of, is for `WriteDataset` to refuse.
+    Missing columns and values that do not convert are left to `WriteDataset` to refuse or reject.
 
     Args:
-        rows: Beam's rows.
-        types: declared columns; others are left out.
+        rows: Beam rows.
+        types: declared columns; others are dropped.
     """
     dicts = [row.as_dict() if isinstance(row, beam.Row) else row._asdict() for row in rows]
     return _tables([{n: _plain(v) for n, v in d.items() if n in types} for d in dicts], types)
 
 
 def _tables(rows: list[dict[str, Any]], types: Mapping[str, pa.DataType]) -> Iterator[pa.Table]:
-    """Bisect down to the rows that do not fit, so that how rows are batched changes nothing."""
+    """Bisect down to the rows that do not convert, so that batching does not change the result."""
     names = [name for name in types if rows and name in rows[0]]
     try:
         yield pa.table({n: _array([row[n] for row in rows], types[n]) for n in names})
@@ -221,7 +222,7 @@ def _tables(rows: list[dict[str, Any]], types: Mapping[str, pa.DataType]) -> Ite
             middle = len(rows) // 2
             yield from _tables(rows[:middle], types)
             yield from _tables(rows[middle:], types)
-        else:  # as text, of which a reject can be made
+        else:  # as text, for the reject
             texts = {n: [None if rows[0][n] is None else str(rows[0][n])] for n in names}
             yield pa.table({n: pa.array(texts[n], pa.string()) for n in names})
 

@@ -1,4 +1,4 @@
-"""What a column of a log is: its values, how SQL makes a sample's column of it, and its role."""
+"""Columns of a log: the shape of their values, and the SQL that makes samples' columns of them."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ _OUTCOME_WORDS = {
 }  # fmt: skip
 _PAST_WORDS = {"history", "seq", "recent", "last", "past", "prev", "previous", "items", "id", "ids"}
 TEXTS = 2000
-"""Texts of a column that are taken apart."""
+"""Number of texts of a column that are split into lists."""
 BECOME_NULL = "these become null"
 _WIDE = 50
-"""How many times the median a number has to be for the column to be of a wide range."""
+"""A column has a wide range if its maximum is more than so many times its median."""
 _FEW_CODES = 50
-"""Distinct whole numbers in a column of floats up to which they are taken for codes."""
+"""Floats that are at most so many distinct integers are codes."""
 _NUMBERS: tuple[tuple[Shape, pa.DataType, str], ...] = (
     ("int", pa.int64(), r"^[+-]?\d{1,18}$"),
     ("float", pa.float64(), r"^[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?$"),
@@ -58,7 +58,7 @@ _EPOCHS = (
     ("ns", 1_000_000_000, " // 1000"),
 )  # fmt: skip
 _EARLY, _LATE = 946_684_800, 4_102_444_800
-"""Seconds of 2000 and of 2100: a whole number between them, in some unit, may be a time."""
+"""Seconds of the years 2000 and 2100: integers between them, in some unit, may be times."""
 _SHOWN = re.compile(r"\S*[^\s-]-[01]")
 _OFFSET = re.compile(r"\d[T ]\d\d?:.*[+-]\d\d(:?\d\d)?$")
 _CODE = re.compile(r"[A-Za-z0-9_]{1,24}|-?\d+(\.\d+)?")
@@ -73,18 +73,18 @@ _KEYWORDS = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A column that samples may have.
+    """A possible column of samples.
 
     Attributes:
         name: in the samples.
-        expr: what SQL makes it of.
+        expr: its SQL expression.
         shape: of its values.
-        of: shape of a list's values.
-        values: the first ones, as the expression gives them; those of a list are flat.
-        num_rows: rows that were looked at.
-        num_nulls: of them, without a value.
-        why: what was seen.
-        shown: whether it is a text of pairs `id-0 id-1`: what was shown, and whether clicked.
+        of: shape of the values of lists.
+        values: of the expression in the first rows; lists are flattened.
+        num_rows: number of first rows.
+        num_nulls: number of nulls in them.
+        why: the reason for its shape.
+        shown: whether it is a text of pairs `id-0 id-1`: items shown, and whether clicked.
     """
 
     name: str
@@ -99,17 +99,17 @@ class Column:
 
     @property
     def words(self) -> set[str]:
-        """Return the words of its name."""
+        """Words of its name."""
         return words_of(self.name)
 
     @property
     def num_distinct(self) -> int:
-        """Return how many values differ."""
+        """Number of distinct values."""
         return len(pc.unique(self.values.drop_null()))
 
     @property
     def is_id(self) -> bool:
-        """Tell whether its values name things."""
+        """Whether its values are ids."""
         if self.shape == "int":
             named = bool(self.words & {"id", "key", "code"})
             return named or not (self.words & _DENSE_WORDS or self.is_wide)
@@ -117,7 +117,7 @@ class Column:
 
     @property
     def is_prose(self) -> bool:
-        """Tell whether it is a text for people, or an address, rather than a name of something."""
+        """Whether its values are prose or URLs rather than short names."""
         if self.shape != "text":
             return False
         texts = self.values.drop_null()
@@ -126,32 +126,32 @@ class Column:
 
     @property
     def is_binary(self) -> bool:
-        """Tell whether it is 0 or 1, or null where it would be 0."""
-        found = set(pc.unique(self.values).to_pylist())
-        return self.shape in ("int", "bool") and found - {None, 0} == {1} and len(found) > 1
+        """Whether its values are 0 and 1, or null and 1."""
+        distinct = set(pc.unique(self.values).to_pylist())
+        return self.shape in ("int", "bool") and distinct - {None, 0} == {1} and len(distinct) > 1
 
     @property
     def is_wide(self) -> bool:
-        """Tell whether a few of its numbers are many times as large as most."""
-        names_things = self.words & _ID_WORDS and not self.words & _DENSE_WORDS
-        if names_things or self.shape not in ("int", "float"):
+        """Whether its numbers have a wide range, see `_WIDE`."""
+        is_id = self.words & _ID_WORDS and not self.words & _DENSE_WORDS
+        if is_id or self.shape not in ("int", "float"):
             return False
         low, middle, high = pc.quantile(self.values, [0, 0.5, 1]).to_pylist()
         return low is not None and low >= 0 and high > _WIDE * max(1, middle)
 
     @property
     def is_outcome(self) -> bool:
-        """Tell whether its name says that it is known only after the sample."""
+        """Whether, by its name, it is known only after the sample."""
         past = _PAST_WORDS if self.shape == "list" else {"id", "ids"}
         return bool(self.words & _OUTCOME_WORDS) and not self.words & past
 
     @property
     def is_row_id(self) -> bool:
-        """Tell whether it names single rows, so that nothing can be learned of a value."""
+        """Whether it identifies single rows, so that no value can be learned."""
         many = self.num_distinct > 0.9 * max(1, len(self.values))
-        things = self.words & (_ID_WORDS - {"id", "ids", "key"})
+        nouns = self.words & (_ID_WORDS - {"id", "ids", "key"})
         return self.shape in ("int", "text") and (
-            (bool(self.words & _ROW_WORDS) and self.num_distinct > 1) or (many and not things)
+            (bool(self.words & _ROW_WORDS) and self.num_distinct > 1) or (many and not nouns)
         )
 
 
@@ -167,7 +167,7 @@ def words_of(name: str) -> set[str]:
 
 
 def quoted(name: str) -> str:
-    """Return a column's name as SQL needs it."""
+    """Return a column's name as an SQL identifier, in quotes if needed."""
     plain = re.fullmatch(r"[a-z_][a-z0-9_]*", name) and name not in _KEYWORDS
     return name if plain else quoted_name(name)
 
@@ -185,7 +185,7 @@ def plain_name(name: str) -> str:
 
 
 def columns_of(table: pa.Table) -> Iterator[Column | tuple[str, str]]:
-    """Yield the columns of raw rows; (name, reason) for one that samples cannot have."""
+    """Yield the columns of raw rows; (name, reason) for columns that samples cannot have."""
     for name in table.column_names:
         yield from _columns(plain_name(name), quoted(name), one_chunk(table[name]))
 
@@ -196,23 +196,24 @@ def _columns(name: str, expr: str, values: pa.Array) -> Iterator[Column | tuple[
         values, kind = values.cast(kind.value_type), kind.value_type
     rows, nulls = len(values), values.null_count
     if nulls == rows:
-        yield name, "null in every row that was looked at"
+        yield name, "null in all of the first rows"
         return
 
-    def made(shape: Shape, sql: str = expr, found: pa.Array = values, **more: object) -> Column:
-        return Column(name, sql, shape, found, rows, nulls, **more)  # pyright: ignore[reportArgumentType]
+    def column(
+        shape: Shape, sql: str = expr, converted: pa.Array = values, **more: object
+    ) -> Column:
+        return Column(name, sql, shape, converted, rows, nulls, **more)  # pyright: ignore[reportArgumentType]
 
     if t.is_boolean(kind):
-        yield made("bool")
+        yield column("bool")
     elif t.is_integer(kind):
         sql = f"CAST({expr} AS BIGINT)" if t.is_uint64(kind) else expr
-        yield _epoch(made("int", sql), name) or made("int", sql)
+        yield _epoch(column("int", sql), name) or column("int", sql)
     elif t.is_floating(kind) or t.is_decimal(kind):
-        yield _whole(
-            _finite(made("float", f"CAST({expr} AS DOUBLE)" if t.is_decimal(kind) else expr))
-        )
+        sql = f"CAST({expr} AS DOUBLE)" if t.is_decimal(kind) else expr
+        yield _whole(_finite(column("float", sql)))
     elif t.is_timestamp(kind) or t.is_date(kind):
-        yield made("time", found=values.cast(pa.timestamp("us"), safe=False), why="its type")
+        yield column("time", converted=values.cast(pa.timestamp("us"), safe=False), why="its type")
     elif t.is_string(kind) or t.is_large_string(kind):
         yield _text(name, expr, values.cast(pa.string()))
     elif t.is_struct(kind):
@@ -222,13 +223,13 @@ def _columns(name: str, expr: str, values: pa.Array) -> Iterator[Column | tuple[
                 f"{name}_{plain_name(field.name)}", f"{expr}.{quoted(field.name)}", inner
             )
     elif t.is_list(kind) or t.is_large_list(kind):
-        yield from _lists(name, expr, values, made)
+        yield from _lists(name, expr, values, column)
     else:
         yield name, f"of type {kind}, which samples cannot have; cast it in SQL"
 
 
 def _lists(
-    name: str, expr: str, values: pa.Array, made: Callable[..., Column]
+    name: str, expr: str, values: pa.Array, column: Callable[..., Column]
 ) -> Iterator[Column | tuple[str, str]]:
     inner, t = values.type.value_type, pa.types
     flat = values.flatten()
@@ -240,8 +241,8 @@ def _lists(
     elif t.is_integer(inner) or t.is_floating(inner) or t.is_string(inner):
         of = "int" if t.is_integer(inner) else "float" if t.is_floating(inner) else "text"
         sql = f"list_filter({expr}, lambda x: x IS NOT NULL)" if flat.null_count else expr
-        why = "a list whose nulls are left out" if flat.null_count else "a list"
-        yield made("list", sql, flat.drop_null(), of=of, why=why)
+        why = "a list, without its nulls" if flat.null_count else "a list"
+        yield column("list", sql, flat.drop_null(), of=of, why=why)
     else:
         yield name, f"a list of {inner}, which samples cannot have; make numbers of it in SQL"
 
@@ -252,30 +253,30 @@ def _offsets(values: pa.Array) -> pa.Array:
 
 
 def _epoch(column: Column, name: str) -> Column | None:
-    """Return a column of whole numbers as times, when its name and its numbers say so."""
+    """Return a column of integers as times if its name and its range suggest it, else None."""
     if not words_of(name) & _TIME_WORDS:
         return None
-    low, high = pc.quantile(column.values, [0.01, 0.99]).to_pylist()  # but for a few of 0 or -1
+    low, high = pc.quantile(column.values, [0.01, 0.99]).to_pylist()  # a few may be 0 or -1
     for unit, scale, factor in _EPOCHS:
         if _EARLY * scale <= low and high <= _LATE * scale:
             numbers = column.values.to_numpy(zero_copy_only=False).astype(np.float64)
             times = pa.array(numbers / scale * 1e6, from_pandas=True).cast(pa.int64(), safe=False)
             times, sql = times.cast(pa.timestamp("us")), f"make_timestamp({column.expr}{factor})"
-            why = f"whole numbers that are {unit} since 1970"
+            why = f"integers, {unit} since 1970"
             return replace(column, expr=sql, shape="time", values=times, why=why)
     return None
 
 
 def _finite(column: Column) -> Column:
-    """Return a column of floats with nulls where it has no number."""
+    """Return a column of floats with null instead of NaN and infinity."""
     if pc.all(pc.is_finite(column.values.drop_null().cast(pa.float64()))).as_py():
         return column
     sql = f"CASE WHEN isfinite({column.expr}) THEN {column.expr} END"
-    return replace(column, expr=sql, why="what is no number becomes null")
+    return replace(column, expr=sql, why="NaN and infinity become null")
 
 
 def _whole(column: Column) -> Column:
-    """Return a column of floats that name things as whole numbers."""
+    """Return a column of floats that are ids or codes as integers."""
     values = column.values.cast(pa.float64()).drop_null()
     if not pc.all(pc.equal(pc.floor(values), values)).as_py():
         return column
@@ -289,10 +290,10 @@ def _whole(column: Column) -> Column:
 
 
 def numbers_in(texts: pa.Array) -> tuple[Shape, pa.Array, pa.Array] | None:
-    """Return the shape of the numbers that nearly all of some texts are, these, and the others."""
+    """Return shape and values if nearly all texts are numbers, and the other texts; else None."""
     present = texts.drop_null()
     if not len(present) or pc.any(pc.match_substring_regex(present, r"^-?0\d")).as_py():
-        return None  # such as 007: a name
+        return None  # a name such as 007
     for shape, kind, form in _NUMBERS:
         fits = pc.match_substring_regex(texts, form)
         odd = texts.filter(pc.invert(fits)).drop_null()
@@ -302,94 +303,95 @@ def numbers_in(texts: pa.Array) -> tuple[Shape, pa.Array, pa.Array] | None:
 
 
 def _text(name: str, expr: str, values: pa.Array) -> Column:
-    """Return what a column of texts holds: times, lists, numbers, or texts."""
+    """Return a column of texts as times, lists, numbers, or texts."""
     texts = values.drop_null()
     sample = texts.slice(0, TEXTS).to_pylist()
     full = [text for text in sample if text.strip()]
     rows, nulls = len(values), values.null_count
 
-    def made(sql: str, shape: Shape, found: pa.Array, **more: object) -> Column:
-        return Column(name, sql, shape, found, rows, nulls, **more)  # pyright: ignore[reportArgumentType]
+    def column(sql: str, shape: Shape, converted: pa.Array, **more: object) -> Column:
+        return Column(name, sql, shape, converted, rows, nulls, **more)  # pyright: ignore[reportArgumentType]
 
-    found = numbers_in(values)
-    if found is not None:
-        shape, numbers, odd = found
+    parsed = numbers_in(values)
+    if parsed is not None:
+        shape, numbers, odd = parsed
         cast, why = ("TRY_CAST" if len(odd) else "CAST"), "numbers"
         if len(odd):
             share = f"{len(odd)} of {rows - nulls} values, such as {odd[0].as_py()!r:.40}"
-            why += f", but for {share}; {BECOME_NULL}"
+            why += f", except {share}; {BECOME_NULL}"
         sql = f"{cast}({expr} AS {'BIGINT' if shape == 'int' else 'DOUBLE'})"
-        plain = made(sql, shape, numbers, why=why)
+        plain = column(sql, shape, numbers, why=why)
         return _whole(plain) if shape == "float" else _epoch(plain, name) or plain
     if {text.strip().lower() for text in full} in ({"true", "false"}, {"true"}, {"false"}):
-        truths = pc.equal(pc.utf8_lower(pc.utf8_trim_whitespace(values)), "true")
-        return made(f"CAST({expr} AS BOOLEAN)", "bool", truths, why="true or false")
-    moment = _moment(expr, texts)
-    if moment is not None:
-        return made(moment[0], "time", moment[1], why=moment[2])
-    return _list_in(name, expr, full, made) or made(expr, "text", values)
+        booleans = pc.equal(pc.utf8_lower(pc.utf8_trim_whitespace(values)), "true")
+        return column(f"CAST({expr} AS BOOLEAN)", "bool", booleans, why="true or false")
+    parsed_times = _times(expr, texts)
+    if parsed_times is not None:
+        sql, times, why = parsed_times
+        return column(sql, "time", times, why=why)
+    return _list_in(expr, full, column) or column(expr, "text", values)
 
 
-def _moment(expr: str, texts: pa.Array) -> tuple[str, pa.Array, str] | None:
-    """Return (SQL, times, why) of texts that are times."""
+def _times(expr: str, texts: pa.Array) -> tuple[str, pa.Array, str] | None:
+    """Return (SQL, times, reason) of texts of which nearly all are times, else None."""
     connection = duckdb.connect()
     connection.execute("SET TimeZone = 'UTC'")
     connection.register("_texts", pa.table({"x": texts}))
-    ways = [("CAST(x AS TIMESTAMP)", "TRY_CAST(x AS TIMESTAMP)", "ISO times")]
+    casts = [("CAST(x AS TIMESTAMP)", "TRY_CAST(x AS TIMESTAMP)", "ISO times")]
     if any(_OFFSET.search(text) for text in texts.to_pylist() if text):
-        zoned = "CAST({}(x AS TIMESTAMPTZ) AS TIMESTAMP)"  # the former alone leaves out the zone
-        ways = [(zoned.format("CAST"), zoned.format("TRY_CAST"), "ISO times with a zone, as UTC")]
-    ways += [(f"strptime(x, '{f}')", f"try_strptime(x, '{f}')", f"times as {f}") for f in _FORMATS]
-    for sql, attempt, why in ways:
+        zoned = "CAST({}(x AS TIMESTAMPTZ) AS TIMESTAMP)"  # a cast to TIMESTAMP ignores the zone
+        casts = [(zoned.format("CAST"), zoned.format("TRY_CAST"), "ISO times with a zone, as UTC")]
+    casts += [(f"strptime(x, '{f}')", f"try_strptime(x, '{f}')", f"times as {f}") for f in _FORMATS]
+    for sql, attempt, why in casts:
         query = f"SELECT {attempt} AS t FROM _texts"
         first = connection.sql(query + " LIMIT 100").to_arrow_table()["t"]
         if 2 * first.null_count > len(first):
             continue
-        found = one_chunk(connection.sql(query).to_arrow_table()["t"])
-        if found.null_count <= (1 - MANY) * len(found):
-            made = sql.replace("x", expr, 1)
+        times = one_chunk(connection.sql(query).to_arrow_table()["t"])
+        if times.null_count <= (1 - MANY) * len(times):
+            cast = sql.replace("x", expr, 1)
             if "%z" in sql:
-                made = f"CAST({made} AS TIMESTAMP)"
-            return made, found.cast(pa.timestamp("us"), safe=False), why
+                cast = f"CAST({cast} AS TIMESTAMP)"
+            return cast, times.cast(pa.timestamp("us"), safe=False), why
     return None
 
 
-def _list_in(name: str, expr: str, texts: list[str], made: Callable[..., Column]) -> Column | None:
-    """Return a text of several values, such as `1|2|3` or `[1, 2]`, as a list."""
+def _list_in(expr: str, texts: list[str], column: Callable[..., Column]) -> Column | None:
+    """Return texts of several values, such as `1|2|3` or `[1, 2]`, as lists; else None."""
     if not texts:
         return None
     if sum(t.strip()[0] == "[" and t.strip()[-1] == "]" for t in texts) > MANY * len(texts):
         parts = [[w.strip().strip("'\"") for w in t.strip()[1:-1].split(",")] for t in texts]
         words = [w for part in parts for w in part if w]
-        kind, found = _typed(words)
+        of, values = _typed(words)
         types = {"int": "BIGINT[]", "float": "FLOAT[]", "text": "VARCHAR[]"}
-        return made(f"CAST({expr} AS {types[kind]})", "list", found, of=kind, why="lists in [ ]")
+        return column(f"CAST({expr} AS {types[of]})", "list", values, of=of, why="lists in [ ]")
     for mark in ("|", " ", ";", ","):
         parts = [[w for w in t.strip().split(mark) if w] for t in texts]
         if sum(len(p) > 1 for p in parts) < 0.2 * len(texts):
             continue
         words = [w.strip() for part in parts for w in part]
         if mark == " " and all(map(_SHOWN.fullmatch, words)):
-            kind, found = _typed([w.rpartition("-")[0] for w in words])
+            of, values = _typed([w.rpartition("-")[0] for w in words])
             sql = f"list_filter(string_split({expr}, ' '), lambda x: x <> '')"
-            why = "pairs of an id and 0 or 1: what was shown, and what was clicked"
-            return made(sql, "list", found, of=kind, why=why, shown=True)
+            why = "pairs of an id and 0 or 1: the items shown, and whether clicked"
+            return column(sql, "list", values, of=of, why=why, shown=True)
         form = _NUMBERED if mark == " " else _CODE
         if sum(bool(form.fullmatch(w)) for w in words) < MANY * len(words):
             continue
-        kind, found = _typed(words)
+        of, values = _typed(words)
         sql = f"list_filter(string_split({expr}, '{mark}'), lambda x: trim(x) <> '')"
-        if kind != "text":
-            cast = "BIGINT" if kind == "int" else "FLOAT"
+        if of != "text":
+            cast = "BIGINT" if of == "int" else "FLOAT"
             sql = f"list_transform({sql}, lambda x: CAST(x AS {cast}))"
-        return made(sql, "list", found, of=kind, why=f"values between {mark!r}")
+        return column(sql, "list", values, of=of, why=f"values between {mark!r}")
     return None
 
 
 def _typed(words: list[str]) -> tuple[Shape, pa.Array]:
-    """Return the type of all words, and the words in it."""
+    """Return the shape of all words, and the words converted to it."""
     texts = pa.array(words, pa.string())
-    found = numbers_in(texts)
-    if found is not None and not len(found[2]):
-        return found[0], found[1]
+    parsed = numbers_in(texts)
+    if parsed is not None and not len(parsed[2]):
+        return parsed[0], parsed[1]
     return "text", texts

@@ -1,4 +1,4 @@
-"""Which kinds of files a folder holds, how each kind is read, and its first rows."""
+"""Kinds of files in a folder: how each kind is read, and its first rows."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ from schemas.config.sources import SourceConfig
 from schemas.errors import SchemaError
 
 ROWS = 20_000
-"""Rows of each kind of files that are looked at."""
+"""Number of first rows of each kind of files to examine."""
 MANY = 0.99
-"""Share of values that have to be of a type or a form for a column to be of it."""
+"""Share of values that must have a type or a format for a column to get it."""
 _HEAD_BYTES = 1 << 20
 _NAMED = (
     (re.compile(r"\.(parquet|pq)(\.\w+)?$"), "parquet"),
@@ -45,11 +45,11 @@ _IGNORED = re.compile(r"(?i)(^|/)(licen[cs]e|readme|changelog|notice|_success|_m
 _HEADER = re.compile(r"[A-Za-z_][A-Za-z0-9_ .:/-]{0,60}")
 _NUMBER = re.compile(r"[+-]?(\d+(\.\d*)?|\.\d+)([eE][+-]?\d+)?")
 _LINES = 2000
-"""Lines of a text that are looked at to tell how it is cut, and what JSON holds."""
+"""Number of lines to examine for the CSV dialect and the types of JSON fields."""
 _FIELDS = 500
-"""Fields of an object of JSON beyond which it is a map."""
+"""JSON objects with more different fields are maps."""
 _SYNTAX = re.compile(r"[<>:,]")
-"""In the name of a field of JSON: no type of a job can name it."""
+"""Characters that the name of a JSON field must not contain, to be part of a type in a job."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,12 +58,12 @@ class Kind:
 
     Attributes:
         name: of the source.
-        files: all of them.
+        files: all of its files.
         config: how they are read.
-        rows: the first ones.
-        num_rows: of all files, as far as can be told from these.
-        is_whole: whether the first ones are all.
-        notes: path of a column or of a field in it to what is to be said of its type.
+        rows: the first rows.
+        num_rows: estimated number of rows in all files.
+        is_whole: whether the first rows are all rows.
+        notes: path of a column or field to a comment on its type.
     """
 
     name: str
@@ -81,98 +81,101 @@ class Kind:
 
 
 def kinds_of(folder: Folder, scratch: Path) -> tuple[list[Kind], list[str]]:
-    """Return the kinds of files below a folder, the largest first, and files that are none.
+    """Return the kinds of files below a folder, the largest first, and the unreadable files.
 
     Args:
         folder: input directory.
         scratch: a directory for copies of first rows.
 
     Raises:
-        SchemaError: there is no file that can be read.
+        SchemaError: no file can be read.
     """
     sizes = folder.files()
     files = [SourceFile(path, folder.size(path) if n is None else n) for path, n in sizes.items()]
-    found: dict[tuple[str, ...], _Alike] = {}
-    left: list[str] = []
+    groups: dict[tuple[str, ...], _FileGroup] = {}
+    unused: list[str] = []
     for file in files:
         config = None if _IGNORED.search(file.path) else _config(folder, file.path)
         if config is None or not file.num_bytes:
-            left.append(file.path)
+            unused.append(file.path)
             continue
         lines = _json_rows(_head(folder, file.path)) if config.format == "jsonl" else []
         columns = config.columns or _columns(folder, file.path, config)
         key = (config.format, config.delimiter, str(config.header), *sorted(columns))
-        if config.format == "jsonl":  # a line may lack any field
-            key = next((k for k in found if _same_fields(k, key)), key)
-        alike = found.setdefault(key, _Alike(config, [], []))
-        alike.files.append(file)
-        alike.lines.extend(lines if len(alike.lines) < ROWS else [])
-    if not found:
+        if config.format == "jsonl":  # lines may lack fields
+            key = next((k for k in groups if _same_fields(k, key)), key)
+        group = groups.setdefault(key, _FileGroup(config, [], []))
+        group.files.append(file)
+        group.lines.extend(lines if len(group.lines) < ROWS else [])
+    if not groups:
         raise SchemaError(
             "input must have files of Parquet, CSV, JSON lines or Avro, got none; check the folder",
             file=folder.root,
         )
     kinds: list[Kind] = []
-    for key in sorted(found, key=lambda k: (-sum(f.num_bytes for f in found[k].files), k)):
-        alike = found[key]
-        mine = tuple(alike.files)
-        others = [f.path for f in files if f not in mine]
-        pattern = glob_of([f.path for f in mine], others)
-        if pattern is None:  # no glob tells them apart: the largest file stands for them
-            mine = (max(mine, key=lambda f: f.num_bytes),)
-            left.extend(f.path for f in alike.files if f not in mine)
-            pattern = mine[0].path
-        columns, notes = _declared(folder, alike)
-        partitions = _partitions([f.path for f in mine], columns or key[3:])
-        config = replace(alike.config, files=pattern, columns=columns, partitions=partitions)
-        name = _name_of([f.path for f in mine], {k.name for k in kinds})
-        rows, count, whole = _first_rows(folder, name, config, mine, scratch)
+    for key in sorted(groups, key=lambda k: (-sum(f.num_bytes for f in groups[k].files), k)):
+        group = groups[key]
+        members = tuple(group.files)
+        others = [f.path for f in files if f not in members]
+        pattern = glob_of([f.path for f in members], others)
+        if pattern is None:  # no glob separates them: use the largest file only
+            members = (max(members, key=lambda f: f.num_bytes),)
+            unused.extend(f.path for f in group.files if f not in members)
+            pattern = members[0].path
+        columns, notes = _declared(folder, group)
+        partitions = _partitions([f.path for f in members], columns or key[3:])
+        config = replace(group.config, files=pattern, columns=columns, partitions=partitions)
+        name = _name_of([f.path for f in members], {k.name for k in kinds})
+        rows, count, whole = _first_rows(folder, name, config, members, scratch)
         if rows.num_rows:
-            kinds.append(Kind(name, mine, config, rows, count, whole, notes))
+            kinds.append(Kind(name, members, config, rows, count, whole, notes))
         else:
-            left.extend(f.path for f in mine)
-    return kinds, sorted(left)
+            unused.extend(f.path for f in members)
+    return kinds, sorted(unused)
 
 
 @dataclass(frozen=True, slots=True)
-class _Alike:
-    """Files that are read alike, and first lines of those of JSON."""
+class _FileGroup:
+    """Files with the same format and columns, and first objects of JSON lines."""
 
     config: SourceConfig
     files: list[SourceFile]
     lines: list[dict[str, Any]]
 
 
-def _declared(folder: Folder, alike: _Alike) -> tuple[Mapping[str, str] | None, dict[str, str]]:
-    """Return the columns that a job declares for some files, and what is to be said of them."""
+def _declared(folder: Folder, group: _FileGroup) -> tuple[Mapping[str, str] | None, dict[str, str]]:
+    """Return the columns that a job declares for a group, and comments on them."""
     notes: dict[str, str] = {}
-    if alike.config.format == "jsonl":
-        return json_fields(alike.lines, "", notes), notes
-    if alike.config.format != "avro":
-        return alike.config.columns, notes
-    own = columns_of_avro(folder, alike.files[0].path)
-    notes.update((path, f"a union of {union}") for path, union in own.unions.items())
-    words: dict[str, str] = {}
-    for field in own.schema:
-        word = type_name(field.type)
-        if word is not None:
-            words[field.name] = word
+    if group.config.format == "jsonl":
+        return json_fields(group.lines, "", notes), notes
+    if group.config.format != "avro":
+        return group.config.columns, notes
+    avro = columns_of_avro(folder, group.files[0].path)
+    notes.update((path, f"a union of {union}") for path, union in avro.unions.items())
+    types: dict[str, str] = {}
+    for field in avro.schema:
+        name = type_name(field.type)
+        if name is not None:
+            types[field.name] = name
         elif pa.types.is_struct(field.type) or pa.types.is_large_list(field.type):
-            return None, notes  # something in it has no name: read as it is in the files
+            return None, notes  # a type within has no name in a job: read without declaration
         else:
-            notes[field.name] = f"left out, since samples cannot have its type, {field.type}"
-    return words or None, notes
+            notes[field.name] = f"left out: samples cannot have type {field.type}"
+    return types or None, notes
 
 
 def _partitions(paths: Sequence[str], columns: Iterable[str]) -> dict[str, str]:
-    """Return the columns that folder names give and files do not have, times as times."""
+    """Return the partition columns that the files do not have, dates as timestamps."""
     try:
-        found = infer_partitions(paths)
+        partitions = infer_partitions(paths)
     except SchemaError:
-        return {}  # folders differ in what they name
-    words = {"date": "timestamp"}
-    known = set(columns)
-    return {name: words.get(word, word) for name, word in found.items() if name not in known}
+        return {}  # folders have different partition columns
+    existing = set(columns)
+    return {
+        name: "timestamp" if type_ == "date" else type_
+        for name, type_ in partitions.items()
+        if name not in existing
+    }
 
 
 def _same_fields(key: tuple[str, ...], other: tuple[str, ...]) -> bool:
@@ -182,7 +185,7 @@ def _same_fields(key: tuple[str, ...], other: tuple[str, ...]) -> bool:
 
 
 def _config(folder: Folder, path: str) -> SourceConfig | None:
-    """Return how a file is read, None when it is of no known format."""
+    """Return how a file is read, None if its format is unknown."""
     kind = next((name for pattern, name in _NAMED if pattern.search(path.lower())), None)
     with folder.open(path) as stored:
         magic = stored.read(4)
@@ -213,8 +216,8 @@ def _head(folder: Folder, path: str) -> str:
 
 
 def _csv_config(path: str, head: str) -> SourceConfig | None:
-    delimiter, quote = _sniffed(head)
-    rows = _parsed(head, delimiter, quote)
+    delimiter, quote = _sniff(head)
+    rows = _parse_csv(head, delimiter, quote)
     if not rows or (len(rows[0]) == 1 and not path.lower().split(".")[1:2]):
         return None
     header = has_header(rows)
@@ -225,8 +228,8 @@ def _csv_config(path: str, head: str) -> SourceConfig | None:
     )  # fmt: skip
 
 
-def _sniffed(head: str) -> tuple[str, str | None]:
-    """Return delimiter and quote of a CSV text: those that give most rows of equal length."""
+def _sniff(head: str) -> tuple[str, str | None]:
+    """Return the delimiter and quote of a CSV text with which most rows have equal length."""
     styles = [(mark, quote) for mark in ",\t;|" for quote in ('"', None)]
     delimiter, quote = max(styles, key=lambda style: _regular_rows(head, *style))
     if quote and delimiter == "\t" and not re.search(r'(^|\t)"[^"\n]*"(\t|$)', head, re.M):
@@ -235,13 +238,13 @@ def _sniffed(head: str) -> tuple[str, str | None]:
 
 
 def _regular_rows(head: str, delimiter: str, quote: str | None) -> tuple[int, int]:
-    """Return how many rows have as many fields as most have, and how many these are."""
-    widths = Counter(len(row) for row in _parsed(head, delimiter, quote))
+    """Return the number of rows with the most common number of fields, and that number."""
+    widths = Counter(len(row) for row in _parse_csv(head, delimiter, quote))
     (width, count), *_ = widths.most_common(1) or [(1, 0)]
     return (count, width) if width > 1 else (0, 1)
 
 
-def _parsed(head: str, delimiter: str, quote: str | None) -> list[list[str]]:
+def _parse_csv(head: str, delimiter: str, quote: str | None) -> list[list[str]]:
     style: Any = {"quotechar": quote} if quote else {"quoting": csv.QUOTE_NONE}
     csv.field_size_limit(_HEAD_BYTES)
     rows = csv.reader(io.StringIO(head), delimiter=delimiter, **style)
@@ -249,7 +252,7 @@ def _parsed(head: str, delimiter: str, quote: str | None) -> list[list[str]]:
 
 
 def has_header(rows: Sequence[Sequence[str]]) -> bool:
-    """Tell whether the first line of a table of texts names its columns.
+    """Tell whether the first row of a table of texts is a header.
 
     Example:
         >>> has_header([["user", "age"], ["a", "3"]]), has_header([["N1", "news"], ["N2", "news"]])
@@ -262,9 +265,9 @@ def has_header(rows: Sequence[Sequence[str]]) -> bool:
     if any(column and all(map(_NUMBER.fullmatch, column)) for column in columns):
         return True
     shapes = [{_shape(cell) for cell in column[:200]} for column in columns]
-    alike = sum(_shape(name) in shape for name, shape in zip(first, shapes, strict=True))
-    again = any(name in column for name, column in zip(first, columns, strict=True))
-    return not again and (alike < len(first) or not rest)
+    same_shape = sum(_shape(name) in shape for name, shape in zip(first, shapes, strict=True))
+    repeated = any(name in column for name, column in zip(first, columns, strict=True))
+    return not repeated and (same_shape < len(first) or not rest)
 
 
 def _shape(text: str) -> str:
@@ -272,16 +275,16 @@ def _shape(text: str) -> str:
 
 
 def _unique(names: Sequence[str]) -> list[str]:
-    found: list[str] = []
+    unique: list[str] = []
     for name in names:
-        while name in found:
+        while name in unique:
             name += "_"
-        found.append(name)
-    return found
+        unique.append(name)
+    return unique
 
 
 def _json_rows(head: str) -> list[dict[str, Any]]:
-    """Return the objects of lines of JSON, and nothing for a line that holds none."""
+    """Return the objects of JSON lines; skip lines without an object."""
     rows: list[dict[str, Any]] = []
     for line in head.splitlines()[:_LINES]:
         try:
@@ -293,21 +296,21 @@ def _json_rows(head: str) -> list[dict[str, Any]]:
     return rows
 
 
-def json_word(values: Iterable[Any], path: str, notes: dict[str, str]) -> str | None:
-    """Return the type of a job that nearly all values of a field have, None when none is.
+def json_type(values: Iterable[Any], path: str, notes: dict[str, str]) -> str | None:
+    """Return the type, as in a job, of nearly all values of a field, or None.
 
     Args:
         values: of JSON.
         path: of the field.
-        notes: path of a field to what is wrong with it; added to.
+        notes: receives comments by path.
 
     Example:
         >>> notes = {}
-        >>> json_word([{"id": 1, "tags": ["a"]}, {"id": 2.5}, None], "x", notes)
+        >>> json_type([{"id": 1, "tags": ["a"]}, {"id": 2.5}, None], "x", notes)
         'struct<id: float64, tags: list<string>>'
-        >>> json_word([*range(200), "none"], "n", notes), json_word([1, "a"], "m", notes)
+        >>> json_type([*range(200), "none"], "n", notes), json_type([1, "a"], "m", notes)
         ('int64', None)
-        >>> json_word([1 << 63, 7], 'u', notes), json_word([7, 2.5], 'f', notes)
+        >>> json_type([1 << 63, 7], 'u', notes), json_type([7, 2.5], 'f', notes)
         ('uint64', 'float64')
         >>> notes["n"]
         "not int64: 1 of 201 values, such as 'none'; such rows are rejected"
@@ -315,24 +318,24 @@ def json_word(values: Iterable[Any], path: str, notes: dict[str, str]) -> str | 
     present = [value for value in values if value is not None]
     counts = Counter(map(_json_kind, present))
     numbers = [k for k in ("int64", "uint64", "float64") if k in counts]
-    if numbers:  # the widest holds all of them
+    if numbers:  # the widest type can represent all of them
         counts[numbers[-1]] = sum(counts.pop(k) for k in numbers)
     kind, count = counts.most_common(1)[0] if counts else ("string", 0)
     if count < MANY * len(present):
         shares = ", ".join(f"{n / len(present):.0%} {k}" for k, n in counts.most_common())
-        notes[path] = f"left out, since its values are of several types: {shares}"
+        notes[path] = f"left out: values of several types: {shares}"
         return None
     odd = [v for v in present if _json_kind(v) not in (numbers if kind in numbers else [kind])]
     if odd:
         share = f"{len(odd)} of {len(present)} values, such as {odd[0]!r:.40}"
         notes[path] = f"not {kind}: {share}; such rows are rejected"
     if kind == "list":
-        inner = json_word([x for v in present if isinstance(v, list) for x in v], path, notes)
+        inner = json_type([x for v in present if isinstance(v, list) for x in v], path, notes)
         return inner and f"list<{inner}>"
     if kind == "struct":
         rows = [v for v in present if isinstance(v, dict)]
         if len({name for row in rows for name in row}) > _FIELDS:
-            notes[path] = f"left out, since its objects have more than {_FIELDS} different fields"
+            notes[path] = f"left out: objects with more than {_FIELDS} different fields"
             return None
         fields = json_fields(rows, f"{path}.", notes)
         return f"struct<{', '.join(f'{k}: {v}' for k, v in fields.items())}>" if fields else None
@@ -340,10 +343,10 @@ def json_word(values: Iterable[Any], path: str, notes: dict[str, str]) -> str | 
 
 
 def json_fields(rows: Sequence[dict[str, Any]], path: str, notes: dict[str, str]) -> dict[str, str]:
-    """Return the fields of objects and their types; see `json_word`."""
+    """Return the fields of objects and their types; see `json_type`."""
     names = [n for n in dict.fromkeys(n for row in rows for n in row) if not _SYNTAX.search(n)]
-    words = {n: json_word((row.get(n) for row in rows), f"{path}{n}", notes) for n in names}
-    return {name: word for name, word in words.items() if word}
+    types = {n: json_type((row.get(n) for row in rows), f"{path}{n}", notes) for n in names}
+    return {name: type_ for name, type_ in types.items() if type_}
 
 
 def _json_kind(value: Any) -> str:
@@ -363,13 +366,13 @@ def _columns(folder: Folder, path: str, config: SourceConfig) -> dict[str, str]:
 def _first_rows(
     folder: Folder, name: str, config: SourceConfig, files: Sequence[SourceFile], scratch: Path
 ) -> tuple[pa.Table, int, bool]:
-    """Return the first rows of a kind, read as a build reads them, how many it has, and if all."""
-    place = scratch / name
-    place.mkdir()
-    found = excerpts(folder, {name: config}, {name: files}, {name: ROWS}, place)[name]
-    copies = folder_of(place)
+    """Return the first rows as a build reads them, the number of all rows, and if these are all."""
+    directory = scratch / name
+    directory.mkdir()
+    excerpt = excerpts(folder, {name: config}, {name: files}, {name: ROWS}, directory)[name]
+    copies = folder_of(directory)
     tables: list[pa.Table] = []
-    for index, file in enumerate(found.listing):
+    for index, file in enumerate(excerpt.listing):
         whole = FilePart(name, file.path, index)
         schema = empty_rows(copies, name, config, [file.path]).schema
         for part in parts_of_file(copies, whole, config)[0]:
@@ -379,19 +382,20 @@ def _first_rows(
                 if rows.table is not None
             )
     if not tables:
-        return pa.table({}), 0, found.is_whole
+        return pa.table({}), 0, excerpt.is_whole
     rows = pa.concat_tables(tables, promote_options="permissive").drop_columns([ORIGIN])
     count = rows.num_rows
-    if not found.is_whole:
-        count = int(count * max(1.0, found.num_bytes / sum(f.num_bytes for f in found.listing)))
-    if not found.is_whole and config.format == "parquet":
+    if not excerpt.is_whole and config.format == "parquet":
         with folder.arrow_file(files[0].path) as file:
-            count = pq.read_metadata(file).num_rows * found.num_bytes // files[0].num_bytes
-    return rows.combine_chunks(), count, found.is_whole
+            count = pq.read_metadata(file).num_rows * excerpt.num_bytes // files[0].num_bytes
+    elif not excerpt.is_whole:
+        copied_bytes = sum(f.num_bytes for f in excerpt.listing)
+        count = int(count * max(1.0, excerpt.num_bytes / copied_bytes))
+    return rows.combine_chunks(), count, excerpt.is_whole
 
 
 def glob_of(paths: Sequence[str], others: Sequence[str]) -> str | None:
-    """Return a glob that matches some files and none of the others; None when there is none.
+    """Return a glob that matches some files and none of the others, or None.
 
     Example:
         >>> glob_of(["val.parquet", "test.parquet"], ["user.parquet"])
@@ -436,14 +440,14 @@ def _common(texts: Sequence[str]) -> str:
     return first[:size]
 
 
-def _name_of(paths: Sequence[str], taken: set[str]) -> str:
-    """Return a name for a source: of its file, of its folder, or `log`."""
+def _name_of(paths: Sequence[str], names: set[str]) -> str:
+    """Return a name for a source: from its file, its folder, or `log`."""
     stems = [path.rpartition("/")[2].split(".")[0] for path in paths]
     text = stems[0] if len(paths) == 1 else _common(stems).rstrip("_-0123456789")
     if len(text.strip("_-0123456789")) < 2:
         text = paths[0].split("/")[0] if "/" in paths[0] else "log"
     name = re.sub(r"\W+", "_", text).strip("_").lower() or "log"
     name = f"log_{name}" if name[0].isdigit() else name
-    while name in taken:
+    while name in names:
         name += "_2"
     return name

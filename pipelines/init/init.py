@@ -1,9 +1,12 @@
-"""Write a first job for the files of a folder."""
+"""Write a first job for the files of a folder.
+
+`init` is the command; the choices are made in `files.py`, `columns.py` and `plan.py`. Here they
+become the texts of `job.yaml` and `schema.pbtxt`, each with its reason as a comment.
+"""
 
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
@@ -16,6 +19,7 @@ import duckdb
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from pipelines.autogroup.job import yaml_word
 from pipelines.init.columns import plain_name, quoted
 from pipelines.init.files import Kind, kinds_of
 from pipelines.init.plan import Feature, Plan, Side, num_rows_of, plan_of, type_of, typed
@@ -29,26 +33,127 @@ from pipelines.sources.rows import FilePart
 from schemas.arrays import is_text, one_chunk
 from schemas.errors import SchemaError
 
-_PLAIN = re.compile(r"(?!(?:true|false|null|yes|no|on|off|y|n)$)[A-Za-z_][A-Za-z0-9_]*", re.I)
+WARN_REJECT_FRACTION = 0.02
+"""Share of rejects among the first rows above which `init` warns."""
+JOB, SCHEMA = "job.yaml", "schema.pbtxt"
 _WIDTH = 96
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InitRequest:
+    """Arguments of the command.
+
+    Attributes:
+        input_root: directory of raw files, or its URL.
+        output: directory for `job.yaml` and `schema.pbtxt`.
+        progress: called with each progress message, one line.
+    """
+
+    input_root: Path | str
+    output: Path
+    progress: Callable[[str], None] = lambda _: None
+
+
+def init(request: InitRequest) -> dict[str, Any]:
+    """Write a first job for some files.
+
+    Returns:
+        What `init --json` prints.
+
+    Raises:
+        SchemaError: the output has a job already, or no file can be read.
+    """
+    for name in (JOB, SCHEMA):
+        if (request.output / name).exists():
+            raise SchemaError(
+                "job exists already; choose another --output, or remove it",
+                file=str(request.output / name),
+            )
+    folder = folder_of(request.input_root)
+    with TemporaryDirectory(prefix="presage-init-") as scratch:
+        kinds, others = kinds_of(folder, Path(scratch))
+    kinds = [typed(kind) for kind in kinds]
+    unique = {
+        (kind.name, column): is_unique(folder, kind, column)
+        for kind in (kinds if len(kinds) > 1 else [])
+        for column in kind.rows.column_names
+        if pa.types.is_integer(kind.rows[column].type) or is_text(kind.rows[column].type)
+    }
+    plan = plan_of(kinds, unique)
+    plan.left_out += [(path, "no readable format, or no rows") for path in others]
+    for kind in kinds:
+        declared = kind.config.columns or kind.rows.column_names
+        dropped = [path for path in kind.notes if path.split(".")[0] not in declared]
+        plan.left_out += [(f"{path} of {kind.name}", kind.notes[path]) for path in dropped]
+    time = next(f.column for f in plan.features if f.column.name == plan.time[0])
+    split = None
+    if plan.is_timed:
+        with TemporaryDirectory(prefix="presage-init-") as scratch:
+            split = evaluation_from(folder, plan.kind, time.expr, Path(scratch), request.progress)
+    root = Path(str(request.input_root).rstrip("/"))
+    request.output.mkdir(parents=True, exist_ok=True)
+    name = plain_name(root.name or "log")
+    job = request.output / JOB
+    job.write_text(job_text(plan, name, str(request.input_root), split), encoding="utf-8")
+    (request.output / SCHEMA).write_text(schema_text(plan), encoding="utf-8")
+    for line in _summary(plan):
+        request.progress(line)
+    previewed = preview(PreviewRequest(job_path=job, input_root=request.input_root))
+    rejects = previewed["rejects"]
+    if rejects["share"] > WARN_REJECT_FRACTION:
+        reason = rejects["reasons"][0]
+        request.progress(
+            f"WARNING: {rejects['share']:.0%} of the first rows are rejected, {reason['num']} of "
+            f"{rejects['num']} by: {reason['reason']}; correct {job} before you build"
+        )
+    return {
+        "job": str(job),
+        "source": plan.kind.name,
+        "sides": [side.kind.name for side in plan.sides],
+        "session": plan.session[0],
+        "time": plan.time[0],
+        "label": None if plan.label is None else plan.label.column.name,
+        "evaluation_from": None if split is None else split.isoformat(),
+        "columns": {f.column.name: f.role for f in plan.features},
+        "left_out": [what for what, _ in plan.left_out],
+        "num_samples": previewed["num_samples"],
+        "num_rejects": rejects["num"],
+        "notes": previewed["notes"],
+    }
+
+
+def _summary(plan: Plan) -> list[str]:
+    label = plan.label
+    lines = [
+        f"samples: of {plan.kind.name} ({plan.kind.config.files}, {plan.kind.config.format})",
+        f"session: {plan.session[0]} ({plan.session[1]})",
+        f"time: {plan.time[0]} ({plan.time[1]})",
+        f"label: {label.column.name} ({label.why})" if label else "label: none found",
+    ]
+    lines += [f"side table: {side.kind.name} by {side.asked} ({side.why})" for side in plan.sides]
+    lines += [f"not used: {what} ({why})" for what, why in plan.left_out]
+    return lines
+
+
+# Texts of the job file and the schema.
 
 
 def job_text(plan: Plan, name: str, folder: str, split: datetime | None) -> str:
     """Return the text of `job.yaml`.
 
     Args:
-        plan: what was chosen.
+        plan: the choices.
         name: of the job.
-        folder: where the files are, for the comment.
-        split: from when on samples are for evaluation; None when that is not known.
+        folder: of the files, for the comment.
+        split: start of the evaluation range; None if it is unknown.
     """
     lines = [
         f"# A first job for the files in {folder}, written by `python -m pipelines init`.",
-        "# Every choice has its reason beside it: correct what is wrong, then look again with",
+        "# Each choice has its reason as a comment: correct it where it is wrong, then check with",
         "#     python -m pipelines preview JOB --input DIR",
-        "# docs/job.md explains each key; schema.pbtxt beside it has the roles of columns.",
+        "# docs/job.md documents each key; schema.pbtxt has the roles of columns.",
         *_left_out(plan),
-        f"name: {_word(name)}",
+        f"name: {yaml_word(name)}",
         "data:",
         "  sources:",
         *_source(plan.kind, "    "),
@@ -63,17 +168,17 @@ def job_text(plan: Plan, name: str, folder: str, split: datetime | None) -> str:
     lines += [
         *_comment(f"session.key: {why}.", "  "),
         *_comment(f"session.time: {plan.time[1]}.", "  "),
-        f"  session: {{key: {_word(key)}, time: {_word(plan.time[0])}{gap}}}",
+        f"  session: {{key: {yaml_word(key)}, time: {yaml_word(plan.time[0])}{gap}}}",
         *_split(plan, split),
-        "  # Dedup groups are chosen at the build, by a look at whole sessions; job.yaml of the",
+        "  # The build chooses dedup groups from a sample of whole sessions; job.yaml of the",
         "  # dataset names them. To choose them yourself: groups: {user: [user_id, age]}",
         "  groups: auto",
         *_transforms(plan),
     ]
     if plan.tables:
         lines += [
-            "  # Embedding tables. Features that mean the same things share one. num_rows leaves",
-            "  # room that hashed values seldom share a row; they need no list of values.",
+            "  # Embedding tables. Features with values of the same kind share one. num_rows is",
+            "  # large enough that hashed values seldom collide; no vocabulary is needed.",
             "  tables:",
             *_tables(plan),
         ]
@@ -83,29 +188,29 @@ def job_text(plan: Plan, name: str, folder: str, split: datetime | None) -> str:
         lines += _training(plan)
     elif plan.label is None:
         lines += [
-            "# No column is a label: the dataset can be built and read, but nothing trained on it.",
-            '# Make one in SQL (0 or 1) and tag it "label" in schema.pbtxt.',
+            "# No column is a label: the dataset can be built, but no model can be trained on it.",
+            '# Add one in SQL (0 or 1) and tag it "label" in schema.pbtxt.',
         ]
     return "\n".join(lines) + "\n"
 
 
 def _transforms(plan: Plan) -> Iterator[str]:
     if plan.transforms:
-        yield "  # Features that are made of columns; schema.pbtxt says why."
+        yield "  # Features made of columns; schema.pbtxt has the reasons."
         yield "  transforms:"
         yield "    samples:"
     for name, text in plan.transforms.items():
-        yield f"      {_word(name)}: {text if text[0] == '{' else json.dumps(text)}"
+        yield f"      {yaml_word(name)}: {text if text[0] == '{' else json.dumps(text)}"
 
 
 def _training(plan: Plan) -> Iterator[str]:
     batch = min(4096, max(64, 1 << max(1, plan.num_samples // 50).bit_length() - 1))
     yield from _comment(
-        f"For about {plan.num_samples} samples: 50 steps or more of at most 4,096.", "  "
+        f"For about {plan.num_samples} samples: at least 50 steps of at most 4,096.", "  "
     )
     yield f"  block_samples: {min(1024, batch)}"
     yield f"  oracle: {{batch_samples: {batch}}}  # as in train:"
-    yield "# A small model to begin with; docs/job.md has others, and optimizers and metrics."
+    yield "# A small model; docs/job.md documents others, and optimizers and metrics."
     yield "train:"
     yield "  model: {name: dlrm, bottom_layers: [64], top_layers: [128, 64]}"
     yield "  embedding_dim: 16"
@@ -121,7 +226,7 @@ def _left_out(plan: Plan) -> Iterator[str]:
 def _source(kind: Kind, indent: str) -> Iterator[str]:
     yield from _comment(
         f"{len(kind.files)} file{'s' * (len(kind.files) > 1)}, {kind.num_bytes / 1e6:.1f} MB; "
-        "types as of the first rows.", indent,
+        "types from the first rows.", indent,
     )  # fmt: skip
     yield f"{indent}{kind.name}:"
     yield from _config(kind, indent + "  ")
@@ -137,16 +242,16 @@ def _config(kind: Kind, indent: str) -> Iterator[str]:
         if config.quote is None:
             yield f"{indent}quote: null  # quotes are plain text"
         if not config.header:
-            yield f"{indent}header: false  # the first line is a row: give c0, c1, ... names"
+            yield f"{indent}header: false  # the first line is a row: rename c0, c1, ..."
     if config.columns:
         yield f"{indent}columns:"
         for name, word in config.columns.items():
             for path, note in kind.notes.items():
                 if path.split(".")[0] == name:
                     yield from _comment(f"{path}: {note}.", f"{indent}  ")
-            yield f"{indent}  {_word(name)}: {word if _PLAIN.fullmatch(word) else json.dumps(word)}"
+            yield f"{indent}  {yaml_word(name)}: {yaml_word(word)}"
     if config.partitions:
-        names = ", ".join(f"{_word(name)}: {kind}" for name, kind in config.partitions.items())
+        names = ", ".join(f"{yaml_word(name)}: {kind}" for name, kind in config.partitions.items())
         yield f"{indent}partitions: {{{names}}}  # of folder names"
 
 
@@ -154,27 +259,27 @@ def _sides(sides: Sequence[Side]) -> Iterator[str]:
     for side in sides:
         yield from _comment(f"{side.why}; {_keys(side)}.", "    ")
         yield f"    {side.kind.name}:"
-        yield f"      key: {_word(side.key)}"
+        yield f"      key: {yaml_word(side.key)}"
         if side.time is not None:
-            yield f"      time: {_word(side.time)}"
+            yield f"      time: {yaml_word(side.time)}"
         yield from _config(side.kind, "      ")
 
 
 def _keys(side: Side) -> str:
     if side.time is not None:
-        return f"several rows of a key, each holds from its {side.time} on"
-    whole = "" if side.kind.is_whole else " among the rows that were looked at"
+        return f"several rows per key, each valid from its {side.time}"
+    scope = "" if side.kind.is_whole else " among the first rows"
     return (
-        f"no {side.key} stands twice{whole}. What it says may be newer than a sample: drop columns "
-        "that give the label away"
+        f"each {side.key} is unique{scope}. Values may be newer than a sample: drop columns that "
+        "leak the label"
     )
 
 
 def _join(side: Side) -> str:
-    key = "" if side.asked == side.key else f"key: {_word(side.asked)}, "
+    key = "" if side.asked == side.key else f"key: {yaml_word(side.asked)}, "
     same = all(new == old for new, old in side.columns.items())
-    names = ", ".join(map(_word, side.columns))
-    pairs = ", ".join(f"{_word(new)}: {_word(old)}" for new, old in side.columns.items())
+    names = ", ".join(map(yaml_word, side.columns))
+    pairs = ", ".join(f"{yaml_word(new)}: {yaml_word(old)}" for new, old in side.columns.items())
     columns = f"[{names}]" if same else f"{{{pairs}}}"
     return f"{{side: {side.kind.name}, {key}columns: {columns}}}"
 
@@ -184,9 +289,9 @@ def _statement(plan: Plan) -> Iterator[str]:
     elsewhere = looked_up | plan.transforms.keys()
     columns = [f.column for f in plan.features if f.column.name not in elsewhere]
     if plan.unnested is not None:
-        yield f"    # One sample for each entry of {plan.unnested}, which say what became of each."
+        yield f"    # One sample for each entry of {plan.unnested}, which has the label."
     yield from _comment(
-        "One SELECT over the rows of the source; a row that it fails on is a reject.", "    "
+        "One SELECT over the rows of the source; a row on which it fails is rejected.", "    "
     )
     yield "    map: |"
     for index, column in enumerate(columns):
@@ -202,24 +307,24 @@ def _split(plan: Plan, split: datetime | None) -> Iterator[str]:
         yield "  # About the last tenth of the rows is for evaluation."
         yield f"  split: {{evaluation_from: {split}}}"
     elif plan.is_timed:
-        yield "  # All samples are for training; hold back the last ones by"
+        yield "  # All samples are for training; to hold back the last ones:"
         yield "  # split: {evaluation_from: 2026-01-31}"
 
 
 def _tables(plan: Plan) -> Iterator[str]:
     scale = max(1.0, plan.kind.num_rows / plan.kind.rows.num_rows)
     for name, features in plan.tables.items():
-        names = ", ".join(_word(f.column.name) for f in features)
+        names = ", ".join(yaml_word(f.column.name) for f in features)
         size = num_rows_of(features, scale)
-        yield f"    {_word(name)}: {{features: [{names}], num_rows: {size}}}"
+        yield f"    {yaml_word(name)}: {{features: [{names}], num_rows: {size}}}"
 
 
 def schema_text(plan: Plan) -> str:
     """Return the text of `schema.pbtxt`."""
     lines = [
-        "# Columns of the samples, each with its role: sparse (an id that looks into a table),",
+        "# Columns of the samples, each with its role: sparse (an id, looked up in a table),",
         "# dense (a number that a model reads), label, weight, label_time, or kept (stored, read",
-        "# by no model). docs/job.md explains them.",
+        "# by no model). docs/job.md documents them.",
     ]
     for feature in plan.features:
         lines += [*_comment(feature.why, ""), _feature(feature)]
@@ -246,22 +351,20 @@ def _comment(text: str, indent: str) -> Iterator[str]:
     yield line
 
 
-def _word(text: str) -> str:
-    return text if _PLAIN.fullmatch(text) else json.dumps(text)
-
+# Figures that need more than the first rows.
 
 MAX_BYTES = 2 << 30
-"""Bytes of files of one kind that are read for one figure at most."""
+"""Files of one kind are read whole for a figure if they have at most so many bytes."""
 _WINDOWS = 100
-"""Places in the files of a kind at which rows are looked at to choose the split."""
+"""Number of windows in the files of a kind whose rows determine the split."""
 _WINDOW_BYTES = 32 << 10
 _COMPRESSION = 8
-"""About how many times compressed texts are smaller."""
+"""Estimated compression ratio of texts."""
 _TYPES = {"int64": "BIGINT", "float64": "DOUBLE", "timestamp": "TIMESTAMP", "uint64": "UBIGINT"}
 
 
 def _query(folder: Folder, kind: Kind, expr: str) -> list[tuple[object, ...]]:
-    """Return what an expression over all rows gives; nothing when they are not to be asked."""
+    """Return the rows of an aggregate over all files of a kind; empty if they cannot be queried."""
     if not folder.is_local or kind.config.format == "avro" or kind.num_bytes > MAX_BYTES:
         return []
     config, paths = kind.config, [str(Path(folder.root, file.path)) for file in kind.files]
@@ -290,24 +393,23 @@ def _text(value: str) -> str:
 
 
 def is_unique(folder: Folder, kind: Kind, column: str) -> bool:
-    """Tell whether no value of a column stands in two rows, as far as can be asked."""
+    """Tell whether the values of a column are distinct, by all rows if they can be queried."""
     values = one_chunk(kind.rows[column]).drop_null()
     if len(pc.unique(values)) < len(values):
         return False
     if kind.is_whole:
         return True
     name = quoted_name(column)
-    found = _query(folder, kind, f"count({name}), count(DISTINCT {name})")
-    return not found or found[0][0] == found[0][1]
+    counts = _query(folder, kind, f"count({name}), count(DISTINCT {name})")
+    return not counts or counts[0][0] == counts[0][1]
 
 
 def evaluation_from(
     folder: Folder, kind: Kind, expr: str, scratch: Path, progress: Callable[[str], None]
 ) -> datetime | None:
-    """Return a time that leaves about a tenth of the rows behind it; None when it is not known.
+    """Return a time with about a tenth of the rows after it; None if it cannot be determined.
 
-    Rows are looked at in windows all over the files, so that a part that is not like the rest
-    counts for as much as it is.
+    Rows are read from windows at equal distances, to represent all parts of the files.
 
     Args:
         folder: input directory.
@@ -318,21 +420,21 @@ def evaluation_from(
     """
     figures = f"quantile_disc(TRY({expr}), 0.9), min(TRY({expr})), max(TRY({expr}))"
     if kind.config.format == "parquet" and not kind.is_whole:
-        found = _query(folder, kind, figures)
+        result = _query(folder, kind, figures)
     else:
-        rows = kind.rows if kind.is_whole else _rows_all_over(folder, kind, scratch, progress)
+        rows = kind.rows if kind.is_whole else _spread_rows(folder, kind, scratch, progress)
         connection = duckdb.connect()
         connection.register(kind.name, rows)
         try:
-            found = connection.sql(f"SELECT {figures} FROM {quoted_name(kind.name)}").fetchall()
-        except duckdb.Error:  # of a list's entries, which only the job takes apart
-            found = []
-    if not found or found[0][0] is None:
+            result = connection.sql(f"SELECT {figures} FROM {quoted_name(kind.name)}").fetchall()
+        except duckdb.Error:  # the time is in a list that only the job unnests
+            result = []
+    if not result or result[0][0] is None:
         return None
-    return _rounded(*(_moment(value) for value in found[0]))
+    return _rounded(*(_datetime(value) for value in result[0]))
 
 
-def _rows_all_over(
+def _spread_rows(
     folder: Folder, kind: Kind, scratch: Path, progress: Callable[[str], None]
 ) -> pa.Table:
     """Return rows from windows at equal distances in all files of a kind."""
@@ -340,25 +442,26 @@ def _rows_all_over(
     tables: list[pa.Table] = []
     step = kind.num_bytes // _WINDOWS + 1
     for file in kind.files[:: len(kind.files) // _WINDOWS + 1]:
-        place, rejects = (folder if config.format == "avro" else folder_of(scratch)), list[Reject]()
+        source, rejects = folder, list[Reject]()
         if config.format == "avro":
             parts, rejects = cut_avro(folder, FilePart(kind.name, file.path, 0), step)
         else:
-            parts = _windows(folder, file.path, kind, scratch, step)
+            source, parts = folder_of(scratch), _windows(folder, file.path, kind, scratch, step)
         for part in parts:
-            schema = empty_rows(place, kind.name, config, [part.path]).schema
-            for rows in read_part(place, part, config, schema):
+            schema = empty_rows(source, kind.name, config, [part.path]).schema
+            for rows in read_part(source, part, config, schema):
                 rejects.extend(rows.rejects)
                 if rows.table is not None:
                     tables.append(rows.table)
                     break
-        for lost in (reject for reject in rejects if reject.rows_unknown):
-            progress(f"WARNING: {lost.file}: {lost.reason}; a build would end there")
+        for reject in rejects:
+            if reject.rows_unknown:
+                progress(f"WARNING: {reject.file}: {reject.reason}; a build would stop there")
     return pa.concat_tables(tables, promote_options="permissive") if tables else kind.rows
 
 
 def _windows(folder: Folder, path: str, kind: Kind, scratch: Path, step: int) -> Iterator[FilePart]:
-    """Copy whole lines from places of a text at equal distances, each to a file of its own."""
+    """Copy whole lines of a text from windows at equal distances, each to its own file."""
     is_plain = codec_of(path) is None
     step = max(step, _WINDOW_BYTES) * (1 if is_plain else _COMPRESSION)
     with folder.open(path) as stored, closing(decompressed(stored, path)) as file:
@@ -382,121 +485,17 @@ def _windows(folder: Folder, path: str, kind: Kind, scratch: Path, step: int) ->
                 file.read(step - _WINDOW_BYTES)
 
 
-def _moment(value: object) -> datetime:
+def _datetime(value: object) -> datetime:
     if isinstance(value, datetime):
         return value.replace(tzinfo=None)
     return datetime.fromisoformat(str(value))  # a date
 
 
 def _rounded(middle: datetime, low: datetime, high: datetime) -> datetime | None:
-    """Return a round time near the middle that has samples before and behind it."""
-    steps: Sequence[timedelta] = (timedelta(days=1), timedelta(hours=1), timedelta(minutes=1))
-    begin = datetime(1970, 1, 1)
-    for step in steps:
-        found = begin + (middle - begin) // step * step
-        if high - low >= 20 * step and low < found <= high:
-            return found
+    """Return a round time near the middle with samples before and after it."""
+    epoch = datetime(1970, 1, 1)
+    for step in (timedelta(days=1), timedelta(hours=1), timedelta(minutes=1)):
+        rounded = epoch + (middle - epoch) // step * step
+        if high - low >= 20 * step and low < rounded <= high:
+            return rounded
     return middle if low < middle <= high else None
-
-
-MANY_REJECTS = 0.02
-"""Share of the rows that are tried from which on their rejects are said."""
-JOB, SCHEMA = "job.yaml", "schema.pbtxt"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class InitRequest:
-    """What is to be described.
-
-    Attributes:
-        input_root: directory of raw files, or its URL.
-        output: directory for `job.yaml` and `schema.pbtxt`.
-        progress: called with each progress message, one line.
-    """
-
-    input_root: Path | str
-    output: Path
-    progress: Callable[[str], None] = lambda _: None
-
-
-def init(request: InitRequest) -> dict[str, Any]:
-    """Write a first job for some files.
-
-    Returns:
-        What `init --json` prints.
-
-    Raises:
-        SchemaError: there is a job already, or no file that can be read.
-    """
-    for name in (JOB, SCHEMA):
-        if (request.output / name).exists():
-            raise SchemaError(
-                "job must not be there yet, got one; choose another --output, or remove it",
-                file=str(request.output / name),
-            )
-    folder = folder_of(request.input_root)
-    with TemporaryDirectory(prefix="presage-init-") as scratch:
-        kinds, others = kinds_of(folder, Path(scratch))
-    kinds = [typed(kind) for kind in kinds]
-    unique = {
-        (kind.name, column): is_unique(folder, kind, column)
-        for kind in (kinds if len(kinds) > 1 else [])
-        for column in kind.rows.column_names
-        if pa.types.is_integer(kind.rows[column].type) or is_text(kind.rows[column].type)
-    }
-    plan = plan_of(kinds, unique)
-    plan.left_out += [(path, "no format that can be read, or no rows") for path in others]
-    for kind in kinds:
-        own = kind.config.columns or kind.rows.column_names
-        gone = [path for path in kind.notes if path.split(".")[0] not in own]
-        plan.left_out += [(f"{path} of {kind.name}", kind.notes[path]) for path in gone]
-    time = next(f.column for f in plan.features if f.column.name == plan.time[0])
-    split = None
-    if plan.is_timed:
-        with TemporaryDirectory(prefix="presage-init-") as scratch:
-            split = evaluation_from(folder, plan.kind, time.expr, Path(scratch), request.progress)
-    root = Path(str(request.input_root).rstrip("/"))
-    request.output.mkdir(parents=True, exist_ok=True)
-    name = plain_name(root.name or "log")
-    job = request.output / JOB
-    job.write_text(job_text(plan, name, str(request.input_root), split), encoding="utf-8")
-    (request.output / SCHEMA).write_text(schema_text(plan), encoding="utf-8")
-    for line in summary(plan):
-        request.progress(line)
-    look = PreviewRequest(job_path=job, input_root=request.input_root)
-    seen = preview(look)
-    rejects = seen["rejects"]
-    if rejects["share"] > MANY_REJECTS:
-        reason = rejects["reasons"][0]
-        request.progress(
-            f"WARNING: {rejects['share']:.0%} of the first rows are rejected, {reason['num']} of "
-            f"{rejects['num']} by: {reason['reason']}; correct {job} before you build"
-        )
-    return {
-        "job": str(job),
-        "source": plan.kind.name,
-        "sides": [side.kind.name for side in plan.sides],
-        "session": plan.session[0],
-        "time": plan.time[0],
-        "label": None if plan.label is None else plan.label.column.name,
-        "evaluation_from": None if split is None else split.isoformat(),
-        "columns": {f.column.name: f.role for f in plan.features},
-        "left_out": [what for what, _ in plan.left_out],
-        "num_samples": seen["num_samples"],
-        "num_rejects": seen["rejects"]["num"],
-        "notes": seen["notes"],
-    }
-
-
-def summary(plan: Plan) -> list[str]:
-    """Return what was chosen, for people."""
-    label = plan.label
-    lines = [
-        f"samples: of {plan.kind.name} ({plan.kind.config.files}, {plan.kind.config.format})",
-        f"session: {plan.session[0]} ({plan.session[1]})",
-        f"time: {plan.time[0]} ({plan.time[1]})",
-        f"label: {label.column.name} ({label.why})" if label else "label: none was found",
-    ]
-    lines += [f"side table: {side.kind.name} by {side.asked} ({side.why})" for side in plan.sides]
-    lines += [f"not used: {what} ({why})" for what, why in plan.left_out]
-    return lines

@@ -50,9 +50,9 @@ class SampleTable:
             return SampleTable(empty, np.zeros(0, bool))
         every = [*names, ORIGIN, LIST_INDEX]
         found = pa.concat_tables(pa.table({n: t.column(n) for n in every}) for t in tuples)
-        late = np.concatenate([in_evaluation(t, context.data) for t in tuples])
+        unused_events = np.concatenate([in_evaluation(t, context.data) for t in tuples])
         order = np.lexsort([found[LIST_INDEX].to_numpy(), found[ORIGIN].to_numpy()])
-        return SampleTable(found.select(names).take(pa.array(order)), late[order])
+        return SampleTable(found.select(names).take(pa.array(order)), unused_events[order])
 
 
 def estimates(

@@ -471,8 +471,7 @@ def _run(
     sent = executor.make_samples(context, rows(), found)
     tuples: list[Tuples] = [t for part in sent.values() for t in part]
     samples = SampleTable.of(tuples, context)
-    learned = executor.learn(context, found) if tuples else []
-    files = learned[0] if learned else {}
+    files = (executor.fit_transforms(context, found) if tuples else None) or {}
     parts = executor.write_parts(context, sent, files)
     distinct = dict(executor.number_tables(context, parts))
     rejected = sorted_rejects(found.values[REJECTS])

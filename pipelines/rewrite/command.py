@@ -89,7 +89,7 @@ class FlatStage:
     time: str | None
 
     def hand_over(self, table: pa.Table) -> Iterator[tuple[int, Any]]:
-        """Yield (part, element of `context.crossing`) for rows, by the hash of their session."""
+        """Yield (part, element of `context.transport`) for rows, by the hash of their session."""
         ordered = with_order(decoded(table), self.session, self.time)
         num_parts = self.context.num_parts
         target = part_of_key(hash_session_keys(ordered[KEY]), num_parts)

@@ -187,7 +187,7 @@ def test_job_with_sql_per_key_sees_whole_keys(tmp_path: Path) -> None:
     build(asked)
     groups = open_dataset(tmp_path / "data").job.data.groups
     assert groups == {"session": ("session", "user", "history", "num_plays")}
-    assert said[0] == "groups: auto looked at 3000 samples of 499 sessions and chose"
+    assert said[0] == "groups: auto: chosen from 3000 samples of 499 sessions:"
 
 
 BAD_JOBS = {
@@ -201,7 +201,7 @@ BAD_JOBS = {
     ),
     "no sample in the training range": (
         {"2026-01-01 00:08:00": "1999-01-01"},
-        "groups: auto must see samples of the training range, got none",
+        "groups: auto found no samples in the training range",
     ),
     "an undeclared column": (
         {"clicked AS label": "clicked AS labels"},

@@ -106,7 +106,9 @@ def test_classic_template_is_refused() -> None:
 
 
 def test_misspelt_option_of_dataflow_is_refused() -> None:
-    with pytest.raises(SchemaError, match=re.escape("got --max_num_worker=8; see --help")):
+    with pytest.raises(
+        SchemaError, match=re.escape("unknown option: --max_num_worker=8; see --help")
+    ):
         pipeline_options([*beam_options(), "--max_num_worker=8"])
 
 

@@ -259,7 +259,7 @@ HELD = ("split: {evaluation_from: 2026-01-01 00:08:00}", "split: {evaluation_las
 def test_end_of_each_day_is_held_back(logs: Path, tmp_path: Path) -> None:
     job = changed(tmp_path / "job", HELD)
     dataset = tmp_path / "dataset"
-    with pytest.raises(SchemaError, match="segment must have a day for"):
+    with pytest.raises(SchemaError, match="evaluation_last needs the day"):
         build(request(job, logs / FIRST, dataset))
     build(replace(request(job, logs / FIRST, dataset), day=FIRST))
     fixed = changed(tmp_path / "fixed", (HELD[0], "split: {evaluation_from: 2026-01-01 00:07:00}"))

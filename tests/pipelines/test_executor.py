@@ -163,5 +163,5 @@ def test_a_build_in_process_fails_in_the_words_of_any_other(
     assert main([*words, "--output", str(tmp_path / "a")]) == 1
     assert "side 'items' must have one row for each item, got 4" in capsys.readouterr().err
     assert main([*words, "--output", str(tmp_path / "b"), "--direct_num_workers=2"]) == 1
-    message = "runner InProcess takes no options of Beam, got --direct_num_workers=2"
+    message = "runner InProcess takes no Beam options: --direct_num_workers=2"
     assert message in capsys.readouterr().err

@@ -288,10 +288,10 @@ def test_a_first_job_says_why(shop: tuple[Path, dict[str, object]]) -> None:
     job = shop[0] / "job" / "job.yaml"
     text = job.read_text()
     for line in (
-        "# Not used: LICENSE: no format that can be read, or no rows.",
-        "# session.key: its name; 4.0 rows a value.",
+        "# Not used: LICENSE: no readable format, or no rows.",
+        "# session.key: by its name; 4.0 rows per value.",
         "# session.time: ISO times; 400 distinct.",
-        "# both have a column 'item_id'; no item_id stands twice.",
+        "# both have a column 'item_id'; each item_id is unique.",
         "# About the last tenth of the rows is for evaluation.",
     ):
         assert line in text
@@ -316,7 +316,7 @@ def test_types_and_split_are_those_of_most_rows(
         "clicked": "label", "user_id": "sparse", "time": "kept", "price": "dense"
     }  # fmt: skip
     assert "2026-01-17" <= found["evaluation_from"] <= "2026-01-20"
-    why = "numbers, but for 3 of 400 values, such as 'n/a'; these become null"
+    why = "numbers, except 3 of 400 values, such as 'n/a'; these become null"
     assert why in (tmp_path / "job" / "schema.pbtxt").read_text()
     result = built(tmp_path / "job" / "job.yaml", tmp_path / "log", tmp_path / "dataset")
     assert (result["num_samples"], result["num_rejects"]) == (3999, 1)
@@ -378,7 +378,7 @@ def test_init_keeps_a_job_that_is_there(tmp_path: Path, capsys: pytest.CaptureFi
     assert json.loads(printed)["session"] == "visitor"
     assert printed.count("\n") == 1
     assert main(words) == 1
-    message = f"job must not be there yet, got one in {tmp_path / 'job' / 'job.yaml'}; choose"
+    message = f"job exists already in {tmp_path / 'job' / 'job.yaml'}; choose"
     assert message in capsys.readouterr().err
 
 

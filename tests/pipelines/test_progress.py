@@ -16,8 +16,8 @@ from pipelines.progress import (
     count_rows,
     counted_rows,
     is_stopped,
-    stop_if_hopeless,
-    watched,
+    report_progress,
+    stop_if_all_rejected,
 )
 from tests.pipelines import logs
 
@@ -27,7 +27,7 @@ def test_lines_name_rows_rejects_and_one_of_them(
 ) -> None:
     monkeypatch.setattr(progress, "_INTERVAL_SEC", 0.01)
     lines: list[str] = []
-    with watched(tmp_path, 3, lines.append):
+    with report_progress(tmp_path, 3, lines.append):
         count_rows(tmp_path, Counts(read=1000))
         count_rows(tmp_path, Counts(rejected=20, example="x must be int64, got 'a' in log.csv:7"))
         (tmp_path / ".progress" / "0.json").write_text('{"read": 1000, "rejected": 5}')
@@ -96,7 +96,7 @@ def test_a_build_without_a_good_row_ends_where_the_gate_would_refuse_it(
     own += Counts(rejected=own.unread + own.unused, example="x must be y in log.csv:0")
     count_rows(tmp_path, own)
     progress._COUNTS.pop(tmp_path)
-    stop_if_hopeless(tmp_path, most, 100)
+    stop_if_all_rejected(tmp_path, most, 100)
     assert is_stopped(tmp_path) == ends
 
 
@@ -104,7 +104,7 @@ def test_a_build_without_a_good_row_ends_where_the_gate_would_refuse_it(
 def test_a_build_of_bad_rows_alone_stops_and_keeps_what_it_rejected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(progress, "HOPELESS_ROWS", 100)
+    monkeypatch.setattr(progress, "STOP_AFTER_REJECTS", 100)
     rows = logs.write_log(tmp_path / "log")
     first = tmp_path / "log" / "log-0.parquet"
     bad = rows.slice(0, 100).set_column(2, "user", pa.array([f"u{i}" for i in range(100)]))
@@ -136,7 +136,7 @@ def test_groups_auto_without_samples_names_a_reject(
     words = ["build", str(job), "--input", str(tmp_path / "log"), "--runner=InProcess"]
     assert main([*words, "--output", str(tmp_path / "d")]) == 1
     error = capsys.readouterr().err
-    assert "groups: auto must see samples of the training range, got none in " in error
+    assert "groups: auto found no samples in the training range in " in error
     assert (
         "; rows read: 40, rejected: 40 (100.00%), such as column 'user' must be int64, got 'u0' in "
         "log-0.parquet:0; correct the job or the rows\n"

@@ -308,7 +308,7 @@ REFUSED = {
     ),
     "an unknown option": (
         columns(), ("--sesion", "x"),
-        "error: option must be known here or to Beam, got --sesion; see --help",
+        "error: unknown option: --sesion; see --help",
     ),
 }  # fmt: skip
 

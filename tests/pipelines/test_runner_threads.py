@@ -26,7 +26,7 @@ def make(pipeline):
 
 if __name__ == "__main__":
     threads = ["--direct_num_workers=2", "--direct_running_mode=multi_threading"]
-    found = run_pipeline(make, threads, Path(sys.argv[1])).values["slow"]
+    found = run_pipeline(make, threads, Path(sys.argv[1]))["slow"]
     print(sorted(s.number for s in found))
 """
 

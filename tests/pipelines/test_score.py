@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from pipelines.beam.score import SCORE, SCORES, ReadSamples, chosen_samples, places_of
+from pipelines.beam.score import SCORE, SCORES, ReadSamples, chosen_samples, row_groups_of
 from pipelines.cli import main
 from schemas.dataset import open_dataset
 from schemas.errors import SchemaError
@@ -114,7 +114,7 @@ def test_scores_of_single_segments_are_those_of_all(made: Path) -> None:
 
 def test_segment_that_was_replaced_is_not_read(made: Path) -> None:
     stage = ReadSamples(made / "dataset", ("0" * 64,), (), ())
-    message = "dataset must keep its segments while it is scored, got one replaced in "
+    message = "a segment was replaced while the dataset was scored in "
     with pytest.raises(SchemaError, match=re.escape(message)):
         stage.setup()
 
@@ -124,7 +124,7 @@ def test_chosen_samples_of_each_split_are_its_own(made: Path) -> None:
     counts = {
         split: sum(
             int(chosen_samples(dataset.segments[s], part, group, split).sum())
-            for _, s, part, group in places_of(dataset, split)
+            for _, s, part, group in row_groups_of(dataset, split)
         )
         for split in ("all", "train", "evaluation")
     }
@@ -144,4 +144,4 @@ def test_bad_input_is_one_line(made: Path, capsys: pytest.CaptureFixture[str]) -
     assert "must have sha256" in refused("x", model="changed")
     assert refused("scores").startswith("error: output must be a new or empty directory, got one")
     assert "segment must be of the dataset" in refused("x", "--segments", "2026-01-01")
-    assert refused("x", "--nonsense=1").startswith("error: option must be known here or to Beam")
+    assert refused("x", "--nonsense=1").startswith("error: unknown option")
