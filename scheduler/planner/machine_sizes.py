@@ -1,4 +1,9 @@
-"""Defaults of budget and process sizes, from the machine."""
+"""Budget and process sizes that a job file leaves to the machine.
+
+A budget that the file does not name is the whole machine. There, processes that are declared larger
+than it allows share its cores, and get the memory that their data need if fewer of them can run. On
+a cluster sizes are limits of Pods, and stay as declared.
+"""
 
 from __future__ import annotations
 
@@ -20,22 +25,16 @@ from scheduler.planner.policy import SEED
 from schemas.config.schedule import UNLIMITED_CPUS, UNLIMITED_MEMORY, BudgetConfig, ScheduleConfig
 from schemas.errors import PlanError
 
-# What a job file leaves to the machine: the budget, and processes that fit into it.
-#
-# A budget that the file does not name is all of this machine. On it, processes that are declared
-# larger than it allows share its cores, and get the memory that their data need where fewer of
-# them can run; on a cluster sizes are limits of Pods, and stay as they are declared.
-
 GIB = 1 << 30
 CLUSTER_CPUS, CLUSTER_MEMORY = 16.0, 64 * GIB
-"""Budget of a job that runs in Pods and names none: no machine says what it may have."""
+"""Budget of a job that runs in Pods and does not name one."""
 FEWEST_CPUS = 0.01
-"""Cores of a process at least, however many share a machine."""
+"""Fewest cores of a process, however many share a machine."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MachineSizes:
-    """Numbers of a schedule that were settled where the scheduler runs, as its log keeps them."""
+    """Sizes of a schedule that depend on the scheduler's machine; part of its log."""
 
     budget_cpus: float
     """Cores of all pools together."""
@@ -54,7 +53,7 @@ class MachineSizes:
 
     @classmethod
     def of(cls, config: ScheduleConfig) -> MachineSizes:
-        """Return the numbers of a schedule."""
+        """Return the sizes of a schedule."""
         return cls(
             budget_cpus=config.budget.cpus,
             budget_memory=config.budget.memory,
@@ -66,7 +65,7 @@ class MachineSizes:
         )
 
     def applied_to(self, config: ScheduleConfig) -> ScheduleConfig:
-        """Return a schedule with these numbers."""
+        """Return a schedule with these sizes."""
         first, second = config.preprocessing, config.training
         worker = replace(first.worker, cpus=self.worker_cpus, memory=self.worker_memory)
         replica = replace(second.replica, cpus=self.replica_cpus, memory=self.replica_memory)
@@ -81,11 +80,11 @@ class MachineSizes:
 
 
 def machine_budget(root: Path = Path("/"), cores: int | None = None) -> BudgetConfig:
-    """Return what this machine has, and what its control groups leave of it.
+    """Return the cores and memory of this machine, within the limits of its control groups.
 
     Args:
         root: where /proc and /sys are found.
-        cores: that this process may use; its affinity mask when None.
+        cores: cores of this process; its affinity mask if None.
     """
     meminfo = (root / "proc/meminfo").read_text(encoding="utf-8")
     total = next(line for line in meminfo.splitlines() if line.startswith("MemTotal:"))
@@ -98,7 +97,7 @@ def machine_budget(root: Path = Path("/"), cores: int | None = None) -> BudgetCo
 
 
 def _own_groups(root: Path) -> Iterator[Path]:
-    """Yield the directories of this process's control groups, and all above them."""
+    """Yield the directories of this process's control groups and of their ancestors."""
     groups = root / "proc/self/cgroup"
     text = groups.read_text(encoding="utf-8") if groups.is_file() else ""
     for line in text.splitlines():
@@ -106,12 +105,12 @@ def _own_groups(root: Path) -> Iterator[Path]:
         names = [controllers, *controllers.split(",")] if controllers else ["", "unified"]
         for top in {root / "sys/fs/cgroup" / name for name in names}:
             own = top / path.lstrip("/")
-            # A container may see its own group as the root, whatever its path is called.
-            yield from (place for place in (own, *own.parents) if place.is_relative_to(top))
+            # A container may see its own group as the root, whatever its path is.
+            yield from (group for group in (own, *own.parents) if group.is_relative_to(top))
 
 
 def _quota(group: Path) -> float:
-    """Return the cores that a control group may use, inf where nothing bounds them."""
+    """Return the cores of a control group, inf if not limited."""
     words = _words(group / "cpu.max")
     words = words or [*_words(group / "cpu.cfs_quota_us"), *_words(group / "cpu.cfs_period_us")]
     if len(words) == 2 and all(word.isdigit() and int(word) for word in words):
@@ -120,13 +119,13 @@ def _quota(group: Path) -> float:
 
 
 def _memory_limit(group: Path) -> int:
-    """Return the bytes that a control group may use, a large number where nothing bounds them."""
+    """Return the bytes of a control group, UNNAMED_MEMORY if not limited."""
     words = _words(group / "memory.max") or _words(group / "memory.limit_in_bytes")
     return int(words[0]) if words and words[0].isdigit() and int(words[0]) else UNLIMITED_MEMORY
 
 
 def _words(path: Path) -> list[str]:
-    """Return the words of a file, none where there is no such file."""
+    """Return the words of a file, none if it cannot be read."""
     try:
         return path.read_text(encoding="utf-8").split()
     except OSError:
@@ -134,14 +133,14 @@ def _words(path: Path) -> list[str]:
 
 
 def fill_budget(budget: BudgetConfig, machine: BudgetConfig) -> BudgetConfig:
-    """Return a budget with the cores and the memory of a machine, where it names none."""
+    """Return a budget with the cores and memory of a machine if it does not name its own."""
     cpus = machine.cpus if budget.cpus == UNLIMITED_CPUS else budget.cpus
     memory = machine.memory if budget.memory == UNLIMITED_MEMORY else budget.memory
     return replace(budget, cpus=cpus, memory=memory)
 
 
 def cluster_schedule(config: ScheduleConfig) -> ScheduleConfig:
-    """Return a schedule with the budget that it has in Pods, where it names none."""
+    """Return a schedule with the default budget of Pods if it does not name its own."""
     default = BudgetConfig(cpus=CLUSTER_CPUS, memory=CLUSTER_MEMORY)
     return replace(config, budget=fill_budget(config.budget, default))
 
@@ -153,19 +152,19 @@ def machine_schedule(
     shares_cores: bool,
     num_segments: int | None = None,
 ) -> tuple[ScheduleConfig, tuple[str, ...]]:
-    """Return a schedule that fits a budget, and a line for each size that was changed for it.
+    """Return a schedule that fits a budget, and a line for each size that was changed.
 
-    Nothing is changed where the declared sizes fit. Where nothing does, planning says what would.
+    Sizes that fit are not changed. If none fit, planning will report the smallest that would.
 
     Args:
-        snapshot: the job, and what is known of it.
-        budget: cores and memory that it may have.
-        shares_cores: whether its processes may share these, as a machine has no more.
-        num_segments: segments of the input, where they are known.
+        snapshot: of the job.
+        budget: its cores and memory.
+        shares_cores: whether its processes may share cores, because the machine has no more.
+        num_segments: segments of the input, if known.
     """
     declared = snapshot.job.schedule
-    own = replace(declared.budget, cpus=budget.cpus, memory=budget.memory)
-    config = replace(declared, budget=own)
+    named = replace(declared.budget, cpus=budget.cpus, memory=budget.memory)
+    config = replace(declared, budget=named)
     models = fit_models(snapshot, config)
     if num_segments is not None:
         models = replace(models, num_segments=num_segments)
@@ -186,7 +185,7 @@ def _fits(snapshot: Snapshot, config: ScheduleConfig, models: Models) -> bool:
 
 
 def _with_shared_cores(config: ScheduleConfig) -> ScheduleConfig:
-    """Let the smallest pools share the cores, where they are declared with more."""
+    """Scale the cores of all processes down until the smallest pools fit."""
     first, second = config.preprocessing, config.training
     least = first.min_workers * first.worker.cpus + second.min_replicas * second.replica.cpus
     if least <= config.budget.cpus:
@@ -205,17 +204,18 @@ def _with_shared_cores(config: ScheduleConfig) -> ScheduleConfig:
 def _with_needed_memory(
     snapshot: Snapshot, config: ScheduleConfig, models: Models
 ) -> ScheduleConfig:
-    """Give workers and replicas the memory that they need, as many workers as the cores allow.
+    """Give workers and replicas the memory that they need, with as many workers as cores allow.
 
-    At least what is declared, where the budget has it; else fewer workers, then only what is
-    needed. Where even that is too much, the smallest sizes, for planning to name.
+    They get at least the declared memory if the budget allows it for some number of workers, else
+    only what they need. If even that is too much, the result has the smallest sizes, which planning
+    reports.
     """
     facts, train = snapshot.facts, snapshot.job.train
     first, second, budget = config.preprocessing, config.training, config.budget
     count, rows = second.min_replicas, facts.num_samples / models.num_segments
     needed = trainer_memory(facts, train, count, 0, models.base_bytes).total_bytes
     if count * needed + first.min_workers * MIB > budget.memory:
-        needed = 0  # the rows lie in stores, or nowhere
+        needed = 0  # the rows are in stores, or do not fit at all
     cpus = budget.cpus - count * second.replica.cpus
     most = min(first.max_workers, max(first.min_workers, int(cpus / first.worker.cpus + 1e-9)))
     replica = worker = 0
@@ -234,7 +234,7 @@ def _with_needed_memory(
 
 
 def _changes(declared: ScheduleConfig, config: ScheduleConfig) -> Iterator[str]:
-    """Yield a line for each process that has other sizes than declared."""
+    """Yield a line for each process whose size was changed."""
     for key, before, after in (
         ("preprocessing.worker", declared.preprocessing.worker, config.preprocessing.worker),
         ("training.replica", declared.training.replica, config.training.replica),
@@ -245,7 +245,5 @@ def _changes(declared: ScheduleConfig, config: ScheduleConfig) -> Iterator[str]:
                 f"{config.budget.cpus:g} for both pools"
             )
         if after.memory != before.memory:
-            yield (
-                f"{key} has {mib(after.memory)} instead of {mib(before.memory)}: this is what the "
-                "data need here"
-            )
+            sizes = f"{mib(after.memory)} instead of {mib(before.memory)}"
+            yield f"{key} has {sizes}, which the data need"

@@ -1,4 +1,4 @@
-"""Why a plan was chosen, for people and for scripts."""
+"""The reasons of a plan, as text, table and JSON."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ from scheduler.planner.policy import (
 from schemas.config.schedule import ScheduleConfig
 
 NAMED = 3
-"""Past jobs that are named."""
+"""Most similar jobs that are named."""
 
 
 def reasons(snapshot: Snapshot, config: ScheduleConfig, decision: PlanDecision) -> list[str]:
-    """Return one line per choice and one on what the prediction rests on."""
+    """Return one line per choice, and one on the basis of the prediction."""
     return [
         preprocessing_reason(config, decision),
         training_reason(config, decision),
@@ -49,45 +49,46 @@ def reasons(snapshot: Snapshot, config: ScheduleConfig, decision: PlanDecision) 
 
 
 def confident(snapshot: Snapshot, config: ScheduleConfig, decision: PlanDecision) -> bool:
-    """Tell whether both pools were measured near the chosen sizes."""
+    """Return whether both pools were measured near the chosen sizes."""
     return not caveats(snapshot, config, decision)
 
 
 def caveats(snapshot: Snapshot, config: ScheduleConfig, decision: PlanDecision) -> list[str]:
-    """Return what the prediction rests on without a measurement, empty when nothing."""
+    """Return the inputs of the prediction that were not measured, empty if there are none."""
     fit, chosen = decision.models.training, decision.chosen
     steps, segments = predict_chosen(snapshot, config, decision)
-    found: list[str] = []
+    items: list[str] = []
     if not snapshot.facts.measured:
-        found.append("sizes of the data come from the job file, not from a dataset")
+        items.append("sizes of the data come from the job file, not from a dataset")
     if not snapshot.history.builds:
-        found.append("no build was measured")
+        items.append("no build was measured")
     elif not segments.confident[0]:
-        found.append(f"segment times may be {_interval(segments)} of the predicted ones")
+        items.append(f"segment times may be {_interval(segments)} of the predicted ones")
     if not fit.num_cells:
         names = dict.fromkeys(name for name, _ in decision.models.similar_jobs)
         like = ", ".join(list(names)[:NAMED])
-        found.append(f"no run was measured{like and f', it is taken to be like {like}'}")
+        items.append(f"no run was measured{like and f', similar jobs are used: {like}'}")
     elif not steps.confident[0]:
-        found.append(f"step times may be {_interval(steps)} of the predicted ones")
+        items.append(f"step times may be {_interval(steps)} of the predicted ones")
     if chosen.num_stores:
-        found.append("transfers from stores were not measured")
-    return found
+        items.append("transfers from stores were not measured")
+    return items
 
 
-def _interval(found: Prediction) -> str:
+def _interval(prediction: Prediction) -> str:
     """Return the ends of an interval relative to the prediction."""
-    low, high = found.low[0] / found.seconds[0], found.high[0] / found.seconds[0]
+    seconds = prediction.seconds[0]
+    low, high = prediction.low[0] / seconds, prediction.high[0] / seconds
     return f"{low:.0%} to {high:.0%}"
 
 
 def preprocessing_reason(config: ScheduleConfig, decision: PlanDecision) -> str:
-    """Say why the preprocessing pool has its size."""
+    """Return why the preprocessing pool has its size."""
     chosen, other = decision.chosen, decision.other_preprocessing
     segments = counted(decision.models.num_segments, "segment")
     text = (
         f"preprocessing: {describe_preprocessing(chosen)} make {chosen.rows_per_sec:,.0f} rows/s; "
-        f"the data gives {segments}, as each needs {SEGMENT_BATCHES} batches"
+        f"the data forms {segments} of at least {SEGMENT_BATCHES} batches"
         f"{_parts(decision.models.num_parts)}"
     )
     if other is None:
@@ -96,7 +97,7 @@ def preprocessing_reason(config: ScheduleConfig, decision: PlanDecision) -> str:
 
 
 def training_reason(config: ScheduleConfig, decision: PlanDecision) -> str:
-    """Say why the training pool has its size."""
+    """Return why the training pool has its size."""
     chosen, other = decision.chosen, decision.other_training
     text = f"training: {describe_training(chosen)} train {chosen.samples_per_sec:,.0f} samples/s"
     if other is None:
@@ -105,23 +106,23 @@ def training_reason(config: ScheduleConfig, decision: PlanDecision) -> str:
 
 
 def balance_reason(snapshot: Snapshot, decision: PlanDecision) -> str:
-    """Say how the two pools keep step."""
+    """Return how the speeds of the two pools compare."""
     chosen = decision.chosen
     if decision.models.num_segments == 1:
         return (
-            "balance: one segment is built, then trained, so the pools take turns; "
-            "only more data gives training something to follow"
+            "balance: the only segment is built and then trained, so the pools run one after the "
+            "other; with more data both run at once"
         )
     share = snapshot.facts.num_train_samples / snapshot.facts.num_samples
     return (
-        f"balance: {share * chosen.rows_per_sec:,.0f} training samples/s are made and "
+        f"balance: {share * chosen.rows_per_sec:,.0f} training samples/s are built and "
         f"{chosen.samples_per_sec:,.0f} can be trained; training waits "
         f"{chosen.waiting_sec:,.0f} s of {chosen.predicted_sec:,.0f} s"
     )
 
 
 def tables_reason(snapshot: Snapshot, config: ScheduleConfig, decision: PlanDecision) -> str:
-    """Say where the tables lie and why."""
+    """Return where the tables are and why."""
     facts, train, chosen = snapshot.facts, snapshot.job.train, decision.chosen
     base = decision.models.base_bytes
     alone = trainer_memory(facts, train, 1, 0, base).total_bytes
@@ -137,12 +138,12 @@ def tables_reason(snapshot: Snapshot, config: ScheduleConfig, decision: PlanDeci
         f"{text}; one replica would need {mib(alone)} and has {mib(limit)}, "
         f"so {counted(chosen.num_stores, 'store')} with "
         f"{mib(held)} of {mib(config.training.store.memory)} each hold them; "
-        f"{least} would be enough"
+        f"{least} would suffice"
     )
 
 
 def rule_reason(config: ScheduleConfig, decision: PlanDecision) -> str:
-    """Say by which rule plans were compared, and what the chosen one takes of the budget."""
+    """Return the rule by which plans were compared, and the share of the budget that is used."""
     chosen, budget = decision.chosen, config.budget
     cpus = chosen.preprocessing_cpus + chosen.training_cpus
     memory = chosen.preprocessing_memory_bytes + chosen.training_memory_bytes
@@ -157,31 +158,31 @@ def rule_reason(config: ScheduleConfig, decision: PlanDecision) -> str:
 
 
 def _weighting_rule(exponent: float, decision: PlanDecision) -> str:
-    """Say how time and cost were weighed, and what weighing them alike would have come to."""
-    chosen, thrifty = decision.chosen, decision.unweighted
+    """Return the weights of time and cost, and the plan with the smallest time x cost."""
+    chosen, other = decision.chosen, decision.unweighted
     if exponent == 1.0:
         return "the smallest time x cost, as no deadline is set"
     rule = (
         f"the smallest time^{exponent:g} x cost, as no deadline is set: 1 % of time is worth "
         f"{exponent:g} % of cost"
     )
-    if thrifty is None:
+    if other is None:
         return f"{rule}; the smallest time x cost would be the same plan"
-    sec = _percent(thrifty.predicted_sec, chosen.predicted_sec, "more time", "less time")
-    cost = _percent(thrifty.cost, chosen.cost, "more cost", "less cost")
+    sec = _percent(other.predicted_sec, chosen.predicted_sec, "more time", "less time")
+    cost = _percent(other.cost, chosen.cost, "more cost", "less cost")
     return (
-        f"{rule}; the smallest time x cost would be {describe_preprocessing(thrifty)}, "
-        f"{describe_training(thrifty)}: {sec} and {cost}"
+        f"{rule}; the smallest time x cost would be {describe_preprocessing(other)}, "
+        f"{describe_training(other)}: {sec} and {cost}"
     )
 
 
 def trust_reason(snapshot: Snapshot, config: ScheduleConfig, decision: PlanDecision) -> str:
-    """Say what the prediction rests on."""
-    found = caveats(snapshot, config, decision)
+    """Return the basis of the prediction."""
+    items = caveats(snapshot, config, decision)
     fit, builds = decision.models.training, snapshot.history.builds
     compared = f"{counted(decision.num_candidates, 'plan')} compared"
-    if found:
-        return f"low confidence: {'; '.join(found)}; {compared}"
+    if items:
+        return f"low confidence: {'; '.join(items)}; {compared}"
     return (
         f"confident: {counted(len(builds), 'build')} and {counted(fit.num_measurements, 'step')} "
         f"were measured, the fit is {fit.error:.0%} off on average; {compared}"
@@ -195,15 +196,15 @@ def _parts(num_parts: float) -> str:
 
 
 def _why_not(chosen: Candidate, other: Candidate, config: ScheduleConfig) -> str:
-    """Say by how much another plan lost, in the terms of the rule that was used."""
+    """Return by how much another plan is worse, in the terms of the rule."""
     sec = _percent(other.predicted_sec, chosen.predicted_sec, "more time", "less time")
     cost = _percent(other.cost, chosen.cost, "more cost", "less cost")
     if config.deadline is not None:
-        wanted = config.deadline.total_seconds()
-        if other.predicted_sec > wanted:
-            return f"{other.predicted_sec:,.0f} s misses the deadline of {wanted:,.0f} s"
+        deadline = config.deadline.total_seconds()
+        if other.predicted_sec > deadline:
+            return f"{other.predicted_sec:,.0f} s misses the deadline of {deadline:,.0f} s"
         ratio = other.cost / chosen.cost if chosen.cost else 1.0
-        text = f"also meets the deadline of {wanted:,.0f} s, {sec} and {cost}"
+        text = f"also meets the deadline of {deadline:,.0f} s, {sec} and {cost}"
     else:
         exponent = resolve_time_cost_exponent(config.budget)
         product, base = (
@@ -211,7 +212,7 @@ def _why_not(chosen: Candidate, other: Candidate, config: ScheduleConfig) -> str
         )
         ratio = product / base if base else 1.0
         worse = _percent(product, base, "more time x cost", "less time x cost")
-        weighed = "" if exponent == 1.0 else f" where time counts {exponent:g} times"
+        weighed = "" if exponent == 1.0 else f" with time weighted {exponent:g} times"
         text = f"{sec} and {cost}, {worse}{weighed}"
     if ratio > 1.0 + TOLERANCE or other.cost_per_hour <= chosen.cost_per_hour:
         return text
@@ -220,7 +221,7 @@ def _why_not(chosen: Candidate, other: Candidate, config: ScheduleConfig) -> str
 
 
 def _percent(value: float, base: float, more: str, less: str) -> str:
-    """Return by how many percent a value differs.
+    """Return the difference of a value in per cent, as text.
 
     Example:
         >>> _percent(110.0, 100.0, "more time", "less time"), _percent(1.0, 1.0, "more x", "less x")
@@ -236,7 +237,7 @@ def _percent(value: float, base: float, more: str, less: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ProcessMemory:
-    """Predicted peak of one process of each kind, in bytes; 0 for a kind that is not used."""
+    """Predicted peak bytes of one process of each kind; 0 for a kind that is not used."""
 
     worker_bytes: int
     replica_bytes: int
@@ -261,7 +262,7 @@ def predicted_memory(snapshot: Snapshot, decision: PlanDecision) -> ProcessMemor
 def plan_to_json(
     snapshot: Snapshot, config: ScheduleConfig, decision: PlanDecision
 ) -> dict[str, object]:
-    """Return what `plan --json` prints."""
+    """Return the object that `plan --json` prints."""
     chosen = decision.chosen
     memory = predicted_memory(snapshot, decision)
     return {

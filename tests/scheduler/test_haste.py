@@ -91,7 +91,7 @@ def test_plan_names_what_time_x_cost_would_have_chosen(known: Snapshot) -> None:
     assert "is worth 20 % of cost; the smallest time x cost would be " in text[-2]
     assert f"{even.chosen.num_replicas} replica" in text[-2]
     assert re.search(r"the smallest time x cost would be .* more time and .* less cost; ", text[-2])
-    assert "time x cost where time counts 20 times" in text[1]
+    assert "time x cost with time weighted 20 times" in text[1]
     assert "rule: the smallest time x cost, as" in reasons(known, weighted(1.0), even)[-2]
 
 

@@ -108,9 +108,7 @@ def test_worker_that_needs_more_than_its_memory_gets_it_where_no_second_fits(
         plan(demo, replace(demo.job.schedule, budget=budget))
     config, changes = machine_schedule(demo, budget, shares_cores=True)
     assert plan(demo, config).chosen.num_replicas == 1
-    assert changes == (
-        "preprocessing.worker has 2103MiB instead of 2048MiB: this is what the data need here",
-    )
+    assert changes == ("preprocessing.worker has 2103MiB instead of 2048MiB, which the data need",)
 
 
 def test_replica_that_needs_more_than_its_memory_gets_it_instead_of_a_store(

@@ -143,4 +143,4 @@ def test_reasons_of_large_tables_say_why_there_are_stores(known: Snapshot) -> No
     text = reasons(large, config, plan(large, config))[3]
     assert text.startswith("memory: 30,000,000 touched rows take 2175MiB; one replica would need ")
     assert "and has 2048MiB, so " in text
-    assert "2 would be enough" in text
+    assert "2 would suffice" in text

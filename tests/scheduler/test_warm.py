@@ -127,7 +127,7 @@ def test_fit_models_of_a_job_that_never_ran_predicts_what_its_neighbours_took(
     assert models.similar_jobs[0][0] == "small"
     decision = plan(replace(known, history=History(jobs=past)), ScheduleConfig())
     text = caveats(replace(known, history=History(jobs=past)), ScheduleConfig(), decision)
-    assert "no run was measured, it is taken to be like small" in text
+    assert "no run was measured, similar jobs are used: small" in text
 
 
 def test_remember_of_a_job_that_never_ran_is_refused(known: Snapshot) -> None:
