@@ -1,4 +1,4 @@
-"""Errors that cross package borders, with typed fields."""
+"""Exceptions shared by the packages, and helpers for their messages."""
 
 from __future__ import annotations
 
@@ -6,49 +6,47 @@ import difflib
 from collections.abc import Iterable
 
 _SIMILAR = 0.8
-"""Share of two words' letters in common from which on one may be meant for the other."""
+"""Smallest `difflib` ratio at which a name is suggested."""
 
 
 class SchemaError(Exception):
-    """Say that data or a declaration breaks its format.
+    """Data or a declaration does not match its format.
 
     Attributes:
-        message: one line, what must hold and what was found.
-        file: the file it was found in, as the user would name it, or None.
+        message: one line, `what is wrong; what to do`.
+        file: path of the file, or None.
         place: line, key, row group or position inside `file`, or None.
     """
 
     def __init__(self, message: str, *, file: str | None = None, place: str | None = None) -> None:
-        """Build the one-line text `message in file:place`."""
         self.message = message
         self.file = file
         self.place = place
-        super().__init__(message)  # the rest travels as attributes, so that it can be pickled
+        super().__init__(message)  # the other fields are pickled as attributes
 
     def __str__(self) -> str:
-        """Return the whole line; the advice after `;` stays last."""
+        """Return `what is wrong in file:place; what to do`."""
         if self.file is None:
             return self.message
         where = self.file if self.place is None else f"{self.file}:{self.place}"
-        what, separator, advice = self.message.partition("; ")
-        return f"{what} in {where}{separator}{advice}"
+        problem, separator, advice = self.message.partition("; ")
+        return f"{problem} in {where}{separator}{advice}"
 
 
 class PlanError(Exception):
-    """Say that no plan fits the given limits.
+    """No plan fits the given limits.
 
     Attributes:
-        required_rows: the smallest cache that works, in rows; None when size is not the cause.
+        required_rows: smallest cache that works, in rows; None if size is not the cause.
     """
 
     def __init__(self, message: str, *, required_rows: int | None = None) -> None:
-        """Keep the smallest working size beside the text."""
         self.required_rows = required_rows
         super().__init__(message)
 
 
 def suggest_name(name: str, known: Iterable[str]) -> str:
-    """Return advice that names the known word closest to `name`.
+    """Return advice that names the word of `known` closest to `name`.
 
     Example:
         >>> suggest_name("grops", ["groups", "tables"])
@@ -62,7 +60,7 @@ def suggest_name(name: str, known: Iterable[str]) -> str:
 
 
 def suggest_name_or(name: str, names: Iterable[str], advice: str) -> str:
-    """Return advice for a name that need not be one of the known ones, after one that is similar.
+    """Return `advice`, after the name of `names` that is similar to `name`, if any.
 
     Example:
         >>> suggest_name_or("prices", ["price", "user"], "add it")
@@ -75,25 +73,17 @@ def suggest_name_or(name: str, names: Iterable[str], advice: str) -> str:
 
 
 def pluralize(number: int, noun: str) -> str:
-    """Return a number and what it counts.
+    """Return a number and its noun, in the plural unless it is 1.
 
     Example:
-        >>> counted(1, "segment"), counted(2, "segment")
+        >>> pluralize(1, "segment"), pluralize(2, "segment")
         ('1 segment', '2 segments')
     """
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def check_at_least_one(config: object, *names: str) -> None:
-    """Refuse counts below one; None means that there is no limit, and passes.
-
-    Args:
-        config: the object whose attributes are checked.
-        names: the attributes.
-
-    Raises:
-        ValueError: naming the first attribute that is below one.
-    """
+    """Raise ValueError if one of the named attributes is below 1; None is accepted."""
     for name in names:
         value = getattr(config, name)
         if value is not None and value < 1:

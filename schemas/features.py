@@ -1,8 +1,7 @@
 """Columns of a dataset and their roles, kept as a tensorflow-metadata Schema.
 
-`schema.pbtxt` beside the job file declares each column of the samples: type,
-presence, domain, and its role as an annotation tag. The same file lies in the
-dataset.
+`schema.pbtxt` beside the job file declares type, presence, domain and role (an annotation tag) of
+each column of the samples. Each dataset holds a copy.
 """
 
 from __future__ import annotations
@@ -19,8 +18,8 @@ from schemas.paths import is_below
 
 Role = Literal["sparse", "dense", "label", "weight", "label_time", "kept"]
 ROLES: tuple[str, ...] = get_args(Role)
-"""`sparse` looks into an embedding table; `dense` is a number the model reads; `kept` is stored
-and given back, no model reads it."""
+"""`sparse`: ids of an embedding table; `dense`: a number that the model reads; `kept`: stored, but
+not read by models."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,19 +29,19 @@ class Feature:
     name: str
     """Column name."""
     role: Role
-    """What the trainer does with it."""
+    """Use of the column in training."""
     type: Literal["INT", "FLOAT", "BYTES"]
     """tensorflow-metadata type; times are INT with a time domain."""
     is_list: bool
-    """Whether a sample has any number of values."""
+    """Whether the column is a list."""
     required: bool
-    """Whether a sample without it is rejected."""
+    """Whether samples without it are rejected."""
     minimum: float | None = None
-    """Smallest allowed value, None when open; ints stay exact."""
+    """Smallest allowed value, or None; ints stay exact."""
     maximum: float | None = None
-    """Largest allowed value, None when open."""
+    """Largest allowed value, or None."""
     default: float | int | str | None = None
-    """What segments answer that were built before the column was declared; None is a null."""
+    """Value in segments built before the column was declared; None is null."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,11 +51,7 @@ class FeatureSet:
     features: tuple[Feature, ...]
 
     def __getitem__(self, name: str) -> Feature:
-        """Return a feature by name.
-
-        Raises:
-            SchemaError: no feature has that name.
-        """
+        """Return a feature by name; raise SchemaError if it is not declared."""
         for feature in self.features:
             if feature.name == name:
                 return feature
@@ -64,7 +59,7 @@ class FeatureSet:
         raise SchemaError(f"feature must be declared, got {name!r}; {advice}")
 
     def __contains__(self, name: str) -> bool:
-        """Tell whether a feature of that name is declared."""
+        """Return whether a feature is declared."""
         return name in self.names
 
     @property
@@ -93,7 +88,7 @@ def load_features(path: Path) -> FeatureSet:
     """Read `schema.pbtxt`.
 
     Raises:
-        SchemaError: the file is missing, no Schema, or a role is unknown.
+        SchemaError: the file is missing or invalid, or a role is unknown.
     """
     try:
         proto = text_format.Parse(path.read_text(encoding="utf-8"), schema_pb2.Schema())
@@ -105,56 +100,49 @@ def load_features(path: Path) -> FeatureSet:
         ) from error
     except RecursionError as error:
         raise SchemaError(
-            "schema must list features, got braces nested hundreds deep; see docs/job.md",
+            "schema must list features, got braces nested too deeply; see docs/job.md",
             file=str(path),
         ) from error
     defaults = _defaults(proto)
     features = tuple(_feature(f, path, defaults.get(f.name)) for f in proto.feature)
     names = [f.name for f in features]
     for name in names:
-        if not is_below(name):  # the windows of a list lie in a folder of its name
+        if not is_below(name):  # buffers of a list feature are in a folder of its name
             raise SchemaError(
-                f"feature must have a name without '..' that does not begin with '/', got "
-                f"{name!r}; rename it",
+                f"feature name must not contain '..' or start with '/', got {name!r}; rename it",
                 file=str(path),
             )
         if names.count(name) > 1:
-            raise SchemaError(
-                f"feature must appear once, got {name!r} twice; keep one", file=str(path)
-            )
+            raise SchemaError(f"duplicate feature: {name!r}; keep one", file=str(path))
     return FeatureSet(features)
 
 
 def _defaults(proto: schema_pb2.Schema) -> dict[str, float | int | str]:
     """Return the default values of the schema's dense tensors by column."""
-    found: dict[str, float | int | str] = {}
+    defaults: dict[str, float | int | str] = {}
     for group in proto.tensor_representation_group.values():
         for representation in group.tensor_representation.values():
             tensor = representation.dense_tensor
             kind = tensor.default_value.WhichOneof("kind")
             if kind is not None:
                 value = getattr(tensor.default_value, kind)
-                found[tensor.column_name] = value.decode() if kind == "bytes_value" else value
-    return found
+                defaults[tensor.column_name] = value.decode() if kind == "bytes_value" else value
+    return defaults
 
 
 _DEFAULT_TYPES = {"INT": (int,), "FLOAT": (int, float), "BYTES": (str,)}
 
 
 def _check_default(feature: Feature, path: Path) -> None:
-    """Refuse a default that a reader could not answer with.
-
-    Raises:
-        SchemaError: it is of another type, or the column is a list or looks into a table.
-    """
+    """Raise SchemaError if the default has another type, or the column is a list or sparse."""
     value = feature.default
     if value is None:
         return
     if feature.is_list or feature.role == "sparse":
-        what = "a list" if feature.is_list else "sparse"
+        kind = "a list" if feature.is_list else "sparse"
         raise SchemaError(
-            f"default of feature {feature.name!r} must not be given, got {value!r} for a column "
-            f"that is {what}; leave it out, and older segments answer null",
+            f"default of feature {feature.name!r} is not supported, as the column is {kind}: "
+            f"{value!r}; remove it, and older segments have null",
             file=str(path),
         )
     if not isinstance(value, _DEFAULT_TYPES[feature.type]):
@@ -197,7 +185,7 @@ def _feature(
     if None not in (feature.minimum, feature.maximum) and feature.minimum > feature.maximum:  # type: ignore[operator]
         raise SchemaError(
             f"feature {proto.name!r} must have a domain from min to max, got "
-            f"{feature.minimum} to {feature.maximum}; exchange them",
+            f"{feature.minimum} to {feature.maximum}; swap them",
             file=str(path),
         )
     _check_default(feature, path)

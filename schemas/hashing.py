@@ -1,8 +1,7 @@
-"""Stable hashes: the same on every machine, in every version, for ever.
+"""Stable hashes: the same on every machine and in every release.
 
-Everything that places a sample (shard, order) or names an embedding row (row,
-slot) goes through `splitmix64`, so that bytes written today mean the same in
-any later release.
+The shard and order of samples, embedding rows and slots are all derived from `splitmix64`, so a
+change here breaks existing datasets.
 
 Source: Steele, Lea and Flood, "Fast splittable pseudorandom number generators" (2014).
 """
@@ -18,7 +17,7 @@ NUM_SLOTS = 4096
 """Hash slots of a table's rows; fixed in format 1."""
 
 MAX_ROW = (1 << 63) - 1
-"""Rows are 63-bit, so that they fit a signed 64-bit column."""
+"""Largest row: rows fit a signed 64-bit column."""
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
@@ -29,7 +28,7 @@ def splitmix64(x: ArrayLike) -> NDArray[np.uint64]:
     """Mix each 64-bit integer into a pseudorandom one; a bijection.
 
     Args:
-        x: integers of any shape; signed ones are taken by their bits.
+        x: integers of any shape; signed ones by their bits.
 
     Returns:
         uint64 array of the same shape.
@@ -55,7 +54,7 @@ def as_bits(x: ArrayLike) -> NDArray[np.uint64]:
 
 
 def salt_of(name: str) -> np.uint64:
-    """Return a 64-bit salt for a name, the same for ever.
+    """Return the 64-bit salt of a name.
 
     Example:
         >>> hex(int(salt_of("items")))
@@ -80,5 +79,5 @@ def hash_rows(ids: NDArray[np.integer], table: str, num_rows: int) -> NDArray[np
 
 
 def slot_of_row(rows: NDArray[np.integer]) -> NDArray[np.int64]:
-    """Return the hash slot, in [0, NUM_SLOTS), of each row; neighbours spread evenly."""
+    """Return the hash slot of each row, in [0, NUM_SLOTS)."""
     return (splitmix64(rows) >> np.uint64(52)).astype(np.int64)

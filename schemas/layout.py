@@ -1,4 +1,4 @@
-"""Names, places and Arrow types of the files of format 1; `FORMAT.md` explains each."""
+"""Names, paths and Arrow schemas of the files of format 1; `FORMAT.md` explains each."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PLAIN_STATISTICS = "statistics.pbtxt"  # of segments written before 2026-11-23
 ANOMALIES = "anomalies.pbtxt"
 EVENTS = "events.parquet"
 BUILDS = "builds.jsonl"
-"""How fast builds were; beside the root manifest, and no part of the dataset."""
+"""Durations of builds; beside the root manifest, not part of the dataset."""
 
 BLOCK = "block"
 UNIQUE_INDEX = "unique_index"
@@ -30,7 +30,7 @@ SAMPLE_WEIGHT = "sample_weight"
 TRAIN, EVALUATION = "train", "evaluation"
 
 DATA_DIRECTORIES = ("samples/", "groups/", "tuples/", "buffers/")
-"""Where the samples and their groups lie in a segment."""
+"""Directories of samples and groups in a segment."""
 
 FILE_SHIFT = 20
 """A block's id is `file_index << FILE_SHIFT | index_of_block_in_file`."""
@@ -41,9 +41,8 @@ NUMBER_SHIFT = 32
 REJECTS_SCHEMA = pa.schema(
     [
         pa.field("file", pa.string()),  # relative to the input directory
-        pa.field(
-            "position", pa.int64()
-        ),  # row in the file from 0, null when the file or the rest of it is unreadable
+        # row in the file from 0; null if the file, or the rest of it, is unreadable
+        pa.field("position", pa.int64()),
         pa.field("reason", pa.string()),
         pa.field("value", pa.string()),  # the row as text, cut at 1,000 characters
     ]
@@ -84,7 +83,7 @@ def num_unique_column(group: str) -> str:
 
 
 def late_path(file_index: int) -> str:
-    """Return a file of events that do not count, relative to the segment."""
+    """Return a file of late events, relative to the segment."""
     return str(PurePosixPath("late", part_name(file_index)))
 
 
@@ -114,11 +113,11 @@ def buffers_path(feature: str, file_index: int) -> str:
 
 
 WINDOW_SUFFIXES = ("_window_buffer", "_window_start", "_window_length")
-"""Endings of the columns that stand in the place of a list feature."""
+"""Suffixes of the columns that replace a windowed list feature."""
 
 
 def window_columns(feature: str) -> tuple[str, str, str]:
-    """Return the columns that stand in the place of a list feature: buffer, start, length."""
+    """Return the columns that replace a windowed list feature: buffer, start, length."""
     buffer, start, length = (feature + suffix for suffix in WINDOW_SUFFIXES)
     return buffer, start, length
 
@@ -129,7 +128,7 @@ def access_path(table: str, file_index: int) -> str:
 
 
 def edges_path(table: str, file_index: int) -> str:
-    """Return an edges file, relative to the segment: the rows that an access list file adds."""
+    """Return an edges file, relative to the segment: rows first used in one access list file."""
     return str(PurePosixPath("edges", table, part_name(file_index)))
 
 
@@ -148,7 +147,7 @@ def blocks_schema(groups: Iterable[str]) -> pa.Schema:
             pa.field("file", pa.int32()),
             pa.field("row_group", pa.int32()),
             pa.field("num_samples", pa.int32()),
-            pa.field("num_sessions", pa.int32()),  # sessions that begin in the block
+            pa.field("num_sessions", pa.int32()),  # sessions that start in the block
             *(pa.field(num_unique_column(group), pa.int32()) for group in groups),
         ]
     )
@@ -167,8 +166,8 @@ def index_path(table: str, file_index: int) -> str:
 def index_schema() -> pa.Schema:
     """Return the columns of an index file: one row per step.
 
-    The list holds one next-use distance per entry of the step, in ascending
-    order of row numbers, 0 for never again.
+    `distances` has one next-use distance per entry of the step, in ascending order of row
+    numbers; 0 means not used again.
     """
     return pa.schema(
         [pa.field("step", pa.int64()), pa.field("distances", pa.large_list(pa.int32()))]

@@ -1,8 +1,7 @@
-"""Which blocks make up each step: a pure function of seed, epoch and step.
+"""The blocks of each step: a pure function of seed, epoch and step.
 
-The number of replicas never enters. Batches do not straddle segments, so that
-a dataset that grows by a segment keeps every step it already had; the last
-batch of a segment may be short.
+It does not depend on the number of replicas. A batch never spans two segments, so that existing
+steps do not change when a segment is appended; the last batch of a segment may be short.
 """
 
 from __future__ import annotations
@@ -52,11 +51,9 @@ class Order:
     epochs: int
     config: OrderConfig
     _ends: tuple[int, ...] = field(init=False, repr=False, compare=False)
-    """For each segment one after its last step in an epoch, so that a step is found by bisection:
-    training asks for one a batch, and a dataset that grows by a day has hundreds of segments."""
+    """For each segment one after its last step in an epoch, for bisection."""
 
     def __post_init__(self) -> None:
-        """Add up the steps of the segments."""
         object.__setattr__(self, "_ends", tuple(accumulate(self.steps_per_segment)))
 
     @property
@@ -85,7 +82,7 @@ class Order:
                 "add epochs or segments"
             )
         epoch, rest = divmod(train_step, self._steps_per_epoch)
-        segment = bisect_right(self._ends, rest)  # those without steps end where they begin
+        segment = bisect_right(self._ends, rest)  # skips segments without steps
         order = block_order(self.config, epoch, segment, self.num_blocks[segment])
         first = self._ends[segment - 1] if segment else 0
         start = (rest - first) * self.blocks_per_batch

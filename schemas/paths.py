@@ -1,8 +1,8 @@
-"""Names that become paths, and places that are written to: refused before anything is written.
+"""Checks of names and paths before anything is written.
 
-A name of a job file stays below the folder that it is joined to. A URL is no folder of this
-machine. On a network filesystem two hosts can write at once without seeing each other's locks,
-so writing there requires `--single-writer`.
+Names of a job file must not lead out of the folder that they are joined to. URLs other than
+`file://` are refused. On a network filesystem two hosts do not see each other's locks, so writing
+there requires `--single-writer`.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ MOUNTS = Path("/proc/self/mountinfo")
 
 NETWORK_FILESYSTEMS = frozenset(
     {
-        # Locks depend on mount options and on the server, and clients cache directories.
+        # Locks depend on mount options and the server; clients cache directories.
         *("nfs", "nfs4", "cifs", "smb3", "smbfs", "ncpfs", "afs", "coda"),
-        # Folders of another system, where locks of the two are not the same.
+        # Shared folders of a host system: host and guest have separate locks.
         *("9p", "virtiofs", "vboxsf", "vmhgfs", "drvfs", "prl_fs"),
-        # Cluster filesystems: with Lustre's `localflock`, and its like, locks are of one host.
+        # Cluster filesystems: locks may be per host, as with Lustre's `localflock`.
         *("ceph", "lustre", "gpfs", "beegfs", "orangefs", "pvfs2", "glusterfs", "ocfs2", "gfs2"),
     }
 )
-"""Types, as /proc/self/mountinfo gives them, that several hosts may have mounted; so has every
-`fuse.*`, of which nothing tells what is behind it, but for `LOCAL_FUSE`."""
+"""Types in /proc/self/mountinfo that several hosts may have mounted. `fuse.*` counts as one, as its
+backend is unknown, except `LOCAL_FUSE`."""
 LOCAL_FUSE = frozenset({"fuse.fuse-overlayfs", "fuse.lxcfs"})
-"""What containers without root have in the place of overlayfs; `fuseblk` is a local disk, too."""
+"""Local FUSE filesystems, used by rootless containers; `fuseblk` is a local disk, too."""
 
 SINGLE_WRITER = "--single-writer"
 SINGLE_WRITER_HELP = (
@@ -49,20 +49,16 @@ _OCTAL = re.compile(r"\\([0-7]{3})")
 
 
 def check_names(key: str, names: Iterable[str]) -> None:
-    """Refuse names that cannot be directories and columns.
-
-    Raises:
-        ValueError: naming the first.
-    """
+    """Raise ValueError if a name cannot be a directory and column."""
     for name in names:
         if not NAME.fullmatch(name):
             raise ValueError(
-                f"{key} must be named by letters, digits, '_' and '-', got {name!r}; rename it"
+                f"{key} must be named with letters, digits, '_' and '-', got {name!r}; rename it"
             )
 
 
 def is_below(path: str) -> bool:
-    """Tell whether a relative path stays below the folder that it is joined to.
+    """Return whether a relative path stays below the folder that it is joined to.
 
     Example:
         >>> is_below("samples/00000.parquet"), is_below("a/../../b"), is_below("/etc/passwd")
@@ -72,39 +68,38 @@ def is_below(path: str) -> bool:
     return bool(parts) and parts[0] != "/" and ".." not in parts and "\0" not in path
 
 
-def local_path(place: str | os.PathLike[str]) -> Path:
-    """Return a place of this machine, without `file://`.
+def local_path(path: str | os.PathLike[str]) -> Path:
+    """Return a path or `file://` URL as a local path.
 
     Raises:
-        SchemaError: it is a URL of anything else.
+        SchemaError: it is another URL.
 
     Example:
         >>> local_path("file:///data/set")
         PosixPath('/data/set')
     """
-    text = os.fspath(place)
+    text = os.fspath(path)
     if match := _FILE_URL.fullmatch(text):
         return Path("/" + match[1])
     if not _URL.match(text):
         return Path(text)
     raise SchemaError(
-        f"path must be a folder or file of this machine, got {text!r}; mount or copy it, and give "
-        "its local path"
+        f"path must be local, got {text!r}; mount or copy it, and give its local path"
     )
 
 
 class ArgumentParser(argparse.ArgumentParser):
-    """A parser, as are those of its commands, whose arguments of `type=Path` are local places."""
+    """A parser that reads arguments of `type=Path` by `local_path`; so do its subparsers."""
 
     def __init__(
         self, *args: Any, renamed: Mapping[str, str] = MappingProxyType({}), **kwargs: Any
     ) -> None:
-        """Read paths by `local_path`.
+        """Create a parser that refuses old names.
 
         Args:
-            args: of `argparse.ArgumentParser`.
-            renamed: old names of commands and options to the new ones; old ones are refused.
-            kwargs: of `argparse.ArgumentParser`.
+            args: as `argparse.ArgumentParser`.
+            renamed: old names of commands and options to the new ones.
+            kwargs: as `argparse.ArgumentParser`.
         """
         super().__init__(*args, **kwargs)
         self._renamed = renamed
@@ -133,61 +128,56 @@ def _path_argument(text: str) -> Path:
 
 
 def schema_path(job_file: Path, schema: str, *, allow_outside: bool = False) -> Path:
-    """Return the file that a job's `data.schema` names.
-
-    Links are followed: whoever made them had the folder.
+    """Return the path of a job's `data.schema`. Symbolic links are followed.
 
     Args:
         job_file: the job file.
         schema: relative to its folder.
-        allow_outside: whether it may lie elsewhere.
+        allow_outside: whether it may be outside that folder.
 
     Raises:
-        SchemaError: it lies outside the folder.
+        SchemaError: it is outside the folder.
     """
     if not allow_outside and not is_below(os.path.normpath(schema)):
         raise SchemaError(
-            f"data.schema must lie in the folder of the job file, got {schema!r}; copy it there, "
+            f"data.schema must be in the folder of the job file, got {schema!r}; copy it there, "
             f"or give {ALLOW_OUTSIDE}",
             file=str(job_file),
         )
     return job_file.parent / schema
 
 
-def check_writable(place: Path, *, single_writer: bool = False, mounts: str | None = None) -> None:
-    """Refuse to write where another host could write at the same time, unseen.
+def check_writable(path: Path, *, single_writer: bool = False, mounts: str | None = None) -> None:
+    """Raise SchemaError if another host could write to a path unnoticed.
 
     Args:
-        place: a dataset, a run or their folder; it need not exist.
+        path: a dataset, a run or their folder; it need not exist.
         single_writer: whether no other host writes there.
-        mounts: text of /proc/self/mountinfo; read where None.
-
-    Raises:
-        SchemaError: it lies on a network filesystem.
+        mounts: text of /proc/self/mountinfo; read if None.
     """
     if single_writer:
         return
     if mounts is None:
         mounts = MOUNTS.read_text("utf-8", "surrogateescape") if MOUNTS.exists() else ""
-    point, kind = find_mount(Path(os.path.realpath(place)), mounts)
+    point, kind = find_mount(Path(os.path.realpath(path)), mounts)
     is_fuse = kind == "fuse" or (kind.startswith("fuse.") and kind not in LOCAL_FUSE)
     if is_fuse or kind in NETWORK_FILESYSTEMS:
         raise SchemaError(
-            f"output must not lie on a network filesystem, where writers on two hosts lose data, "
-            f"got {str(place)!r} on {kind} (mounted at {point}); use a local disk, or give "
+            f"output must not be on a network filesystem, where writers on two hosts lose data, "
+            f"got {str(path)!r} on {kind} (mounted at {point}); use a local disk, or give "
             f"{SINGLE_WRITER} if nothing else writes there"
         )
 
 
 def find_mount(path: Path, mounts: str) -> tuple[str, str]:
-    """Return where the filesystem of a path is mounted, and its type.
+    """Return the mount point and type of the filesystem of a path.
 
     Args:
-        path: absolute, without links.
+        path: absolute, without symbolic links.
         mounts: text of /proc/self/mountinfo.
 
     Returns:
-        Two empty texts where no line has it.
+        Two empty strings if no line matches.
 
     Example:
         >>> line = "36 35 0:31 / /mnt/a rw,noatime shared:1 - nfs4 host:/a rw"
@@ -201,7 +191,7 @@ def find_mount(path: Path, mounts: str) -> tuple[str, str]:
         if not separator or len(fields) < 5:
             continue
         point = _OCTAL.sub(lambda code: chr(int(code[1], 8)), fields[4])
-        # Of two at one point the later one lies on top.
+        # The later of two mounts at one point hides the earlier one.
         if path.is_relative_to(point) and len(point) >= len(deepest[0]):
             deepest = point, after.split(" ")[0]
     return deepest

@@ -92,5 +92,5 @@ def test_url_is_refused_in_one_line_and_nothing_is_written(
     with pytest.raises(SystemExit):
         told(main, line, job, "s3://bucket/x")
     last = capsys.readouterr().err.splitlines()[-1]
-    assert "path must be a folder or file of this machine, got 's3://bucket/x'; mount" in last
+    assert "path must be local, got 's3://bucket/x'; mount" in last
     assert list(tmp_path.iterdir()) == []

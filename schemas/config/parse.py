@@ -257,7 +257,7 @@ class _Reader:
             renamed = RENAMED_KEYS.get((kind.__name__, name))
             if renamed is not None and not self.accept_renamed:
                 raise self.fail(
-                    at, f"key is renamed: {_join(key, name)}; write {_join(key, renamed)}"
+                    at, f"key was renamed: {_join(key, name)}; use {_join(key, renamed)}"
                 )
             field_name = renamed or name
             if field_name not in fields:

@@ -153,7 +153,7 @@ def test_same_files_under_a_changed_job_are_refused(one: Path, tmp_path: Path) -
     ("text", "message"),
     [
         ("price", "default of feature 'price' must be INT, got 2.5 in "),
-        ("sparse", "default of feature 'price' must not be given, got 2.5 for a column that is sp"),
+        ("sparse", "default of feature 'price' is not supported, as the column is sp"),
     ],
 )
 def test_default_that_no_reader_could_give_is_refused(

@@ -104,7 +104,7 @@ def test_plan_of_a_pool_of_one_says_that_the_exponent_changes_nothing(known: Sna
 def test_job_file_with_the_old_key_is_refused_with_the_new_one(tmp_path: Path) -> None:
     path = write_job(tmp_path, "  budget: {haste: 2.5}")
     expected = (
-        "key is renamed: schedule.budget.haste in .*; write schedule.budget.time_cost_exponent"
+        "key was renamed: schedule.budget.haste in .*; use schedule.budget.time_cost_exponent"
     )
     with pytest.raises(SchemaError, match=expected):
         load_job(path)

@@ -154,7 +154,7 @@ def test_main_plan_reads_a_schema_outside_the_folder_with_the_flag_alone(
     text = job.read_text()
     job.write_text(text.replace("data:\n", "data:\n  schema: ../schema.pbtxt\n", 1))
     assert fail(["plan", str(job)], capsys) == (
-        f"data.schema must lie in the folder of the job file, got '../schema.pbtxt' in {job}; "
+        f"data.schema must be in the folder of the job file, got '../schema.pbtxt' in {job}; "
         "copy it there, or give --allow-outside"
     )
     assert main(["plan", str(job), "--allow-outside"]) == 0

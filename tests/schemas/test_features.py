@@ -94,11 +94,11 @@ ERRORS = {
     ),
     "twice": (
         'feature { name: "a" type: INT annotation { tag: "dense" } }\n' * 2,
-        "feature must appear once, got 'a' twice in @; keep one",
+        "duplicate feature: 'a' in @; keep one",
     ),
     "domain": (
         'feature { name: "a" type: INT annotation { tag: "dense" } int_domain { min: 3 max: 1 } }',
-        "feature 'a' must have a domain from min to max, got 3 to 1 in @; exchange them",
+        "feature 'a' must have a domain from min to max, got 3 to 1 in @; swap them",
     ),
     "no Schema": (
         "features { }",
@@ -145,7 +145,7 @@ def test_feature_that_is_not_declared_names_the_nearest(tmp_path: Path) -> None:
 def test_schema_nested_deep_is_refused_in_one_line(tmp_path: Path) -> None:
     depth = 20_000
     text = 'feature { name: "x" struct_domain { ' * depth + "} }" * depth
-    with pytest.raises(SchemaError, match="got braces nested hundreds deep") as error:
+    with pytest.raises(SchemaError, match="got braces nested too deeply") as error:
         load(tmp_path, text)
     assert "\n" not in str(error.value)
 

@@ -203,11 +203,11 @@ ERRORS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "a group that leaves the dataset": (
         {"data": {"groups": {"../user": ["user"]}}},
-        "data.groups must be named by letters, digits, '_' and '-', got '../user'@; rename it",
+        "data.groups must be named with letters, digits, '_' and '-', got '../user'@; rename it",
     ),
     "a table without a name": (
         {"data": {"tables": {"": {"features": ["user"], "num_rows": 1}}}},
-        "data.tables must be named by letters, digits, '_' and '-', got ''@; rename it",
+        "data.tables must be named with letters, digits, '_' and '-', got ''@; rename it",
     ),
     "a window without length": (
         {"data": {"window": {"span": "0s"}}},
@@ -376,5 +376,5 @@ def test_name_that_is_no_name_of_a_folder_is_refused_for_a_new_dataset(
 def test_side_table_whose_name_leads_elsewhere_is_refused(tmp_path: Path) -> None:
     side = {"files": "x.parquet", "format": "parquet", "key": "user_id"}
     path = write(tmp_path, {"data": {"sides": {"../x": side}}})
-    with pytest.raises(SchemaError, match="sides must be named by letters"):
+    with pytest.raises(SchemaError, match="sides must be named with letters"):
         check_new_names(load_job(path), path)

@@ -44,7 +44,7 @@ ERRORS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "vocabulary that leaves the dataset": (
         {"data": {"vocabularies": {"../v": {"columns": ["x"], "num_rows": 5}}}},
-        "data.vocabularies must be named by letters, digits, '_' and '-', got '../v'@; rename it",
+        "data.vocabularies must be named with letters, digits, '_' and '-', got '../v'@; rename it",
     ),
     "min_count of nothing": (
         {"data": {"vocabularies": {"v": {"columns": ["x"], "num_rows": 5, "min_count": 0}}}},

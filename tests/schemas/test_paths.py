@@ -130,7 +130,7 @@ URLS = ("s3://bucket/x", "gs://b", "hdfs://n/x", "az://c/x", "http://h/x", "s3:/
 
 @pytest.mark.parametrize("url", URLS)
 def test_url_is_no_place_of_this_machine(url: str) -> None:
-    with pytest.raises(SchemaError, match="must be a folder or file of this machine, got"):
+    with pytest.raises(SchemaError, match="must be local, got"):
         local_path(url)
 
 
@@ -152,7 +152,7 @@ def test_arguments_of_every_command_are_read_as_local_places(
     with pytest.raises(SystemExit):
         parser.parse_args(["build", "--output", "s3://bucket/x"])
     last = capsys.readouterr().err.splitlines()[-1]
-    assert last.startswith("test build: error: argument --output: path must be a folder or file")
+    assert last.startswith("test build: error: argument --output: path must be local")
 
 
 @pytest.mark.parametrize("path", ["", ".", "..", "a/../../b", "/a", "a/..", "../a", "a\0b"])
@@ -164,7 +164,7 @@ def test_schema_outside_the_folder_of_the_job_needs_a_flag(tmp_path: Path) -> No
     job = tmp_path / "job.yaml"
     assert schema_path(job, "a/../schema.pbtxt") == tmp_path / "a/../schema.pbtxt"
     for schema in ("../x.pbtxt", "/etc/x.pbtxt", "a/../../x.pbtxt"):
-        with pytest.raises(SchemaError, match=r"data\.schema must lie in the folder") as error:
+        with pytest.raises(SchemaError, match=r"data\.schema must be in the folder") as error:
             schema_path(job, schema)
         assert f"in {job}; copy it there, or give --allow-outside" in str(error.value)
         assert schema_path(job, schema, allow_outside=True) == tmp_path / schema
