@@ -1,4 +1,20 @@
-"""Arrow columns as flat arrays, jagged tensors and their deduplication (IKJT), stable hashes."""
+"""Arrow columns as flat arrays, jagged tensors and their deduplication (IKJT), stable hashes.
+
+A jagged tensor is a ragged table, one row per sample, stored as two flat arrays:
+
+    row 0 | 7 3        values  = [7 3 5 7 3]
+    row 1 | 5          offsets = [0 2 3 3 5]
+    row 2 |            lengths = [2 1 0 2]
+    row 3 | 7 3
+
+    unique, inverse_indices = dedup(x)
+
+    unique 0 | 7 3     inverse_indices = [0 1 2 0]
+    unique 1 | 5       values  = [7 3 5]
+    unique 2 |         offsets = [0 2 3 3]
+
+Names are TorchRec's. Source: RecD (MLSys 2023), the section on inverse keyed jagged tensors.
+"""
 
 from __future__ import annotations
 
@@ -15,32 +31,15 @@ from numpy.typing import NDArray
 from schemas.errors import SchemaError
 from schemas.hashing import splitmix64
 
-# Jagged tensors and their exact deduplication (IKJT).
-#
-# A jagged tensor is a ragged table, one row per sample, kept as two flat arrays:
-#
-#     row 0 | 7 3        values  = [7 3 5 7 3]
-#     row 1 | 5          offsets = [0 2 3 3 5]
-#     row 2 |            lengths = [2 1 0 2]
-#     row 3 | 7 3
-#
-#     unique, inverse_indices = dedup(x)
-#
-#     unique 0 | 7 3     inverse_indices = [0 1 2 0]
-#     unique 1 | 5       values  = [7 3 5]
-#     unique 2 |         offsets = [0 2 3 3]
-#
-# Names are TorchRec's. Source: RecD (MLSys 2023), the section on inverse keyed jagged tensors.
-
 Array = NDArray[Any]
 
 _TABLE_POSITIONS = 64
-"""Bytes at the start of a text whose mixed values are looked up."""
+"""Leading bytes of a text that are hashed by table lookup."""
 
 
 @dataclass(frozen=True, slots=True)
 class Jagged:
-    """Rows of any length in two flat arrays.
+    """Rows of variable length in two flat arrays.
 
     Attributes:
         values: (num_values,), any fixed-width type.
@@ -61,7 +60,7 @@ class Jagged:
         return np.diff(self.offsets)
 
     def take(self, rows: NDArray[np.integer]) -> Jagged:
-        """Return the named rows, in that order.
+        """Return the given rows, in the given order.
 
         Args:
             rows: (n,) integers in [0, num_rows).
@@ -72,7 +71,7 @@ class Jagged:
 
 
 Column = Array | Jagged
-"""One feature of many samples: scalar or list. NaNs are told apart by their bits."""
+"""One feature of many samples: scalar or list. NaNs with different bits are distinct."""
 
 
 def offsets_of(lengths: NDArray[np.integer]) -> NDArray[np.int64]:
@@ -94,11 +93,7 @@ def ranges(starts: NDArray[np.integer], lengths: NDArray[np.integer]) -> NDArray
 
 
 def concat(parts: Sequence[Jagged]) -> Jagged:
-    """Return the rows of all parts, in order.
-
-    Args:
-        parts: at least one.
-    """
+    """Return the rows of all parts, at least one, in order."""
     lengths = np.concatenate([part.lengths for part in parts])
     return Jagged(np.concatenate([part.values for part in parts]), offsets_of(lengths))
 
@@ -109,15 +104,13 @@ def dedup(x: Jagged) -> tuple[Jagged, NDArray[np.int32]]:
     Returns:
         unique: num_unique_rows rows.
         inverse_indices: (num_rows,) int32, the row of `unique` that equals each row of `x`.
-
-    Source: RecD, the section on inverse keyed jagged tensors.
     """
     first, inverse_indices = unique_tuples([x])
     return x.take(first), inverse_indices
 
 
 def expand(unique: Jagged, inverse_indices: NDArray[np.integer]) -> Jagged:
-    """Repeat unique rows so that each sample has its own again.
+    """Repeat unique rows so that each sample has its own.
 
     Args:
         unique: num_unique_rows rows, deduplicated within one batch.
@@ -128,19 +121,13 @@ def expand(unique: Jagged, inverse_indices: NDArray[np.integer]) -> Jagged:
 
     Raises:
         SchemaError: an entry is outside [0, num_unique_rows).
-
-    Source: RecD, the section on inverse keyed jagged tensors.
     """
     check_inverse(inverse_indices, unique.num_rows)
     return unique.take(inverse_indices)
 
 
 def check_inverse(inverse_indices: NDArray[np.integer], num_unique_rows: int) -> None:
-    """Refuse inverse indices that point outside the unique rows.
-
-    Raises:
-        SchemaError: an entry is outside [0, num_unique_rows).
-    """
+    """Raise SchemaError if an inverse index is outside [0, num_unique_rows)."""
     bad = np.flatnonzero((inverse_indices < 0) | (inverse_indices >= num_unique_rows))
     if len(bad):
         raise SchemaError(
@@ -152,8 +139,8 @@ def check_inverse(inverse_indices: NDArray[np.integer], num_unique_rows: int) ->
 def unique_tuples(columns: Sequence[Column]) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
     """Find the distinct rows of several columns taken together, exactly.
 
-    Rows are grouped by a 64-bit hash and every member is then compared with
-    the first of its group; on a collision the rows are hashed anew.
+    Rows are grouped by a 64-bit hash, and every row is compared with the first of its group; on a
+    collision the rows are hashed again with another seed.
 
     Args:
         columns: at least one, all with num_rows rows.
@@ -171,21 +158,21 @@ def unique_tuples(columns: Sequence[Column]) -> tuple[NDArray[np.int64], NDArray
         first, inverse = first[order].astype(np.int64), rank[inverse]
         if all(_equal_to_first(column, first[inverse]) for column in columns):
             return first, inverse
-    raise AssertionError("64 hash functions in a row cannot all collide")
+    raise AssertionError("rows collide under 64 hash functions")
 
 
 def bits(values: Array) -> NDArray[np.uint64]:
-    """Return the bits of each value, so that NaNs and signed zeros stay distinct."""
+    """Return the bits of each value; NaNs with other bits and signed zeros are distinct."""
     width = values.dtype.itemsize
     unsigned = np.ascontiguousarray(values).view(np.dtype(f"u{width}"))
     return unsigned.astype(np.uint64)
 
 
 def hash_keys(columns: Sequence[Column]) -> NDArray[np.uint64]:
-    """Hash the rows of several columns taken together; part of format 1, the same for ever.
+    """Hash the rows of several columns taken together; part of format 1.
 
     Args:
-        columns: at least one, as `schemas.arrays.comparable` gives them.
+        columns: at least one, as returned by `comparable`.
 
     Returns:
         (num_rows,) uint64.
@@ -200,7 +187,7 @@ def _hash_rows(columns: Sequence[Column], seed: int) -> NDArray[np.uint64]:
         part = splitmix64(_hash_column(column, salt) ^ salt)
         total = part if total is None else splitmix64(total * np.uint64(31) + part)
     if total is None:
-        raise ValueError("columns must name at least one column, got none; add one")
+        raise ValueError("columns is empty; add a column")
     return total
 
 
@@ -213,7 +200,7 @@ def _hash_column(column: Column, salt: NDArray[np.uint64]) -> NDArray[np.uint64]
         mixed = _mixed_bytes(column.values, positions, int(salt[0]))
     else:
         mixed = _mixed(column.values, positions, salt)
-    sums = np.zeros(len(mixed) + 1, np.uint64)  # wraps around on purpose
+    sums = np.zeros(len(mixed) + 1, np.uint64)  # overflow is intended
     np.cumsum(mixed, out=sums[1:])
     return splitmix64(sums[column.offsets[1:]] - sums[column.offsets[:-1]] + bits(lengths))
 
@@ -227,18 +214,18 @@ def _mixed(
 def _mixed_bytes(
     values: NDArray[np.uint8], positions: NDArray[np.int64], salt: int
 ) -> NDArray[np.uint64]:
-    """Return `_mixed` of bytes, most of them looked up: half the time for short texts."""
+    """Return `_mixed` of bytes by table lookup: half the time for short texts."""
     codes = np.minimum(positions, _TABLE_POSITIONS - 1) << 8 | values
     hashes = _byte_table(salt)[codes]
-    far = np.flatnonzero(positions >= _TABLE_POSITIONS)
-    if len(far):
-        hashes[far] = _mixed(values[far], positions[far], np.array([salt], np.uint64))
+    beyond = np.flatnonzero(positions >= _TABLE_POSITIONS)
+    if len(beyond):
+        hashes[beyond] = _mixed(values[beyond], positions[beyond], np.array([salt], np.uint64))
     return hashes
 
 
 @lru_cache(maxsize=64)
 def _byte_table(salt: int) -> NDArray[np.uint64]:
-    """Return `_mixed` of every byte at every one of the first positions."""
+    """Return `_mixed` of every byte at each of the first positions."""
     positions, values = np.divmod(np.arange(_TABLE_POSITIONS << 8), 256)
     return _mixed(values.astype(np.uint8), positions, np.array([salt], np.uint64))
 
@@ -263,7 +250,7 @@ def one_chunk(column: pa.Array | pa.ChunkedArray) -> pa.Array:
 
 
 def is_list(kind: pa.DataType) -> bool:
-    """Tell whether a type is a list of any width."""
+    """Return whether a type is a list of any width."""
     return (
         pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
     )
@@ -277,16 +264,12 @@ def numpy_of(column: pa.Array | pa.ChunkedArray) -> Array:
     """
     array = _numbers(one_chunk(column))
     if array.null_count:
-        raise SchemaError(f"column must have no nulls, got {array.null_count}; fill them before")
+        raise SchemaError(f"column has nulls: {array.null_count}; fill them first")
     return cast(Array, array.to_numpy(zero_copy_only=False))
 
 
 def _numbers(array: pa.Array) -> pa.Array:
-    """Return an array of numbers as it is, times as int64 and bools as uint8.
-
-    Raises:
-        SchemaError: the type has no fixed-width number.
-    """
+    """Return times as int64, bools as uint8 and other numbers unchanged."""
     kind = array.type
     if pa.types.is_temporal(kind):
         return array.cast(pa.int32() if kind.bit_width == 32 else pa.int64()).cast(pa.int64())
@@ -301,19 +284,19 @@ def jagged_of(column: pa.Array | pa.ChunkedArray) -> Jagged:
     """Return a list of numbers as values and offsets; a null list becomes an empty one.
 
     Raises:
-        SchemaError: a list holds a null or no numbers, or the column is no list.
+        SchemaError: the column is not a list, or holds nulls or no numbers.
     """
     values, offsets = flat_list(column)
     return Jagged(numpy_of(values), offsets)
 
 
 def flat_list(column: pa.Array | pa.ChunkedArray) -> tuple[pa.Array, NDArray[np.int64]]:
-    """Return the values of a list column, one after the other, and the offsets of its lists.
+    """Return the concatenated values of a list column and the offsets of its lists.
 
     A null list becomes an empty one.
 
     Raises:
-        SchemaError: the column is no list.
+        SchemaError: the column is not a list.
 
     Example:
         >>> values, offsets = flat_list(pa.array([["a", "b"], None, ["c"]]))
@@ -334,9 +317,9 @@ def flat_list(column: pa.Array | pa.ChunkedArray) -> tuple[pa.Array, NDArray[np.
 
 
 def values_of(column: pa.Array | pa.ChunkedArray) -> tuple[pa.Array, NDArray[np.int64]]:
-    """Return the values of a column, one after the other, and the offsets of its rows.
+    """Return the concatenated values of a column and the offsets of its rows.
 
-    A row has the values of its list, or its one value; none where it is null.
+    A row has the values of its list, or its single value; a null row has none.
     """
     array = one_chunk(column)
     if is_list(array.type):
@@ -346,13 +329,12 @@ def values_of(column: pa.Array | pa.ChunkedArray) -> tuple[pa.Array, NDArray[np.
 
 
 def comparable(column: pa.Array | pa.ChunkedArray) -> list[Column]:
-    """Return flat arrays that are equal for two rows exactly when the rows are.
+    """Return columns that are equal in two rows exactly if the rows are equal.
 
-    Nulls differ from every value, null lists from empty ones; texts are
-    compared by their bytes.
+    Nulls differ from every value, and null lists from empty ones; texts are compared by bytes.
 
     Raises:
-        SchemaError: the type is none of numbers, times, texts, and lists of these.
+        SchemaError: the type is not numbers, times, texts or lists of these.
     """
     array = one_chunk(column)
     if pa.types.is_dictionary(array.type):
@@ -375,7 +357,7 @@ def _comparable_list(array: pa.Array) -> list[Column]:
     values, offsets = flat_list(array)
     parts: list[Column] = []
     for part in comparable(values):
-        if isinstance(part, Jagged):  # texts: their lengths, and the bytes of all of a list
+        if isinstance(part, Jagged):  # texts: their lengths, and the bytes of each list
             parts.append(Jagged(part.lengths, offsets))
             parts.append(Jagged(part.values, part.offsets[offsets]))
         else:
@@ -384,7 +366,7 @@ def _comparable_list(array: pa.Array) -> list[Column]:
 
 
 def is_text(kind: pa.DataType) -> bool:
-    """Tell whether a type is texts or bytes of any width."""
+    """Return whether a type is texts or bytes of any width."""
     return any(
         test(kind)
         for test in (
@@ -400,11 +382,9 @@ def is_text(kind: pa.DataType) -> bool:
 
 
 def _bytes_of(array: pa.Array) -> Jagged:
-    large = (
-        pc.fill_null(array.cast(pa.large_binary()), b"")
-        if array.null_count
-        else array.cast(pa.large_binary())
-    )
+    large = array.cast(pa.large_binary())
+    if array.null_count:
+        large = pc.fill_null(large, b"")
     large = one_chunk(large)
     _, offset_buffer, data = large.buffers()
     offsets = np.frombuffer(offset_buffer, np.int64)[large.offset : large.offset + len(large) + 1]
@@ -422,21 +402,19 @@ def comparable_tuple(table: pa.Table, columns: Sequence[str]) -> list[Column]:
     return [part for name in columns for part in comparable(table[name])]
 
 
-# Stable hashes of column values: the same in every chunk, file, version, and integer width.
-#
-# `jagged.hash_keys` depends on whether a column has nulls and on its width; what is hashed here
-# stands for a value wherever it turns up.
+# Stable hashes of column values: independent of chunks, nulls and integer width, unlike
+# `hash_keys`, which depends on whether a column has nulls and on its width.
 
 NULL = np.uint64(0x6E756C6C)
-"""Hash of a null, whatever the type."""
+"""Hash of a null of any type."""
 
 
 def hash_values(column: pa.Array | pa.ChunkedArray) -> NDArray[np.uint64]:
-    """Hash each value of one column; part of format 1, the same for ever.
+    """Hash each value of one column; part of format 1.
 
-    Integers, booleans and times are hashed as int64 (uint64 by its bits), floats as float64,
-    texts by their bytes, lists by their values in order (texts in them by their hashes); a null
-    gives `NULL`.
+    Integers, booleans and times are hashed as int64 (uint64 by its bits), floats as float64, texts
+    by their bytes, lists by their values in order (texts in lists by their hashes), nulls as
+    `NULL`.
 
     Args:
         column: numbers, times, texts, or lists of numbers or texts.
@@ -485,11 +463,7 @@ def _widened(array: pa.Array) -> pa.Array:
 
 
 def combine_hashes(hashes: Sequence[NDArray[np.uint64]]) -> NDArray[np.uint64]:
-    """Return one hash per row of several columns' hashes, in the order given.
-
-    Args:
-        hashes: at least one, each (num_rows,).
-    """
+    """Combine the hashes of several columns, (num_rows,) each, into one hash per row."""
     total = splitmix64(hashes[0])
     for more in hashes[1:]:
         total = splitmix64(total * np.uint64(31) + more)
@@ -497,10 +471,5 @@ def combine_hashes(hashes: Sequence[NDArray[np.uint64]]) -> NDArray[np.uint64]:
 
 
 def hash_tuples(table: pa.Table, columns: Sequence[str]) -> NDArray[np.uint64]:
-    """Return one hash per row over some columns of a table, whatever their order in it.
-
-    Args:
-        table: any rows.
-        columns: at least one; taken in the order of their names.
-    """
+    """Return one hash per row over some columns of a table, independent of their order."""
     return combine_hashes([hash_values(table[name]) for name in sorted(columns)])

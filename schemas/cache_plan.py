@@ -326,8 +326,8 @@ def classify_rows(
 
     Example:
         >>> blocks = Jagged(np.array([4, 7, 7, 9, 7, 9]), np.array([0, 2, 4, 6]))
-        >>> split = Split(blocks, np.array([0, 1, 3]))
-        >>> found = share(np.array([4, 7, 9]), np.array([1, 1, 3]), split)
+        >>> split = BlockSplit(blocks, np.array([0, 1, 3]))
+        >>> found = classify_rows(np.array([4, 7, 9]), np.array([1, 1, 3]), split)
         >>> found.owner.tolist(), found.local.tolist(), found.shared_next.tolist()
         ([0, 0, 1], [True, False, True], [False, True, False])
     """

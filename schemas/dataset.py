@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -23,7 +23,7 @@ from schemas.deleted_samples import (
 )
 from schemas.errors import SchemaError
 from schemas.features import FeatureSet, load_features
-from schemas.files import CheckedFile, FileEntry, ListFiles, read_files
+from schemas.files import CheckedFile, FileEntry, ListFiles, read_files, verify_file
 from schemas.layout import (
     BLOCK,
     BLOCKS,
@@ -56,11 +56,11 @@ class Segment:
     """One committed segment.
 
     Attributes:
-        directory: where it lies.
-        manifest: what it holds.
-        files: path to entry, of every file in it.
+        directory: path of the segment.
+        manifest: its manifest.
+        files: path to entry of every file.
         blocks: one row per block in training order, columns of `layout.blocks_schema`.
-        tombstones: places of its samples that count no more, `schemas.deleted_samples`.
+        tombstones: positions of its deleted samples, see `schemas.deleted_samples`.
     """
 
     directory: Path
@@ -70,25 +70,21 @@ class Segment:
     tombstones: pa.Table = field(default_factory=empty_tombstones)
 
     def file(self, path: str, texts_as_codes: bool = False) -> CheckedFile:
-        """Return a file of the segment, verified as it is read; see `CheckedFile`.
-
-        Raises:
-            SchemaError: the segment does not list it.
-        """
+        """Return a file of the segment; raise SchemaError if the segment does not list it."""
         entry = _entry(self.files, path, self.directory)
         return CheckedFile(self.directory, entry, texts_as_codes)
 
     def positions(self, split: str) -> NDArray[np.int64]:
-        """Return the positions of a split's blocks in `blocks`, maybe none."""
+        """Return the positions of a split's blocks in `blocks`."""
         first, count = self.manifest.splits.get(split, (0, 0))
         return np.arange(first, first + count)
 
     def column(self, name: str) -> NDArray[np.int64]:
-        """Return a number column of `blocks` as int64."""
+        """Return a numeric column of `blocks` as int64."""
         return self.blocks[name].to_numpy().astype(np.int64)
 
     def num_unique(self, group: str) -> NDArray[np.int64]:
-        """Return the unique tuples of a group in each block."""
+        """Return the number of unique tuples of a group in each block."""
         return self.column(num_unique_column(group))
 
     @cached_property
@@ -97,15 +93,15 @@ class Segment:
         return self.column(BLOCK)
 
     def deleted_rows(self, file_index: int, row_group: int) -> NDArray[np.int64]:
-        """Return the samples of a row group that count no more, by their place in it, ascending.
+        """Return the rows of the deleted samples in a row group, ascending.
 
-        They have weight 0 and are left out wherever samples are handed out one by one.
+        They have weight 0 in training and are omitted wherever samples are listed.
         """
         if not self.tombstones.num_rows:
             return np.empty(0, np.int64)
-        chosen = (self.column("file") == file_index) & (self.column("row_group") == row_group)
-        starts = offsets_of(self.column("num_samples")[chosen])[:-1]
-        return deleted_rows(self.tombstones, self.block_ids[chosen], starts)
+        selected = (self.column("file") == file_index) & (self.column("row_group") == row_group)
+        starts = offsets_of(self.column("num_samples")[selected])[:-1]
+        return deleted_rows(self.tombstones, self.block_ids[selected], starts)
 
     def access_files(self, table: str) -> list[CheckedFile]:
         """Return the files of a table's access lists, in the order of the training blocks.
@@ -113,33 +109,33 @@ class Segment:
         Raises:
             SchemaError: there are none.
         """
-        found: list[CheckedFile] = []
-        while (path := access_path(table, len(found))) in self.files:
-            found.append(self.file(path))
-        if not found:
+        files: list[CheckedFile] = []
+        while (path := access_path(table, len(files))) in self.files:
+            files.append(self.file(path))
+        if not files:
             raise SchemaError(
-                f"table must have access lists, got none for {table!r}; rebuild the dataset",
+                f"table has no access lists: {table!r}; rebuild the dataset",
                 file=str(self.directory / MANIFEST),
             )
-        return found
+        return files
 
     def access(self, table: str) -> Jagged:
-        """Return the ascending dense numbers that each training block looks up, all at once."""
+        """Return the ascending dense numbers of each training block, read at once."""
         return concat([access_lists(file) for file in self.access_files(table)])
 
     def edge_files(self, table: str) -> list[CheckedFile]:
         """Return the files of a table's rows, in the order of their numbers."""
-        found = [self.file(edges_path(table, 0))]
-        while (path := edges_path(table, len(found))) in self.files:
-            found.append(self.file(path))
-        return found
+        files = [self.file(edges_path(table, 0))]
+        while (path := edges_path(table, len(files))) in self.files:
+            files.append(self.file(path))
+        return files
 
     def rows(self, table: str) -> NDArray[np.int64]:
         """Return the row of each dense number."""
         files = self.edge_files(table)
-        cuts = offsets_of(np.array([file.num_rows for file in files])).tolist()
-        rows = np.empty(cuts[-1], np.int64)
-        for file, start, end in zip(files, cuts[:-1], cuts[1:], strict=True):
+        offsets = offsets_of(np.array([file.num_rows for file in files])).tolist()
+        rows = np.empty(offsets[-1], np.int64)
+        for file, (start, end) in zip(files, pairwise(offsets), strict=True):
             rows[start:end] = edge_rows(file)
             file.close()
         return rows
@@ -150,9 +146,9 @@ class Index:
     """One committed index.
 
     Attributes:
-        directory: where it lies.
-        manifest: what it covers.
-        files: path to entry, of every file in it.
+        directory: path of the index.
+        manifest: its manifest.
+        files: path to entry of every file.
     """
 
     directory: Path
@@ -161,22 +157,22 @@ class Index:
 
     def distance_files(self, table: str) -> list[CheckedFile]:
         """Return the files of a table's next uses, in the order of the steps."""
-        found: list[CheckedFile] = []
-        while (path := index_path(table, len(found))) in self.files:
-            found.append(CheckedFile(self.directory, self.files[path]))
-        return found
+        files: list[CheckedFile] = []
+        while (path := index_path(table, len(files))) in self.files:
+            files.append(CheckedFile(self.directory, self.files[path]))
+        return files
 
     def steps(self, table: str) -> ListFiles:
-        """Return the int32 next-use distances of each step, decoded as steps are asked for."""
+        """Return the int32 next-use distances of each step, decoded on demand."""
         return ListFiles(self.distance_files(table), step_distances)
 
     def distances(self, table: str) -> Jagged:
-        """Return the next-use distance of each entry of each step, int32, all at once."""
+        """Return the int32 next-use distances of each step, read at once."""
         return concat([step_distances(file) for file in self.distance_files(table)])
 
 
 def access_lists(file: CheckedFile) -> Jagged:
-    """Decode a file of access lists: for each block its ascending dense numbers."""
+    """Decode a file of access lists: the ascending dense numbers of each block."""
     return from_gaps(jagged_of(file.read(["gaps"])["gaps"]))
 
 
@@ -186,7 +182,7 @@ def edge_rows(file: CheckedFile) -> NDArray[np.int64]:
 
 
 def step_distances(file: CheckedFile) -> Jagged:
-    """Decode a file of an index: for each step the distances of its entries."""
+    """Decode a file of an index: the distances of each step's entries."""
     return jagged_of(file.read(["distances"])["distances"])
 
 
@@ -195,10 +191,10 @@ class Dataset:
     """A dataset whose manifests, job and schema have been verified.
 
     Attributes:
-        directory: its root.
-        manifest: the root manifest.
-        job: the job that it was built by.
-        features: its columns and their roles.
+        directory: root directory.
+        manifest: root manifest.
+        job: job that it was built with.
+        features: columns and their roles.
         segments: in order.
         indexes: the first is the default.
         unselected: segments left out by `select_segments`.
@@ -216,7 +212,7 @@ class Dataset:
         """Return the global order of a run over the training range.
 
         Raises:
-            SchemaError: `batch_samples` is no multiple of the block size.
+            SchemaError: `batch_samples` is not a multiple of the block size.
         """
         block = self.job.data.block_samples
         if batch_samples % block:
@@ -231,12 +227,12 @@ class Dataset:
         return Order(counts, batch_samples // block, epochs, config)
 
     def index_for(self, order: Order) -> Index:
-        """Return the index that was built for an order.
+        """Return the index of an order.
 
         Raises:
-            SchemaError: there is none; the message has the command that builds it.
+            SchemaError: it is not built; the message has the command that builds it.
         """
-        wanted = {
+        settings = {
             "batch_samples": order.blocks_per_batch * self.job.data.block_samples,
             "epochs": order.epochs,
             "shuffle": order.config.shuffle,
@@ -244,28 +240,28 @@ class Dataset:
         }
         closest: list[str] | None = None
         for index in self.indexes:
-            different = self._differences(index, wanted)
+            different = self._differences(index, settings)
             if not different:
                 return index
             closest = min(closest or different, different, key=len)
-        settings = ", ".join(f"{name}={value}" for name, value in wanted.items())
-        flags = " ".join(f"--{n.replace('_', '-')} {value}" for n, value in wanted.items())
+        expected = ", ".join(f"{name}={value}" for name, value in settings.items())
+        flags = " ".join(f"--{n.replace('_', '-')} {value}" for n, value in settings.items())
         raise SchemaError(
-            f"dataset must have an index for {settings}, got {', '.join(closest or ['none'])}; run "
-            f"python -m pipelines oracle {self.directory} --reindex {flags}{self._of_chosen}",
+            f"dataset must have an index for {expected}, got {', '.join(closest or ['none'])}; run "
+            f"python -m pipelines oracle {self.directory} --reindex {flags}{self._segments_flag}",
             file=str(self.directory / MANIFEST),
         )
 
-    def _differences(self, index: Index, wanted: Mapping[str, int | str]) -> list[str]:
-        """Return what an index is for in the place of what is wanted; nothing where it fits."""
-        own = {name: getattr(index.manifest, name) for name in wanted}
-        different = [f"{name}={own[name]}" for name in wanted if own[name] != wanted[name]]
+    def _differences(self, index: Index, settings: Mapping[str, int | str]) -> list[str]:
+        """Return the settings in which an index differs."""
+        own = {name: getattr(index.manifest, name) for name in settings}
+        different = [f"{name}={own[name]}" for name in settings if own[name] != settings[name]]
         if index.manifest.segments != tuple(s.manifest.id for s in self.segments):
-            different.append(f"one of {len(index.manifest.segments)} segments")
+            different.append(f"an index of {len(index.manifest.segments)} segments")
         return different
 
     @property
-    def _of_chosen(self) -> str:
+    def _segments_flag(self) -> str:
         if not self.unselected:
             return ""
         return f" --segments {','.join(s.manifest.id for s in self.segments)}"
@@ -274,42 +270,21 @@ class Dataset:
 def _entry(files: dict[str, FileEntry], path: str, directory: Path) -> FileEntry:
     if path not in files:
         raise SchemaError(
-            f"file must be listed, got {path!r}; rebuild the dataset", file=str(directory / FILES)
+            f"file is not listed: {path!r}; rebuild the dataset", file=str(directory / FILES)
         )
     return files[path]
 
 
-def verify_file(path: Path, sha256: str) -> Path:
-    """Return the path after comparing the file's bytes with their hash.
-
-    Raises:
-        SchemaError: the file is missing or has changed.
-    """
-    try:
-        found = hashlib.sha256(path.read_bytes()).hexdigest()
-    except OSError as error:
-        raise SchemaError(
-            "file must exist, got none; restore it or rebuild the dataset", file=str(path)
-        ) from error
-    if found != sha256:
-        raise SchemaError(
-            f"file must have sha256 {sha256[:12]}, got {found[:12]}; "
-            "restore it or rebuild the dataset",
-            file=str(path),
-        )
-    return path
-
-
 def versioned_path(path: Path, sha256: str) -> Path:
-    """Return the file beside `path` that keeps one version of it."""
+    """Return the path of a copy of a root file with one content."""
     return path.with_name(f"{path.name}.{sha256[:12]}")
 
 
 def verify_version(path: Path, sha256: str) -> Path:
-    """Return a root file in the version that the root manifest names.
+    """Return the path of a root file, or of its copy, with the content that the manifest names.
 
-    While a root is replaced, or when that was cut short, the file may be of
-    the manifest before or after; then the version beside it counts.
+    While the root manifest is replaced, the file may belong to the previous or next manifest; then
+    the copy beside it is used.
 
     Raises:
         SchemaError: neither has the content.
@@ -325,13 +300,7 @@ def verify_version(path: Path, sha256: str) -> Path:
 def open_segment(
     directory: Path, manifest: SegmentManifest, tombstones: pa.Table | None = None
 ) -> Segment:
-    """Open a segment whose manifest has been verified.
-
-    Args:
-        directory: where it lies.
-        manifest: what it holds.
-        tombstones: of its samples; none when None.
-    """
+    """Open a segment whose manifest has been verified."""
     files = read_files(verify_file(directory / FILES, manifest.files_sha256))
     blocks = pq.read_table(verify_file(directory / BLOCKS, manifest.blocks_sha256), memory_map=True)
     return Segment(
@@ -340,10 +309,10 @@ def open_segment(
 
 
 def open_dataset(path: str | Path) -> Dataset:
-    """Open a dataset; everything is verified now but data files, which are as they are read.
+    """Open a dataset. Data files are verified when they are read, everything else now.
 
     Raises:
-        SchemaError: a manifest is missing, a byte has changed, or the format is another one.
+        SchemaError: a file is missing or changed, or has another format.
     """
     root = Path(path)
     manifest = read_dataset(root)
@@ -360,63 +329,61 @@ def open_dataset(path: str | Path) -> Dataset:
     )
     indexes: list[Index] = []
     for reference in manifest.indexes:
-        found = read_index(root / reference.id, reference)
-        files = read_files(verify_file(root / reference.id / FILES, found.files_sha256))
-        indexes.append(Index(root / reference.id, found, files))
+        directory = root / reference.id
+        index = read_index(directory, reference)
+        files = read_files(verify_file(directory / FILES, index.files_sha256))
+        indexes.append(Index(directory, index, files))
     return Dataset(root, manifest, job, features, segments, tuple(indexes))
 
 
-# Some segments of a dataset, as a dataset of their own: what training day by day is given.
-#
-# Nothing is copied and no file is made. An order, an index, a plan and a ledger over the chosen
-# segments are those of a dataset that has no others, so each keeps its meaning: steps count from
-# 0, and an index counts when it was made for exactly these segments.
+# Selection of segments, as a dataset of their own, for daily training. Nothing is copied: steps
+# count from 0, and an index is used if it was built for exactly the selected segments.
 
 
-def select_segments(dataset: Dataset, wanted: Sequence[str]) -> Dataset:
-    """Return a dataset of the segments of some names, in dataset order.
+def select_segments(dataset: Dataset, names: Sequence[str]) -> Dataset:
+    """Return a dataset of the named segments, in dataset order.
 
     Args:
         dataset: open dataset.
-        wanted: ids of segments, or their days; each at least once.
+        names: ids or days of segments.
 
     Raises:
-        SchemaError: the dataset has no segment of a name; names those it has.
+        SchemaError: the dataset has no segment of a name.
     """
-    for name in wanted:
+    for name in names:
         if not any(name in _names_of(segment) for segment in dataset.segments):
             known = ", ".join(_names_of(segment)[-1] for segment in dataset.segments[-3:])
             raise SchemaError(
-                f"segment must be of the dataset, got {name!r}; the last are {known}",
+                f"dataset has no segment {name!r}; the last are {known}",
                 file=str(dataset.directory / MANIFEST),
             )
-    return _where(dataset, lambda segment: not set(_names_of(segment)).isdisjoint(wanted))
+    return _where(dataset, lambda segment: not set(_names_of(segment)).isdisjoint(names))
 
 
-def select_segments_by_hash(dataset: Dataset, wanted: Sequence[str]) -> Dataset:
-    """Return a dataset of the segments whose manifests have these hashes.
+def select_segments_by_hash(dataset: Dataset, manifest_hashes: Sequence[str]) -> Dataset:
+    """Return a dataset of the segments with the given manifest hashes.
 
     Raises:
-        SchemaError: one is not there any more.
+        SchemaError: the dataset has no segment with a hash.
     """
     hashes = segment_hashes(dataset)
-    for sha256 in wanted:
+    for sha256 in manifest_hashes:
         if sha256 not in hashes.values():
             raise SchemaError(
-                f"dataset must hold the segments of the run, got none with sha256 {sha256[:12]}; "
-                "a new version has replaced it: train a new run",
+                f"dataset has no segment with sha256 {sha256[:12]}, which the run trained; a new "
+                "version has replaced it: train a new run",
                 file=str(dataset.directory / MANIFEST),
             )
-    return _where(dataset, lambda segment: hashes[segment.manifest.id] in wanted)
+    return _where(dataset, lambda segment: hashes[segment.manifest.id] in manifest_hashes)
 
 
 def segment_hashes(dataset: Dataset) -> dict[str, str]:
-    """Return the hash of the manifest of each segment, by id."""
+    """Return the manifest hash of each segment, by id."""
     return {reference.id: reference.manifest_sha256 for reference in dataset.manifest.segments}
 
 
 def all_segment_hashes(dataset: Dataset) -> dict[str, frozenset[str]]:
-    """Return by id those hashes, and the ones from before ids were forgotten in a segment."""
+    """Return the manifest hash and previous names of each segment, by id."""
     lineage = dataset.manifest.lineage
     return {
         name: previous_names(lineage, name) | {sha256}
@@ -425,38 +392,32 @@ def all_segment_hashes(dataset: Dataset) -> dict[str, frozenset[str]]:
 
 
 def _names_of(segment: Segment) -> tuple[str, ...]:
-    """Return what a segment is called: its id, and its day if it has one."""
+    """Return the id of a segment, and its day if it has one."""
     manifest = segment.manifest
     return (manifest.id,) if manifest.day is None else (manifest.id, manifest.day)
 
 
-def _where(dataset: Dataset, wanted: Callable[[Segment], bool]) -> Dataset:
-    chosen = tuple(segment for segment in dataset.segments if wanted(segment))
-    left = tuple(segment for segment in dataset.segments if not wanted(segment))
-    ids = _ids(chosen)
+def _where(dataset: Dataset, is_selected: Callable[[Segment], bool]) -> Dataset:
+    selected = tuple(segment for segment in dataset.segments if is_selected(segment))
+    unselected = tuple(segment for segment in dataset.segments if not is_selected(segment))
+    ids = {segment.manifest.id for segment in selected}
     root = dataset.manifest
-    segments = tuple(reference for reference in root.segments if reference.id in ids)
+    references = tuple(reference for reference in root.segments if reference.id in ids)
     return replace(
         dataset,
-        manifest=replace(root, segments=segments),
-        segments=chosen,
-        unselected=(*dataset.unselected, *left),
+        manifest=replace(root, segments=references),
+        segments=selected,
+        unselected=(*dataset.unselected, *unselected),
     )
 
 
-def _ids(segments: Iterable[Segment]) -> frozenset[str]:
-    return frozenset(segment.manifest.id for segment in segments)
-
-
-# Columns that were declared after a segment was built: what the segment answers for them.
-#
-# Types come from the manifests of the segments that have the column, values from the default that
-# the schema declares; a column without one is null. A table that only such columns look into has
-# no rows in the segment.
+# Schema evolution: defaults for columns that were declared after a segment was built. Types come
+# from the manifests of segments that have the column, values from the schema; without a default
+# they are null. A table whose features are all missing has no rows in the segment.
 
 
 def type_name(kind: pa.DataType) -> str:
-    """Return the word for a column's Arrow type; lists of any width have one word.
+    """Return the name of an Arrow type; lists of any width have the same name.
 
     Example:
         >>> type_name(pa.large_list(pa.int64())), type_name(pa.timestamp("us"))
@@ -468,31 +429,25 @@ def type_name(kind: pa.DataType) -> str:
 
 
 def type_from_name(name: str) -> pa.DataType:
-    """Undo `type_name`; a list is a large one.
-
-    Raises:
-        SchemaError: there is no such type.
-    """
+    """Return the Arrow type of a name of `type_name`; raise SchemaError if it is unknown."""
     if name.startswith("list<") and name.endswith(">"):
         return pa.large_list(type_from_name(name[5:-1]))
     try:
         return pa.type_for_alias(name)
     except ValueError as error:
-        raise SchemaError(
-            f"column type must be known, got {name!r}; rebuild the dataset"
-        ) from error
+        raise SchemaError(f"unknown column type: {name!r}; rebuild the dataset") from error
 
 
 def column_types(dataset: Dataset) -> dict[str, str]:
-    """Return the type of every column that some segment has, chosen or not."""
-    found: dict[str, str] = {}
+    """Return the type of every column of any segment, selected or not."""
+    types: dict[str, str] = {}
     for segment in (*dataset.unselected, *dataset.segments):
-        found.update(segment.manifest.columns)
-    return found
+        types.update(segment.manifest.columns)
+    return types
 
 
 def missing_column_defaults(dataset: Dataset, segment: Segment) -> dict[str, pa.Scalar]:
-    """Return what a segment answers for each column that it was built without."""
+    """Return the default of each column that a segment was built without."""
     features = {f.name: f for f in dataset.features.features}
     return {
         name: pa.scalar(features[name].default if name in features else None, type_from_name(kind))
@@ -502,43 +457,41 @@ def missing_column_defaults(dataset: Dataset, segment: Segment) -> dict[str, pa.
 
 
 def read_with_defaults(
-    read: Callable[[list[str]], pa.Table], columns: Sequence[str], absent: Mapping[str, pa.Scalar]
+    read: Callable[[list[str]], pa.Table], columns: Sequence[str], defaults: Mapping[str, pa.Scalar]
 ) -> pa.Table:
-    """Return columns of a file, those that it lacks as constants.
+    """Read columns of a file, missing ones as constants.
 
     Args:
-        read: returns the given columns of the file.
-        columns: wanted ones, in order; at least one is stored.
-        absent: what `missing_column_defaults` gave.
+        read: reads the given columns of the file.
+        columns: columns of the result, in order; at least one is stored.
+        defaults: result of `missing_column_defaults`.
     """
-    stored = read([c for c in columns if c not in absent])
-    for name in (c for c in columns if c in absent):
-        stored = stored.append_column(name, constant_column(absent[name], stored.num_rows))
-    return stored.select(list(columns))
+    table = read([c for c in columns if c not in defaults])
+    for name in (c for c in columns if c in defaults):
+        table = table.append_column(name, constant_column(defaults[name], table.num_rows))
+    return table.select(list(columns))
 
 
 def constant_column(value: pa.Scalar, num_rows: int) -> pa.Array:
-    """Return a column that holds one value, or null, in every row."""
+    """Return a column with one value, or null, in every row."""
     return pa.repeat(value, num_rows) if value.is_valid else pa.nulls(num_rows, value.type)
 
 
 def read_accesses(
     dataset: Dataset, segment: Segment, table: str
 ) -> tuple[Jagged, NDArray[np.int64]]:
-    """Return a segment's access lists of a table and the row of each of its numbers.
+    """Return a segment's access lists of a table and the row of each dense number.
 
-    A segment that was built before any feature of the table was declared looks nothing up.
+    A segment that was built before any feature of the table was declared has no accesses.
     """
     if not has_accesses(dataset, segment, table):
-        num_blocks = len(segment.positions(TRAIN))
-        return Jagged(np.empty(0, np.int64), np.zeros(num_blocks + 1, np.int64)), np.empty(
-            0, np.int64
-        )
+        empty = np.empty(0, np.int64)
+        return Jagged(empty, np.zeros(len(segment.positions(TRAIN)) + 1, np.int64)), empty
     return segment.access(table), segment.rows(table)
 
 
 def has_accesses(dataset: Dataset, segment: Segment, table: str) -> bool:
-    """Tell whether a segment has access lists of a table: it has one of its features."""
-    absent = missing_column_defaults(dataset, segment)
+    """Return whether a segment has access lists of a table, that is, one of its features."""
+    missing = missing_column_defaults(dataset, segment)
     features = dataset.job.data.tables[table].features
-    return not features or not all(f in absent for f in features)
+    return not features or not all(f in missing for f in features)

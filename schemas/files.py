@@ -1,4 +1,8 @@
-"""Files with checksums: written once, verified when read; list columns over several files."""
+"""Files with checksums, written once and verified when read; list columns over several files.
+
+A Parquet file is divided into regions, one per row group and one for the footer. Each region has a
+checksum, which is verified before anything in the region is used.
+"""
 
 from __future__ import annotations
 
@@ -20,22 +24,17 @@ from schemas.errors import SchemaError
 from schemas.layout import FILES_SCHEMA
 from schemas.paths import is_below
 
-# Files whose every byte is covered by a checksum that the reader verifies.
-#
-# A Parquet file is cut into regions, one per row group and one for the footer (with the four
-# magic bytes in front counted to the first region). A region is verified before anything in it is
-# used, so that a changed byte is refused by name, by every reader.
-
 
 @dataclass(frozen=True, slots=True)
 class FileEntry:
     """One row of `files.parquet`.
 
     Attributes:
-        path: relative to the directory that `files.parquet` lies in.
+        path: relative to the directory of `files.parquet`.
         num_bytes: size of the file.
         sha256: of the whole file, hex.
-        region_offsets: (regions + 1,) bytes, from 0 to num_bytes.
+        region_offsets: (regions + 1,) bytes, from 0 to num_bytes; the first region includes the
+            magic bytes at the start of the file.
         region_crc32: (regions,).
     """
 
@@ -47,18 +46,13 @@ class FileEntry:
 
 
 def sync_file(path: Path) -> None:
-    """Bring the bytes of a finished file to the device, so that they outlive a power cut."""
+    """Flush a finished file to disk."""
     with path.open("rb") as file:
         os.fsync(file.fileno())
 
 
 def describe_file(root: Path, path: str) -> FileEntry:
-    """Return the entry of a finished file, once it is on the disk.
-
-    Args:
-        root: directory of `files.parquet`.
-        path: the file, relative to `root`.
-    """
+    """Flush a finished file to disk and return its entry; `path` is relative to `root`."""
     sync_file(root / path)
     with pa.memory_map(str(root / path)) as source:
         data = source.read_buffer()
@@ -92,7 +86,7 @@ def write_files(path: Path, entries: Iterable[FileEntry]) -> None:
         table,
         path,
         compression="zstd",
-        use_dictionary=False,  # every value differs
+        use_dictionary=False,  # all values are distinct
         write_statistics=False,
         write_page_checksum=True,
     )
@@ -100,12 +94,12 @@ def write_files(path: Path, entries: Iterable[FileEntry]) -> None:
 
 
 def read_files(path: Path) -> dict[str, FileEntry]:
-    """Read `files.parquet` by path; its own bytes must have been verified before."""
+    """Return the entries of `files.parquet` by path; the caller must have verified the file."""
     rows = pq.read_table(path, memory_map=True).to_pylist()
     for row in rows:
         if not is_below(row["path"]):
             raise SchemaError(
-                f"path must stay in the folder of the file, got {row['path']!r}; rebuild",
+                f"path leads out of the folder: {row['path']!r}; rebuild the dataset",
                 file=str(path),
             )
     return {
@@ -121,19 +115,19 @@ def read_files(path: Path) -> dict[str, FileEntry]:
 
 
 class CheckedFile:
-    """One Parquet file, opened at its first use, each region verified at its own.
+    """One Parquet file, opened at its first read; each region is verified before its first use.
 
-    Not safe for several threads at once: each opens its own.
+    Not thread-safe.
     """
 
     def __init__(self, root: Path, entry: FileEntry, texts_as_codes: bool = False) -> None:
-        """Remember what to open; nothing is opened yet.
+        """Store the arguments; nothing is opened yet.
 
         Args:
             root: directory that the entry's path is relative to.
             entry: the file.
-            texts_as_codes: read texts as Arrow dictionaries where their encoding allows it, so
-                that a reader hashes each distinct one once.
+            texts_as_codes: read texts as Arrow dictionaries if their encoding allows it, so that
+                a reader hashes each distinct text once.
         """
         self._root = root
         self._texts_as_codes = texts_as_codes
@@ -144,7 +138,7 @@ class CheckedFile:
         self._verified: set[int] = set()
 
     def __reduce__(self) -> tuple[type[CheckedFile], tuple[Path, FileEntry, bool]]:
-        """Travel to other processes as a name: each opens and verifies the file itself."""
+        """Pickle the path and entry: each process opens and verifies the file itself."""
         return CheckedFile, (self._root, self._entry, self._texts_as_codes)
 
     def _open(self) -> pq.ParquetFile:
@@ -167,7 +161,7 @@ class CheckedFile:
                 data = source.read_buffer()
         except OSError as error:
             raise SchemaError(
-                "file must exist, got none; restore it or rebuild the dataset", file=str(self._path)
+                "file is missing; restore it or rebuild the dataset", file=str(self._path)
             ) from error
         if data.size != self._entry.num_bytes:
             raise SchemaError(
@@ -180,19 +174,19 @@ class CheckedFile:
     def _verify(self, region: int) -> None:
         if region in self._verified:
             return
-        assert self._data is not None, "a region is verified after the file is mapped"
+        assert self._data is not None, "the file is not mapped"
         start, end = self._entry.region_offsets[region : region + 2]
-        found = zlib.crc32(self._data[start:end])
-        if found != self._entry.region_crc32[region]:
+        crc32 = zlib.crc32(self._data[start:end])
+        if crc32 != self._entry.region_crc32[region]:
             raise SchemaError(
                 f"bytes {start} to {end} must have crc32 {self._entry.region_crc32[region]}, "
-                f"got {found}; restore the file or rebuild the dataset",
+                f"got {crc32}; restore the file or rebuild the dataset",
                 file=str(self._path),
             )
         self._verified.add(region)
 
     def close(self) -> None:
-        """Give the mapped memory back; a read opens and verifies again."""
+        """Release the mapped memory; the next read opens and verifies the file again."""
         self._data = self._parquet = None
         self._verified.clear()
 
@@ -212,7 +206,7 @@ class CheckedFile:
         return self._open().metadata.num_rows
 
     def num_values(self, column: str) -> int:
-        """Return the entries of a list column; an empty list counts one, as it does in Parquet."""
+        """Return the number of entries of a list column; an empty list counts as one."""
         metadata = self._open().metadata
         groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
         chunks = [group.column(i) for group in groups for i in range(group.num_columns)]
@@ -222,7 +216,7 @@ class CheckedFile:
         """Read one row group, all columns or some.
 
         Raises:
-            SchemaError: the file is missing, cut, or a byte of it has changed.
+            SchemaError: the file is missing, truncated or changed.
         """
         parquet = self._open()
         self._verify(row_group)
@@ -232,7 +226,7 @@ class CheckedFile:
         """Read the whole file.
 
         Raises:
-            SchemaError: the file is missing, cut, or a byte of it has changed.
+            SchemaError: the file is missing, truncated or changed.
         """
         parquet = self._open()
         for region in range(len(self._entry.region_crc32)):
@@ -241,7 +235,7 @@ class CheckedFile:
 
 
 def _dictionary_paths(metadata: pq.FileMetaData) -> list[str]:
-    """Return the text columns that Arrow can read as dictionaries: none that is delta-encoded."""
+    """Return the text columns that Arrow can read as dictionaries: those not delta-encoded."""
     groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
     chunks = [[group.column(i) for group in groups] for i in range(metadata.num_columns)]
     return [
@@ -253,7 +247,7 @@ def _dictionary_paths(metadata: pq.FileMetaData) -> list[str]:
 
 
 def find_damaged_files(root: Path, entries: Mapping[str, FileEntry]) -> list[str]:
-    """Return one line per file that is missing, cut or changed; an empty list when all is well."""
+    """Return one line per file that is missing, truncated or changed."""
     problems: list[str] = []
     for entry in entries.values():
         path = root / entry.path
@@ -268,76 +262,95 @@ def find_damaged_files(root: Path, entries: Mapping[str, FileEntry]) -> list[str
     return problems
 
 
+def read_verified(path: Path, sha256: str) -> bytes:
+    """Read a file and compare it with its hash.
+
+    Raises:
+        SchemaError: the file is missing or has changed.
+    """
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise SchemaError(
+            "file is missing; restore it or rebuild the dataset", file=str(path)
+        ) from error
+    digest = hashlib.sha256(data).hexdigest()
+    if digest != sha256:
+        raise SchemaError(
+            f"file must have sha256 {sha256[:12]}, got {digest[:12]}; "
+            "restore it or rebuild the dataset",
+            file=str(path),
+        )
+    return data
+
+
+def verify_file(path: Path, sha256: str) -> Path:
+    """Return the path of a file after comparing it with its hash; raises as `read_verified`."""
+    read_verified(path, sha256)
+    return path
+
+
 def sha256_of(path: Path) -> str:
     """Return the sha256 of a file, hex."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-# Lists over consecutive Parquet files, decoded file by file as they are asked for.
-#
-# Access lists and index of a table are cut into files of some megabytes. Who goes through them in
-# order, in either direction, holds one at a time; who jumps keeps as many as a shared allowance
-# holds, and decodes the others again.
+# List columns over consecutive Parquet files, such as access lists, decoded file by file on demand.
+# Sequential access in either direction needs one decoded file; for random access, a cache of
+# limited size keeps several.
 
 
 class DecodedFileCache:
-    """Decoded files of several tables, those that were used last, up to an allowance."""
+    """LRU cache of decoded files, shared by several `ListFiles`."""
 
-    def __init__(self, most_bytes: int) -> None:
-        """Keep nothing yet.
-
-        Args:
-            most_bytes: of decoded values, over all tables.
-        """
-        self._most_bytes = most_bytes
+    def __init__(self, max_bytes: int) -> None:
+        """Create an empty cache of at most `max_bytes` bytes of decoded values."""
+        self._max_bytes = max_bytes
         self._files: OrderedDict[tuple[int, int], Jagged] = OrderedDict()
         self._bytes = self._num_owners = 0
 
-    def owner(self) -> int:
-        """Return a number for one more user."""
+    def add_owner(self) -> int:
+        """Return a new id for a user of the cache."""
         self._num_owners += 1
         return self._num_owners
 
-    def find(self, owner: int, file_index: int) -> Jagged | None:
-        """Return a file that is kept."""
-        found = self._files.get((owner, file_index))
-        if found is not None:
+    def get(self, owner: int, file_index: int) -> Jagged | None:
+        """Return a file if it is cached."""
+        lists = self._files.get((owner, file_index))
+        if lists is not None:
             self._files.move_to_end((owner, file_index))
-        return found
+        return lists
 
-    def keep(self, owner: int, file_index: int, lists: Jagged) -> None:
-        """Keep a file; those that were not used for longest go."""
+    def put(self, owner: int, file_index: int, lists: Jagged) -> None:
+        """Add a file and evict the least recently used ones."""
         self._files[owner, file_index] = lists
         self._bytes += lists.values.nbytes
-        while self._bytes > self._most_bytes:
+        while self._bytes > self._max_bytes:
             _, oldest = self._files.popitem(last=False)
             self._bytes -= oldest.values.nbytes
 
 
 class ListFiles:
-    """The lists of one table over all its files.
-
-    Not safe for several threads at once.
-    """
+    """The lists of one table over all its files. Not thread-safe."""
 
     def __init__(
         self,
         files: Sequence[CheckedFile],
         decode: Callable[[CheckedFile], Jagged],
-        kept: DecodedFileCache | None = None,
+        cache: DecodedFileCache | None = None,
     ) -> None:
         """Count the lists of each file; none is decoded yet.
 
         Args:
             files: in order.
             decode: returns the lists of a file.
-            kept: allowance for files besides the one that was used last.
+            cache: keeps files besides the last used one.
         """
         self._files = files
         self._decode = decode
-        self._kept = DecodedFileCache(0) if kept is None else kept
-        self._owner = self._kept.owner()
+        self._cache = DecodedFileCache(0) if cache is None else cache
+        self._owner = self._cache.add_owner()
         self._first = offsets_of(np.array(list(map(_num_rows, files)), np.int64))
         self._open = (-1, Jagged(np.empty(0, np.int64), np.zeros(1, np.int64)))
 
@@ -346,25 +359,25 @@ class ListFiles:
         return int(self._first[-1])
 
     def __getitem__(self, index: int) -> Array:
-        """Return a list, a part of its file's values."""
+        """Return a list, as a view of its file's values."""
         file_index = int(np.searchsorted(self._first, index, side="right")) - 1
         lists = self._file(file_index)
-        place = index - int(self._first[file_index])
-        return lists.values[lists.offsets[place] : lists.offsets[place + 1]]
+        row = index - int(self._first[file_index])
+        return lists.values[lists.offsets[row] : lists.offsets[row + 1]]
 
     def lengths(self) -> Array:
-        """Return the length of each list; every file is decoded."""
-        found = [self._file(file_index).lengths for file_index in range(len(self._files))]
-        return np.concatenate([np.empty(0, np.int64), *found])
+        """Return the length of each list; decodes every file."""
+        lengths = [self._file(file_index).lengths for file_index in range(len(self._files))]
+        return np.concatenate([np.empty(0, np.int64), *lengths])
 
     def _file(self, file_index: int) -> Jagged:
         if self._open[0] != file_index:
-            found = self._kept.find(self._owner, file_index)
-            if found is None:
-                found = self._decode(self._files[file_index])
+            lists = self._cache.get(self._owner, file_index)
+            if lists is None:
+                lists = self._decode(self._files[file_index])
                 self._files[file_index].close()
-                self._kept.keep(self._owner, file_index, found)
-            self._open = file_index, found
+                self._cache.put(self._owner, file_index, lists)
+            self._open = file_index, lists
         return self._open[1]
 
 

@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from schemas.config.job import DataConfig
-from schemas.errors import SchemaError
+from schemas.files import read_verified
 from schemas.manifest import canonical_json
 from schemas.vocabulary import VOCABULARIES, Vocabulary, merge_versions
 
@@ -96,7 +96,7 @@ def load_fitted(root: Path, files: Mapping[str, str], data: DataConfig) -> Fitte
         vocabularies[name] = merge_versions(versions, config.oov_rows, kind)
     numbers: dict[str, FittedStats] = {}
     for path in sorted(p for p in files if p.startswith(f"{FITTED_DIRECTORY}/")):
-        for key, body in json.loads(read_verified(root, path, files[path])).items():
+        for key, body in json.loads(read_verified(root / path, files[path])).items():
             numbers[key] = FittedStats(body["center"], body["scale"], tuple(body["boundaries"]))
     return FittedValues(vocabularies, numbers)
 
@@ -104,27 +104,5 @@ def load_fitted(root: Path, files: Mapping[str, str], data: DataConfig) -> Fitte
 def load_vocabulary_versions(root: Path, files: Mapping[str, str], name: str) -> list[pa.Table]:
     """Read the versions of one vocabulary, in order; see `load_fitted`."""
     paths = sorted(p for p in files if p.startswith(f"{VOCABULARIES}/{name}/"))
-    buffers = [pa.py_buffer(read_verified(root, p, files[p])) for p in paths]
+    buffers = [pa.py_buffer(read_verified(root / p, files[p])) for p in paths]
     return [cast(pa.Table, pq.read_table(pa.BufferReader(b))) for b in buffers]
-
-
-def read_verified(root: Path, path: str, sha256: str) -> bytes:
-    """Read a file and compare it with its hash.
-
-    Raises:
-        SchemaError: it is missing or has changed.
-    """
-    try:
-        found = (root / path).read_bytes()
-    except OSError as error:
-        raise SchemaError(
-            "file must exist, got none; restore it or rebuild the dataset", file=str(root / path)
-        ) from error
-    digest = hashlib.sha256(found).hexdigest()
-    if digest != sha256:
-        raise SchemaError(
-            f"file must have sha256 {sha256[:12]}, got {digest[:12]}; "
-            "restore it or rebuild the dataset",
-            file=str(root / path),
-        )
-    return found

@@ -1,4 +1,9 @@
-"""Manifests: small JSON files that name everything below them by hash."""
+"""Manifests: small JSON files that name everything below them by hash.
+
+The root manifest names segments and indexes by the hash of their manifests, these name
+`files.parquet` and `blocks.parquet`, and those name every file. Each manifest has a checksum of
+itself. Manifests hold no clock, host or absolute path, so that equal inputs give equal bytes.
+"""
 
 from __future__ import annotations
 
@@ -14,16 +19,9 @@ from schemas.errors import SchemaError
 from schemas.layout import FORMAT_VERSION, MANIFEST
 from schemas.paths import NAME, is_below
 
-# Manifests: small JSON files that name everything below them by hash.
-#
-# The root manifest names segments and indexes by the hash of their manifests, these name
-# `files.parquet` and `blocks.parquet`, and those name every file. The root carries a checksum of
-# itself. No manifest holds a clock, a host or an absolute path, so that equal inputs give equal
-# bytes.
-
 T = TypeVar("T")
-_ABSENT_WHERE_NONE = ("day", "num_source_rows", "tombstones_sha256")
-"""Keys that came later: manifests without them are what they always were, byte for byte."""
+_OMITTED_IF_NONE = ("day", "num_source_rows", "tombstones_sha256")
+"""Keys added later: manifests without them keep their bytes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,33 +40,33 @@ class InputFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupCounts:
-    """How far one dedup group was deduplicated in a segment."""
+    """Deduplication of one group in a segment."""
 
     num_unique: int
     """Unique tuples, summed over blocks."""
     dedup_factor: float
     """num_samples / num_unique."""
     num_values: int
-    """List values of the group if every sample had its own."""
+    """List values of the group without deduplication."""
     num_values_dedup: int
-    """List values that are stored."""
+    """Stored list values."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TableCounts:
-    """Look-ups of one embedding table in the training range of a segment."""
+    """Lookups of one embedding table in the training range of a segment."""
 
     num_lookups: int
-    """Look-ups if every sample does its own."""
+    """Lookups without deduplication."""
     num_lookups_dedup: int
-    """Look-ups of deduplicated features, once per unique tuple of a block."""
+    """Lookups with deduplicated features once per unique tuple of a block."""
     num_unique_rows: int
     """Distinct rows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SegmentManifest:
-    """What a segment holds; its file is written last."""
+    """Manifest of a segment; its file is written last."""
 
     id: str
     """Position in the dataset and hash of job, schema and listing."""
@@ -77,7 +75,7 @@ class SegmentManifest:
     num_sessions: int
     """Sessions."""
     num_rejects: int
-    """Rows that could not be used."""
+    """Rejected rows."""
     input_bytes: int
     """Bytes of the listed input files."""
     dataset_bytes: int
@@ -89,7 +87,7 @@ class SegmentManifest:
     groups: Mapping[str, GroupCounts]
     """Dedup factors."""
     tables: Mapping[str, TableCounts]
-    """Look-ups."""
+    """Lookups."""
     listing: tuple[InputFile, ...]
     """Input files, sorted by source and path."""
     job_sha256: str
@@ -101,19 +99,19 @@ class SegmentManifest:
     files_sha256: str
     """Hash of `files.parquet`."""
     columns: Mapping[str, str] = field(default_factory=dict)
-    """Every column of the samples, those of groups and transforms too, to its Arrow type's name."""
+    """Column of samples, groups and transforms to the name of its Arrow type."""
     learned: Mapping[str, str] = field(default_factory=dict[str, str])
-    """Vocabularies and numbers that its transforms used: path below the dataset to sha256."""
+    """Files of fitted values that its transforms used: path below the dataset to sha256."""
     num_source_rows: int | None = None
-    """Rows of the log that its samples were made from; None where each has a row of its own."""
+    """Rows of the log that gave samples; None if each sample has its own row."""
     day: str | None = None
-    """Day of its logs, such as 2026-04-09; absent from the file where it has none."""
+    """Day of its logs, such as 2026-04-09, or None."""
     format: int = FORMAT_VERSION
     """Format version."""
 
     @property
     def position(self) -> int:
-        """Place among the dataset's segments: they are ordered by it, gaps are allowed."""
+        """Position in the dataset: segments are ordered by it, with gaps allowed."""
         return position_of(self.id)
 
     @property
@@ -138,7 +136,7 @@ class Reference:
 
 
 def position_of(segment_id: str) -> int:
-    """Return the position that a segment's id begins with.
+    """Return the position that a segment's id starts with.
 
     Example:
         >>> position_of("00012-0123456789ab")
@@ -162,11 +160,11 @@ class DatasetManifest:
     indexes: tuple[Reference, ...] = ()
     """Indexes; the first is the default."""
     lineage: Mapping[str, str] = field(default_factory=dict)
-    """Where the dataset came from: names and hashes, free form."""
+    """Origin of the dataset: names and hashes, free form."""
     finished: bool = False
-    """Whether no segment follows: training that follows the pipeline ends with the last one."""
+    """Whether the dataset is sealed: no segment follows, and `train --follow` ends."""
     tombstones_sha256: str | None = None
-    """Hash of the file of samples that count no more; None where there is none."""
+    """Hash of the file of deleted samples, or None."""
     format: int = FORMAT_VERSION
     """Format version."""
 
@@ -202,7 +200,7 @@ class IndexManifest:
 
 
 def canonical_json(value: object) -> str:
-    """Return the one JSON text of a value: sorted keys, no spaces; times as their text."""
+    """Return the canonical JSON of a value: sorted keys, no spaces, times as text."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False, default=str)
 
 
@@ -222,7 +220,7 @@ def replace_bytes(path: Path, data: bytes) -> None:
 
 
 def sync_directory(directory: Path) -> None:
-    """Bring the names in a folder to the device: what was renamed there outlives a power cut."""
+    """Flush the names in a folder to disk, such as renamed files."""
     file = os.open(directory, os.O_RDONLY)
     try:
         os.fsync(file)
@@ -239,7 +237,7 @@ def write_manifest(
         The sha256 of the written file, hex.
     """
     body = asdict(manifest)
-    for name in _ABSENT_WHERE_NONE:
+    for name in _OMITTED_IF_NONE:
         if body.get(name, "") is None:
             del body[name]
     data = _encode(body, hash_of(body))
@@ -252,25 +250,26 @@ def _encode(body: Mapping[str, Any], checksum: object) -> bytes:
     return f"{text}\n".encode()
 
 
-def _read(directory: Path, wanted: Reference | None) -> dict[str, Any]:
+def _read(directory: Path, reference: Reference | None) -> dict[str, Any]:
     path = directory / MANIFEST
     try:
         data = path.read_bytes()
     except OSError as error:
         raise SchemaError(
-            "manifest must exist, got none; the build did not finish, or this is no dataset",
+            "manifest is missing; the build did not finish, or this is not a dataset",
             file=str(path),
         ) from error
-    if wanted is not None and hashlib.sha256(data).hexdigest() != wanted.manifest_sha256:
+    digest = hashlib.sha256(data).hexdigest()
+    if reference is not None and digest != reference.manifest_sha256:
         raise SchemaError(
-            f"manifest must have sha256 {wanted.manifest_sha256[:12]}, "
-            f"got {hashlib.sha256(data).hexdigest()[:12]}; restore it or rebuild the dataset",
+            f"manifest must have sha256 {reference.manifest_sha256[:12]}, "
+            f"got {digest[:12]}; restore it or rebuild the dataset",
             file=str(path),
         )
     try:
         body = json.loads(data)
         checksum = body.pop("checksum")
-        # The bytes too, not only the values: a space that became a tab is a changed file.
+        # Compare the bytes, too: changed white space is a changed file.
         intact = hash_of(body) == checksum and _encode(body, checksum) == data
     except (ValueError, KeyError, AttributeError, TypeError) as error:
         raise SchemaError(
@@ -278,8 +277,7 @@ def _read(directory: Path, wanted: Reference | None) -> dict[str, Any]:
         ) from error
     if not intact:
         raise SchemaError(
-            "manifest must match its own checksum, got other content; "
-            "restore it or rebuild the dataset",
+            "manifest does not match its checksum; restore it or rebuild the dataset",
             file=str(path),
         )
     if body.get("format") != FORMAT_VERSION:
@@ -292,32 +290,33 @@ def _read(directory: Path, wanted: Reference | None) -> dict[str, Any]:
 
 
 def _check_keys(kind: type, body: Mapping[str, Any], path: Path, place: str = "") -> None:
-    """Refuse keys that this release does not know, and those that lack, by name."""
+    """Raise SchemaError for unknown or missing keys."""
     known = {f.name for f in fields(kind)}
-    for key in sorted(known ^ (set(body) | known & set(_ABSENT_WHERE_NONE))):
-        rule = "given" if key in known else "known"
+    for key in sorted(known ^ (set(body) | known & set(_OMITTED_IF_NONE))):
+        problem = "missing" if key in known else "unknown"
         raise SchemaError(
-            f"manifest key {place}{key} must be {rule}; use the release that wrote the dataset",
+            f"{problem} manifest key: {place}{key}; use the release that wrote the dataset",
             file=str(path),
         )
 
 
 def _check_ids(ids: Iterable[str], path: Path) -> None:
-    """Refuse names of folders that would lead elsewhere."""
+    """Raise SchemaError if an id is not a plain folder name."""
     for name in ids:
         if not NAME.fullmatch(name):
             raise SchemaError(
-                f"id must be of letters, digits, '_' and '-', got {name!r}; restore the manifest",
+                f"id must consist of letters, digits, '_' and '-', got {name!r}; "
+                "restore the manifest",
                 file=str(path),
             )
 
 
 def _check_paths(paths: Iterable[str], path: Path) -> None:
-    """Refuse paths that would lead out of the dataset."""
+    """Raise SchemaError if a path leads out of the dataset."""
     for name in paths:
         if not is_below(name):
             raise SchemaError(
-                f"path must stay in the dataset, got {name!r}; restore the manifest", file=str(path)
+                f"path leads out of the dataset: {name!r}; restore the manifest", file=str(path)
             )
 
 
@@ -326,17 +325,17 @@ def _build(kind: type[T], body: Mapping[str, Any], path: Path, place: str) -> T:
     return kind(**body)
 
 
-def read_segment(directory: Path, wanted: Reference | None = None) -> SegmentManifest:
+def read_segment(directory: Path, reference: Reference | None = None) -> SegmentManifest:
     """Read a segment's manifest.
 
     Args:
         directory: the segment.
-        wanted: what the root manifest says of it, or None to trust its own checksum.
+        reference: entry of the root manifest, or None to verify only its own checksum.
 
     Raises:
-        SchemaError: it is missing, changed, or of another format.
+        SchemaError: it is missing or changed, or has another format.
     """
-    body, path = _read(directory, wanted), directory / MANIFEST
+    body, path = _read(directory, reference), directory / MANIFEST
     _check_keys(SegmentManifest, body, path)
     groups, tables = body["groups"].items(), body["tables"].items()
     body["listing"] = tuple(_build(InputFile, f, path, "listing.") for f in body["listing"])
@@ -352,7 +351,7 @@ def read_dataset(directory: Path) -> DatasetManifest:
     """Read the root manifest.
 
     Raises:
-        SchemaError: it is missing, changed, or of another format.
+        SchemaError: it is missing or changed, or has another format.
     """
     body, path = _read(directory, None), directory / MANIFEST
     _check_keys(DatasetManifest, body, path)
@@ -362,30 +361,28 @@ def read_dataset(directory: Path) -> DatasetManifest:
     return DatasetManifest(**body)
 
 
-def read_index(directory: Path, wanted: Reference | None = None) -> IndexManifest:
+def read_index(directory: Path, reference: Reference | None = None) -> IndexManifest:
     """Read an index's manifest.
 
     Raises:
-        SchemaError: it is missing, changed, or of another format.
+        SchemaError: it is missing or changed, or has another format.
     """
-    body = _read(directory, wanted)
+    body = _read(directory, reference)
     _check_keys(IndexManifest, body, directory / MANIFEST)
     body["segments"] = tuple(body["segments"])
     _check_ids([body["id"], *body["segments"]], directory / MANIFEST)
     return IndexManifest(**body)
 
 
-# What segments were called before ids were forgotten in them, as the root's lineage keeps it.
-#
-# A segment that is written again has another id and another hash. Who has trained it, or wants to
-# build it once more, knows it by those from before.
+# A segment that is rewritten without erased ids gets another id and hash. The lineage of the root
+# manifest maps the old ones to the new id, for runs that trained the old segment and for rebuilds.
 
 FORGOTTEN_PREFIX = "forgotten:"
-"""What names begin with in a root's lineage; the rest is an id, or the sha256 of a manifest."""
+"""Prefix of these keys in the lineage, before a segment id or the sha256 of a manifest."""
 
 
 def previous_names(lineage: Mapping[str, str], segment_id: str) -> frozenset[str]:
-    """Return the ids and the hashes of manifests that a segment had before.
+    """Return the previous ids and manifest hashes of a segment.
 
     Example:
         >>> sorted(previous_names({"forgotten:00000-a": "00000-b", "day:x": "00000-b"}, "00000-b"))

@@ -1,4 +1,4 @@
-"""Rows of embedding tables: which row a value looks up, and the initial value of a row."""
+"""Rows of embedding tables: from ids to rows, and the initial values of rows."""
 
 from __future__ import annotations
 
@@ -13,58 +13,57 @@ from schemas.hashing import as_bits, hash_rows, salt_of, splitmix64
 
 
 def rows_of_values(values: pa.Array, name: str, table: TableConfig) -> NDArray[np.int64]:
-    """Return the row that each value looks up; texts are hashed once per distinct one.
+    """Return the row of each value; each distinct text is hashed once.
 
     Args:
-        values: (num_lookups,) whole numbers or texts, no nulls, maybe dictionary-encoded.
+        values: (num_lookups,) integers or texts, no nulls; may be dictionary-encoded.
         name: table name, the salt of a hashed table.
-        table: how its rows are made.
+        table: config of the table.
 
     Raises:
-        SchemaError: an id of an `identity` table is outside [0, num_rows), or a text.
+        SchemaError: an id of an `identity` table is a text or outside [0, num_rows).
     """
-    coded = _coded(values)
-    if coded is None:
+    dictionary = _dictionary_texts(values)
+    if dictionary is None:
         return rows_of_ids(numpy_of(values), name, table)
     if table.rows != "hash":
         raise SchemaError(
-            f"ids of table {name!r} must be whole numbers, got texts; use rows: hash, or a "
-            "vocabulary"
+            f"ids of table {name!r} must be integers, got texts; use rows: hash, or a vocabulary"
         )
-    rows = rows_of_ids(ids_of(coded.dictionary), name, table)
-    return rows[numpy_of(coded.indices)]
+    rows = rows_of_ids(ids_of(dictionary.dictionary), name, table)
+    return rows[numpy_of(dictionary.indices)]
 
 
 def ids_of(values: pa.Array) -> NDArray[np.int64]:
-    """Return the id of each value: whole numbers as they are, texts by their stable hash.
+    """Return the id of each value: integers unchanged, texts by their stable hash.
 
     Args:
-        values: (num_values,) whole numbers or texts, no nulls, maybe dictionary-encoded.
+        values: (num_values,) integers or texts, no nulls; may be dictionary-encoded.
 
     Example:
         >>> ids_of(pa.array([7, 3])).tolist(), ids_of(pa.array(["a", "a"])).tolist()
         ([7, 3], [6292077030810485607, 6292077030810485607])
     """
-    coded = _coded(values)
-    if coded is None:
+    dictionary = _dictionary_texts(values)
+    if dictionary is None:
         return numpy_of(values).astype(np.int64)
-    return hash_values(coded.dictionary).view(np.int64)[numpy_of(coded.indices)]
+    return hash_values(dictionary.dictionary).view(np.int64)[numpy_of(dictionary.indices)]
 
 
-def _coded(values: pa.Array) -> pa.DictionaryArray | None:
-    """Return texts as codes of distinct ones; None for numbers."""
+def _dictionary_texts(values: pa.Array) -> pa.DictionaryArray | None:
+    """Return texts dictionary-encoded; None for numbers."""
     if pa.types.is_dictionary(values.type):
         return values
     return values.dictionary_encode() if is_text(values.type) else None
 
 
 def rows_of_ids(ids: NDArray[np.generic], name: str, table: TableConfig) -> NDArray[np.int64]:
-    """Return the row that each id looks up.
+    """Return the row of each id.
 
     Args:
         ids: (num_lookups,) integers.
         name: table name, the salt of a hashed table.
-        table: how its rows are made.
+        table: config of the table.
 
     Raises:
         SchemaError: an id of an `identity` table is outside [0, num_rows).
@@ -82,14 +81,14 @@ def rows_of_ids(ids: NDArray[np.generic], name: str, table: TableConfig) -> NDAr
 
 
 _BITS = 24
-"""Random bits per value: a float32 holds them exactly, so both precisions start equal."""
+"""Random bits per value: exact in float32, so that both precisions start with equal values."""
 
 
 def initial_bound(dim: int) -> float:
     """Return the bound b of the uniform distribution U(-b, b) that rows start from.
 
-    0.5 / sqrt(dim), whatever the number of rows: TorchRec's sqrt(1 / num_rows)
-    would start a hashed table of 2**63 rows at zero.
+    0.5 / sqrt(dim), independent of the number of rows: with TorchRec's sqrt(1 / num_rows), a
+    hashed table of 2**63 rows would start at zero.
     """
     return 0.5 / dim**0.5
 
@@ -97,7 +96,7 @@ def initial_bound(dim: int) -> float:
 def initial_rows(
     rows: NDArray[np.int64], *, table: str, seed: int, dim: int, dtype: DTypeLike
 ) -> Array:
-    """Return the values that rows have before they are first trained.
+    """Return the initial values of rows.
 
     Args:
         rows: (n,) row ids.

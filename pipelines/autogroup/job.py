@@ -50,9 +50,9 @@ from pipelines.transforms.apply import inputs_of
 from schemas.arrays import is_list, one_chunk
 from schemas.config.job import SAMPLES, DataConfig, Job, load_job
 from schemas.config.transforms import TransformConfig
-from schemas.dataset import verify_file
 from schemas.errors import SchemaError
 from schemas.features import FeatureSet
+from schemas.files import verify_file
 from schemas.layout import JOB, MANIFEST
 from schemas.manifest import read_dataset
 
@@ -85,7 +85,7 @@ def with_groups(request: BuildRequest, job: Job, features: FeatureSet) -> tuple[
     text = request.job_path.read_text(encoding="utf-8")
     if (request.dataset / MANIFEST).exists():
         path = verify_file(request.dataset / JOB, read_dataset(request.dataset).job_sha256)
-        existing = load_job(path)
+        existing = load_job(path, stored=True)
         named = named_groups(job, existing.data.groups)
         if named == existing:
             job_bytes = path.read_bytes()

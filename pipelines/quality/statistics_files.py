@@ -14,8 +14,9 @@ from google.protobuf import text_format
 from tensorflow_metadata.proto.v0 import statistics_pb2
 
 from pipelines.quality.statistics import ColumnStatistics, Sketch, bucket_range
-from schemas.dataset import Segment, verify_file
+from schemas.dataset import Segment
 from schemas.errors import SchemaError
+from schemas.files import verify_file
 from schemas.layout import PLAIN_STATISTICS, STATISTICS
 
 # Statistics as tensorflow-metadata protos in text form.

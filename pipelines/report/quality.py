@@ -14,7 +14,8 @@ from pipelines.quality.statistics_files import segment_statistics
 from pipelines.report.dedup import group_totals
 from pipelines.report.html import Section, count, digits, paragraph, percent, table, words_table
 from pipelines.samples.event_join import COUNTS, add_counts, read_counts
-from schemas.dataset import Dataset, Segment, verify_file
+from schemas.dataset import Dataset, Segment
+from schemas.files import verify_file
 from schemas.layout import ANOMALIES
 
 _MEANING = {

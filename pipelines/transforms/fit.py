@@ -26,13 +26,13 @@ from pipelines.transforms.apply import Input, learned_inputs, with_transforms
 from schemas.arrays import is_list, numpy_of, one_chunk
 from schemas.config.job import SAMPLES, DataConfig
 from schemas.errors import SchemaError
+from schemas.files import read_verified
 from schemas.fitted import (
     FittedStats,
     FittedValues,
     encode_stats,
     load_fitted,
     load_vocabulary_versions,
-    read_verified,
     stats_path,
 )
 from schemas.hashing import splitmix64
@@ -236,7 +236,7 @@ def stage_learned(dataset: Path, files: Mapping[str, str], building: Path) -> No
     for path, digest in files.items():
         target = building / LEARNED / path
         target.parent.mkdir(parents=True, exist_ok=True)
-        replace_bytes(target, read_verified(dataset, path, digest))
+        replace_bytes(target, read_verified(dataset / path, digest))
 
 
 def place_learned(building: Path, dataset: Path, files: Mapping[str, str]) -> None:
@@ -244,7 +244,7 @@ def place_learned(building: Path, dataset: Path, files: Mapping[str, str]) -> No
     for path, digest in files.items():
         if not (dataset / path).exists():
             (dataset / path).parent.mkdir(parents=True, exist_ok=True)
-            replace_bytes(dataset / path, read_verified(building / LEARNED, path, digest))
+            replace_bytes(dataset / path, read_verified(building / LEARNED / path, digest))
     shutil.rmtree(building / LEARNED, ignore_errors=True)
 
 

@@ -139,8 +139,8 @@ def resolve_choice(choice: GroupSelection, group: str) -> bool | None:
     """Return whether a group is selected; None if bytes decide.
 
     Example:
-        >>> named("auto", "user"), named("none", "user"), named(("user",), "user")
-        (None, False, True)
+        >>> [resolve_choice(choice, "user") for choice in ("auto", "none", ("user",))]
+        [None, False, True]
     """
     if isinstance(choice, str):
         return None if choice == "auto" else False

@@ -147,5 +147,5 @@ def test_finished_dataset_takes_no_segment_until_it_is_opened_again(
 
 def test_seal_of_no_dataset_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["seal", str(tmp_path)]) == 1
-    assert re.match(r"error: manifest must exist, got none in", capsys.readouterr().err)
+    assert re.match(r"error: manifest is missing in", capsys.readouterr().err)
     assert list(tmp_path.iterdir()) == []

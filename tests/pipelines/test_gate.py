@@ -292,7 +292,7 @@ def test_gate_of_a_first_build_leaves_no_dataset(
     arguments = ["build", str(job), "--input", str(first), "--output", str(dataset)]
     assert main(arguments) == REFUSED
     assert "segment: must have at least 100000 samples, got " in capsys.readouterr().err
-    with pytest.raises(SchemaError, match=r"^manifest must exist, got none"):
+    with pytest.raises(SchemaError, match=r"^manifest is missing"):
         open_dataset(dataset)
 
 

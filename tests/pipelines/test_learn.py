@@ -212,7 +212,7 @@ def test_learned_files_are_verified_when_read(tmp_path: Path, data: DataConfig) 
     with pytest.raises(SchemaError, match="file must have sha256"):
         load_fitted(tmp_path, {path: digest}, data)
     (tmp_path / path).unlink()
-    with pytest.raises(SchemaError, match="file must exist, got none"):
+    with pytest.raises(SchemaError, match="file is missing"):
         load_fitted(tmp_path, {path: digest}, data)
     none = replace(data, vocabularies={}, transforms={})
     assert load_fitted(tmp_path, {}, none) == FittedValues()

@@ -143,5 +143,5 @@ def test_bad_input_is_one_line(made: Path, capsys: pytest.CaptureFixture[str]) -
     (made / "changed").write_bytes(data)
     assert "must have sha256" in refused("x", model="changed")
     assert refused("scores").startswith("error: output must be a new or empty directory, got one")
-    assert "segment must be of the dataset" in refused("x", "--segments", "2026-01-01")
+    assert "dataset has no segment" in refused("x", "--segments", "2026-01-01")
     assert refused("x", "--nonsense=1").startswith("error: unknown option")

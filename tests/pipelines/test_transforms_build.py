@@ -117,7 +117,7 @@ def test_what_was_learned_is_named_by_the_manifest_and_verified(
     assert "file must have sha256" in problem
     path.unlink()
     (problem,) = verify(damaged)["problems"]
-    assert "file must exist, got none" in problem
+    assert "file is missing" in problem
 
 
 def test_transformed_columns_lie_with_the_unique_tuples(dataset: Path) -> None:

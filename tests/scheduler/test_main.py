@@ -141,7 +141,7 @@ def test_main_plan_with_missing_paths_names_them(
     assert fail(["plan", str(job), "--history", str(nowhere)], capsys) == (
         f"history must be a folder, got none in {nowhere}; check the path"
     )
-    assert "manifest must exist" in fail(["plan", str(job), "--dataset", str(nowhere)], capsys)
+    assert "manifest is missing" in fail(["plan", str(job), "--dataset", str(nowhere)], capsys)
     assert "job file must be readable" in fail(["plan", str(nowhere)], capsys)
 
 

@@ -91,10 +91,7 @@ def test_open_dataset_refuses_a_changed_space_of_the_root_manifest(root: Path) -
     path = root / "MANIFEST.json"
     good = path.read_bytes()
     spaces = [place for place, byte in enumerate(good) if chr(byte).isspace()]
-    message = (
-        f"manifest must match its own checksum, got other content in {path}; "
-        "restore it or rebuild the dataset"
-    )
+    message = f"manifest does not match its checksum in {path}; restore it or rebuild the dataset"
     for place in spaces:
         path.write_bytes(good[:place] + b"\t" + good[place + 1 :])
         with pytest.raises(SchemaError, match=f"^{re.escape(message)}$"):
@@ -152,7 +149,7 @@ FAULTS = {
     ),
     "gone": (
         lambda path: path.unlink(),
-        "file must exist, got none in {path}; restore it or rebuild the dataset",
+        "file is missing in {path}; restore it or rebuild the dataset",
     ),
 }
 

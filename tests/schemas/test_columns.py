@@ -136,11 +136,11 @@ def test_numpy_of_times_and_bools_gives_numbers() -> None:
 REFUSED = {
     "null in numbers": (
         lambda: numpy_of(pa.array([1, None])),
-        "column must have no nulls, got 1; fill them before",
+        "column has nulls: 1; fill them first",
     ),
     "null in a list": (
         lambda: jagged_of(pa.array([[1, None]])),
-        "column must have no nulls, got 1; fill them before",
+        "column has nulls: 1; fill them first",
     ),
     "no list": (
         lambda: jagged_of(pa.array([1])),

@@ -155,7 +155,7 @@ def test_index_for_another_order_names_the_command_that_builds_it(
 def test_index_over_other_segments_is_not_taken(dataset: Dataset) -> None:
     order = dataset.order(32, 2, "none", 0)
     assert dataset.index_for(order) is dataset.indexes[0]
-    message = r"^dataset must have an index for batch_samples=32.* got one of 2 segments in "
+    message = r"^dataset must have an index for batch_samples=32.* got an index of 2 segments in "
     with pytest.raises(SchemaError, match=message):
         replace(dataset, segments=dataset.segments[:1]).index_for(order)
     with pytest.raises(SchemaError, match=r"^dataset must have an index for .* got none in "):
@@ -171,12 +171,11 @@ def test_order_of_a_batch_that_cuts_blocks_raises(dataset: Dataset) -> None:
 MISSING = {
     "table": (
         lambda segment: segment.access("none"),
-        "table must have access lists, got none for 'none' in {}/MANIFEST.json; "
-        "rebuild the dataset",
+        "table has no access lists: 'none' in {}/MANIFEST.json; rebuild the dataset",
     ),
     "file": (
         lambda segment: segment.file("samples/00009.parquet"),
-        "file must be listed, got 'samples/00009.parquet' in {}/files.parquet; rebuild the dataset",
+        "file is not listed: 'samples/00009.parquet' in {}/files.parquet; rebuild the dataset",
     ),
 }
 
@@ -193,8 +192,8 @@ def test_open_dataset_of_an_unfinished_build_raises(root: Path, tmp_path: Path) 
     shutil.copytree(root, copy)
     (copy / "MANIFEST.json").unlink()
     message = (
-        f"manifest must exist, got none in {copy / 'MANIFEST.json'}; "
-        "the build did not finish, or this is no dataset"
+        f"manifest is missing in {copy / 'MANIFEST.json'}; "
+        "the build did not finish, or this is not a dataset"
     )
     with pytest.raises(SchemaError, match=f"^{re.escape(message)}$"):
         open_dataset(copy)

@@ -145,7 +145,7 @@ def test_ids_of_numbered_texts_have_no_collision_and_fill_a_table_evenly() -> No
 
 
 def test_texts_of_an_identity_table_are_refused() -> None:
-    message = "ids of table 't' must be whole numbers, got texts; use rows: hash, or a vocabulary"
+    message = "ids of table 't' must be integers, got texts; use rows: hash, or a vocabulary"
     with pytest.raises(SchemaError, match=f"^{re.escape(message)}$"):
         rows_of_values(pa.array(["a"]), "t", table(10, "identity"))
 

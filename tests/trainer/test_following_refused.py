@@ -104,7 +104,7 @@ def test_dataset_that_was_replaced_is_refused_and_a_restored_one_gone_on_with(
     assert newest is not None
     assert int(newest.name) >= 9
     with pytest.raises(
-        SchemaError, match=r"(must begin with the segments of the run|schema|manifest must exist)"
+        SchemaError, match=r"(must begin with the segments of the run|schema|manifest is missing)"
     ):
         follow_job(job, dataset, run, pipeline, resume=True, embedding="cached")
     commit(versions[1], dataset)
@@ -122,8 +122,8 @@ def test_dataset_that_is_gone_is_refused_by_name(
             (tmp_path / "dataset" / MANIFEST).unlink()
 
     message = (
-        f"manifest must exist, got none in {tmp_path / 'dataset' / MANIFEST}; the build did not "
-        "finish, or this is no dataset"
+        f"manifest is missing in {tmp_path / 'dataset' / MANIFEST}; the build did not "
+        "finish, or this is not a dataset"
     )
     with pytest.raises(SchemaError, match=f"^{re.escape(message)}$"):
         follow_job(job, tmp_path / "dataset", tmp_path / "run", pipeline, on_step=on_step)

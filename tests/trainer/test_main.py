@@ -159,8 +159,8 @@ def test_train_as_a_process_prints_one_object_and_no_trace(
 @pytest.mark.parametrize(
     ("command", "error"),
     [
-        (["train", "--output"], "manifest must exist, got none"),
-        (["evaluate", "--run"], "manifest must exist, got none"),
+        (["train", "--output"], "manifest is missing"),
+        (["evaluate", "--run"], "manifest is missing"),
         (["train", "--follow", "--output"], "output must hold no run, got one"),
     ],
 )

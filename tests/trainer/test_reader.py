@@ -168,8 +168,8 @@ def test_train_refuses_a_missing_manifest_by_name(
     shutil.copytree(dataset, copy)
     (copy / folder / MANIFEST).unlink()
     message = (
-        f"manifest must exist, got none in {copy / folder / MANIFEST}; "
-        "the build did not finish, or this is no dataset"
+        f"manifest is missing in {copy / folder / MANIFEST}; "
+        "the build did not finish, or this is not a dataset"
     )
     with pytest.raises(SchemaError, match=f"^{re.escape(message)}$"):
         run_job(job, copy, tmp_path / "run")

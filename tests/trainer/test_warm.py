@@ -221,7 +221,7 @@ def test_other_runs_are_refused(small: tuple[Path, Path, Path], tmp_path: Path) 
     run_job(job, dataset, tmp_path / "cut", segments=(DATES[0],), steps=5)
     with pytest.raises(SchemaError, match="finished, got a checkpoint of step 5 of 12"):
         run_job(job, dataset, tmp_path / "c", start_from=tmp_path / "cut")
-    with pytest.raises(SchemaError, match="segment must be of the dataset, got '2026-04-10'"):
+    with pytest.raises(SchemaError, match="dataset has no segment '2026-04-10'"):
         run_job(job, dataset, tmp_path / "d", start_from=old, segments=("2026-04-10",))
     with pytest.raises(SchemaError, match="run to go on with must be of the segments"):
         run_job(job, dataset, old, segments=(DATES[1],), resume=True)
