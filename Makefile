@@ -8,7 +8,7 @@ SHELL := /bin/bash
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
-PACKAGES := schemas pipelines trainer scheduler benchmarks tests
+PACKAGES := schemas pipelines trainer scheduler presage benchmarks tests
 BENCHMARKS = $(basename $(notdir $(shell grep -l '__name__ == "__main__"' benchmarks/*.py)))
 JOB := schemas/demo/job.yaml
 JOBS ?= 2
@@ -94,11 +94,11 @@ PIN = $(BIN)/uv pip compile --quiet --no-header --no-annotate --generate-hashes 
 COMPILE = $(PIN) pyproject.toml
 
 lock: | $(BIN)/uv ## compile the locks; UPGRADE=--upgrade takes newer versions
-	$(COMPILE) --extra pipelines --extra yaml --extra trainer --extra score --extra scheduler --extra dev --override requirements-override.txt --output-file requirements.lock
+	$(COMPILE) --extra pipelines --extra yaml --extra trainer --extra torchrec --extra score --extra scheduler --extra dev --override requirements-override.txt --output-file requirements.lock
 	$(COMPILE) --extra pipelines --constraints requirements.lock --output-file requirements-pipelines.lock
 	$(COMPILE) --extra pipelines --extra dataflow --constraints requirements.lock --output-file requirements-dataflow.lock
 	$(COMPILE) --extra pipelines --extra gpu --extra scheduler --extra dev --constraints requirements.lock --output-file requirements-gpu.lock
-	$(COMPILE) --extra pipelines --extra trainer --extra scheduler --constraints requirements.lock --override requirements-override.txt --override deploy/images/override.txt --output-file requirements-jobs.lock
+	$(COMPILE) --extra pipelines --extra trainer --extra torchrec --extra scheduler --constraints requirements.lock --override requirements-override.txt --override deploy/images/override.txt --output-file requirements-jobs.lock
 	$(COMPILE) --extra scheduler --constraints requirements.lock --output-file requirements-scheduler.lock
 	$(PIN) deploy/airflow/requirements.in --output-file deploy/airflow/requirements.lock
 

@@ -42,6 +42,11 @@ logger = logging.getLogger(__name__)
 COMPILERS = ("g++", "c++", "clang++")
 FLAGS = ("-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-fopenmp", "-fPIC", "-shared")
 """No flag lets the compiler reorder sums."""
+_LEVELS = {
+    "x86-64-v4": {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"},
+    "x86-64-v3": {"avx2", "bmi1", "bmi2", "f16c", "fma", "movbe"},
+}
+"""Instruction-set levels that `CMakeLists.txt` builds for, highest first, and what each needs."""
 _RULES = {"sum": 0, "sgd": 1, "adagrad": 2, "rowwise_adagrad": 3, "adam": 4}
 """Enum `Kind` of `rules.h`."""
 _DTYPES = {torch.float32: "float32", torch.float64: "float64"}
@@ -99,7 +104,17 @@ def interactions_of(name: str) -> Interactions:
     return TorchInteractions() if path is None else CompiledInteractions(path)
 
 
+def installed_library(library: Library) -> Path | None:
+    """Return the library that was built when the package was installed, None in a source tree."""
+    features = set(_processor_features().split())
+    level = next((name for name, needs in _LEVELS.items() if needs <= features), "generic")
+    path = Path(__file__).with_name(f"{Path(library.sources[0]).stem}-{level}.so")
+    return path if path.is_file() else None
+
+
 def _build_or_warn(library: Library) -> Path | None:
+    if (installed := installed_library(library)) is not None:
+        return installed
     try:
         return build_library(cache_folder(), COMPILERS, library)
     except (OSError, subprocess.CalledProcessError) as error:

@@ -1,0 +1,1 @@
+"""The front door of Presage: one command over `pipelines`, `trainer` and `scheduler`."""
