@@ -1,1 +1,1 @@
-"""Access lists, edges, indexes, and what a plan does."""
+"""Compute access lists and indexes, and report the results of cache plans."""

@@ -1,4 +1,14 @@
-"""One table's part of an index: links over all segments, at once or as tasks."""
+"""One table's part of an index over all segments, written in memory or planned as stages.
+
+Rows have dense numbers in each segment, by first use. For an index over several segments these are
+merged into dense numbers of the dataset, in memory that does not grow with the table:
+
+    edges -> slot ranges (which rows are new) -> numbers of new rows -> slot ranges (number maps)
+
+A slot range finds the segment in which each of its rows is new. New rows are numbered in the order
+of their segment's own numbers; then each range gives its other rows the number of the first segment
+that has them. `schemas.accesses.merge_dictionaries` does the same in memory.
+"""
 
 from __future__ import annotations
 
@@ -33,30 +43,19 @@ from schemas.layout import access_path
 from schemas.oracle import next_use
 from schemas.order import Order
 
-# Join the numberings of several segments by first use, with memory that does not follow the
-# table.
-#
-# Rows go by ranges of hash slots: a range tells of each of its rows in which segment it is new.
-# New rows are numbered in the order of their segment's own numbers; then each range gives its old
-# rows the numbers of the first segment that has them:
-#
-#     edges -> ranges of slots (which rows are new) -> numbers of new rows -> ranges of slots (maps)
-#
-# `schemas.accesses.merge_dictionaries` does the same in memory.
-
 WINDOW = 1 << 21
-"""Numbers of a map that are worked on at once: 8 or 16 MiB of mapped memory."""
+"""Entries of a number map that are mapped at once: 8 or 16 MiB."""
 
 
 def merge_numberings(
     edges: Sequence[Sequence[CheckedFile]], maps: Sequence[Path], worker_rows: int
 ) -> int:
-    """Write for each segment the dataset's number of each of its own.
+    """Write for each segment a map from its row numbers to those of the dataset.
 
     Args:
-        edges: for each segment its files of edges, none where it does not use the table.
-        maps: where to; a segment without edges gets no file.
-        worker_rows: rows that are held at once.
+        edges: for each segment its edge files, none if it does not use the table.
+        maps: output file of each segment; not written for segments without edges.
+        worker_rows: maximum rows in memory.
 
     Returns:
         The number of distinct rows.
@@ -69,67 +68,70 @@ def merge_numberings(
         folder = Path(name)
         used = [segment for segment, files in enumerate(edges) if files]
         flags = {segment: folder / f"new-{segment}" for segment in used}
-        joint = {segment: stack.enter_context(atomic_write(maps[segment])) for segment in used}
+        outputs = {s: stack.enter_context(atomic_write(maps[s])) for s in used}
         for segment in used:
             open_memmap(flags[segment], "w+", np.bool_, (counts[segment],))
-            open_memmap(joint[segment], "w+", smallest_int_type(total), (counts[segment],))
-        runs = {s: _spread(folder / f"rows-{s}", edges[s], num_ranges) for s in used}
+            open_memmap(outputs[segment], "w+", smallest_int_type(total), (counts[segment],))
+        runs = {s: _partition_rows(folder / f"rows-{s}", edges[s], num_ranges) for s in used}
         for index in range(num_ranges):
-            for segment, number, _, is_new in _entries(runs, index):
+            for segment, number, _, is_new in _range_rows(runs, index):
                 _write_at(flags[segment], number, is_new)
         num_rows = 0
         for segment in used:
-            num_rows = _number_new(flags[segment], joint[segment], num_rows)
+            num_rows = _number_new_rows(flags[segment], outputs[segment], num_rows)
         for index in range(num_ranges):
-            known = np.empty(0, smallest_int_type(total))
-            for segment, number, codes, is_new in _entries(runs, index):
-                _write_at(joint[segment], number[~is_new], known[codes[~is_new]])
-                known = np.concatenate([known, _read_at(joint[segment], number[is_new])])
+            merged = np.empty(0, smallest_int_type(total))
+            for segment, number, codes, is_new in _range_rows(runs, index):
+                _write_at(outputs[segment], number[~is_new], merged[codes[~is_new]])
+                merged = np.concatenate([merged, _read_at(outputs[segment], number[is_new])])
     return num_rows
 
 
-def _spread(place: Path, files: Sequence[CheckedFile], num_ranges: int) -> list[Path]:
-    """Sort the rows of a segment into ranges of slots, each with its ascending number."""
-    first, runs = 0, list[Path]()
+def _partition_rows(prefix: Path, files: Sequence[CheckedFile], num_ranges: int) -> list[Path]:
+    """Sort the rows of a segment, with their ascending numbers, into slot ranges."""
+    first, paths = 0, list[Path]()
     for index, file in enumerate(files):
         rows = edge_rows(file)
         number = np.arange(first, first + len(rows))
-        runs.append(place.with_name(f"{place.name}-{index}"))
+        paths.append(prefix.with_name(f"{prefix.name}-{index}"))
         bucket = slot_of_row(rows) * num_ranges // NUM_SLOTS
-        write_buckets(runs[-1], bucket, {"number": number, "row": rows}, num_ranges)
+        write_buckets(paths[-1], bucket, {"number": number, "row": rows}, num_ranges)
         first += len(rows)
-    return runs
+    return paths
 
 
-def _entries(
+def _range_rows(
     runs: dict[int, list[Path]], index: int
 ) -> Iterator[tuple[int, NDArray[np.int64], NDArray[np.int64], NDArray[np.bool_]]]:
-    """Yield segment, numbers, place among known rows, and which rows are new, of a range."""
-    known = np.empty(0, np.int64)
+    """Yield (segment, row numbers, codes, whether rows are new) of a slot range.
+
+    A code is the index of a row among the range's distinct rows of this and earlier segments.
+    """
+    distinct = np.empty(0, np.int64)
     for segment, paths in runs.items():
         parts = [read_bucket(path, index) for path in paths]
         number, row = (np.concatenate([part[name] for part in parts]) for name in ("number", "row"))
-        codes, new = encode_rows(row, known)
-        yield segment, number, codes, codes >= len(known)
-        known = np.concatenate([known, new])
+        codes, new = encode_rows(row, distinct)
+        yield segment, number, codes, codes >= len(distinct)
+        distinct = np.concatenate([distinct, new])
 
 
-def _number_new(flags: Path, joint: Path, first: int) -> int:
-    """Number the new rows of a segment; return the number behind them."""
+def _number_new_rows(flags: Path, output: Path, first: int) -> int:
+    """Number the new rows of a segment from `first` on; return the next number."""
     count = len(open_array(flags))
     for start in range(0, count, WINDOW):
         is_new = open_array(flags)[start : start + WINDOW]
         numbers = np.cumsum(is_new) + (first - 1)
-        open_array(joint, "r+")[start : start + WINDOW] = numbers
+        open_array(output, "r+")[start : start + WINDOW] = numbers
         first = int(numbers[-1]) + 1
     return first
 
 
 def _windows(numbers: NDArray[np.int64]) -> Iterator[slice]:
-    """Cut ascending numbers where they leave a window; each is mapped alone."""
+    """Divide ascending numbers by windows, each of which is mapped separately."""
     last = int(numbers[-1]) if len(numbers) else -1
-    cuts = np.searchsorted(numbers, np.arange(0, last + 1 + WINDOW, WINDOW))
-    for start, end in zip(cuts[:-1].tolist(), cuts[1:].tolist(), strict=True):
+    bounds = np.searchsorted(numbers, np.arange(0, last + 1 + WINDOW, WINDOW))
+    for start, end in pairwise(bounds.tolist()):
         if end > start:
             yield slice(start, end)
 
@@ -145,12 +147,12 @@ def _read_at(path: Path, numbers: NDArray[np.int64]) -> Array:
 
 
 SCRATCH = ".links"
-"""Directory below an index being built for what the rounds leave."""
+"""Directory of scratch files below an index being built."""
 
 
 @dataclass(frozen=True, slots=True)
 class TableTotals:
-    """What the manifest says of one table's part of the index."""
+    """Counts of one table for the manifest of the index."""
 
     table: str
     num_rows: int
@@ -158,21 +160,21 @@ class TableTotals:
 
 
 def totals_of(table: str, plan: LinkingPlan, entries: Iterable[int]) -> TableTotals:
-    """Return the totals of a table that was linked in rounds."""
+    """Return the totals of a table that was linked in stages; `entries` are the last results."""
     return TableTotals(table, plan.num_numbers, sum(entries))
 
 
 def index_table(
     root: Path, dataset: Dataset, table: str, order: Order, worker_entries: int
 ) -> tuple[int, int] | LinkingPlan:
-    """Link the entries of a table that fits a worker, or plan how to link one that does not.
+    """Write the part of a table that fits a worker, or return a plan to write it in stages.
 
     Args:
         root: directory of the index being built.
         dataset: an open dataset.
         table: table name.
         order: global order of the run.
-        worker_entries: entries, over all epochs, that fit.
+        worker_entries: entries, over all epochs, that fit a worker.
 
     Returns:
         The number of distinct rows and of entries over all steps, or a plan.
@@ -202,23 +204,17 @@ def index_table(
 
 
 def access_files(dataset: Dataset, segment: Segment, table: str) -> list[CheckedFile]:
-    """Return a segment's files of access lists, none when it looks nothing up in the table."""
-    found: list[CheckedFile] = []
+    """Return a segment's files of access lists, none if it does not use the table."""
+    files: list[CheckedFile] = []
     if has_accesses(dataset, segment, table):
-        found.append(segment.file(access_path(table, 0)))
-    while found and (path := access_path(table, len(found))) in segment.files:
-        found.append(segment.file(path))
-    return found
+        files.append(segment.file(access_path(table, 0)))
+    while files and (path := access_path(table, len(files))) in segment.files:
+        files.append(segment.file(path))
+    return files
 
 
 def link_in_memory(root: Path, dataset: Dataset, table: str, order: Order) -> tuple[int, int]:
-    """Link each entry of each step to its next use; write one table's part of the index.
-
-    Args:
-        root: directory of the index being built.
-        dataset: an open dataset.
-        table: table name.
-        order: global order of the run.
+    """Write one table's part of the index: the next use of each entry of each step.
 
     Returns:
         The number of distinct rows, and of entries over all steps.

@@ -1,4 +1,4 @@
-"""What each cache policy does with a table, and statistics for TorchRec's sharding planner."""
+"""Cache reports of each table and policy, and statistics for TorchRec's sharding planner."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ from schemas.order import Order
 from schemas.sharding_hints import TableHints
 
 HOT_SHARES = (0.0001, 0.001, 0.01, 0.1, 0.5)
-"""Shares of the distinct rows whose share of all accesses is told."""
+"""Shares of the distinct rows for which `hot_rows` returns the share of accesses."""
 MISS_POINTS = 64
-"""Points of the curve of misses."""
+"""Points of the miss curve."""
 
 
 def sharding_hints(dataset: Dataset, order: Order) -> dict[str, TableHints]:
     """Return the hints of every table.
 
     Raises:
-        SchemaError: the dataset has no index for this order; the message says how to build it.
+        SchemaError: the dataset has no index for this order; the message gives the command.
     """
     index = dataset.index_for(order).manifest
     values, bags, samples = _bags(dataset)
-    found: dict[str, TableHints] = {}
+    hints: dict[str, TableHints] = {}
     for name, table in dataset.job.data.tables.items():
         accesses = TableAccesses(dataset, name, order)
         num_accesses, num_unique = index.num_accesses[name], index.num_rows[name]
-        found[name] = TableHints(
+        hints[name] = TableHints(
             feature_names=tuple(table.features),
             pooling_factors=tuple(
                 values.get(f, 0) / max(1, bags.get(f, 0)) for f in table.features
@@ -49,13 +49,13 @@ def sharding_hints(dataset: Dataset, order: Order) -> dict[str, TableHints]:
             hot_rows=hot_rows(accesses.steps(), num_unique),
             lru_misses=lru_misses(accesses.steps(), num_accesses, num_unique, table.num_rows),
         )
-    return found
+    return hints
 
 
 def hot_rows(
     steps: Iterator[NDArray[np.int64]], num_unique: int
 ) -> tuple[tuple[float, float], ...]:
-    """Return which share of all accesses the hottest rows have, a row once per step.
+    """Return (share of rows, share of accesses) for the hottest rows; a row counts once per step.
 
     Example:
         >>> hot_rows(iter([np.array([0, 1]), np.array([0])]), 2)[-1]
@@ -77,27 +77,27 @@ def hot_rows(
 def lru_misses(
     steps: Iterator[NDArray[np.int64]], num_accesses: int, num_unique: int, num_rows: int
 ) -> tuple[tuple[float, float], ...]:
-    """Return the misses among repeated accesses for caches of ascending shares of a table."""
+    """Return (cache size as a share of the table, misses as a share of repeated accesses)."""
     repeated = num_accesses - num_unique
     if repeated <= 0:
         return ((0.0, 1.0),)
     curve = lru_curve(steps, num_accesses, num_unique)
-    places = np.unique(np.geomspace(1, len(curve.capacities), MISS_POINTS).astype(np.int64)) - 1
-    misses = 1 - curve.hit_rates[places] * num_accesses / repeated
-    shares = np.minimum(1.0, curve.capacities[places] / num_rows)
+    indices = np.unique(np.geomspace(1, len(curve.capacities), MISS_POINTS).astype(np.int64)) - 1
+    misses = 1 - curve.hit_rates[indices] * num_accesses / repeated
+    shares = np.minimum(1.0, curve.capacities[indices] / num_rows)
     points = zip(shares.tolist(), np.clip(misses, 0.0, 1.0).tolist(), strict=True)
     return ((0.0, 1.0), *points)
 
 
 def _bags(dataset: Dataset) -> tuple[dict[str, float], dict[str, float], int]:
-    """Return values and bags of each feature over all segments, and the samples."""
+    """Return the values and bags of each feature over all segments, and the number of samples."""
     values: dict[str, float] = {}
     bags: dict[str, float] = {}
     num_samples = 0
     for segment in dataset.segments:
-        whole = segment_statistics(segment).datasets[0]
-        num_samples += whole.num_examples
-        for feature in whole.features:
+        statistics = segment_statistics(segment).datasets[0]
+        num_samples += statistics.num_examples
+        for feature in statistics.features:
             stats = getattr(feature, feature.WhichOneof("stats") or "num_stats")
             common, name = stats.common_stats, feature.path.step[0]
             values[name] = values.get(name, 0) + common.tot_num_values
@@ -107,7 +107,7 @@ def _bags(dataset: Dataset) -> tuple[dict[str, float], dict[str, float], int]:
 
 @dataclass(frozen=True, slots=True)
 class TableReport:
-    """What `oracle --json` says of one table under the job's plan."""
+    """Fields of `oracle --json` for one table under the job's plan."""
 
     num_lookups: int
     num_lookups_dedup: int
@@ -120,15 +120,16 @@ class TableReport:
 
 @dataclass(frozen=True, slots=True)
 class PolicyReport:
-    """What one policy does in a cache of some size.
+    """Results of one policy with one cache size.
 
     Attributes:
-        required_rows: smallest cache with which it works.
-        cache_rows: size that it was given; None when it takes what it needs.
-        fetched_rows: reads, first uses included; None, as are the next three, when it does not fit.
-        written_rows: rows written back when they leave.
+        required_rows: smallest cache size that the plan fits.
+        cache_rows: cache size; None for no limit.
+        fetched_rows: rows read, first uses included; None, like the next three, if the plan does
+            not fit the cache.
+        written_rows: rows written back on eviction.
         hit_rate: share of accesses that need no read.
-        peak_cache_rows: most rows in the cache at once, those in flight included.
+        peak_cache_rows: maximum number of rows in the cache, including those in flight.
     """
 
     required_rows: int
@@ -142,12 +143,10 @@ class PolicyReport:
 def policy_reports(
     dataset: Dataset, table: str, order: Order, cache: CacheConfig
 ) -> dict[str, PolicyReport]:
-    """Run both policies over one table, in caches of one size.
-
-    That of `cache.rows`, or, where it sets none, the size that `ttl` takes.
+    """Run both policies over one table with `cache.rows`, or the peak of `ttl` if that is unset.
 
     Raises:
-        SchemaError: the dataset has no index for this order; the message says how to build it.
+        SchemaError: the dataset has no index for this order; the message gives the command.
     """
     ttl = policy_report(dataset, table, order, replace(cache, policy="ttl"))
     rows = cache.rows or max(1, ttl.peak_cache_rows or 0)
@@ -162,14 +161,14 @@ def policy_report(dataset: Dataset, table: str, order: Order, cache: CacheConfig
     required = required_rows(distances, cache)
     if cache.rows is not None and required > cache.rows:
         return PolicyReport(required, cache.rows, None, None, None, None)
-    found = summarize(plan(indexed_steps(dataset, index, table, order), cache))
+    summary = summarize(plan(indexed_steps(dataset, index, table, order), cache))
     return PolicyReport(
         required_rows=required,
         cache_rows=cache.rows,
-        fetched_rows=found.fetched_rows,
-        written_rows=found.written_rows,
-        hit_rate=found.hit_rate,
-        peak_cache_rows=found.peak_cache_rows,
+        fetched_rows=summary.fetched_rows,
+        written_rows=summary.written_rows,
+        hit_rate=summary.hit_rate,
+        peak_cache_rows=summary.peak_cache_rows,
     )
 
 
@@ -180,10 +179,10 @@ def table_report(
     cache: CacheConfig,
     policies: Mapping[str, PolicyReport],
 ) -> TableReport:
-    """Return what the job's own policy does with one table.
+    """Return the report of one table under the job's policy.
 
     Raises:
-        PlanError: its cache is too small.
+        PlanError: the cache is too small.
     """
     chosen = policies[cache.policy]
     if chosen.fetched_rows is None or chosen.hit_rate is None or chosen.peak_cache_rows is None:
