@@ -21,7 +21,7 @@ import pyarrow as pa
 
 from benchmarks.logs import LOGS, build_job, each_log, job_path, log_parser, write_result
 from pipelines.clustering.reader import read_joined_row_group, row_groups
-from pipelines.transforms.apply import with_transforms
+from pipelines.transforms.apply import apply_transforms
 from schemas.config.job import SAMPLES, DataConfig
 from schemas.dataset import Dataset, open_dataset
 from schemas.fitted import FittedValues, load_fitted
@@ -74,7 +74,7 @@ def apply_all(tables: Tables, data: DataConfig, learned: FittedValues) -> dict[s
     for name, parts in tables.items():
         start = time.perf_counter()
         for table in parts:
-            with_transforms(table, name, data.transforms[name], learned)
+            apply_transforms(table, name, data.transforms[name], learned)
         seconds[name] = time.perf_counter() - start
     return seconds
 

@@ -48,7 +48,7 @@ from pipelines.table.compatibility import (
 from pipelines.table.days import position_of_day, replaced_versions, seal
 from pipelines.table.locks import scratch_directory
 from pipelines.table.publish import publish, recover, wait_for_predecessors
-from pipelines.transforms.fit import place_learned, returned_files, stage_learned
+from pipelines.transforms.fit import publish_fitted, returned_files, stage_fitted
 from schemas.config.job import DataConfig, Job, SplitConfig, check_new_names, load_job
 from schemas.dataset import Dataset, Segment, open_dataset
 from schemas.errors import SchemaError
@@ -177,7 +177,7 @@ def _write_segment(
 ) -> None:
     """Run the pipeline and finish the segment in its hidden directory."""
     building = context.segment_root
-    stage_learned(request.dataset, context.learned, building)
+    stage_fitted(request.dataset, context.learned, building)
     with (
         report_progress(building, context.num_parts, request.progress),
         _job_file_in_errors(request),
@@ -231,7 +231,7 @@ def finish_segment_files(
     rejects = merge_counts(values["rejects"])
     check_usable(parts, rejects, context.data)
     learned = returned_files(values, context.learned)
-    place_learned(building, request.dataset, learned)
+    publish_fitted(building, request.dataset, learned)
     write_counts(building, values["events"])
     finish_segment(
         building,

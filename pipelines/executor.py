@@ -33,15 +33,15 @@ from pipelines.stages import (
     read_rows,
     write_part,
 )
-from pipelines.transforms.apply import learned_inputs
+from pipelines.transforms.apply import fit_inputs
 from pipelines.transforms.fit import (
     LEARNED,
     Partial,
-    load_building,
-    merged,
-    settle,
-    shrink,
-    with_partial,
+    add_partial,
+    load_staged,
+    merge_partials,
+    write_fitted,
+    write_shard,
 )
 
 SourceRows = tuple[str, pa.Table]
@@ -74,7 +74,7 @@ class OutputCollector:
                 continue
             elif name == LEARNED:
                 key, partial = value
-                self.partials[key] = with_partial(self.partials[key], partial)
+                self.partials[key] = add_partial(self.partials[key], partial)
             else:
                 self.values[name].append(value)
 
@@ -204,11 +204,13 @@ def _join_by_key(
 def fit_transforms(context: BuildContext, collected: OutputCollector) -> dict[str, str] | None:
     """Fit transforms; return their files, path to sha256, or None without transforms to fit."""
     root, data = context.segment_root, context.data
-    if not learned_inputs(data):
+    if not fit_inputs(data):
         return None
-    sums = {k: shrink(root, data, k, merged(p)[0]) for k, p in collected.partials.items()}
+    sums = {
+        k: write_shard(root, data, k, merge_partials(p)[0]) for k, p in collected.partials.items()
+    }
     collected.partials.clear()
-    return settle(root / LEARNED, sums, data, context.learned)
+    return write_fitted(root / LEARNED, sums, data, context.learned)
 
 
 def write_parts(
@@ -224,7 +226,7 @@ def write_parts(
     if not samples:
         return []
     layout = layout_of(context, samples[min(samples)], files)
-    learned = load_building(context.segment_root, files, context.data)
+    learned = load_staged(context.segment_root, files, context.data)
     return [
         write_part(context, part, samples.pop(part), layout, learned) for part in sorted(samples)
     ]

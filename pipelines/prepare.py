@@ -38,7 +38,7 @@ from pipelines.sources.listing import Folder, folder_of, list_inputs, undeclared
 from pipelines.sources.read import empty_rows, parts_of_file, read_part
 from pipelines.sources.rows import ORIGIN, FilePart
 from pipelines.transforms.apply import check_transforms
-from pipelines.transforms.fit import learned_so_far
+from pipelines.transforms.fit import fitted_files
 from schemas.config.job import DataConfig, Job
 from schemas.errors import SchemaError
 from schemas.features import FeatureSet
@@ -164,7 +164,7 @@ def build_context(
         broadcast=prepared.broadcast,
         key_types=prepared.key_types,
         num_parts=num_parts or count_parts(size),
-        learned=learned_so_far(request.dataset),
+        learned=fitted_files(request.dataset),
         shuffle_by=shuffle_by or choose_shuffle(request.beam_args, prepared.listing),
     )
 

@@ -31,8 +31,8 @@ from pipelines.samples.validate import usable_samples
 from pipelines.sources.read import parts_of_file, read_part
 from pipelines.sources.rejects import rejects_from_table, rejects_table
 from pipelines.sources.rows import FilePart
-from pipelines.transforms.apply import learned_inputs
-from pipelines.transforms.fit import LEARNED, load_building, partials
+from pipelines.transforms.apply import fit_inputs
+from pipelines.transforms.fit import LEARNED, load_staged, partial_fits
 from schemas.config.job import GateConfig
 from schemas.fitted import FittedValues
 
@@ -160,7 +160,7 @@ class SampleStage:
         """
         self.context, self.on_output = context, on_output
         self.connection = Connection(context.data.samples.limits)
-        self.inputs, self.source = learned_inputs(context.data), context.data.sample_source
+        self.inputs, self.source = fit_inputs(context.data), context.data.sample_source
         self.sides = Sides()
 
     def use_sides(self, sides: Sides) -> None:
@@ -226,7 +226,7 @@ class SampleStage:
         separated = separate(hash_groups(self.connection, context.steps, samples), data.groups)
         good, unusable = usable_samples(separated, features, data)
         good = sample_negatives(good, features, data)
-        for key, partial in partials(good, self.inputs, data):
+        for key, partial in partial_fits(good, self.inputs, data):
             yield LEARNED, (key, partial)
         if good.num_samples:
             count_rows(context.segment_root, Counts(samples=good.num_samples))
@@ -252,7 +252,7 @@ def layout_of(
         sent: the samples of the first part, as `context.transport` sent them.
         files: files of fitted transforms, path to sha256.
     """
-    learned = load_building(context.segment_root, files, context.data)
+    learned = load_staged(context.segment_root, files, context.data)
     return choose_segment_layout(
         context.transport.receive(sent), context.data, learned, context.num_parts
     )

@@ -31,7 +31,7 @@ from pipelines.stages import BLOCKS, EVENTS, REJECTS, SAMPLES
 from pipelines.table.compatibility import check_admissible, commit_request, unpublished_segments
 from pipelines.table.locks import locked, scratch_directory
 from pipelines.table.publish import publish
-from pipelines.transforms.apply import learned_inputs
+from pipelines.transforms.apply import fit_inputs
 from pipelines.transforms.fit import LEARNED
 from schemas.config.job import Job
 from schemas.dataset import Dataset
@@ -66,7 +66,7 @@ def segment_of_rows(
     """
     samples = rows[SAMPLES] | "MakeSamples" >> MakeSamples(context)
     outputs: dict[str, beam.PCollection] = {}
-    if learned_inputs(context.data):
+    if fit_inputs(context.data):
         learn = Learn(context.segment_root, context.data, context.learned)
         outputs["learned"] = samples[LEARNED] | "Learn" >> learn
     parts = samples[SAMPLES] | "BuildParts" >> BuildParts(context, outputs.get("learned"))

@@ -51,7 +51,7 @@ from pipelines.sources.rejects import Reject
 from pipelines.sources.rows import ORIGIN
 from pipelines.stages import REJECTS, SAMPLES
 from pipelines.table.compatibility import check_admissible
-from pipelines.transforms.fit import stage_learned
+from pipelines.transforms.fit import stage_fitted
 from schemas.config.job import Job, check_new_names, load_job
 from schemas.dataset import missing_column_defaults, open_dataset
 from schemas.errors import SchemaError, suggest_name
@@ -424,7 +424,7 @@ def _start_build(
         request, job, features, prepared, root, shuffle_by=shuffle_by, **settings
     )
     root.mkdir()
-    stage_learned(request.dataset, context.learned, root)
+    stage_fitted(request.dataset, context.learned, root)
     return context
 
 

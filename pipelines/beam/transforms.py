@@ -58,11 +58,11 @@ from pipelines.stages import (
 from pipelines.transforms.fit import (
     LEARNED,
     Partial,
-    load_building,
-    merged,
-    settle,
-    shrink,
-    with_partial,
+    add_partial,
+    load_staged,
+    merge_partials,
+    write_fitted,
+    write_shard,
 )
 from schemas.config.job import DataConfig
 from schemas.fitted import FittedValues
@@ -281,19 +281,19 @@ class MergePartials(beam.CombineFn):
 
     def add_input(self, mutable_accumulator: list[Partial], element: Partial) -> list[Partial]:
         """Add one aggregate."""
-        return with_partial(mutable_accumulator, element)
+        return add_partial(mutable_accumulator, element)
 
     def merge_accumulators(self, accumulators: Iterable[list[Partial]]) -> list[Partial]:
         """Merge the aggregates of all accumulators into one."""
-        return merged([part for parts in accumulators for part in parts])
+        return merge_partials([part for parts in accumulators for part in parts])
 
     def compact(self, accumulator: list[Partial]) -> list[Partial]:
         """Merge the aggregates before the accumulator is sent."""
-        return merged(accumulator)
+        return merge_partials(accumulator)
 
     def extract_output(self, accumulator: list[Partial]) -> Partial:
         """Return the merged aggregate."""
-        return merged(accumulator)[0]
+        return merge_partials(accumulator)[0]
 
 
 class _Shrink(beam.DoFn):
@@ -302,7 +302,7 @@ class _Shrink(beam.DoFn):
 
     def process(self, element: tuple[str, Partial]) -> Iterator[tuple[str, Partial | str]]:
         key, partial = element
-        yield key, shrink(self.root, self.data, key, partial)
+        yield key, write_shard(self.root, self.data, key, partial)
 
 
 class _Settle(beam.DoFn):
@@ -310,7 +310,7 @@ class _Settle(beam.DoFn):
         self.root, self.data, self.base = root, data, base
 
     def process(self, partials: list[tuple[str, Any]]) -> Iterator[dict[str, str]]:
-        yield settle(self.root / LEARNED, dict(partials), self.data, self.base)
+        yield write_fitted(self.root / LEARNED, dict(partials), self.data, self.base)
 
 
 @dataclass  # not frozen: Beam assigns to its transforms
@@ -524,7 +524,7 @@ class _BuildPart(_Counted):
         self, part: tuple[int, Iterable[Any]], layout: SegmentLayout, files: Mapping[str, str]
     ) -> Iterator[Any]:
         if self.learned is None:
-            self.learned = load_building(self.context.segment_root, files, self.context.data)
+            self.learned = load_staged(self.context.segment_root, files, self.context.data)
         result = write_part(self.context, part[0], part[1], layout, self.learned)
         self.counters["in-rows"].inc(result.num_samples)
         yield serialize_result(result)

@@ -20,7 +20,7 @@ from pipelines.clustering.order import Clustered
 from pipelines.samples.sql import LIST_INDEX
 from pipelines.samples.tuples import first_appearances
 from pipelines.sources.read import ORIGIN
-from pipelines.transforms.apply import with_transforms
+from pipelines.transforms.apply import apply_transforms
 from schemas.arrays import (
     Jagged,
     bits,
@@ -89,7 +89,7 @@ def to_star(
         c: tuples.samples[c] for c in tuples.samples.column_names if c not in (ORIGIN, LIST_INDEX)
     }
     samples = pa.table({BLOCK: pa.array(prefix + clustered.block), **columns})
-    samples = with_transforms(samples, SAMPLES, data.transforms.get(SAMPLES, {}), learned)
+    samples = apply_transforms(samples, SAMPLES, data.transforms.get(SAMPLES, {}), learned)
     groups: dict[str, pa.Table] = {}
     unique_per_block: dict[str, NDArray[np.int64]] = {}
     stored_tuples: dict[str, NDArray[np.int64]] = {}
@@ -107,7 +107,7 @@ def to_star(
                 **{c: taken[c] for c in names},
             }
         )
-        groups[group] = with_transforms(table, group, data.transforms.get(group, {}), learned)
+        groups[group] = apply_transforms(table, group, data.transforms.get(group, {}), learned)
         local = (inverse - starts[clustered.block]).astype(np.int32)
         samples = samples.append_column(inverse_column(group), pa.array(local))
         unique_per_block[group] = counts

@@ -46,8 +46,8 @@ from pipelines.sources.listing import (
 from pipelines.sources.rejects import RejectCounts, count_rejects, sorted_rejects
 from pipelines.sources.rows import ORIGIN, type_text
 from pipelines.stages import REJECTS
-from pipelines.transforms.apply import with_transforms
-from pipelines.transforms.fit import load_building
+from pipelines.transforms.apply import apply_transforms
+from pipelines.transforms.fit import load_staged
 from schemas.config.job import GateConfig, Job
 from schemas.config.sources import SourceConfig
 from schemas.errors import SchemaError
@@ -505,9 +505,9 @@ def _with_made(context: BuildContext, rows: pa.Table, files: Mapping[str, str]) 
     """Return samples with the columns that transforms make of them."""
     if not rows.num_rows:
         return rows
-    learned = load_building(context.segment_root, files, context.data)
+    learned = load_staged(context.segment_root, files, context.data)
     for group, transforms in context.data.transforms.items():
-        rows = with_transforms(rows, group, transforms, learned)
+        rows = apply_transforms(rows, group, transforms, learned)
     return rows.select([name for name in context.features.names if name in rows.column_names])
 
 

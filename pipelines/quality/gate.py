@@ -1,6 +1,8 @@
-"""Decide whether a segment may enter the dataset.
+"""Check the statistics of a segment against the schema, the job and the previous segment.
 
-Its statistics against schema, job and earlier segments.
+Constraints of a schema have their meaning in TFDV: presence, value counts, unique values, example
+counts, string domains, `drift_comparator` (against the previous segment), `skew_comparator`
+(training against evaluation). Limits on the segment as a whole are in `data.gate`.
 """
 
 from __future__ import annotations
@@ -20,10 +22,18 @@ from schemas.errors import SchemaError
 from schemas.layout import EVALUATION, TRAIN
 
 Key = TypeVar("Key")
+Feature = statistics_pb2.FeatureNameStatistics
+Features = Mapping[str, Feature]
+Severity = anomalies_pb2.AnomalyInfo
+
+MANY_REJECTS = "Many rejects"
 
 
-def shares(counts: Mapping[Key, float]) -> dict[Key, float]:
-    """Return counts as shares of their sum; nothing when they are all zero."""
+# Distances.
+
+
+def to_shares(counts: Mapping[Key, float]) -> dict[Key, float]:
+    """Return counts as shares of their sum, an empty dict if the sum is zero."""
     total = sum(counts.values())
     return {k: c / total for k, c in counts.items()} if total else {}
 
@@ -33,7 +43,7 @@ def infinity_norm(left: Mapping[Key, float], right: Mapping[Key, float]) -> floa
 
     Args:
         left: value to share.
-        right: value to share; a value that lacks has none.
+        right: value to share; the share of a missing value is 0.
 
     Example:
         >>> infinity_norm({"a": 0.75, "b": 0.25}, {"a": 0.25, "c": 0.75})
@@ -47,7 +57,7 @@ def jensen_shannon(left: Mapping[Key, float], right: Mapping[Key, float]) -> flo
 
     Args:
         left: value, or bucket, to share.
-        right: the same of the other side.
+        right: value, or bucket, to share.
 
     Example:
         >>> jensen_shannon({1: 1.0}, {2: 1.0}), jensen_shannon({1: 1.0}, {1: 1.0})
@@ -56,24 +66,24 @@ def jensen_shannon(left: Mapping[Key, float], right: Mapping[Key, float]) -> flo
     total = 0.0
     for key in sorted({*left, *right}, key=str):
         p, q = left.get(key, 0.0), right.get(key, 0.0)
-        middle = (p + q) / 2
-        total += sum(x * log2(x / middle) for x in (p, q) if x > 0) / 2
+        mean = (p + q) / 2
+        total += sum(x * log2(x / mean) for x in (p, q) if x > 0) / 2
     return min(1.0, max(0.0, total))
 
 
-Kind = anomalies_pb2.AnomalyInfo
+# Findings and anomalies.
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One limit that a segment breaks.
+    """One limit that a segment exceeds.
 
     Attributes:
         feature: column, or None for the segment as a whole.
         type: name of a type of `AnomalyInfo`.
-        short: a few words.
-        text: one line: what must hold, and what was found.
-        rows: rejected rows that show it, one line each.
+        short: short description.
+        text: one line with the limit and the value.
+        rows: examples of rejected rows, one line each.
     """
 
     feature: str | None
@@ -84,20 +94,20 @@ class Finding:
 
     def __str__(self) -> str:
         """Return the finding as lines."""
-        where = "segment" if self.feature is None else f"feature {self.feature!r}"
-        return "\n".join([f"{where}: {self.text}", *(f"  {row}" for row in self.rows)])
+        subject = "segment" if self.feature is None else f"feature {self.feature!r}"
+        return "\n".join([f"{subject}: {self.text}", *(f"  {row}" for row in self.rows)])
 
 
 @dataclass(frozen=True, slots=True)
 class Distance:
-    """How far one column is from the same column elsewhere.
+    """Distance between two distributions of a column.
 
     Attributes:
         feature: column.
-        against: `drift`, from the segment before, or `skew`, training from evaluation.
+        against: `drift`, from the previous segment, or `skew`, of training from evaluation.
         measure: `L_INFTY` or `JENSEN_SHANNON_DIVERGENCE`.
         value: distance, in [0, 1].
-        threshold: largest allowed one.
+        threshold: maximum distance.
     """
 
     feature: str
@@ -113,27 +123,28 @@ def anomalies_proto(
     distances: Sequence[Distance] = (),
     severity: str = "ERROR",
 ) -> anomalies_pb2.Anomalies:
-    """Return rejects by reason, findings by feature and measured distances as a proto.
+    """Return rejects by reason, findings by feature and distances as a proto.
 
     Args:
         rejects: of the segment, by kind of reason.
-        findings: limits that are broken.
-        distances: of every column that has a comparator.
+        findings: exceeded limits.
+        distances: of all columns with a comparator.
         severity: of the findings.
     """
     proto = anomalies_pb2.Anomalies()
-    for reason, counted in sorted(rejects.by_count(), key=lambda pair: pair[0]):
+    for reason, kind in sorted(rejects.by_count(), key=lambda pair: pair[0]):
         info = proto.anomaly_info[reason]
-        info.severity = Kind.ERROR
+        info.severity = Severity.ERROR
         info.short_description = reason
-        shown = "; ".join(map(shown_row, counted.first))
-        info.description = f"{counted.count} rows were rejected, such as {shown}"
+        examples = "; ".join(map(row_text, kind.first))
+        info.description = f"{kind.count} rows were rejected, such as {examples}"
     for finding in findings:
-        is_whole = finding.feature is None
-        info = proto.dataset_anomaly_info if is_whole else proto.anomaly_info[finding.feature or ""]
-        _add(info, finding, severity)
+        if finding.feature is None:
+            _add_finding(proto.dataset_anomaly_info, finding, severity)
+        else:
+            _add_finding(proto.anomaly_info[finding.feature], finding, severity)
     for distance in sorted(distances, key=lambda d: (d.feature, d.against, d.measure)):
-        _measure(proto, distance)
+        _add_distance(proto, distance)
     return proto
 
 
@@ -147,52 +158,147 @@ def anomalies_text(
     return text_format.MessageToString(anomalies_proto(rejects, findings, distances, severity))
 
 
-def shown_row(reject: Reject) -> str:
+def row_text(reject: Reject) -> str:
     """Return a rejected row as one line: file, position, value."""
-    place = reject.file if reject.position is None else f"{reject.file}:{reject.position}"
-    return f"{place} {reject.value[:SHOWN_CHARACTERS]}".rstrip()
+    location = reject.file if reject.position is None else f"{reject.file}:{reject.position}"
+    return f"{location} {reject.value[:SHOWN_CHARACTERS]}".rstrip()
 
 
-def _add(info: anomalies_pb2.AnomalyInfo, finding: Finding, severity: str) -> None:
+def _add_finding(info: anomalies_pb2.AnomalyInfo, finding: Finding, severity: str) -> None:
     if finding.feature is not None and not info.path.step:
         info.path.step.append(finding.feature)
-    info.severity = getattr(Kind, severity)
+    info.severity = getattr(Severity, severity)
     info.reason.add(
-        type=getattr(Kind, finding.type),
+        type=getattr(Severity, finding.type),
         short_description=finding.short,
         description=str(finding),
     )
-    several = len(info.reason) > 1
-    info.short_description = "Multiple errors" if several else finding.short
+    info.short_description = "Multiple errors" if len(info.reason) > 1 else finding.short
     info.description = " ".join(reason.description for reason in info.reason)
 
 
-def _measure(proto: anomalies_pb2.Anomalies, distance: Distance) -> None:
-    last = proto.drift_skew_info[-1] if proto.drift_skew_info else None
-    if last is None or list(last.path.step) != [distance.feature]:
-        last = proto.drift_skew_info.add()
-        last.path.step.append(distance.feature)
+def _add_distance(proto: anomalies_pb2.Anomalies, distance: Distance) -> None:
+    info = proto.drift_skew_info[-1] if proto.drift_skew_info else None
+    if info is None or list(info.path.step) != [distance.feature]:
+        info = proto.drift_skew_info.add()
+        info.path.step.append(distance.feature)
     kinds = anomalies_pb2.DriftSkewInfo.Measurement
-    side = last.drift_measurements if distance.against == "drift" else last.skew_measurements
-    side.add(
+    is_drift = distance.against == "drift"
+    measurements = info.drift_measurements if is_drift else info.skew_measurements
+    measurements.add(
         type=getattr(kinds, distance.measure), value=distance.value, threshold=distance.threshold
     )
 
 
-Feature = statistics_pb2.FeatureNameStatistics
+# Checks of a segment.
 
 
-def common_of(feature: Feature) -> statistics_pb2.CommonStatistics:
-    """Return what all kinds of statistics have."""
+@dataclass(frozen=True, slots=True)
+class GateResult:
+    """Result of the checks of a segment.
+
+    Attributes:
+        findings: exceeded limits; empty if the segment passes.
+        distances: all measured distances.
+    """
+
+    findings: tuple[Finding, ...]
+    distances: tuple[Distance, ...]
+
+
+class GateError(SchemaError):
+    """Say that a segment was built but is refused by the gate."""
+
+
+def check_segment(
+    schema: schema_pb2.Schema,
+    gate: GateConfig | None,
+    statistics: statistics_pb2.DatasetFeatureStatisticsList,
+    previous: statistics_pb2.DatasetFeatureStatisticsList | None,
+    rejects: RejectCounts,
+    num_rows: int,
+) -> GateResult:
+    """Compare a segment with its limits.
+
+    Args:
+        schema: declared columns with their constraints.
+        gate: limits on the segment as a whole, or None.
+        statistics: of the segment.
+        previous: statistics of the previous segment, None for the first one.
+        rejects: of the segment.
+        num_rows: raw rows that yielded its samples.
+    """
+    slices = features_by_slice(statistics)
+    previous_slices = features_by_slice(previous) if previous else {}
+    whole = slices["segment"]
+    findings: list[Finding] = []
+    distances: list[Distance] = []
+    for limit in schema.feature:
+        feature = whole.get(limit.name)
+        findings.extend(_with_examples(f, rejects) for f in _feature_findings(limit, feature))
+        earlier = previous_slices.get("segment", {}).get(limit.name)
+        train, evaluation = (slices.get(s, {}).get(limit.name) for s in (TRAIN, EVALUATION))
+        distances.extend(
+            measure_distances(limit, "drift", limit.drift_comparator, feature, earlier)
+        )
+        distances.extend(measure_distances(limit, "skew", limit.skew_comparator, train, evaluation))
+    findings.extend(_distance_finding(d) for d in distances if d.value > d.threshold)
+    count = statistics.datasets[0].num_examples
+    previous_count = previous.datasets[0].num_examples if previous else None
+    findings.extend(_example_findings(schema.dataset_constraints, count, previous_count))
+    findings.extend(reject_findings(gate or GateConfig(), rejects, num_rows))
+    if gate is not None and previous_slices:
+        findings.extend(_session_findings(gate, schema, whole, previous_slices["segment"]))
+    return GateResult(tuple(findings), tuple(distances))
+
+
+def check_limits(schema: schema_pb2.Schema) -> None:
+    """Check before a build that the limits of a schema can be measured.
+
+    Raises:
+        SchemaError: the type of a column does not have what its comparator or constraint compares.
+    """
+    for feature in schema.feature:
+        is_float = feature.type == schema_pb2.FLOAT
+        for name in ("drift_comparator", "skew_comparator"):
+            comparator = getattr(feature, name)
+            if comparator.HasField("normalized_abs_difference"):
+                raise _unsupported(feature, name, "normalized_abs_difference")
+            if is_float and comparator.HasField("infinity_norm"):
+                raise _unsupported(feature, name, "infinity_norm of FLOAT")
+        if is_float and feature.HasField("unique_constraints"):
+            raise SchemaError(
+                f"unique_constraints of feature {feature.name!r} must be on INT or BYTES, got "
+                "FLOAT; remove it"
+            )
+
+
+def _unsupported(feature: schema_pb2.Feature, comparator: str, measure: str) -> SchemaError:
+    return SchemaError(
+        f"{comparator} of feature {feature.name!r} must be one that its type has, got {measure}; "
+        "use jensen_shannon_divergence"
+    )
+
+
+def features_by_slice(
+    statistics: statistics_pb2.DatasetFeatureStatisticsList,
+) -> dict[str, Features]:
+    """Return the features of each slice by name."""
+    return {d.name: {f.path.step[0]: f for f in d.features} for d in statistics.datasets}
+
+
+# Constraints on columns.
+
+
+def _common_statistics(feature: Feature) -> statistics_pb2.CommonStatistics:
     kind = feature.string_stats if feature.HasField("string_stats") else feature.num_stats
     return kind.common_stats
 
 
-def feature_findings(limit: schema_pb2.Feature, found: Feature | None) -> Iterator[Finding]:
-    """Yield what the schema's constraints on one column find fault with."""
-    if found is None:
+def _feature_findings(limit: schema_pb2.Feature, feature: Feature | None) -> Iterator[Finding]:
+    if feature is None:
         return
-    common, name = common_of(found), limit.name
+    common, name = _common_statistics(feature), limit.name
     total = common.num_non_missing + common.num_missing
     fraction = common.num_non_missing / total if total else 0.0
     if limit.presence.min_fraction > fraction:
@@ -218,14 +324,17 @@ def feature_findings(limit: schema_pb2.Feature, found: Feature | None) -> Iterat
             name, "FEATURE_TYPE_HIGH_NUMBER_VALUES", "Superfluous values",
             f"must have at most {counts.max} values in every row, got {common.max_num_values}",
         )  # fmt: skip
-    yield from _unique_findings(limit, found)
-    yield from _domain_findings(limit, found)
+    yield from _unique_findings(limit, feature)
+    yield from _domain_findings(limit, feature)
 
 
-def _unique_findings(limit: schema_pb2.Feature, found: Feature) -> Iterator[Finding]:
+def _unique_findings(limit: schema_pb2.Feature, feature: Feature) -> Iterator[Finding]:
     if not limit.HasField("unique_constraints"):
         return
-    number = unique_of(found) or 0
+    if feature.HasField("string_stats"):
+        number = feature.string_stats.unique
+    else:
+        number = next((c.num for c in feature.custom_stats if c.name == "unique"), 0)
     low, high = limit.unique_constraints.min, limit.unique_constraints.max
     if number < low:
         text = f"must have at least {low} distinct values, got {number:g}"
@@ -235,34 +344,37 @@ def _unique_findings(limit: schema_pb2.Feature, found: Feature) -> Iterator[Find
         yield Finding(limit.name, "FEATURE_TYPE_HIGH_UNIQUE", "High number of unique values", text)
 
 
-def _domain_findings(limit: schema_pb2.Feature, found: Feature) -> Iterator[Finding]:
-    known = set(limit.string_domain.value)
-    if not known or not found.HasField("string_stats"):
+def _domain_findings(limit: schema_pb2.Feature, feature: Feature) -> Iterator[Finding]:
+    domain = set(limit.string_domain.value)
+    if not domain or not feature.HasField("string_stats"):
         return
-    ranks = found.string_stats.rank_histogram
-    outside = shares({b.label: b.sample_count for b in ranks.buckets})
-    outside = {k: s for k, s in outside.items() if k not in known}
-    least = limit.distribution_constraints.min_domain_mass  # 1 when it is not given
+    ranks = feature.string_stats.rank_histogram
+    value_shares = to_shares({b.label: b.sample_count for b in ranks.buckets})
+    outside = {value: share for value, share in value_shares.items() if value not in domain}
+    least = limit.distribution_constraints.min_domain_mass  # 1 by default
     if outside and 1 - sum(outside.values()) < least:
-        shown = ", ".join(f"{k!r} ({s:.2%})" for k, s in list(outside.items())[:SHOWN_ROWS])
+        examples = ", ".join(f"{k!r} ({s:.2%})" for k, s in list(outside.items())[:SHOWN_ROWS])
         yield Finding(
             limit.name, "ENUM_TYPE_UNEXPECTED_STRING_VALUES", "Unexpected string values",
             f"must lie in its domain with a share of at least {least:g}, got values outside: "
-            f"{shown}",
+            f"{examples}",
         )  # fmt: skip
 
 
-def unique_of(feature: Feature) -> float | None:
-    """Return the number of distinct values, None where they are not counted."""
-    if feature.HasField("string_stats"):
-        return feature.string_stats.unique
-    return next((c.num for c in feature.custom_stats if c.name == "unique"), None)
+def _with_examples(finding: Finding, rejects: RejectCounts) -> Finding:
+    """Add the first rejected rows whose reason names the column."""
+    kinds = rejects.kinds.values()
+    examples = [r for k in kinds for r in k.first if f"{finding.feature!r}" in r.reason]
+    rows = tuple(row_text(r) for r in sorted(examples, key=sort_key)[:SHOWN_ROWS])
+    return Finding(finding.feature, finding.type, finding.short, finding.text, rows)
 
 
-def example_findings(
-    limits: schema_pb2.DatasetConstraints, count: int, before: int | None
+# Constraints on the number of samples and rejects.
+
+
+def _example_findings(
+    limits: schema_pb2.DatasetConstraints, count: int, previous: int | None
 ) -> Iterator[Finding]:
-    """Yield what the number of samples breaks."""
     if limits.min_examples_count > count:
         text = f"must have at least {limits.min_examples_count} samples, got {count}"
         yield Finding(None, "DATASET_LOW_NUM_EXAMPLES", "Low num examples", text)
@@ -270,9 +382,9 @@ def example_findings(
         text = f"must have at most {limits.max_examples_count} samples, got {count}"
         yield Finding(None, "DATASET_HIGH_NUM_EXAMPLES", "High num examples", text)
     drift = limits.num_examples_drift_comparator
-    if not before:
+    if not previous:
         return
-    ratio = count / before
+    ratio = count / previous
     if drift.HasField("min_fraction_threshold") and ratio < drift.min_fraction_threshold:
         text = (
             f"must have at least {drift.min_fraction_threshold:g} times the samples of the "
@@ -287,187 +399,13 @@ def example_findings(
         yield Finding(None, "COMPARATOR_HIGH_NUM_EXAMPLES", "High num examples", text)
 
 
-# Whether a segment may enter the dataset: its statistics against schema, job and the past.
-#
-# What TFDV reads from a schema means the same here: presence, value counts, unique values,
-# example counts, string domains, `drift_comparator` (against the segment before) and
-# `skew_comparator` (training against evaluation). Limits on the segment as a whole stand in the
-# job's `data.gate`.
-
-MANY_REJECTS = "Many rejects"
-Features = Mapping[str, Feature]
-
-
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """What the gate found.
-
-    Attributes:
-        findings: limits that are broken; empty when the segment may pass.
-        distances: every one that was measured, broken or not.
-    """
-
-    findings: tuple[Finding, ...]
-    distances: tuple[Distance, ...]
-
-
-class GateError(SchemaError):
-    """Say that a segment was built, but must not enter the dataset."""
-
-
-def judge(
-    schema: schema_pb2.Schema,
-    gate: GateConfig | None,
-    statistics: statistics_pb2.DatasetFeatureStatisticsList,
-    before: statistics_pb2.DatasetFeatureStatisticsList | None,
-    rejects: RejectCounts,
-    num_rows: int,
-) -> Verdict:
-    """Compare a segment with its limits.
-
-    Args:
-        schema: declared columns with their constraints.
-        gate: limits on the segment as a whole, or None.
-        statistics: of the segment.
-        before: of the segment before it, None for the first.
-        rejects: rows of the segment that could not be used.
-        num_rows: rows of the log that gave its samples.
-    """
-    here, past = slices_of(statistics), slices_of(before) if before else {}
-    whole = here["segment"]
-    findings: list[Finding] = []
-    distances: list[Distance] = []
-    for feature in schema.feature:
-        found = whole.get(feature.name)
-        findings.extend(_with_rows(f, rejects) for f in feature_findings(feature, found))
-        pairs = (
-            ("drift", feature.drift_comparator, found, past.get("segment", {}).get(feature.name)),
-            ("skew", feature.skew_comparator,
-             *(here.get(split, {}).get(feature.name) for split in (TRAIN, EVALUATION))),
-        )  # fmt: skip
-        for against, comparator, one, other in pairs:
-            distances.extend(distances_of(feature, against, comparator, one, other))
-    findings.extend(far_finding(d) for d in distances if d.value > d.threshold)
-    count = statistics.datasets[0].num_examples
-    earlier = before.datasets[0].num_examples if before else None
-    findings.extend(example_findings(schema.dataset_constraints, count, earlier))
-    findings.extend(reject_findings(gate or GateConfig(), rejects, num_rows))
-    if gate is not None and past:
-        findings.extend(session_findings(gate, schema, whole, past["segment"]))
-    return Verdict(tuple(findings), tuple(distances))
-
-
-def check_limits(schema: schema_pb2.Schema) -> None:
-    """Refuse limits that cannot be measured, before the work.
-
-    Raises:
-        SchemaError: a column's type does not have what its comparator or constraint compares.
-    """
-    for feature in schema.feature:
-        is_float = feature.type == schema_pb2.FLOAT
-        sides = ("drift_comparator", feature.drift_comparator), (
-            "skew_comparator", feature.skew_comparator,
-        )  # fmt: skip
-        for name, side in sides:
-            if side.HasField("normalized_abs_difference"):
-                _refuse(feature, name, "normalized_abs_difference")
-            if is_float and side.HasField("infinity_norm"):
-                _refuse(feature, name, "infinity_norm of FLOAT")
-        if is_float and feature.HasField("unique_constraints"):
-            raise SchemaError(
-                f"unique_constraints of feature {feature.name!r} must be on INT or BYTES, got "
-                "FLOAT; remove it"
-            )
-
-
-def _refuse(feature: schema_pb2.Feature, side: str, found: str) -> None:
-    raise SchemaError(
-        f"{side} of feature {feature.name!r} must be one that its type has, got {found}; "
-        "use jensen_shannon_divergence"
-    )
-
-
-def slices_of(
-    statistics: statistics_pb2.DatasetFeatureStatisticsList,
-) -> dict[str, Features]:
-    """Return the features of each slice by name."""
-    return {d.name: {f.path.step[0]: f for f in d.features} for d in statistics.datasets}
-
-
-def words_of(feature: Feature) -> dict[str, float] | None:
-    """Return frequent values with their counts, None where they are not counted."""
-    if feature.HasField("string_stats"):
-        ranks = feature.string_stats.rank_histogram
-    else:
-        found = [c.rank_histogram for c in feature.custom_stats if c.name == "rank_histogram"]
-        if not found:
-            return None
-        ranks = found[0]
-    return {b.label: b.sample_count for b in ranks.buckets}
-
-
-def buckets_of(histogram: statistics_pb2.Histogram) -> dict[float, float]:
-    """Return the counts of a histogram by the lower end of their buckets."""
-    return {b.low_value: b.sample_count for b in histogram.buckets}
-
-
-def distances_of(
-    limit: schema_pb2.Feature,
-    against: str,
-    comparator: schema_pb2.FeatureComparator,
-    one: Feature | None,
-    other: Feature | None,
-) -> Iterator[Distance]:
-    """Measure what a comparator asks for; nothing when one side has no values."""
-    norms = comparator.HasField("infinity_norm"), comparator.HasField("jensen_shannon_divergence")
-    if one is None or other is None:
-        return
-    if not (common_of(one).tot_num_values and common_of(other).tot_num_values):
-        return
-    if norms[0]:
-        threshold = comparator.infinity_norm.threshold
-        words = [_known_shares(feature) for feature in (one, other)]
-        yield Distance(limit.name, against, "L_INFTY", infinity_norm(*words), threshold)
-    if norms[1]:
-        threshold = comparator.jensen_shannon_divergence.threshold
-        shape: Callable[[Feature], Mapping[object, float]] = (
-            _known_shares if one.HasField("string_stats") else _number_shares
-        )
-        value = jensen_shannon(shape(one), shape(other))
-        yield Distance(limit.name, against, "JENSEN_SHANNON_DIVERGENCE", value, threshold)
-
-
-def _known_shares(feature: Feature) -> dict[object, float]:
-    """Return the share of each frequent value among all values."""
-    words = words_of(feature) or {}
-    total = common_of(feature).tot_num_values
-    return {word: count / total for word, count in words.items()}
-
-
-def _number_shares(feature: Feature) -> dict[object, float]:
-    return shares({k: c for h in feature.num_stats.histograms for k, c in buckets_of(h).items()})
-
-
-def far_finding(distance: Distance) -> Finding:
-    """Return the finding that a distance is above its threshold."""
-    short = distance.measure == "L_INFTY"
-    words = "L-infinity" if short else "Jensen-Shannon"
-    sides = "the segment before" if distance.against == "drift" else "evaluation"
-    kind = "L_INFTY" if short else "JENSEN_SHANNON_DIVERGENCE"
-    return Finding(
-        distance.feature, f"COMPARATOR_{kind}_HIGH", f"High {words} distance",
-        f"must have a {words} distance of at most {distance.threshold:g} from {sides}, "
-        f"got {distance.value:.4g}",
-    )  # fmt: skip
-
-
 def reject_findings(gate: GateConfig, rejects: RejectCounts, num_rows: int) -> Iterator[Finding]:
-    """Yield that too many rows could not be used, with the first ones.
+    """Yield the finding that too many rows were rejected.
 
     Args:
         gate: with the limit.
-        rejects: rows that could not be used.
-        num_rows: rows that gave samples.
+        rejects: of the segment.
+        num_rows: raw rows that yielded samples.
     """
     limit, share = gate.max_reject_fraction, rejects.share(num_rows)
     if limit is None or share <= limit:
@@ -476,21 +414,81 @@ def reject_findings(gate: GateConfig, rejects: RejectCounts, num_rows: int) -> I
         None, "CUSTOM_VALIDATION", MANY_REJECTS,
         f"rejected rows must be at most {limit:g} of those that samples are made from, got "
         f"{share:.4g} ({rejects.num_rows} of {rejects.num_rows + num_rows})",
-        tuple(f"{shown_row(r)}: {r.reason}" for r in rejects.first),
+        tuple(f"{row_text(r)}: {r.reason}" for r in rejects.first),
     )  # fmt: skip
 
 
-def session_findings(
-    gate: GateConfig, schema: schema_pb2.Schema, here: Features, past: Features
+# Drift and skew.
+
+
+def measure_distances(
+    limit: schema_pb2.Feature,
+    against: str,
+    comparator: schema_pb2.FeatureComparator,
+    left: Feature | None,
+    right: Feature | None,
+) -> Iterator[Distance]:
+    """Yield the distances that a comparator limits, if both sides have values."""
+    if left is None or right is None:
+        return
+    if not all(_common_statistics(feature).tot_num_values for feature in (left, right)):
+        return
+    if comparator.HasField("infinity_norm"):
+        threshold = comparator.infinity_norm.threshold
+        value = infinity_norm(_value_shares(left), _value_shares(right))
+        yield Distance(limit.name, against, "L_INFTY", value, threshold)
+    if comparator.HasField("jensen_shannon_divergence"):
+        threshold = comparator.jensen_shannon_divergence.threshold
+        shares_of: Callable[[Feature], Mapping[object, float]] = (
+            _value_shares if left.HasField("string_stats") else _bucket_shares
+        )
+        value = jensen_shannon(shares_of(left), shares_of(right))
+        yield Distance(limit.name, against, "JENSEN_SHANNON_DIVERGENCE", value, threshold)
+
+
+def _value_shares(feature: Feature) -> dict[object, float]:
+    """Return the share of each frequent value among all values."""
+    if feature.HasField("string_stats"):
+        histograms = [feature.string_stats.rank_histogram]
+    else:
+        custom = feature.custom_stats
+        histograms = [c.rank_histogram for c in custom if c.name == "rank_histogram"][:1]
+    total = _common_statistics(feature).tot_num_values
+    return {b.label: b.sample_count / total for h in histograms for b in h.buckets}
+
+
+def _bucket_shares(feature: Feature) -> dict[object, float]:
+    histograms = feature.num_stats.histograms
+    return to_shares({k: c for h in histograms for k, c in histogram_counts(h).items()})
+
+
+def histogram_counts(histogram: statistics_pb2.Histogram) -> dict[float, float]:
+    """Return the counts of a histogram by the lower ends of its buckets."""
+    return {b.low_value: b.sample_count for b in histogram.buckets}
+
+
+def _distance_finding(distance: Distance) -> Finding:
+    name = "L-infinity" if distance.measure == "L_INFTY" else "Jensen-Shannon"
+    other = "the segment before" if distance.against == "drift" else "evaluation"
+    return Finding(
+        distance.feature, f"COMPARATOR_{distance.measure}_HIGH", f"High {name} distance",
+        f"must have a {name} distance of at most {distance.threshold:g} from {other}, "
+        f"got {distance.value:.4g}",
+    )  # fmt: skip
+
+
+def _session_findings(
+    gate: GateConfig, schema: schema_pb2.Schema, current: Features, previous: Features
 ) -> Iterator[Finding]:
-    """Yield what differs from the segment before in sessions, labels and deduplication."""
+    """Yield drifts of sessions, label delays, label rates and dedup factors."""
     for name, limit in ((SAMPLES_PER_SESSION, gate.session_drift),
                         (LABEL_DELAY_SEC, gate.delay_drift)):  # fmt: skip
-        one, other = _custom(here, name), _custom(past, name)
-        if limit is None or one is None or other is None:
+        left, right = _custom_statistic(current, name), _custom_statistic(previous, name)
+        if limit is None or left is None or right is None:
             continue
         value = jensen_shannon(
-            shares(buckets_of(one.histogram)), shares(buckets_of(other.histogram))
+            to_shares(histogram_counts(left.histogram)),
+            to_shares(histogram_counts(right.histogram)),
         )
         if value > limit:
             yield Finding(
@@ -498,7 +496,7 @@ def session_findings(
                 f"{name} must have a Jensen-Shannon distance of at most {limit:g} from the "
                 f"segment before, got {value:.4g}",
             )  # fmt: skip
-    for name, limit, value, before in _ratios(gate, schema, here, past):
+    for name, limit, value, before in _ratios(gate, schema, current, previous):
         change = abs(value - before) / abs(before) if before else float(value != 0)
         if limit is not None and change > limit:
             yield Finding(
@@ -509,29 +507,21 @@ def session_findings(
 
 
 def _ratios(
-    gate: GateConfig, schema: schema_pb2.Schema, here: Features, past: Features
+    gate: GateConfig, schema: schema_pb2.Schema, current: Features, previous: Features
 ) -> Iterator[tuple[str, float | None, float, float]]:
-    """Yield (what, limit, here, before) of the figures that are compared as numbers."""
+    """Yield (name, limit, value, previous value) of label rates and dedup factors."""
     for feature in schema.feature:
-        if "label" in feature.annotation.tag and feature.name in here and feature.name in past:
-            one, other = (side[feature.name].num_stats.mean for side in (here, past))
-            yield "label rate", gate.label_drift, one, other
-    names = {c.name for f in here.values() for c in f.custom_stats}
+        name = feature.name
+        if "label" in feature.annotation.tag and name in current and name in previous:
+            left, right = (side[name].num_stats.mean for side in (current, previous))
+            yield "label rate", gate.label_drift, left, right
+    names = {c.name for f in current.values() for c in f.custom_stats}
     for name in sorted(n for n in names if n.startswith(DEDUP_FACTOR)):
-        one, other = _custom(here, name), _custom(past, name)
-        if one is not None and other is not None:
-            what = f"dedup factor of {name.removeprefix(DEDUP_FACTOR)}"
-            yield what, gate.dedup_drift, one.num, other.num
+        left, right = _custom_statistic(current, name), _custom_statistic(previous, name)
+        if left is not None and right is not None:
+            group = name.removeprefix(DEDUP_FACTOR)
+            yield f"dedup factor of {group}", gate.dedup_drift, left.num, right.num
 
 
-def _custom(features: Features, name: str) -> statistics_pb2.CustomStatistic | None:
-    found = (c for f in features.values() for c in f.custom_stats if c.name == name)
-    return next(found, None)
-
-
-def _with_rows(finding: Finding, rejects: RejectCounts) -> Finding:
-    """Add the first rejected rows whose reason names the column."""
-    counts = rejects.kinds.values()
-    mine = [r for c in counts for r in c.first if f"{finding.feature!r}" in r.reason]
-    rows = tuple(shown_row(r) for r in sorted(mine, key=sort_key)[:SHOWN_ROWS])
-    return Finding(finding.feature, finding.type, finding.short, finding.text, rows)
+def _custom_statistic(features: Features, name: str) -> statistics_pb2.CustomStatistic | None:
+    return next((c for f in features.values() for c in f.custom_stats if c.name == name), None)

@@ -1,4 +1,4 @@
-"""Statistics of the training and the evaluation samples of a segment."""
+"""Statistics of a segment's training and evaluation samples."""
 
 from __future__ import annotations
 
@@ -12,24 +12,20 @@ from schemas.features import FeatureSet
 from schemas.layout import EVALUATION, TRAIN
 
 SAMPLES_PER_SESSION = "samples_per_session"
-
-
 LABEL_DELAY_SEC = "label_delay_sec"
-
-
 DEDUP_FACTOR = "dedup_factor/"
 
 
 @dataclass(frozen=True, slots=True)
 class SliceStatistics:
-    """Sums over some samples.
+    """Statistics of some samples.
 
     Attributes:
-        num_samples: samples.
-        columns: by name; a group's over its unique tuples.
-        session_lengths: bucket of samples per session to sessions.
-        label_delays: bucket of seconds from time to label time to samples.
-        num_unique: group to unique tuples.
+        num_samples: number of samples.
+        columns: by name; those of a group are over its unique tuples.
+        session_lengths: bucket of samples per session to number of sessions.
+        label_delays: bucket of seconds from time to label time to number of samples.
+        num_unique: group to number of unique tuples.
     """
 
     num_samples: int
@@ -40,7 +36,7 @@ class SliceStatistics:
 
 
 def sum_slices(parts: Sequence[SliceStatistics]) -> SliceStatistics:
-    """Return the statistics of several sets of samples together."""
+    """Return the statistics of the union of several sets of samples."""
     return SliceStatistics(
         sum(p.num_samples for p in parts),
         sum_tables([p.columns for p in parts]),
@@ -51,7 +47,7 @@ def sum_slices(parts: Sequence[SliceStatistics]) -> SliceStatistics:
 
 
 def sum_by_split(parts: Sequence[Mapping[str, SliceStatistics]]) -> dict[str, SliceStatistics]:
-    """Add the statistics of several sets of samples, training first; a split may lack in some."""
+    """Return the statistics of each split, training first; not every part has both."""
     return {
         split: sum_slices([p[split] for p in parts if split in p])
         for split in (TRAIN, EVALUATION)
@@ -59,30 +55,29 @@ def sum_by_split(parts: Sequence[Mapping[str, SliceStatistics]]) -> dict[str, Sl
     }
 
 
-def slices_of(
+def segment_slices(
     parts: Sequence[Mapping[str, SliceStatistics]], data: DataConfig, features: FeatureSet
 ) -> list[Slice]:
-    """Return the slices that the statistics of a segment show, from those of all parts in order.
+    """Return the slices of a segment's statistics: `segment`, and its splits if it has both.
 
     Args:
-        parts: of each part, by split.
+        parts: statistics of each part by split, in order.
         data: the job's data section.
         features: declared columns.
     """
     splits = sum_by_split(parts)
-    whole = sum_slices(list(splits.values()))
-    shown = {"segment": whole, **(splits if len(splits) > 1 else {})}
-    return [_slice(name, part, data, features) for name, part in shown.items()]
+    slices = {"segment": sum_slices(list(splits.values())), **(splits if len(splits) > 1 else {})}
+    return [_slice(name, part, data, features) for name, part in slices.items()]
 
 
 def _slice(name: str, part: SliceStatistics, data: DataConfig, features: FeatureSet) -> Slice:
-    factors = {
+    dedup_factors = {
         f"{DEDUP_FACTOR}{group}": part.num_samples / count
         for group, count in part.num_unique.items()
         if count
     }
     extra: dict[str, dict[str, float | Mapping[int, int]]] = {
-        data.session.key: {SAMPLES_PER_SESSION: part.session_lengths, **factors}
+        data.session.key: {SAMPLES_PER_SESSION: part.session_lengths, **dedup_factors}
     }
     for label_time in features.with_role("label_time"):
         extra.setdefault(label_time, {})[LABEL_DELAY_SEC] = part.label_delays

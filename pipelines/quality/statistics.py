@@ -1,4 +1,8 @@
-"""Statistics of columns from aggregates that add up exactly."""
+"""Statistics of columns that can be added exactly.
+
+Sums are exact fractions, and distributions are sketches, so that the result does not depend on the
+order of rows or parts, nor on the machine.
+"""
 
 from __future__ import annotations
 
@@ -19,9 +23,12 @@ from schemas.hashing import splitmix64
 _FLOAT_BITS = 53
 """Integers up to 2**53 are exact in float64."""
 _CHUNK = 1 << 16
-"""Values that are squared at a time: they stay in the processor's cache."""
+"""Values that are squared at once: they stay in the processor's cache."""
 _LAYERS = 6
-"""Layers of bits that are taken off before the slow way: 6 * 35 bits hold most columns whole."""
+"""Layers of bits that are summed before the slow method: 6 * 35 bits cover most columns."""
+
+
+# Exact sums.
 
 
 def exact_sum(values: NDArray[np.generic]) -> Fraction:
@@ -43,8 +50,8 @@ def exact_sum(values: NDArray[np.generic]) -> Fraction:
 def exact_sum_of_squares(values: NDArray[np.generic]) -> Fraction:
     """Return the sum of squares.
 
-    Squares of float32 and of integers below 2**31 are exact; those of larger
-    numbers are rounded to float64, one by one.
+    Squares of float32 and of integers below 2**31 are exact; those of larger numbers are each
+    rounded to float64.
 
     Example:
         >>> exact_sum_of_squares(np.array([3, -4]))
@@ -69,7 +76,7 @@ def _sum_of_squares(values: NDArray[np.generic]) -> Fraction:
 
 
 def _squares(values: NDArray[np.float64]) -> NDArray[np.float64]:
-    with np.errstate(over="ignore"):  # above 1e154 a square is as large as numbers are
+    with np.errstate(over="ignore"):  # squares above the range of float64 become its maximum
         return np.minimum(values * values, np.finfo(np.float64).max)
 
 
@@ -86,10 +93,9 @@ def _integer_sum(values: NDArray[np.generic]) -> int:
 
 
 def _float_sum(rest: NDArray[np.float64]) -> Fraction:
-    """Take layer after layer of upper bits off all values; the sum of a layer is exact.
+    """Split off layer after layer of upper bits of all values; the sum of a layer is exact.
 
-    A layer holds multiples of one power of two, so small that even all of them
-    together stay below 2**53 times it.
+    A layer holds multiples of one power of two whose sum is below 2**53 times this power.
     """
     bits = _FLOAT_BITS - len(rest).bit_length()
     total = Fraction(0)
@@ -98,7 +104,7 @@ def _float_sum(rest: NDArray[np.float64]) -> Fraction:
         if not largest:
             return total
         exponent = int(np.frexp(largest)[1]) - bits
-        if not -1000 < exponent < 900:  # the unit itself would leave the range of float64
+        if not -1000 < exponent < 900:  # the unit would be outside the range of float64
             break
         unit = 2.0**exponent
         whole = np.trunc(rest / unit)
@@ -108,9 +114,9 @@ def _float_sum(rest: NDArray[np.float64]) -> Fraction:
 
 
 def _sum_by_exponent(values: NDArray[np.float64]) -> Fraction:
-    """Take numbers apart into 53-bit integers and exponents, and add the halves by exponent.
+    """Split numbers into 53-bit integers and exponents, and sum halves of the integers by exponent.
 
-    Exact below 2**26 values a call.
+    Exact for fewer than 2**26 values.
     """
     mantissa, exponent = np.frexp(values)
     whole = (mantissa * 2.0**53).astype(np.int64)
@@ -124,25 +130,24 @@ def _sum_by_exponent(values: NDArray[np.float64]) -> Fraction:
     return total
 
 
-# What a column's values look like, in little room: histogram, frequent values, distinct values.
+# Sketches: histogram, frequent values, number of distinct values.
 #
-# The histogram counts values by the top 14 bits of their float64: sign, exponent and two bits of
-# mantissa, so four buckets per power of two, the same ones for every column for ever. Distinct
-# values are estimated from the 1,024 smallest hashes. Both add up in any order. Frequent values
-# are counted on an even sample of each part, of which the most frequent ones are kept and added
-# up at once.
+# The histogram counts values by the top 14 bits of their float64 (sign, exponent, two bits of the
+# mantissa), so that there are four buckets per power of two, the same for all columns. The number
+# of distinct values is estimated from the 1,024 smallest hashes. Frequent values are counted on a
+# regular sample of each part, and the most frequent ones are kept.
 
 BUCKET_BITS = 14
-"""Bits of a float64 that name a bucket."""
+"""Bits of a float64 that are the number of its bucket."""
 SAMPLED_VALUES = 1 << 16
-"""Values of a part that frequent ones are counted on."""
+"""Maximum values of a part on which frequent values are counted."""
 TOP_VALUES = 1000
-"""Frequent values that are kept, as TFDV keeps them."""
+"""Frequent values that are kept, as in TFDV."""
 SMALLEST_HASHES = 1024
 """Hashes that are kept; the estimate of distinct values is off by 3 % (one standard deviation)."""
 
 CHUNK_VALUES = 1 << 15
-"""Values that are worked on at a time."""
+"""Values that are processed at once: they stay in the processor's cache."""
 
 _SHIFT = np.uint64(64 - BUCKET_BITS)
 _SIGN = 1 << (BUCKET_BITS - 1)
@@ -150,13 +155,13 @@ _SIGN = 1 << (BUCKET_BITS - 1)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sketch:
-    """Shape of a set of values.
+    """Distribution of a set of values.
 
     Attributes:
         buckets: bucket number to count, of finite numbers.
-        values: frequent values, most frequent first; None when they are not counted.
-        counts: how often each was seen in the sample.
-        num_sampled: values of the sample.
+        values: frequent values, most frequent first; None if they are not counted.
+        counts: count of each frequent value in the sample.
+        num_sampled: number of values in the sample.
         hashes: (at most 1024,) uint64, ascending, the smallest hashes of distinct values.
     """
 
@@ -167,7 +172,7 @@ class Sketch:
     hashes: NDArray[np.uint64]
 
     def __eq__(self, other: object) -> bool:
-        """Tell whether two shapes are the same."""
+        """Return whether two sketches are equal."""
         return isinstance(other, Sketch) and (
             self.buckets == other.buckets
             and self.shares == other.shares
@@ -176,12 +181,12 @@ class Sketch:
         )
 
     def __hash__(self) -> int:
-        """Return what equal shapes have in common."""
+        """Return a hash that is equal for equal sketches."""
         return hash((self.num_sampled, tuple(sorted(self.buckets.items()))))
 
     @property
     def num_unique(self) -> int:
-        """Distinct values: exact below 1,024, else estimated."""
+        """Number of distinct values: exact below 1,024, else estimated."""
         if len(self.hashes) < SMALLEST_HASHES:
             return len(self.hashes)
         return round((SMALLEST_HASHES - 1) / (float(self.hashes[-1]) / 2.0**64))
@@ -195,20 +200,21 @@ class Sketch:
         return dict(zip(self.values.to_pylist(), shares, strict=True))
 
 
-def nothing() -> Sketch:
-    """Return the shape of no values."""
+def empty_sketch() -> Sketch:
+    """Return the sketch of no values."""
     return Sketch({}, None, np.empty(0, np.int64), 0, np.empty(0, np.uint64))
 
 
 def sum_sketches(sketches: Sequence[Sketch]) -> Sketch:
-    """Return the shape of several sets of values together."""
+    """Return the sketch of the union of several sets of values."""
     if len(sketches) == 1:
         return sketches[0]
     values, counts = None, np.empty(0, np.int64)
-    counted = [s for s in sketches if s.values is not None]
-    if counted:
-        joined = pa.concat_arrays([s.values for s in counted])
-        values, counts = _most(*_summed(joined, np.concatenate([s.counts for s in counted])))
+    with_values = [s for s in sketches if s.values is not None]
+    if with_values:
+        all_values = pa.concat_arrays([s.values for s in with_values])
+        all_counts = np.concatenate([s.counts for s in with_values])
+        values, counts = _most_frequent(*_sum_counts(all_values, all_counts))
     hashes = np.unique(np.concatenate([s.hashes for s in sketches]))[:SMALLEST_HASHES]
     num_sampled = sum(s.num_sampled for s in sketches)
     return Sketch(sum_buckets([s.buckets for s in sketches]), values, counts, num_sampled, hashes)
@@ -222,26 +228,26 @@ def sum_buckets(buckets: Iterable[Mapping[Any, int]]) -> dict[Any, int]:
     return dict(total)
 
 
-def sketch_of(numbers: NDArray[np.generic] | None, words: pa.Array | None) -> Sketch:
-    """Return the shape of values.
+def make_sketch(numbers: NDArray[np.generic] | None, values: pa.Array | None) -> Sketch:
+    """Return the sketch of a column.
 
     Args:
-        numbers: finite numbers to be counted by size, or None.
-        words: values to be counted one by one, int64 or large_string, no nulls, or None.
+        numbers: finite numbers for the histogram, or None.
+        values: int64 or large_string without nulls, for frequent and distinct values, or None.
     """
     buckets = {} if numbers is None else count_buckets(numbers)
-    if words is None:
+    if values is None:
         return Sketch(buckets, None, np.empty(0, np.int64), 0, np.empty(0, np.uint64))
-    step = max(1, -(-len(words) // SAMPLED_VALUES))
-    sample = words.take(pa.array(np.arange(0, len(words), step))) if step > 1 else words
-    seen = pc.value_counts(sample)
-    values, counts = _most(seen.field("values"), seen.field("counts").to_numpy())
-    hashes = smallest_hashes(words, seen.field("values"))
-    return Sketch(buckets, values, counts, len(sample), hashes)
+    step = max(1, -(-len(values) // SAMPLED_VALUES))
+    sample = values.take(pa.array(np.arange(0, len(values), step))) if step > 1 else values
+    distinct = pc.value_counts(sample)
+    frequent, counts = _most_frequent(distinct.field("values"), distinct.field("counts").to_numpy())
+    hashes = _smallest_hashes(values, distinct.field("values"))
+    return Sketch(buckets, frequent, counts, len(sample), hashes)
 
 
 def count_buckets(numbers: NDArray[np.generic]) -> dict[int, int]:
-    """Return how many numbers lie in each bucket.
+    """Return the count of each bucket.
 
     Example:
         >>> count_buckets(np.array([1.0, 1.1, 3.0])).values()
@@ -249,14 +255,14 @@ def count_buckets(numbers: NDArray[np.generic]) -> dict[int, int]:
     """
     counts = np.zeros(1 << BUCKET_BITS, np.int64)
     for chunk in _chunks(numbers):
-        bits = (chunk.astype(np.float64) + 0.0).view(np.uint64) >> _SHIFT  # + 0.0: one zero only
+        bits = (chunk.astype(np.float64) + 0.0).view(np.uint64) >> _SHIFT  # -0.0 becomes 0.0
         counts += np.bincount(bits.view(np.int64), minlength=len(counts))
-    filled = np.flatnonzero(counts)
-    return dict(zip(filled.tolist(), counts[filled].tolist(), strict=True))
+    nonempty = np.flatnonzero(counts)
+    return dict(zip(nonempty.tolist(), counts[nonempty].tolist(), strict=True))
 
 
 def bucket_range(bucket: int) -> tuple[float, float]:
-    """Return the lowest and the highest value of a bucket, its outer end left out.
+    """Return the bounds of a bucket; the one farther from zero is exclusive.
 
     Example:
         >>> [bucket_range(b) for b in count_buckets(np.array([3.0, -3.0]))]
@@ -269,45 +275,46 @@ def bucket_range(bucket: int) -> tuple[float, float]:
     return (-high, -low) if bucket & _SIGN else (low, high)
 
 
-def smallest_hashes(words: pa.Array, sampled: pa.Array) -> NDArray[np.uint64]:
+def _smallest_hashes(values: pa.Array, sampled: pa.Array) -> NDArray[np.uint64]:
     """Return the smallest hashes of distinct values.
 
     Args:
-        words: all values.
-        sampled: distinct values of a sample of them; they bound what has to be looked at.
+        values: all values.
+        sampled: distinct values of a sample, which give an upper bound.
     """
-    known = np.unique(_hash(sampled))
-    if len(sampled) == len(words):
-        return known[:SMALLEST_HASHES]
-    if len(known) < SMALLEST_HASHES:
-        return np.unique(_hash(pc.unique(words)))[:SMALLEST_HASHES]
-    bound = known[SMALLEST_HASHES - 1]
-    hashed = [h[h <= bound] for h in map(_hash, _chunks(words))]
-    return np.unique(np.concatenate(hashed))[:SMALLEST_HASHES]
+    sample_hashes = np.unique(_hash(sampled))
+    if len(sampled) == len(values):
+        return sample_hashes[:SMALLEST_HASHES]
+    if len(sample_hashes) < SMALLEST_HASHES:
+        return np.unique(_hash(pc.unique(values)))[:SMALLEST_HASHES]
+    bound = sample_hashes[SMALLEST_HASHES - 1]
+    candidates = [h[h <= bound] for h in map(_hash, _chunks(values))]
+    return np.unique(np.concatenate(candidates))[:SMALLEST_HASHES]
 
 
 def _chunks(values: Any) -> Iterator[Any]:
-    """Yield an array in pieces that stay in the processor's cache while they are worked on."""
     for start in range(0, len(values), CHUNK_VALUES):
         yield values[start : start + CHUNK_VALUES]
 
 
-def _hash(words: pa.Array) -> NDArray[np.uint64]:
-    if pa.types.is_integer(words.type):
-        return splitmix64(words.to_numpy())
-    return hash_keys(comparable(words))
+def _hash(values: pa.Array) -> NDArray[np.uint64]:
+    if pa.types.is_integer(values.type):
+        return splitmix64(values.to_numpy())
+    return hash_keys(comparable(values))
 
 
-def _summed(values: pa.Array, counts: NDArray[np.int64]) -> tuple[pa.Array, NDArray[np.int64]]:
-    """Return each value once, with the sum of its counts."""
+def _sum_counts(values: pa.Array, counts: NDArray[np.int64]) -> tuple[pa.Array, NDArray[np.int64]]:
+    """Return the distinct values with the sums of their counts."""
     encoded = values.dictionary_encode()
     sums = np.zeros(len(encoded.dictionary), np.int64)
     np.add.at(sums, encoded.indices.to_numpy(), counts)
     return encoded.dictionary, sums
 
 
-def _most(values: pa.Array, counts: NDArray[np.int64]) -> tuple[pa.Array, NDArray[np.int64]]:
-    """Return the most frequent of distinct values, the smaller one first where counts are equal."""
+def _most_frequent(
+    values: pa.Array, counts: NDArray[np.int64]
+) -> tuple[pa.Array, NDArray[np.int64]]:
+    """Return the most frequent of distinct values; ties are broken by the smaller value."""
     if len(values) > TOP_VALUES:
         least = np.partition(counts, len(counts) - TOP_VALUES)[len(counts) - TOP_VALUES]
         kept, equal = np.flatnonzero(counts > least), np.flatnonzero(counts == least)
@@ -319,30 +326,27 @@ def _most(values: pa.Array, counts: NDArray[np.int64]) -> tuple[pa.Array, NDArra
     return values.take(pa.array(order)), counts[order]
 
 
-def _smallest(values: pa.Array, wanted: int) -> NDArray[np.int64]:
+def _smallest(values: pa.Array, count: int) -> NDArray[np.int64]:
     """Return the positions of the smallest of distinct values, in any order."""
-    if wanted < len(values) and pa.types.is_integer(values.type):
-        return np.argpartition(values.to_numpy(), wanted - 1)[:wanted]
-    return pc.array_sort_indices(values).to_numpy()[:wanted].astype(np.int64)
+    if count < len(values) and pa.types.is_integer(values.type):
+        return np.argpartition(values.to_numpy(), count - 1)[:count]
+    return pc.array_sort_indices(values).to_numpy()[:count].astype(np.int64)
 
 
-# Statistics of every column, from aggregates that add up exactly.
-#
-# Sums of numbers are exact (fractions), so that neither the order of rows nor the order of parts
-# nor the machine changes a byte.
+# Columns.
 
 
 @dataclass(frozen=True, slots=True)
 class ColumnStatistics:
-    """Sums over the rows of one column.
+    """Statistics of the rows of one column.
 
     Attributes:
         kind: INT, FLOAT or STRING.
-        num_rows: rows seen: samples, or unique tuples of a group.
-        num_missing: nulls among them.
-        num_values: finite values, list elements counted one by one; texts by their length.
+        num_rows: samples, or unique tuples of a group.
+        num_missing: null rows.
+        num_values: finite values of rows or of their lists; the value of a text is its length.
         num_zeros: values equal to zero.
-        num_nan: values that are not a number, or infinite.
+        num_nan: values that are not finite.
         minimum: smallest value.
         maximum: largest value.
         total: exact sum of values.
@@ -350,7 +354,7 @@ class ColumnStatistics:
         min_values: fewest values of a row.
         max_values: most values of a row.
         sketch: histogram, frequent values and distinct values.
-        lengths: bucket to number of lists of that length; empty unless the column is a list.
+        lengths: bucket to number of lists of that length; empty if the column holds no lists.
     """
 
     kind: str
@@ -365,17 +369,17 @@ class ColumnStatistics:
     total_squares: Fraction
     min_values: int
     max_values: int
-    sketch: Sketch = field(default_factory=nothing)
+    sketch: Sketch = field(default_factory=empty_sketch)
     lengths: Mapping[int, int] = field(default_factory=dict)
 
     @property
     def num_present(self) -> int:
-        """Rows that have a value or a list."""
+        """Rows that are not null."""
         return self.num_rows - self.num_missing
 
 
 def sum_columns(parts: Sequence[ColumnStatistics]) -> ColumnStatistics:
-    """Return the statistics of several sets of rows of one column together."""
+    """Return the statistics of the union of several sets of rows of one column."""
     return ColumnStatistics(
         parts[0].kind,
         sum(p.num_rows for p in parts),
@@ -395,24 +399,24 @@ def sum_columns(parts: Sequence[ColumnStatistics]) -> ColumnStatistics:
 
 
 def column_statistics(column: pa.Array | pa.ChunkedArray) -> ColumnStatistics:
-    """Return the sums over one column."""
+    """Return the statistics of one column."""
     array = one_chunk(column)
     present = pc.drop_null(array)
     lengths = np.ones(len(present), np.int64)
-    kind, values, words = "STRING", np.empty(0), None
+    kind, values, countable = "STRING", np.empty(0), None
     is_jagged = is_list(array.type)
     if is_jagged:
         lengths = pc.list_value_length(present).to_numpy().astype(np.int64)
         present = present.flatten()
     if pa.types.is_string(present.type) or pa.types.is_large_string(present.type):
         values = pc.binary_length(present).to_numpy().astype(np.int64)
-        words = present.cast(pa.large_string())
+        countable = present.cast(pa.large_string())
     else:
         kind = "FLOAT" if pa.types.is_floating(present.type) else "INT"
         values = numpy_of(present)
     finite = values[np.isfinite(values)] if kind == "FLOAT" else values
     if kind == "INT":
-        words = pa.array(finite.astype(np.int64))
+        countable = pa.array(finite.astype(np.int64))
     return ColumnStatistics(
         kind,
         len(array),
@@ -420,23 +424,23 @@ def column_statistics(column: pa.Array | pa.ChunkedArray) -> ColumnStatistics:
         len(finite),
         int((finite == 0).sum()),
         len(values) - len(finite),
-        float(finite.min()) + 0.0 if len(finite) else float("inf"),  # no -0.0, equal to 0.0
+        float(finite.min()) + 0.0 if len(finite) else float("inf"),  # + 0.0: -0.0 becomes 0.0
         float(finite.max()) + 0.0 if len(finite) else float("-inf"),
         exact_sum(finite),
         exact_sum_of_squares(finite),
         int(lengths.min()) if len(lengths) else 0,
         int(lengths.max()) if len(lengths) else 0,
-        sketch_of(None if kind == "STRING" else finite, words),
+        make_sketch(None if kind == "STRING" else finite, countable),
         count_buckets(lengths) if is_jagged else {},
     )
 
 
 def table_statistics(table: pa.Table, skip: Iterable[str] = ()) -> dict[str, ColumnStatistics]:
-    """Return the sums over each column of a table but those to skip."""
+    """Return the statistics of all columns but those to skip."""
     return {c: column_statistics(table[c]) for c in table.column_names if c not in set(skip)}
 
 
 def sum_tables(parts: Sequence[Mapping[str, ColumnStatistics]]) -> dict[str, ColumnStatistics]:
-    """Add the statistics of several parts, column by column; a column may lack in some."""
+    """Return the statistics of all parts by column; not every part has all columns."""
     names = dict.fromkeys(name for part in parts for name in part)
     return {name: sum_columns([p[name] for p in parts if name in p]) for name in names}

@@ -1,4 +1,9 @@
-"""Statistics as tensorflow-metadata protos, and their file in a segment."""
+"""Statistics as tensorflow-metadata protos, and their file in a segment.
+
+A proto has a dataset `segment` over all samples, and `train` and `evaluation` if the segment has
+both. A feature has one kind of statistics only: distinct and frequent values of texts are in
+`string_stats`, those of integers and statistics of sessions in `custom_stats`.
+"""
 
 from __future__ import annotations
 
@@ -19,21 +24,15 @@ from schemas.errors import SchemaError
 from schemas.files import verify_file
 from schemas.layout import PLAIN_STATISTICS, STATISTICS
 
-# Statistics as tensorflow-metadata protos in text form.
-#
-# One dataset `segment` over all samples, then `train` and `evaluation` when the segment has both.
-# Numbers carry a histogram; distinct and frequent values of texts are in `string_stats`, those of
-# integers and what is known of sessions in `custom_stats`, because a feature has one kind of
-# statistics only.
-
 SHOWN_VALUES = 20
 """Frequent values in `top_values`."""
 RANKED_VALUES = 100
-"""Frequent values in the rank histogram: a drift of more than 0.01 concerns one of them, and a
-thousand made the text a sixth of a dataset (8.8 MB beside 52 MB of the demo's log)."""
+"""Frequent values in the rank histogram: a drift of more than 0.01 concerns one of them. With 1,000
+the text was a sixth of a dataset (8.8 MB beside 52 MB of the demo's log)."""
 
-_WRITTEN: dict[str, statistics_pb2.DatasetFeatureStatisticsList] = {}
-"""The last text and its proto."""
+_last_written: dict[str, statistics_pb2.DatasetFeatureStatisticsList] = {}
+"""The last text and its proto: a build checks the statistics that it has just written, and parsing
+them would take most of the time of a small build."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,9 +41,9 @@ class Slice:
 
     Attributes:
         name: `segment`, `train` or `evaluation`.
-        num_samples: how many samples.
+        num_samples: number of samples.
         columns: by name; those of a group are over its unique tuples.
-        extra: column to further numbers and histograms (bucket to count) by name.
+        extra: column to name to custom statistics: numbers, or histograms (bucket to count).
     """
 
     name: str
@@ -74,20 +73,9 @@ def statistics_text(slices: list[Slice]) -> str:
     """Return statistics as the text of a DatasetFeatureStatisticsList."""
     proto = statistics_proto(slices)
     text = text_format.MessageToString(proto)
-    _WRITTEN.clear()
-    _WRITTEN[text] = proto
+    _last_written.clear()
+    _last_written[text] = proto
     return text
-
-
-def parsed_statistics(text: str) -> statistics_pb2.DatasetFeatureStatisticsList:
-    """Return the proto of a text; the one that was written last is still there.
-
-    A build judges what it has just written, and parsing that takes longer than
-    everything else in a small build.
-    """
-    if text in _WRITTEN:
-        return _WRITTEN[text]
-    return text_format.Parse(text, statistics_pb2.DatasetFeatureStatisticsList())
 
 
 def _fill(
@@ -150,7 +138,7 @@ def _fill_words(words: statistics_pb2.StringStatistics, sketch: Sketch) -> None:
 
 
 def _fill_ranks(ranks: statistics_pb2.RankHistogram, sketch: Sketch) -> None:
-    """Write frequent values; counts on a sample are scaled up to all values."""
+    """Write frequent values; counts in the sample are scaled to all values."""
     total = sum(sketch.buckets.values()) or sketch.num_sampled
     for rank, (value, share) in enumerate(islice(sketch.shares.items(), RANKED_VALUES)):
         ranks.buckets.add(
@@ -169,14 +157,14 @@ def write_statistics(segment: Path, text: str) -> None:
     (segment / STATISTICS).write_bytes(codec.compress(text.encode(), asbytes=True))
 
 
-def statistics_in(segment: Path) -> Path:
-    """Return the file of a segment's statistics; before 2026-11-23 they were not compressed."""
+def statistics_path(segment: Path) -> Path:
+    """Return the file of a segment's statistics, which was not compressed before 2026-11-23."""
     plain = segment / PLAIN_STATISTICS
     return plain if plain.exists() else segment / STATISTICS
 
 
 def read_statistics(path: Path) -> statistics_pb2.DatasetFeatureStatisticsList:
-    """Return the statistics in a file of either name.
+    """Read a compressed or an uncompressed file of statistics.
 
     Raises:
         SchemaError: the file is damaged.
@@ -185,7 +173,10 @@ def read_statistics(path: Path) -> statistics_pb2.DatasetFeatureStatisticsList:
         data = path.read_bytes()
         if path.name == STATISTICS:
             data = pa.CompressedInputStream(pa.py_buffer(data), "zstd").read()
-        return parsed_statistics(data.decode())
+        text = data.decode()
+        if text in _last_written:
+            return _last_written[text]
+        return text_format.Parse(text, statistics_pb2.DatasetFeatureStatisticsList())
     except (OSError, UnicodeDecodeError, text_format.ParseError) as error:
         raise SchemaError(
             f"statistics cannot be read: {error}; restore the file or rebuild the dataset",

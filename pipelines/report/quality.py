@@ -8,7 +8,13 @@ from dataclasses import dataclass
 from google.protobuf import text_format
 from tensorflow_metadata.proto.v0 import anomalies_pb2, statistics_pb2
 
-from pipelines.quality.gate import Features, buckets_of, jensen_shannon, shares, slices_of
+from pipelines.quality.gate import (
+    Features,
+    features_by_slice,
+    histogram_counts,
+    jensen_shannon,
+    to_shares,
+)
 from pipelines.quality.splits import DEDUP_FACTOR, LABEL_DELAY_SEC, SAMPLES_PER_SESSION
 from pipelines.quality.statistics_files import segment_statistics
 from pipelines.report.dedup import group_totals
@@ -96,7 +102,7 @@ def seen_of(segment: Segment) -> Seen:
     return Seen(
         f"segment {segment.manifest.position}",
         text_format.Parse(path.read_text("utf-8"), anomalies_pb2.Anomalies()),
-        slices_of(statistics),
+        features_by_slice(statistics),
         {d.name: d.num_examples for d in statistics.datasets},
     )
 
@@ -188,7 +194,7 @@ def _sessions(shown: Sequence[Seen], labels: Sequence[str]) -> str:
     for seen in shown:
         for name, features in seen.slices.items():
             custom = _customs(features)
-            lengths = buckets_of(custom[SAMPLES_PER_SESSION].histogram)
+            lengths = histogram_counts(custom[SAMPLES_PER_SESSION].histogram)
             num_samples = seen.num_samples[name]
             row: list[str | None] = [
                 seen.name if name == "segment" else f"{seen.name}, {name}",
@@ -214,7 +220,8 @@ def _customs(features: Features) -> dict[str, statistics_pb2.CustomStatistic]:
 
 def _drift(here: Features, past: Features) -> float:
     one, other = (
-        shares(buckets_of(_customs(side)[SAMPLES_PER_SESSION].histogram)) for side in (here, past)
+        to_shares(histogram_counts(_customs(side)[SAMPLES_PER_SESSION].histogram))
+        for side in (here, past)
     )
     return jensen_shannon(one, other)
 

@@ -16,7 +16,7 @@ from pipelines.clustering.encodings import DICTIONARY, Encodings, open_writer
 from pipelines.clustering.part import LOOKUPS, PartResult
 from pipelines.clustering.writer import merge_blocks
 from pipelines.quality.gate import anomalies_text
-from pipelines.quality.splits import slices_of
+from pipelines.quality.splits import segment_slices
 from pipelines.quality.statistics_files import statistics_text, write_statistics
 from pipelines.shuffle import SHUFFLE
 from pipelines.sources.rejects import RejectCounts, number_reject_files
@@ -137,7 +137,7 @@ def finish_segment(
         writer.write_table(blocks)
     sync_file(root / BLOCKS)
     number_reject_files(root)
-    text = statistics_text(slices_of([r.slices for r in results], data, features))
+    text = statistics_text(segment_slices([r.slices for r in results], data, features))
     write_statistics(root, text)
     (root / ANOMALIES).write_text(anomalies_text(rejects), encoding="utf-8")
     groups = list(results[0].groups)

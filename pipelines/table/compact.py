@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from pipelines.clustering.part import deserialize_results
 from pipelines.clustering.reader import read_sample_column, row_groups
 from pipelines.clustering.writer import choose_segment_layout
-from pipelines.quality.gate_files import pass_gate, schema_of
+from pipelines.quality.gate_files import parse_schema, pass_gate
 from pipelines.runners import runner_module
 from pipelines.samples.event_join import write_late
 from pipelines.samples.sql import LIST_INDEX
@@ -643,7 +643,7 @@ def _segments(
     names = {s.manifest.id for s in due}
     given = _given_texts(dataset, request)
     gate = dataset.job.data.gate and replace(dataset.job.data.gate, action="warn")
-    schema = schema_of(_schema_bytes(dataset))
+    schema = parse_schema(_schema_bytes(dataset))
     found: dict[str, Reference | None] = {}
     earlier: Path | None = None
     for segment, reference in zip(dataset.segments, dataset.manifest.segments, strict=True):

@@ -9,7 +9,7 @@ from typing import Any
 
 from pipelines.context import BuildRequest
 from pipelines.quality.gate import check_limits
-from pipelines.quality.gate_files import pass_gate, schema_of
+from pipelines.quality.gate_files import parse_schema, pass_gate
 from pipelines.table.days import (
     check_label,
     check_replaceable,
@@ -20,7 +20,7 @@ from pipelines.table.days import (
     segment_of_day,
 )
 from pipelines.table.publish import CommitRequest, find_segment, free_position, read_root
-from pipelines.transforms.fit import check_fits, fits
+from pipelines.transforms.fit import check_fitted_files, fitted_files_match
 from schemas.config.job import DataConfig, Job
 from schemas.dataset import Dataset, column_types, open_dataset
 from schemas.errors import SchemaError, suggest_name_or
@@ -213,7 +213,7 @@ def check_admissible(
     Raises:
         SchemaError: the dataset holds something else, pins something else, or has the same input.
     """
-    check_limits(schema_of(request.schema_path(job).read_bytes()))
+    check_limits(parse_schema(request.schema_path(job).read_bytes()))
     root = read_root(request.dataset)
     there = find_segment(root, key)
     if there is not None:
@@ -303,7 +303,7 @@ def unpublished_segments(dataset: Path, key: str) -> Iterator[Path]:
         for directory in sorted((dataset / SEGMENTS).glob(pattern)):
             if directory.name in named or not (directory / MANIFEST).exists():
                 continue
-            if fits(read_segment(directory).learned, dataset):
+            if fitted_files_match(read_segment(directory).learned, dataset):
                 yield directory
 
 
@@ -326,11 +326,11 @@ def commit_request(
             refuse_sealed(dataset.manifest, request.dataset)
             check_compatible(dataset, job, features, request.job_path)
             check_types(dataset, manifest.columns, request.job_path)
-            check_fits(manifest.learned, request.dataset)
+            check_fitted_files(manifest.learned, request.dataset)
         earlier = dataset.segments[before - 1].directory if dataset and before else None
         aside = refused_path(request.dataset, key)
         return pass_gate(
-            building, earlier, schema_of(schema), job.data.gate, aside, request.progress
+            building, earlier, parse_schema(schema), job.data.gate, aside, request.progress
         )
 
     return CommitRequest(

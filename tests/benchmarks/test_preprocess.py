@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks.preprocess import main, measure, sides
 from pipelines.build import build
-from pipelines.transforms.apply import with_transforms
+from pipelines.transforms.apply import apply_transforms
 from schemas.config.job import SAMPLES
 from schemas.dataset import open_dataset
 from schemas.fitted import load_fitted
@@ -34,7 +34,7 @@ def test_sides_differ_in_repetition_only(dataset: Path) -> None:
     assert peer[SAMPLES][0].equals(ours[SAMPLES][0])
     learned = load_fitted(dataset, opened.segments[0].manifest.learned, data)
     made = [
-        with_transforms(pa.concat_tables(side["user"]), "user", data.transforms["user"], learned)
+        apply_transforms(pa.concat_tables(side["user"]), "user", data.transforms["user"], learned)
         for side in (ours, peer)
     ]
     first, second = (sorted(set(map(str, table.to_pylist()))) for table in made)

@@ -259,7 +259,7 @@ JOB_FAULTS: dict[str, tuple[str, str, str]] = {
     "a block size that is no power of two": ("block_samples: 16", "block_samples: 17", "data.block_samples must be a power of two"),
     "no file that matches": ('"*.parquet"', '"*.parq"', "no file of source 'log' matches '*.parq'"),
     "a wrong transform": ("ln(1 + len(history))", "CAST(unnest(history) AS DOUBLE)", "transforms must give one value per row"),
-    "a transform of another group": ("ln(1 + len(history))", "ln(1 + item)", "transforms.user.num_history must run on the columns of its group, got Binder Error"),
+    "a transform of another group": ("ln(1 + len(history))", "ln(1 + item)", "transforms.user.num_history cannot run on the columns of its group: Binder Error"),
     "a transform that some rows break": ("ln(1 + len(history))", "CAST(error(CAST(user AS VARCHAR)) AS DOUBLE)", "transforms.user must run on every row, got Invalid Input Error: "),
     "a transform to text": ("ln(1 + len(history))", "CAST(user AS VARCHAR)", "feature 'num_history' must be FLOAT, got string in "),
     "an undeclared transform": ("{num_history:", "{num_histories: len(history), num_history:", "feature must be declared, got 'num_histories' in "),

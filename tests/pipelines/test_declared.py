@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 
 from pipelines.transforms.apply import (
     apply_declared,
-    bucket_of,
-    clipped,
+    apply_sql,
+    bucketize,
+    clip,
     columns_of,
-    cut_list,
-    hashed,
-    transformed,
+    hash_columns,
+    truncate_lists,
 )
 from schemas.config.transforms import (
     BucketizeConfig,
@@ -91,7 +91,7 @@ def test_numbers_and_lists_of_them_are_transformed_value_by_value(
 @settings(max_examples=80, deadline=None)
 def test_cut_lists_are_slices(rows: list[list[int] | None], count: int, from_end: bool) -> None:
     column = pa.array([[1, 2], *rows], pa.large_list(pa.int64())).slice(1)
-    found = cut_list(column, count, from_end)
+    found = truncate_lists(column, count, from_end)
     slices = [None if r is None else (r[-count:] if from_end else r[:count]) for r in rows]
     assert found.to_pylist() == slices
     assert found.type == pa.large_list(pa.int64())
@@ -100,15 +100,15 @@ def test_cut_lists_are_slices(rows: list[list[int] | None], count: int, from_end
 def test_hash_is_one_to_one_with_values_and_null_where_one_is() -> None:
     city = pa.array(["a", "b", None, "a"])
     age = pa.array([1, 1, 1, None])
-    one = hashed([city], 10**9, "").to_pylist()
+    one = hash_columns([city], 10**9, "").to_pylist()
     assert one[0] == one[3] != one[1]
     assert one[2] is None
-    both = hashed([city, age], 10**9, "").to_pylist()
+    both = hash_columns([city, age], 10**9, "").to_pylist()
     assert both[2:] == [None, None]
     assert both[0] != both[1]
-    assert both[0] != hashed([city, age], 10**9, "other").to_pylist()[0]
-    assert both[0] == hashed([city, age.cast(pa.int8())], 10**9, "").to_pylist()[0]
-    assert hashed([pa.array(["a", "b"])], 1000, "city").to_pylist() == PINNED
+    assert both[0] != hash_columns([city, age], 10**9, "other").to_pylist()[0]
+    assert both[0] == hash_columns([city, age.cast(pa.int8())], 10**9, "").to_pylist()[0]
+    assert hash_columns([pa.array(["a", "b"])], 1000, "city").to_pylist() == PINNED
 
 
 PINNED = [138, 751]
@@ -118,16 +118,16 @@ def test_list_is_crossed_with_scalars_value_by_value() -> None:
     lists = pa.array([[1, 2], None, [], [3], [1]], pa.large_list(pa.int64()))
     left = pa.array(["a", "a", "b", None, "b"])
     right = pa.array([1, 1, 1, 1, None])
-    found = hashed([left, lists], 10**9, "").to_pylist()
-    flat = hashed([pa.array(["a", "a", "b"]), pa.array([1, 2, 1])], 10**9, "").to_pylist()
+    found = hash_columns([left, lists], 10**9, "").to_pylist()
+    flat = hash_columns([pa.array(["a", "a", "b"]), pa.array([1, 2, 1])], 10**9, "").to_pylist()
     assert found == [flat[:2], None, [], None, flat[2:]]
-    assert hashed([left, lists, right], 10**9, "").to_pylist()[1:] == [None, [], None, None]
-    turned = hashed([lists, left], 10**9, "").to_pylist()
+    assert hash_columns([left, lists, right], 10**9, "").to_pylist()[1:] == [None, [], None, None]
+    turned = hash_columns([lists, left], 10**9, "").to_pylist()
     assert turned[0] != found[0]
 
 
 def test_hashes_fill_their_range() -> None:
-    rows = hashed([pa.array(np.arange(20_000))], 16, "x").to_numpy()
+    rows = hash_columns([pa.array(np.arange(20_000))], 16, "x").to_numpy()
     assert np.abs(np.bincount(rows, minlength=16) - 1250).max() < 200
 
 
@@ -143,9 +143,9 @@ def test_lists_of_texts_are_looked_up_hashed_and_cut_as_their_values() -> None:
     lists = pa.array([["x"], ["b", "", "c"], None, []], pa.large_list(pa.string())).slice(1)
     look = VocabularyLookupConfig(name="v", column="x")
     assert applied(lists, learned, vocabulary=look).to_pylist() == [[1, 2, 0], None, []]
-    flat = hashed([pa.array(["b", "", "c"])], 1000, "s").to_pylist()
-    assert hashed([lists], 1000, "s").to_pylist() == [flat, None, []]
-    assert cut_list(lists, 2, from_end=True).to_pylist() == [["", "c"], None, []]
+    flat = hash_columns([pa.array(["b", "", "c"])], 1000, "s").to_pylist()
+    assert hash_columns([lists], 1000, "s").to_pylist() == [flat, None, []]
+    assert truncate_lists(lists, 2, from_end=True).to_pylist() == [["", "c"], None, []]
 
 
 def test_what_is_not_finite_becomes_null_and_limits_hold_for_infinities() -> None:
@@ -157,11 +157,11 @@ def test_what_is_not_finite_becomes_null_and_limits_hold_for_infinities() -> Non
         -1.0,
     ]
     assert applied(odd, log=LogConfig(column="x")).null_count == 3
-    assert bucket_of(odd, np.array([0.0])).to_pylist() == [None, 1, 0, 1]
-    assert clipped(odd, 0, 5).to_pylist() == [None, 5, 0, 1]
-    assert clipped(odd, None, 5).to_pylist() == [None, 5, None, 1]
-    assert clipped(pa.array([1e300, 2.0]), None, None).to_pylist() == [None, 2.0]
-    assert clipped(pa.array([2**63 - 1, -(2**63), None]), -1e30, 1e30).to_pylist()[:2] == [
+    assert bucketize(odd, np.array([0.0])).to_pylist() == [None, 1, 0, 1]
+    assert clip(odd, 0, 5).to_pylist() == [None, 5, 0, 1]
+    assert clip(odd, None, 5).to_pylist() == [None, 5, None, 1]
+    assert clip(pa.array([1e300, 2.0]), None, None).to_pylist() == [None, 2.0]
+    assert clip(pa.array([2**63 - 1, -(2**63), None]), -1e30, 1e30).to_pylist()[:2] == [
         2**63 - 1,
         -(2**63),
     ]
@@ -186,7 +186,7 @@ def test_lists_hold_no_nulls_whatever_their_values_are() -> None:
 def test_null_in_a_list_that_sql_makes_is_told_by_its_name() -> None:
     table = pa.table({"x": pa.array([[1, 2]])})
     with pytest.raises(SchemaError, match="hold no nulls in lists, got 2 in 'y'; leave"):
-        transformed(table, {"y": "[nullif(v, v) for v in x]"})
+        apply_sql(table, {"y": "[nullif(v, v) for v in x]"})
 
 
 def test_quantiles_use_the_learned_boundaries() -> None:

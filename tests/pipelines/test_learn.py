@@ -15,17 +15,17 @@ from pipelines.samples.connection import Connection
 from pipelines.samples.sql import map_rows, with_list_index
 from pipelines.samples.tuples import Tuples, separate, with_hashes
 from pipelines.transforms import fit as learned_partials
-from pipelines.transforms.apply import learned_inputs, transforms_before
+from pipelines.transforms.apply import fit_inputs, transforms_of_column
 from pipelines.transforms.fit import (
-    Counts,
-    Drawn,
+    BottomKSample,
+    Moments,
     Partial,
-    Sums,
+    ValueCounts,
+    bottom_k_sample,
     counted_column,
-    drawn,
-    learned_so_far,
-    partials,
-    sums_of,
+    fitted_files,
+    moments,
+    partial_fits,
 )
 from schemas.config.job import DataConfig, load_job
 from schemas.errors import SchemaError
@@ -56,7 +56,7 @@ def added_up(parts: list[Tuples], data: DataConfig) -> dict[str, Partial]:
     fn = MergePartials()
     accumulators: dict[str, list[list[Partial]]] = {}
     for number, part in enumerate(parts):
-        for key, partial in partials(part, learned_inputs(data), data):
+        for key, partial in partial_fits(part, fit_inputs(data), data):
             pair = accumulators.setdefault(key, [fn.create_accumulator(), fn.create_accumulator()])
             pair[number % 2] = fn.add_input(pair[number % 2], partial)
     return {
@@ -68,9 +68,9 @@ def added_up(parts: list[Tuples], data: DataConfig) -> dict[str, Partial]:
 def comparable(found: dict[str, Partial]) -> dict[str, object]:
     plain: dict[str, object] = {}
     for key, partial in found.items():
-        if isinstance(partial, Counts):
+        if isinstance(partial, ValueCounts):
             plain[key] = partial.table.sort_by("value").to_pylist()
-        elif isinstance(partial, Drawn):
+        elif isinstance(partial, BottomKSample):
             plain[key] = partial.keys.tolist(), partial.values.tolist()
         else:
             plain[key] = partial
@@ -101,19 +101,19 @@ def test_counts_and_sums_are_those_of_the_training_samples_one_by_one(data: Data
             prices.append(row["price"])
     counted = {"items": Counter(), "cities": Counter()}  # type: ignore[var-annotated]
     for key, partial in found.items():
-        if isinstance(partial, Counts):
+        if isinstance(partial, ValueCounts):
             for row in partial.table.to_pylist():
                 counted[key.split("/")[0]][row["value"]] += row["count"]
     assert counted == {"items": items, "cities": cities}
     age, price = found["user.age_scale"], found["samples.price_bucket"]
-    assert isinstance(age, Sums)
-    assert isinstance(price, Drawn)
-    assert age.numbers("mean_std", "x").center == pytest.approx(np.mean(ages), rel=1e-15)
-    assert age.numbers("mean_std", "x").scale == pytest.approx(np.std(ages), rel=1e-12)
+    assert isinstance(age, Moments)
+    assert isinstance(price, BottomKSample)
+    assert age.stats("mean_std", "x").center == pytest.approx(np.mean(ages), rel=1e-15)
+    assert age.stats("mean_std", "x").scale == pytest.approx(np.std(ages), rel=1e-12)
     assert sorted(price.values.tolist()) == sorted(prices)
     ordered = sorted(prices)
     cuts = tuple(dict.fromkeys(ordered[i * len(ordered) // 4] for i in (1, 2, 3)))
-    assert price.numbers(4, "x").boundaries == cuts
+    assert price.stats(4, "x").boundaries == cuts
 
 
 def test_evaluation_samples_teach_nothing(data: DataConfig) -> None:
@@ -124,7 +124,7 @@ def test_evaluation_samples_teach_nothing(data: DataConfig) -> None:
     whole = comparable(added_up(chunks(data, rows, []), data))
     assert whole == comparable(added_up(chunks(data, early, []), data))
     assert (
-        list(partials(chunks(data, rows.filter(pa.array(late)), [])[0], learned_inputs(data), data))
+        list(partial_fits(chunks(data, rows.filter(pa.array(late)), [])[0], fit_inputs(data), data))
         == []
     )
 
@@ -135,11 +135,11 @@ def test_quantiles_of_more_samples_than_are_kept_stay_close(
     monkeypatch.setattr(learned_partials, "SAMPLE_SIZE", 4096)
     rng = np.random.default_rng(0)
     values, keys = rng.normal(size=100_000), rng.integers(0, 2**63, 100_000).astype(np.uint64)
-    parts = [drawn(keys[i::7], values[i::7]) for i in range(7)]
+    parts = [bottom_k_sample(keys[i::7], values[i::7]) for i in range(7)]
     merged = parts[0].merged(parts[1:])
     assert len(merged.keys) == 4096
-    assert merged.values.tolist() == drawn(keys, values).values.tolist()
-    bounds = np.array(merged.numbers(10, "x").boundaries)
+    assert merged.values.tolist() == bottom_k_sample(keys, values).values.tolist()
+    bounds = np.array(merged.stats(10, "x").boundaries)
     ranks = np.searchsorted(np.sort(values), bounds) / len(values)
     np.testing.assert_allclose(ranks, np.arange(1, 10) / 10, atol=4 * 0.5 / 64)
 
@@ -149,8 +149,8 @@ def test_sums_of_repeated_values_equal_those_written_out() -> None:
     values = np.append(rng.normal(size=50) * 10.0 ** rng.integers(-8, 8, 50), [np.nan, np.inf])
     counts = rng.integers(0, 9, 52)
     repeated = np.repeat(values, counts)
-    found = sums_of(values, counts)
-    assert found == sums_of(
+    found = moments(values, counts)
+    assert found == moments(
         repeated[rng.permutation(len(repeated))], np.ones(len(repeated), np.int64)
     )
     assert found.num_values == np.isfinite(repeated).sum()
@@ -158,24 +158,25 @@ def test_sums_of_repeated_values_equal_those_written_out() -> None:
 
 @pytest.mark.parametrize("zeros", [[0.0, -0.0], [-0.0, 0.0]])
 def test_what_is_learned_does_not_depend_on_the_order_of_signed_zeros(zeros: list[float]) -> None:
-    first, second = (sums_of(np.array([zero]), np.ones(1, np.int64)) for zero in zeros)
-    assert str(first.merged([second]).numbers("min_max", "x").center) == "0.0"
-    one, other = (drawn(np.zeros(1, np.uint64), np.array([zero])) for zero in zeros)
-    assert [str(x) for x in one.merged([other]).numbers(2, "x").boundaries] == ["0.0"]
+    first, second = (moments(np.array([zero]), np.ones(1, np.int64)) for zero in zeros)
+    assert str(first.merged([second]).stats("min_max", "x").center) == "0.0"
+    one, other = (bottom_k_sample(np.zeros(1, np.uint64), np.array([zero])) for zero in zeros)
+    assert [str(x) for x in one.merged([other]).stats(2, "x").boundaries] == ["0.0"]
 
 
 def test_constant_and_missing_numbers() -> None:
-    ones = sums_of(np.ones(5), np.ones(5, np.int64))
-    assert ones.numbers("mean_std", "x") == FittedStats(1.0, 1.0)
-    assert ones.numbers("min_max", "x") == FittedStats(1.0, 1.0)
-    assert drawn(np.arange(5).astype(np.uint64), np.ones(5)).numbers(4, "x").boundaries == (1.0,)
-    message = "transforms.user.x must find numbers in the training range, got none"
+    ones = moments(np.ones(5), np.ones(5, np.int64))
+    assert ones.stats("mean_std", "x") == FittedStats(1.0, 1.0)
+    assert ones.stats("min_max", "x") == FittedStats(1.0, 1.0)
+    sample = bottom_k_sample(np.arange(5).astype(np.uint64), np.ones(5))
+    assert sample.stats(4, "x").boundaries == (1.0,)
+    message = "transforms.user.x has no numbers in the training range"
     with pytest.raises(SchemaError, match=re.escape(message)):
-        sums_of(np.zeros(0), np.zeros(0, np.int64)).numbers("min_max", "user.x")
+        moments(np.zeros(0), np.zeros(0, np.int64)).stats("min_max", "user.x")
 
 
 def test_only_what_a_learned_column_is_made_of_runs_before(data: DataConfig) -> None:
-    before = {(i.vocabulary or i.numbers, i.column): list(i.before) for i in learned_inputs(data)}
+    before = {(i.vocabulary or i.stats_key, i.column): list(i.before) for i in fit_inputs(data)}
     assert before == {
         ("items", "item"): [],
         ("items", "recent"): ["recent"],
@@ -184,15 +185,15 @@ def test_only_what_a_learned_column_is_made_of_runs_before(data: DataConfig) -> 
         ("samples.price_scale", "price"): [],
         ("samples.price_bucket", "price"): [],
     }
-    assert list(transforms_before("user", "num_recent", "x", data)) == ["recent", "num_recent"]
-    message = "x must not learn from what is learned, got 'price_scale'; read the column that it"
+    assert list(transforms_of_column("user", "num_recent", "x", data)) == ["recent", "num_recent"]
+    message = "x must not depend on a fitted transform, got 'price_scale'; read the column that it"
     with pytest.raises(SchemaError, match=re.escape(message)):
-        transforms_before("samples", "doubled", "x", data)
+        transforms_of_column("samples", "doubled", "x", data)
 
 
 def test_counted_column_is_taken_once_per_tuple(data: DataConfig) -> None:
     (samples,) = chunks(data, jobs.raw_rows(200, 4), [])
-    (wanted,) = [i for i in learned_inputs(data) if i.column == "recent"]
+    (wanted,) = [i for i in fit_inputs(data) if i.column == "recent"]
     column, counts = counted_column(samples, wanted, np.ones(samples.num_samples, bool))
     assert len(column) == samples.uniques["user"].num_rows < samples.num_samples / 4
     assert counts.sum() == samples.num_samples
@@ -216,4 +217,4 @@ def test_learned_files_are_verified_when_read(tmp_path: Path, data: DataConfig) 
         load_fitted(tmp_path, {path: digest}, data)
     none = replace(data, vocabularies={}, transforms={})
     assert load_fitted(tmp_path, {}, none) == FittedValues()
-    assert learned_so_far(tmp_path) == {}
+    assert fitted_files(tmp_path) == {}

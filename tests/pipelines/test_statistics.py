@@ -25,7 +25,7 @@ from pipelines.quality.statistics import (
 from pipelines.quality.statistics_files import (
     Slice,
     read_statistics,
-    statistics_in,
+    statistics_path,
     statistics_text,
     write_statistics,
 )
@@ -192,11 +192,11 @@ def test_statistics_are_read_back_compressed_and_as_older_segments_have_them(
     text = statistics_text([Slice("segment", 3, table_statistics(pa.table({"a": [1, 2, 2]})), {})])
     write_statistics(tmp_path, text)
     assert (tmp_path / STATISTICS).stat().st_size < len(text) / 2
-    proto = read_statistics(statistics_in(tmp_path))
+    proto = read_statistics(statistics_path(tmp_path))
     assert proto == text_format.Parse(text, statistics_pb2.DatasetFeatureStatisticsList())
     (tmp_path / STATISTICS).unlink()
     (tmp_path / PLAIN_STATISTICS).write_text(text)
-    assert read_statistics(statistics_in(tmp_path)) == proto
+    assert read_statistics(statistics_path(tmp_path)) == proto
 
 
 @pytest.mark.parametrize("damage", [slice(5, None), slice(None, -9)])

@@ -226,7 +226,7 @@ def test_segments_that_learn_at_once_do_not_both_enter(
         return commit_request(*args)
 
     monkeypatch.setattr(build_module, "commit_request", overtaken)
-    message = "segment must start from what the dataset has learned, got one without vocabularies"
+    message = "segment was fitted without vocabularies"
     with pytest.raises(SchemaError, match=message):
         build(slow)
     assert len(open_dataset(dataset).segments) == 2
@@ -262,9 +262,9 @@ def test_new_column_of_a_later_segment_learns_numbers_of_its_own(tmp_path: Path)
 
 # What is wrong, to what is replaced in the job by what, and the message.
 FAULTS: dict[str, tuple[str, str, str]] = {
-    "an input that is not there": ("{last: {column: history,", "{last: {column: histori,", "transforms.user.recent must read columns of its group, or made before it, got 'histori'"),
-    "an input that is made later": ("{last: {column: history,", "{last: {column: recent_rows,", "transforms.user.recent must read columns of its group, or made before it, got 'recent_rows'"),
-    "an input of the samples": ("{first: {column: history,", "{first: {column: price,", "transforms.user.oldest must read columns of its group, or made before it, got 'price'"),
+    "an input that is not there": ("{last: {column: history,", "{last: {column: histori,", "transforms.user.recent must read columns of its group, or of earlier transforms, got 'histori'"),
+    "an input that is made later": ("{last: {column: history,", "{last: {column: recent_rows,", "transforms.user.recent must read columns of its group, or of earlier transforms, got 'recent_rows'"),
+    "an input of the samples": ("{first: {column: history,", "{first: {column: price,", "transforms.user.oldest must read columns of its group, or of earlier transforms, got 'price'"),
     "a list that is cut from a number": ("{first: {column: history,", "{first: {column: age,", "transforms.user.oldest: first and last must read a list, got int64"),
     "a text that is clipped": ("{clip: {column: age,", "{clip: {column: city,", "transforms.user.young: clip must read numbers, got string"),
     "a limit that is not whole": ("minimum: 20, maximum: 40", "minimum: 20.5", "transforms.user.young: clip must have whole limits for int64, got 20.5"),
@@ -273,15 +273,15 @@ FAULTS: dict[str, tuple[str, str, str]] = {
     "texts and numbers in a vocabulary": ("items: {columns: [item, recent]", "items: {columns: [item, city]", "data.vocabularies.items.columns must have one type in vocabulary 'items', got string for 'city' and int64 for 'item'"),
     "texts looked up among numbers": ("{name: items, column: item}", "{name: cities, column: item}", "transforms.samples.item_row must have one type in vocabulary 'cities', got int64 for 'item' and string for 'city'"),
     "a vocabulary of an unknown column": ("cities: {columns: [city]", "cities: {columns: [citi]", "data.vocabularies.cities.columns must be columns of the samples, got 'citi'"),
-    "a vocabulary of a learned column": ("items: {columns: [item, recent]", "items: {columns: [item, recent_rows]", "data.vocabularies.items.columns must not learn from what is learned, got 'recent_rows'"),
-    "numbers of learned numbers": ("normalize: {column: young}", "normalize: {column: city_row}", "transforms.user.age_scale must not learn from what is learned, got 'city_row'"),
+    "a vocabulary of a learned column": ("items: {columns: [item, recent]", "items: {columns: [item, recent_rows]", "data.vocabularies.items.columns must not depend on a fitted transform, got 'recent_rows'"),
+    "numbers of learned numbers": ("normalize: {column: young}", "normalize: {column: city_row}", "transforms.user.age_scale must not depend on a fitted transform, got 'city_row'"),
     "a vocabulary larger than its table": ("identity, num_rows: 64", "identity, num_rows: 59", "transforms.user.recent_rows must have ids below the rows of table 'items', got 60 and 59"),
     "a hash larger than its table": ("identity, num_rows: 50", "identity, num_rows: 49", "transforms.user.city_id must have ids below the rows of table 'city_ids', got 50 and 49"),
     "more buckets than rows": ("quantiles: 4", "quantiles: 5", "transforms.samples.price_bucket must have ids below the rows of table 'prices', got 5 and 4"),
     "a bucket declared as a float": ("price_log: {log: {column: price}}", "price_log: {bucketize: {column: price, boundaries: [1]}}", "feature 'price_log' must be FLOAT, got int64"),
     "a list declared as one value": ("city_row: {vocabulary: {name: cities, column: city}}", "city_row: {cross: {columns: [city, history], num_rows: 9}}", "feature 'city_row' must be one value, got large_list"),
     "an undeclared new column": ("oldest: {first", "eldest: {first", "samples must have column 'oldest', got none"),
-    "SQL that is wrong": ("ln(1 + len(recent))", "ln(1 + len(recant))", "transforms.user.num_recent must run on the columns of its group, got Binder Error"),
+    "SQL that is wrong": ("ln(1 + len(recent))", "ln(1 + len(recant))", "transforms.user.num_recent cannot run on the columns of its group: Binder Error"),
     "quantiles of a list": ("normalize: {column: young}", "bucketize: {column: history, quantiles: 3}", "transforms.user.age_scale: bucketize by quantiles must read one number, got large_list"),
 }  # fmt: skip
 
@@ -303,7 +303,7 @@ def test_nothing_to_learn_from_is_said_by_name_and_leaves_nothing(tmp_path: Path
     log = jobs.write_log(tmp_path / "log", jobs.raw_rows(60, 0))
     job = jobs.write_job(tmp_path / "job")
     job.write_text(job.read_text().replace("2026-01-01 00:08:00", "2020-01-01"))
-    with pytest.raises(SchemaError, match="must find numbers in the training range, got none"):
+    with pytest.raises(SchemaError, match="has no numbers in the training range"):
         build(request(job, log, tmp_path / "dataset"))
     assert not (tmp_path / "dataset" / "MANIFEST.json").exists()
     assert not (tmp_path / "dataset" / "learned").exists()
