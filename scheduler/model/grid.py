@@ -1,4 +1,4 @@
-"""Sizes of both pools, many at once, and the resources that they take."""
+"""Candidate sizes of both pools as arrays, their resources, and the limits of each pool."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ Ints = NDArray[np.int64]
 GIB = 1 << 30
 MIB = 1 << 20
 SEGMENT_BATCHES = 64
-"""Fewest batches of a segment: it holds a window, and a window is widened until it has these."""
+"""Fewest batches of a segment: it holds at least one window, which is widened to so many."""
 
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """Candidates, one per entry of (n,) int64 arrays.
+    """n candidates, as (n,) int64 arrays.
 
     Attributes:
         segment_jobs: segment jobs at once.
         workers_per_job: pipeline workers of each.
         num_replicas: trainer replicas.
-        num_stores: embedding stores, 0 when the one replica holds the tables.
+        num_stores: embedding stores, 0 if each replica holds the tables.
     """
 
     segment_jobs: Ints
@@ -43,10 +43,10 @@ class Grid:
         """Return the candidates of (n, 4) rows."""
         return cls(*rows.T)
 
-    def __getitem__(self, chosen: NDArray[np.bool_]) -> Grid:
-        """Return the chosen candidates."""
+    def __getitem__(self, mask: NDArray[np.bool_]) -> Grid:
+        """Return the candidates of a mask."""
         columns = (self.segment_jobs, self.workers_per_job, self.num_replicas, self.num_stores)
-        return Grid(*(column[chosen] for column in columns))
+        return Grid(*(column[mask] for column in columns))
 
     def __len__(self) -> int:
         """Return n."""
@@ -60,9 +60,9 @@ class Grid:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BookedWorker(WorkerConfig):
-    """A process that is booked with fewer cores than its file says, as its steps need no more.
+    """A process with other cores than its file says, because its steps need no more.
 
-    Predictions go on by `cpus`, at which its steps are as long.
+    Predictions use `cpus`, the cores of the file, with which its steps take as long.
     """
 
     booked: float
@@ -70,13 +70,13 @@ class BookedWorker(WorkerConfig):
 
 
 def booked_cpus(process: WorkerConfig) -> float:
-    """Return the cores that are booked for a process."""
+    """Return the booked cores of a process."""
     return process.booked if isinstance(process, BookedWorker) else process.cpus
 
 
 @dataclass(frozen=True, slots=True)
 class Resources:
-    """What pools are given, one entry per candidate.
+    """Resources of a pool, one entry per candidate.
 
     Attributes:
         cpus: (n,) cores.
@@ -92,14 +92,14 @@ class Resources:
 
 
 def preprocessing_resources(grid: Grid, config: ScheduleConfig) -> Resources:
-    """Return what the preprocessing pool is given."""
+    """Return the resources of the preprocessing pool."""
     worker = config.preprocessing.worker
     cpus = np.asarray(grid.num_workers * worker.cpus, np.float64)
     return Resources(cpus, grid.num_workers * worker.memory)
 
 
 def training_resources(grid: Grid, config: ScheduleConfig) -> Resources:
-    """Return what the training pool is given."""
+    """Return the resources of the training pool."""
     replica, store = config.training.replica, config.training.store
     cpus = grid.num_replicas * booked_cpus(replica) + grid.num_stores * booked_cpus(store)
     memory = grid.num_replicas * replica.memory + grid.num_stores * store.memory
@@ -107,15 +107,15 @@ def training_resources(grid: Grid, config: ScheduleConfig) -> Resources:
 
 
 def num_segments(num_samples: int, batch_samples: int) -> int:
-    """Return how many segments the data can be cut into, at least 1."""
+    """Return how many segments the data forms, at least 1."""
     return max(1, num_samples // (SEGMENT_BATCHES * batch_samples))
 
 
 def budget_excess(grid: Grid, config: ScheduleConfig) -> Floats:
-    """Return by what share of the budget candidates exceed it, 0 for those that it holds.
+    """Return (n,) the share of the budget by which candidates exceed it, 0 if they fit.
 
-    Both pools count at once, because they run at once when training follows. Cores are
-    compared to 1e-9, as they are sums of fractions.
+    Both pools count, because they run at once while training follows the build. Cores are compared
+    with a tolerance of 1e-9, as they are sums of fractions.
     """
     pools = preprocessing_resources(grid, config), training_resources(grid, config)
     cpus = (pools[0].cpus + pools[1].cpus - 1e-9) / config.budget.cpus
@@ -124,14 +124,14 @@ def budget_excess(grid: Grid, config: ScheduleConfig) -> Floats:
 
 
 def cross(first: Ints, second: Ints) -> Grid:
-    """Return each row of the one with each of the other."""
+    """Return the cross product of (n, 2) preprocessing and (m, 2) training pools."""
     left = np.repeat(first, len(second), axis=0)
     right = np.tile(second, (len(first), 1))
     return Grid(left[:, 0], left[:, 1], right[:, 0], right[:, 1])
 
 
 def mib(num_bytes: float) -> str:
-    """Return bytes as the job file writes them, rounded up.
+    """Return bytes in the notation of the job file, rounded up.
 
     Example:
         >>> mib(3 * 2**20 - 1)
@@ -141,10 +141,10 @@ def mib(num_bytes: float) -> str:
 
 
 def preprocessing_sizes(facts: DataFacts, config: ScheduleConfig, segments: int) -> Ints:
-    """Return (n, 2) jobs and workers within the pool's limits, fewest workers first.
+    """Return (n, 2) jobs and workers of each within the pool's limits, fewest workers first.
 
     Raises:
-        PlanError: there is none; the message says which limit to raise.
+        PlanError: no size is possible; the message names the limit to raise.
     """
     pool = config.preprocessing
     sizes = [
@@ -163,8 +163,8 @@ def preprocessing_sizes(facts: DataFacts, config: ScheduleConfig, segments: int)
     if not fitting:
         least = worker_bytes(facts, shard_rows, pool.max_workers)
         raise PlanError(
-            "preprocessing.worker.memory must hold a worker's shard, got "
-            f"{mib(pool.worker.memory)} and at most {pool.max_workers} workers; "
+            "preprocessing.worker.memory is too small for a worker's shard: "
+            f"{mib(pool.worker.memory)} with at most {pool.max_workers} workers; "
             f"use at least {mib(least)}, or more workers"
         )
     return np.array(sorted(fitting, key=lambda s: (s[0] * s[1], s[0])), np.int64)
@@ -178,7 +178,7 @@ def training_sizes(
     Without stores every replica holds all rows.
 
     Raises:
-        PlanError: there is none; the message says which limit to raise.
+        PlanError: no size is possible; the message names the limit to raise.
     """
     pool = config.training
     if not 1 <= pool.min_replicas <= pool.max_replicas:
@@ -210,8 +210,7 @@ def budget_error(first: Ints, second: Ints, config: ScheduleConfig) -> PlanError
 
     Args:
         first: (1, 2) the smallest preprocessing pool.
-        second: (1, 2) the smallest training pool: that of the fewest processes, so it is
-            smallest in cores and in memory alike, unless a store takes the place of a replica.
+        second: (1, 2) the smallest training pool, by the number of processes.
         config: limits.
     """
     grid = cross(first, second)
@@ -229,19 +228,19 @@ def budget_error(first: Ints, second: Ints, config: ScheduleConfig) -> PlanError
 def _no_training_size(
     facts: DataFacts, train: TrainConfig, config: ScheduleConfig, base_bytes: int
 ) -> PlanError:
-    """Return the error that names what keeps every training pool from fitting."""
+    """Return the error that names the limit which excludes every training pool."""
     pool = config.training
-    advice = "" if facts.measured else "; with --dataset only touched rows count"
+    hint = "" if facts.measured else "; with --dataset only touched rows count"
     alone = trainer_memory(facts, train, pool.max_replicas, 0, base_bytes).total_bytes
     served = trainer_memory(facts, train, pool.max_replicas, 1, base_bytes).total_bytes
     if served > pool.replica.memory:
         return PlanError(
-            "training.replica.memory must hold a replica, got "
-            f"{mib(pool.replica.memory)}; use at least {mib(min(alone, served))}{advice}"
+            "training.replica.memory is too small for a replica: "
+            f"{mib(pool.replica.memory)}; use at least {mib(min(alone, served))}{hint}"
         )
     needed = stores_needed(facts, train, pool.store.memory)
     return PlanError(
-        f"training.max_stores must hold the tables, got {pool.max_stores} of "
+        f"training.max_stores is too small for the tables: {pool.max_stores} of "
         f"{mib(pool.store.memory)}; use {needed or 'larger'} stores, "
-        f"or replica.memory={mib(alone)}{advice}"
+        f"or replica.memory={mib(alone)}{hint}"
     )

@@ -1,4 +1,9 @@
-"""Measurements of earlier builds and runs, found below one folder."""
+"""Measurements of earlier builds and runs, read from all files below one folder.
+
+A build is a file `build.json`, the output of `pipelines build --json`. A run is a folder with
+`metrics.jsonl` and `summary.json`, as `trainer train` leaves it; a run without a summary has not
+finished and is left out. Files `jobs.jsonl` record finished jobs for similar ones.
+"""
 
 from __future__ import annotations
 
@@ -30,26 +35,26 @@ PAST_JOBS = "jobs.jsonl"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PastJob:
-    """How far a job's measured coefficients were from what was assumed of it."""
+    """Ratios of a finished job's measured coefficients to the defaults."""
 
     name: str
     """Name of the job."""
     model: str
     """`train.model.name`."""
     features: Mapping[str, float]
-    """Numbers that say how similar two jobs are, by name, all positive."""
+    """Positive numbers by name, whose ratios measure how similar two jobs are."""
     training: tuple[float, ...]
-    """Measured over assumed, of each term of a step; 0 for a term that took nothing."""
+    """Measured over default coefficient of each term of a step; 0 for a term that took no time."""
     segments: tuple[float, ...]
-    """The same of each term of a segment job; empty when none was measured."""
+    """The same for each term of a segment job; empty if none was measured."""
     step_ratio: float
-    """Measured over assumed time of the steps as they were run."""
+    """Measured over default time of its steps."""
 
     def __post_init__(self) -> None:
-        """Refuse what is no teaching.
+        """Check the numbers.
 
         Raises:
-            ValueError: a number is out of range, or there are not as many as terms.
+            ValueError: a number is out of range, or their count is not that of the terms.
         """
         numbers = (*self.training, *self.segments)
         if len(self.training) != len(TRAINING_TERMS) or len(self.segments) not in (
@@ -64,16 +69,16 @@ class PastJob:
 
 
 def format_past_job(job: PastJob) -> str:
-    """Return a job as one line of JSON, without the newline."""
+    """Return a past job as one line of JSON, without the newline."""
     return canonical_json(asdict(job))
 
 
 def parse_past_job(body: dict[str, Any]) -> PastJob:
-    """Return the job of an object of JSON.
+    """Return the past job of an object of JSON.
 
     Raises:
-        KeyError: a field lacks.
-        TypeError: fields are too many, or of another type.
+        KeyError: a field is missing.
+        TypeError: a field is unknown, or of another type.
         ValueError: a number is out of range.
     """
     numbers: dict[str, Any] = {
@@ -83,29 +88,23 @@ def parse_past_job(body: dict[str, Any]) -> PastJob:
 
 
 def read_past_jobs(path: Path) -> tuple[PastJob, ...]:
-    """Read a file of past jobs; a torn last line is left out.
+    """Read a file of past jobs; an incomplete last line is left out.
 
     Raises:
-        SchemaError: a line other than the last is no past job.
+        SchemaError: another line is not a past job.
     """
     return tuple(
         read_lines(
             path,
             parse_past_job,
-            lambda line, error: f"line must be a past job, got {line!r} ({error}); remove it",
+            lambda line, error: f"line is not a past job: {line!r} ({error}); remove it",
         )
     )
 
 
-# What earlier builds and runs took: every measurement found below one folder.
-#
-# A build is a file `build.json`, what `pipelines build --json` printed. A run is a folder with
-# `metrics.jsonl` and `summary.json`, as `trainer train` leaves it; a run without a summary is not
-# finished and is left out. Files `jobs.jsonl` hold what other jobs, finished before, taught.
-
 BUILD = "build.json"
 BESIDE = (f"*/{SUMMARY}", f"*/*/{SUMMARY}")
-"""Where runs lie, seen from the folder with their dataset: `run`, `runs/first`."""
+"""Runs relative to the folder of their dataset: `run`, `runs/first`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,9 +113,9 @@ class BuildRecord:
 
     Attributes:
         num_samples: samples that it wrote.
-        startup_sec: seconds before the work began.
-        rows_per_sec: samples per second of work, start-up left out.
-        num_workers: processes that it ran in.
+        startup_sec: seconds before the first sample.
+        rows_per_sec: samples per second after start-up.
+        num_workers: its processes.
     """
 
     num_samples: int
@@ -131,7 +130,7 @@ class RunRecord:
 
     Attributes:
         name: its folder, relative to the history.
-        summary: what `train --json` printed.
+        summary: the output of `train --json`.
         metrics: its steps.
     """
 
@@ -142,7 +141,7 @@ class RunRecord:
 
 @dataclass(frozen=True, slots=True)
 class History:
-    """All measurements of one folder, in order of their paths; past jobs, oldest first."""
+    """All measurements of one folder: builds and runs by path, past jobs by age, oldest first."""
 
     builds: tuple[BuildRecord, ...] = ()
     runs: tuple[RunRecord, ...] = ()
@@ -153,10 +152,10 @@ def read_history(directory: Path) -> History:
     """Read every build and finished run below a folder.
 
     Raises:
-        SchemaError: the folder is missing, or a file in it is not what its name says.
+        SchemaError: the folder is missing, or a file in it is not valid.
     """
     if not directory.is_dir():
-        raise SchemaError("history must be a folder, got none; check the path", file=str(directory))
+        raise SchemaError("history is not a folder; check the path", file=str(directory))
     read = (_read_build(path) for path in sorted(directory.rglob(BUILD)))
     builds = tuple(record for record in read if record is not None)
     folders = [path.parent for path in sorted(directory.rglob(SUMMARY))]
@@ -171,23 +170,23 @@ def read_history(directory: Path) -> History:
 def read_history_beside(dataset: Dataset) -> History:
     """Read the builds of a dataset on this machine, and the finished runs beside it.
 
-    Runs are looked for two folders deep below the one that holds the dataset; those count that
-    trained one of its segments.
+    Runs are searched up to two folders below the parent of the dataset, and count if they trained
+    one of its segments.
 
     Raises:
-        SchemaError: a file is not what its name says.
+        SchemaError: a file is not valid.
     """
-    here = dataset.directory.resolve().parent
+    root = dataset.directory.resolve().parent
     segments = {segment.manifest_sha256 for segment in dataset.manifest.segments}
-    folders = sorted({path.parent for pattern in BESIDE for path in here.glob(pattern)})
+    folders = sorted({path.parent for pattern in BESIDE for path in root.glob(pattern)})
     own = (folder for folder in folders if _trained(folder) & segments)
     lines = dataset.directory / BUILDS
-    builds = read_lines(lines, _record_of, _refusal) if lines.is_file() else []
-    return History(tuple(builds), _runs(own, here))
+    builds = read_lines(lines, _parse_build, _line_error) if lines.is_file() else []
+    return History(tuple(builds), _runs(own, root))
 
 
 def _trained(run: Path) -> set[str]:
-    """Return hashes of the manifests of the segments that a run trained, none of what is no run."""
+    """Return the manifest hashes of the segments that a run trained; none if it is not a run."""
     try:
         return set(json.loads((run / RUN_FILE).read_text(encoding="utf-8"))["segments"])
     except (OSError, ValueError, TypeError, KeyError):
@@ -206,26 +205,26 @@ def _runs(folders: Iterable[Path], root: Path) -> tuple[RunRecord, ...]:
     )
 
 
-def _refusal(line: str, error: Exception) -> str:
-    return f"line must be a build, got {line!r}: {error!r}; remove the file"
+def _line_error(line: str, error: Exception) -> str:
+    return f"line is not a build: {line!r}: {error!r}; remove the file"
 
 
-def _record_of(body: Mapping[str, Any]) -> BuildRecord:
+def _parse_build(body: Mapping[str, Any]) -> BuildRecord:
     workers = int(body.get("num_workers", 1))
     samples, startup = int(body["num_samples"]), float(body["startup_sec"])
     return BuildRecord(samples, startup, float(body["rows_per_sec"]), workers)
 
 
 def _read_build(path: Path) -> BuildRecord | None:
-    """Return what a build took; None when it found its segment there already."""
+    """Return the record of a build; None if its segment existed already."""
     try:
         body = json.loads(path.read_text(encoding="utf-8"))
         if body.get("built") is False:
             return None
-        record = _record_of(body)
+        record = _parse_build(body)
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise SchemaError(
-            f"build must be what build --json prints, got {error!r}; build again or remove it",
+            f"file is not the output of build --json: {error!r}; build again or remove it",
             file=str(path),
         ) from error
     if not (record.rows_per_sec > 0 and record.startup_sec >= 0):

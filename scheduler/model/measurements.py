@@ -1,4 +1,4 @@
-"""`scheduler fit`: measured throughputs from a CSV file, one model per job, and held-out rows."""
+"""`scheduler fit`: models of the throughputs in a CSV file, one per job, and held-out rows."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SETTING_COLUMNS = {
     "fetched_rows": "fetched_rows",
     "moved_bytes": "moved_bytes",
 }
-"""Columns to fields of a setting; one that is absent or empty takes the field's default."""
+"""Columns and their fields of a setting; a column that is absent or empty means the default."""
 OPERATORS: Mapping[str, Callable[[float, float], bool]] = {
     ">=": operator.ge,
     "<=": operator.le,
@@ -42,8 +42,8 @@ class Measurements:
     """Rows of one file.
 
     Attributes:
-        rows: of each job, in order of the file; all values as text.
-        num_skipped: rows without a speed, or with a speed of 0, which say nothing.
+        rows: by job, in order of the file; all values as text.
+        num_skipped: rows without a speed, or with a speed of 0.
     """
 
     rows: Mapping[str, Sequence[Mapping[str, str]]]
@@ -52,20 +52,20 @@ class Measurements:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobFit:
-    """A model of one job and how far it is off; errors are those of throughput."""
+    """A model of one job and its errors in throughput."""
 
     coefficients: Mapping[str, float]
-    """Of each term."""
+    """By term."""
     num_fitted: int
     """Rows that were fitted."""
     num_held_back: int
     """Rows that were predicted."""
     mape_fit: float
-    """Mean absolute percentage error of what was fitted, as a share."""
+    """Mean absolute percentage error of the fitted rows, as a share."""
     mape_holdout: float | None
-    """The same of what was held back; None when nothing was."""
+    """The same of the held-back rows; None if there are none."""
     inside: float | None
-    """Share of what was held back that lies inside its interval."""
+    """Share of the held-back rows inside their interval; None if there are none."""
     confident: bool
     """Whether every interval is narrow enough to act upon."""
 
@@ -77,7 +77,7 @@ class FileFit:
     jobs: Mapping[str, JobFit]
     """By name, in order of the file."""
     mape_holdout: float | None
-    """Over all rows that were held back, whatever their job; None when nothing was."""
+    """Over the held-back rows of all jobs; None if there are none."""
     num_skipped: int
     """Rows without a speed."""
 
@@ -87,11 +87,11 @@ def fit_file(path: Path, holdouts: Sequence[str]) -> FileFit:
 
     Args:
         path: measurements.
-        holdouts: a row that matches every condition of any of these is predicted, not fitted.
+        holdouts: a row that matches all conditions of one of these is predicted, not fitted.
 
     Raises:
-        SchemaError: the file is not one of measurements.
-        ValueError: a holdout is no condition, or leaves a job nothing to fit.
+        SchemaError: the file is not valid.
+        ValueError: a holdout is not a condition, or leaves a job without rows to fit.
     """
     read = read_measurements(path)
     columns = list(next(iter(read.rows.values()))[0])
@@ -123,7 +123,7 @@ def read_measurements(path: Path) -> Measurements:
     """Read a file of measurements.
 
     Raises:
-        SchemaError: it cannot be read, lacks a column, or holds something that is no number.
+        SchemaError: it cannot be read, lacks a column, or has a value that is not a number.
     """
     try:
         with path.open(encoding="utf-8", newline="") as file:
@@ -132,13 +132,12 @@ def read_measurements(path: Path) -> Measurements:
             lines = list(enumerate(reader, start=2))
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise SchemaError(
-            f"measurements must be a readable CSV file, got {error}; check the path", file=str(path)
+            f"measurements cannot be read as CSV: {error}; check the path", file=str(path)
         ) from error
     for name in REQUIRED:
         if name not in columns:
             raise SchemaError(
-                f"measurements must have the columns {', '.join(REQUIRED)}, got none named "
-                f"{name!r}; add it",
+                f"measurements lack column {name!r}; add it",
                 file=str(path),
             )
     rows: dict[str, list[Mapping[str, str]]] = {}
@@ -152,19 +151,19 @@ def read_measurements(path: Path) -> Measurements:
         rows.setdefault(row["job"], []).append(row)
     if not rows:
         raise SchemaError(
-            f"measurements must have a row with a speed, got {skipped} without; measure again",
+            f"measurements have no row with a speed: {skipped} without; measure again",
             file=str(path),
         )
     return Measurements(rows, skipped)
 
 
 def parse_holdout(text: str, columns: Sequence[str]) -> Callable[[Mapping[str, str]], bool]:
-    """Return what tells whether a row matches every `COLUMN=VALUE` of a text.
+    """Return a predicate of rows: whether they match every `COLUMN=VALUE` of a text.
 
-    A value may begin with >=, <=, > or <. A row whose cell is empty matches nothing.
+    A value may start with >=, <=, > or <. Empty cells match nothing.
 
     Raises:
-        ValueError: a part is no condition, or names an unknown column.
+        ValueError: a part is not a condition, or names an unknown column.
 
     Example:
         >>> matches = parse_holdout("job=dssm,num_replicas=>=13", ["job", "num_replicas"])
@@ -180,7 +179,7 @@ def parse_holdout(text: str, columns: Sequence[str]) -> Callable[[Mapping[str, s
             raise ValueError(f"holdout must be COLUMN=VALUE, got {part!r}; write num_replicas=>=13")
         if column not in columns:
             raise ValueError(
-                f"holdout must name a column, got {column!r}; {suggest_name(column, set(columns))}"
+                f"holdout names an unknown column: {column!r}; {suggest_name(column, set(columns))}"
             )
         conditions.append(_condition(column, value))
     return lambda row: all(condition(row) for condition in conditions)
@@ -194,29 +193,31 @@ def fit_job(
     Raises:
         ValueError: all are held back.
     """
-    known = [row for row in rows if not held_back(row)]
-    hidden = [row for row in rows if held_back(row)]
-    if not known:
+    fitted_rows = [row for row in rows if not held_back(row)]
+    held_rows = [row for row in rows if held_back(row)]
+    if not fitted_rows:
         raise ValueError(
-            f"holdout must leave a row to fit, got all {len(rows)} of job {rows[0]['job']!r}; "
+            f"holdout leaves no row to fit: all {len(rows)} of job {rows[0]['job']!r}; "
             "hold fewer back"
         )
-    fit = fit_rows(known)
-    error, _, sure = _score(fit, known)
-    away, inside, far_sure = _score(fit, hidden) if hidden else (None, None, True)
+    fit = fit_rows(fitted_rows)
+    mape_fit, _, confident = _score(fit, fitted_rows)
+    mape_holdout, inside, held_confident = None, None, True
+    if held_rows:
+        mape_holdout, inside, held_confident = _score(fit, held_rows)
     return JobFit(
         coefficients=dict(zip(TRAINING_TERMS, fit.coefficients, strict=True)),
-        num_fitted=len(known),
-        num_held_back=len(hidden),
-        mape_fit=error,
-        mape_holdout=away,
+        num_fitted=len(fitted_rows),
+        num_held_back=len(held_rows),
+        mape_fit=mape_fit,
+        mape_holdout=mape_holdout,
         inside=inside,
-        confident=sure and far_sure,
+        confident=confident and held_confident,
     )
 
 
 def fit_rows(rows: Sequence[Mapping[str, str]]) -> Fit:
-    """Return the model of rows of one job."""
+    """Fit the rows of one job."""
     return fit_window(observe(Window(), setting_of(rows), step_sec(rows), 0.0), TrainingSetting)
 
 
@@ -240,23 +241,21 @@ def _default(field: str) -> float:
 
 def _score(fit: Fit, rows: Sequence[Mapping[str, str]]) -> tuple[float, float, bool]:
     """Return the mean error of throughput, the share inside the intervals, and confidence."""
-    seconds, found = step_sec(rows), predict_seconds(fit, setting_of(rows))
-    inside = (found.low <= seconds) & (seconds <= found.high)
-    error = np.mean(np.abs(seconds / found.seconds - 1.0))
-    return float(error), float(inside.mean()), bool(found.confident.all())
+    seconds, predicted = step_sec(rows), predict_seconds(fit, setting_of(rows))
+    inside = (predicted.low <= seconds) & (seconds <= predicted.high)
+    error = np.mean(np.abs(seconds / predicted.seconds - 1.0))
+    return float(error), float(inside.mean()), bool(predicted.confident.all())
 
 
 def _condition(column: str, value: str) -> Callable[[Mapping[str, str]], bool]:
     sign = next(sign for sign in OPERATORS if value.startswith(sign))
-    wanted = value.removeprefix(sign)
+    operand = value.removeprefix(sign)
     try:
-        number = float(wanted)
+        number = float(operand)
     except ValueError:
         if sign:
-            raise ValueError(
-                f"holdout must compare with a number, got {value!r}; write {sign}13"
-            ) from None
-        return lambda row: row[column] == wanted
+            raise ValueError(f"holdout compares with a text: {value!r}; write {sign}13") from None
+        return lambda row: row[column] == operand
 
     def matches(row: Mapping[str, str]) -> bool:
         return _is_number(row[column]) and OPERATORS[sign](float(row[column]), number)
@@ -272,7 +271,7 @@ def _is_number(text: str | None) -> bool:
 
 
 def _check(row: Mapping[str, str | None], name: str, path: Path, number: int) -> None:
-    """Refuse what is no number, or too small a number, in a cell that is not empty."""
+    """Check that a cell is empty or a number in range."""
     text = row.get(name)
     if not text and name != "num_replicas":
         return

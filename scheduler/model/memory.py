@@ -1,7 +1,4 @@
-"""Memory of each kind of process.
-
-Predicted from what it holds, and forecast from its measured growth.
-"""
+"""Memory of each kind of process, predicted from its contents, and forecast from its growth."""
 
 from __future__ import annotations
 
@@ -28,11 +25,11 @@ WORKER_BASE_BYTES = 250 * _MIB
 """Measured: `pipelines build schemas/demo/job.yaml` with the local runner peaked at 400 MiB for
 20,000 samples and at 1,020 MiB for 100,000 (the same day); this is the intercept of both."""
 WORKER_COPIES = 6.1
-"""How often a worker holds its rows, as read, shuffled, sorted and written: the slope of both."""
+"""Copies of its rows in a worker (read, shuffled, sorted, written): the slope of both."""
 HEADROOM = 1.2
-"""Assumed: allocators and the moment of a peak take a fifth more than the arrays themselves."""
+"""Assumed: allocators and peaks take a fifth more than the arrays themselves."""
 ROW_NUMBER_BYTES = 8
-"""One int64 per touched row: which row of the table it is."""
+"""One int64 per touched row: its number in the table."""
 
 ROW_STATE_VALUES = {"rowwise_adagrad": 1}
 """State values per embedding row."""
@@ -57,9 +54,9 @@ class TrainerMemory:
 
     @property
     def total_bytes(self) -> int:
-        """Return the predicted peak."""
-        held = self.table_bytes + self.dense_bytes + self.batch_bytes
-        return self.base_bytes + math.ceil(HEADROOM * held)
+        """Predicted peak."""
+        arrays = self.table_bytes + self.dense_bytes + self.batch_bytes
+        return self.base_bytes + math.ceil(HEADROOM * arrays)
 
 
 def value_bytes(train: TrainConfig) -> int:
@@ -82,7 +79,7 @@ def tables_bytes(facts: DataFacts, train: TrainConfig) -> int:
 def layer_widths(facts: DataFacts, train: TrainConfig) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return the widths of the bottom and of the top MLP, inputs included.
 
-    The top one is over DLRM's products, or over the vectors themselves.
+    The inputs of the top MLP are DLRM's products, or the vectors themselves.
     """
     dim, features = train.embedding_dim, facts.num_sparse + 1
     bottom = (facts.num_dense, *train.model.bottom_layers, dim)
@@ -100,7 +97,7 @@ def cross_parameters(facts: DataFacts, train: TrainConfig) -> int:
 
 
 def dense_parameters(facts: DataFacts, train: TrainConfig) -> int:
-    """Return the number of weights and biases; the history encoder has four square ones more."""
+    """Return the number of weights and biases; an attention model has four square matrices more."""
     encoder = 4 * train.embedding_dim**2 if train.model.name == "attention" else 0
     stacks = layer_widths(facts, train)
     return (
@@ -114,7 +111,7 @@ def dense_multiplications(facts: DataFacts, train: TrainConfig) -> float:
     """Return the multiplications of one sample's forward pass, interactions included."""
     features = facts.num_sparse + 1
     encoder = 0
-    if train.model.name == "attention":  # projections of every entry, then scores and sums
+    if train.model.name == "attention":  # projections, scores and sums of each entry
         dim = train.embedding_dim
         encoder = train.model.max_history * (4 * dim * dim + 2 * dim)
     layers = sum(a * b for stack in layer_widths(facts, train) for a, b in pairwise(stack))
@@ -123,9 +120,9 @@ def dense_multiplications(facts: DataFacts, train: TrainConfig) -> float:
 
 
 def batch_bytes(facts: DataFacts, train: TrainConfig, num_replicas: int) -> int:
-    """Return the working set of a replica's share of one batch, and of the next one's inputs.
+    """Return the bytes of a replica's share of one batch, and of the inputs of the next one.
 
-    A replica's blocks may touch every row of the batch, so rows are not divided.
+    Rows are not divided, because a replica's blocks may touch every row of the batch.
     """
     samples = train.batch_samples / num_replicas
     pooled = facts.num_sparse * train.embedding_dim
@@ -137,10 +134,10 @@ def batch_bytes(facts: DataFacts, train: TrainConfig, num_replicas: int) -> int:
 
 
 def cache_rows(facts: DataFacts, train: TrainConfig) -> int:
-    """Return the rows of the plan's caches: the limit, or what the oracle says the plan needs.
+    """Return the rows of the plan's caches: the limit, or the need according to the oracle.
 
-    Without an index a bound: the rows of all steps that it looks ahead. Belady's plan
-    without a limit keeps what is used again, however late.
+    Without an index this is a bound: the rows of all steps of the lookahead. Belady's plan without
+    a limit keeps every row that is used again.
     """
     limit, touched = train.cache.rows, facts.table_rows.values()
     if limit is not None:
@@ -160,14 +157,14 @@ def trainer_memory(
     num_stores: int,
     base_bytes: int = TRAINER_BASE_BYTES,
 ) -> TrainerMemory:
-    """Return what one replica holds.
+    """Return the memory of one replica.
 
     Args:
         facts: sizes of the data.
         train: the job's training section.
         num_replicas: replicas that share a batch.
-        num_stores: 0 when the tables lie in the one replica.
-        base_bytes: measured where there is a history.
+        num_stores: 0 if the replica holds the tables.
+        base_bytes: bytes before it holds anything, measured if there is a history.
     """
     rows = cache_rows(facts, train) * bytes_per_row(train)
     return TrainerMemory(
@@ -181,12 +178,12 @@ def trainer_memory(
 
 
 def store_bytes(facts: DataFacts, train: TrainConfig, num_stores: int) -> int:
-    """Return the bytes of one of several stores that share all tables by hash slots."""
+    """Return the bytes of one of several stores that share all tables by hash slot."""
     return STORE_BASE_BYTES + math.ceil(HEADROOM * tables_bytes(facts, train) / num_stores)
 
 
 def stores_needed(facts: DataFacts, train: TrainConfig, store_memory: int) -> int | None:
-    """Return the fewest stores that hold the tables, or None when not even many do.
+    """Return the fewest stores that hold the tables, None if no number does.
 
     ceil(tables / (memory - base)), at least 1.
     """
@@ -199,40 +196,37 @@ def stores_needed(facts: DataFacts, train: TrainConfig, store_memory: int) -> in
 def worker_bytes(facts: DataFacts, segment_rows: float, workers_per_job: int) -> int:
     """Return the bytes of one pipeline worker: base, and some copies of its rows.
 
-    A worker holds its shard of the segment, and never less than the part it writes or than
-    the largest session, which lies in one part.
+    A worker holds its shard of the segment, and at least the part that it writes, which contains
+    the largest session.
     """
     part = min(segment_rows, max(facts.part_rows or 0.0, facts.session_rows))
     rows = max(segment_rows / workers_per_job, part)
     return WORKER_BASE_BYTES + math.ceil(WORKER_COPIES * rows * facts.row_bytes)
 
 
-# When a process meets its memory limit: its resident memory as it grows, measured.
-#
-# Resident bytes over steps x are taken to be
+# Forecasts. Resident bytes y at step x are modelled as
 #
 #     y = b + a x + e h(x)
 #
-# with a leak or a fill of a bytes a step, and e bytes for each unit of a load h that is known
-# ahead (rows touched so far, from the oracle: a table that fills grows ever more slowly, and a
-# straight line would cry wolf). a and e are at least 0. Early on the load is nearly a line
-# itself: then it explains what was read, and says how much is needed, but the line counts too for
-# when the limit may be met, or a leak would be seen late. What counts are peaks, so the highest
-# reading of each of up to 64 stretches is fitted; their errors follow one another, so they count
-# for fewer.
+# with a leak or a fill of a >= 0 bytes per step, and e >= 0 bytes per unit of a load h that is
+# known ahead: the rows touched so far, from the oracle. A table that fills grows ever more slowly,
+# so a line alone would give false alarms. Early on the load is nearly a line itself; then the load
+# decides how much is needed, but the line can still raise the alarm, or a leak would be noticed
+# late. The highest readings of up to 64 stretches are fitted, because peaks count; their errors are
+# correlated, which widens the interval.
 
 STRETCHES = 64
-"""Stretches of steps whose peaks are fitted: more would be fitted to noise."""
+"""Stretches of steps whose peaks are fitted."""
 MIN_STRETCHES = 8
-"""Fewer peaks tell no trend."""
+"""Fewest peaks for a trend."""
 SKIPPED = 0.1
-"""Share of the readings, the earliest ones, that is the process starting."""
+"""Share of the earliest readings that is skipped, while the process starts."""
 LEVEL = 0.9
-"""Share of peaks that the interval is to hold."""
+"""Share of peaks that the interval is to contain."""
 MAX_POINTS = 4096
-"""Steps of the future that are looked at."""
+"""Most future steps at which a forecast is evaluated."""
 BETTER = 0.95
-"""Squared error of a fit over that of one tried before it, below which it takes its place."""
+"""Squared error of a fit over that of a simpler one, below which it is preferred."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -240,16 +234,16 @@ class Forecast:
     """Resident memory up to the end of a process."""
 
     confident: bool
-    """Whether enough was read to tell a trend; if not, the steps below are None."""
+    """Whether there are enough readings for a trend; if not, the steps below are None."""
     expected_step: int | None
-    """First step at which the limit is met; None when it is not, before the end."""
+    """First step at which the limit is expected to be reached; None if not before the end."""
     earliest_step: int | None
-    """First step at which the upper end of the interval meets it, or that of a line that explains
-    what was read about as well as the load."""
+    """First step at which the upper end of the interval reaches it, or that of a line that fits
+    about as well as the load."""
     end_bytes: int
-    """Expected at the last step, and at least the most that was read."""
+    """Expected bytes at the last step, at least the largest reading."""
     needed_bytes: int
-    """The upper end there: with so much memory the process gets through."""
+    """Upper end of the interval there, which suffices for the process."""
 
 
 def forecast(
@@ -260,25 +254,25 @@ def forecast(
     limit_bytes: int,
     load: ArrayLike | None = None,
 ) -> Forecast:
-    """Predict when a process meets its limit.
+    """Predict when a process reaches its memory limit.
 
     Args:
-        steps: (n,) ascending steps, or rows, or seconds, at which memory was read.
-        resident_bytes: (n,) what was read.
-        end_step: the last one that the process will make.
-        limit_bytes: above which it is killed.
-        load: (end_step + 1,) known ahead, of every step; None for a straight line.
+        steps: (n,) ascending steps (or rows, or seconds) of the readings.
+        resident_bytes: (n,) readings.
+        end_step: its last step.
+        limit_bytes: its limit.
+        load: (end_step + 1,) load of every step, known ahead; None for a straight line.
 
     Raises:
-        ValueError: there is no reading, or the end lies before the last one.
+        ValueError: there is no reading, or the end is before the last one.
     """
     x, y = np.asarray(steps, np.float64), np.asarray(resident_bytes, np.float64)
     if not len(x) or end_step < x[-1]:
         raise ValueError(
-            "forecast must have a reading and an end after it, got "
+            "forecast needs a reading and a later end, got "
             f"{len(x)} readings and end_step={end_step}; read memory first"
         )
-    known = np.zeros(end_step + 1) if load is None else np.asarray(load, np.float64)
+    loads = np.zeros(end_step + 1) if load is None else np.asarray(load, np.float64)
     top = float(y.max())
     late = x >= x[0] + SKIPPED * (x[-1] - x[0])
     x, y = peaks(x[late], y[late])
@@ -292,7 +286,7 @@ def forecast(
             needed_bytes=needed,
         )
     future = np.unique(np.linspace(x[-1], end_step, MAX_POINTS).astype(np.int64))
-    fits, right = _fits(_columns(x, known), y, _columns(future, known))
+    fits, right = _fits(_columns(x, loads), y, _columns(future, loads))
     middle, high = (np.maximum(end, y.max()) for end in _extrapolate(fits[0], y, right))
     alarms = [np.maximum(_extrapolate(fit, y, right)[1], y.max()) for fit in fits[1:]]
     return Forecast(
@@ -305,21 +299,21 @@ def forecast(
 
 
 def peaks(steps: Floats, values: Floats) -> tuple[Floats, Floats]:
-    """Return the highest value of each stretch of steps, and where it is.
+    """Return the steps and values of the highest value of each stretch.
 
     Example:
         >>> peaks(np.arange(4.0), np.array([1.0, 3.0, 2.0, 5.0]))[1].tolist()
         [1.0, 3.0, 2.0, 5.0]
     """
     parts = np.array_split(np.arange(len(steps)), min(STRETCHES, len(steps)))
-    places = [part[values[part].argmax()] for part in parts]
-    return steps[places], values[places]
+    indices = [part[values[part].argmax()] for part in parts]
+    return steps[indices], values[indices]
 
 
 def _columns(steps: ArrayLike, load: Floats) -> Floats:
-    """Return (n, 3): 1, steps, and the load at them."""
-    at = np.asarray(steps, np.float64)
-    return np.stack([np.ones_like(at), at, load[at.astype(np.int64)]], axis=1)
+    """Return (n, 3): 1, the steps, and their loads."""
+    x = np.asarray(steps, np.float64)
+    return np.stack([np.ones_like(x), x, load[x.astype(np.int64)]], axis=1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -327,71 +321,67 @@ class _Fit:
     """Least squares over some of the columns.
 
     Attributes:
-        support: which columns.
-        used: (n, columns) that were fitted.
-        found: their coefficients.
+        support: indices of the columns.
+        columns: (n, len(support)) values.
+        coefficients: of the columns.
         error: sum of squares.
     """
 
     support: tuple[int, ...]
-    used: Floats
-    found: Floats
+    columns: Floats
+    coefficients: Floats
     error: float
 
 
 def _fits(columns: Floats, values: Floats, future: Floats) -> tuple[list[_Fit], Floats]:
-    """Return the fit that explains the values, and the line where it does so about as well.
+    """Return the best fit, and the line if it is about as good, with the scaled future columns.
 
-    Least squares with the second and third coefficient at least 0: of the supports that are
-    allowed, the one with the smallest error. The load comes before the line: they have as many
-    coefficients, and the line must be the better one to take its place.
-
-    Returns:
-        One fit or two, and future columns on the scale of theirs.
+    Least squares with the second and third coefficient at least 0. A fit must be clearly better
+    than one that was tried before it, with fewer columns, or with the load instead of the line.
     """
-    # Columns of one size, so that no support is singular because of units.
+    # Columns of similar magnitude, so that no support is singular because of units.
     scale = np.maximum(np.abs(future).max(axis=0), 1.0)
     left = columns / scale
     order = ((0,), (0, 2), (0, 1), (0, 1, 2)) if columns[:, 2].any() else ((0,), (0, 1))
     allowed = [fit for fit in (_fit(left, values, one) for one in order) if _grows(fit)]
     best = allowed[0]
     for fit in allowed[1:]:
-        # A further column must earn its place, or two that look alike share what is one's.
         best = fit if fit.error < BETTER * best.error else best
     lines = [fit for fit in allowed if fit.support == (0, 1) and best.support == (0, 2)]
     return [best, *(fit for fit in lines if BETTER * fit.error <= best.error)], future / scale
 
 
 def _fit(left: Floats, values: Floats, support: tuple[int, ...]) -> _Fit:
-    used = left[:, support]
-    found = np.asarray(np.linalg.lstsq(used, values, rcond=None)[0], np.float64)
-    return _Fit(support, used, found, float(np.sum((used @ found - values) ** 2)))
+    columns = left[:, support]
+    coefficients = np.asarray(np.linalg.lstsq(columns, values, rcond=None)[0], np.float64)
+    error = float(np.sum((columns @ coefficients - values) ** 2))
+    return _Fit(support, columns, coefficients, error)
 
 
 def _grows(fit: _Fit) -> bool:
-    return bool((fit.found[1:] >= 0).all())
+    return bool((fit.coefficients[1:] >= 0).all())
 
 
 def _extrapolate(fit: _Fit, values: Floats, right: Floats) -> tuple[Floats, Floats]:
-    """Return a fit at future columns, and the upper end of its interval."""
+    """Return the values of a fit at future columns, and the upper end of its interval."""
     freedom = len(values) - len(fit.support)
-    variance = fit.error / freedom * _inflation(values - fit.used @ fit.found)
-    inverse = np.linalg.pinv(fit.used.T @ fit.used)
+    variance = fit.error / freedom * _inflation(values - fit.columns @ fit.coefficients)
+    inverse = np.linalg.pinv(fit.columns.T @ fit.columns)
     later = right[:, fit.support]
     spread = np.einsum("ij,jk,ik->i", later, inverse, later)
-    # One-sided: only the upper end kills.
+    # One-sided, because only the upper end matters.
     half = student.ppf(LEVEL, freedom) * np.sqrt(variance * (1.0 + spread))
-    middle = later @ fit.found
+    middle = later @ fit.coefficients
     return middle, middle + half
 
 
 def _inflation(residuals: Floats) -> float:
-    """Return by how much errors that follow one another are worth less than others."""
+    """Return the factor on the variance for the autocorrelation of the residuals."""
     total = float(residuals @ residuals)
     if total == 0.0:
         return 1.0
-    follow = float(np.clip(residuals[1:] @ residuals[:-1] / total, 0.0, 0.9))
-    return (1.0 + follow) / (1.0 - follow)
+    autocorrelation = float(np.clip(residuals[1:] @ residuals[:-1] / total, 0.0, 0.9))
+    return (1.0 + autocorrelation) / (1.0 - autocorrelation)
 
 
 def _first(steps: np.ndarray, met: np.ndarray) -> int | None:

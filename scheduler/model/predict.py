@@ -1,7 +1,4 @@
-"""Everything that predicts a job.
-
-Models fitted to its measurements, and a warm start from similar jobs.
-"""
+"""Models of one job, fitted to its measurements, with a warm start from similar jobs."""
 
 from __future__ import annotations
 
@@ -25,26 +22,24 @@ from scheduler.model.terms import Floats, SegmentSetting, TrainingSetting
 from schemas.config.schedule import ScheduleConfig
 from schemas.config.train import TrainConfig
 
-# What the model assumes before anything has been measured, each with where it is from.
-#
-# A plan that rests on these is marked as not confident.
+# Defaults, used before anything was measured. A plan that is based on them is not confident.
 
 FLOP_PER_CORE_SEC = 5e9
-"""Assumed, not measured: small matrix products reach a fraction of a core's peak."""
+"""Assumed: small matrix products reach a fraction of a core's peak."""
 SEC_PER_LOOKUP = 1e-7
-"""Assumed: one row read or updated costs about one cache miss to memory."""
+"""Assumed: reading or updating one row costs about one cache miss."""
 PARALLEL_SHARE = 0.9
 """Assumed: share of a replica's computation that its threads divide."""
 EXCHANGE_SHARE, TREE_SHARE = 0.011, 0.077
-"""k1 and k2 over a1 + a2, measured by others: 78 configurations of the retrieval model `dssm` over
-parameter servers and workers (DL2, Peng et al. 2021), fitted by `benchmarks.model`: 0.541, 0.006
-and 0.042 s for 1 to 23 workers."""
+"""k1 and k2 over a1 + a2, from published measurements: 78 configurations of the retrieval model
+`dssm` over parameter servers and workers (DL2, Peng et al. 2021), fitted by `benchmarks.model`:
+0.541, 0.006 and 0.042 s for 1 to 23 workers."""
 FIXED_SHARE = 0.05
-"""b over a1 + a2, assumed: that testbed shows none, yet no step is free."""
+"""b over a1 + a2, assumed: that testbed shows none, but every step has a fixed cost."""
 STORE_BYTES_PER_SEC = 2e8
 """Assumed: gathered rows that one store sends over Arrow Flight."""
 MEETING_SHARE = 0.1
-"""Assumed: what a further replica costs at a store, as a share of a transfer."""
+"""Assumed: contention of a further replica at a store, as a share of a transfer."""
 ROWS_PER_WORKER_SEC = 1.8e4
 """Measured: 18,586 rows/s of `pipelines build schemas/demo/job.yaml` on 100,000 samples with the
 local runner on one of two busy cores (2026-11-21); other jobs have other columns and SQL."""
@@ -53,13 +48,13 @@ STARTUP_SEC = 4.0
 SERIAL_SHARE = 0.05
 """Assumed: listing, manifest and commit of a segment."""
 SHARING_SHARE = 0.01
-"""Assumed: what a segment job costs another one at once, as a share of a worker's time."""
+"""Assumed: contention of a further segment job, as a share of a worker's time."""
 
 
 def fetched_rows(facts: DataFacts) -> float:
-    """Return the rows that a step fetches; all that it touches where no index tells."""
-    known = facts.fetched_rows_per_step
-    return facts.rows_per_step if known is None else known
+    """Return the rows that a step fetches; without an index, all that it touches."""
+    fetched = facts.fetched_rows_per_step
+    return facts.rows_per_step if fetched is None else fetched
 
 
 def moved_bytes(facts: DataFacts, train: TrainConfig) -> float:
@@ -68,10 +63,10 @@ def moved_bytes(facts: DataFacts, train: TrainConfig) -> float:
 
 
 def default_training(facts: DataFacts, train: TrainConfig) -> tuple[float, ...]:
-    """Return the coefficients of the steps of a job that was never run.
+    """Return the default coefficients of a step.
 
-    A sample takes 6 m / FLOP_PER_CORE_SEC + l SEC_PER_LOOKUP, with m multiplications of
-    the dense layers (two operations each, three passes) and l lookups.
+    A sample takes 6 m / FLOP_PER_CORE_SEC + l SEC_PER_LOOKUP, with m multiplications of the dense
+    layers (two operations each, in three passes) and l lookups.
     """
     flop = 6.0 * dense_multiplications(facts, train)
     per_sample = flop / FLOP_PER_CORE_SEC + facts.lookups_per_sample * SEC_PER_LOOKUP
@@ -91,7 +86,7 @@ def default_training(facts: DataFacts, train: TrainConfig) -> tuple[float, ...]:
 
 
 def default_segments() -> tuple[float, ...]:
-    """Return the coefficients of segment jobs of a job that was never built."""
+    """Return the default coefficients of a segment job."""
     per_row = 1.0 / ROWS_PER_WORKER_SEC
     return (
         STARTUP_SEC,
@@ -101,43 +96,43 @@ def default_segments() -> tuple[float, ...]:
     )
 
 
-# A start from similar past jobs: what they took over what was assumed of them.
+# Warm start: the defaults, times the ratios of measured to default coefficients of similar past
+# jobs.
 #
-# A job that was never run is assumed to take the defaults, times what similar jobs took over
-# theirs. Ratios are averaged as logs; a job counts less the more doublings its features are away
-# and the more jobs came after it, and the defaults count as one more job, so that few and distant
-# neighbours move little.
+# Ratios are averaged as logarithms. The weight of a job falls with the number of doublings by which
+# its features differ and with the number of later jobs; the defaults count as one more job, so that
+# few or dissimilar jobs have little effect.
 #
 # Source: DLRover-RM (2024, the section on warm starting) smooths the final sizes of the most
-# similar jobs; smoothing what they taught of the model instead leaves the choice of sizes, and
-# the limits, to the same code as ever.
+# similar jobs. Here the coefficients of the model are smoothed, so that sizes are chosen by the
+# same code, with the limits and prices of this job.
 
 WIDTH = 2.0
-"""Doublings over which a neighbour's weight falls to 61 %."""
+"""Doublings over which the weight of a job falls to 61 %."""
 OTHER_MODEL = 2.0
-"""Doublings that another kind of model counts for."""
+"""Doublings that another model counts as."""
 FADING = 0.95
-"""Weight of a job over that of the next later one."""
+"""Weight of a job over that of the next one."""
 DEFAULT_WEIGHT = 0.3
-"""Weight of the defaults, where a job like this one that ended last has 1."""
+"""Weight of the defaults; the latest job with equal features has 1."""
 SMALLEST = 0.01
-"""Ratio that a term which took nothing counts as."""
+"""Ratio of a term that took no time."""
 MIN_WEIGHT = 0.05
-"""Neighbours below it are not named."""
+"""Least weight of a job that is named."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WarmStart:
-    """Coefficients before anything of the job was measured."""
+    """Coefficients of a job before it was measured."""
 
     training: tuple[float, ...]
     """Of a step."""
     segments: tuple[float, ...]
     """Of a segment job."""
     spread: float
-    """Log error that they may have."""
+    """Their log error."""
     similar_jobs: tuple[tuple[str, float], ...]
-    """Names and weights of the jobs that decided them, the heaviest first."""
+    """Names and weights of the past jobs, by descending weight."""
 
 
 def features_of(snapshot: Snapshot) -> dict[str, float]:
@@ -157,11 +152,11 @@ def features_of(snapshot: Snapshot) -> dict[str, float]:
 
 
 def warm_start(snapshot: Snapshot, past: Sequence[PastJob]) -> WarmStart:
-    """Return what past jobs suggest; without any, the defaults.
+    """Return the coefficients that past jobs suggest; without any, the defaults.
 
     Args:
-        snapshot: of the job that begins.
-        past: oldest first.
+        snapshot: of the new job.
+        past: past jobs, oldest first.
     """
     weights = np.array([similarity(snapshot, job) for job in past], np.float64)
     weights *= FADING ** np.arange(len(past))[::-1]
@@ -181,7 +176,7 @@ def warm_start(snapshot: Snapshot, past: Sequence[PastJob]) -> WarmStart:
 
 
 def similarity(snapshot: Snapshot, job: PastJob) -> float:
-    """Return the weight of a past job for this one: 1 when nothing tells them apart."""
+    """Return the weight of a past job for this one, 1 if all features are equal."""
     own = features_of(snapshot)
     both = [name for name in own if name in job.features]
     away = [np.log2(own[name] / job.features[name]) for name in both]
@@ -191,13 +186,13 @@ def similarity(snapshot: Snapshot, job: PastJob) -> float:
 
 
 def summarize_job(snapshot: Snapshot, training: Fit, segments: Fit) -> PastJob:
-    """Return what a finished job teaches.
+    """Return the record of a finished job for later ones.
 
     Raises:
         ValueError: none of its steps was measured.
     """
     if not training.num_cells:
-        raise ValueError("job must have a measured step to be remembered, got none; run it")
+        raise ValueError("job has no measured step; run it")
     assumed = default_training(snapshot.facts, snapshot.job.train)
     measured = TrainingSetting.of_columns(np.array([training.lowest, training.highest]))
     ratios = training.seconds(measured) / Fit(coefficients=assumed).seconds(measured)
@@ -218,7 +213,7 @@ def _ratios(values: Sequence[float], assumed: Sequence[float]) -> tuple[float, .
 def _scaled(
     assumed: Sequence[float], ratios: Sequence[Sequence[float]], weights: Floats
 ) -> tuple[float, ...]:
-    """Return assumed coefficients times the smoothed ratios."""
+    """Return default coefficients times the smoothed ratios."""
     if not ratios:
         return tuple(assumed)
     logs = np.log(np.maximum(ratios, SMALLEST))
@@ -227,20 +222,20 @@ def _scaled(
 
 
 def _spread(logs: Floats, weights: Floats) -> float:
-    """Return the log error of the smoothed ratio: that of the defaults, less what is known.
+    """Return the log error of the smoothed ratios.
 
-    The defaults' own part shrinks with the weight of the neighbours; what these differ by
+    The part of the defaults shrinks with the weight of the past jobs; the deviation between these
     does not.
     """
     total = DEFAULT_WEIGHT + weights.sum()
     mean = weights @ logs / total
-    differ = np.sqrt(weights @ (logs - mean) ** 2 / total) if len(logs) else 0.0
-    return float(ASSUMED_SPREAD * DEFAULT_WEIGHT / total + differ)
+    deviation = np.sqrt(weights @ (logs - mean) ** 2 / total) if len(logs) else 0.0
+    return float(ASSUMED_SPREAD * DEFAULT_WEIGHT / total + deviation)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Models:
-    """Everything that predicts, fitted to one snapshot."""
+    """All models of one job."""
 
     training: Fit
     """Step times."""
@@ -249,11 +244,11 @@ class Models:
     base_bytes: int
     """Bytes of a trainer before it holds anything of the job."""
     num_segments: int
-    """Segments that the data is cut into."""
+    """Segments of the data."""
     similar_jobs: tuple[tuple[str, float], ...] = ()
-    """Past jobs that decided what was assumed, with their weights."""
+    """Past jobs behind the warm start, with their weights."""
     num_parts: float
-    """Parts of a segment, each written by one worker: further workers idle; inf when unknown."""
+    """Parts of a segment, each written by one worker, so that more workers idle; inf if unknown."""
 
 
 EMPTY_WINDOW = Window()
@@ -265,13 +260,13 @@ def fit_models(
     steps: Window = EMPTY_WINDOW,
     built: Window = EMPTY_WINDOW,
 ) -> Models:
-    """Return the models that measurements support, defaults for the rest.
+    """Fit the models of a job to its measurements, with a warm start for the rest.
 
     Args:
         snapshot: with the history of the job, and of others.
         config: sizes of processes.
-        steps: steps of the running job, `TrainingSetting`; ticks are seconds since it began.
-        built: segment jobs of the running job, `SegmentSetting`.
+        steps: steps of the running job; ticks are seconds since its submission.
+        built: segment jobs of the running job.
     """
     facts, train, history = snapshot.facts, snapshot.job.train, snapshot.history
     cpus = float(train.num_threads or config.training.replica.cpus)
@@ -297,18 +292,18 @@ def fit_models(
 
 
 def comparable_runs(runs: Sequence[RunRecord], embedding: str) -> tuple[RunRecord, ...]:
-    """Return the deduplicated runs with this embedding, or else with the other of plain, cached."""
+    """Return the deduplicated runs with this embedding; if none, all plain and cached ones."""
     ours = [r for r in runs if not r.summary.expanded]
     same = tuple(r for r in ours if r.summary.embedding == embedding)
     return same or tuple(r for r in ours if r.summary.embedding in ("plain", "cached"))
 
 
 def observe_runs(runs: Sequence[RunRecord], cpus: float, rows_per_sample: float) -> Window:
-    """Return every step but the first of finished runs, as measured before a job begins.
+    """Return the steps of finished runs except the first of each, as measured at time 0.
 
     Args:
         runs: of the job.
-        cpus: cores that their replicas had.
+        cpus: cores of their replicas.
         rows_per_sample: distinct rows of a batch over its samples.
     """
     steps = [m for run in runs for m in run.metrics[1:] if m.samples_per_sec > 0]
@@ -331,14 +326,14 @@ def fit_segments(
     prior: Sequence[float],
     prior_spread: float,
 ) -> Fit:
-    """Fit segment jobs, and builds that ran one at a time.
+    """Fit segment jobs and earlier builds, which ran one at a time.
 
     Args:
-        window: what was measured of the running job.
-        builds: of the job.
-        cpus: cores that the worker had.
+        window: segment jobs of the running job.
+        builds: earlier builds.
+        cpus: cores of a worker.
         prior: coefficients before anything was measured.
-        prior_spread: log error of these.
+        prior_spread: log error of the prior.
     """
     if not builds:
         return fit_window(window, SegmentSetting, prior, prior_spread)
@@ -357,7 +352,7 @@ def fit_segments(
 
 
 def training_setting(snapshot: Snapshot, config: ScheduleConfig, grid: Grid) -> TrainingSetting:
-    """Return the settings of full steps of candidates."""
+    """Return the settings of full steps of the candidates."""
     facts, train, pool = snapshot.facts, snapshot.job.train, config.training
     return TrainingSetting(
         unique_rows=facts.rows_per_step,
@@ -374,7 +369,7 @@ def training_setting(snapshot: Snapshot, config: ScheduleConfig, grid: Grid) -> 
 def segment_setting(
     models: Models, snapshot: Snapshot, config: ScheduleConfig, grid: Grid
 ) -> SegmentSetting:
-    """Return the settings of segment jobs of candidates; workers without a part do not count."""
+    """Return the settings of segment jobs of the candidates, without workers that have no part."""
     return SegmentSetting(
         rows=snapshot.facts.num_samples / models.num_segments,
         workers=np.minimum(grid.workers_per_job, models.num_parts),

@@ -1,4 +1,8 @@
-"""What is known of a job before it is planned: its file, its data, its history."""
+"""The inputs of a plan: job file, sizes of the data, and history.
+
+Sizes of the data come from the manifests and the index of a dataset; without one, from the job file
+and from bounds that no dataset can exceed.
+"""
 
 from __future__ import annotations
 
@@ -27,8 +31,8 @@ class Lookahead:
     """Rows of all tables, or of one.
 
     Attributes:
-        window_rows: the smallest cache with which the plan works.
-        fetched_rows: that a time to live fetches, summed over steps.
+        window_rows: rows of the smallest cache with which the plan works.
+        fetched_rows: rows that a time-to-live cache fetches, summed over steps.
         touched_rows: (num_steps,) distinct rows up to the end of each step.
     """
 
@@ -40,23 +44,23 @@ class Lookahead:
 def compute_lookahead(
     tables: Iterable[Iterable[NDArray[np.integer]]], cache: CacheConfig
 ) -> Lookahead:
-    """Return what a run needs, over all its tables.
+    """Return the rows that a run needs, over all its tables.
 
     Args:
-        tables: for each table, for each step the next-use distances of its entries.
+        tables: for each table, the next-use distances of the entries of each step.
         cache: policy and limits.
     """
     return sum_lookaheads([_of_table(distances, cache) for distances in tables])
 
 
 def sum_lookaheads(parts: Sequence[Lookahead]) -> Lookahead:
-    """Return the sums over tables, of which the shorter ones touch nothing more at their end.
+    """Return the sums over tables; a shorter one touches no more rows after its end.
 
     Raises:
-        ValueError: there is none.
+        ValueError: there is no table.
     """
     if not parts:
-        raise ValueError("lookahead must cover a table, got none; name one")
+        raise ValueError("lookahead covers no table; name one")
     length = max(len(part.touched_rows) for part in parts)
     touched = [np.pad(p.touched_rows, (0, length - len(p.touched_rows)), "edge") for p in parts]
     return Lookahead(
@@ -69,94 +73,88 @@ def sum_lookaheads(parts: Sequence[Lookahead]) -> Lookahead:
 def _of_table(distances: Iterable[NDArray[np.integer]], cache: CacheConfig) -> Lookahead:
     entries: list[int] = []
     kept = 0
-    returning = np.zeros(1024, np.int64)  # by step, rows that an earlier step used
+    repeated = np.zeros(1024, np.int64)  # by step, rows that an earlier step used
 
-    def counted() -> Iterator[NDArray[np.integer]]:
-        nonlocal kept, returning
-        for step, found in enumerate(distances):
-            again = np.bincount(found[found != NEVER])
-            entries.append(len(found))
-            kept += int(again[: cache.lookahead + 1].sum())
-            top = step + len(again)
-            if top > len(returning):
-                returning = np.concatenate([returning, np.zeros(top, np.int64)])
-            returning[step:top] += again
-            yield found
+    def count_entries() -> Iterator[NDArray[np.integer]]:
+        nonlocal kept, repeated
+        for step, next_uses in enumerate(distances):
+            uses = np.bincount(next_uses[next_uses != NEVER])
+            entries.append(len(next_uses))
+            kept += int(uses[: cache.lookahead + 1].sum())
+            top = step + len(uses)
+            if top > len(repeated):
+                repeated = np.concatenate([repeated, np.zeros(top, np.int64)])
+            repeated[step:top] += uses
+            yield next_uses
 
-    required = required_rows(counted(), cache)
-    first = np.array(entries, np.int64) - returning[: len(entries)]
+    required = required_rows(count_entries(), cache)
+    first = np.array(entries, np.int64) - repeated[: len(entries)]
     touched = np.cumsum(first) if entries else np.zeros(1, np.int64)
     return Lookahead(required, sum(entries) - kept, touched)
 
 
-# What is known of a job before it is planned: its file, its data, its history.
-#
-# With a dataset, counts come from its manifests; without one, from the job file and from bounds
-# that no dataset can exceed.
-
 ASSUMED_SAMPLES = 1_000_000
 """Samples of a job that has neither a dataset nor `data.generate`."""
 ASSUMED_LIST_VALUES = 50
-"""Values of a list whose length nothing tells; `train.model.max_history` has the same default."""
+"""Values of a list of unknown length; `train.model.max_history` has the same default."""
 VALUE_BYTES = 8
 """Bytes of one value of an Arrow column in a worker."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataFacts:
-    """Sizes of the data that the plan depends on."""
+    """Sizes of the data."""
 
     num_samples: int
     """Samples to prepare."""
     num_train_samples: int
     """Samples of one epoch."""
     table_rows: dict[str, int]
-    """Rows of each table that are touched, or may be."""
+    """Touched rows of each table, or an upper bound."""
     rows_per_step: float
     """Distinct rows of a global batch, summed over tables."""
     lookups_per_sample: float
-    """Rows that one sample looks up; those of a unique tuple are shared where a dataset tells."""
+    """Rows that one sample looks up; with a dataset, after deduplication."""
     row_bytes: float
     """Bytes of one sample in the memory of a worker, before deduplication."""
     window_rows: int | None = None
-    """Rows of the smallest cache that the job's plan works with; None without an index of its
-    batch."""
+    """Rows of the smallest cache for the job's plan; None without an index of its batch size."""
     fetched_rows_per_step: float | None = None
     """Rows that a step fetches from the stores through that cache; None without an index."""
     session_rows: int = 1
-    """At most so many samples has the largest session, which one worker must hold."""
+    """Upper bound on the samples of the largest session, which one worker must hold."""
     part_rows: float | None
-    """Samples of one part of a segment, which one worker writes; None when nothing was built."""
+    """Samples of one part of a segment, which one worker writes; None without a dataset."""
     num_dense: int
     """Dense features."""
     num_sparse: int
     """Sparse features."""
     measured: bool
-    """Whether a dataset told these numbers; otherwise they are bounds and assumptions."""
+    """Whether the numbers come from a dataset; otherwise they are bounds and assumptions."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
-    """All that `policy.plan` may look at."""
+    """The inputs of `policy.plan`."""
 
     job: Job
     """The job file."""
     facts: DataFacts
-    """Its data."""
+    """Sizes of its data."""
     history: History = field(default_factory=History)
-    """Its measurements."""
+    """Measurements of it and of earlier jobs."""
 
 
 def take_snapshot(
     job: Path, dataset: Path | None, history: Path | None, *, allow_outside: bool = False
 ) -> Snapshot:
-    """Read everything that is known of a job.
+    """Read the inputs of a plan.
 
     Args:
         job: the job file.
-        dataset: that tells sizes of the data; None where there is none yet.
-        history: folder with earlier builds and runs; what lies beside the dataset when None.
-        allow_outside: whether its schema may lie outside the folder of the job file.
+        dataset: its dataset; None if there is none yet.
+        history: folder of earlier builds and runs; None for those beside the dataset.
+        allow_outside: whether its schema may be outside the folder of the job file.
 
     Raises:
         SchemaError: a file is missing, damaged, or does not belong to the job.
@@ -175,7 +173,7 @@ def take_snapshot(
 
 
 def facts_of_job(job: Job, features: FeatureSet) -> DataFacts:
-    """Return what the job file alone tells; rows are upper bounds."""
+    """Return the sizes according to the job file; rows are upper bounds."""
     generate = job.data.generate
     num_samples = ASSUMED_SAMPLES if generate is None else generate.num_samples
     lengths = {f.name: ASSUMED_LIST_VALUES if f.is_list else 1 for f in features.features}
@@ -204,18 +202,18 @@ def facts_of_job(job: Job, features: FeatureSet) -> DataFacts:
 
 
 def facts_of_dataset(job: Job, dataset: Dataset) -> DataFacts:
-    """Return what the manifests and the oracle tell.
+    """Return the sizes according to the manifests and the index of a dataset.
 
     Raises:
-        SchemaError: the dataset lacks a table of the job, or holds no training sample.
+        SchemaError: the dataset lacks a table of the job, or has no training sample.
     """
     manifests = [segment.manifest for segment in dataset.segments]
-    held = {name for manifest in manifests for name in manifest.tables}
+    tables = {name for manifest in manifests for name in manifest.tables}
     for name in job.data.tables:
-        if name not in held:
+        if name not in tables:
             raise SchemaError(
-                f"dataset must hold every table of the job, got none for {name!r}; "
-                f"{suggest_name(name, held) if held else 'rebuild it'}",
+                f"dataset lacks a table of the job: {name!r}; "
+                f"{suggest_name(name, tables) if tables else 'rebuild it'}",
                 file=str(dataset.directory),
             )
     num_samples = sum(manifest.num_samples for manifest in manifests)
@@ -225,7 +223,7 @@ def facts_of_dataset(job: Job, dataset: Dataset) -> DataFacts:
     )
     if num_train == 0:
         raise SchemaError(
-            "dataset must hold a training sample, got none; check data.split",
+            "dataset has no training sample; check data.split",
             file=str(dataset.directory),
         )
     index = _index(job, dataset)
@@ -257,25 +255,25 @@ def facts_of_dataset(job: Job, dataset: Dataset) -> DataFacts:
 
 
 def _num_parts(segment: Segment) -> int:
-    """Return the parts of a segment that hold a block."""
+    """Return the number of parts of a segment that contain a block."""
     return len(np.unique(segment.column("file")))
 
 
 def _largest_session(segment: Segment) -> int:
-    """Return a bound on the samples of the largest session, exact to two blocks.
+    """Return an upper bound on the samples of the largest session, exact to two blocks.
 
-    A block in which no session begins lies inside one.
+    A block in which no session starts is inside one.
     """
-    samples, begun = segment.column("num_samples"), segment.column("num_sessions")
-    starts = np.flatnonzero(np.concatenate([[True], begun[1:] > 0]))
-    # A session ends in the block where the next one begins, at the latest.
+    samples, started = segment.column("num_samples"), segment.column("num_sessions")
+    starts = np.flatnonzero(np.concatenate([[True], started[1:] > 0]))
+    # A session ends at the latest in the block where the next one starts.
     ends = np.minimum(np.append(starts[1:], len(samples) - 1), len(samples) - 1)
     sums = np.concatenate([[0], np.cumsum(samples)])
     return int((sums[ends + 1] - sums[starts]).max())
 
 
 def _ahead(job: Job, index: Index | None) -> Lookahead | None:
-    """Return what the oracle tells of the run, when there is an index of the job's batch."""
+    """Return the lookahead of a run; None without an index of the job's batch size."""
     if index is None or index.manifest.batch_samples != job.train.batch_samples:
         return None
     return compute_lookahead(
@@ -285,7 +283,7 @@ def _ahead(job: Job, index: Index | None) -> Lookahead | None:
 
 
 def _index(job: Job, dataset: Dataset) -> Index | None:
-    """Return the index of the job's batch, or another one, or none, over all segments."""
+    """Return an index over all segments, preferably of the job's batch size."""
     ids = tuple(segment.manifest.id for segment in dataset.segments)
     whole = [index for index in dataset.indexes if index.manifest.segments == ids]
     same = [i for i in whole if i.manifest.batch_samples == job.train.batch_samples]
@@ -293,7 +291,7 @@ def _index(job: Job, dataset: Dataset) -> Index | None:
 
 
 def _touched(job: Job, dataset: Dataset, index: Index | None, table: str) -> int:
-    """Return the distinct rows of a table; exact with an index, else at most that."""
+    """Return the distinct rows of a table; without an index, an upper bound."""
     if index is not None and table in index.manifest.num_rows:
         return index.manifest.num_rows[table]
     counts = [s.manifest.tables[table] for s in dataset.segments if table in s.manifest.tables]
@@ -303,7 +301,7 @@ def _touched(job: Job, dataset: Dataset, index: Index | None, table: str) -> int
 def _rows_per_step(
     job: Job, index: Index | None, table_rows: dict[str, int], lookups_per_sample: float
 ) -> float:
-    """Return the distinct rows of a batch; scaled from the index's batch, at most in proportion."""
+    """Return the distinct rows of a batch, scaled in proportion from the index's batch size."""
     batch = job.train.batch_samples
     if index is None or index.manifest.num_steps == 0:
         return min(float(sum(table_rows.values())), lookups_per_sample * batch)
@@ -312,7 +310,7 @@ def _rows_per_step(
 
 
 def _row_bytes(dataset: Dataset, num_samples: int) -> float:
-    """Return the bytes of one sample's values; lists of dedup groups count as they were."""
+    """Return the bytes of one sample's values, before deduplication."""
     grouped = dataset.job.data.group_of_column
     scalars = [f for f in dataset.features.features if not f.is_list]
     loose = [f for f in dataset.features.features if f.is_list and f.name not in grouped]

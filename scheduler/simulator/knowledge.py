@@ -164,7 +164,7 @@ def fit_ours(window: Window, allowed: np.ndarray, batch_samples: float) -> Float
     setting = setting_of(replicas, stores, batch_samples)
     most_replicas, most_stores = window.columns()[:, 3:5].max(axis=0)
     # Few measurements may leave no term that counts at the smallest sizes.
-    seconds = np.where(fit.knows(setting), fit.seconds(setting), np.nan)
+    seconds = np.where(fit.is_determined(setting), fit.seconds(setting), np.nan)
     # What was measured needs no model.
     for cell in window.cells.values():
         here = (replicas == round(cell.columns[3])) & (stores == round(cell.columns[4]))

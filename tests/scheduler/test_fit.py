@@ -66,7 +66,7 @@ def test_fit_window_without_measurements_is_the_prior_and_not_confident() -> Non
     assert fit.coefficients == PRIOR
     assert found.seconds[0] > 0
     assert not found.confident[0]
-    with pytest.raises(ValueError, match="fit must have a measurement or a prior"):
+    with pytest.raises(ValueError, match="fit has neither a measurement nor a prior"):
         fit_window(Window(), TrainingSetting)
 
 

@@ -55,5 +55,5 @@ def test_look_ahead_equals_a_walk_over_the_rows(
 
 
 def test_look_ahead_of_no_table_says_so() -> None:
-    with pytest.raises(ValueError, match="lookahead must cover a table, got none"):
+    with pytest.raises(ValueError, match="lookahead covers no table"):
         compute_lookahead([], CacheConfig())

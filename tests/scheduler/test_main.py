@@ -110,7 +110,7 @@ def test_main_plan_with_a_damaged_build_names_it(
     job = write_job(tmp_path)
     (tmp_path / "build.json").write_text(text)
     message = fail(["plan", str(job), "--history", str(tmp_path)], capsys)
-    assert re.match("build must be what build --json prints, got ", message)
+    assert re.match("file is not the output of build --json: ", message)
     assert f"in {tmp_path / 'build.json'}; build again or remove it" in message
 
 
@@ -139,7 +139,7 @@ def test_main_plan_with_missing_paths_names_them(
     job = write_job(tmp_path)
     nowhere = tmp_path / "nowhere"
     assert fail(["plan", str(job), "--history", str(nowhere)], capsys) == (
-        f"history must be a folder, got none in {nowhere}; check the path"
+        f"history is not a folder in {nowhere}; check the path"
     )
     assert "manifest is missing" in fail(["plan", str(job), "--dataset", str(nowhere)], capsys)
     assert "job file must be readable" in fail(["plan", str(nowhere)], capsys)

@@ -98,21 +98,21 @@ def test_main_fit_of_a_wrong_cell_names_its_line(
 
 def test_read_measurements_without_a_speed_or_a_column_says_so(tmp_path: Path) -> None:
     empty = write(tmp_path / "empty.csv", "a,1,,,,64,0,x")
-    with pytest.raises(SchemaError, match="must have a row with a speed, got 1 without"):
+    with pytest.raises(SchemaError, match="have no row with a speed: 1 without"):
         read_measurements(empty)
     short = tmp_path / "short.csv"
     short.write_text("job,samples_per_sec\na,1\n")
-    with pytest.raises(SchemaError, match="got none named 'num_replicas'"):
+    with pytest.raises(SchemaError, match="measurements lack column 'num_replicas'"):
         read_measurements(short)
-    with pytest.raises(SchemaError, match="measurements must be a readable CSV file"):
+    with pytest.raises(SchemaError, match="measurements cannot be read as CSV"):
         read_measurements(tmp_path / "nowhere.csv")
 
 
 HOLDOUTS = {
     "no condition": ("num_replicas", "holdout must be COLUMN=VALUE, got 'num_replicas'"),
     "no value": ("job=", "holdout must be COLUMN=VALUE, got 'job='"),
-    "no column": ("num_replica=1", "holdout must name a column, got 'num_replica'; did you mean"),
-    "a comparison with a word": ("job=>=x", "holdout must compare with a number, got '>=x'"),
+    "no column": ("num_replica=1", "holdout names an unknown column: 'num_replica'; did you mean"),
+    "a comparison with a word": ("job=>=x", "holdout compares with a text: '>=x'"),
 }
 
 
@@ -126,4 +126,4 @@ def test_main_fit_that_holds_back_a_whole_job_says_so(
     measured: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["fit", str(measured), "--holdout", "job=b"]) == 1
-    assert "holdout must leave a row to fit, got all 16 of job 'b'" in capsys.readouterr().err
+    assert "holdout leaves no row to fit: all 16 of job 'b'" in capsys.readouterr().err

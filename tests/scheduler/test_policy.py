@@ -314,7 +314,9 @@ def test_plan_of_tables_larger_than_a_replica_takes_stores(known: Snapshot) -> N
 def test_plan_of_tables_larger_than_all_stores_names_how_many_are_needed(known: Snapshot) -> None:
     large = replace(known, facts=replace(FACTS, table_rows={"users": 50_000_000}))
     few = TrainingPoolConfig(max_stores=1)
-    message = "training.max_stores must hold the tables, got 1 of 2048MiB; use 3 stores, or replica"
+    message = (
+        "training.max_stores is too small for the tables: 1 of 2048MiB; use 3 stores, or replica"
+    )
     with pytest.raises(PlanError, match=f"^{re.escape(message)}"):
         plan(large, ScheduleConfig(training=few))
     enough = TrainingPoolConfig(max_stores=3, min_replicas=2)
@@ -326,7 +328,7 @@ def test_plan_of_tables_larger_than_all_stores_names_how_many_are_needed(known: 
 REFUSED = {
     "no room for one worker's shard": (
         ScheduleConfig(preprocessing=PreprocessingPoolConfig(worker=WorkerConfig(memory=1 << 20))),
-        "preprocessing.worker.memory must hold a worker's shard, got 1MiB",
+        "preprocessing.worker.memory is too small for a worker's shard: 1MiB",
     ),
     "fewest workers above most": (
         ScheduleConfig(preprocessing=PreprocessingPoolConfig(min_workers=9, max_workers=8)),
@@ -338,13 +340,13 @@ REFUSED = {
     ),
     "no room for a trainer": (
         ScheduleConfig(training=TrainingPoolConfig(replica=WorkerConfig(memory=1 << 20))),
-        "training.replica.memory must hold a replica, got 1MiB; use at least",
+        "training.replica.memory is too small for a replica: 1MiB; use at least",
     ),
     "replicas that hold all rows": (
         ScheduleConfig(
             training=TrainingPoolConfig(min_replicas=2, replica=WorkerConfig(memory=950 << 20))
         ),
-        "training.replica.memory must hold a replica, got 950MiB; use at least 954MiB",
+        "training.replica.memory is too small for a replica: 950MiB; use at least 954MiB",
     ),
 }
 

@@ -251,7 +251,7 @@ def test_main_plan_with_the_dataset_of_another_job_names_the_table(
     job.write_text(text)
     assert main(["plan", str(job), "--dataset", str(built / "dataset")]) == 1
     message = capsys.readouterr().err
-    assert message.startswith("error: dataset must hold every table of the job, got none for ")
+    assert message.startswith("error: dataset lacks a table of the job: ")
     assert "'visitors'" in message
 
 

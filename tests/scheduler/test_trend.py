@@ -162,7 +162,7 @@ def test_forecast_of_a_process_that_starts_up_does_not_take_the_start_for_a_leak
 
 @pytest.mark.parametrize(("steps", "end"), [([], 5), ([1, 7], 6)])
 def test_forecast_without_a_reading_or_a_future_says_so(steps: list[int], end: int) -> None:
-    with pytest.raises(ValueError, match="forecast must have a reading and an end after it"):
+    with pytest.raises(ValueError, match="forecast needs a reading and a later end"):
         forecast(steps, [MIB] * len(steps), end_step=end, limit_bytes=MIB)
 
 

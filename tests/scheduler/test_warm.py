@@ -132,7 +132,7 @@ def test_fit_models_of_a_job_that_never_ran_predicts_what_its_neighbours_took(
 
 def test_remember_of_a_job_that_never_ran_is_refused(known: Snapshot) -> None:
     cold = Fit(coefficients=default_training(known.facts, known.job.train))
-    with pytest.raises(ValueError, match="job must have a measured step to be remembered"):
+    with pytest.raises(ValueError, match="job has no measured step"):
         summarize_job(known, cold, cold)
 
 
@@ -165,6 +165,6 @@ def test_read_past_of_a_broken_line_names_it(
     path.write_text(f"{line}\n{bad}\n{line}\n")
     with pytest.raises(
         SchemaError,
-        match=f"^line must be a past job, got .* in {re.escape(str(path))}:2; remove it$",
+        match=f"^line is not a past job: .* in {re.escape(str(path))}:2; remove it$",
     ):
         read_past_jobs(path)

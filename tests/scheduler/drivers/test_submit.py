@@ -64,7 +64,7 @@ def test_name_of_a_job_cannot_lead_out_of_the_output(tmp_path: Path) -> None:
     (tmp_path / "in").mkdir()
     job = write_job(tmp_path / "in")
     job.write_text(job.read_text().replace("name: small", "name: ../../escaped"))
-    with pytest.raises(SchemaError, match="name must be of letters"):
+    with pytest.raises(SchemaError, match="name must consist of letters"):
         submit(job, {}, tmp_path / "a" / "b" / "out", 0.0)
     assert [path.name for path in tmp_path.iterdir()] == ["in"]
 
