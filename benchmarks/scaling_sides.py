@@ -33,6 +33,7 @@ from benchmarks.train_sides import reader_of as repeated_reader
 from schemas.config.job import load_job
 from schemas.config.train import TrainConfig
 from schemas.dataset import open_dataset
+from schemas.rows import initial_rows
 from trainer.components import build_parts, memory_stores
 from trainer.data.collate import Batch, features_of_tables
 from trainer.data.decode import BatchSpec, spec_of
@@ -46,7 +47,6 @@ from trainer.embedding.optimizer import dense_optimizer
 from trainer.follow import Following
 from trainer.models.dlrm import build, dense_inputs
 from trainer.recovery import Drain, Watchdog
-from trainer.rows import initial_rows
 from trainer.setup import TrainOptions, how_of
 from trainer.stores.remote.connection import Access
 

@@ -25,10 +25,10 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from schemas.config.train import TrainConfig
+from schemas.rows import initial_rows
 from trainer.data.collate import features_of_tables
 from trainer.data.decode import BatchSpec
 from trainer.embedding.module import TableSpec
-from trainer.rows import initial_rows
 
 _ROWS_AT_ONCE = 1 << 18
 

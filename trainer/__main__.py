@@ -258,9 +258,9 @@ def _of_model(arguments: argparse.Namespace) -> int:
 
 
 def _erase(arguments: argparse.Namespace) -> int:
-    from trainer.erase import forget_ids
+    from trainer.erase import erase_ids
 
-    found = forget_ids(arguments.run, arguments.ids, arguments.table)
+    found = erase_ids(arguments.run, arguments.ids, arguments.table)
     _show(arguments, json.dumps(found))
     return 0
 

@@ -1,4 +1,4 @@
-"""Where a run computes, and how a batch gets there."""
+"""The device of a run, and the transfer of batches to it."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ def device_of(name: str) -> torch.device:
         name: `cpu` or `cuda`.
 
     Raises:
-        SchemaError: there is no such device here.
+        SchemaError: the device is not available.
     """
     if name == "cuda" and not torch.cuda.is_available():
         raise SchemaError(
-            "train.device must be there, got 'cuda' on a machine where torch finds no CUDA device; "
-            "write cpu, or install requirements-gpu.lock where there is one"
+            "train.device is cuda, but torch finds no CUDA device; use cpu, or install "
+            "requirements-gpu.lock on a machine with a GPU"
         )
     return torch.device(name)
 
@@ -33,11 +33,11 @@ def device_of(name: str) -> torch.device:
 def to_device(value: T, device: torch.device) -> T:
     """Return a batch, or any part of one, with its tensors on a device.
 
-    To a GPU they go from pinned memory, without waiting; arrays stay where they are.
+    Copies to a GPU are asynchronous, from pinned memory. NumPy arrays are not copied.
 
     Args:
-        value: tensor, KeyedJaggedTensor, or dataclasses and mappings of such.
-        device: where to.
+        value: tensor, KeyedJaggedTensor, or dataclasses and mappings of these.
+        device: target.
     """
     if device.type == "cpu":
         return value
@@ -50,15 +50,15 @@ def _to_device(value: Any, device: torch.device) -> Any:
     if isinstance(value, KeyedJaggedTensor):
         return _kjt_to_device(value, device)
     if is_dataclass(value) and not isinstance(value, type):
-        found = {f.name: _to_device(getattr(value, f.name), device) for f in fields(value)}
-        return replace(value, **found)
+        parts = {f.name: _to_device(getattr(value, f.name), device) for f in fields(value)}
+        return replace(value, **parts)
     if isinstance(value, dict):
         return {name: _to_device(part, device) for name, part in value.items()}
     return value
 
 
 def _kjt_to_device(value: KeyedJaggedTensor, device: torch.device) -> KeyedJaggedTensor:
-    """Return TorchRec's own class: what the reader found is beside it in the batch."""
+    """Return TorchRec's own class: the look-ups of the reader are in the batch as well."""
     inverse = value.inverse_indices_or_none()
     weights = value.weights_or_none()
     variable = value.variable_stride_per_key()
@@ -75,7 +75,7 @@ def _kjt_to_device(value: KeyedJaggedTensor, device: torch.device) -> KeyedJagge
 
 
 def updates_in_place(device: torch.device) -> bool:
-    """Tell whether kernels of a device change rows where they lie, or copies of them."""
+    """Return whether kernels of a device update rows in place, or copies of them."""
     return device.type == "cpu"
 
 

@@ -1,4 +1,7 @@
-"""Compare two runs bit by bit: losses, dense parameters, rows and optimizer state."""
+"""Compare two runs bit by bit: losses, dense parameters, rows and optimizer state.
+
+These bits depend neither on the kind of store and cache nor on interruptions of a run.
+"""
 
 from __future__ import annotations
 
@@ -17,15 +20,10 @@ from trainer.checkpoint.load import dense_of, newest_checkpoint
 from trainer.checkpoint.manifest import CheckpointManifest, read_checkpoint_manifest
 from trainer.stores.api import Records
 
-# Whether two runs are equal bit by bit: losses, dense parameters, rows and optimizer state.
-#
-# However rows were kept (all in memory, cached, in files, in store processes) and however often a
-# run was stopped and resumed, it must leave the same bits.
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """What was compared, and the first difference."""
+    """The number of compared values, and the first difference."""
 
     num_steps: int
     """Steps whose losses were compared."""
@@ -34,7 +32,7 @@ class Comparison:
     num_rows: int
     """Rows of all tables."""
     difference: str | None
-    """Where the first difference is and what stands there; None when all bits are equal."""
+    """The first difference, with both values; None if all bits are equal."""
 
 
 def compare_runs(one: Path, other: Path) -> Comparison:
@@ -47,52 +45,52 @@ def compare_runs(one: Path, other: Path) -> Comparison:
     Raises:
         SchemaError: a folder holds no run with a checkpoint.
     """
-    losses, theirs = (_losses(run) for run in (one, other))
+    losses, other_losses = (_losses(run) for run in (one, other))
     a, b = (_newest(run) for run in (one, other))
     tensors = [dense_of(checkpoint) for checkpoint in (a, b)]
     manifests = [read_checkpoint_manifest(checkpoint) for checkpoint in (a, b)]
     tables = [sorted(manifest.parts) for manifest in manifests]
-    found = _of_losses(losses, theirs)
-    if found is None and a.name != b.name:
-        found = f"newest checkpoint: step {int(a.name)} and step {int(b.name)}"
-    found = found or _of_tensors(*tensors)
-    if found is None and tables[0] != tables[1]:
-        found = f"tables: {', '.join(tables[0])} and {', '.join(tables[1])}"
+    difference = _compare_losses(losses, other_losses)
+    if difference is None and a.name != b.name:
+        difference = f"newest checkpoint: step {int(a.name)} and step {int(b.name)}"
+    difference = difference or _compare_tensors(*tensors)
+    if difference is None and tables[0] != tables[1]:
+        difference = f"tables: {', '.join(tables[0])} and {', '.join(tables[1])}"
     num_rows = 0
     for table in tables[0]:
-        if found is None:
+        if difference is None:
             streams = [_rows_of(*each, table) for each in zip((a, b), manifests, strict=True)]
-            count, found = _of_rows(table, *streams)
+            count, difference = _compare_rows(table, *streams)
             num_rows += count
     return Comparison(
-        num_steps=min(len(losses), len(theirs)),
+        num_steps=min(len(losses), len(other_losses)),
         num_tensors=len(tensors[0]),
         num_rows=num_rows,
-        difference=found,
+        difference=difference,
     )
 
 
 def _losses(run: Path) -> list[float]:
     if not (run / METRICS).is_file():
-        raise SchemaError("run must exist, got none; train first", file=str(run))
+        raise SchemaError("found no run; train first", file=str(run))
     return [metric.loss for metric in read_metrics(run / METRICS)]
 
 
 def _newest(run: Path) -> Path:
-    found = newest_checkpoint(run)
-    if found is None:
-        raise SchemaError("run must have a checkpoint, got none; train again", file=str(run))
-    return found
+    checkpoint = newest_checkpoint(run)
+    if checkpoint is None:
+        raise SchemaError("run has no checkpoint; train again", file=str(run))
+    return checkpoint
 
 
-def _of_losses(one: list[float], other: list[float]) -> str | None:
+def _compare_losses(one: list[float], other: list[float]) -> str | None:
     for step, (a, b) in enumerate(zip(one, other, strict=False)):
         if a != b:
             return f"loss of step {step}: {a!r} and {b!r}"
     return None if len(one) == len(other) else f"steps: {len(one)} and {len(other)}"
 
 
-def _of_tensors(one: dict[str, Array], other: dict[str, Array]) -> str | None:
+def _compare_tensors(one: dict[str, Array], other: dict[str, Array]) -> str | None:
     for name in sorted(one.keys() | other.keys()):
         if _bits(one.get(name)) != _bits(other.get(name)):
             return f"dense {name}: other bits"
@@ -110,16 +108,16 @@ def _rows_of(
     return newest([part.pieces() for part in parts])
 
 
-def _of_rows(
+def _compare_rows(
     table: str, one: Iterator[RowsAndRecords], other: Iterator[RowsAndRecords]
 ) -> tuple[int, str | None]:
-    """Return how many rows are equal, and what comes then."""
+    """Return the number of equal rows before the first difference, and that difference."""
     count = 0
-    for (rows, records), (others, theirs) in _aligned(one, other):
+    for (rows, records), (other_rows, other_records) in _align(one, other):
         pairs = {
-            "rows": (rows, others),
-            "values": (records.values, theirs.values),
-            "state": (records.state, theirs.state),
+            "rows": (rows, other_rows),
+            "values": (records.values, other_records.values),
+            "state": (records.state, other_records.state),
         }
         for name, (a, b) in pairs.items():
             if (a.dtype, a.shape) != (b.dtype, b.shape):
@@ -140,32 +138,32 @@ def _of_rows(
     return count, None
 
 
-def _aligned(
+def _align(
     one: Iterator[RowsAndRecords], other: Iterator[RowsAndRecords]
 ) -> Iterator[tuple[RowsAndRecords, RowsAndRecords]]:
-    """Yield pieces of equally many rows while both have some, then what one has more."""
-    a, b = _more(None, one), _more(None, other)
+    """Yield pairs of chunks with equal numbers of rows, then the next rows of the longer one."""
+    a, b = _fill(None, one), _fill(None, other)
     while a is not None and b is not None:
         count = min(len(a[0]), len(b[0]))
         yield _part(a, slice(0, count)), _part(b, slice(0, count))
-        a, b = _more(_part(a, slice(count, None)), one), _more(_part(b, slice(count, None)), other)
+        a, b = _fill(_part(a, slice(count, None)), one), _fill(_part(b, slice(count, None)), other)
     last = a or b
     if last is not None:
-        none = _part(last, slice(0, 0))
-        yield a or none, b or none
+        empty = _part(last, slice(0, 0))
+        yield a or empty, b or empty
 
 
-def _more(piece: RowsAndRecords | None, stream: Iterator[RowsAndRecords]) -> RowsAndRecords | None:
-    """Return a piece that has rows."""
-    while piece is None or not len(piece[0]):
-        piece = next(stream, None)
-        if piece is None:
+def _fill(chunk: RowsAndRecords | None, stream: Iterator[RowsAndRecords]) -> RowsAndRecords | None:
+    """Return the chunk, or the next one with rows if it has none."""
+    while chunk is None or not len(chunk[0]):
+        chunk = next(stream, None)
+        if chunk is None:
             return None
-    return piece
+    return chunk
 
 
-def _part(piece: RowsAndRecords, part: slice) -> RowsAndRecords:
-    rows, records = piece
+def _part(chunk: RowsAndRecords, part: slice) -> RowsAndRecords:
+    rows, records = chunk
     return rows[part], Records(records.values[part], records.state[part])
 
 

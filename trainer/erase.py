@@ -1,6 +1,8 @@
-"""Erase ids from a run.
+"""Erase ids from a run: their rows are removed from all its checkpoints, with optimizer state.
 
-The rows of some ids leave all its checkpoints, with their optimizer state.
+Parts with such a row are rewritten under new names. Then the manifest of each checkpoint is
+replaced atomically, and parts without a manifest are removed. After a crash all checkpoints are
+complete, some of them with the rows; running the command again removes the rest.
 """
 
 from __future__ import annotations
@@ -43,141 +45,133 @@ from trainer.run import read_identity
 from trainer.setup import STORE
 from trainer.stores.api import Records, TableLayout
 
-# Rows of some ids leave all that a run keeps: values and optimizer state, in every checkpoint.
-#
-# Parts with such a row are written again beside the old ones; then each checkpoint's manifest is
-# replaced, atomically, and what no manifest names any more goes. Whatever dies between leaves
-# whole checkpoints, some of them with the rows; done again, the rest follows.
-
 Rows = NDArray[np.int64]
 
 
-def forget_ids(run: Path, path: Path, table: str) -> dict[str, Any]:
-    """Drop the rows of the ids in a file; see `forget_rows`.
+def erase_ids(run: Path, path: Path, table: str) -> dict[str, Any]:
+    """Erase the rows of the ids in a file; see `erase_rows`.
 
     Raises:
-        SchemaError: as `forget_rows` and `read_ids`.
+        SchemaError: as `erase_rows` and `read_ids`.
     """
-    read_identity(run)  # refuses a folder that holds no run
+    read_identity(run)  # raises SchemaError if the folder holds no run
     config = table_of(load_job(run / JOB, stored=True).data.tables, table, run)
     types = {f.name: f.type for f in load_features(run / SCHEMA).features}
-    texts = any(types.get(name) == "BYTES" for name in config.features)
-    return forget_rows(run, read_ids(path, texts), table)
+    is_text = any(types.get(name) == "BYTES" for name in config.features)
+    return erase_rows(run, read_ids(path, is_text=is_text), table)
 
 
-def read_ids(path: Path, texts: bool = False) -> NDArray[np.int64]:
-    """Read ids from a text file, one a line.
+def read_ids(path: Path, *, is_text: bool = False) -> NDArray[np.int64]:
+    """Read ids from a text file, one per line.
 
     Args:
         path: the file.
-        texts: whether features of the table are texts; then each line is one.
+        is_text: ids are strings instead of integers.
 
     Raises:
-        SchemaError: it cannot be read, or a line is no whole number of 64 bits.
+        SchemaError: the file cannot be read, or a line is no 64-bit integer.
     """
     try:
         lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
         lines = [line for line in lines if line]
-        return (
-            ids_of(pa.array(lines, pa.string()))
-            if texts
-            else np.array([int(line) for line in lines], np.int64)
-        )
+        if is_text:
+            return ids_of(pa.array(lines, pa.string()))
+        return np.array([int(line) for line in lines], np.int64)
     except (OSError, ValueError, OverflowError) as error:
         raise SchemaError(
-            f"ids must be whole numbers of 64 bits, one a line, got {error}", file=str(path)
+            f"ids must be 64-bit integers, one per line: {error}", file=str(path)
         ) from error
 
 
-def forget_rows(run: Path, ids: NDArray[np.int64], table: str) -> dict[str, Any]:
-    """Drop the rows of some ids, and their optimizer state, from all kept checkpoints of a run.
+def erase_rows(run: Path, ids: NDArray[np.int64], table: str) -> dict[str, Any]:
+    """Erase the rows of some ids, with their optimizer state, from all checkpoints of a run.
 
-    Dropped rows begin anew with their first values where they are looked up again. Ids that share
-    a row of a hashed table share this, too. The files of stores go as a whole: no run reads them
-    again; the plan of a cache goes where it names such a row, and is made anew.
+    An erased row has its initial values when it is looked up again. In a hashed table this affects
+    all ids of the row. Files of stores are removed altogether, since they are not read again; the
+    state of a cache plan that lists such a row is removed and computed again.
 
     Args:
-        run: run folder, of which no process trains.
-        ids: as features of the table have them.
+        run: run folder that no process uses.
+        ids: as in the features of the table.
         table: name of the embedding table.
 
     Returns:
-        `table`, `num_ids`, `num_rows`; `checkpoints`, by step how many rows were dropped, where any
-        was; `store`, whether files of stores went.
+        `table`, `num_ids`, `num_rows`; `checkpoints`: by step the number of erased rows, without
+        zeros; `store`: whether files of stores were removed.
 
     Raises:
-        SchemaError: there is no run or table, a process trains the run, or a checkpoint is damaged.
+        SchemaError: there is no run or table, a process uses the run, or a checkpoint is damaged.
     """
-    read_identity(run)  # refuses a folder that holds no run
+    read_identity(run)  # raises SchemaError if the folder holds no run
     job = load_job(run / JOB, stored=True)
     rows = np.unique(rows_of_ids(ids, table, table_of(job.data.tables, table, run)))
-    refuse_used(run)
+    check_unused(run)
     claim_leftovers(run, job.train.checkpoint, resume=True)
     checkpoints = run / CHECKPOINTS
-    dropped: dict[str, int] = {}
+    num_erased: dict[str, int] = {}
     if complete(checkpoints):
-        with alone(checkpoints) as held:
-            if not held:
+        with alone(checkpoints) as is_locked:
+            if not is_locked:
                 raise _in_use(run, "a process that writes a checkpoint")
-            dropped = _without_rows(checkpoints, rows, table)
+            num_erased = _erase_from_checkpoints(checkpoints, rows, table)
     has_store = (run / STORE).is_dir()
     shutil.rmtree(run / STORE, ignore_errors=True)
     return {
         "table": table,
         "num_ids": len(ids),
         "num_rows": len(rows),
-        "checkpoints": dropped,
+        "checkpoints": num_erased,
         "store": has_store,
     }
 
 
 def table_of(tables: Mapping[str, TableConfig], table: str, run: Path) -> TableConfig:
-    """Return what makes ids to rows of a table.
+    """Return the config of a table.
 
     Raises:
         SchemaError: the run has no such table.
     """
     if table not in tables:
         raise SchemaError(
-            f"--table must be one of the run, got {table!r}; {suggest_name(table, tables)}",
+            f"--table is no table of the run: {table!r}; {suggest_name(table, tables)}",
             file=str(run / JOB),
         )
     return tables[table]
 
 
-def refuse_used(run: Path) -> None:
-    """Refuse a run that a command of the trainer on this machine works on.
+def check_unused(run: Path) -> None:
+    """Check that no trainer process of this machine uses a run.
 
     Raises:
-        SchemaError: naming the process.
+        SchemaError: a process uses it.
     """
     for pid in trainers_of(run):
         raise _in_use(run, f"process {pid}")
 
 
 def trainers_of(run: Path) -> Iterator[int]:
-    """Yield the other processes of this machine whose command names the trainer and the run."""
-    wanted = run.resolve()
+    """Yield other processes of this machine whose command line has the trainer and the run."""
+    run_path = run.resolve()
     for folder in sorted(Path("/proc").glob("[0-9]*"), key=lambda p: int(p.name)):
-        with suppress(OSError):  # it has ended, or is somebody else's
+        with suppress(OSError):  # it has ended, or belongs to another user
             words = (folder / "cmdline").read_bytes().decode(errors="replace").split("\0")
             if int(folder.name) == os.getpid() or "trainer" not in words:
                 continue
-            place = (folder / "cwd").readlink()
-            if any(word and (place / word).resolve() == wanted for word in words):
+            cwd = (folder / "cwd").readlink()
+            if any(word and (cwd / word).resolve() == run_path for word in words):
                 yield int(folder.name)
 
 
-def _in_use(run: Path, who: str) -> SchemaError:
+def _in_use(run: Path, user: str) -> SchemaError:
     return SchemaError(
-        f"run must not be trained while rows are forgotten, got {who}; end it, or wait for it",
+        f"run is in use by {user}, and rows cannot be erased; end it, or wait for it",
         file=str(run),
     )
 
 
-def _without_rows(checkpoints: Path, rows: Rows, table: str) -> dict[str, int]:
-    """Replace the manifests of all checkpoints; return by step how many rows were dropped."""
-    dropped: dict[str, int] = {}
+def _erase_from_checkpoints(checkpoints: Path, rows: Rows, table: str) -> dict[str, int]:
+    """Replace the manifests of all checkpoints; return the number of erased rows by step."""
+    num_erased: dict[str, int] = {}
     parts: dict[str, tuple[str, int]] = {}
     for folder in complete(checkpoints):
         manifest = read_checkpoint_manifest(folder)
@@ -186,39 +180,39 @@ def _without_rows(checkpoints: Path, rows: Rows, table: str) -> dict[str, int]:
             if part not in parts:
                 for name in (f for f in manifest.files if f.rpartition("/")[0] == part):
                     check_file(folder, name, manifest.files[name])
-                parts[part] = write_without(checkpoints, part, table, rows)
+                parts[part] = rewrite_part(checkpoints, part, table, rows)
             count += parts[part][1]
         renamed = {old: new for old, (new, _) in parts.items()}
-        after = _with_parts(checkpoints, manifest, table, renamed)
-        after = _without_plan(checkpoints, after, rows, table)
-        if after != manifest:
-            write_checkpoint_manifest(folder, after)
+        new_manifest = _with_parts(checkpoints, manifest, table, renamed)
+        new_manifest = _without_plan(checkpoints, new_manifest, rows, table)
+        if new_manifest != manifest:
+            write_checkpoint_manifest(folder, new_manifest)
             sync_directory(folder)
-            dropped[folder.name] = count
+            num_erased[folder.name] = count
     sweep(checkpoints, keep=len(complete(checkpoints)))
-    return dropped
+    return num_erased
 
 
-def write_without(checkpoints: Path, part: str, table: str, rows: Rows) -> tuple[str, int]:
-    """Write a part again without some rows.
+def rewrite_part(checkpoints: Path, part: str, table: str, rows: Rows) -> tuple[str, int]:
+    """Write a new part without some rows.
 
     Returns:
-        The new part, or the same where it has none of them; and how many it had.
+        The new part, or the same one if it has none of the rows; and how many it had.
     """
-    found = RowPart(checkpoints / part)
-    count = int(np.isin(rows, found.rows).sum())
+    old_part = RowPart(checkpoints / part)
+    count = int(np.isin(rows, old_part.rows).sum())
     if not count:
         return part, 0
-    values, state = found.records.values, found.records.state
+    values, state = old_part.records.values, old_part.records.state
     layout = TableLayout(
         table=table,
         dim=values.shape[1],
         state_width=state.shape[1],
         dtype=str(values.dtype),
-        seed=0,  # of first values; none is made here
+        seed=0,  # of initial values, which are not needed
     )
     new = f"{part.partition('.')[0]}.{secrets.token_hex(4)}"
-    write_part(checkpoints / new, layout, _kept(found, rows))
+    write_part(checkpoints / new, layout, _other_rows(old_part, rows))
     for path in sorted((checkpoints / new).iterdir()):
         with path.open("rb") as file:
             os.fsync(file.fileno())
@@ -226,10 +220,10 @@ def write_without(checkpoints: Path, part: str, table: str, rows: Rows) -> tuple
     return new, count
 
 
-def _kept(part: RowPart, rows: Rows) -> Iterator[RowsAndRecords]:
-    for some, records in part.pieces():
-        kept = np.isin(some, rows, invert=True)
-        yield some[kept], Records(records.values[kept], records.state[kept])
+def _other_rows(part: RowPart, rows: Rows) -> Iterator[RowsAndRecords]:
+    for part_rows, records in part.pieces():
+        keep = np.isin(part_rows, rows, invert=True)
+        yield part_rows[keep], Records(records.values[keep], records.state[keep])
 
 
 def _with_parts(
@@ -257,7 +251,7 @@ def _files_of(
 def _without_plan(
     checkpoints: Path, manifest: CheckpointManifest, rows: Rows, table: str
 ) -> CheckpointManifest:
-    """Leave out where the plan of a cache stands, if it names one of some rows."""
+    """Return the manifest without the state of the cache plan if that lists one of the rows."""
     name = f"{manifest.train_step:08d}/{PLAN}"
     if name not in manifest.files:
         return manifest
@@ -266,5 +260,5 @@ def _without_plan(
     cached = from_bytes(path.read_bytes(), file=str(path)).get(f"{table}/rows")
     if cached is None or not np.isin(rows, cached).any():
         return manifest
-    files = {other: found for other, found in manifest.files.items() if other != name}
+    files = {other: file for other, file in manifest.files.items() if other != name}
     return replace(manifest, files=files)

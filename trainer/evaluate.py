@@ -44,7 +44,7 @@ from trainer.stores.api import Store
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluation:
-    """What a model is worth on samples it was not trained on; None where undefined.
+    """Metrics of a model on the evaluation split; None if undefined.
 
     Every metric is weighted by the samples' weights.
     """
@@ -52,7 +52,7 @@ class Evaluation:
     num_samples: int
     """Samples of the evaluation split."""
     ne: float | None
-    """Normalised entropy: log loss over that of the mean label."""
+    """Normalised entropy: log loss divided by that of the mean label."""
     auc: float | None
     """Area under the ROC curve."""
     gauc: float | None
@@ -62,35 +62,35 @@ class Evaluation:
     calibration: float | None
     """Sum of predictions over sum of labels."""
     auc_error: float | None
-    """The most that `auc` is off by, beside rounding."""
+    """Bound of the error of `auc`, without rounding."""
     num_sessions: int | None
     """Sessions that have both classes."""
     num_one_class_sessions: int | None
-    """Sessions that `session_auc` leaves out, for they have one class."""
+    """Sessions without an AUC, with one class only."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MetricColumns:
-    """The columns that metrics read, as far as the samples have them."""
+    """The columns that metrics read; None if samples lack them."""
 
     gauc: str | None
-    """Groups samples for GAUC."""
+    """Key of the groups of GAUC."""
     session: str | None
-    """Equal within a session."""
+    """Session key."""
     time: str | None
-    """Tells sessions of one key apart, None where no gap does."""
+    """Time, which separates sessions of one key; None without a session gap."""
     gap: int | None
     """Longest pause within a session, in microseconds."""
 
     @property
     def kept(self) -> tuple[str, ...]:
-        """All of them, each once."""
-        wanted = (self.gauc, self.session, self.time)
-        return tuple(dict.fromkeys(c for c in wanted if c is not None))
+        """Distinct columns."""
+        columns = (self.gauc, self.session, self.time)
+        return tuple(dict.fromkeys(c for c in columns if c is not None))
 
 
 def columns_of(dataset: Dataset, config: TrainConfig) -> MetricColumns:
-    """Return what metrics read: there is no session AUC where its columns are not stored."""
+    """Return the columns of metrics; session AUC needs its columns in the dataset."""
     session = dataset.job.data.session
     has_key = session.key in dataset.features
     needs_time = session.gap is not None
@@ -116,29 +116,29 @@ class _Metrics:
 
     def add(self, batch: Batch, logits: torch.Tensor) -> None:
         columns, kept = self._columns, batch.kept
-        found = (_float(batch.labels), _float(logits), _float(batch.weights))
+        arrays = (_float(batch.labels), _float(logits), _float(batch.weights))
         self._num_samples += batch.num_samples
-        self._sums += loss_sums(*found)
-        self._scores.add(*found)
+        self._sums += loss_sums(*arrays)
+        self._scores.add(*arrays)
         if columns.gauc is not None:
-            self._groups.add(kept[columns.gauc], *found)
+            self._groups.add(kept[columns.gauc], *arrays)
         if columns.session is not None:
             times = None if columns.time is None else kept[columns.time]
-            self._sessions.add(kept[columns.session], *found, times)
+            self._sessions.add(kept[columns.session], *arrays, times)
 
     def finish(self) -> Evaluation:
         sessions = self._sessions.finish() if self._columns.session is not None else None
-        found = sessions or KeyedAuc()
+        session_sums = sessions or KeyedAuc()
         return Evaluation(
             num_samples=self._num_samples,
             ne=_defined(self._sums.normalized_entropy),
             auc=_defined(self._scores.auc),
             gauc=_defined(self._groups.finish().mean),
-            session_auc=_defined(found.mean),
+            session_auc=_defined(session_sums.mean),
             calibration=_defined(self._sums.calibration),
             auc_error=self._scores.error if self._num_samples else None,
-            num_sessions=None if sessions is None else found.num_keys,
-            num_one_class_sessions=None if sessions is None else found.num_one_class,
+            num_sessions=None if sessions is None else session_sums.num_keys,
+            num_one_class_sessions=None if sessions is None else session_sums.num_one_class,
         )
 
 
@@ -153,10 +153,10 @@ def evaluate(
 
     Args:
         model: built over `embedding`.
-        embedding: that it looks rows up in.
-        stores: by table, they hold everything trained.
+        embedding: of the model.
+        stores: by table, with all trained rows.
         batches: of the evaluation split, in stored order.
-        columns: what of the batches' kept columns is what.
+        columns: of the batches' kept columns.
     """
     metrics = _Metrics(columns)
     model.eval()

@@ -1,4 +1,9 @@
-"""Export a run's model as one file: its program by torch.export, and the rows of a checkpoint."""
+"""Export a run's model as one file: its program by torch.export, and the rows of a checkpoint.
+
+The exported module has the parameters of the trained model and computes logits from named tensors
+(`schemas/model_inputs.py`), as the model does for expanded batches: one bag per sample. Look-ups
+are resolved before, so that the program contains tensors only.
+"""
 
 from __future__ import annotations
 
@@ -56,165 +61,17 @@ from trainer.models.attention import AttentionModel, QueryBuckets, build
 from trainer.models.build import build_model
 from trainer.run import has_run, read_identity
 
-# A trained model over explicit tensors, for `torch.export`: rows of a batch in, logits out.
-#
-# Its parameters are those of the trained model, and it computes what that computes for expanded
-# batches: one bag per sample, nothing shared. What a batch looks up has been found before
-# (`schemas/model_inputs.py`), so that there is nothing in it but tensors.
-
 Tensors = Mapping[str, torch.Tensor]
-
-
-@dataclass(frozen=True, slots=True)
-class Given:
-    """Look-ups in the place of a batch's KeyedJaggedTensor.
-
-    Attributes:
-        inputs: by the names of `schemas.model_inputs`.
-    """
-
-    inputs: Tensors
-
-    def stride(self) -> int:
-        """Return the number of samples, as a KeyedJaggedTensor does."""
-        return self.inputs[DENSE].shape[0]
-
-
-@dataclass(frozen=True, slots=True)
-class GivenVectors:
-    """Pooled vectors in the place of a KeyedTensor."""
-
-    vectors: dict[str, torch.Tensor]
-
-    def __getitem__(self, feature: str) -> torch.Tensor:
-        """Return the vectors of one feature, (num_samples, dim)."""
-        return self.vectors[feature]
-
-    def to_dict(self) -> dict[str, torch.Tensor]:
-        """Return the vectors by feature, (num_samples, dim)."""
-        return self.vectors
-
-
-@dataclass(frozen=True, slots=True)
-class GivenBatch:
-    """What models read of an expanded `trainer.data.collate.Batch`."""
-
-    dense: torch.Tensor
-    sparse: Given
-
-    @property
-    def num_samples(self) -> int:
-        """Number of samples."""
-        return self.dense.shape[0]
-
-    @property
-    def groups(self) -> dict[str, Any]:
-        """Return none: nothing is shared."""
-        return {}
-
-    @property
-    def sides(self) -> None:
-        """Return none: nothing is shared."""
-        return
-
-
-class GivenEmbedding(nn.Module):
-    """What models ask of an embedding, on rows that come with the look-ups."""
-
-    def __init__(self, spec: BatchSpec, config: TrainConfig) -> None:
-        """Keep which feature looks into which table."""
-        super().__init__()
-        self.spec = spec
-        self._mean = config.pooling == "mean"
-        tables = tuple(
-            TableSpec(name=name, num_rows=spec.tables[name].num_rows, features=features)
-            for name, features in features_of_tables(spec).items()
-        )
-        self._configs = Embedding(tables, config, DirectSource({})).embedding_bag_configs()
-
-    def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
-        """Return one config per table, as TorchRec's collection does."""
-        return self._configs
-
-    def forward(self, sparse: Given) -> GivenVectors:
-        """Pool the rows of each bag."""
-        return GivenVectors({f: self._pooled(sparse.inputs, f) for f in self.spec.sparse})
-
-    def _pooled(self, inputs: Tensors, feature: str) -> torch.Tensor:
-        """Return (num_samples, dim); the last bag holds what fills the arrays and is dropped."""
-        rows = inputs[rows_key(self.spec.table_of[feature])]
-        positions, lengths = inputs[positions_key(feature)], inputs[lengths_key(feature)]
-        if feature in self.spec.weighted:
-            # the product is rounded before it is added, as the trainer's kernel does
-            factors = inputs[weights_key(feature)].unsqueeze(1)
-            rows = rows.index_select(0, positions) * factors
-            positions = torch.arange(positions.shape[0])
-        starts = F.pad(lengths.cumsum(0), (1, 0))
-        bags = F.embedding_bag(positions, rows, starts, mode="sum")[:-1]
-        if self._mean:
-            bags = bags * (1 / lengths.clamp(min=1).to(bags.dtype)).unsqueeze(1)
-        return bags
-
-
-class ServedAttention(AttentionModel):
-    """The attention model whose histories come as blocks of positions."""
-
-    def _attend(self, batch: Any, embedding: Any, targets: torch.Tensor) -> torch.Tensor:
-        """Return (B, dim); each sample is the only query of its own history."""
-        inputs: Tensors = batch.sparse.inputs
-        spec: BatchSpec = embedding.spec
-        history = inputs[HISTORY]
-        num_samples, width = history.shape
-        rows = inputs[rows_key(spec.table_of[self.history])]
-        lengths = inputs[lengths_key(self.history)]
-        columns = torch.arange(width)
-        filled = columns < lengths.clamp(max=self.max_history)[:, None]
-        vectors = rows.index_select(0, history.flatten()).view(num_samples, width, -1)
-        padded = torch.where(filled.unsqueeze(2), vectors, 0.0)
-        readable = columns < lengths.clamp(min=1, max=self.max_history)[:, None]
-        each = torch.arange(num_samples)
-        buckets = QueryBuckets(each, (num_samples,), (1,), each)
-        read = self.attention(targets, self.encoder(padded, readable), readable, buckets)
-        return torch.where((lengths == 0)[:, None], self.empty_history, read)
-
-
-class ServedModel(nn.Module):
-    """From the named tensors of a batch to (num_samples,) logits."""
-
-    def __init__(self, model: nn.Module) -> None:
-        """Keep a model over a `GivenEmbedding`."""
-        super().__init__()
-        self.model = model
-
-    def forward(self, inputs: Tensors) -> torch.Tensor:
-        """Return the logits."""
-        return self.model(cast(Any, GivenBatch(inputs[DENSE], Given(inputs))))
-
-
-def served_model(config: TrainConfig, spec: BatchSpec) -> ServedModel:
-    """Return a job's model as it is served, with first parameters.
-
-    Args:
-        config: train section of the job.
-        spec: what a batch is made of.
-    """
-    plain = replace(config.model, dedup_compute=False)
-    config = replace(config, model=plain, device="cpu", kernels="torch")
-    embedding = GivenEmbedding(spec, config)
-    if config.model.name != "attention":
-        return ServedModel(build_model(config, spec, embedding))
-    num_dense = len(spec.dense)
-    return ServedModel(build(config, spec.sparse, num_dense, embedding, ServedAttention))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exported:
-    """What was exported."""
+    """Summary of an export."""
 
     file: str
-    """The model."""
+    """Path of the model."""
     train_step: int
-    """Steps that it was trained."""
+    """Steps that the model was trained."""
     num_rows: Mapping[str, int]
     """Trained rows by table."""
     num_bytes: int
@@ -223,7 +80,7 @@ class Exported:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A checkpoint of a run, verified, and what it is of."""
+    """A verified checkpoint of a run."""
 
     run: Path
     job: Job
@@ -239,36 +96,35 @@ class Source:
 
     @property
     def inputs(self) -> ModelInputs:
-        """What the model reads."""
+        """Inputs of the model."""
         spec, model = self.spec, self.job.train.model
-        read = model.history if model.name == "attention" else None
+        history = model.history if model.name == "attention" else None
         return ModelInputs(
             dense=spec.dense,
             sparse={f: spec.table_of[f] for f in spec.sparse},
             weighted=spec.weighted,
             tables={t: spec.tables[t] for t in sorted({spec.table_of[f] for f in spec.sparse})},
-            history=read,
+            history=history,
             max_history=model.max_history,
             dtype=spec.dtype,
         )
 
 
 def open_source(run: Path, train_step: int | None = None) -> Source:
-    """Open a checkpoint of a run; every byte of it is verified.
+    """Open a checkpoint of a run and verify its checksums.
 
     Args:
         run: run folder.
-        train_step: of the checkpoint; None takes the newest.
+        train_step: of the checkpoint; None: the newest.
 
     Raises:
         SchemaError: the run or the checkpoint is missing or damaged.
     """
     if not has_run(run):
-        raise SchemaError("run must exist, got none; train first", file=str(run))
+        raise SchemaError("found no run; train first", file=str(run))
     if not (run / SCHEMA).is_file():
         raise SchemaError(
-            f"run must hold {SCHEMA}, got none; go on with --resume, which copies it from the "
-            "dataset",
+            f"run has no {SCHEMA}; continue it with --resume, which copies it from the dataset",
             file=str(run),
         )
     job, features = load_job(run / JOB, stored=True), load_features(run / SCHEMA)
@@ -276,9 +132,9 @@ def open_source(run: Path, train_step: int | None = None) -> Source:
     if train_step is not None:
         checkpoint = run / CHECKPOINTS / folder_of(train_step)
     if checkpoint is None or not (checkpoint / MANIFEST).is_file():
-        found = sorted(int(p.parent.name) for p in (run / CHECKPOINTS).glob(f"*/{MANIFEST}"))
-        wanted = "a checkpoint" if train_step is None else f"a checkpoint of step {train_step}"
-        raise SchemaError(f"run must have {wanted}, got {found}; use one of these", file=str(run))
+        steps = sorted(int(p.parent.name) for p in (run / CHECKPOINTS).glob(f"*/{MANIFEST}"))
+        missing = "checkpoint" if train_step is None else f"checkpoint of step {train_step}"
+        raise SchemaError(f"run has no {missing}: it has {steps}; use one of these", file=str(run))
     spec = spec_of_columns(features, job.data, job.train.dtype)
     return Source(run, job, spec, checkpoint, verified(checkpoint, None))
 
@@ -288,23 +144,23 @@ def export_run(run: Path, output: Path, train_step: int | None = None) -> Export
 
     Args:
         run: run folder.
-        output: the file.
-        train_step: of the checkpoint; None takes the newest.
+        output: path of the model.
+        train_step: of the checkpoint; None: the newest.
 
     Raises:
         SchemaError: the run or the checkpoint is missing or damaged, or the output is a folder.
     """
     if output.is_dir():
-        raise SchemaError(f"output must be a file, got folder {output}; name a file in it")
+        raise SchemaError(f"output is a folder: {output}; name a file in it")
     source = open_source(run, train_step)
     with tempfile.TemporaryDirectory(dir=output.absolute().parent) as folder:
         members: dict[str, Path | bytes] = {PROGRAM: program_of(source), **texts_of(source)}
         num_rows: dict[str, int] = {}
         for table in source.inputs.features_of:
             paths = [Path(folder) / f"{table}.{n}.npy" for n in ("rows", "values")]
-            pieces = ((r, records.values) for r, records in source.rows(table).contents())
+            chunks = ((r, records.values) for r, records in source.rows(table).contents())
             dim = source.job.train.embedding_dim
-            num_rows[table] = write_rows(pieces, paths, dim, source.spec.dtype)
+            num_rows[table] = write_rows(chunks, paths, dim, source.spec.dtype)
             members |= dict(zip(rows_paths(table), paths, strict=True))
         write_model(output, manifest_of(source), members)
     return Exported(
@@ -316,12 +172,12 @@ def export_run(run: Path, output: Path, train_step: int | None = None) -> Export
 
 
 def texts_of(source: Source) -> dict[str, bytes]:
-    """Return what is copied from the run."""
+    """Return the files that are copied from the run, by name."""
     return {name: (source.run / name).read_bytes() for name in (JOB, SCHEMA)}
 
 
 def manifest_of(source: Source) -> ModelManifest:
-    """Return what a model says of itself, but for its parts."""
+    """Return the manifest of a model, without its parts."""
     train = source.job.train
     return ModelManifest(
         name=source.job.name,
@@ -346,59 +202,186 @@ def program_of(source: Source) -> bytes:
     model = served_model(source.job.train, source.spec)
     arrays = dense_of(source.checkpoint)
     load_state(arrays, model.model, None, file=str(source.checkpoint / DENSE_FILE))
-    made = io.BytesIO()
-    save(_exported(model.eval(), source.inputs, source.job.train.embedding_dim), made)
-    return made.getvalue()
+    program = io.BytesIO()
+    save(_export(model.eval(), source.inputs, source.job.train.embedding_dim), program)
+    return program.getvalue()
 
 
-def _exported(model: ServedModel, inputs: ModelInputs, dim: int) -> ExportedProgram:
+def _export(model: ServedModel, inputs: ModelInputs, dim: int) -> ExportedProgram:
     example = _example(inputs, dim)
     sizes: dict[str, dict[int, Any]] = {name: {0: Dim.AUTO} for name in example}
     if HISTORY in sizes:
         sizes[HISTORY][1] = Dim.AUTO
     with torch.no_grad():
         program = export(model, (example,), dynamic_shapes={"inputs": sizes}, strict=False)
-    program.example_inputs = None  # they would be a pickle
+    program.example_inputs = None  # they would be saved as a pickle
     for module in program.graph_module.modules():
         for node in cast(Any, module).graph.nodes if hasattr(module, "graph") else ():
             for name in ("stack_trace", "nn_module_stack", "source_fn_stack"):
-                node.meta.pop(name, None)  # paths of this machine, and nothing that computes
+                node.meta.pop(name, None)  # debug information with local paths
     return program
 
 
 def _example(inputs: ModelInputs, dim: int) -> dict[str, torch.Tensor]:
-    """Return arrays of different sizes, so that torch takes no two sizes for one."""
+    """Return arrays of distinct sizes, so that torch does not unify dimensions."""
     sizes = count(MIN_SAMPLES + 1)
     num_samples = next(sizes)
     dtype = getattr(torch, inputs.dtype)
-    found = {DENSE: torch.zeros(num_samples, len(inputs.dense), dtype=dtype)}
+    example = {DENSE: torch.zeros(num_samples, len(inputs.dense), dtype=dtype)}
     for table in inputs.features_of:
-        found[rows_key(table)] = torch.zeros(next(sizes), dim, dtype=dtype)
+        example[rows_key(table)] = torch.zeros(next(sizes), dim, dtype=dtype)
     for feature in inputs.sparse:
-        found[lengths_key(feature)] = torch.ones(num_samples, dtype=torch.int64)
-        found[positions_key(feature)] = torch.zeros(next(sizes), dtype=torch.int64)
+        example[lengths_key(feature)] = torch.ones(num_samples, dtype=torch.int64)
+        example[positions_key(feature)] = torch.zeros(next(sizes), dtype=torch.int64)
         if feature in inputs.weighted:
-            found[weights_key(feature)] = torch.zeros(len(found[positions_key(feature)])).to(dtype)
+            example[weights_key(feature)] = torch.zeros(len(example[positions_key(feature)])).to(
+                dtype
+            )
     if inputs.history is not None:
-        found[HISTORY] = torch.zeros(num_samples, min(3, inputs.max_history)).long()
-    return dict(sorted(found.items()))
+        example[HISTORY] = torch.zeros(num_samples, min(3, inputs.max_history)).long()
+    return dict(sorted(example.items()))
 
 
 def write_rows(
-    pieces: Iterable[tuple[NDArray[np.int64], Array]], paths: Sequence[Path], dim: int, dtype: str
+    chunks: Iterable[tuple[NDArray[np.int64], Array]], paths: Sequence[Path], dim: int, dtype: str
 ) -> int:
-    """Write ascending rows and their values to two `.npy` files; return how many rows.
+    """Write ascending rows and their values to two `.npy` files; return the number of rows.
 
     Args:
-        pieces: rows and (num_rows, dim) values.
+        chunks: rows and (num_rows, dim) values.
         paths: of the rows and of the values.
         dim: width of a row.
-        dtype: of a number.
+        dtype: of the values.
     """
-    number = 0
-    with NpyFile(paths[0], (), np.int64) as ids, NpyFile(paths[1], (dim,), dtype) as to:
-        for rows, values in pieces:
+    num_rows = 0
+    with NpyFile(paths[0], (), np.int64) as ids, NpyFile(paths[1], (dim,), dtype) as out:
+        for rows, values in chunks:
             ids.append(rows)
-            to.append(values)
-            number += len(rows)
-    return number
+            out.append(values)
+            num_rows += len(rows)
+    return num_rows
+
+
+# ---- The exported module ----
+
+
+@dataclass(frozen=True, slots=True)
+class ServedLookups:
+    """Look-ups as named tensors, in place of a KeyedJaggedTensor.
+
+    Attributes:
+        inputs: by the names of `schemas.model_inputs`.
+    """
+
+    inputs: Tensors
+
+    def stride(self) -> int:
+        """Return the number of samples, as a KeyedJaggedTensor does."""
+        return self.inputs[DENSE].shape[0]
+
+
+@dataclass(frozen=True, slots=True)
+class ServedVectors:
+    """Pooled vectors, in place of a KeyedTensor."""
+
+    vectors: dict[str, torch.Tensor]
+
+    def __getitem__(self, feature: str) -> torch.Tensor:
+        """Return the vectors of one feature, (num_samples, dim)."""
+        return self.vectors[feature]
+
+    def to_dict(self) -> dict[str, torch.Tensor]:
+        """Return the vectors by feature, (num_samples, dim)."""
+        return self.vectors
+
+
+@dataclass(frozen=True, slots=True)
+class ServedBatch:
+    """The part of an expanded `trainer.data.collate.Batch` that models read."""
+
+    dense: torch.Tensor
+    sparse: ServedLookups
+
+
+class ServedEmbedding(nn.Module):
+    """The embedding interface of models, on rows that are inputs of the program."""
+
+    def __init__(self, spec: BatchSpec, config: TrainConfig) -> None:
+        """Keep the features of each table."""
+        super().__init__()
+        self.spec = spec
+        self._mean = config.pooling == "mean"
+        tables = tuple(
+            TableSpec(name=name, num_rows=spec.tables[name].num_rows, features=features)
+            for name, features in features_of_tables(spec).items()
+        )
+        self._configs = Embedding(tables, config, DirectSource({})).embedding_bag_configs()
+
+    def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
+        """Return one config per table, as TorchRec's collection does."""
+        return self._configs
+
+    def forward(self, sparse: ServedLookups) -> ServedVectors:
+        """Pool the rows of each bag."""
+        return ServedVectors({f: self._pooled(sparse.inputs, f) for f in self.spec.sparse})
+
+    def _pooled(self, inputs: Tensors, feature: str) -> torch.Tensor:
+        """Return (num_samples, dim); the last bag holds the padding and is dropped."""
+        rows = inputs[rows_key(self.spec.table_of[feature])]
+        positions, lengths = inputs[positions_key(feature)], inputs[lengths_key(feature)]
+        if feature in self.spec.weighted:
+            # products are rounded before they are summed, as in the trainer's kernels
+            weights = inputs[weights_key(feature)].unsqueeze(1)
+            rows = rows.index_select(0, positions) * weights
+            positions = torch.arange(positions.shape[0])
+        starts = F.pad(lengths.cumsum(0), (1, 0))
+        bags = F.embedding_bag(positions, rows, starts, mode="sum")[:-1]
+        if self._mean:
+            bags = bags * (1 / lengths.clamp(min=1).to(bags.dtype)).unsqueeze(1)
+        return bags
+
+
+class ServedAttention(AttentionModel):
+    """The attention model with histories as blocks of positions."""
+
+    def _attend(self, batch: Any, embedding: Any, targets: torch.Tensor) -> torch.Tensor:
+        """Return (B, dim); each sample is the only query of its own history."""
+        inputs: Tensors = batch.sparse.inputs
+        spec: BatchSpec = embedding.spec
+        history = inputs[HISTORY]
+        num_samples, width = history.shape
+        rows = inputs[rows_key(spec.table_of[self.history])]
+        lengths = inputs[lengths_key(self.history)]
+        columns = torch.arange(width)
+        filled = columns < lengths.clamp(max=self.max_history)[:, None]
+        vectors = rows.index_select(0, history.flatten()).view(num_samples, width, -1)
+        padded = torch.where(filled.unsqueeze(2), vectors, 0.0)
+        readable = columns < lengths.clamp(min=1, max=self.max_history)[:, None]
+        identity = torch.arange(num_samples)
+        buckets = QueryBuckets(identity, (num_samples,), (1,), identity)
+        attended = self.attention(targets, self.encoder(padded, readable), readable, buckets)
+        return torch.where((lengths == 0)[:, None], self.empty_history, attended)
+
+
+class ServedModel(nn.Module):
+    """Maps the named tensors of a batch to (num_samples,) logits."""
+
+    def __init__(self, model: nn.Module) -> None:
+        """Keep a model over a `ServedEmbedding`."""
+        super().__init__()
+        self.model = model
+
+    def forward(self, inputs: Tensors) -> torch.Tensor:
+        """Return the logits."""
+        return self.model(cast(Any, ServedBatch(inputs[DENSE], ServedLookups(inputs))))
+
+
+def served_model(config: TrainConfig, spec: BatchSpec) -> ServedModel:
+    """Return the module to export for a job, with initial parameters."""
+    plain = replace(config.model, dedup_compute=False)
+    config = replace(config, model=plain, device="cpu", kernels="torch")
+    embedding = ServedEmbedding(spec, config)
+    if config.model.name != "attention":
+        return ServedModel(build_model(config, spec, embedding))
+    num_dense = len(spec.dense)
+    return ServedModel(build(config, spec.sparse, num_dense, embedding, ServedAttention))

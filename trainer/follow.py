@@ -22,7 +22,7 @@ from trainer.components import order_of, plans_of
 from trainer.embedding.cache import PlannedCache, RowSource, TablePlan
 from trainer.horizon import Horizon, Known, decide, horizon_of
 from trainer.recovery import Drain
-from trainer.runtime import Held
+from trainer.runtime import ReadLocks
 from trainer.stores.api import Store, group_of
 from trainer.stores.future_log import FutureLog, NextUseLookup
 
@@ -92,10 +92,10 @@ class Following:
         self._drain = drain
         self._say = say
         self._check = check
-        self._held = Held()
+        self._held = ReadLocks()
         self._seen: object = None  # of the root manifest's file
         self._span: Span | None = None
-        self._using = Held()
+        self._using = ReadLocks()
         self.waits_for = ""  # when all known steps are trained
 
     def grown(self) -> bool:
@@ -144,7 +144,7 @@ class Following:
             PlanError: the dataset has grown after it was finished.
         """
         span = self.current()
-        self._using(*self._indexes(span))
+        self._using.replace(*self._indexes(span))
         return replace(span, horizon=horizon_of(span.order, known, self._options.stop))
 
     def next(self, train_step: int, before_wait: Callable[[], None] = lambda: None) -> Span:
@@ -221,7 +221,7 @@ class Following:
                 span = self._span_of(dataset)
                 indexes = [] if span is None else self._indexes(span)
                 segments = () if span is None else span.dataset.segments
-                self._held(*indexes, *(s.directory for s in segments))
+                self._held.replace(*indexes, *(s.directory for s in segments))
             except SchemaError:
                 if read_dataset(self._path) == root:
                     raise

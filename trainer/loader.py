@@ -1,12 +1,12 @@
-"""Batches of a dataset for a training loop of one's own."""
+"""Batches of a dataset for custom training loops."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
 
-from schemas.config.job import Job, load_job
-from schemas.dataset import Dataset, open_dataset
+from schemas.config.job import load_job
+from schemas.dataset import open_dataset
 from schemas.order import Order
 from trainer.components import order_of
 from trainer.data.collate import Batch
@@ -15,7 +15,7 @@ from trainer.data.reader import Reader, prefetch
 from trainer.embedding.kernels.compiled import kernels_of
 
 READ_AHEAD = 2
-"""Batches that are read beside the loop."""
+"""Batches that are read ahead of the loop."""
 
 
 def training_batches(
@@ -24,15 +24,15 @@ def training_batches(
     """Yield the batches of every epoch in the job's order, read in another thread.
 
     Args:
-        job: job file; its `train` section says how large batches are and how often to go on.
+        job: job file; batch size and epochs are those of its `train` section.
         dataset: folder.
-        first_step: steps that were trained already.
+        first_step: number of steps to skip.
         expanded: undo the deduplication, for comparison.
 
     Raises:
-        SchemaError: job or dataset break their format.
+        SchemaError: job or dataset are invalid.
     """
-    reader, order = _reader(*_opened(job, dataset), expanded=expanded)
+    reader, order = _open_reader(job, dataset, expanded=expanded)
     yield from prefetch(reader.read, range(first_step, order.num_steps), READ_AHEAD)
 
 
@@ -42,18 +42,17 @@ def evaluation_batches(
     """Yield the samples of the evaluation split once, in stored order.
 
     Raises:
-        SchemaError: job or dataset break their format.
+        SchemaError: job or dataset are invalid.
     """
-    reader, _ = _reader(*_opened(job, dataset), expanded=expanded)
+    reader, _ = _open_reader(job, dataset, expanded=expanded)
     yield from reader.evaluation_batches()
 
 
-def _opened(job: Path | str, dataset: Path | str) -> tuple[Job, Dataset]:
-    return load_job(Path(job)), open_dataset(Path(dataset))
-
-
-def _reader(job: Job, dataset: Dataset, *, expanded: bool) -> tuple[Reader, Order]:
+def _open_reader(
+    job_path: Path | str, dataset_path: Path | str, *, expanded: bool
+) -> tuple[Reader, Order]:
+    job, dataset = load_job(Path(job_path)), open_dataset(Path(dataset_path))
     order = order_of(job, dataset)
     spec = spec_of(dataset, job.train.dtype)
-    sort = kernels_of(job.train.kernels).transpose
-    return Reader(dataset, order, spec, expanded=expanded, transpose=sort), order
+    transpose = kernels_of(job.train.kernels).transpose
+    return Reader(dataset, order, spec, expanded=expanded, transpose=transpose), order

@@ -1,4 +1,12 @@
-"""Metrics of an evaluation: exact in float64, or batch by batch in bounded memory."""
+"""Metrics of an evaluation, in float64, batch by batch in bounded memory.
+
+Labels are 0 or 1; one between them counts partly as both. A metric without a value (no sample, or
+one class only) is NaN, as is one with a NaN prediction; summaries write NaN as null.
+
+Normalised entropy and calibration are sums. AUC keeps distinct scores; beyond 2**20 of them,
+neighbours are merged, which bounds the error. AUC within keys needs all samples of a key: those of
+consecutive keys (sessions) are evaluated when the next key starts, others go to temporary files.
+"""
 
 from __future__ import annotations
 
@@ -11,18 +19,12 @@ from numpy.typing import ArrayLike, NDArray
 
 from schemas.hashing import as_bits, splitmix64
 
-# Metrics of an evaluation: exact, in float64; `trainer/metrics.py` has them batch by batch.
-#
-# Labels are 0 or 1; a label between them counts in part as each. Where a metric has no value (no
-# sample, or only one class) it is NaN, and so it is when a prediction is NaN; a run's summary
-# writes NaN as null.
-
 Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossSums:
-    """What NE and calibration are made of; the sums of parts add up to those of the whole.
+    """Additive sums for normalised entropy and calibration.
 
     Attributes:
         positive: weight of the positives.
@@ -37,7 +39,7 @@ class LossSums:
     predicted: float = 0.0
 
     def __add__(self, other: LossSums) -> LossSums:
-        """Return the sums over both."""
+        """Return the sums over both sets of samples."""
         return LossSums(
             positive=self.positive + other.positive,
             negative=self.negative + other.negative,
@@ -47,7 +49,10 @@ class LossSums:
 
     @property
     def normalized_entropy(self) -> float:
-        """The log loss over that of always predicting the base rate; NaN where undefined."""
+        """Log loss divided by that of predicting the base rate; NaN if undefined.
+
+        Source: He et al., "Practical lessons from predicting clicks on ads at Facebook" (2014).
+        """
         if not (self.positive > 0 and self.negative > 0 and np.isfinite(self.loss)):
             return float("nan")
         total = self.positive + self.negative
@@ -57,14 +62,14 @@ class LossSums:
 
     @property
     def calibration(self) -> float:
-        """Predicted positives over true ones; NaN without a positive."""
+        """Predicted positives divided by true ones; NaN without a positive."""
         return self.predicted / self.positive if self.positive > 0 else float("nan")
 
 
 def loss_sums(labels: ArrayLike, logits: ArrayLike, weights: ArrayLike | None = None) -> LossSums:
     """Return the sums over some samples.
 
-    Computed from logits, so that they stay exact where a probability would round to 0 or 1.
+    Computed from logits, since probabilities may round to 0 or 1.
 
     Args:
         labels: (num_samples,).
@@ -91,77 +96,15 @@ def loss_sums(labels: ArrayLike, logits: ArrayLike, weights: ArrayLike | None = 
     )
 
 
-def normalized_entropy(
-    labels: ArrayLike, logits: ArrayLike, weights: ArrayLike | None = None
-) -> float:
-    """Divide the log loss by the one of always predicting the base rate.
-
-    Args:
-        labels: (num_samples,).
-        logits: (num_samples,), log odds.
-        weights: (num_samples,), not negative, or None for equal ones.
-
-    Returns:
-        0 for perfect predictions, 1 for the base rate; NaN with one class only, no sample, or a
-        logit that is not finite.
-
-    Raises:
-        ValueError: the arrays differ in length.
-
-    Source: He et al., "Practical lessons from predicting clicks on ads at Facebook" (2014).
-    """
-    return loss_sums(labels, logits, weights).normalized_entropy
-
-
-def calibration(labels: ArrayLike, logits: ArrayLike, weights: ArrayLike | None = None) -> float:
-    """Divide the predicted positives by the true ones.
-
-    Args:
-        labels: (num_samples,).
-        logits: (num_samples,), log odds.
-        weights: (num_samples,), not negative, or None for equal ones.
-
-    Returns:
-        1 when predictions are right on average, more when they are too high; NaN without a
-        positive.
-
-    Raises:
-        ValueError: the arrays differ in length.
-    """
-    return loss_sums(labels, logits, weights).calibration
-
-
-def auc(labels: ArrayLike, scores: ArrayLike, weights: ArrayLike | None = None) -> float:
-    """Return how often a positive scores higher than a negative; a tie counts half.
-
-    Args:
-        labels: (num_samples,).
-        scores: (num_samples,), of any scale; higher means more likely positive.
-        weights: (num_samples,), not negative, or None for equal ones; a pair counts with the
-            product of its weights.
-
-    Returns:
-        The area under the ROC curve; NaN with one class only or no sample.
-
-    Raises:
-        ValueError: the arrays differ in length.
-    """
-    s = _column("scores", scores)
-    positive, negative = _class_weights(labels, weights, len(s))
-    if np.isnan(s).any():
-        return float("nan")
-    return float(_auc_of_keys(np.zeros(len(s), np.int64), 1, s, positive, negative)[0])
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeyedAuc:
-    """AUC within each of some keys; those of other keys add up.
+    """Sums of the AUC within keys; those of disjoint keys are additive.
 
     Attributes:
         area: sum over keys of AUC times weight.
         weight: of the samples of keys that have both classes.
         num_keys: keys that have both classes.
-        num_one_class: keys left out, for they have one class.
+        num_one_class: keys without an AUC, with one class only.
     """
 
     area: float = 0.0
@@ -170,7 +113,7 @@ class KeyedAuc:
     num_one_class: int = 0
 
     def __add__(self, other: KeyedAuc) -> KeyedAuc:
-        """Return what holds for the keys of both."""
+        """Return the sums over both sets of keys."""
         return KeyedAuc(
             area=self.area + other.area,
             weight=self.weight + other.weight,
@@ -180,7 +123,10 @@ class KeyedAuc:
 
     @property
     def mean(self) -> float:
-        """The average over keys, weighted by their samples; NaN when none has both classes."""
+        """Average over keys, weighted by their samples; NaN if none has both classes.
+
+        Source: Zhu et al., "Optimized cost per click in Taobao display advertising" (2017).
+        """
         return self.area / self.weight if self.num_keys else float("nan")
 
 
@@ -190,10 +136,10 @@ def keyed_auc(
     keys: NDArray[Any],
     weights: ArrayLike | None = None,
 ) -> KeyedAuc:
-    """Return the AUC within each key, added up.
+    """Return the AUC within each key, summed.
 
-    Prefix sums run over all samples: with weights that are whole numbers they are exact, with
-    others they are rounded relative to the total.
+    Prefix sums run over all samples: they are exact for integer weights, and rounded relative to
+    the total otherwise.
 
     Args:
         labels: (num_samples,).
@@ -210,42 +156,15 @@ def keyed_auc(
     names, key_index = np.unique(keys, return_inverse=True)
     areas = _auc_of_keys(key_index, len(names), s, positive, negative)
     sizes = np.bincount(key_index, positive + negative, minlength=len(names))
-    known = ~np.isnan(areas)
-    num_keys = int(known.sum())
-    area = float("nan") if np.isnan(s).any() else float(areas[known] @ sizes[known])
+    has_area = ~np.isnan(areas)
+    num_keys = int(has_area.sum())
+    area = float("nan") if np.isnan(s).any() else float(areas[has_area] @ sizes[has_area])
     return KeyedAuc(
         area=area,
-        weight=float(sizes[known].sum()),
+        weight=float(sizes[has_area].sum()),
         num_keys=num_keys,
         num_one_class=len(names) - num_keys,
     )
-
-
-def gauc(
-    labels: ArrayLike,
-    scores: ArrayLike,
-    keys: NDArray[Any],
-    weights: ArrayLike | None = None,
-) -> float:
-    """Average the AUC within each key, weighted by the samples of the key.
-
-    Keys with one class only are left out.
-
-    Args:
-        labels: (num_samples,).
-        scores: (num_samples,), compared within a key only.
-        keys: (num_samples,), of any type that sorts.
-        weights: (num_samples,), not negative, or None for equal ones.
-
-    Returns:
-        The average; NaN when no key has both classes.
-
-    Raises:
-        ValueError: the arrays differ in length.
-
-    Source: Zhu et al., "Optimized cost per click in Taobao display advertising" (2017).
-    """
-    return keyed_auc(labels, scores, keys, weights).mean
 
 
 def _auc_of_keys(
@@ -255,10 +174,10 @@ def _auc_of_keys(
     positive: Floats,
     negative: Floats,
 ) -> Floats:
-    """Return the AUC of each key, NaN for a key that lacks a class.
+    """Return the AUC of each key, NaN for one without positives or negatives.
 
-    A tie is a run of equal scores within a key. Each of its positives beats the negatives of
-    the ties below it, and half of those in its own tie.
+    A tie is a run of equal scores within a key. Each of its positives wins against the negatives
+    of lower ties, and half of those in its own tie.
 
     Args:
         key_index: (num_samples,) in [0, num_keys).
@@ -275,7 +194,7 @@ def _auc_of_keys(
     key_of_tie = key[is_first]
     positive_of_tie = np.bincount(tie, positive[order])
     negative_of_tie = np.bincount(tie, negative[order])
-    # Negatives below each tie: all that come before it, less those of the keys before its own.
+    # Negatives below each tie: all before it, minus those of earlier keys.
     num_positive = np.bincount(key_of_tie, positive_of_tie, minlength=num_keys)
     num_negative = np.bincount(key_of_tie, negative_of_tie, minlength=num_keys)
     before_tie = np.cumsum(negative_of_tie) - negative_of_tie
@@ -316,52 +235,41 @@ def _check_length(name: str, length: int, num_samples: int) -> None:
         )
 
 
-# Metrics batch by batch, in memory that does not grow with the number of samples.
-#
-# NE and calibration are sums. AUC needs every score once: equal ones are added up, and when more
-# than 2**20 differ, neighbours are taken for equal, which bounds what AUC can be off by. AUC
-# within keys needs the samples of a key together: consecutive ones are closed when the next key
-# begins, scattered ones wait in temporary files.
-
-MOST_SCORES = 1 << 20
-"""Distinct scores that AUC keeps; 24 bytes each, about 150 MB at most while they are sorted."""
-MOST_SAMPLES = 1 << 20
-"""Samples of scattered keys in memory, 32 bytes each; beyond, they go to temporary files."""
+MAX_SCORES = 1 << 20
+"""Distinct scores kept for AUC; 24 bytes each, about 150 MB at most while they are sorted."""
+MAX_SAMPLES = 1 << 20
+"""Samples of scattered keys in memory, 32 bytes each; others go to temporary files."""
 NUM_FILES = 64
-"""Temporary files; one of them is in memory at a time."""
+"""Temporary files; one at a time is read into memory."""
 
 _SAMPLE = np.dtype([("key", np.int64), ("label", "f8"), ("score", "f8"), ("weight", "f8")])
 
 
 class ScoreTable:
-    """AUC over samples that come in parts, with a bound of its error."""
+    """AUC over samples in parts, with a bound of its error."""
 
-    def __init__(self, most: int = MOST_SCORES) -> None:
-        """Start empty.
-
-        Args:
-            most: distinct scores that are kept.
-        """
-        self._most = most
+    def __init__(self, max_scores: int = MAX_SCORES) -> None:
+        """Start empty; keeps at most `max_scores` distinct scores."""
+        self._max_scores = max_scores
         self._shift = 0
         self._keys = np.zeros(0, np.int64)
         self._weights = np.zeros((0, 2))
-        self._waiting: list[tuple[NDArray[np.int64], Floats]] = []
-        self._num_waiting = 0
+        self._pending: list[tuple[NDArray[np.int64], Floats]] = []
+        self._num_pending = 0
         self._has_nan = False
 
     def add(self, labels: Floats, scores: Floats, weights: Floats) -> None:
-        """Take some samples: (n,) labels from 0 to 1, scores and weights."""
+        """Add samples: (n,) labels from 0 to 1, scores and weights."""
         self._has_nan |= bool(np.isnan(scores).any())
         classes = np.stack([weights * labels, weights * (1 - labels)], axis=1)
-        self._waiting.append((ordered_bits(scores) >> self._shift, classes))
-        self._num_waiting += len(scores)
-        if self._num_waiting >= self._most:
+        self._pending.append((ordered_bits(scores) >> self._shift, classes))
+        self._num_pending += len(scores)
+        if self._num_pending >= self._max_scores:
             self._merge()
 
     @property
     def auc(self) -> float:
-        """How often a positive scores higher than a negative, a tie counting half; or NaN."""
+        """Probability that a positive scores higher than a negative; a tie counts half."""
         self._merge()
         positive, negative = self._weights.T
         pairs = positive.sum() * negative.sum()
@@ -372,26 +280,26 @@ class ScoreTable:
 
     @property
     def error(self) -> float:
-        """The most that `auc` is off by, beside rounding: half the pairs taken for ties."""
+        """Bound of the error of `auc`, without rounding: half the pairs of merged scores."""
         self._merge()
         positive, negative = self._weights.T
         pairs = positive.sum() * negative.sum()
         return float(positive @ negative / 2 / pairs) if self._shift and pairs > 0 else 0.0
 
     def _merge(self) -> None:
-        """Add up equal scores; drop lower bits of all while too many differ."""
-        keys = np.concatenate([self._keys, *(k for k, _ in self._waiting)])
-        weights = np.concatenate([self._weights, *(w for _, w in self._waiting)])
+        """Sum equal scores; drop low bits of all scores while too many are distinct."""
+        keys = np.concatenate([self._keys, *(k for k, _ in self._pending)])
+        weights = np.concatenate([self._weights, *(w for _, w in self._pending)])
         order = np.argsort(keys, kind="stable")
-        self._keys, self._weights = _added_up(keys[order], weights[order])
-        self._waiting, self._num_waiting = [], 0
-        while len(self._keys) > self._most:
+        self._keys, self._weights = _sum_by_key(keys[order], weights[order])
+        self._pending, self._num_pending = [], 0
+        while len(self._keys) > self._max_scores:
             self._shift += 1
-            self._keys, self._weights = _added_up(self._keys >> 1, self._weights)
+            self._keys, self._weights = _sum_by_key(self._keys >> 1, self._weights)
 
 
 def ordered_bits(scores: Floats) -> NDArray[np.int64]:
-    """Return integers in the order of some float64 scores; both zeros are equal.
+    """Return integers with the order of float64 scores; both zeros are equal.
 
     Example:
         >>> bits = ordered_bits(np.array([-np.inf, -1.5, -0.0, 0.0, 2.0]))
@@ -402,8 +310,8 @@ def ordered_bits(scores: Floats) -> NDArray[np.int64]:
     return np.where(bits < 0, ~bits | np.int64(-(2**63)), bits)
 
 
-def _added_up(keys: NDArray[np.int64], weights: Floats) -> tuple[NDArray[np.int64], Floats]:
-    """Return distinct keys of sorted ones and the sums of their weights."""
+def _sum_by_key(keys: NDArray[np.int64], weights: Floats) -> tuple[NDArray[np.int64], Floats]:
+    """Return the distinct keys of sorted ones and the sums of their weights."""
     if not len(keys):
         return keys, weights
     first = np.flatnonzero(np.append(True, keys[1:] != keys[:-1]))
@@ -411,13 +319,13 @@ def _added_up(keys: NDArray[np.int64], weights: Floats) -> tuple[NDArray[np.int6
 
 
 class SessionAuc:
-    """AUC within sessions that come one after the other; keeps the samples of the open one."""
+    """AUC within consecutive sessions; keeps the samples of the current one."""
 
     def __init__(self, gap: int | None = None) -> None:
         """Start empty.
 
         Args:
-            gap: a longer pause of the same key starts another session; None for no limit.
+            gap: a longer pause of the same key starts a new session; None for no limit.
         """
         self._gap = gap
         self._total = KeyedAuc()
@@ -431,22 +339,22 @@ class SessionAuc:
         weights: Floats,
         times: NDArray[np.int64] | None = None,
     ) -> None:
-        """Take the next samples: (n,) each; `times` in the unit of the gap."""
+        """Add the next samples, (n,) each; `times` in the unit of the gap."""
         time = keys if times is None else times
         columns: Any = (keys, time, labels, scores, weights)
         if self._open:
             columns = [np.concatenate(pair) for pair in zip(self._open, columns, strict=True)]
-        key, time, *found = columns
+        key, time, *values = columns
         starts = key[1:] != key[:-1]
         if self._gap is not None:
             starts |= np.diff(time) > self._gap
         session = np.append(0, np.cumsum(starts))[: len(key)]
         last = int(np.searchsorted(session, session[-1])) if len(session) else 0
-        self._total += _within(session[:last], *(c[:last] for c in found))
+        self._total += _within(session[:last], *(c[:last] for c in values))
         self._open = tuple(c[last:] for c in columns)
 
     def finish(self) -> KeyedAuc:
-        """Return the AUC within all sessions, the open one included; the next part begins anew."""
+        """Return the AUC within all sessions, including the current one, which is closed."""
         if self._open:
             keys, _, *columns = self._open
             self._total += _within(np.zeros(len(keys), np.int64), *columns)
@@ -459,35 +367,35 @@ def _within(keys: NDArray[np.int64], labels: Floats, scores: Floats, weights: Fl
 
 
 class ScatteredAuc:
-    """AUC within keys whose samples come in any order."""
+    """AUC within keys, with samples in any order."""
 
-    def __init__(self, most: int = MOST_SAMPLES, num_files: int = NUM_FILES) -> None:
+    def __init__(self, max_samples: int = MAX_SAMPLES, num_files: int = NUM_FILES) -> None:
         """Start empty.
 
         Args:
-            most: samples that are kept in memory.
-            num_files: files that others go to, by the hash of their key.
+            max_samples: samples that are kept in memory.
+            num_files: files for further samples, by the hash of their key.
         """
-        self._most = most
+        self._max_samples = max_samples
         self._num_files = num_files
         self._files: list[IO[bytes]] = []
-        self._waiting: list[NDArray[np.void]] = []
-        self._num_waiting = 0
+        self._pending: list[NDArray[np.void]] = []
+        self._num_pending = 0
 
     def add(self, keys: NDArray[np.int64], labels: Floats, scores: Floats, weights: Floats) -> None:
-        """Take some samples, (n,) each."""
+        """Add samples, (n,) each."""
         samples = np.empty(len(keys), _SAMPLE)
         for name, column in zip(_SAMPLE.names or (), (keys, labels, scores, weights), strict=True):
             samples[name] = column
-        self._waiting.append(samples)
-        self._num_waiting += len(samples)
-        if self._num_waiting > self._most:
+        self._pending.append(samples)
+        self._num_pending += len(samples)
+        if self._num_pending > self._max_samples:
             self._spill()
 
     def finish(self) -> KeyedAuc:
         """Return the AUC within all keys."""
         if not self._files:
-            return _of_samples(np.concatenate([np.empty(0, _SAMPLE), *self._waiting]))
+            return _of_samples(np.concatenate([np.empty(0, _SAMPLE), *self._pending]))
         self._spill()
         total = KeyedAuc()
         for file in self._files:
@@ -498,14 +406,14 @@ class ScatteredAuc:
         return total
 
     def _spill(self) -> None:
-        """Move what waits to the files; nothing else has a name for them."""
+        """Append pending samples to the unnamed temporary files."""
         if not self._files:
             self._files = [tempfile.TemporaryFile() for _ in range(self._num_files)]  # noqa: SIM115
-        samples = np.concatenate([np.empty(0, _SAMPLE), *self._waiting])
-        place = splitmix64(as_bits(samples["key"])) % np.uint64(self._num_files)
+        samples = np.concatenate([np.empty(0, _SAMPLE), *self._pending])
+        file_of_sample = splitmix64(as_bits(samples["key"])) % np.uint64(self._num_files)
         for number, file in enumerate(self._files):
-            file.write(samples[place == number].tobytes())
-        self._waiting, self._num_waiting = [], 0
+            file.write(samples[file_of_sample == number].tobytes())
+        self._pending, self._num_pending = [], 0
 
 
 def _of_samples(samples: NDArray[np.void]) -> KeyedAuc:

@@ -1,4 +1,8 @@
-"""Publish the rows that changed between two checkpoints, and apply them to an exported model."""
+"""Publish the rows that changed between two checkpoints, and apply them to an exported model.
+
+Parts that both checkpoints have contain the same rows, so only the others are read. Of these, the
+rows are published whose bits differ.
+"""
 
 from __future__ import annotations
 
@@ -47,26 +51,21 @@ from trainer.export import (
 )
 from trainer.stores.api import ROWS_PER_CHUNK, Records
 
-# Rows that changed between two checkpoints of a run, and the newer model made of them.
-#
-# Parts of a checkpoint that the older one has, too, hold the same rows: only the others are read.
-# Of these, rows are published whose bits differ; a part may repeat a row that is as it was.
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Published:
-    """What was published, or applied."""
+    """Summary of published or applied changes."""
 
     output: str
-    """Where."""
+    """Path of the result."""
     since_step: int
-    """Steps of the older checkpoint."""
+    """Step of the older checkpoint."""
     train_step: int
-    """Steps of the newer one."""
+    """Step of the newer checkpoint."""
     num_changed: Mapping[str, int]
     """Changed and new rows by table."""
     num_dropped: Mapping[str, int]
-    """Rows by table that the newer checkpoint lacks."""
+    """Rows by table that the newer checkpoint no longer has."""
 
 
 def publish(run: Path, output: Path, since_step: int, train_step: int | None = None) -> Published:
@@ -76,21 +75,21 @@ def publish(run: Path, output: Path, since_step: int, train_step: int | None = N
         run: run folder.
         output: new or empty folder.
         since_step: of the older checkpoint.
-        train_step: of the newer one; None takes the newest.
+        train_step: of the newer one; None: the newest.
 
     Raises:
         SchemaError: a checkpoint is missing or damaged, or the folder is not empty.
     """
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise SchemaError(
-            "output must be a new or empty folder, got one with files; name another",
+            "output folder is not empty; name another",
             file=str(output),
         )
     older, newer = open_source(run, since_step), open_source(run, train_step)
     if older.manifest.train_step > newer.manifest.train_step:
         raise SchemaError(
-            f"--since must be at most the newer checkpoint's step {newer.manifest.train_step}, got "
-            f"{since_step}; give an older one",
+            f"--since is after the newer checkpoint: {since_step} > {newer.manifest.train_step}; "
+            "give an older step",
             file=str(run),
         )
     for name in ("rows", "dropped"):
@@ -112,32 +111,32 @@ def publish(run: Path, output: Path, since_step: int, train_step: int | None = N
 
 
 def apply_changes(model: Path, changes: Path, output: Path) -> Published:
-    """Write the newer model of an older one and what was published since.
+    """Write the newer model from an older one and published changes.
 
     Args:
         model: export of the older checkpoint.
         changes: folder from `publish`.
-        output: the file.
+        output: path of the newer model.
 
     Raises:
-        SchemaError: a file is missing or changed, or the rows were published since another model.
+        SchemaError: a file is missing or damaged, or the changes are relative to another model.
     """
     if output.is_dir():
-        raise SchemaError(f"output must be a file, got folder {output}; name a file in it")
+        raise SchemaError(f"output is a folder: {output}; name a file in it")
     older, manifest = open_model(model), open_changes(changes)
     lineage = older.manifest.lineage
     if lineage.checkpoint_sha256 != manifest.since_sha256:
         raise SchemaError(
-            f"model must be that of step {manifest.since_step} and checkpoint "
-            f"{manifest.since_sha256[:12]}, got step {lineage.train_step} and "
-            f"{lineage.checkpoint_sha256[:12]}; take that one, or publish since this one",
+            f"changes are relative to another model: to step {manifest.since_step}, checkpoint "
+            f"{manifest.since_sha256[:12]}, and the model is of step {lineage.train_step}, "
+            f"checkpoint {lineage.checkpoint_sha256[:12]}; use that one, or publish since this",
             file=str(model),
         )
     newer = manifest_from(manifest.model)
     with tempfile.TemporaryDirectory(dir=output.absolute().parent) as folder:
         members: dict[str, Path | bytes] = {n: changes / n for n in (PROGRAM, *TEXTS)}
         for table in newer.inputs.features_of:
-            merged = _merged(older.stored_rows(table), changes, table)
+            merged = _merge_rows(older.stored_rows(table), changes, table)
             paths = [Path(folder) / f"{table}.{n}.npy" for n in ("rows", "values")]
             write_rows(merged, paths, newer.dim, newer.inputs.dtype)
             members |= dict(zip(rows_paths(table), paths, strict=True))
@@ -156,43 +155,43 @@ def _published(output: Path, manifest: ChangesManifest, train_step: int) -> Publ
 
 
 def _write_changes(older: Source, newer: Source, table: str, output: Path) -> tuple[int, int]:
-    """Write the changed and the dropped rows of a table; return how many each."""
+    """Write the changed and the dropped rows of a table; return their numbers."""
     schema = changed_schema(newer.job.train.embedding_dim, newer.spec.dtype)
     num_changed, num_dropped = 0, 0
     with (
-        pq.ParquetWriter(output / changed_path(table), schema, compression="zstd") as changed,
+        pq.ParquetWriter(output / changed_path(table), schema, compression="zstd") as changed_file,
         pq.ParquetWriter(
             output / dropped_path(table), dropped_schema(), compression="zstd"
-        ) as gone,
+        ) as dropped_file,
     ):
         for rows, values, dropped in _changes(older, newer, table):
             num_changed, num_dropped = num_changed + len(rows), num_dropped + len(dropped)
             if len(rows):
-                changed.write_batch(changed_batch(rows, values, schema))
+                changed_file.write_batch(changed_batch(rows, values, schema))
             if len(dropped):
-                gone.write_batch(pa.record_batch([pa.array(dropped)], dropped_schema()))
+                dropped_file.write_batch(pa.record_batch([pa.array(dropped)], dropped_schema()))
     return num_changed, num_dropped
 
 
 def _changes(
     older: Source, newer: Source, table: str
 ) -> Iterator[tuple[NDArray[np.int64], NDArray[np.floating], NDArray[np.int64]]]:
-    """Yield changed rows, their new values, and dropped rows, all ascending, some at a time."""
-    before, now = older.rows(table), newer.rows(table)
+    """Yield chunks of changed rows, their new values, and dropped rows, all ascending."""
+    old_rows, new_rows = older.rows(table), newer.rows(table)
     parts = [set(s.manifest.parts.get(table, ())) for s in (older, newer)]
     folders = [newer.checkpoint.parent / part for part in sorted(parts[0] ^ parts[1])]
     if not folders:
         return
     for rows, _ in newest([RowPart(folder).pieces() for folder in folders]):
-        old, new = before.fetch(rows).values, now.fetch(rows).values
-        had, has = before.holds(rows), now.holds(rows)
+        old, new = old_rows.fetch(rows).values, new_rows.fetch(rows).values
+        in_old, in_new = old_rows.holds(rows), new_rows.holds(rows)
         bits = f"u{new.itemsize}"
-        same = had & np.all(old.view(bits) == new.view(bits), axis=1)
-        chosen = has & ~same
-        yield rows[chosen], new[chosen], rows[had & ~has]
+        is_same = in_old & np.all(old.view(bits) == new.view(bits), axis=1)
+        is_changed = in_new & ~is_same
+        yield rows[is_changed], new[is_changed], rows[in_old & ~in_new]
 
 
-def _merged(
+def _merge_rows(
     stored: tuple[NDArray[np.int64], NDArray[np.floating]], changes: Path, table: str
 ) -> Iterator[tuple[NDArray[np.int64], NDArray[np.floating]]]:
     """Yield the rows of the newer model, ascending, and their values."""
@@ -222,4 +221,4 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], Any]] = {
     "publish": lambda a: publish(a.run, a.output, a.since, a.checkpoint),
     "apply": lambda a: apply_changes(a.model, a.changes, a.output),
 }
-"""By command: from its arguments to a dataclass of what was made."""
+"""By command: from its arguments to the summary that is printed."""

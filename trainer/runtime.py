@@ -1,4 +1,4 @@
-"""Child processes, progress output, waiting on pipes, and locks on a dataset that is being read."""
+"""Child processes, progress output, polling of pipes, and locks on folders that are being read."""
 
 from __future__ import annotations
 
@@ -30,9 +30,10 @@ def start_child(
 
     Args:
         arguments: of the command line.
-        answers: whether its output is read; otherwise it is this process's.
-        own_session: whether ^C and what ends this process's group leave it alone.
-        files: numbers of open files that it inherits.
+        answers: read its standard output by a pipe instead of inheriting this process's.
+        own_session: start a new session, so that ^C and signals to this process's group do not
+            reach it.
+        files: descriptors of open files that it inherits.
     """
     path = os.pathsep.join([str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     return subprocess.Popen(
@@ -46,11 +47,11 @@ def start_child(
 
 
 def end_children(children: Iterable[subprocess.Popen[bytes]], seconds: float) -> None:
-    """Close the inputs of children, wait for them, and kill who does not end.
+    """Close the inputs of children, wait for them, and kill those that do not end.
 
     Args:
-        children: that end with their input.
-        seconds: longest wait for each.
+        children: processes that end with their standard input.
+        seconds: timeout for each.
     """
     ending = list(children)
     for child in ending:
@@ -72,13 +73,13 @@ def close_pipes(child: subprocess.Popen[bytes]) -> None:
 
 def _close(pipe: IO[bytes] | None) -> None:
     if pipe is not None:
-        with suppress(BrokenPipeError):  # of what was told to a child that had ended
+        with suppress(BrokenPipeError):  # unflushed data for a child that has ended
             pipe.close()
 
 
 @contextmanager
 def show_progress() -> Iterator[Callable[[StepMetric, int], None]]:
-    """Yield what is to be called after each step, with its metric and the number of steps."""
+    """Yield a function to call after each step, with its metric and the number of steps."""
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     with Progress(
@@ -94,46 +95,45 @@ def show_progress() -> Iterator[Callable[[StepMetric, int], None]]:
 
 
 def is_readable(file: IO[Any], timeout_sec: float) -> bool:
-    """Tell whether a pipe has something to read, or has ended.
+    """Return whether a pipe has data or has ended.
 
-    By `poll`: `select` refuses files whose number is 1,024 or more, which a trainer comes to that
+    Uses `poll`, since `select` refuses descriptors of 1,024 or more, which a trainer reaches if it
     maps many parts of a dataset.
 
     Args:
-        file: with nothing in its own buffer.
-        timeout_sec: wait no longer than this.
+        file: unbuffered, or with an empty buffer.
+        timeout_sec: longest wait.
     """
-    waiting = select.poll()
-    waiting.register(file, select.POLLIN)
-    return bool(waiting.poll(1000.0 * timeout_sec))
+    poll = select.poll()
+    poll.register(file, select.POLLIN)
+    return bool(poll.poll(1000.0 * timeout_sec))
 
 
-class Held:
-    """The folders that are read now.
+class ReadLocks:
+    """Shared locks on folders that are being read, which keep them from being removed.
 
-    A lock belongs to the open folder, so the system drops it with the process; it goes with this
-    object, too. Where a filesystem has no locks nothing is held: an index then lasts until the
-    second segment after it.
+    Locks end with this object and with the process. On a filesystem without locks, an index is kept
+    until the second segment after it.
     """
 
     def __init__(self) -> None:
-        """Hold nothing."""
+        """Start without locks."""
         self._handles: list[int] = []
         weakref.finalize(self, _release, self._handles)
 
-    def __call__(self, *folders: Path) -> None:
-        """Hold these folders, and those before no longer.
+    def replace(self, *folders: Path) -> None:
+        """Lock these folders and release the previous ones.
 
         Raises:
-            SchemaError: a folder is gone, or goes as this is asked.
+            SchemaError: a folder is missing or being removed.
         """
-        before = self._handles.copy()
+        previous = self._handles.copy()
         self._handles.clear()
         try:
             for folder in folders:
-                self._handles.append(_held(folder))
+                self._handles.append(_lock(folder))
         finally:
-            _release(before)
+            _release(previous)
 
 
 def _release(handles: list[int]) -> None:
@@ -141,21 +141,20 @@ def _release(handles: list[int]) -> None:
         os.close(handles.pop())
 
 
-def _held(folder: Path) -> int:
+def _lock(folder: Path) -> int:
     try:
         handle = os.open(folder, os.O_RDONLY)
     except OSError as error:
         raise SchemaError(
-            "folder must be there while it is read, got none; open the dataset again",
+            "folder is missing while it is read; open the dataset again",
             file=str(folder),
         ) from error
     with suppress(OSError):
-        fcntl.flock(handle, fcntl.LOCK_SH)  # waits for one who removes it at this moment
+        fcntl.flock(handle, fcntl.LOCK_SH)  # waits for a process that is removing it
     if not (folder / MANIFEST).is_file():
         os.close(handle)
         raise SchemaError(
-            "folder must be there while it is read, got one that is being removed; open the "
-            "dataset again",
+            "folder was removed while it was opened; open the dataset again",
             file=str(folder),
         )
     return handle

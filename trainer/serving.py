@@ -1,4 +1,4 @@
-"""An exported model that scores: nothing of a run, a dataset or this trainer's models is needed."""
+"""Score samples with an exported model, without its run, dataset or model code."""
 
 from __future__ import annotations
 
@@ -15,13 +15,10 @@ from schemas.model import ModelFile, open_model
 
 
 class Served:
-    """A loaded model; several threads may score with it."""
+    """A loaded model; thread-safe."""
 
     def __init__(self, model: ModelFile) -> None:
-        """Load the program; `open_model` has refused one that would be unpickled.
-
-        Args:
-            model: open file.
+        """Load the program of a model; `open_model` refuses programs with pickles.
 
         Raises:
             SchemaError: torch cannot load it.
@@ -30,10 +27,10 @@ class Served:
         try:
             self._program = torch.export.load(io.BytesIO(model.program)).module()
         except (RuntimeError, AssertionError, ValueError, KeyError) as error:
-            first = str(error).partition("\n")[0]
+            reason = str(error).partition("\n")[0]
             raise SchemaError(
-                f"program must be one of torch {torch.__version__}, got {first}; export the run "
-                "with the torch that serves it",
+                f"torch {torch.__version__} cannot load the program: {reason}; export the run "
+                "with the torch version that serves it",
                 file=str(model.path),
             ) from error
 
@@ -41,16 +38,16 @@ class Served:
         """Return (num_samples,) logits.
 
         Args:
-            samples: with the columns that the model reads, one row per sample; a null list or id
-                looks nothing up, a null number is 0.
+            samples: the columns of the model, one row per sample; a null list or id has no
+                look-ups, a null number is 0.
 
         Raises:
             SchemaError: a column is missing or does not fit its role.
         """
         inputs = self.model.inputs(samples)
         with torch.no_grad():
-            found = self._program({name: torch.from_numpy(a) for name, a in inputs.items()})
-        return found.numpy()[: samples.num_rows]
+            logits = self._program({name: torch.from_numpy(a) for name, a in inputs.items()})
+        return logits.numpy()[: samples.num_rows]
 
     def score(self, samples: pa.Table | pa.RecordBatch) -> Array:
         """Return (num_samples,) probabilities; see `logits`."""
@@ -63,9 +60,9 @@ def probabilities(logits: Array) -> Array:
 
 
 def load(path: Path | str) -> Served:
-    """Open an exported model, of which every byte is verified.
+    """Open an exported model and verify its checksums.
 
     Raises:
-        SchemaError: it is missing, cut, changed, of another format or another torch.
+        SchemaError: the file is missing or damaged, or of another format or torch version.
     """
     return Served(open_model(Path(path)))

@@ -19,7 +19,7 @@ from tests.trainer.held import held_by
 from tests.trainer.processes import ended, num_steps, started, trained, until
 from trainer.diff import compare_runs
 from trainer.run import verify_run
-from trainer.runtime import Held
+from trainer.runtime import ReadLocks
 
 LOGS = (300, 200, 260, 180, 240)
 """Rows of the log of each segment; its number is the seed."""
@@ -104,13 +104,13 @@ def test_index_that_is_held_outlasts_any_number_of_segments(
     job: Path, logs: list[Path], dataset: Path
 ) -> None:
     (index,) = open_dataset(dataset).indexes
-    held = Held()
-    held(index.directory)
+    held = ReadLocks()
+    held.replace(index.directory)
     for log in logs[1:4]:
         assert append(job, log, dataset) == 0
     assert (index.directory / MANIFEST).exists()
     assert len(list(dataset.glob("index-*"))) == 3  # held, of the root before, of the root
-    held()
+    held.replace()
     assert append(job, logs[4], dataset) == 0
     assert not index.directory.exists()
 

@@ -14,12 +14,12 @@ from pipelines.cli import main
 from schemas.dataset import open_dataset
 from schemas.errors import SchemaError
 from schemas.layout import MANIFEST
+from tests.trainer.exact_metrics import auc, normalized_entropy
 from tests.trainer.make_dataset import make_dataset, write_job
 from tests.trainer.runs import SEGMENTS, checkpoint_at, run_job
 from tests.trainer.served import evaluation_logits, evaluation_table
 from trainer.evaluate import evaluate_run
 from trainer.export import export_run
-from trainer.metrics import auc, normalized_entropy
 from trainer.serving import load
 
 pytestmark = pytest.mark.slow

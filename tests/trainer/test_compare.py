@@ -109,5 +109,5 @@ def test_folder_without_a_run_is_refused_by_name(
     runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["diff", str(runs / "plain"), str(tmp_path)]) == 1
-    message = f"error: run must exist, got none in {tmp_path}; train first"
+    message = f"error: found no run in {tmp_path}; train first"
     assert capsys.readouterr().err.strip() == message

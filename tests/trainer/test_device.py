@@ -103,8 +103,8 @@ def test_device_that_is_not_there_is_refused_before_anything_starts(
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     job = with_device(write_job(tmp_path / "job"), "cuda")
     message = (
-        "train.device must be there, got 'cuda' on a machine where torch finds no CUDA device; "
-        "write cpu, or install requirements-gpu.lock where there is one"
+        "train.device is cuda, but torch finds no CUDA device; "
+        "use cpu, or install requirements-gpu.lock on a machine with a GPU"
     )
     with pytest.raises(SchemaError, match=f"^{re.escape(message)}$"):
         run_job(job, dataset, tmp_path / "run")

@@ -13,6 +13,7 @@ from schemas.config.job import load_job
 from schemas.dataset import open_dataset
 from schemas.layout import BLOCK, EVALUATION, TRAIN
 from schemas.manifest import canonical_json
+from tests.trainer.exact_metrics import auc, calibration, gauc, normalized_entropy
 from tests.trainer.make_dataset import write_job
 from tests.trainer.runs import parts_of, reader_of, run_job
 from tests.trainer.stores import whole
@@ -20,7 +21,6 @@ from tests.trainer.test_metric_streams import session_auc_by_hand
 from trainer.components import Parts
 from trainer.data.reader import Reader, prefetch
 from trainer.evaluate import Evaluation, columns_of, evaluate, evaluate_run
-from trainer.metrics import auc, calibration, gauc, normalized_entropy
 from trainer.run import verify_run
 from trainer.step import PhaseTimer, train_step
 

@@ -158,16 +158,16 @@ def test_export_of_no_run_or_checkpoint_says_what_to_do(
 ) -> None:
     run = exported / "run"
     line = refused(exported, capsys, str(tmp_path))
-    assert line == f"error: run must exist, got none in {tmp_path}; train first"
+    assert line == f"error: found no run in {tmp_path}; train first"
     line = refused(exported, capsys, str(run), "--checkpoint", "5")
     assert line == (
-        f"error: run must have a checkpoint of step 5, got [6] in {run}; use one of these"
+        f"error: run has no checkpoint of step 5: it has [6] in {run}; use one of these"
     )
     schema = (run / SCHEMA).read_bytes()
     (run / SCHEMA).unlink()
     line = refused(exported, capsys, str(run))
     (run / SCHEMA).write_bytes(schema)
-    assert line.startswith(f"error: run must hold {SCHEMA}, got none in {run}; ")
+    assert line.startswith(f"error: run has no {SCHEMA} in {run}; ")
 
 
 def test_samples_without_a_column_are_refused_by_name(exported: Path, dataset: Path) -> None:

@@ -11,6 +11,7 @@ import pytest
 
 from schemas.errors import SchemaError
 from schemas.hashing import MAX_ROW
+from schemas.rows import initial_rows
 from tests.trainer.certificates import make_certificate
 from tests.trainer.stores import (
     ACCESS,
@@ -22,7 +23,6 @@ from tests.trainer.stores import (
     whole,
 )
 from trainer.__main__ import main
-from trainer.rows import initial_rows
 from trainer.stores.api import Records, TableLayout
 from trainer.stores.local import memory_store
 from trainer.stores.remote.connection import Access, StoreConnection

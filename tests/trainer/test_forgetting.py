@@ -111,7 +111,7 @@ def test_row_of_a_large_number_is_in_no_byte_of_what_is_written(
     rows[-1] = big
     np.save(checkpoints / part / "rows.npy", rows)
     assert found_in(run, big)
-    new, count = forgetting.write_without(checkpoints, part, table, np.array([big]))
+    new, count = forgetting.rewrite_part(checkpoints, part, table, np.array([big]))
     assert count == 1
     assert found_in(checkpoints / new, big) == []
 
@@ -141,7 +141,7 @@ def test_damaged_part_is_not_given_a_new_checksum(
     data[-1] ^= 1
     path.write_bytes(data)
     with pytest.raises(SchemaError, match="file must have sha256"):
-        forgetting.forget_rows(run, np.arange(2000), table)
+        forgetting.erase_rows(run, np.arange(2000), table)
 
 
 @pytest.mark.slow
@@ -155,20 +155,18 @@ def test_run_that_is_trained_is_refused(trained: Path, tmp_path: Path) -> None:
         try:
             with pytest.raises(
                 SchemaError,
-                match=re.escape(
-                    f"run must not be trained while rows are forgotten, got process {other.pid}"
-                ),
+                match=re.escape(f"run is in use by process {other.pid}, and rows cannot be erased"),
             ):
-                forgetting.forget_rows(run, np.array(ids), table)
+                forgetting.erase_rows(run, np.array(ids), table)
         finally:
             other.kill()
 
 
 def test_unknown_table_and_ids_that_are_none_are_refused(trained: Path, tmp_path: Path) -> None:
-    with pytest.raises(SchemaError, match="--table must be one of the run, got 'x'"):
-        forgetting.forget_rows(trained / "run", np.array([1]), "x")
+    with pytest.raises(SchemaError, match="--table is no table of the run: 'x'"):
+        forgetting.erase_rows(trained / "run", np.array([1]), "x")
     (tmp_path / "ids.txt").write_text("12\nx\n")
-    with pytest.raises(SchemaError, match="ids must be whole numbers of 64 bits, one a line"):
+    with pytest.raises(SchemaError, match="ids must be 64-bit integers, one per line"):
         forgetting.read_ids(tmp_path / "ids.txt")
 
 
@@ -182,7 +180,7 @@ def test_forget_reads_texts_where_features_of_the_table_are_texts(
     arguments = [str(run), "--ids", str(tmp_path / "ids.txt"), "--table", "users"]
     found = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(forgetting, "forget_rows", lambda *given: found.append(given) or {})
+        patch.setattr(forgetting, "erase_rows", lambda *given: found.append(given) or {})
         assert main(["erase", *arguments, "--json"]) == 0
     ((_, ids, table),) = found
     texts = ["12", "K\N{LATIN SMALL LETTER O WITH DIAERESIS}ln"]

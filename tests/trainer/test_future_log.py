@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from schemas.cache_plan import NEVER_AGAIN, required_rows
 from schemas.config.train import CacheConfig
 from schemas.errors import PlanError, SchemaError
+from schemas.rows import initial_rows
 from tests.trainer.stores import largest_file, whole
 from tests.trainer.test_cache import LAYOUT, index_of, plan_of, run_source
 from trainer.embedding.cache import DirectSource, PlannedCache, RowsOfTables
-from trainer.rows import initial_rows
 from trainer.stores.api import GatheredRows, Records, StepStore, Store, WriteBack
 from trainer.stores.future_log import FutureLog
 from trainer.stores.local import memory_store

@@ -10,17 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from tests.trainer.exact_metrics import auc, calibration, gauc, normalized_entropy
 from tests.trainer.test_metrics import pairwise_auc
 from trainer.metrics import (
     LossSums,
     ScatteredAuc,
     ScoreTable,
     SessionAuc,
-    auc,
-    calibration,
-    gauc,
     loss_sums,
-    normalized_entropy,
     ordered_bits,
 )
 

@@ -18,7 +18,7 @@ from torchrec.metrics.calibration import compute_calibration, get_calibration_st
 from torchrec.metrics.gauc import compute_gauc_3d
 from torchrec.metrics.ne import compute_ne, get_ne_states
 
-from trainer.metrics import auc, calibration, gauc, normalized_entropy
+from tests.trainer.exact_metrics import auc, calibration, gauc, normalized_entropy
 
 Array = NDArray[Any]
 

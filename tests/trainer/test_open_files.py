@@ -14,7 +14,7 @@ import pytest
 from schemas.layout import MANIFEST
 from tests.trainer.make_dataset import make_dataset, write_job
 from tests.trainer.runs import SEGMENTS, run_job
-from trainer.runtime import Held, is_readable
+from trainer.runtime import ReadLocks, is_readable
 
 MANY = 1100
 """More files than `select` can tell apart."""
@@ -51,10 +51,10 @@ def test_held_holds_the_latest_folders_until_it_goes(tmp_path: Path) -> None:
     for folder in folders:
         folder.mkdir()
         (folder / MANIFEST).touch()
-    before, held = num_open(), Held()
-    held(*folders)
+    before, held = num_open(), ReadLocks()
+    held.replace(*folders)
     assert num_open() == before + 3
-    held(folders[0])
+    held.replace(folders[0])
     assert num_open() == before + 1
     del held
     assert num_open() == before

@@ -132,7 +132,7 @@ def test_commands_of_published_rows_say_what_they_made(
 def test_rows_of_another_model_are_refused(run: Path, tmp_path: Path) -> None:
     export_run(run, tmp_path / "old", 4)
     publish(run, tmp_path / "changes", 8)
-    message = "model must be that of step 8 and checkpoint"
+    message = "changes are relative to another model: to step 8, checkpoint"
     with pytest.raises(SchemaError, match=message):
         apply_changes(tmp_path / "old", tmp_path / "changes", tmp_path / "new")
     assert not (tmp_path / "new").exists()
@@ -156,11 +156,11 @@ def test_folder_that_is_changed_or_not_one_is_refused(run: Path, tmp_path: Path)
 
 
 def test_publish_since_a_later_step_or_into_files_is_refused(run: Path, tmp_path: Path) -> None:
-    with pytest.raises(SchemaError, match="--since must be at most the newer checkpoint's step 4"):
+    with pytest.raises(SchemaError, match="--since is after the newer checkpoint: 8 > 4"):
         publish(run, tmp_path / "changes", 8, 4)
     (tmp_path / "file").write_text("mine")
-    with pytest.raises(SchemaError, match="output must be a new or empty folder"):
+    with pytest.raises(SchemaError, match="output folder is not empty"):
         publish(run, tmp_path, 4, 8)
-    message = f"run must have a checkpoint of step 5, got {list(STEPS)} in {run}; use one of these"
+    message = f"run has no checkpoint of step 5: it has {list(STEPS)} in {run}; use one of these"
     with pytest.raises(SchemaError, match=re.escape(message)):
         publish(run, tmp_path / "changes", 5)

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from schemas.rows import initial_rows
 from tests.trainer.stores import LAYOUT, group_over, record_of, running, start_store
-from trainer.rows import initial_rows
 from trainer.stores.api import BehindError, WriteBack
 from trainer.stores.remote.shard import ShardTable
 

@@ -4,9 +4,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from schemas.rows import initial_bound, initial_rows
 from tests.trainer.stores import whole
 from trainer.data.lookup import stable_order
-from trainer.rows import initial_bound, initial_rows
 from trainer.stores.api import Records, Store, TableLayout
 from trainer.stores.local import memory_store, mmap_store
 from trainer.stores.row_map import RowMap

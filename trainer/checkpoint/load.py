@@ -18,6 +18,7 @@ from schemas.config.train import CacheConfig
 from schemas.dataset import Dataset
 from schemas.errors import SchemaError, suggest_name
 from schemas.layout import MANIFEST
+from schemas.rows import initial_rows
 from schemas.run_log import CHECKPOINTS
 from trainer.checkpoint.agent import NewCheckpoint
 from trainer.checkpoint.format import RowPart, Spec, from_bytes, newest, spec_of_array
@@ -33,7 +34,6 @@ from trainer.checkpoint.manifest import (
 from trainer.components import layouts_of, order_of
 from trainer.data.decode import spec_of
 from trainer.embedding.cache import CachedRows, arrays_of_cached
-from trainer.rows import initial_rows
 from trainer.run import first_difference
 from trainer.stores.api import Records, Store, TableLayout, WriteBack, write_rows
 

@@ -27,7 +27,7 @@ from schemas.cache_plan import NEVER_AGAIN
 from schemas.dataset import Dataset
 from schemas.errors import PlanError, SchemaError
 from schemas.order import Order
-from trainer.rows import initial_rows
+from schemas.rows import initial_rows
 from trainer.stores.api import Records, StepStore, TableLayout, WriteBack
 from trainer.stores.bucket_files import (
     MERGE_CHUNK_BYTES,

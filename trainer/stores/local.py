@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from schemas.arrays import Array
 from schemas.errors import SchemaError
-from trainer.rows import initial_rows
+from schemas.rows import initial_rows
 from trainer.stores.api import ROWS_PER_CHUNK, GatheredRows, Records, TableLayout, empty_records
 from trainer.stores.bucket_files import MERGE_CHUNK_BYTES, BucketFiles, Entries, SortedRuns
 from trainer.stores.row_map import RowMap

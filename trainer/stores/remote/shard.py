@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from schemas.arrays import Array
 from schemas.errors import SchemaError
 from schemas.hashing import slot_of_row
-from trainer.rows import initial_rows
+from schemas.rows import initial_rows
 from trainer.stores.api import BehindError, SlotMapChangedError, TableLayout
 from trainer.stores.remote.ownership import Ownership, Ranges, ShardControl, format_ranges, mask_of
 from trainer.stores.remote.wal import ControlEntry, Entry, OpenEntry, RowsEntry, ShardLog
