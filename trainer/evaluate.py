@@ -103,6 +103,85 @@ def columns_of(dataset: Dataset, config: TrainConfig) -> MetricColumns:
     )
 
 
+def evaluate_run(
+    job_path: Path, dataset_path: Path, run: Path, segments: Sequence[str] | None = None
+) -> Evaluation:
+    """Evaluate the newest checkpoint of a run.
+
+    Args:
+        job_path: job file.
+        dataset_path: dataset folder.
+        run: run folder.
+        segments: ids or days of the segments to evaluate, trained or not; None: those that the
+            run trained.
+
+    Raises:
+        SchemaError: job, dataset or run are invalid, or the run has no checkpoint.
+    """
+    job, dataset = load_job(job_path), open_dataset(dataset_path)
+    device_of(job.train.device)
+    identity = read_identity(run)
+    if segments is not None:
+        dataset = select_segments(dataset, segments)
+        check_meaning(run / RUN_FILE, identity, dataset)
+    else:
+        if identity.chosen:
+            dataset = select_segments_by_hash(dataset, identity.segments)
+        check_run(run, dataset, job.train)
+    spec = spec_of(dataset, job.train.dtype)
+    parts = build_parts(spec, job.train, memory_stores(spec, job.train))
+    checkpoint = newest_checkpoint(run)
+    if checkpoint is None:
+        raise SchemaError("run has no checkpoint; train again", file=str(run))
+    fingerprint = made_of(job, dataset)
+    manifest = verified(checkpoint, fingerprint if segments is None else None)
+    check_model(manifest.made_of, fingerprint, str(checkpoint / MANIFEST))
+    load_checkpoint(checkpoint, manifest, parts.model, None, parts.stores)
+    return evaluate_parts(job, dataset, parts)
+
+
+def evaluate_parts(
+    job: Job, dataset: Dataset, parts: Parts, watchdog: Watchdog | None = None
+) -> Evaluation:
+    """Evaluate the current model and rows of a run."""
+    columns = columns_of(dataset, job.train)
+    spec = spec_of(dataset, job.train.dtype, columns.kept)
+    reader = Reader(
+        dataset, order_of(job, dataset), spec, find_shared=uses_shared_features(job.train)
+    )
+    device = device_of(job.train.device)
+    batches = (to_device(batch, device) for batch in reader.evaluation_batches())
+    if watchdog is not None:
+        batches = watchdog.each(EVALUATE, batches)
+    return evaluate(parts.model, parts.embedding, parts.stores, batches, columns)
+
+
+def evaluate(
+    model: nn.Module,
+    embedding: Embedding,
+    stores: Mapping[str, Store],
+    batches: Iterable[Batch],
+    columns: MetricColumns,
+) -> Evaluation:
+    """Score batches without training; no row is created.
+
+    Args:
+        model: built over `embedding`.
+        embedding: of the model.
+        stores: by table, with all trained rows.
+        batches: of the evaluation split, in stored order.
+        columns: of the batches' kept columns.
+    """
+    metrics = _Metrics(columns)
+    model.eval()
+    with torch.no_grad():
+        for batch in batches:
+            embedding.open_copies(batch, stores)
+            metrics.add(batch, model(batch))
+    model.train()
+    return metrics.finish()
+
+
 class _Metrics:
     """All metrics, batch by batch."""
 
@@ -142,87 +221,9 @@ class _Metrics:
         )
 
 
-def evaluate(
-    model: nn.Module,
-    embedding: Embedding,
-    stores: Mapping[str, Store],
-    batches: Iterable[Batch],
-    columns: MetricColumns,
-) -> Evaluation:
-    """Score batches without training; no row is created.
-
-    Args:
-        model: built over `embedding`.
-        embedding: of the model.
-        stores: by table, with all trained rows.
-        batches: of the evaluation split, in stored order.
-        columns: of the batches' kept columns.
-    """
-    metrics = _Metrics(columns)
-    model.eval()
-    with torch.no_grad():
-        for batch in batches:
-            embedding.open_copies(batch, stores)
-            metrics.add(batch, model(batch))
-    model.train()
-    return metrics.finish()
-
-
 def _float(tensor: torch.Tensor) -> np.ndarray:
     return tensor.cpu().numpy().astype(np.float64)
 
 
 def _defined(value: float) -> float | None:
     return None if np.isnan(value) else float(value)
-
-
-def evaluate_parts(
-    job: Job, dataset: Dataset, parts: Parts, watchdog: Watchdog | None = None
-) -> Evaluation:
-    """Evaluate what the stores hold."""
-    columns = columns_of(dataset, job.train)
-    spec = spec_of(dataset, job.train.dtype, columns.kept)
-    reader = Reader(
-        dataset, order_of(job, dataset), spec, find_shared=uses_shared_features(job.train)
-    )
-    device = device_of(job.train.device)
-    batches = (to_device(batch, device) for batch in reader.evaluation_batches())
-    if watchdog is not None:
-        batches = watchdog.each(EVALUATE, batches)
-    return evaluate(parts.model, parts.embedding, parts.stores, batches, columns)
-
-
-def evaluate_run(
-    job_path: Path, dataset_path: Path, run: Path, segments: Sequence[str] | None = None
-) -> Evaluation:
-    """Evaluate the newest checkpoint of a run.
-
-    Args:
-        job_path: job file.
-        dataset_path: dataset folder.
-        run: run folder.
-        segments: ids or days of the segments whose evaluation split is scored, whether the run
-            trained them or not; those that it trained when None.
-
-    Raises:
-        SchemaError: job, dataset or run break their format, or the run has no checkpoint.
-    """
-    job, dataset = load_job(job_path), open_dataset(dataset_path)
-    device_of(job.train.device)
-    found = read_identity(run)
-    if segments is not None:
-        dataset = select_segments(dataset, segments)
-        check_meaning(run / RUN_FILE, found, dataset)
-    else:
-        dataset = select_segments_by_hash(dataset, found.segments) if found.chosen else dataset
-        check_run(run, dataset, job.train)
-    spec = spec_of(dataset, job.train.dtype)
-    parts = build_parts(spec, job.train, memory_stores(spec, job.train))
-    checkpoint = newest_checkpoint(run)
-    if checkpoint is None:
-        raise SchemaError("run must have a checkpoint, got none; train again", file=str(run))
-    wanted = made_of(job, dataset)
-    manifest = verified(checkpoint, wanted if segments is None else None)
-    check_model(manifest.made_of, wanted, str(checkpoint / MANIFEST))
-    load_checkpoint(checkpoint, manifest, parts.model, None, parts.stores)
-    return evaluate_parts(job, dataset, parts)
