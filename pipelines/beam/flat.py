@@ -19,7 +19,7 @@ class _PartRows(beam.DoFn):
         self.stage = stage
 
     def process(self, rows: tuple[str, pa.Table]) -> Iterator[tuple[int, Any]]:
-        yield from self.stage.hand_over(rows[1])
+        yield from self.stage.send(rows[1])
 
 
 class _WriteFlat(beam.DoFn):
@@ -33,10 +33,10 @@ class _WriteFlat(beam.DoFn):
 def flat_pipeline(pipeline: beam.Pipeline, stage: FlatStage) -> Mapping[str, beam.PCollection[Any]]:
     """Add the clustering of all rows to a pipeline."""
     rows = pipeline | "ReadRows" >> ReadRows(stage.context)
-    hand_over: Any = beam.ParDo(_PartRows(stage))
+    send: Any = beam.ParDo(_PartRows(stage))
     parts = (
         rows[SAMPLES]
-        | "hand over" >> hand_over.with_output_types(tuple[int, stage.context.transport.element])
+        | "send rows" >> send.with_output_types(tuple[int, stage.context.transport.element])
         | "cluster by session" >> beam.GroupByKey()
         | "write flat" >> beam.ParDo(_WriteFlat(stage))
     )

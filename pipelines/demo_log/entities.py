@@ -1,4 +1,8 @@
-"""Users and items of the demo log, as pure functions of their ids."""
+"""Users and items of the demo log, as pure functions of their ids.
+
+An item has one genre, a popularity, a quality and attributes. A user has a main and a second genre,
+which histories, shown items and clicks follow.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +39,7 @@ CARDINALITIES = {
 """Distinct ids of each scalar feature, in column order."""
 
 NUM_GENRES = 16
-"""Latent genres in which users and items meet."""
+"""Number of latent genres of users and items."""
 
 _GOLDEN = 0x9E3779B97F4A7C15
 
@@ -45,7 +49,7 @@ def mix(values: np.ndarray, stream: int) -> np.ndarray:
 
     Args:
         values: any shape, integers.
-        stream: names an independent hash function.
+        stream: number of an independent hash function.
     """
     state = values.astype(np.uint64) + np.uint64(stream * _GOLDEN % (1 << 64))
     state ^= state >> np.uint64(30)
@@ -77,13 +81,11 @@ def skewed(uniforms: np.ndarray, cardinality: int, power: int = 1) -> np.ndarray
     return scaled.astype(np.int64)
 
 
-# State what the items of the demo log are, as pure functions of the item id.
-#
-# An item has one genre, a popularity, a quality and attributes.
+# Items.
 
 NUM_BUCKETS = CARDINALITIES["item_id"] // NUM_GENRES
-"""Items of equal popularity form a bucket, one of each genre: taste then moves
-accesses within a bucket only, and the popularity curve stays what it is."""
+"""Items of equal popularity form a bucket with one item of each genre: taste moves accesses within
+a bucket only and does not change the popularity curve."""
 
 HOT_FRACTION = 0.01
 """Fraction of rows called hot. Source: BagPipe, 1 % of rows take 92 % of accesses."""
@@ -143,10 +145,10 @@ def items_at(uniforms: np.ndarray, genres: np.ndarray, quantiles: np.ndarray) ->
     Returns:
         (n,) int64 item ids, popular ones scattered over the whole range.
     """
-    place = uniforms * QUANTILE_CELLS
-    cell = place.astype(np.int64)
+    position = uniforms * QUANTILE_CELLS
+    cell = position.astype(np.int64)
     low = quantiles[cell]
-    bucket = (low + (place - cell) * (quantiles[cell + 1] - low)).astype(np.int64)
+    bucket = (low + (position - cell) * (quantiles[cell + 1] - low)).astype(np.int64)
     np.minimum(bucket, NUM_BUCKETS - 1, out=bucket)
     rank = bucket * NUM_GENRES + genres
     return (rank * _ITEM_STRIDE + _ITEM_SHIFT) % CARDINALITIES["item_id"]
@@ -158,7 +160,7 @@ def item_genre(item: np.ndarray) -> np.ndarray:
 
 
 def item_brand(item: np.ndarray) -> np.ndarray:
-    """Return each item's brand; a brand keeps to one genre."""
+    """Return each item's brand; all items of a brand have one genre."""
     num_brands = CARDINALITIES["item_brand"] // NUM_GENRES
     return skewed(unit(mix(item, 20)), num_brands, 4) * NUM_GENRES + item % NUM_GENRES
 
@@ -180,7 +182,7 @@ def item_discount(item: np.ndarray) -> np.ndarray:
 
 
 def _genre_coded(item: np.ndarray, name: str, stream: int, power: int) -> np.ndarray:
-    """Return ids of which the item's genre is a function."""
+    """Return ids that determine the item's genre."""
     inner = CARDINALITIES[name] // NUM_GENRES
     return skewed(unit(mix(item, stream)), inner, power) * NUM_GENRES + item % NUM_GENRES
 
@@ -209,7 +211,7 @@ def item_ids(item: np.ndarray) -> dict[str, np.ndarray]:
 
 
 def item_dense(item: np.ndarray) -> dict[str, np.ndarray]:
-    """Return the 5 item-side dense features; rating and click rate show the quality."""
+    """Return the 5 item-side dense features; rating and click rate depend on the quality."""
     quality = item_quality(item)
     click_rate = 0.2 / (1.0 + np.exp(-quality - 0.4 * normal(mix(item, 42))))
     return {
@@ -221,18 +223,15 @@ def item_dense(item: np.ndarray) -> dict[str, np.ndarray]:
     }
 
 
-# State who the users of the demo log are, as pure functions of the user id.
-#
-# A user has a main and a second genre; histories, shown items and clicks follow both.
+# Users.
 
 GENRE_SHARES = {
     "clicked": (0.55, 0.25, 0.0),
     "viewed": (0.45, 0.20, 0.0),
     "shown": (0.35, 0.20, 0.15),
 }
-"""Fraction of items of the user's main genre, of the second, and of the query's; the rest
-are of any genre. Histories are what makes taste visible. Source: none, chosen with the
-weights of `generate_clicks`."""
+"""Fraction of items of the user's main genre, of the second, and of the query's; the others are of
+any genre. Taste can be learned from histories. Source: none, chosen with `CLICK_WEIGHTS`."""
 
 
 def main_genre(user: np.ndarray) -> np.ndarray:
@@ -254,7 +253,7 @@ def pick_genres(
         uniforms: (n,) float64 in [0, 1).
         user: (n,) int64.
         kind: key of `GENRE_SHARES`.
-        query: (n,) int64, needed where the kind gives the query a share.
+        query: (n,) int64, needed if the kind has a share for the query.
     """
     main, second, asked = np.cumsum(GENRE_SHARES[kind])
     genre = ((uniforms - asked) * (NUM_GENRES / (1.0 - asked))).astype(np.int64)
@@ -269,7 +268,7 @@ def user_ids(user: np.ndarray, versions: dict[str, np.ndarray]) -> dict[str, np.
 
     Args:
         user: (n,) int64.
-        versions: for each feature that can change, (n,) how often it did so far.
+        versions: for each feature that can change, (n,) number of changes so far.
     """
 
     def draw(name: str, stream: int) -> np.ndarray:
@@ -278,8 +277,8 @@ def user_ids(user: np.ndarray, versions: dict[str, np.ndarray]) -> dict[str, np.
     region = skewed(unit(mix(user, 2)), CARDINALITIES["user_region"], 2)
     device = skewed(draw("user_device", 4), CARDINALITIES["user_device"], 3)
     interest, segment = draw("user_interest", 5), draw("user_segment", 6)
-    guess = (mix(user, 9) & np.uint64(15)).astype(np.int64)
-    known = unit(mix(user, 10)) < 0.6
+    other_genre = (mix(user, 9) & np.uint64(15)).astype(np.int64)
+    shows_main_genre = unit(mix(user, 10)) < 0.6
     return {
         "user_id": user,
         "user_country": region * CARDINALITIES["user_country"] // CARDINALITIES["user_region"],
@@ -290,13 +289,13 @@ def user_ids(user: np.ndarray, versions: dict[str, np.ndarray]) -> dict[str, np.
         "user_os": device % CARDINALITIES["user_os"],
         "user_segment": skewed(segment, 12) * NUM_GENRES + second_genre(user),
         "user_interest": skewed(interest, 312, 2) * NUM_GENRES
-        + np.where(known, main_genre(user), guess),
+        + np.where(shows_main_genre, main_genre(user), other_genre),
         "user_tier": skewed(draw("user_tier", 8), CARDINALITIES["user_tier"], 2),
     }
 
 
 def user_bias(user: np.ndarray) -> np.ndarray:
-    """Return how readily each user clicks, about standard normal."""
+    """Return each user's click bias, about standard normal."""
     return normal(mix(user, 11))
 
 
@@ -305,8 +304,8 @@ def user_dense(user: np.ndarray, num_clicks: np.ndarray) -> dict[str, np.ndarray
 
     Args:
         user: (n,) int64.
-        num_clicks: (n,) clicks in the session before this request; what was viewed
-            is counted nightly, so the click rate changes with a click only.
+        num_clicks: (n,) clicks in the session before this request; views are counted nightly, so
+            the click rate changes with clicks only.
     """
     sessions = 1.0 + np.floor(-6.0 * np.log1p(-unit(mix(user, 12))))
     views = sessions * 16.0

@@ -1,4 +1,9 @@
-"""Generate the demo log: a realistic raw log of any size, ordered by time."""
+"""Generate the demo log: a realistic raw log of any size, ordered by time.
+
+Sessions are numbered by start time and generated in chunks. Samples after the start of the next
+chunk are carried into it, so the log is ordered by time while memory holds two chunks and the
+carried samples, independent of the size of the log.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +34,7 @@ from pipelines.demo_log.sessions import (
     SessionPlan,
     concat_chunks,
     count_sessions,
-    play_chunk,
+    generate_chunk,
     start_time_us,
 )
 
@@ -63,6 +68,168 @@ LOG_SCHEMA = pa.schema(
 )
 """Columns of the log; `user_id` is a key and a feature. No value is null."""
 
+DAILY_SWING = 0.5
+"""Sessions start at a rate 1 + 0.5 * sin over the day, least at 03:00. Source: none."""
+_RATE_POINTS_PER_DAY = 1440
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GeneratorConfig:
+    """Settings of the log; equal settings give equal bytes."""
+
+    num_samples: int
+    """Rows of the log, exactly."""
+    seed: int = 1
+    """Seed of all random numbers, in [0, 2 ** 63)."""
+    start: datetime = datetime(2026, 1, 5)
+    """Earliest start of a session, UTC without a time zone."""
+    span: timedelta = timedelta(days=2)
+    """Sessions start within it; the last ones end a little later."""
+    mean_session_samples: float = 16.5
+    """Samples per session. Source: RecD."""
+    skew_hot_share: float = 0.92
+    """Fraction of item accesses that the hottest 1 % of items take. Source: BagPipe."""
+    num_users: int = CARDINALITIES["user_id"]
+    """Possible users, at most a million."""
+    num_files: int = 4
+    """Number of files; fewer if there are fewer row groups."""
+    row_group_samples: int = 50_000
+    """Maximum rows of a row group and of a record batch."""
+
+    def __post_init__(self) -> None:
+        """Check each value.
+
+        Raises:
+            ValueError: a value is outside its range.
+        """
+        for name in ("num_samples", "num_files", "row_group_samples"):
+            _require(getattr(self, name) >= 1, name, "be at least 1", getattr(self, name))
+        _require(0 <= self.seed < 2**63, "seed", "be in [0, 2 ** 63)", self.seed)
+        _require(self.start.tzinfo is None, "start", "have no time zone (UTC)", self.start)
+        _require(self.span > timedelta(0), "span", "be positive", self.span)
+        _require(
+            0.0 < self.skew_hot_share < 1.0,
+            "skew_hot_share",
+            "be between 0 and 1",
+            self.skew_hot_share,
+        )
+        mean, num_users = self.mean_session_samples, self.num_users
+        _require(
+            1.0 <= mean <= MAX_SESSION_SAMPLES / 10,
+            "mean_session_samples",
+            f"be in [1, {MAX_SESSION_SAMPLES // 10}]",
+            mean,
+        )
+        max_users = CARDINALITIES["user_id"]
+        _require(1 <= num_users <= max_users, "num_users", f"be in [1, {max_users}]", num_users)
+
+    @property
+    def batch_samples(self) -> int:
+        """Rows of each record batch and row group except the last."""
+        return min(self.row_group_samples, -(-self.num_samples // self.num_files))
+
+
+def generate(config: GeneratorConfig) -> Iterator[pa.RecordBatch]:
+    """Yield the log in order of time, in batches of `config.batch_samples` rows.
+
+    Rows of equal time keep the order of their sessions' starts.
+    """
+    plan = _plan(config)
+    pending: Chunk | None = None
+    for number in range(plan.num_chunks):
+        chunk = generate_chunk(plan, number)
+        pending = chunk if pending is None else concat_chunks(pending, chunk)
+        last = number == plan.num_chunks - 1
+        batches, pending = _emit(pending, _settled_us(plan, number), config.batch_samples, last)
+        yield from batches
+
+
+def write_log(config: GeneratorConfig, directory: Path) -> list[Path]:
+    """Write the log as `log-00000.parquet` and so on; return the files in order of time.
+
+    Args:
+        config: settings of the log.
+        directory: created if missing.
+
+    Raises:
+        ValueError: the directory contains Parquet files.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    if existing := sorted(directory.glob("*.parquet")):
+        raise ValueError(
+            f"directory must hold no Parquet file, got directory={str(directory)!r} with "
+            f"{existing[0].name!r}; remove them or choose another directory"
+        )
+    num_groups = -(-config.num_samples // config.batch_samples)
+    num_files = min(config.num_files, num_groups)
+    batches = generate(config)
+    paths = []
+    for file_index in range(num_files):
+        path = directory / f"log-{file_index:05d}.parquet"
+        end, begin = (num_groups * (file_index + k) // num_files for k in (1, 0))
+        with pq.ParquetWriter(path, LOG_SCHEMA, compression="zstd") as writer:
+            for _ in range(end - begin):
+                writer.write_batch(next(batches))
+        paths.append(path)
+    return paths
+
+
+def _require(valid: bool, name: str, rule: str, value: object) -> None:
+    if not valid:
+        raise ValueError(f"{name} must {rule}, got {name}={value!r}; correct the configuration")
+
+
+def _plan(config: GeneratorConfig) -> SessionPlan:
+    num_sessions, last_samples = count_sessions(
+        config.seed, config.mean_session_samples, config.num_samples
+    )
+    start_us = int(np.datetime64(config.start, "us").astype(np.int64))
+    return SessionPlan(
+        seed=config.seed,
+        mean_session_samples=config.mean_session_samples,
+        num_users=config.num_users,
+        num_sessions=num_sessions,
+        last_session_samples=last_samples,
+        start_us=start_us,
+        start_offsets_us=_start_offsets_us(start_us, config.span // timedelta(microseconds=1)),
+        popularity=popularity_quantiles(config.skew_hot_share),
+    )
+
+
+def _start_offsets_us(start_us: int, span_us: int) -> np.ndarray:
+    """Return session starts at even quantiles; the rate follows the time of day."""
+    points = max(_RATE_POINTS_PER_DAY * span_us // DAY_US, 2) + 1
+    offset = np.linspace(0.0, span_us, points)
+    phase = ((start_us + offset) % DAY_US / DAY_US - 9 / 24) * 2.0 * np.pi
+    passed = np.concatenate([[0.0], np.cumsum(1.0 + DAILY_SWING * np.sin(phase[:-1]))])
+    return np.interp(np.linspace(0.0, passed[-1], points), passed, offset)
+
+
+def _settled_us(plan: SessionPlan, number: int) -> int:
+    """Return a time before which no chunk after `number` has a sample."""
+    first_session = np.array([float((number + 1) * SESSIONS_PER_CHUNK)])
+    return int(start_time_us(plan, first_session)[0])
+
+
+def _emit(
+    pending: Chunk, settled_us: int, batch_samples: int, last: bool
+) -> tuple[Iterator[pa.RecordBatch], Chunk]:
+    """Return full batches of settled samples, and the rest; of the last chunk, all samples."""
+    time = pending.samples["time"]
+    order = np.argsort(time, kind="stable")
+    num_settled = len(time) if last else int(np.searchsorted(time[order], settled_us))
+    num_out = num_settled if last else num_settled // batch_samples * batch_samples
+    batches = (
+        to_record_batch(pending, order[begin : min(begin + batch_samples, num_out)])
+        for begin in range(0, num_out, batch_samples)
+    )
+    keep = np.ones(len(time), dtype=bool)
+    keep[order[:num_out]] = False
+    return batches, pending.take(keep)
+
+
+# From samples to the columns of the log.
+
 _ID_MASK = (1 << 63) - 1
 _SESSION_MULTIPLIER = 0x5851F42D4C957F2D  # odd: one-to-one modulo 2 ** 63
 _REQUESTS_PER_SESSION = 1024
@@ -73,7 +240,7 @@ def to_record_batch(chunk: Chunk, rows: np.ndarray) -> pa.RecordBatch:
 
     Args:
         chunk: samples and histories.
-        rows: (n,) indices of samples, in the order wanted.
+        rows: (n,) indices of samples.
     """
     samples = {name: column[rows] for name, column in chunk.samples.items()}
     session = samples["session_ordinal"]
@@ -105,192 +272,22 @@ def to_record_batch(chunk: Chunk, rows: np.ndarray) -> pa.RecordBatch:
 
 
 def _scramble(ordinal: np.ndarray) -> np.ndarray:
-    """Give each ordinal a 63-bit id that says nothing about its time."""
+    """Map ordinals one-to-one to 63-bit ids whose order is unrelated to time."""
     with np.errstate(over="ignore"):
         return ordinal * np.int64(_SESSION_MULTIPLIER) & np.int64(_ID_MASK)
 
 
 def _histories(chunk: Chunk, samples: dict[str, np.ndarray]) -> dict[str, pa.Array]:
-    """Copy the three histories of the samples out of the windows."""
-    offsets, place = chunk.clicked.windows(samples["session"], samples["clicked_end"])
+    """Copy the histories of the samples from the windows."""
+    offsets, index = chunk.clicked.windows(samples["session"], samples["clicked_end"])
     brands = item_brand(chunk.clicked.values)
     arrays = {
-        "clicked_items": _lists(offsets, chunk.clicked.values[place]),
-        "clicked_brands": _lists(offsets, brands[place]),
+        "clicked_items": _lists(offsets, chunk.clicked.values[index]),
+        "clicked_brands": _lists(offsets, brands[index]),
     }
-    offsets, place = chunk.viewed.windows(samples["session"], samples["viewed_end"])
-    return arrays | {"viewed_items": _lists(offsets, chunk.viewed.values[place])}
+    offsets, index = chunk.viewed.windows(samples["session"], samples["viewed_end"])
+    return arrays | {"viewed_items": _lists(offsets, chunk.viewed.values[index])}
 
 
 def _lists(offsets: np.ndarray, values: np.ndarray) -> pa.Array:
     return pa.ListArray.from_arrays(pa.array(offsets), pa.array(values))
-
-
-# Generate the demo log: a realistic raw log, ordered by time, of any size.
-#
-# Sessions are numbered by start time and played in chunks. What runs over the start of the next
-# chunk is carried into it, so the whole log is ordered by time while memory holds two chunks and
-# the carried samples, whatever the size of the log.
-
-DAILY_SWING = 0.5
-"""Sessions start at a rate 1 + 0.5 * sin over the day, least at 03:00. Source: none."""
-_RATE_POINTS_PER_DAY = 1440
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GeneratorConfig:
-    """What the log contains; the same configuration gives the same bytes."""
-
-    num_samples: int
-    """Rows of the log, exactly."""
-    seed: int = 1
-    """Of everything that is drawn, in [0, 2 ** 63)."""
-    start: datetime = datetime(2026, 1, 5)
-    """No session starts before, UTC without a time zone."""
-    span: timedelta = timedelta(days=2)
-    """Sessions start within; the last ones end a little after."""
-    mean_session_samples: float = 16.5
-    """Samples per session. Source: RecD."""
-    skew_hot_share: float = 0.92
-    """Fraction of item accesses that the hottest 1 % of items take. Source: BagPipe."""
-    num_users: int = CARDINALITIES["user_id"]
-    """Possible users, at most a million."""
-    num_files: int = 4
-    """Files that the log is cut into; fewer where there are fewer row groups."""
-    row_group_samples: int = 50_000
-    """Rows of a row group and of a record batch, at most."""
-
-    def __post_init__(self) -> None:
-        """Check each value.
-
-        Raises:
-            ValueError: a value is outside its range.
-        """
-        for name in ("num_samples", "num_files", "row_group_samples"):
-            _require(getattr(self, name) >= 1, name, "be at least 1", getattr(self, name))
-        _require(0 <= self.seed < 2**63, "seed", "be in [0, 2 ** 63)", self.seed)
-        _require(self.start.tzinfo is None, "start", "have no time zone (UTC)", self.start)
-        _require(self.span > timedelta(0), "span", "be positive", self.span)
-        _require(
-            0.0 < self.skew_hot_share < 1.0,
-            "skew_hot_share",
-            "be between 0 and 1",
-            self.skew_hot_share,
-        )
-        mean, num_users = self.mean_session_samples, self.num_users
-        _require(
-            1.0 <= mean <= MAX_SESSION_SAMPLES / 10,
-            "mean_session_samples",
-            f"be in [1, {MAX_SESSION_SAMPLES // 10}]",
-            mean,
-        )
-        most = CARDINALITIES["user_id"]
-        _require(1 <= num_users <= most, "num_users", f"be in [1, {most}]", num_users)
-
-    @property
-    def batch_samples(self) -> int:
-        """Return the rows of each record batch and row group but the last."""
-        return min(self.row_group_samples, -(-self.num_samples // self.num_files))
-
-
-def generate(config: GeneratorConfig) -> Iterator[pa.RecordBatch]:
-    """Yield the log in order of time, in batches of `config.batch_samples` rows.
-
-    Rows of equal time keep the order of their sessions' starts.
-
-    Args:
-        config: what the log contains.
-    """
-    plan = _plan(config)
-    pending: Chunk | None = None
-    for number in range(plan.num_chunks):
-        chunk = play_chunk(plan, number)
-        pending = chunk if pending is None else concat_chunks(pending, chunk)
-        last = number == plan.num_chunks - 1
-        batches, pending = _emit(pending, _settled_us(plan, number), config.batch_samples, last)
-        yield from batches
-
-
-def write_log(config: GeneratorConfig, directory: Path) -> list[Path]:
-    """Write the log as `log-00000.parquet` and so on; return the files in order of time.
-
-    Args:
-        config: what the log contains.
-        directory: made where it is missing; must hold no Parquet file.
-
-    Raises:
-        ValueError: the directory holds Parquet files.
-    """
-    directory.mkdir(parents=True, exist_ok=True)
-    if found := sorted(directory.glob("*.parquet")):
-        raise ValueError(
-            f"directory must hold no Parquet file, got directory={str(directory)!r} with "
-            f"{found[0].name!r}; remove them or choose another directory"
-        )
-    num_groups = -(-config.num_samples // config.batch_samples)
-    num_files = min(config.num_files, num_groups)
-    batches = generate(config)
-    paths = []
-    for file_index in range(num_files):
-        path = directory / f"log-{file_index:05d}.parquet"
-        end, begin = (num_groups * (file_index + k) // num_files for k in (1, 0))
-        with pq.ParquetWriter(path, LOG_SCHEMA, compression="zstd") as writer:
-            for _ in range(end - begin):
-                writer.write_batch(next(batches))
-        paths.append(path)
-    return paths
-
-
-def _require(holds: bool, name: str, rule: str, value: object) -> None:
-    if not holds:
-        raise ValueError(f"{name} must {rule}, got {name}={value!r}; correct the configuration")
-
-
-def _plan(config: GeneratorConfig) -> SessionPlan:
-    """Work out what all chunks share."""
-    num_sessions, last_samples = count_sessions(
-        config.seed, config.mean_session_samples, config.num_samples
-    )
-    start_us = int(np.datetime64(config.start, "us").astype(np.int64))
-    return SessionPlan(
-        seed=config.seed,
-        mean_session_samples=config.mean_session_samples,
-        num_users=config.num_users,
-        num_sessions=num_sessions,
-        last_session_samples=last_samples,
-        start_us=start_us,
-        start_offsets_us=_start_offsets_us(start_us, config.span // timedelta(microseconds=1)),
-        popularity=popularity_quantiles(config.skew_hot_share),
-    )
-
-
-def _start_offsets_us(start_us: int, span_us: int) -> np.ndarray:
-    """Return session starts at even quantiles, more of them by day than by night."""
-    points = max(_RATE_POINTS_PER_DAY * span_us // DAY_US, 2) + 1
-    offset = np.linspace(0.0, span_us, points)
-    phase = ((start_us + offset) % DAY_US / DAY_US - 9 / 24) * 2.0 * np.pi
-    passed = np.concatenate([[0.0], np.cumsum(1.0 + DAILY_SWING * np.sin(phase[:-1]))])
-    return np.interp(np.linspace(0.0, passed[-1], points), passed, offset)
-
-
-def _settled_us(plan: SessionPlan, number: int) -> int:
-    """Return a time before which no chunk after `number` has a sample."""
-    from_place = np.array([float((number + 1) * SESSIONS_PER_CHUNK)])
-    return int(start_time_us(plan, from_place)[0])
-
-
-def _emit(
-    pending: Chunk, settled_us: int, batch_samples: int, last: bool
-) -> tuple[Iterator[pa.RecordBatch], Chunk]:
-    """Return the full batches of settled samples, and what is left; all of it at last."""
-    time = pending.samples["time"]
-    order = np.argsort(time, kind="stable")
-    num_settled = len(time) if last else int(np.searchsorted(time[order], settled_us))
-    num_out = num_settled if last else num_settled // batch_samples * batch_samples
-    batches = (
-        to_record_batch(pending, order[begin : min(begin + batch_samples, num_out)])
-        for begin in range(0, num_out, batch_samples)
-    )
-    keep = np.ones(len(time), dtype=bool)
-    keep[order[:num_out]] = False
-    return batches, pending.take(keep)

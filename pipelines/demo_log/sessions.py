@@ -1,4 +1,9 @@
-"""Sessions of the demo log: requests, shown items, clicks and histories."""
+"""Sessions of the demo log: requests, shown items, clicks and histories.
+
+A chunk is `SESSIONS_PER_CHUNK` sessions, consecutive by start time, drawn from its own generators
+(Philox keyed by seed and chunk). Its content depends on nothing else, so chunks can be generated in
+any order.
+"""
 
 from __future__ import annotations
 
@@ -65,18 +70,15 @@ def click_logit(
     return logit + weight["discount"] * item_discount(item)
 
 
-# Keep the histories of a chunk of sessions once, as windows over one list per session.
-#
-# A history shifts by what was clicked or viewed before: all histories of a session are windows
-# over its base history followed by what it appends. They are copied out only when a record batch
-# is written, which bounds the memory of what is carried.
+# Histories of a chunk: windows over one list per session, its base history and the items appended
+# in the session. They are copied only when a record batch is written, to save memory.
 
 MAX_HISTORY = 50
 
 
 @dataclass(frozen=True, slots=True)
 class Histories:
-    """One list per session: its base history, then what the session appended."""
+    """One list per session: its base history, then the items appended in the session."""
 
     values: np.ndarray
     lengths: np.ndarray
@@ -86,14 +88,14 @@ class Histories:
         return Histories(self.values[np.repeat(keep, self.lengths)], self.lengths[keep])
 
     def windows(self, session: np.ndarray, end: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return up to `MAX_HISTORY` values before each end, one list after another.
+        """Return up to `MAX_HISTORY` values before each end, concatenated.
 
         Args:
-            session: (n,) the list each window is taken from.
-            end: (n,) where the window ends within its list.
+            session: (n,) index of the list of each window.
+            end: (n,) end of the window within its list.
 
         Returns:
-            (n + 1,) int32 offsets and the positions of the values.
+            (n + 1,) int32 offsets, and the indices of the values.
         """
         length = np.minimum(end, MAX_HISTORY)
         offsets = np.concatenate([[0], np.cumsum(length)])
@@ -106,8 +108,8 @@ class Histories:
 class Chunk:
     """Samples, in session order, with the histories of their sessions.
 
-    `samples["session"]` is the row of a sample's session in both histories, and
-    `samples["clicked_end"]`, `samples["viewed_end"]` where its windows end.
+    `samples["session"]` is the index of a sample's session in both histories;
+    `samples["clicked_end"]` and `samples["viewed_end"]` are the ends of its windows.
     """
 
     samples: dict[str, np.ndarray]
@@ -116,7 +118,7 @@ class Chunk:
 
     @property
     def num_samples(self) -> int:
-        """Return the number of samples."""
+        """Number of samples."""
         return len(self.samples["time"])
 
     def take(self, keep: np.ndarray) -> Chunk:
@@ -142,11 +144,7 @@ def _concat_histories(a: Histories, b: Histories) -> Histories:
     return Histories(np.concatenate([a.values, b.values]), np.concatenate([a.lengths, b.lengths]))
 
 
-# Play the sessions of the demo log: requests, shown items, clicks and histories.
-#
-# A chunk is `SESSIONS_PER_CHUNK` sessions, consecutive by start time, drawn from generators of
-# its own (Philox keyed by seed and chunk): its content depends on nothing else, so chunks can be
-# made in any order and cut in any way.
+# Chunks of sessions.
 
 SESSIONS_PER_CHUNK = 4096
 MAX_SESSION_SAMPLES = 500
@@ -164,7 +162,7 @@ SLOT_GAP_US = 150_000
 """Time between the impressions of one request, microseconds."""
 
 FULL_HISTORY_SHARE = 0.6
-"""Fraction of users whose base history fills the cap; the others have 0 to 49, evenly: 40 on
+"""Fraction of users with a full base history; the others have 0 to 49 items, evenly: 40 on
 average. Source: none; KuaiRand-Pure has 45.6 events a user before its log, 30.9 once cut to 50."""
 NIGHTLY_SHIFT = 3
 """New items in a user's base history from one nightly snapshot to the next."""
@@ -184,12 +182,12 @@ CHANGE_PROBABILITY = {
 
 Of the others, user_clicks_7d, user_ctr_7d, clicked_items and clicked_brands change
 with a click; viewed_items, page_depth and time_since_last_sec with each request;
-user_os with user_device; item features, slot and position with the sample; the rest
-never (hour by the clock). Source: none for the numbers; RecD for the rule that user
+user_os with user_device; item features, slot and position with the sample; the others do
+not change (hour follows the clock). Source: none for the numbers; RecD for the rule that user
 features hardly change within a session while item features do.
 """
 VERSIONED = tuple(name for name in CHANGE_PROBABILITY if name.startswith("user_"))
-"""Features that are hashed anew with each change; at most one changes per request."""
+"""Features with a version number, hashed with it; at most one changes per request."""
 
 _USER_STRIDE = 7_368_787  # prime, so coprime to any number of users
 _LENGTHS, _SESSIONS, _REQUESTS, _SAMPLES = range(4)  # streams of random numbers of a chunk
@@ -197,14 +195,14 @@ _LENGTHS, _SESSIONS, _REQUESTS, _SAMPLES = range(4)  # streams of random numbers
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionPlan:
-    """What all chunks of one log share."""
+    """Settings and tables that all chunks of a log share."""
 
     seed: int
     mean_session_samples: float
     num_users: int
     num_sessions: int
     last_session_samples: int
-    """Samples of the last session, which is cut so that the log has its size."""
+    """Samples of the last session, which is shortened to give the log its size."""
     start_us: int
     """Start of the log, microseconds since 1970."""
     start_offsets_us: np.ndarray
@@ -214,7 +212,7 @@ class SessionPlan:
 
     @property
     def num_chunks(self) -> int:
-        """Return the number of chunks."""
+        """Number of chunks."""
         return -(-self.num_sessions // SESSIONS_PER_CHUNK)
 
 
@@ -223,8 +221,8 @@ def draw_lengths(seed: int, chunk: int, mean_samples: float) -> np.ndarray:
 
     Args:
         seed: of the log.
-        chunk: which chunk.
-        mean_samples: per session, before the cut at `MAX_SESSION_SAMPLES`.
+        chunk: index of the chunk.
+        mean_samples: per session, before clipping to `MAX_SESSION_SAMPLES`.
     """
     mu = np.log(mean_samples - 0.5) - SESSION_SIGMA**2 / 2.0  # rounding up adds a half
     length = _rng(seed, chunk, _LENGTHS).lognormal(mu, SESSION_SIGMA, SESSIONS_PER_CHUNK)
@@ -232,29 +230,30 @@ def draw_lengths(seed: int, chunk: int, mean_samples: float) -> np.ndarray:
 
 
 def count_sessions(seed: int, mean_samples: float, num_samples: int) -> tuple[int, int]:
-    """Return how many sessions hold `num_samples` samples, and the size of the last."""
-    chunk, left = 0, num_samples
+    """Return the number of sessions of `num_samples` samples, and the samples of the last one."""
+    chunk, remaining = 0, num_samples
     while True:
         length = draw_lengths(seed, chunk, mean_samples)
         total = np.cumsum(length)
-        if total[-1] >= left:
-            last = int(np.searchsorted(total, left))
-            return chunk * SESSIONS_PER_CHUNK + last + 1, left - int(total[last] - length[last])
-        chunk, left = chunk + 1, left - int(total[-1])
+        if total[-1] >= remaining:
+            last = int(np.searchsorted(total, remaining))
+            last_samples = remaining - int(total[last] - length[last])
+            return chunk * SESSIONS_PER_CHUNK + last + 1, last_samples
+        chunk, remaining = chunk + 1, remaining - int(total[-1])
 
 
-def start_time_us(plan: SessionPlan, place: np.ndarray) -> np.ndarray:
-    """Return start times of sessions, which grow with the place.
+def start_time_us(plan: SessionPlan, ordinal: np.ndarray) -> np.ndarray:
+    """Return start times of sessions, which increase with the ordinal.
 
     Args:
         plan: of the log.
-        place: (n,) float64 in [0, num_sessions].
+        ordinal: (n,) float64 in [0, num_sessions].
     """
     grid = np.linspace(0.0, plan.num_sessions, len(plan.start_offsets_us))
-    return plan.start_us + np.interp(place, grid, plan.start_offsets_us).astype(np.int64)
+    return plan.start_us + np.interp(ordinal, grid, plan.start_offsets_us).astype(np.int64)
 
 
-def play_chunk(plan: SessionPlan, chunk: int) -> Chunk:
+def generate_chunk(plan: SessionPlan, chunk: int) -> Chunk:
     """Return all samples of the sessions of a chunk, in session order.
 
     Args:
@@ -289,7 +288,7 @@ def play_chunk(plan: SessionPlan, chunk: int) -> Chunk:
     viewed, samples["viewed_end"] = _append(
         plan, user, day, "viewed", session, samples["item"], slot == 0
     )
-    for name in ("clicked_end", "viewed_end"):  # a request sees what came before all its slots
+    for name in ("clicked_end", "viewed_end"):  # all slots of a request have the same histories
         samples[name] = samples[name][first_of_request][request]
     base = samples["clicked_end"][opening]
     samples["num_clicks"] = samples["clicked_end"] - base[session]
@@ -304,7 +303,7 @@ def _rng(seed: int, chunk: int, stream: int) -> np.random.Generator:
 def _requests(
     plan: SessionPlan, chunk: int, session: np.ndarray, opening: np.ndarray, start_us: np.ndarray
 ) -> tuple[dict[str, np.ndarray], np.ndarray, np.ndarray]:
-    """Cut sessions into requests; return their columns, each sample's request and slot."""
+    """Split sessions into requests; return their columns, each sample's request and slot."""
     rng = _rng(plan.seed, chunk, _REQUESTS)
     index = np.arange(len(session))
     opens = rng.random(len(session)) < REQUEST_PROBABILITY
@@ -386,7 +385,7 @@ def _append(
     values = np.empty(total.sum(), dtype=np.int64)
     values[(first[session] + end)[happens]] = item[happens]
 
-    # the base: event j of a user's own endless sequence, read at the nightly snapshot
+    # base history: a window of the user's infinite event sequence, shifted nightly
     owner = np.repeat(np.arange(len(user)), base)
     j = np.arange(len(owner)) - np.repeat(np.cumsum(base) - base, base)
     event = mix((user << 24)[owner] + day[owner] * NIGHTLY_SHIFT + j, stream + 2)

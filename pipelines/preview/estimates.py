@@ -26,15 +26,15 @@ from schemas.arrays import is_list, one_chunk
 from schemas.layout import EVALUATION, TRAIN
 
 MANY_REJECTS = 0.01
-"""Share of rejects that is said."""
+"""Share of rejects above which a note reports them."""
 
 
 @dataclass(frozen=True, slots=True)
 class SampleTable:
-    """Samples as SQL gave them, in the order of their raw rows.
+    """Samples of the SQL, in the order of their raw rows.
 
     Attributes:
-        rows: the columns that the schema declares, but for those that transforms make.
+        rows: the declared columns, without those that transforms make.
         is_evaluation: (num_samples,) bool.
     """
 
@@ -43,16 +43,16 @@ class SampleTable:
 
     @staticmethod
     def of(tuples: Sequence[Tuples], context: BuildContext) -> SampleTable:
-        """Put the columns of samples together again."""
+        """Join the columns of tuples back to the samples."""
         names = [n for n in context.features.names if n not in context.data.derived_columns]
         if not tuples:
             empty = pa.table({n: pa.array([], pa.null()) for n in names})
             return SampleTable(empty, np.zeros(0, bool))
-        every = [*names, ORIGIN, LIST_INDEX]
-        found = pa.concat_tables(pa.table({n: t.column(n) for n in every}) for t in tuples)
-        unused_events = np.concatenate([in_evaluation(t, context.data) for t in tuples])
-        order = np.lexsort([found[LIST_INDEX].to_numpy(), found[ORIGIN].to_numpy()])
-        return SampleTable(found.select(names).take(pa.array(order)), unused_events[order])
+        columns = [*names, ORIGIN, LIST_INDEX]
+        rows = pa.concat_tables(pa.table({n: t.column(n) for n in columns}) for t in tuples)
+        is_evaluation = np.concatenate([in_evaluation(t, context.data) for t in tuples])
+        order = np.lexsort([rows[LIST_INDEX].to_numpy(), rows[ORIGIN].to_numpy()])
+        return SampleTable(rows.select(names).take(pa.array(order)), is_evaluation[order])
 
 
 def estimates(
@@ -66,9 +66,9 @@ def estimates(
 
     Args:
         context: of the build.
-        samples: all of them.
-        parts: what was written of them.
-        distinct: table to rows that are looked up.
+        samples: the first samples.
+        parts: results of their parts.
+        distinct: table to number of distinct rows.
         rows: raw rows by source and side table.
     """
     data = context.data
@@ -93,67 +93,67 @@ def estimates(
             for name, table in data.tables.items()
         },
         "splits": _splits(context, samples),
-        "joins": [*_look_ups(context, samples, rows), *_sources_of_a_key(context, rows)],
+        "joins": [*_look_ups(context, samples, rows), *_keyed_sources(context, rows)],
     }
 
 
 def _splits(context: BuildContext, samples: SampleTable) -> dict[str, Any]:
     names = (TRAIN, EVALUATION) if context.data.split.evaluation_from else (TRAIN,)
-    found: dict[str, Any] = {}
+    splits: dict[str, Any] = {}
     for name in names:
-        mine = samples.rows.filter(pa.array(samples.is_evaluation == (name == EVALUATION)))
-        times = pc.min_max(mine[context.data.session.time])
-        labels = [n for n in context.features.with_role("label") if n in mine.column_names]
-        mean = pc.mean(mine[labels[0]].cast(pa.float64())).as_py() if labels and len(mine) else None
-        found[name] = {
-            "num_samples": mine.num_rows,
+        rows = samples.rows.filter(pa.array(samples.is_evaluation == (name == EVALUATION)))
+        times = pc.min_max(rows[context.data.session.time])
+        labels = [n for n in context.features.with_role("label") if n in rows.column_names]
+        mean = pc.mean(rows[labels[0]].cast(pa.float64())).as_py() if labels and len(rows) else None
+        splits[name] = {
+            "num_samples": rows.num_rows,
             "first_time": _plain(times["min"].as_py()),
             "last_time": _plain(times["max"].as_py()),
             "label_mean": None if mean is None else round(float(mean), 6),
         }
-    return found
+    return splits
 
 
 def _look_ups(
     context: BuildContext, samples: SampleTable, rows: Mapping[str, Sequence[pa.Table]]
 ) -> list[dict[str, Any]]:
-    """Return how many samples have a key that a side table has, for each look-up."""
-    found: list[dict[str, Any]] = []
+    """Return the number of samples whose key is in the side table, for each look-up."""
+    look_ups: list[dict[str, Any]] = []
     for join in context.data.samples.joins:
         config, kind = context.data.sides[join.side], context.key_types[join.side]
-        asked = join.key or config.key
-        known = [key_column(table, config.key, kind) for table in rows.get(join.side, [])]
+        key = join.key or config.key
+        side_keys = [key_column(table, config.key, kind) for table in rows.get(join.side, [])]
         matched = 0
-        if known and samples.rows.num_rows:
-            keys = key_column(samples.rows, asked, kind)
-            values = pa.concat_arrays([one_chunk(pa.chunked_array([k])) for k in known])
+        if side_keys and samples.rows.num_rows:
+            keys = key_column(samples.rows, key, kind)
+            values = pa.concat_arrays([one_chunk(pa.chunked_array([k])) for k in side_keys])
             matched = pc.sum(pc.is_in(keys, value_set=values.drop_null())).as_py() or 0
-        found.append(
-            {"table": join.side, "key": asked, "of": samples.rows.num_rows, "matched": matched}
+        look_ups.append(
+            {"table": join.side, "key": key, "of": samples.rows.num_rows, "matched": matched}
         )
-    return found
+    return look_ups
 
 
-def _sources_of_a_key(
+def _keyed_sources(
     context: BuildContext, rows: Mapping[str, Sequence[pa.Table]]
 ) -> list[dict[str, Any]]:
-    """Return how many rows of the sample source have their key in each other source."""
+    """Return the number of rows of the sample source whose key is in each other source."""
     data, key = context.data, context.shard
     if key is None:
         return []
     kind = key_type({name: context.empty_rows[name] for name in data.sources}, key)
     keys = [key_column(table, key, kind) for table in rows.get(data.sample_source, [])]
-    found: list[dict[str, Any]] = []
+    matches: list[dict[str, Any]] = []
     for name in data.sources:
         if name == data.sample_source:
             continue
-        known = [key_column(table, key, kind) for table in rows.get(name, [])]
+        other_keys = [key_column(table, key, kind) for table in rows.get(name, [])]
         matched = 0
-        if known and keys:
-            values = pa.concat_arrays(known).drop_null()
+        if other_keys and keys:
+            values = pa.concat_arrays(other_keys).drop_null()
             matched = sum(pc.sum(pc.is_in(k, value_set=values)).as_py() or 0 for k in keys)
-        found.append({"table": name, "key": key, "of": sum(map(len, keys)), "matched": matched})
-    return found
+        matches.append({"table": name, "key": key, "of": sum(map(len, keys)), "matched": matched})
+    return matches
 
 
 def notes_of(
@@ -161,34 +161,32 @@ def notes_of(
     sources: Mapping[str, Mapping[str, Any]],
     samples: SampleTable,
     rejects: Mapping[str, Any],
-    made: Mapping[str, Any],
+    figures: Mapping[str, Any],
 ) -> list[str]:
-    """Return what a person should know before they build, one line each."""
+    """Return notes on the result, one line each."""
     data, notes = context.data, list[str]()
     source, num_samples = sources[data.sample_source], samples.rows.num_rows
     whole = all(each["whole"] for each in sources.values())
     if not whole:
         notes.append(
             f"groups, tables, splits and joins are estimates from the first {source['rows_read']} "
-            f"rows of {data.sample_source!r}; --rows N looks at more"
+            f"rows of {data.sample_source!r}; --rows N reads more"
         )
     if rejects["share"] > MANY_REJECTS:
-        notes.append(
-            f"{rejects['share']:.1%} of the rows that samples are made from cannot be used"
-        )
-    for join in made["joins"]:
+        notes.append(f"{rejects['share']:.1%} of the rows that samples are made from are rejected")
+    for join in figures["joins"]:
         read = sources[join["table"]]
         if join["of"] > join["matched"] and (not join["matched"] or not read["whole"]):
-            found = f"only {join['matched']}" if join["matched"] else "none"
+            count = f"only {join['matched']}" if join["matched"] else "none"
             part = "all" if read["whole"] else "the first"
             notes.append(
-                f"{found} of {join['of']} samples find their {join['key']!r} in {part} "
+                f"{count} of {join['of']} samples have their {join['key']!r} in {part} "
                 f"{read['rows_read']} rows of {join['table']!r}"
                 + ("" if read["whole"] else "; others may follow")
             )
-    notes.extend(_split_notes(context, made["splits"], num_samples, whole))
+    notes.extend(_split_notes(context, figures["splits"], num_samples, whole))
     if num_samples:
-        factors = {name: group["dedup_factor"] for name, group in made["groups"].items()}
+        factors = {name: group["dedup_factor"] for name, group in figures["groups"].items()}
         notes.extend(group_warnings(factors, data.groups, context.segment_root))
     labels = context.features.with_role("label")
     extremes = None
@@ -222,7 +220,7 @@ def _split_notes(
 
 
 def python_values(table: pa.Table) -> list[dict[str, Any]]:
-    """Return rows as JSON has them: times as text, numbers that are none as null."""
+    """Return rows as JSON values: times as text, NaN and infinity as null."""
     return [{k: _plain(v) for k, v in row.items()} for row in python_rows(table)]
 
 

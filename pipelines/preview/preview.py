@@ -1,4 +1,9 @@
-"""Preview what a build would make of the first rows of a log."""
+"""Preview of a build: run its stages over the first rows of a log.
+
+The first rows of each source are copied to a temporary folder that a build can read. A copy has the
+name, format and compression of its file, so the readers of builds report the same positions and
+reasons. How much is read depends on the number of rows requested, not on the size of the log.
+"""
 
 from __future__ import annotations
 
@@ -54,30 +59,225 @@ from schemas.errors import SchemaError
 from schemas.layout import REJECTS_SCHEMA
 from schemas.manifest import InputFile
 
-# The first rows of each source of a log, copied to a folder that a build can read.
-#
-# A copy has the name, the format and the compression of its file, so that the readers of builds
-# read it and say of a row what they would say of it in its file: positions are the same. How much
-# is read follows from the rows that are asked for, not from the size of the log.
+NUM_SAMPLES = 10
+"""Number of samples shown."""
+NUM_REJECTS = 5
+"""Number of rejects shown, and of reasons."""
+OTHER_ROWS = 10_000
+"""Number of rows read of each side table and of each source other than the sample source."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreviewRequest:
+    """Arguments of the command.
+
+    Attributes:
+        job_path: the job file.
+        input_root: directory of raw files, or its URL.
+        rows: rows to read of the sample source.
+        day: label of the segment, for a job whose split needs one.
+        allow_outside: whether the job's schema may lie outside the folder of the job file.
+        progress: called with each progress message, one line.
+    """
+
+    job_path: Path
+    input_root: Path | str
+    rows: int = 1000
+    day: str | None = None
+    allow_outside: bool = False
+    progress: Callable[[str], None] = lambda _: None
+
+    def __post_init__(self) -> None:
+        """Check the number of rows."""
+        if self.rows < 1:
+            raise ValueError(f"rows must be at least 1, got {self.rows}; leave --rows out")
+
+
+def preview(request: PreviewRequest) -> dict[str, Any]:
+    """Run the stages of a build over the first rows of a log.
+
+    Returns:
+        What `preview --json` prints.
+
+    Raises:
+        SchemaError: the job or the input is invalid, with the message of a build.
+    """
+    started = time.perf_counter()
+    with TemporaryDirectory(prefix="presage-preview-") as scratch:
+        build_request = BuildRequest(
+            job_path=request.job_path,
+            input_root=str(Path(scratch, "input")),
+            dataset=Path(scratch, "dataset"),
+            beam_args=["--runner", IN_PROCESS],
+            attempt="preview",
+            day=request.day,
+            allow_outside=request.allow_outside,
+            progress=request.progress,
+        )
+        result = _preview(request, build_request)
+    return {**result, "wall_sec": round(time.perf_counter() - started, 3)}
+
+
+def _preview(request: PreviewRequest, build_request: BuildRequest) -> dict[str, Any]:
+    job, features = load_request(build_request)
+    data, folder = job.data, folder_of(request.input_root)
+    files = find_files(folder, data.inputs)
+    all_files = [
+        InputFile(source=name, path=file.path, num_bytes=file.num_bytes, sha256="")
+        for name, source_files in files.items()
+        for file in source_files
+    ]
+    broadcast_sides(data, all_files)  # raises where a build of all files would
+    rows = {name: max(request.rows, OTHER_ROWS) for name in data.inputs}
+    rows[data.sample_source] = request.rows
+    copies = excerpts(folder, data.inputs, files, rows, Path(build_request.input_root))
+    listing = [file for excerpt in copies.values() for file in excerpt.listing]
+    listing.sort(key=lambda file: (file.source, file.path))
+    build_request = replace(build_request, listing=tuple(listing))
+    build_request, job = with_groups(build_request, job, features)
+    prepared = prepare(build_request, job, features)
+    build_request.dataset.mkdir()
+    root = build_request.dataset / "segment"
+    context = build_context(build_request, job, features, prepared, root)
+    return _run_stages(context, job, copies, request)
+
+
+def _run_stages(
+    context: BuildContext, job: Job, copies: Mapping[str, Excerpt], request: PreviewRequest
+) -> dict[str, Any]:
+    outputs, num_read = OutputCollector(), Counter[str]()
+    raw_rows: dict[str, list[pa.Table]] = {}
+    source_of = {file.path: file.source for file in context.listing}
+
+    def rows() -> Iterator[SourceRows]:
+        reader, rejects = executor.read_all(context, outputs), outputs.values[REJECTS]
+        while True:
+            num_rejects = len(rejects)
+            source_rows = next(reader, None)
+            for table in rejects[num_rejects:]:  # rows that a reader rejects count as read
+                positions = table.filter(table["position"].is_valid())
+                num_read.update(source_of[file] for file in positions["file"].to_pylist())
+            if source_rows is None:
+                return
+            source, table = source_rows
+            num_read[source] += table.num_rows
+            raw_rows.setdefault(source, []).append(table)
+            yield source, table
+
+    sent = executor.make_samples(context, rows(), outputs)
+    tuples: list[Tuples] = [t for part in sent.values() for t in part]
+    samples = SampleTable.of(tuples, context)
+    files = (executor.fit_transforms(context, outputs) if tuples else None) or {}
+    parts = executor.write_parts(context, sent, files)
+    distinct = dict(executor.number_tables(context, parts))
+    rejected = sorted_rejects(outputs.values[REJECTS])
+    reject_counts = count_rejects(rejected)
+    num_rows = sum(part.num_rows for part in parts)
+    rejects = _rejects(rejected, reject_counts, num_rows)
+    figures = estimates(context, samples, parts, distinct, raw_rows)
+    sources = {
+        name: _source(context, name, excerpt, num_read[name]) for name, excerpt in copies.items()
+    }
+    first = _with_transforms(context, samples.rows.slice(0, NUM_SAMPLES), files)
+    return {
+        "job": job.name,
+        "input": str(request.input_root),
+        "rows": num_read[context.data.sample_source],
+        "sources": sources,
+        "num_samples": samples.rows.num_rows,
+        "num_sessions": sum(part.num_sessions for part in parts),
+        "samples": python_values(first),
+        "rejects": rejects,
+        **figures,
+        "notes": [
+            *_undeclared_notes(context, copies),
+            *_build_error(context, parts, reject_counts),
+            *_gate_notes(context, reject_counts, num_rows),
+            *notes_of(context, sources, samples, rejects, figures),
+        ],
+    }
+
+
+def _with_transforms(context: BuildContext, rows: pa.Table, files: Mapping[str, str]) -> pa.Table:
+    if not rows.num_rows:
+        return rows
+    learned = load_staged(context.segment_root, files, context.data)
+    for group, transforms in context.data.transforms.items():
+        rows = apply_transforms(rows, group, transforms, learned)
+    return rows.select([name for name in context.features.names if name in rows.column_names])
+
+
+def _undeclared_notes(context: BuildContext, copies: Mapping[str, Excerpt]) -> Iterator[str]:
+    for name, excerpt in copies.items():
+        paths = [file.path for file in excerpt.files]
+        types = context.data.inputs[name].partitions
+        columns = context.empty_rows[name].column_names
+        note = undeclared_partitions(name, paths, types, columns)
+        if note is not None:
+            yield note
+
+
+def _build_error(
+    context: BuildContext, parts: list[PartResult], rejects: RejectCounts
+) -> Iterator[str]:
+    try:
+        check_usable(parts, rejects, context.data)
+    except SchemaError as error:
+        yield f"a build ends here: {error}"
+
+
+def _gate_notes(context: BuildContext, counts: RejectCounts, num_rows: int) -> Iterator[str]:
+    if num_rows and counts.num_rows:
+        gate = context.data.gate or GateConfig()
+        for finding in reject_findings(gate, counts, num_rows):
+            yield f"the gate keeps such a segment out (data.gate): {finding.text}"
+
+
+def _source(context: BuildContext, name: str, excerpt: Excerpt, rows: int) -> dict[str, Any]:
+    schema = context.empty_rows[name].schema
+    return {
+        "format": context.data.inputs[name].format,
+        "num_files": len(excerpt.files),
+        "num_bytes": excerpt.num_bytes,
+        "rows_read": rows,
+        "whole": excerpt.is_whole,
+        "columns": {f.name: type_text(f.type) for f in schema if f.name != ORIGIN},
+    }
+
+
+def _rejects(rejected: pa.Table, reasons: RejectCounts, num_rows: int) -> dict[str, Any]:
+    first = rejected.slice(0, NUM_REJECTS).select(REJECTS_SCHEMA.names)
+    return {
+        "num": reasons.num_rejects,
+        "share": round(reasons.share(num_rows), 6),
+        "reasons": [
+            {"reason": reason, "num": kind.count}
+            for reason, kind in reasons.by_count()[:NUM_REJECTS]
+        ],
+        "first": first.to_pylist(),
+    }
+
+
+# Copies of the first rows.
 
 MAX_FILES = 32
-"""Files of a source that are begun at most."""
+"""Maximum number of files of a source to open."""
 MAX_BYTES = 8 << 20
-"""Bytes of text, decompressed, that are read of a file at most."""
+"""Maximum bytes of text, decompressed, to read of a file."""
 _BLOCK_BYTES = 256 << 10
 _BATCH_ROWS = 1000
 _TRIES = 1000
-"""Ends of lines that are tried for one outside quotes."""
+"""Number of line ends to try for one outside quotes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Excerpt:
-    """What was copied of one source.
+    """The copy of the first rows of one source.
 
     Attributes:
         files: all of its files.
-        listing: the copies, as a listing of the folder they are in.
-        is_whole: whether nothing was left out.
+        listing: the copies, as a listing of the target folder.
+        is_whole: whether all rows were copied.
     """
 
     files: tuple[SourceFile, ...]
@@ -86,7 +286,7 @@ class Excerpt:
 
     @property
     def num_bytes(self) -> int:
-        """Return the bytes of all files."""
+        """Bytes of all files."""
         return sum(file.num_bytes for file in self.files)
 
 
@@ -102,41 +302,42 @@ def excerpts(
     Args:
         folder: input directory.
         sources: sources and side tables.
-        files: of each, in order.
-        rows: of each, how many.
+        files: files of each, in order.
+        rows: number of rows of each.
         target: directory to write to.
     """
-    found: dict[str, Excerpt] = {}
+    copies: dict[str, Excerpt] = {}
     for name, config in sources.items():
-        left, listing, whole = rows[name], list[InputFile](), True
-        every = tuple(files[name])
-        for file in every[:MAX_FILES]:
-            if left <= 0:
+        remaining, listing, whole = rows[name], list[InputFile](), True
+        source_files = tuple(files[name])
+        for file in source_files[:MAX_FILES]:
+            if remaining <= 0:
                 break
             copy = target / file.path
             copy.parent.mkdir(parents=True, exist_ok=True)
-            copied, all_of_it = _copy(folder, file.path, config, copy, left)
-            left, whole = left - copied, whole and all_of_it
+            num_copied, is_whole = _copy(folder, file.path, config, copy, remaining)
+            remaining, whole = remaining - num_copied, whole and is_whole
             size = copy.stat().st_size
             listing.append(InputFile(source=name, path=file.path, num_bytes=size, sha256=""))
-        found[name] = Excerpt(every, tuple(listing), whole and len(listing) == len(every))
-    return found
+        whole = whole and len(listing) == len(source_files)
+        copies[name] = Excerpt(source_files, tuple(listing), whole)
+    return copies
 
 
 def _copy(
     folder: Folder, path: str, config: SourceConfig, copy: Path, rows: int
 ) -> tuple[int, bool]:
-    """Copy the first rows of a file; return about how many, and whether that is all."""
+    """Copy the first rows of a file; return the estimated number, and whether these are all."""
     try:
         if config.format == "parquet":
             return _copy_parquet(folder, path, copy, rows)
         if config.format == "avro":
             return _copy_avro(folder, path, copy, rows)
         return _copy_text(folder, path, config, copy, rows)
-    except Exception as error:  # fastavro's parser has no error of its own
+    except Exception as error:  # fastavro has no exception class of its own
         if is_transient(error) or isinstance(error, FileNotFoundError):
             raise
-        return _copy_bytes(folder, path, copy)  # what is wrong with it, its reader will say
+        return _copy_bytes(folder, path, copy)  # the reader of builds will report the damage
 
 
 def _copy_bytes(folder: Folder, path: str, copy: Path) -> tuple[int, bool]:
@@ -179,26 +380,26 @@ def _copy_text(
     folder: Folder, path: str, config: SourceConfig, copy: Path, rows: int
 ) -> tuple[int, bool]:
     lines = rows + (config.format == "csv" and config.header)
-    text, blocks, found, whole = b"", list[bytes](), 0, False
+    blocks, num_lines, whole = list[bytes](), 0, False
     with folder.open(path) as stored:
         file = decompressed(stored, path)
-        while found <= lines and sum(map(len, blocks)) < MAX_BYTES:
+        while num_lines <= lines and sum(map(len, blocks)) < MAX_BYTES:
             block = file.read(_BLOCK_BYTES)
             if not block:
                 whole = True
                 break
             blocks.append(block)
-            found += block.count(b"\n")
+            num_lines += block.count(b"\n")
     text = b"".join(blocks)
     if not whole:
         quote = config.quote if config.format == "csv" else None
         text = text[: _end_of_lines(text, lines, quote)]
     copy.write_bytes(_compressed(text, path))
-    return max(0, min(found, lines) - (lines - rows)), whole
+    return max(0, min(num_lines, lines) - (lines - rows)), whole
 
 
 def _end_of_lines(text: bytes, lines: int, quote: str | None) -> int:
-    r"""Return where the first lines of a text end: at the last end of a line outside quotes.
+    r"""Return the index of the end of the first lines: the last line end outside quotes.
 
     Example:
         >>> [_end_of_lines(b'a\n"b\nc"\nd\n', lines, '"') for lines in (2, 3)]
@@ -224,36 +425,31 @@ def _compressed(text: bytes, path: str) -> bytes:
     return pa.Codec(codec).compress(text, asbytes=True)
 
 
+# Printing.
+
 WIDTH = 100
 _VALUE_WIDTH = 28
 _LIST_VALUES = 4
 
 
-def show(found: Mapping[str, Any], console: Console) -> None:
-    """Print what `preview` returns.
-
-    Args:
-        found: from `preview`.
-        console: where to; `WIDTH` columns are enough.
-    """
-    whole = all(source["whole"] for source in found["sources"].values())
-    console.print(
-        f"{found['job']}: {found['num_samples']} samples in {found['num_sessions']} sessions from "
-        f"{'all' if whole else 'the first'} {found['rows']} rows of {found['input']}",
-        soft_wrap=True,
-    )
-    _print(console, _sources(found["sources"]))
-    for name, source in found["sources"].items():
+def show(result: Mapping[str, Any], console: Console) -> None:
+    """Print the result of `preview`; `WIDTH` columns are enough."""
+    whole = all(source["whole"] for source in result["sources"].values())
+    samples = f"{result['num_samples']} samples in {result['num_sessions']} sessions"
+    rows = f"{'all' if whole else 'the first'} {result['rows']} rows of {result['input']}"
+    console.print(f"{result['job']}: {samples} from {rows}", soft_wrap=True)
+    _print(console, _sources(result["sources"]))
+    for name, source in result["sources"].items():
         columns = ", ".join(f"{column} {kind}" for column, kind in source["columns"].items())
         console.print(Text.assemble((f"{name}: ", "bold"), columns), highlight=False)
-    _print(console, _samples(found["samples"]))
-    _reject_lines(console, found["rejects"])
+    _print(console, _samples(result["samples"]))
+    _reject_lines(console, result["rejects"])
     estimate = "" if whole else ", estimated"
-    _print(console, _groups(found["groups"], estimate), _tables(found["tables"], estimate))
-    _print(console, _splits(found["splits"], estimate))
-    if found["joins"]:
-        _print(console, _joins(found["joins"], estimate))
-    for note in found["notes"]:
+    _print(console, _groups(result["groups"], estimate), _tables(result["tables"], estimate))
+    _print(console, _splits(result["splits"], estimate))
+    if result["joins"]:
+        _print(console, _joins(result["joins"], estimate))
+    for note in result["notes"]:
         console.print(Text.assemble(("note: ", "bold"), note), highlight=False)
 
 
@@ -281,7 +477,7 @@ def _sources(sources: Mapping[str, Mapping[str, Any]]) -> Table:
 
 
 def _samples(samples: Sequence[Mapping[str, Any]]) -> Table:
-    """Return a line for each column: samples are wide, and values repeat along a session."""
+    """Return a row for each column: samples have many, and values repeat within a session."""
     table = _table(f"First {len(samples)} samples, one after the other", ("column", "values"))
     for name in samples[0] if samples else ():
         runs = [(v, len(list(run))) for v, run in groupby(_short(s[name]) for s in samples)]
@@ -356,211 +552,3 @@ def _joins(joins: Sequence[Mapping[str, Any]], estimate: str) -> Table:
     for join in joins:
         table.add_row(join["table"], join["key"], f"{join['matched']:,}", f"{join['of']:,}")
     return table
-
-
-# Look at what a build would make of the first rows of a log; nothing is left behind.
-#
-# The first rows are copied to a temporary folder, and the stages of a build run
-# over them in this process, so that what is said of a row, and by which words, is what a build
-# says.
-
-NUM_SAMPLES = 10
-"""Samples that are shown."""
-NUM_REJECTS = 5
-"""Rejects that are shown, and reasons."""
-OTHER_ROWS = 10_000
-"""Rows that are read of each source that samples are not made of, and of each side table."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PreviewRequest:
-    """What is to be looked at.
-
-    Attributes:
-        job_path: the job file.
-        input_root: directory of raw files, or its URL.
-        rows: rows that are read of the source that samples are made of.
-        day: label of the segment, for a job whose split needs one.
-        allow_outside: whether the job's schema may lie outside the folder of the job file.
-        progress: called with each progress message, one line.
-    """
-
-    job_path: Path
-    input_root: Path | str
-    rows: int = 1000
-    day: str | None = None
-    allow_outside: bool = False
-    progress: Callable[[str], None] = lambda _: None
-
-    def __post_init__(self) -> None:
-        """Refuse to look at nothing."""
-        if self.rows < 1:
-            raise ValueError(f"rows must be at least 1, got {self.rows}; leave --rows out")
-
-
-def preview(request: PreviewRequest) -> dict[str, Any]:
-    """Run the stages of a build over the first rows of a log.
-
-    Returns:
-        What `preview --json` prints.
-
-    Raises:
-        SchemaError: the job or the input does not fit; in the words of a build.
-    """
-    started = time.perf_counter()
-    with TemporaryDirectory(prefix="presage-preview-") as scratch:
-        building = BuildRequest(
-            job_path=request.job_path,
-            input_root=str(Path(scratch, "input")),
-            dataset=Path(scratch, "dataset"),
-            beam_args=["--runner", IN_PROCESS],
-            attempt="preview",
-            day=request.day,
-            allow_outside=request.allow_outside,
-            progress=request.progress,
-        )
-        found = _previewed(request, building)
-    return {**found, "wall_sec": round(time.perf_counter() - started, 3)}
-
-
-def _previewed(request: PreviewRequest, building: BuildRequest) -> dict[str, Any]:
-    job, features = load_request(building)
-    data, folder = job.data, folder_of(request.input_root)
-    files = find_files(folder, data.inputs)
-    every = [
-        InputFile(source=name, path=file.path, num_bytes=file.num_bytes, sha256="")
-        for name, found in files.items()
-        for file in found
-    ]
-    broadcast_sides(data, every)  # refuses what a build of all files would
-    rows = {name: max(request.rows, OTHER_ROWS) for name in data.inputs}
-    rows[data.sample_source] = request.rows
-    copied = excerpts(folder, data.inputs, files, rows, Path(building.input_root))
-    listing = tuple(file for excerpt in copied.values() for file in excerpt.listing)
-    building = replace(building, listing=tuple(sorted(listing, key=lambda f: (f.source, f.path))))
-    building, job = with_groups(building, job, features)
-    prepared = prepare(building, job, features)
-    building.dataset.mkdir()
-    context = build_context(building, job, features, prepared, building.dataset / "segment")
-    return _run(context, job, copied, request)
-
-
-def _run(
-    context: BuildContext, job: Job, copied: Mapping[str, Excerpt], request: PreviewRequest
-) -> dict[str, Any]:
-    """Run the stages, and say what came of each."""
-    found, counted, side_rows = OutputCollector(), Counter[str](), dict[str, list[pa.Table]]()
-
-    def rows() -> Iterator[SourceRows]:
-        read, rejects = executor.read_all(context, found), found.values[REJECTS]
-        while True:
-            known = len(rejects)
-            each = next(read, None)
-            for table in rejects[known:]:  # what the readers reject was read, too
-                positions = table.filter(table["position"].is_valid())
-                counted.update(sources_of[file] for file in positions["file"].to_pylist())
-            if each is None:
-                return
-            source, table = each
-            counted[source] += table.num_rows
-            side_rows.setdefault(source, []).append(table)
-            yield source, table
-
-    sources_of = {file.path: file.source for file in context.listing}
-
-    sent = executor.make_samples(context, rows(), found)
-    tuples: list[Tuples] = [t for part in sent.values() for t in part]
-    samples = SampleTable.of(tuples, context)
-    files = (executor.fit_transforms(context, found) if tuples else None) or {}
-    parts = executor.write_parts(context, sent, files)
-    distinct = dict(executor.number_tables(context, parts))
-    rejected = sorted_rejects(found.values[REJECTS])
-    reasons = count_rejects(rejected)
-    num_rows = sum(part.num_rows for part in parts)
-    rejects = _rejects(rejected, reasons, num_rows)
-    made = estimates(context, samples, parts, distinct, side_rows)
-    sources = {
-        name: _source(context, name, excerpt, counted[name]) for name, excerpt in copied.items()
-    }
-    return {
-        "job": job.name,
-        "input": str(request.input_root),
-        "rows": counted[context.data.sample_source],
-        "sources": sources,
-        "num_samples": samples.rows.num_rows,
-        "num_sessions": sum(part.num_sessions for part in parts),
-        "samples": python_values(_with_made(context, samples.rows.slice(0, NUM_SAMPLES), files)),
-        "rejects": rejects,
-        **made,
-        "notes": [
-            *_undeclared(context, copied),
-            *_refusal(context, parts, reasons),
-            *_at_the_gate(context, reasons, num_rows),
-            *notes_of(context, sources, samples, rejects, made),
-        ],
-    }
-
-
-def _with_made(context: BuildContext, rows: pa.Table, files: Mapping[str, str]) -> pa.Table:
-    """Return samples with the columns that transforms make of them."""
-    if not rows.num_rows:
-        return rows
-    learned = load_staged(context.segment_root, files, context.data)
-    for group, transforms in context.data.transforms.items():
-        rows = apply_transforms(rows, group, transforms, learned)
-    return rows.select([name for name in context.features.names if name in rows.column_names])
-
-
-def _undeclared(context: BuildContext, copied: Mapping[str, Excerpt]) -> Iterator[str]:
-    """Yield a note for each source whose folder names give columns that the job does not read."""
-    for name, excerpt in copied.items():
-        paths = [file.path for file in excerpt.files]
-        types = context.data.inputs[name].partitions
-        columns = context.empty_rows[name].column_names
-        note = undeclared_partitions(name, paths, types, columns)
-        if note is not None:
-            yield note
-
-
-def _refusal(
-    context: BuildContext, parts: list[PartResult], rejects: RejectCounts
-) -> Iterator[str]:
-    """Yield what would end a build of these rows."""
-    try:
-        check_usable(parts, rejects, context.data)
-    except SchemaError as error:
-        yield f"a build ends here: {error}"
-
-
-def _at_the_gate(context: BuildContext, counts: RejectCounts, num_rows: int) -> Iterator[str]:
-    """Yield that so many rejects would keep the segment out."""
-    if num_rows and counts.num_rows:
-        gate = context.data.gate or GateConfig()
-        for finding in reject_findings(gate, counts, num_rows):
-            yield f"the gate keeps such a segment out (data.gate): {finding.text}"
-
-
-def _source(context: BuildContext, name: str, excerpt: Excerpt, rows: int) -> dict[str, Any]:
-    schema = context.empty_rows[name].schema
-    return {
-        "format": context.data.inputs[name].format,
-        "num_files": len(excerpt.files),
-        "num_bytes": excerpt.num_bytes,
-        "rows_read": rows,
-        "whole": excerpt.is_whole,
-        "columns": {f.name: type_text(f.type) for f in schema if f.name != ORIGIN},
-    }
-
-
-def _rejects(rejected: pa.Table, reasons: RejectCounts, num_rows: int) -> dict[str, Any]:
-    """Return how many rows cannot be used, why, and the first of them."""
-    first = rejected.slice(0, NUM_REJECTS).select(REJECTS_SCHEMA.names)
-    return {
-        "num": reasons.num_rejects,
-        "share": round(reasons.share(num_rows), 6),
-        "reasons": [
-            {"reason": reason, "num": found.count}
-            for reason, found in reasons.by_count()[:NUM_REJECTS]
-        ],
-        "first": first.to_pylist(),
-    }

@@ -1,4 +1,8 @@
-"""`pipelines rewrite`: cluster an existing Parquet dataset by session, as a star schema or flat."""
+"""`pipelines rewrite`: cluster an existing Parquet dataset by session, as a star schema or flat.
+
+The pipeline is that of a build. The output is compared with the input by a hash of all rows,
+independent of their order, before it gets its name.
+"""
 
 from __future__ import annotations
 
@@ -29,9 +33,9 @@ from pipelines.rewrite.input import (
     SOURCE,
     Rows,
     check_microseconds,
-    look_at,
+    inspect_rows,
     ordering,
-    star_word,
+    star_type,
 )
 from pipelines.runners import runner_module
 from pipelines.samples.sql import LIST_INDEX
@@ -54,166 +58,28 @@ from schemas.layout import inverse_column, part_name, samples_path
 from schemas.manifest import sync_directory
 
 KEY, TIME = "_key", "_time"
-"""Columns that order the rows while they are moved; in no file."""
-
-
-@dataclass(frozen=True, slots=True)
-class FlatPart:
-    """One written file.
-
-    Attributes:
-        num_bytes: of the file.
-        num_sessions: in it.
-        content: hash of its rows.
-    """
-
-    num_bytes: int
-    num_sessions: int
-    content: ContentHash
-
-
-@dataclass(frozen=True, slots=True)
-class FlatStage:
-    """The two stages of a rewriting: rows to parts by session, parts to files.
-
-    Attributes:
-        context: of the rewriting.
-        schema: of the rows.
-        session: the session key.
-        time: what orders the rows of a session, if anything does.
-    """
-
-    context: BuildContext
-    schema: pa.Schema
-    session: str
-    time: str | None
-
-    def hand_over(self, table: pa.Table) -> Iterator[tuple[int, Any]]:
-        """Yield (part, element of `context.transport`) for rows, by the hash of their session."""
-        ordered = with_order(decoded(table), self.session, self.time)
-        num_parts = self.context.num_parts
-        target = part_of_key(hash_session_keys(ordered[KEY]), num_parts)
-        yield from self.context.transport.send(split(Tuples(ordered, {}, {}), target, num_parts))
-
-    def write(self, part: int, sent: Iterable[Any]) -> FlatPart:
-        """Write the file of one part."""
-        rows = join(list(self.context.transport.receive(sent)))
-        clustered = cluster(rows, self.context.data)
-        table = clustered.samples.samples.select(self.schema.names)
-        path = self.context.segment_root / part_name(part)
-        write_flat_part(path, encoded(table, self.schema))
-        content = content_hash(table.slice(i, 1 << 16) for i in range(0, table.num_rows, 1 << 16))
-        return FlatPart(path.stat().st_size, clustered.num_sessions, content)
-
-
-def run_flat(stage: FlatStage) -> Mapping[str, list[Any]]:
-    """Rewrite all rows in this process; return `parts` and `rejects`."""
-    collected = OutputCollector()
-    sent: defaultdict[int, list[Any]] = defaultdict(list)
-    for _, table in read_all(stage.context, collected):
-        for part, rows in stage.hand_over(table):
-            sent[part].append(rows)
-    parts = [stage.write(part, sent.pop(part)) for part in sorted(sent)]
-    return {"parts": parts, "rejects": collected.values[REJECTS]}
-
-
-def with_order(table: pa.Table, session: str, time: str | None) -> pa.Table:
-    """Add the columns that `cluster` sorts by; rows without a key form one session."""
-    moment = ordering(table[time]) if time else pa.array(np.zeros(table.num_rows, np.int64))
-    index = pa.array(np.zeros(table.num_rows, np.int32))
-    added = table.append_column(KEY, table[session]).append_column(TIME, moment)
-    return added.append_column(LIST_INDEX, index)
-
-
-def decoded(table: pa.Table) -> pa.Table:
-    """Return the table in types that Arrow's kernels take; `encoded` undoes it."""
-    for index, field in enumerate(table.schema):
-        kind = _plain_type(field.type)
-        if kind != field.type:
-            table = table.set_column(index, field.name, table[field.name].cast(kind))
-    return table
-
-
-def _plain_type(kind: pa.DataType) -> pa.DataType:
-    """Return a type without dictionary, extension (UUID, JSON) and view, at its top level."""
-    if pa.types.is_dictionary(kind):
-        return _plain_type(kind.value_type)
-    if isinstance(kind, pa.BaseExtensionType):
-        return _plain_type(kind.storage_type)
-    if pa.types.is_string_view(kind):
-        return pa.large_string()
-    if pa.types.is_binary_view(kind):
-        return pa.large_binary()
-    return kind
-
-
-def can_be_moved(kind: pa.DataType, nested: bool = False) -> bool:
-    """Tell whether rows with a column of that type can be sorted, hashed and written again."""
-    t = pa.types
-    if t.is_list_view(kind) or t.is_large_list_view(kind) or t.is_run_end_encoded(kind):
-        return False
-    if nested and _plain_type(kind) != kind and not t.is_dictionary(kind):
-        return False
-    fields = [kind.field(i).type for i in range(kind.num_fields)]
-    return all(can_be_moved(field, nested=True) for field in fields)
-
-
-def encoded(table: pa.Table, schema: pa.Schema) -> pa.Table:
-    """Return the table with the schema that it had, dictionaries, metadata and all."""
-    columns = []
-    for field in schema:
-        column = table[field.name]
-        if pa.types.is_dictionary(field.type):
-            column = column.combine_chunks().dictionary_encode()
-        if column.type != field.type:
-            column = column.cast(field.type)
-        columns.append(column)
-    return pa.table(columns, schema=schema)
-
-
-def write_flat_part(path: Path, table: pa.Table) -> None:
-    """Write a file in row groups of about 64 MiB, under its name only when it is whole."""
-    partial = path.with_suffix(".partial")
-    per_group = max(1, int(ROW_GROUP_BYTES * table.num_rows / max(1, table.nbytes)))
-    with open_writer(
-        str(partial), table.schema, choose_encodings(table.slice(0, per_group))
-    ) as writer:
-        for start in range(0, table.num_rows, per_group):
-            writer.write_table(table.slice(start, per_group), row_group_size=per_group)
-    with partial.open("rb") as file:
-        os.fsync(file.fileno())
-    partial.replace(path)
-
-
+"""Temporary columns that order the rows."""
 HIDDEN = (ORIGIN, LIST_INDEX, KEY, TIME)
 """Names that no column of the input may have."""
-
-
-# Storage reduction: any Parquet dataset with a session key, as a star schema or clustered.
-#
-# The pipeline is that of a build. What comes out is compared with what went in by a hash of all
-# rows that does not depend on their order, before anything gets its name.
-
 ROWS = "rows"
-"""Where the rewritten rows are below the hidden folder, until they are renamed to the output."""
-
+"""Directory of the rewritten rows in the scratch directory, renamed to the output at the end."""
 ROW_TIME = "row_time"
-"""Column that is added to a star schema whose rows have no time: the same in all of them."""
+"""Column added to a star schema whose rows have no time: a constant."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewriteRequest:
-    """What is to be rewritten.
+    """Arguments of the command.
 
     Attributes:
         folder: directory with Parquet files.
-        output: directory to write; must not hold anything.
+        output: directory to write; new or empty.
         layout: `star` for a dataset, `flat` for plain Parquet with the same schema.
         session: the session key; guessed when None.
-        time: what orders the rows of a session; guessed when None.
-        label: the label, which makes the star schema one that can be trained on.
+        time: column that orders the rows of a session; guessed when None.
+        label: the label; with it a model can be trained on the star schema.
         beam_args: Beam options.
-        attempt: name of this attempt, unique among those that may run at once.
+        attempt: name of this attempt, unique among concurrent ones.
         progress: called with each progress message, one line.
     """
 
@@ -229,13 +95,14 @@ class RewriteRequest:
 
 
 def rewrite(request: RewriteRequest) -> dict[str, Any]:
-    """Rewrite a dataset and prove that every row of it is there.
+    """Rewrite a dataset and check that the output has every row.
 
     Returns:
         What `rewrite --json` prints.
 
     Raises:
-        SchemaError: the input does not fit, or a row could not be kept; nothing is left then.
+        SchemaError: the input is invalid, or a row could not be kept; the output does not exist
+            then.
     """
     if request.label is not None and request.layout == "flat":
         raise SchemaError(
@@ -252,7 +119,7 @@ def rewrite(request: RewriteRequest) -> dict[str, Any]:
             f"output must lie outside the input, got {request.output} below {request.folder}; "
             "choose another --output"
         )
-    rows = look_at(request.folder, request.session, request.time)
+    rows = inspect_rows(request.folder, request.session, request.time)
     if not rows.has_rows():
         raise SchemaError("input must have rows, got none", file=str(rows.folder))
     if rows.partitions:
@@ -262,12 +129,12 @@ def rewrite(request: RewriteRequest) -> dict[str, Any]:
         request.progress(
             f"files that are not Parquet, not read: {rows.num_ignored}, such as {rows.ignored}"
         )
-    order = f"by {rows.time}" if rows.time else "as they lie"
+    order = f"by {rows.time}" if rows.time else "in the order of the files"
     request.progress(f"session key: {rows.session}; rows of a session {order}")
     building = request.output.parent / f".{request.output.name}.{request.attempt}"
     with scratch_directory(building, f".{request.output.name}.*"):
-        make = _star if request.layout == "star" else _flat
-        result = make(request, rows, building)
+        write = _write_star if request.layout == "star" else _write_flat
+        result = write(request, rows, building)
         if request.output.exists():
             request.output.rmdir()
         (building / ROWS).rename(request.output)
@@ -294,21 +161,24 @@ def _result(
 def _check_equal(before: ContentHash, after: ContentHash) -> None:
     if before != after:
         raise SchemaError(
-            f"rewritten rows must have the content hash {before}, got {after}; "
-            "the input has changed meanwhile, or please report this"
+            f"rewritten rows have content hash {after}, the input has {before}; the input changed "
+            "meanwhile, or please report this"
         )
 
 
-def _flat(request: RewriteRequest, rows: Rows, building: Path) -> dict[str, Any]:
+# Layout `flat`.
+
+
+def _write_flat(request: RewriteRequest, rows: Rows, building: Path) -> dict[str, Any]:
     """Write plain Parquet files below `building`, and compare them with the input."""
-    taken = [n for n in rows.schema.names if n in HIDDEN]
-    if taken:
-        raise SchemaError(f"column must not be named {taken[0]!r}; rename it")
-    unfit = next((f for f in rows.schema if not can_be_moved(f.type)), None)
-    if unfit is not None:
+    reserved = [n for n in rows.schema.names if n in HIDDEN]
+    if reserved:
+        raise SchemaError(f"column must not be named {reserved[0]!r}; rename it")
+    unsupported = next((f for f in rows.schema if not is_rewritable(f.type)), None)
+    if unsupported is not None:
         raise SchemaError(
-            f"column {unfit.name!r} has a type that cannot be rewritten, {unfit.type}; cast it, or "
-            "leave it out"
+            f"column {unsupported.name!r} has a type that cannot be rewritten, {unsupported.type}; "
+            "cast it, or leave it out"
         )
     data = DataConfig(
         sources={SOURCE: rows.source},
@@ -317,11 +187,11 @@ def _flat(request: RewriteRequest, rows: Rows, building: Path) -> dict[str, Any]
         tables={},
     )
     schema = rows.schema.remove_metadata().append(pa.field(ORIGIN, pa.int64()))
-    written = building / ROWS
-    written.mkdir()
+    target = building / ROWS
+    target.mkdir()
     context = BuildContext(
         folder=folder_of(rows.folder),
-        segment_root=written,
+        segment_root=target,
         listing=rows.listing,
         data=data,
         features=FeatureSet(()),
@@ -330,7 +200,7 @@ def _flat(request: RewriteRequest, rows: Rows, building: Path) -> dict[str, Any]
         empty_rows={SOURCE: schema.empty_table()},
         shuffle_by=choose_shuffle(request.beam_args, rows.listing),
     )
-    schema = pa.ipc.read_schema(rows.schema.serialize())  # as it is after it went to a worker
+    schema = pa.ipc.read_schema(rows.schema.serialize())  # as workers receive it
     stage = FlatStage(context, schema, rows.session, rows.time)
     if context.shuffle_by == "memory":
         values = run_flat(stage)
@@ -341,7 +211,7 @@ def _flat(request: RewriteRequest, rows: Rows, building: Path) -> dict[str, Any]
     parts: list[FlatPart] = values["parts"]
     if not parts:
         raise SchemaError("input must have rows, got none", file=str(rows.folder))
-    shutil.rmtree(written / SHUFFLE, ignore_errors=True)
+    shutil.rmtree(target / SHUFFLE, ignore_errors=True)
     content = sum((p.content for p in parts), ContentHash())
     request.progress("comparing all rows with the input")
     _check_equal(content_hash(decoded(b) for b in rows.batches()), content)
@@ -349,13 +219,144 @@ def _flat(request: RewriteRequest, rows: Rows, building: Path) -> dict[str, Any]
     return _result(request, rows, content, num_bytes, sum(p.num_sessions for p in parts))
 
 
-def _star(request: RewriteRequest, rows: Rows, building: Path) -> dict[str, Any]:
+@dataclass(frozen=True, slots=True)
+class FlatPart:
+    """One written file.
+
+    Attributes:
+        num_bytes: of the file.
+        num_sessions: in it.
+        content: hash of its rows.
+    """
+
+    num_bytes: int
+    num_sessions: int
+    content: ContentHash
+
+
+@dataclass(frozen=True, slots=True)
+class FlatStage:
+    """The two stages of a flat rewrite: rows to parts by session, parts to files.
+
+    Attributes:
+        context: of the build.
+        schema: of the rows.
+        session: the session key.
+        time: column that orders the rows of a session, or None.
+    """
+
+    context: BuildContext
+    schema: pa.Schema
+    session: str
+    time: str | None
+
+    def send(self, table: pa.Table) -> Iterator[tuple[int, Any]]:
+        """Yield (part, element of `context.transport`) for rows, by the hash of their session."""
+        ordered = with_order(decoded(table), self.session, self.time)
+        num_parts = self.context.num_parts
+        target = part_of_key(hash_session_keys(ordered[KEY]), num_parts)
+        yield from self.context.transport.send(split(Tuples(ordered, {}, {}), target, num_parts))
+
+    def write(self, part: int, sent: Iterable[Any]) -> FlatPart:
+        """Write the file of one part."""
+        rows = join(list(self.context.transport.receive(sent)))
+        clustered = cluster(rows, self.context.data)
+        table = clustered.samples.samples.select(self.schema.names)
+        path = self.context.segment_root / part_name(part)
+        write_flat_part(path, encoded(table, self.schema))
+        content = content_hash(table.slice(i, 1 << 16) for i in range(0, table.num_rows, 1 << 16))
+        return FlatPart(path.stat().st_size, clustered.num_sessions, content)
+
+
+def run_flat(stage: FlatStage) -> Mapping[str, list[Any]]:
+    """Rewrite all rows in this process; return `parts` and `rejects`."""
+    collected = OutputCollector()
+    sent: defaultdict[int, list[Any]] = defaultdict(list)
+    for _, table in read_all(stage.context, collected):
+        for part, rows in stage.send(table):
+            sent[part].append(rows)
+    parts = [stage.write(part, sent.pop(part)) for part in sorted(sent)]
+    return {"parts": parts, "rejects": collected.values[REJECTS]}
+
+
+def with_order(table: pa.Table, session: str, time: str | None) -> pa.Table:
+    """Add the columns that `cluster` sorts by; rows without a key form one session."""
+    times = ordering(table[time]) if time else pa.array(np.zeros(table.num_rows, np.int64))
+    index = pa.array(np.zeros(table.num_rows, np.int32))
+    keyed = table.append_column(KEY, table[session]).append_column(TIME, times)
+    return keyed.append_column(LIST_INDEX, index)
+
+
+def decoded(table: pa.Table) -> pa.Table:
+    """Return the table in types that Arrow's kernels support; `encoded` undoes it."""
+    for index, field in enumerate(table.schema):
+        kind = _plain_type(field.type)
+        if kind != field.type:
+            table = table.set_column(index, field.name, table[field.name].cast(kind))
+    return table
+
+
+def _plain_type(kind: pa.DataType) -> pa.DataType:
+    """Return a type without dictionary, extension (UUID, JSON) and view, at its top level."""
+    if pa.types.is_dictionary(kind):
+        return _plain_type(kind.value_type)
+    if isinstance(kind, pa.BaseExtensionType):
+        return _plain_type(kind.storage_type)
+    if pa.types.is_string_view(kind):
+        return pa.large_string()
+    if pa.types.is_binary_view(kind):
+        return pa.large_binary()
+    return kind
+
+
+def is_rewritable(kind: pa.DataType, nested: bool = False) -> bool:
+    """Tell whether rows with a column of this type can be sorted, hashed and written."""
+    t = pa.types
+    if t.is_list_view(kind) or t.is_large_list_view(kind) or t.is_run_end_encoded(kind):
+        return False
+    if nested and _plain_type(kind) != kind and not t.is_dictionary(kind):
+        return False
+    fields = [kind.field(i).type for i in range(kind.num_fields)]
+    return all(is_rewritable(field, nested=True) for field in fields)
+
+
+def encoded(table: pa.Table, schema: pa.Schema) -> pa.Table:
+    """Return the table with its original schema, including dictionaries and metadata."""
+    columns = []
+    for field in schema:
+        column = table[field.name]
+        if pa.types.is_dictionary(field.type):
+            column = column.combine_chunks().dictionary_encode()
+        if column.type != field.type:
+            column = column.cast(field.type)
+        columns.append(column)
+    return pa.table(columns, schema=schema)
+
+
+def write_flat_part(path: Path, table: pa.Table) -> None:
+    """Write a file in row groups of about 64 MiB, atomically."""
+    partial = path.with_suffix(".partial")
+    per_group = max(1, int(ROW_GROUP_BYTES * table.num_rows / max(1, table.nbytes)))
+    with open_writer(
+        str(partial), table.schema, choose_encodings(table.slice(0, per_group))
+    ) as writer:
+        for start in range(0, table.num_rows, per_group):
+            writer.write_table(table.slice(start, per_group), row_group_size=per_group)
+    with partial.open("rb") as file:
+        os.fsync(file.fileno())
+    partial.replace(path)
+
+
+# Layout `star`.
+
+
+def _write_star(request: RewriteRequest, rows: Rows, building: Path) -> dict[str, Any]:
     """Build a dataset below `building`, and compare it with the input."""
-    words = {f.name: star_word(f.name, f.type) for f in rows.schema}
+    types = {f.name: star_type(f.name, f.type) for f in rows.schema}
     check_microseconds(rows)
     job_folder = building / "job"
     job_folder.mkdir()
-    write_job(job_folder, request, rows, words)
+    write_job(job_folder, request, rows, types)
     summary = _build(
         BuildRequest(
             job_path=job_folder / "job.yaml",
@@ -370,34 +371,34 @@ def _star(request: RewriteRequest, rows: Rows, building: Path) -> dict[str, Any]
     names = rows.schema.names
     request.progress("comparing all rows with the input")
     content = sum(star_hashes(dataset, names), ContentHash())
-    _check_equal(content_hash(b.cast(_star_schema(b, words)) for b in rows.batches()), content)
-    found = _result(request, rows, content, summary["dataset_bytes"], summary["num_sessions"])
-    return {**found, "groups": summary["groups"]}
+    _check_equal(content_hash(b.cast(_star_schema(b, types)) for b in rows.batches()), content)
+    result = _result(request, rows, content, summary["dataset_bytes"], summary["num_sessions"])
+    return {**result, "groups": summary["groups"]}
 
 
 def _build(request: BuildRequest) -> dict[str, Any]:
-    """Build, and say the way out that a rewriting has where a row cannot be kept."""
+    """Build; in errors about rows that cannot be kept, advise the flat layout."""
     try:
         return build(request)
     except SchemaError as error:
-        what, _, advice = error.message.partition("; ")
-        if what.startswith("groups: auto must see samples"):
+        problem, _, advice = error.message.partition("; ")
+        if problem.startswith("groups: auto found no samples"):
             raise SchemaError(
                 "--layout star can keep none of the rows: the session key or the time is null, or "
                 "lists hold nulls; use --layout flat, which keeps every row"
             ) from error
         if "data.on_error" not in advice:
             raise
-        message = f"{what}; repair the row, or use --layout flat, which keeps every row"
+        message = f"{problem}; repair the row, or use --layout flat, which keeps every row"
         raise SchemaError(message, file=error.file, place=error.place) from error
 
 
-def _star_schema(table: pa.Table, words: Mapping[str, str]) -> pa.Schema:
-    return pa.schema([(n, arrow_type(words[n])) for n in table.column_names])
+def _star_schema(table: pa.Table, types: Mapping[str, str]) -> pa.Schema:
+    return pa.schema([(n, arrow_type(types[n])) for n in table.column_names])
 
 
 def star_hashes(dataset: Dataset, columns: list[str]) -> Iterator[ContentHash]:
-    """Yield the content hash of each row group; a tuple is hashed once, however often it is used.
+    """Yield the content hash of each row group; each tuple is hashed once.
 
     Args:
         dataset: an open dataset.
@@ -406,11 +407,11 @@ def star_hashes(dataset: Dataset, columns: list[str]) -> Iterator[ContentHash]:
     for segment in dataset.segments:
         for file_index, row_group in row_groups(segment):
             yield hash_of_values(
-                _hashed_row_group(segment, file_index, row_group, dataset.job.data, columns)
+                _row_group_hashes(segment, file_index, row_group, dataset.job.data, columns)
             )
 
 
-def _hashed_row_group(
+def _row_group_hashes(
     segment: Segment, file_index: int, row_group: int, data: DataConfig, columns: list[str]
 ) -> dict[str, np.ndarray]:
     samples = segment.file(samples_path(file_index)).read_row_group(row_group)
@@ -427,7 +428,7 @@ def _hashed_row_group(
 
 
 def write_job(
-    directory: Path, request: RewriteRequest, rows: Rows, words: Mapping[str, str]
+    directory: Path, request: RewriteRequest, rows: Rows, types: Mapping[str, str]
 ) -> None:
     """Write the job and the schema of a build that keeps every column."""
     if ROW_TIME in rows.schema.names:
@@ -439,9 +440,9 @@ def write_job(
         )
     time = rows.time or ROW_TIME
     constant = "" if rows.time else f", TIMESTAMP '1970-01-01' AS {ROW_TIME}"
-    roles = {n: _role(n, words[n], request.label, (rows.session, rows.time)) for n in words}
-    kinds = {**words, **({time: "timestamp_us"} if time == ROW_TIME else {})}
-    features = "".join(_feature(n, kind, roles.get(n, "kept")) for n, kind in kinds.items())
+    roles = {n: _role(n, types[n], request.label, rows.time) for n in types}
+    feature_types = {**types, **({time: "timestamp_us"} if time == ROW_TIME else {})}
+    features = "".join(_feature(n, t, roles.get(n, "kept")) for n, t in feature_types.items())
     (directory / "schema.pbtxt").write_text(features, encoding="utf-8")
     tables = {
         re.sub(r"[^A-Za-z0-9_-]", "_", n).lstrip("-") + f"_{i}": {
@@ -454,8 +455,8 @@ def write_job(
     source = {
         "files": FILES,
         "format": "parquet",
-        "columns": {n: word for n, word in words.items() if n not in rows.partitions},
-        **({"partitions": {n: words[n] for n in rows.partitions}} if rows.partitions else {}),
+        "columns": {n: type_ for n, type_ in types.items() if n not in rows.partitions},
+        **({"partitions": {n: types[n] for n in rows.partitions}} if rows.partitions else {}),
     }
     body = {
         "name": re.sub(r"[^A-Za-z0-9_-]+", "_", request.folder.resolve().name) or "rewritten",
@@ -472,19 +473,19 @@ def write_job(
     (directory / "job.yaml").write_text(text, encoding="utf-8")
 
 
-def _role(name: str, word: str, label: str | None, special: tuple[str | None, ...]) -> str:
-    """Return a column's role: all are only kept, unless a label makes it a training set."""
+def _role(name: str, type_: str, label: str | None, time: str | None) -> str:
+    """Return a column's role: `kept` without a label, else `sparse` for integers."""
     if label is None:
         return "kept"
     if name == label:
         return "label"
-    integer = word.removeprefix("list<").startswith(("int", "uint"))
-    return "sparse" if integer and name != special[1] and word != "uint64" else "kept"
+    integer = type_.removeprefix("list<").startswith(("int", "uint"))
+    return "sparse" if integer and name != time and type_ != "uint64" else "kept"
 
 
-def _feature(name: str, word: str, role: str) -> str:
-    value = word.removeprefix("list<").removesuffix(">")
+def _feature(name: str, type_: str, role: str) -> str:
+    value = type_.removeprefix("list<").removesuffix(">")
     kind = {"float32": "FLOAT", "float64": "FLOAT", "string": "BYTES"}.get(value, "INT")
     text = name.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
-    count = " value_count { min: 0 }" if word.startswith("list<") else ""
+    count = " value_count { min: 0 }" if type_.startswith("list<") else ""
     return f'feature {{ name: "{text}" type: {kind}{count} annotation {{ tag: "{role}" }} }}\n'

@@ -1,4 +1,4 @@
-"""What a directory of Parquet files is: its columns, its session key, its time."""
+"""Inspection of a directory of Parquet files: its columns, session key and time."""
 
 from __future__ import annotations
 
@@ -32,33 +32,33 @@ SOURCE = "rows"
 FILES = "**/*.parquet*"
 BATCH_ROWS = 1 << 16
 TABLE_FORMATS = ("_delta_log", ".hoodie")
-"""Folders of Delta Lake and Hudi, whose Parquet files are not all part of the table."""
+"""Folders of Delta Lake and Hudi; not all Parquet files beside them are part of the table."""
 
 SESSION_NAMES = (
     "session_id", "session", "sessionid", "user_session", "visit_id", "visitid", "session_key",
     "user_id", "userid", "user", "uid", "member_id", "customer_id", "visitor_id", "visitorid",
 )  # fmt: skip
-"""Likely names of a session key, the likeliest first, in lower case."""
+"""Usual names of a session key, in order of preference, in lower case."""
 TIME_NAMES = (
     "time", "timestamp", "ts", "event_time", "impression_time", "request_time", "datetime",
     "time_ms", "timestamp_ms", "event_timestamp", "created_at", "date",
 )  # fmt: skip
-"""Likely names of a time."""
+"""Usual names of a time."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """The rows that are to be rewritten.
+    """The rows to rewrite.
 
     Attributes:
         folder: their directory.
         listing: its Parquet files.
-        schema: their columns, the same in all; those of `partitions` last.
+        schema: the columns of all files, then those of `partitions`.
         session: the session key.
-        time: what orders the rows of a session, or None for the order in which they lie.
-        partitions: columns that are in folder names and not in the files, with their types.
-        num_ignored: files that hold no Parquet.
-        ignored: one of them.
+        time: column that orders the rows of a session; None for the order of the files.
+        partitions: columns from folder names that are not in the files, with their types.
+        num_ignored: number of files that are not Parquet.
+        ignored: one of these.
     """
 
     folder: Path
@@ -72,7 +72,7 @@ class Rows:
 
     @property
     def source(self) -> SourceConfig:
-        """How a job reads the rows."""
+        """The source of a job that reads the rows."""
         return SourceConfig(files=FILES, format="parquet", partitions=self.partitions)
 
     @property
@@ -81,11 +81,11 @@ class Rows:
         return sum(f.num_bytes for f in self.listing)
 
     def has_rows(self) -> bool:
-        """Say whether any file has a row."""
+        """Tell whether any file has a row."""
         return any(pq.read_metadata(self.folder / f.path).num_rows for f in self.listing)
 
     def batches(self) -> Iterator[pa.Table]:
-        """Yield the rows a few at a time, whatever the row groups are.
+        """Yield the rows in batches, independent of row groups.
 
         Raises:
             SchemaError: a file cannot be read.
@@ -97,60 +97,60 @@ class Rows:
                 for batch in opened.iter_batches(BATCH_ROWS, use_threads=False):
                     rows = RawRows(pa.Table.from_batches([batch]))
                     table = with_partitions(rows, values, self.schema.names).table
-                    assert table is not None, "rows that went in"
+                    assert table is not None, "partition values do not reject rows"
                     yield table
             except (OSError, pa.ArrowException) as error:
                 raise _unreadable(file.path, error) from error
 
 
-def look_at(folder: Path, session: str | None, time: str | None) -> Rows:
-    """Find the files of a dataset, its columns, and the columns that order it.
+def inspect_rows(folder: Path, session: str | None, time: str | None) -> Rows:
+    """Return the files of a dataset, its columns, and the columns that order it.
 
     Args:
         folder: a directory with Parquet files at any depth.
         session: the session key, or None to guess it.
-        time: the time, or None to guess it; without any the rows stay in the order they lie in.
+        time: the time, or None to guess it; without one the rows keep the order of the files.
 
     Raises:
-        SchemaError: there is no file, a file would be left out, files differ in columns, a column
-            is missing or unfit, or folder names contradict the rows.
+        SchemaError: there is no file, a file would be skipped, files have different columns, a
+            column is missing or has a wrong type, or folder names contradict the rows.
     """
     listing = list_inputs(folder_of(folder), {SOURCE: SourceConfig(files=FILES, format="parquet")})
     ignored = _ignored_files(folder_of(folder))
-    in_files = _common_schema(folder, listing)
-    found = infer_partitions([f.path for f in listing])
-    for name in found.keys() & set(in_files.names):
-        _check_agreement(folder, listing, name, in_files.field(name).type)
-    partitions = {name: word for name, word in found.items() if name not in in_files.names}
-    schema = in_files
-    for added in partition_fields(partitions):
-        schema = schema.append(added)
+    file_schema = _common_schema(folder, listing)
+    inferred = infer_partitions([f.path for f in listing])
+    for name in inferred.keys() & set(file_schema.names):
+        _check_partition(folder, listing, name, file_schema.field(name).type)
+    partitions = {n: type_ for n, type_ in inferred.items() if n not in file_schema.names}
+    schema = file_schema
+    for partition_field in partition_fields(partitions):
+        schema = schema.append(partition_field)
     key = _session_key(schema, session)
-    order = _time(schema if time else in_files, time, key) or _time(schema, None, key)
+    order = _time(schema if time else file_schema, time, key) or _time(schema, None, key)
     return Rows(
         folder, listing, schema, key, order, partitions, len(ignored), min(ignored, default="")
     )
 
 
 def _ignored_files(folder: Folder) -> list[str]:
-    """Return the files that are not read, none of which may hold rows.
+    """Return the files that are not read; none of them may contain rows.
 
     Raises:
-        SchemaError: one is Parquet by another name, or the folder belongs to a table format.
+        SchemaError: one is Parquet under another name, or the folder belongs to a table format.
     """
     marker = next((m for m in TABLE_FORMATS if Path(folder.root, m).is_dir()), None)
     paths = list(folder.files())
     if marker is not None or any(p.endswith(".metadata.json") for p in paths):
         raise SchemaError(
-            f"folder belongs to a table format ({marker or 'Iceberg metadata'}), whose own log "
-            "says which files are part of the table; write the table to plain Parquet first",
+            f"folder belongs to a table format ({marker or 'Iceberg metadata'}), whose log "
+            "determines the files of the table; write the table to plain Parquet first",
             file=folder.root,
         )
     unfinished = next((p for p in paths if re.search(r"(^|/)_[^/=]*/", p)), None)
     if unfinished is not None:
         raise SchemaError(
-            "files below a folder whose name begins with `_` are left by unfinished jobs; remove "
-            "or rename the folder",
+            "files in a folder whose name begins with `_` belong to unfinished jobs; remove or "
+            "rename the folder",
             file=unfinished,
         )
     matches = glob_regex(FILES)
@@ -161,30 +161,30 @@ def _ignored_files(folder: Folder) -> list[str]:
         with folder.open(path) as file:
             if file.read(4) == b"PAR1":
                 raise SchemaError(
-                    "file holds Parquet, but its name does not contain `.parquet`; rename it, or "
+                    "file is Parquet, but its name does not contain `.parquet`; rename it, or "
                     "move it away if it is not part of the dataset",
                     file=path,
                 )
     return others
 
 
-def _check_agreement(
+def _check_partition(
     folder: Path, listing: Iterable[InputFile], name: str, kind: pa.DataType
 ) -> None:
-    """Refuse a file whose rows have another value in a column than the folder name gives it."""
+    """Refuse files with other values in a column than their folder name has."""
     value_type = kind.value_type if pa.types.is_dictionary(kind) else kind
     for file in listing:
         text = partition_values(file.path)[name]
         try:
-            wanted = pa.scalar(text, pa.string()).cast(value_type)
+            expected = pa.scalar(text, pa.string()).cast(value_type)
         except (pa.ArrowInvalid, pa.ArrowNotImplementedError):
-            wanted = None
+            expected = None
         (column,) = _columns(folder, file.path, [name])
         values = pc.unique(column.cast(value_type))
-        other = next((v for v in values if wanted is None or v != wanted), None)
+        other = next((v for v in values if expected is None or v != expected), None)
         if other is not None:
             raise SchemaError(
-                f"column {name!r} holds {other.as_py()!r}, but the folder says {name}={text}; "
+                f"column {name!r} contains {other.as_py()!r}, but the folder is {name}={text}; "
                 "rename the folder or the column, or repair the rows",
                 file=file.path,
             )
@@ -192,7 +192,7 @@ def _check_agreement(
 
 def _unreadable(path: str, error: BaseException) -> SchemaError:
     text = str(error).splitlines()[0] if str(error) else type(error).__name__
-    return SchemaError(f"file must be Parquet, got {text}; replace or remove it", file=path)
+    return SchemaError(f"file cannot be read as Parquet: {text}; replace or remove it", file=path)
 
 
 def _common_schema(folder: Path, listing: Iterable[InputFile]) -> pa.Schema:
@@ -204,41 +204,41 @@ def _common_schema(folder: Path, listing: Iterable[InputFile]) -> pa.Schema:
         except (OSError, pa.ArrowException) as error:
             raise _unreadable(file.path, error) from error
         if len(set(schema.names)) < len(schema.names):
-            twice = next(n for n in schema.names if schema.names.count(n) > 1)
-            raise SchemaError(
-                f"column must appear once, got {twice!r} twice; rename one", file=file.path
-            )
+            name = next(n for n in schema.names if schema.names.count(n) > 1)
+            raise SchemaError(f"column {name!r} occurs twice; rename one", file=file.path)
         if first is None:
             first, first_path = schema, file.path
         elif not schema.equals(first):
-            raise _differs(first, first_path, schema, file.path)
+            raise _schema_difference(first, first_path, schema, file.path)
     assert first is not None, "a listing has a file"
     return first
 
 
-def _differs(first: pa.Schema, first_path: str, schema: pa.Schema, path: str) -> SchemaError:
+def _schema_difference(
+    first: pa.Schema, first_path: str, schema: pa.Schema, path: str
+) -> SchemaError:
     for name in dict.fromkeys([*first.names, *schema.names]):
-        here, there = (
+        actual, expected = (
             str(s.field(name).type) if name in s.names else "none" for s in (schema, first)
         )
-        if here != there:
+        if actual != expected:
             return SchemaError(
-                f"column {name!r} must be {there} as in {first_path}, got {here}; "
-                "rewrite the files of each kind on their own",
+                f"column {name!r} must be {expected} as in {first_path}, got {actual}; "
+                "rewrite files of different schemas separately",
                 file=path,
             )
     return SchemaError(
-        f"columns must be in the order of {first_path} and as nullable, got another; "
-        "rewrite the files of each kind on their own",
+        f"columns differ from {first_path} in order or nullability; "
+        "rewrite files of different schemas separately",
         file=path,
     )
 
 
 def check_microseconds(rows: Rows) -> None:
-    """Refuse times that a dataset, which holds microseconds, would cut.
+    """Refuse times with nanoseconds, since a dataset stores microseconds.
 
     Raises:
-        SchemaError: naming the column and the file.
+        SchemaError: with the column and the file.
     """
     names = [f.name for f in rows.schema if pa.types.is_timestamp(f.type) and f.type.unit == "ns"]
     for file in rows.listing if names else ():
@@ -246,7 +246,7 @@ def check_microseconds(rows: Rows) -> None:
             ticks = column.cast(pa.int64())
             if pc.any(pc.not_equal(pc.multiply(pc.divide(ticks, 1000), 1000), ticks)).as_py():
                 raise SchemaError(
-                    f"column {name!r} holds times finer than a microsecond, which --layout star "
+                    f"column {name!r} contains times finer than a microsecond, which --layout star "
                     "cannot keep; use --layout flat, which keeps every row",
                     file=file.path,
                 )
@@ -283,7 +283,7 @@ def _session_key(schema: pa.Schema, given: str | None) -> str:
         if name in lower:
             return lower[name]
     raise SchemaError(
-        f"session key must be known, got none of a usual name; give --session, one of "
+        f"no column has a usual name of a session key; use --session with one of "
         f"{', '.join(candidates) or 'none: no column is a number or a text'}"
     )
 
@@ -301,9 +301,7 @@ def _time(schema: pa.Schema, given: str | None, session: str) -> str | None:
             return lower[name]
     times = [n for n in candidates if pa.types.is_timestamp(schema.field(n).type)]
     if len(times) > 1:
-        raise SchemaError(
-            f"time must be known, got several columns; give --time, one of {', '.join(times)}"
-        )
+        raise SchemaError(f"several columns are times; use --time with one of {', '.join(times)}")
     return times[0] if times else None
 
 
@@ -327,35 +325,35 @@ def ordering(column: pa.ChunkedArray) -> pa.Array:
     return pc.fill_null(array.cast(pa.int64()), pa.scalar(-(2**63), pa.int64()))
 
 
-WORDS = {
+TYPE_NAMES = {
     pa.int8(): "int8", pa.int16(): "int16", pa.int32(): "int32", pa.int64(): "int64",
     pa.uint8(): "uint8", pa.uint16(): "uint16", pa.uint32(): "uint32", pa.uint64(): "uint64",
     pa.float32(): "float32", pa.float64(): "float64", pa.bool_(): "bool",
     pa.string(): "string", pa.large_string(): "string",
 }  # fmt: skip
-"""Types that the star schema holds as they are, to their words in a job file."""
+"""Types that the star schema stores unchanged, to their names in a job file."""
 
 
-def star_word(name: str, kind: pa.DataType) -> str:
-    """Return the job file's word for a column's type, the one whose values the star schema keeps.
+def star_type(name: str, kind: pa.DataType) -> str:
+    """Return the type, as in a job file, in which the star schema stores a column.
 
     Raises:
-        SchemaError: it holds no such values.
+        SchemaError: the star schema cannot store the column.
     """
     t = pa.types
     value = kind.value_type if t.is_dictionary(kind) or is_list(kind) else kind
     if t.is_dictionary(kind) and value in (pa.string(), pa.large_string()):
         return "string"
     if is_list(kind) and t.is_integer(value) and not t.is_uint64(value):
-        return f"list<{WORDS[value]}>"
+        return f"list<{TYPE_NAMES[value]}>"
     if is_list(kind) and t.is_float32(value):
         return "list<float32>"
     if is_list(kind) and value in (pa.string(), pa.large_string()):
         return "list<string>"
     if t.is_timestamp(kind) or t.is_date(kind):
         return "timestamp_us"
-    if kind in WORDS:
-        return WORDS[kind]
+    if kind in TYPE_NAMES:
+        return TYPE_NAMES[kind]
     raise SchemaError(
         f"column {name!r} must be a number, a text, a time or a list of texts or of whole or "
         f"32-bit numbers for --layout star, got {kind}; --layout flat keeps every type"

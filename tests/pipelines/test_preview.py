@@ -77,7 +77,7 @@ def test_the_share_of_rejects_is_of_all_rows_that_were_read(tmp_path: Path) -> N
     found = preview(PreviewRequest(job_path=job, input_root=tmp_path / "log"))
     assert found["rows"] == found["sources"]["log"]["rows_read"] == 100
     assert found["rejects"]["share"] == found["rejects"]["num"] / 100
-    assert "60.0% of the rows that samples are made from cannot be used" in found["notes"]
+    assert "60.0% of the rows that samples are made from are rejected" in found["notes"]
 
 
 def test_preview_of_the_first_rows_says_that_they_are_estimates(tmp_path: Path) -> None:
@@ -143,13 +143,13 @@ def test_a_join_that_matches_nothing_says_so(
     items, users = found["joins"]
     assert (items["table"], items["matched"], items["of"]) == ("items", 0, found["num_samples"])
     assert 0 < users["matched"] < users["of"]
-    note = f"none of {items['of']} samples find their 'item' in all 50 rows of 'items'"
+    note = f"none of {items['of']} samples have their 'item' in all 50 rows of 'items'"
     assert note in found["notes"]
     assert "column 'price' is null in every sample" in found["notes"]
     monkeypatch.setattr("pipelines.preview.preview.OTHER_ROWS", 8)
     found = preview(PreviewRequest(job_path=job, input_root=tmp_path / "input", rows=8))
     _, users = found["joins"]
-    note = f"only {users['matched']} of {users['of']} samples find their 'user' in the first 8 rows"
+    note = f"only {users['matched']} of {users['of']} samples have their 'user' in the first 8 rows"
     assert f"{note} of 'users'; others may follow" in found["notes"]
 
 

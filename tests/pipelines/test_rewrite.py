@@ -17,7 +17,7 @@ import pytest
 from pipelines.cli import main
 from pipelines.clustering.reader import expand
 from pipelines.rewrite.command import decoded
-from pipelines.rewrite.input import check_microseconds, look_at
+from pipelines.rewrite.input import check_microseconds, inspect_rows
 from pipelines.sources.read import read_part
 from pipelines.table.content_hash import content_hash
 from pipelines.table.verify import verify
@@ -215,11 +215,12 @@ def test_times_that_a_star_cannot_hold_are_refused_by_column(
 ) -> None:
     times = pa.array([1_000 * i for i in range(NUM)], pa.timestamp("ns"))
     folder = folder_of(tmp_path / "whole", {"session_id": HELD["session_id"], "ts": times})
-    check_microseconds(look_at(folder, None, None))
+    check_microseconds(inspect_rows(folder, None, None))
     finer = pa.array([1_000 * i + (i == 500) for i in range(NUM)], pa.timestamp("ns"))
     folder = folder_of(tmp_path / "finer", {"session_id": HELD["session_id"], "ts": finer})
     assert refused(capsys, folder, tmp_path / "out") == (
-        "error: column 'ts' holds times finer than a microsecond, which --layout star cannot keep "
+        "error: column 'ts' contains times finer than a microsecond, which --layout star cannot "
+        "keep "
         "in more/part-2.parquet; use --layout flat, which keeps every row"
     )
 
@@ -272,11 +273,11 @@ def columns(**more: pa.Array) -> dict[str, pa.Array]:
 REFUSED = {
     "no session key of a usual name": (
         {"a": HELD["select"], "b": HELD["text"], "c": HELD["score"]}, (),
-        "error: session key must be known, got none of a usual name; give --session, one of a, b",
+        "error: no column has a usual name of a session key; use --session with one of a, b",
     ),
     "no column that could be a key": (
         {"c": HELD["score"]}, (),
-        "error: session key must be known, got none of a usual name; give --session, one of none: "
+        "error: no column has a usual name of a session key; use --session with one of none: "
         "no column is a number or a text",
     ),
     "a session key that is not there": (
@@ -290,7 +291,7 @@ REFUSED = {
     ),
     "several times": (
         {"session_id": HELD["session_id"], "x": HELD["at"], "y": HELD["at"]}, (),
-        "error: time must be known, got several columns; give --time, one of x, y",
+        "error: several columns are times; use --time with one of x, y",
     ),
     "a time that is a text": (
         columns(text=HELD["text"]), ("--time", "text"),
@@ -331,7 +332,7 @@ def test_files_of_two_kinds_are_refused_by_column(
     pq.write_table(changed, folder / "z.parquet")
     assert refused(capsys, folder, tmp_path / "out") == (
         "error: column 'time' must be int64 as in more/part-1.parquet, got int32 in z.parquet; "
-        "rewrite the files of each kind on their own"
+        "rewrite files of different schemas separately"
     )
 
 
@@ -380,7 +381,7 @@ def test_a_column_of_folder_names_that_the_files_have_must_agree(
     assert rows.column_names == ["session_id", "time", "day", "city"]
     other = hive(tmp_path / "other", day=pa.array([None, *days.to_pylist()[1:]]))
     assert refused(capsys, other, tmp_path / "out") == (
-        "error: column 'day' holds None, but the folder says day=2026-03-01 in "
+        "error: column 'day' contains None, but the folder is day=2026-03-01 in "
         "day=2026-03-01/city=A%2FB/part-0.parquet; rename the folder or the column, or repair the "
         "rows"
     )
@@ -389,23 +390,23 @@ def test_a_column_of_folder_names_that_the_files_have_must_agree(
 NOT_ONLY_PARQUET = {
     "Parquet of another name": (
         "000000_0",
-        "error: file holds Parquet, but its name does not contain `.parquet` in 000000_0; rename "
+        "error: file is Parquet, but its name does not contain `.parquet` in 000000_0; rename "
         "it, or move it away if it is not part of the dataset",
     ),
     "what an unfinished job left": (
         "_temporary/0/part-0.parquet",
-        "error: files below a folder whose name begins with `_` are left by unfinished jobs in "
+        "error: files in a folder whose name begins with `_` belong to unfinished jobs in "
         "_temporary/0/part-0.parquet; remove or rename the folder",
     ),
     "a Delta table": (
         "_delta_log/00000.json",
-        "error: folder belongs to a table format (_delta_log), whose own log says which files are "
-        "part of the table in {folder}; write the table to plain Parquet first",
+        "error: folder belongs to a table format (_delta_log), whose log determines the files of "
+        "the table in {folder}; write the table to plain Parquet first",
     ),
     "an Iceberg table": (
         "metadata/v1.metadata.json",
-        "error: folder belongs to a table format (Iceberg metadata), whose own log says which "
-        "files are part of the table in {folder}; write the table to plain Parquet first",
+        "error: folder belongs to a table format (Iceberg metadata), whose log determines the "
+        "files of the table in {folder}; write the table to plain Parquet first",
     ),
 }
 
@@ -482,7 +483,8 @@ def test_a_cut_file_an_empty_folder_and_a_full_output_are_refused(
     cut = folder / "part-0.parquet"
     cut.write_bytes(cut.read_bytes()[:-10])
     assert re.search(
-        r"must be Parquet, got .* in part-0", refused(capsys, folder, inside.parent.parent / "o")
+        r"cannot be read as Parquet: .* in part-0",
+        refused(capsys, folder, inside.parent.parent / "o"),
     )
 
 
@@ -503,7 +505,7 @@ def test_a_row_that_changes_on_the_way_is_noticed_and_nothing_is_left(
 
     monkeypatch.setattr("pipelines.stages.read_part", lossy)
     line = refused(capsys, folder, tmp_path / "out", "--layout", layout)
-    assert line.startswith("error: rewritten rows must have the content hash ")
+    assert line.startswith("error: rewritten rows have content hash ")
 
 
 @pytest.mark.slow
