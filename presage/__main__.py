@@ -13,7 +13,7 @@ _PACKAGES = ("schemas", "pipelines", "trainer", "scheduler")
 COMMANDS = {
     "pipelines": (
         *("generate", "init", "preview", "build", "append", "verify", "expand", "report"),
-        *("rewrite", "oracle", "score", "seal", "vacuum", "erase"),
+        *("rewrite", "oracle", "score", "seal", "unseal", "vacuum", "erase"),
     ),
     "trainer": ("train", "evaluate", "export", "publish", "apply", "diff"),
     "scheduler": ("fit", "plan", "simulate", "run", "retrain", "replay", "status", "doctor"),

@@ -1,4 +1,8 @@
-"""From written parts to a finished segment, and the root manifest that names it."""
+"""Write the manifest of a segment from its parts, and the root manifest of a dataset.
+
+A segment is built in a hidden directory beside its final path, and its manifest is written last;
+`publish.py` adds it to the dataset. If the process dies before, the dataset is unchanged.
+"""
 
 from __future__ import annotations
 
@@ -51,40 +55,34 @@ from schemas.manifest import (
     write_manifest,
 )
 
-# From written parts to a committed segment, and from segments to a dataset: all or nothing.
-#
-# A segment is built in a hidden directory beside its final place, its manifest written last;
-# `publish.py` makes it part of the dataset. Whatever dies before leaves the dataset as it was,
-# and a rerun starts clean.
-
 
 def split_ranges(blocks: pa.Table) -> dict[str, tuple[int, int]]:
-    """Return (first position, blocks) of each split that has blocks."""
+    """Return (first position, number of blocks) of each split that has blocks."""
     names = blocks["split"].to_pylist()
     counts = {name: names.count(name) for name in (TRAIN, EVALUATION)}
     return {n: (names.index(n), counts[n]) for n in (TRAIN, EVALUATION) if counts[n]}
 
 
 def group_counts(results: Sequence[PartResult]) -> dict[str, GroupCounts]:
-    """Add up the groups of all parts."""
+    """Return the counts of each group over all parts."""
     num_samples = sum(r.num_samples for r in results)
-    found: dict[str, GroupCounts] = {}
+    counts: dict[str, GroupCounts] = {}
     for group in results[0].groups:
         totals = [r.groups[group] for r in results]
         num_unique = sum(t.num_unique for t in totals)
-        found[group] = GroupCounts(
+        counts[group] = GroupCounts(
             num_unique=num_unique,
             dedup_factor=round(num_samples / num_unique, 6),
             num_values=sum(t.num_values for t in totals),
             num_values_dedup=sum(t.num_values_dedup for t in totals),
         )
-    return found
+    return counts
 
 
 def table_counts(
     results: Sequence[PartResult], num_unique_rows: Mapping[str, int]
 ) -> dict[str, TableCounts]:
-    """Add up the look-ups of all parts."""
+    """Return the counts of each table over all parts."""
     return {
         table: TableCounts(
             num_lookups=sum(r.lookups[table][0] for r in results),
@@ -96,7 +94,7 @@ def table_counts(
 
 
 def describe_files(root: Path) -> list[FileEntry]:
-    """Return the entry of every file of a directory but its own lists."""
+    """Return the entry of every file of a directory, except its manifest and indexes of files."""
     paths = sorted(str(p.relative_to(root)) for p in root.rglob("*") if p.is_file())
     return [describe_file(root, p) for p in paths if p not in (BLOCKS, FILES, MANIFEST)]
 
@@ -113,19 +111,19 @@ def finish_segment(
     features: FeatureSet,
     learned: Mapping[str, str],
 ) -> SegmentManifest:
-    """Write everything of a segment that is not a part, its manifest last.
+    """Complete a segment whose parts are written; its manifest is written last.
 
     Args:
-        root: directory of the segment being built; its parts are written.
+        root: directory of the segment being built.
         segment_id: final name.
-        results: of all parts in their order, at least one.
-        rejects: rows that could not be used, written by `write_rejects`.
+        results: results of all parts in order, at least one.
+        rejects: counts of rejected rows, written by `write_rejects`.
         num_unique_rows: distinct rows by table.
         listing: input files.
-        hashes: of the job's data section and of the schema.
+        hashes: sha256 of the job's data section and of the schema.
         data: the job's data section.
         features: declared columns.
-        learned: files of what transforms learned, path to sha256; they lie in the dataset.
+        learned: files of fitted parameters in the dataset, path to sha256.
     """
     num_samples, num_rows = sum(r.num_samples for r in results), sum(r.num_rows for r in results)
     for scratch in (LOOKUPS, SHUFFLE):
@@ -168,36 +166,36 @@ def finish_segment(
 
 
 def stored_columns(root: Path, file_index: int, groups: Iterable[str]) -> dict[str, str]:
-    """Return the type of every column of the samples, as one part stores them."""
+    """Return the types of all columns of the samples as one part stores them."""
 
     def schema_of(path: str) -> pa.Schema:
         return pq.read_schema(root / path)
 
-    own = {BLOCK, *map(inverse_column, groups)}
-    fields = [f for f in schema_of(samples_path(file_index)) if f.name not in own]
+    hidden = {BLOCK, *map(inverse_column, groups)}
+    fields = [f for f in schema_of(samples_path(file_index)) if f.name not in hidden]
     fields += [f for g in groups for f in group_schema(schema_of, g, file_index)]
     return {f.name: type_name(f.type) for f in fields}
 
 
 def sum_bytes(entries: Sequence[FileEntry], *prefixes: str) -> int:
-    """Return the bytes of the files below some directories."""
+    """Return the bytes of all files whose paths have one of the prefixes."""
     return sum(e.num_bytes for e in entries if e.path.startswith(prefixes))
 
 
 def set_segment_id(
     root: Path, segment_id: str, anomalies: str, day: str | None = None
 ) -> SegmentManifest:
-    """Give a finished segment, not yet published, another id, other anomalies and its day.
+    """Set the id, the anomalies and the day of a complete segment that is not published.
 
     Args:
         root: directory of the segment.
         segment_id: new id.
         anomalies: text of `anomalies.pbtxt`.
-        day: label; none when None.
+        day: label of the segment, if any.
     """
     manifest = read_segment(root)
-    same = (manifest.id, manifest.day) == (segment_id, day)
-    if same and (root / ANOMALIES).read_text(encoding="utf-8") == anomalies:
+    is_same = (manifest.id, manifest.day) == (segment_id, day)
+    if is_same and (root / ANOMALIES).read_text(encoding="utf-8") == anomalies:
         return manifest
     (root / ANOMALIES).write_text(anomalies, encoding="utf-8")
     entries = read_files(root / FILES)
@@ -209,7 +207,7 @@ def set_segment_id(
 
 
 def directory_reference(directory: Path) -> Reference:
-    """Return the name and hash of a committed segment or index for the root manifest."""
+    """Return the reference of a committed segment or index."""
     return Reference(id=directory.name, manifest_sha256=sha256_of(directory / MANIFEST))
 
 
@@ -225,9 +223,9 @@ def commit_root(
     lineage: Mapping[str, str] | None = None,
     tombstones_sha256: str | None = None,
 ) -> DatasetManifest:
-    """Replace the root manifest, so that it finds the two files that it names at every moment.
+    """Replace the root manifest; the job and the schema that it names exist at every moment.
 
-    A changed job or schema is written beside the old one first, and takes its name last.
+    A changed job or schema is first written next to the old one, and renamed after the manifest.
     """
     files = {dataset / JOB: job, dataset / SCHEMA: schema}
     if not (dataset / MANIFEST).exists():

@@ -1,4 +1,10 @@
-"""Which jobs may append to a dataset, and which segments it accepts."""
+"""Which jobs may append to a dataset, and which segments it accepts.
+
+Readers use one job and one schema for all segments. So settings that determine the layout or the
+meaning of the bytes are fixed by the first segment; a job that changes them is refused. Settings
+that only select rows may change from segment to segment, and columns may be added if older segments
+have a default for them.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +19,7 @@ from pipelines.quality.gate_files import parse_schema, pass_gate
 from pipelines.table.days import (
     check_label,
     check_replaceable,
-    refuse_other_files,
+    day_exists_error,
     refuse_sealed,
     refuse_without_day,
     same_files,
@@ -28,29 +34,22 @@ from schemas.features import Feature, FeatureSet
 from schemas.layout import MANIFEST, SEGMENTS
 from schemas.manifest import DatasetManifest, InputFile, Reference, SegmentManifest, read_segment
 
-# What the first segment pins, and which jobs may append to it.
-#
-# Readers use one job and one schema for all segments. So whatever decides how bytes are laid out
-# or what they mean stays as it is: a job that says otherwise is refused by the key. What only
-# decides which rows come in may change from day to day, and columns may be added, when older
-# segments have an answer.
-
 PER_SEGMENT_KEYS = frozenset(
     {"sources", "sides", "samples", "split", "on_error", "generate", "schema", "gate"}
 )
-"""Keys of `data` that each segment may have its own of; every other one is pinned."""
+"""Keys of `data` that may differ between segments."""
 
 _DECLARE_AGAIN = "declare it and let the job's SQL yield it, NULL where there is none"
 
 NOT_IN_ID = frozenset({"gate", "generate"})
-"""Keys of `data` that change no byte of samples: whatever they are, it is the same segment."""
+"""Keys of `data` that do not change the samples, and so not the segment's id."""
 
 
 def identity_of(data: DataConfig) -> dict[str, Any]:
-    """Return the part of the data section that decides what a segment holds."""
+    """Return the part of the data section that determines the content of a segment."""
     identity = {key: value for key, value in asdict(data).items() if key not in NOT_IN_ID}
+    # Unset keys that were added later are left out, so that ids do not change.
     if data.split.evaluation_last is None:
-        # Ids are what they were before these keys existed.
         del identity["split"]["evaluation_last"]
     del identity["samples"]["limits"]
     for inputs in (identity["sources"], identity["sides"]):
@@ -61,133 +60,137 @@ def identity_of(data: DataConfig) -> dict[str, Any]:
 
 
 def check_compatible(dataset: Dataset, job: Job, features: FeatureSet, path: Path) -> None:
-    """Refuse a job whose segment could not be read together with those that are there.
+    """Refuse a job whose segment could not be read together with the segments of the dataset.
 
     Args:
         dataset: an open dataset; its job and schema are those of its newest segment.
-        job: of the segment to be added.
+        job: job of the new segment.
         features: its declared columns.
         path: the job file, for the error.
 
     Raises:
-        SchemaError: naming the first key or column that differs, with both values.
+        SchemaError: a key or column differs; the message has both values of the first one.
     """
     added = check_features(dataset.features, features, path)
-    pinned, given = flatten(asdict(dataset.job.data)), flatten(asdict(job.data))
-    pinned["name"], given["name"] = dataset.job.name, job.name
-    for found, each in ((pinned, dataset.job), (given, job)):
-        last = each.data.split.evaluation_last
-        found["data.split.evaluation_last"] = last and str(last)
-    for key in sorted(pinned.keys() | given.keys()):
-        if pinned.get(key) == given.get(key) or _may_differ(key, pinned, given, added):
+    old, new = _fixed_keys(dataset.job), _fixed_keys(job)
+    for key in sorted(old.keys() | new.keys()):
+        if old.get(key) == new.get(key) or _may_differ(key, old, new, added):
             continue
         raise SchemaError(
-            f"{key} must be {pinned.get(key)!r} as in the dataset, got {given.get(key)!r}; "
+            f"{key} must be {old.get(key)!r} as in the dataset, got {new.get(key)!r}; "
             "keep it, or build a new dataset",
             file=str(path),
         )
 
 
 def check_types(dataset: Dataset, columns: Mapping[str, str], path: Path) -> None:
-    """Refuse a segment whose columns have other Arrow types than those that are there.
+    """Refuse a segment whose columns have other Arrow types than those of the dataset.
 
     Args:
         dataset: an open dataset.
-        columns: column to the name of its type, of the segment to be added.
+        columns: columns of the new segment to the names of their types.
         path: the job file, for the error.
 
     Raises:
-        SchemaError: naming the first column that was retyped.
+        SchemaError: a column has another type.
     """
-    known = column_types(dataset)
-    for name in sorted(known.keys() & columns.keys()):
-        if known[name] != columns[name]:
+    types = column_types(dataset)
+    for name in sorted(types.keys() & columns.keys()):
+        if types[name] != columns[name]:
             raise SchemaError(
-                f"column {name!r} must be {known[name]} as in the dataset, got {columns[name]}; "
+                f"column {name!r} must be {types[name]} as in the dataset, got {columns[name]}; "
                 "cast it in SQL, or build a new dataset",
                 file=str(path),
             )
 
 
+def _fixed_keys(job: Job) -> dict[str, Any]:
+    """Return the values of a job that are fixed by the first segment, by dotted key."""
+    last = job.data.split.evaluation_last
+    fixed = {"name": job.name, "data.split.evaluation_last": last and str(last)}
+    return flatten(asdict(job.data)) | fixed
+
+
 def flatten(value: object, key: str = "data") -> dict[str, Any]:
-    """Return every value of nested mappings by its dotted key, free sections left out."""
+    """Return the values of nested mappings by dotted key, without `PER_SEGMENT_KEYS`."""
     if not isinstance(value, Mapping):
         return {key: value}
-    found: dict[str, Any] = {}
+    flat: dict[str, Any] = {}
     for name, part in value.items():
         if key != "data" or name not in PER_SEGMENT_KEYS:
-            found.update(flatten(part, f"{key}.{name}"))
-    return found
+            flat.update(flatten(part, f"{key}.{name}"))
+    return flat
 
 
-def check_features(pinned: FeatureSet, given: FeatureSet, path: Path) -> frozenset[str]:
-    """Compare declared columns; return the names of those that were added.
+def check_features(old: FeatureSet, new: FeatureSet, path: Path) -> frozenset[str]:
+    """Compare declared columns; return the names of added ones.
 
     Raises:
-        SchemaError: one was removed or retyped, or an added one has no answer in older segments.
+        SchemaError: a column was removed or retyped, or an added one has no value in older
+            segments.
     """
-    for feature in pinned.features:
-        if feature.name not in given:
+    for feature in old.features:
+        if feature.name not in new:
             raise SchemaError(
-                f"column {feature.name!r} must be declared as in the dataset, got none; "
-                f"{suggest_name_or(feature.name, given.names, _DECLARE_AGAIN)}",
+                f"column of the dataset is not declared: {feature.name!r}; "
+                f"{suggest_name_or(feature.name, new.names, _DECLARE_AGAIN)}",
                 file=str(path.parent),
             )
-        _check_same(feature, given[feature.name], path)
-    added = [f for f in given.features if f.name not in pinned]
+        _check_same(feature, new[feature.name], path)
+    added = [f for f in new.features if f.name not in old]
     for feature in added:
         _check_added(feature, path)
     return frozenset(f.name for f in added)
 
 
-def _check_same(pinned: Feature, given: Feature, path: Path) -> None:
+def _check_same(old: Feature, new: Feature, path: Path) -> None:
     for key in ("type", "role", "is_list", "default"):
-        before, now = getattr(pinned, key), getattr(given, key)
-        if before != now:
+        old_value, new_value = getattr(old, key), getattr(new, key)
+        if old_value != new_value:
             raise SchemaError(
-                f"{key} of column {pinned.name!r} must be {before!r} as in the dataset, got "
-                f"{now!r}; keep it, or add a column of another name",
+                f"{key} of column {old.name!r} must be {old_value!r} as in the dataset, got "
+                f"{new_value!r}; keep it, or add a column of another name",
                 file=str(path.parent),
             )
 
 
 def _check_added(feature: Feature, path: Path) -> None:
     if feature.required or feature.role == "label":
-        what = "required" if feature.required else "the label"
+        reason = "is required" if feature.required else "is the label"
         raise SchemaError(
-            f"added column {feature.name!r} must be nullable, got one that is {what}; older "
-            "segments have no value: remove its presence, or build a new dataset",
+            f"added column {feature.name!r} {reason}, but older segments have no value; "
+            "remove its presence, or build a new dataset",
             file=str(path.parent),
         )
     if feature.role == "weight" and feature.default is None:
         raise SchemaError(
-            f"added weight {feature.name!r} must have a default, got none; declare one, such as 1",
+            f"added weight {feature.name!r} has no default; declare one, such as 1",
             file=str(path.parent),
         )
 
 
 def _may_differ(
-    key: str, pinned: Mapping[str, Any], given: Mapping[str, Any], added: frozenset[str]
+    key: str, old: Mapping[str, Any], new: Mapping[str, Any], added: frozenset[str]
 ) -> bool:
-    """Tell whether a key differs only because of added columns."""
+    """Return whether a key differs only because of added columns, or more rows of identity ids."""
     parts = key.split(".")
     if parts[:2] == ["data", "transforms"]:
-        return key not in pinned and len(parts) > 3 and parts[3] in added
-    if parts[:2] == ["data", "vocabularies"]:  # a new one; only added columns can read it
-        return f"data.vocabularies.{parts[2]}.columns" not in pinned
+        return key not in old and len(parts) > 3 and parts[3] in added
+    if parts[:2] == ["data", "vocabularies"]:  # a new one: only added columns can use it
+        return f"data.vocabularies.{parts[2]}.columns" not in old
     if parts[:2] != ["data", "tables"]:
         return False
-    if key in pinned and parts[3:] == ["num_rows"] and given.get(f"{key[:-8]}rows") == "identity":
-        return bool(given.get(key, 0) > pinned[key])  # room for more ids; those there stay rows
+    if key in old and parts[3:] == ["num_rows"] and new.get(f"{key[:-8]}rows") == "identity":
+        return bool(new.get(key, 0) > old[key])
     features = f"data.tables.{parts[2]}.features"
-    before, now = pinned.get(features, ()), given.get(features, ())
-    if key not in pinned:  # a new table
-        return features not in pinned and bool(now) and set(now) <= added
+    old_features, new_features = old.get(features, ()), new.get(features, ())
+    if key not in old:  # a new table
+        return features not in old and bool(new_features) and set(new_features) <= added
     return (
         key == features
-        and bool(before)
-        and now[: len(before)] == before
-        and (set(now[len(before) :]) <= added)
+        and bool(old_features)
+        and new_features[: len(old_features)] == old_features
+        and (set(new_features[len(old_features) :]) <= added)
     )
 
 
@@ -198,36 +201,36 @@ def check_admissible(
     key: str,
     listing: tuple[InputFile, ...],
 ) -> Reference | None:
-    """Tell before the work whether a segment may enter the dataset.
+    """Check before the build whether a segment may be added to the dataset.
 
     Args:
-        request: what is to be built.
+        request: the request of the build.
         job: its job.
         features: declared columns.
         key: the hash in the segment's id.
-        listing: its input.
+        listing: input files.
 
     Returns:
-        The segment when it is there already, None when it is to be built.
+        The segment if the dataset already has it; None if it is to be built.
 
     Raises:
-        SchemaError: the dataset holds something else, pins something else, or has the same input.
+        SchemaError: the dataset has other content or settings, or the same input.
     """
     check_limits(parse_schema(request.schema_path(job).read_bytes()))
     root = read_root(request.dataset)
-    there = find_segment(root, key)
-    if there is not None:
-        found = read_segment(request.dataset / SEGMENTS / there.id, there)
-        check_label(request.dataset, found, request.day)
-    if there is not None or root is None:
-        return there
+    existing = find_segment(root, key)
+    if existing is not None:
+        manifest = read_segment(request.dataset / SEGMENTS / existing.id, existing)
+        check_label(request.dataset, manifest, request.day)
+    if existing is not None or root is None:
+        return existing
     if not request.append:
-        refuse_other(request.dataset, [s.id for s in root.segments], key)
+        raise _not_empty_error(request.dataset, [s.id for s in root.segments], key)
     version = version_of_day(request, root)
     if version is not None and not request.replaces:
         if same_files(version[1].listing, listing):
             return version[0]
-        refuse_other_files(request.dataset, version[1])
+        raise day_exists_error(request.dataset, version[1])
     if version is not None:
         check_replaceable(request.dataset, root, version[1], listing)
     replaced = None if version is None else version[0]
@@ -243,10 +246,10 @@ def check_admissible(
 def version_of_day(
     request: BuildRequest, root: DatasetManifest
 ) -> tuple[Reference, SegmentManifest] | None:
-    """Return the segment that holds the day of a request, None where there is none.
+    """Return the segment of the day of a request, if there is one.
 
     Raises:
-        SchemaError: the request has no day, and the segments have.
+        SchemaError: the request has no day, but the segments have.
     """
     if request.day is None:
         refuse_without_day(request.dataset, root)
@@ -254,13 +257,8 @@ def version_of_day(
     return segment_of_day(request.dataset, root, request.day)
 
 
-def refuse_other(dataset: Path, segments: list[str], key: str) -> None:
-    """Refuse to build over a dataset that holds something else.
-
-    Raises:
-        SchemaError: always, naming what is there.
-    """
-    raise SchemaError(
+def _not_empty_error(dataset: Path, segments: list[str], key: str) -> SchemaError:
+    return SchemaError(
         f"output must be empty or hold the same segment, got {segments} instead of one of "
         f"{key}; append to it, or choose another --output",
         file=str(dataset),
@@ -273,30 +271,26 @@ def refuse_same_input(
     job: Path,
     replaced: Reference | None = None,
 ) -> None:
-    """Refuse to add the very same files a second time under a changed job.
+    """Raise SchemaError if a segment, except `replaced`, has the same input files.
 
     Args:
-        dataset: open dataset.
+        dataset: an open dataset.
         listing: input of the new segment.
         job: the job file, for the error.
-        replaced: the segment that the new one takes the place of.
-
-    Raises:
-        SchemaError: naming the segment that was built from them.
+        replaced: the segment that the new one replaces.
     """
     for segment in dataset.segments:
         is_replaced = replaced is not None and segment.manifest.id == replaced.id
         if not is_replaced and same_files(segment.manifest.listing, listing):
             raise SchemaError(
-                f"input must be new to the dataset, got the files of segment "
-                f"{segment.manifest.id}, built by another job; its samples would count twice: "
-                "build a new dataset",
+                f"input files are already in the dataset, in segment {segment.manifest.id} of "
+                "another job; build a new dataset, or samples would count twice",
                 file=str(job),
             )
 
 
 def unpublished_segments(dataset: Path, key: str) -> Iterator[Path]:
-    """Yield what killed attempts finished of the same segment without publishing it."""
+    """Yield complete, unpublished directories of the same segment, left by killed attempts."""
     root = read_root(dataset)
     named = {s.id for s in root.segments} if root else set()
     for pattern in (f".{key}.*", f"*-{key}"):
@@ -308,29 +302,30 @@ def unpublished_segments(dataset: Path, key: str) -> Iterator[Path]:
 
 
 def refused_path(dataset: Path, key: str) -> Path:
-    """Return where statistics and rejects of a segment are kept that does not enter the dataset."""
+    """Return the directory for statistics and rejects of a segment that fails the gate."""
     return dataset / f".refused-{key}"
 
 
 def commit_request(
     request: BuildRequest, job: Job, features: FeatureSet, key: str, building: Path
 ) -> CommitRequest:
-    """Return what `publish` needs; the dataset may have changed since `admit`."""
+    """Return the request to commit a segment; it repeats the checks against the current dataset."""
     manifest = read_segment(building)
     schema = request.schema_path(job).read_bytes()
 
-    def judge(dataset: Dataset | None, before: int) -> str:
+    def validate(dataset: Dataset | None, num_before: int) -> str:
         if dataset is not None:
             if not request.append:
-                refuse_other(request.dataset, [s.manifest.id for s in dataset.segments], key)
+                ids = [s.manifest.id for s in dataset.segments]
+                raise _not_empty_error(request.dataset, ids, key)
             refuse_sealed(dataset.manifest, request.dataset)
             check_compatible(dataset, job, features, request.job_path)
             check_types(dataset, manifest.columns, request.job_path)
             check_fitted_files(manifest.learned, request.dataset)
-        earlier = dataset.segments[before - 1].directory if dataset and before else None
-        aside = refused_path(request.dataset, key)
+        earlier = dataset.segments[num_before - 1].directory if dataset and num_before else None
+        refused = refused_path(request.dataset, key)
         return pass_gate(
-            building, earlier, parse_schema(schema), job.data.gate, aside, request.progress
+            building, earlier, parse_schema(schema), job.data.gate, refused, request.progress
         )
 
     return CommitRequest(
@@ -345,5 +340,5 @@ def commit_request(
         schema=schema,
         attempt=request.attempt,
         beam_args=request.beam_args,
-        judge=judge,
+        validate=validate,
     )

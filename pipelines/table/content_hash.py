@@ -1,4 +1,9 @@
-"""The content hash of a table: equal for equal rows in any order."""
+"""The content hash of a table, which is equal for equal rows in any order.
+
+Each row has a 64-bit hash of its values. The hashes are added, so neither order, files nor batches
+matter, but repeated rows count. Widths of integers and kinds of strings and lists are not
+distinguished: compare schemas for that.
+"""
 
 from __future__ import annotations
 
@@ -14,24 +19,18 @@ from schemas.arrays import Jagged, comparable, hash_keys, is_list, offsets_of, o
 from schemas.errors import SchemaError
 from schemas.hashing import splitmix64
 
-# What a table holds, as one number: equal for equal rows in any order, types of any kind.
-#
-# Each row has a 64-bit hash of its values; the hashes are added, so that neither order nor files
-# nor batches matter, but repeated rows count. Widths of integers, kinds of strings and of lists
-# are not told apart: compare schemas for that.
-
 _NULL = np.uint64(0x6E756C6C)
 _SECOND = np.uint64(0x9FB21C651E98DF25)
 
 
 @dataclass(frozen=True, slots=True)
 class ContentHash:
-    """A multiset of rows; `a + b` is that of both.
+    """The hash of a multiset of rows; `a + b` is the hash of the union.
 
     Attributes:
         num_rows: rows.
         first: sum of the rows' hashes, modulo 2**64.
-        second: sum of other hashes of these hashes, modulo 2**64.
+        second: sum of second hashes of these, modulo 2**64.
     """
 
     num_rows: int = 0
@@ -39,7 +38,7 @@ class ContentHash:
     second: int = 0
 
     def __add__(self, other: ContentHash) -> ContentHash:
-        """Return the hash of the rows of both."""
+        """Return the hash of the union."""
         mask = (1 << 64) - 1
         return ContentHash(
             self.num_rows + other.num_rows,
@@ -53,13 +52,10 @@ class ContentHash:
 
 
 def content_hash(batches: Iterable[pa.Table | pa.RecordBatch]) -> ContentHash:
-    """Return the hash of all rows.
-
-    Args:
-        batches: rows with the same column names; their order means nothing.
+    """Return the hash of all rows of batches with the same column names.
 
     Raises:
-        SchemaError: a column has a type that has no hash.
+        SchemaError: the type of a column cannot be hashed.
     """
     total = ContentHash()
     for batch in batches:
@@ -74,16 +70,12 @@ def _of_rows(hashes: NDArray[np.uint64]) -> ContentHash:
 
 
 def row_hashes(batch: pa.Table | pa.RecordBatch) -> NDArray[np.uint64]:
-    """Return a hash of each row, whatever the order of its columns."""
+    """Return a hash of each row, independent of the order of its columns."""
     return _row_hashes({name: value_hashes(batch[name]) for name in batch.schema.names})
 
 
 def hash_of_values(hashes: Mapping[str, NDArray[np.uint64]]) -> ContentHash:
-    """Return the hash of rows whose values were hashed already.
-
-    Args:
-        hashes: column to (num_rows,) what `value_hashes` gave for each row.
-    """
+    """Return the hash of rows from the `value_hashes` of each column, (num_rows,)."""
     return _of_rows(_row_hashes(hashes))
 
 
@@ -94,10 +86,10 @@ def _row_hashes(hashes: Mapping[str, NDArray[np.uint64]]) -> NDArray[np.uint64]:
 
 
 def value_hashes(column: pa.Array | pa.ChunkedArray) -> NDArray[np.uint64]:
-    """Return a hash of each value, (num_rows,) uint64; the same in whatever batch it lies.
+    """Return a hash of each value, (num_rows,) uint64, independent of the batch.
 
     Raises:
-        SchemaError: the type has no hash.
+        SchemaError: the type cannot be hashed.
     """
     array = one_chunk(column)
     if pa.types.is_dictionary(array.type):
@@ -127,7 +119,7 @@ def _present(array: pa.Array) -> NDArray[np.uint64]:
         return hash_keys(comparable(array))
     except SchemaError as error:
         raise SchemaError(
-            f"column must have a type whose values can be compared, got {kind}; cast it before"
+            f"values cannot be compared: type {kind}; cast the column before"
         ) from error
 
 

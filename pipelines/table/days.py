@@ -1,4 +1,8 @@
-"""Segments of days: positions, new versions, and the seal of a dataset that no segment follows."""
+"""Segments of days, new versions of a day, and the seal of a complete dataset.
+
+The position of a day is the number of days since 1970, so a late day finds its position free, and
+days that are built concurrently or out of order have the same order.
+"""
 
 from __future__ import annotations
 
@@ -55,11 +59,6 @@ def refuse_sealed(root: DatasetManifest, dataset: Path) -> None:
         )
 
 
-# Segments of days: where they stand, which day is there, and what a new version replaces.
-#
-# The position of a day is the days since 1970, so a day that comes late finds its place free, and
-# days that are built at once, or out of order, stand in the same order.
-
 _EPOCH = date(1970, 1, 1)
 _DAY, _REPLACED = "day:", "replaced:"
 
@@ -77,10 +76,10 @@ def position_of_day(day: date) -> int:
 def segment_of_day(
     dataset: Path, root: DatasetManifest | None, day: str
 ) -> tuple[Reference, SegmentManifest] | None:
-    """Return the segment that holds a day, None where there is none.
+    """Return the segment of a day, if there is one.
 
     Raises:
-        SchemaError: its place is taken by a segment that is not of that day.
+        SchemaError: a segment of another day, or of none, has its position.
     """
     position = position_of_day(date.fromisoformat(day))
     for reference in root.segments if root else ():
@@ -91,51 +90,38 @@ def segment_of_day(
     return None
 
 
-def check_label(dataset: Path, found: SegmentManifest, day: str | None) -> None:
-    """Refuse a segment that is there, but under another day, or under none.
-
-    Raises:
-        SchemaError: naming both.
-    """
-    if found.day != day:
+def check_label(dataset: Path, segment: SegmentManifest, day: str | None) -> None:
+    """Raise SchemaError if an existing segment has another day, or none."""
+    if segment.day != day:
         raise SchemaError(
-            f"day must be {found.day} as of segment {found.id}, which is there, got {day}; give "
-            "each day its own files",
+            f"segment {segment.id} already exists for day {segment.day}, not {day}; give each day "
+            "its own files",
             file=str(dataset / MANIFEST),
         )
 
 
 def refuse_without_day(dataset: Path, root: DatasetManifest) -> None:
-    """Refuse a segment without a day behind segments that have one: it would have no place.
-
-    Raises:
-        SchemaError: the last segment has a day.
-    """
+    """Raise SchemaError for a segment without a day if the last segment of the dataset has one."""
     if not root.segments:
         return
     last = read_segment(dataset / SEGMENTS / root.segments[-1].id, root.segments[-1])
     if last.day is not None:
         raise SchemaError(
-            f"segment must have a day as the others of the dataset, got none after {last.day}; "
-            "use --day",
+            f"segment has no day, but the dataset has days, the last is {last.day}; use --day",
             file=str(dataset / MANIFEST),
         )
 
 
 def same_files(one: tuple[InputFile, ...], other: tuple[InputFile, ...]) -> bool:
-    """Tell whether two listings have the same contents, whatever the files are called."""
+    """Return whether two listings have the same contents, whatever the names of the files."""
     return sorted(f.sha256 for f in one) == sorted(f.sha256 for f in other)
 
 
-def refuse_other_files(dataset: Path, found: SegmentManifest) -> None:
-    """Refuse a second version of a day.
-
-    Raises:
-        SchemaError: always, naming the segment that is there.
-    """
-    raise SchemaError(
-        f"day must be new to the dataset, got {found.day}, which segment {found.id} has from "
-        "other files; use --replace to put a new version in its place",
+def day_exists_error(dataset: Path, segment: SegmentManifest) -> SchemaError:
+    """Return the error for a second version of a day without `--replace`."""
+    return SchemaError(
+        f"day already exists: {segment.day}, in segment {segment.id} from other files; use "
+        "--replace to replace it by a new version",
         file=str(dataset / MANIFEST),
     )
 
@@ -143,18 +129,18 @@ def refuse_other_files(dataset: Path, found: SegmentManifest) -> None:
 def updated_lineage(
     lineage: Mapping[str, str], day: str | None, segment_id: str, replaced: Reference | None
 ) -> dict[str, str]:
-    """Return the lineage of a root that has one more segment, or another version of one."""
-    found = dict(lineage)
+    """Return the lineage after a segment is added, or replaces another version."""
+    updated = dict(lineage)
     if day is not None:
-        found[f"{_DAY}{day}"] = segment_id
+        updated[f"{_DAY}{day}"] = segment_id
     if replaced is not None:
-        found.pop(f"{_REPLACED}{segment_id}", None)  # a version that comes back
-        found[f"{_REPLACED}{replaced.id}"] = segment_id
-    return found
+        updated.pop(f"{_REPLACED}{segment_id}", None)  # an earlier version again
+        updated[f"{_REPLACED}{replaced.id}"] = segment_id
+    return updated
 
 
 def replaced_versions(root: DatasetManifest, segment_id: str) -> list[str]:
-    """Return the ids of the versions that a segment has replaced, in the order of their names."""
+    """Return the sorted ids of the versions that a segment has replaced."""
     return sorted(
         name.removeprefix(_REPLACED)
         for name, by in root.lineage.items()
@@ -163,57 +149,57 @@ def replaced_versions(root: DatasetManifest, segment_id: str) -> list[str]:
 
 
 def compacted_segment(root: DatasetManifest, key: str) -> Reference | None:
-    """Return the segment that is left of an input, by a job, since ids were forgotten in it.
+    """Return the segment that replaced a segment when deleted samples were removed from it.
 
     Args:
-        root: of the dataset.
-        key: hash of the input and the job.
+        root: root manifest of the dataset.
+        key: hash of the input and the job of the original segment.
 
     Raises:
-        SchemaError: ids were forgotten in it, and it is not there any more.
+        SchemaError: the segment that replaced it is not in the dataset.
     """
-    for name, now in root.lineage.items():
+    for name, segment_id in root.lineage.items():
         if not (name.startswith(FORGOTTEN_PREFIX) and name.endswith(f"-{key}")):
             continue
         for reference in root.segments:
-            if reference.id == now:
+            if reference.id == segment_id:
                 return reference
-        raise SchemaError(
-            f"input must be without what was forgotten, got the files of segment "
-            f"{name.removeprefix(FORGOTTEN_PREFIX)}, in which ids were forgotten; "
-            "remove these from them"
-        )
+        raise _erased_input_error(name.removeprefix(FORGOTTEN_PREFIX))
     return None
 
 
 def check_replaceable(
     dataset: Path,
     root: DatasetManifest,
-    found: SegmentManifest,
+    segment: SegmentManifest,
     listing: tuple[InputFile, ...],
 ) -> None:
-    """Refuse a new version of a day by which forgotten samples could come back unseen.
+    """Refuse a new version of a day that could restore deleted samples.
 
     Args:
         dataset: directory of the dataset.
         root: its root manifest.
-        found: the version that is there.
-        listing: input of the new one.
+        segment: the present version.
+        listing: input of the new version.
 
     Raises:
-        SchemaError: the version has tombstones, or was written again and the files are its own.
+        SchemaError: the present version has tombstones, or samples were removed from it and the new
+            version has the same files.
     """
     tombstones = read_tombstones(dataset, root.tombstones_sha256)
-    if pc.any(pc.equal(tombstones["segment"], found.id)).as_py():
+    if pc.any(pc.equal(tombstones["segment"], segment.id)).as_py():
         raise SchemaError(
-            f"segment must have no tombstones when it is replaced, got some of {found.id}; run "
-            f"python -m pipelines erase {dataset} --rewrite, and remove the ids from the new "
-            "files",
+            f"segment with tombstones cannot be replaced: {segment.id}; run python -m pipelines "
+            f"erase {dataset} --rewrite, and remove the ids from the new files",
             file=str(dataset / MANIFEST),
         )
-    if previous_names(root.lineage, found.id) and same_files(found.listing, listing):
-        raise SchemaError(
-            f"input must be without what was forgotten, got the files of segment {found.id}, in "
-            "which ids were forgotten; remove these from them",
-            file=str(dataset / MANIFEST),
-        )
+    if previous_names(root.lineage, segment.id) and same_files(segment.listing, listing):
+        raise _erased_input_error(segment.id, dataset / MANIFEST)
+
+
+def _erased_input_error(segment_id: str, file: Path | None = None) -> SchemaError:
+    return SchemaError(
+        f"input has the files of segment {segment_id}, from which ids were erased; remove these "
+        "ids from the files",
+        file=str(file) if file else None,
+    )

@@ -1,4 +1,9 @@
-"""Locks on a dataset's folder, and leftovers of killed builds."""
+"""Locks on directories, and scratch directories that survive a killed build only until the next.
+
+Locks belong to open files, so the system releases those of a process that dies. On a filesystem
+without locks, commits stay atomic, but two concurrent builds of different jobs into one directory
+are not detected.
+"""
 
 from __future__ import annotations
 
@@ -8,16 +13,10 @@ import logging
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from schemas.layout import MANIFEST
-
-# One writer at a time where two may meet, and no trace of builds that were killed.
-#
-# Locks belong to open files, so the system drops those of a process that dies. A filesystem
-# without locks is used without them: commits stay atomic, and only two builds of different jobs
-# into one directory, at once, are not told apart.
 
 logger = logging.getLogger(__name__)
 
@@ -26,14 +25,14 @@ _NO_LOCKS = (errno.EBADF, errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP)
 
 @contextmanager
 def locked(directory: Path, kind: int = fcntl.LOCK_EX) -> Iterator[None]:
-    """Hold a directory while the body runs; wait for others that hold it.
+    """Hold a lock on an existing directory while the body runs; nothing is written into it.
 
     Args:
-        directory: an existing directory; nothing is written into it.
-        kind: `LOCK_EX` alone, `LOCK_SH` with others; with `LOCK_NB` it is now or never.
+        directory: the directory.
+        kind: `LOCK_EX` or `LOCK_SH`, as of `fcntl.flock`; with `LOCK_NB` without waiting.
 
     Raises:
-        BlockingIOError: with `LOCK_NB`, when others hold it.
+        BlockingIOError: with `LOCK_NB`, if another process holds it, or there are no locks.
     """
     handle = os.open(directory, os.O_RDONLY)
     try:
@@ -58,22 +57,24 @@ def _lock(handle: int, kind: int, directory: Path) -> None:
 def scratch_directory(
     directory: Path, pattern: str, finished: Callable[[], Iterable[Path]] = tuple
 ) -> Iterator[None]:
-    """Make a directory to build in, gone at the end, or when another build begins after a kill.
+    """Create a directory to build in; remove it after the body.
 
-    What is finished, so has a manifest, stays when the system fails, for the next attempt.
+    Scratch directories of killed builds are removed first. After an OSError or an interrupt, a
+    directory with a manifest, so with complete content, is kept for the next attempt.
 
     Args:
         directory: a new path.
-        pattern: names beside it that only workplaces have.
-        finished: returns workplaces of the same content; one that nobody holds is taken over.
+        pattern: glob pattern of the scratch directories beside it.
+        finished: returns complete scratch directories of the same content; the first one that is
+            not locked is reused.
     """
     directory.parent.mkdir(parents=True, exist_ok=True)
-    with ExitStack() as held:
+    with ExitStack() as stack:
         with locked(directory.parent):
             resume(directory, finished())
-            remove_stale(directory.parent, pattern, spared=directory)
+            remove_stale(directory.parent, pattern, keep=directory)
             directory.mkdir(exist_ok=True)
-            held.enter_context(locked(directory, fcntl.LOCK_SH))
+            stack.enter_context(locked(directory, fcntl.LOCK_SH))
         try:
             yield
         except (OSError, KeyboardInterrupt):
@@ -87,21 +88,21 @@ def scratch_directory(
 
 
 def resume(directory: Path, candidates: Iterable[Path]) -> None:
-    """Rename the first of some directories that nobody holds; do nothing if there is none."""
+    """Rename the first candidate that is not locked to `directory`, if there is one."""
     for candidate in candidates:
         try:
             with locked(candidate, fcntl.LOCK_EX | fcntl.LOCK_NB):
                 candidate.rename(directory)
                 return
-        except OSError:  # somebody works there, or it has just gone
+        except OSError:  # it is locked, or was removed
             continue
 
 
-def remove_stale(parent: Path, pattern: str, spared: Path | None = None) -> None:
-    """Remove the workplaces that nobody holds, but for one."""
-    for left in sorted(p for p in parent.glob(pattern) if p.is_dir() and p != spared):
-        try:
-            with locked(left, fcntl.LOCK_EX | fcntl.LOCK_NB):
-                shutil.rmtree(left, ignore_errors=True)
-        except BlockingIOError:
-            continue  # somebody works there
+def remove_stale(parent: Path, pattern: str, keep: Path | None = None) -> None:
+    """Remove the scratch directories that are not locked, except `keep`."""
+    for directory in sorted(p for p in parent.glob(pattern) if p.is_dir() and p != keep):
+        with (
+            suppress(BlockingIOError),
+            locked(directory, fcntl.LOCK_EX | fcntl.LOCK_NB),
+        ):
+            shutil.rmtree(directory, ignore_errors=True)

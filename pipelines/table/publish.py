@@ -1,4 +1,11 @@
-"""Publish a finished segment and its indexes in the root manifest of a dataset."""
+"""Commit a complete segment and its indexes to a dataset, by one replacement of the root manifest.
+
+The new dataset is staged first: a hidden directory with its own root manifest, in which `segments/`
+are links, and in which the indexes are built. Then, under the dataset's lock, if the root has not
+changed, segment and indexes are renamed to their final paths and the root is replaced. If another
+build was faster, the stage is built again. So no segment is lost, and no reader sees a segment
+without its index.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +22,7 @@ from pipelines.table.commit import commit_root, directory_reference, set_segment
 from pipelines.table.days import (
     check_replaceable,
     compacted_segment,
-    refuse_other_files,
+    day_exists_error,
     segment_of_day,
     updated_lineage,
 )
@@ -35,35 +42,27 @@ from schemas.manifest import (
 )
 from schemas.order import Order
 
-# From a finished segment to the dataset's root: one replacement, whoever else is at it.
-#
-# The dataset as it will be is staged first: a hidden directory with its own root manifest, in
-# which `segments/` are links. Indexes are built there. Then, under the dataset's lock, if the
-# root is still the one that was seen, segment and indexes get their names and the root is
-# replaced; if another build was faster, the stage is made again on top of it. So none is lost,
-# and no reader ever sees a segment without its index.
-
 MAX_POSITION = 99_999
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommitRequest:
-    """A finished segment that wants to become part of a dataset.
+    """A complete segment to commit to a dataset.
 
     Attributes:
         dataset: directory of the dataset.
-        building: hidden directory of the segment, its manifest written.
+        building: hidden directory of the segment, with its manifest.
         key: the hash in its id.
-        position: place among the segments; the next free one when None.
-        day: label; none when None.
-        replaces: whether it takes the place of another version of its day.
-        name: of the job.
-        job: bytes of the job file.
-        schema: bytes of its schema.
+        position: position among the segments; the next free one when None.
+        day: label of the segment, if any.
+        replaces: whether it may replace another version of its day.
+        name: name of the job.
+        job: content of the job file.
+        schema: content of the schema file.
         attempt: name of this attempt.
         beam_args: Beam options, for the indexes.
-        judge: called with the dataset as it is, or None, and the number of segments before this
-            one; returns the anomalies to store, or raises what keeps the segment out.
+        validate: called with the current dataset, if there is one, and the number of segments
+            before this one; returns the anomalies to store, or raises if the segment is refused.
     """
 
     dataset: Path
@@ -77,94 +76,89 @@ class CommitRequest:
     schema: bytes
     attempt: str
     beam_args: list[str]
-    judge: Callable[[Dataset | None, int], str]
+    validate: Callable[[Dataset | None, int], str]
 
 
 def read_root(dataset: Path) -> DatasetManifest | None:
-    """Return the root manifest, None when there is no dataset yet."""
+    """Return the root manifest, or None if there is no dataset."""
     return read_dataset(dataset) if (dataset / MANIFEST).exists() else None
 
 
 def find_segment(root: DatasetManifest | None, key: str) -> Reference | None:
-    """Return the segment that was built from the same input by the same job.
+    """Return the segment of the same input and job, if the dataset has it.
 
     Raises:
-        SchemaError: ids were forgotten in it, and it is not there any more.
+        SchemaError: samples were deleted from it, and it is no longer in the dataset.
     """
     if root is None:
         return None
-    there = next((s for s in root.segments if s.id.partition("-")[2] == key), None)
-    return there or compacted_segment(root, key)
+    segment = next((s for s in root.segments if s.id.partition("-")[2] == key), None)
+    return segment or compacted_segment(root, key)
 
 
-def publish(proposal: CommitRequest) -> Reference:
-    """Make a finished segment part of the dataset, with all its indexes.
+def publish(request: CommitRequest) -> Reference:
+    """Add a complete segment to the dataset, with all indexes.
 
     Returns:
-        Its name; that of an equal segment when another process was faster.
+        The segment; an equal one if another process was faster.
 
     Raises:
-        SchemaError: its position is taken, or it must not enter the dataset as that is now.
+        SchemaError: its position is taken, or `request.validate` refuses it.
     """
     while True:
-        seen = read_root(proposal.dataset)
-        there = find_segment(seen, proposal.key)
-        if there is not None:
-            return there
-        replaced = replaced_version(seen, proposal)
-        segments = tuple(s for s in (seen.segments if seen else ()) if s != replaced)
-        position = free_position(segments, proposal.position, proposal.dataset)
-        opened = open_dataset(proposal.dataset) if seen else None
-        before = sum(position_of(s.id) < position for s in segments)
-        anomalies = proposal.judge(opened, before)
-        segment_id = f"{position:05d}-{proposal.key}"
-        set_segment_id(proposal.building, segment_id, anomalies, proposal.day)
-        reference = replace(directory_reference(proposal.building), id=segment_id)
-        ordered = (*segments[:before], reference, *segments[before:])
-        before_it = seen.lineage if seen else {}
-        lineage = updated_lineage(before_it, proposal.day, segment_id, replaced)
-        place = proposal.dataset / f".index.{proposal.attempt}"
-        with scratch_directory(place, ".index.*"):
-            stage = place / "dataset"  # the place itself is held, and its indexes lock the stage
-            stage_dataset(stage, proposal, ordered)
-            indexes = build_indexes(stage, opened, proposal)
-            if commit(proposal, stage, seen, ordered, indexes, lineage):
+        root = read_root(request.dataset)
+        existing = find_segment(root, request.key)
+        if existing is not None:
+            return existing
+        replaced = replaced_version(root, request)
+        others = tuple(s for s in (root.segments if root else ()) if s != replaced)
+        position = free_position(others, request.position, request.dataset)
+        dataset = open_dataset(request.dataset) if root else None
+        num_before = sum(position_of(s.id) < position for s in others)
+        anomalies = request.validate(dataset, num_before)
+        segment_id = f"{position:05d}-{request.key}"
+        set_segment_id(request.building, segment_id, anomalies, request.day)
+        reference = replace(directory_reference(request.building), id=segment_id)
+        segments = (*others[:num_before], reference, *others[num_before:])
+        lineage = updated_lineage(root.lineage if root else {}, request.day, segment_id, replaced)
+        scratch = request.dataset / f".index.{request.attempt}"
+        with scratch_directory(scratch, ".index.*"):
+            stage = scratch / "dataset"  # not `scratch` itself: index builds lock their parent
+            stage_dataset(stage, request, segments)
+            indexes = build_indexes(stage, dataset, request)
+            if commit(request, stage, root, segments, indexes, lineage):
                 return reference
 
 
-def replaced_version(root: DatasetManifest | None, proposal: CommitRequest) -> Reference | None:
-    """Return the version of the day that the segment takes the place of.
+def replaced_version(root: DatasetManifest | None, request: CommitRequest) -> Reference | None:
+    """Return the version of the day that the segment replaces, if there is one.
 
     Raises:
-        SchemaError: there is one, and it is not to be replaced.
+        SchemaError: it must not be replaced.
     """
-    found = proposal.day and segment_of_day(proposal.dataset, root, proposal.day)
-    if root is None or not found:
+    version = request.day and segment_of_day(request.dataset, root, request.day)
+    if root is None or not version:
         return None
-    if not proposal.replaces:
-        refuse_other_files(proposal.dataset, found[1])
-    listing = read_segment(proposal.building).listing
-    check_replaceable(proposal.dataset, root, found[1], listing)
-    return found[0]
+    reference, manifest = version
+    if not request.replaces:
+        raise day_exists_error(request.dataset, manifest)
+    check_replaceable(request.dataset, root, manifest, read_segment(request.building).listing)
+    return reference
 
 
-def free_position(segments: Iterable[Reference], wanted: int | None, dataset: Path) -> int:
-    """Return the position that a new segment takes.
-
-    Args:
-        segments: of the dataset.
-        wanted: what the caller asks for.
-        dataset: directory, for the error.
+def free_position(segments: Iterable[Reference], position: int | None, dataset: Path) -> int:
+    """Return the requested position, or the next one if None.
 
     Raises:
-        SchemaError: it is taken, or outside [0, 99999].
+        SchemaError: the position is taken, or outside [0, 99999].
     """
     taken = {position_of(s.id): s.id for s in segments}
-    position = max(taken, default=-1) + 1 if wanted is None else wanted
+    if position is None:
+        position = max(taken, default=-1) + 1
     if position in taken:
         raise SchemaError(
-            f"position must be free, got {position}, which {taken[position]} has; choose another, "
-            "or leave --position out to come last",
+            f"position is taken: {position}, by {taken[position]}; choose another, or leave "
+            "--position out to append",
             file=str(dataset),
         )
     if not 0 <= position <= MAX_POSITION:
@@ -175,64 +169,64 @@ def free_position(segments: Iterable[Reference], wanted: int | None, dataset: Pa
     return position
 
 
-def stage_dataset(stage: Path, proposal: CommitRequest, segments: Iterable[Reference]) -> None:
-    """Write the dataset as it will be, with links to segments and to indexes that exist."""
+def stage_dataset(stage: Path, request: CommitRequest, segments: Iterable[Reference]) -> None:
+    """Write the future dataset, with links to its segments."""
     (stage / SEGMENTS).mkdir(parents=True)
     for segment in segments:
-        is_new = segment.id.endswith(proposal.key)
-        name = proposal.building.name if is_new else segment.id
-        link(stage / SEGMENTS / segment.id, proposal.dataset / SEGMENTS / name)
-    commit_root(stage, proposal.name, proposal.job, proposal.schema, tuple(segments), ())
+        is_new = segment.id.endswith(request.key)
+        name = request.building.name if is_new else segment.id
+        link(stage / SEGMENTS / segment.id, request.dataset / SEGMENTS / name)
+    commit_root(stage, request.name, request.job, request.schema, tuple(segments), ())
 
 
-def link(place: Path, target: Path) -> None:
-    """Make a symbolic link that still points there when the dataset is moved."""
-    place.symlink_to(os.path.relpath(target, place.parent), target_is_directory=True)
+def link(path: Path, target: Path) -> None:
+    """Create a relative symbolic link, which remains valid if the dataset is moved."""
+    path.symlink_to(os.path.relpath(target, path.parent), target_is_directory=True)
 
 
-def build_indexes(stage: Path, before: Dataset | None, proposal: CommitRequest) -> list[Reference]:
-    """Build the default index of a staged dataset and every other that it had before."""
+def build_indexes(stage: Path, previous: Dataset | None, request: CommitRequest) -> list[Reference]:
+    """Build the default index of a staged dataset, and those that the previous dataset has."""
     dataset = open_dataset(stage)
-    orders = list(dict.fromkeys([default_order(dataset), *indexed_orders(dataset, before)]))
-    args = proposal.beam_args
+    orders = list(dict.fromkeys([default_order(dataset), *indexed_orders(dataset, previous)]))
+    args = request.beam_args
     return [build_index(dataset, order, stage / ".index.building", args) for order in orders]
 
 
 def default_order(dataset: Dataset) -> Order:
-    """Return the order that the job's `data.oracle` asks for."""
+    """Return the order of the job's `data.oracle`."""
     oracle = dataset.job.data.oracle
     return dataset.order(
         oracle.batch_samples, oracle.epochs, oracle.order.shuffle, oracle.order.seed
     )
 
 
-def indexed_orders(dataset: Dataset, before: Dataset | None) -> Iterator[Order]:
-    """Yield the orders of the indexes that covered all segments of the dataset before."""
-    ids = tuple(s.manifest.id for s in before.segments) if before else ()
-    for index in before.indexes if before else ():
+def indexed_orders(dataset: Dataset, previous: Dataset | None) -> Iterator[Order]:
+    """Yield the orders of the indexes over all segments of the previous dataset."""
+    ids = tuple(s.manifest.id for s in previous.segments) if previous else ()
+    for index in previous.indexes if previous else ():
         m = index.manifest
         if m.segments == ids:
             yield dataset.order(m.batch_samples, m.epochs, m.shuffle, m.seed)
 
 
 def commit(
-    proposal: CommitRequest,
+    request: CommitRequest,
     stage: Path,
-    seen: DatasetManifest | None,
+    root: DatasetManifest | None,
     segments: tuple[Reference, ...],
     indexes: list[Reference],
     lineage: Mapping[str, str],
 ) -> bool:
-    """Give everything its name and replace the root, unless that has changed meanwhile."""
-    dataset = proposal.dataset
+    """Rename the segment and the indexes and replace the root; return False if it has changed."""
+    dataset = request.dataset
     with locked(dataset):
-        if read_root(dataset) != seen:
+        if read_root(dataset) != root:
             return False
         for segment in segments:
             final = dataset / SEGMENTS / segment.id
-            if segment.id.endswith(proposal.key):
-                shutil.rmtree(final, ignore_errors=True)  # a killed attempt's: no root names it
-                proposal.building.rename(final)
+            if segment.id.endswith(request.key):
+                shutil.rmtree(final, ignore_errors=True)  # of a killed attempt: not in the root
+                request.building.rename(final)
         for index in indexes:
             final = dataset / index.id
             if not (final / MANIFEST).exists():
@@ -240,24 +234,23 @@ def commit(
                 (stage / index.id).rename(final)
         commit_root(
             dataset,
-            proposal.name,
-            proposal.job,
-            proposal.schema,
+            request.name,
+            request.job,
+            request.schema,
             segments,
             indexes,
             lineage=lineage,
-            tombstones_sha256=seen.tombstones_sha256 if seen else None,
+            tombstones_sha256=root.tombstones_sha256 if root else None,
         )
         write_view(dataset)
-        remove_indexes(dataset, keep={i.id for i in (*indexes, *(seen.indexes if seen else ()))})
+        remove_indexes(dataset, keep={i.id for i in (*indexes, *(root.indexes if root else ()))})
     return True
 
 
 def remove_indexes(dataset: Path, keep: set[str]) -> None:
-    """Remove indexes that neither this root nor the one before names, and that nobody holds.
+    """Remove indexes that are neither in `keep` nor locked by a trainer.
 
-    Who has opened the dataset a moment ago still reads the indexes of the root before; who trains
-    on one holds it, however many segments come meanwhile.
+    `keep` has the indexes of this root and the previous one, which readers may just have opened.
     """
     for directory in dataset.glob("index-*"):
         if directory.name in keep:
@@ -267,45 +260,36 @@ def remove_indexes(dataset: Path, keep: set[str]) -> None:
 
 
 def recover(dataset: Path) -> None:
-    """Finish what an attempt that died after its root was replaced left open."""
+    """Complete the commit of a process that died after it replaced the root."""
     with locked(dataset):
         remove_stale(dataset, ".index.*")
         root = read_dataset(dataset)
         for name, sha256 in ((JOB, root.job_sha256), (SCHEMA, root.schema_sha256)):
-            found = verify_version(dataset / name, sha256)
-            if found.name != name:
-                replace_bytes(dataset / name, found.read_bytes())
+            version = verify_version(dataset / name, sha256)
+            if version.name != name:
+                replace_bytes(dataset / name, version.read_bytes())
         write_view(dataset)
     with locked(dataset / SEGMENTS):
         remove_stale(dataset / SEGMENTS, ".*")
 
 
 WAIT_SEC = 0.2
-"""Time between two looks."""
+"""Polling interval."""
 
 
 def wait_for_predecessors(dataset: Path, position: int, progress: Callable[[str], None]) -> float:
-    """Wait until every position before this one has a segment.
-
-    Args:
-        dataset: directory of the dataset.
-        position: of the segment that is to enter it.
-        progress: called once with what the build waits for.
-
-    Returns:
-        Seconds that it took.
-    """
-    began = time.perf_counter()
+    """Wait until every smaller position has a segment; return the seconds waited."""
+    started = time.perf_counter()
     missing = first_missing(read_root(dataset), position)
     if missing is None:
         return 0.0
-    progress(f"built, waiting for the segment at position {missing}")
+    progress(f"segment built; waiting for the segment at position {missing}")
     while first_missing(read_root(dataset), position) is not None:
         time.sleep(WAIT_SEC)
-    return time.perf_counter() - began
+    return time.perf_counter() - started
 
 
 def first_missing(root: DatasetManifest | None, position: int) -> int | None:
-    """Return the first position before another that has no segment, None when all have one."""
+    """Return the first smaller position without a segment, if there is one."""
     taken = {position_of(s.id) for s in (root.segments if root else ())}
     return next((p for p in range(position) if p not in taken), None)

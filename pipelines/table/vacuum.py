@@ -14,12 +14,9 @@ from schemas.manifest import read_dataset
 
 
 def vacuum(dataset: Path) -> dict[str, Any]:
-    """Remove segments and indexes that the root does not name.
+    """Remove segments and indexes that the root manifest does not name.
 
-    Builds that are under way have hidden names and stay; so does what somebody holds who trains.
-
-    Args:
-        dataset: directory of the dataset.
+    Running builds have hidden names, and running trainers lock what they read: both are kept.
 
     Returns:
         `segments` and `indexes`, the names of what was removed, and `num_bytes`.
@@ -27,11 +24,13 @@ def vacuum(dataset: Path) -> dict[str, Any]:
     Raises:
         SchemaError: there is no dataset.
     """
-    read_dataset(dataset)  # refuses a directory that is no dataset
-    with locked(dataset):  # whoever gives a segment its name holds it until the root names it
-        unnamed = unnamed_directories(dataset)
-        removed = [[(d.name, remove_unused(d)) for d in found] for found in unnamed]
-    segments, indexes = ([(n, b) for n, b in found if b is not None] for found in removed)
+    read_dataset(dataset)  # before the lock: it may be no dataset
+    with locked(dataset):  # a commit holds this lock from renaming a segment to naming it
+        sizes = [
+            [(directory.name, remove_unused(directory)) for directory in directories]
+            for directories in unnamed_directories(dataset)
+        ]
+    segments, indexes = ([(name, size) for name, size in s if size is not None] for s in sizes)
     return {
         "segments": [name for name, _ in segments],
         "indexes": [name for name, _ in indexes],
@@ -40,19 +39,18 @@ def vacuum(dataset: Path) -> dict[str, Any]:
 
 
 def unnamed_directories(dataset: Path) -> tuple[list[Path], list[Path]]:
-    """Return the segments and the indexes that the root does not name, by name."""
+    """Return the sorted directories of segments and indexes that the root does not name."""
     root = read_dataset(dataset)
-    named = {s.id for s in root.segments}, {i.id for i in root.indexes}
-    places = sorted((dataset / SEGMENTS).glob("[!.]*")), sorted(dataset.glob("index-*"))
+    named = {reference.id for reference in (*root.segments, *root.indexes)}
     segments, indexes = (
-        [d for d in found if d.is_dir() and d.name not in names]
-        for found, names in zip(places, named, strict=True)
+        [d for d in sorted(parent.glob(pattern)) if d.is_dir() and d.name not in named]
+        for parent, pattern in ((dataset / SEGMENTS, "[!.]*"), (dataset, "index-*"))
     )
     return segments, indexes
 
 
 def remove_unused(directory: Path) -> int | None:
-    """Remove a directory that nobody holds; return its bytes, None where it stays."""
+    """Remove a directory and return its size; return None if it is locked."""
     with suppress(BlockingIOError), locked(directory, fcntl.LOCK_EX | fcntl.LOCK_NB):
         num_bytes = sum(p.stat().st_size for p in directory.rglob("*") if p.is_file())
         shutil.rmtree(directory, ignore_errors=True)

@@ -179,7 +179,7 @@ def test_append_in_order_is_built_beside_others_and_enters_behind_those_before(
     waits, results = threading.Event(), list[dict[str, object]]()
 
     def progress(line: str) -> None:
-        if line == "built, waiting for the segment at position 1":
+        if line == "segment built; waiting for the segment at position 1":
             waits.set()
 
     later = replace(

@@ -36,8 +36,8 @@ def test_append_at_a_taken_position_is_refused_before_the_work(one: Path, two: P
     with pytest.raises(
         SchemaError,
         match=re.escape(
-            f"position must be free, got 1, which {taken} has in {two}; choose another, or leave "
-            "--position out to come last"
+            f"position is taken: 1, by {taken} in {two}; choose another, or leave "
+            "--position out to append"
         ),
     ):
         build(addition(one / "job" / "job.yaml", one / "log-2", two, 1))
@@ -113,7 +113,7 @@ COLUMNS = {
         SCHEMA.replace(
             'feature { name: "num_history" type: FLOAT annotation { tag: "dense" } }', ""
         ),
-        "column 'num_history' must be declared as in the dataset, got none",
+        "column of the dataset is not declared: 'num_history'",
     ),
     "retyped in SQL": (
         [("clicked AS label", "clicked::INT AS label")],
@@ -123,12 +123,12 @@ COLUMNS = {
     "added, but required": (
         [("clicked AS label", "clicked AS label, 1.5::FLOAT AS price")],
         SCHEMA + EXTRA.replace("type: FLOAT", "type: FLOAT presence { min_fraction: 1 }"),
-        "added column 'price' must be nullable, got one that is required",
+        "added column 'price' is required, but older segments have no value",
     ),
     "added weight without default": (
         [("clicked AS label", "clicked AS label, 1.5::FLOAT AS price")],
         SCHEMA + EXTRA.replace("dense", "weight"),
-        "added weight 'price' must have a default, got none",
+        "added weight 'price' has no default",
     ),
 }
 
@@ -145,7 +145,7 @@ def test_append_with_other_columns_is_refused_by_name(one: Path, tmp_path: Path,
 
 def test_same_files_under_a_changed_job_are_refused(one: Path, tmp_path: Path) -> None:
     job = changed(tmp_path / "job", ("FROM log", "FROM log WHERE clicked = 1"))
-    with pytest.raises(SchemaError, match=r"^input must be new to the dataset, got the files of"):
+    with pytest.raises(SchemaError, match=r"^input files are already in the dataset, in segment "):
         build(addition(job, one / "log", one / "dataset"))
 
 

@@ -93,8 +93,8 @@ def test_same_day_of_the_same_files_is_there_already(
 @pytest.mark.parametrize(
     ("day", "files", "more", "message"),
     [
-        (LATE, f"{LATE}-corrected", [], "use --replace to put a new version in its place"),
-        ("2026-01-03", LATE, [], f"day must be {LATE} as of segment"),
+        (LATE, f"{LATE}-corrected", [], "use --replace to replace it by a new version"),
+        ("2026-01-03", LATE, [], f"already exists for day {LATE}, not 2026-01-03"),
         (LATE, LATE, ["--position", "3"], "the day is the position"),
     ],
 )
@@ -115,7 +115,7 @@ def test_other_files_or_another_day_are_refused(
 
 def test_segment_without_a_day_is_refused_behind_days(logs: Path, days: Path) -> None:
     job, files = logs / "job" / "job.yaml", logs / f"{LATE}-corrected"
-    with pytest.raises(SchemaError, match="segment must have a day as the others"):
+    with pytest.raises(SchemaError, match="segment has no day, but the dataset has days"):
         build(addition(job, files, days))
     with pytest.raises(SystemExit):
         main(arguments(logs, days, "9 April", LATE))
