@@ -29,48 +29,6 @@ Severity = anomalies_pb2.AnomalyInfo
 MANY_REJECTS = "Many rejects"
 
 
-# Distances.
-
-
-def to_shares(counts: Mapping[Key, float]) -> dict[Key, float]:
-    """Return counts as shares of their sum, an empty dict if the sum is zero."""
-    total = sum(counts.values())
-    return {k: c / total for k, c in counts.items()} if total else {}
-
-
-def infinity_norm(left: Mapping[Key, float], right: Mapping[Key, float]) -> float:
-    """Return the largest difference of the shares of one value.
-
-    Args:
-        left: value to share.
-        right: value to share; the share of a missing value is 0.
-
-    Example:
-        >>> infinity_norm({"a": 0.75, "b": 0.25}, {"a": 0.25, "c": 0.75})
-        0.75
-    """
-    return max((abs(left.get(k, 0) - right.get(k, 0)) for k in {*left, *right}), default=0.0)
-
-
-def jensen_shannon(left: Mapping[Key, float], right: Mapping[Key, float]) -> float:
-    """Return the Jensen-Shannon divergence with logarithms of base 2, in [0, 1].
-
-    Args:
-        left: value, or bucket, to share.
-        right: value, or bucket, to share.
-
-    Example:
-        >>> jensen_shannon({1: 1.0}, {2: 1.0}), jensen_shannon({1: 1.0}, {1: 1.0})
-        (1.0, 0.0)
-    """
-    total = 0.0
-    for key in sorted({*left, *right}, key=str):
-        p, q = left.get(key, 0.0), right.get(key, 0.0)
-        mean = (p + q) / 2
-        total += sum(x * log2(x / mean) for x in (p, q) if x > 0) / 2
-    return min(1.0, max(0.0, total))
-
-
 # Findings and anomalies.
 
 
@@ -525,3 +483,45 @@ def _ratios(
 
 def _custom_statistic(features: Features, name: str) -> statistics_pb2.CustomStatistic | None:
     return next((c for f in features.values() for c in f.custom_stats if c.name == name), None)
+
+
+# Distances.
+
+
+def to_shares(counts: Mapping[Key, float]) -> dict[Key, float]:
+    """Return counts as shares of their sum, an empty dict if the sum is zero."""
+    total = sum(counts.values())
+    return {k: c / total for k, c in counts.items()} if total else {}
+
+
+def infinity_norm(left: Mapping[Key, float], right: Mapping[Key, float]) -> float:
+    """Return the largest difference of the shares of one value.
+
+    Args:
+        left: value to share.
+        right: value to share; the share of a missing value is 0.
+
+    Example:
+        >>> infinity_norm({"a": 0.75, "b": 0.25}, {"a": 0.25, "c": 0.75})
+        0.75
+    """
+    return max((abs(left.get(k, 0) - right.get(k, 0)) for k in {*left, *right}), default=0.0)
+
+
+def jensen_shannon(left: Mapping[Key, float], right: Mapping[Key, float]) -> float:
+    """Return the Jensen-Shannon divergence with logarithms of base 2, in [0, 1].
+
+    Args:
+        left: value, or bucket, to share.
+        right: value, or bucket, to share.
+
+    Example:
+        >>> jensen_shannon({1: 1.0}, {2: 1.0}), jensen_shannon({1: 1.0}, {1: 1.0})
+        (1.0, 0.0)
+    """
+    total = 0.0
+    for key in sorted({*left, *right}, key=str):
+        p, q = left.get(key, 0.0), right.get(key, 0.0)
+        mean = (p + q) / 2
+        total += sum(x * log2(x / mean) for x in (p, q) if x > 0) / 2
+    return min(1.0, max(0.0, total))

@@ -1,7 +1,7 @@
 """Read Avro files: blocks between sync markers, decompressed here and decoded by fastavro.
 
-A file is traversed by the sizes in the block headers. If a sync marker is not at its place, the
-next one is searched, so that a damaged block does not affect the others. Records are decoded
+A file is traversed by the sizes in the block headers. If a sync marker is missing, the next
+one is searched, so that a damaged block does not affect the others. Records are decoded
 without logical types, for which fastavro would create Python objects; Arrow casts the numbers.
 """
 
@@ -50,278 +50,7 @@ _LOGICAL = {
 }  # fmt: skip
 
 
-# Types of columns.
-
-
-@dataclass(frozen=True, slots=True)
-class AvroColumns:
-    """The columns of a file.
-
-    Attributes:
-        schema: their types.
-        converters: column to the conversion of its values, if it has unions that become texts.
-        unions: path of a field, such as `offer.price`, to the types of its union, such as
-            `float | string`, for unions of several types besides null.
-    """
-
-    schema: pa.Schema
-    converters: Mapping[str, Converter]
-    unions: Mapping[str, str]
-
-
-def avro_columns(schema: Any) -> AvroColumns:
-    """Return the columns of a record schema.
-
-    A union of several types is a number if all are numbers, bytes if all are bytes, else a text:
-    strings stay as they are, other values become JSON.
-
-    Args:
-        schema: of a record, from JSON.
-
-    Raises:
-        ValueError: it is not a record, or a type is recursive or unknown.
-
-    Example:
-        >>> columns = avro_columns({"type": "record", "name": "r", "fields": [
-        ...     {"name": "id", "type": ["null", "long"]},
-        ...     {"name": "price", "type": ["int", "double"]},
-        ...     {"name": "who", "type": ["null", "long", "string"]}]})
-        >>> columns.schema
-        id: int64
-        price: double
-        who: string
-        >>> columns.unions, columns.converters["who"](7)
-        ({'price': 'int | double', 'who': 'long | string'}, '7')
-    """
-    if not isinstance(schema, dict) or schema.get("type") != "record":
-        raise ValueError("its rows must be records, got another type")
-    types = _TypeConversion()
-    try:
-        fields = types.record(schema, "")
-    except RecursionError as error:
-        raise ValueError("its rows must not contain themselves, got a recursive type") from error
-    converters = {field.name: convert for field, convert in fields if convert is not None}
-    return AvroColumns(pa.schema([field for field, _ in fields]), converters, types.unions)
-
-
-class _TypeConversion:
-    """Conversion of Avro types to Arrow types, with converters of their values."""
-
-    def __init__(self) -> None:
-        self._named: dict[str, Any] = {}
-        self.unions: dict[str, str] = {}
-
-    def record(self, schema: dict[str, Any], path: str) -> list[tuple[pa.Field, Converter | None]]:
-        self._named[schema["name"]] = schema
-        types = [self._type(f["type"], f"{path}{f['name']}") for f in schema["fields"]]
-        names = [f["name"] for f in schema["fields"]]
-        return [(pa.field(n, kind), c) for n, (kind, c) in zip(names, types, strict=True)]
-
-    def _type(self, kind: Any, path: str) -> _TypeAndConverter:
-        if isinstance(kind, list):
-            return self._union([k for k in kind if k != "null"], path)
-        if isinstance(kind, str):
-            if kind in _PRIMITIVE:
-                return _PRIMITIVE[kind], None
-            return self._type(self._named_type(kind), path)
-        name = kind["type"]
-        if "name" in kind:
-            self._named[kind["name"]] = kind
-        if kind.get("logicalType") in _LOGICAL:
-            return _LOGICAL[kind["logicalType"]], None
-        if name == "array":
-            items, convert = self._type(kind["items"], path)
-            return pa.large_list(items), convert and (lambda v: v and [convert(x) for x in v])
-        if name == "map":
-            values, convert = self._type(kind["values"], path)
-            map_type = pa.map_(pa.string(), values)
-            return map_type, convert and (lambda v: v and {k: convert(x) for k, x in v.items()})
-        if name == "record":
-            fields = self.record(kind, f"{path}.")
-            converters = {field.name: convert for field, convert in fields if convert}
-            struct = pa.struct([field for field, _ in fields])
-            return struct, (lambda v: v and _convert_fields(v, converters)) if converters else None
-        if name in ("enum", "fixed"):
-            return (pa.string() if name == "enum" else pa.binary(kind["size"])), None
-        return self._type(name, path)
-
-    def _union(self, kinds: list[Any], path: str) -> _TypeAndConverter:
-        if not kinds:
-            return pa.null(), None
-        members = [self._type(kind, path) for kind in kinds]
-        if len(kinds) > 1:
-            self.unions[path] = " | ".join(_union_member_name(kind) for kind in kinds)
-        types = [kind for kind, _ in members]
-        if len(set(types)) == 1:
-            return next((m for m in members if m[1]), members[0])
-        if all(map(pa.types.is_integer, types)):
-            return pa.int64(), None
-        if all(pa.types.is_integer(t) or pa.types.is_floating(t) for t in types):
-            return pa.float64(), None
-        if all(pa.types.is_binary(t) or pa.types.is_fixed_size_binary(t) for t in types):
-            return pa.binary(), None
-        return pa.string(), text_of
-
-    def _named_type(self, name: str) -> Any:
-        for other, kind in self._named.items():
-            if name == other or name.rpartition(".")[2] == other.rpartition(".")[2]:
-                return kind
-        raise ValueError(f"unknown type {name!r}")
-
-
-def _union_member_name(kind: Any) -> str:
-    if isinstance(kind, dict):
-        return kind.get("name") or kind.get("logicalType") or _union_member_name(kind["type"])
-    return str(kind)
-
-
-def _convert_fields(record: dict[str, Any], converters: Mapping[str, Converter]) -> dict[str, Any]:
-    return {k: converters[k](v) if k in converters else v for k, v in record.items()}
-
-
-def text_of(value: Any) -> str | None:
-    """Return a value of a union as text: strings and bytes as they are, others as JSON.
-
-    Bytes that are not UTF-8 become an invalid text, which rejects the row.
-
-    Example:
-        >>> [text_of(value) for value in ("a", 7, 2.0, True, None, {"a": [1, "x"]})]
-        ['a', '7', '2.0', 'true', None, '{"a":[1,"x"]}']
-    """
-    if value is None or isinstance(value, str):
-        return value
-    return _decode(value) if isinstance(value, bytes) else _JSON.encode(value)
-
-
-def _decode(data: bytes) -> str:
-    return data.decode(errors="surrogateescape")
-
-
-_JSON = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), default=_decode)
-
-
-def without_logical_types(schema: Any) -> Any:
-    """Return a schema without logical types: its values are numbers, bytes and texts.
-
-    Example:
-        >>> without_logical_types({"type": "long", "logicalType": "timestamp-millis"})
-        {'type': 'long'}
-    """
-    if isinstance(schema, list):
-        return [without_logical_types(kind) for kind in schema]
-    if isinstance(schema, dict):
-        return {k: without_logical_types(v) for k, v in schema.items() if k != "logicalType"}
-    return schema
-
-
-# Headers and blocks of files.
-
-_MARKER_BYTES = 16
-_SEARCH_BYTES = 1 << 20
-
-_MAX_BLOCK_ROWS = 1 << 24
-"""A block with more rows in its header counts as damaged."""
-
-_MAX_LOST_ROWS = 1 << 16
-"""Maximum rows of a damaged block that get a reject each; more get one reject together."""
-
-
-_FieldReader = tuple[pa.Field, Converter | None]
-
-
-@dataclass(frozen=True, slots=True)
-class Header:
-    """The header of a file.
-
-    Attributes:
-        schema: of its records, from JSON.
-        codec: name of the compression.
-        marker: 16 bytes after each block.
-        num_bytes: length of the header.
-    """
-
-    schema: Any
-    codec: str
-    marker: bytes
-    num_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class _Block:
-    """A block; without records and data if it is damaged."""
-
-    end: int
-    num_records: int
-    data: bytes | None
-
-
-def read_header(file: BinaryIO) -> Header:
-    """Read the header of a file.
-
-    Raises:
-        ValueError: it is not an Avro file.
-    """
-    try:
-        reader = fastavro.reader(file)
-        schema = json.loads(reader.metadata["avro.schema"])
-        codec = reader.metadata.get("avro.codec", "null")
-    except Exception as error:  # fastavro has no error type of its own
-        raise ValueError(first_line(error)) from error
-    num_bytes = file.tell()
-    file.seek(num_bytes - _MARKER_BYTES)
-    return Header(schema, codec, file.read(_MARKER_BYTES), num_bytes)
-
-
-def _blocks(
-    file: BinaryIO, header: Header, start: int, end: int, *, with_data: bool = True
-) -> Iterator[_Block]:
-    """Yield the blocks that start in a byte range, with damaged ones."""
-    offset = start
-    while offset < end:
-        file.seek(offset)
-        try:
-            count, size = _read_long(file), _read_long(file)
-        except EOFError:
-            count, size = 0, -1
-        data = b""
-        if 0 <= size <= end - offset:
-            if with_data:
-                data = file.read(size)
-            else:
-                file.seek(size, os.SEEK_CUR)
-        complete = count >= 0 and size >= 0 and file.read(_MARKER_BYTES) == header.marker
-        block_end = file.tell() if complete else _next_marker(file, header.marker, offset, end)
-        if complete and count <= _MAX_BLOCK_ROWS:
-            yield _Block(block_end, count, data)
-        else:
-            yield _Block(block_end, 0, None)
-        offset = block_end
-
-
-def _read_long(file: BinaryIO) -> int:
-    value = shift = 0
-    while True:
-        byte = file.read(1)
-        if not byte or shift > 63:
-            raise EOFError
-        value |= (byte[0] & 0x7F) << shift
-        shift += 7
-        if not byte[0] & 0x80:
-            return (value >> 1) ^ -(value & 1)
-
-
-def _next_marker(file: BinaryIO, marker: bytes, offset: int, end: int) -> int:
-    """Return the offset after the next marker, or the end."""
-    while offset < end:
-        file.seek(offset)
-        window = file.read(min(_SEARCH_BYTES, end - offset))
-        index = window.find(marker)
-        if index >= 0:
-            return offset + index + _MARKER_BYTES
-        if offset + len(window) >= end or len(window) < _MARKER_BYTES:
-            break
-        offset += len(window) - _MARKER_BYTES + 1
-    return end
+# Parts and rows.
 
 
 def cut_avro(folder: Folder, part: FilePart, part_bytes: int = PART_BYTES) -> Cut:
@@ -349,9 +78,6 @@ def cut_avro(folder: Folder, part: FilePart, part_bytes: int = PART_BYTES) -> Cu
                 )
                 start, first_row = block.end, row
     return parts, []
-
-
-# Rows.
 
 
 def read_avro(
@@ -534,3 +260,277 @@ def columns_of_avro(folder: Folder, path: str) -> AvroColumns:
 def avro_schema(folder: Folder, path: str) -> pa.Schema:
     """Return the schema of a file; raises the errors of `columns_of_avro`."""
     return columns_of_avro(folder, path).schema
+
+
+# Headers and blocks of files.
+
+_MARKER_BYTES = 16
+_SEARCH_BYTES = 1 << 20
+
+_MAX_BLOCK_ROWS = 1 << 24
+"""A block with more rows in its header counts as damaged."""
+
+_MAX_LOST_ROWS = 1 << 16
+"""Maximum rows of a damaged block that get a reject each; more get one reject together."""
+
+
+_FieldReader = tuple[pa.Field, Converter | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """The header of a file.
+
+    Attributes:
+        schema: of its records, from JSON.
+        codec: name of the compression.
+        marker: 16 bytes after each block.
+        num_bytes: length of the header.
+    """
+
+    schema: Any
+    codec: str
+    marker: bytes
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Block:
+    """A block; without records and data if it is damaged."""
+
+    end: int
+    num_records: int
+    data: bytes | None
+
+
+def read_header(file: BinaryIO) -> Header:
+    """Read the header of a file.
+
+    Raises:
+        ValueError: it is not an Avro file.
+    """
+    try:
+        reader = fastavro.reader(file)
+        schema = json.loads(reader.metadata["avro.schema"])
+        codec = reader.metadata.get("avro.codec", "null")
+    except Exception as error:  # fastavro has no error type of its own
+        raise ValueError(first_line(error)) from error
+    num_bytes = file.tell()
+    file.seek(num_bytes - _MARKER_BYTES)
+    return Header(schema, codec, file.read(_MARKER_BYTES), num_bytes)
+
+
+def _blocks(
+    file: BinaryIO, header: Header, start: int, end: int, *, with_data: bool = True
+) -> Iterator[_Block]:
+    """Yield the blocks that start in a byte range, with damaged ones."""
+    offset = start
+    while offset < end:
+        file.seek(offset)
+        try:
+            count, size = _read_long(file), _read_long(file)
+        except EOFError:
+            count, size = 0, -1
+        data = b""
+        if 0 <= size <= end - offset:
+            if with_data:
+                data = file.read(size)
+            else:
+                file.seek(size, os.SEEK_CUR)
+        complete = count >= 0 and size >= 0 and file.read(_MARKER_BYTES) == header.marker
+        block_end = file.tell() if complete else _next_marker(file, header.marker, offset, end)
+        if complete and count <= _MAX_BLOCK_ROWS:
+            yield _Block(block_end, count, data)
+        else:
+            yield _Block(block_end, 0, None)
+        offset = block_end
+
+
+def _read_long(file: BinaryIO) -> int:
+    value = shift = 0
+    while True:
+        byte = file.read(1)
+        if not byte or shift > 63:
+            raise EOFError
+        value |= (byte[0] & 0x7F) << shift
+        shift += 7
+        if not byte[0] & 0x80:
+            return (value >> 1) ^ -(value & 1)
+
+
+def _next_marker(file: BinaryIO, marker: bytes, offset: int, end: int) -> int:
+    """Return the offset after the next marker, or the end."""
+    while offset < end:
+        file.seek(offset)
+        window = file.read(min(_SEARCH_BYTES, end - offset))
+        index = window.find(marker)
+        if index >= 0:
+            return offset + index + _MARKER_BYTES
+        if offset + len(window) >= end or len(window) < _MARKER_BYTES:
+            break
+        offset += len(window) - _MARKER_BYTES + 1
+    return end
+
+
+# Types of columns.
+
+
+@dataclass(frozen=True, slots=True)
+class AvroColumns:
+    """The columns of a file.
+
+    Attributes:
+        schema: their types.
+        converters: column to the conversion of its values, if it has unions that become texts.
+        unions: path of a field, such as `offer.price`, to the types of its union, such as
+            `float | string`, for unions of several types besides null.
+    """
+
+    schema: pa.Schema
+    converters: Mapping[str, Converter]
+    unions: Mapping[str, str]
+
+
+def avro_columns(schema: Any) -> AvroColumns:
+    """Return the columns of a record schema.
+
+    A union of several types is a number if all are numbers, bytes if all are bytes, else a text:
+    strings stay as they are, other values become JSON.
+
+    Args:
+        schema: of a record, from JSON.
+
+    Raises:
+        ValueError: it is not a record, or a type is recursive or unknown.
+
+    Example:
+        >>> columns = avro_columns({"type": "record", "name": "r", "fields": [
+        ...     {"name": "id", "type": ["null", "long"]},
+        ...     {"name": "price", "type": ["int", "double"]},
+        ...     {"name": "who", "type": ["null", "long", "string"]}]})
+        >>> columns.schema
+        id: int64
+        price: double
+        who: string
+        >>> columns.unions, columns.converters["who"](7)
+        ({'price': 'int | double', 'who': 'long | string'}, '7')
+    """
+    if not isinstance(schema, dict) or schema.get("type") != "record":
+        raise ValueError("its rows must be records, got another type")
+    types = _TypeConversion()
+    try:
+        fields = types.record(schema, "")
+    except RecursionError as error:
+        raise ValueError("its rows must not contain themselves, got a recursive type") from error
+    converters = {field.name: convert for field, convert in fields if convert is not None}
+    return AvroColumns(pa.schema([field for field, _ in fields]), converters, types.unions)
+
+
+class _TypeConversion:
+    """Conversion of Avro types to Arrow types, with converters of their values."""
+
+    def __init__(self) -> None:
+        self._named: dict[str, Any] = {}
+        self.unions: dict[str, str] = {}
+
+    def record(self, schema: dict[str, Any], path: str) -> list[tuple[pa.Field, Converter | None]]:
+        self._named[schema["name"]] = schema
+        types = [self._type(f["type"], f"{path}{f['name']}") for f in schema["fields"]]
+        names = [f["name"] for f in schema["fields"]]
+        return [(pa.field(n, kind), c) for n, (kind, c) in zip(names, types, strict=True)]
+
+    def _type(self, kind: Any, path: str) -> _TypeAndConverter:
+        if isinstance(kind, list):
+            return self._union([k for k in kind if k != "null"], path)
+        if isinstance(kind, str):
+            if kind in _PRIMITIVE:
+                return _PRIMITIVE[kind], None
+            return self._type(self._named_type(kind), path)
+        name = kind["type"]
+        if "name" in kind:
+            self._named[kind["name"]] = kind
+        if kind.get("logicalType") in _LOGICAL:
+            return _LOGICAL[kind["logicalType"]], None
+        if name == "array":
+            items, convert = self._type(kind["items"], path)
+            return pa.large_list(items), convert and (lambda v: v and [convert(x) for x in v])
+        if name == "map":
+            values, convert = self._type(kind["values"], path)
+            map_type = pa.map_(pa.string(), values)
+            return map_type, convert and (lambda v: v and {k: convert(x) for k, x in v.items()})
+        if name == "record":
+            fields = self.record(kind, f"{path}.")
+            converters = {field.name: convert for field, convert in fields if convert}
+            struct = pa.struct([field for field, _ in fields])
+            return struct, (lambda v: v and _convert_fields(v, converters)) if converters else None
+        if name in ("enum", "fixed"):
+            return (pa.string() if name == "enum" else pa.binary(kind["size"])), None
+        return self._type(name, path)
+
+    def _union(self, kinds: list[Any], path: str) -> _TypeAndConverter:
+        if not kinds:
+            return pa.null(), None
+        members = [self._type(kind, path) for kind in kinds]
+        if len(kinds) > 1:
+            self.unions[path] = " | ".join(_union_member_name(kind) for kind in kinds)
+        types = [kind for kind, _ in members]
+        if len(set(types)) == 1:
+            return next((m for m in members if m[1]), members[0])
+        if all(map(pa.types.is_integer, types)):
+            return pa.int64(), None
+        if all(pa.types.is_integer(t) or pa.types.is_floating(t) for t in types):
+            return pa.float64(), None
+        if all(pa.types.is_binary(t) or pa.types.is_fixed_size_binary(t) for t in types):
+            return pa.binary(), None
+        return pa.string(), text_of
+
+    def _named_type(self, name: str) -> Any:
+        for other, kind in self._named.items():
+            if name == other or name.rpartition(".")[2] == other.rpartition(".")[2]:
+                return kind
+        raise ValueError(f"unknown type {name!r}")
+
+
+def _union_member_name(kind: Any) -> str:
+    if isinstance(kind, dict):
+        return kind.get("name") or kind.get("logicalType") or _union_member_name(kind["type"])
+    return str(kind)
+
+
+def _convert_fields(record: dict[str, Any], converters: Mapping[str, Converter]) -> dict[str, Any]:
+    return {k: converters[k](v) if k in converters else v for k, v in record.items()}
+
+
+def text_of(value: Any) -> str | None:
+    """Return a value of a union as text: strings and bytes as they are, others as JSON.
+
+    Bytes that are not UTF-8 become an invalid text, which rejects the row.
+
+    Example:
+        >>> [text_of(value) for value in ("a", 7, 2.0, True, None, {"a": [1, "x"]})]
+        ['a', '7', '2.0', 'true', None, '{"a":[1,"x"]}']
+    """
+    if value is None or isinstance(value, str):
+        return value
+    return _decode(value) if isinstance(value, bytes) else _JSON.encode(value)
+
+
+def _decode(data: bytes) -> str:
+    return data.decode(errors="surrogateescape")
+
+
+_JSON = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), default=_decode)
+
+
+def without_logical_types(schema: Any) -> Any:
+    """Return a schema without logical types: its values are numbers, bytes and texts.
+
+    Example:
+        >>> without_logical_types({"type": "long", "logicalType": "timestamp-millis"})
+        {'type': 'long'}
+    """
+    if isinstance(schema, list):
+        return [without_logical_types(kind) for kind in schema]
+    if isinstance(schema, dict):
+        return {k: without_logical_types(v) for k, v in schema.items() if k != "logicalType"}
+    return schema

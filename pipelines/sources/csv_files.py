@@ -37,106 +37,6 @@ from pipelines.sources.rejects import Reject, file_reject, rest_of_file_reject, 
 from pipelines.sources.rows import FilePart, RawRows, arrow_type, with_origins
 from schemas.config.sources import SourceConfig
 
-# Conversion of texts to the declared types. DuckDB's casts define the values. Arrow's parser gives
-# the same values several times faster but accepts fewer spellings: DuckDB converts the columns that
-# it refuses.
-
-_FRACTION = r"\.[0-9]*[1-9]|[eE]-"
-"""Texts that DuckDB would round to an integer."""
-
-_ZONE = r":[0-9.]+ *[A-Za-z+-]"
-"""Times with a time zone, which a cast to TIMESTAMP would ignore."""
-
-_DUCKDB_TYPES = {
-    "int8": "TINYINT", "int16": "SMALLINT", "int32": "INTEGER", "int64": "BIGINT",
-    "uint8": "UTINYINT", "uint16": "USMALLINT", "uint32": "UINTEGER", "uint64": "UBIGINT",
-    "float32": "FLOAT", "float64": "DOUBLE", "bool": "BOOLEAN", "timestamp": "TIMESTAMP",
-    "timestamp_us": "TIMESTAMP", "timestamp_ms": "TIMESTAMP_MS", "timestamp_s": "TIMESTAMP_S",
-    "timestamp_ns": "TIMESTAMP_NS", "date": "DATE",
-}  # fmt: skip
-
-BadValues = dict[int, tuple[str, str]]
-"""Row of a table to the reason of its reject, and the text that cannot be converted."""
-
-
-def convert(table: pa.Table, config: SourceConfig) -> tuple[pa.Table, BadValues]:
-    """Return the rows that can be converted to the declared types, and the bad values of others.
-
-    Args:
-        table: a column of texts for each declared column.
-        config: the declared types, and the texts that are null.
-    """
-    assert config.columns, "csv sources declare their columns"
-    columns: dict[str, pa.ChunkedArray] = {}
-    bad: BadValues = {}
-    for name, kind in config.columns.items():
-        if kind in ("string", "binary"):
-            nulls = [""] if "" in config.null_values else []
-            columns[name] = _with_nulls(table[name], nulls).cast(arrow_type(kind))
-            continue
-        texts = _with_nulls(table[name], config.null_values)
-        columns[name], rows = _convert_column(texts, kind)
-        for row, value in zip(
-            rows, texts.take(pa.array(rows, pa.int64())).to_pylist(), strict=True
-        ):
-            bad.setdefault(row, (f"field {name!r} must be {kind}, got {value!r}", value))
-    result = pa.table(columns)
-    if bad:
-        keep = np.ones(result.num_rows, bool)
-        keep[list(bad)] = False
-        result = result.filter(pa.array(keep))
-    return result, dict(sorted(bad.items()))
-
-
-def _with_nulls(column: pa.ChunkedArray, nulls: list[str] | tuple[str, ...]) -> pa.ChunkedArray:
-    for text in nulls:
-        is_null = pc.equal(column, text)
-        if pc.any(is_null).as_py():
-            column = pc.if_else(is_null, pa.scalar(None, pa.string()), column)
-    return column
-
-
-def _convert_column(texts: pa.ChunkedArray, kind: str) -> tuple[pa.ChunkedArray, list[int]]:
-    """Return the values of texts, and the rows that cannot be converted."""
-    target = arrow_type(kind)
-    if _arrow_agrees(texts, target):
-        try:
-            return texts.cast(target), []
-        except pa.ArrowInvalid:
-            pass
-    connection = duckdb.connect(config={"threads": 1})
-    connection.execute("SET TimeZone = 'UTC'")
-    connection.register("texts", pa.table({"x": texts}))
-    fraction = f"regexp_matches(x, '{_FRACTION}')" if pa.types.is_integer(target) else "false"
-    cast = _cast_sql(kind, target)
-    is_bad = f"x IS NOT NULL AND ({cast} IS NULL OR {fraction})"
-    result = connection.sql(f"SELECT {cast} AS value, {is_bad} AS bad FROM texts").to_arrow_table()
-    rows = np.flatnonzero(result["bad"].to_numpy())
-    return result["value"], rows.tolist()
-
-
-def _cast_sql(kind: str, target: pa.DataType) -> str:
-    """Return the SQL that casts a text `x`, null if it cannot; times with a zone become UTC."""
-    plain = f"TRY_CAST(x AS {_DUCKDB_TYPES[kind]})"
-    if not (pa.types.is_timestamp(target) or pa.types.is_date(target)):
-        return plain
-    zoned = "TRY_CAST(regexp_replace(x, ' +([+-])', '\\1') AS TIMESTAMPTZ)"
-    in_utc = f"CAST({zoned} AT TIME ZONE 'UTC' AS {_DUCKDB_TYPES[kind]})"
-    if target == pa.timestamp("ns"):  # TIMESTAMPTZ has microseconds
-        offset = f"epoch_us(TRY_CAST(x AS TIMESTAMP)) - epoch_us({zoned})"
-        in_utc = f"make_timestamp_ns(epoch_ns({plain}) - 1000 * ({offset}))"
-    return f"CASE WHEN regexp_matches(x, '{_ZONE}') THEN {in_utc} ELSE {plain} END"
-
-
-def _arrow_agrees(texts: pa.ChunkedArray, target: pa.DataType) -> bool:
-    """Return whether Arrow and DuckDB give equal values to all texts that Arrow accepts."""
-    if pa.types.is_integer(target):  # Arrow reads 0xFF as -1 in an int8
-        return not pc.any(pc.match_substring(texts, "x", ignore_case=True)).as_py()
-    if target == pa.timestamp("us"):  # Arrow accepts an hour without minutes
-        return not pc.any(pc.equal(pc.binary_length(texts), len("2026-01-01 00"))).as_py()
-    return pa.types.is_floating(target)
-
-
 # Reading.
 
 _BLOCK_BYTES = 8 << 20
@@ -375,3 +275,103 @@ def _is_utf8(text: bytes) -> bool:
     except UnicodeDecodeError:
         return False
     return True
+
+
+# Conversion of texts to the declared types. DuckDB's casts define the values. Arrow's parser gives
+# the same values several times faster but accepts fewer spellings: DuckDB converts the columns that
+# it refuses.
+
+_FRACTION = r"\.[0-9]*[1-9]|[eE]-"
+"""Texts that DuckDB would round to an integer."""
+
+_ZONE = r":[0-9.]+ *[A-Za-z+-]"
+"""Times with a time zone, which a cast to TIMESTAMP would ignore."""
+
+_DUCKDB_TYPES = {
+    "int8": "TINYINT", "int16": "SMALLINT", "int32": "INTEGER", "int64": "BIGINT",
+    "uint8": "UTINYINT", "uint16": "USMALLINT", "uint32": "UINTEGER", "uint64": "UBIGINT",
+    "float32": "FLOAT", "float64": "DOUBLE", "bool": "BOOLEAN", "timestamp": "TIMESTAMP",
+    "timestamp_us": "TIMESTAMP", "timestamp_ms": "TIMESTAMP_MS", "timestamp_s": "TIMESTAMP_S",
+    "timestamp_ns": "TIMESTAMP_NS", "date": "DATE",
+}  # fmt: skip
+
+BadValues = dict[int, tuple[str, str]]
+"""Row of a table to the reason of its reject, and the text that cannot be converted."""
+
+
+def convert(table: pa.Table, config: SourceConfig) -> tuple[pa.Table, BadValues]:
+    """Return the rows that can be converted to the declared types, and the bad values of others.
+
+    Args:
+        table: a column of texts for each declared column.
+        config: the declared types, and the texts that are null.
+    """
+    assert config.columns, "csv sources declare their columns"
+    columns: dict[str, pa.ChunkedArray] = {}
+    bad: BadValues = {}
+    for name, kind in config.columns.items():
+        if kind in ("string", "binary"):
+            nulls = [""] if "" in config.null_values else []
+            columns[name] = _with_nulls(table[name], nulls).cast(arrow_type(kind))
+            continue
+        texts = _with_nulls(table[name], config.null_values)
+        columns[name], rows = _convert_column(texts, kind)
+        for row, value in zip(
+            rows, texts.take(pa.array(rows, pa.int64())).to_pylist(), strict=True
+        ):
+            bad.setdefault(row, (f"field {name!r} must be {kind}, got {value!r}", value))
+    result = pa.table(columns)
+    if bad:
+        keep = np.ones(result.num_rows, bool)
+        keep[list(bad)] = False
+        result = result.filter(pa.array(keep))
+    return result, dict(sorted(bad.items()))
+
+
+def _with_nulls(column: pa.ChunkedArray, nulls: list[str] | tuple[str, ...]) -> pa.ChunkedArray:
+    for text in nulls:
+        is_null = pc.equal(column, text)
+        if pc.any(is_null).as_py():
+            column = pc.if_else(is_null, pa.scalar(None, pa.string()), column)
+    return column
+
+
+def _convert_column(texts: pa.ChunkedArray, kind: str) -> tuple[pa.ChunkedArray, list[int]]:
+    """Return the values of texts, and the rows that cannot be converted."""
+    target = arrow_type(kind)
+    if _arrow_agrees(texts, target):
+        try:
+            return texts.cast(target), []
+        except pa.ArrowInvalid:
+            pass
+    connection = duckdb.connect(config={"threads": 1})
+    connection.execute("SET TimeZone = 'UTC'")
+    connection.register("texts", pa.table({"x": texts}))
+    fraction = f"regexp_matches(x, '{_FRACTION}')" if pa.types.is_integer(target) else "false"
+    cast = _cast_sql(kind, target)
+    is_bad = f"x IS NOT NULL AND ({cast} IS NULL OR {fraction})"
+    result = connection.sql(f"SELECT {cast} AS value, {is_bad} AS bad FROM texts").to_arrow_table()
+    rows = np.flatnonzero(result["bad"].to_numpy())
+    return result["value"], rows.tolist()
+
+
+def _cast_sql(kind: str, target: pa.DataType) -> str:
+    """Return the SQL that casts a text `x`, null if it cannot; times with a zone become UTC."""
+    plain = f"TRY_CAST(x AS {_DUCKDB_TYPES[kind]})"
+    if not (pa.types.is_timestamp(target) or pa.types.is_date(target)):
+        return plain
+    zoned = "TRY_CAST(regexp_replace(x, ' +([+-])', '\\1') AS TIMESTAMPTZ)"
+    in_utc = f"CAST({zoned} AT TIME ZONE 'UTC' AS {_DUCKDB_TYPES[kind]})"
+    if target == pa.timestamp("ns"):  # TIMESTAMPTZ has microseconds
+        offset = f"epoch_us(TRY_CAST(x AS TIMESTAMP)) - epoch_us({zoned})"
+        in_utc = f"make_timestamp_ns(epoch_ns({plain}) - 1000 * ({offset}))"
+    return f"CASE WHEN regexp_matches(x, '{_ZONE}') THEN {in_utc} ELSE {plain} END"
+
+
+def _arrow_agrees(texts: pa.ChunkedArray, target: pa.DataType) -> bool:
+    """Return whether Arrow and DuckDB give equal values to all texts that Arrow accepts."""
+    if pa.types.is_integer(target):  # Arrow reads 0xFF as -1 in an int8
+        return not pc.any(pc.match_substring(texts, "x", ignore_case=True)).as_py()
+    if target == pa.timestamp("us"):  # Arrow accepts an hour without minutes
+        return not pc.any(pc.equal(pc.binary_length(texts), len("2026-01-01 00"))).as_py()
+    return pa.types.is_floating(target)

@@ -122,7 +122,7 @@ def scan_well_formed(data: bytes, final: bool, dialect: Dialect) -> Records | No
     fields if the number of quotes before it is even. Fields are not counted.
 
     Returns:
-        None if a quote is in another place, or a field is too long.
+        None if a quote is elsewhere, or a field is too long.
     """
     assert dialect.quote is not None, "needed for dialects with quotes only"
     array = np.frombuffer(data, np.uint8)

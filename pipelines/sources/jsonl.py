@@ -46,204 +46,6 @@ from pipelines.sources.rows import (
 from schemas.arrays import is_list, is_text
 from schemas.config.sources import SourceConfig
 
-# Checks of single lines in Python. Arrow reports one bad line per block at most, and to parse each
-# line alone with it takes 0.1 ms; a check takes a twentieth of that.
-
-_HALF_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
-_NUMBER = rb"(-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?)(?=\s*[,}])"
-
-
-class UnsureError(Exception):
-    """Say that only Arrow's parser can decide whether a line is good."""
-
-
-def check_line(
-    text: bytes, type_names: Mapping[str, str], types: Mapping[str, pa.DataType]
-) -> tuple[str, bytes]:
-    """Return the reject reason of a line, and the line in a form that Arrow can read.
-
-    The reason is empty for a line that looks good; numbers in text fields are then quoted.
-
-    Args:
-        text: the line.
-        type_names: column to the name of its type, for the reason.
-        types: column to its type.
-
-    Raises:
-        UnsureError: the line may be good or bad.
-
-    Example:
-        >>> check_line(b'{"id": "x"}', {"id": "int64"}, {"id": pa.int64()})
-        ("field 'id' must be int64, got 'x'", b'{"id": "x"}')
-        >>> names, types = {"name": "list<string>"}, {"name": pa.list_(pa.string())}
-        >>> check_line(b'{"name": [1.50]}', names, types)
-        ('', b'{"name": ["1.50"]}')
-    """
-    try:
-        row = loads(text, object_pairs_hook=_unique_fields)
-    except UnicodeDecodeError:
-        return "line must be UTF-8", text
-    except json.JSONDecodeError as error:
-        return f"line must be one JSON object, got {first_line(error)}", text
-    except (ValueError, RecursionError) as error:  # a number of too many digits, or nested too deep
-        raise UnsureError from error
-    if _HALF_SURROGATE.search(text):
-        raise UnsureError
-    for name, type_name in type_names.items():
-        for reason in misfits(row.get(name), types[name], type_name, name):
-            return reason, text
-    if any(_has_number_in_text(row.get(name), types[name]) for name in type_names):
-        quoted = {name: _quote_numbers(row.get(name), types[name]) for name in type_names}
-        return "", json.dumps(quoted).encode()
-    return "", text
-
-
-def loads(text: bytes, **options: Any) -> Any:
-    """Parse JSON; numbers keep the text as which they are written."""
-    return json.loads(text.decode(), parse_int=_Int, parse_float=_Float, **options)
-
-
-class _Number:
-    """A number with its original text."""
-
-    text: str
-
-    def __new__(cls, text: str) -> Self:
-        number = super().__new__(cls, text)  # pyright: ignore[reportCallIssue] - of int or float
-        number.text = text
-        return number
-
-
-class _Int(_Number, int):
-    pass
-
-
-class _Float(_Number, float):
-    pass
-
-
-def misfits(value: Any, kind: pa.DataType, type_name: str, path: str) -> Iterator[str]:
-    """Yield the reasons why a value is not of a type, each with the path of the inner field.
-
-    Args:
-        value: from `loads`.
-        kind: the type.
-        type_name: its name in the job file.
-        path: of the value in its row.
-
-    Raises:
-        UnsureError: the value may be of the type or not.
-
-    Example:
-        >>> from pipelines.sources.rows import arrow_type
-        >>> name = "struct<device: struct<version: int64>>"
-        >>> list(misfits(loads(b'{"device": {"version": "b"}}'), arrow_type(name), name, "user"))
-        ["field 'user.device.version' must be int64, got 'b'"]
-    """
-    if value is None:
-        return
-    if pa.types.is_struct(kind) and isinstance(value, dict):
-        for field in kind:
-            inner = type_text(field.type)
-            yield from misfits(value.get(field.name), field.type, inner, f"{path}.{field.name}")
-    elif is_list(kind) and isinstance(value, list):
-        inner = type_text(kind.value_type)
-        for each in value:
-            yield from misfits(each, kind.value_type, inner, f"{path}[]")
-    elif not _fits(value, kind):
-        text = value.text if isinstance(value, _Number) else repr(value)
-        yield f"field {path!r} must be {type_name}, got {text}"
-
-
-def _has_number_in_text(value: Any, kind: pa.DataType) -> bool:
-    """Return whether a number is in a field that is declared as a text."""
-    if isinstance(value, dict) and pa.types.is_struct(kind):
-        return any(_has_number_in_text(value.get(f.name), f.type) for f in kind)
-    if isinstance(value, list) and is_list(kind):
-        return any(_has_number_in_text(v, kind.value_type) for v in value)
-    return isinstance(value, _Number) and is_text(kind)
-
-
-def _quote_numbers(value: Any, kind: pa.DataType) -> Any:
-    """Return a value with texts for the numbers in text fields."""
-    if isinstance(value, dict) and pa.types.is_struct(kind):
-        return {f.name: _quote_numbers(value.get(f.name), f.type) for f in kind}
-    if isinstance(value, list) and is_list(kind):
-        return [_quote_numbers(v, kind.value_type) for v in value]
-    return value.text if isinstance(value, _Number) and is_text(kind) else value
-
-
-def quote_numbers(data: bytes, columns: tuple[tuple[str, pa.DataType], ...]) -> bytes:
-    """Quote the numbers in fields that are declared as texts.
-
-    Lists, and fields whose name is also that of a field of another type, stay as they are;
-    `check_line` handles those.
-
-    Example:
-        >>> quote_numbers(b'{"v": 1.50, "n": 2}', (("v", pa.string()), ("n", pa.int64())))
-        b'{"v": "1.50", "n": 2}'
-    """
-    pattern = _number_pattern(columns)
-    return pattern.sub(rb'\1"\2"', data) if pattern else data
-
-
-@cache
-def _number_pattern(columns: tuple[tuple[str, pa.DataType], ...]) -> re.Pattern[bytes] | None:
-    texts, others = set[str](), set[str]()
-
-    def add(name: str, kind: pa.DataType) -> None:
-        (texts if is_text(kind) else others).add(name)
-        while is_list(kind):
-            kind = kind.value_type
-        if pa.types.is_struct(kind):
-            for field in kind:
-                add(field.name, field.type)
-
-    for name, kind in columns:
-        add(name, kind)
-    names = b"|".join(re.escape(json.dumps(n)).encode() for n in sorted(texts - others))
-    return re.compile(rb"((?:" + names + rb")\s*:\s*)" + _NUMBER) if names else None
-
-
-def _unique_fields(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    fields = dict(pairs)
-    if len(fields) < len(pairs):
-        raise UnsureError
-    return fields
-
-
-def _fits(value: Any, kind: pa.DataType) -> bool:
-    """Return whether a value is of a type; null, matching objects and lists are handled before."""
-    if pa.types.is_integer(kind):
-        bits = kind.bit_width
-        low, high = (0, 1 << bits) if str(kind)[0] == "u" else (-1 << bits - 1, 1 << bits - 1)
-        return isinstance(value, _Int) and low <= value < high
-    if pa.types.is_floating(kind):
-        if isinstance(value, float) and math.isinf(value):
-            raise UnsureError
-        return isinstance(value, _Int | float)
-    if is_text(kind):
-        return isinstance(value, str | _Number)
-    if pa.types.is_boolean(kind):
-        return isinstance(value, bool)
-    if is_list(kind) or pa.types.is_struct(kind):
-        return False
-    if pa.types.is_timestamp(kind) or pa.types.is_date(kind):
-        return isinstance(value, str) and _is_time(value)
-    raise UnsureError
-
-
-def _is_time(text: str) -> bool:
-    try:
-        datetime.fromisoformat(text)
-    except ValueError:
-        try:
-            pa.array([text.removesuffix("Z")]).cast(pa.timestamp("ns" if "." in text else "s"))
-        except pa.ArrowException:
-            return False
-    return True
-
-
 # Reading.
 
 _BLOCK_BYTES = 8 << 20
@@ -534,3 +336,201 @@ def _reject_reason(text: bytes, type_names: Mapping[str, str], schema: pa.Schema
                 return next(misfits(value, schema.field(name).type, type_name, name), reason)
             return reason
     return "line must be one JSON object"
+
+
+# Checks of single lines in Python. Arrow reports one bad line per block at most, and to parse each
+# line alone with it takes 0.1 ms; a check takes a twentieth of that.
+
+_HALF_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
+_NUMBER = rb"(-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?)(?=\s*[,}])"
+
+
+class UnsureError(Exception):
+    """Say that only Arrow's parser can decide whether a line is good."""
+
+
+def check_line(
+    text: bytes, type_names: Mapping[str, str], types: Mapping[str, pa.DataType]
+) -> tuple[str, bytes]:
+    """Return the reject reason of a line, and the line in a form that Arrow can read.
+
+    The reason is empty for a line that looks good; numbers in text fields are then quoted.
+
+    Args:
+        text: the line.
+        type_names: column to the name of its type, for the reason.
+        types: column to its type.
+
+    Raises:
+        UnsureError: the line may be good or bad.
+
+    Example:
+        >>> check_line(b'{"id": "x"}', {"id": "int64"}, {"id": pa.int64()})
+        ("field 'id' must be int64, got 'x'", b'{"id": "x"}')
+        >>> names, types = {"name": "list<string>"}, {"name": pa.list_(pa.string())}
+        >>> check_line(b'{"name": [1.50]}', names, types)
+        ('', b'{"name": ["1.50"]}')
+    """
+    try:
+        row = loads(text, object_pairs_hook=_unique_fields)
+    except UnicodeDecodeError:
+        return "line must be UTF-8", text
+    except json.JSONDecodeError as error:
+        return f"line must be one JSON object, got {first_line(error)}", text
+    except (ValueError, RecursionError) as error:  # a number of too many digits, or nested too deep
+        raise UnsureError from error
+    if _HALF_SURROGATE.search(text):
+        raise UnsureError
+    for name, type_name in type_names.items():
+        for reason in misfits(row.get(name), types[name], type_name, name):
+            return reason, text
+    if any(_has_number_in_text(row.get(name), types[name]) for name in type_names):
+        quoted = {name: _quote_numbers(row.get(name), types[name]) for name in type_names}
+        return "", json.dumps(quoted).encode()
+    return "", text
+
+
+def loads(text: bytes, **options: Any) -> Any:
+    """Parse JSON; numbers keep the text as which they are written."""
+    return json.loads(text.decode(), parse_int=_Int, parse_float=_Float, **options)
+
+
+class _Number:
+    """A number with its original text."""
+
+    text: str
+
+    def __new__(cls, text: str) -> Self:
+        number = super().__new__(cls, text)  # pyright: ignore[reportCallIssue] - of int or float
+        number.text = text
+        return number
+
+
+class _Int(_Number, int):
+    pass
+
+
+class _Float(_Number, float):
+    pass
+
+
+def misfits(value: Any, kind: pa.DataType, type_name: str, path: str) -> Iterator[str]:
+    """Yield the reasons why a value is not of a type, each with the path of the inner field.
+
+    Args:
+        value: from `loads`.
+        kind: the type.
+        type_name: its name in the job file.
+        path: of the value in its row.
+
+    Raises:
+        UnsureError: the value may be of the type or not.
+
+    Example:
+        >>> from pipelines.sources.rows import arrow_type
+        >>> name = "struct<device: struct<version: int64>>"
+        >>> list(misfits(loads(b'{"device": {"version": "b"}}'), arrow_type(name), name, "user"))
+        ["field 'user.device.version' must be int64, got 'b'"]
+    """
+    if value is None:
+        return
+    if pa.types.is_struct(kind) and isinstance(value, dict):
+        for field in kind:
+            inner = type_text(field.type)
+            yield from misfits(value.get(field.name), field.type, inner, f"{path}.{field.name}")
+    elif is_list(kind) and isinstance(value, list):
+        inner = type_text(kind.value_type)
+        for each in value:
+            yield from misfits(each, kind.value_type, inner, f"{path}[]")
+    elif not _fits(value, kind):
+        text = value.text if isinstance(value, _Number) else repr(value)
+        yield f"field {path!r} must be {type_name}, got {text}"
+
+
+def _has_number_in_text(value: Any, kind: pa.DataType) -> bool:
+    """Return whether a number is in a field that is declared as a text."""
+    if isinstance(value, dict) and pa.types.is_struct(kind):
+        return any(_has_number_in_text(value.get(f.name), f.type) for f in kind)
+    if isinstance(value, list) and is_list(kind):
+        return any(_has_number_in_text(v, kind.value_type) for v in value)
+    return isinstance(value, _Number) and is_text(kind)
+
+
+def _quote_numbers(value: Any, kind: pa.DataType) -> Any:
+    """Return a value with texts for the numbers in text fields."""
+    if isinstance(value, dict) and pa.types.is_struct(kind):
+        return {f.name: _quote_numbers(value.get(f.name), f.type) for f in kind}
+    if isinstance(value, list) and is_list(kind):
+        return [_quote_numbers(v, kind.value_type) for v in value]
+    return value.text if isinstance(value, _Number) and is_text(kind) else value
+
+
+def quote_numbers(data: bytes, columns: tuple[tuple[str, pa.DataType], ...]) -> bytes:
+    """Quote the numbers in fields that are declared as texts.
+
+    Lists, and fields whose name is also that of a field of another type, stay as they are;
+    `check_line` handles those.
+
+    Example:
+        >>> quote_numbers(b'{"v": 1.50, "n": 2}', (("v", pa.string()), ("n", pa.int64())))
+        b'{"v": "1.50", "n": 2}'
+    """
+    pattern = _number_pattern(columns)
+    return pattern.sub(rb'\1"\2"', data) if pattern else data
+
+
+@cache
+def _number_pattern(columns: tuple[tuple[str, pa.DataType], ...]) -> re.Pattern[bytes] | None:
+    texts, others = set[str](), set[str]()
+
+    def add(name: str, kind: pa.DataType) -> None:
+        (texts if is_text(kind) else others).add(name)
+        while is_list(kind):
+            kind = kind.value_type
+        if pa.types.is_struct(kind):
+            for field in kind:
+                add(field.name, field.type)
+
+    for name, kind in columns:
+        add(name, kind)
+    names = b"|".join(re.escape(json.dumps(n)).encode() for n in sorted(texts - others))
+    return re.compile(rb"((?:" + names + rb")\s*:\s*)" + _NUMBER) if names else None
+
+
+def _unique_fields(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    fields = dict(pairs)
+    if len(fields) < len(pairs):
+        raise UnsureError
+    return fields
+
+
+def _fits(value: Any, kind: pa.DataType) -> bool:
+    """Return whether a value is of a type; null, matching objects and lists are handled before."""
+    if pa.types.is_integer(kind):
+        bits = kind.bit_width
+        low, high = (0, 1 << bits) if str(kind)[0] == "u" else (-1 << bits - 1, 1 << bits - 1)
+        return isinstance(value, _Int) and low <= value < high
+    if pa.types.is_floating(kind):
+        if isinstance(value, float) and math.isinf(value):
+            raise UnsureError
+        return isinstance(value, _Int | float)
+    if is_text(kind):
+        return isinstance(value, str | _Number)
+    if pa.types.is_boolean(kind):
+        return isinstance(value, bool)
+    if is_list(kind) or pa.types.is_struct(kind):
+        return False
+    if pa.types.is_timestamp(kind) or pa.types.is_date(kind):
+        return isinstance(value, str) and _is_time(value)
+    raise UnsureError
+
+
+def _is_time(text: str) -> bool:
+    try:
+        datetime.fromisoformat(text)
+    except ValueError:
+        try:
+            pa.array([text.removesuffix("Z")]).cast(pa.timestamp("ns" if "." in text else "s"))
+        except pa.ArrowException:
+            return False
+    return True
