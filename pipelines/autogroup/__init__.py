@@ -1,1 +1,1 @@
-"""`groups: auto`."""
+"""`groups: auto`: choose the features to deduplicate together."""

@@ -1,1 +1,1 @@
-"""The Beam shell: the graph, what crosses it, the runner, transforms for others' pipelines."""
+"""Beam pipelines of a build, transforms for users' pipelines, and scoring."""

@@ -38,15 +38,7 @@ class PresageBuild(beam.PTransform):
     def __init__(
         self, job: str, input: str, output: str, append: bool = False, single_writer: bool = False
     ) -> None:
-        """Check the job.
-
-        Args:
-            job: the job file.
-            input: directory of raw files.
-            output: directory of the dataset.
-            append: whether the dataset must exist.
-            single_writer: whether no other process writes there, for a network filesystem.
-        """
+        """Check the job; see `BuildDataset`."""
         super().__init__()
         self._build = BuildDataset(job, input, output, append, single_writer=single_writer)
 
@@ -65,16 +57,7 @@ class PresageWriteDataset(beam.PTransform):
         self, job: str, output: str, name: str, num_parts: int = 1, append: bool = False,
         single_writer: bool = False,
     ) -> None:  # fmt: skip
-        """Check the job.
-
-        Args:
-            job: the job file; its source declares its columns.
-            output: directory of the dataset.
-            name: replaces the name of a file, in the manifest and in rejects.
-            num_parts: ranges of session keys, built in parallel; rows of each fit a worker.
-            append: whether the dataset must exist.
-            single_writer: whether no other process writes there, for a network filesystem.
-        """
+        """Check the job; see `WriteDataset`."""
         super().__init__()
         self._write = WriteDataset(
             job, output, name, num_parts, append, single_writer=single_writer
@@ -99,12 +82,7 @@ class PresageReadDataset(beam.PTransform):
     _yaml_requires_inputs = False
 
     def __init__(self, dataset: str, model_inputs: bool = False) -> None:
-        """Store the settings.
-
-        Args:
-            dataset: directory of the dataset.
-            model_inputs: whether to add the columns that transforms and sampling made.
-        """
+        """Store the settings; see `ReadDataset`."""
         super().__init__()
         self._read = ReadDataset(dataset, model_inputs)
 
@@ -123,13 +101,7 @@ class PresageReadSource(beam.PTransform):
     _yaml_requires_inputs = False
 
     def __init__(self, job: str, input: str, source: str | None = None) -> None:
-        """Check the job.
-
-        Args:
-            job: the job file.
-            input: directory of raw files.
-            source: name in the job; default: the source that samples are made of.
-        """
+        """Check the job; see `ReadSource`."""
         super().__init__()
         self._read = ReadSource(job, input, source)
 

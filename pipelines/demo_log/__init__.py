@@ -1,1 +1,1 @@
-"""The generated log of the demo."""
+"""Generate the log of the demo."""

@@ -1,1 +1,1 @@
-"""A first job from the files of a log, with a reason for each choice."""
+"""Write a first job from the files of a log."""

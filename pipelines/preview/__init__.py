@@ -1,1 +1,1 @@
-"""What a build would see, in seconds: the first rows of a log through all of its stages."""
+"""Run the stages of a build over the first rows of a log."""

@@ -1,1 +1,1 @@
-"""Any Parquet dataset, smaller."""
+"""Storage reduction of any Parquet dataset."""

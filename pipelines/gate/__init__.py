@@ -1,1 +1,0 @@
-"""What a segment must be like to stay."""

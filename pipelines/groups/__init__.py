@@ -1,1 +1,0 @@
-"""`groups: auto`: which features to deduplicate together."""

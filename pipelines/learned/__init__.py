@@ -1,1 +1,0 @@
-"""Transforms, and what they learn from the training range."""

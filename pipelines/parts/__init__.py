@@ -1,1 +1,0 @@
-"""One part of a segment: order, blocks, unique tuples, layouts, files; and back."""

@@ -1,1 +1,0 @@
-"""Segments and datasets: commit, append, verify."""

@@ -1,1 +1,0 @@
-"""Statistics that add up exactly, and their text."""
