@@ -33,9 +33,9 @@ from scheduler.simulator.cluster import outcome_of
 from scheduler.simulator.command import (
     LOAD,
     POLICIES,
-    capacity_of,
+    cluster_capacity,
     lower_bound_sec,
-    policies_of,
+    parse_policies,
     simulate,
 )
 from scheduler.simulator.jobs import Knobs, Table, TraceJob, draw_jobs
@@ -109,9 +109,9 @@ def one_round(
 ) -> Numbers:
     """Return the numbers of each policy, and the bound beside them, for one seed."""
     centre = draw_jobs(jobs, tables, Knobs(), seed)
-    capacity = capacity_of(centre, jobs, load)
+    capacity = cluster_capacity(centre, jobs, load)
     specs = draw_jobs(jobs, tables, knobs, seed)
-    largest = capacity_of(specs, jobs, 1e9)  # asks for more may need a larger cluster
+    largest = cluster_capacity(specs, jobs, 1e9)  # asks for more may need a larger cluster
     capacity = replace(
         capacity,
         cpus=max(capacity.cpus, largest.cpus),
@@ -182,7 +182,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         FileNotFoundError: the speeds, or all traces, are absent.
     """
     tables = speeds(options.shared_data)
-    names = (*policies_of(options.policies), *(WITHOUT if options.parts else ()))
+    names = (*parse_policies(options.policies), *(WITHOUT if options.parts else ()))
     traces: dict[str, Any] = {}
     best: list[tuple[str, list[Numbers]]] = []
     for trace, (path, read) in TRACES.items():

@@ -9,7 +9,14 @@ from itertools import groupby
 from pathlib import Path
 from statistics import median
 
-from scheduler.simulator.jobs import GIB, REPLICA_BUSY, STORE_BUSY, Table, TraceJob, table_of
+from scheduler.simulator.jobs import (
+    GIB,
+    REPLICA_BUSY,
+    STORE_BUSY,
+    Table,
+    TraceJob,
+    interpolate_table,
+)
 
 PHILLY = Path("philly") / "philly.csv"
 ALIBABA = Path("alibaba_dlrm_v2025") / "disaggregated_DLRM_trace.csv"
@@ -37,7 +44,7 @@ def speeds(shared_data: Path) -> dict[str, Table]:
                         STORE_BUSY: row["ps_cpu_mean"],
                     }
                 )
-    return {kind: table_of(kind, found) for kind, found in rows.items()}
+    return {kind: interpolate_table(kind, found) for kind, found in rows.items()}
 
 
 def philly(shared_data: Path) -> list[TraceJob]:

@@ -210,9 +210,9 @@ def _simulate(arguments: argparse.Namespace) -> None:
     for note in simulation.notes(found):
         _say(note)
     if arguments.json:
-        print(json.dumps(simulation.as_json(found)))
+        print(json.dumps(simulation.to_json(found)))
         return
-    for line in simulation.words(found):
+    for line in simulation.summary_lines(found):
         print(line)
 
 

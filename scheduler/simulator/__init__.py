@@ -1,1 +1,1 @@
-"""Policies compared on a trace of jobs that fail, slow down and run out of memory."""
+"""Compare scheduling policies on the jobs of a trace."""

@@ -11,42 +11,42 @@ from scipy.optimize import nnls
 
 from scheduler.model.fit import Window
 from scheduler.model.terms import Floats
-from scheduler.simulator.knowledge import MIN_CELLS, Knowledge, sizes_of
-from scheduler.simulator.views import Capacity, Handling, JobView, Measured, Sizes, Snapshot
+from scheduler.simulator.kind_models import MIN_CELLS, KindModels, allowed_sizes
+from scheduler.simulator.views import Capacity, Handling, JobView, Measurement, Sizes, Snapshot
 
 RESTART_SEC = 60.0
-"""To start all processes of a job again, and to load its checkpoint."""
+"""Time to restart all processes of a job from its checkpoint."""
 
 
 def admit(
     waiting: Iterable[tuple[JobView, Sizes]], given: Mapping[int, Sizes], capacity: Capacity
 ) -> dict[int, Sizes]:
-    """Return what is given, and sizes of waiting jobs beside it.
+    """Return the given sizes with those of waiting jobs that fit beside them.
 
-    By priority and then by arrival; one that does not fit does not hold back those behind it.
+    By priority, then arrival; a job that does not fit does not block later ones.
     """
-    found = dict(given)
+    admitted = dict(given)
     cpus = capacity.cpus - sum(sizes.cpus for sizes in given.values())
     memory = capacity.memory_bytes - sum(sizes.memory_bytes for sizes in given.values())
     for view, sizes in sorted(waiting, key=lambda pair: (-pair[0].priority, pair[0].job)):
         if sizes.cpus <= cpus + 1e-9 and sizes.memory_bytes <= memory + 1.0:
-            found[view.job] = sizes
+            admitted[view.job] = sizes
             cpus, memory = cpus - sizes.cpus, memory - sizes.memory_bytes
-    return found
+    return admitted
 
 
-def give_back(
+def release_excess(
     kept: dict[int, Sizes],
     wanted: Mapping[int, Sizes],
     held: Sequence[tuple[float, int]],
     capacity: Capacity,
 ) -> None:
-    """Give jobs what is wanted for them, not what they hold, until all fit; the largest part first.
+    """Replace kept sizes by wanted ones until all jobs fit, the largest excess first.
 
     Args:
         kept: sizes of all jobs, changed in place.
         wanted: sizes of all jobs that fit together.
-        held: cores beyond what is wanted, and job, of those that keep what they have.
+        held: excess cores, and job, of jobs that keep their current sizes.
         capacity: of the cluster.
     """
     cpus = sum(sizes.cpus for sizes in kept.values()) - capacity.cpus
@@ -60,49 +60,39 @@ def give_back(
 
 
 class StaticPolicy:
-    """The static user configuration."""
+    """Each job has the sizes that its user requested."""
 
     name = "static"
     handling = Handling(RESTART_SEC, RESTART_SEC, keeps_steps=False, replaces_slow=False)
     interval_sec = float("inf")
 
     def decide(self, snapshot: Snapshot) -> dict[int, Sizes]:
-        """Return the request of each job that fits."""
+        """Return the requests of all jobs that fit."""
         given = {view.job: view.current for view in snapshot.jobs if view.current is not None}
         waiting = [(view, view.request) for view in snapshot.jobs if view.current is None]
         return admit(waiting, given, snapshot.capacity)
 
 
-# A threshold autoscaler, as the local optimizer of open DLRover.
-#
-# A job begins with what its user asked for. While its stores keep fewer cores busy than BUSY of
-# what they have, it gets as many more replicas as would bring them there, at most STEP at once; a
-# step that did not make it FASTER is taken back and the job left alone. After running out of
-# memory it is started again with twice as much.
-#
-# Source: the open repository of DLRover, whose local optimizer bounds the number of workers by
-# what the cores of parameter servers bear; the thresholds here are ours.
-
 BUSY = 0.8
-"""Share of a store's cores that may be busy."""
+"""Target share of a store's cores that are busy."""
 STEP = 4
-"""Replicas that are added at once, at most."""
+"""Maximum of replicas that are added at once."""
 FASTER = 1.05
-"""Speed after a step over that before it, at least."""
+"""Minimum speedup of an added step."""
 THRESHOLD_CHANGE_SEC = 15.0
-"""Pause of a change, and of a recovery: processes come and go while others train, as ours."""
+"""Pause of a change and of a recovery: as ours, processes join and leave while others train."""
 MORE_MEMORY = 2.0
-"""Memory after running out of it, over that before."""
+"""Factor of memory after running out of it."""
 
 
 @dataclass(slots=True)
 class _Climb:
-    """How one job was scaled.
+    """Scaling state of one job.
 
     Attributes:
         best: sizes at the highest speed.
-        step_sec: of a step there.
-        ended: whether no more is tried.
+        step_sec: seconds per step there.
+        ended: whether scaling has ended.
     """
 
     best: Sizes | None = None
@@ -111,7 +101,15 @@ class _Climb:
 
 
 class ThresholdPolicy:
-    """Replicas by thresholds on the cores of stores."""
+    """A threshold autoscaler, as the local optimizer of open DLRover.
+
+    A job starts with its request. While its stores' busy cores are below the share BUSY, it gets as
+    many more replicas as would reach it, at most STEP at once; a step without the speedup FASTER is
+    reverted, and scaling ends. After running out of memory it restarts with twice as much.
+
+    Source: the repository of DLRover, whose local optimizer limits workers by the cores of
+    parameter servers; the thresholds are ours.
+    """
 
     name = "threshold"
     handling = Handling(
@@ -120,34 +118,36 @@ class ThresholdPolicy:
     interval_sec = 180.0
 
     def __init__(self) -> None:
-        """Begin with no job."""
+        """Start without jobs."""
         self.climbs: dict[int, _Climb] = {}
 
     def decide(self, snapshot: Snapshot) -> dict[int, Sizes]:
-        """Return the sizes of running jobs, scaled by what was measured, and requests of others."""
+        """Return the scaled sizes of running jobs, and the requests of others."""
         views = {view.job: view for view in snapshot.jobs}
         self.climbs = {job: self.climbs.get(job, _Climb()) for job in views}
         given = {job: view.current for job, view in views.items() if view.current is not None}
-        waiting = [(view, _asked(view)) for view in snapshot.jobs if view.current is None]
-        found = admit(waiting, given, snapshot.capacity)
+        waiting = [
+            (view, _request_after_oom(view)) for view in snapshot.jobs if view.current is None
+        ]
+        sizes = admit(waiting, given, snapshot.capacity)
         for measured in snapshot.measured:
             wanted = self._scaled(views[measured.job], measured, snapshot)
-            others = {job: sizes for job, sizes in found.items() if job != measured.job}
-            found = admit([(views[measured.job], wanted)], others, snapshot.capacity)
-            found.setdefault(measured.job, given[measured.job])
-        return found
+            others = {job: own for job, own in sizes.items() if job != measured.job}
+            sizes = admit([(views[measured.job], wanted)], others, snapshot.capacity)
+            sizes.setdefault(measured.job, given[measured.job])
+        return sizes
 
-    def _scaled(self, view: JobView, measured: Measured, snapshot: Snapshot) -> Sizes:
+    def _scaled(self, view: JobView, measured: Measurement, snapshot: Snapshot) -> Sizes:
         climb, current = self.climbs[view.job], view.current
-        assert current is not None, "what is measured runs"
+        assert current is not None, "a measured job runs"
         if climb.ended:
             return current
         if climb.best is not None and climb.step_sec < FASTER * measured.step_sec:
             climb.ended = True
             return replace(current, num_replicas=climb.best.num_replicas)
         climb.best, climb.step_sec = current, measured.step_sec
-        bearable = BUSY * current.store_cpus / max(measured.store_busy, 1e-6)
-        wanted = int(min(current.num_replicas * bearable, current.num_replicas + STEP))
+        growth = BUSY * current.store_cpus / max(measured.store_busy, 1e-6)
+        wanted = int(min(current.num_replicas * growth, current.num_replicas + STEP))
         allowed = snapshot.allowed[view.kind][current.num_stores]
         while wanted > current.num_replicas and not (wanted < len(allowed) and allowed[wanted]):
             wanted -= 1
@@ -155,41 +155,31 @@ class ThresholdPolicy:
         return replace(current, num_replicas=max(wanted, current.num_replicas))
 
 
-def _asked(view: JobView) -> Sizes:
-    """Return the request, with more memory for each time that it ran out."""
-    more, request = MORE_MEMORY**view.num_oom, view.request
+def _request_after_oom(view: JobView) -> Sizes:
+    """Return the request, with more memory for each out-of-memory failure."""
+    factor, request = MORE_MEMORY**view.num_oom, view.request
     return replace(
         request,
-        replica_memory=more * request.replica_memory,
-        tables_memory=more * request.tables_memory,
+        replica_memory=factor * request.replica_memory,
+        tables_memory=factor * request.tables_memory,
     )
 
 
-# A policy of marginal gains, as Optimus.
-#
-# Each job first gets one replica and one store. Then, as long as something fits, one replica or
-# one store goes to the job whose remaining time falls most for the dominant share that this
-# takes. The remaining time is what Optimus's own model predicts; here it is told how much is
-# left, which Optimus extrapolates from losses.
-#
-# Source: Peng, Bao, Chen, Wu and Guo, "Optimus" (2018), the sections on performance modelling and
-# on resource allocation; ten minutes between allocations, stragglers are replaced, running out of
-# memory is not spoken of.
-
 JOB_RESTART_SEC, RECOVERY_SEC = 30.0, 60.0
-"""Pauses of a change by way of a checkpoint, and of a restart."""
+"""Pauses of Optimus and Pollux: of a change through a checkpoint, and of a restart."""
 
 
 def fit_optimus(window: Window, allowed: np.ndarray, batch_samples: float) -> Floats:
-    """Return seconds of a step by Optimus's model: a / w + b + c w / p + d w + e p."""
-    replicas, stores = sizes_of(allowed)
+    """Return seconds per step by Optimus's model: a / w + b + c w / p + d w + e p."""
+    replicas, stores = allowed_sizes(allowed)
     if len(window) < MIN_CELLS:
         return np.full(len(replicas), np.nan)
     columns, seconds = window.columns(), window.medians()
-    known = _optimus_terms(columns[:, 3], columns[:, 4])
-    scale = np.abs(known).max(axis=0)
-    found = nnls(known / scale / seconds[:, None], np.ones(len(seconds)))[0] / scale
-    return np.maximum(_optimus_terms(replicas.astype(float), stores.astype(float)) @ found, 1e-9)
+    terms = _optimus_terms(columns[:, 3], columns[:, 4])
+    scale = np.abs(terms).max(axis=0)
+    coefficients = nnls(terms / scale / seconds[:, None], np.ones(len(seconds)))[0] / scale
+    all_terms = _optimus_terms(replicas.astype(float), stores.astype(float))
+    return np.maximum(all_terms @ coefficients, 1e-9)
 
 
 def _optimus_terms(workers: Floats, servers: Floats) -> Floats:
@@ -199,20 +189,29 @@ def _optimus_terms(workers: Floats, servers: Floats) -> Floats:
 
 
 class MarginalPolicy:
-    """The largest marginal gain first."""
+    """Optimus: the largest marginal gain first.
+
+    Each job first gets one replica and one store. Then, as long as something fits, one replica or
+    store goes to the job whose remaining time, as predicted by Optimus's model, falls most for the
+    dominant share that it takes. The remaining samples are known here; Optimus extrapolates losses.
+
+    Source: Peng, Bao, Chen, Wu and Guo, "Optimus" (2018), the sections on performance modelling and
+    on resource allocation; ten minutes between allocations, stragglers are replaced, out-of-memory
+    failures are not treated.
+    """
 
     name = "marginal"
     handling = Handling(JOB_RESTART_SEC, RECOVERY_SEC, keeps_steps=False, replaces_slow=True)
     interval_sec = 600.0
 
     def __init__(self) -> None:
-        """Begin with nothing known."""
-        self.knowledge = Knowledge(fit_optimus)
+        """Start without measurements."""
+        self.knowledge = KindModels(fit_optimus)
         self.next_sec = 0.0
 
     def decide(self, snapshot: Snapshot) -> dict[int, Sizes]:
-        """Return all sizes anew each interval; in between only jobs that wait get some."""
-        self.knowledge.take_in(snapshot)
+        """Return new sizes of all jobs each interval; in between, only of waiting jobs."""
+        self.knowledge.update(snapshot)
         given = {view.job: view.current for view in snapshot.jobs if view.current is not None}
         if snapshot.now_sec >= self.next_sec:
             self.next_sec = snapshot.now_sec + self.interval_sec
@@ -222,49 +221,48 @@ class MarginalPolicy:
             for view in snapshot.jobs
             if view.job not in given
         ]
-        found = admit(firsts, given, snapshot.capacity)
-        views = [view for view, _ in firsts if view.job in found]
-        return self._grown(found, views, snapshot)
+        sizes = admit(firsts, given, snapshot.capacity)
+        views = [view for view, _ in firsts if view.job in sizes]
+        self._grow(sizes, views, snapshot)
+        return sizes
 
     def _first(self, view: JobView, allowed: np.ndarray) -> Sizes:
-        """Return the sizes that a job begins from: the least, or such as are to be measured."""
+        """Return the initial sizes of a job: the smallest, or some to be measured."""
         sampled = self.knowledge.sample(view, allowed)
         if sampled is not None:
             return sampled
-        least = allowed.shape[0] > 1 and allowed[1, 1]
-        return replace(view.request, num_replicas=1, num_stores=1) if least else view.request
+        if allowed.shape[0] > 1 and allowed[1, 1]:
+            return replace(view.request, num_replicas=1, num_stores=1)
+        return view.request
 
-    def _grown(
-        self, found: dict[int, Sizes], views: list[JobView], snapshot: Snapshot
-    ) -> dict[int, Sizes]:
-        """Give what is left, step by step, to these jobs."""
-        left = [
-            snapshot.capacity.cpus - sum(sizes.cpus for sizes in found.values()),
-            snapshot.capacity.memory_bytes - sum(sizes.memory_bytes for sizes in found.values()),
+    def _grow(self, sizes: dict[int, Sizes], views: list[JobView], snapshot: Snapshot) -> None:
+        """Distribute the free resources to these jobs, step by step."""
+        free = [
+            snapshot.capacity.cpus - sum(own.cpus for own in sizes.values()),
+            snapshot.capacity.memory_bytes - sum(own.memory_bytes for own in sizes.values()),
         ]
         times = {view.job: self._times(view, snapshot) for view in views}
         by_job = {view.job: view for view in views}
         heap: list[tuple[float, int, Sizes]] = []
 
         def offer(job: int) -> None:
-            step = _best_step(by_job[job], found[job], times[job], snapshot.capacity, left)
+            step = _best_step(by_job[job], sizes[job], times[job], snapshot.capacity, free)
             if step is not None:
                 heapq.heappush(heap, (-step[0], job, step[1]))
 
         for job in by_job:
             offer(job)
         while heap:
-            _, job, sizes = heapq.heappop(heap)
-            cpus = sizes.cpus - found[job].cpus
-            memory = sizes.memory_bytes - found[job].memory_bytes
-            if cpus <= left[0] + 1e-9 and memory <= left[1] + 1.0:
-                found[job] = sizes
-                left[0], left[1] = left[0] - cpus, left[1] - memory
+            _, job, larger = heapq.heappop(heap)
+            cpus = larger.cpus - sizes[job].cpus
+            memory = larger.memory_bytes - sizes[job].memory_bytes
+            if cpus <= free[0] + 1e-9 and memory <= free[1] + 1.0:
+                sizes[job] = larger
+                free[0], free[1] = free[0] - cpus, free[1] - memory
                 offer(job)
-        return found
 
     def _times(self, view: JobView, snapshot: Snapshot) -> Floats:
-        """Return remaining seconds at each size, (stores + 1, replicas + 1); nan where unknown."""
+        """Return the remaining seconds at each size, (stores + 1, replicas + 1); nan if unknown."""
         allowed = snapshot.allowed[view.kind]
         times = np.full(allowed.shape, np.nan)
         steps = view.left_samples / snapshot.batch_samples[view.kind]
@@ -273,9 +271,9 @@ class MarginalPolicy:
 
 
 def _best_step(
-    view: JobView, sizes: Sizes, times: Floats, capacity: Capacity, left: list[float]
+    view: JobView, sizes: Sizes, times: Floats, capacity: Capacity, free: list[float]
 ) -> tuple[float, Sizes] | None:
-    """Return the gain of a replica or a store more for what it takes, and the sizes then."""
+    """Return the larger gain per dominant share of one more replica or store, with its sizes."""
     now = times[sizes.num_stores, sizes.num_replicas]
     best: tuple[float, Sizes] | None = None
     for stores, replicas in ((0, 1), (1, 0)):
@@ -284,7 +282,7 @@ def _best_step(
             continue
         larger = replace(sizes, num_stores=at[0], num_replicas=at[1])
         cpus, memory = larger.cpus - sizes.cpus, larger.memory_bytes - sizes.memory_bytes
-        if cpus > left[0] + 1e-9 or memory > left[1] + 1.0:
+        if cpus > free[0] + 1e-9 or memory > free[1] + 1.0:
             continue
         dominant = max(cpus / capacity.cpus, memory / capacity.memory_bytes, 1e-12)
         gain = 2.0**view.priority * float(now - times[at]) / dominant
@@ -293,46 +291,33 @@ def _best_step(
     return best
 
 
-# A policy of goodputs, as Pollux.
-#
-# Each job's speedup is its goodput over that of one replica; the cluster makes the power mean of
-# all speedups large, with the exponent -1, which weighs slow jobs most. A job gets at most twice
-# the replicas that it ever had, until more was measured. The global batch is fixed here, as it is
-# in our jobs, so the statistical efficiency is 1 and goodput is throughput. A store goes with
-# each replica: together they have the links of an all-reduce.
-#
-# Source: Qiao and others, "Pollux" (2021), the sections on the system throughput and on the
-# scheduler; its genetic search is replaced by the greedy choice, which is optimal for speedups
-# with diminishing returns; a restart takes 30 s, and a job whose sizes change is discounted by
-# it.
-"""Pauses of a change by way of a checkpoint, and of a restart."""
 EXPLORED = 2
-"""Replicas that a job may get, over the most that it had."""
+"""Factor of replicas that a job may get over its maximum so far."""
 GAMMAS = (1.0, 1.5, 2.0, 4.0, 10.0)
-"""How much computation and synchronisation overlap: T^g = T_compute^g + T_sync^g."""
+"""Overlaps of computation and synchronisation: T^g = T_compute^g + T_sync^g."""
 ENOUGH = 1.1
-"""Speed after a change over that before it, at least."""
+"""Minimum speedup of a change."""
 
 
 def fit_pollux(window: Window, allowed: np.ndarray, batch_samples: float) -> Floats:
-    """Return seconds of a step: T_compute = a + b / r, T_sync = c + d (r - 2) beyond one replica.
+    """Return seconds per step: T_compute = a + b / r, T_sync = c + d (r - 2) beyond one replica.
 
-    For each overlap g the terms of T^g are fitted on their own scale, and the best is kept.
+    The terms of T^g are fitted for each overlap g, and the best fit is kept.
     """
-    replicas = sizes_of(allowed)[0].astype(float)
+    replicas = allowed_sizes(allowed)[0].astype(float)
     columns, seconds = window.columns(), window.medians()
     workers = columns[:, 3]
-    # Until more replicas than one number were measured, more are taken to cost nothing.
+    # Perfect scaling is assumed until two numbers of replicas were measured.
     perfect = float(np.median(seconds * workers)) / replicas
     best: tuple[float, Floats] = (np.inf, perfect)
     for gamma in GAMMAS if len(np.unique(workers)) > 1 else ():
         terms = _pollux_terms(workers, gamma) / seconds[:, None] ** gamma
-        found = nnls(terms, np.ones(len(seconds)))[0]
-        again = np.maximum(_pollux_terms(workers, gamma) @ found, 1e-12) ** (1.0 / gamma)
-        error = float(np.abs(np.log(again / seconds)).sum())
+        coefficients = nnls(terms, np.ones(len(seconds)))[0]
+        fitted = np.maximum(_pollux_terms(workers, gamma) @ coefficients, 1e-12) ** (1.0 / gamma)
+        error = float(np.abs(np.log(fitted / seconds)).sum())
         if error < best[0]:
-            whole = np.maximum(_pollux_terms(replicas, gamma) @ found, 1e-12)
-            best = error, whole ** (1.0 / gamma)
+            powers = np.maximum(_pollux_terms(replicas, gamma) @ coefficients, 1e-12)
+            best = error, powers ** (1.0 / gamma)
     return best[1]
 
 
@@ -347,43 +332,55 @@ def _pollux_terms(workers: Floats, gamma: float) -> Floats:
 
 
 class GoodputPolicy:
-    """The power mean of speedups."""
+    """Pollux: maximise the power mean of speedups.
+
+    A job's speedup is its goodput over that of one replica; the exponent -1 weights slow jobs most.
+    A job gets at most twice the replicas that it had before. The global batch is fixed, as in our
+    jobs, so goodput is throughput. Each replica has a store: together they have the links of an
+    all-reduce.
+
+    Source: Qiao and others, "Pollux" (2021), the sections on the system throughput and on the
+    scheduler. A greedy choice, which is optimal for diminishing returns, replaces its genetic
+    search; a restart takes 30 s.
+    """
 
     name = "goodput"
     handling = Handling(JOB_RESTART_SEC, RECOVERY_SEC, keeps_steps=False, replaces_slow=False)
     interval_sec = 60.0
 
     def __init__(self) -> None:
-        """Begin with nothing known."""
-        self.knowledge = Knowledge(fit_pollux)
+        """Start without measurements."""
+        self.knowledge = KindModels(fit_pollux)
 
     def decide(self, snapshot: Snapshot) -> dict[int, Sizes]:
-        """Return all sizes anew; a job that gains little keeps what it has."""
-        self.knowledge.take_in(snapshot)
-        firsts = [(view, _of(view, _least(view, snapshot))) for view in snapshot.jobs]
+        """Return new sizes of all jobs; a job that gains little keeps its sizes."""
+        self.knowledge.update(snapshot)
+        firsts = [
+            (view, _request_at(view, _smallest_size(view, snapshot))) for view in snapshot.jobs
+        ]
         wanted = admit(firsts, {}, snapshot.capacity)
         speeds = {view.job: self._speeds(view, snapshot) for view in snapshot.jobs}
         self._grow(wanted, speeds, snapshot)
-        return self._calm(wanted, speeds, snapshot)
+        return self._keep_small_changes(wanted, speeds, snapshot)
 
     def _speeds(self, view: JobView, snapshot: Snapshot) -> dict[int, float]:
-        """Return the goodput over that of the smallest size, by replicas that may be had."""
+        """Return the speedup over the smallest size, by possible replicas."""
         allowed = snapshot.allowed[view.kind]
         seconds = np.full(allowed.shape, np.nan)
         seconds[allowed] = self.knowledge.predicted(view.kind, snapshot.allowed)
-        first = _least(view, snapshot)
+        first = _smallest_size(view, snapshot)
         most = min(min(allowed.shape) - 1, EXPLORED * view.most_replicas)
         base = seconds[first, first]
-        found = {first: 1.0}
+        speedups = {first: 1.0}
         for size in range(first + 1, most + 1):
             if allowed[size, size] and np.isfinite(base):
-                found[size] = float(base / seconds[size, size])
-        return found
+                speedups[size] = float(base / seconds[size, size])
+        return speedups
 
     def _grow(
         self, wanted: dict[int, Sizes], speeds: dict[int, dict[int, float]], snapshot: Snapshot
     ) -> None:
-        """Add a replica where -1 / speedup rises most for the dominant share it takes."""
+        """Add replicas where -1 / speedup rises most for the dominant share."""
         capacity = snapshot.capacity
         cpus = capacity.cpus - sum(sizes.cpus for sizes in wanted.values())
         memory = capacity.memory_bytes - sum(sizes.memory_bytes for sizes in wanted.values())
@@ -394,7 +391,7 @@ class GoodputPolicy:
             now = wanted[job].num_replicas
             larger = [size for size in speeds[job] if size > now]
             if larger and speeds[job][larger[0]] > speeds[job][now]:
-                step = _of(views[job], larger[0])
+                step = _request_at(views[job], larger[0])
                 share = max(
                     (step.cpus - wanted[job].cpus) / capacity.cpus,
                     (step.memory_bytes - wanted[job].memory_bytes) / capacity.memory_bytes,
@@ -407,17 +404,17 @@ class GoodputPolicy:
             offer(job)
         while heap:
             _, job, size = heapq.heappop(heap)
-            step = _of(views[job], size)
+            step = _request_at(views[job], size)
             more = step.cpus - wanted[job].cpus, step.memory_bytes - wanted[job].memory_bytes
             if more[0] <= cpus + 1e-9 and more[1] <= memory + 1.0:
                 wanted[job] = step
                 cpus, memory = cpus - more[0], memory - more[1]
                 offer(job)
 
-    def _calm(
+    def _keep_small_changes(
         self, wanted: dict[int, Sizes], speeds: dict[int, dict[int, float]], snapshot: Snapshot
     ) -> dict[int, Sizes]:
-        """Leave jobs alone that would gain less than ENOUGH, as far as all fit."""
+        """Keep the sizes of jobs that would gain less than ENOUGH, as far as all fit."""
         kept = dict(wanted)
         held: list[tuple[float, int]] = []
         for view in snapshot.jobs:
@@ -429,15 +426,15 @@ class GoodputPolicy:
             if larger < ENOUGH * speed.get(now.num_replicas, 1.0):
                 kept[view.job] = now
                 held.append((now.cpus - wanted[view.job].cpus, view.job))
-        give_back(kept, wanted, held, snapshot.capacity)
+        release_excess(kept, wanted, held, snapshot.capacity)
         return kept
 
 
-def _least(view: JobView, snapshot: Snapshot) -> int:
-    """Return the fewest replicas, with as many stores, that can be had."""
+def _smallest_size(view: JobView, snapshot: Snapshot) -> int:
+    """Return the smallest possible number of replicas with as many stores."""
     allowed = snapshot.allowed[view.kind]
     return next(size for size in range(1, min(allowed.shape)) if allowed[size, size])
 
 
-def _of(view: JobView, size: int) -> Sizes:
+def _request_at(view: JobView, size: int) -> Sizes:
     return replace(view.request, num_replicas=size, num_stores=size)

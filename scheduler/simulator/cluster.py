@@ -1,4 +1,18 @@
-"""Simulate the jobs of one trace under one policy, event by event."""
+"""Simulate the jobs of one trace under one policy, event by event.
+
+Training advances at a constant rate between events. With sizes of speed v (of the kind's table),
+cores that cover a share c of what the busier process needs, and a straggler of factor f,
+
+    rate = v min(1, c) / f / samples of the job
+
+except during pauses. Memory of each process grows with the touched rows, as a share of its peak:
+
+    share(p) = EMPTY + (1 - EMPTY) (1 - exp(-FILLING p)) / (1 - exp(-FILLING))
+
+Waiting jobs are decided each ROUND_SEC after an event, running ones also at the policy's interval.
+A job that a policy does not place in an empty cluster has failed. Decisions are checked against the
+capacity.
+"""
 
 from __future__ import annotations
 
@@ -15,58 +29,48 @@ from scheduler.simulator.views import (
     Capacity,
     Handling,
     JobView,
-    Measured,
+    Measurement,
     Policy,
     Readings,
     Sizes,
     Snapshot,
 )
 
-# One job as it goes on: what it has trained, what it holds, and what happens to it next.
-#
-# Training advances at a constant rate between events. With sizes of speed v (of its table), cores
-# that hold c of what the busier process needs, and a straggler of factor f,
-#
-#     rate = v min(1, c) / f / samples of the job
-#
-# while no pause is on. Memory of each process grows with the rows that were touched: share(p) =
-# EMPTY + (1 - EMPTY) (1 - exp(-FILLING p)) / (1 - exp(-FILLING)) of its peak.
-
 EMPTY = 0.5
-"""Share of the peak that a process holds at its first step."""
+"""Share of its peak memory that a process uses at its first step."""
 FILLING = 3.0
-"""How fast tables fill: 95 % of the rest within the job."""
+"""Rate at which tables fill: 95 % of the rest within the job."""
 START_SEC = 30.0
-"""From being placed to the first step, under any policy."""
+"""Time from placement to the first step, under any policy."""
 CHECKPOINT_SEC = 1800.0
-"""Training between checkpoints."""
+"""Training time between checkpoints."""
 ALONE_SEC = 47.0
-"""Pause after a job of one replica lost a process, under a policy that keeps the steps of others:
-it goes on from its checkpoint (the slower of two runs, `benchmarks/recovery.md`)."""
+"""Pause after the loss of a process of a job with one replica, under a policy with `keeps_steps`:
+it restarts from its checkpoint (the slower of two runs, `benchmarks/recovery.md`)."""
 FOUND_SEC = 120.0
-"""Until a straggler is found by a policy that looks for them."""
+"""Time until a policy with `replaces_slow` detects a straggler."""
 MAX_OOM = 3
-"""A job that ran out of memory so often has failed."""
+"""Number of out-of-memory failures after which a job has failed."""
 
-Happening = Literal["finish", "oom", "loss", "slow", "fast"]
+EventKind = Literal["finish", "oom", "loss", "slow", "fast"]
 
 
-def filled(progress: float) -> float:
-    """Return the share of its peak that a process holds.
+def memory_share_at(progress: float) -> float:
+    """Return the share of its peak memory that a process uses.
 
     Example:
-        >>> filled(0.0), filled(1.0), round(filled(0.5), 3)
+        >>> memory_share_at(0.0), memory_share_at(1.0), round(memory_share_at(0.5), 3)
         (0.5, 1.0, 0.909)
     """
     return EMPTY + (1.0 - EMPTY) * math.expm1(-FILLING * progress) / math.expm1(-FILLING)
 
 
-def progress_of(share: float) -> float:
-    """Return when a process holds this share of its peak; the inverse of `filled`.
+def progress_at_share(share: float) -> float:
+    """Return the progress at which a process uses this share of its peak memory.
 
     Example:
-        >>> round(progress_of(filled(0.3)), 9), progress_of(0.4), progress_of(1.0)
-        (0.3, 0.0, inf)
+        >>> round(progress_at_share(memory_share_at(0.3)), 9), progress_at_share(0.4)
+        (0.3, 0.0)
     """
     if share >= 1.0:
         return math.inf
@@ -75,84 +79,84 @@ def progress_of(share: float) -> float:
 
 
 @dataclass(slots=True, kw_only=True)
-class Used:
-    """Products of resources and seconds."""
+class ResourceUse:
+    """Core seconds and byte seconds."""
 
     cpus_given: float = 0.0
-    """Cores."""
+    """Reserved cores."""
     cpus_busy: float = 0.0
-    """Cores that did something."""
+    """Busy cores."""
     memory_given: float = 0.0
-    """Bytes."""
+    """Reserved bytes."""
     memory_held: float = 0.0
-    """Bytes that were resident."""
+    """Resident bytes."""
 
 
 @dataclass(slots=True, kw_only=True)
-class Run:
-    """A job that was submitted."""
+class JobRun:
+    """A submitted job."""
 
     job: int
     """Its number."""
     spec: JobSpec
-    """What is true of it."""
+    """Its true properties."""
     handling: Handling
-    """Of the policy."""
-    used: Used
-    """Of all jobs together, added to."""
+    """Handling of failures by the policy."""
+    used: ResourceUse
+    """Resource use of all jobs, updated in place."""
     sizes: Sizes | None = None
-    """What it has; None while it waits."""
+    """None while it waits."""
     since_sec: float = 0.0
-    """When it got that."""
+    """When it got its sizes."""
     now_sec: float = 0.0
-    """Up to when it was advanced."""
+    """Time of its state."""
     done: float = 0.0
-    """Share of its samples that is trained."""
+    """Trained share of its samples."""
     unsaved: float = 0.0
-    """Share that is trained since its checkpoint."""
+    """Share that was trained since its checkpoint."""
     unsaved_sec: float = 0.0
-    """How long that took."""
+    """Training time since its checkpoint."""
     resumes_sec: float = 0.0
     """End of its pause."""
     slow: float = 1.0
-    """By what a step takes longer."""
+    """Factor of a step's time with the current straggler."""
     slow_until: float = math.inf
     """When that ends."""
     losses: int = 0
-    """Processes that it lost."""
+    """Lost processes so far."""
     stragglers: int = 0
-    """Stragglers that it had."""
+    """Stragglers so far."""
     loss_left: float = 0.0
     """Process seconds until the next loss."""
     slow_left: float = 0.0
     """Process seconds until the next straggler."""
     num_oom: int = 0
-    """Times that it ran out of memory."""
+    """Out-of-memory failures so far."""
     most_replicas: int = 1
-    """Most replicas that it had."""
+    """Maximum of replicas so far."""
     measured: bool = True
-    """Whether its sizes were measured since they changed."""
+    """Whether its current sizes were measured."""
     version: int = 0
-    """Counts changes: an event of an older version no longer happens."""
+    """Number of changes; events of an older version are ignored."""
     rate: float = field(default=0.0)
-    """Share of its samples that is trained in a second."""
+    """Share of its samples that it trains per second."""
     busy: tuple[float, float] = (0.0, 0.0)
-    """Cores that one replica and one store keep busy."""
+    """Busy cores of one replica and one store."""
 
     def __post_init__(self) -> None:
-        """Draw the first accidents."""
+        """Set the times of the first faults."""
         self.loss_left = float(self.spec.failures[0])
         self.slow_left = float(self.spec.stragglers[0])
 
     def advance(self, now_sec: float) -> None:
-        """Go on to a time at which nothing happened before."""
-        held, sizes = now_sec - self.now_sec, self.sizes
+        """Advance to a time before which no event occurs."""
+        elapsed, sizes = now_sec - self.now_sec, self.sizes
         active = max(0.0, now_sec - max(self.now_sec, self.resumes_sec))
         self.now_sec = now_sec
-        if sizes is None or held <= 0.0:
+        if sizes is None or elapsed <= 0.0:
             return
         gained = min(self.rate * active, 1.0 - self.done)
-        middle = filled(self.done + gained / 2.0)
+        middle = memory_share_at(self.done + gained / 2.0)
         self.done += gained
         self.unsaved += gained
         self.unsaved_sec += active
@@ -163,25 +167,25 @@ class Run:
         self.loss_left -= process_sec
         if self.slow == 1.0:
             self.slow_left -= process_sec
-        self._account(sizes, held, active, middle)
+        self._account(sizes, elapsed, active, middle)
 
-    def _account(self, sizes: Sizes, held: float, active: float, middle: float) -> None:
+    def _account(self, sizes: Sizes, elapsed: float, active: float, middle: float) -> None:
         busy = sizes.num_replicas * self.busy[0] + sizes.num_stores * self.busy[1]
         peak = sizes.num_replicas * self.spec.replica_bytes + self.spec.tables_bytes
         used = self.used
-        used.cpus_given += held * sizes.cpus
+        used.cpus_given += elapsed * sizes.cpus
         used.cpus_busy += active * busy / self.slow
-        used.memory_given += held * sizes.memory_bytes
-        used.memory_held += held * min(sizes.memory_bytes, middle * peak)
+        used.memory_given += elapsed * sizes.memory_bytes
+        used.memory_held += elapsed * min(sizes.memory_bytes, middle * peak)
 
     def place(self, sizes: Sizes | None, now_sec: float) -> None:
-        """Give it sizes, or none; the first ones, and each change of them, pause it."""
+        """Set its sizes, or none; a start or a change pauses it."""
         if sizes == self.sizes:
             return
         before, self.sizes = self.sizes, sizes
         self.since_sec, self.measured = now_sec, False
         self.version += 1
-        # It is asked to leave, or to change: it saves.
+        # It saves a checkpoint before it stops or changes.
         self.unsaved = self.unsaved_sec = 0.0
         if sizes is None:
             self.slow, self.slow_until = 1.0, math.inf
@@ -195,22 +199,22 @@ class Run:
 
     def _set_rate(self, sizes: Sizes) -> None:
         table, at = self.spec.table, (sizes.num_stores, sizes.num_replicas)
-        needs = float(table.replica_busy[at]), float(table.store_busy[at])
-        needs = tuple(self.spec.cpu_scale * need for need in needs)
-        kept = min(sizes.replica_cpus / needs[0], sizes.store_cpus / needs[1]) / self.spec.peak
-        kept = min(1.0, kept + 1e-9)
-        self.busy = (kept * needs[0], kept * needs[1])
-        self.rate = kept * float(table.speed[at]) / self.slow / self.spec.num_samples
+        replica = self.spec.cpu_scale * float(table.replica_busy[at])
+        store = self.spec.cpu_scale * float(table.store_busy[at])
+        covered = min(sizes.replica_cpus / replica, sizes.store_cpus / store) / self.spec.peak
+        covered = min(1.0, covered + 1e-9)
+        self.busy = (covered * replica, covered * store)
+        self.rate = covered * float(table.speed[at]) / self.slow / self.spec.num_samples
 
     def lose(self) -> None:
-        """Go back to the checkpoint, where no other replica keeps the steps."""
+        """Return to the checkpoint, unless other replicas keep the steps."""
         if not self.keeps_steps:
             self.done = max(0.0, self.done - self.unsaved)
         self.unsaved = self.unsaved_sec = 0.0
 
     @property
     def keeps_steps(self) -> bool:
-        """Return whether a lost process costs no step: others hold what it trained."""
+        """Whether the loss of a process costs no step."""
         sizes = self.sizes
         return self.handling.keeps_steps and sizes is not None and sizes.num_replicas > 1
 
@@ -219,46 +223,46 @@ class Run:
 
     @property
     def memory_share(self) -> float:
-        """Return the memory of the process that has the least, as a share of its peak."""
+        """Smallest memory of a process, as a share of its peak."""
         if self.sizes is None:
             return math.inf
         spec, sizes = self.spec, self.sizes
         shares = sizes.replica_memory / spec.replica_bytes, sizes.tables_memory / spec.tables_bytes
         return min(shares) + 1e-9
 
-    def next(self) -> tuple[float, Happening]:
-        """Return what happens next if nothing else does, and when."""
-        assert self.sizes is not None, "what waits does not go on"
+    def next_event(self) -> tuple[float, EventKind]:
+        """Return the time and kind of the next event, if nothing else changes."""
+        assert self.sizes is not None, "the job runs"
         start = max(self.now_sec, self.resumes_sec)
         processes = self.sizes.num_processes
-        full = max(0.0, progress_of(self.memory_share) - self.done)
-        found: list[tuple[float, Happening]] = [
+        full = max(0.0, progress_at_share(self.memory_share) - self.done)
+        events: list[tuple[float, EventKind]] = [
             (start + (1.0 - self.done) / self.rate, "finish"),
             (start + full / self.rate, "oom"),
             (start + max(0.0, self.loss_left) / processes, "loss"),
         ]
         if self.slow == 1.0:
-            found.append((start + max(0.0, self.slow_left) / processes, "slow"))
+            events.append((start + max(0.0, self.slow_left) / processes, "slow"))
         else:
-            found.append((max(self.now_sec, self.slow_until), "fast"))
-        return min(found, key=lambda event: event[0])
+            events.append((max(self.now_sec, self.slow_until), "fast"))
+        return min(events, key=lambda event: event[0])
 
-    def happen(self, what: Happening) -> None:
-        """Change as an accident changes it; `finish` and `oom` are the cluster's to handle."""
+    def apply_event(self, kind: EventKind) -> None:
+        """Apply a fault; the cluster handles `finish` and `oom`."""
         self.version += 1
-        if what == "loss":
+        if kind == "loss":
             self.losses += 1
             self.loss_left = float(self.spec.failures[self.losses % ACCIDENTS])
             alone = self.handling.keeps_steps and not self.keeps_steps
             self._pause(ALONE_SEC if alone else self.handling.recovery_sec)
             self.lose()
-        elif what == "slow":
+        elif kind == "slow":
             self._slow_down()
-        elif what == "fast":
+        elif kind == "fast":
             self.slow, self.slow_until = 1.0, math.inf
             if self.handling.replaces_slow:
                 self._pause(self.handling.change_sec)
-        assert self.sizes is not None, "what waits has no accident"
+        assert self.sizes is not None, "the job runs"
         self._set_rate(self.sizes)
 
     def _slow_down(self) -> None:
@@ -273,14 +277,14 @@ class Run:
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
-    """What became of one job.
+class EndedJob:
+    """The result of one job.
 
     Attributes:
-        submit_sec: when it came.
-        end_sec: when it was finished, or given up.
-        completed: whether it was finished.
-        deadline_sec: wanted seconds between the two, None for any.
+        submit_sec: time of submission.
+        end_sec: when it finished or failed.
+        completed: whether it finished.
+        deadline_sec: time limit after submission, None without one.
     """
 
     submit_sec: float
@@ -291,37 +295,37 @@ class Ended:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What became of all jobs. JCT: seconds from submission to end, of jobs that were finished."""
+    """Metrics of one simulation. JCT: job completion time of finished jobs, from submission."""
 
     jct_mean_sec: float | None
-    """Mean; None when no job was finished."""
+    """Mean; None if no job finished."""
     jct_p50_sec: float | None
     """Median."""
     jct_p95_sec: float | None
-    """19 of 20 took no longer."""
+    """95th percentile."""
     completion_rate: float
-    """Share of all jobs that were finished."""
+    """Share of all jobs that finished."""
     cpu_utilisation: float
-    """Busy core seconds over those that jobs held."""
+    """Busy over reserved core seconds."""
     memory_utilisation: float
-    """Resident byte seconds over those that jobs held."""
+    """Resident over reserved byte seconds."""
     deadline_miss_rate: float | None
-    """Share of jobs with a deadline that missed it or were not finished; None where no job has."""
+    """Share of jobs with a deadline that missed it or failed; None if no job has one."""
 
 
-def outcome_of(ended: Sequence[Ended], used: Used) -> Outcome:
-    """Return the numbers of one simulation."""
+def outcome_of(ended: Sequence[EndedJob], used: ResourceUse) -> Outcome:
+    """Return the metrics of one simulation."""
     times = np.array([job.end_sec - job.submit_sec for job in ended if job.completed])
     dated = [job for job in ended if job.deadline_sec is not None]
     late = [
         not job.completed or job.end_sec - job.submit_sec > (job.deadline_sec or 0.0)
         for job in dated
     ]
-    known = len(times) > 0
+    any_finished = len(times) > 0
     return Outcome(
-        jct_mean_sec=float(times.mean()) if known else None,
-        jct_p50_sec=float(np.median(times)) if known else None,
-        jct_p95_sec=float(np.quantile(times, 0.95)) if known else None,
+        jct_mean_sec=float(times.mean()) if any_finished else None,
+        jct_p50_sec=float(np.median(times)) if any_finished else None,
+        jct_p95_sec=float(np.quantile(times, 0.95)) if any_finished else None,
         completion_rate=len(times) / len(ended),
         cpu_utilisation=used.cpus_busy / max(used.cpus_given, 1e-12),
         memory_utilisation=used.memory_held / max(used.memory_given, 1e-12),
@@ -329,43 +333,37 @@ def outcome_of(ended: Sequence[Ended], used: Used) -> Outcome:
     )
 
 
-# Jobs of one trace under one policy, event by event.
-#
-# A job that a policy does not place though nothing else runs will never fit: it has failed. Jobs
-# that wait are looked at each ROUND_SEC when something came or went, and those that run at the
-# policy's interval too. What a policy wants is checked: never more than there is.
-
 ROUND_SEC = 60.0
-"""Seconds between two decisions, at least."""
+"""Minimum time between two decisions."""
 MEASURE_SEC = 60.0
-"""Seconds of training at its sizes after which a job's step and cores are known."""
+"""Training time with new sizes after which they are measured."""
 NOISE = 0.05
-"""Log error of a measured step, and of measured cores."""
+"""Standard deviation of the log error of measured steps and cores."""
 MEMORY_NOISE = 0.01
-"""Log error of a memory reading."""
+"""Standard deviation of the log error of a memory reading."""
 NUM_READINGS = 128
-"""Readings of memory that a policy gets, evenly over what a job has trained."""
+"""Memory readings of a job, evenly over its trained part."""
 STEPS = 1000
-"""Parts of a job in which memory is read."""
-_LOAD = np.array([filled(step / STEPS) for step in range(STEPS + 1)])
+"""Resolution of memory readings."""
+TOUCHED_SHARE = np.array([memory_share_at(step / STEPS) for step in range(STEPS + 1)])
 
 _SUBMIT, _ROUND = -1, -2
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What became of all jobs.
+    """The result of one simulation.
 
     Attributes:
-        ended: one entry per job, by its number.
-        used: resources times seconds.
+        ended: results of all jobs by number.
+        used: resource use.
         num_rounds: decisions of the policy.
-        num_changes: changes of jobs that ran.
-        peak: most cores and bytes at once, as shares of the capacity.
+        num_changes: changes of running jobs.
+        peak: maximum of cores and bytes, as shares of the capacity.
     """
 
-    ended: tuple[Ended, ...]
-    used: Used
+    ended: tuple[EndedJob, ...]
+    used: ResourceUse
     num_rounds: int
     num_changes: int
     peak: tuple[float, float]
@@ -375,21 +373,21 @@ class Cluster:
     """A cluster on which a policy places jobs."""
 
     def __init__(self, specs: Sequence[JobSpec], policy: Policy, capacity: Capacity) -> None:
-        """Store what is to be simulated.
+        """Create a cluster.
 
         Args:
             specs: jobs by time of submission.
-            policy: decides.
-            capacity: what they share.
+            policy: decides the sizes.
+            capacity: of the cluster.
         """
         self.policy, self.capacity, self.specs = policy, capacity, specs
-        self.used = Used()
-        self.active: dict[int, Run] = {}
-        self.ended: dict[int, Ended] = {}
+        self.used = ResourceUse()
+        self.active: dict[int, JobRun] = {}
+        self.ended: dict[int, EndedJob] = {}
         self.tables: dict[str, Table] = {spec.table.kind: spec.table for spec in specs}
         self.allowed = {kind: table.allowed for kind, table in self.tables.items()}
         self.batches = {kind: table.batch_samples for kind, table in self.tables.items()}
-        self.events: list[tuple[float, int, int, int, Happening | None]] = []
+        self.events: list[tuple[float, int, int, int, EventKind | None]] = []
         self.count = self.num_rounds = self.num_changes = 0
         self.next_round = math.inf
         self.peak = (0.0, 0.0)
@@ -398,28 +396,28 @@ class Cluster:
         """Run until every job has ended.
 
         Raises:
-            AssertionError: the policy gave more than there is.
+            AssertionError: the policy exceeded the capacity.
         """
         for job, spec in enumerate(self.specs):
             self._push(spec.submit_sec, _SUBMIT, job, None)
         while self.events:
-            now, _, kind, job, what = heapq.heappop(self.events)
-            if kind == _SUBMIT:
+            now, _, version, job, kind = heapq.heappop(self.events)
+            if version == _SUBMIT:
                 self._submit(job, now)
-            elif kind == _ROUND:
+            elif version == _ROUND:
                 self._round(now)
-            elif job in self.active and self.active[job].version == kind:
-                self._happen(self.active[job], what, now)
-        assert not self.active, f"{self.policy.name} must run every job, left {len(self.active)}"
+            elif job in self.active and self.active[job].version == version:
+                self._apply_event(self.active[job], kind, now)
+        assert not self.active, f"{self.policy.name} left {len(self.active)} jobs"
         ended = tuple(self.ended[job] for job in range(len(self.specs)))
         return Result(ended, self.used, self.num_rounds, self.num_changes, self.peak)
 
-    def _push(self, at: float, kind: int, job: int, what: Happening | None) -> None:
+    def _push(self, at: float, version: int, job: int, kind: EventKind | None) -> None:
         self.count += 1
-        heapq.heappush(self.events, (at, self.count, kind, job, what))
+        heapq.heappush(self.events, (at, self.count, version, job, kind))
 
     def _submit(self, job: int, now: float) -> None:
-        run = Run(
+        run = JobRun(
             job=job,
             spec=self.specs[job],
             handling=self.policy.handling,
@@ -427,10 +425,10 @@ class Cluster:
             now_sec=now,
         )
         self.active[job] = run
-        self._soon(now)
+        self._schedule_round(now)
 
-    def _soon(self, now: float) -> None:
-        """Decide at the next round; rounds lie on a grid of ROUND_SEC."""
+    def _schedule_round(self, now: float) -> None:
+        """Schedule a decision at the next multiple of ROUND_SEC."""
         self._round_at(ROUND_SEC * math.ceil((now + 1e-6) / ROUND_SEC))
 
     def _round_at(self, at: float) -> None:
@@ -438,34 +436,34 @@ class Cluster:
             self.next_round = at
             self._push(at, _ROUND, 0, None)
 
-    def _happen(self, run: Run, what: Happening | None, now: float) -> None:
-        assert what is not None, "an accident has a name"
+    def _apply_event(self, run: JobRun, kind: EventKind | None, now: float) -> None:
+        assert kind is not None, "an event of a job has a kind"
         run.advance(now)
-        if what == "finish":
+        if kind == "finish":
             self._end(run, now, completed=True)
-        elif what == "oom":
+        elif kind == "oom":
             run.num_oom += 1
             run.lose()
             run.place(None, now)
             if run.num_oom >= MAX_OOM:
                 self._end(run, now, completed=False)
-            self._soon(now)
+            self._schedule_round(now)
         else:
-            run.happen(what)
-            self._expect(run)
+            run.apply_event(kind)
+            self._push_next_event(run)
 
-    def _end(self, run: Run, now: float, *, completed: bool) -> None:
-        self.ended[run.job] = Ended(run.spec.submit_sec, now, completed, run.spec.deadline_sec)
+    def _end(self, run: JobRun, now: float, *, completed: bool) -> None:
+        self.ended[run.job] = EndedJob(run.spec.submit_sec, now, completed, run.spec.deadline_sec)
         del self.active[run.job]
-        self._soon(now)
+        self._schedule_round(now)
 
-    def _expect(self, run: Run) -> None:
-        at, what = run.next()
-        self._push(at, run.version, run.job, what)
+    def _push_next_event(self, run: JobRun) -> None:
+        at, kind = run.next_event()
+        self._push(at, run.version, run.job, kind)
 
     def _round(self, now: float) -> None:
         if now < self.next_round:
-            return  # an earlier one took its place
+            return  # replaced by an earlier one
         self.next_round = math.inf
         if not self.active:
             return
@@ -475,41 +473,43 @@ class Cluster:
         self._apply(self.policy.decide(self._snapshot(now)), now)
         self._round_at(now + max(ROUND_SEC, self.policy.interval_sec))
 
-    def _apply(self, wanted: Mapping[int, Sizes], now: float) -> None:
-        self._check(wanted)
+    def _apply(self, decided: Mapping[int, Sizes], now: float) -> None:
+        self._check(decided)
         for run in self.active.values():
-            sizes = wanted.get(run.job)
+            sizes = decided.get(run.job)
             if sizes == run.sizes:
                 continue
             self.num_changes += run.sizes is not None
             run.place(sizes, now)
             if sizes is not None:
-                self._expect(run)
+                self._push_next_event(run)
         if all(run.sizes is None for run in self.active.values()):
-            # The policy had the whole cluster, so none of them will ever fit.
+            # The cluster is empty, so none of them will ever fit.
             for run in list(self.active.values()):
                 self._end(run, now, completed=False)
 
-    def _check(self, wanted: Mapping[int, Sizes]) -> None:
-        cpus = sum(sizes.cpus for sizes in wanted.values()) / self.capacity.cpus
-        memory = sum(sizes.memory_bytes for sizes in wanted.values()) / self.capacity.memory_bytes
+    def _check(self, decided: Mapping[int, Sizes]) -> None:
+        cpus = sum(sizes.cpus for sizes in decided.values()) / self.capacity.cpus
+        memory = sum(sizes.memory_bytes for sizes in decided.values()) / self.capacity.memory_bytes
         self.peak = max(self.peak[0], cpus), max(self.peak[1], memory)
         name = self.policy.name
-        assert max(cpus, memory) <= 1.0 + 1e-6, f"{name} must fit, took {cpus:.4f}, {memory:.4f}"
-        assert wanted.keys() <= self.active.keys(), f"{name} must place jobs that are there"
+        assert max(cpus, memory) <= 1.0 + 1e-6, (
+            f"{name} exceeds the capacity: {cpus:.4f}, {memory:.4f}"
+        )
+        assert decided.keys() <= self.active.keys(), f"{name} places jobs that do not exist"
 
     def _snapshot(self, now: float) -> Snapshot:
         return Snapshot(
             now,
             self.capacity,
             tuple(self._view(run) for run in self.active.values()),
-            tuple(self._measure(run) for run in self.active.values() if _ripe(run, now)),
+            tuple(self._measure(run) for run in self.active.values() if _is_measurable(run, now)),
             self.allowed,
             self.batches,
             self._readings,
         )
 
-    def _view(self, run: Run) -> JobView:
+    def _view(self, run: JobRun) -> JobView:
         spec = run.spec
         return JobView(
             run.job,
@@ -524,14 +524,14 @@ class Cluster:
             run.most_replicas,
         )
 
-    def _measure(self, run: Run) -> Measured:
-        """Return the measurement of sizes that were held long enough, once for each change."""
-        assert run.sizes is not None, "what waits has no speed"
+    def _measure(self, run: JobRun) -> Measurement:
+        """Return the measurement of current sizes, once for each change."""
+        assert run.sizes is not None, "the job runs"
         run.measured = True
         errors = np.exp(NOISE * np.roll(run.spec.noise, run.version)[:3])
         table, sizes = run.spec.table, run.sizes
         step_sec = table.batch_samples / (run.rate * run.spec.num_samples)
-        return Measured(
+        return Measurement(
             run.job,
             table.kind,
             sizes.num_replicas,
@@ -546,11 +546,14 @@ class Cluster:
         steps = np.unique(np.linspace(0, int(run.done * STEPS), NUM_READINGS).astype(int))
         errors = np.exp(MEMORY_NOISE * run.spec.noise[np.arange(len(steps)) % ACCIDENTS])
         spec = run.spec
-        resident = spec.replica_bytes * _LOAD[steps] * errors
+        resident = spec.replica_bytes * TOUCHED_SHARE[steps] * errors
         return Readings(
-            steps.astype(np.float64), resident, _LOAD, spec.tables_bytes / spec.replica_bytes
+            steps.astype(np.float64),
+            resident,
+            TOUCHED_SHARE,
+            spec.tables_bytes / spec.replica_bytes,
         )
 
 
-def _ripe(run: Run, now: float) -> bool:
+def _is_measurable(run: JobRun, now: float) -> bool:
     return not run.measured and run.sizes is not None and now - run.resumes_sec >= MEASURE_SEC

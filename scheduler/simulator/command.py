@@ -24,25 +24,22 @@ from scheduler.simulator.jobs import (
     Knobs,
     TraceJob,
     draw_jobs,
-    made_tables,
     read_tables,
     read_trace,
+    synthetic_tables,
 )
 from scheduler.simulator.presage import LIVE, PresagePolicy
 from scheduler.simulator.views import Capacity, Policy
 from schemas.errors import PlanError, suggest_name
 
-# What no policy that finishes every job can beat: two bounds of the mean time, the larger one.
-#
-# Alone: each job at its fastest size from its first second, with nothing else there and no
-# accident. Together: all cores are one processor that any job may use as a whole, each job takes
-# the core seconds of its thriftiest size, and the job with the least left goes first, which is
-# optimal for one processor (Schrage 1968). Start-up is left out of both. A policy that gives long
-# jobs up may have a smaller mean of those it finished.
-
 
 def lower_bound_sec(specs: Sequence[JobSpec], cpus: float) -> float:
-    """Return a mean time from submission to end that no policy which finishes all jobs beats.
+    """Return a lower bound of the mean JCT of any policy that finishes all jobs.
+
+    The larger one of two bounds, both without start-up and faults. Alone: each job runs at its
+    fastest size from its submission. Together: all cores are one processor, each job takes the core
+    seconds of its cheapest size, and the one with the least remaining work runs, which is optimal
+    for one processor (Schrage 1968).
 
     Args:
         specs: jobs by time of submission.
@@ -53,31 +50,31 @@ def lower_bound_sec(specs: Sequence[JobSpec], cpus: float) -> float:
 
 
 def fastest_sec(spec: JobSpec) -> float:
-    """Return how long a job takes at its fastest size."""
+    """Return the run time of a job at its fastest size."""
     return spec.num_samples / float(np.nanmax(spec.table.speed))
 
 
 def least_core_sec(spec: JobSpec) -> float:
-    """Return the core seconds of a job at its thriftiest size, with no core more than it needs."""
+    """Return the core seconds of a job at its cheapest size, without idle cores."""
     table = spec.table
     stores, replicas = np.mgrid[0 : table.speed.shape[0], 0 : table.speed.shape[1]]
-    # Slowing down by fewer cores stretches the time as much: it saves no core seconds.
+    # Fewer cores than needed slow a job down in proportion and save no core seconds.
     cores = replicas * table.replica_busy + stores * table.store_busy
     return spec.peak * spec.cpu_scale * spec.num_samples * float(np.nanmin(cores / table.speed))
 
 
 def together_sec(specs: Sequence[JobSpec], cpus: float) -> float:
-    """Return the mean time when all cores are one processor, the least work first."""
-    left: list[tuple[float, float]] = []
+    """Return the mean JCT if all cores are one processor, least work first."""
+    queue: list[tuple[float, float]] = []
     now = total = 0.0
-    for spec, after in zip(specs, (*specs[1:], None), strict=True):
+    for spec, following in zip(specs, (*specs[1:], None), strict=True):
         now = max(now, spec.submit_sec)
-        heapq.heappush(left, (least_core_sec(spec) / cpus, spec.submit_sec))
-        until = np.inf if after is None else after.submit_sec
-        while left and now < until:
-            work, submitted = heapq.heappop(left)
+        heapq.heappush(queue, (least_core_sec(spec) / cpus, spec.submit_sec))
+        until = np.inf if following is None else following.submit_sec
+        while queue and now < until:
+            work, submitted = heapq.heappop(queue)
             if now + work > until:
-                heapq.heappush(left, (work - (until - now), submitted))
+                heapq.heappush(queue, (work - (until - now), submitted))
                 now = until
             else:
                 now += work
@@ -94,11 +91,11 @@ POLICIES: Mapping[str, Callable[[], Policy]] = {
     "presage-live": lambda: PresagePolicy(LIVE, "presage-live"),
 }
 LOAD = 0.8
-"""Share of the cluster that the requests of all jobs fill while jobs are submitted."""
+"""Default share of the cluster that all requests use while jobs are submitted."""
 
 
-def policies_of(text: str) -> tuple[str, ...]:
-    """Return the policies of a text such as `static,presage`.
+def parse_policies(text: str) -> tuple[str, ...]:
+    """Parse a list of policies such as `static,presage`.
 
     Raises:
         ValueError: one is unknown, or named twice.
@@ -108,12 +105,12 @@ def policies_of(text: str) -> tuple[str, ...]:
         if name not in POLICIES:
             raise ValueError(f"policy must be known, got {name!r}; {suggest_name(name, POLICIES)}")
         if names.count(name) > 1:
-            raise ValueError(f"policy must be named once, got {name!r} again; leave it out")
+            raise ValueError(f"policy is named twice: {name!r}; remove one")
     return names
 
 
-def capacity_of(specs: Sequence[JobSpec], trace: Sequence[TraceJob], load: float) -> Capacity:
-    """Return a cluster which the requests fill to this share, and in which the largest one fits.
+def cluster_capacity(specs: Sequence[JobSpec], trace: Sequence[TraceJob], load: float) -> Capacity:
+    """Return a cluster of which the requests use this share, and which fits the largest one.
 
     Raises:
         ValueError: the load is not positive.
@@ -132,7 +129,7 @@ def capacity_of(specs: Sequence[JobSpec], trace: Sequence[TraceJob], load: float
 
 
 def simulate(specs: Sequence[JobSpec], policy: Policy, capacity: Capacity) -> Result:
-    """Run all jobs under a policy that has decided nothing yet.
+    """Simulate all jobs under a new policy.
 
     Raises:
         PlanError: a request is larger than the cluster.
@@ -141,29 +138,26 @@ def simulate(specs: Sequence[JobSpec], policy: Policy, capacity: Capacity) -> Re
         request = spec.request
         if request.cpus > capacity.cpus + 1e-9 or request.memory_bytes > capacity.memory_bytes + 1:
             raise PlanError(
-                f"cluster must hold every request, got cpus={capacity.cpus:g} and "
-                f"memory={capacity.memory_bytes:.4g} for {spec.name!r} of "
-                f"cpus={request.cpus:g} and memory={request.memory_bytes:.4g}; enlarge it"
+                f"cluster is too small for the request of {spec.name!r}: "
+                f"cpus={request.cpus:g} of {capacity.cpus:g}, memory={request.memory_bytes:.4g} "
+                f"of {capacity.memory_bytes:.4g}; enlarge it"
             )
     return Cluster(specs, policy, capacity).simulate()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Simulated:
-    """What became of a trace under each policy."""
+class Comparison:
+    """Results of several policies on one trace."""
 
     policies: dict[str, Outcome]
-    """By name, in the order asked for."""
+    """By name, in the requested order."""
     bound_sec: float
-    """Mean JCT that no policy which finishes every job can go below."""
-    capacity: Capacity
-    """Of the cluster."""
+    """Lower bound of the mean JCT of any policy that finishes all jobs."""
     num_jobs: int
-    """Jobs of the trace."""
     num_skipped: int
-    """Lines that no job can have."""
+    """Invalid lines of the trace."""
     num_unsorted: int
-    """Lines that came too late in the file."""
+    """Lines before one with an earlier submission."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -179,18 +173,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--policy",
         required=True,
         metavar="NAME[,NAME...]",
-        help=f"of {', '.join(POLICIES)}",
+        help=f"one or several of {', '.join(POLICIES)}",
     )
     parser.add_argument(
         "--measurements",
         type=Path,
         metavar="FILE",
         help="speeds of each kind, as for fit, with replica_busy_cpus and store_busy_cpus; "
-        "three made kinds when left out",
+        "default: three synthetic kinds",
     )
-    parser.add_argument("--seed", type=int, default=0, help="of all that the trace does not hold")
+    parser.add_argument("--seed", type=int, default=0, help="of all draws")
     parser.add_argument(
-        "--load", type=float, default=LOAD, help="share of the cluster that the requests fill"
+        "--load", type=float, default=LOAD, help="share of the cluster that the requests use"
     )
     parser.add_argument("--cpus", type=float, help="cores of the cluster, instead of --load")
     parser.add_argument("--memory-gib", type=float, help="its memory, instead of --load")
@@ -200,63 +194,71 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
 
 
-def run(arguments: argparse.Namespace) -> Simulated:
-    """Simulate what the command line asks for.
+def run(arguments: argparse.Namespace) -> Comparison:
+    """Run the command.
 
     Raises:
-        SchemaError: the trace or the measurements are none.
-        ValueError: a policy is unknown, or a number is out of its range.
-        PlanError: the cluster cannot hold a request.
+        SchemaError: the trace or the measurements are invalid.
+        ValueError: a policy is unknown, or a number is out of range.
+        PlanError: a request is larger than the cluster.
     """
-    names = policies_of(arguments.policy)
+    names = parse_policies(arguments.policy)
     knobs = Knobs(**{field.name: getattr(arguments, field.name) for field in fields(Knobs)})
     if arguments.seed < 0:
         raise ValueError(f"seed must not be negative, got {arguments.seed}; use 0")
     path = arguments.measurements
-    tables = made_tables() if path is None else read_tables(path)
+    tables = synthetic_tables() if path is None else read_tables(path)
     trace = read_trace(arguments.trace)
     specs = draw_jobs(trace.jobs, tables, knobs, arguments.seed)
-    capacity = capacity_of(specs, trace.jobs, arguments.load)
+    capacity = cluster_capacity(specs, trace.jobs, arguments.load)
     if arguments.cpus is not None or arguments.memory_gib is not None:
         capacity = Capacity(
             capacity.cpus if arguments.cpus is None else arguments.cpus,
             capacity.memory_bytes if arguments.memory_gib is None else GIB * arguments.memory_gib,
         )
-    found = {name: simulate(specs, POLICIES[name](), capacity) for name in names}
-    return Simulated(
-        policies={name: outcome_of(one.ended, one.used) for name, one in found.items()},
+    results = {name: simulate(specs, POLICIES[name](), capacity) for name in names}
+    return Comparison(
+        policies={name: outcome_of(r.ended, r.used) for name, r in results.items()},
         bound_sec=lower_bound_sec(specs, capacity.cpus),
-        capacity=capacity,
         num_jobs=len(specs),
         num_skipped=trace.num_skipped,
         num_unsorted=trace.num_unsorted,
     )
 
 
-def as_json(found: Simulated) -> dict[str, dict[str, Any]]:
-    """Return what `--json` prints: numbers by policy, with what holds for all of them."""
+def to_json(comparison: Comparison) -> dict[str, dict[str, Any]]:
+    """Return the object of `--json`: by policy its numbers and those of the trace."""
     shared = {
-        "jct_bound_sec": found.bound_sec,
-        "num_jobs": found.num_jobs,
-        "num_skipped": found.num_skipped,
-        "num_unsorted": found.num_unsorted,
+        "jct_bound_sec": comparison.bound_sec,
+        "num_jobs": comparison.num_jobs,
+        "num_skipped": comparison.num_skipped,
+        "num_unsorted": comparison.num_unsorted,
     }
-    return {name: {**asdict(outcome), **shared} for name, outcome in found.policies.items()}
+    return {name: {**asdict(outcome), **shared} for name, outcome in comparison.policies.items()}
 
 
-def words(found: Simulated) -> list[str]:
-    """Return one line for each policy, and one for the bound."""
-    lines = [_line(name, outcome) for name, outcome in found.policies.items()]
-    return [*lines, f"no policy that finishes every job: mean JCT below {found.bound_sec:,.0f} s"]
+def summary_lines(comparison: Comparison) -> list[str]:
+    """Return one line per policy, and one for the bound."""
+    lines = [_line(name, outcome) for name, outcome in comparison.policies.items()]
+    return [
+        *lines,
+        f"no policy that finishes every job: mean JCT below {comparison.bound_sec:,.0f} s",
+    ]
 
 
-def notes(found: Simulated) -> list[str]:
-    """Return what was done to the trace."""
+def notes(comparison: Comparison) -> list[str]:
+    """Return one line per correction of the trace."""
     return [
         text
         for count, text in (
-            (found.num_skipped, f"skipped {found.num_skipped} jobs without a usable time or size"),
-            (found.num_unsorted, f"sorted {found.num_unsorted} jobs that came before earlier ones"),
+            (
+                comparison.num_skipped,
+                f"skipped {comparison.num_skipped} jobs without a valid time or size",
+            ),
+            (
+                comparison.num_unsorted,
+                f"sorted {comparison.num_unsorted} jobs that were out of order",
+            ),
         )
         if count
     ]

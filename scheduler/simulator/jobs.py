@@ -1,4 +1,9 @@
-"""Jobs of a trace, and what a trace lacks, drawn from seeds: kinds, needs, faults."""
+"""Jobs of a trace, the speeds of their kinds, and what a trace lacks, drawn from seeds.
+
+Every job has its own generator, so a job is the same under every policy and in every trace. Draws
+are scaled by the knobs and never depend on them, so a larger knob makes the same faults earlier or
+larger.
+"""
 
 from __future__ import annotations
 
@@ -27,26 +32,26 @@ OPTIONAL = ("cpus", "memory_bytes", "priority", "deadline_sec", "kind")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceJob:
-    """One line of a trace: what a user asked for, and how long it took so."""
+    """One line of a trace: a user's request, and how long the job took with it."""
 
     name: str
     """Unique."""
     submit_sec: float
-    """When it came, at least 0."""
+    """Time of submission, at least 0."""
     duration_sec: float
-    """How long it runs at the user's sizes when nothing happens to it."""
+    """Run time with the requested sizes and no faults."""
     num_replicas: int
-    """Replicas that the user asked for."""
+    """Requested replicas."""
     cpus: float | None = None
-    """Cores asked for each; None for what the job's kind needs, and more (`draw`)."""
+    """Requested cores of each; None: drawn."""
     memory_bytes: float | None = None
-    """Bytes asked for each; None likewise."""
+    """Requested bytes of each; None: drawn."""
     priority: int = 0
-    """Larger goes first."""
+    """Larger is more important."""
     deadline_sec: float | None = None
-    """Wanted seconds from submission to end."""
+    """Time limit after submission."""
     kind: str | None = None
-    """Job of the table of speeds; None for any."""
+    """Kind of job, a key of the tables; None: drawn."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,9 +59,9 @@ class Trace:
     """Jobs in order of submission.
 
     Attributes:
-        jobs: that can be run.
-        num_skipped: lines with a negative time, or without a length or a replica.
-        num_unsorted: lines that came before one with an earlier submission; all are sorted.
+        jobs: valid jobs.
+        num_skipped: lines with a negative time, no duration or no replica.
+        num_unsorted: lines before one with an earlier submission; all are sorted.
     """
 
     jobs: tuple[TraceJob, ...]
@@ -65,11 +70,11 @@ class Trace:
 
 
 def read_trace(path: Path) -> Trace:
-    """Read a trace; lines that no job can have are left out and counted.
+    """Read a trace; invalid jobs are skipped and counted.
 
     Raises:
-        SchemaError: it cannot be read, lacks a column, repeats a job, holds something that is no
-            number, or no job that can be run.
+        SchemaError: it cannot be read, lacks a column, repeats a name, has an invalid number, or no
+            valid job.
     """
     jobs: list[TraceJob] = []
     skipped = 0
@@ -78,7 +83,7 @@ def read_trace(path: Path) -> Trace:
         job = _job(row, path, place)
         if job.name in names:
             raise SchemaError(
-                f"job must be unique, got {job.name!r} again; rename it",
+                f"job name occurs twice: {job.name!r}; rename it",
                 file=str(path),
                 place=place,
             )
@@ -89,8 +94,7 @@ def read_trace(path: Path) -> Trace:
             jobs.append(job)
     if not jobs:
         raise SchemaError(
-            f"trace must hold a job that can be run, got none and {skipped} "
-            "skipped; check its times",
+            f"trace has no valid job, {skipped} were skipped; check its times",
             file=str(path),
         )
     unsorted = sum(b.submit_sec < a.submit_sec for a, b in pairwise(jobs))
@@ -98,7 +102,7 @@ def read_trace(path: Path) -> Trace:
 
 
 def _rows(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield each line or row with its place."""
+    """Yield the number and the values of each line or row."""
     try:
         if path.suffix == ".parquet":
             table = pq.read_table(path)
@@ -111,14 +115,13 @@ def _rows(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
             first = 2
     except (OSError, UnicodeDecodeError, csv.Error, pa.ArrowException) as error:
         raise SchemaError(
-            f"trace must be a readable CSV or Parquet file, got {error}; check the path",
+            f"trace cannot be read as CSV or Parquet: {error}; check the path",
             file=str(path),
         ) from error
     for name in REQUIRED:
         if name not in columns:
             raise SchemaError(
-                f"trace must have the columns {', '.join(REQUIRED)}, got none named {name!r}; "
-                "add it",
+                f"trace has no column {name!r}; add it (required: {', '.join(REQUIRED)})",
                 file=str(path),
             )
     for number, row in enumerate(rows, start=first):
@@ -130,7 +133,6 @@ def _job(row: Mapping[str, Any], path: Path, place: str) -> TraceJob:
         return _number(row.get(name), name, least, path, place)
 
     def optional(name: str) -> float | None:
-        # One that is empty is unknown; one that is there must be something.
         return None if row.get(name) in (None, "") else number(name, 1e-9)
 
     return TraceJob(
@@ -148,11 +150,11 @@ def _job(row: Mapping[str, Any], path: Path, place: str) -> TraceJob:
 
 def _number(value: Any, name: str, least: float, path: Path, place: str) -> float:
     try:
-        found = float(value)
+        number = float(value)
     except (TypeError, ValueError):
-        found = math.nan
-    if math.isfinite(found) and found >= least:
-        return found
+        number = math.nan
+    if math.isfinite(number) and number >= least:
+        return number
     rule = "a number" if least == -math.inf else "a positive number"
     raise SchemaError(
         f"{name} must be {rule}, got {value!r}; correct or remove the row",
@@ -161,36 +163,34 @@ def _number(value: Any, name: str, least: float, path: Path, place: str) -> floa
     )
 
 
-# What is true of a kind of job: its speed and its busy cores at every size.
-#
-# A policy never sees this, only noisy measurements at the sizes that it has tried. Tables come
-# from a file of measurements (`fit`'s, with two more columns, the mean of cores that one replica
-# and one store keep busy), and sizes between the measured ones are interpolated, speeds by their
-# logarithm; sizes outside cannot be had. Without a file, three kinds follow the published shape
-# of one model (`scheduler/model/predict.py`).
+# Tables: the true speed and busy cores of a kind of job at every size. They come from a file of
+# measurements as for `fit`, with two more columns, and are interpolated between measured sizes.
+# Without a file, three synthetic kinds follow the published model (`scheduler/model/predict.py`).
+# A policy never sees a table, only noisy measurements at the sizes that it has tried.
 
 REPLICA_BUSY, STORE_BUSY = "replica_busy_cpus", "store_busy_cpus"
 LEAST_BUSY = 0.05
-"""Cores that a process keeps busy at least: a reading of none is a gap in the measurement."""
-MADE_REPLICAS, MADE_STORES = 16, 8
-MADE: Mapping[str, tuple[float, float, float]] = {
+"""Minimum of busy cores: a reading of none is a gap in the measurement."""
+SYNTHETIC_REPLICAS, SYNTHETIC_STORES = 16, 8
+SYNTHETIC: Mapping[str, tuple[float, float, float]] = {
     "even": (0.8, 0.1, 0.1),
     "stores": (0.4, 0.2, 0.4),
     "compute": (0.95, 0.03, 0.02),
 }
-"""Kinds without a file: shares of computation, look-up and meeting in a step of one and one."""
+"""Synthetic kinds: shares of computation, look-up and synchronisation in a step with one replica
+and one store."""
 
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """One kind. Arrays are (stores + 1, replicas + 1); nan where a size cannot be had.
+    """One kind of job. Arrays are (stores + 1, replicas + 1); nan for impossible sizes.
 
     Attributes:
         kind: its name.
-        speed: samples a second.
-        replica_busy: cores that one replica keeps busy.
-        store_busy: cores that one store keeps busy.
-        batch_samples: samples of a step.
+        speed: samples per second.
+        replica_busy: busy cores of one replica.
+        store_busy: busy cores of one store.
+        batch_samples: samples per step.
     """
 
     kind: str
@@ -201,54 +201,54 @@ class Table:
 
     @property
     def allowed(self) -> np.ndarray:
-        """Return which sizes can be had, (stores + 1, replicas + 1)."""
+        """Which sizes are possible, (stores + 1, replicas + 1)."""
         return np.isfinite(self.speed)
 
-    def suggest_name(self, num_replicas: int, num_stores: int) -> tuple[int, int]:
-        """Return the replicas and stores that can be had and are nearest by ratio."""
+    def nearest(self, num_replicas: int, num_stores: int) -> tuple[int, int]:
+        """Return the possible replicas and stores that are nearest by ratio."""
         stores, replicas = np.nonzero(self.allowed)
-        away = np.abs(np.log2((1 + replicas) / (1 + num_replicas)))
-        away += 0.5 * np.abs(np.log2((1 + stores) / (1 + num_stores)))
-        best = int(away.argmin())
+        distance = np.abs(np.log2((1 + replicas) / (1 + num_replicas)))
+        distance += 0.5 * np.abs(np.log2((1 + stores) / (1 + num_stores)))
+        best = int(distance.argmin())
         return int(replicas[best]), int(stores[best])
 
 
 def read_tables(path: Path) -> dict[str, Table]:
-    """Read the tables of all kinds that can be interpolated.
+    """Read the tables of all kinds.
 
     Raises:
-        SchemaError: the file is none of measurements, lacks busy cores, or holds too few sizes.
+        SchemaError: the file has no measurements, lacks busy cores, or has too few sizes.
     """
-    found: dict[str, Table] = {}
+    tables: dict[str, Table] = {}
     for kind, rows in read_measurements(path).rows.items():
         for name in (REPLICA_BUSY, STORE_BUSY, "batch_size"):
             if any(not row.get(name) for row in rows):
                 raise SchemaError(
-                    f"measurements must have {name} in every row to simulate with, got none for "
-                    f"job {kind!r}; measure it",
+                    f"measurements of job {kind!r} lack {name}, which a simulation needs in every "
+                    "row; measure it",
                     file=str(path),
                 )
-        found[kind] = table_of(kind, rows)
-    return found
+        tables[kind] = interpolate_table(kind, rows)
+    return tables
 
 
-def table_of(kind: str, rows: Sequence[Mapping[str, str]]) -> Table:
+def interpolate_table(kind: str, rows: Sequence[Mapping[str, str]]) -> Table:
     """Return the table of measurements of one kind.
 
     Raises:
-        SchemaError: they lie on a line, so that nothing can be interpolated.
+        SchemaError: all sizes lie on one line, so that nothing can be interpolated.
     """
     points = np.array([[float(r["num_stores"]), float(r["num_replicas"])] for r in rows])
     if len(points) < 3 or np.linalg.matrix_rank(points - points[0]) < 2:
         raise SchemaError(
-            f"job must be measured at three sizes or more, not in one line, got {len(points)} of "
-            f"{kind!r}; vary stores and replicas"
+            f"job {kind!r} has too few measured sizes to interpolate: {len(points)}; measure three "
+            "or more, with different stores and replicas"
         )
     highest = points.max(axis=0).astype(int)
     stores, replicas = np.mgrid[0 : highest[0] + 1, 0 : highest[1] + 1].astype(float)
     grid = np.stack([stores, replicas], axis=-1)
 
-    def spread(name: str) -> Floats:
+    def interpolate(name: str) -> Floats:
         values = np.array([float(row[name]) for row in rows])
         lowest = 1e-9 if name == "samples_per_sec" else LEAST_BUSY
         logs = np.log(np.maximum(values, lowest))
@@ -256,70 +256,68 @@ def table_of(kind: str, rows: Sequence[Mapping[str, str]]) -> Table:
 
     return Table(
         kind,
-        spread("samples_per_sec"),
-        spread(REPLICA_BUSY),
-        spread(STORE_BUSY),
+        interpolate("samples_per_sec"),
+        interpolate(REPLICA_BUSY),
+        interpolate(STORE_BUSY),
         float(rows[0]["batch_size"]),
     )
 
 
-def made_tables() -> dict[str, Table]:
-    """Return three kinds of the published shape, which differ in what they are bound by."""
-    return {kind: _made(kind, *shares) for kind, shares in MADE.items()}
+def synthetic_tables() -> dict[str, Table]:
+    """Return three synthetic kinds that differ in their bottleneck."""
+    return {kind: _synthetic_table(kind, *shares) for kind, shares in SYNTHETIC.items()}
 
 
-def _made(kind: str, compute: float, lookup: float, meeting: float) -> Table:
-    stores, replicas = np.mgrid[0 : MADE_STORES + 1, 0 : MADE_REPLICAS + 1].astype(float)
-    had = (stores > 0) & (replicas > 0)
+def _synthetic_table(kind: str, compute: float, lookup: float, sync: float) -> Table:
+    stores, replicas = np.mgrid[0 : SYNTHETIC_STORES + 1, 0 : SYNTHETIC_REPLICAS + 1].astype(float)
+    possible = (stores > 0) & (replicas > 0)
     setting = TrainingSetting(
         num_replicas=np.maximum(replicas, 1.0).ravel(),
         num_stores=np.maximum(stores, 1.0).ravel(),
     )
-    terms = (compute, 0.0, 0.0, EXCHANGE_SHARE, TREE_SHARE, lookup, 0.0, meeting, 0.0)
+    terms = (compute, 0.0, 0.0, EXCHANGE_SHARE, TREE_SHARE, lookup, 0.0, sync, 0.0)
     seconds = (setting.design() @ np.array(terms)).reshape(stores.shape)
-    at_work = compute / np.maximum(replicas, 1.0), (lookup + meeting) / np.maximum(stores, 1.0)
-    busy = [np.where(had, np.maximum(LEAST_BUSY, 2.0 * part / seconds), np.nan) for part in at_work]
-    return Table(kind, np.where(had, 256.0 / seconds, np.nan), busy[0], busy[1], 256.0)
+    work = compute / np.maximum(replicas, 1.0), (lookup + sync) / np.maximum(stores, 1.0)
+    busy = [
+        np.where(possible, np.maximum(LEAST_BUSY, 2.0 * part / seconds), np.nan) for part in work
+    ]
+    return Table(kind, np.where(possible, 256.0 / seconds, np.nan), busy[0], busy[1], 256.0)
 
 
-# What a trace does not hold, drawn from seeds: kinds, what jobs need, and what goes wrong.
-#
-# Every job has its own generator, so a job is the same under every policy, and whatever else is
-# in the trace. Draws are scaled by the knobs and never depend on them, so that a larger knob
-# makes the same accidents sooner or larger.
+# Draws: kinds, resource needs and faults.
 
 GIB = float(1 << 30)
 PEAK = 1.2
-"""Cores that a process needs over the mean that it keeps busy, unless a knob says another."""
+"""Default of `Knobs.peak`."""
 STORES_OF_REPLICAS = (0.0, 0.5, 1.0)
-"""Stores that a user asks for, for each replica, one of these; at least one."""
+"""Requested stores per replica, one of these; at least one store."""
 MEDIAN_BYTES = 8 * GIB
-"""Median peak of a replica, and of the tables of a job, where the trace says nothing."""
+"""Median peak memory of a replica and of a job's tables, if the trace has none."""
 SIGMA_BYTES = 0.6
-"""Standard deviation of their logarithms."""
+"""Standard deviation of its logarithm."""
 SHORT = (0.6, 0.95)
-"""Memory that a job is given which runs out of it, as a share of its peak."""
+"""Requested memory of a job that runs out of it, as a share of its peak."""
 ACCIDENTS = 64
-"""Accidents that are drawn for each job; further ones begin again with the first."""
+"""Faults that are drawn for each job; further ones repeat from the first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Knobs:
-    """What traces do not tell; each is swept (`benchmarks/policies.md`)."""
+    """Assumptions that traces do not contain; each is swept (`benchmarks/policies.md`)."""
 
     over_request: float = 1.6
-    """Mean of what users ask for over what is needed, of cores and of memory, at least 1."""
+    """Mean ratio of requested to needed cores and memory, at least 1."""
     failures: float = 0.01
-    """Processes lost, for each process and day."""
+    """Losses per process and day."""
     oom: float = 0.06
-    """Share of jobs whose user asked for less memory than the peak."""
+    """Share of jobs that request less memory than their peak."""
     stragglers: float = 0.02
-    """Processes that become slow, for each process and day."""
+    """Stragglers per process and day."""
     peak: float = PEAK
-    """Cores that a process needs over the mean that it keeps busy; with fewer it is slowed down."""
+    """Ratio of needed to busy cores; a process with fewer is slowed down."""
 
     def __post_init__(self) -> None:
-        """Refuse what is no rate."""
+        """Raise ValueError for a value out of range."""
         if not 1.0 <= self.over_request < float("inf"):
             raise ValueError(
                 f"over_request must be at least 1, got {self.over_request}; 1 asks for the need"
@@ -337,73 +335,71 @@ class Knobs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobSpec:
-    """One job: what is true of it, and what its user asked for."""
+    """One job: its true properties, and its request."""
 
     name: str
-    """Of the trace."""
     submit_sec: float
-    """When it comes."""
     priority: int
-    """Larger goes first."""
+    """Larger is more important."""
     deadline_sec: float | None
-    """Wanted seconds from submission to end."""
+    """Time limit after submission."""
     table: Table
-    """Its speeds."""
+    """True speeds of its kind."""
     request: Sizes
-    """What its user asked for."""
+    """Sizes that its user requested."""
     num_samples: float
-    """Its work: what the user's sizes do in the length of the trace."""
+    """Samples that the requested sizes train in the trace's duration."""
     cpu_scale: float
-    """Cores that it keeps busy over those of its table."""
+    """Ratio of its busy cores to those of the table."""
     replica_bytes: float
-    """Peak of one replica."""
+    """Peak memory of one replica."""
     tables_bytes: float
-    """Peak of all stores together."""
+    """Peak memory of all stores together."""
     failures: Floats
     """(ACCIDENTS,) process seconds between losses of a process."""
     stragglers: Floats
     """(ACCIDENTS,) process seconds between stragglers."""
     slowness: Floats
-    """(ACCIDENTS,) by what a step takes longer beside each straggler."""
+    """(ACCIDENTS,) factor of a step's time with each straggler."""
     slow_sec: Floats
-    """(ACCIDENTS,) seconds that each stays slow if nobody replaces it."""
+    """(ACCIDENTS,) seconds that each stays slow unless it is replaced."""
     noise: Floats
     """(ACCIDENTS,) standard normal errors of its measurements."""
     peak: float = PEAK
-    """Cores that a process needs over those of its table."""
+    """Ratio of needed to busy cores."""
 
 
 def draw_jobs(
     trace: Sequence[TraceJob], tables: Mapping[str, Table], knobs: Knobs, seed: int
 ) -> list[JobSpec]:
-    """Return the jobs of a trace with all that it does not hold.
+    """Return the jobs of a trace with drawn properties.
 
     Raises:
-        SchemaError: a job is of an unknown kind.
+        SchemaError: a job has an unknown kind.
     """
     kinds = sorted(tables)
-    found: list[JobSpec] = []
+    specs: list[JobSpec] = []
     for number, job in enumerate(trace):
         rng = np.random.default_rng((seed, number))
         kind = kinds[int(rng.integers(len(kinds)))] if job.kind is None else job.kind
         if kind not in tables:
             raise SchemaError(
-                f"kind must be one of the table of speeds, got {kind!r} for job {job.name!r}; "
+                f"kind of job {job.name!r} has no measurements: {kind!r}; "
                 f"{suggest_name(kind, kinds)}"
             )
-        found.append(_draw(job, tables[kind], knobs, rng))
-    return found
+        specs.append(_draw(job, tables[kind], knobs, rng))
+    return specs
 
 
 def _draw(job: TraceJob, table: Table, knobs: Knobs, rng: np.random.Generator) -> JobSpec:
     ratio = float(rng.choice(STORES_OF_REPLICAS))
     over_cpus, over_memory = 1.0 + 2.0 * (knobs.over_request - 1.0) * rng.random(2)
-    short, unlucky = float(rng.uniform(*SHORT)), float(rng.random())
+    short, draw = float(rng.uniform(*SHORT)), float(rng.random())
     sizes = MEDIAN_BYTES * np.exp(SIGMA_BYTES * rng.standard_normal(2))
-    if unlucky < knobs.oom:
+    if draw < knobs.oom:
         over_memory = short
-    wanted = max(1, round(ratio * job.num_replicas))
-    replicas, stores = table.nearest(job.num_replicas, wanted)
+    num_stores = max(1, round(ratio * job.num_replicas))
+    replicas, stores = table.nearest(job.num_replicas, num_stores)
     busy = (
         knobs.peak
         * over_cpus

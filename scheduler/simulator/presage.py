@@ -1,4 +1,12 @@
-"""Our policy in the simulator."""
+"""Our policy in the simulator: the live policy's functions, and parts that can be turned off.
+
+For each job, the sizes with trusted predictions are compared by time^k x cost. All jobs share the
+cluster (`planner.share`), with a larger gain the sooner a job is done. A running job is changed as
+`planner.correction` decides, or because others need its share.
+
+Source: that the jobs with the least remaining work go first is Schrage's (1968) rule for one
+processor, and Berg et al. (2020, "heSRPT") for parallel jobs with diminishing returns.
+"""
 
 from __future__ import annotations
 
@@ -37,32 +45,32 @@ from scheduler.planner.correction import (
 )
 from scheduler.planner.policy import TIME_COST_EXPONENT, Candidate, weighted_cost
 from scheduler.planner.share import WAITING, Options, share_budget, urgencies
-from scheduler.simulator.baselines import give_back
-from scheduler.simulator.knowledge import MIN_ROWS, Kind, Knowledge, fit_ours, kind_of
-from scheduler.simulator.views import Handling, JobView, Measured, Readings, Sizes, Snapshot
+from scheduler.simulator.baselines import release_excess
+from scheduler.simulator.kind_models import MIN_ROWS, KindModel, KindModels, build_kind, fit_presage
+from scheduler.simulator.views import Handling, JobView, Measurement, Readings, Sizes, Snapshot
 from schemas.config.schedule import BudgetConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
-    """What of our policy is on. What is not of `LIVE` is not done by the scheduler that runs."""
+    """Parts of the policy that can be turned off; the live scheduler has those of `LIVE`."""
 
     haste: float = TIME_COST_EXPONENT
-    """By what power time counts against cost."""
+    """Exponent k of time."""
     urgent: bool = True
-    """Whether jobs with less left go first, and gain more."""
+    """Whether jobs with less remaining work go first."""
     fit_cores: bool = True
-    """Whether processes get the cores that they keep busy, not those of the request."""
+    """Whether cores are fitted to busy cores; else those of the request."""
     kin: bool = True
-    """Whether jobs of a kind tell each other what cores they need, at each of their sizes."""
+    """Whether cores are predicted from similar jobs, at each size."""
     give_back: bool = True
-    """Whether memory that is not needed is given back, and more is given before it is urgent."""
+    """Whether unneeded memory is released, and more is reserved before it is urgent."""
     grow_after_oom: bool = True
-    """Whether a job that ran out of memory gets more."""
+    """Whether a job gets more memory after running out of it."""
     sample: bool = True
-    """Whether the first jobs of a kind run at sizes that are to be measured."""
+    """Whether the first jobs of a kind run at sizes to be measured."""
     move_stores: bool = True
-    """Whether stores of a job that ran may become more or fewer."""
+    """Whether the number of stores of a started job may change."""
 
 
 ALL = Parts()
@@ -76,76 +84,73 @@ OFF = Parts(
     sample=False,
     move_stores=False,
 )
-"""None of them: time x cost, by priority and then by arrival."""
+"""No parts: time x cost, by priority, then arrival."""
 LIVE = replace(ALL, kin=False, sample=False)
-"""What the machine does, too."""
+"""Parts of the live scheduler."""
 
-
-# What our policy thinks of each job: its cores and its memory, from measurements alone.
-#
-# What a usual job of its kind keeps busy is `kinds`'; a job that was measured scales that to its
-# own, with the headroom that bursts of the kind need, and gets no more than its user asked for
-# unless it was seen to lack cores. Memory is what `forecast` says, which knows the rows touched
-# at every later step.
-
-LOOKS = (0.02, 0.05, 0.1, 0.2, 0.4, 0.7)
-"""Progress at which memory is foreseen; it lasts at least until the next of them."""
+FORECAST_POINTS = (0.02, 0.05, 0.1, 0.2, 0.4, 0.7)
+"""Progress at which memory is forecast, until the next of these points at least."""
 MAX_GROUPS = 64
-"""Jobs of a kind that tell of its bursts, the first ones: a kind does not age."""
-MOVED = 1.02
-"""Headroom of a kind over that before, or before over it, from which plans are made anew."""
+"""Number of first jobs of a kind from which its bursts are estimated."""
+HEADROOM_CHANGE = 1.02
+"""Ratio of a kind's new and old headroom at which its plans are recomputed."""
 
 
 @dataclass(slots=True)
-class Needs:
-    """What is known of one job.
+class JobEstimate:
+    """The estimates of one job.
 
     Attributes:
-        version: counts what was learned.
-        cores: what was measured of them.
-        memory: bytes of one replica, and of all stores, that it is to get; None for its request.
-        looks: how many of LOOKS were made.
-        oom: times it ran out of memory, that were answered.
-        given: cores that it is to get, with the version and the headroom that they are made from.
+        version: number of updates.
+        cores: measurements of its cores.
+        memory: bytes of one replica and of all stores that it should get; None for its request.
+        num_forecasts: passed `FORECAST_POINTS`.
+        oom: handled out-of-memory failures.
+        given: cores that it should get, with the version and headroom from which they follow.
     """
 
     version: int = 0
     cores: CoreReadings = field(default_factory=CoreReadings)
     memory: tuple[float, float] | None = None
-    looks: int = 0
+    num_forecasts: int = 0
     oom: int = 0
     given: tuple[int, Headroom, CoreGrant | None] | None = None
 
 
 class Estimates:
-    """Kinds and jobs, as measurements come in."""
+    """Estimates of all jobs from measurements.
+
+    Busy cores of a typical job come from the kind's model; a measured job scales them to its own,
+    with the headroom for the kind's bursts, and gets at most its request unless it lacked cores.
+    Memory is that of `forecast`, with the touched rows of all later steps.
+    """
 
     def __init__(self, parts: Parts) -> None:
-        """Begin with nothing.
+        """Start without measurements.
 
         Args:
-            parts: what is on.
+            parts: active parts of the policy.
         """
         self.parts = parts
-        self.knowledge = Knowledge(fit_ours)
-        self.kinds: dict[str, Kind] = {}
-        self.needs: dict[int, Needs] = {}
+        self.knowledge = KindModels(fit_presage)
+        self.kinds: dict[str, KindModel] = {}
+        self.needs: dict[int, JobEstimate] = {}
         self.bursts: dict[str, dict[tuple[int, PoolSizes], list[Reading]]] = {}
         self.headrooms: dict[str, Headroom] = {}
         self.updates: dict[str, int] = {}
 
-    def take_in(self, snapshot: Snapshot) -> None:
-        """Learn from all that was measured since the last decision."""
-        self.needs = {view.job: self.needs.get(view.job) or Needs() for view in snapshot.jobs}
+    def update(self, snapshot: Snapshot) -> None:
+        """Update all estimates with the measurements since the last decision."""
+        self.needs = {view.job: self.needs.get(view.job) or JobEstimate() for view in snapshot.jobs}
         views = {view.job: view for view in snapshot.jobs}
         for measured in snapshot.measured:
-            self._measured(measured, views[measured.job])
-        doubted = {measured.job for measured in snapshot.measured if self._doubts(measured)}
-        self.knowledge.take_in(snapshot, doubted)
+            self._add_measurement(measured, views[measured.job])
+        suspect = {m.job for m in snapshot.measured if self._is_suspect(m)}
+        self.knowledge.update(snapshot, suspect)
         for kind, version in self.knowledge.versions.items():
             latest = version + self.updates.get(kind, 0)
             if kind not in self.kinds or self.kinds[kind].version != latest:
-                self.kinds[kind] = kind_of(
+                self.kinds[kind] = build_kind(
                     latest,
                     self.knowledge.seconds[kind],
                     snapshot.allowed[kind],
@@ -153,39 +158,43 @@ class Estimates:
                     self._headroom(kind),
                 )
         for view in snapshot.jobs:
-            self._memory(view, snapshot)
+            self._update_memory(view, snapshot)
 
-    def _measured(self, measured: Measured, view: JobView) -> None:
+    def _add_measurement(self, measured: Measurement, view: JobView) -> None:
         needs = self.needs[measured.job]
         needs.version += 1
         at = measured.num_replicas, measured.num_stores
         needs.cores = add_readings(
             needs.cores, at, readings_of(measured, view.current or view.request)
         )
-        told = self.bursts.setdefault(measured.kind, {})
-        found = burst_readings(needs.cores.latest())
-        if found and self.parts.fit_cores and self.parts.kin and len(told) < MAX_GROUPS:
-            told[measured.job, needs.cores.sizes] = found
-            self._burst(measured.kind)
+        by_job = self.bursts.setdefault(measured.kind, {})
+        bursts = burst_readings(needs.cores.latest())
+        if bursts and self.parts.fit_cores and self.parts.kin and len(by_job) < MAX_GROUPS:
+            by_job[measured.job, needs.cores.sizes] = bursts
+            self._update_headroom(measured.kind)
 
-    def _burst(self, kind: str) -> None:
-        """Take over the headroom of a kind, where it is another one."""
+    def _update_headroom(self, kind: str) -> None:
+        """Replace the headroom of a kind if it has changed."""
         before, after = self._headroom(kind), estimate_headroom(list(self.bursts[kind].values()))
         changes = after.factor / before.factor, after.suspect_below / before.suspect_below
-        if after.known > before.known or max(changes) > MOVED or min(changes) < 1.0 / MOVED:
+        if (
+            after.known > before.known
+            or max(changes) > HEADROOM_CHANGE
+            or min(changes) < 1.0 / HEADROOM_CHANGE
+        ):
             self.headrooms[kind] = after
             self.updates[kind] = self.updates.get(kind, 0) + 1
 
     def _headroom(self, kind: str) -> Headroom:
         return self.headrooms.get(kind, Headroom())
 
-    def _doubts(self, measured: Measured) -> bool:
-        """Tell whether a job was slowed down by its cores, or may have been."""
+    def _is_suspect(self, measured: Measurement) -> bool:
+        """Return whether a job may have been slowed down by too few cores."""
         given = self.fitted(measured.job, measured.kind)
         return given is not None and (given.trying or given.slower)
 
     def fitted(self, job: int, kind: str) -> CoreGrant | None:
-        """Return what a job is to get where it was measured last; None before that."""
+        """Return the cores that a job should get at its last measured sizes; None before."""
         if not self.parts.fit_cores:
             return None
         needs, headroom = self.needs[job], self._headroom(kind)
@@ -193,57 +202,56 @@ class Estimates:
             needs.given = needs.version, headroom, fit_pool_cores(needs.cores, headroom)
         return needs.given[2]
 
-    def cores(self, view: JobView, kind: Kind) -> tuple[Floats, Floats]:
-        """Return the cores to give one replica and one store at each trusted size.
+    def cores(self, view: JobView, kind: KindModel) -> tuple[Floats, Floats]:
+        """Return the cores of one replica and one store at each trusted size.
 
-        A job that was measured gets what it was seen to need; any other one what MOST jobs of
-        its kind do, once enough is known of their bursts; and both never more in proportion
-        than their user asked for, unless the job was seen to lack cores, or is given more to see.
+        A measured job gets its own need, any other one the need of `QUANTILE` of the jobs of its
+        kind, once their bursts are known. Both get proportionally at most their request, unless the
+        job lacked cores or gets more as a trial.
         """
-        request, known = view.request, self.needs[view.job].cores
-        asked = request.replica_cpus, request.store_cpus
+        request, measured = view.request, self.needs[view.job].cores
+        requested = request.replica_cpus, request.store_cpus
         if not self.parts.kin:
             own = self.fitted(view.job, view.kind)
-            replica, store = asked if own is None else own.cpus
+            replica, store = requested if own is None else own.cpus
             count = len(kind.replica_busy)
             return np.full(count, replica), np.full(count, store)
-        units = asked if kind.relative else (1.0, 1.0)
-        usual = units[0] * kind.replica_busy, units[1] * kind.store_busy
-        given, at = self.fitted(view.job, view.kind), kind.place(*known.sizes)
+        units = requested if kind.relative else (1.0, 1.0)
+        typical = units[0] * kind.replica_busy, units[1] * kind.store_busy
+        given, at = self.fitted(view.job, view.kind), kind.index_of(*measured.sizes)
         unknown = given is None and not kind.headroom.known
-        if not self.parts.fit_cores or unknown or not np.isfinite(usual[0]).all():
-            return np.full(len(usual[0]), asked[0]), np.full(len(usual[1]), asked[1])
-        give = kind.headroom.factor
-        own = give * kind.most[0], give * kind.most[1]
+        if not self.parts.fit_cores or unknown or not np.isfinite(typical[0]).all():
+            return np.full(len(typical[0]), requested[0]), np.full(len(typical[1]), requested[1])
+        factor = kind.headroom.factor
+        own = factor * kind.most[0], factor * kind.most[1]
         if given is not None and at is not None:
-            own = given.cpus[0] / usual[0][at], given.cpus[1] / usual[1][at]
-        limit = kind.place(request.num_replicas, request.num_stores)
+            own = given.cpus[0] / typical[0][at], given.cpus[1] / typical[1][at]
+        limit = kind.index_of(request.num_replicas, request.num_stores)
         capped = limit is not None and (given is None or not (given.trying or given.limited))
-        found: list[Floats] = []
-        for part, scale, cpus in zip(usual, own, asked, strict=True):
-            wanted = scale * part
-            found.append(np.minimum(wanted, cpus * part / part[limit]) if capped else wanted)
-        return found[0], found[1]
+        cores: list[Floats] = []
+        for busy, scale, cpus in zip(typical, own, requested, strict=True):
+            need = scale * busy
+            cores.append(np.minimum(need, cpus * busy / busy[limit]) if capped else need)
+        return cores[0], cores[1]
 
     def memory(self, view: JobView) -> tuple[float, float]:
-        """Return the bytes to give one replica, and all stores together."""
-        known = self.needs[view.job].memory
-        request = view.request
-        return (request.replica_memory, request.tables_memory) if known is None else known
+        """Return the bytes of one replica, and of all stores together."""
+        estimate, request = self.needs[view.job].memory, view.request
+        return (request.replica_memory, request.tables_memory) if estimate is None else estimate
 
-    def _memory(self, view: JobView, snapshot: Snapshot) -> None:
-        """Foresee the memory of a job, each time that it has come to the next of LOOKS."""
+    def _update_memory(self, view: JobView, snapshot: Snapshot) -> None:
+        """Forecast the memory of a job at the next of `FORECAST_POINTS`, or after a failure."""
         needs = self.needs[view.job]
         killed = view.num_oom > needs.oom
-        if not killed and (view.current is None or needs.looks == len(LOOKS)):
+        if not killed and (view.current is None or needs.num_forecasts == len(FORECAST_POINTS)):
             return
-        passed = sum(view.progress >= look for look in LOOKS)
-        if not killed and passed <= needs.looks:
+        passed = sum(view.progress >= point for point in FORECAST_POINTS)
+        if not killed and passed <= needs.num_forecasts:
             return
-        needs.looks, needs.oom = max(passed, needs.looks), view.num_oom
+        needs.num_forecasts, needs.oom = max(passed, needs.num_forecasts), view.num_oom
         given = self.memory(view)
         readings = snapshot.readings(view.job)
-        wanted = _foreseen(readings, given[0], passed, give_back=self.parts.give_back)
+        wanted = _forecast_bytes(readings, given[0], passed, give_back=self.parts.give_back)
         if killed and self.parts.grow_after_oom:
             wanted = max(wanted or 0.0, memory_after_oom(given[0], 0.0, np.inf))
         if wanted is not None:
@@ -251,22 +259,22 @@ class Estimates:
             needs.version += 1
 
     def sample(self, view: JobView, allowed: np.ndarray) -> Sizes | None:
-        """Return the sizes at which a job is to be measured; None where it need not be."""
+        """Return the sizes at which a job is measured; None if it need not be."""
         return self.knowledge.sample(view, allowed) if self.parts.sample else None
 
     def request_sizes(self, view: JobView, allowed: np.ndarray) -> Sizes:
-        """Return what the user asked for, or sizes to be measured, with the memory foreseen."""
+        """Return the request, or sizes to be measured, with the estimated memory."""
         memory = self.memory(view)
         sampled = self.sample(view, allowed) if view.current is None else view.current
         return replace(sampled or view.request, replica_memory=memory[0], tables_memory=memory[1])
 
 
-def readings_of(measured: Measured, given: Sizes) -> PoolReadings:
-    """Return what was measured of a job's pools.
+def readings_of(measured: Measurement, given: Sizes) -> PoolReadings:
+    """Return the readings of a job's pools.
 
     Args:
         measured: the measurement.
-        given: what the job had.
+        given: sizes of the job then.
     """
     return (
         Reading(given.replica_cpus, measured.replica_busy, measured.step_sec),
@@ -274,22 +282,24 @@ def readings_of(measured: Measured, given: Sizes) -> PoolReadings:
     )
 
 
-def _foreseen(readings: Readings, given: float, passed: int, *, give_back: bool) -> float | None:
-    """Return the bytes that a replica is to get, None to leave it as it is."""
-    seen = forecast(
+def _forecast_bytes(
+    readings: Readings, given: float, passed: int, *, give_back: bool
+) -> float | None:
+    """Return the bytes that a replica should get, None for no change."""
+    prediction = forecast(
         readings.steps, readings.replica_bytes, end_step=1000, limit_bytes=int(given),
         load=readings.load,
     )  # fmt: skip
-    if not seen.confident:
+    if not prediction.confident:
         return None
-    wanted = MEMORY_HEADROOM * seen.needed_bytes
+    wanted = MEMORY_HEADROOM * prediction.needed_bytes
     if give_back:
         return wanted
     now = int(readings.steps[-1])
-    later = [int(1000 * look) for look in LOOKS[passed:]] or [1000]
+    later = [int(1000 * point) for point in FORECAST_POINTS[passed:]] or [1000]
     watch = MemoryWatch(
         pool="training",
-        forecast=seen,
+        forecast=prediction,
         now_step=now,
         lookahead_steps=later[0] - now,
         limit_bytes=int(given),
@@ -298,37 +308,25 @@ def _foreseen(readings: Readings, given: float, passed: int, *, give_back: bool)
     return wanted if is_urgent(watch) and wanted > given else None
 
 
-# Our policy: models, choice under one budget and hysteresis that run live, and parts that do not.
-#
-# Of each job the sizes whose prediction may be trusted are compared by time^haste x cost. All
-# jobs then share the cluster by `share`, a gain counting for more the sooner its job is done, and
-# a running job is changed as `correct` says, or because others need its share. `Parts` says what
-# can be turned off; `presage-live` is what is left without all that the scheduler which runs does
-# not do.
-#
-# Source: the functions are those of `scheduler.planner.share` and `scheduler.planner.correction`;
-# that the jobs with the least left go first is Schrage's (1968) rule for one processor, and Berg
-# et al. (2020, "heSRPT") for jobs that run on several with diminishing returns.
-
-WORTHWHILE = 10.0
-"""Time that is left, in pauses, below which cores and memory are not fitted to a job any more."""
-APART = 0.05
-"""Speed between two plans of a job, at least."""
+MIN_REMAINING_PAUSES = 10.0
+"""Remaining time, in pauses, below which cores and memory of a job are no longer changed."""
+MIN_SPEED_STEP = 0.05
+"""Minimum relative difference of speed between two plans of a job."""
 PRICES = BudgetConfig()
 
 Key = tuple[int, int, int]
-"""Versions of what is known of a kind and of a job, and its stores, 0 for any."""
+"""Versions of the estimates of a kind and of a job, and its fixed number of stores, 0 for any."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plans:
-    """Sizes that one job may get, each as large as it should be.
+    """Alternative sizes of one job.
 
     Attributes:
-        key: what they were made from.
-        sizes: one for each plan, thriftiest first.
-        seconds: (n,) of a step; nan where nothing is known of it.
-        options: what each takes and gives.
+        key: versions from which they were computed.
+        sizes: one per plan, cheapest first.
+        seconds: (n,) seconds per step; nan if unknown.
+        options: cost and gain of each plan.
     """
 
     key: Key
@@ -338,17 +336,17 @@ class Plans:
 
 
 class PresagePolicy:
-    """Ours."""
+    """Our policy."""
 
     handling = Handling(PAUSE_SEC, PAUSE_SEC, keeps_steps=True, replaces_slow=True)
     interval_sec = 300.0
 
     def __init__(self, parts: Parts = ALL, name: str = "presage") -> None:
-        """Begin with nothing known.
+        """Start without estimates.
 
         Args:
-            parts: what of it is on.
-            name: as on the command line.
+            parts: active parts.
+            name: on the command line.
         """
         self.parts, self.name = parts, name
         self.estimates = Estimates(parts)
@@ -358,8 +356,8 @@ class PresagePolicy:
         self.shared: tuple[tuple[tuple[int, Key], ...], tuple[int, ...]] = ((), ())
 
     def decide(self, snapshot: Snapshot) -> Mapping[int, Sizes]:
-        """Return all sizes: shared anew, and those that run kept where little is gained."""
-        self.estimates.take_in(snapshot)
+        """Return all sizes: newly shared, but running jobs that gain little keep theirs."""
+        self.estimates.update(snapshot)
         if not self.parts.move_stores:
             running = {v.job: v.current.num_stores for v in snapshot.jobs if v.current is not None}
             self.stores = {**self.stores, **running}
@@ -369,36 +367,36 @@ class PresagePolicy:
         }
         targets = {
             view.job: self.plans[view.job].sizes[plan]
-            for view, plan in zip(snapshot.jobs, self._chosen(snapshot), strict=True)
+            for view, plan in zip(snapshot.jobs, self._share(snapshot), strict=True)
             if plan != WAITING
         }
         return self._settle(targets, snapshot)
 
-    def _chosen(self, snapshot: Snapshot) -> tuple[int, ...]:
-        """Return the plan of each job; shared anew when a job came, went or was measured."""
+    def _share(self, snapshot: Snapshot) -> tuple[int, ...]:
+        """Return the plan of each job; recomputed when the jobs or their estimates changed."""
         key = tuple((view.job, self.plans[view.job].key) for view in snapshot.jobs)
         if key != self.shared[0]:
             capacity = snapshot.capacity
             budget = replace(PRICES, cpus=capacity.cpus, memory=int(capacity.memory_bytes))
-            self.shared = key, share_budget(self._asking(snapshot), budget, exchanges=0)
+            self.shared = key, share_budget(self._options(snapshot), budget, exchanges=0)
         return self.shared[1]
 
-    def _asking(self, snapshot: Snapshot) -> list[Options]:
-        """Return what each job asks for; one of which nothing is known is as urgent as most."""
-        found = [self.plans[view.job] for view in snapshot.jobs]
+    def _options(self, snapshot: Snapshot) -> list[Options]:
+        """Return the options of each job with its urgency."""
+        all_plans = [self.plans[view.job] for view in snapshot.jobs]
         if not self.parts.urgent:
-            return [plans.options for plans in found]
+            return [plans.options for plans in all_plans]
         steps = [v.left_samples / snapshot.batch_samples[v.kind] for v in snapshot.jobs]
-        left = np.array(steps) * np.array([plans.seconds[-1] for plans in found])
+        remaining_sec = np.array(steps) * np.array([plans.seconds[-1] for plans in all_plans])
         runs = np.array([view.current is not None for view in snapshot.jobs], bool)
-        weights = urgencies(left, runs).tolist()
+        weights = urgencies(remaining_sec, runs).tolist()
         return [
             replace(plans.options, urgency=urgency)
-            for plans, urgency in zip(found, weights, strict=True)
+            for plans, urgency in zip(all_plans, weights, strict=True)
         ]
 
     def _plans(self, view: JobView, snapshot: Snapshot) -> Plans:
-        """Return the plans of a job; made again only when something was learned of it."""
+        """Return the plans of a job; recomputed only when its estimates changed."""
         kind = self.estimates.kinds.get(view.kind)
         allowed = snapshot.allowed[view.kind]
         stores = self.stores.get(view.job, 0)
@@ -406,61 +404,61 @@ class PresagePolicy:
         old = self.plans.get(view.job)
         if old is not None and old.key == key:
             return old
-        few = kind is None or self.estimates.sample(view, allowed) is not None
-        had = None if few or kind is None else _having(kind, stores)
-        if had is None or not len(had.seconds):
-            return _only(self.estimates.request_sizes(view, allowed), kind, view, key)
-        return self._trusted(view, had, key)
+        sampling = self.estimates.sample(view, allowed) is not None
+        usable = None if kind is None or sampling else _with_stores(kind, stores)
+        if usable is None or not len(usable.seconds):
+            return _single_plan(self.estimates.request_sizes(view, allowed), kind, view, key)
+        return self._trusted_plans(view, usable, key)
 
-    def _trusted(self, view: JobView, kind: Kind, key: Key) -> Plans:
+    def _trusted_plans(self, view: JobView, kind: KindModel, key: Key) -> Plans:
         cores, memory = self.estimates.cores(view, kind), self.estimates.memory(view)
         cpus = kind.replicas * cores[0] + kind.stores * cores[1]
-        held = kind.replicas * memory[0] + memory[1]
-        price = PRICES.cpu_hour_price * cpus + PRICES.gib_hour_price * held / GIB
-        weighed = weighted_cost(kind.seconds, kind.seconds * price, self.parts.haste)
-        preferred = int(weighed.argmin())
-        best = pareto_front(np.stack([price, kind.seconds], axis=1))
-        slower = best[kind.seconds[best] > kind.seconds[preferred]]
+        total_memory = kind.replicas * memory[0] + memory[1]
+        price = PRICES.cpu_hour_price * cpus + PRICES.gib_hour_price * total_memory / GIB
+        weighted = weighted_cost(kind.seconds, kind.seconds * price, self.parts.haste)
+        preferred = int(weighted.argmin())
+        front = pareto_front(np.stack([price, kind.seconds], axis=1))
+        slower = front[kind.seconds[front] > kind.seconds[preferred]]
         slower = slower[price[slower] < price[preferred]]
-        places = np.append(_apart(slower, kind.seconds), preferred)
-        seconds = kind.seconds[places]
+        indices = np.append(_spaced(slower, kind.seconds), preferred)
+        seconds = kind.seconds[indices]
         sizes = tuple(
             Sizes(
-                int(kind.replicas[place]),
-                int(kind.stores[place]),
-                float(cores[0][place]),
-                float(cores[1][place]),
+                int(kind.replicas[i]),
+                int(kind.stores[i]),
+                float(cores[0][i]),
+                float(cores[1][i]),
                 *memory,
             )
-            for place in places
+            for i in indices
         )
         options = Options(
             priority=view.priority,
-            cpus=cpus[places],
-            memory_bytes=held[places],
+            cpus=cpus[indices],
+            memory_bytes=total_memory[indices],
             gain=seconds[-1] / seconds,
         )
         return Plans(key, sizes, seconds, options)
 
     def _settle(self, targets: dict[int, Sizes], snapshot: Snapshot) -> dict[int, Sizes]:
-        """Keep running jobs as they are where nothing else is worth it and all fit."""
+        """Keep the sizes of running jobs if a change is not worth it and all fit."""
         running = [view for view in snapshot.jobs if view.current is not None]
         wanted = dict(targets)
         held: list[tuple[float, int]] = []
         for view in running:
-            assert view.current is not None, "it runs"
+            assert view.current is not None, "the job runs"
             target = targets.get(view.job)
-            if target is not None and not self._changes(view, target, snapshot):
+            if target is not None and not self._is_worth_it(view, target, snapshot):
                 wanted[view.job] = view.current
                 held.append((view.current.cpus - target.cpus, view.job))
-        # Others need what is held beyond a share.
-        give_back(wanted, targets, held, snapshot.capacity)
+        # Others may need what exceeds a share.
+        release_excess(wanted, targets, held, snapshot.capacity)
         return wanted
 
-    def _changes(self, view: JobView, target: Sizes, snapshot: Snapshot) -> bool:
-        """Tell whether a running job is to be changed for its own sake."""
+    def _is_worth_it(self, view: JobView, target: Sizes, snapshot: Snapshot) -> bool:
+        """Return whether a change of a running job pays for itself."""
         current = view.current
-        assert current is not None, "it runs"
+        assert current is not None, "the job runs"
         if target == current:
             return False
         plans, kind = self.plans[view.job], self.estimates.kinds.get(view.kind)
@@ -469,14 +467,14 @@ class PresagePolicy:
             target.replica_memory > 1.01 * current.replica_memory
         ):
             return True  # it may run out of memory
-        at = None if kind is None else kind.place(current.num_replicas, current.num_stores)
+        at = None if kind is None else kind.index_of(current.num_replicas, current.num_stores)
         if kind is None or at is None:
             return False
         now_sec = steps * float(kind.seconds[at])
         if now_sec == 0.0:
-            return False  # it has nothing left, and ends at this very time
+            return False  # it ends now
         if (target.num_replicas, target.num_stores) == (current.num_replicas, current.num_stores):
-            return now_sec > WORTHWHILE * PAUSE_SEC and _fitted(current, target)
+            return now_sec > MIN_REMAINING_PAUSES * PAUSE_SEC and _is_far_off(current, target)
         new_sec = steps * float(plans.seconds[plans.sizes.index(target)]) + PAUSE_SEC
         if not np.isfinite(new_sec):
             return False
@@ -484,7 +482,7 @@ class PresagePolicy:
             weighted_cost(seconds, seconds * _price(sizes), self.parts.haste)
             for seconds, sizes in ((now_sec, current), (new_sec, target))
         )
-        seen = SizeComparison(
+        comparison = SizeComparison(
             current=_candidate(current, now_sec),
             best=_candidate(target, new_sec),
             gain=1.0 - new / now,
@@ -494,13 +492,13 @@ class PresagePolicy:
         before = self.corrections[view.job]
         if before.in_flight is not None:
             before = end_change(before, view.since_sec + PAUSE_SEC)
-        verdict = decide_correction(before, snapshot.now_sec, seen)
+        verdict = decide_correction(before, snapshot.now_sec, comparison)
         self.corrections[view.job] = verdict.state
         return verdict.change is not None
 
 
-def _only(sizes: Sizes, kind: Kind | None, view: JobView, key: Key) -> Plans:
-    """Return one plan, for a job of which little is known."""
+def _single_plan(sizes: Sizes, kind: KindModel | None, view: JobView, key: Key) -> Plans:
+    """Return a single plan, for a job without trusted sizes."""
     one = np.ones(1)
     options = Options(
         priority=view.priority,
@@ -508,26 +506,26 @@ def _only(sizes: Sizes, kind: Kind | None, view: JobView, key: Key) -> Plans:
         memory_bytes=sizes.memory_bytes * one,
         gain=one,
     )
-    at = None if kind is None else kind.place(sizes.num_replicas, sizes.num_stores)
-    known = np.nan if kind is None or at is None else float(kind.seconds[at])
-    return Plans(key, (sizes,), known * one, options)
+    at = None if kind is None else kind.index_of(sizes.num_replicas, sizes.num_stores)
+    seconds = np.nan if kind is None or at is None else float(kind.seconds[at])
+    return Plans(key, (sizes,), seconds * one, options)
 
 
-def _having(kind: Kind, stores: int) -> Kind:
-    """Return a kind at sizes with so many stores, or at all of them for 0."""
-    had = kind.stores == stores if stores else np.ones(len(kind.stores), bool)
+def _with_stores(kind: KindModel, stores: int) -> KindModel:
+    """Return a kind's model at sizes with this number of stores, or at all sizes for 0."""
+    selected = kind.stores == stores if stores else np.ones(len(kind.stores), bool)
     names = ("replicas", "stores", "seconds", "replica_busy", "store_busy")
-    return replace(kind, **{name: getattr(kind, name)[had] for name in names})
+    return replace(kind, **{name: getattr(kind, name)[selected] for name in names})
 
 
-def _apart(places: np.ndarray, seconds: Floats) -> np.ndarray:
-    """Return those of a front, slowest first, that lie APART."""
-    steps = np.floor(np.log(seconds[places]) / -np.log1p(APART))
-    return places[np.diff(steps, prepend=-np.inf) > 0]
+def _spaced(indices: np.ndarray, seconds: Floats) -> np.ndarray:
+    """Return indices of a front, slowest first, at least `MIN_SPEED_STEP` apart."""
+    steps = np.floor(np.log(seconds[indices]) / -np.log1p(MIN_SPEED_STEP))
+    return indices[np.diff(steps, prepend=-np.inf) > 0]
 
 
-def _fitted(current: Sizes, target: Sizes) -> bool:
-    """Tell whether cores or memory are so far off that a change pays, or too few."""
+def _is_far_off(current: Sizes, target: Sizes) -> bool:
+    """Return whether cores or memory differ enough for a change."""
     cpus, memory = target.cpus / current.cpus, target.memory_bytes / current.memory_bytes
     return min(cpus, memory) < 1.0 - MIN_GAIN or cpus > 1.0 + MIN_GAIN / 2.0
 
@@ -537,7 +535,7 @@ def _price(sizes: Sizes) -> float:
 
 
 def _candidate(sizes: Sizes, seconds: float) -> Candidate:
-    """Return sizes as `correct` sees them; there is no preprocessing pool."""
+    """Return sizes as a candidate without a preprocessing pool."""
     price = _price(sizes)
     return Candidate(
         segment_jobs=0,

@@ -1,4 +1,4 @@
-"""What a policy sees and returns."""
+"""The interface of a policy: its input, its output, and the handling of failures."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from scheduler.model.terms import Floats
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """What a job is given.
+    """Resources of a job.
 
     Attributes:
         num_replicas: trainer replicas.
@@ -21,7 +21,7 @@ class Sizes:
         replica_cpus: cores of one replica.
         store_cpus: cores of one store.
         replica_memory: bytes of one replica.
-        tables_memory: bytes of all stores together, which share the tables evenly.
+        tables_memory: bytes of all stores together, divided evenly.
     """
 
     num_replicas: int
@@ -33,23 +33,23 @@ class Sizes:
 
     @property
     def cpus(self) -> float:
-        """Return the cores of all processes."""
+        """Cores of all processes."""
         return self.num_replicas * self.replica_cpus + self.num_stores * self.store_cpus
 
     @property
     def memory_bytes(self) -> float:
-        """Return the bytes of all processes."""
+        """Bytes of all processes."""
         return self.num_replicas * self.replica_memory + self.tables_memory
 
     @property
     def num_processes(self) -> int:
-        """Return the processes."""
+        """Number of processes."""
         return self.num_replicas + self.num_stores
 
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """What all jobs share.
+    """Resources of the cluster.
 
     Attributes:
         cpus: cores.
@@ -62,15 +62,15 @@ class Capacity:
 
 @dataclass(frozen=True, slots=True)
 class Handling:
-    """What happens to a job under a policy when it changes or something breaks.
+    """Cost of changes and failures under a policy.
 
     Attributes:
         change_sec: pause of a change of sizes.
-        recovery_sec: pause after a process was lost; of a job of one replica that could keep no
-            step it is `run.ALONE_SEC`.
-        keeps_steps: whether that loses no step of a job of two replicas or more; if not, and with
-            one, the job goes on from its checkpoint.
-        replaces_slow: whether stragglers are found and replaced.
+        recovery_sec: pause after the loss of a process; with `keeps_steps` and one replica it is
+            `cluster.ALONE_SEC`.
+        keeps_steps: whether a job of two or more replicas loses no step then; otherwise it
+            restarts from its checkpoint.
+        replaces_slow: whether stragglers are detected and replaced.
     """
 
     change_sec: float
@@ -80,17 +80,17 @@ class Handling:
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class Measurement:
     """One noisy measurement of a job at its sizes.
 
     Attributes:
-        job: its number.
-        kind: its kind.
-        num_replicas: of its sizes.
-        num_stores: of its sizes.
-        step_sec: seconds of a step.
-        replica_busy: cores that one replica keeps busy.
-        store_busy: cores that one store keeps busy.
+        job: number of the job.
+        kind: kind of the job.
+        num_replicas: its replicas.
+        num_stores: its stores.
+        step_sec: seconds per step.
+        replica_busy: busy cores of one replica.
+        store_busy: busy cores of one store.
     """
 
     job: int
@@ -104,19 +104,19 @@ class Measured:
 
 @dataclass(frozen=True, slots=True)
 class JobView:
-    """One job that waits or runs.
+    """One waiting or running job.
 
     Attributes:
-        job: its number, by order of submission.
+        job: its number, in order of submission.
         kind: its kind.
-        priority: larger goes first.
-        request: what its user asked for.
-        current: what it has; None while it waits.
-        since_sec: when it got that.
-        left_samples: samples that are left to train.
-        progress: share of its samples that is trained.
-        num_oom: times that it ran out of memory.
-        most_replicas: most replicas that it ever had, at least 1.
+        priority: larger is more important.
+        request: sizes that its user requested.
+        current: its sizes; None while it waits.
+        since_sec: when it got these.
+        left_samples: samples that remain to be trained.
+        progress: trained share of its samples.
+        num_oom: number of out-of-memory failures.
+        most_replicas: maximum of replicas so far, at least 1.
     """
 
     job: int
@@ -133,13 +133,13 @@ class JobView:
 
 @dataclass(frozen=True, slots=True)
 class Readings:
-    """Resident memory of a job that runs.
+    """Resident memory of a running job.
 
     Attributes:
-        steps: (n,) where it was read, in thousandths of the job.
-        replica_bytes: (n,) of one replica.
-        load: (1001,) rows touched up to each thousandth, which the oracle knows ahead.
-        tables_share: bytes of all stores for each byte of a replica.
+        steps: (n,) times of the readings, in thousandths of the job.
+        replica_bytes: (n,) memory of one replica.
+        load: (1001,) touched rows up to each thousandth, from the oracle.
+        tables_share: bytes of all stores per byte of a replica.
     """
 
     steps: Floats
@@ -150,38 +150,37 @@ class Readings:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """What a policy decides on.
+    """Input of a decision.
 
     Attributes:
         now_sec: simulated time.
         capacity: of the cluster.
-        jobs: that wait or run, by order of submission.
-        measured: since the last decision.
-        allowed: of each kind, which (stores, replicas) can be had.
-        batch_samples: of each kind.
-        readings: memory of a job that runs.
+        jobs: waiting and running jobs, in order of submission.
+        measured: measurements since the last decision.
+        allowed: by kind, which (stores, replicas) are possible.
+        batch_samples: batch size by kind.
+        readings: returns the memory of a running job.
     """
 
     now_sec: float
     capacity: Capacity
     jobs: tuple[JobView, ...]
-    measured: tuple[Measured, ...]
+    measured: tuple[Measurement, ...]
     allowed: Mapping[str, np.ndarray]
     batch_samples: Mapping[str, float]
     readings: Callable[[int], Readings]
 
 
 class Policy(Protocol):
-    """Sizes of all jobs, from what is known of them."""
+    """Decides the sizes of all jobs."""
 
     name: str
-    """As on the command line."""
+    """Name on the command line."""
     handling: Handling
-    """What it does about failures."""
     interval_sec: float
-    """Time after which it looks at jobs that run, when nothing happens; others are looked at each
+    """Time between decisions on running jobs without events; waiting jobs are decided on each
     round."""
 
     def decide(self, snapshot: Snapshot) -> Mapping[int, Sizes]:
-        """Return the sizes of each job that is to run, by its number; others wait."""
+        """Return the sizes of the jobs to run by number; the others wait."""
         ...

@@ -19,17 +19,25 @@ from scheduler.simulator.cluster import (
     ROUND_SEC,
     START_SEC,
     Cluster,
-    Run,
-    Used,
+    JobRun,
+    ResourceUse,
     outcome_of,
-    progress_of,
+    progress_at_share,
 )
-from scheduler.simulator.command import POLICIES, capacity_of, simulate
-from scheduler.simulator.jobs import ACCIDENTS, GIB, PEAK, Knobs, TraceJob, draw_jobs, made_tables
+from scheduler.simulator.command import POLICIES, cluster_capacity, simulate
+from scheduler.simulator.jobs import (
+    ACCIDENTS,
+    GIB,
+    PEAK,
+    Knobs,
+    TraceJob,
+    draw_jobs,
+    synthetic_tables,
+)
 from scheduler.simulator.views import Capacity, Sizes, Snapshot
 from tests.scheduler.simulator.made import NEVER, run, spec, times
 
-TABLES = made_tables()
+TABLES = synthetic_tables()
 
 
 def trace(count: int, seed: int = 0) -> list[TraceJob]:
@@ -82,11 +90,13 @@ def test_lost_process_of_two_replicas_costs_a_pause_where_steps_are_kept() -> No
 def test_accident_never_ends_a_pause_sooner() -> None:
     handling = ThresholdPolicy.handling
     request = Sizes(2, 1, PEAK, PEAK, GIB, GIB)
-    one = Run(job=0, spec=spec(0, 0.0, 100.0), handling=handling, used=Used(), now_sec=0.0)
+    one = JobRun(
+        job=0, spec=spec(0, 0.0, 100.0), handling=handling, used=ResourceUse(), now_sec=0.0
+    )
     one.place(request, 0.0)
     for what in ("loss", "slow", "fast"):
         one.advance(one.now_sec + 1.0)
-        one.happen(what)
+        one.apply_event(what)
         assert one.resumes_sec == START_SEC
 
 
@@ -109,7 +119,7 @@ def test_job_without_the_memory_fails_under_a_policy_that_gives_no_more() -> Non
     found = run("static", [job])
     assert [one.completed for one in found.ended] == [False]
     # It dies at the same place each time, from its checkpoint on.
-    worked = progress_of(0.8) * 4000.0
+    worked = progress_at_share(0.8) * 4000.0
     assert worked < CHECKPOINT_SEC
     assert times(found)[0] >= MAX_OOM * worked
     for policy in ("threshold", "presage"):
@@ -141,7 +151,7 @@ def test_same_seed_gives_the_same_result_within_the_capacity(policy: str) -> Non
     jobs = trace(30)
     knobs = Knobs(failures=5.0, stragglers=5.0, oom=0.2)
     specs = draw_jobs(jobs, TABLES, knobs, 3)
-    capacity = capacity_of(specs, jobs, 1.5)
+    capacity = cluster_capacity(specs, jobs, 1.5)
     first, second = (simulate(specs, POLICIES[policy](), capacity) for _ in range(2))
     assert first == second
     assert max(first.peak) <= 1.0 + 1e-6
@@ -192,7 +202,9 @@ class Greedy(StaticPolicy):
 def test_policy_that_takes_more_than_there_is_is_found_out() -> None:
     specs = [spec(i, 0.0, 1000.0) for i in range(3)]
     cluster = Cluster(specs, Greedy(), Capacity(6.0, 100 * GIB))
-    with pytest.raises(AssertionError, match=re.escape("static must fit, took 1.2000, 0.0600")):
+    with pytest.raises(
+        AssertionError, match=re.escape("static exceeds the capacity: 1.2000, 0.0600")
+    ):
         cluster.simulate()
 
 

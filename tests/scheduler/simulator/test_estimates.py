@@ -18,28 +18,28 @@ from scheduler.elasticity import (
 from scheduler.elasticity import add_readings as heard_at
 from scheduler.model.fit import MAX_PER_CELL, Window, observe
 from scheduler.simulator.jobs import GIB, PEAK, Table
-from scheduler.simulator.knowledge import (
+from scheduler.simulator.kind_models import (
     MIN_CELLS,
     SAMPLED,
-    Knowledge,
-    fit_ours,
-    setting_of,
-    sizes_of,
+    KindModels,
+    allowed_sizes,
+    fit_presage,
+    make_setting,
 )
-from scheduler.simulator.presage import ALL, LIVE, OFF, Estimates, Needs, readings_of
-from scheduler.simulator.views import Capacity, JobView, Measured, Readings, Sizes, Snapshot
+from scheduler.simulator.presage import ALL, LIVE, OFF, Estimates, JobEstimate, readings_of
+from scheduler.simulator.views import Capacity, JobView, Measurement, Readings, Sizes, Snapshot
 from tests.scheduler.simulator.made import table
 
 TIGHT = Sizes(1, 1, PEAK, PEAK, GIB, GIB)
 KIND = table(replicas=8, stores=16)
 
 
-def measured(sizes: Sizes, need: float, job: int = 0, noise: float = 1.0) -> Measured:
+def measured(sizes: Sizes, need: float, job: int = 0, noise: float = 1.0) -> Measurement:
     """Return what a job measures that keeps one core busy and needs so many in its bursts."""
     kept = min(1.0, sizes.replica_cpus / need, sizes.store_cpus / need)
     busy = kept
     speed = kept * sizes.num_replicas
-    return Measured(job, "made", sizes.num_replicas, sizes.num_stores, noise / speed, busy, busy)
+    return Measurement(job, "made", sizes.num_replicas, sizes.num_stores, noise / speed, busy, busy)
 
 
 def view(job: int, current: Sizes | None, request: Sizes = TIGHT) -> JobView:
@@ -47,7 +47,7 @@ def view(job: int, current: Sizes | None, request: Sizes = TIGHT) -> JobView:
 
 
 def snapshot(
-    views: list[JobView], found: tuple[Measured, ...] = (), peak: float = GIB, kind: Table = KIND
+    views: list[JobView], found: tuple[Measurement, ...] = (), peak: float = GIB, kind: Table = KIND
 ) -> Snapshot:
     steps = np.arange(0.0, 501.0)
     readings = Readings(steps, np.full(501, peak), np.linspace(0.0, 1.0, 1001), 1.0)
@@ -62,7 +62,7 @@ def snapshot(
     )
 
 
-def heard(known: CoreReadings, found: Measured, given: Sizes) -> CoreReadings:
+def heard(known: CoreReadings, found: Measurement, given: Sizes) -> CoreReadings:
     at = found.num_replicas, found.num_stores
     return heard_at(known, at, readings_of(found, given))
 
@@ -133,9 +133,9 @@ def test_bursts_are_those_of_the_pool_with_less_headroom() -> None:
     assert found[1].step_sec == pytest.approx(1.5 / 1.3)
 
 
-def sampled(first: int = 0) -> list[tuple[JobView, Measured]]:
+def sampled(first: int = 0) -> list[tuple[JobView, Measurement]]:
     """Return jobs at the sizes that are measured first, each with exactly what it needs."""
-    found: list[tuple[JobView, Measured]] = []
+    found: list[tuple[JobView, Measurement]] = []
     for job, (replicas, stores) in enumerate(SAMPLED, first):
         sizes = replace(TIGHT, num_replicas=replicas, num_stores=stores)
         found.append((view(job, sizes), measured(sizes, PEAK, job)))
@@ -145,7 +145,7 @@ def sampled(first: int = 0) -> list[tuple[JobView, Measured]]:
 def test_estimates_learn_sizes_of_jobs_that_are_in_doubt() -> None:
     estimates = Estimates(ALL)
     pairs = sampled()
-    estimates.take_in(snapshot([v for v, _ in pairs], tuple(m for _, m in pairs)))
+    estimates.update(snapshot([v for v, _ in pairs], tuple(m for _, m in pairs)))
     found = [estimates.fitted(job, "made") for job in range(len(pairs))]
     assert all(given is not None and given.trying for given in found)
     assert len(estimates.knowledge.window("made")) == len(SAMPLED) >= MIN_CELLS
@@ -154,7 +154,7 @@ def test_estimates_learn_sizes_of_jobs_that_are_in_doubt() -> None:
     assert Estimates(ALL).sample(new, KIND.allowed) is not None
     assert Estimates(LIVE).sample(new, KIND.allowed) is None
     cores = estimates.cores(pairs[0][0], estimates.kinds["made"])
-    at = estimates.kinds["made"].place(1, 1)
+    at = estimates.kinds["made"].index_of(1, 1)
     assert cores[0][at] == pytest.approx(GROWTH * PEAK)
 
 
@@ -169,7 +169,7 @@ def told(peak: float) -> tuple[Estimates, list[JobView]]:
             sizes = replace(one.current, replica_cpus=cpus, store_cpus=cpus)
             views[place] = replace(one, current=sizes)
         found = tuple(measured(v.current, peak, v.job) for v in views if v.current is not None)
-        estimates.take_in(snapshot(views, found))
+        estimates.update(snapshot(views, found))
     return estimates, views
 
 
@@ -178,7 +178,7 @@ def test_estimates_give_a_new_job_what_bursts_of_its_kind_need(peak: float) -> N
     estimates, views = told(peak)
     kind = estimates.kinds["made"]
     assert kind.headroom.known
-    estimates.needs[99] = Needs()
+    estimates.needs[99] = JobEstimate()
     given = estimates.cores(replace(views[0], job=99, current=None), kind)
     for pool in given:
         assert (pool >= peak).all()
@@ -188,7 +188,7 @@ def test_estimates_give_a_new_job_what_bursts_of_its_kind_need(peak: float) -> N
 def test_estimates_of_slow_measurements_leave_speeds_of_a_kind_alone() -> None:
     estimates, _ = told(2.0)
     kind = estimates.kinds["made"]
-    at = kind.place(1, 1)
+    at = kind.index_of(1, 1)
     assert at is not None
     assert kind.seconds[at] == pytest.approx(1.0)
 
@@ -196,10 +196,10 @@ def test_estimates_of_slow_measurements_leave_speeds_of_a_kind_alone() -> None:
 def test_estimates_give_the_request_until_bursts_of_a_kind_are_known() -> None:
     estimates = Estimates(ALL)
     pairs = sampled()
-    estimates.take_in(snapshot([v for v, _ in pairs], tuple(m for _, m in pairs)))
+    estimates.update(snapshot([v for v, _ in pairs], tuple(m for _, m in pairs)))
     assert np.isfinite(estimates.kinds["made"].replica_busy).all()
     new = replace(view(99, None), request=replace(TIGHT, replica_cpus=7.0, store_cpus=8.0))
-    estimates.needs[99] = Needs()
+    estimates.needs[99] = JobEstimate()
     found = estimates.cores(new, estimates.kinds["made"])
     assert (set(found[0]), set(found[1])) == ({7.0}, {8.0})
 
@@ -207,33 +207,33 @@ def test_estimates_give_the_request_until_bursts_of_a_kind_are_known() -> None:
 def test_estimates_give_a_measured_job_no_more_than_its_request_unless_it_lacked_cores() -> None:
     estimates, views = told(PEAK)
     kind = estimates.kinds["made"]
-    at = kind.place(1, 1)
+    at = kind.index_of(1, 1)
     assert at is not None
     few = replace(views[0], request=TIGHT)
     assert estimates.cores(few, kind)[0][at] == pytest.approx(PEAK)
     ample, slow = (Reading(cpus, busy, 1.0 / busy) for cpus, busy in ((2.0, 1.0), (1.0, 0.7)))
-    estimates.needs[few.job] = Needs(
+    estimates.needs[few.job] = JobEstimate(
         cores=CoreReadings((1, 1), {(1, 1): ((ample, ample), (slow, slow))})
     )
     assert estimates.cores(few, kind)[0][at] > PEAK
 
 
 def test_knowledge_of_a_doubted_size_ends_with_the_first_measurement_that_is_not() -> None:
-    knowledge = Knowledge(fit_ours)
+    knowledge = KindModels(fit_presage)
     slow, fast = (replace(measured(TIGHT, PEAK), step_sec=sec) for sec in (3.0, 1.0))
-    knowledge.take_in(snapshot([view(0, TIGHT)], (slow,)), {0})
+    knowledge.update(snapshot([view(0, TIGHT)], (slow,)), {0})
     assert knowledge.window("made").medians().tolist() == [3.0]
-    knowledge.take_in(snapshot([view(0, TIGHT)], (fast,)))
+    knowledge.update(snapshot([view(0, TIGHT)], (fast,)))
     assert knowledge.window("made").medians().tolist() == [1.0]
     assert len(knowledge.cores("made", 1)) == 1
     assert len(knowledge.cores("made", 2)) == 2
 
 
 def test_knowledge_is_fitted_again_however_often_one_size_was_measured() -> None:
-    knowledge = Knowledge(fit_ours)
+    knowledge = KindModels(fit_presage)
     versions: list[int] = []
     for _ in range(8 * MAX_PER_CELL):
-        knowledge.take_in(snapshot([view(0, TIGHT)], (measured(TIGHT, PEAK),)))
+        knowledge.update(snapshot([view(0, TIGHT)], (measured(TIGHT, PEAK),)))
         versions.append(knowledge.versions["made"])
     assert versions[-1] > versions[2 * MAX_PER_CELL] > versions[MAX_PER_CELL]
     assert versions[-1] < 40
@@ -253,7 +253,7 @@ def test_memory_of_a_job_is_what_its_parts_say(
     for parts, share in zip((ALL, LIVE, OFF), wanted, strict=True):
         estimates = Estimates(parts)
         here = replace(view(0, TIGHT), num_oom=killed)
-        estimates.take_in(snapshot([here], peak=peak))
+        estimates.update(snapshot([here], peak=peak))
         assert estimates.memory(here)[0] == pytest.approx(share * GIB, rel=0.01)
 
 
@@ -262,10 +262,10 @@ def test_fit_that_leaves_no_time_at_some_sizes_does_not_trust_them() -> None:
     measured_sec = {(2, 9): [0.354], (3, 3): [0.98, 0.99], (3, 1): [0.633]}
     window = Window()
     for (replicas, stores), seconds in measured_sec.items():
-        setting = setting_of(np.array([replicas]), np.array([stores]), 128.0)
+        setting = make_setting(np.array([replicas]), np.array([stores]), 128.0)
         for sec in seconds:
             window = observe(window, setting, [sec], 0.0)
-    found = fit_ours(window, KIND.allowed, 128.0)
-    replicas, stores = sizes_of(KIND.allowed)
+    found = fit_presage(window, KIND.allowed, 128.0)
+    replicas, stores = allowed_sizes(KIND.allowed)
     assert np.isnan(found[replicas == 1]).all()
     assert found[(replicas == 2) & (stores == 9)] == pytest.approx([0.354])

@@ -9,15 +9,15 @@ from scheduler.model.fit import Window, observe
 from scheduler.simulator.baselines import GoodputPolicy, fit_optimus, fit_pollux
 from scheduler.simulator.command import (
     POLICIES,
-    capacity_of,
+    cluster_capacity,
     fastest_sec,
     lower_bound_sec,
     together_sec,
 )
-from scheduler.simulator.jobs import GIB, Knobs, draw_jobs, made_tables
-from scheduler.simulator.knowledge import fit_ours, setting_of, sizes_of
+from scheduler.simulator.jobs import GIB, Knobs, draw_jobs, synthetic_tables
+from scheduler.simulator.kind_models import allowed_sizes, fit_presage, make_setting
 from scheduler.simulator.presage import LIVE, PresagePolicy
-from scheduler.simulator.views import Capacity, JobView, Measured, Sizes, Snapshot
+from scheduler.simulator.views import Capacity, JobView, Measurement, Sizes, Snapshot
 from tests.scheduler.simulator.made import run, spec, table, times
 from tests.scheduler.simulator.test_cluster import trace
 
@@ -31,7 +31,7 @@ def view(job: int, **changes: object) -> JobView:
 
 
 def snapshot(
-    jobs: list[JobView], cpus: float, measured: tuple[Measured, ...] = (), now: float = 0.0
+    jobs: list[JobView], cpus: float, measured: tuple[Measurement, ...] = (), now: float = 0.0
 ) -> Snapshot:
     def readings(job: int) -> None:
         raise AssertionError(f"nothing is read of {job}")
@@ -47,11 +47,11 @@ def snapshot(
     )
 
 
-def everything(job: int = 0) -> tuple[Measured, ...]:
+def everything(job: int = 0) -> tuple[Measurement, ...]:
     """Every size of the table, measured without an error."""
     return tuple(
-        Measured(job, "made", int(r), int(s), 1.0 / float(KIND.speed[s, r]), 1.0, 1.0)
-        for r, s in zip(*sizes_of(KIND.allowed), strict=True)
+        Measurement(job, "made", int(r), int(s), 1.0 / float(KIND.speed[s, r]), 1.0, 1.0)
+        for r, s in zip(*allowed_sizes(KIND.allowed), strict=True)
     )
 
 
@@ -66,13 +66,17 @@ def test_threshold_adds_replicas_until_stores_are_busy_and_takes_back_what_is_no
     policy = POLICIES["threshold"]()
     running = view(0, current=REQUEST)
     # One core of two is busy: 0.8 of them bear 1.6 times the replicas, which is still one.
-    first = policy.decide(snapshot([running], 100.0, (Measured(0, "made", 1, 1, 1.0, 1.0, 1.0),)))
+    first = policy.decide(
+        snapshot([running], 100.0, (Measurement(0, "made", 1, 1, 1.0, 1.0, 1.0),))
+    )
     assert first == {0: REQUEST}
     policy = POLICIES["threshold"]()
-    second = policy.decide(snapshot([running], 100.0, (Measured(0, "made", 1, 1, 1.0, 1.0, 0.5),)))
+    second = policy.decide(
+        snapshot([running], 100.0, (Measurement(0, "made", 1, 1, 1.0, 1.0, 0.5),))
+    )
     larger = replace(REQUEST, num_replicas=3)
     assert second == {0: larger}
-    slower = (Measured(0, "made", 3, 1, 0.99, 1.0, 0.5),)
+    slower = (Measurement(0, "made", 3, 1, 0.99, 1.0, 0.5),)
     third = policy.decide(snapshot([view(0, current=larger)], 100.0, slower))
     assert third == {0: REQUEST}
 
@@ -126,7 +130,7 @@ def test_presage_keeps_a_running_job_where_too_little_is_gained() -> None:
         for look in range(6):
             here = view(0, current=running, left_samples=left)
             now = 1000.0 + 300.0 * look
-            measured = (Measured(0, "made", 3, 1, 1.0 / 3.0, 1.0, 1.0),)
+            measured = (Measurement(0, "made", 3, 1, 1.0 / 3.0, 1.0, 1.0),)
             seen = (*everything(1), *measured) if look == 0 else ()
             jobs = [here, view(1, current=REQUEST)] if look == 0 else [here]
             found = policy.decide(snapshot(jobs, 100.0, seen, now))[0]
@@ -179,8 +183,8 @@ def test_presage_of_a_kind_that_nobody_measured_is_as_urgent_as_most() -> None:
         batch_samples={"made": 1.0, "other": 1.0},
     )
     policy.decide(known)
-    asking = policy._asking(known)
-    assert asking[1].urgency == asking[0].urgency
+    options = policy._options(known)
+    assert options[1].urgency == options[0].urgency
 
 
 def test_live_takes_cores_of_the_request() -> None:
@@ -207,26 +211,26 @@ def test_goodput_gives_back_only_as_much_as_others_need() -> None:
     speeds = {job: {1: 1.0, 2: 1.05, 3: 1.06} for job in (0, 1, 2)}
     jobs = [view(0, current=held[0]), view(1, current=held[1]), view(2)]
     wanted = {job: REQUEST for job in (0, 1, 2)}
-    found = policy._calm(wanted, speeds, snapshot(jobs, 16.0))
+    found = policy._keep_small_changes(wanted, speeds, snapshot(jobs, 16.0))
     assert found == {0: REQUEST, 1: held[1], 2: REQUEST}
-    assert policy._calm(wanted, speeds, snapshot(jobs, 20.0)) == {
+    assert policy._keep_small_changes(wanted, speeds, snapshot(jobs, 20.0)) == {
         0: held[0],
         1: held[1],
         2: REQUEST,
     }
-    assert policy._calm(wanted, speeds, snapshot(jobs, 12.0)) == wanted
+    assert policy._keep_small_changes(wanted, speeds, snapshot(jobs, 12.0)) == wanted
 
 
-FITS = {"ours": fit_ours, "optimus": fit_optimus, "pollux": fit_pollux}
+FITS = {"ours": fit_presage, "optimus": fit_optimus, "pollux": fit_pollux}
 
 
 @pytest.mark.parametrize("name", FITS)
 def test_fit_of_some_sizes_predicts_the_others(name: str) -> None:
     kind = table(replicas=8, stores=4)
-    replicas, stores = sizes_of(kind.allowed)
+    replicas, stores = allowed_sizes(kind.allowed)
     seconds = 0.2 + 1.0 / replicas
     known = (replicas + stores) % 2 == 0
-    setting = setting_of(replicas[known], stores[known], 1.0)
+    setting = make_setting(replicas[known], stores[known], 1.0)
     window = observe(Window(), setting, seconds[known].tolist(), 0.0)
     found = FITS[name](window, kind.allowed, 1.0)
     assert found[~known] == pytest.approx(seconds[~known], rel=0.05)
@@ -247,8 +251,8 @@ def test_bounds_of_a_hand_made_trace() -> None:
 @pytest.mark.parametrize("policy", POLICIES)
 def test_no_policy_beats_the_bound(policy: str) -> None:
     jobs = trace(30, seed=5)
-    specs = draw_jobs(jobs, made_tables(), Knobs(failures=0.0, stragglers=0.0, oom=0.0), 0)
-    capacity = capacity_of(specs, jobs, 1.2)
+    specs = draw_jobs(jobs, synthetic_tables(), Knobs(failures=0.0, stragglers=0.0, oom=0.0), 0)
+    capacity = cluster_capacity(specs, jobs, 1.2)
     result = run(policy, specs, capacity.cpus, capacity.memory_bytes / GIB)
     assert np.mean(times(result)) >= lower_bound_sec(specs, capacity.cpus)
 
@@ -257,8 +261,8 @@ def test_no_policy_beats_the_bound(policy: str) -> None:
 @pytest.mark.parametrize("peak", [1.0, 1.5, 2.0])
 def test_cores_fitted_to_busy_ones_never_starve_a_job_however_it_bursts(peak: float) -> None:
     jobs = trace(40, seed=7)
-    specs = draw_jobs(jobs, made_tables(), Knobs(peak=peak, oom=0.0), 0)
-    capacity = capacity_of(specs, jobs, 0.8)
+    specs = draw_jobs(jobs, synthetic_tables(), Knobs(peak=peak, oom=0.0), 0)
+    capacity = cluster_capacity(specs, jobs, 0.8)
     found = {
         name: float(np.mean(times(run(name, specs, capacity.cpus, capacity.memory_bytes / GIB))))
         for name in ("static", "presage")

@@ -11,7 +11,7 @@ import pytest
 
 from scheduler.__main__ import main
 from scheduler.simulator.command import POLICIES
-from scheduler.simulator.jobs import Knobs, made_tables, read_tables, read_trace
+from scheduler.simulator.jobs import Knobs, read_tables, read_trace, synthetic_tables
 from schemas.errors import SchemaError
 
 HEAD = "job,submit_sec,duration_sec,num_replicas"
@@ -79,16 +79,16 @@ WRONG = {
     ),
     "twice": (
         (HEAD, "a,0,10,1", "a,1,10,1"),
-        "job must be unique, got 'a' again in {path}:3; rename it",
+        "job name occurs twice: 'a' in {path}:3; rename it",
     ),
     "a column": (
         ("job,submit_sec,duration_sec", "a,0,10"),
-        "trace must have the columns job, submit_sec, duration_sec, num_replicas, got none named "
-        "'num_replicas' in {path}; add it",
+        "trace has no column 'num_replicas' in {path}; add it (required: job, submit_sec, "
+        "duration_sec, num_replicas)",
     ),
     "nothing left": (
         (HEAD, "a,-5,10,1"),
-        "trace must hold a job that can be run, got none and 1 skipped in {path}; check its times",
+        "trace has no valid job, 1 were skipped in {path}; check its times",
     ),
 }
 
@@ -103,7 +103,7 @@ def test_read_trace_that_is_wrong_names_the_place(
 
 
 def test_made_tables_are_positive_where_sizes_can_be_had() -> None:
-    for table in made_tables().values():
+    for table in synthetic_tables().values():
         had = table.allowed
         assert had.any()
         assert (table.speed[had] > 0).all()
@@ -129,7 +129,7 @@ def test_read_tables_interpolates_between_measured_sizes_and_not_beyond(tmp_path
 
 def test_read_tables_of_sizes_in_one_line_says_so(tmp_path: Path) -> None:
     path = measurements(tmp_path / "m.csv", [(1, 1), (2, 1), (4, 1)])
-    message = "job must be measured at three sizes or more, not in one line, got 3 of 'k'; "
+    message = "job 'k' has too few measured sizes to interpolate: 3; "
     with pytest.raises(SchemaError, match=re.escape(message)):
         read_tables(path)
 
@@ -163,15 +163,14 @@ def test_main_simulate_says_what_it_left_out(
     path = write(tmp_path / "t.csv", "a,50,10,1", "b,20,10,2", "c,-1,10,1")
     assert main(["simulate", "--trace", str(path), "--policy", "static"]) == 0
     assert capsys.readouterr().err == (
-        "skipped 1 jobs without a usable time or size\n"
-        "sorted 1 jobs that came before earlier ones\n"
+        "skipped 1 jobs without a valid time or size\nsorted 1 jobs that were out of order\n"
     )
 
 
 MISTAKES = {
     "a policy": (["--policy", "statik"], "policy must be known, got 'statik'; did you mean"),
-    "twice": (["--policy", "static,static"], "policy must be named once, got 'static' again"),
-    "cores": (["--policy", "static", "--cpus", "0.5"], "cluster must hold every request, got"),
+    "twice": (["--policy", "static,static"], "policy is named twice: 'static'"),
+    "cores": (["--policy", "static", "--cpus", "0.5"], "cluster is too small for the request of"),
     "a knob": (
         ["--policy", "static", "--oom", "2"],
         "oom must be a share of jobs, got 2.0; use 0 to 1",
