@@ -29,12 +29,12 @@ _BY_HAND = "start replicas with: python -m trainer replica {run} --number 0"
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; return its exit status."""
     arguments = build_parser().parse_args(argv)
-    # Read once, when torch loads its OpenMP. Threads that spin while they wait cost five times
-    # the step where cores are shared, with the reader's thread or with other processes.
+    # Read when torch loads OpenMP. Spinning threads make a step five times slower if cores are
+    # shared with the reader's thread or with other processes.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    # Read once, too: torchft's lighthouse has six lines for each step otherwise.
+    # Read when torchft is loaded: its lighthouse logs six lines per step otherwise.
     os.environ.setdefault("RUST_LOG", "warn")
-    # torchrec asks torch an old question while it is imported; torch's warning is not for the user.
+    # The import of torchrec uses a deprecated function of torch, which warns.
     logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
     command = {
         "train": _train,
@@ -42,20 +42,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         "evaluate": _evaluate,
         "verify": _verify,
         "diff": _diff,
-        "export": _of_model,
-        "publish": _of_model,
-        "apply": _of_model,
+        "export": _export,
+        "publish": _export,
+        "apply": _export,
         "erase": _erase,
         "store": _store,
         "migrate-slots": _migrate_slots,
-        "kill-store": _tell_store,
-        "restart-store": _tell_store,
+        "kill-store": _control_store,
+        "restart-store": _control_store,
         "agent": _agent,
     }[arguments.command]
     try:
         if arguments.command in WRITTEN:
-            place = getattr(arguments, WRITTEN[arguments.command])
-            check_writable(place, single_writer=arguments.single_writer)
+            folder = getattr(arguments, WRITTEN[arguments.command])
+            check_writable(folder, single_writer=arguments.single_writer)
         return command(arguments)
     except (SchemaError, PlanError, ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
@@ -65,12 +65,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _set_threads(job: Path) -> None:
     import torch
 
-    wanted = load_job(job).train.num_threads
-    torch.set_num_threads(wanted or len(os.sched_getaffinity(0)))
+    num_threads = load_job(job).train.num_threads
+    torch.set_num_threads(num_threads or len(os.sched_getaffinity(0)))
 
 
 def _check_inputs(arguments: argparse.Namespace, *, may_follow: bool = False) -> None:
-    """Refuse a job or a dataset that cannot be read before torch is imported, which takes long."""
+    """Raise SchemaError for an unreadable job or dataset before the slow import of torch."""
     load_job(arguments.job)
     if not may_follow:
         read_dataset(arguments.dataset)
@@ -82,28 +82,28 @@ def _train(arguments: argparse.Namespace) -> int:
         try:
             return _train_until(drain, arguments)
         except DrainInterrupt as interrupt:
-            left = _say_what_is_left(interrupt)
+            message = _print_interrupt(interrupt)
             if arguments.json:
-                print(json.dumps({"stopped": interrupt.reason, "message": left}))
+                print(json.dumps({"stopped": interrupt.reason, "message": message}))
             return 0
 
 
-def _say(line: str) -> None:
+def _print_progress(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def _warn_of_ne(ne: float | None) -> None:
+def _warn_if_useless(ne: float | None) -> None:
     if ne is not None and ne > 1:
-        _say(
+        _print_progress(
             f"warning: the model is worse than predicting the mean rate for every sample: ne is "
             f"{ne:.4g}, above 1; train fewer epochs, lower the learning rates, or see train.model"
         )
 
 
-def _say_what_is_left(interrupt: DrainInterrupt) -> str:
-    left = interrupt.message or "nothing was begun"
-    print(f"{interrupt.reason}: {left}", file=sys.stderr)
-    return left
+def _print_interrupt(interrupt: DrainInterrupt) -> str:
+    message = interrupt.message or "nothing was started"
+    print(f"{interrupt.reason}: {message}", file=sys.stderr)
+    return message
 
 
 def _train_until(drain: Drain, arguments: argparse.Namespace) -> int:
@@ -141,12 +141,14 @@ def _train_until(drain: Drain, arguments: argparse.Namespace) -> int:
             )
             if not arguments.replicas:
                 print(_BY_HAND.format(run=arguments.output), file=sys.stderr)
-            summary = train_replicas(*paths, options, launch, on_step, drain, say=_say)
+            summary = train_replicas(*paths, options, launch, on_step, drain, say=_print_progress)
         else:
             clock = time.perf_counter
-            summary = train(*paths, options, clock=clock, on_step=on_step, drain=drain, say=_say)
+            summary = train(
+                *paths, options, clock=clock, on_step=on_step, drain=drain, say=_print_progress
+            )
     _show(arguments, to_line(summary))
-    _warn_of_ne(summary.ne)
+    _warn_if_useless(summary.ne)
     return 0
 
 
@@ -156,7 +158,7 @@ def _replica(arguments: argparse.Namespace) -> int:
         try:
             return _replica_until(drain, arguments)
         except DrainInterrupt as interrupt:
-            _say_what_is_left(interrupt)
+            _print_interrupt(interrupt)
             return 0
 
 
@@ -195,7 +197,9 @@ def _replica_until(drain: Drain, arguments: argparse.Namespace) -> int:
     faults = Faults.from_json(arguments.faults)
     try:
         clock = time.perf_counter
-        run_replica(arguments.run, options, clock=clock, faults=faults, drain=drain, say=_say)
+        run_replica(
+            arguments.run, options, clock=clock, faults=faults, drain=drain, say=_print_progress
+        )
     except (BehindError, RowsLostError) as error:
         print(f"replica {options.name}: {error}", file=sys.stderr)
         return EXIT_BEHIND if isinstance(error, BehindError) else EXIT_LOST_ROWS
@@ -207,9 +211,9 @@ def _evaluate(arguments: argparse.Namespace) -> int:
     from trainer.evaluate import evaluate_run
 
     _set_threads(arguments.job)
-    found = evaluate_run(arguments.job, arguments.dataset, arguments.run, arguments.segments)
-    _show(arguments, json.dumps(asdict(found), sort_keys=True))
-    _warn_of_ne(found.ne)
+    evaluation = evaluate_run(arguments.job, arguments.dataset, arguments.run, arguments.segments)
+    _show(arguments, json.dumps(asdict(evaluation), sort_keys=True))
+    _warn_if_useless(evaluation.ne)
     return 0
 
 
@@ -219,15 +223,15 @@ def _verify(arguments: argparse.Namespace) -> int:
     report = verify_run(arguments.run)
     _show(arguments, json.dumps(asdict(report), sort_keys=True))
     for problem in report.problems:
-        print(f"{problem}; train on with --resume, or train again", file=sys.stderr)
+        print(f"{problem}; continue with --resume, or train again", file=sys.stderr)
     if report.problems:
-        _answer(arguments, f"verify: {pluralize(len(report.problems), 'problem')}")
+        _print_result(arguments, f"verify: {pluralize(len(report.problems), 'problem')}")
     else:
         samples, steps = (
             pluralize(report.num_samples, "sample"),
             pluralize(report.num_steps, "step"),
         )
-        _answer(arguments, f"verify: ok, {samples}, {steps}")
+        _print_result(arguments, f"verify: ok, {samples}, {steps}")
     return 1 if report.problems else 0
 
 
@@ -238,36 +242,36 @@ def _diff(arguments: argparse.Namespace) -> int:
     _show(arguments, json.dumps(asdict(comparison), sort_keys=True))
     if comparison.difference is not None:
         print(
-            f"runs must be equal bit by bit, got {comparison.difference} in {arguments.run} and "
-            f"{arguments.other}; compare runs of one job and dataset",
+            f"runs differ: {comparison.difference} in {arguments.run} and {arguments.other}; "
+            "compare runs of one job and dataset",
             file=sys.stderr,
         )
-        _answer(arguments, "equal: no")
+        _print_result(arguments, "equal: no")
         return 1
     steps, rows = pluralize(comparison.num_steps, "step"), pluralize(comparison.num_rows, "row")
-    _answer(arguments, f"equal: yes, {steps}, {rows}")
+    _print_result(arguments, f"equal: yes, {steps}, {rows}")
     return 0
 
 
-def _of_model(arguments: argparse.Namespace) -> int:
+def _export(arguments: argparse.Namespace) -> int:
     from trainer.publish import COMMANDS
 
-    found = COMMANDS[arguments.command](arguments)
-    _show(arguments, json.dumps(asdict(found), sort_keys=True))
+    summary = COMMANDS[arguments.command](arguments)
+    _show(arguments, json.dumps(asdict(summary), sort_keys=True))
     return 0
 
 
 def _erase(arguments: argparse.Namespace) -> int:
     from trainer.erase import erase_ids
 
-    found = erase_ids(arguments.run, arguments.ids, arguments.table)
-    _show(arguments, json.dumps(found))
+    summary = erase_ids(arguments.run, arguments.ids, arguments.table)
+    _show(arguments, json.dumps(summary))
     return 0
 
 
 def _certificate(arguments: argparse.Namespace) -> tuple[Path, Path] | None:
     if (arguments.tls_cert is None) != (arguments.tls_key is None):
-        raise ValueError("TLS must have both files, got one; give --tls-cert and --tls-key")
+        raise ValueError("TLS needs both files; give --tls-cert and --tls-key")
     return arguments.tls_cert and (arguments.tls_cert, arguments.tls_key)
 
 
@@ -296,9 +300,9 @@ def _store(arguments: argparse.Namespace) -> int:
         announce=lambda line: print(line, flush=True),
         end_with=sys.stdin.buffer if arguments.end_with_stdin else None,
     )
-    if port is not None:  # the last --port is the one that is taken
-        again = [sys.executable, "-m", "trainer", *sys.argv[1:], "--port", str(port)]
-        os.execv(sys.executable, again)
+    if port is not None:  # restart; the last --port wins
+        command = [sys.executable, "-m", "trainer", *sys.argv[1:], "--port", str(port)]
+        os.execv(sys.executable, command)
     return 0
 
 
@@ -308,7 +312,7 @@ def _migrate_slots(arguments: argparse.Namespace) -> int:
 
     givers, slots = arguments.givers.split(","), parse_ranges(arguments.slots)
     if len(givers) > 1 and not arguments.served:
-        raise SchemaError(f"--from must be one store, got {len(givers)}; add --served")
+        raise SchemaError(f"--from names {len(givers)} stores; name one, or add --served")
     move = gather_slots if arguments.served else migrate_slots
     moved = move(
         givers if arguments.served else givers[0],
@@ -322,11 +326,11 @@ def _migrate_slots(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _tell_store(arguments: argparse.Namespace) -> int:
+def _control_store(arguments: argparse.Namespace) -> int:
     from trainer.stores.remote.processes import kill_store, restart_store
 
-    tell = kill_store if arguments.command == "kill-store" else restart_store
-    tell(
+    control = kill_store if arguments.command == "kill-store" else restart_store
+    control(
         arguments.address,
         token_file=arguments.token_file,
         trusted=arguments.trusted,
@@ -351,8 +355,8 @@ def _agent(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _answer(arguments: argparse.Namespace, line: str) -> None:
-    """Print yes or no as the last line, beside the JSON object if one is asked for."""
+def _print_result(arguments: argparse.Namespace, line: str) -> None:
+    """Print the result as the last line; to stderr if stdout has the JSON object."""
     print(line, file=sys.stderr if arguments.json else sys.stdout)
 
 

@@ -7,35 +7,37 @@ from pathlib import Path
 
 from schemas.paths import SINGLE_WRITER, SINGLE_WRITER_HELP, ArgumentParser
 
-TLS_NAME = "that the others' certificates bear; the host of their address when left out"
+TLS_NAME = "name in the others' certificates; default: the host of their address"
 
 
 def add_replica(parser: argparse.ArgumentParser) -> None:
-    """Add what a replica is told."""
-    parser.add_argument("run", type=Path, help="run folder that train --replicas has begun")
+    """Add the arguments of `replica`."""
+    parser.add_argument("run", type=Path, help="run folder of train --replicas")
     parser.add_argument("--number", type=int, required=True, help="of this replica, from 0")
     parser.add_argument("--host", default="127.0.0.1", help="beyond loopback only with TLS")
     _add_tls(parser, "authorities of other replicas, PEM")
-    parser.add_argument("--token-file", type=Path, help="of the replicas; RUN/token when left out")
+    parser.add_argument("--token-file", type=Path, help="of the replicas; default: RUN/token")
     parser.add_argument("--expected", type=positive, default=1, help="replicas to wait for")
-    parser.add_argument("--threads", type=positive, default=1, help="leaves computed at once")
-    parser.add_argument("--faults", default="[]", help="faults that are to happen, as JSON")
-    parser.add_argument("--end-with-stdin", action="store_true", help="end when stdin does")
+    parser.add_argument("--threads", type=positive, default=1, help="microbatches computed at once")
+    parser.add_argument("--faults", default="[]", help="faults to inject, as JSON")
+    parser.add_argument("--end-with-stdin", action="store_true", help="end when stdin is closed")
 
 
 def add_store(parser: argparse.ArgumentParser) -> None:
-    """Add what a store is told."""
-    parser.add_argument("--directory", type=Path, required=True, help="where its log lies")
-    parser.add_argument("--token-file", type=Path, required=True, help="what callers must present")
+    """Add the arguments of `store`."""
+    parser.add_argument("--directory", type=Path, required=True, help="folder of its log")
+    parser.add_argument(
+        "--token-file", type=Path, required=True, help="token that callers must send"
+    )
     parser.add_argument("--host", default="127.0.0.1", help="beyond loopback only with TLS")
-    parser.add_argument("--port", type=int, default=0, help="0 takes a free one")
+    parser.add_argument("--port", type=int, default=0, help="0: a free one")
     parser.add_argument("--slots", default="0:4096", help="START:END of 4,096[,...], or none")
     _add_tls(parser, "authorities of other stores, PEM")
     parser.add_argument("--fsync", choices=("checkpoint", "write"), default="checkpoint")
     parser.add_argument("--message-bytes", type=positive, default=4 << 20)
     parser.add_argument("--in-flight-bytes", type=positive, default=64 << 20)
-    parser.add_argument("--delay-sec", type=float, default=0.0, help="hold every answer back")
-    parser.add_argument("--end-with-stdin", action="store_true", help="end when stdin does")
+    parser.add_argument("--delay-sec", type=float, default=0.0, help="delay of every response")
+    parser.add_argument("--end-with-stdin", action="store_true", help="end when stdin is closed")
 
 
 def _add_tls(parser: argparse.ArgumentParser, trusted: str) -> None:
@@ -46,7 +48,7 @@ def _add_tls(parser: argparse.ArgumentParser, trusted: str) -> None:
 
 
 def positive(text: str) -> int:
-    """Return a number from 1 on."""
+    """Parse an integer of at least 1."""
     number = int(text)
     if number < 1:
         raise argparse.ArgumentTypeError(f"must be at least 1, got {text}")
@@ -54,7 +56,7 @@ def positive(text: str) -> int:
 
 
 def not_negative(text: str) -> int:
-    """Return a number from 0 on."""
+    """Parse an integer of at least 0."""
     number = int(text)
     if number < 0:
         raise argparse.ArgumentTypeError(f"must be 0 or more, got {text}")
@@ -62,26 +64,28 @@ def not_negative(text: str) -> int:
 
 
 def add_export(commands: argparse._SubParsersAction[ArgumentParser]) -> None:
-    """Add the commands that make models to serve."""
-    made = commands.add_parser("export", help="one CPU artifact of a run's model, to serve")
-    changes = commands.add_parser("publish", help="rows that changed between two checkpoints")
-    for command in (made, changes):
+    """Add the commands that write models to serve."""
+    export = commands.add_parser("export", help="one CPU artifact of a run's model, to serve")
+    publish = commands.add_parser("publish", help="rows that changed between two checkpoints")
+    for command in (export, publish):
         command.add_argument("run", type=Path, help="run folder")
-        command.add_argument("--checkpoint", type=not_negative, help="its step; the newest")
-    changes.add_argument("--since", type=not_negative, required=True, help="older checkpoint")
-    changes.add_argument("--output", type=Path, required=True, help="new folder")
-    applied = commands.add_parser("apply", help="published rows on the export of that checkpoint")
-    applied.add_argument("model", type=Path, help="file from export")
-    applied.add_argument("--changes", type=Path, required=True, help="folder from publish")
-    for command in (made, applied):
+        command.add_argument(
+            "--checkpoint", type=not_negative, help="step of the checkpoint; default: the newest"
+        )
+    publish.add_argument("--since", type=not_negative, required=True, help="older checkpoint")
+    publish.add_argument("--output", type=Path, required=True, help="new folder")
+    apply = commands.add_parser("apply", help="apply published rows to an exported model")
+    apply.add_argument("model", type=Path, help="file from export")
+    apply.add_argument("--changes", type=Path, required=True, help="folder from publish")
+    for command in (export, apply):
         command.add_argument("--output", type=Path, required=True, help="file")
-    for command in (made, changes, applied):
+    for command in (export, publish, apply):
         command.add_argument("--json", action="store_true", help="one JSON object on stdout")
 
 
 _RENAMED = {"equal": "diff", "forget": "erase", "persist": "agent"}
 WRITTEN = {"train": "output", "erase": "run", "store": "directory"}
-"""Commands to the argument with the folder that they write to, where others may write, too."""
+"""Command to the argument of the folder that it writes and that other processes may write."""
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -98,16 +102,20 @@ def build_parser() -> argparse.ArgumentParser:
     run.add_argument("--embedding", choices=("plain", "cached", "lru", "uncached"), default="plain")
     run.add_argument("--expanded", action="store_true", help="undo the deduplication")
     run.add_argument(
-        "--fast", action="store_true", help="all samples of a step at once; bits are its own"
+        "--fast",
+        action="store_true",
+        help="all samples of a step at once; not bit-identical to the default mode",
     )
-    run.add_argument("--resume", action="store_true", help="go on from the newest checkpoint")
+    run.add_argument("--resume", action="store_true", help="continue from the newest checkpoint")
     run.add_argument(
         "--start-from",
         type=Path,
         metavar="RUN",
-        help="begin with the checkpoint of a finished run, on segments that it did not train",
+        help="start from the checkpoint of a finished run, on segments that it did not train",
     )
-    run.add_argument("--segments", type=_names, metavar="ID,...", help="ids or days; no others")
+    run.add_argument(
+        "--segments", type=_names, metavar="ID,...", help="ids or days to train; default: all"
+    )
     run.add_argument(
         "--expire-days",
         type=positive,
@@ -117,10 +125,12 @@ def build_parser() -> argparse.ArgumentParser:
     run.add_argument(
         "--follow",
         action="store_true",
-        help="train while segments are built, until the dataset is finished",
+        help="train while segments are built, until the dataset is sealed",
     )
     run.add_argument(
-        "--stores", type=positive, help="keep rows in so many store processes on this machine"
+        "--stores",
+        type=positive,
+        help="number of store processes on this machine that keep the rows",
     )
     run.add_argument(
         "--replicas",
@@ -128,16 +138,16 @@ def build_parser() -> argparse.ArgumentParser:
         default=1,
         help="processes that train together; 0: all are started by hand",
     )
-    run.add_argument("--host", default="127.0.0.1", help="where replicas find the lighthouse")
+    run.add_argument("--host", default="127.0.0.1", help="of the lighthouse")
     run.add_argument("--port", type=not_negative, default=0, help="of the lighthouse")
-    run.add_argument("--faults", default="[]", help="that are to happen to replicas, as JSON")
-    add_replica(commands.add_parser("replica", help="one of the processes that train together"))
+    run.add_argument("--faults", default="[]", help="faults to inject into replicas, as JSON")
+    add_replica(commands.add_parser("replica", help="run one replica of train --replicas"))
     score = commands.add_parser("evaluate", help="metrics of a run on the evaluation split")
     score.add_argument("job", type=Path, help="job file")
     score.add_argument("--dataset", type=Path, required=True, help="dataset folder")
     score.add_argument("--run", type=Path, required=True, help="run folder")
     score.add_argument(
-        "--segments", type=_names, metavar="ID,...", help="ids or days, maybe others than the run's"
+        "--segments", type=_names, metavar="ID,...", help="ids or days; default: those of the run"
     )
     check = commands.add_parser("verify", help="every sample of every epoch trained exactly once")
     check.add_argument("run", type=Path, help="run folder")
@@ -145,35 +155,37 @@ def build_parser() -> argparse.ArgumentParser:
     diff.add_argument("run", type=Path, help="run folder")
     diff.add_argument("other", type=Path, help="run folder")
     add_export(commands)
-    gone = commands.add_parser("erase", help="remove the rows of some ids from a run")
-    gone.add_argument("run", type=Path, help="run folder")
-    gone.add_argument("--ids", type=Path, required=True, help="text file, one id a line")
-    gone.add_argument("--table", required=True, help="embedding table that they look into")
+    erase = commands.add_parser("erase", help="remove the rows of some ids from a run")
+    erase.add_argument("run", type=Path, help="run folder")
+    erase.add_argument("--ids", type=Path, required=True, help="text file, one id per line")
+    erase.add_argument("--table", required=True, help="embedding table of the ids")
     add_store(commands.add_parser("store", help="serve rows to trainers, over Arrow Flight"))
-    move = commands.add_parser("migrate-slots", help="move slots between stores that serve a run")
-    move.add_argument(
-        "--from", dest="givers", required=True, help="address of the store that has them"
-    )
-    move.add_argument("--to", required=True, help="address of who takes them")
+    move = commands.add_parser("migrate-slots", help="move slots between stores of a run")
+    move.add_argument("--from", dest="givers", required=True, help="address of the source store")
+    move.add_argument("--to", required=True, help="address of the target store")
     move.add_argument("--slots", required=True, help="START:END of 4,096[,...]")
     move.add_argument(
-        "--served", action="store_true", help="those that any store of --from ADDRESS[,...] serves"
+        "--served",
+        action="store_true",
+        help="move those of the slots that any store of --from ADDRESS[,...] serves",
     )
-    kill = commands.add_parser("kill-store", help="end a store as a failure would; nothing is lost")
-    again = commands.add_parser("restart-store", help="start a store anew in its place")
-    for command in (kill, again):
+    kill = commands.add_parser(
+        "kill-store", help="kill a store process, as in a crash; no row is lost"
+    )
+    restart = commands.add_parser("restart-store", help="restart a store process")
+    for command in (kill, restart):
         command.add_argument("address", help="grpc://host:port, grpc+tls://host:port or file://")
-    for command in (move, kill, again):
+    for command in (move, kill, restart):
         command.add_argument("--token-file", type=Path, required=True, help="of the stores")
         command.add_argument("--trusted", type=Path, help="authorities of the stores, PEM")
         command.add_argument("--tls-name", help=TLS_NAME)
     agent = commands.add_parser("agent")  # hidden: a trainer starts it
     agent.add_argument("run", type=Path, help="run folder")
-    agent.add_argument("--memory", type=Path, required=True, help="where the copies lie")
-    agent.add_argument("--file", type=int, required=True, help="number of that open file")
-    agent.add_argument("--keep", type=positive, required=True, help="checkpoints that remain")
+    agent.add_argument("--memory", type=Path, required=True, help="folder of the copies")
+    agent.add_argument("--file", type=int, required=True, help="descriptor of that open file")
+    agent.add_argument("--keep", type=positive, required=True, help="number of checkpoints to keep")
     agent.add_argument("--parent", type=positive, required=True, help="process id of the trainer")
-    for command in (run, score, check, diff, gone, move, kill, again):
+    for command in (run, score, check, diff, erase, move, kill, restart):
         command.add_argument("--json", action="store_true", help="one JSON object on stdout")
     for name in WRITTEN:
         command = commands.choices[name]
@@ -184,5 +196,5 @@ def build_parser() -> argparse.ArgumentParser:
 def _names(text: str) -> tuple[str, ...]:
     names = tuple(name for name in text.split(",") if name)
     if not names:
-        raise argparse.ArgumentTypeError("must name at least one segment, got none")
+        raise argparse.ArgumentTypeError("must name at least one segment")
     return names

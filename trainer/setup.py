@@ -42,7 +42,12 @@ from trainer.stores.remote.client import open_group
 from trainer.stores.remote.connection import Access
 from trainer.stores.remote.processes import TOKEN, LocalStores
 from trainer.stores.remote.wire import read_token
-from trainer.warm_start import Beginning, begin_with, not_trained, open_beginning
+from trainer.warm_start import (
+    WarmStart,
+    open_warm_start,
+    untrained_segments,
+    write_initial_checkpoint,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -240,7 +245,7 @@ def begin_run(
         if not options.resume:
             refuse_run(run)
         return _go_on(job, dataset_path, run, options, drain, say, watchdog)
-    beginning = None if options.start_from is None else open_beginning(options.start_from)
+    beginning = None if options.start_from is None else open_warm_start(options.start_from)
     chosen = _chosen(beginning, dataset_path, options)
     data = Following(dataset_path, job, how_of(options, chosen=chosen), drain, say)
     with watchdog(WAIT):
@@ -249,7 +254,7 @@ def begin_run(
     _say_without_index(dataset, job, options, say)
     origin: dict[str, Any] | None = None
     if beginning is not None:
-        origin = begin_with(beginning, run, job, dataset, options.expire_days)
+        origin = write_initial_checkpoint(beginning, run, job, dataset, options.expire_days)
     is_chosen = chosen is not None
     start_run(
         run, job_path, dataset, config, follows=options.follow, chosen=is_chosen, origin=origin
@@ -307,7 +312,7 @@ def _say_without_index(
 
 
 def _chosen(
-    beginning: Beginning | None, dataset_path: Path, options: TrainOptions
+    beginning: WarmStart | None, dataset_path: Path, options: TrainOptions
 ) -> tuple[str, ...] | None:
     """Return the hashes of the segments of a new run, None for all of the dataset."""
     if beginning is None and options.segments is None:
@@ -316,7 +321,7 @@ def _chosen(
     wanted = options.segments
     if wanted is None:
         assert beginning is not None, "one of both is given"
-        wanted = not_trained(beginning, dataset)
+        wanted = untrained_segments(beginning, dataset)
     return tuple(segment_hashes(select_segments(dataset, wanted)).values())
 
 

@@ -53,7 +53,7 @@ from trainer.step import (
 from trainer.stores.api import group_of
 from trainer.stores.future_log import FutureLog, NextUseLookup
 from trainer.train import TrainingLoop
-from trainer.warm_start import said_of, steps_before
+from trainer.warm_start import steps_before, summary_of_origin
 
 
 def train(
@@ -238,5 +238,5 @@ def summary_of(
         embedding=options.embedding,
         expanded=options.expanded,
         fast=options.fast,
-        start=said_of(read_identity(run).origin),
+        start=summary_of_origin(read_identity(run).origin),
     )

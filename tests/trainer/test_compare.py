@@ -101,7 +101,7 @@ def test_difference_is_named(
     assert main(["diff", str(runs / "plain"), str(other), "--json"]) == 1
     found = capsys.readouterr()
     assert re.fullmatch(expected, json.loads(found.out)["difference"], re.DOTALL)
-    assert found.err.startswith("runs must be equal bit by bit, got ")
+    assert found.err.startswith("runs differ: ")
     assert found.err.splitlines()[-1] == "equal: no"
 
 

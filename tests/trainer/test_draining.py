@@ -133,8 +133,8 @@ def test_run_that_waits_for_the_pipeline_ends_when_asked_and_goes_on_later(tmp_p
     assert process.stderr.readline() == f"waiting at step 0: {dataset} does not exist yet\n"
     process.send_signal(signal.SIGTERM)
     output, said = process.communicate()
-    assert (process.returncode, said) == (0, "SIGTERM: nothing was begun\n")
-    assert output == '{"stopped": "SIGTERM", "message": "nothing was begun"}\n'
+    assert (process.returncode, said) == (0, "SIGTERM: nothing was started\n")
+    assert output == '{"stopped": "SIGTERM", "message": "nothing was started"}\n'
     assert not run.exists()
     commit(version, dataset)
     process = started(job, dataset, run, *arguments, "--resume")

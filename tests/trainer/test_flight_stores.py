@@ -252,7 +252,7 @@ COMMANDS = {
     ),
     "a certificate without its key": (
         ["--tls-cert", "cert.pem"],
-        "TLS must have both files, got one; give --tls-cert and --tls-key",
+        "TLS needs both files; give --tls-cert and --tls-key",
     ),
     "slots that there are not": (
         ["--slots", "0:5000"],

@@ -11,7 +11,7 @@ from schemas.errors import pluralize
 from schemas.run_log import LEDGER, METRICS, PHASES, RUN_FILE, read_metrics, read_summary
 from tests.trainer.make_dataset import make_dataset, write_job
 from tests.trainer.runs import SEGMENTS
-from trainer.__main__ import _warn_of_ne, main
+from trainer.__main__ import _warn_if_useless, main
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +62,7 @@ def test_evaluate_repeats_the_metrics_of_the_run(
 def test_a_model_worse_than_the_mean_rate_is_named(
     ne: float | None, warned: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    _warn_of_ne(ne)
+    _warn_if_useless(ne)
     line = "warning: the model is worse than predicting the mean rate for every sample: ne is 1.25"
     assert capsys.readouterr().err.startswith(line) == warned
 
@@ -101,7 +101,7 @@ def test_verify_refuses_a_ledger_in_which(
     case: str, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     change, message = LEDGERS[case]
-    advice = "train on with --resume, or train again"
+    advice = "continue with --resume, or train again"
     for path in run.iterdir():
         if path.is_file():
             (tmp_path / path.name).write_bytes(path.read_bytes())

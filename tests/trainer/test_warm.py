@@ -95,7 +95,7 @@ def test_run_takes_the_segments_that_are_left(
     assert summary.start is not None
     assert summary.start["segments"] == ["00001-small", "00002-small"]
     assert bits_of(tmp_path / "rest") == bits_of(folder / DATES[-1])
-    with pytest.raises(SchemaError, match="segments that rest did not train, got none"):
+    with pytest.raises(SchemaError, match="dataset has no segment that rest did not train"):
         run_job(job, dataset, tmp_path / "more", start_from=tmp_path / "rest")
 
 
@@ -175,7 +175,7 @@ def test_expiry_asks_for_days(tmp_path: Path) -> None:
     job = write_job(tmp_path / "job", **IN_ORDER)
     dataset = make_dataset(tmp_path / "dataset", job, SEGMENTS)
     run_job(job, dataset, tmp_path / "old", segments=("00000-small",))
-    with pytest.raises(SchemaError, match="segment must have a day while rows expire by days"):
+    with pytest.raises(SchemaError, match="segment has no day, which --expire-days needs"):
         run_job(job, dataset, tmp_path / "new", start_from=tmp_path / "old", expire_days=2)
     assert not (tmp_path / "new" / "run.json").exists()
     with pytest.raises(ValueError, match=re.escape("use --start-from")):
@@ -219,7 +219,7 @@ def test_other_runs_are_refused(small: tuple[Path, Path, Path], tmp_path: Path) 
         run_job(wider, dataset, tmp_path / "b", start_from=old)
     assert not (tmp_path / "b").exists()
     run_job(job, dataset, tmp_path / "cut", segments=(DATES[0],), steps=5)
-    with pytest.raises(SchemaError, match="finished, got a checkpoint of step 5 of 12"):
+    with pytest.raises(SchemaError, match="not finished: its checkpoint is of step 5 of 12"):
         run_job(job, dataset, tmp_path / "c", start_from=tmp_path / "cut")
     with pytest.raises(SchemaError, match="dataset has no segment '2026-04-10'"):
         run_job(job, dataset, tmp_path / "d", start_from=old, segments=("2026-04-10",))
