@@ -1,6 +1,8 @@
-"""The rows of a dedup group, however they are stored.
+"""Read the rows of a dedup group from any of its storage layouts.
 
-Per block, once per part, or as windows over shared buffers.
+A group is stored as one tuple per block (`groups/`), or once per row group (`tuples/`); each of its
+lists may be stored as windows over shared buffers (`buffers/`). The columns of a file show the
+layout: `tuple_index` or `<feature>_window_buffer` replace what is stored elsewhere.
 """
 
 from __future__ import annotations
@@ -28,10 +30,8 @@ from schemas.layout import (
     window_columns,
 )
 
-# Lists as windows over shared buffers: what histories that shift have in common, kept once.
-#
-# Each list of a column overlaps with the one before: entries leave at one end and come at the
-# other. So consecutive lists are windows over one buffer:
+# Lists as windows over shared buffers, for histories that shift: each list overlaps with the
+# previous one, as entries are removed at one end and added at the other.
 #
 #     list 0 | 7 3 5        buffer 0 | 7 3 5 9 4     window 0 | buffer 0, start 0, length 3
 #     list 1 | 3 5 9                                 window 1 | buffer 0, start 1, length 3
@@ -39,28 +39,29 @@ from schemas.layout import (
 #     list 3 | 8            buffer 1 | 8             window 3 | buffer 1, start 0, length 1
 #     list 4 | 3 5 9                                 window 4 | buffer 0, start 1, length 3
 #
-# RecD names this partial duplication and leaves it open (MLSys 2023).
+# RecD (MLSys 2023) describes this partial duplication as future work.
 
 NULL_LENGTH = -1
 """Length of the window of a null list."""
 MIN_REPEAT_LENGTH = 64
-"""Entries of a list that is looked for among all lists before it. A reference that jumps costs
-about 25 bytes: at 8 entries 30Music's buffers save 2 kB and its windows grow by 43 kB."""
+"""Lists of at least this many entries are searched among all previous lists. A reference to an
+earlier list costs about 25 bytes: at 8 entries, 30Music's buffers save 2 kB and its windows grow by
+43 kB."""
 MAX_CANDIDATES = 8
-"""Places where two lists may meet that are compared; more is only met by lists of few values."""
+"""Overlaps of two lists that are compared; only lists of few distinct values have more."""
 _ENOUGH = 0.5
-"""Share of the values that must be saved by appended entries, or prepended ones are tried too."""
+"""If appended entries save a smaller fraction of the values, prepended ones are tried too."""
 
 
 @dataclass(frozen=True, slots=True)
 class Windows:
-    """Buffers, and the window of each row over one of them.
+    """Buffers, and the window of each row over a buffer.
 
     Attributes:
-        source: (num_values,) int64, where each entry of the buffers lies among the lists' values.
-        offsets: (num_buffers + 1,) int64, where each buffer lies among the entries.
-        buffer: (num_rows,) int64; of an empty or null list, that of the row before, or 0.
-        start: (num_rows,) int64, first entry in the buffer; of an empty or null list as above.
+        source: (num_values,) int64, position of each buffer entry in the lists' values.
+        offsets: (num_buffers + 1,) int64, offsets of the buffers in the entries.
+        buffer: (num_rows,) int64; an empty or null list has that of the previous row, or 0.
+        start: (num_rows,) int64, first entry in the buffer; for an empty or null list as above.
         length: (num_rows,) int64, `NULL_LENGTH` for a null list.
     """
 
@@ -72,21 +73,21 @@ class Windows:
 
 
 def to_windows(lists: Jagged, is_null: NDArray[np.bool_] | None = None) -> Windows:
-    """Return lists as windows; `window_entries` undoes it exactly.
+    """Return lists as windows; `window_entries` is the inverse.
 
-    A list that came before has the same window again. Any other continues the buffer of the
-    distinct list before it when at least half of the shorter one is common to both, at the end of
-    that list and the start of this one; or, when lists grow at their start, the other way round,
-    whichever stores fewer values. Linear in the number of values.
+    A repeated list gets the same window. Any other list extends the buffer of the previous distinct
+    list if the end of that list and the start of this one have at least half of the shorter list in
+    common. For lists that grow at their start, this is done in reverse; the variant that stores
+    fewer values is returned. Linear in the number of values.
 
     Args:
-        lists: num_rows rows of unsigned integers of 64 bits: the bits of the values.
-        is_null: (num_rows,) bool, rows that are null; they are empty in `lists`.
+        lists: num_rows rows of uint64, the bits of the values.
+        is_null: (num_rows,) bool; null rows are empty in `lists`.
     """
     windows = _forward(lists)
     if len(windows.source) > (1 - _ENOUGH) * len(lists.values):
-        turned = _backward(lists)
-        windows = turned if len(turned.source) < len(windows.source) else windows
+        reverse = _backward(lists)
+        windows = reverse if len(reverse.source) < len(windows.source) else windows
     length = windows.length if is_null is None else np.where(is_null, NULL_LENGTH, windows.length)
     return replace(windows, length=length)
 
@@ -97,16 +98,16 @@ def window_entries(
     start: NDArray[np.integer],
     length: NDArray[np.integer],
 ) -> Jagged:
-    """Return for each row the entries of the buffers that make up its list.
+    """Return the buffer entries of each row's list.
 
     Args:
-        offsets: (num_buffers + 1,) where each buffer lies among the entries.
+        offsets: (num_buffers + 1,) offsets of the buffers in the entries.
         buffer: (num_rows,), the buffer of each window.
         start: (num_rows,), its first entry.
         length: (num_rows,), its entries, or `NULL_LENGTH`.
 
     Returns:
-        num_rows rows of places among the entries; a null list has none.
+        num_rows rows of positions in the entries; a null list has none.
 
     Raises:
         SchemaError: a window is outside its buffer.
@@ -118,16 +119,16 @@ def window_entries(
         ([1, 2, 3, 5], [0, 3, 4])
     """
     used = length > 0
-    known = used & (buffer >= 0) & (buffer < len(offsets) - 1)
+    in_range = used & (buffer >= 0) & (buffer < len(offsets) - 1)
     first = np.zeros(len(buffer), np.int64)
-    first[known] = offsets[buffer[known]] + start[known]
+    first[in_range] = offsets[buffer[in_range]] + start[in_range]
     end = np.zeros(len(buffer), np.int64)
-    end[known] = offsets[buffer[known] + 1]
-    bad = (length < NULL_LENGTH) | (used & (~known | (start < 0) | (first + length > end)))
+    end[in_range] = offsets[buffer[in_range] + 1]
+    bad = (length < NULL_LENGTH) | (used & (~in_range | (start < 0) | (first + length > end)))
     if bad.any():
         row = int(np.flatnonzero(bad)[0])
         raise SchemaError(
-            f"window must lie in its buffer, got buffer={buffer[row]}, start={start[row]}, "
+            f"window is outside its buffer: buffer={buffer[row]}, start={start[row]}, "
             f"length={length[row]} in row {row}; rebuild the dataset"
         )
     lengths = np.maximum(length, 0).astype(np.int64)
@@ -136,23 +137,23 @@ def window_entries(
 
 def _forward(lists: Jagged) -> Windows:
     """Return windows over buffers that grow at their end."""
-    laid, which = _distinct(lists)
-    return _laid_out(lists, laid, which, _overlaps(lists, laid))
+    stored_rows, stored_index = _distinct(lists)
+    return _lay_out(lists, stored_rows, stored_index, _overlaps(lists, stored_rows))
 
 
 def _backward(lists: Jagged) -> Windows:
-    """Return windows over buffers that grow at their start: the last row's list is laid first."""
+    """Return windows over buffers that grow at their start: the rows are processed in reverse."""
     rows = np.arange(lists.num_rows)[::-1]
-    turned = _forward(lists.take(rows))
-    count = len(turned.offsets) - 1
+    reverse = _forward(lists.take(rows))
+    count = len(reverse.offsets) - 1
     order = np.arange(count)[::-1]
-    lengths = np.diff(turned.offsets)[order]
-    moved = ranges(turned.offsets[:-1][order], lengths)
-    # positions in the turned values -> positions in the values
-    row_of = np.searchsorted(offsets_of(lists.lengths[rows]), turned.source, side="right") - 1
-    within = turned.source - offsets_of(lists.lengths[rows])[row_of]
+    lengths = np.diff(reverse.offsets)[order]
+    moved = ranges(reverse.offsets[:-1][order], lengths)
+    # from positions in the reversed values to positions in the values
+    row_of = np.searchsorted(offsets_of(lists.lengths[rows]), reverse.source, side="right") - 1
+    within = reverse.source - offsets_of(lists.lengths[rows])[row_of]
     source = lists.offsets[rows[row_of]] + within
-    buffer, start = count - 1 - turned.buffer[rows], turned.start[rows]
+    buffer, start = count - 1 - reverse.buffer[rows], reverse.start[rows]
     empty = lists.lengths == 0
     filled = _last_of(~empty)
     return Windows(
@@ -160,14 +161,14 @@ def _backward(lists: Jagged) -> Windows:
         offsets_of(lengths),
         np.where(filled >= 0, buffer[filled], 0),
         np.where(filled >= 0, start[filled], 0),
-        turned.length[rows],
+        reverse.length[rows],
     )
 
 
 def _distinct(lists: Jagged) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the rows whose lists are laid, and for each row which of these has its list.
+    """Return the rows whose lists are stored, and for each row the index of its stored list.
 
-    Empty lists are not laid (-1), nor long ones that came before.
+    Empty lists (-1) and long repeated lists are not stored.
     """
     lengths, starts = lists.lengths, lists.offsets[:-1]
     first_row = np.where(lengths > 0, np.arange(len(lengths)), -1)
@@ -181,27 +182,27 @@ def _distinct(lists: Jagged) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
             return_inverse=True,
             return_counts=True,
         )
-        rows = rows[size[group] > 1]  # only these can be equal to another
+        rows = rows[size[group] > 1]  # candidates for equal lists
     if len(rows):
         first, inverse = unique_tuples([lists.take(rows)])
         first_row[rows] = rows[first[inverse]]
-    laid = np.flatnonzero(first_row == np.arange(len(lengths)))
-    place = np.full(len(lengths) + 1, -1, np.int64)
-    place[laid] = np.arange(len(laid))
-    return laid, place[first_row]
+    stored_rows = np.flatnonzero(first_row == np.arange(len(lengths)))
+    index = np.full(len(lengths) + 1, -1, np.int64)
+    index[stored_rows] = np.arange(len(stored_rows))
+    return stored_rows, index[first_row]
 
 
-def _overlaps(lists: Jagged, laid: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return how many entries at the end of the laid list before each one starts with.
+def _overlaps(lists: Jagged, stored_rows: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return the length of the overlap of each stored list with the end of the previous one.
 
-    Every place in a list whose value is the next one's first may be where they meet; the
-    earliest few are compared entry by entry.
+    An overlap may start wherever a list has the first value of the next one; the earliest few
+    candidates are compared entry by entry.
     """
-    overlap = np.zeros(len(laid), np.int64)
-    if len(laid) < 2:
+    overlap = np.zeros(len(stored_rows), np.int64)
+    if len(stored_rows) < 2:
         return overlap
     lengths, starts = lists.lengths, lists.offsets[:-1]
-    before, after = laid[:-1], laid[1:]
+    before, after = stored_rows[:-1], stored_rows[1:]
     opening = np.zeros(len(lengths), np.uint64)
     opening[before] = lists.values[starts[after]]
     found = np.flatnonzero(lists.values == np.repeat(opening, lengths))
@@ -216,7 +217,7 @@ def _overlaps(lists: Jagged, laid: NDArray[np.int64]) -> NDArray[np.int64]:
     for _ in range(MAX_CANDIDATES):
         if not len(pair):
             break
-        tried = np.flatnonzero(np.diff(pair, prepend=-1))  # the earliest, so longest, of each pair
+        tried = np.flatnonzero(np.diff(pair, prepend=-1))  # the longest overlap of each pair
         same = _equal(lists.values, found[tried], starts[after[pair[tried]]], left[tried])
         overlap[pair[tried[same]] + 1] = left[tried[same]]
         rest = overlap[pair + 1] == 0
@@ -231,55 +232,50 @@ def _equal(
     other: NDArray[np.int64],
     lengths: NDArray[np.int64],
 ) -> NDArray[np.bool_]:
-    """Compare ranges of values; none is empty."""
-    places = ranges(one, lengths)
-    differ = values[places] != values[places + np.repeat(other - one, lengths)]
+    """Return whether pairs of non-empty ranges of values are equal."""
+    positions = ranges(one, lengths)
+    differ = values[positions] != values[positions + np.repeat(other - one, lengths)]
     return ~np.logical_or.reduceat(differ, offsets_of(lengths)[:-1])
 
 
-def _laid_out(
+def _lay_out(
     lists: Jagged,
-    laid: NDArray[np.int64],
-    which: NDArray[np.int64],
+    stored_rows: NDArray[np.int64],
+    stored_index: NDArray[np.int64],
     overlap: NDArray[np.int64],
 ) -> Windows:
-    """Lay lists where it overlap with the one before, each in a new buffer where not."""
-    lengths = lists.lengths[laid]
+    """Lay out the stored lists: overlapping ones in one buffer, each other one in a new buffer."""
+    if not len(stored_rows):
+        empty, zeros = np.empty(0, np.int64), np.zeros(len(stored_index), np.int64)
+        return Windows(empty, np.zeros(1, np.int64), zeros, zeros, lists.lengths)
+    lengths = lists.lengths[stored_rows]
     added = lengths - overlap
     ends = np.cumsum(added)
-    opens = overlap == 0
-    number = np.cumsum(opens) - 1
-    bounds = np.append((ends - added)[opens], ends[-1:])
-    if not len(laid):
-        bounds = np.zeros(1, np.int64)
-    filled = _last_of(which >= 0)
-    chosen = which[filled]
-    known = filled >= 0
-    starts = ends - lengths - bounds[:-1][number]
+    is_new_buffer = overlap == 0
+    buffer = np.cumsum(is_new_buffer) - 1
+    offsets = np.append((ends - added)[is_new_buffer], ends[-1])
+    starts = ends - lengths - offsets[:-1][buffer]
+    filled = _last_of(stored_index >= 0)
+    index = stored_index[filled]
     return Windows(
-        ranges(lists.offsets[1:][laid] - added, added),
-        bounds,
-        np.where(known, number[chosen], 0) if len(laid) else np.zeros(len(which), np.int64),
-        np.where(known, starts[chosen], 0) if len(laid) else np.zeros(len(which), np.int64),
+        ranges(lists.offsets[1:][stored_rows] - added, added),
+        offsets,
+        np.where(filled >= 0, buffer[index], 0),
+        np.where(filled >= 0, starts[index], 0),
         lists.lengths,
     )
 
 
-def _last_of(chosen: NDArray[np.bool_]) -> NDArray[np.int64]:
-    """Return for each row the last chosen one up to it, -1 before the first."""
-    return np.maximum.accumulate(np.where(chosen, np.arange(len(chosen)), -1))
+def _last_of(selected: NDArray[np.bool_]) -> NDArray[np.int64]:
+    """Return for each row the last selected row up to it, -1 before the first."""
+    return np.maximum.accumulate(np.where(selected, np.arange(len(selected)), -1))
 
 
-# The rows of a dedup group as they are meant, however they are stored.
-#
-# A group's table may keep its tuples once per row group (`tuples/`), and each of its lists as
-# windows over buffers (`buffers/`). The files say it themselves: a column `tuple_index` or
-# `<feature>_window_buffer` stands in the place of what is kept elsewhere. Whoever reads a group
-# reads it here.
+# Reading.
 
 
 class TableFile(Protocol):
-    """What is asked of a file: `schemas.files.CheckedFile` is one."""
+    """A readable file, such as `schemas.files.CheckedFile`."""
 
     @property
     def schema(self) -> pa.Schema:
@@ -292,7 +288,7 @@ class TableFile(Protocol):
 
 
 OpenFile = Callable[[str], TableFile]
-"""Path inside a segment to the file."""
+"""Opens a file by its path inside the segment."""
 
 
 def read_group(
@@ -305,15 +301,15 @@ def read_group(
     """Return one row group of a group: one row per unique tuple of a block.
 
     Args:
-        open_file: gives the segment's files.
+        open_file: opens a file of the segment.
         group: name of the group.
-        file_index: part.
+        file_index: index of the part.
         row_group: row group in the part.
-        columns: `block`, `unique_index` and features that are wanted, in that order; all of
-            them, in the order of the format, when None.
+        columns: `block`, `unique_index` and features, in the order of the result; all of them, in
+            the order of the format, if None.
 
     Raises:
-        SchemaError: a byte has changed, or an index or window points nowhere.
+        SchemaError: a byte has changed, or an index or window is out of range.
     """
     head = open_file(group_path(group, file_index))
     if TUPLE_INDEX not in head.schema.names:
@@ -326,20 +322,20 @@ def read_group(
     features = [c for c in columns if c not in own]
     if not features:
         return rows.select(columns)
-    place = _places(rows[TUPLE_INDEX], tuples, TUPLE_INDEX, row_group)
-    taken = _with_lists(open_file, tuples, file_index, row_group, features, place)
-    return pa.table({c: (rows if c in own else taken)[c] for c in columns})
+    positions = _positions_of(rows[TUPLE_INDEX], tuples, TUPLE_INDEX, row_group)
+    values = _with_lists(open_file, tuples, file_index, row_group, features, positions)
+    return pa.table({c: (rows if c in own else values)[c] for c in columns})
 
 
 def group_schema(
     schema_of: Callable[[str], pa.Schema], group: str, file_index: int
 ) -> list[pa.Field]:
-    """Return the features of a group with their types, however they are stored.
+    """Return the features of a group with their types.
 
     Args:
-        schema_of: gives the Arrow columns of a file by its path inside the segment.
+        schema_of: returns the Arrow schema of a file by its path inside the segment.
         group: name of the group.
-        file_index: part.
+        file_index: index of the part.
     """
     stored = schema_of(group_path(group, file_index))
     if TUPLE_INDEX in stored.names:
@@ -352,7 +348,7 @@ def group_schema(
 
 
 def _names(schema: pa.Schema) -> list[str]:
-    """Return the columns that a table means: a list feature in the place of its windows."""
+    """Return the logical columns of a table: a list feature instead of its window columns."""
     names: list[str] = []
     buffer, start, length = WINDOW_SUFFIXES
     for name in schema.names:
@@ -371,25 +367,25 @@ def _with_lists(
     file_index: int,
     row_group: int,
     columns: Sequence[str] | None,
-    place: NDArray[np.int64] | None = None,
+    positions: NDArray[np.int64] | None = None,
 ) -> pa.Table:
-    """Read columns of a table, lists from their buffers; some rows, or all when `place` is None."""
+    """Read columns of a table, lists from their buffers; all rows if `positions` is None."""
     stored = file.schema.names
-    wanted = _names(file.schema) if columns is None else list(columns)
-    windowed = [c for c in wanted if c not in stored and window_columns(c)[0] in stored]
-    plain = [c for c in wanted if c not in windowed]
+    names = _names(file.schema) if columns is None else list(columns)
+    windowed = [c for c in names if c not in stored and window_columns(c)[0] in stored]
+    plain = [c for c in names if c not in windowed]
     physical = [*plain, *(w for c in windowed for w in window_columns(c))]
     rows = file.read_row_group(row_group, physical)
-    if place is not None:
-        rows = rows.take(pa.array(place))
+    if positions is not None:
+        rows = rows.take(pa.array(positions))
     lists = {c: _lists(open_file, c, rows, file_index, row_group) for c in windowed}
-    return pa.table({c: lists[c] if c in lists else rows[c] for c in wanted})
+    return pa.table({c: lists[c] if c in lists else rows[c] for c in names})
 
 
 def _lists(
     open_file: OpenFile, feature: str, rows: pa.Table, file_index: int, row_group: int
 ) -> pa.Array:
-    """Return a list feature from its windows."""
+    """Read a list feature from its windows."""
     file = open_file(buffers_path(feature, file_index))
     buffer, start, length = (one_chunk(rows[c]) for c in window_columns(feature))
     buffers = one_chunk(file.read_row_group(row_group, [feature])[feature])
@@ -397,7 +393,7 @@ def _lists(
         raise SchemaError(f"buffers of {feature!r} must be lists; rebuild the dataset")
     offsets = buffers.offsets.to_numpy().astype(np.int64)
     lengths = numpy_of(length)
-    number = _places(buffer, file, BUFFER_INDEX, row_group, checked=lengths > 0)
+    number = _positions_of(buffer, file, BUFFER_INDEX, row_group, checked=lengths > 0)
     entries = window_entries(offsets, number, numpy_of(start), lengths)
     values = buffers.values.take(pa.array(entries.values))
     is_null = lengths == NULL_LENGTH
@@ -407,32 +403,32 @@ def _lists(
     )
 
 
-def _places(
+def _positions_of(
     indices: pa.Array | pa.ChunkedArray,
     file: TableFile,
     column: str,
     row_group: int,
     checked: NDArray[np.bool_] | None = None,
 ) -> NDArray[np.int64]:
-    """Return where in its row group each referenced tuple or buffer lies.
+    """Return the positions in the row group of the tuples or buffers that `indices` refer to.
 
     Args:
-        indices: references.
-        file: what they refer to, numbered by `column` without a gap.
+        indices: values of `column`.
+        file: the tuples or buffers, numbered by `column` without a gap.
         column: `tuple_index` or `buffer_index`.
         row_group: row group.
-        checked: references that mean something; all when None.
+        checked: indices that are in use; all if None.
     """
     numbers = numpy_of(file.read_row_group(row_group, [column])[column])
     first = int(numbers[0]) if len(numbers) else 0
     if not np.array_equal(numbers, np.arange(first, first + len(numbers))):
-        raise SchemaError(f"{column} must ascend without a gap; rebuild the dataset")
-    places = numpy_of(indices) - first
-    used = places if checked is None else places[checked]
+        raise SchemaError(f"{column} must be consecutive; rebuild the dataset")
+    positions = numpy_of(indices) - first
+    used = positions if checked is None else positions[checked]
     bad = used[(used < 0) | (used >= len(numbers))]
     if len(bad):
         raise SchemaError(
             f"{column} must be in its row group, in [{first}, {first + len(numbers)}), got "
             f"{bad[0] + first}; rebuild the dataset"
         )
-    return places
+    return positions

@@ -1,11 +1,13 @@
-"""The arithmetic of the oracle.
+"""Functions of the oracle: distinct rows per block and step, and the next use of each row.
 
-Unique rows per block and step, and the step of each row's next use.
+Rows of a table are numbered densely by first use: number 0 is the first row of the first block.
+Access lists and the index hold these numbers; `edges/` maps them to rows. All functions are linear
+in accesses, except for sorting the rows of one block or step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 
 import numpy as np
@@ -14,19 +16,17 @@ from numpy.typing import NDArray
 
 from schemas.arrays import Jagged, offsets_of
 
-# Distinct values of many lists: where the oracle starts from, tens of millions of rows a second.
-#
-# Which way is fastest depends on how many values there may be for each that a list has (measured
-# by `python -m benchmarks.oracle`): few are marked on a map of bits, more are stamped with their
-# place, so that the last of equal ones stays, and what is too wide for a processor's cache is
-# sorted.
+# Distinct values of many lists. The fastest method depends on the ratio of possible values to list
+# length (`python -m benchmarks.oracle`): small ranges are marked in an array of bools, larger ones
+# in an array of positions, where the last of equal values wins, and ranges that exceed the
+# processor's cache are sorted.
 
 MAPPED, STAMPED = 32, 128
-"""Possible values for each that a list has, up to which lists are marked on a map, or stamped."""
+"""Largest ratio of possible values to list length for marking bools, or positions."""
 MAP_CELLS, STAMP_CELLS = 1 << 19, 1 << 18
-"""Cells that are worked on at once, for as many lists as they hold: they stay in the cache."""
+"""Cells of these arrays, shared by several lists: they fit the processor's cache."""
 GROUP_VALUES = 1 << 18
-"""Values that are worked on at once."""
+"""Values that are processed at once."""
 
 
 def distinct(lists: Jagged, num_values: int) -> Jagged:
@@ -34,10 +34,10 @@ def distinct(lists: Jagged, num_values: int) -> Jagged:
 
     Args:
         lists: integers in [0, num_values), in any order.
-        num_values: how many values there may be.
+        num_values: number of possible values.
 
     Returns:
-        as many lists, int64 or as narrow as the given ones.
+        as many lists, int64 or of the given type.
 
     Example:
         >>> found = distinct(Jagged(np.array([3, 1, 3, 2, 2]), np.array([0, 3, 5])), 4)
@@ -46,16 +46,14 @@ def distinct(lists: Jagged, num_values: int) -> Jagged:
     """
     per_list = len(lists.values) / max(1, lists.num_rows)
     if num_values <= MAPPED * per_list:
-        return _in_groups(lists, num_values, MAP_CELLS, _marked)
+        return _mark_groups(lists, num_values, MAP_CELLS, _marked)
     if num_values <= STAMPED * per_list:
-        return _in_groups(lists, num_values, STAMP_CELLS, _stamped)
+        return _mark_groups(lists, num_values, STAMP_CELLS, _stamped)
     return _sorted(lists)
 
 
 def _sorted(lists: Jagged) -> Jagged:
-    values = lists.values.copy()
-    for start, end in pairwise(lists.offsets.tolist()):
-        values[start:end].sort()
+    values = sort_each(lists).values
     new = np.ones(len(values), bool)
     np.not_equal(values[1:], values[:-1], out=new[1:])
     new[lists.offsets[:-1][lists.lengths > 0]] = True
@@ -63,37 +61,37 @@ def _sorted(lists: Jagged) -> Jagged:
     return Jagged(values[new], before[lists.offsets])
 
 
-def _in_groups(
+def _mark_groups(
     lists: Jagged,
     num_values: int,
     cells: int,
     find: Callable[[NDArray[np.int64], int], NDArray[np.int64]],
 ) -> Jagged:
-    """Find the distinct values of several lists at once: each has its own range of cells."""
-    most = max(1, cells // max(1, num_values))
-    bases = np.arange(most + 1, dtype=np.int64) * num_values
-    found: list[NDArray[np.int64]] = []
+    """Find the distinct values of several lists at once: each list has its own range of cells."""
+    max_lists = max(1, cells // max(1, num_values))
+    bases = np.arange(max_lists + 1, dtype=np.int64) * num_values
+    values: list[NDArray[np.int64]] = []
     lengths: list[NDArray[np.int64]] = []
-    for first, end in _groups(lists.offsets, most):
-        mine = lists.offsets[first : end + 1]
+    for first, end in _groups(lists.offsets, max_lists):
+        offsets = lists.offsets[first : end + 1]
         base = bases[: end - first]
-        keys = np.repeat(base, np.diff(mine))
-        keys += lists.values[mine[0] : mine[-1]]
-        kept = find(keys, (end - first) * num_values)
-        counts = np.diff(np.searchsorted(kept, bases[: end - first + 1]))
-        kept -= np.repeat(base, counts)
-        found.append(kept)
+        keys = np.repeat(base, np.diff(offsets))
+        keys += lists.values[offsets[0] : offsets[-1]]
+        unique = find(keys, (end - first) * num_values)
+        counts = np.diff(np.searchsorted(unique, bases[: end - first + 1]))
+        unique -= np.repeat(base, counts)
+        values.append(unique)
         lengths.append(counts)
-    flat = np.concatenate([np.empty(0, np.int64), *found])
+    flat = np.concatenate([np.empty(0, np.int64), *values])
     return Jagged(flat, offsets_of(np.concatenate([np.empty(0, np.int64), *lengths])))
 
 
-def _groups(offsets: NDArray[np.int64], most: int) -> Iterator[tuple[int, int]]:
-    """Yield ranges of lists: at most `most`, and about `GROUP_VALUES` values."""
+def _groups(offsets: NDArray[np.int64], max_lists: int) -> Iterator[tuple[int, int]]:
+    """Yield ranges of at most `max_lists` lists and about `GROUP_VALUES` values."""
     start, num_lists = 0, len(offsets) - 1
     while start < num_lists:
         fits = int(np.searchsorted(offsets, offsets[start] + GROUP_VALUES, side="right")) - 1
-        end = min(max(fits, start + 1), start + most, num_lists)
+        end = min(max(fits, start + 1), start + max_lists, num_lists)
         yield start, end
         start = end
 
@@ -106,28 +104,21 @@ def _marked(keys: NDArray[np.int64], num_cells: int) -> NDArray[np.int64]:
 
 def _stamped(keys: NDArray[np.int64], num_cells: int) -> NDArray[np.int64]:
     cells = np.empty(num_cells, np.int32)  # only cells that are written are read
-    place = np.arange(len(keys), dtype=np.int32)
-    cells[keys] = place
-    kept = keys[cells[keys] == place]
-    kept.sort()
-    return kept
+    positions = np.arange(len(keys), dtype=np.int32)
+    cells[keys] = positions
+    unique = keys[cells[keys] == positions]
+    unique.sort()
+    return unique
 
-
-# The oracle's arithmetic: who is accessed when, and when again.
-#
-# Rows of a table are numbered densely by first use (number 0 is the first row that the first
-# block touches); access lists and the index speak in these numbers, `edges/` maps them back to
-# rows. All functions are linear in accesses, but for the sorting of one block's or one step's
-# rows.
 
 NEVER = 0
-"""Distance of a row that is not used again."""
+"""Next-use distance of a row that is not used again."""
 
 
 def unique_per_block(
     rows: NDArray[np.int64], blocks: NDArray[np.integer], num_blocks: int
 ) -> Jagged:
-    """Return the sorted distinct rows that each block looks up.
+    """Return the sorted distinct rows of each block.
 
     Args:
         rows: (num_lookups,) rows of one table.
@@ -142,15 +133,12 @@ def unique_per_block(
         rows, blocks = rows[order], blocks[order]
     lists = Jagged(rows, offsets_of(np.bincount(blocks, minlength=num_blocks)))
     span = (int(rows.min()), int(rows.max()) + 1) if len(rows) else (0, 0)
-    found = distinct(lists, span[1] if span[0] >= 0 else 1 << 63)
-    return Jagged(found.values.astype(np.int64, copy=False), found.offsets)
+    unique = distinct(lists, span[1] if span[0] >= 0 else 1 << 63)
+    return Jagged(unique.values.astype(np.int64, copy=False), unique.offsets)
 
 
 def sort_each(lists: Jagged) -> Jagged:
-    """Return the lists with each one's values ascending.
-
-    List by list: numpy sorts numbers several times faster than it sorts their order.
-    """
+    """Return the lists with sorted values; sorting each is several times faster than `argsort`."""
     values = lists.values.copy()
     for start, end in pairwise(lists.offsets.tolist()):
         values[start:end].sort()
@@ -161,10 +149,10 @@ def number_by_first_use(accesses: Jagged) -> tuple[Jagged, NDArray[np.int64]]:
     """Number rows in order of first use.
 
     Args:
-        accesses: for each block, in training order, its distinct rows.
+        accesses: the distinct rows of each block, in training order.
 
     Returns:
-        numbers: for each block its ascending dense numbers.
+        numbers: the ascending dense numbers of each block.
         rows: (num_unique_rows,) int64, the row of each number.
     """
     codes, rows = number_by_appearance(accesses.values)
@@ -172,7 +160,7 @@ def number_by_first_use(accesses: Jagged) -> tuple[Jagged, NDArray[np.int64]]:
 
 
 def number_by_appearance(rows: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Number values in order of first appearance; a hash table, several times faster than sorting.
+    """Number values in order of first appearance, by a hash table.
 
     Returns:
         numbers: (n,) int64, the number of each value.
@@ -192,8 +180,8 @@ def first_and_last(
     """Return the positions of the first and the last block that use each number.
 
     Args:
-        numbers: for each block its dense numbers.
-        num_unique_rows: how many numbers there are.
+        numbers: the dense numbers of each block.
+        num_unique_rows: number of distinct numbers.
 
     Returns:
         two (num_unique_rows,) int32 arrays.
@@ -206,7 +194,7 @@ def first_and_last(
 
 
 def union(lists: Sequence[NDArray[np.signedinteger]]) -> NDArray[np.signedinteger]:
-    """Return the ascending distinct values of ascending lists, each without repetition.
+    """Return the ascending distinct values of ascending lists.
 
     Example:
         >>> union([np.array([1, 4]), np.array([0, 4, 5])]).tolist()
@@ -222,41 +210,33 @@ def union(lists: Sequence[NDArray[np.signedinteger]]) -> NDArray[np.signedintege
 
 
 class NextUseTracker:
-    """Where each number was seen last, by one who goes through the steps backwards.
-
-    Each step takes one read and one write of the array per entry, so that links are linear in
-    entries and their memory follows the numbers alone.
-    """
+    """Next use of each number, for iterating over steps backwards; 4 bytes per number."""
 
     def __init__(self, num_numbers: int) -> None:
-        """Know of no use.
-
-        Args:
-            num_numbers: size of the array, 4 bytes each.
-        """
+        """Create a tracker of numbers in [0, num_numbers)."""
         self._later = np.zeros(num_numbers, np.int32)
 
     def link(self, numbers: NDArray[np.integer], train_step: int) -> NDArray[np.int32]:
-        """Return how many steps later each number is used again, and remember this use.
+        """Return the next-use distances of a step's numbers, and record this use.
 
         Args:
-            numbers: distinct numbers of a step.
-            train_step: the step; below all that were linked before.
+            numbers: distinct numbers of the step.
+            train_step: smaller than all previous ones.
         """
         distances = self._later[numbers]
         distances -= np.int32(train_step)
-        np.maximum(distances, NEVER, out=distances)  # a number that has no later step reads 0
+        np.maximum(distances, NEVER, out=distances)  # numbers without a later use read 0
         self._later[numbers] = train_step
         return distances
 
 
 def clip_to_horizon(distances: NDArray[np.int32], train_step: int, until: int) -> NDArray[np.int32]:
-    """Return next-use distances as they are known before a horizon: nothing of later uses.
+    """Return next-use distances with uses at or after a horizon set to `NEVER`.
 
     Args:
-        distances: of the entries of a step.
+        distances: next-use distances of a step's entries.
         train_step: the step.
-        until: one after the last step that is known.
+        until: one after the last step before the horizon.
 
     Example:
         >>> clip_to_horizon(np.array([1, 3, 0, 2], np.int32), train_step=4, until=7).tolist()
@@ -266,25 +246,22 @@ def clip_to_horizon(distances: NDArray[np.int32], train_step: int, until: int) -
 
 
 def next_use(steps: Sequence[NDArray[np.int64]], num_numbers: int) -> list[NDArray[np.int32]]:
-    """Return how many steps later each entry's row is used again.
-
-    One pass from the last step to the first, with one array over the numbers
-    that remembers where each was seen last: linear in entries.
+    """Return the next-use distance of each entry, in one pass from the last step to the first.
 
     Args:
-        steps: for each step its distinct numbers, each in [0, num_numbers).
-        num_numbers: size of the array.
+        steps: distinct numbers of each step, in [0, num_numbers).
+        num_numbers: number of possible numbers.
 
     Returns:
-        for each step (entries,) int32 distances, `NEVER` where there is no next use.
+        for each step (entries,) int32 distances, `NEVER` without a next use.
     """
     uses = NextUseTracker(num_numbers)
-    found = [uses.link(steps[step], step) for step in range(len(steps) - 1, -1, -1)]
-    return found[::-1]
+    distances = [uses.link(steps[step], step) for step in range(len(steps) - 1, -1, -1)]
+    return distances[::-1]
 
 
 def to_gaps(numbers: Jagged) -> NDArray[np.int64]:
-    """Return each block's first number and then the differences, flat: how access lists are stored.
+    """Encode access lists: for each block the first number, then the differences, flat.
 
     Example:
         >>> to_gaps(Jagged(np.array([3, 5, 9, 4]), np.array([0, 3, 4]))).tolist()
@@ -298,7 +275,7 @@ def to_gaps(numbers: Jagged) -> NDArray[np.int64]:
 
 
 def from_gaps(gaps: Jagged) -> Jagged:
-    """Undo `to_gaps`.
+    """Decode access lists; the inverse of `to_gaps`.
 
     Example:
         >>> from_gaps(Jagged(np.array([3, 2, 4, 4]), np.array([0, 3, 4]))).values.tolist()
@@ -310,22 +287,3 @@ def from_gaps(gaps: Jagged) -> Jagged:
     before[1:] = sums[starts[1:] - 1]
     filled = gaps.lengths[gaps.lengths > 0]
     return Jagged(sums - np.repeat(before, filled), gaps.offsets)
-
-
-def previous_use(
-    steps: Iterable[tuple[NDArray[np.int64], NDArray[np.int32]]],
-) -> Iterator[NDArray[np.bool_]]:
-    """Tell for each entry whether its row was used before, rebuilt while streaming.
-
-    A row with a known next use is remembered under the step of that use, so
-    memory follows the rows that are still expected, not the table.
-
-    Args:
-        steps: for each step its ascending numbers and their next-use distances.
-    """
-    expected: dict[int, list[NDArray[np.int64]]] = {}
-    for step, (numbers, distances) in enumerate(steps):
-        known = np.concatenate([*expected.pop(step, []), np.empty(0, np.int64)])
-        yield np.isin(numbers, known, assume_unique=True)
-        for distance in np.unique(distances[distances != NEVER]).tolist():
-            expected.setdefault(step + distance, []).append(numbers[distances == distance])

@@ -17,7 +17,6 @@ from schemas.oracle import (
     from_gaps,
     next_use,
     number_by_first_use,
-    previous_use,
     to_gaps,
     union,
     unique_per_block,
@@ -51,23 +50,6 @@ def test_next_use_equals_the_reference(steps: list[frozenset[int]]) -> None:
         [step.tolist() for step in ascending]
     )
     assert all(distances.dtype == np.int32 for distances in found)
-
-
-@pytest.mark.slow
-@given(STEPS)
-def test_previous_use_equals_a_scan(steps: list[frozenset[int]]) -> None:
-    ascending = arrays(steps)
-    found = list(previous_use(zip(ascending, next_use(ascending, NUM_NUMBERS), strict=True)))
-    for step, used_before in enumerate(found):
-        seen = set().union(*steps[:step])
-        assert used_before.tolist() == [number in seen for number in ascending[step].tolist()]
-
-
-def test_previous_use_can_start_in_the_middle_only_for_rows_seen_since() -> None:
-    steps = arrays([frozenset({0, 1}), frozenset({1}), frozenset({0, 1})])
-    distances = next_use(steps, 2)
-    late = list(previous_use(zip(steps[1:], distances[1:], strict=True)))
-    assert [used.tolist() for used in late] == [[False], [False, True]]
 
 
 BLOCKS = st.lists(st.lists(st.sampled_from([-5, 0, 3, 7, 2**62]), max_size=8), max_size=12)

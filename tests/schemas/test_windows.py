@@ -113,7 +113,7 @@ def test_lists_of_few_values_are_exact_and_cost_bounded_tries() -> None:
 )
 def test_window_outside_its_buffer_is_refused(buffer: int, start: int, length: int) -> None:
     message = (
-        f"window must lie in its buffer, got buffer={buffer}, start={start}, length={length} in "
+        f"window is outside its buffer: buffer={buffer}, start={start}, length={length} in "
         "row 1; rebuild the dataset"
     )
     with pytest.raises(SchemaError, match=re.escape(message)):
