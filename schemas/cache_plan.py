@@ -1,6 +1,20 @@
-"""The cache plan.
+"""The cache plan: the rows to fetch, evict and write back at each step.
 
-A pure streaming function of the index that says what to fetch, evict and write back at each step.
+A plan is a pure streaming function of the index. Before step s runs, the fetches of step
+s + `prefetch_steps` are issued: during step s, the cache holds the rows of the window s to
+s + `prefetch_steps`, in flight or not, and rows that are kept for a later use. After step s, rows
+are evicted and the changed ones written back, and then the next fetches are issued, so that a fetch
+always follows the write-back that it depends on.
+
+A row that is not used again is always evicted. For the others, there are two policies:
+
+- `ttl` (BagPipe's): a row is evicted after its use if the next one is more than `lookahead` steps
+  away. The size of the cache follows from this.
+- `belady`: the cache has a given size, and if the next fetches do not fit, the rows with the
+  farthest next use are evicted. No plan of that size and prefetch fetches fewer rows.
+
+Sources: BagPipe (SOSP 2023), the section on the oracle cacher; Belady, "A study of replacement
+algorithms" (1966).
 """
 
 from __future__ import annotations
@@ -18,84 +32,81 @@ from schemas.config.train import CacheConfig
 from schemas.errors import PlanError
 from schemas.oracle import NEVER
 
-# A priority queue of cached rows by their next use, worked on by whole arrays.
-#
-# Batches come in as ascending runs of 64-bit keys (step of the next use, then slot), runs of
-# similar length are merged, and the largest keys are cut from the ends of all runs at once. A row
-# whose next use arrives needs no removal: its key is then below every key that may still be asked
-# for, and goes when its run is merged. So a key is sorted log2(rows of the cache / rows of a
-# step) times at most, and no Python object stands for a row.
+# A vectorized priority queue of cached rows by next use. Each batch is an ascending run of 64-bit
+# keys (step of the next use, then slot), runs of similar length are merged, and the largest keys
+# are taken from the ends of all runs at once. Keys of rows whose next use has come are below all
+# keys that may still be taken, and are dropped when runs are merged. A key is sorted at most
+# log2(rows of the cache / rows of a step) times.
 
 _SLOT_BITS = 32
 _SLOT_MASK = (1 << _SLOT_BITS) - 1
 
 
 class NextUseQueue:
-    """Slots of cached rows; gives out those whose next use is farthest."""
+    """Priority queue of the slots of cached rows, farthest next use first."""
 
     def __init__(self) -> None:
-        """Start empty."""
         self._runs: list[NDArray[np.int64]] = []
 
     def add(self, next_steps: NDArray[np.int64], slots: NDArray[np.int64], now: int) -> None:
         """Add rows.
 
         Args:
-            next_steps: (n,) step of each row's next use, above `now`.
-            slots: (n,) where each lies, below 2**32; distinct among the rows that still wait.
-            now: rows whose next use is at most this step are no longer asked for.
+            next_steps: (n,) step of each row's next use, after `now`.
+            slots: (n,) their slots, below 2**32 and distinct in the queue.
+            now: rows whose next use is at most this step will not be taken.
         """
         run = (next_steps << _SLOT_BITS) | slots
         run.sort()
         floor = (now + 1) << _SLOT_BITS
         while self._runs and len(self._runs[-1]) < 2 * len(run):
-            before = self._runs.pop()
-            before = before[np.searchsorted(before, floor) :]
-            run = np.concatenate([before, run])
+            previous = self._runs.pop()
+            previous = previous[np.searchsorted(previous, floor) :]
+            run = np.concatenate([previous, run])
             run.sort(kind="stable")  # two ascending halves: merged in one pass
         if len(run):
             self._runs.append(run)
 
     def take(self, count: int, after: int) -> NDArray[np.int64]:
-        """Remove the rows whose next use is farthest; of equal ones those with the largest slot.
+        """Remove the rows with the farthest next use; ties go to the largest slot.
 
         Args:
-            count: rows wanted.
-            after: rows whose next use is at most this step stay.
+            count: most rows to remove.
+            after: rows whose next use is at most this step are kept.
 
         Returns:
             (at most count,) their slots, by ascending next use.
         """
         floor = (after + 1) << _SLOT_BITS
         ends = [run[-count:] for run in self._runs] if count else []
-        found = np.concatenate([*ends, np.empty(0, np.int64)])
-        found = np.sort(found[found >= floor])[-count:] if count else found
-        if len(found):
-            cuts = [int(np.searchsorted(run, found[0])) for run in self._runs]
-            self._runs = [run[:cut] for run, cut in zip(self._runs, cuts, strict=True) if cut]
-        return found & _SLOT_MASK
+        keys = np.concatenate([*ends, np.empty(0, np.int64)])
+        keys = np.sort(keys[keys >= floor])[-count:] if count else keys
+        if len(keys):
+            ends = [int(np.searchsorted(run, keys[0])) for run in self._runs]
+            self._runs = [run[:end] for run, end in zip(self._runs, ends, strict=True) if end]
+        return keys & _SLOT_MASK
 
 
 ABSENT = -1
 """Slot of a row that is not cached."""
 UNUSED = -1
-"""Last use of a row that was read and not used yet."""
+"""Last use of a row that was fetched but not used yet."""
 NEVER_AGAIN = -1
-"""Next use of a row that has none."""
+"""Next use of a row that is not used again."""
 
 
 @dataclass(frozen=True, slots=True)
 class Keyframe:
-    """What a plan needs to go on before a step, as if it had never stopped.
+    """State of a plan before a step, from which it can be resumed.
 
     Attributes:
-        train_step: the step that comes next.
-        numbers: (n,) int64, rows in the cache, those in flight included.
-        slots: (n,) int64, where each lies.
-        last_use: (n,) int64, step of each row's last use, -1 when it was read and not used yet.
-        next_use: (n,) int64, step of each row's next use after its last, 0 without a last.
-        free: (m,) int64, slots that were given back, the next one to be taken last.
-        num_slots: slots handed out so far, free ones included.
+        train_step: the next step.
+        numbers: (n,) int64, cached rows, rows in flight included.
+        slots: (n,) int64, their slots.
+        last_use: (n,) int64, step of each row's last use, -1 if it was fetched but not used yet.
+        next_use: (n,) int64, step of each row's use after its last one, 0 without a last one.
+        free: (m,) int64, released slots; the last one is reused first.
+        num_slots: allocated slots, free ones included.
     """
 
     train_step: int
@@ -109,10 +120,10 @@ class Keyframe:
 
 @dataclass(frozen=True, slots=True)
 class EvictedRows:
-    """Rows that leave the cache.
+    """Rows that are evicted from the cache.
 
     Attributes:
-        slots: (n,) int64, where they lay.
+        slots: (n,) int64, their slots.
         numbers: (n,) int64.
         last_use: (n,) int64, step of each row's last use.
         next_use: (n,) int64, step of its next one, or `NEVER_AGAIN`.
@@ -123,8 +134,8 @@ class EvictedRows:
     last_use: NDArray[np.int64]
     next_use: NDArray[np.int64]
 
-    def joined(self, other: EvictedRows) -> EvictedRows:
-        """Return these rows and then the others."""
+    def concat(self, other: EvictedRows) -> EvictedRows:
+        """Return these rows followed by the others."""
         return EvictedRows(
             np.concatenate([self.slots, other.slots]),
             np.concatenate([self.numbers, other.numbers]),
@@ -134,14 +145,13 @@ class EvictedRows:
 
 
 class CacheState:
-    """Rows in the cache. Memory: 4 bytes for each number seen, 24 to 64 for each slot.
+    """Cached rows. Memory: 4 bytes per number, 24 to 64 bytes per slot.
 
     Attributes:
-        num_rows: rows in the cache, those in flight included.
+        num_rows: cached rows, rows in flight included.
     """
 
     def __init__(self) -> None:
-        """Start empty."""
         self._slot_of = np.empty(0, np.int32)  # by number
         self._numbers = np.empty(0, np.int64)  # by slot
         self._last_use = np.empty(0, np.int64)  # by slot
@@ -149,24 +159,26 @@ class CacheState:
         self._free = np.empty(0, np.int64)  # a stack
         self._num_free = 0
         self._num_slots = 0
-        self._farthest = NextUseQueue()
+        self._queue = NextUseQueue()
         self.num_rows = 0
 
     @classmethod
     def restored(cls, keyframe: Keyframe, prefetch_steps: int) -> CacheState:
-        """Return what a keyframe was made from."""
-        found = cls()
-        found._reserve_slots(keyframe.num_slots)
-        found._num_slots = keyframe.num_slots
-        found._put(keyframe.numbers, keyframe.slots)
-        found._last_use[keyframe.slots] = keyframe.last_use
-        found._next_use[keyframe.slots] = keyframe.next_use
-        found._give_back(keyframe.free)
-        found.num_rows = len(keyframe.numbers)
+        """Return the state of a keyframe."""
+        state = cls()
+        state._reserve_slots(keyframe.num_slots)
+        state._num_slots = keyframe.num_slots
+        state._put(keyframe.numbers, keyframe.slots)
+        state._last_use[keyframe.slots] = keyframe.last_use
+        state._next_use[keyframe.slots] = keyframe.next_use
+        state._release(keyframe.free)
+        state.num_rows = len(keyframe.numbers)
         window_end = keyframe.train_step + prefetch_steps
-        waits = keyframe.next_use > window_end
-        found.wait(keyframe.slots[waits], keyframe.next_use[waits], window_end)
-        return found
+        is_evictable = keyframe.next_use > window_end
+        state.add_evictable(
+            keyframe.slots[is_evictable], keyframe.next_use[is_evictable], window_end
+        )
+        return state
 
     def keyframe(self, train_step: int) -> Keyframe:
         """Return the state before a step."""
@@ -181,24 +193,20 @@ class CacheState:
             num_slots=self._num_slots,
         )
 
-    def find(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the slot of each row, `ABSENT` where it is not cached.
-
-        Args:
-            numbers: (n,) ascending.
-        """
+    def slots_of(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the slots of rows, `ABSENT` if not cached; `numbers` is ascending."""
         top = int(numbers[-1]) + 1 if len(numbers) else 0
         if top > len(self._slot_of):
             self._slot_of = _longer(self._slot_of, top, ABSENT)
         return self._slot_of[numbers].astype(np.int64)
 
-    def enter(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Give rows that `find` did not find a slot each: those given back last first, then new."""
+    def insert(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Allocate slots for rows that are not cached: last released ones first, then new ones."""
         count = len(numbers)
-        old = self._free[max(0, self._num_free - count) : self._num_free]
-        self._num_free -= len(old)
-        top = self._num_slots + count - len(old)
-        slots = np.concatenate([old, np.arange(self._num_slots, top)])
+        reused = self._free[max(0, self._num_free - count) : self._num_free]
+        self._num_free -= len(reused)
+        top = self._num_slots + count - len(reused)
+        slots = np.concatenate([reused, np.arange(self._num_slots, top)])
         self._reserve_slots(top)
         self._num_slots = top
         self._put(numbers, slots)
@@ -207,35 +215,39 @@ class CacheState:
         self.num_rows += count
         return slots
 
-    def use(self, slots: NDArray[np.int64], train_step: int, next_use: NDArray[np.int64]) -> None:
-        """Remember when rows were used, and when they will be again."""
+    def record_use(
+        self, slots: NDArray[np.int64], train_step: int, next_use: NDArray[np.int64]
+    ) -> None:
+        """Record the use of rows, and the step of their next use."""
         self._last_use[slots] = train_step
         self._next_use[slots] = next_use
 
     def unused(self) -> NDArray[np.bool_]:
-        """Return for each slot whether its row was read and not used yet."""
+        """Return for each slot whether its row was fetched but not used yet."""
         return self._resident_slots() & (self._last_use[: self._num_slots] == UNUSED)
 
-    def wait(self, slots: NDArray[np.int64], next_steps: NDArray[np.int64], now: int) -> None:
-        """Let rows wait for their next use; they may be taken for others until it comes near."""
-        self._farthest.add(next_steps, slots, now)
+    def add_evictable(
+        self, slots: NDArray[np.int64], next_steps: NDArray[np.int64], now: int
+    ) -> None:
+        """Make rows evictable until their next use comes near."""
+        self._queue.add(next_steps, slots, now)
 
-    def farthest(self, count: int, after: int) -> NDArray[np.int64]:
-        """Return the slots of at most `count` waiting rows whose next use is farthest.
+    def take_farthest(self, count: int, after: int) -> NDArray[np.int64]:
+        """Return the slots of at most `count` evictable rows with the farthest next use.
 
-        Rows whose next use comes at step `after` or before are not among them.
+        Rows with a next use at or before step `after` are not returned.
         """
-        return self._farthest.take(count, after)
+        return self._queue.take(count, after)
 
-    def leave(self, slots: NDArray[np.int64]) -> EvictedRows:
-        """Free slots and return the rows that lay there."""
-        found = EvictedRows(
+    def evict(self, slots: NDArray[np.int64]) -> EvictedRows:
+        """Release slots and return their rows."""
+        evicted = EvictedRows(
             slots, self._numbers[slots], self._last_use[slots], self._next_use[slots]
         )
-        self._slot_of[found.numbers] = ABSENT
-        self._give_back(slots)
+        self._slot_of[evicted.numbers] = ABSENT
+        self._release(slots)
         self.num_rows -= len(slots)
-        return found
+        return evicted
 
     def _put(self, numbers: NDArray[np.int64], slots: NDArray[np.int64]) -> None:
         top = int(numbers.max(initial=-1)) + 1
@@ -244,7 +256,7 @@ class CacheState:
         self._slot_of[numbers] = slots
         self._numbers[slots] = numbers
 
-    def _give_back(self, slots: NDArray[np.int64]) -> None:
+    def _release(self, slots: NDArray[np.int64]) -> None:
         top = self._num_free + len(slots)
         self._free[self._num_free : top] = slots
         self._num_free = top
@@ -269,22 +281,20 @@ def _longer(values: Array, count: int, fill: int) -> Array:
     return longer
 
 
-# Which rows of a step belong to one replica, and which several replicas share.
-#
-# A step's blocks are split into runs, one per replica, in order. A row that the blocks of one
-# replica alone touch is local to it; the others are shared, and the replica of the first block
-# that touches a row writes it back. Shared rows that the next step needs are on the critical
-# path, the others may be synchronised beside it.
+# Local and shared rows of a step. Each replica gets a range of the step's blocks. A row of the
+# blocks of a single replica is local to it; other rows are shared, and the replica of the first
+# block with the row writes it back. Shared rows of the next step are on the critical path; the
+# others may be synchronised later.
 #
 # Source: BagPipe (SOSP 2023), the section on delayed synchronisation.
 
 
 @dataclass(frozen=True, slots=True)
 class BlockSplit:
-    """How the blocks of one step are dealt to replicas.
+    """Assignment of the blocks of one step to replicas.
 
     Attributes:
-        blocks: for each block of the step, in batch order, its distinct numbers.
+        blocks: the distinct numbers of each block of the step, in batch order.
         edges: (num_replicas + 1,) ascending; replica r has blocks edges[r] to edges[r + 1] - 1.
     """
 
@@ -294,14 +304,14 @@ class BlockSplit:
 
 @dataclass(frozen=True, slots=True)
 class RowSharing:
-    """Who needs the rows of one step.
+    """Replicas that use the rows of one step.
 
     Attributes:
-        touches: (num_replicas, entries) bool, rows that the blocks of each replica look up.
-        owner: (entries,) int64, the replica of the first block: it writes the row back.
-        local: (entries,) bool, rows of one replica.
-        shared_next: (entries,) bool, rows of several replicas that the next step needs.
-        shared_later: (entries,) bool, the other rows of several replicas.
+        touches: (num_replicas, entries) bool, whether a replica uses a row.
+        owner: (entries,) int64, the replica that writes the row back: that of the first block.
+        local: (entries,) bool, rows of a single replica.
+        shared_next: (entries,) bool, rows of several replicas that the next step uses.
+        shared_later: (entries,) bool, other rows of several replicas.
     """
 
     touches: NDArray[np.bool_]
@@ -314,21 +324,21 @@ class RowSharing:
 def classify_rows(
     numbers: NDArray[np.int64], distances: NDArray[np.integer], split: BlockSplit
 ) -> RowSharing:
-    """Tell local rows from shared ones; linear in the rows of the blocks.
+    """Classify the rows of a step as local or shared; linear in the rows of the blocks.
 
     Args:
         numbers: (entries,) ascending numbers of the step.
-        distances: (entries,) steps until each is used again.
-        split: how the step's blocks are dealt.
+        distances: (entries,) next-use distances.
+        split: assignment of the step's blocks.
 
     Raises:
-        ValueError: the edges do not cover the blocks in order, or blocks and step have other rows.
+        ValueError: the edges do not cover the blocks in order, or blocks and step differ in rows.
 
     Example:
         >>> blocks = Jagged(np.array([4, 7, 7, 9, 7, 9]), np.array([0, 2, 4, 6]))
         >>> split = BlockSplit(blocks, np.array([0, 1, 3]))
-        >>> found = classify_rows(np.array([4, 7, 9]), np.array([1, 1, 3]), split)
-        >>> found.owner.tolist(), found.local.tolist(), found.shared_next.tolist()
+        >>> rows = classify_rows(np.array([4, 7, 9]), np.array([1, 1, 3]), split)
+        >>> rows.owner.tolist(), rows.local.tolist(), rows.shared_next.tolist()
         ([0, 0, 1], [True, False, True], [False, True, False])
     """
     edges, blocks = split.edges, split.blocks
@@ -342,37 +352,15 @@ def classify_rows(
     replicas = np.repeat(replica_of_block, blocks.lengths)
     entries = np.searchsorted(numbers, blocks.values)
     touches = np.zeros((num_replicas, len(numbers)), bool)
-    known = entries < len(numbers)
-    known[known] = numbers[entries[known]] == blocks.values[known]
-    touches[replicas[known], entries[known]] = True
+    matches = entries < len(numbers)
+    matches[matches] = numbers[entries[matches]] == blocks.values[matches]
+    touches[replicas[matches], entries[matches]] = True
     counts = touches.sum(axis=0)
-    if not known.all() or (counts == 0).any():
-        raise ValueError(
-            f"blocks must hold the rows of their step, got others among {len(blocks.values)}; "
-            "take the blocks of the same step"
-        )
-    local, soon = counts == 1, distances == 1
-    return RowSharing(touches, touches.argmax(axis=0), local, ~local & soon, ~local & ~soon)
+    if not matches.all() or (counts == 0).any():
+        raise ValueError("blocks and numbers have different rows; pass those of the same step")
+    local, is_next = counts == 1, distances == 1
+    return RowSharing(touches, touches.argmax(axis=0), local, ~local & is_next, ~local & ~is_next)
 
-
-# What the cache does at each step: a pure streaming function of the index.
-#
-# Time is that of training. Before step s runs, the reads for step s + `prefetch_steps` are
-# issued, so during step s the cache holds the rows of the window s .. s + prefetch_steps, those
-# in flight included, and rows that wait for a later use. After step s some rows leave, those that
-# changed are written back, and only then the next reads are issued: a read always stands behind
-# the write-back that it depends on.
-#
-# Two policies say which rows leave. A row that is never used again always does.
-#
-# - `ttl` (BagPipe's): a row leaves after its use when the next one is more than
-#   `lookahead` steps away. The cache has the size that this takes.
-# - `belady`: the cache has a given size, and when the rows that are read next do
-#   not fit, those leave whose next use is farthest. No plan of that size and
-#   prefetch reads fewer rows.
-#
-# Sources: BagPipe (SOSP 2023), the section on the oracle cacher; Belady, "A study of replacement
-# algorithms" (1966).
 
 IndexStep = tuple[NDArray[np.int64], NDArray[np.int32]]
 """A step's ascending numbers and their next-use distances."""
@@ -380,19 +368,19 @@ IndexStep = tuple[NDArray[np.int64], NDArray[np.int32]]
 
 @dataclass(frozen=True, slots=True)
 class PlanStep:
-    """What one step needs of one table's cache.
+    """One step of one table's cache.
 
     Attributes:
         train_step: the step.
         numbers: (entries,) ascending dense numbers of the step's rows.
-        slots: (entries,) int64, where each row lies in the cache during the step.
-        fetch: (entries,) bool, rows that are read for the step, `prefetch_steps` before it.
-        evict: (n,) int64, numbers of the rows that leave after the step, before the next reads.
-        evict_slots: (n,) int64, where they lie.
-        next_use: (n,) int64, step of their next use, `NEVER_AGAIN` where there is none.
-        write_back: (n,) bool, those that changed since they were last written.
-        resident_rows: rows in the cache during the step, those read for later steps included.
-        sharing: which rows several replicas share; None without splits.
+        slots: (entries,) int64, the cache slot of each row during the step.
+        fetch: (entries,) bool, rows that are fetched for the step, `prefetch_steps` before it.
+        evict: (n,) int64, numbers of the rows evicted after the step, before the next fetches.
+        evict_slots: (n,) int64, their slots.
+        next_use: (n,) int64, step of their next use, or `NEVER_AGAIN`.
+        write_back: (n,) bool, evicted rows that changed since they were last written.
+        resident_rows: cached rows during the step, rows fetched for later steps included.
+        sharing: local and shared rows; None without splits.
     """
 
     train_step: int
@@ -409,7 +397,7 @@ class PlanStep:
 
 @dataclass(frozen=True, slots=True)
 class _PrefetchedStep:
-    """A step whose reads are issued and that is not trained yet."""
+    """A step whose fetches are issued and that is not trained yet."""
 
     numbers: NDArray[np.int64]
     distances: NDArray[np.int32]
@@ -418,7 +406,7 @@ class _PrefetchedStep:
 
 
 class Plan(Iterator[PlanStep]):
-    """The plan of one table, step by step; the index is read as far ahead as it must be."""
+    """Iterator over the plan of one table; see `plan`."""
 
     def __init__(
         self,
@@ -430,15 +418,14 @@ class Plan(Iterator[PlanStep]):
         splits: Iterable[BlockSplit] | None = None,
         start: Keyframe | None = None,
     ) -> None:
-        """Keep the parts, see `plan`; nothing is read yet."""
         self._steps = iter(steps)
         self._cache = cache
         self._flush_every = flush_every
         self._splits = None if splits is None else iter(splits)
-        self._window: deque[_PrefetchedStep] = deque()  # steps whose reads are issued
+        self._window: deque[_PrefetchedStep] = deque()  # steps whose fetches are issued
         self._next = first_step
         self._start = start
-        self._residents = (
+        self._state = (
             CacheState() if start is None else CacheState.restored(start, cache.prefetch_steps)
         )
 
@@ -446,114 +433,110 @@ class Plan(Iterator[PlanStep]):
         """Return the next step.
 
         Raises:
-            PlanError: `cache.rows` is too small for a step from here on; names the size that works.
+            PlanError: `cache.rows` is too small for a step from here on; has the size that works.
         """
-        found = self._advance()
-        if found is None:
+        step = self._advance()
+        if step is None:
             raise StopIteration
         limit = self._cache.rows
-        if limit is not None and found.resident_rows > limit:
-            sizes = [found.resident_rows, *(s.resident_rows for s in iter(self._advance, None))]
-            at = f" and {sizes[0]} at step {found.train_step}"
+        if limit is not None and step.resident_rows > limit:
+            sizes = [step.resident_rows, *(s.resident_rows for s in iter(self._advance, None))]
+            at = f" and {sizes[0]} at step {step.train_step}"
             raise cache_too_small(self._cache, max(sizes), at=at)
-        return found
+        return step
 
     def keyframe(self) -> Keyframe:
-        """Return what a plan needs to start before the step that comes next.
-
-        At most `cache.rows` rows, and as many free slots.
-        """
+        """Return the state before the next step."""
         self._fill()
-        return self._residents.keyframe(self._next)
+        return self._state.keyframe(self._next)
 
     def _advance(self) -> PlanStep | None:
         self._fill()
         if not self._window:
             return None
         step, oldest = self._next, self._window.popleft()
-        resident_rows = self._residents.num_rows
-        leaving = self._residents.leave(self._finish(step, oldest))
-        # one step as a rule; more where the window ended with what was known before
+        resident_rows = self._state.num_rows
+        evicted = self._state.evict(self._finish(step, oldest))
+        # usually one step; more if the index was extended since the window was filled
         while len(self._window) <= self._cache.prefetch_steps:
             following = next(self._steps, None)
             if following is None:
                 break
-            found = self._residents.find(following[0])
-            pushed = self._make_room(found, step + self._cache.prefetch_steps + 1)
-            if len(pushed):
-                leaving = leaving.joined(self._residents.leave(pushed))
-            self._window.append(self._admit(following, found))
+            slots = self._state.slots_of(following[0])
+            victims = self._select_victims(slots, step + self._cache.prefetch_steps + 1)
+            if len(victims):
+                evicted = evicted.concat(self._state.evict(victims))
+            self._window.append(self._prefetch(following, slots))
         self._next += 1
         return PlanStep(
             train_step=step,
             numbers=oldest.numbers,
             slots=oldest.slots,
             fetch=oldest.fetch,
-            evict=leaving.numbers,
-            evict_slots=leaving.slots,
-            next_use=leaving.next_use,
-            write_back=leaving.last_use >= self._flushed(step),
+            evict=evicted.numbers,
+            evict_slots=evicted.slots,
+            next_use=evicted.next_use,
+            write_back=evicted.last_use >= self._last_flush(step),
             resident_rows=resident_rows,
-            sharing=self._sharing(oldest),
+            sharing=self._classify(oldest),
         )
 
     def _fill(self) -> None:
-        """Issue the reads of the first steps; from a keyframe, find those that are in flight.
+        """Issue the fetches of the first steps; after a keyframe, restore those in flight.
 
-        The window of a keyframe may be short: more steps are known by now than when it was made.
+        The window of a keyframe may be shorter: the index may have been extended since.
         """
         if self._window:
             return
-        unused = None if self._start is None else self._residents.unused()
+        unused = None if self._start is None else self._state.unused()
         self._start = None
         for step in islice(self._steps, self._cache.prefetch_steps + 1):
-            slots = self._residents.find(step[0])
+            slots = self._state.slots_of(step[0])
             if unused is not None and (slots == ABSENT).any():
                 if self._window:
-                    self._steps = chain([step], self._steps)  # read when there is room
+                    self._steps = chain([step], self._steps)  # fetched when there is space
                     return
-                unused = None  # nothing is in flight
+                unused = None  # no row is in flight
             if unused is None:
-                self._window.append(self._admit(step, slots))
+                self._window.append(self._prefetch(step, slots))
             else:
                 self._window.append(_PrefetchedStep(*step, slots, unused[slots]))
                 unused[slots] = False
 
-    def _admit(self, step: IndexStep, slots: NDArray[np.int64]) -> _PrefetchedStep:
-        """Issue the reads of a step into free slots."""
+    def _prefetch(self, step: IndexStep, slots: NDArray[np.int64]) -> _PrefetchedStep:
+        """Issue the fetches of a step into free slots."""
         numbers, distances = step
         fetch = slots == ABSENT
-        slots[fetch] = self._residents.enter(numbers[fetch])
+        slots[fetch] = self._state.insert(numbers[fetch])
         return _PrefetchedStep(numbers, distances, slots, fetch)
 
     def _finish(self, train_step: int, done: _PrefetchedStep) -> NDArray[np.int64]:
-        """Let the rows of a trained step wait; return the slots of those that leave at once."""
+        """Record a trained step; return the slots of the rows that are evicted at once."""
         never = done.distances == NEVER
         next_use = np.where(never, NEVER_AGAIN, train_step + done.distances.astype(np.int64))
-        self._residents.use(done.slots, train_step, next_use)
+        self._state.record_use(done.slots, train_step, next_use)
         if self._cache.policy == "ttl":
             return done.slots[never | (done.distances > self._cache.lookahead)]
         if self._cache.rows is not None:
             window_end = train_step + self._cache.prefetch_steps
-            waits = next_use > window_end  # the others are held by a step of the window
-            self._residents.wait(done.slots[waits], next_use[waits], window_end)
+            is_evictable = next_use > window_end  # the others are used in the window
+            self._state.add_evictable(done.slots[is_evictable], next_use[is_evictable], window_end)
         return done.slots[never]
 
-    def _make_room(self, found: NDArray[np.int64], train_step: int) -> NDArray[np.int64]:
-        """Return the slots of the rows that make place for the reads of a step."""
+    def _select_victims(self, slots: NDArray[np.int64], train_step: int) -> NDArray[np.int64]:
+        """Return the slots of the rows that are evicted for the fetches of a step."""
         if self._cache.policy == "ttl" or self._cache.rows is None:
             return np.empty(0, np.int64)
-        reads = int((found == ABSENT).sum())
-        return self._residents.farthest(
-            max(0, self._residents.num_rows + reads - self._cache.rows), train_step
-        )
+        fetches = int((slots == ABSENT).sum())
+        excess = self._state.num_rows + fetches - self._cache.rows
+        return self._state.take_farthest(max(0, excess), train_step)
 
-    def _flushed(self, train_step: int) -> int:
-        """Return the step from which on rows changed that are not written; all when 0."""
+    def _last_flush(self, train_step: int) -> int:
+        """Return the step of the last flush: rows used since then have unwritten changes."""
         every = self._flush_every
         return 0 if every is None else train_step // every * every
 
-    def _sharing(self, step: _PrefetchedStep) -> RowSharing | None:
+    def _classify(self, step: _PrefetchedStep) -> RowSharing | None:
         if self._splits is None:
             return None
         return classify_rows(step.numbers, step.distances, next(self._splits))
@@ -571,17 +554,16 @@ def plan(
     """Plan the cache of one table, linear in entries.
 
     Args:
-        steps: for each step, from the first on, its ascending numbers and their next-use
-            distances.
-        cache: policy and limits; `rows` counts those in flight, too.
-        first_step: step that the plan starts at, with an empty cache.
-        flush_every: every so many steps all cached rows are written to their store, and stay.
-        splits: for each step how its blocks are dealt to replicas, when there are several.
-        start: state to go on from, of a plan with the same settings; `first_step` is then its own.
+        steps: ascending numbers and next-use distances of each step, from the first one on.
+        cache: policy and limits; `rows` includes rows in flight.
+        first_step: first step of the plan, with an empty cache.
+        flush_every: interval of steps at which all cached rows are written to the store.
+        splits: assignment of each step's blocks to replicas, if there are several.
+        start: state of a plan with the same settings to resume from; replaces `first_step`.
 
     Raises:
-        PlanError: while the plan is read, a step does not fit `cache.rows`; it names the smallest
-            size with which all steps from `first_step` on work.
+        PlanError: raised by the iterator if a step does not fit `cache.rows`; has the smallest
+            size that works for all steps from `first_step` on.
     """
     return Plan(
         steps,
@@ -596,23 +578,16 @@ def plan(
 def cache_too_small(
     cache: CacheConfig, required_rows: int, *, table: str | None = None, at: str = ""
 ) -> PlanError:
-    """Return the refusal of a cache that is too small.
-
-    Args:
-        cache: policy and limits.
-        required_rows: smallest size that works.
-        table: table name, when it is known.
-        at: what was found where, after the size that was given.
-    """
+    """Return the error of a cache that is too small; `at` names the step that does not fit."""
     name = "cache" if table is None else f"cache of table {table!r}"
-    what, fewer = (
+    content, settings = (
         ("the rows that wait and those of the window", "lookahead or prefetch_steps")
         if cache.policy == "ttl"
         else ("the rows of the window", "prefetch_steps")
     )
     return PlanError(
-        f"{name} must hold {what}, got cache_rows={cache.rows}{at}; use at least {required_rows}, "
-        f"or a smaller {fewer}",
+        f"{name} must hold {content}, got cache_rows={cache.rows}{at}; use at least "
+        f"{required_rows}, or a smaller {settings}",
         required_rows=required_rows,
     )
 
@@ -623,9 +598,9 @@ class PlanSummary:
 
     Attributes:
         num_accesses: entries, summed over steps.
-        fetched_rows: reads from the store, first uses included.
-        written_rows: rows written back when they leave the cache.
-        peak_cache_rows: most rows in the cache at once, with the rows read for later steps.
+        fetched_rows: fetches from the store, first uses included.
+        written_rows: rows written back when they are evicted.
+        peak_cache_rows: most cached rows, rows fetched for later steps included.
     """
 
     num_accesses: int
@@ -635,16 +610,12 @@ class PlanSummary:
 
     @property
     def hit_rate(self) -> float:
-        """Share of accesses that need no read."""
+        """Fraction of accesses without a fetch."""
         return 1.0 - self.fetched_rows / self.num_accesses if self.num_accesses else 0.0
 
 
 def summarize(plan: Iterable[PlanStep]) -> PlanSummary:
-    """Add up a plan.
-
-    Args:
-        plan: the plan of one table.
-    """
+    """Return the totals of the plan of one table."""
     accesses = fetched = written = peak = 0
     for step in plan:
         accesses += len(step.numbers)
@@ -655,13 +626,13 @@ def summarize(plan: Iterable[PlanStep]) -> PlanSummary:
 
 
 def required_rows(distances: Iterable[NDArray[np.integer]], cache: CacheConfig) -> int:
-    """Return the smallest cache with which a plan works, from next-use distances alone.
+    """Return the smallest cache size of a plan, from next-use distances alone.
 
-    `ttl` needs the rows that wait and those of the window, prefetch_steps + 1 steps. `belady` needs
-    those of the window, which are what a time to live of `prefetch_steps` keeps.
+    `ttl` needs the rows kept for a later use and those of the window, prefetch_steps + 1 steps;
+    `belady` only those of the window, which a time to live of `prefetch_steps` keeps.
 
     Args:
-        distances: for each step those of its entries.
+        distances: next-use distances of each step's entries.
         cache: policy and limits.
 
     Example:
@@ -671,13 +642,14 @@ def required_rows(distances: Iterable[NDArray[np.integer]], cache: CacheConfig) 
         >>> required_rows(steps, CacheConfig(policy="ttl", lookahead=2, prefetch_steps=2))
         3
     """
-    reach = cache.prefetch_steps if cache.policy == "belady" else cache.lookahead
+    ttl = cache.prefetch_steps if cache.policy == "belady" else cache.lookahead
     entries: list[int] = []
-    kept: list[int] = []  # by step, rows that wait for their next use
-    arriving = np.zeros(1024, np.int64)  # by step, rows that waited for it
-    for step, found in enumerate(distances):
-        counts = np.bincount(found[(found != NEVER) & (found <= reach)])
-        entries.append(len(found))
+    kept: list[int] = []  # by step, rows that are kept for their next use
+    arriving = np.zeros(1024, np.int64)  # by step, rows that were kept for it
+    for step, step_distances in enumerate(distances):
+        is_kept = (step_distances != NEVER) & (step_distances <= ttl)
+        counts = np.bincount(step_distances[is_kept])
+        entries.append(len(step_distances))
         kept.append(int(counts.sum()))
         top = step + len(counts)
         if top > len(arriving):
@@ -687,24 +659,23 @@ def required_rows(distances: Iterable[NDArray[np.integer]], cache: CacheConfig) 
         return 0
     arrived = arriving[: len(entries)]
     waiting = np.cumsum(np.array(kept) - arrived) - kept + arrived  # before the step
-    reads = np.cumsum(np.array(entries) - arrived)
+    fetched = np.cumsum(np.array(entries) - arrived)
     ends = np.minimum(np.arange(len(entries)) + cache.prefetch_steps, len(entries) - 1)
-    in_window = reads[ends] - reads + entries - arrived
+    in_window = fetched[ends] - fetched + entries - arrived
     return int((waiting + in_window).max())
 
 
 def check_cache_size(
     tables: Mapping[str, Iterable[NDArray[np.integer]]], cache: CacheConfig
 ) -> None:
-    """Refuse a cache that is too small, before anything is trained.
+    """Raise PlanError if the cache is too small for a table.
 
     Args:
-        tables: by table, for each step the next-use distances of its entries.
-        cache: policy and limits; the limit holds for each table.
+        tables: table to the next-use distances of each step's entries.
+        cache: policy and limits, per table.
 
     Raises:
-        PlanError: `cache.rows` is below what some plan needs; names the table that needs the most,
-            and how much: a size that works for all.
+        PlanError: names the table that needs the most rows, and how many.
     """
     if cache.rows is None or not tables:
         return

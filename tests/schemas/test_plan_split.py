@@ -68,10 +68,7 @@ def test_share_with_edges_that_miss_blocks_raises(edges: list[int]) -> None:
 
 @pytest.mark.parametrize("numbers", [[4], [4, 7, 9], [4, 8]])
 def test_share_with_blocks_of_another_step_raises(numbers: list[int]) -> None:
-    message = (
-        "blocks must hold the rows of their step, got others among 2; take the blocks of the same "
-        "step"
-    )
+    message = "blocks and numbers have different rows; pass those of the same step"
     split = BlockSplit(Jagged(np.array([4, 7]), np.array([0, 1, 2])), np.array([0, 2]))
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         classify_rows(np.array(numbers), np.ones(len(numbers), np.int64), split)
