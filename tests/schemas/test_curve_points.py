@@ -10,9 +10,9 @@ from schemas.miss_ratio import (
     lru_curve,
     lru_hit_rates,
     optimal_curve,
-    optimal_hit_rates,
 )
 from schemas.reference import belady_hits, lru_hits
+from tests.schemas.tiny import optimal_hit_rates
 
 TRACES = st.lists(st.integers(0, 12), min_size=1, max_size=60)
 

@@ -1,7 +1,7 @@
 """A dataset of a few blocks, written by the rules of `FORMAT.md` without the pipelines."""
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,6 +26,7 @@ from schemas.manifest import (
     hash_of,
     write_manifest,
 )
+from schemas.miss_ratio import OptimalCache
 from schemas.oracle import (
     first_and_last,
     next_use,
@@ -339,3 +340,9 @@ def write_dataset(root: Path, num_segments: int = 2) -> None:
         indexes=(index,),
     )
     write_manifest(root, manifest)
+
+
+def optimal_hit_rates(accesses: np.ndarray, capacities: Iterable[int]) -> np.ndarray:
+    """Return the hit rate of the optimal cache of each capacity."""
+    cache = OptimalCache(accesses)
+    return np.array([cache.hits(c) for c in capacities], np.float64) / max(1, len(accesses))
