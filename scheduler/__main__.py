@@ -15,7 +15,7 @@ from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 
 from scheduler.controller.log import describe_job, jobs_summary, recover, replay_summary
 from scheduler.doctor import command as doctor
@@ -51,76 +51,82 @@ from schemas.paths import (
 )
 
 FILE_WIDTH = 160
-"""Columns of what is printed into a file."""
+"""Columns of tables that are not printed to a terminal."""
 PRINTED = 20
-"""Decisions and incidents that `status` prints; its page has more."""
+"""Decisions and incidents that `status` prints; the page shows more."""
 
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of all commands."""
     parser = ArgumentParser(prog="python -m scheduler", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
-    command = commands.add_parser("fit", help="a model of throughput for each job of a CSV file")
+    command = commands.add_parser("fit", help="fit a throughput model for each job of a CSV file")
     command.add_argument("measurements", type=Path, metavar="MEASUREMENTS.csv")
     command.add_argument(
         "--holdout",
         action="append",
         default=[],
         metavar="COLUMN=VALUE,...",
-        help="rows to predict instead; a value may begin with >=, <=, > or <; may be repeated",
+        help="rows to predict instead; a value may start with >=, <=, > or <; may be repeated",
     )
     command.add_argument("--json", action="store_true", help="one JSON object on stdout")
     command.set_defaults(run=_fit)
     command = commands.add_parser("plan", help="sizes of both pools, cost, time, memory, reasons")
     command.add_argument("job", type=Path, metavar="JOB", help="job file")
-    command.add_argument("--dataset", type=Path, help="dataset that tells sizes of the data")
+    command.add_argument("--dataset", type=Path, help="dataset with the sizes of the data")
     command.add_argument(
         "--history",
         type=Path,
-        help="folder with finished runs and build.json files; by default beside --dataset",
+        help="folder with finished runs and build.json files; default: beside --dataset",
     )
     command.add_argument(ALLOW_OUTSIDE, action="store_true", help=ALLOW_OUTSIDE_HELP)
-    command.add_argument("--explain", action="store_true", help="a table and the reasons")
+    command.add_argument("--explain", action="store_true", help="print a table and the reasons")
     command.add_argument("--json", action="store_true", help="one JSON object on stdout")
     command.set_defaults(run=_plan)
-    command = commands.add_parser("simulate", help="policies on a trace, with accidents")
+    command = commands.add_parser("simulate", help="compare policies on a trace, with faults")
     simulation.add_arguments(command)
     command.set_defaults(run=_simulate)
-    command = commands.add_parser("run", help="start and keep the pools of all jobs")
+    command = commands.add_parser("run", help="start the pools of all jobs, and adjust them")
     command.add_argument("jobs", type=Path, nargs="+", metavar="JOB", help="job files")
     command.add_argument(
         "--input",
         action="append",
         default=[],
         metavar="[NAME=]DIR",
-        help="raw files of a job, by its name where there are several; the log of its "
-        "data.generate where it is left out",
+        help="raw files of a job, by name if there are several jobs; default: a synthetic log as "
+        "in data.generate",
     )
     command.add_argument(
-        "--output", type=Path, default=Path("scheduled"), metavar="DIR", help="folder of it all"
+        "--output",
+        type=Path,
+        default=Path("scheduled"),
+        metavar="DIR",
+        help="folder of the scheduler",
     )
     command.add_argument(
         "--budget",
         type=Path,
         metavar="FILE",
-        help="of all jobs together; this machine, with --cluster what the jobs may have each",
+        help="budget of all jobs; default: this machine, with --cluster the jobs' own budgets",
     )
     command.add_argument(
-        "--driver", choices=("process", "kubernetes"), help="that of the jobs when left out"
+        "--driver", choices=("process", "kubernetes"), help="default: that of the jobs"
     )
-    command.add_argument("--cluster", type=Path, metavar="FILE", help="where Pods run")
     command.add_argument(
-        "--runner", type=Path, metavar="FILE", help="where segment jobs run; Beam's local runner"
+        "--cluster", type=Path, metavar="FILE", help="configuration of the cluster"
+    )
+    command.add_argument(
+        "--runner", type=Path, metavar="FILE", help="Beam runner of segment jobs; default: local"
     )
     command.add_argument(SINGLE_WRITER, action="store_true", help=SINGLE_WRITER_HELP)
     command.add_argument(ALLOW_OUTSIDE, action="store_true", help=ALLOW_OUTSIDE_HELP)
-    command.add_argument("--dry-run", action="store_true", help="what would be decided first")
+    command.add_argument("--dry-run", action="store_true", help="print the first decisions only")
     command.add_argument(
         "--status",
         type=port_of,
         default=0,
         metavar="PORT|off",
-        help="of the status page on loopback; any that is free when left out",
+        help="port of the status page on loopback; default: any free port",
     )
     command.add_argument("--json", action="store_true", help="one JSON object on stdout")
     command.set_defaults(run=_run)
@@ -129,33 +135,35 @@ def build_parser() -> argparse.ArgumentParser:
     )
     retraining.add_arguments(command)
     command.set_defaults(run=_retrain)
-    command = commands.add_parser("status", help="what a scheduler does, or did")
-    command.add_argument("folder", type=Path, metavar="FOLDER", help="its --output")
+    command = commands.add_parser("status", help="show what a scheduler does or did")
+    command.add_argument("folder", type=Path, metavar="FOLDER", help="--output of the scheduler")
     command.add_argument(
         "--serve",
         type=port_of,
         nargs="?",
         const=0,
         metavar="PORT",
-        help="serve the status page on loopback until ^C; any port that is free when left out",
+        help="serve the status page on loopback until ^C; default: any free port",
     )
     command.add_argument("--json", action="store_true", help="one JSON object on stdout")
     command.set_defaults(run=_status)
-    command = commands.add_parser("replay", help="the same decisions from the recorded events")
+    command = commands.add_parser("replay", help="compute the same decisions from a log's events")
     command.add_argument("log", type=Path, metavar="LOG", help="log of a scheduler")
     command.add_argument("--json", action="store_true", help="one JSON object on stdout")
     command.set_defaults(run=_replay)
-    command = commands.add_parser("doctor", help="what this machine lacks, and how to mend it")
+    command = commands.add_parser(
+        "doctor", help="report what this machine lacks, and how to fix it"
+    )
     doctor.add_arguments(command)
     command.set_defaults(run=_doctor)
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; a mistake of the user's ends as one line on stderr and 1.
+    """Run one command; user errors are reported as one line on stderr.
 
     Returns:
-        0, or 1; of `retrain` also 3, when a day was turned down, and 143, when it was asked to end.
+        0, or 1 on an error; of `retrain` also 3 if a day was refused, and 143 if it was stopped.
     """
     arguments = build_parser().parse_args(argv)
     try:
@@ -166,14 +174,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _fit(arguments: argparse.Namespace) -> None:
-    found = fit_file(arguments.measurements, arguments.holdout)
+    fits = fit_file(arguments.measurements, arguments.holdout)
     if arguments.json:
-        print(json.dumps(asdict(found)))
+        print(json.dumps(asdict(fits)))
         return
-    for job, fit in found.jobs.items():
+    for job, fit in fits.jobs.items():
         print(fit_summary(job, fit))
-    if found.num_skipped:
-        print(f"skipped {found.num_skipped} rows without a speed", file=sys.stderr)
+    if fits.num_skipped:
+        print(f"skipped {fits.num_skipped} rows without a speed", file=sys.stderr)
 
 
 def _plan(arguments: argparse.Namespace) -> None:
@@ -183,21 +191,21 @@ def _plan(arguments: argparse.Namespace) -> None:
         arguments.history,
         allow_outside=arguments.allow_outside,
     )
-    config, changes = _limits_of(snapshot)
+    config, changes = _limited_schedule(snapshot)
     for line in changes:
-        _say(line)
+        _progress(line)
     decision = plan(snapshot, config)
     if arguments.json:
         print(json.dumps(plan_to_json(snapshot, config, decision)))
     if arguments.explain:
-        # Beside --json the table is progress: stdout holds the object alone.
+        # With --json the table goes to stderr.
         Console(stderr=arguments.json).print(explain_plan(snapshot, config, decision))
     elif not arguments.json:
         print(plan_summary(decision))
 
 
-def _limits_of(snapshot: Snapshot) -> tuple[ScheduleConfig, tuple[str, ...]]:
-    """Return the schedule that is planned for, and what of it was changed to fit this machine."""
+def _limited_schedule(snapshot: Snapshot) -> tuple[ScheduleConfig, tuple[str, ...]]:
+    """Return the schedule with the limits of where it runs, and a line per change."""
     declared = snapshot.job.schedule
     if declared.driver == "kubernetes":
         return cluster_schedule(declared), ()
@@ -206,13 +214,13 @@ def _limits_of(snapshot: Snapshot) -> tuple[ScheduleConfig, tuple[str, ...]]:
 
 
 def _simulate(arguments: argparse.Namespace) -> None:
-    found = simulation.run(arguments)
-    for note in simulation.notes(found):
-        _say(note)
+    comparison = simulation.run(arguments)
+    for note in simulation.notes(comparison):
+        _progress(note)
     if arguments.json:
-        print(json.dumps(simulation.to_json(found)))
+        print(json.dumps(simulation.to_json(comparison)))
         return
-    for line in simulation.summary_lines(found):
+    for line in simulation.summary_lines(comparison):
         print(line)
 
 
@@ -239,19 +247,25 @@ def _run(arguments: argparse.Namespace) -> None:
             if command:
                 print(f"{action.job}: command {action.process}: {command}")
         return
-    with watching(arguments.output, arguments.status, Console(stderr=True), _say) as say:
-        state = run_jobs(replace(request, driver=replace(request.driver, progress=say)))
+    with watching(arguments.output, arguments.status, Console(stderr=True), _progress) as progress:
+        state = run_jobs(replace(request, driver=replace(request.driver, progress=progress)))
     if arguments.json:
         print(json.dumps(jobs_summary(state)))
     else:
         for job in state.jobs.values():
             print(f"{job.name}: {describe_job(job)}")
     if failed := [job.name for job in state.jobs.values() if job.phase == "failed"]:
-        raise PlanError(f"jobs must finish, got {', '.join(failed)} that failed; see the reasons")
+        raise PlanError(f"jobs failed: {', '.join(failed)}; see the reasons")
 
 
-def _say(line: str) -> None:
+def _progress(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
+
+
+def _print_wide(renderable: RenderableType) -> None:
+    console = Console()
+    width = console.width if console.is_terminal else FILE_WIDTH
+    Console(width=width).print(renderable)
 
 
 def _retrain(arguments: argparse.Namespace) -> int:
@@ -260,18 +274,16 @@ def _retrain(arguments: argparse.Namespace) -> int:
         if arguments.json:
             print(json.dumps({"last_good": state.last_good, "runs": run_rows(state)}))
         else:
-            console = Console()
-            width = console.width if console.is_terminal else FILE_WIDTH
-            Console(width=width).print(render_table(state))
+            _print_wide(render_table(state))
         return 0
-    outcome = retraining.retrain(arguments, datetime.now(UTC).date(), _say)
+    outcome = retraining.retrain(arguments, datetime.now(UTC).date(), _progress)
     if arguments.json:
-        print(json.dumps(outcome.as_json()))
-    for _, found in outcome.days:
-        if found.status:
-            _say(f"error: {found.words}")
+        print(json.dumps(outcome.to_json()))
+    for _, result in outcome.days:
+        if result.status:
+            _progress(f"error: {result.words}")
         elif not arguments.json:
-            print(found.words)
+            print(result.words)
     return outcome.status
 
 
@@ -286,21 +298,19 @@ def _status(arguments: argparse.Namespace) -> None:
             sys.stdout.flush()
             threading.Event().wait()
     elif not arguments.json:
-        console = Console()
-        width = console.width if console.is_terminal else FILE_WIDTH
-        Console(width=width).print(render(view, PRINTED, PRINTED))
+        _print_wide(render(view, PRINTED, PRINTED))
 
 
 def _replay(arguments: argparse.Namespace) -> None:
-    found = recover(arguments.log)
+    replay = recover(arguments.log)
     if arguments.json:
-        print(json.dumps(replay_summary(found)))
+        print(json.dumps(replay_summary(replay)))
         return
     print(
-        f"{found.num_events:,} events lead to the same {found.num_decisions:,} decisions"
-        f"{', ' + str(len(found.missing)) + ' of them not logged' if found.missing else ''}"
+        f"{replay.num_events:,} events lead to the same {replay.num_decisions:,} decisions"
+        f"{', ' + str(len(replay.missing)) + ' of them not logged' if replay.missing else ''}"
     )
-    for job in found.state.jobs.values():
+    for job in replay.state.jobs.values():
         print(f"{job.name}: {describe_job(job)}")
 
 

@@ -134,7 +134,7 @@ class Outcome:
         statuses = [finished.status for _, finished in self.days]
         return next((s for s in statuses if s not in (0, EXIT_REFUSED)), max(statuses, default=0))
 
-    def as_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, Any]:
         """Return the object of `--json`."""
         days = {day: {"status": r.status, "words": r.words} for day, r in self.days}
         return {"days": days, "promoted": self.promoted}
