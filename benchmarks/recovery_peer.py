@@ -64,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         lines = metrics.read_bytes().splitlines(keepends=True)[:first] if first else []
         replace_bytes(metrics, b"".join(lines))
     for step in range(first, told.steps):
-        injector.at("computed", step)
+        injector.trigger("computed", step)
         loss = sharded.train(*sharded.read(step))
         if rank == 0:
             with metrics.open("a", encoding="utf-8") as file:

@@ -108,7 +108,7 @@ class Turns(FaultInjector):
         self._wire, self._besides = wire, besides
         self._until, self._sent = 0, 0
 
-    def at(self, point: FaultPoint, step: int) -> None:
+    def trigger(self, point: FaultPoint, step: int) -> None:
         """Tell what was sent at the end of a turn, and wait for the next."""
         if point != "start" or step != self._until:
             return

@@ -141,7 +141,9 @@ def _train_until(drain: Drain, arguments: argparse.Namespace) -> int:
             )
             if not arguments.replicas:
                 print(_BY_HAND.format(run=arguments.output), file=sys.stderr)
-            summary = train_replicas(*paths, options, launch, on_step, drain, say=_print_progress)
+            summary = train_replicas(
+                *paths, options, launch, on_step, drain, progress=_print_progress
+            )
         else:
             clock = time.perf_counter
             summary = train(
@@ -198,7 +200,12 @@ def _replica_until(drain: Drain, arguments: argparse.Namespace) -> int:
     try:
         clock = time.perf_counter
         run_replica(
-            arguments.run, options, clock=clock, faults=faults, drain=drain, say=_print_progress
+            arguments.run,
+            options,
+            clock=clock,
+            faults=faults,
+            drain=drain,
+            progress=_print_progress,
         )
     except (BehindError, RowsLostError) as error:
         print(f"replica {options.name}: {error}", file=sys.stderr)

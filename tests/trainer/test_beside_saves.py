@@ -145,7 +145,7 @@ def test_who_joined_after_the_newest_checkpoint_saves_everything_once(
     first.train(range(0, 6), writes=True)
     first.assert_saved(4)  # its agent is up, and ends at once
     first.saves.close()
-    arrays = first.rows.arrays(6)
+    arrays = first.rows.state_before(6)
     second.rows.load({n: array.copy() for n, array in arrays.items()}, 6, second.span)
     second.train(range(6, 13), writes=True)
     second.saves.close()

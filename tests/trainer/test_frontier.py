@@ -70,7 +70,7 @@ class Member:
         self._next = max(self._next, min(step + PREFETCH_STEPS + 1, self._last))
 
     def join(self, other: Frontier, step: int) -> None:
-        settled = self.frontier.load(other.arrays())
+        settled = self.frontier.load(other.to_arrays())
         self._next, self._last = step, self.horizon.until
         if settled is not None:
             self._last = min(self._last, settled)
@@ -89,24 +89,24 @@ def test_members_take_segments_in_at_the_same_step_whoever_sees_them_first(
         for member in members:
             if chance.random() < 0.3:
                 member.see()
-            member.frontier.look()
-        known = agreed([member.frontier.seen for member in ready])
+            member.frontier.refresh()
+        known = agreed([member.frontier.visible for member in ready])
         if decide(step, members[0].horizon) == "wait":
-            assert len({m.frontier.reach(known, step, m.extend) for m in ready}) == 1
+            assert len({m.frontier.advance(known, step, m.extend) for m in ready}) == 1
             if decide(step, members[0].horizon) != "train":
                 continue
-        told = members[0].frontier.told
+        told = members[0].frontier.state
         for member in ready:
             member.train(step)
             member.frontier.check(known, told)
-            member.frontier.committed(known, step + 1, member.settle, member.extend)
+            member.frontier.on_commit(known, step + 1, member.settle, member.extend)
         if step == joins:
             for _ in versions:
                 members[2].see()  # it waits until it sees what the others have agreed on
             members[2].join(members[0].frontier, step + 1)
             missed = len(members[0].taken)
         step += 1
-        assert len({member.frontier.told for member in members[: 2 + (step > joins)]}) == 1
+        assert len({member.frontier.state for member in members[: 2 + (step > joins)]}) == 1
     assert step == NUM_STEPS
     assert members[0].taken == members[1].taken
     assert members[2].taken == members[0].taken[missed:]
@@ -119,35 +119,35 @@ def waiting(versions: list[Path], tmp_path: Path) -> Member:
     for step in range(found.horizon.until):
         found.train(step)
     found.see()
-    found.frontier.look()
+    found.frontier.refresh()
     return found
 
 
 def test_who_has_begun_a_step_that_others_do_not_know_is_started_again(waiting: Member) -> None:
-    frontier, told = waiting.frontier, waiting.frontier.told
+    frontier, told = waiting.frontier, waiting.frontier.state
     until = frontier.span.horizon.until
-    assert frontier.reach(frontier.seen, until, waiting.extend)
-    frontier.check(frontier.seen, told)  # who writes may have asked before it knew
+    assert frontier.advance(frontier.visible, until, waiting.extend)
+    frontier.check(frontier.visible, told)  # who writes may have asked before it knew
     with pytest.raises(BehindError, match="start it again"):
         frontier.check(FIRST, told)
     with pytest.raises(BehindError, match="start it again"):
-        frontier.committed(FIRST, until + 1, waiting.settle, waiting.extend)
+        frontier.on_commit(FIRST, until + 1, waiting.settle, waiting.extend)
 
 
 def test_who_knows_other_than_the_writer_is_started_again(waiting: Member) -> None:
-    before = waiting.frontier.told
-    waiting.frontier.committed(waiting.frontier.seen, 12, waiting.settle, waiting.extend)
-    waiting.frontier.check(FIRST, waiting.frontier.told)
+    before = waiting.frontier.state
+    waiting.frontier.on_commit(waiting.frontier.visible, 12, waiting.settle, waiting.extend)
+    waiting.frontier.check(FIRST, waiting.frontier.state)
     with pytest.raises(BehindError, match=re.escape(f"for {before}")):
-        waiting.frontier.check(waiting.frontier.seen, before)
+        waiting.frontier.check(waiting.frontier.visible, before)
 
 
 def test_what_cannot_be_taken_in_is_refused_and_nothing_has_changed(waiting: Member) -> None:
-    before = waiting.frontier.told
+    before = waiting.frontier.state
 
     def refuse(span: Span, step: int) -> None:
         raise PlanError("cache must be larger")
 
     with pytest.raises(DatasetRefusedError, match=r"^cache must be larger$"):
-        waiting.frontier.reach(waiting.frontier.seen, 12, refuse)
-    assert waiting.frontier.told == before
+        waiting.frontier.advance(waiting.frontier.visible, 12, refuse)
+    assert waiting.frontier.state == before

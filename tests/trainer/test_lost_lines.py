@@ -278,7 +278,7 @@ def test_replica_s_line_that_ends_with_the_disk_is_refused_and_written_again(emp
     writer = LogWriter(empty)
     write_all(writer, range(1), num_blocks=100)
     room = (empty / LEDGER).stat().st_size + 10
-    with largest_file(room), pytest.raises(SchemaError, match=r"^disk must have room for the line"):
+    with largest_file(room), pytest.raises(SchemaError, match=r"^no room on disk for the line"):
         write_all(writer, range(1, 2), num_blocks=100)
     writer.write()
     for name in (METRICS, LEDGER):

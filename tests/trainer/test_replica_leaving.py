@@ -15,7 +15,7 @@ from schemas.run_log import LEDGER, SUMMARY, StepMetric
 from tests.trainer.make_dataset import make_dataset, write_job
 from tests.trainer.processes import ended, num_steps, started, trained, until
 from tests.trainer.test_draining import SEGMENT
-from tests.trainer.test_replicas import agreed, told
+from tests.trainer.test_replicas import agreed, status
 from trainer.checkpoint.load import newest_checkpoint
 from trainer.diff import compare_runs
 from trainer.elastic.exchange import SplitPlanner
@@ -146,30 +146,30 @@ def test_replicas_that_are_asked_before_their_first_step_leave_a_run_that_goes_o
 
 
 def test_a_replica_leaves_after_the_step_in_whose_agreement_it_says_so() -> None:
-    going = agreed(4, a=told(), b=told(since=1, leaving=True))
+    going = agreed(4, a=status(), b=status(since=1, leaving=True))
     assert leave_outcome(going, "a") is None
-    assert leave_outcome(going, "b") == LeaveOutcome(saves=False, alone=True)
+    assert leave_outcome(going, "b") == LeaveOutcome(saves=False, others_continue=True)
     assert going.writer == "a"
     assert list(going.ready) == ["a", "b"]
-    first = replace(going.members["a"], told=told(leaving=True))
+    first = replace(going.members["a"], status=status(leaving=True))
     all_go = replace(going, members={**going.members, "a": first})
-    assert leave_outcome(all_go, "a") == LeaveOutcome(saves=True, alone=False)
-    assert leave_outcome(all_go, "b") == LeaveOutcome(saves=False, alone=False)
-    behind = Member(name="c", step=3, told=told(leaving=True))
+    assert leave_outcome(all_go, "a") == LeaveOutcome(saves=True, others_continue=False)
+    assert leave_outcome(all_go, "b") == LeaveOutcome(saves=False, others_continue=False)
+    behind = Member(name="c", step=3, status=status(leaving=True))
     with_c = replace(all_go, members={**all_go.members, "c": behind})
-    assert leave_outcome(with_c, "c") == LeaveOutcome(saves=False, alone=True)
+    assert leave_outcome(with_c, "c") == LeaveOutcome(saves=False, others_continue=True)
 
 
 def test_who_leaves_computes_what_is_its_own_and_has_no_share_of_the_next_steps() -> None:
     shares = {name: SplitPlanner(name) for name in "ab"}
-    both = agreed(0, a=told(), b=told())
-    last = agreed(1, a=told(leaves=(0, 1)), b=told(leaves=(2, 3), leaving=True))
+    both = agreed(0, a=status(), b=status())
+    last = agreed(1, a=status(leaves=(0, 1)), b=status(leaves=(2, 3), leaving=True))
     for found in shares.values():
-        found.heed(both, lambda _: 4)
-    more = {name: found.heed(last, lambda _: 4) for name, found in shares.items()}
+        found.assign(both, lambda _: 4)
+    more = {name: found.assign(last, lambda _: 4) for name, found in shares.items()}
     assert more["a"].owners == more["b"].owners == {"a": [0, 1], "b": [2, 3]}
     for step in (2, 3):
-        assert [len(shares[name].mine(step)) for name in "ab"] == [4, 0]
+        assert [len(shares[name].own_range(step)) for name in "ab"] == [4, 0]
 
 
 def test_lighthouse_waits_for_nobody_who_left_while_another_answers_for_it() -> None:
@@ -182,17 +182,17 @@ def test_lighthouse_waits_for_nobody_who_left_while_another_answers_for_it() -> 
         stand_ins = DepartedMembers(lighthouse.address, NEVER_SEC)
 
         def leave() -> None:
-            while len(other.agree(0, told()).members) < 2:  # who asks first may be alone
+            while len(other.agree(0, status()).members) < 2:  # who asks first may be alone
                 pass
-            other.agree(1, told(leaving=True))
+            other.agree(1, status(leaving=True))
 
         left = pool.submit(leave)
-        while len(one.agree(0, told()).members) < 2:
+        while len(one.agree(0, status()).members) < 2:
             pass
-        agreement = one.agree(1, told())
+        agreement = one.agree(1, status())
         left.result()
         for step in range(2, 5):
             assert (agreement.writer, agreement.leaving) == ("a", ["b"])
-            stand_ins.answer(agreement.leaving)
-            agreement = one.agree(step, told())
+            stand_ins.join_next_quorum(agreement.leaving)
+            agreement = one.agree(step, status())
             assert list(agreement.ready) == ["a"]

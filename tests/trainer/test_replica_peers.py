@@ -29,7 +29,9 @@ def serving(certificate: Certificate | None) -> Iterator[PeerServer]:
     """Serve the sums of one step."""
     server = PeerServer("127.0.0.1", ACCESS, certificate)
     try:
-        server.keep(3, CommittedStep(KNOWN, METRIC, (), torch.arange(8, dtype=torch.uint8)))
+        server.add_committed(
+            3, CommittedStep(KNOWN, METRIC, (), torch.arange(8, dtype=torch.uint8))
+        )
         yield server
     finally:
         server.shutdown()
@@ -41,7 +43,7 @@ def test_sums_go_over_tls_to_who_trusts_the_certificate_and_has_the_token(tmp_pa
     with serving(certificate) as server:
         assert server.address.startswith("grpc+tls://127.0.0.1:")
         with PeerClient(server.address, trusting) as peer:
-            sums = peer.sums(3)
+            sums = peer.fetch_sums(3)
         assert sums is not None
         assert CommittedStep.from_bytes(sums).metric == METRIC
         plain = server.address.replace("+tls", "")
@@ -54,7 +56,7 @@ def test_sums_go_over_tls_to_who_trusts_the_certificate_and_has_the_token(tmp_pa
                 PeerClient(address, access) as peer,
                 pytest.raises(PeerError, match="sums of grpc"),
             ):
-                peer.sums(3)
+                peer.fetch_sums(3)
 
 
 def test_replica_beyond_loopback_must_have_a_certificate(

@@ -204,5 +204,7 @@ def test_replicas_started_by_hand_tell_that_rows_are_lost(folder: Path, tmp_path
 def test_replicas_without_stores_are_told_to_share_some(folder: Path, tmp_path: Path) -> None:
     launch, options = LaunchOptions(count=2), TrainOptions(embedding="cached")
     job, dataset = folder / "job" / "job.yaml", folder / "dataset"
-    with pytest.raises(ValueError, match="must share store processes, got none; use --stores"):
+    with pytest.raises(
+        ValueError, match="need store processes to share rows outside memory; use --stores"
+    ):
         train_replicas(job, dataset, tmp_path / "run", options, launch, lambda *_: None)

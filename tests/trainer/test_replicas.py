@@ -56,33 +56,33 @@ def test_a_split_is_a_cut_in_runs_and_no_whole_leaf_can_be_moved_to_be_done_soon
         assert (len(run) + 1) / by_name[name] >= slowest - 1e-9
 
 
-def told(**changes: object) -> ReplicaStatus:
+def status(**changes: object) -> ReplicaStatus:
     return replace(ReplicaStatus(since=0, state="s", meeting="m"), **changes)  # type: ignore[arg-type]
 
 
 def agreed(step: int, number: int = 1, **members: ReplicaStatus) -> Agreement:
     return Agreement(
-        number, {name: Member(name=name, step=step, told=t) for name, t in members.items()}
+        number, {name: Member(name=name, step=step, status=t) for name, t in members.items()}
     )
 
 
 def test_all_replicas_work_out_the_same_shares_and_the_dead_one_s_leaves_are_taken_over() -> None:
     shares = {name: SplitPlanner(name) for name in "abc"}
-    first = agreed(0, a=told(speed=1.0), b=told(speed=1.0), c=told(speed=2.0))
-    more = {name: found.heed(first, lambda _: 8) for name, found in shares.items()}
-    assert [leaf for m in more.values() for run in m.runs for leaf in run] == list(range(8))
-    assert {n: found.mine(1) for n, found in shares.items()} == {
+    first = agreed(0, a=status(speed=1.0), b=status(speed=1.0), c=status(speed=2.0))
+    more = {name: found.assign(first, lambda _: 8) for name, found in shares.items()}
+    assert [leaf for m in more.values() for run in m.ranges for leaf in run] == list(range(8))
+    assert {n: found.own_range(1) for n, found in shares.items()} == {
         "a": range(2),
         "b": range(2, 4),
         "c": range(4, 8),
     }
-    left = {"a": told(speed=1.0, leaves=(0, 1)), "b": told(speed=1.0, leaves=(2, 3))}
+    left = {"a": status(speed=1.0, leaves=(0, 1)), "b": status(speed=1.0, leaves=(2, 3))}
     second = agreed(1, 2, a=left["a"], b=left["b"])
-    more = {name: shares[name].heed(second, lambda _: 8) for name in "ab"}
+    more = {name: shares[name].assign(second, lambda _: 8) for name in "ab"}
     assert more["a"].owners == more["b"].owners == {"a": [0, 1, 4, 5], "b": [2, 3, 6, 7]}
-    assert more["b"].runs == [range(6, 8)]
-    assert shares["a"].mine(2) == range(4)
-    assert shares["b"].mine(3) == range(4, 8)
+    assert more["b"].ranges == [range(6, 8)]
+    assert shares["a"].own_range(2) == range(4)
+    assert shares["b"].own_range(3) == range(4, 8)
 
 
 def test_a_replica_slowed_by_half_has_half_within_ten_steps_and_the_log_says_so(
@@ -93,11 +93,11 @@ def test_a_replica_slowed_by_half_has_half_within_ten_steps_and_the_log_says_so(
     speeds: dict[str, float | None] = {"a": None, "b": None}
     done: list[dict[str, range]] = []
     for step in range(16):
-        agreement = agreed(step, 1, **{name: told(speed=speed) for name, speed in speeds.items()})
-        done.append({name: share.mine(step) for name, share in shares.items()})
+        agreement = agreed(step, 1, **{name: status(speed=speed) for name, speed in speeds.items()})
+        done.append({name: share.own_range(step) for name, share in shares.items()})
         for name, share in shares.items():
-            share.heed(agreement, lambda _: 24)
-            writers[name].remember_splits(share.fixed())
+            share.assign(agreement, lambda _: 24)
+            writers[name].remember_splits(share.take_new_splits())
             speeds[name] = smooth_speed(speeds[name], 5.0 if name == "b" and step >= 6 else 10.0)
         writers["a" if step < 9 else "b"].write_splits()
     assert [len(runs["b"]) for runs in done[1:7]] == [12] * 6
@@ -114,8 +114,8 @@ def test_a_replica_slowed_by_half_has_half_within_ten_steps_and_the_log_says_so(
 
 
 def test_leaves_that_two_replicas_tell_count_for_one_of_them() -> None:
-    both = agreed(0, a=told(leaves=(0, 1)), b=told(leaves=(1, 2), since=1))
-    kept, dropped = (SplitPlanner(name).heed(both, lambda _: 4) for name in "ab")
+    both = agreed(0, a=status(leaves=(0, 1)), b=status(leaves=(1, 2), since=1))
+    kept, dropped = (SplitPlanner(name).assign(both, lambda _: 4) for name in "ab")
     assert (kept.dropped, dropped.dropped) == (False, True)
     assert kept.owners == dropped.owners
     assert sorted(leaf for own in kept.owners.values() for leaf in own) == [0, 1, 2, 3]
@@ -123,9 +123,9 @@ def test_leaves_that_two_replicas_tell_count_for_one_of_them() -> None:
 
 def test_who_is_there_longest_writes_and_who_is_behind_does_not() -> None:
     members = {
-        "a": Member(name="a", step=4, told=told(since=3)),
-        "b": Member(name="b", step=4, told=told(since=1)),
-        "c": Member(name="c", step=3, told=told(since=0)),
+        "a": Member(name="a", step=4, status=status(since=3)),
+        "b": Member(name="b", step=4, status=status(since=1)),
+        "c": Member(name="c", step=3, status=status(since=0)),
     }
     agreement = Agreement(7, members)
     assert agreement.step == 4
@@ -222,7 +222,7 @@ def test_a_writer_that_does_not_know_the_next_step_says_so(tmp_path: Path) -> No
     writer = LogWriter(tmp_path)
     for step in range(REMEMBERED_STEPS + 1):
         writer.remember(*lines_of(step))
-    with pytest.raises(SchemaError, match="lines must follow step -1, got 1 for the next"):
+    with pytest.raises(SchemaError, match="lines between step -1 and 1 are missing"):
         writer.write()
 
 
@@ -235,9 +235,9 @@ def test_faults_are_data() -> None:
 def test_leaves_take_longer_by_a_factor_and_by_seconds_until_a_step(tmp_path: Path) -> None:
     faults = Faults().slow(0, 3.0, step=2).pause(0, 0.25, until=4).pause(1, 9.0)
     injector = FaultInjector(faults, 0, tmp_path)
-    found = [injector.slower_sec(step, 4, 0.5) for step in (0, 1, 2, 3, 4, 5)]
+    found = [injector.delay_sec(step, 4, 0.5) for step in (0, 1, 2, 3, 4, 5)]
     assert found == [1.0, 1.0, 2.0, 2.0, 1.0, 1.0]
-    assert FaultInjector(faults, 2, tmp_path).slower_sec(0, 4, 0.5) == 0.0
+    assert FaultInjector(faults, 2, tmp_path).delay_sec(0, 4, 0.5) == 0.0
 
 
 def test_one_member_agrees_with_itself_and_leaves_nobody_to_wait_for() -> None:
@@ -245,9 +245,9 @@ def test_one_member_agrees_with_itself_and_leaves_nobody_to_wait_for() -> None:
         Lighthouse("127.0.0.1", 0, 0.5) as lighthouse,
         Membership(lighthouse.address, "a", 0.5, 10.0) as member,
     ):
-        agreement = member.agree(3, told(leaves=(1, 2)))
+        agreement = member.agree(3, status(leaves=(1, 2)))
         assert (agreement.step, agreement.writer) == (3, "a")
-        assert agreement.ready["a"].told.leaves == (1, 2)
+        assert agreement.ready["a"].status.leaves == (1, 2)
 
 
 @pytest.mark.slow
@@ -258,7 +258,7 @@ def test_nobody_to_meet_is_said_within_the_time() -> None:
         group.join("1/0/a,b", meeting.address, 0, 2)
     group.join("2/0/a", meeting.address, 0, 1)
     alone = torch.arange(3, dtype=torch.uint8)
-    assert [message.tolist() for message in group.gather(alone, 1.0, nobody)] == [[0, 1, 2]]
+    assert [message.tolist() for message in group.all_gather(alone, 1.0, nobody)] == [[0, 1, 2]]
 
 
 def nobody() -> bool:
@@ -287,14 +287,14 @@ def test_a_member_that_lives_is_waited_for_and_one_that_does_not_say_so_is_not()
         def lives() -> bool:  # asked on and on until the late one's message is there
             asked.append(None)
             if len(asked) == 2:
-                pool.submit(late.gather, mine + 1, 60.0, nobody)
+                pool.submit(late.all_gather, mine + 1, 60.0, nobody)
             return True
 
-        found = pool.submit(waiting.gather, mine, 0.05, lives).result()
+        found = pool.submit(waiting.all_gather, mine, 0.05, lives).result()
         assert [message.tolist() for message in found] == [[1, 2, 3], [0, 1, 2]]
         assert len(asked) >= 2
-    with pytest.raises(LostPeerError, match="does not say that it lives"):
-        waiting.gather(mine, 0.05, lambda: False)
+    with pytest.raises(LostPeerError, match="does not answer pings"):
+        waiting.all_gather(mine, 0.05, lambda: False)
     assert waiting.key is None
     late.leave()
 
@@ -313,13 +313,13 @@ def test_a_process_that_is_held_does_not_say_that_it_lives() -> None:
         assert held.stdout is not None
         address = held.stdout.readline().strip()
         with PeerClient(address, Access(token="t", timeout_sec=60.0)) as peer:
-            peer.ask_if_it_lives()
+            peer.ping()
         hold(held.pid)
         try:
             with (
                 PeerClient(address, Access(token="t", timeout_sec=1.0)) as peer,
                 pytest.raises(PeerError, match="lives of grpc"),
             ):
-                peer.ask_if_it_lives()
+                peer.ping()
         finally:
             held.kill()

@@ -222,7 +222,7 @@ def test_a_dataset_that_was_replaced_ends_the_run_when_it_is_saved(
         together.until(lambda: num_steps(together.run) == 16)
         write_manifest(together.dataset, replace(root, segments=(other, *root.segments[1:])))
 
-    with pytest.raises(SchemaError, match=r"replica \d must end well, got status 1"):
+    with pytest.raises(SchemaError, match=r"replica \d failed with status 1"):
         together.train(change, (12,))
     assert checkpoint_at(together.run, num_steps(together.run)).is_dir()
     commit(versions[1], together.dataset)
@@ -237,7 +237,7 @@ def test_a_cache_that_a_later_segment_does_not_fit_ends_the_run_when_it_is_saved
     job = write_job(tmp_path / "job", **ONCE, policy="belady", rows="200")
     versions = make_versions(tmp_path / "versions", job, [[(64, 0)], [(700, 0)]])
     together = Together(job, versions, tmp_path)
-    with pytest.raises(SchemaError, match=r"replica \d must end well, got status 1"):
+    with pytest.raises(SchemaError, match=r"replica \d failed with status 1"):
         together.train(lambda _: together.more(), (1,), **CACHED)
     assert num_steps(together.run) == 1
     assert checkpoint_at(together.run, 1).is_dir()
@@ -249,7 +249,7 @@ def test_a_pipeline_that_has_died_ends_the_run_after_the_limit(
     impatient = tmp_path / "job.yaml"
     impatient.write_text(f"{job.read_text()}  limits: {{wait: 10s}}\n")
     together = Together(impatient, versions, tmp_path)
-    with pytest.raises(SchemaError, match=r"replica \d must end well, got status 1"):
+    with pytest.raises(SchemaError, match=r"replica \d failed with status 1"):
         together.train(lambda _: None, ())
     assert together.waits(12)
     together.job = job
@@ -268,7 +268,7 @@ def test_a_dataset_that_is_not_there_yet_is_waited_for(
         said.append(line)
         together.more()
 
-    together.train(lambda _: together.more(), say=say)
+    together.train(lambda _: together.more(), progress=say)
     assert said == [f"waiting at step 0: {together.dataset} does not exist yet"]
     assert_equal(together.run, whole)
 

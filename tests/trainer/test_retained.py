@@ -54,7 +54,7 @@ class Together:
     def agree(self, writer: int) -> None:
         written = max(replica.written for replica in self.replicas)
         for number, replica in enumerate(self.replicas):
-            replica.heed(written, writes=number == writer)
+            replica.update_written(written, writes=number == writer)
 
     def found(self, replica: int, step: int) -> dict[int, int]:
         records = self.replicas[replica].fetch(step, {"items": ROWS})["items"]
@@ -80,7 +80,7 @@ def test_every_replica_reads_what_left_last_whoever_writes(
         together.leave(rng.choice(12, rng.integers(5), replace=False).tolist(), late=False)
         for replica in (0, 1):
             assert together.found(replica, together.step) == together.history
-    with together.replicas[1].at_once():  # whoever writes at the end has all that is missing
+    with together.replicas[1].unbuffered():  # whoever writes at the end has all that is missing
         pass
     together.agree(1)
     assert together.found(0, together.step) == together.history

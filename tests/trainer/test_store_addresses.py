@@ -138,7 +138,7 @@ def test_stores_config_takes_files_and_nothing_relative() -> None:
     assert found.addresses == ("file:///a/address",)
     message = (
         "addresses must be grpc://host:port, grpc+tls://host:port or file:///path, got "
-        "'file://a/address'; write what the store announced"
+        "'file://a/address'; use the address that the store announced"
     )
     with pytest.raises(ValueError, match=re.escape(message)):
         StoresConfig(addresses=("file://a/address",), token_file="token")

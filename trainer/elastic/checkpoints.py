@@ -1,4 +1,4 @@
-"""Checkpoints and log lines of a run of several replicas."""
+"""Log lines and checkpoints of a run of several replicas."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ from trainer.stores.api import RowsLostError
 
 
 def copy_bytes_of(job: Job, span: Span, first: int) -> int:
-    """Return the bytes of the largest copy of a checkpoint of replicas; 0 where none is due.
+    """Return the size of the largest copy for a checkpoint of replicas; 0 if none is due.
 
     Args:
         job: of the run.
-        span: what may be trained by now.
-        first: step that is to be trained.
+        span: what may be trained.
+        first: first step to be trained.
     """
     every = job.train.checkpoint.every_steps
     if every is None:
@@ -56,58 +56,50 @@ def copy_bytes_of(job: Job, span: Span, first: int) -> int:
 
 
 def check_room(config: CheckpointConfig, num_bytes: int) -> None:
-    """Refuse a machine without room for a copy.
-
-    Args:
-        config: says where copies go.
-        num_bytes: of the largest one; 0 where there is none.
-
-    Raises:
-        SchemaError: names the missing bytes.
-    """
+    """Raise SchemaError if the directory of copies has no room for `num_bytes`; 0: no copy."""
     directory = Path(config.copy_to)
     if num_bytes and START + num_bytes > free_bytes(directory):
         raise too_small(directory, START + num_bytes)
 
 
 class ReplicaCheckpoints(Protocol):
-    """Saves a run, as one of its replicas."""
+    """Checkpoints of a run, as one of its replicas saves them."""
 
     def after(self, train_step: int, *, writes: bool) -> None:
-        """Save where it is due.
+        """Save if a checkpoint is due.
 
         Args:
-            train_step: all steps before it are committed.
-            writes: whether this replica writes the run's files.
+            train_step: the next step.
+            writes: whether this replica is the writer.
         """
         ...
 
     def finish(self, train_step: int) -> bool:
-        """Have the state before a step on the disk; return whether that brought all rows to stores.
+        """Save the state before a step unless it is saved; return whether rows were flushed.
 
         Raises:
             SchemaError: the disk is full.
         """
         ...
 
-    def let_go(self) -> None:
-        """Give back what another replica may need; nobody waits for it."""
+    def release(self) -> None:
+        """Release the memory of copies for another writer, in the background."""
         ...
 
     def close(self) -> None:
-        """Give back what was taken; what was copied is still written."""
+        """Release resources after copies in progress are written."""
         ...
 
 
 class FinalCheckpoint:
-    """Saves everything once, after the last step."""
+    """Saves once, after the last step."""
 
     def __init__(self, run: Path, save: Callable[[int], None]) -> None:
-        """Keep the parts.
+        """Save nothing yet.
 
         Args:
             run: run folder.
-            save: brings all rows to their stores and writes the state before a step.
+            save: flushes rows and saves the state before a step.
         """
         self._run, self._save = run, save
 
@@ -115,13 +107,13 @@ class FinalCheckpoint:
         """Do nothing."""
 
     def finish(self, train_step: int) -> bool:
-        """Save, unless another replica has."""
+        """Save unless another replica has."""
         if newest_step(self._run) == train_step:
             return False
         self._save(train_step)
         return True
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Do nothing."""
 
     def close(self) -> None:
@@ -129,30 +121,29 @@ class FinalCheckpoint:
 
 
 def newest_step(run: Path) -> int | None:
-    """Return the step of the newest complete checkpoint of a run."""
+    """Return the step of the newest complete checkpoint."""
     newest = newest_checkpoint(run)
     return None if newest is None else int(newest.name)
 
 
-# The lines of committed steps, kept by all replicas and written by one of them.
-#
-# Who writes may die at any moment, also between two lines. All replicas remember the last steps;
-# whoever writes next looks at what is there, drops what is torn and adds what is missing.
-
 REMEMBERED_STEPS = 64
-"""Steps whose lines a replica can still write."""
+"""Steps whose lines a replica keeps."""
 _BLOCK = 1 << 16
-"""Bytes that are read at once from the end of a file."""
+"""Bytes per read from the end of a file."""
 
 
 class LogWriter:
-    """The lines of a run, as one replica knows them."""
+    """Log lines of committed steps: kept by all replicas, written by one.
+
+    A writer may die between two lines. The next writer truncates a torn line and adds the missing
+    ones.
+    """
 
     def __init__(self, run: Path) -> None:
-        """Remember the folder.
+        """Write nothing yet.
 
         Args:
-            run: run folder; its lines are there already, perhaps none.
+            run: run folder with existing log files.
         """
         self._run = run
         self._lines: OrderedDict[int, tuple[bytes, bytes]] = OrderedDict()
@@ -163,7 +154,7 @@ class LogWriter:
 
         Args:
             metric: of the step.
-            entries: one per replica that computed leaves.
+            entries: one per replica that computed microbatches.
         """
         ledger = "".join(f"{to_line(entry)}\n" for entry in entries)
         self._lines[metric.step] = (ledger.encode(), f"{to_line(metric)}\n".encode())
@@ -171,11 +162,11 @@ class LogWriter:
             self._lines.popitem(last=False)
 
     def remember_splits(self, splits: Iterable[StepSplit]) -> None:
-        """Keep the lines of splits that were fixed."""
+        """Keep the lines of new splits."""
         self._splits.extend(splits)
 
     def write_splits(self) -> None:
-        """Write every remembered split that is not there yet.
+        """Write every remembered split that is not in the file.
 
         Raises:
             SchemaError: the disk is full.
@@ -184,64 +175,64 @@ class LogWriter:
             return
         with (self._run / SPLITS).open("a+b") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
-            last = _cut(file.fileno(), None, "fixed_at")
+            last = _truncate(file.fileno(), None, "fixed_at")
             for split in self._splits:
                 if split.fixed_at >= last:
                     _append(file, f"{to_line(split)}\n".encode())
         self._splits.clear()
 
     def write(self) -> None:
-        """Write every remembered step that is not there yet.
+        """Write every remembered step that is not in the files.
 
-        A step is there when its metric is: the ledger's lines are written before.
+        The ledger is written first: a step is complete when its metric is written.
 
         Raises:
-            SchemaError: the disk is full, or steps are missing that nobody remembers.
+            SchemaError: the disk is full, or a missing step is not remembered.
         """
         with (self._run / METRICS).open("r+b") as metrics, (self._run / LEDGER).open("r+b") as book:
             fcntl.flock(metrics, fcntl.LOCK_EX)
-            last = _cut(metrics.fileno(), None)
+            last = _truncate(metrics.fileno(), None)
             new = {step: lines for step, lines in self._lines.items() if step > last}
             if not new:
                 return
             if min(new) != last + 1:
                 raise SchemaError(
-                    f"lines must follow step {last}, got {min(new)} for the next; resume the run",
+                    f"lines between step {last} and {min(new)} are missing; resume the run",
                     file=metrics.name,
                 )
-            _cut(book.fileno(), last)
+            _truncate(book.fileno(), last)
             for ledger, metric in new.values():
                 for file, line in ((book, ledger), (metrics, metric)):
                     _append(file, line)
 
 
 def _append(file: BufferedRandom, line: bytes) -> None:
-    """Write a line as a whole: one call may write a part of it, such as to an almost full disk."""
-    left = memoryview(line)
+    """Write a whole line; one `os.write` may write a part of it."""
+    remaining = memoryview(line)
     try:
-        while left:
-            left = left[os.write(file.fileno(), left) :]
-    except OSError as failed:
+        while remaining:
+            remaining = remaining[os.write(file.fileno(), remaining) :]
+    except OSError as error:
         raise SchemaError(
-            f"disk must have room for the line of a step, got {failed.strerror}; free some and "
-            "train on with --resume",
+            f"no room on disk for the line of a step: {error.strerror}; free some and continue "
+            "with --resume",
             file=file.name,
-        ) from failed
+        ) from error
 
 
-def _cut(number: int, most: int | None, key: str = "step") -> int:
-    """Drop a torn line and those of later steps, go to the end, and return the last step or -1.
+def _truncate(number: int, max_step: int | None, key: str = "step") -> int:
+    """Truncate a torn line and lines of later steps, seek to the end, return the last step or -1.
 
     Args:
-        number: of an open file.
-        most: the last step that stays; all when None.
-        key: of a line's step.
+        number: file descriptor.
+        max_step: the last step to keep; None: all.
+        key: of the step in a line.
     """
     keep, last = 0, -1
-    for start, line in _from_end(number):
+    for start, line in _lines_from_end(number):
         if line.endswith(b"\n"):
             step = int(json.loads(line)[key])
-            if most is None or step <= most:
+            if max_step is None or step <= max_step:
                 keep, last = start + len(line), step
                 break
     if keep != os.fstat(number).st_size:
@@ -250,8 +241,8 @@ def _cut(number: int, most: int | None, key: str = "step") -> int:
     return last
 
 
-def _from_end(number: int) -> Iterator[tuple[int, bytes]]:
-    """Yield where each line of an open file starts, and the line; the last line comes first."""
+def _lines_from_end(number: int) -> Iterator[tuple[int, bytes]]:
+    """Yield (offset, line) of an open file, the last line first."""
     start, rest = os.fstat(number).st_size, b""
     while start:
         size = min(start, _BLOCK)
@@ -265,23 +256,14 @@ def _from_end(number: int) -> Iterator[tuple[int, bytes]]:
             yield end, line
 
 
-# Checkpoints of replicas beside training: the writer copies, its agent brings copies to the disk.
-#
-# All replicas hold the same rows and take note of those that change, so whoever becomes the
-# writer goes on from the newest complete checkpoint. The copies of a run have one place on a
-# machine. A replica that no longer writes gives it back, and where it died its agent does, when
-# it has written what it holds. Until then, and where a new writer does not know all that changed
-# since that checkpoint, everything is saved while training waits: no checkpoint depends on
-# another's agent.
-
 logger = logging.getLogger(__name__)
 
 _HAND_OVER_SEC = 1.0
-"""Wait for the agent of the writer before, which ends in half of it where it has nothing to do."""
+"""Maximum wait for the agent of the previous writer; an idle one ends in half of it."""
 
 
 class ReplicaState(TrainState):
-    """What is saved of a replica; where caches stand is not: they are planned anew."""
+    """The state of a replica to be saved, without the cache plan, which is made again."""
 
     def plan(self, train_step: int) -> Mapping[str, Array]:
         """Return nothing."""
@@ -289,32 +271,39 @@ class ReplicaState(TrainState):
 
 
 class BackgroundCheckpoints:
-    """Saves every so many steps: beside training, or whole where that cannot be."""
+    """Saves every `every_steps` steps: changed rows beside training, or everything at once.
+
+    All replicas hold the same rows and track their changes, so a new writer continues from the
+    newest complete checkpoint. The copies of a run use one memory file per machine. A replica that
+    is no longer the writer releases it; if it died, its agent does after writing its copies. Until
+    then, and if a new writer has not tracked all changes since that checkpoint, everything is saved
+    while training waits. So no checkpoint depends on the agent of another replica.
+    """
 
     def __init__(
-        self, setting: ReplicaContext, copy_bytes: int, save_whole: Callable[[int], None]
+        self, context: ReplicaContext, copy_bytes: int, save_all: Callable[[int], None]
     ) -> None:
-        """Follow the rows from now on.
+        """Track changes of rows from the first step on.
 
         Args:
-            setting: of the run, whose rows are not begun with yet.
+            context: of the replica, whose rows are not started yet.
             copy_bytes: of the largest copy.
-            save_whole: brings all rows to their stores and writes the state before a step.
+            save_all: flushes rows and saves the state before a step.
         """
-        self._setting = setting
-        self._run, self._config = setting.run, setting.job.train.checkpoint
+        self._context = context
+        self._run, self._config = context.run, context.job.train.checkpoint
         self._copy_bytes = copy_bytes
-        self._save_whole = save_whole
-        self._layouts = {table: store.layout for table, store in setting.parts.stores.items()}
+        self._save_all = save_all
+        self._layouts = {table: store.layout for table, store in context.parts.stores.items()}
         self._changes = Changes(self._layouts)
-        setting.rows.track_changes(self._changes)
-        self._begun: tuple[BesideSaver, ReplicaState] | None = None
-        self._has_told = False
+        context.rows.track_changes(self._changes)
+        self._active: tuple[BesideSaver, ReplicaState] | None = None
+        self._warned = False
 
     def after(self, train_step: int, *, writes: bool) -> None:
-        """Copy what changed where it is due and this replica writes."""
+        """Copy changed rows if a checkpoint is due and this replica is the writer."""
         if not writes:
-            self.let_go()
+            self.release()
         every = self._config.every_steps
         if every is None or train_step % every:
             return
@@ -325,7 +314,7 @@ class BackgroundCheckpoints:
             self._save(train_step, newest, BesideSaver.save)
 
     def finish(self, train_step: int) -> bool:
-        """Have the state before a step on the disk; return whether that brought all rows to stores.
+        """Save the state before a step unless it is saved; return whether rows were flushed.
 
         Raises:
             SchemaError: the disk is full.
@@ -333,54 +322,54 @@ class BackgroundCheckpoints:
         newest = newest_step(self._run)
         return newest != train_step and self._save(train_step, newest, BesideSaver.finish)
 
-    def let_go(self) -> None:
-        """Give the place of copies back; nobody waits until what was copied is written."""
-        if self._begun is not None:
-            threading.Thread(target=_close, args=self._begun, name="let go", daemon=True).start()
-            self._begun = None
+    def release(self) -> None:
+        """Release the memory of copies in the background, after they are written."""
+        if self._active is not None:
+            threading.Thread(target=_close, args=self._active, name="release", daemon=True).start()
+            self._active = None
 
     def close(self) -> None:
-        """End the agent, when it has written what is under way, and give the place back."""
-        if self._begun is not None:
-            _close(*self._begun)
-            self._begun = None
+        """Stop the agent after it has written its copies, and release their memory."""
+        if self._active is not None:
+            _close(*self._active)
+            self._active = None
 
     def _save(
         self, train_step: int, newest: int | None, save: Callable[[BesideSaver, int], None]
     ) -> bool:
-        """Save as `save` does, or whole where that cannot be; return whether it was whole."""
-        if self._setting.rows.known <= (newest or 0):
+        """Save with `save`, or everything if that is not possible; return whether it was all."""
+        if self._context.rows.tracked_since <= (newest or 0):
             try:
-                saver, _ = self._begun = self._begun or self._begin()
+                saver, _ = self._active = self._active or self._start()
                 saver.go_on_from(newest or 0)
                 save(saver, train_step)
             except RowsLostError:
                 raise
             except (SchemaError, OSError) as error:
-                self.let_go()
-                self._tell(train_step, error)
+                self.release()
+                self._warn(train_step, error)
             else:
-                self._has_told = False
+                self._warned = False
                 return False
-        self._save_whole(train_step)
+        self._save_all(train_step)
         return True
 
-    def _begin(self) -> tuple[BesideSaver, ReplicaState]:
-        """Take the place of copies and start an agent.
+    def _start(self) -> tuple[BesideSaver, ReplicaState]:
+        """Create the memory of copies and start an agent.
 
         Raises:
-            SchemaError: another agent still holds it, or it is too small.
-            FileExistsError: another replica was faster.
+            SchemaError: another agent still uses the memory, or there is not enough.
+            FileExistsError: another replica created it first.
         """
-        setting = self._setting
+        context = self._context
         claim_leftovers(self._run, self._config, resume=True, wait_sec=_HAND_OVER_SEC)
         newest = newest_step(self._run)
         memory = CopyMemory(memory_path(Path(self._config.copy_to), self._run))
         state = ReplicaState(
-            setting.parts,
-            setting.rows.source,
+            context.parts,
+            context.rows.source,
             self._changes,
-            lambda: made_of(setting.job, setting.span.dataset),
+            lambda: made_of(context.job, context.span.dataset),
         )
         saver = BesideSaver(
             self._run,
@@ -398,15 +387,15 @@ class BackgroundCheckpoints:
             raise
         return saver, state
 
-    def _tell(self, train_step: int, error: Exception) -> None:
-        if not self._has_told:
+    def _warn(self, train_step: int, error: Exception) -> None:
+        if not self._warned:
             logger.warning(
                 "checkpoint is saved while training waits, as are those that follow until its "
                 "copy has a place train_step=%s: %s",
                 train_step,
                 error,
             )
-        self._has_told = True
+        self._warned = True
 
 
 def _close(saver: BesideSaver, state: ReplicaState) -> None:

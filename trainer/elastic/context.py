@@ -1,4 +1,4 @@
-"""What all replicas of a run agree on, and what each builds from the job and the dataset."""
+"""Settings shared by all replicas of a run, the agreed part of the dataset, and its steps."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ from trainer.stores.api import BehindError, RowsLostError
 from trainer.train import reader_of
 
 TOKEN = "token"
-"""File of the run with what its replicas present to each other."""
+"""File of the run with the token of its replicas."""
 ROWS_LOST = "rows-lost"
-"""File of the run with the lighthouse of the attempt of which rows are lost."""
+"""File of the run with the lighthouse of the attempt whose rows are lost."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rendezvous:
-    """One attempt at a run."""
+    """Settings of one attempt at a run, written by the launcher for its replicas."""
 
     job: str
     """Job file."""
@@ -52,35 +52,35 @@ class Rendezvous:
     lighthouse: str
     """`http://host:port`."""
     heartbeat_sec: float
-    """Time without a sign of life after which a replica is dead."""
+    """Time without heartbeat after which a replica is considered dead."""
     embedding: str
-    """Where rows lie, as `--embedding` says."""
+    """Value of `--embedding`."""
     expanded: bool
-    """Undo the deduplication."""
+    """Whether to undo the deduplication."""
     steps: int | None
     """Stop before this step."""
     follow: bool
-    """Whether segments may come."""
+    """Whether to wait for new segments."""
     known: Known
-    """What all know of the dataset when they begin."""
+    """The part of the dataset that is agreed on at the start."""
     retained_bytes: int
-    """Most bytes of rows that the writer lets wait before they go to the stores."""
+    """Size of the write buffer in front of the stores."""
     copy_bytes: int
-    """Of the largest copy of a checkpoint; 0 where none is taken beside training."""
+    """Size of the largest copy for a checkpoint; 0 if none is made beside training."""
     shared: SharedStores | None
-    """Stores of the run; None where every replica has all rows in memory."""
+    """Stores of the run; None if every replica has all rows in memory."""
 
 
-def write_rendezvous(run: Path, together: Rendezvous) -> None:
-    """Let replicas know."""
-    replace_bytes(run / RENDEZVOUS, canonical_json(asdict(together)).encode())
+def write_rendezvous(run: Path, rendezvous: Rendezvous) -> None:
+    """Write the settings of an attempt into the run folder."""
+    replace_bytes(run / RENDEZVOUS, canonical_json(asdict(rendezvous)).encode())
 
 
 def read_rendezvous(run: Path) -> Rendezvous:
-    """Return what `write_together` wrote.
+    """Return what `write_rendezvous` wrote.
 
     Raises:
-        SchemaError: nobody leads the run, or the file is of another release.
+        SchemaError: the run has no launcher, or the file is of another release.
     """
     path = run / RENDEZVOUS
     try:
@@ -91,7 +91,7 @@ def read_rendezvous(run: Path) -> Rendezvous:
         return Rendezvous(**{**body, "known": Known(**body["known"]), "shared": shared})
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise SchemaError(
-            f"run must be one that replicas are asked to join, got {error}; begin it with "
+            f"run cannot be joined by replicas: {error}; start it with "
             "python -m trainer train --replicas 0",
             file=str(path),
         ) from error
@@ -99,12 +99,7 @@ def read_rendezvous(run: Path) -> Rendezvous:
 
 @contextmanager
 def report_lost_rows(run: Path, lighthouse: str) -> Generator[None]:
-    """Let whoever leads an attempt know when it cannot go on, since rows are lost.
-
-    Args:
-        run: run folder.
-        lighthouse: of the attempt.
-    """
+    """Report a `RowsLostError` to the launcher of an attempt, through a file of the run."""
     try:
         yield
     except RowsLostError:
@@ -113,32 +108,31 @@ def report_lost_rows(run: Path, lighthouse: str) -> Generator[None]:
 
 
 def rows_are_lost(run: Path, lighthouse: str) -> bool:
-    """Tell whether a replica of an attempt has found that it cannot go on."""
+    """Return whether a replica of an attempt has reported lost rows."""
     try:
         return (run / ROWS_LOST).read_text(encoding="utf-8") == lighthouse
     except FileNotFoundError:
         return False
 
 
-# How far a replica may train: what it sees of the dataset, and what all have agreed on.
-#
-# What the members of a step's agreement all see is committed with the step, so those that are
-# behind or join learn it with the sums. It holds from the first step on whose reads no replica
-# has issued then, the same for all: their caches go on with one plan. Where all known steps are
-# trained, the agreement that shows more is that of the next step itself.
-
 FRONTIER = "frontier"
-"""Name of what one that joins must know, among the arrays of a state."""
+"""Name of `Frontier.state` among the arrays of a state."""
 Extend = Callable[[Span, int], None]
-"""Lets a span be trained from a step on."""
+"""Extends training to a span, from a step on."""
 
 
 class DatasetRefusedError(SchemaError):
-    """Say that what has come cannot be trained; all replicas find the same, and save."""
+    """New segments cannot be trained; all replicas raise it in the same step, and save."""
 
 
 class Frontier:
-    """What may be trained, from step to step."""
+    """The part of the dataset that may be trained, the same on all replicas at each step.
+
+    The part that all members of a step's agreement see is committed with the step; replicas that
+    are behind or join receive it with the sums. It becomes valid at the first step that no replica
+    has read ahead, so that all caches extend their plan at the same step. When all valid steps are
+    trained, it becomes valid in the step itself.
+    """
 
     def __init__(
         self,
@@ -146,191 +140,193 @@ class Frontier:
         known: Known,
         drain: Drain,
         poll_sec: float,
-        say: Callable[[str], None] = lambda _: None,
+        progress: Callable[[str], None] = lambda _: None,
     ) -> None:
         """Wait until this process sees as much of the dataset as others.
 
         Args:
             data: the dataset; `first` was called.
-            known: what is agreed on at the first step.
-            drain: ends a wait.
-            poll_sec: seconds between two looks.
-            say: told what is waited for, one line at a time.
+            known: the part that is agreed on at the first step.
+            drain: interrupts a wait.
+            poll_sec: interval of looking for new segments.
+            progress: called with a line when training waits.
 
         Raises:
-            SchemaError: the dataset is another one.
-            DrainInterrupt: the process is to end.
+            SchemaError: the dataset was replaced.
+            DrainInterrupt: the process is asked to leave.
         """
         self.trouble = ""
-        self._data, self._drain, self._poll_sec, self._say = data, drain, poll_sec, say
-        self._seen, self._known = data.look(), known
-        self._coming: tuple[Known, int] | None = None  # and the step from which on it holds
-        self._tried: Known | None = None  # holds already for the step in flight
-        self._said = ""
-        self.span = self._seen_by_me(known)
+        self._data, self._drain, self._poll_sec = data, drain, poll_sec
+        self._progress = progress
+        self._visible, self._known = data.look(), known
+        self._pending: tuple[Known, int] | None = None  # and the step at which it becomes valid
+        self._in_flight: Known | None = None  # valid for the step in flight already
+        self._reported = ""
+        self.span = self._wait_for(known)
 
     @property
-    def seen(self) -> Known:
-        """What this process has seen of the dataset when it looked last."""
-        return self._seen
+    def visible(self) -> Known:
+        """The part of the dataset that this process saw at the last `refresh`."""
+        return self._visible
 
-    def look(self) -> None:
-        """See what is committed now; a dataset that is another one is everybody's trouble."""
+    @property
+    def state(self) -> tuple[int, ...]:
+        """The valid part, the pending part, and the step at which it becomes valid or -1."""
+        known, at = (self._known, -1) if self._pending is None else self._pending
+        both = self._known.num_segments, self._known.finished, known.num_segments, known.finished
+        return (*map(int, both), at)
+
+    def refresh(self) -> None:
+        """Look for new segments; a replaced dataset sets `trouble`, which ends the run."""
         try:
-            self._seen = self._data.look()
+            self._visible = self._data.look()
         except SchemaError as error:
             self.trouble = self.trouble or str(error)
 
-    def give_up(self, train_step: int, seconds: float) -> None:
-        """Wait no longer."""
+    def time_out(self, train_step: int, seconds: float) -> None:
+        """Set `trouble`, because training has waited for too long."""
         self.trouble = self.trouble or (
             f"dataset must grow or be finished within {seconds:g} s, got a run that waits at step "
             f"{train_step}: {self._data.waits_for}; go on with --resume --follow"
         )
 
-    def say(self, train_step: int) -> None:
-        """Say what is waited for, once."""
+    def report_waiting(self, train_step: int) -> None:
+        """Report what training waits for, unless that was the last report."""
         line = f"waiting at step {train_step}: {self._data.waits_for}"
-        if line != self._said:
-            self._said = line
-            self._say(line)
+        if line != self._reported:
+            self._reported = line
+            self._progress(line)
 
-    @property
-    def told(self) -> tuple[int, ...]:
-        """What is agreed on, and what will hold from which step on."""
-        known, at = (self._known, -1) if self._coming is None else self._coming
-        both = self._known.num_segments, self._known.finished, known.num_segments, known.finished
-        return (*map(int, both), at)
-
-    def check(self, known: Known, told: tuple[int, ...]) -> None:
-        """Refuse to compute a step with others that have agreed on something else.
+    def check(self, known: Known, state: tuple[int, ...]) -> None:
+        """Check that the members of an agreement have the same frontier.
 
         Args:
-            known: what all see that agree on the step.
-            told: `told` of the replica that writes.
+            known: the part that all of them see.
+            state: `state` of the writer.
 
         Raises:
-            BehindError: this replica must be started again.
+            BehindError: this replica must be restarted.
         """
-        same = told == self.told if self._tried is None else known == self._tried
+        same = state == self.state if self._in_flight is None else known == self._in_flight
         if not same:
             raise BehindError(
-                f"replica must know what others know, got {self.told} for {told} and {known}; "
-                "start it again"
+                f"replica agreed on another part of the dataset than the writer: {self.state} for "
+                f"{state} and {known}; start it again"
             )
 
-    def reach(self, known: Known, train_step: int, extend: Extend) -> bool:
-        """Let a step be trained, or be the end, if what is known says so.
+    def advance(self, known: Known, train_step: int, extend: Extend) -> bool:
+        """Make a part of the dataset valid while training waits at a step.
 
         Args:
-            known: what all see that agree on the step.
-            train_step: behind all that could be trained so far.
+            known: the part that all members of the agreement see.
+            train_step: the end of what may be trained so far.
             extend: called with what may be trained now.
 
         Returns:
-            Whether it says so.
+            Whether training may continue, or end.
 
         Raises:
-            RefusedError: what has come cannot be trained.
+            DatasetRefusedError: the new segments cannot be trained.
         """
         if known == self._known:
             return False
-        comes = decide(train_step, self._seen_by_me(known).horizon)
-        if comes == "wait":
+        decision = decide(train_step, self._wait_for(known).horizon)
+        if decision == "wait":
             return False
-        self._take(known, train_step, extend)
-        self._tried = known if comes == "train" else None
+        self._make_valid(known, train_step, extend)
+        self._in_flight = known if decision == "train" else None
         return True
 
-    def committed(
+    def on_commit(
         self, known: Known, train_step: int, settle: Callable[[], int], extend: Extend
     ) -> None:
-        """Take note of what was known to all in the step that was committed last.
+        """Process the part of the dataset that was committed with a step.
 
         Args:
-            known: what all saw that agreed on it.
+            known: the part that all members of its agreement saw.
             train_step: the next step.
-            settle: fixes the step from which on more may be known, and returns it or one before.
+            settle: fixes and returns the step from which on more may be planned, or one before it.
             extend: called when that step comes.
 
         Raises:
-            RefusedError: what has come cannot be trained.
-            BehindError: this replica must be started again.
+            DatasetRefusedError: the new segments cannot be trained.
+            BehindError: this replica must be restarted.
         """
-        if self._tried not in (None, known):
+        if self._in_flight not in (None, known):
             raise BehindError(
-                f"replica must train what others know, got {self._tried} for {known}; start it "
-                "again"
+                f"replica trained with another part of the dataset than others: {self._in_flight} "
+                f"for {known}; start it again"
             )
-        self._tried = None
-        if known != (self._known if self._coming is None else self._coming[0]):
-            self._coming = (known, settle() if self._coming is None else self._coming[1])
-        if self._coming is not None and train_step >= self._coming[1]:
-            self._take(self._coming[0], train_step, extend)
+        self._in_flight = None
+        if known != (self._known if self._pending is None else self._pending[0]):
+            self._pending = (known, settle() if self._pending is None else self._pending[1])
+        if self._pending is not None and train_step >= self._pending[1]:
+            self._make_valid(self._pending[0], train_step, extend)
 
-    def arrays(self) -> dict[str, Array]:
-        """Return what one that joins must know before the next step."""
-        return {FRONTIER: np.array(self.told, np.int64)}
+    def to_arrays(self) -> dict[str, Array]:
+        """Return the state for a replica that joins before the next step."""
+        return {FRONTIER: np.array(self.state, np.int64)}
 
     def load(self, arrays: Mapping[str, Array]) -> int | None:
-        """Begin with what another replica knew.
+        """Load what `to_arrays` of another replica returned.
 
         Returns:
-            The step before which `settle` was called there; None where it was not.
+            The step that `settle` returned there; None if it was not called.
         """
-        segments, finished, coming, ends, at = arrays[FRONTIER].tolist()
+        segments, finished, pending_segments, pending_finished, at = arrays[FRONTIER].tolist()
         self._known = Known(num_segments=segments, finished=bool(finished))
-        self._tried = None
-        later = Known(num_segments=coming, finished=bool(ends))
-        self._coming = None if at < 0 else (later, at)
-        self.span = self._seen_by_me(self._known)
+        self._in_flight = None
+        pending = Known(num_segments=pending_segments, finished=bool(pending_finished))
+        self._pending = None if at < 0 else (pending, at)
+        self.span = self._wait_for(self._known)
         return None if at < 0 else at
 
-    def _take(self, known: Known, train_step: int, extend: Extend) -> None:
-        span = self._seen_by_me(known)
+    def _make_valid(self, known: Known, train_step: int, extend: Extend) -> None:
+        span = self._wait_for(known)
         try:
             extend(span, train_step)
         except (SchemaError, PlanError) as error:
             raise DatasetRefusedError(str(error)) from error
-        self.span, self._known, self._coming = span, known, None
+        self.span, self._known, self._pending = span, known, None
 
-    def _seen_by_me(self, known: Known) -> Span:
-        """Return what may be trained when that much is known, as soon as it is seen here."""
-        while not covers_known(self._seen, known):
+    def _wait_for(self, known: Known) -> Span:
+        """Wait until a part of the dataset is visible here, and return its span."""
+        while not covers_known(self._visible, known):
             with self._drain.at_once():
                 self._drain.sleep(self._poll_sec)
-            self._seen = self._data.look()
+            self._visible = self._data.look()
         return self._data.use(known)
 
 
-def covers_known(seen: Known, known: Known) -> bool:
-    """Tell whether who has seen something can train what others know.
+def covers_known(visible: Known, known: Known) -> bool:
+    """Return whether a process that sees `visible` can train `known`.
 
     Example:
-        >>> covers(Known(num_segments=3, finished=False), Known(num_segments=2, finished=False))
+        >>> fewer = Known(num_segments=2, finished=False)
+        >>> covers_known(Known(num_segments=3, finished=False), fewer)
         True
-        >>> covers(Known(num_segments=2, finished=False), Known(num_segments=2, finished=True))
+        >>> covers_known(fewer, Known(num_segments=2, finished=True))
         False
     """
-    enough = seen.num_segments >= known.num_segments
-    return enough and (seen.finished or not known.finished)
+    enough = visible.num_segments >= known.num_segments
+    return enough and (visible.finished or not known.finished)
 
 
 def known_at_step(order: Order, known: Known, train_step: int) -> Known:
-    """Return the least that is known of a dataset when all steps before one are trained.
+    """Return the smallest agreed part of a dataset when all steps before one are trained.
 
     Args:
-        order: global order over at least these steps.
-        known: what all know in any case.
+        order: global order of at least these steps.
+        known: the minimum.
         train_step: of the run.
 
     Example:
         >>> from schemas.config.job import OrderConfig
         >>> order = Order((4, 3, 1), 2, epochs=2, config=OrderConfig())
         >>> first = Known(num_segments=1, finished=False)
-        >>> [known_at(order, first, step).num_segments for step in (2, 3, 4, 5)]
+        >>> [known_at_step(order, first, step).num_segments for step in (2, 3, 4, 5)]
         [1, 2, 2, 3]
-        >>> known_at(order, first, 6)
+        >>> known_at_step(order, first, 6)
         Known(num_segments=3, finished=True)
     """
     if known.finished:
@@ -344,13 +340,13 @@ def known_at_step(order: Order, known: Known, train_step: int) -> Known:
 
 
 @dataclass(frozen=True, slots=True)
-class _Steps:
-    """What the steps of a span are read with.
+class _SpanReader:
+    """Readers of the steps of a span; used by one thread.
 
     Attributes:
         span: what may be trained.
-        reader: reads leaves; used by one thread.
-        step_rows: rows of steps; used by the same thread.
+        reader: of microbatches.
+        step_rows: of rows.
     """
 
     span: Span
@@ -359,7 +355,7 @@ class _Steps:
 
 
 class ReplicaContext:
-    """A run as each of its replicas has it."""
+    """A run as each of its replicas has it: job, model, rows, and the steps of the dataset."""
 
     def __init__(
         self,
@@ -369,99 +365,98 @@ class ReplicaContext:
         span: Span,
         parts: Parts,
         rows: ReplicaRows,
-        first: int,
+        first_step: int,
         clock: Clock,
     ) -> None:
-        """Keep the parts.
+        """Open the readers of a span.
 
         Args:
-            run: run folder, the same for all.
-            job: its job.
-            options: what the command line says.
-            span: what may be trained, agreed on.
-            parts: what is trained.
-            rows: where its rows come from.
-            first: the first step that is not trained yet.
+            run: run folder, the same for all replicas.
+            job: of the run.
+            options: of the command line.
+            span: what may be trained, agreed on by all replicas.
+            parts: model, embedding and optimizer.
+            rows: of the embedding.
+            first_step: the first step that is not trained yet.
             clock: seconds.
         """
         self.run, self.job, self.options = run, job, options
-        self.parts, self.rows, self.first, self.clock = parts, rows, first, clock
-        self.know(span)
+        self.parts, self.rows, self.first_step, self.clock = parts, rows, first_step, clock
+        self.set_span(span)
 
-    def know(self, span: Span) -> None:
-        """Let the steps of a span be trained, which begins with those that are known."""
+    def set_span(self, span: Span) -> None:
+        """Replace the span by a longer one."""
         reader = reader_of(span.dataset, span.order, self.options, self.job.train)
         step_rows = StepRows(span.dataset, span.order, self.parts.stores)
-        self._steps = _Steps(span, reader, step_rows)
+        self._span_reader = _SpanReader(span, reader, step_rows)
 
     @property
     def span(self) -> Span:
-        """What may be trained, agreed on by all."""
-        return self._steps.span
+        """What may be trained, agreed on by all replicas."""
+        return self._span_reader.span
 
     @property
-    def last(self) -> int:
-        """The step after the last one that may be trained."""
+    def end_step(self) -> int:
+        """The end of the steps that may be trained."""
         return self.span.horizon.until
 
-    def num_leaves(self, train_step: int) -> int:
-        """Return the leaves of a step; none behind the last one."""
-        if train_step >= self.last:
+    def num_microbatches(self, train_step: int) -> int:
+        """Return the number of microbatches of a step, 0 from `end_step` on."""
+        if train_step >= self.end_step:
             return 0
         return len(self.span.order.step(train_step).positions)
 
-    def read(self, train_step: int, run: range) -> Microbatches:
-        """Return some leaves of a step among all of its rows; called by the reader's thread."""
-        steps = self._steps  # another thread may let more be known
-        rows = steps.step_rows.of(train_step)
-        return steps.reader.read_microbatches(train_step, slice(run.start, run.stop), rows)
+    def read(self, train_step: int, microbatches: range) -> Microbatches:
+        """Read microbatches of a step and all of its rows; called by the reader's thread."""
+        span_reader = self._span_reader  # another thread may replace it
+        rows = span_reader.step_rows.of(train_step)
+        chosen = slice(microbatches.start, microbatches.stop)
+        return span_reader.reader.read_microbatches(train_step, chosen, rows)
 
-    def shape(self, leaves: Microbatches) -> SumsShape:
+    def sums_shape(self, microbatches: Microbatches) -> SumsShape:
         """Return the shape of a step's sums."""
         parameters = [p for p in self.parts.model.parameters() if p.requires_grad]
         return SumsShape(
             num_parameters=sum(p.numel() for p in parameters),
-            num_rows=sum(len(rows) for rows in leaves.rows.values()),
+            num_rows=sum(len(rows) for rows in microbatches.rows.values()),
             dim=self.job.train.embedding_dim,
             dtype=parameters[0].dtype,
         )
 
-    def entry(self, train_step: int, replica: str, chosen: list[int]) -> LedgerEntry:
-        """Return the ledger's entry of some leaves of a step."""
+    def ledger_entry(self, train_step: int, replica: str, microbatches: list[int]) -> LedgerEntry:
+        """Return the ledger's entry of a replica's microbatches of a step."""
         step = self.span.order.step(train_step)
         segment = self.span.dataset.segments[step.segment]
-        names = self._steps.reader.blocks_of(step)
+        blocks = self._span_reader.reader.blocks_of(step)
         return LedgerEntry(
             step=train_step,
             epoch=step.epoch,
             segment=segment.manifest.id,
             replica=replica,
-            blocks=tuple(names[chosen].tolist()),
-            num_samples=int(self._samples(train_step)[chosen].sum()),
+            blocks=tuple(blocks[microbatches].tolist()),
+            num_samples=int(self._samples(train_step)[microbatches].sum()),
         )
 
     def num_samples(self, train_step: int) -> int:
-        """Return the samples of a step."""
+        """Return the number of samples of a step."""
         return int(self._samples(train_step).sum())
 
     def _samples(self, train_step: int) -> NDArray[np.int64]:
+        """Return the number of samples of each microbatch."""
         step = self.span.order.step(train_step)
         segment = self.span.dataset.segments[step.segment]
         return segment.column("num_samples")[segment.positions(TRAIN)[step.positions]]
 
     def state_before(self, train_step: int) -> dict[str, Array] | None:
-        """Return what a replica needs to begin with a step; None where a later one must do."""
-        rows = self.rows.arrays(train_step)
+        """Return the state before a step as named arrays; None: retry with a later step."""
+        rows = self.rows.state_before(train_step)
         if rows is None:
             return None
         dense = state_of(self.parts.model, self.parts.optimizer)
         return {"step": np.array([train_step]), **dense, **rows}
 
     def load(self, arrays: Mapping[str, Array]) -> int:
-        """Begin with what `state_before` returned elsewhere; return its step.
-
-        What may be trained is what it was there.
-        """
+        """Load the `state_before` of another replica with the same span; return its step."""
         dense = {name: a for name, a in arrays.items() if name.startswith(("model/", "optimizer/"))}
         load_state(dense, self.parts.model, self.parts.optimizer)
         [step] = arrays["step"].tolist()
@@ -470,5 +465,5 @@ class ReplicaContext:
 
     @property
     def kernels(self) -> Kernels:
-        """Return the kernels of the job."""
+        """The kernels of the job."""
         return kernels_of(self.job.train.kernels)

@@ -51,46 +51,45 @@ class MetricTail:
     """Calls a function for each new step of a run's metrics."""
 
     def __init__(
-        self, run: Path, on_step: Callable[[StepMetric, int], None], last: Callable[[], int]
+        self, run: Path, on_step: Callable[[StepMetric, int], None], num_steps: Callable[[], int]
     ) -> None:
-        """Begin with the first line.
+        """Start before the first line.
 
         Args:
             run: run folder.
             on_step: called with each metric and the number of steps.
-            last: returns the number of steps that are known.
+            num_steps: returns the number of steps that are known.
         """
         self._path = run / METRICS
         self._on_step = on_step
-        self._last = last
-        self._at = 0
+        self._num_steps = num_steps
+        self._offset = 0
 
     def __call__(self) -> None:
-        """Look for new lines, behind those that were seen."""
+        """Process complete new lines."""
         with self._path.open("rb") as file:
-            file.seek(self._at)
+            file.seek(self._offset)
             for line in file:
                 if not line.endswith(b"\n"):
                     return
-                self._at += len(line)
-                self._on_step(StepMetric(**json.loads(line)), self._last())
+                self._offset += len(line)
+                self._on_step(StepMetric(**json.loads(line)), self._num_steps())
 
 
 logger = logging.getLogger(__name__)
 
 StartChild = Callable[[Sequence[str]], subprocess.Popen[bytes]]
-"""Starts `python -m trainer` with some arguments, as a process that ends with its input."""
-_ROWS_LOST = "rows must be in a store or with a replica; see the error above"
+"""Starts `python -m trainer` with some arguments; the process ends with its stdin."""
+_ROWS_LOST = "rows are lost; see the error above"
 _POLL_SEC = 0.1
 _END_SEC = 10.0
 
 
 class LocalReplicas:
-    """Replica processes of one run; a context in which they run.
+    """Replica processes that run inside the context.
 
-    One that is killed is started again and joins the others. All end when this
-    process does, however that happens: each reads a pipe that only this process
-    holds.
+    A replica that is killed is restarted and joins the others. All end when this process does, even
+    if it is killed: each reads a pipe that only this process holds.
     """
 
     def __init__(
@@ -103,15 +102,15 @@ class LocalReplicas:
         start: StartChild,
         linger_sec: float = 0.0,
     ) -> None:
-        """Remember what to start.
+        """Start nothing yet.
 
         Args:
-            count: replicas; none where all are started by hand.
-            run: run folder, with what replicas must know.
-            arguments: of `python -m trainer replica`, beside those of each replica.
-            restarts: most times that killed ones are started again, all together.
+            count: replicas; 0 if all are started by hand.
+            run: run folder with a `Rendezvous`.
+            arguments: of `python -m trainer replica`, in addition to those of each replica.
+            restarts: maximum number of restarts, of all replicas in total.
             start: starts a process.
-            linger_sec: how long the lighthouse outlives a run whose replicas were started by hand.
+            linger_sec: time for which the lighthouse outlives replicas that are started by hand.
         """
         self._start_child = start
         self._count = count
@@ -124,47 +123,47 @@ class LocalReplicas:
 
     @property
     def pids(self) -> dict[int, int]:
-        """Of the replicas that run, by number."""
+        """Process ids of live replicas, by number."""
         return {number: p.pid for number, p in self._processes.items() if p.poll() is None}
 
     def __enter__(self) -> LocalReplicas:
-        """Start all."""
+        """Start all replicas."""
         for number in range(self._count):
             self._processes[number] = self._start(number, self._count)
         return self
 
     def __exit__(self, *error: object) -> None:
-        """End those that still run."""
+        """Terminate replicas that still run."""
         end_children(self._processes.values(), _END_SEC)
 
     def wait(self, poll: Callable[[], None], drain: Drain, drain_sec: float) -> None:
-        """Wait until the run is finished, or all replicas have left as they were asked.
+        """Wait until the run is finished, or all replicas have left.
 
         Args:
-            poll: called again and again meanwhile.
+            poll: called periodically.
             drain: asks all replicas to leave.
-            drain_sec: how long that may take.
+            drain_sec: maximum time for leaving.
 
         Raises:
-            SchemaError: a replica ended with an error, was killed too often, or does not leave.
-            StoreLostError: rows were lost.
+            SchemaError: a replica failed, was killed too often, or does not leave.
+            RowsLostError: rows were lost.
         """
-        running, until = set(self._processes), math.inf
-        while running or self._by_hand(drain):
+        running, deadline = set(self._processes), math.inf
+        while running or self._awaits_external(drain):
             time.sleep(_POLL_SEC)
             poll()
             finished = self._run_is_finished()
-            if (drain.asked or finished) and until == math.inf:
-                until = time.monotonic() + drain_sec + _END_SEC
+            if (drain.asked or finished) and deadline == math.inf:
+                deadline = time.monotonic() + drain_sec + _END_SEC
                 for number in running if drain.asked else ():
                     request_leave(self._processes[number])
-            if time.monotonic() > until and finished:
+            if time.monotonic() > deadline and finished:
                 logger.warning("replicas do not end, they are killed numbers=%s", sorted(running))
                 return
-            if time.monotonic() > until:
+            if time.monotonic() > deadline:
                 raise SchemaError(
-                    f"replicas must leave within {drain_sec:g} s, got {sorted(running)} that run; "
-                    "raise train.limits.drain if they are only slow, and go on with --resume"
+                    f"replicas {sorted(running)} did not leave within {drain_sec:g} s; raise "
+                    "train.limits.drain if they are only slow, and continue with --resume"
                 )
             for number in sorted(running):
                 status = self._processes[number].poll()
@@ -173,16 +172,16 @@ class LocalReplicas:
                 running.discard(number)
                 if status == EXIT_LOST_ROWS:
                     raise RowsLostError(_ROWS_LOST)
-                if status == EXIT_HUNG and not drain.asked and self._hung_before(number):
+                if status == EXIT_HUNG and not drain.asked and self._mark_hung(number):
                     if not running and not self._run_is_finished():
                         raise SchemaError(
-                            f"a replica must go on, got {sorted(self._hung)} that hung; see the "
-                            f"stacks in {self._run} and go on with --resume"
+                            f"all replicas ended, {sorted(self._hung)} hung; see the "
+                            f"stacks in {self._run} and continue with --resume"
                         )
                     continue
                 if status > 0 and status != EXIT_BEHIND and (drain.asked or status != EXIT_HUNG):
                     raise SchemaError(
-                        f"replica {number} must end well, got status {status}; see its error above"
+                        f"replica {number} failed with status {status}; see its error above"
                     )
                 if status in (0, -signal.SIGTERM):
                     if running and not drain.asked and not self._run_is_finished():
@@ -191,14 +190,14 @@ class LocalReplicas:
                     self._restart(number, status)
                     running.add(number)
         if not self._count and self._run_is_finished():
-            time.sleep(self._linger_sec)  # the lighthouse tells all replicas that it is so
+            time.sleep(self._linger_sec)  # until all replicas have agreed on the end
 
-    def _by_hand(self, drain: Drain) -> bool:
-        """Return whether replicas that this process has not started may be at work."""
+    def _awaits_external(self, drain: Drain) -> bool:
+        """Return whether replicas that were started by hand may run."""
         return not self._count and not drain.asked and not self._run_is_finished()
 
-    def _hung_before(self, number: int) -> bool:
-        """Tell whether a replica that hung has done so before: it is not started again."""
+    def _mark_hung(self, number: int) -> bool:
+        """Return whether a replica hung for the second time; it is not restarted then."""
         again = number in self._hung
         self._hung.add(number)
         if again:
@@ -213,9 +212,7 @@ class LocalReplicas:
             why = {EXIT_BEHIND: "behind the others", EXIT_HUNG: "a phase that does not end"}.get(
                 status, f"signal {-status}"
             )
-            raise SchemaError(
-                f"replica {number} must live, got {why} once too often; go on with --resume"
-            )
+            raise SchemaError(f"replica {number} ended too often: {why}; continue with --resume")
         self._restarts -= 1
         close_pipes(self._processes[number])
         self._processes[number] = self._start(number, 1)
@@ -227,30 +224,30 @@ class LocalReplicas:
 
 
 def start_replica(arguments: Sequence[str]) -> subprocess.Popen[bytes]:
-    """Start a process whose output is this one's, and which ^C leaves alone."""
+    """Start a process with this one's output, in its own session because of ^C."""
     return start_child(arguments, answers=False, own_session=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchOptions:
-    """How replicas are kept."""
+    """Options of the launcher."""
 
     count: int
-    """Replicas to be started; none where all are started by hand."""
+    """Replicas to start; 0 if all are started by hand."""
     host: str = "127.0.0.1"
-    """Address of the interface where replicas find the lighthouse."""
+    """Address of the interface of the lighthouse."""
     port: int = 0
-    """Of the lighthouse; 0 takes a free one."""
+    """Port of the lighthouse; 0 takes a free one."""
     heartbeat_sec: float = 1.0
-    """Time without a sign of life after which one is dead."""
+    """Time without heartbeat after which a replica is considered dead."""
     restarts: int = 100
-    """Most times that killed ones are started again, all together."""
+    """Maximum number of restarts, of all replicas in total."""
     retained_bytes: int = RETAINED_BYTES
-    """Most bytes of rows that the writer lets wait before it brings them to the stores."""
+    """Size of the write buffer in front of the stores."""
     faults: Faults = field(default_factory=Faults)
-    """That are to happen."""
+    """Faults to inject."""
     start: StartChild = start_replica
-    """Starts the process of a replica."""
+    """Starts a replica process."""
 
 
 def train_replicas(
@@ -262,35 +259,34 @@ def train_replicas(
     on_step: Callable[[StepMetric, int], None],
     drain: Drain | None = None,
     on_start: Callable[[LocalReplicas], None] = lambda _: None,
-    say: Callable[[str], None] = lambda _: None,
+    progress: Callable[[str], None] = lambda _: None,
 ) -> RunSummary:
-    """Train a job on several replicas on this machine, until its end.
+    """Train a job with several replicas on this machine.
 
     Args:
         job_path: job file.
         dataset_path: dataset folder.
         run: output folder.
-        options: what the command line says.
-        launch: how replicas are kept.
+        options: of the command line.
+        launch: of the launcher.
         on_step: called after each committed step with its metric and the number of steps.
-        drain: asks the run to end early, at a step that it can go on from.
+        drain: asks the run to stop early, at a step that can be resumed.
         on_start: called when the replicas are started.
-        say: told what is waited for before they are.
+        progress: called with a line when the start waits.
 
     Raises:
-        SchemaError: job, dataset or run break their format, or a replica ended with an error.
-        ValueError: replicas cannot do what is asked.
-        DrainInterrupt: it was asked to end; says what is left.
+        SchemaError: job, dataset or run break their format, or a replica failed.
+        ValueError: replicas do not support the options.
+        DrainInterrupt: the run was asked to stop; with a message how to resume.
     """
     if options.embedding == "lru" or options.fast:
         raise ValueError(
-            "replicas must know their rows ahead and train leaf by leaf, got "
-            f"embedding={options.embedding!r}, fast={options.fast}; leave these out, or train "
-            "with one"
+            f"replicas do not support embedding={options.embedding!r} with fast={options.fast}; "
+            "leave these out, or train with one process"
         )
     job, drain = load_job(job_path), drain or Drain()
     with Watchdog(job.train.limits.seconds()) as watchdog:
-        data = begin_run(job_path, job, dataset_path, run, options, drain, say, watchdog)
+        data = begin_run(job_path, job, dataset_path, run, options, drain, progress, watchdog)
     arguments = ["--threads", str(_threads_each(job.train.num_threads, launch.count))]
     if launch.faults.schedule:
         arguments += ["--faults", launch.faults.to_json()]
@@ -298,7 +294,7 @@ def train_replicas(
     drain_sec = job.train.limits.drain.total_seconds()
 
     def known_steps() -> int:
-        with suppress(SchemaError):  # replicas say what is wrong when they have saved
+        with suppress(SchemaError):  # replicas report it after saving
             data.look()
         return data.current().horizon.until
 
@@ -306,9 +302,9 @@ def train_replicas(
         first = step_of(checkpoint)
         cut_run(run, first)
         (run / SUMMARY).unlink(missing_ok=True)
-        copied = copy_bytes_of(job, data.current(), first)
+        copy_bytes = copy_bytes_of(job, data.current(), first)
         if launch.count:
-            check_room(job.train.checkpoint, copied)
+            check_room(job.train.checkpoint, copy_bytes)
         with ExitStack() as stack:
             shared = None
             if options.embedding != "plain":
@@ -317,7 +313,7 @@ def train_replicas(
                 )
                 shared = stack.enter_context(stores)
             lighthouse = Lighthouse(launch.host, launch.port, launch.heartbeat_sec)
-            together = Rendezvous(
+            rendezvous = Rendezvous(
                 job=str(job_path.resolve()),
                 dataset=str(dataset_path.resolve()),
                 lighthouse=stack.enter_context(lighthouse).address,
@@ -328,12 +324,12 @@ def train_replicas(
                 follow=options.follow,
                 known=data.look(),
                 retained_bytes=launch.retained_bytes,
-                copy_bytes=copied,
+                copy_bytes=copy_bytes,
                 shared=shared,
             )
             (run / REPLICAS).unlink(missing_ok=True)
             write_token(run / TOKEN)
-            write_rendezvous(run, together)
+            write_rendezvous(run, rendezvous)
             replicas = stack.enter_context(
                 LocalReplicas(
                     launch.count,
@@ -350,7 +346,7 @@ def train_replicas(
 
             def poll() -> None:
                 tail()
-                if rows_are_lost(run, together.lighthouse):  # of which replicas by hand tell, too
+                if rows_are_lost(run, rendezvous.lighthouse):  # also by replicas started by hand
                     raise RowsLostError(_ROWS_LOST)
 
             replicas.wait(poll, drain, drain_sec)
@@ -358,7 +354,7 @@ def train_replicas(
             horizon = data.current().horizon
             with told(resume_message(run, horizon.until if horizon.last else None)):
                 drain.check()
-                raise DrainInterrupt("SIGTERM")  # each replica was asked by itself
+                raise DrainInterrupt("SIGTERM")  # the replicas were signalled directly
         return read_summary(run / SUMMARY)
 
     checkpoint = first_checkpoint(run, options)
@@ -379,7 +375,7 @@ def _threads_each(wanted: int | None, count: int) -> int:
 
 
 def request_leave(replica: subprocess.Popen[bytes]) -> None:
-    """Ask a replica to leave, once: a signal could be the second one that it gets."""
+    """Ask a replica to leave through its stdin: a signal might be the second one it gets."""
     assert replica.stdin is not None, "its input is a pipe"
     with suppress(BrokenPipeError):
         replica.stdin.write(b"leave\n")
@@ -387,12 +383,12 @@ def request_leave(replica: subprocess.Popen[bytes]) -> None:
 
 
 def watch_stdin(drain: Drain) -> None:
-    """Leave when standard input says so, and end this process when it ends."""
+    """Leave when stdin has a line, and exit when it ends."""
 
     def wait() -> None:
-        while os.read(0, 1024):  # not through sys.stdin: its lock would be held at the end
+        while os.read(0, 1024):  # not sys.stdin: its lock would be held at exit
             if not drain.asked:
-                os.kill(os.getpid(), signal.SIGTERM)  # the main thread takes it
+                os.kill(os.getpid(), signal.SIGTERM)  # handled by the main thread
         os._exit(1)
 
     threading.Thread(target=wait, name="parent", daemon=True).start()

@@ -1,4 +1,9 @@
-"""Which replicas train together, agreed on at every step through torchft's lighthouse."""
+"""Which replicas train together: one agreement per step through torchft's lighthouse.
+
+The lighthouse has no way to leave: it waits for every member of the previous quorum and for every
+replica with a recent heartbeat. So the writer requests quorums in the name of members that have
+left (`DepartedMembers`). If the writer dies, they expire after one heartbeat time-out.
+"""
 
 from __future__ import annotations
 
@@ -17,42 +22,44 @@ from trainer.horizon import Known, agreed
 
 _TICK_MS = 10
 _BEATS_PER_TIMEOUT = 8
+_NO_STEP = -1
+"""Step of a departed member: never the maximum."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaStatus:
-    """What a replica tells all others at the start of a step."""
+    """Status that a replica sends to all others at the start of a step."""
 
     since: int
     """First step that it took part in."""
     state: str
-    """Address where it gives its state to those that join."""
+    """Address of its `PeerServer`."""
     meeting: str
-    """Address of its `Meeting`."""
+    """Address of its `MeetingStore`."""
     speed: float | None = None
     """Microbatches per second; None before its first step."""
     leaves: tuple[int, ...] = ()
-    """Microbatches of the step that it computes, or has computed."""
+    """Microbatches of the step that it computes or has computed."""
     failures: int = 0
-    """How many exchanges have failed here so far."""
+    """Number of its failed exchanges."""
     written: int = -1
-    """Last step of which it knows that rows that left caches are in the stores."""
+    """Last step whose evicted rows are known to be in the stores."""
     done: bool = False
-    """It has nothing left to do."""
+    """Whether it has nothing left to do."""
     leaving: bool = False
-    """It was asked to end: this step is its last."""
+    """Whether this step is its last because it was asked to leave."""
     num_segments: int = 0
-    """Committed segments of the dataset, as it sees them."""
+    """Committed segments of the dataset that it sees."""
     finished: bool = False
-    """Whether it sees that none follows."""
+    """Whether it sees that the dataset is sealed."""
     frontier: tuple[int, ...] = ()
-    """What it has agreed on of the dataset before."""
+    """`Frontier.state`: what was agreed on before."""
     trouble: str = ""
-    """Why nobody can go on; the run ends with this step."""
+    """Error because of which the run ends with this step."""
 
     @property
     def known(self) -> Known:
-        """What it sees of the dataset."""
+        """The part of the dataset that it sees."""
         return Known(num_segments=self.num_segments, finished=self.finished)
 
 
@@ -61,16 +68,16 @@ class Member:
     """One replica of an agreement."""
 
     name: str
-    """Unique; two lives of a replica have two names."""
+    """Unique; a restarted replica has a new name."""
     step: int
-    """The step that it is about to commit."""
-    told: ReplicaStatus
-    """The rest."""
+    """Step that it is about to commit."""
+    status: ReplicaStatus
+    """Its status."""
 
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """What all members of one round have been told alike.
+    """Status of all members, the same for all of them.
 
     Attributes:
         number: changes with the members.
@@ -82,65 +89,65 @@ class Agreement:
 
     @property
     def step(self) -> int:
-        """The step that is to be committed: that of the member that is farthest."""
+        """The step to be committed: the maximum over members."""
         return max(member.step for member in self.members.values())
 
     @property
     def ready(self) -> dict[str, Member]:
-        """Members that can take part in `step`."""
+        """Members that take part in `step`; others are behind."""
         return {name: m for name, m in self.members.items() if m.step == self.step}
 
     @property
     def written(self) -> int:
-        """The last step of which rows that left caches are in the stores, as any member knows."""
-        return max(member.told.written for member in self.members.values())
+        """The last step whose evicted rows are known to be in the stores by any member."""
+        return max(member.status.written for member in self.members.values())
 
     @property
     def known(self) -> Known:
-        """What all that can take part in `step` see of the dataset."""
-        return agreed([member.told.known for member in self.ready.values()])
+        """The part of the dataset that all ready members see."""
+        return agreed([member.status.known for member in self.ready.values()])
 
     @property
     def trouble(self) -> str:
-        """Why all end with this step; empty as a rule."""
-        return next((m.told.trouble for m in self.ready.values() if m.told.trouble), "")
-
-    @property
-    def staying(self) -> dict[str, Member]:
-        """Ready members that take part in the step after this one, too."""
-        gone = self.leaving
-        return {name: m for name, m in self.ready.items() if name not in gone}
+        """Error because of which all members leave after this step; usually empty."""
+        return next((m.status.trouble for m in self.ready.values() if m.status.trouble), "")
 
     @property
     def leaving(self) -> list[str]:
-        """Members that take part in no step after this one."""
-        all_go = bool(self.trouble)
-        return [name for name, m in self.members.items() if m.told.leaving or all_go]
+        """Members for which this step is the last."""
+        all_leave = bool(self.trouble)
+        return [name for name, m in self.members.items() if m.status.leaving or all_leave]
+
+    @property
+    def staying(self) -> dict[str, Member]:
+        """Ready members that take part in the next step, too."""
+        leaving = self.leaving
+        return {name: m for name, m in self.ready.items() if name not in leaving}
 
     @property
     def key(self) -> str:
-        """Names the connections between the ready members: new ones after every failure."""
-        failures = sum(member.told.failures for member in self.ready.values())
+        """Identifies the connections between the ready members; changes with each failure."""
+        failures = sum(member.status.failures for member in self.ready.values())
         return f"{self.number}/{failures}/{','.join(self.ready)}"
 
     @property
     def writer(self) -> str:
-        """The member that writes the run's files: of those that stay the one there longest."""
-        able = self.staying or self.ready
-        return min(able, key=lambda name: (able[name].told.since, name))
+        """The member that writes the run's files: the oldest of those that stay."""
+        candidates = self.staying or self.ready
+        return min(candidates, key=lambda name: (candidates[name].status.since, name))
 
 
 class Membership:
-    """This process as a member; a context in which others count on it."""
+    """Membership of this process: sends heartbeats inside the context."""
 
     def __init__(self, lighthouse: str, name: str, heartbeat_sec: float, wait_sec: float) -> None:
-        """Remember who is asked.
+        """Connect to nothing yet.
 
         Args:
             lighthouse: `http://host:port`.
             name: of this replica, unique.
-            heartbeat_sec: the lighthouse's time without a sign of life after which one is dead.
-            wait_sec: longest wait for a lighthouse that is not there.
+            heartbeat_sec: heartbeat time-out of the lighthouse.
+            wait_sec: maximum wait for an unreachable lighthouse.
         """
         self.name = name
         self._lighthouse = lighthouse
@@ -149,35 +156,35 @@ class Membership:
         self._client: LighthouseClient | None = None
         self._last_beat = time.monotonic()
         self._ending = threading.Event()
-        self._silent = False
+        self._paused = False
         self._beating = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
 
     def __enter__(self) -> Membership:
-        """Show signs of life."""
+        """Start heartbeats."""
         self._beating.start()
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Show none any more."""
+        """Stop heartbeats."""
         self._ending.set()
         self._beating.join()
 
     @contextmanager
-    def silent(self) -> Iterator[None]:
-        """Show no signs of life meanwhile, so that the others go on without this replica."""
-        self._silent = True
+    def paused(self) -> Iterator[None]:
+        """Send no heartbeats inside, so that the others continue without this replica."""
+        self._paused = True
         try:
             yield
         finally:
             self._last_beat = time.monotonic()
-            self._silent = False
+            self._paused = False
 
-    def agree(self, step: int, told: ReplicaStatus) -> Agreement:
-        """Tell all members of a step and return what all have told; waits for all living ones.
+    def agree(self, step: int, status: ReplicaStatus) -> Agreement:
+        """Exchange status with all other replicas; waits for all that send heartbeats.
 
         Args:
             step: that this replica is about to commit.
-            told: of this replica.
+            status: of this replica.
 
         Raises:
             SchemaError: the lighthouse does not answer.
@@ -186,7 +193,7 @@ class Membership:
             try:
                 if self._client is None:
                     self._client = connect_lighthouse(self._lighthouse)
-                quorum = request_quorum(self._client, self.name, step, told, self._wait_sec)
+                quorum = request_quorum(self._client, self.name, step, status, self._wait_sec)
             except (RuntimeError, TimeoutError, ConnectionError) as error:
                 self._client = None
                 if time.monotonic() - self._last_beat > self._wait_sec:
@@ -196,14 +203,14 @@ class Membership:
                     ) from error
                 time.sleep(self._interval)
                 continue
-            found = sorted(quorum.participants, key=lambda member: member.replica_id)
-            members = {p.replica_id: _member(p.replica_id, p.step, p.data) for p in found}
+            participants = sorted(quorum.participants, key=lambda member: member.replica_id)
+            members = {p.replica_id: _member(p.replica_id, p.step, p.data) for p in participants}
             return Agreement(int(quorum.quorum_id), members)
 
     def _beat(self) -> None:
         client: LighthouseClient | None = None
         while not self._ending.wait(self._interval):
-            if self._silent:
+            if self._paused:
                 continue
             try:
                 client = client or connect_lighthouse(self._lighthouse)
@@ -214,47 +221,53 @@ class Membership:
 
 
 def connect_lighthouse(lighthouse: str) -> LighthouseClient:
-    """Return a connection to a lighthouse."""
+    """Return a client of a lighthouse."""
     return LighthouseClient(lighthouse, timedelta(seconds=1))
 
 
 def request_quorum(
-    client: LighthouseClient, name: str, step: int, told: ReplicaStatus, wait_sec: float
+    client: LighthouseClient, name: str, step: int, status: ReplicaStatus, wait_sec: float
 ) -> Quorum:
-    """Tell all members of a step as one of them, and wait for what all have told.
+    """Join the next quorum as a member.
 
     Args:
         client: of the lighthouse.
         name: of the member.
         step: that it is about to commit.
-        told: the rest.
-        wait_sec: longest wait.
+        status: of the member.
+        wait_sec: maximum wait for the other members.
 
     Raises:
-        TimeoutError: not all living members have told in time; or another error of the connection.
+        TimeoutError: other members did not join in time; or another connection error.
     """
     return client.quorum(
         replica_id=name,
         timeout=timedelta(seconds=wait_sec),
-        address=told.state,
-        store_address=told.meeting,
+        address=status.state,
+        store_address=status.meeting,
         step=step,
         world_size=1,
         shrink_only=False,
-        data={**asdict(told)},
+        data={**asdict(status)},
     )
 
 
+def _member(name: str, step: int, data: Mapping[Any, Any] | None) -> Member:
+    body = {field.name: (data or {})[field.name] for field in fields(ReplicaStatus)}
+    body |= {key: tuple(body[key]) for key in ("leaves", "frontier")}
+    return Member(name=name, step=step, status=ReplicaStatus(**body))
+
+
 class Lighthouse:
-    """The process-wide service that replicas agree through; a context in which it runs."""
+    """The quorum service of a run; it runs inside the context."""
 
     def __init__(self, host: str, port: int, heartbeat_sec: float) -> None:
-        """Remember where to listen.
+        """Listen to nothing yet.
 
         Args:
             host: address of an interface of this machine.
             port: 0 takes a free one.
-            heartbeat_sec: time without a sign of life after which a replica is dead.
+            heartbeat_sec: time without heartbeat after which a replica is considered dead.
         """
         self._bind = f"{host}:{port}"
         self._host = host
@@ -263,7 +276,7 @@ class Lighthouse:
         self.address = ""
 
     def __enter__(self) -> Lighthouse:
-        """Listen."""
+        """Start the server."""
         self._server = LighthouseServer(
             bind=self._bind,
             min_replicas=1,
@@ -276,62 +289,40 @@ class Lighthouse:
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Stop."""
+        """Stop the server."""
         if self._server is not None:
             self._server.shutdown()
 
 
-def _member(name: str, step: int, data: Mapping[Any, Any] | None) -> Member:
-    body = {field.name: (data or {})[field.name] for field in fields(ReplicaStatus)}
-    lists = {key: tuple(body[key]) for key in ("leaves", "frontier")}
-    return Member(name=name, step=step, told=ReplicaStatus(**{**body, **lists}))
-
-
-# Answers the lighthouse for members that have left as they were asked, so that nobody waits.
-#
-# The lighthouse knows no good-bye: it waits for whoever was in the agreement before, and for
-# whoever showed a sign of life within the heartbeat's time. So the replica that writes the run's
-# files asks on in the name of those that have left. When it dies, or a step takes longer than the
-# heartbeat's time, the lighthouse has forgotten them.
-
-_NEVER = -1
-"""A step that is never the one to be committed: others do not count on who tells it."""
-
-
 class DepartedMembers:
-    """Those for whom this replica answers."""
+    """Joins quorums in the name of members that have left, so that nobody waits for them."""
 
     def __init__(self, lighthouse: str, heartbeat_sec: float) -> None:
-        """Answer for nobody yet.
+        """Start without departed members.
 
         Args:
             lighthouse: `http://host:port`.
-            heartbeat_sec: after which the lighthouse waits for nobody who is silent.
+            heartbeat_sec: heartbeat time-out, after which the lighthouse drops a silent member.
         """
         self._lighthouse = lighthouse
         self._heartbeat_sec = heartbeat_sec
-        self._wanted: dict[str, threading.Event] = {}
+        self._requests: dict[str, threading.Event] = {}
 
-    def answer(self, names: Iterable[str]) -> None:
-        """Answer once, in the next agreement, for members that are gone.
-
-        Args:
-            names: of those members.
-        """
+    def join_next_quorum(self, names: Iterable[str]) -> None:
+        """Join the next quorum in the name of each of these members."""
         for name in names:
-            wanted = self._wanted.get(name)
-            if wanted is None:
-                wanted = self._wanted[name] = threading.Event()
-                # a daemon: the end of the process does not wait for its answer
-                threading.Thread(target=self._ask, args=(name, wanted), daemon=True).start()
-            wanted.set()
+            request = self._requests.get(name)
+            if request is None:
+                request = self._requests[name] = threading.Event()
+                # a daemon: the process does not wait for it at exit
+                threading.Thread(target=self._join, args=(name, request), daemon=True).start()
+            request.set()
 
-    def _ask(self, name: str, wanted: threading.Event) -> None:
-        told = ReplicaStatus(since=0, state="", meeting="", leaving=True)
-        while wanted.wait():
-            wanted.clear()
-            # where it fails, the others wait a heartbeat's time, no more
+    def _join(self, name: str, request: threading.Event) -> None:
+        status = ReplicaStatus(since=0, state="", meeting="", leaving=True)
+        while request.wait():
+            request.clear()
+            # on failure the others wait for one heartbeat time-out
             with suppress(RuntimeError, TimeoutError, ConnectionError):
-                request_quorum(
-                    connect_lighthouse(self._lighthouse), name, _NEVER, told, self._heartbeat_sec
-                )
+                client = connect_lighthouse(self._lighthouse)
+                request_quorum(client, name, _NO_STEP, status, self._heartbeat_sec)

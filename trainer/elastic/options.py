@@ -1,4 +1,9 @@
-"""Options of one replica, and how it leaves on SIGTERM."""
+"""Options of one replica, and how it leaves on SIGTERM.
+
+A replica that is asked to leave announces it in the agreement of its last step.
+If an agreement leaves no replica that stays, its step is the last one and its writer saves. The
+rule is the same for one replica and for a launcher that asks all of them.
+"""
 
 from __future__ import annotations
 
@@ -14,70 +19,57 @@ from trainer.stores.remote.wire import Certificate, check_host
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaOptions:
-    """What one replica is told."""
+    """Options of one replica."""
 
     number: int
-    """Of the replica; one that is started again keeps it."""
+    """Number of the replica, the same after a restart."""
     name: str
-    """Unique for this life of it."""
+    """Unique name of this process."""
     lighthouse: str
     """`http://host:port`."""
     access: Access
-    """How replicas reach each other; its limit is the longest wait for a message, and for a
-    lighthouse that is not there."""
+    """Credentials between replicas, and the maximum wait for a message or for the lighthouse."""
     certificate: Certificate | None = None
-    """For TLS, when state is given to others."""
+    """Certificate of the server that sends state to other replicas, for TLS."""
     host: str = "127.0.0.1"
     """Address of the interface that others reach."""
     expected: int = 1
     """Replicas to wait for before the first step."""
     heartbeat_sec: float = 1.0
-    """Time without a sign of life after which one is dead."""
+    """Time without heartbeat after which a replica is considered dead."""
 
     def __post_init__(self) -> None:
-        """Refuse to send state over a network in the clear."""
+        """Require TLS beyond loopback."""
         check_host(self.host, self.certificate)
-
-
-# What SIGTERM or ^C means to a replica: it leaves after the step in flight, the others go on.
-#
-# Each tells the others in the agreement of its last step. Where an agreement leaves nobody who
-# stays, its step is the last of all, and its writer saves. So one rule serves for one replica,
-# whose machine is wanted elsewhere, and for the launcher, which asks all of them.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeaveOutcome:
-    """How a replica left."""
+    """How a replica leaves."""
 
     saves: bool
-    """Whether nobody stays, and this replica is the one to save."""
-    alone: bool
-    """Whether others go on."""
+    """Whether no replica stays, and this one saves."""
+    others_continue: bool
+    """Whether other replicas stay."""
     trouble: str = ""
-    """Why nobody can."""
+    """Error that ended the run."""
 
 
 def leave_outcome(agreement: Agreement, name: str) -> LeaveOutcome | None:
-    """Return how a replica leaves after a step, None where it stays.
-
-    Args:
-        agreement: of the step.
-        name: of the replica, a member.
-    """
+    """Return how a member leaves after a step, None if it stays."""
     if name not in agreement.leaving:
         return None
-    alone = name not in agreement.ready or bool(agreement.staying)
-    saves = not alone and agreement.writer == name
-    return LeaveOutcome(saves=saves, alone=alone, trouble=agreement.trouble)
+    others_continue = name not in agreement.ready or bool(agreement.staying)
+    saves = not others_continue and agreement.writer == name
+    return LeaveOutcome(saves=saves, others_continue=others_continue, trouble=agreement.trouble)
 
 
 def resume_message(run: Path, last: int | None) -> str:
-    """Say from where a run goes on.
+    """Return a message that says at which step a run can be resumed.
 
     Args:
-        run: run folder; none of its replicas lives.
-        last: the step after the last one; None where that is not known yet.
+        run: run folder without live replicas.
+        last: number of steps; None if it is not known yet.
     """
     checkpoint = newest_checkpoint(run)
     saved = step_of(checkpoint)

@@ -1,4 +1,4 @@
-"""State that a replica sends to one that joins or is behind."""
+"""State and sums of committed steps that a replica sends to one that joins or is behind."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from trainer.embedding.cache import DirectSource, RowSource
 from trainer.embedding.module import Embedding
 from trainer.follow import Span
 from trainer.horizon import Known
-from trainer.stores.api import BehindError, Records, Store, TableLayout
+from trainer.stores.api import BehindError, Records, Store, empty_records
 from trainer.stores.remote.connection import Access, connect
 from trainer.stores.remote.wire import (
     AUTHORIZATION,
@@ -41,13 +41,13 @@ _LENGTH = 8
 
 @dataclass(frozen=True, slots=True)
 class CommittedStep:
-    """What a step left behind.
+    """Result of a committed step.
 
     Attributes:
-        known: what all saw of the dataset when they agreed on it.
-        metric: its line.
-        entries: its lines of the ledger.
-        sums: message of the exchange with the sum of all leaves.
+        known: the part of the dataset that all members saw when they agreed on the step.
+        metric: its line in the metrics.
+        entries: its lines in the ledger.
+        sums: message with the sum over all microbatches, see `pack_sums`.
     """
 
     known: Known
@@ -57,11 +57,11 @@ class CommittedStep:
 
     @property
     def num_bytes(self) -> int:
-        """Return what it keeps in memory."""
+        """Bytes in memory."""
         return self.sums.nbytes
 
     def to_bytes(self) -> bytes:
-        """Return length of the lines, lines as JSON, sums."""
+        """Return the length of the JSON part, JSON, sums."""
         body = {
             "known": asdict(self.known),
             "metric": asdict(self.metric),
@@ -72,7 +72,7 @@ class CommittedStep:
 
     @staticmethod
     def from_bytes(data: bytes) -> CommittedStep:
-        """Read what `to_bytes` returned."""
+        """Parse what `to_bytes` returned."""
         end = _LENGTH + int.from_bytes(data[:_LENGTH], "little")
         body = json.loads(data[_LENGTH:end])
         entries = tuple(
@@ -83,21 +83,20 @@ class CommittedStep:
 
 
 STATE, SUMS, LIVES = "state", "sums", "lives"
-_PIECE = 4 << 20
-KEPT_BYTES = 128 << 20
-"""Most bytes of sums that are kept for others."""
+_CHUNK_BYTES = 4 << 20
+RETAINED_BYTES = 128 << 20
+"""Maximum bytes of sums that are retained for other replicas."""
 
 
 class PeerServer(fl.FlightServerBase):
-    """Answers other replicas of the run until `shutdown`."""
+    """Serves other replicas of the run."""
 
     def __init__(self, host: str, access: Access, certificate: Certificate | None) -> None:
-        """Listen at once, as Flight servers do, on a free port.
+        """Start to listen on a free port.
 
         Args:
             host: to listen on.
-            access: what callers must present; its limit is also the longest wait for the trainer
-                to come to a step's end.
+            access: of callers; its time-out is the maximum wait for the end of a step.
             certificate: for TLS.
 
         Raises:
@@ -113,135 +112,127 @@ class PeerServer(fl.FlightServerBase):
         self._wait_sec = access.timeout_sec
         self._changed = threading.Condition()
         self._committed: OrderedDict[int, CommittedStep] = OrderedDict()
-        self._kept_bytes = 0
-        self._times_let_go = 0
-        self._wanted = 0
-        self._given: bytes | None = None
+        self._retained_bytes = 0
+        self._num_cancels = 0
+        self._num_waiting = 0
+        self._state: bytes | None = None
 
-    def keep(self, train_step: int, committed: CommittedStep) -> None:
-        """Keep a committed step for those that are behind.
-
-        Args:
-            train_step: that was committed.
-            committed: what it left behind.
-        """
+    def add_committed(self, train_step: int, committed: CommittedStep) -> None:
+        """Retain a committed step for replicas that are behind."""
         with self._changed:
             self._committed[train_step] = committed
-            self._kept_bytes += committed.num_bytes
-            while len(self._committed) > 1 and self._kept_bytes > KEPT_BYTES:
-                self._kept_bytes -= self._committed.popitem(last=False)[1].num_bytes
+            self._retained_bytes += committed.num_bytes
+            while len(self._committed) > 1 and self._retained_bytes > RETAINED_BYTES:
+                self._retained_bytes -= self._committed.popitem(last=False)[1].num_bytes
             self._changed.notify_all()
 
-    def offer(self, state_of: Callable[[], Mapping[str, Array] | None]) -> None:
-        """Give the state at the end of a step to those that wait for it.
+    def provide_state(self, state_of: Callable[[], Mapping[str, Array] | None]) -> None:
+        """Send the state at the end of a step to replicas that wait for it.
 
         Args:
-            state_of: arrays of the state, None where it can be had after a later step only; called
-                when somebody waits.
+            state_of: returns the arrays, or None if they are available only after a later step;
+                called if a replica waits.
         """
         with self._changed:
-            if self._wanted and (found := state_of()) is not None:
-                self._given = b"".join(to_parts(found))
+            if self._num_waiting and (arrays := state_of()) is not None:
+                self._state = b"".join(to_parts(arrays))
                 self._changed.notify_all()
 
-    def let_go(self) -> None:
-        """Let nobody wait for the sums of the step in flight: it is agreed on once more."""
+    def cancel_waiters(self) -> None:
+        """Cancel waits for sums of the current step; the quorum is being formed again."""
         with self._changed:
-            self._times_let_go += 1
+            self._num_cancels += 1
             self._changed.notify_all()
 
     def do_action(self, context: fl.ServerCallContext, action: fl.Action) -> Iterator[bytes]:
-        """Send the state at the next step's end, the sums of a step, or a sign of life."""
+        """Send the state at the end of the next step, the sums of a step, or nothing (a ping)."""
         body = json.loads(action.body.to_pybytes() or b"{}")
         if action.type == STATE:
-            data = self._state()
+            data = self._wait_for_state()
         elif action.type == SUMS:
-            data = self._sums_of(int(body["train_step"]), float(body["wait_sec"]))
+            data = self._wait_for_sums(int(body["train_step"]), float(body["wait_sec"]))
         elif action.type == LIVES:
             data = b""
         else:
             raise fl.FlightServerError(
                 f"action must be {STATE}, {SUMS} or {LIVES}, got {action.type!r}"
             )
-        for start in range(0, len(data), _PIECE):
-            yield data[start : start + _PIECE]
+        for start in range(0, len(data), _CHUNK_BYTES):
+            yield data[start : start + _CHUNK_BYTES]
 
-    def _state(self) -> bytes:
+    def _wait_for_state(self) -> bytes:
         with self._changed:
-            self._wanted += 1
-            self._given = None
+            self._num_waiting += 1
+            self._state = None
             try:
-                if not self._changed.wait_for(lambda: self._given is not None, self._wait_sec):
+                if not self._changed.wait_for(lambda: self._state is not None, self._wait_sec):
                     raise fl.FlightUnavailableError("no step ended in time")
-                assert self._given is not None, "it was waited for"
-                return self._given
+                assert self._state is not None, "it was waited for"
+                return self._state
             finally:
-                self._wanted -= 1
-                if not self._wanted:
-                    self._given = None
+                self._num_waiting -= 1
+                if not self._num_waiting:
+                    self._state = None
 
-    def _sums_of(self, train_step: int, wait_sec: float) -> bytes:
+    def _wait_for_sums(self, train_step: int, wait_sec: float) -> bytes:
         with self._changed:
-            times = self._times_let_go
+            num_cancels = self._num_cancels
             self._changed.wait_for(
-                lambda: self._last() >= train_step or self._times_let_go > times, wait_sec
+                lambda: self._last_step() >= train_step or self._num_cancels > num_cancels,
+                wait_sec,
             )
-            if self._last() < train_step:
+            if self._last_step() < train_step:
                 return b""
-            found = self._committed.get(train_step)
-        if found is None:
+            committed = self._committed.get(train_step)
+        if committed is None:
             raise fl.FlightServerError(f"sums of step {train_step} are gone; ask for the state")
-        return found.to_bytes()
+        return committed.to_bytes()
 
-    def _last(self) -> int:
+    def _last_step(self) -> int:
         return next(reversed(self._committed), -1)
 
 
+class PeerError(Exception):
+    """A peer did not answer; another one may."""
+
+
 class PeerClient:
-    """Another replica, as one that is behind sees it."""
+    """A connection to the `PeerServer` of another replica; closed with the context."""
 
     def __init__(self, address: str, access: Access) -> None:
         """Connect with the first call.
 
         Args:
             address: `grpc://host:port` or `grpc+tls://host:port`.
-            access: how replicas of the run are reached.
+            access: to replicas of the run.
         """
         self._address = address
         self._client = connect(address, access)
         header = (AUTHORIZATION.encode(), f"Bearer {access.token}".encode())
         self._options = fl.FlightCallOptions(timeout=access.timeout_sec, headers=[header])
 
-    def state(self) -> dict[str, Array]:
+    def fetch_state(self) -> dict[str, Array]:
         """Return the arrays of the peer's state at the end of one of its next steps.
 
         Raises:
-            PeerError: the peer is gone, or the state is torn.
+            PeerError: the peer is gone, or the state is truncated.
         """
         return from_bytes(self._call(STATE, {}), file=self._address)
 
-    def sums(self, train_step: int, wait_sec: float = 0.0) -> bytes | None:
-        """Return the sums of a step, None while it is not committed.
-
-        Args:
-            train_step: of the run.
-            wait_sec: longest wait for it.
+    def fetch_sums(self, train_step: int, wait_sec: float = 0.0) -> bytes | None:
+        """Return a `CommittedStep` as bytes, None if it is not committed within `wait_sec`.
 
         Raises:
-            PeerError: the peer is gone, or has dropped them.
+            PeerError: the peer is gone, or has dropped the step.
         """
         return self._call(SUMS, {"train_step": train_step, "wait_sec": wait_sec}) or None
 
-    def ask_if_it_lives(self) -> None:
-        """Return when it says so.
-
-        Raises:
-            PeerError: it does not.
-        """
+    def ping(self) -> None:
+        """Raise PeerError unless the peer answers."""
         self._call(LIVES, {})
 
     def __enter__(self) -> PeerClient:
-        """Return it, to be closed at the end."""
+        """Return the client."""
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -251,54 +242,46 @@ class PeerClient:
     def _call(self, name: str, body: Mapping[str, Any]) -> bytes:
         action = fl.Action(name, json.dumps(body).encode())
         try:
-            found = self._client.do_action(action, self._options)
-            return b"".join(result.body.to_pybytes() for result in found)
+            results = self._client.do_action(action, self._options)
+            return b"".join(result.body.to_pybytes() for result in results)
         except (fl.FlightError, OSError, SchemaError) as error:
-            raise PeerError(f"{name} of {self._address} must come, got {error}") from error
-
-
-class PeerError(Exception):
-    """A peer did not answer; ask another one."""
+            raise PeerError(f"no {name} of {self._address}: {error}") from error
 
 
 REPLICAS = "replicas.json"
-"""File of the run with the addresses."""
+"""File of the run with the addresses of its replicas."""
 
 
 class PeerAddresses:
-    """Addresses of a run, as one of its replicas uses them."""
+    """Addresses of the replicas of a run."""
 
     def __init__(self, run: Path, access: Access) -> None:
-        """Remember where they are written.
+        """Read nothing yet.
 
         Args:
             run: run folder.
-            access: how replicas reach each other.
+            access: to replicas of the run.
         """
         self._path = run / REPLICAS
         self._access = access
-        self._told: list[str] = []
-        self._alone_since: float | None = None
+        self._published: list[str] = []
+        self._unreachable_since: float | None = None
 
-    def tell(self, addresses: list[str]) -> None:
-        """Write them for those that join."""
-        if addresses != self._told:
+    def publish(self, addresses: list[str]) -> None:
+        """Write the addresses for replicas that join."""
+        if addresses != self._published:
             replace_bytes(self._path, json.dumps(addresses).encode())
-            self._told = addresses
+            self._published = addresses
 
-    def told(self) -> list[str]:
-        """Return what the replica that writes has written."""
+    def read(self) -> list[str]:
+        """Return the published addresses."""
         return json.loads(self._path.read_text(encoding="utf-8")) if self._path.is_file() else []
 
-    def first(self, addresses: Iterable[str], use: Callable[[PeerClient], None]) -> str:
-        """Use the first replica that answers.
-
-        Args:
-            addresses: of those that can be asked.
-            use: called with each until it raises no `PeerError`.
+    def use_first(self, addresses: Iterable[str], use: Callable[[PeerClient], None]) -> str:
+        """Call `use` with peers until one raises no `PeerError`.
 
         Returns:
-            Why the last one could not be used; empty where one was, or none is there.
+            The last error; empty after a success or without addresses.
         """
         trouble = ""
         for address in addresses:
@@ -310,23 +293,24 @@ class PeerAddresses:
                 trouble = str(error)
         return trouble
 
-    def reached(self, trouble: str) -> None:
-        """Give up where those that are ahead are not reached for longer than a message may take.
+    def check_reachable(self, trouble: str) -> None:
+        """Give up if peers have been unreachable for longer than the time-out.
 
         Args:
-            trouble: what `first` returned.
+            trouble: result of `use_first`.
 
         Raises:
-            BehindError: this replica must be started again.
+            BehindError: this replica must be restarted.
         """
         now = time.monotonic()
-        self._alone_since = (self._alone_since or now) if trouble else None
-        if self._alone_since and now - self._alone_since > self._access.timeout_sec:
+        self._unreachable_since = (self._unreachable_since or now) if trouble else None
+        since = self._unreachable_since
+        if since and now - since > self._access.timeout_sec:
             raise BehindError(f"others are ahead of this replica, and {trouble}; start it again")
 
 
 ROWS = "rows"
-"""Prefix of the rows of a state, all in memory or in no store yet."""
+"""Prefix of rows in a state: all rows, or those that are in no store yet."""
 
 
 class ReplicaRows(Protocol):
@@ -334,134 +318,129 @@ class ReplicaRows(Protocol):
 
     @property
     def source(self) -> RowSource:
-        """Where steps borrow them."""
+        """Source of the rows of steps."""
         ...
 
     @property
     def written(self) -> int:
-        """The last step of which all rows that left are known to be in the stores."""
+        """The last step whose evicted rows are known to be in the stores."""
         ...
 
     @property
-    def known(self) -> int:
-        """The step that they were begun with: what changed from it on was told of."""
+    def tracked_since(self) -> int:
+        """First step whose changes of rows are tracked."""
         ...
 
     def track_changes(self, changes: Changes) -> None:
-        """Tell from the first step on which rows change."""
+        """Record which rows change, from the first step on."""
         ...
 
-    def begin(self, train_step: int, span: Span) -> None:
-        """Begin with a step of a span, from the checkpoint that the stores hold.
+    def start(self, train_step: int, span: Span) -> None:
+        """Start with a step, from the checkpoint that the stores hold.
 
         Raises:
-            StoreLostError: they hold another one.
+            RowsLostError: the stores hold another checkpoint.
         """
         ...
 
-    def arrays(self, train_step: int) -> Mapping[str, Array] | None:
-        """Return the state before a step, by name; None where a later one must be asked for."""
+    def state_before(self, train_step: int) -> Mapping[str, Array] | None:
+        """Return the state before a step as named arrays; None: retry with a later step."""
         ...
 
     def load(self, arrays: Mapping[str, Array], train_step: int, span: Span) -> None:
-        """Begin with a step, from the state before it of another replica.
+        """Start with a step, from another replica's `state_before` it.
 
         Raises:
-            BehindError: there are rows of an earlier step, which cannot be exchanged.
+            BehindError: there are rows of an earlier step, which cannot be replaced.
         """
         ...
 
     def settle(self, at: int | None = None) -> int:
-        """Return the step, or one before, from which on more may be known, and fix it.
+        """Fix and return the step from which on more steps may be planned, or one before it.
 
         Args:
-            at: what another replica has fixed.
+            at: step that another replica has fixed.
         """
         ...
 
     def extend(self, span: Span, train_step: int) -> None:
-        """Know of the steps of a span from a step on.
+        """Extend the plan to the steps of a span, from a step on.
 
         Raises:
-            PlanError: the cache is too small for them.
+            PlanError: the cache is too small.
         """
         ...
 
-    def heed(self, written: int, *, writes: bool) -> None:
-        """Take note of what all replicas know, and whether this one writes."""
+    def update_written(self, written: int, *, writes: bool) -> None:
+        """Update `written` to that of all replicas, and whether this one is the writer."""
         ...
 
     def flush(self) -> None:
-        """Bring all rows into the stores, where this replica writes."""
+        """Write all rows to the stores; called by the writer."""
         ...
 
     def close(self) -> None:
-        """Stop background work and give back what is held open."""
+        """Stop background work and close connections."""
         ...
 
 
 class MemoryRows:
-    """All rows in memory: every replica has all of them."""
+    """All rows in memory of every replica."""
 
     written = -1
 
     def __init__(self, stores: Mapping[str, Store], embedding: Embedding) -> None:
-        """Keep the parts.
-
-        Args:
-            stores: by table, in memory.
-            embedding: that borrows rows.
-        """
+        """Read rows of the embedding from the stores, which are in memory."""
         self._stores = stores
-        self.known = 0
+        self.tracked_since = 0
         self.source = DirectSource(stores)
         embedding.set_source(self.source)
 
     def track_changes(self, changes: Changes) -> None:
-        """Tell from the first step on which rows change."""
+        """Record which rows change, from the first step on."""
         self.source.track_changes(changes)
 
-    def begin(self, train_step: int, span: Span) -> None:
-        """Begin with a step: the checkpoint was loaded into memory."""
-        self.known = train_step
+    def start(self, train_step: int, span: Span) -> None:
+        """Start with a step: the checkpoint is in memory."""
+        self.tracked_since = train_step
 
-    def arrays(self, train_step: int) -> Mapping[str, Array]:
+    def state_before(self, train_step: int) -> Mapping[str, Array]:
         """Return all rows."""
-        found: dict[str, Array] = {}
+        arrays: dict[str, Array] = {}
         for table, store in self._stores.items():
-            parts = [*store.contents()]
-            none = _no_records(store.layout)
-            rows = np.concatenate([np.empty(0, np.int64), *(rows for rows, _ in parts)])
-            values = np.concatenate([none.values, *(records.values for _, records in parts)])
-            state = np.concatenate([none.state, *(records.state for _, records in parts)])
-            found |= rows_to_arrays(f"{ROWS}/{table}", rows, Records(values, state))
-        return found
+            chunks = [*store.contents()]
+            empty = empty_records(store.layout, 0)
+            rows = np.concatenate([np.empty(0, np.int64), *(rows for rows, _ in chunks)])
+            values = np.concatenate([empty.values, *(records.values for _, records in chunks)])
+            state = np.concatenate([empty.state, *(records.state for _, records in chunks)])
+            arrays |= rows_to_arrays(f"{ROWS}/{table}", rows, Records(values, state))
+        return arrays
 
     def load(self, arrays: Mapping[str, Array], train_step: int, span: Span) -> None:
-        """Take all rows."""
+        """Write all rows."""
         for table, store in self._stores.items():
             store.write(*rows_from_arrays(f"{ROWS}/{table}", arrays))
-        self.known = train_step
+        self.tracked_since = train_step
 
     def settle(self, at: int | None = None) -> int:
-        """Return that it may be any step."""
+        """Return 0: there is no plan."""
         return 0
 
     def extend(self, span: Span, train_step: int) -> None:
-        """Do nothing: rows are there or made."""
+        """Do nothing."""
 
-    def heed(self, written: int, *, writes: bool) -> None:
+    def update_written(self, written: int, *, writes: bool) -> None:
         """Do nothing."""
 
     def flush(self) -> None:
-        """Do nothing: they are there."""
+        """Do nothing."""
 
     def close(self) -> None:
         """Do nothing."""
 
 
 def rows_to_arrays(prefix: str, rows: NDArray[np.int64], records: Records) -> dict[str, Array]:
-    """Return rows and what they hold as named arrays."""
+    """Return rows and their records as named arrays."""
     return {
         f"{prefix}/rows": rows,
         f"{prefix}/values": records.values,
@@ -470,12 +449,6 @@ def rows_to_arrays(prefix: str, rows: NDArray[np.int64], records: Records) -> di
 
 
 def rows_from_arrays(prefix: str, arrays: Mapping[str, Array]) -> tuple[NDArray[np.int64], Records]:
-    """Return what `named` was given."""
+    """Return rows and records from what `rows_to_arrays` returned."""
     rows, values, state = (arrays[f"{prefix}/{name}"] for name in ("rows", "values", "state"))
     return rows, Records(values, state)
-
-
-def _no_records(layout: TableLayout) -> Records:
-    return Records(
-        np.empty((0, layout.dim), layout.dtype), np.empty((0, layout.state_width), layout.dtype)
-    )

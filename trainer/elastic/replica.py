@@ -1,4 +1,13 @@
-"""The training loop of one replica."""
+"""The training loop of one replica.
+
+One step:
+
+1. Send this replica's status, with the microbatches that it computes, and compute them meanwhile.
+2. Receive the agreement: microbatches of dead replicas are reassigned; replicas that are behind
+   catch up.
+3. Exchange sums of microbatches; if a replica is lost here, form the agreement again without it.
+4. Update, bit for bit the same on every replica: this commits the step.
+"""
 
 from __future__ import annotations
 
@@ -38,208 +47,203 @@ T = TypeVar("T")
 
 
 class ReadAhead(Generic[T]):
-    """Calls a function of a step and a run of its leaves ahead of time; a context."""
+    """Calls a function of a step and its microbatches ahead of time, in one thread."""
 
     def __init__(self, function: Callable[[int, range], T]) -> None:
-        """Remember what is called.
+        """Start no thread yet.
 
         Args:
-            function: of step and leaves; one call at a time.
+            function: of step and microbatches; never called concurrently.
         """
         self._function = function
         self._pool = ThreadPoolExecutor(
             1, "reader", initializer=torch.set_num_threads, initargs=(1,)
         )
-        self._coming: dict[tuple[int, range], Future[T]] = {}
+        self._pending: dict[tuple[int, range], Future[T]] = {}
 
     def __enter__(self) -> ReadAhead[T]:
-        """Do nothing: the thread starts with the first call."""
+        """Return the reader."""
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Drop what nobody will take."""
+        """Cancel pending calls."""
         self._pool.shutdown(cancel_futures=True)
 
-    def want(self, step: int, run: range) -> None:
-        """Begin with a step, unless that is under way; drop other runs of that step."""
-        for key in [key for key in self._coming if key[0] == step and key[1] != run]:
-            self._coming.pop(key).cancel()
-        if (step, run) not in self._coming:
-            self._coming[step, run] = self._pool.submit(self._function, step, run)
+    def prefetch(self, step: int, microbatches: range) -> None:
+        """Start the call for a step unless it is pending; cancel other ranges of that step."""
+        for key in [key for key in self._pending if key[0] == step and key[1] != microbatches]:
+            self._pending.pop(key).cancel()
+        if (step, microbatches) not in self._pending:
+            self._pending[step, microbatches] = self._pool.submit(
+                self._function, step, microbatches
+            )
 
-    def take(self, step: int, run: range) -> T:
-        """Return the result for a step; earlier ones are dropped."""
-        self.want(step, run)
-        result = self._coming.pop((step, run)).result()
-        for key in [key for key in self._coming if key[0] <= step]:
-            self._coming.pop(key).cancel()
+    def take(self, step: int, microbatches: range) -> T:
+        """Return the result for a step, and cancel calls for earlier ones."""
+        self.prefetch(step, microbatches)
+        result = self._pending.pop((step, microbatches)).result()
+        for key in [key for key in self._pending if key[0] <= step]:
+            self._pending.pop(key).cancel()
         return result
 
-    def also(self, step: int, run: range) -> T:
-        """Return the result for more leaves of a step, at once."""
-        return self._pool.submit(self._function, step, run).result()
+    def call(self, step: int, microbatches: range) -> T:
+        """Return the result for more microbatches of a step."""
+        return self._pool.submit(self._function, step, microbatches).result()
 
 
 class StepCompute:
-    """Computes leaves, which are read ahead of time; a context that holds threads."""
+    """Computes microbatches, which are read ahead of time; a context for its threads."""
 
-    def __init__(self, setting: ReplicaContext, injector: FaultInjector, timer: PhaseTimer) -> None:
-        """Keep the parts.
+    def __init__(self, context: ReplicaContext, injector: FaultInjector, timer: PhaseTimer) -> None:
+        """Start no thread yet.
 
         Args:
-            setting: of the run.
-            injector: faults that happen meanwhile.
+            context: of the replica.
+            injector: of faults.
             timer: of the phases.
         """
-        self.speed: float | None = None  # leaves per second; none before the first
-        self._setting, self._injector, self._timer = setting, injector, timer
+        self.speed: float | None = None  # microbatches per second; None before the first
+        self._context, self._injector, self._timer = context, injector, timer
         self._open: Microbatches | None = None
         self._stack = ExitStack()
 
     def __enter__(self) -> StepCompute:
         """Start threads."""
-        parts, enter = self._setting.parts, self._stack.enter_context
-        self._work = enter(LeafWork(parts.model, parts.embedding, self._setting.kernels))
-        self._ahead = enter(ReadAhead(self._setting.read))
+        parts, enter = self._context.parts, self._stack.enter_context
+        self._work = enter(LeafWork(parts.model, parts.embedding, self._context.kernels))
+        self._reader = enter(ReadAhead(self._context.read))
         return self
 
     def __exit__(self, *error: object) -> None:
-        """End them."""
+        """Stop threads."""
         self._stack.close()
 
     @property
     def shape(self) -> SumsShape:
-        """Return the shape of the sums of the step in flight."""
+        """Shape of the sums of the step in flight."""
         assert self._open is not None, "rows of the step are open"
-        return self._setting.shape(self._open)
+        return self._context.sums_shape(self._open)
 
-    def want(self, train_step: int, run: range) -> None:
-        """Begin to read leaves of a later step."""
-        self._ahead.want(train_step, run)
+    def prefetch(self, train_step: int, microbatches: range) -> None:
+        """Start to read microbatches of a later step."""
+        self._reader.prefetch(train_step, microbatches)
 
-    def compute(self, train_step: int, run: range) -> Tree[Partial]:
-        """Open the rows of a step, compute some of its leaves, and return their sums."""
-        clock = self._setting.clock
-        self._injector.at("start", train_step)
-        leaves = self._opened(train_step, run)
+    def compute(self, train_step: int, microbatches: range) -> Tree[Partial]:
+        """Open the rows of a step, compute microbatches, and return their sums."""
+        clock = self._context.clock
+        self._injector.trigger("start", train_step)
+        opened = self._open_rows(train_step, microbatches)
         start = clock()
         with self._timer("backward"):
-            tree = self._work.compute(leaves)
-            slower_sec = self._injector.slower_sec(train_step, len(run), clock() - start)
-            if slower_sec > 0:
-                time.sleep(slower_sec)
-        if len(run):
-            self.speed = smooth_speed(self.speed, len(run) / (clock() - start))
-        self._injector.at("computed", train_step)
+            tree = self._work.compute(opened)
+            delay_sec = self._injector.delay_sec(train_step, len(microbatches), clock() - start)
+            if delay_sec > 0:
+                time.sleep(delay_sec)
+        if len(microbatches):
+            self.speed = smooth_speed(self.speed, len(microbatches) / (clock() - start))
+        self._injector.trigger("computed", train_step)
         return tree
 
-    def also(self, train_step: int, run: range, tree: Tree[Partial]) -> None:
-        """Compute more leaves of the step in flight into its sums."""
+    def compute_more(self, train_step: int, microbatches: range, tree: Tree[Partial]) -> None:
+        """Add the sums of more microbatches of the step in flight to a tree."""
         with self._timer("read"):
-            leaves = self._ahead.also(train_step, run)
+            opened = self._reader.call(train_step, microbatches)
         with self._timer("backward"):
-            self._setting.parts.embedding.add(leaves)
-            self._work.compute(leaves, tree)
+            self._context.parts.embedding.add(opened)
+            self._work.compute(opened, tree)
 
-    def anew(self, train_step: int) -> Tree[Partial]:
-        """Return sums of a step without a leaf yet."""
-        return self._work.tree(self._setting.num_leaves(train_step))
+    def empty_tree(self, train_step: int) -> Tree[Partial]:
+        """Return sums of a step without any microbatch."""
+        return self._work.tree(self._context.num_microbatches(train_step))
 
     def open(self, train_step: int) -> None:
-        """Open the rows of a step that others have computed, unless they are."""
+        """Open the rows of a step that others have computed, unless they are open."""
         if not self._is_open(train_step):
-            self._opened(train_step, NO_MICROBATCHES)
+            self._open_rows(train_step, NO_MICROBATCHES)
 
     def update(self, total: Partial) -> None:
-        """Update all that is trained by the sum of all leaves of the step in flight."""
-        parts = self._setting.parts
+        """Update model and rows with the sum over all microbatches of the step in flight."""
+        parts = self._context.parts
         with self._timer("update"):
             update_by(total, self._work, parts.embedding, parts.optimizer)
-        self.forget()
+        self.reset()
 
-    def forget(self) -> None:
-        """Have no step in flight."""
+    def reset(self) -> None:
+        """Drop the step in flight."""
         self._open = None
 
-    def _opened(self, train_step: int, run: range) -> Microbatches:
+    def _open_rows(self, train_step: int, microbatches: range) -> Microbatches:
         with self._timer("read"):
-            leaves = self._ahead.take(train_step, run)
-        embedding = self._setting.parts.embedding
+            opened = self._reader.take(train_step, microbatches)
+        embedding = self._context.parts.embedding
         with self._timer("fetch"):
-            if self._is_open(train_step):  # begun before, and others could not be followed
-                embedding.add(leaves)
+            if self._is_open(train_step):  # opened before a failed attempt to catch up
+                embedding.add(opened)
             else:
-                embedding.open(leaves)
-        self._open = leaves
-        return leaves
+                embedding.open(opened)
+        self._open = opened
+        return opened
 
     def _is_open(self, train_step: int) -> bool:
         return self._open is not None and self._open.step.train_step == train_step
 
 
-# One replica: step after step with the others, until all steps are committed.
-#
-# tell the others which leaves I compute, and meanwhile compute them who is there?     leaves of
-# the dead are shared out; who is behind catches up exchange          sums of leaves; who is lost
-# here is left out of the next agreement update            the same on every replica, bit for bit:
-# this commits the step
-
-
 class Replica:
-    """Trains with the others; a context that holds threads, servers and connections."""
+    """Trains with the other replicas; a context for threads, servers and connections."""
 
     def __init__(
         self,
-        setting: ReplicaContext,
+        context: ReplicaContext,
         frontier: Frontier,
         options: ReplicaOptions,
         injector: FaultInjector,
         drain: Drain,
         watchdog: Watchdog,
-        saves: ReplicaCheckpoints,
+        checkpoints: ReplicaCheckpoints,
     ) -> None:
-        """Take part from the first step that is not trained yet.
+        """Start at `context.first_step`, without threads or connections.
 
         Args:
-            setting: of the run, at the state of `setting.first`.
-            frontier: how far it may train.
+            context: with the state of its first step.
+            frontier: the part of the dataset that may be trained.
             options: of this replica.
-            injector: faults that happen to it.
-            drain: asks it to leave.
-            watchdog: limits each phase.
-            saves: the run, beside training.
+            injector: of faults.
+            drain: asks this replica to leave.
+            watchdog: limits the time of each phase.
+            checkpoints: of the run.
         """
-        self.setting = setting
+        self.context = context
         self.options = options
-        self.step = setting.first
-        self._since = setting.first
+        self.step = context.first_step
+        self._since = context.first_step
         self.followed = False
-        """Whether another replica has ever been ahead of it."""
+        """Whether another replica has ever been ahead of this one."""
         self._failures = 0
         self._writes = False
-        self._written: Span | None = None  # what the run's folder says that there is to train
+        self._written_span: Span | None = None  # in the run folder
         self._frontier = frontier
         self._injector = injector
         self._drain = drain
         self._watchdog = watchdog
-        self._saves = saves
-        self._pause_sec = min(setting.job.train.follow.poll.total_seconds(), options.heartbeat_sec)
-        self._stand_ins = DepartedMembers(options.lighthouse, options.heartbeat_sec)
-        self._shares = SplitPlanner(options.name)
-        self._writer = LogWriter(setting.run)
-        self._timer = PhaseTimer(setting.clock, watchdog)
-        self._computing = StepCompute(setting, injector, self._timer)
-        self._addresses = PeerAddresses(setting.run, options.access)
+        self._checkpoints = checkpoints
+        poll_sec = context.job.train.follow.poll.total_seconds()
+        self._pause_sec = min(poll_sec, options.heartbeat_sec)
+        self._departed = DepartedMembers(options.lighthouse, options.heartbeat_sec)
+        self._splits = SplitPlanner(options.name)
+        self._log_writer = LogWriter(context.run)
+        self._timer = PhaseTimer(context.clock, watchdog)
+        self._compute = StepCompute(context, injector, self._timer)
+        self._addresses = PeerAddresses(context.run, options.access)
         self._stack = ExitStack()
 
     def __enter__(self) -> Replica:
-        """Listen and start threads."""
+        """Start servers and threads."""
         options, enter = self.options, self._stack.enter_context
         self._server = PeerServer(options.host, options.access, options.certificate)
         self._stack.callback(self._server.shutdown)
         self._exchange = enter(Exchange(options))
-        self._asking = enter(ThreadPoolExecutor(1, "agree"))
-        enter(self._computing)
+        self._agreeing = enter(ThreadPoolExecutor(1, "agree"))
+        enter(self._compute)
         self._membership = Membership(
             options.lighthouse,
             options.name,
@@ -249,181 +253,181 @@ class Replica:
         return self
 
     def __exit__(self, *error: object) -> None:
-        """End all of it."""
+        """Stop servers and threads."""
         self._stack.close()
 
     def train(self) -> LeaveOutcome | None:
-        """Train all steps, or as many as there are until this replica is asked to leave.
+        """Train until the last step, or until this replica is asked to leave.
 
         Returns:
-            How it left; None where all steps are trained.
+            How it left; None if all steps are trained.
 
         Raises:
             SchemaError: a loss is not finite, the disk is full, or the lighthouse is gone.
             DrainInterrupt: it was asked to leave before its first step.
         """
         with self._watchdog(START), self._drain.at_once():
-            found = self._find_state()
-            self._stack.enter_context(self._membership)  # not before: who counts is waited for
-            if not found and self.options.expected > 1:
+            found_peer = self._load_from_peers()
+            # heartbeats start here: others wait for a replica that sends them
+            self._stack.enter_context(self._membership)
+            if not found_peer and self.options.expected > 1:
                 self._wait_for_others()
-        while self._comes() != "end":
+        while self._decide() != "end":
             try:
-                left = leave_outcome(self._train_step(), self.options.name)
+                outcome = leave_outcome(self._train_step(), self.options.name)
             except DatasetRefusedError as refused:
-                return LeaveOutcome(saves=self._writes, alone=False, trouble=str(refused))
-            if left is not None and self._comes() != "end":
-                return left
+                return LeaveOutcome(saves=self._writes, others_continue=False, trouble=str(refused))
+            if outcome is not None and self._decide() != "end":
+                return outcome
         return None
 
-    def _comes(self) -> Literal["train", "wait", "end"]:
-        return decide(self.step, self.setting.span.horizon)
+    def _decide(self) -> Literal["train", "wait", "end"]:
+        return decide(self.step, self.context.span.horizon)
 
     def agree_on_end(self, *, done: bool) -> Agreement:
-        """Return who is there after the last step.
+        """Return an agreement after the last step.
 
         Args:
-            done: nothing is left to do here.
+            done: whether this replica has nothing left to do.
         """
-        self._server.offer(self._state_arrays)
-        agreement = self._agree(self._told((), done=done)).result()
-        self._heed(agreement)
-        self._stand_in(agreement)
+        self._server.provide_state(self._state_arrays)
+        agreement = self._agree(self._status((), done=done)).result()
+        self._process(agreement)
+        self._answer_for_departed(agreement)
         return agreement
 
-    def _agree(self, told: ReplicaStatus) -> Future[Agreement]:
-        """Ask in a thread: the main one has signals to take."""
-        return self._asking.submit(self._membership.agree, self.step, told)
+    def _agree(self, status: ReplicaStatus) -> Future[Agreement]:
+        """Form an agreement in a thread, because the main thread handles signals."""
+        return self._agreeing.submit(self._membership.agree, self.step, status)
 
-    def _told(
-        self, leaves: tuple[int, ...], *, done: bool = False, leaving: bool = False
+    def _status(
+        self, microbatches: Iterable[int], *, done: bool = False, leaving: bool = False
     ) -> ReplicaStatus:
         return ReplicaStatus(
             since=self._since,
             state=self._server.address,
             meeting=self._exchange.meeting,
-            speed=self._computing.speed,
-            leaves=leaves,
+            speed=self._compute.speed,
+            leaves=tuple(microbatches),
             failures=self._failures,
-            written=self.setting.rows.written,
+            written=self.context.rows.written,
             done=done,
             leaving=leaving,
-            num_segments=self._frontier.seen.num_segments,
-            finished=self._frontier.seen.finished,
-            frontier=self._frontier.told,
+            num_segments=self._frontier.visible.num_segments,
+            finished=self._frontier.visible.finished,
+            frontier=self._frontier.state,
             trouble=self._frontier.trouble,
         )
 
-    def _told_in_step(self, leaves: Iterable[int]) -> ReplicaStatus:
-        return self._told(tuple(leaves), leaving=self._drain.asked)
+    def _agree_on_step(self, microbatches: Iterable[int]) -> Future[Agreement]:
+        return self._agree(self._status(microbatches, leaving=self._drain.asked))
 
     def _wait_for_others(self) -> None:
-        """Begin together where all are to begin; what is computed does not depend on it."""
+        """Wait for the expected replicas before the first step; does not affect the result."""
         end = time.monotonic() + self.options.access.timeout_sec
-        while self.step == self.setting.first and time.monotonic() < end:
-            agreement = self._agree(self._told(())).result()
+        while self.step == self.context.first_step and time.monotonic() < end:
+            agreement = self._agree(self._status(())).result()
             if agreement.step > self.step or len(agreement.members) >= self.options.expected:
                 return
             time.sleep(0.02)
 
     def _train_step(self) -> Agreement:
         self._watchdog.step = self.step
-        self._frontier.look()
-        own = self._shares.mine(self.step)
+        self._frontier.refresh()
+        own = self._splits.own_range(self.step)
         computed = list(own)
-        if self._comes() == "train":
-            asked = self._agree(self._told_in_step(own))
+        if self._decide() == "train":
+            agreeing = self._agree_on_step(own)
         else:
-            asked = self._wait()
-            if self._comes() != "train":
-                return self._followed(asked.result())
-        tree = self._computing.compute(self.step, own)
+            agreeing = self._wait()
+            if self._decide() != "train":
+                return self._follow_if_behind(agreeing.result())
+        tree = self._compute.compute(self.step, own)
         while True:
             with self._timer("sync"):
-                agreement = asked.result()
+                agreement = agreeing.result()
             if agreement.step > self.step:
-                return self._followed(agreement)
-            self._heed(agreement)
-            more = self._shares.heed(agreement, self.setting.num_leaves)
-            self._writer.remember_splits(self._shares.fixed())
+                return self._follow_if_behind(agreement)
+            self._process(agreement)
+            assignment = self._splits.assign(agreement, self.context.num_microbatches)
+            self._log_writer.remember_splits(self._splits.take_new_splits())
             if self._writes:
-                self._writer.write_splits()
-            if more.dropped:
-                tree, computed = self._computing.anew(self.step), []
-            for run in more.runs:
-                self._computing.also(self.step, run, tree)
-                computed += run
+                self._log_writer.write_splits()
+            if assignment.dropped:
+                tree, computed = self._compute.empty_tree(self.step), []
+            for microbatches in assignment.ranges:
+                self._compute.compute_more(self.step, microbatches, tree)
+                computed += microbatches
             for step in (self.step + 1, self.step + 2):
-                if step < self.setting.last:
-                    self._computing.want(step, self._shares.mine(step))
+                if step < self.context.end_step:
+                    self._compute.prefetch(step, self._splits.own_range(step))
             try:
                 with self._timer("sync"):
-                    shape = self._computing.shape
+                    shape = self._compute.shape
                     total, message = self._exchange.total(agreement, tree, shape)
                 break
             except LostPeerError:
                 self._failures += 1
-                self._server.let_go()
-                asked = self._agree(self._told_in_step(computed))
-        self._commit(agreement, total, message, more.owners)
+                self._server.cancel_waiters()
+                agreeing = self._agree_on_step(computed)
+        self._commit(agreement, total, message, assignment.owners)
         return agreement
 
     def _wait(self) -> Future[Agreement]:
-        """Ask until more is to be trained, others are ahead, or this replica is to leave."""
-        limit_sec = self.setting.job.train.limits.wait.total_seconds()
+        """Wait for new segments, until others are ahead, or until this replica is to leave."""
+        limit_sec = self.context.job.train.limits.wait.total_seconds()
         end = time.monotonic() + limit_sec
         with self._timer(WAIT):
             while True:
                 if time.monotonic() > end:
-                    self._frontier.give_up(self.step, limit_sec)
-                asked = self._agree(self._told_in_step(()))
-                agreement = asked.result()
+                    self._frontier.time_out(self.step, limit_sec)
+                agreeing = self._agree_on_step(())
+                agreement = agreeing.result()
                 if agreement.step > self.step:
-                    return asked
-                self._heed(agreement)
-                reached = self._frontier.reach(agreement.known, self.step, self._extend)
-                if reached or self.options.name in agreement.leaving:
-                    return asked
+                    return agreeing
+                self._process(agreement)
+                advanced = self._frontier.advance(agreement.known, self.step, self._extend)
+                if advanced or self.options.name in agreement.leaving:
+                    return agreeing
                 if self._writes:
                     self._write_while_waiting(agreement)
-                self._server.offer(self._state_arrays)
+                self._server.provide_state(self._state_arrays)
                 self._drain.sleep(self._pause_sec)
-                self._frontier.look()
+                self._frontier.refresh()
 
-    def write_lines(self) -> None:
-        """Write the lines of committed steps that are not there, of a writer that died before.
+    def write_log(self) -> None:
+        """Write missing log lines of committed steps, also those of a previous writer.
 
-        A checkpoint counts on the lines of all steps before it: they are written first.
+        Called before a checkpoint, which requires the lines of all steps before it.
 
         Raises:
             SchemaError: the disk is full.
         """
         self._write_dataset()
-        self._writer.write()
+        self._log_writer.write()
 
     def _write_while_waiting(self, agreement: Agreement) -> None:
-        self.write_lines()
+        self.write_log()
         with self._watchdog(SAVE):
-            self._saves.finish(self.step)
-        self._frontier.say(self.step)
-        self._tell_newcomers(agreement)
-        self._stand_in(agreement)
+            self._checkpoints.finish(self.step)
+        self._frontier.report_waiting(self.step)
+        self._publish_addresses(agreement)
+        self._answer_for_departed(agreement)
 
     def _extend(self, span: Span, train_step: int) -> None:
-        self.setting.rows.extend(span, train_step)
-        self.setting.know(span)
+        self.context.rows.extend(span, train_step)
+        self.context.set_span(span)
 
-    def _heed(self, agreement: Agreement) -> None:
+    def _process(self, agreement: Agreement) -> None:
         writer = agreement.writer
-        if self._comes() == "train":
-            self._frontier.check(agreement.known, agreement.ready[writer].told.frontier)
+        if self._decide() == "train":
+            self._frontier.check(agreement.known, agreement.ready[writer].status.frontier)
         self._writes = writer == self.options.name
-        self.setting.rows.heed(agreement.written, writes=self._writes)
+        self.context.rows.update_written(agreement.written, writes=self._writes)
 
-    def _stand_in(self, agreement: Agreement) -> None:
-        """Answer for those that have left, from the next agreement on."""
+    def _answer_for_departed(self, agreement: Agreement) -> None:
         if self._writes and agreement.staying:
-            self._stand_ins.answer(agreement.leaving)
+            self._departed.join_next_quorum(agreement.leaving)
 
     def _commit(
         self,
@@ -432,116 +436,120 @@ class Replica:
         message: torch.Tensor,
         owners: Mapping[str, list[int]],
     ) -> None:
-        self._injector.at("exchanged", self.step)
+        self._injector.trigger("exchanged", self.step)
         loss = check_loss(total.loss / total.divisor, self.step)
-        self._computing.update(total)
-        entries = [self.setting.entry(self.step, n, own) for n, own in owners.items() if own]
-        num_samples = self.setting.num_samples(self.step)
+        self._compute.update(total)
+        entries = [
+            self.context.ledger_entry(self.step, name, own) for name, own in owners.items() if own
+        ]
+        num_samples = self.context.num_samples(self.step)
         metric = metric_of(self.step, loss, num_samples, len(agreement.ready), self._timer)
         committed = CommittedStep(agreement.known, metric, tuple(entries), message)
-        self._server.keep(self.step, committed)
-        self._remember(committed)
-        self._injector.at("committed", self.step - 1)
+        self._server.add_committed(self.step, committed)
+        self._advance(committed)
+        self._injector.trigger("committed", self.step - 1)
         if self._writes:
-            self.write_lines()
-            self._tell_newcomers(agreement)
-            self._stand_in(agreement)
-        self._know(committed)
+            self.write_log()
+            self._publish_addresses(agreement)
+            self._answer_for_departed(agreement)
+        self._commit_frontier(committed)
         with self._watchdog(SAVE):
-            self._saves.after(self.step, writes=self._writes)
-        self._server.offer(self._state_arrays)
+            self._checkpoints.after(self.step, writes=self._writes)
+        self._server.provide_state(self._state_arrays)
 
     def _write_dataset(self) -> None:
-        """Let the run's folder say what there is to train, before it says what is trained."""
-        span, follows = self.setting.span, self.setting.options.follow
-        if follows and self._written is not span:
-            write_dataset(self.setting.run, span.dataset, self.setting.job.train, follows=True)
-            self._written = span
+        """Write the identity of the dataset before the lines of its steps."""
+        span, follows = self.context.span, self.context.options.follow
+        if follows and self._written_span is not span:
+            write_dataset(self.context.run, span.dataset, self.context.job.train, follows=True)
+            self._written_span = span
 
-    def _know(self, committed: CommittedStep) -> None:
-        settle = self.setting.rows.settle
+    def _commit_frontier(self, committed: CommittedStep) -> None:
+        settle = self.context.rows.settle
         with self._timer(WAIT):
-            self._frontier.committed(committed.known, self.step, settle, self._extend)
+            self._frontier.on_commit(committed.known, self.step, settle, self._extend)
 
-    def _remember(self, committed: CommittedStep) -> None:
-        self._writer.remember(committed.metric, committed.entries)
+    def _advance(self, committed: CommittedStep) -> None:
+        self._log_writer.remember(committed.metric, committed.entries)
         self.step += 1
 
-    def _followed(self, agreement: Agreement) -> Agreement:
-        """Come to the step of an agreement, where others have gone on without this replica."""
+    def _follow_if_behind(self, agreement: Agreement) -> Agreement:
+        """Catch up with an agreement of a later step, unless this replica leaves with it."""
         if agreement.step > self.step and self.options.name not in agreement.leaving:
             self._catch_up(agreement)
         return agreement
 
     def _catch_up(self, agreement: Agreement) -> None:
         self.followed = True
-        self._shares.forget()
-        self._saves.let_go()
+        self._splits.reset()
+        self._checkpoints.release()
         self._writes = False
-        ahead = [member.told.state for member in agreement.ready.values()]
+        ahead = [member.status.state for member in agreement.ready.values()]
         follow = partial(self._follow, target=agreement.step)
-        self._addresses.reached(self._addresses.first(ahead, follow))
+        self._addresses.check_reachable(self._addresses.use_first(ahead, follow))
 
     def _follow(self, peer: PeerClient, target: int) -> None:
         while self.step < target:
             try:
-                data = peer.sums(self.step)
+                data = peer.fetch_sums(self.step)
             except PeerError:
                 data = None
             if data is None:
-                with self._membership.silent():  # or the peer would wait for this replica
-                    self._load(peer.state())
+                # without heartbeats: otherwise the peer would wait for this replica
+                with self._membership.paused():
+                    self._load(peer.fetch_state())
             else:
                 self._apply(CommittedStep.from_bytes(data))
-        # they commit the target without this replica, and wait for it when they agree on the next
-        if self.step < self.setting.last:
-            data = peer.sums(self.step, self.options.access.timeout_sec / 2)
+        # the others commit the target without this replica, and wait for it in the next agreement
+        if self.step < self.context.end_step:
+            data = peer.fetch_sums(self.step, self.options.access.timeout_sec / 2)
             if data is not None:
                 self._apply(CommittedStep.from_bytes(data))
         self._since = self.step
 
     def _apply(self, committed: CommittedStep) -> None:
-        """Update by the sums of a step that others have committed."""
-        if self._comes() == "wait":
+        """Update with the sums of a step that others have committed."""
+        if self._decide() == "wait":
             with self._timer(WAIT):
-                self._frontier.reach(committed.known, self.step, self._extend)
-        self._computing.open(self.step)
-        [total] = unpack_sums(committed.sums, self._computing.shape).values()
-        self._computing.update(total)
+                self._frontier.advance(committed.known, self.step, self._extend)
+        self._compute.open(self.step)
+        [total] = unpack_sums(committed.sums, self._compute.shape).values()
+        self._compute.update(total)
         self._timer.finish()
-        self._server.keep(self.step, committed)
-        self._remember(committed)
-        self._know(committed)
+        self._server.add_committed(self.step, committed)
+        self._advance(committed)
+        self._commit_frontier(committed)
 
-    def _find_state(self) -> bool:
-        """Load the state of a replica that trains already and follow it; tell if there is one."""
-        addresses = self._addresses.told()
-        found = bool(addresses) and not self._addresses.first(addresses, self._join)
-        if not found:
-            self.setting.rows.begin(self.step, self.setting.span)
-        return found
+    def _load_from_peers(self) -> bool:
+        """Load the state of a replica that trains; return whether there is one."""
+        addresses = self._addresses.read()
+        loaded = bool(addresses) and not self._addresses.use_first(addresses, self._join)
+        if not loaded:
+            self.context.rows.start(self.step, self.context.span)
+        return loaded
 
     def _join(self, peer: PeerClient) -> None:
-        self._load(peer.state())
+        self._load(peer.fetch_state())
         self.followed = True
-        with suppress(PeerError):  # the next agreement says where the others are
-            self._injector.at("joining", self.step)
-            while (data := peer.sums(self.step)) is not None:
+        with suppress(PeerError):  # the next agreement has the step of the others
+            self._injector.trigger("joining", self.step)
+            while (data := peer.fetch_sums(self.step)) is not None:
                 self._apply(CommittedStep.from_bytes(data))
         self._since = self.step
 
-    def _tell_newcomers(self, agreement: Agreement) -> None:
-        self._addresses.tell([member.told.state for member in agreement.staying.values()])
+    def _publish_addresses(self, agreement: Agreement) -> None:
+        """Publish the addresses of staying members for replicas that join."""
+        self._addresses.publish([member.status.state for member in agreement.staying.values()])
 
     def _state_arrays(self) -> dict[str, Array] | None:
-        found = self.setting.state_before(self.step)
-        return None if found is None else found | self._frontier.arrays()
+        arrays = self.context.state_before(self.step)
+        return None if arrays is None else arrays | self._frontier.to_arrays()
 
     def _load(self, arrays: Mapping[str, Array]) -> None:
         with self._watchdog(WAIT):
             settled = self._frontier.load(arrays)
-        self.setting.know(self._frontier.span)
-        self.step = self._since = self.setting.load(arrays)
+        self.context.set_span(self._frontier.span)
+        self.step = self._since = self.context.load(arrays)
         if settled is not None:
-            self.setting.rows.settle(settled)
-        self._computing.forget()
+            self.context.rows.settle(settled)
+        self._compute.reset()

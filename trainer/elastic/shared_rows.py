@@ -45,11 +45,11 @@ from trainer.stores.remote.client import FlightGroup, FlightStore, open_group
 from trainer.stores.remote.processes import TOKEN
 
 KEPT_BYTES = 128 << 20
-"""Decoded access lists of all tables together."""
+"""Maximum bytes of decoded access lists of all tables."""
 
 
 class StepRows:
-    """The rows of any step; not safe for several threads at once."""
+    """The rows of any step; not thread-safe."""
 
     def __init__(self, dataset: Dataset, order: Order, tables: Iterable[str]) -> None:
         """Open the access lists.
@@ -66,150 +66,146 @@ class StepRows:
         self._accesses = {t: TableAccesses(dataset, t, order, kept) for t in tables}
 
     def of(self, train_step: int) -> dict[str, NDArray[np.int64]]:
-        """Return by table the distinct ascending rows of a step."""
+        """Return by table the distinct rows of a step, ascending."""
         return {t: np.sort(a.rows[a.numbers(train_step)]) for t, a in self._accesses.items()}
 
 
-# Rows that have left the caches of all replicas and are not all in their stores yet.
-#
-# Replicas hold the same rows and drop the same ones, so one of them brings them to the stores:
-# the writer, a few megabytes at a time. The others keep theirs until everybody knows that they
-# are there, and read from them meanwhile. Whoever becomes the writer has all that is missing.
-
 RETAINED_BYTES = 16 << 20
-"""Rows that wait: replicas that are that far behind can still read what they need."""
+"""Rows in the write buffer: replicas that are that far behind can still read theirs."""
 _NO_ROWS = np.empty(0, np.int64)
 EvictedRows = dict[str, tuple[NDArray[np.int64], Records]]
-"""Table to rows and what they hold."""
+"""Table to rows and records."""
 
 
 class WriteBuffer:
-    """The stores of a run as one replica has them: one thread fetches and writes."""
+    """Rows evicted from the caches of all replicas that are not all in the stores yet.
+
+    All replicas evict the same rows, so only the writer sends them to the stores, a few megabytes
+    at a time. The others keep theirs, and read from them, until all know that they are written.
+    So a new writer has every row that is missing. Used by one thread at a time.
+    """
 
     def __init__(
-        self, group: FlightGroup, layouts: Mapping[str, TableLayout], most_bytes: int
+        self, group: FlightGroup, layouts: Mapping[str, TableLayout], max_bytes: int
     ) -> None:
-        """Keep the parts; this replica does not write before it is told to.
+        """Start empty, not as the writer.
 
         Args:
             group: the stores.
             layouts: tables by name.
-            most_bytes: of rows that the writer lets wait; that far may others be behind it.
+            max_bytes: size at which the writer sends the rows to the stores.
         """
         self.writes = False
         self._group = group
-        self._most_bytes = most_bytes
+        self._max_bytes = max_bytes
         self._lock = threading.Lock()
-        self._left = {table: EvictedDirtyRows(layout) for table, layout in layouts.items()}
-        self._written = self._last = -1
-        self._waits = True
+        self._evicted = {table: EvictedDirtyRows(layout) for table, layout in layouts.items()}
+        self._written = self._last_step = -1
+        self._buffering = True
 
     @property
     def written(self) -> int:
-        """The last step of which all rows that left are known to be in the stores."""
+        """The last step whose evicted rows are known to be in the stores."""
         return self._written
 
-    def heed(self, written: int, *, writes: bool) -> None:
-        """Take note of what all replicas know by now.
+    def update_written(self, written: int, *, writes: bool) -> None:
+        """Drop rows that are in the stores.
 
         Args:
-            written: the largest `written` of any.
+            written: the maximum of `written` over all replicas.
             writes: whether this replica is the writer.
         """
         self.writes = writes
         if written > self._written:
-            self._forget(written)
+            self._drop(written)
 
     def fetch(self, train_step: int, rows: Mapping[str, NDArray[np.int64]]) -> dict[str, Records]:
         """Return copies of the rows that a step uses.
 
         Raises:
-            BehindError: the other replicas are so far ahead that the stores have later rows.
+            BehindError: the stores have rows of later steps.
         """
         with self._lock:
-            held = {table: self._left[table].find(wanted) for table, wanted in rows.items()}
-            kept = {table: (here, gathered.copy()) for table, (here, gathered) in held.items()}
-        asked = {table: rows[table][~here] for table, (here, _) in kept.items()}
-        if not any(map(len, asked.values())):
-            return {table: records for table, (_, records) in kept.items()}
-        found = self._group.fetch(train_step, asked, as_of=train_step - 1)
+            buffered: dict[str, tuple[NDArray[np.bool_], Records]] = {}
+            for table, table_rows in rows.items():
+                is_buffered, view = self._evicted[table].find(table_rows)
+                buffered[table] = is_buffered, view.copy()
+        missing = {table: rows[table][~is_buffered] for table, (is_buffered, _) in buffered.items()}
+        if not any(map(len, missing.values())):
+            return {table: records for table, (_, records) in buffered.items()}
+        fetched = self._group.fetch(train_step, missing, as_of=train_step - 1)
         return {
-            table: _merged(here, records, found[table]) for table, (here, records) in kept.items()
+            table: _merge(is_buffered, records, fetched[table])
+            for table, (is_buffered, records) in buffered.items()
         }
 
     def write(self, train_step: int, leaving: Mapping[str, WriteBack]) -> None:
-        """Keep rows as they are after a step."""
-        if not self._waits:
+        """Buffer rows with the values that they have after a step."""
+        if not self._buffering:
             self._group.write(train_step, leaving)
             return
         with self._lock:
-            self._last = max(self._last, train_step)
+            self._last_step = max(self._last_step, train_step)
             for table, back in leaving.items():
                 last = np.full(len(back.rows), train_step, np.int32)
-                self._left[table].put(back.rows, back.records, last)
-            num_bytes = sum(left.num_bytes for left in self._left.values())
-        if self.writes and num_bytes > self._most_bytes:
+                self._evicted[table].put(back.rows, back.records, last)
+            num_bytes = sum(evicted.num_bytes for evicted in self._evicted.values())
+        if self.writes and num_bytes > self._max_bytes:
             self._send()
 
     @contextmanager
-    def at_once(self) -> Iterator[None]:
-        """Bring all that waits to the stores, and what is written inside without waiting."""
+    def unbuffered(self) -> Iterator[None]:
+        """Send all buffered rows to the stores; writes inside the context are not buffered."""
         self._send()
-        self._waits = False
+        self._buffering = False
         try:
             yield
         finally:
-            self._waits = True
+            self._buffering = True
 
-    def left(self) -> EvictedRows:
-        """Return what waits."""
+    def evicted(self) -> EvictedRows:
+        """Return copies of all buffered rows."""
         with self._lock:
-            found = {table: left.since(-1, _NO_ROWS) for table, left in self._left.items()}
-            return {table: (rows, gathered.copy()) for table, (rows, gathered) in found.items()}
+            views = {table: rows.since(-1, _NO_ROWS) for table, rows in self._evicted.items()}
+            return {table: (rows, view.copy()) for table, (rows, view) in views.items()}
 
-    def take(self, left: EvictedRows, train_step: int) -> None:
-        """Take what waits at another replica.
-
-        Args:
-            left: of the other.
-            train_step: the last step that it is of.
-        """
-        self.write(train_step, _write_backs(left))
+    def load(self, evicted: EvictedRows, train_step: int) -> None:
+        """Add the buffered rows of another replica, which are of `train_step` at the latest."""
+        self.write(train_step, _write_backs(evicted))
 
     def _send(self) -> None:
-        left, last = self.left(), self._last
-        self._group.write(last, _write_backs(left))
-        self._forget(last)
+        evicted, last_step = self.evicted(), self._last_step
+        self._group.write(last_step, _write_backs(evicted))
+        self._drop(last_step)
 
-    def _forget(self, written: int) -> None:
+    def _drop(self, written: int) -> None:
         with self._lock:
             self._written = max(self._written, written)
-            for left in self._left.values():
-                left.forget(written + 1)
+            for evicted in self._evicted.values():
+                evicted.forget(written + 1)
 
     def notify_checkpoint(self, train_step: int) -> None:
-        """Take note that a checkpoint holds all rows as they are before a step."""
+        """Inform the stores that a checkpoint before `train_step` is complete."""
         self._group.notify_checkpoint(train_step)
 
     def contents(self, table: str) -> Iterator[tuple[NDArray[np.int64], Records]]:
-        """Yield all rows of a table that are in the stores, ascending, and their records."""
+        """Yield all rows of a table in the stores, ascending, and their records."""
         return self._group.contents(table)
 
     def close(self) -> None:
-        """Give the connections back."""
+        """Close the connections."""
         self._group.close()
 
 
-def _write_backs(left: EvictedRows) -> dict[str, WriteBack]:
-    return {table: WriteBack(rows, records) for table, (rows, records) in left.items()}
+def _write_backs(evicted: EvictedRows) -> dict[str, WriteBack]:
+    return {table: WriteBack(rows, records) for table, (rows, records) in evicted.items()}
 
 
-def _merged(here: NDArray[np.bool_], kept: Records, fetched: Records) -> Records:
-    """Return records of rows of which some are kept and the others fetched."""
-    values = np.empty((len(here), *kept.values.shape[1:]), kept.values.dtype)
-    state = np.empty((len(here), *kept.state.shape[1:]), kept.state.dtype)
-    values[here], values[~here] = kept.values, fetched.values
-    state[here], state[~here] = kept.state, fetched.state
+def _merge(is_buffered: NDArray[np.bool_], buffered: Records, fetched: Records) -> Records:
+    values = np.empty((len(is_buffered), *buffered.values.shape[1:]), buffered.values.dtype)
+    state = np.empty((len(is_buffered), *buffered.state.shape[1:]), buffered.state.dtype)
+    values[is_buffered], values[~is_buffered] = buffered.values, fetched.values
+    state[is_buffered], state[~is_buffered] = buffered.state, fetched.state
     return Records(values, state)
 
 
@@ -218,13 +214,13 @@ class SharedStores:
     """How replicas reach their stores."""
 
     addresses: tuple[str, ...]
-    """Of the processes."""
+    """Addresses of the store processes."""
     session: str
-    """Names this attempt at the run: calls of an earlier one are refused."""
+    """Session of this attempt at the run; calls of an earlier one are refused."""
     token_file: str
-    """What they ask for."""
+    """File with the token of the stores."""
     first: int
-    """Step before which they had every row, when this attempt began."""
+    """Step of the checkpoint that the stores hold at the start of this attempt."""
 
 
 @contextmanager
@@ -236,15 +232,15 @@ def launch_shared_stores(
     num_processes: int | None,
     checkpoint: Path | None,
 ) -> Iterator[SharedStores]:
-    """Have stores with the rows of a checkpoint, for the replicas of a run.
+    """Open or start stores with the rows of a checkpoint, for the replicas of a run.
 
     Args:
         run: run folder.
         job: job file.
         config: store processes of the job.
         layouts: tables by name.
-        num_processes: store processes to be started here, in the place of those of the job.
-        checkpoint: to begin with; None for the beginning.
+        num_processes: store processes to start here, instead of those of the job.
+        checkpoint: to load; None: initial values.
 
     Raises:
         ValueError: there are no store processes.
@@ -252,8 +248,8 @@ def launch_shared_stores(
     """
     if not num_processes and not config.addresses:
         raise ValueError(
-            "replicas that keep their rows outside memory must share store processes, got none; "
-            "use --stores, or --embedding plain"
+            "replicas need store processes to share rows outside memory; use --stores, or "
+            "--embedding plain"
         )
     opened = open_stores(run, layouts, config, job=job, kind="mmap", num_processes=num_processes)
     with opened as stores:
@@ -265,7 +261,7 @@ def launch_shared_stores(
         yield SharedStores(
             addresses=tuple(group.members.addresses),
             session=group.members.session,
-            # as it is named: where it leads to may differ from node to node
+            # symbolic links are kept: their targets may differ between nodes
             token_file=str(token.absolute()),
             first=step_of(checkpoint),
         )
@@ -281,7 +277,7 @@ def open_shared(
     """Open the stores of a run in one of its replicas.
 
     Args:
-        shared: how they are reached.
+        shared: written by the launcher.
         run: run folder.
         job: job file.
         config: store processes of the job.
@@ -306,90 +302,92 @@ _PLAN, _CACHE = "plan", "cache"
 
 
 class SharedRows:
-    """Rows in stores that all replicas share, in front of them a cache that obeys the plan."""
+    """Rows in stores that all replicas share, behind a cache with the same plan on all replicas."""
 
     def __init__(
         self,
         stores: Mapping[str, Store],
-        retained: WriteBuffer,
+        write_buffer: WriteBuffer,
         embedding: Embedding,
         planned: TrainConfig | None,
         first: int,
     ) -> None:
-        """Keep the parts; `begin` or `load` opens the source.
+        """Open no source yet; see `start` and `load`.
 
         Args:
-            stores: by table, each of `retained`.
-            retained: the stores as this replica has them.
-            embedding: that borrows rows.
-            planned: what the plan of a cache in front of `stores` obeys; None to go without.
-            first: step before which the stores had every row.
+            stores: by table, each of `write_buffer`.
+            write_buffer: in front of the stores.
+            embedding: that uses the rows.
+            planned: configuration of the cache plan; None: no cache.
+            first: step of the checkpoint that the stores hold.
         """
         self._stores = stores
         self._first = first
-        self._retained = retained
+        self._write_buffer = write_buffer
         self._embedding = embedding
         self._planned = planned
         self._source: RowSource | None = None
         self._changes: Changes | None = None
-        self._asked = -1
-        self.known = 0
+        self._requested_step = -1
+        self.tracked_since = 0
 
     @property
     def source(self) -> RowSource:
-        """Where steps borrow them."""
-        assert self._source is not None, "rows are begun with or loaded first"
+        """Source of the rows of steps."""
+        assert self._source is not None, "rows are started or loaded first"
         return self._source
 
     @property
     def written(self) -> int:
-        """The last step of which all rows that left are known to be in the stores."""
-        return self._retained.written
+        """The last step whose evicted rows are known to be in the stores."""
+        return self._write_buffer.written
 
     def track_changes(self, changes: Changes) -> None:
-        """Tell from the first step on which rows change."""
+        """Record which rows change, from the first step on."""
         self._changes = changes
 
-    def begin(self, train_step: int, span: Span) -> None:
-        """Begin with a step and an empty cache.
+    def start(self, train_step: int, span: Span) -> None:
+        """Start with a step and an empty cache.
 
         Raises:
-            StoreLostError: the stores lack rows as they are before that step.
+            RowsLostError: the stores do not hold the checkpoint of that step.
         """
         if train_step != self._first:
             raise RowsLostError(
-                f"rows of step {train_step} must be in the stores or with another replica, got "
-                f"stores that began with step {self._first} and no replica that answers"
+                f"rows of step {train_step} are lost: the stores started with step {self._first}, "
+                "and no replica answers"
             )
         self._open(train_step, span, {})
 
-    def arrays(self, train_step: int) -> Mapping[str, Array] | None:
-        """Return the rows that the cache holds, its plan, and the rows that no store has yet.
+    def state_before(self, train_step: int) -> Mapping[str, Array] | None:
+        """Return cached rows, the plan, and rows that no store has; None: retry with a later step.
 
-        Plans are ahead of training: their state before a step is asked for before it is reached.
+        Plans run ahead of training: the first call requests the state of a step in the future.
         """
-        found: dict[str, Array] = {}
+        arrays: dict[str, Array] = {}
         if isinstance(self.source, PlannedCache):
-            if self._asked < train_step:
-                self._asked = self.source.next_read + 1
+            if self._requested_step < train_step:
+                self._requested_step = self.source.next_read + 1
             cached = self.source.cached(train_step)
             if not cached:
                 return None
-            found |= {f"{_PLAN}/{name}": a for name, a in arrays_of_cached(cached).items()}
+            arrays |= {f"{_PLAN}/{name}": a for name, a in arrays_of_cached(cached).items()}
             for table, each in cached.items():
                 slots = each.keyframe.slots[each.is_cached].astype(np.int32)
                 _, records = self.source.rows_at(table, slots)
-                held = Records(records.values[slots], records.state[slots])
-                found |= rows_to_arrays(f"{_CACHE}/{table}", each.rows[each.is_cached], held)
+                cached_records = Records(records.values[slots], records.state[slots])
+                arrays |= rows_to_arrays(
+                    f"{_CACHE}/{table}", each.rows[each.is_cached], cached_records
+                )
             self.source.finish_writes()
-        for table, (rows, records) in self._retained.left().items():
-            found |= rows_to_arrays(f"{ROWS}/{table}", rows, records)
-        return found
+        for table, (rows, records) in self._write_buffer.evicted().items():
+            arrays |= rows_to_arrays(f"{ROWS}/{table}", rows, records)
+        return arrays
 
     def load(self, arrays: Mapping[str, Array], train_step: int, span: Span) -> None:
-        """Begin with a step and what another replica has before it."""
-        left = {table: rows_from_arrays(f"{ROWS}/{table}", arrays) for table in self._stores}
-        self._retained.take(left, train_step - 1)
+        """Start with a step, from another replica's `state_before` it."""
+        evicted = {table: rows_from_arrays(f"{ROWS}/{table}", arrays) for table in self._stores}
+        self._write_buffer.load(evicted, train_step - 1)
         plans = {
             name.removeprefix(f"{_PLAN}/"): array
             for name, array in arrays.items()
@@ -402,35 +400,36 @@ class SharedRows:
             self.source.restore(table, each, rows_from_arrays(f"{_CACHE}/{table}", arrays)[1])
 
     def settle(self, at: int | None = None) -> int:
-        """Return the step that more may be known from, and fix it."""
+        """Fix and return the step from which on more steps may be planned, or one before it."""
         return settle(self.source, at)
 
     def extend(self, span: Span, train_step: int) -> None:
-        """Let the plan know of more steps."""
+        """Extend the plan to the steps of a span."""
         if self._planned is not None:
             extend(self.source, self._stores, span, self._planned, train_step)
 
-    def heed(self, written: int, *, writes: bool) -> None:
-        """Take note of what all replicas know, and whether this one writes."""
-        self._retained.heed(written, writes=writes)
+    def update_written(self, written: int, *, writes: bool) -> None:
+        """Update `written` to that of all replicas, and whether this one is the writer."""
+        self._write_buffer.update_written(written, writes=writes)
 
     def flush(self) -> None:
-        """Bring all rows into the stores."""
+        """Write all rows to the stores."""
         if isinstance(self.source, PlannedCache):
             self.source.finish_writes()
-        with self._retained.at_once():
+        with self._write_buffer.unbuffered():
             self.source.flush()
 
     def close(self) -> None:
-        """Stop background work and give the connections back."""
+        """Stop background work and close connections."""
         if self._source is not None:
             self._source.close()
-        self._retained.close()
+        self._write_buffer.close()
 
     def _open(self, train_step: int, span: Span, starts: Mapping[str, Keyframe]) -> None:
         if self._source is not None:
             raise BehindError(
-                f"replica must be at step {train_step}, got an earlier one; start it again"
+                f"replica has rows of a step before {train_step}, which cannot be replaced; "
+                "start it again"
             )
         self._source = (
             DirectSource(self._stores)
@@ -441,10 +440,10 @@ class SharedRows:
                 first_step=train_step,
                 last_step=span.horizon.until,
                 prefetch_steps=self._planned.cache.prefetch_steps,
-                saves_at=lambda step: step == self._asked,
+                saves_at=lambda step: step == self._requested_step,
             )
         )
-        self.known = train_step
+        self.tracked_since = train_step
         if self._changes is not None:
             self._source.track_changes(self._changes)
         self._embedding.set_source(self._source)
@@ -458,16 +457,16 @@ def shared_rows(
     retained_bytes: int,
     first: int,
 ) -> SharedRows:
-    """Return the rows of a replica that shares the stores of a group.
+    """Return the rows of a replica over the stores of a group.
 
     Args:
         group: the stores.
         layouts: tables by name.
-        embedding: that borrows rows.
-        planned: what the plan of a cache in front of the stores obeys; None to go without.
-        retained_bytes: most bytes of rows that the writer lets wait before they go to the stores.
-        first: step before which the stores had every row.
+        embedding: that uses the rows.
+        planned: configuration of the cache plan; None: no cache.
+        retained_bytes: size of the write buffer.
+        first: step of the checkpoint that the stores hold.
     """
-    retained = WriteBuffer(group, layouts, retained_bytes)
-    stores: dict[str, Store] = {t: StepStore(retained, layout) for t, layout in layouts.items()}
-    return SharedRows(stores, retained, embedding, planned, first)
+    write_buffer = WriteBuffer(group, layouts, retained_bytes)
+    stores: dict[str, Store] = {t: StepStore(write_buffer, layout) for t, layout in layouts.items()}
+    return SharedRows(stores, write_buffer, embedding, planned, first)

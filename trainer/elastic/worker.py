@@ -1,4 +1,4 @@
-"""The process of one replica, from its command line to its end."""
+"""The process of one replica: builds its parts, trains, and finishes the run."""
 
 from __future__ import annotations
 
@@ -46,37 +46,9 @@ from trainer.train_run import summary_of
 from trainer.warm_start import steps_before
 
 _PAUSE_SEC = 0.05
-
-
-def finish_run(replica: Replica, finish: Callable[[], None], drain: Drain) -> None:
-    """Return when the run is finished, whoever of the replicas lives to do it.
-
-    Args:
-        replica: that has trained all steps.
-        finish: leaves the checkpoint and the summary; may be begun anew by another replica.
-        drain: ends a replica that waits at once, one that finishes when it has saved.
-
-    Raises:
-        DrainInterrupt: it was asked to end.
-    """
-    done = False
-    while True:
-        agreement = replica.agree_on_end(done=done)
-        writer = agreement.writer
-        if agreement.members[writer].told.done:
-            return
-        if writer == replica.options.name:
-            replica.write_lines()
-            finish()
-            done = True
-        else:
-            with drain.at_once():
-                drain.sleep(_PAUSE_SEC)
-
-
 SYNC = "sync"
 FAULTS_DONE = "faults"
-"""Folder of the run where faults that happened leave a mark."""
+"""Folder of the run with a file for each fault that happened."""
 
 
 def run_replica(
@@ -86,44 +58,45 @@ def run_replica(
     clock: Clock,
     faults: Faults,
     drain: Drain,
-    say: Callable[[str], None] = lambda _: None,
+    progress: Callable[[str], None] = lambda _: None,
 ) -> None:
     """Train with the other replicas of a run until it is finished.
 
     Args:
-        run: run folder, begun by the launcher.
+        run: run folder, prepared by the launcher.
         options: of this replica.
         clock: seconds, for phases.
-        faults: that are to happen.
+        faults: to inject.
         drain: asks this replica to leave.
-        say: told what is waited for, where this replica writes.
+        progress: called with a line when training waits, on the writer.
 
     Raises:
-        SchemaError: job, dataset or run do not belong together, or a disk is full.
-        BehindError: the others are so far ahead that this replica must be started again.
-        StoreLostError: a store lost rows; the run goes back to its newest checkpoint.
-        DrainInterrupt: it was asked to leave; says what is left.
+        SchemaError: job, dataset or run do not belong together, or the disk is full.
+        BehindError: the others are so far ahead that this replica must be restarted.
+        RowsLostError: a store lost rows; the run must restart from its newest checkpoint.
+        DrainInterrupt: it was asked to leave; with a message how to resume.
     """
-    me = f"replica {options.number}"
-    together = read_rendezvous(run)
-    job_path, shared = Path(together.job), together.shared
+    name = f"replica {options.number}"
+    rendezvous = read_rendezvous(run)
+    job_path, shared = Path(rendezvous.job), rendezvous.shared
     train_options = TrainOptions(
-        steps=together.steps,
-        expanded=together.expanded,
-        embedding=together.embedding,
-        follow=together.follow,
+        steps=rendezvous.steps,
+        expanded=rendezvous.expanded,
+        embedding=rendezvous.embedding,
+        follow=rendezvous.follow,
     )
     job = load_job(job_path)
     config = job.train
     watchdog = Watchdog(replica_limits(config.limits), rank=str(options.number))
     watchdog.write_to(run)
-    with ExitStack() as stack, told(f"{me} stopped before a step"):
-        stack.enter_context(report_lost_rows(run, together.lighthouse))
+    with ExitStack() as stack, told(f"{name} stopped before a step"):
+        stack.enter_context(report_lost_rows(run, rendezvous.lighthouse))
         stack.enter_context(watchdog)
         drain.on_ask = watchdog.drain
         starting = stack.enter_context(ExitStack())
         with watchdog(WAIT):
-            data = _dataset(run, Path(together.dataset), job, train_options, drain, say)
+            dataset_path = Path(rendezvous.dataset)
+            data = _open_dataset(run, dataset_path, job, train_options, drain, progress)
         dataset = data.current().dataset
         spec = spec_of(dataset, config.dtype)
         before = steps_before(read_identity(run))
@@ -136,140 +109,165 @@ def run_replica(
             layouts = layouts_of(spec, config)
             opened = open_shared(shared, run, job_path, config.stores, layouts)
             parts = build_parts(spec, config, dict(opened), steps_before=before)
-            cached = train_options.embedding == "cached"
-            plan = config if cached else None
+            planned = config if train_options.embedding == "cached" else None
             group = next(iter(opened.values())).group
             rows = shared_rows(
-                group, layouts, parts.embedding, plan, together.retained_bytes, shared.first
+                group, layouts, parts.embedding, planned, rendezvous.retained_bytes, shared.first
             )
         stack.callback(rows.close)
         stores = parts.stores if shared is None else {}
-        first = _load_newest(run, parts, stores, made_of(job, dataset))
+        first_step = _load_newest(run, parts, stores, made_of(job, dataset))
         poll_sec = config.follow.poll.total_seconds()
-        known = known_at_step(data.current().order, together.known, first)
+        known = known_at_step(data.current().order, rendezvous.known, first_step)
         with watchdog(WAIT):
-            frontier = Frontier(data, known, drain, poll_sec, say)
-        setting = ReplicaContext(run, job, train_options, frontier.span, parts, rows, first, clock)
-        saves = _saves(setting, together.copy_bytes)
-        stack.callback(saves.close)
+            frontier = Frontier(data, known, drain, poll_sec, progress)
+        context = ReplicaContext(
+            run, job, train_options, frontier.span, parts, rows, first_step, clock
+        )
+        checkpoints = _checkpoints(context, rendezvous.copy_bytes)
+        stack.callback(checkpoints.close)
         injector = FaultInjector(faults, options.number, run / FAULTS_DONE)
-        options = replace(options, lighthouse=injector.way_to(options.lighthouse))
+        options = replace(options, lighthouse=injector.lighthouse_address(options.lighthouse))
         starting.close()
-        with Replica(setting, frontier, options, injector, drain, watchdog, saves) as replica:
+        with Replica(context, frontier, options, injector, drain, watchdog, checkpoints) as replica:
             try:
-                left = replica.train()
+                outcome = replica.train()
             except BehindError as error:
                 if replica.followed or shared is None:
                     raise
-                raise RowsLostError(f"{error}; nobody is ahead of this replica") from error
-            if left is None:
-                with told(f"{me} stopped after the last step"):
-                    finish = _finishing(setting, saves, drain, watchdog)
-                    finish_run(replica, finish, drain)
+                raise RowsLostError(f"{error}; no replica is ahead of this one") from error
+            if outcome is None:
+                with told(f"{name} stopped after the last step"):
+                    finish_run(
+                        replica, lambda: _finish(context, checkpoints, drain, watchdog), drain
+                    )
                 return
-        if left.saves:  # nobody waits for this replica any more
-            replica.write_lines()
+        if outcome.saves:  # after leaving the context: no replica waits for this one
+            replica.write_log()
             with watchdog(SAVE):
-                saves.finish(replica.step)
-            if left.trouble:
-                raise SchemaError(left.trouble)
-        goes_on = "the others go on" if left.alone else f"{run} goes on with --resume"
-        with told(f"{me} stopped at step {replica.step}; {goes_on}"):
+                checkpoints.finish(replica.step)
+            if outcome.trouble:
+                raise SchemaError(outcome.trouble)
+        others = "the others continue" if outcome.others_continue else f"resume {run} with --resume"
+        with told(f"{name} stopped at step {replica.step}; {others}"):
             drain.check()
 
 
-def _dataset(
+def _open_dataset(
     run: Path,
     dataset: Path,
     job: Job,
     options: TrainOptions,
     drain: Drain,
-    say: Callable[[str], None],
+    progress: Callable[[str], None],
 ) -> Following:
-    """Open the dataset of a run, as soon as this process sees what the run has trained of it.
+    """Open the dataset of a run; wait until the segments that the run has trained are visible.
 
     Raises:
         SchemaError: job, dataset and run do not belong together.
-        DrainInterrupt: it was asked to leave.
+        DrainInterrupt: this replica was asked to leave.
     """
-    found = read_identity(run)
-    at_least = len(found.segments) if options.follow else 0
+    identity = read_identity(run)
+    at_least = len(identity.segments) if options.follow else 0
 
     def check(opened: Dataset) -> None:
         check_run(run, opened, job.train, follows=options.follow)
 
-    how = how_of(options, at_least, chosen_of(found))
-    data = Following(dataset, job, how, drain, say, check)
+    how = how_of(options, at_least, chosen_of(identity))
+    data = Following(dataset, job, how, drain, progress, check)
     data.first()
     return data
 
 
 def _load_newest(
-    run: Path, parts: Parts, stores: Mapping[str, Store], wanted: Mapping[str, Any]
+    run: Path, parts: Parts, stores: Mapping[str, Store], made_of: Mapping[str, Any]
 ) -> int:
-    """Load the newest checkpoint into fresh parts; return the first step that is not trained.
+    """Load the newest checkpoint; return the first step to be trained.
 
     Raises:
-        SchemaError: it is damaged, or of something else.
+        SchemaError: the checkpoint is damaged, or of another job or dataset.
     """
     while (checkpoint := newest_checkpoint(run)) is not None:
         try:
-            manifest = verified(checkpoint, wanted)
+            manifest = verified(checkpoint, made_of)
             return load_checkpoint(checkpoint, manifest, parts.model, parts.optimizer, stores)
         except (SchemaError, OSError):
+            # another replica may have saved a newer checkpoint and deleted this one
             if newest_checkpoint(run) == checkpoint:
-                raise  # or a newer one came meanwhile, and this one went
+                raise
     return 0
 
 
 def replica_limits(config: LimitsConfig) -> dict[str, float]:
-    """Return the limits of a replica: it waits for others as long as they may take, and longer."""
+    """Return the time limits of a replica, with longer ones for phases that wait for others."""
     seconds = config.seconds()
     seconds[SYNC] += max(seconds[phase] for phase in {*PHASES, SAVE} - {SYNC, WAIT})
-    seconds[WAIT] += seconds[SYNC]  # all agree that they have waited long enough, before
+    # training first agrees that it has waited for new segments for too long
+    seconds[WAIT] += seconds[SYNC]
     return seconds
 
 
-def _finishing(
-    setting: ReplicaContext, saves: ReplicaCheckpoints, drain: Drain, watchdog: Watchdog
-) -> Callable[[], None]:
-    def finish() -> None:
-        parts, dataset, options = setting.parts, setting.span.dataset, setting.options
-        with watchdog(SAVE):
-            if not saves.finish(setting.last):
-                setting.rows.flush()  # evaluation reads the stores
-        if options.follow:
-            write_dataset(setting.run, dataset, setting.job.train, follows=True)
-        with drain.at_once():
-            evaluation = evaluate_parts(setting.job, dataset, parts, watchdog)
-        summary = summary_of(setting.run, options, evaluation, setting.rows.source)
-        write_summary(setting.run, summary)
+def finish_run(replica: Replica, finish: Callable[[], None], drain: Drain) -> None:
+    """Wait until the writer has finished the run; call `finish` if this replica is the writer.
 
-    return finish
+    Args:
+        replica: that has trained all steps.
+        finish: writes checkpoint and summary; repeated by the next writer if this one dies.
+        drain: interrupts a wait at once, and `finish` after saving.
+
+    Raises:
+        DrainInterrupt: this replica was asked to leave.
+    """
+    done = False
+    while True:
+        agreement = replica.agree_on_end(done=done)
+        writer = agreement.writer
+        if agreement.members[writer].status.done:
+            return
+        if writer == replica.options.name:
+            replica.write_log()
+            finish()
+            done = True
+        else:
+            with drain.at_once():
+                drain.sleep(_PAUSE_SEC)
 
 
-def _saves(setting: ReplicaContext, copy_bytes: int) -> ReplicaCheckpoints:
-    """Return what saves a run as its job says."""
+def _finish(
+    context: ReplicaContext, checkpoints: ReplicaCheckpoints, drain: Drain, watchdog: Watchdog
+) -> None:
+    parts, dataset, options = context.parts, context.span.dataset, context.options
+    with watchdog(SAVE):
+        if not checkpoints.finish(context.end_step):
+            context.rows.flush()  # evaluation reads the stores
+    if options.follow:
+        write_dataset(context.run, dataset, context.job.train, follows=True)
+    with drain.at_once():
+        evaluation = evaluate_parts(context.job, dataset, parts, watchdog)
+    summary = summary_of(context.run, options, evaluation, context.rows.source)
+    write_summary(context.run, summary)
 
+
+def _checkpoints(context: ReplicaContext, copy_bytes: int) -> ReplicaCheckpoints:
     def save(train_step: int) -> None:
-        _save(setting, train_step)
+        _save(context, train_step)
 
-    if setting.job.train.checkpoint.every_steps is None:
-        return FinalCheckpoint(setting.run, save)
-    return BackgroundCheckpoints(setting, copy_bytes, save)
+    if context.job.train.checkpoint.every_steps is None:
+        return FinalCheckpoint(context.run, save)
+    return BackgroundCheckpoints(context, copy_bytes, save)
 
 
-def _save(setting: ReplicaContext, train_step: int) -> None:
-    """Save all rows, then let stores shorten their logs."""
-    parts = setting.parts
-    setting.rows.flush()
+def _save(context: ReplicaContext, train_step: int) -> None:
+    """Save everything, then have the stores truncate their logs."""
+    parts = context.parts
+    context.rows.flush()
     save_checkpoint(
-        setting.run,
+        context.run,
         train_step,
         parts.model,
         parts.optimizer,
         parts.stores,
-        keep=setting.job.train.checkpoint.keep,
-        made_of=made_of(setting.job, setting.span.dataset),
+        keep=context.job.train.checkpoint.keep,
+        made_of=made_of(context.job, context.span.dataset),
     )
     notify_checkpoint(parts.stores, train_step)
