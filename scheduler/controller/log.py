@@ -85,8 +85,8 @@ def event_from_json(body: Mapping[str, Any]) -> Event:
     fields = {_FIELDS_OF_LOG.get(n, n): value for n, value in body.items() if n != "event"}
     if body["event"] == "BudgetSet":
         fields = {"rules": FIRST_RULES, **fields}
-    for name in fields.keys() & _FIELDS.keys():
-        fields[name] = _FIELDS[name](fields[name])
+    for name in fields.keys() & _PARSERS.keys():
+        fields[name] = _PARSERS[name](fields[name])
     return EVENT_TYPES[body["event"]](**fields)
 
 
@@ -102,7 +102,7 @@ def to_decision(action: Action, time_sec: float) -> Decision:
     )
 
 
-def _history_of(body: Mapping[str, Any]) -> History:
+def _parse_history(body: Mapping[str, Any]) -> History:
     return History(
         builds=tuple(BuildRecord(**build) for build in body["builds"]),
         runs=tuple(
@@ -117,35 +117,19 @@ def _history_of(body: Mapping[str, Any]) -> History:
     )
 
 
-def _facts_of(body: Mapping[str, Any]) -> DataFacts:
-    return DataFacts(**body)
+def _parse_slots(value: Any) -> int | tuple[tuple[int, ...], ...]:
+    return value if isinstance(value, int) else tuple(tuple(map(int, row)) for row in value)
 
 
-def _sizes_of(body: Mapping[str, Any] | None) -> MachineSizes | None:
-    return None if body is None else MachineSizes(**body)
-
-
-def _floats(values: Any) -> tuple[float, ...]:
-    return tuple(map(float, values))
-
-
-def _ints(values: Any) -> tuple[int, ...]:
-    return tuple(map(int, values))
-
-
-def _rows(rows: Any) -> tuple[tuple[int, ...], ...]:
-    return tuple(map(_ints, rows))
-
-
-_FIELDS: Mapping[str, Callable[[Any], Any]] = MappingProxyType(
+_PARSERS: Mapping[str, Callable[[Any], Any]] = MappingProxyType(
     {
         "time_sec": float,
-        "facts": _facts_of,
-        "history": _history_of,
-        "sizes": _sizes_of,
-        "seconds": _floats,
-        "slots": lambda value: value if isinstance(value, int) else _rows(value),
-        "touched_rows": _ints,
+        "facts": lambda body: DataFacts(**body),
+        "history": _parse_history,
+        "sizes": lambda body: None if body is None else MachineSizes(**body),
+        "seconds": lambda values: tuple(map(float, values)),
+        "slots": _parse_slots,
+        "touched_rows": lambda values: tuple(map(int, values)),
     }
 )
 """Fields whose type JSON does not keep."""

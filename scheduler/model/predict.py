@@ -270,8 +270,8 @@ def fit_models(
     """
     facts, train, history = snapshot.facts, snapshot.job.train, snapshot.history
     cpus = float(train.num_threads or config.training.replica.cpus)
-    runs = comparable_runs(history.runs, "plain")
-    past = observe_runs(runs, cpus, facts.rows_per_step / train.batch_samples)
+    runs = _comparable_runs(history.runs)
+    past = _observe_runs(runs, cpus, facts.rows_per_step / train.batch_samples)
     held = trainer_memory(facts, train, 1, 0, base_bytes=0).total_bytes
     peak = max((run.summary.peak_rss_bytes for run in runs if run.metrics[1:]), default=0)
     segments = num_segments(facts.num_samples, train.batch_samples)
@@ -281,7 +281,7 @@ def fit_models(
         training=fit_window(
             merge_windows(past, steps), TrainingSetting, start.training, start.spread
         ),
-        segments=fit_segments(built, history.builds, cores, start.segments, start.spread),
+        segments=_fit_segments(built, history.builds, cores, start.segments, start.spread),
         similar_jobs=start.similar_jobs,
         base_bytes=max(TRAINER_BASE_BYTES, peak - held),
         num_segments=segments,
@@ -291,21 +291,15 @@ def fit_models(
     )
 
 
-def comparable_runs(runs: Sequence[RunRecord], embedding: str) -> tuple[RunRecord, ...]:
-    """Return the deduplicated runs with this embedding; if none, all plain and cached ones."""
-    ours = [r for r in runs if not r.summary.expanded]
-    same = tuple(r for r in ours if r.summary.embedding == embedding)
-    return same or tuple(r for r in ours if r.summary.embedding in ("plain", "cached"))
+def _comparable_runs(runs: Sequence[RunRecord]) -> list[RunRecord]:
+    """Return the deduplicated runs with plain tables; if there are none, those with a cache."""
+    deduplicated = [run for run in runs if not run.summary.expanded]
+    plain = [run for run in deduplicated if run.summary.embedding == "plain"]
+    return plain or [run for run in deduplicated if run.summary.embedding == "cached"]
 
 
-def observe_runs(runs: Sequence[RunRecord], cpus: float, rows_per_sample: float) -> Window:
-    """Return the steps of finished runs except the first of each, as measured at time 0.
-
-    Args:
-        runs: of the job.
-        cpus: cores of their replicas.
-        rows_per_sample: distinct rows of a batch over its samples.
-    """
+def _observe_runs(runs: Sequence[RunRecord], cpus: float, rows_per_sample: float) -> Window:
+    """Return the steps of finished runs except the first of each, as measured at time 0."""
     steps = [m for run in runs for m in run.metrics[1:] if m.samples_per_sec > 0]
     if not steps:
         return EMPTY_WINDOW
@@ -319,22 +313,14 @@ def observe_runs(runs: Sequence[RunRecord], cpus: float, rows_per_sample: float)
     return observe(EMPTY_WINDOW, setting, samples / [m.samples_per_sec for m in steps], 0.0)
 
 
-def fit_segments(
+def _fit_segments(
     window: Window,
     builds: Sequence[BuildRecord],
     cpus: float,
     prior: Sequence[float],
     prior_spread: float,
 ) -> Fit:
-    """Fit segment jobs and earlier builds, which ran one at a time.
-
-    Args:
-        window: segment jobs of the running job.
-        builds: earlier builds.
-        cpus: cores of a worker.
-        prior: coefficients before anything was measured.
-        prior_spread: log error of the prior.
-    """
+    """Fit the segment jobs of a window, and earlier builds, which ran one at a time."""
     if not builds:
         return fit_window(window, SegmentSetting, prior, prior_spread)
     rows = np.array([build.num_samples for build in builds], np.float64)

@@ -39,12 +39,12 @@ NAMED = 3
 def reasons(snapshot: Snapshot, config: ScheduleConfig, decision: PlanDecision) -> list[str]:
     """Return one line per choice, and one on the basis of the prediction."""
     return [
-        preprocessing_reason(config, decision),
-        training_reason(config, decision),
-        balance_reason(snapshot, decision),
-        tables_reason(snapshot, config, decision),
-        rule_reason(config, decision),
-        trust_reason(snapshot, config, decision),
+        _preprocessing_reason(config, decision),
+        _training_reason(config, decision),
+        _balance_reason(snapshot, decision),
+        _tables_reason(snapshot, config, decision),
+        _rule_reason(config, decision),
+        _trust_reason(snapshot, config, decision),
     ]
 
 
@@ -82,8 +82,7 @@ def _interval(prediction: Prediction) -> str:
     return f"{low:.0%} to {high:.0%}"
 
 
-def preprocessing_reason(config: ScheduleConfig, decision: PlanDecision) -> str:
-    """Return why the preprocessing pool has its size."""
+def _preprocessing_reason(config: ScheduleConfig, decision: PlanDecision) -> str:
     chosen, other = decision.chosen, decision.other_preprocessing
     segments = counted(decision.models.num_segments, "segment")
     text = (
@@ -96,8 +95,7 @@ def preprocessing_reason(config: ScheduleConfig, decision: PlanDecision) -> str:
     return f"{text}; runner-up {describe_preprocessing(other)}: {_why_not(chosen, other, config)}"
 
 
-def training_reason(config: ScheduleConfig, decision: PlanDecision) -> str:
-    """Return why the training pool has its size."""
+def _training_reason(config: ScheduleConfig, decision: PlanDecision) -> str:
     chosen, other = decision.chosen, decision.other_training
     text = f"training: {describe_training(chosen)} train {chosen.samples_per_sec:,.0f} samples/s"
     if other is None:
@@ -105,8 +103,7 @@ def training_reason(config: ScheduleConfig, decision: PlanDecision) -> str:
     return f"{text}; runner-up {describe_training(other)}: {_why_not(chosen, other, config)}"
 
 
-def balance_reason(snapshot: Snapshot, decision: PlanDecision) -> str:
-    """Return how the speeds of the two pools compare."""
+def _balance_reason(snapshot: Snapshot, decision: PlanDecision) -> str:
     chosen = decision.chosen
     if decision.models.num_segments == 1:
         return (
@@ -121,8 +118,7 @@ def balance_reason(snapshot: Snapshot, decision: PlanDecision) -> str:
     )
 
 
-def tables_reason(snapshot: Snapshot, config: ScheduleConfig, decision: PlanDecision) -> str:
-    """Return where the tables are and why."""
+def _tables_reason(snapshot: Snapshot, config: ScheduleConfig, decision: PlanDecision) -> str:
     facts, train, chosen = snapshot.facts, snapshot.job.train, decision.chosen
     base = decision.models.base_bytes
     alone = trainer_memory(facts, train, 1, 0, base).total_bytes
@@ -142,8 +138,7 @@ def tables_reason(snapshot: Snapshot, config: ScheduleConfig, decision: PlanDeci
     )
 
 
-def rule_reason(config: ScheduleConfig, decision: PlanDecision) -> str:
-    """Return the rule by which plans were compared, and the share of the budget that is used."""
+def _rule_reason(config: ScheduleConfig, decision: PlanDecision) -> str:
     chosen, budget = decision.chosen, config.budget
     cpus = chosen.preprocessing_cpus + chosen.training_cpus
     memory = chosen.preprocessing_memory_bytes + chosen.training_memory_bytes
@@ -176,8 +171,7 @@ def _weighting_rule(exponent: float, decision: PlanDecision) -> str:
     )
 
 
-def trust_reason(snapshot: Snapshot, config: ScheduleConfig, decision: PlanDecision) -> str:
-    """Return the basis of the prediction."""
+def _trust_reason(snapshot: Snapshot, config: ScheduleConfig, decision: PlanDecision) -> str:
     items = caveats(snapshot, config, decision)
     fit, builds = decision.models.training, snapshot.history.builds
     compared = f"{counted(decision.num_candidates, 'plan')} compared"

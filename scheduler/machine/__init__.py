@@ -1,1 +1,0 @@
-"""Pools of all jobs as a pure state machine: `handle(state, event)` gives a state and actions."""
