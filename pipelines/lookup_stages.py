@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pyarrow as pa
 
+from pipelines.atomic_files import atomic_write
 from pipelines.context import BuildContext
 from pipelines.partition import part_of_key
 from pipelines.samples.lookups import (
@@ -54,14 +55,12 @@ def write_side(context: BuildContext, name: str, tables: Sequence[pa.Table]) -> 
     rows = sort_side(context, name, tables)
     number = list(context.data.sides).index(name)  # a name may contain any character
     path = context.segment_root / SHUFFLE / f"side-{number}.arrow"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(".partial")
     with (
+        atomic_write(path) as partial,
         pa.OSFile(str(partial), "wb") as sink,
         pa.ipc.new_file(sink, rows.schema) as writer,
     ):
         writer.write_table(rows)
-    partial.replace(path)
     return path
 
 
@@ -136,11 +135,7 @@ def look_up_partition(
 ) -> Iterator[pa.Table]:
     """Yield the samples of one partition after a look-up, in chunks.
 
-    Args:
-        context: of the build.
-        index: of the look-up.
-        samples: of the partition.
-        rows: of the side table in the partition.
+    `rows` are those of the side table in the partition.
     """
     join = context.data.samples.joins[index]
     config = context.data.sides[join.side]

@@ -81,14 +81,7 @@ def anomalies_proto(
     distances: Sequence[Distance] = (),
     severity: str = "ERROR",
 ) -> anomalies_pb2.Anomalies:
-    """Return rejects by reason, findings by feature and distances as a proto.
-
-    Args:
-        rejects: of the segment, by kind of reason.
-        findings: exceeded limits.
-        distances: of all columns with a comparator.
-        severity: of the findings.
-    """
+    """Return rejects by reason, findings by feature and distances as a proto."""
     proto = anomalies_pb2.Anomalies()
     for reason, kind in sorted(rejects.by_count(), key=lambda pair: pair[0]):
         info = proto.anomaly_info[reason]
@@ -178,13 +171,7 @@ def check_segment(
 ) -> GateResult:
     """Compare a segment with its limits.
 
-    Args:
-        schema: declared columns with their constraints.
-        gate: limits on the segment as a whole, or None.
-        statistics: of the segment.
-        previous: statistics of the previous segment, None for the first one.
-        rejects: of the segment.
-        num_rows: raw rows that yielded its samples.
+    `previous` is None for the first segment; `num_rows` raw rows yielded the samples.
     """
     slices = features_by_slice(statistics)
     previous_slices = features_by_slice(previous) if previous else {}
@@ -360,10 +347,7 @@ def _example_findings(
 def reject_findings(gate: GateConfig, rejects: RejectCounts, num_rows: int) -> Iterator[Finding]:
     """Yield the finding that too many rows were rejected.
 
-    Args:
-        gate: with the limit.
-        rejects: of the segment.
-        num_rows: raw rows that yielded samples.
+    The other `num_rows` raw rows yielded samples.
     """
     limit, share = gate.max_reject_fraction, rejects.share(num_rows)
     if limit is None or share <= limit:
@@ -497,9 +481,7 @@ def to_shares(counts: Mapping[Key, float]) -> dict[Key, float]:
 def infinity_norm(left: Mapping[Key, float], right: Mapping[Key, float]) -> float:
     """Return the largest difference of the shares of one value.
 
-    Args:
-        left: value to share.
-        right: value to share; the share of a missing value is 0.
+    The share of a missing value is 0.
 
     Example:
         >>> infinity_norm({"a": 0.75, "b": 0.25}, {"a": 0.25, "c": 0.75})
@@ -510,10 +492,6 @@ def infinity_norm(left: Mapping[Key, float], right: Mapping[Key, float]) -> floa
 
 def jensen_shannon(left: Mapping[Key, float], right: Mapping[Key, float]) -> float:
     """Return the Jensen-Shannon divergence with logarithms of base 2, in [0, 1].
-
-    Args:
-        left: value, or bucket, to share.
-        right: value, or bucket, to share.
 
     Example:
         >>> jensen_shannon({1: 1.0}, {2: 1.0}), jensen_shannon({1: 1.0}, {1: 1.0})

@@ -58,13 +58,7 @@ def sum_by_split(parts: Sequence[Mapping[str, SliceStatistics]]) -> dict[str, Sl
 def segment_slices(
     parts: Sequence[Mapping[str, SliceStatistics]], data: DataConfig, features: FeatureSet
 ) -> list[Slice]:
-    """Return the slices of a segment's statistics: `segment`, and its splits if it has both.
-
-    Args:
-        parts: statistics of each part by split, in order.
-        data: the job's data section.
-        features: declared columns.
-    """
+    """Return the slices of a segment's statistics: `segment`, and its splits if it has both."""
     splits = sum_by_split(parts)
     slices = {"segment": sum_slices(list(splits.values())), **(splits if len(splits) > 1 else {})}
     return [_slice(name, part, data, features) for name, part in slices.items()]

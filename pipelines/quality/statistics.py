@@ -278,9 +278,7 @@ def bucket_range(bucket: int) -> tuple[float, float]:
 def _smallest_hashes(values: pa.Array, sampled: pa.Array) -> NDArray[np.uint64]:
     """Return the smallest hashes of distinct values.
 
-    Args:
-        values: all values.
-        sampled: distinct values of a sample, which give an upper bound.
+    The distinct values of a sample give an upper bound.
     """
     sample_hashes = np.unique(_hash(sampled))
     if len(sampled) == len(values):

@@ -8,13 +8,13 @@ from typing import Any
 import pyarrow as pa
 
 from pipelines.samples.connection import Connection, parse
-from pipelines.samples.lookups import common_type, looked_up_columns
+from pipelines.samples.lookups import check_column, check_timestamp, common_type, looked_up_columns
 from pipelines.samples.sql import LIST_INDEX, map_rows, with_list_index
 from pipelines.samples.statements import tables_in_sql
 from pipelines.sources.rows import ORIGIN, POSITION_BITS
 from schemas.arrays import comparable_tuple, hash_keys
 from schemas.config.job import DataConfig
-from schemas.errors import SchemaError, suggest_name
+from schemas.errors import SchemaError
 from schemas.manifest import InputFile
 
 NUM_BATCHES = (1, 2, 7)
@@ -113,10 +113,6 @@ WITHOUT_PARENTHESES = frozenset({
 def check_repeatable(data: DataConfig, sources: Mapping[str, pa.Table]) -> None:
     """Check that the job's statements yield the same samples in each build.
 
-    Args:
-        data: the job's data section, with SQL statements.
-        sources: tables that they may read.
-
     Raises:
         SchemaError: a statement calls a volatile function, or `samples.map` selects some of the
             rows of a chunk.
@@ -200,25 +196,20 @@ def key_types(
 ) -> dict[str, pa.DataType]:
     """Return the type in which each side table's key is compared with the samples' keys.
 
-    Args:
-        data: the job's data section.
-        samples: columns of the SQL's result.
-        sides: columns of each side table.
-
     Raises:
         SchemaError: a column is missing, a type does not fit, or the name of a new column is taken.
     """
     types: dict[str, pa.DataType] = {}
     for name, config in data.sides.items():
         schema = sides[name]
-        _check_column(f"data.sides.{name}.key", config.key, schema)
+        check_column(f"data.sides.{name}.key", config.key, schema)
         if config.time is not None:
-            _check_time(f"data.sides.{name}.time", config.time, schema)
+            check_timestamp(f"data.sides.{name}.time", config.time, schema)
         kinds = {name: schema.field(config.key).type}
         for index, join in enumerate(data.samples.joins):
             if join.side == name:
                 key = join.key or config.key
-                _check_column(f"data.samples.joins[{index}].key", key, samples)
+                check_column(f"data.samples.joins[{index}].key", key, samples)
                 kinds[f"the samples' {key}"] = samples.field(key).type
         types[name] = common_type(kinds, f"data.sides.{name}.key")
     names = list(samples.names)
@@ -230,9 +221,9 @@ def key_types(
                 f"declare data.sides.{join.side}.time"
             )
         if config.time is not None:
-            _check_time(f"{key}.as_of", join.as_of or data.session.time, samples)
+            check_timestamp(f"{key}.as_of", join.as_of or data.session.time, samples)
         for new, column in looked_up_columns(join, config, sides[join.side].names).items():
-            _check_column(f"{key}.columns", column, sides[join.side])
+            check_column(f"{key}.columns", column, sides[join.side])
             if new in names:
                 raise SchemaError(
                     f"{key}.columns must be new to the samples, got {new!r}; give it another "
@@ -240,18 +231,3 @@ def key_types(
                 )
             names.append(new)
     return types
-
-
-def _check_column(key: str, name: str, schema: pa.Schema) -> None:
-    if name not in schema.names:
-        columns = [n for n in schema.names if n != ORIGIN]
-        raise SchemaError(f"{key} must be a column, got {name!r}; {suggest_name(name, columns)}")
-
-
-def _check_time(key: str, name: str, schema: pa.Schema) -> None:
-    _check_column(key, name, schema)
-    if not pa.types.is_timestamp(schema.field(name).type):
-        raise SchemaError(
-            f"{key} must be a timestamp, got {schema.field(name).type} for {name!r}; "
-            "declare it as one"
-        )

@@ -15,15 +15,22 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
+from pipelines.atomic_files import atomic_write
 from pipelines.partition import microseconds
-from pipelines.samples.lookups import common_type, key_column, microseconds_up
+from pipelines.samples.lookups import (
+    check_column,
+    check_timestamp,
+    common_type,
+    key_column,
+    microseconds_up,
+)
 from pipelines.sources.rejects import Reject, python_rows, rejects_table, sorted_rejects
 from pipelines.sources.rows import ORIGIN, file_and_row
 from schemas.arrays import comparable, one_chunk, ranges, unique_tuples
 from schemas.config.job import DataConfig
 from schemas.config.sources import EventsConfig
 from schemas.dataset import Segment
-from schemas.errors import SchemaError, suggest_name
+from schemas.errors import SchemaError
 from schemas.layout import EVENTS, REJECTS_SCHEMA, late_path
 from schemas.manifest import InputFile
 
@@ -89,21 +96,12 @@ def join_events(
 def _check_schemas(features: pa.Schema, events: pa.Schema, config: EventsConfig) -> None:
     shard = config.shard or config.key[0]
     for name in (*config.key, shard):
-        _check_column("key", name, features)
-        _check_column("key", name, events)
-    _check_column("time", config.time, features)
-    _check_column("event_time", config.event_time or config.time, events)
-    for key, name, schema in (
-        ("time", config.time, features),
-        ("event_time", config.event_time or config.time, events),
-    ):
-        if not pa.types.is_timestamp(schema.field(name).type):
-            raise SchemaError(
-                f"data.samples.events.{key} must be a timestamp, got {schema.field(name).type} "
-                f"for {name!r}; declare it as one"
-            )
+        for schema in (features, events):
+            check_column("data.samples.events.key", name, schema, "a column of both logs")
+    check_timestamp("data.samples.events.time", config.time, features)
+    check_timestamp("data.samples.events.event_time", config.event_time or config.time, events)
     for name in config.columns:
-        _check_column("columns", name, events)
+        check_column("data.samples.events.columns", name, events)
     for name in (*config.columns, *filter(None, [config.label_time])):
         if name in features.names:
             raise SchemaError(
@@ -117,15 +115,6 @@ def _check_schemas(features: pa.Schema, events: pa.Schema, config: EventsConfig)
                 f"data.samples.events.duplicates must be first or last, got any, but {name!r} is "
                 f"{events.field(name).type} and has no largest value; choose one"
             )
-
-
-def _check_column(key: str, name: str, schema: pa.Schema) -> None:
-    if name not in schema.names:
-        rule = "a column of both logs" if key == "key" else "a column"
-        columns = [n for n in schema.names if n != ORIGIN]
-        raise SchemaError(
-            f"data.samples.events.{key} must be {rule}, got {name!r}; {suggest_name(name, columns)}"
-        )
 
 
 def _is_number(kind: pa.DataType) -> bool:
@@ -258,25 +247,12 @@ def _unused_events(
 
 
 def write_late(root: Path, part: int, late: Sequence[Reject]) -> None:
-    """Write the unused events of one part of the shards, if any; a retry writes the same bytes.
-
-    Args:
-        root: directory of the segment being built.
-        part: number of the part.
-        late: unused events.
-    """
+    """Write the unused events of one part of the shards, if any; a retry writes the same bytes."""
     if not late:
         return
-    path = root / late_path(part)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(".partial")
-    pq.write_table(
-        sorted_rejects([rejects_table(late)]).select(REJECTS_SCHEMA.names),
-        partial,
-        compression="zstd",
-        write_page_checksum=True,
-    )
-    partial.replace(path)
+    rows = sorted_rejects([rejects_table(late)]).select(REJECTS_SCHEMA.names)
+    with atomic_write(root / late_path(part)) as partial:
+        pq.write_table(rows, partial, compression="zstd", write_page_checksum=True)
 
 
 def add_counts(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:

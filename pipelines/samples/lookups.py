@@ -23,7 +23,24 @@ from schemas.config.sources import JoinConfig, SideConfig
 from schemas.errors import SchemaError, suggest_name
 from schemas.manifest import InputFile
 
-# Keys.
+# Columns and keys.
+
+
+def check_column(key: str, name: str, schema: pa.Schema, rule: str = "a column") -> None:
+    """Raise SchemaError that names a job key if a schema does not have a column."""
+    if name not in schema.names:
+        columns = [n for n in schema.names if n != ORIGIN]
+        raise SchemaError(f"{key} must be {rule}, got {name!r}; {suggest_name(name, columns)}")
+
+
+def check_timestamp(key: str, name: str, schema: pa.Schema) -> None:
+    """Raise SchemaError that names a job key if a column is missing or not a timestamp."""
+    check_column(key, name, schema)
+    if not pa.types.is_timestamp(schema.field(name).type):
+        raise SchemaError(
+            f"{key} must be a timestamp, got {schema.field(name).type} for {name!r}; "
+            "declare it as one"
+        )
 
 
 def common_type(kinds: Mapping[str, pa.DataType], key: str) -> pa.DataType:
@@ -112,10 +129,7 @@ class SideTable:
 def sort_side_rows(rows: pa.Table, config: SideConfig, kind: pa.DataType) -> pa.Table:
     """Return rows in the order of a side table, with a column of key hashes.
 
-    Args:
-        rows: with origins; key and time are not null.
-        config: of the side table.
-        kind: common type of the key.
+    Key and time of the rows are not null; `kind` is the common type of the key.
     """
     keys = key_column(rows, config.key, kind)
     hashes = key_hashes(keys)
@@ -147,11 +161,7 @@ def check_unique(
 ) -> None:
     """Raise SchemaError if a side table without time has two rows of one key.
 
-    Args:
-        rows: from `sort_side_rows`.
-        name: of the side table.
-        config: of the side table.
-        listing: input files; the error names the locations of the first duplicate in the input.
+    The error has the locations of the first duplicate in the input.
     """
     if config.time is not None or rows.num_rows < 2:
         return
@@ -171,13 +181,7 @@ def check_unique(
 
 
 def looked_up_columns(join: JoinConfig, config: SideConfig, names: Sequence[str]) -> dict[str, str]:
-    """Return new column of the samples to column of the side table.
-
-    Args:
-        join: the look-up.
-        config: of the side table.
-        names: columns of the side table.
-    """
+    """Return new column of the samples to column of the side table."""
     if join.columns is None:
         hidden = (config.key, config.time, *HIDDEN)
         return {name: name for name in names if name not in hidden}
@@ -191,12 +195,7 @@ def look_up(
 ) -> pa.Table:
     """Return samples with the columns of one look-up, null if no row is found.
 
-    Args:
-        samples: any rows.
-        side: the side table, or its rows of all keys of the samples.
-        config: of the side table.
-        join: the look-up.
-        time: column of the samples' time.
+    `side` has at least the rows of the samples' keys; `time` is the samples' column of times.
     """
     kind = side.rows.schema.field(config.key).type
     keys = key_column(samples, join.key or config.key, kind)

@@ -31,11 +31,6 @@ Unit = Literal["session", "sample"]
 def check_sampling(samples: pa.Schema, features: FeatureSet, data: DataConfig) -> None:
     """Check that a job's negatives can be recognized and weighed.
 
-    Args:
-        samples: schema of the SQL's result.
-        features: declared columns.
-        data: the job's data section.
-
     Raises:
         SchemaError: the label is not binary, or there is no column for the weight.
     """
@@ -74,10 +69,7 @@ def _sql_weights(features: FeatureSet) -> tuple[str, ...]:
 def sample_negatives(samples: Tuples, features: FeatureSet, data: DataConfig) -> Tuples:
     """Drop negatives by their draws, and add the weights of the samples that are kept.
 
-    Args:
-        samples: usable samples of one chunk.
-        features: declared columns.
-        data: the job's data section; without `sampling` the samples are returned as they are.
+    Without `data.sampling` the samples are returned as they are.
     """
     config = data.sampling
     if config is None:

@@ -49,10 +49,6 @@ def table_names(statement: str) -> frozenset[str]:
 def select_origin(statement: str, key: str) -> str:
     """Return the statement with `_origin` in its select list.
 
-    Args:
-        statement: one SELECT.
-        key: of the job file, for errors.
-
     Raises:
         SchemaError: it is not a single SELECT, it aggregates, or it selects the origin.
     """
@@ -107,11 +103,7 @@ def run(connection: Connection, statement: str, tables: Mapping[str, pa.Table]) 
 def map_rows(connection: Connection, statement: str, source: str, rows: pa.Table) -> SqlResult:
     """Run row-local SQL over raw rows; rows that raise become bad rows.
 
-    Args:
-        connection: to a database without `source`.
-        statement: from `select_origin`.
-        source: name of the table in it.
-        rows: raw rows with origins.
+    The statement is from `select_origin` and reads the rows as `source`.
 
     Raises:
         BadRowsError: the rows that raise cannot be bisect_rows.
@@ -139,11 +131,7 @@ def run_key(
     A row is bad if the statement raises on it alone; the statement is then run again over the
     others. If no row raises alone, all are bad.
 
-    Args:
-        connection: to a database without `tables`.
-        statement: from `select_origin`.
-        source: the source whose rows become samples.
-        tables: source to all rows of the key.
+    `tables` has all rows of the key by source; samples are made from the rows of `source`.
     """
 
     def attempt(text: str, part: pa.Table) -> pa.Table:

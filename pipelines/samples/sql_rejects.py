@@ -82,14 +82,7 @@ def reject_reason(error: Exception) -> str:
 def remove_marked(
     statement: str, attempt: Attempt, run_alone: RunAlone, rows: pa.Table
 ) -> tuple[pa.Table, pa.Table]:
-    """Return the rows on which no expression of a statement is marked, and the others as bad rows.
-
-    Args:
-        statement: the job's, which raises on some of the rows.
-        attempt: runs a statement over some of the rows.
-        run_alone: runs the job's statement over one of the rows.
-        rows: with origins.
-    """
+    """Return the rows on which no expression is marked, and the others as bad rows."""
     labels, expressions = _mark_rows(statement, attempt, rows)
     bad: list[pa.Table] = []
     for label, expression in enumerate(expressions):
@@ -106,11 +99,6 @@ def remove_marked(
 
 def bisect_rows(statement: str, attempt: Attempt, rows: pa.Table) -> SqlResult:
     """Bisect rows until those that raise are isolated, with at most `MAX_ATTEMPTS` runs.
-
-    Args:
-        statement: the job's.
-        attempt: runs a statement over some of the rows.
-        rows: with origins.
 
     Raises:
         BadRowsError: the runs do not suffice.
@@ -144,11 +132,7 @@ def bisect_rows(statement: str, attempt: Attempt, rows: pa.Table) -> SqlResult:
 def bad_rows_error(statement: str, attempt: Attempt, rows: pa.Table, reason: str) -> BadRowsError:
     """Return the error for bad rows that cannot be isolated.
 
-    Args:
-        statement: the job's.
-        attempt: runs a statement over some of the rows.
-        rows: of which at least one raises.
-        reason: of that row.
+    At least one of the rows raises, for the given reason.
     """
     expressions = [
         text for text, select in selected_expressions(statement) if _raises(select, attempt, rows)

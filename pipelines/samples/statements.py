@@ -75,13 +75,7 @@ def job_steps(data: DataConfig) -> Steps:
 
 
 def add_group_hashes(steps: Steps, data: DataConfig, passthrough: Passthrough) -> Steps:
-    """Return the statements with the hashes of the dedup groups in the last one.
-
-    Args:
-        steps: from `job_steps`.
-        data: the job's data section.
-        passthrough: columns that bypass `samples.map`.
-    """
+    """Return the statements with the hashes of the dedup groups in the last one."""
     if data.samples.joins:
         return replace(steps, hashes=with_hashes(f"SELECT * FROM {_SAMPLES}", data.groups))
     if steps.map is not None:
@@ -101,11 +95,6 @@ def tables_in_sql(data: DataConfig) -> frozenset[str]:
 
 def unchanged_lists(statement: str, source: str, raw: pa.Schema) -> tuple[str, ...]:
     """Return the list columns of a source that a statement selects unchanged.
-
-    Args:
-        statement: one SELECT.
-        source: the table it reads.
-        raw: columns of the source.
 
     Example:
         >>> raw = pa.schema({"id": pa.int64(), "seen": pa.list_(pa.int64())})
@@ -162,15 +151,7 @@ def map_samples(
     source: str,
     rows: pa.Table,
 ) -> SqlResult:
-    """Run row-local SQL over raw rows, and add the lists that bypass it.
-
-    Args:
-        connection: to a database without `source`.
-        statement: the job's, without the lists of `passthrough`.
-        passthrough: columns that bypass the statement.
-        source: name of the table in it.
-        rows: raw rows with origins.
-    """
+    """Run row-local SQL over raw rows, and add the lists that bypass it."""
     result = map_rows(connection, statement, source, rows)
     if result.samples is None or not passthrough.lists:
         return result
@@ -196,14 +177,7 @@ def _add_lists(samples: pa.Table, rows: pa.Table, passthrough: Passthrough) -> p
 def map_chunks(
     connection: Connection, steps: Steps, source: str, result: SqlResult
 ) -> Iterator[SqlResult]:
-    """Yield the results of `samples.map` in chunks of rows; the rows themselves without it.
-
-    Args:
-        connection: to a database without `source`.
-        steps: the job's statements.
-        source: name of the table in the statement.
-        result: rows with origins, and earlier bad rows.
-    """
+    """Yield the results of `samples.map` in chunks of rows; the rows themselves without it."""
     if steps.map is None or result.samples is None:
         yield result
         return
@@ -233,12 +207,7 @@ def dry_run_sql(
 ) -> pa.Table:
     """Return the result of the SQL on empty tables, before look-ups.
 
-    Args:
-        connection: to a database without the tables.
-        steps: the job's statements.
-        data: the job's data section.
-        tables: source to an empty table with its columns.
-        sides: side table that SQL may read to an empty table with its columns.
+    `tables` and `sides` are empty tables with the columns of sources and side tables.
 
     Raises:
         SchemaError: a statement does not fit the columns.
@@ -273,11 +242,7 @@ def dry_run_lookups(
 ) -> pa.Table:
     """Return the empty samples with the columns of all look-ups.
 
-    Args:
-        samples: from `dry_run_sql`.
-        data: the job's data section.
-        sides: side table to an empty table with its columns.
-        key_types: side table to the common type of its key.
+    `samples` are those of `dry_run_sql`; `key_types` has the common type of each side table's key.
 
     Raises:
         SchemaError: a column has a type that format 1 does not support.

@@ -238,9 +238,7 @@ def _with_units(level: Level, expressions: Sequence[Node]) -> Iterator[Level]:
 def _hoist_subqueries(expression: Node, subqueries: list[Node]) -> Node | None:
     """Replace the subqueries in an expression by columns; None if there are none.
 
-    Args:
-        expression: stays as it is.
-        subqueries: list to which the subqueries are appended.
+    The subqueries are appended to the given list.
     """
     if expression["class"] == "SUBQUERY":
         return None

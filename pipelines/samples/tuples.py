@@ -156,8 +156,7 @@ def _bits(column: pa.ChunkedArray) -> pa.Array:
 def join(parts: Sequence[Tuples]) -> Tuples:
     """Concatenate samples and deduplicate their tuples.
 
-    Args:
-        parts: at least one, all with the same columns.
+    All parts have the same columns.
     """
     samples = pa.concat_tables([p.samples for p in parts]).combine_chunks()
     references: dict[str, NDArray[np.int64]] = {}

@@ -37,10 +37,7 @@ Check = Callable[[pa.Array], "NDArray[np.bool_] | None"]
 def check_columns(samples: pa.Schema, features: FeatureSet, data: DataConfig) -> None:
     """Compare the columns of the SQL's result with the declared ones.
 
-    Args:
-        samples: schema of the SQL's result.
-        features: declared columns, without those of transforms.
-        data: the job's data section.
+    `features` are the declared columns without those of transforms.
 
     Raises:
         SchemaError: a column is missing, undeclared, or of another type.

@@ -397,9 +397,6 @@ def avro_columns(schema: Any) -> AvroColumns:
     A union of several types is a number if all are numbers, bytes if all are bytes, else a text:
     strings stay as they are, other values become JSON.
 
-    Args:
-        schema: of a record, from JSON.
-
     Raises:
         ValueError: it is not a record, or a type is recursive or unknown.
 

@@ -22,7 +22,14 @@ import pyarrow.compute as pc
 import pyarrow.csv as pc_csv
 
 from pipelines.sources import lines
-from pipelines.sources.csv_records import Dialect, Fault, Records, scan, scan_well_formed
+from pipelines.sources.csv_records import (
+    Dialect,
+    Fault,
+    Records,
+    lines_not_utf8,
+    scan,
+    scan_well_formed,
+)
 from pipelines.sources.lines import (
     SHOWN_BYTES,
     TextStream,
@@ -64,13 +71,7 @@ class _Parsed:
 
 
 def read_csv(folder: Folder, part: FilePart, config: SourceConfig) -> Iterator[RawRows]:
-    """Yield the rows of a file in chunks, with rejects.
-
-    Args:
-        folder: input directory.
-        part: the whole file.
-        config: of its source, with `columns`.
-    """
+    """Yield the rows of a file in chunks, with rejects."""
     with folder.open(part.path) as stored, closing(decompressed(stored, part.path)) as file:
         yield from _CsvReader(file, part, config).rows()
 
@@ -169,7 +170,7 @@ class _CsvReader:
         data, final, dialect = self._data, self._stream.final, self._dialect
         end = last_line_end(data, final)
         text = data[:end]
-        if _is_utf8(text):
+        if not lines_not_utf8(text, final=True):
             if not self._spanning or dialect.quote is None or dialect.quote not in text:
                 records = Records()
                 records.add(0, end, num_lines(data, 0, end))
@@ -267,16 +268,6 @@ def _with_line_end(text: bytes) -> bytes:
     return text if text.endswith((b"\n", b"\r")) or not text else text + b"\n"
 
 
-def _is_utf8(text: bytes) -> bool:
-    if text.isascii():
-        return True
-    try:
-        codecs.utf_8_decode(text, "strict", True)
-    except UnicodeDecodeError:
-        return False
-    return True
-
-
 # Conversion of texts to the declared types. DuckDB's casts define the values. Arrow's parser gives
 # the same values several times faster but accepts fewer spellings: DuckDB converts the columns that
 # it refuses.
@@ -300,12 +291,7 @@ BadValues = dict[int, tuple[str, str]]
 
 
 def convert(table: pa.Table, config: SourceConfig) -> tuple[pa.Table, BadValues]:
-    """Return the rows that can be converted to the declared types, and the bad values of others.
-
-    Args:
-        table: a column of texts for each declared column.
-        config: the declared types, and the texts that are null.
-    """
+    """Return the rows that can be converted to the declared types, and the bad values of others."""
     assert config.columns, "csv sources declare their columns"
     columns: dict[str, pa.ChunkedArray] = {}
     bad: BadValues = {}

@@ -213,11 +213,7 @@ def _parse_lines(
 ) -> Iterator[Parsed]:
     """Yield tables of good lines, in order, and bad lines.
 
-    Args:
-        lines: each looks like an object.
-        type_names: columns to parse, with the names of their types.
-        schema: their types.
-        max_checked: maximum lines to check in Python; if 0, lines are bisected instead.
+    At most `max_checked` lines are checked in Python before they are bisected.
     """
     if not lines:
         return
@@ -261,10 +257,7 @@ def parse(lines: Sequence[bytes], type_names: Mapping[str, str], schema: pa.Sche
 
     A number in a text field is read as the text as which it is written.
 
-    Args:
-        lines: each looks like an object.
-        type_names: columns to parse.
-        schema: their types.
+    Each line must look like an object.
 
     Raises:
         pa.ArrowException, ValueError: a line is not an object of these columns, or not UTF-8.
@@ -356,11 +349,6 @@ def check_line(
 
     The reason is empty for a line that looks good; numbers in text fields are then quoted.
 
-    Args:
-        text: the line.
-        type_names: column to the name of its type, for the reason.
-        types: column to its type.
-
     Raises:
         UnsureError: the line may be good or bad.
 
@@ -416,12 +404,6 @@ class _Float(_Number, float):
 
 def misfits(value: Any, kind: pa.DataType, type_name: str, path: str) -> Iterator[str]:
     """Yield the reasons why a value is not of a type, each with the path of the inner field.
-
-    Args:
-        value: from `loads`.
-        kind: the type.
-        type_name: its name in the job file.
-        path: of the value in its row.
 
     Raises:
         UnsureError: the value may be of the type or not.

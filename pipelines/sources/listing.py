@@ -176,9 +176,6 @@ _DATE = re.compile(r"[0-9]{4}-[0-9]{2}-[0-9]{2}")
 def partition_values(path: str) -> dict[str, str | None]:
     """Return the partition values of a path, percent-decoded, outermost folder first.
 
-    Args:
-        path: relative to the input directory.
-
     Raises:
         SchemaError: two folders have values of one column.
 
@@ -205,9 +202,6 @@ def infer_partitions(paths: Sequence[str]) -> dict[str, str]:
 
     A column is `int64` if all its values are integers without leading zeros, `date` if all are
     dates such as 2026-03-01, else `string`; different texts are different values.
-
-    Args:
-        paths: all files of a source, relative to the input directory.
 
     Raises:
         SchemaError: files differ in their partition columns.
@@ -247,10 +241,6 @@ def _is_date(text: str) -> bool:
 
 def typed_partitions(path: str, types: Mapping[str, str]) -> dict[str, pa.Scalar]:
     """Return the values of declared partition columns for one file.
-
-    Args:
-        path: relative to the input directory.
-        types: column to the name of its type in a job file.
 
     Raises:
         SchemaError: a column has no folder, or its value is not of the type.
@@ -296,11 +286,7 @@ def undeclared_partitions(
 ) -> str | None:
     """Return a note about partition columns that the job does not declare, if there are any.
 
-    Args:
-        name: of the source.
-        paths: all its files, relative to the input directory.
-        types: its `partitions`.
-        columns: all columns that the SQL can read.
+    `columns` are all columns that the SQL can read.
     """
     try:
         inferred = infer_partitions(paths)

@@ -30,10 +30,7 @@ def parts_of_file(folder: Folder, part: FilePart, config: SourceConfig) -> Cut:
     Parquet is cut at row groups, JSON lines at line ends, Avro at sync markers. CSV files, whose
     quoted fields may hold line ends, and compressed text files are one part.
 
-    Args:
-        folder: input directory.
-        part: the whole file; `num_bytes` is its size in the listing.
-        config: of its source.
+    `part` is the whole file, with its size in the listing.
     """
     try:
         size = folder.size(part.path)
@@ -60,11 +57,7 @@ def read_part(
 ) -> Iterator[RawRows]:
     """Yield the rows of a part in chunks with their origins; bad data becomes rejects.
 
-    Args:
-        folder: input directory.
-        part: from `parts_of_file`.
-        config: of its source.
-        schema: columns of the source, the same for all its files; from `empty_rows`.
+    `schema` is that of `empty_rows`, the same for all files of the source.
     """
     partitions = {n: kind for n, kind in config.partitions.items() if n in schema.names}
     values = typed_partitions(part.path, partitions)

@@ -212,10 +212,7 @@ class RejectCounts:
 def rejects_summary(counts: RejectCounts, num_rows: int, path: str) -> dict[str, Any]:
     """Return the summary of a build's rejects: share, most frequent reasons, path.
 
-    Args:
-        counts: of the rejects.
-        num_rows: rows that yielded samples.
-        path: directory of the rejects.
+    The other `num_rows` raw rows yielded samples.
     """
     reasons = [
         {
@@ -326,10 +323,6 @@ def range_keys(table: pa.Table, listing: Sequence[InputFile]) -> np.ndarray:
     """Return the key of each reject's range of input positions; keys ascend by position.
 
     Consecutive small files share a range; a large file has one per `_RANGE_ROWS` rows.
-
-    Args:
-        table: rejects.
-        listing: all input files.
     """
     files = table["file"].combine_chunks().dictionary_encode()
     groups = _file_groups(listing)
@@ -356,10 +349,7 @@ def _file_groups(listing: Sequence[InputFile]) -> dict[str, tuple[int, bool]]:
 def write_rejects(root: Path, range_key: int, tables: Iterable[pa.Table]) -> RejectCounts:
     """Write the rejects of one range; a retry writes the same bytes.
 
-    Args:
-        root: directory of the segment being built.
-        range_key: from `range_keys`.
-        tables: all rejects of the range, in any order.
+    `tables` has all rejects of the range, in any order.
     """
     rows = sorted_rejects(tables)
     if rows.num_rows:

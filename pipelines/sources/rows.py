@@ -190,11 +190,7 @@ def typed_chunks(
 ) -> Iterator[RawRows]:
     """Yield rows cast to the declared types, in chunks; a value that does not fit rejects its row.
 
-    Args:
-        table: rows of a part with their origins, in the types of the file.
-        part: their part.
-        schema: the declared types.
-        type_names: column to the name of its type, for messages.
+    The table has the types of the file; `type_names` are those of the job file, for messages.
     """
     rejects: list[pa.Table] = []
     for name, text in type_names.items():

@@ -143,13 +143,6 @@ def apply_declared(
 ) -> pa.Array:
     """Return the new column of one declared transform.
 
-    Args:
-        table: tuples, with the transform's inputs.
-        group: name of the group, or `samples`.
-        name: of the new column.
-        transform: its declaration.
-        fitted: vocabularies and statistics of fitted transforms.
-
     Raises:
         SchemaError: an input has a type that the transform does not support.
     """
@@ -447,10 +440,7 @@ def _nodes(tree: object) -> Iterator[dict[str, Any]]:
 def check_transforms(samples: pa.Table, features: FeatureSet, data: DataConfig) -> None:
     """Run every transform on an empty table, and compare its column with the declared one.
 
-    Args:
-        samples: empty table with the columns of the SQL's result.
-        features: declared columns.
-        data: the job's data section.
+    `samples` is an empty table with the columns of the SQL's result.
 
     Raises:
         SchemaError: a transform is wrong, or its column is undeclared, has another type, or exceeds

@@ -230,10 +230,7 @@ def partial_fits(
 ) -> Iterator[tuple[str, Partial]]:
     """Yield the partial results of one chunk of samples by key.
 
-    Args:
-        samples: of one chunk, with origins; those of the evaluation range are ignored.
-        inputs: of the job.
-        data: the job's data section.
+    Samples of the evaluation range are ignored.
     """
     training = ~in_evaluation(samples, data) if inputs else np.zeros(0, bool)
     if not training.any():
@@ -306,11 +303,7 @@ def _sample_column(
 def write_shard(root: Path, data: DataConfig, key: str, partial: Partial) -> Partial | str:
     """Write the possible entries of a vocabulary's shard to a file, and return its name.
 
-    Args:
-        root: directory of the segment being built.
-        data: the job's data section.
-        key: of the partial result.
-        partial: merged from all of the key; all but `ValueCounts` are returned as they are.
+    Partial results other than `ValueCounts` are returned as they are.
     """
     if not isinstance(partial, ValueCounts):
         return partial
