@@ -345,10 +345,7 @@ def _example_findings(
 
 
 def reject_findings(gate: GateConfig, rejects: RejectCounts, num_rows: int) -> Iterator[Finding]:
-    """Yield the finding that too many rows were rejected.
-
-    The other `num_rows` raw rows yielded samples.
-    """
+    """Yield a finding if too many rows were rejected; `num_rows` others yielded samples."""
     limit, share = gate.max_reject_fraction, rejects.share(num_rows)
     if limit is None or share <= limit:
         return
@@ -479,9 +476,7 @@ def to_shares(counts: Mapping[Key, float]) -> dict[Key, float]:
 
 
 def infinity_norm(left: Mapping[Key, float], right: Mapping[Key, float]) -> float:
-    """Return the largest difference of the shares of one value.
-
-    The share of a missing value is 0.
+    """Return the largest difference of the shares of one value; that of a missing value is 0.
 
     Example:
         >>> infinity_norm({"a": 0.75, "b": 0.25}, {"a": 0.25, "c": 0.75})

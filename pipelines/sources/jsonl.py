@@ -255,7 +255,7 @@ def _check_lines(
 def parse(lines: Sequence[bytes], type_names: Mapping[str, str], schema: pa.Schema) -> pa.Table:
     """Return lines as rows of the declared columns; other fields are ignored.
 
-    A number in a text field is read as the text as which it is written.
+    A number in a text field is read as its original text.
 
     Each line must look like an object.
 
@@ -379,7 +379,7 @@ def check_line(
 
 
 def loads(text: bytes, **options: Any) -> Any:
-    """Parse JSON; numbers keep the text as which they are written."""
+    """Parse JSON; numbers keep their original text."""
     return json.loads(text.decode(), parse_int=_Int, parse_float=_Float, **options)
 
 

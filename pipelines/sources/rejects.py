@@ -76,7 +76,7 @@ def rejects_table(rejects: Iterable[Reject]) -> pa.Table:
 
 
 def rejects_from_table(table: pa.Table) -> Iterator[Reject]:
-    """Undo `as_table`."""
+    """Yield the rejects of a table from `rejects_table`."""
     for row in table.to_pylist():
         yield Reject(**row)
 
@@ -210,10 +210,7 @@ class RejectCounts:
 
 
 def rejects_summary(counts: RejectCounts, num_rows: int, path: str) -> dict[str, Any]:
-    """Return the summary of a build's rejects: share, most frequent reasons, path.
-
-    The other `num_rows` raw rows yielded samples.
-    """
+    """Return share, most frequent reasons and path; `num_rows` other rows yielded samples."""
     reasons = [
         {
             "reason": reason,
@@ -347,10 +344,7 @@ def _file_groups(listing: Sequence[InputFile]) -> dict[str, tuple[int, bool]]:
 
 
 def write_rejects(root: Path, range_key: int, tables: Iterable[pa.Table]) -> RejectCounts:
-    """Write the rejects of one range; a retry writes the same bytes.
-
-    `tables` has all rejects of the range, in any order.
-    """
+    """Write all rejects of one range, given in any order; a retry writes the same bytes."""
     rows = sorted_rejects(tables)
     if rows.num_rows:
         with atomic_write(root / _DIRECTORY / f"{_UNNUMBERED}{range_key:020}.parquet") as partial:

@@ -14,7 +14,7 @@ from pipelines.beam.transforms import MergePartials
 from pipelines.samples.connection import Connection
 from pipelines.samples.sql import map_rows, with_list_index
 from pipelines.samples.tuples import Tuples, separate, with_hashes
-from pipelines.transforms import fit as learned_partials
+from pipelines.transforms import fit
 from pipelines.transforms.apply import fit_inputs, transforms_of_column
 from pipelines.transforms.fit import (
     BottomKSample,
@@ -132,7 +132,7 @@ def test_evaluation_samples_teach_nothing(data: DataConfig) -> None:
 def test_quantiles_of_more_samples_than_are_kept_stay_close(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(learned_partials, "SAMPLE_SIZE", 4096)
+    monkeypatch.setattr(fit, "SAMPLE_SIZE", 4096)
     rng = np.random.default_rng(0)
     values, keys = rng.normal(size=100_000), rng.integers(0, 2**63, 100_000).astype(np.uint64)
     parts = [bottom_k_sample(keys[i::7], values[i::7]) for i in range(7)]

@@ -149,15 +149,13 @@ STATEMENTS = {
 
 
 @pytest.mark.parametrize(("statement", "origins"), STATEMENTS.values(), ids=STATEMENTS.keys())
-def test_carry_origin_keeps_the_row_each_sample_came_from(
-    statement: str, origins: list[int]
-) -> None:
+def test_select_origin_keeps_the_raw_row_of_each_sample(statement: str, origins: list[int]) -> None:
     made = run(Connection(), select_origin(statement, "key"), {"log": RAW})
     assert made[ORIGIN].to_pylist() == origins
 
 
 @pytest.mark.parametrize("statement", ["SELECT 1 UNION SELECT 2", "SELECT 1; SELECT 2", "DROP t"])
-def test_carry_origin_refuses_what_has_no_single_row(statement: str) -> None:
+def test_select_origin_refuses_statements_without_one_row_per_sample(statement: str) -> None:
     with pytest.raises(SchemaError, match=r"^key (must be|is not valid SQL)"):
         select_origin(statement, "key")
 
