@@ -20,7 +20,7 @@ def write_log(path: Path, payloads: list[bytes]) -> list[int]:
     log, ends = RecordLog(path, sync=False), []
     for payload in payloads:
         log.append([payload[:3], b"", payload[3:]])
-        ends.append(log.num_bytes)
+        ends.append(path.stat().st_size)
     log.close()
     return ends
 

@@ -76,16 +76,6 @@ def concatenate_entries(parts: Iterable[Entries], width: int, dtype: str | np.dt
     )
 
 
-@dataclass(slots=True)
-class Traffic:
-    """Reads and writes so far."""
-
-    num_reads: int = 0
-    read_bytes: int = 0
-    num_writes: int = 0
-    written_bytes: int = 0
-
-
 @dataclass(frozen=True, slots=True)
 class _Chunk:
     """Position of the entries of one write in their file."""
@@ -111,7 +101,6 @@ class BucketFiles:
         """
         self.width = width
         self.dtype = np.dtype(dtype)
-        self.traffic = Traffic()
         self._directory = directory
         self._entry_bytes = 20 + width * self.dtype.itemsize
         self._chunk_entries = max(1, chunk_bytes // self._entry_bytes)
@@ -146,8 +135,6 @@ class BucketFiles:
         finally:
             os.close(file)
         self._chunks[name] = [*chunks, *added]
-        self.traffic.num_writes += len(added)
-        self.traffic.written_bytes += end - start
 
     def num_chunks(self, name: str) -> int:
         """Return the number of chunks of a file."""
@@ -163,8 +150,6 @@ class BucketFiles:
             finally:
                 os.close(file)
             assert num_bytes == len(buffer), "a file is as long as what was appended to it"
-            self.traffic.num_reads += 1
-            self.traffic.read_bytes += num_bytes
             yield self._columns(buffer, chunk.count)
 
     def remove(self, name: str) -> None:

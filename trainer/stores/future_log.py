@@ -34,7 +34,6 @@ from trainer.stores.bucket_files import (
     BucketFiles,
     Entries,
     SortedRuns,
-    Traffic,
     concatenate_entries,
 )
 
@@ -94,11 +93,6 @@ class FutureLog:
             directory, self._width, first.dtype, chunk_bytes=MERGE_CHUNK_BYTES
         )
         self._runs: SortedRuns | None = None  # contents at the last checkpoint
-
-    @property
-    def traffic(self) -> Traffic:
-        """Reads and writes so far."""
-        return self._files.traffic
 
     def fetch(self, train_step: int, rows: Mapping[str, NDArray[np.int64]]) -> dict[str, Records]:
         """Return the rows of a step: those stored for it, and initial values for the others.

@@ -53,11 +53,6 @@ class RecordLog:
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
         self._end = os.fstat(self._file).st_size
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of whole records."""
-        return self._end
-
     def append(self, parts: Sequence[Buffer]) -> None:
         """Append one record with the concatenated parts as payload.
 
