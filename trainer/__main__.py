@@ -78,7 +78,7 @@ def _check_inputs(arguments: argparse.Namespace, *, may_follow: bool = False) ->
 
 def _train(arguments: argparse.Namespace) -> int:
     drain = Drain()
-    with drain.listening():
+    with drain.handle_signals():
         try:
             return _train_until(drain, arguments)
         except DrainInterrupt as interrupt:
@@ -156,7 +156,7 @@ def _train_until(drain: Drain, arguments: argparse.Namespace) -> int:
 
 def _replica(arguments: argparse.Namespace) -> int:
     drain = Drain()
-    with drain.listening():
+    with drain.handle_signals():
         try:
             return _replica_until(drain, arguments)
         except DrainInterrupt as interrupt:

@@ -30,20 +30,13 @@ from trainer.device import device_of, to_device
 from trainer.embedding.cache import PlannedCache, RowSource
 from trainer.embedding.kernels.compiled import kernels_of
 from trainer.follow import Following, Span, extend, settle
+from trainer.gradient_sums import MicrobatchWorker
 from trainer.horizon import decide
 from trainer.models.build import uses_shared_features
-from trainer.recovery import Drain, Watchdog, told
+from trainer.recovery import Drain, Watchdog, resume_hint
 from trainer.run import RunLog, cut_run, write_dataset
 from trainer.setup import TrainOptions
-from trainer.step import (
-    LeafWork,
-    MicrobatchStep,
-    PhaseTimer,
-    Step,
-    WholeBatch,
-    check_loss,
-    metric_of,
-)
+from trainer.step import MicrobatchStep, PhaseTimer, Step, WholeBatchStep, check_loss, metric_of
 
 READ_AHEAD = 2
 """Batches that are read beside training."""
@@ -114,7 +107,7 @@ class TrainingLoop:
         finally:
             self._saver.close()
             source.close()
-        with told(f"stopped at step {step}, which {self._run} goes on from with --resume"):
+        with resume_hint(f"stopped at step {step}, which {self._run} goes on from with --resume"):
             self._drain.check()
         return span
 
@@ -149,7 +142,10 @@ class TrainingLoop:
         """Wait for more segments, and extend plans and stores by their steps."""
         self._watchdog.step = step
         try:
-            with self._timer(WAIT), told(f"stopped at step {step}; {self._run} goes on from it"):
+            with (
+                self._timer(WAIT),
+                resume_hint(f"stopped at step {step}; {self._run} goes on from it"),
+            ):
                 next_span = self._data.next(step, lambda: self._save(step))
                 if next_span is not span:
                     self._dataset = next_span.dataset
@@ -206,10 +202,10 @@ def step_of(
     """
     device = device_of(config.device)
     if options.fast or device.type != "cpu":
-        whole_batch = WholeBatch(parts.model, parts.embedding, parts.optimizer)
+        whole_batch = WholeBatchStep(parts.model, parts.embedding, parts.optimizer)
         yield lambda step: to_device(reader.read(step), device), whole_batch
         return
-    with LeafWork(parts.model, parts.embedding, kernels_of(config.kernels)) as work:
+    with MicrobatchWorker(parts.model, parts.embedding, kernels_of(config.kernels)) as work:
         yield reader.read_microbatches, MicrobatchStep(work, parts.embedding, parts.optimizer)
 
 

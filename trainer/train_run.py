@@ -32,7 +32,7 @@ from trainer.embedding.kernels.compiled import kernels_of
 from trainer.embedding.lru import LruCache
 from trainer.evaluate import Evaluation, evaluate_parts
 from trainer.follow import Span, plans_of_span
-from trainer.recovery import Drain, Watchdog, told
+from trainer.recovery import Drain, Watchdog, resume_hint
 from trainer.run import (
     RunIdentity,
     read_identity,
@@ -88,7 +88,7 @@ def train(
     config, drain = job.train, drain or Drain()
     device_of(config.device)
     with Watchdog(config.limits.seconds()) as watchdog:
-        drain.on_ask = watchdog.drain
+        drain.on_request = watchdog.drain
         data = begin_run(job_path, job, dataset_path, run, options, drain, say, watchdog)
         spec = spec_of(data.current().dataset, config.dtype)
         checkpoint = first_checkpoint(run, options)
@@ -99,7 +99,7 @@ def train(
             span = data.current()
             with (
                 ExitStack() as opened,
-                told(f"stopped before a step; train on {run} with --resume"),
+                resume_hint(f"stopped before a step; train on {run} with --resume"),
             ):
                 with watchdog(START), drain.at_once():
                     kernels_of(config.kernels)
@@ -119,7 +119,10 @@ def train(
                 timer = PhaseTimer(clock, watchdog)
                 loop = TrainingLoop(run, job, options, data, parts, drain, watchdog, timer, on_step)
                 span = loop.run(span, *start, loaded=checkpoint is not None)
-                with drain.at_once(), told(f"all steps are trained; evaluate {run} with --resume"):
+                with (
+                    drain.at_once(),
+                    resume_hint(f"all steps are trained; evaluate {run} with --resume"),
+                ):
                     found = readable(stores, newest_checkpoint(run))
                     parts = replace(parts, stores=found)
                     return evaluate_parts(job, span.dataset, parts, watchdog), start[1]

@@ -17,7 +17,7 @@ from tests.trainer.make_dataset import make_dataset, write_job
 from tests.trainer.processes import ended, num_steps, started, trained, until, with_keys
 from trainer.checkpoint.load import newest_checkpoint
 from trainer.diff import compare_runs
-from trainer.recovery import Drain, DrainInterrupt, told
+from trainer.recovery import Drain, DrainInterrupt, resume_hint
 from trainer.run import verify_run
 
 SEGMENT = [[(2000, 1500)]]
@@ -212,7 +212,7 @@ def test_signal_interrupts_only_where_nothing_can_be_lost() -> None:
     drain.check()
     drain.ask("SIGTERM")
     assert drain.asked
-    with pytest.raises(DrainInterrupt) as found, told("outer"), told("inner"):
+    with pytest.raises(DrainInterrupt) as found, resume_hint("outer"), resume_hint("inner"):
         drain.check()
     assert (found.value.reason, found.value.message) == ("SIGTERM", "inner")
     with pytest.raises(DrainInterrupt), drain.at_once():
@@ -227,7 +227,7 @@ def test_signal_interrupts_only_where_nothing_can_be_lost() -> None:
 def test_handlers_are_given_back() -> None:
     before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
     drain = Drain()
-    with drain.listening():
+    with drain.handle_signals():
         os.kill(os.getpid(), signal.SIGTERM)
         assert drain.asked
     assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == before

@@ -14,8 +14,8 @@ from tests.trainer.make_dataset import write_job
 from tests.trainer.runs import final_rows, losses_of, parts_of, reader_of, run_job
 from trainer.embedding.kernels.compiled import kernels_of
 from trainer.embedding.kernels.interface import RowSums
+from trainer.gradient_sums import MicrobatchWorker, PartialSums
 from trainer.models.build import uses_shared_features
-from trainer.step import LeafWork, Partial
 
 ATTENTION = "{name: attention, history: clicked, target: item, top_layers: [16], num_heads: 2}"
 MODELS = {
@@ -79,11 +79,11 @@ def test_it_does_not_show_who_computed_which_leaf(
         parts = parts_of(path, dataset)
         leaves = reader.read_microbatches(2, slice(first, end), every.rows)
         parts.embedding.open(leaves)
-        with LeafWork(parts.model, parts.embedding, kernels_of(job.kernels)) as work:
+        with MicrobatchWorker(parts.model, parts.embedding, kernels_of(job.kernels)) as work:
             return work.compute(leaves).held
 
     parts = parts_of(path, dataset)
-    with LeafWork(parts.model, parts.embedding, kernels_of(job.kernels)) as work:
+    with MicrobatchWorker(parts.model, parts.embedding, kernels_of(job.kernels)) as work:
         joined = work.tree(4)
         edges = (0, *cuts, 4)
         for first, end in pairwise(edges):
@@ -93,7 +93,7 @@ def test_it_does_not_show_who_computed_which_leaf(
         assert not same(joined.total(), *computed(1, 2).values())
 
 
-def same(one: Partial, other: Partial) -> bool:
+def same(one: PartialSums, other: PartialSums) -> bool:
     """Return whether two sums have the same bits."""
     return (
         (one.loss, one.weight) == (other.loss, other.weight)

@@ -38,7 +38,7 @@ from trainer.elastic.group import (
 from trainer.elastic.membership import Agreement, Lighthouse, Member, Membership, ReplicaStatus
 from trainer.elastic.peer_state import PeerClient, PeerError
 from trainer.embedding.kernels.interface import RowSums
-from trainer.step import Node, Partial
+from trainer.gradient_sums import Node, PartialSums
 from trainer.stores.remote.connection import Access
 
 speeds = st.dictionaries(st.text("abcdef", min_size=1), st.floats(0.1, 10), min_size=1, max_size=5)
@@ -150,10 +150,10 @@ def test_a_replica_slowed_by_half_gets_half_within_ten_steps() -> None:
 def test_sums_come_over_the_wire_as_they_are(seed: int, dtype: torch.dtype) -> None:
     chance = np.random.default_rng(seed)
     shape = SumsShape(num_parameters=5, num_rows=int(chance.integers(1, 70)), dim=3, dtype=dtype)
-    held: dict[Node, Partial] = {}
+    held: dict[Node, PartialSums] = {}
     for number in range(int(chance.integers(0, 4))):
         rows = np.flatnonzero(chance.random(shape.num_rows) < 0.4).astype(np.int32)
-        held[Node(number, 1)] = Partial(
+        held[Node(number, 1)] = PartialSums(
             loss=chance.normal(),
             weight=chance.random(),
             dense=torch.from_numpy(chance.normal(size=5)).to(dtype),

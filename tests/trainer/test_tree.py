@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.step import Node, Tree, leaves_under
+from trainer.gradient_sums import Node, Tree, leaves_of_node
 
 
 def by_hand(values: list[str]) -> str:
@@ -37,7 +37,7 @@ def test_who_adds_what_does_not_show(num_leaves: int, cuts: list[int], chance: r
         chance.shuffle(leaves)
         for leaf in leaves:
             own.add(Node(0, leaf), str(leaf))
-        covered = [i for node in own.held for i in leaves_under(node, num_leaves)]
+        covered = [i for node in own.held for i in leaves_of_node(node, num_leaves)]
         assert sorted(covered) == list(range(first, end))
         received += own.held.items()
     chance.shuffle(received)
@@ -68,9 +68,9 @@ def test_threads_add_at_once():
 def test_what_is_missing_or_twice_is_said():
     tree: Tree[int] = Tree(3, lambda a, b: a + b)
     tree.add(Node(0, 0), 1)
-    with pytest.raises(ValueError, match="all of 3 leaves must be added"):
+    with pytest.raises(ValueError, match="leaves are missing: the tree has 3"):
         tree.total()
-    with pytest.raises(ValueError, match="a node must be added once"):
+    with pytest.raises(ValueError, match="node was added twice"):
         tree.add(Node(0, 0), 1)
     with pytest.raises(ValueError, match="num_leaves must be at least 1"):
         Tree(0, lambda a, b: a + b)

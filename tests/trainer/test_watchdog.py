@@ -24,7 +24,7 @@ from tests.trainer.processes import (
 )
 from tests.trainer.test_draining import SEGMENT, with_a_fifo
 from trainer.diff import compare_runs
-from trainer.recovery import Watchdog, Watched
+from trainer.recovery import ActivePhase, Watchdog
 
 LINE = (
     r"error: phase must end within 6 s, got phase='(\w+)', step=(\d+), rank='0' after \d+\.\d s; "
@@ -108,15 +108,15 @@ def test_phase_is_overdue_after_its_limit_and_the_innermost_counts() -> None:
             clock.now = 40.0
             assert watchdog.overdue() is None
             clock.now = 40.5
-            assert watchdog.overdue() == Watched("save", 7, 10.0, 30)
-        assert watchdog.overdue() == Watched("read", 7, 0.0, 10)
+            assert watchdog.overdue() == ActivePhase("save", 7, 10.0, 30)
+        assert watchdog.overdue() == ActivePhase("read", 7, 0.0, 10)
         assert watchdog.overdue(stopped=31) is None
     assert watchdog.overdue() is None
     watchdog.drain()
     clock.now = 141.0
     found = watchdog.overdue()
     assert found is not None
-    assert found == Watched("drain", 7, 40.5, 100)
+    assert found == ActivePhase("drain", 7, 40.5, 100)
     assert watchdog.describe(found, None) == (
         "phase must end within 100 s, got phase='drain', step=7, rank='3' after 100.5 s; see what "
         "each thread waits for above, raise train.limits.drain if it is only slow, and train on "
@@ -135,7 +135,7 @@ def test_items_are_limited_one_by_one_and_counted() -> None:
 
 
 def test_watchdog_of_a_body_that_ends_in_time_calls_nobody() -> None:
-    found: list[Watched] = []
+    found: list[ActivePhase] = []
     with Watchdog({"read": 60, "drain": 60}, expire=found.append) as watchdog, watchdog("read"):
         pass
     assert found == []
@@ -143,10 +143,10 @@ def test_watchdog_of_a_body_that_ends_in_time_calls_nobody() -> None:
 
 
 def test_watchdog_calls_when_a_body_takes_too_long() -> None:
-    found: list[Watched] = []
+    found: list[ActivePhase] = []
     called = threading.Event()
 
-    def expire(watched: Watched) -> None:
+    def expire(watched: ActivePhase) -> None:
         found.append(watched)
         called.set()
 

@@ -12,7 +12,7 @@ from trainer.elastic.group import GlooGroup, MeetingStore, SumsShape, pack_sums,
 from trainer.elastic.membership import Agreement, Member
 from trainer.elastic.options import ReplicaOptions
 from trainer.elastic.peer_state import PeerClient, PeerError
-from trainer.step import Partial, Tree
+from trainer.gradient_sums import PartialSums, Tree
 
 SPLIT_AHEAD_STEPS = 2
 """Steps that splits are fixed in advance."""
@@ -220,9 +220,15 @@ class Exchange:
         self._group.leave()
 
     def total(
+<<<<<<< HEAD
         self, agreement: Agreement, tree: Tree[Partial], shape: SumsShape
     ) -> tuple[Partial, torch.Tensor]:
         """Return the sum over all microbatches of a step, and its message.
+=======
+        self, agreement: Agreement, tree: Tree[PartialSums], shape: SumsShape
+    ) -> tuple[PartialSums, torch.Tensor]:
+        """Return the sum of all leaves of a step, and that as a message.
+>>>>>>> 1385693 (Reword the step, the sums of gradients, shutdown and the watchdog; move the sums to gradient_sums.py)
 
         Args:
             agreement: of the step.

@@ -39,7 +39,7 @@ from trainer.elastic.membership import Lighthouse
 from trainer.elastic.options import resume_message
 from trainer.elastic.peer_state import REPLICAS
 from trainer.elastic.shared_rows import RETAINED_BYTES, launch_shared_stores
-from trainer.recovery import Drain, DrainInterrupt, Watchdog, told
+from trainer.recovery import Drain, DrainInterrupt, Watchdog, resume_hint
 from trainer.run import cut_run, write_summary
 from trainer.runtime import close_pipes, end_children, start_child
 from trainer.setup import TrainOptions, begin_run, first_checkpoint, with_rollbacks
@@ -352,7 +352,7 @@ def train_replicas(
             replicas.wait(poll, drain, drain_sec)
         if not (run / SUMMARY).is_file():
             horizon = data.current().horizon
-            with told(resume_message(run, horizon.until if horizon.last else None)):
+            with resume_hint(resume_message(run, horizon.until if horizon.last else None)):
                 drain.check()
                 raise DrainInterrupt("SIGTERM")  # the replicas were signalled directly
         return read_summary(run / SUMMARY)
