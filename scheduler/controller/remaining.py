@@ -110,8 +110,8 @@ def _limit_workers(config: ScheduleConfig, runner: Runner, num_segments: int) ->
     """Limit the workers to those that the runner can give to the remaining segment jobs."""
     pool = config.preprocessing
     fewest, most = pool.min_workers, pool.max_workers
-    if runner.total_slots is not None:
-        slots = max(1, runner.total_slots)
+    if runner.slots is not None:
+        slots = max(1, runner.slots.total)
         fewest, most = min(fewest, slots), min(most, slots)
     if runner.largest is not None:
         fewest = min(fewest, num_segments * runner.largest)

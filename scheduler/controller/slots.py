@@ -252,19 +252,19 @@ def update_members(job: JobState, sizes: Sizes) -> JobState:
         return job
     if not job.stores:
         job = replace(job, stores=tuple(range(job.num_stores)), num_initial_stores=job.num_stores)
-    wanted = target_stores(sizes)
+    count = target_stores(sizes)
     if not job.trainers:
-        job = _shrink_without_trainers(job, wanted)
+        job = _shrink_without_trainers(job, count)
     stores = list(job.stores)
-    while len(stores) < wanted:
+    while len(stores) < count:
         stores.append(_next_number(job, stores))
     if job.owners and not job.moving:
         owning = {*job.owners, *job.maybe_owners}
-        stores = stores[:wanted] + [n for n in stores[wanted:] if n in owning]
+        stores = stores[:count] + [n for n in stores[count:] if n in owning]
     return replace(job, stores=tuple(stores), num_stores=len(stores))
 
 
-def _shrink_without_trainers(job: JobState, wanted: int) -> JobState:
+def _shrink_without_trainers(job: JobState, count: int) -> JobState:
     """Return a job without its surplus stores, while nothing trains.
 
     Before the first step the remaining stores may never have been opened, and would not have been
@@ -272,19 +272,19 @@ def _shrink_without_trainers(job: JobState, wanted: int) -> JobState:
     """
     if not job.of_pool("store"):
         job = replace(job, moving=())
-    if job.moving or len(job.stores) <= wanted:
+    if job.moving or len(job.stores) <= count:
         return job
     if job.next_step:
-        kept = job.stores[:wanted]
+        kept = job.stores[:count]
         owners = redistribute(job.owners, kept)  # the next trainers may place them elsewhere
         maybe = tuple(n for n in kept if n in job.maybe_owners or n not in owners)
         return replace(job, stores=kept, owners=owners, maybe_owners=maybe)
     first = _next_number(job, job.stores) if _started_numbers(job) else 0
     return replace(
         job,
-        stores=tuple(range(first, first + wanted)),
+        stores=tuple(range(first, first + count)),
         first_initial_store=first,
-        num_initial_stores=wanted,
+        num_initial_stores=count,
         owners=(),
         maybe_owners=(),
     )
@@ -310,8 +310,8 @@ def stores_present(job: JobState, sizes: Sizes) -> bool:
     Surplus stores are not waited for, because giving away their slots may take long.
     """
     started = {process.number for process in job.of_pool("store")}
-    wanted = job.stores[: target_stores(sizes)]
-    return len(wanted) == target_stores(sizes) and set(wanted) <= started
+    members = job.stores[: target_stores(sizes)]
+    return len(members) == target_stores(sizes) and set(members) <= started
 
 
 def max_ranges(job: JobState, num_stores: int) -> int:

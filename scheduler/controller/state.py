@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from types import MappingProxyType
 from typing import Literal
 
 from scheduler.controller.events import (
@@ -30,11 +29,6 @@ training, and trains itself while there are no replicas. `replica`: trainers bes
 Status = Literal["starting", "running", "leaving"]
 Phase = Literal["submitted", "waiting", "running", "draining", "drained", "finished", "failed"]
 ENDED_PHASES: tuple[Phase, ...] = ("drained", "finished", "failed")
-
-
-def empty() -> Mapping[str, int]:
-    """Return an empty mapping."""
-    return MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,7 +161,7 @@ class JobState:
     """Times that a process ran out of resources and its sizes no longer fit its share."""
     num_returns: int = 0
     """Times that it gave up resources while other jobs waited."""
-    spare_ticks: Mapping[str, int] = field(default_factory=empty)
+    spare_ticks: Mapping[str, int] = field(default_factory=dict[str, int])
     """By pool, consecutive ticks at which it had memory to spare."""
     processes: Mapping[str, Process] = field(default_factory=dict[str, Process])
     """Live processes by name."""
@@ -175,7 +169,7 @@ class JobState:
     """Committed segments."""
     waits_for_slots: bool = False
     """Whether its next segment job waits for a slot of the cluster, and a decision says so."""
-    attempts: Mapping[str, int] = field(default_factory=empty)
+    attempts: Mapping[str, int] = field(default_factory=dict[str, int])
     """Starts by task."""
     backoffs: Mapping[str, BackoffState] = field(default_factory=dict[str, BackoffState])
     """Failures by task."""
@@ -299,11 +293,6 @@ class Runner:
     """Slots of a cluster that has answered."""
     silent_sec: float | None = None
     """Time since which it does not answer."""
-
-    @property
-    def total_slots(self) -> int | None:
-        """All slots of a cluster that has answered, otherwise None."""
-        return None if self.slots is None else self.slots.total
 
 
 @dataclass(frozen=True, slots=True)

@@ -411,20 +411,20 @@ def _book_cores(
     job: JobState,
     budget: BudgetConfig,
     latest: PoolReadings,
-    wanted: Sequence[float],
+    cores: Sequence[float],
     grant: CoreGrant,
 ) -> tuple[JobState, list[Action]]:
     """Change the booked cores; if they exceed the budget, have it divided anew."""
-    replica, *stores = wanted
+    replica, *stores = cores
     job = replace(job, replica_cpus=replica, store_cpus=stores[0] if stores else job.store_cpus)
-    more = any(cpus > reading.cpus for cpus, reading in zip(wanted, latest, strict=True))
-    fewer = any(cpus < reading.cpus for cpus, reading in zip(wanted, latest, strict=True))
+    more = any(cpus > reading.cpus for cpus, reading in zip(cores, latest, strict=True))
+    fewer = any(cpus < reading.cpus for cpus, reading in zip(cores, latest, strict=True))
     job = replace(job, steps_suspect=job.steps_suspect or fewer)
     if more and grant.limited and booked_resources(job, job.sizes)[0] > budget.cpus:
         job = replace(job, num_outgrown=job.num_outgrown + 1)
     pools = [
         f"{one.busy:.2f} of {one.cpus:.2f} cores of a {name} are busy, it gets {cpus:.2f}"
-        for name, one, cpus in zip(("trainer", "store"), latest, wanted, strict=False)
+        for name, one, cpus in zip(("trainer", "store"), latest, cores, strict=False)
     ]
     why = "more do not shorten steps"
     if more:

@@ -10,12 +10,11 @@ from numpy.typing import NDArray
 
 from scheduler.model.memory import stores_needed, trainer_memory, worker_bytes
 from scheduler.model.snapshot import DataFacts
-from scheduler.model.terms import Floats
+from scheduler.model.terms import Floats, Ints
 from schemas.config.schedule import BudgetConfig, ScheduleConfig, WorkerConfig
 from schemas.config.train import TrainConfig
 from schemas.errors import PlanError
 
-Ints = NDArray[np.int64]
 GIB = 1 << 30
 MIB = 1 << 20
 SEGMENT_BATCHES = 64

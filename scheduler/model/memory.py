@@ -341,9 +341,9 @@ def _fits(columns: Floats, values: Floats, future: Floats) -> tuple[list[_Fit], 
     """
     # Columns of similar magnitude, so that no support is singular because of units.
     scale = np.maximum(np.abs(future).max(axis=0), 1.0)
-    left = columns / scale
+    scaled = columns / scale
     order = ((0,), (0, 2), (0, 1), (0, 1, 2)) if columns[:, 2].any() else ((0,), (0, 1))
-    allowed = [fit for fit in (_fit(left, values, one) for one in order) if _grows(fit)]
+    allowed = [fit for fit in (_fit(scaled, values, one) for one in order) if _grows(fit)]
     best = allowed[0]
     for fit in allowed[1:]:
         best = fit if fit.error < BETTER * best.error else best
@@ -351,8 +351,8 @@ def _fits(columns: Floats, values: Floats, future: Floats) -> tuple[list[_Fit], 
     return [best, *(fit for fit in lines if BETTER * fit.error <= best.error)], future / scale
 
 
-def _fit(left: Floats, values: Floats, support: tuple[int, ...]) -> _Fit:
-    columns = left[:, support]
+def _fit(scaled: Floats, values: Floats, support: tuple[int, ...]) -> _Fit:
+    columns = scaled[:, support]
     coefficients = np.asarray(np.linalg.lstsq(columns, values, rcond=None)[0], np.float64)
     error = float(np.sum((columns @ coefficients - values) ** 2))
     return _Fit(support, columns, coefficients, error)

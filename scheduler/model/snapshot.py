@@ -6,7 +6,7 @@ and from bounds that no dataset can exceed.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from scheduler.model.history import History, read_history, read_history_beside
+from scheduler.model.terms import Ints
 from schemas.cache_plan import required_rows
 from schemas.config.job import Job, load_job
 from schemas.config.train import CacheConfig
@@ -22,8 +23,6 @@ from schemas.errors import SchemaError, suggest_name
 from schemas.features import FeatureSet, load_features
 from schemas.oracle import NEVER
 from schemas.paths import schema_path
-
-Ints = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,18 +48,14 @@ def compute_lookahead(
     Args:
         tables: for each table, the next-use distances of the entries of each step.
         cache: policy and limits.
-    """
-    return sum_lookaheads([_of_table(distances, cache) for distances in tables])
-
-
-def sum_lookaheads(parts: Sequence[Lookahead]) -> Lookahead:
-    """Return the sums over tables; a shorter one touches no more rows after its end.
 
     Raises:
         ValueError: there is no table.
     """
+    parts = [_of_table(distances, cache) for distances in tables]
     if not parts:
         raise ValueError("lookahead covers no table; name one")
+    # A table with fewer steps touches no more rows after its end.
     length = max(len(part.touched_rows) for part in parts)
     touched = [np.pad(p.touched_rows, (0, length - len(p.touched_rows)), "edge") for p in parts]
     return Lookahead(

@@ -10,7 +10,6 @@ from numpy.typing import ArrayLike
 
 from scheduler.model.grid import (
     Grid,
-    Ints,
     budget_error,
     budget_excess,
     cross,
@@ -21,7 +20,7 @@ from scheduler.model.grid import (
 )
 from scheduler.model.predict import Models, segment_setting, training_setting
 from scheduler.model.snapshot import Snapshot
-from scheduler.model.terms import Floats
+from scheduler.model.terms import Floats, Ints
 from schemas.config.schedule import ScheduleConfig
 
 EXACT_POINTS = 1_000_000

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from scheduler.model.grid import MIB, mib
+from scheduler.model.grid import GIB, MIB, mib
 from scheduler.model.memory import trainer_memory, worker_bytes
 from scheduler.model.predict import Models, fit_models
 from scheduler.model.snapshot import Snapshot
@@ -25,7 +25,6 @@ from scheduler.planner.policy import SEED
 from schemas.config.schedule import UNLIMITED_CPUS, UNLIMITED_MEMORY, BudgetConfig, ScheduleConfig
 from schemas.errors import PlanError
 
-GIB = 1 << 30
 CLUSTER_CPUS, CLUSTER_MEMORY = 16.0, 64 * GIB
 """Budget of a job that runs in Pods and does not name one."""
 FEWEST_CPUS = 0.01

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from scheduler.model.grid import Grid, Ints, preprocessing_resources, training_resources
-from scheduler.model.terms import Floats
+from scheduler.model.grid import Grid, preprocessing_resources, training_resources
+from scheduler.model.terms import Floats, Ints
 from scheduler.planner.candidates import Predictions, pareto_front
 from schemas.config.schedule import BudgetConfig, ScheduleConfig
 

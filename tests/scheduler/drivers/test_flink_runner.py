@@ -209,7 +209,8 @@ def test_begin_at_another_address_forgets_the_slots_of_the_first(cluster: Cluste
     )
     state = told(building(), [elsewhere])
     found = told(state, flink(cluster).begin(state, 9.0)).runner
-    assert (found.address, found.total_slots) == (cluster.address, 4)
+    assert found.slots is not None
+    assert (found.address, found.slots.total) == (cluster.address, 4)
     cluster.answers = {}
     with pytest.raises(SchemaError, match="address does not answer"):
         flink(cluster).begin(state, 9.0)
