@@ -1,4 +1,9 @@
-"""Values that transforms fitted on the training range, as stored with the dataset."""
+"""Values that transforms fitted on the training range, as stored with the dataset.
+
+A segment's manifest lists the files with their hashes in `learned`: the versions of each
+vocabulary, and a JSON file with the statistics of `normalize` and `bucketize`. Files are never
+changed; later segments add files.
+"""
 
 from __future__ import annotations
 
@@ -17,22 +22,16 @@ from schemas.files import read_verified
 from schemas.manifest import canonical_json
 from schemas.vocabulary import VOCABULARIES, Vocabulary, merge_versions
 
-# What transforms learned from the training range, as it lies with the dataset.
-#
-# A segment's manifest names each file by its hash in `learned`: the versions of each vocabulary,
-# and one JSON file with the numbers of `normalize` and `bucketize`. Files are never changed; a
-# later segment names more of them.
-
 FITTED_DIRECTORY = "learned"
 
 
 @dataclass(frozen=True, slots=True)
 class FittedStats:
-    """What one `normalize` or `bucketize` learned; only what it needs is set.
+    """Statistics of one `normalize` (center, scale) or `bucketize` (boundaries).
 
     Attributes:
-        center: what is taken off: mean or minimum.
-        scale: what is divided by: standard deviation or range, 1 where that is 0.
+        center: subtracted: mean or minimum.
+        scale: divisor: standard deviation or range, or 1 if that is 0.
         boundaries: ascending.
     """
 
@@ -43,19 +42,19 @@ class FittedStats:
 
 @dataclass(frozen=True, slots=True)
 class FittedValues:
-    """Everything that the transforms of a job need beside their inputs.
+    """Fitted values of all transforms of a job.
 
     Attributes:
         vocabularies: by name.
-        numbers: by `stats_key` of the transform.
+        stats: by `stats_key` of the transform.
     """
 
     vocabularies: Mapping[str, Vocabulary] = field(default_factory=dict[str, Vocabulary])
-    numbers: Mapping[str, FittedStats] = field(default_factory=dict[str, FittedStats])
+    stats: Mapping[str, FittedStats] = field(default_factory=dict[str, FittedStats])
 
 
 def stats_key(group: str, column: str) -> str:
-    """Return the name of a transform's numbers.
+    """Return the key of a transform's statistics.
 
     Example:
         >>> stats_key("user", "age_bucket")
@@ -64,25 +63,25 @@ def stats_key(group: str, column: str) -> str:
     return f"{group}.{column}"
 
 
-def encode_stats(numbers: Mapping[str, FittedStats]) -> bytes:
-    """Return numbers as canonical JSON; floats come back bit by bit."""
+def encode_stats(stats: Mapping[str, FittedStats]) -> bytes:
+    """Encode statistics as canonical JSON; floats are preserved exactly."""
     body = {
         k: {"center": n.center, "scale": n.scale, "boundaries": list(n.boundaries)}
-        for k, n in numbers.items()
+        for k, n in stats.items()
     }
     return f"{canonical_json(body)}\n".encode()
 
 
 def stats_path(data: bytes) -> str:
-    """Return the path of a file of numbers, relative to the dataset."""
+    """Return the path of a statistics file, relative to the dataset."""
     return str(PurePosixPath(FITTED_DIRECTORY, f"{hashlib.sha256(data).hexdigest()[:12]}.json"))
 
 
 def load_fitted(root: Path, files: Mapping[str, str], data: DataConfig) -> FittedValues:
-    """Read what was learned, every byte verified.
+    """Read and verify fitted values.
 
     Args:
-        root: the directory that the paths are relative to: the dataset, or a segment being built.
+        root: directory that the paths are relative to: the dataset, or a segment being built.
         files: path to sha256, as in a segment's manifest.
         data: the job's data section.
 
@@ -94,11 +93,11 @@ def load_fitted(root: Path, files: Mapping[str, str], data: DataConfig) -> Fitte
         versions = load_vocabulary_versions(root, files, name)
         kind = versions[0].schema.field("value").type if versions else pa.int64()
         vocabularies[name] = merge_versions(versions, config.oov_rows, kind)
-    numbers: dict[str, FittedStats] = {}
+    stats: dict[str, FittedStats] = {}
     for path in sorted(p for p in files if p.startswith(f"{FITTED_DIRECTORY}/")):
         for key, body in json.loads(read_verified(root / path, files[path])).items():
-            numbers[key] = FittedStats(body["center"], body["scale"], tuple(body["boundaries"]))
-    return FittedValues(vocabularies, numbers)
+            stats[key] = FittedStats(body["center"], body["scale"], tuple(body["boundaries"]))
+    return FittedValues(vocabularies, stats)
 
 
 def load_vocabulary_versions(root: Path, files: Mapping[str, str], name: str) -> list[pa.Table]:

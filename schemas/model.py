@@ -1,4 +1,23 @@
-"""An exported model in one file, and the rows that changed between two checkpoints."""
+"""An exported model in one file, and the rows that changed between two checkpoints.
+
+A model file is a zip archive with uncompressed members, so that rows are memory-mapped:
+
+    MANIFEST.json              sizes and hashes of the other members; written last
+    job.yaml, schema.pbtxt     of the run
+    program.pt2                `torch.export`: from the arrays of `schemas.model_inputs` to logits
+    rows/<table>/rows.npy      (num_rows,) int64, ascending: the trained rows
+    rows/<table>/values.npy    (num_rows, dim)
+
+Other rows have their initial values, see `schemas.rows`. The file holds no pickles, and
+`check_program` refuses programs that would unpickle or evaluate something when loaded.
+
+A folder of changed rows updates a model to that of a newer checkpoint:
+
+    MANIFEST.json                          hash of the older checkpoint, manifest of the newer model
+    program.pt2, job.yaml, schema.pbtxt    of the newer model
+    rows/<table>.parquet                   row: int64, ascending; vector: its new values
+    dropped/<table>.parquet                row: int64; rows that have their initial values again
+"""
 
 from __future__ import annotations
 
@@ -8,7 +27,7 @@ import json
 import re
 import zipfile
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -26,11 +45,9 @@ from schemas.manifest import canonical_json, hash_of, replace_bytes
 from schemas.model_inputs import ModelInputs, build_inputs
 from schemas.rows import initial_rows
 
-# Whether the program of an exported model can be loaded without running what it brings.
-#
-# `torch.export.load` unpickles tensors that were not stored as plain bytes, custom objects and
-# example inputs, and hands symbolic sizes to an evaluator. A program that has any of the first,
-# or sizes that are more than sums and products of symbols, is refused before torch sees it.
+# Safe loading of programs. `torch.export.load` unpickles custom objects, example inputs and tensors
+# that are not stored as plain bytes, and evaluates symbolic sizes. A program with any of the
+# former, or with sizes other than arithmetic of symbols, is refused before it is loaded.
 
 _MEMBERS = re.compile(
     r"[^/]+/(archive_format|archive_version|byteorder|version|\.data/\w+"
@@ -47,14 +64,11 @@ _TARGET = re.compile(r"torch\.ops\.aten\.\w+\.\w+|_operator\.\w+|torch\.sym_\w+|
 
 
 def check_program(data: bytes, *, file: str) -> None:
-    """Refuse a program whose loading would unpickle or evaluate something.
+    """Raise SchemaError if loading a program would unpickle or evaluate something.
 
     Args:
-        data: of the program.
-        file: that it lies in, for errors.
-
-    Raises:
-        SchemaError: it is no program, or not safe to load.
+        data: bytes of the program.
+        file: path of the model file, for errors.
     """
     try:
         problem = _problem(data)
@@ -80,10 +94,10 @@ def _problem(data: bytes) -> str | None:
             if any(payload["use_pickle"] is not False for payload in payloads):
                 return f"a pickle in {name!r}"
         [graph] = [n for n in archive.namelist() if n.endswith("/models/model.json")]
-        return _of_graph(json.loads(archive.read(graph)))
+        return _graph_problem(json.loads(archive.read(graph)))
 
 
-def _of_graph(graph: Any) -> str | None:
+def _graph_problem(graph: Any) -> str | None:
     for key, value in _pairs(graph):
         if key == "expr_str" and _EXPRESSION.fullmatch(str(value)) is None:
             return f"size {str(value)[:60]!r}"
@@ -93,7 +107,7 @@ def _of_graph(graph: Any) -> str | None:
 
 
 def _pairs(value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield every key of nested mappings and lists with its value."""
+    """Yield every key and value of nested mappings and lists."""
     if isinstance(value, dict):
         for key, inner in cast(dict[str, Any], value).items():
             yield key, inner
@@ -103,91 +117,80 @@ def _pairs(value: Any) -> Iterator[tuple[str, Any]]:
             yield from _pairs(inner)
 
 
-# An exported model in one file: its program, its rows, and what they mean.
-#
-# A zip archive whose members are stored as they are, so that rows are mapped, not read:
-#
-#     MANIFEST.json              what is below, with sizes and hashes; written last
-#     job.yaml, schema.pbtxt     of the run
-#     program.pt2                `torch.export`: the arrays of `schemas.model_inputs` to logits
-#     rows/<table>/rows.npy      (num_rows,) int64, ascending: the rows that were ever trained
-#     rows/<table>/values.npy    (num_rows, dim)
-#
-# A row that is not there has its first values, `schemas.rows`. Nothing in the file is a pickle;
-# `check_program` refuses a program that would be unpickled or evaluated by who loads it.
+# The model file.
 
 MODEL_FORMAT = 1
 PROGRAM = "program.pt2"
 TEXTS = (JOB, SCHEMA)
-"""Members that are copied from the run."""
+"""Members copied from the run."""
 _CHECKSUM = "checksum"
 _EPOCH = (1980, 1, 1, 0, 0, 0)
-_PIECE = 1 << 20
+_CHUNK_BYTES = 1 << 20
 _ADVICE = "export the run again"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelMember:
-    """What a member must be."""
+    """Size and hash of a member."""
 
     num_bytes: int
-    """Its size."""
+    """Size."""
     sha256: str
-    """Of its bytes, hex."""
+    """Hash of its bytes, hex."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lineage:
-    """Where a model comes from."""
+    """Origin of a model."""
 
     run: str
     """Name of the run's folder."""
     train_step: int
-    """Steps that were trained before its checkpoint."""
+    """Trained steps of its checkpoint."""
     checkpoint_sha256: str
-    """Hash of the checkpoint's manifest, which names every byte of it."""
+    """Hash of the checkpoint's manifest."""
     segments_sha256: tuple[str, ...]
     """Hashes of the manifests of the dataset's segments."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelManifest:
-    """What an exported model is."""
+    """Manifest of an exported model."""
 
     name: str
     """Name of the job."""
     model: str
     """Kind of model."""
     inputs: ModelInputs
-    """What it reads."""
+    """Inputs."""
     label: str
-    """Column of the label, which it does not read."""
+    """Column of the label; not an input."""
     dim: int
     """Width of a row."""
     seed: int
-    """Of the first values of rows."""
+    """Seed of the initial values of rows."""
     batch_samples: int
-    """Samples that it was trained on at once."""
+    """Samples of a training batch."""
     lineage: Lineage
-    """Where it comes from."""
+    """Origin."""
     parts: Mapping[str, ModelMember]
-    """Every other member, by name."""
+    """Other members, by name."""
     format: int = MODEL_FORMAT
     """Version of this format."""
 
 
 def rows_paths(table: str) -> tuple[str, str]:
-    """Return the members with a table's row ids and values."""
+    """Return the names of the members with a table's rows and values."""
     return f"rows/{table}/rows.npy", f"rows/{table}/values.npy"
 
 
 def write_model(path: Path, manifest: ModelManifest, members: Mapping[str, Path | bytes]) -> None:
-    """Write a model; it appears when it is whole.
+    """Write a model file atomically.
 
     Args:
-        path: of the file.
-        manifest: its `parts` are found here.
-        members: every other member.
+        path: the file.
+        manifest: its manifest; `parts` is computed from `members`.
+        members: other members, by name.
     """
     partial = path.with_name(f".{path.name}.partial")
     parts: dict[str, ModelMember] = {}
@@ -195,7 +198,7 @@ def write_model(path: Path, manifest: ModelManifest, members: Mapping[str, Path 
         with zipfile.ZipFile(partial, "w", zipfile.ZIP_STORED) as archive:
             for name, content in sorted(members.items()):
                 parts[name] = _add(archive, name, content)
-            body = json.loads(canonical_json({**asdict(manifest), "parts": _plain(parts)}))
+            body = json.loads(canonical_json(asdict(replace(manifest, parts=parts))))
             text = canonical_json({**body, _CHECKSUM: hash_of(body)})
             _add(archive, MANIFEST, text.encode())
         partial.replace(path)
@@ -203,26 +206,21 @@ def write_model(path: Path, manifest: ModelManifest, members: Mapping[str, Path 
         partial.unlink(missing_ok=True)
 
 
-def _plain(parts: Mapping[str, ModelMember]) -> dict[str, Any]:
-    return {name: asdict(part) for name, part in parts.items()}
-
-
 def _add(archive: zipfile.ZipFile, name: str, content: Path | bytes) -> ModelMember:
     digest, count = hashlib.sha256(), 0
     source: IO[bytes] = io.BytesIO(content) if isinstance(content, bytes) else content.open("rb")
     info = zipfile.ZipInfo(name, _EPOCH)
-    with source, archive.open(info, "w", force_zip64=True) as to:
-        while piece := source.read(_PIECE):
-            digest.update(piece)
-            count += to.write(piece)
+    with source, archive.open(info, "w", force_zip64=True) as target:
+        while chunk := source.read(_CHUNK_BYTES):
+            digest.update(chunk)
+            count += target.write(chunk)
     return ModelMember(num_bytes=count, sha256=digest.hexdigest())
 
 
 class ModelFile:
-    """An exported model of which every byte has been verified."""
+    """An exported model whose bytes have been verified; see `open_model`."""
 
     def __init__(self, path: Path, manifest: ModelManifest, offsets: Mapping[str, int]) -> None:
-        """Keep where the members lie; `open_model` makes one."""
         self.path, self.manifest = path, manifest
         self._offsets = offsets
         self._rows = {t: self._mapped(rows_paths(t)) for t in manifest.inputs.features_of}
@@ -235,35 +233,31 @@ class ModelFile:
 
     @property
     def program(self) -> bytes:
-        """The bytes that `torch.export.load` reads."""
+        """Bytes for `torch.export.load`."""
         return self.read(PROGRAM)
 
     def stored_rows(self, table: str) -> tuple[NDArray[np.int64], Array]:
-        """Return the trained rows of a table, ascending, and their values; both are mapped."""
+        """Return the trained rows of a table, ascending, and their values, memory-mapped."""
         return self._rows[table]
 
     def rows_of(self, table: str, rows: NDArray[np.int64]) -> Array:
-        """Return (num_rows, dim) values; a row that was never trained has its first ones."""
-        manifest, (known, values) = self.manifest, self._rows[table]
-        found = initial_rows(
+        """Return (num_rows, dim) values of rows; untrained rows have their initial values."""
+        manifest, (trained, values) = self.manifest, self._rows[table]
+        result = initial_rows(
             rows,
             table=table,
             seed=manifest.seed,
             dim=manifest.dim,
             dtype=manifest.inputs.dtype,
         )
-        at = np.searchsorted(known, rows)
-        inside = np.flatnonzero(at < len(known))
-        hits = inside[known[at[inside]] == rows[inside]]
-        found[hits] = values[at[hits]]
-        return found
+        index = np.searchsorted(trained, rows)
+        inside = np.flatnonzero(index < len(trained))
+        hits = inside[trained[index[inside]] == rows[inside]]
+        result[hits] = values[index[hits]]
+        return result
 
     def inputs(self, samples: pa.Table | pa.RecordBatch) -> dict[str, Array]:
-        """Return what the program reads of some samples.
-
-        Raises:
-            SchemaError: a column is missing or does not fit its role.
-        """
+        """Return the inputs of the program for samples; raises as `build_inputs`."""
         return build_inputs(self.manifest.inputs, samples, self.rows_of)
 
     def _mapped(self, names: tuple[str, str]) -> tuple[NDArray[np.int64], Array]:
@@ -278,10 +272,10 @@ class ModelFile:
 
 
 def open_model(path: Path) -> ModelFile:
-    """Open an exported model; every byte is read once, and compared with its hash.
+    """Open an exported model and verify every byte.
 
     Raises:
-        SchemaError: it is missing, cut, changed, of another format, or its program is not safe.
+        SchemaError: it is missing, damaged or of another format, or its program is unsafe.
     """
     try:
         with zipfile.ZipFile(path) as archive, path.open("rb") as file:
@@ -289,51 +283,52 @@ def open_model(path: Path) -> ModelFile:
             offsets = {i.filename: _offset(file, i) for i in archive.infolist()}
             stored = all(i.compress_type == zipfile.ZIP_STORED for i in archive.infolist())
             if not stored or offsets.keys() != {*manifest.parts, MANIFEST}:
-                raise SchemaError(f"model must hold what it names; {_ADVICE}", file=str(path))
+                raise SchemaError(
+                    f"members of the model do not match its manifest; {_ADVICE}", file=str(path)
+                )
             for name, part in manifest.parts.items():
                 _check(file, offsets[name], name, part, path)
     except FileNotFoundError as error:
         raise SchemaError(
-            "model must exist, got none; make it with python -m trainer export", file=str(path)
+            "model is missing; create it with python -m trainer export", file=str(path)
         ) from error
     except (zipfile.BadZipFile, KeyError, NotImplementedError) as error:
         raise SchemaError(
-            f"model must be a whole archive, got {error}; {_ADVICE}", file=str(path)
+            f"model is not a complete archive: {error}; {_ADVICE}", file=str(path)
         ) from error
-    found = ModelFile(path, manifest, offsets)
-    check_program(found.program, file=str(path))
-    return found
+    model = ModelFile(path, manifest, offsets)
+    check_program(model.program, file=str(path))
+    return model
 
 
 def _manifest(data: bytes, path: Path) -> ModelManifest:
     try:
         body = json.loads(data)
-        wanted = body.pop(_CHECKSUM)
+        checksum = body.pop(_CHECKSUM)
         if body["format"] != MODEL_FORMAT:
             raise SchemaError(
                 f"model must have format {MODEL_FORMAT}, got {body['format']}; {_ADVICE} with this "
                 "release",
                 file=str(path),
             )
-        if wanted != hash_of(body):
+        if checksum != hash_of(body):
             raise SchemaError(
-                f"manifest must have checksum {str(wanted)[:12]}, got {hash_of(body)[:12]}; "
+                f"manifest must have checksum {str(checksum)[:12]}, got {hash_of(body)[:12]}; "
                 f"{_ADVICE}",
                 file=str(path),
             )
         return manifest_from(body)
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise SchemaError(
-            f"manifest must be that of a model, got {error}; {_ADVICE}", file=str(path)
+            f"manifest is not that of a model: {error}; {_ADVICE}", file=str(path)
         ) from error
 
 
 def manifest_from(body: Mapping[str, Any]) -> ModelManifest:
-    """Return the manifest of its fields as JSON has them.
+    """Return the manifest of a JSON object.
 
     Raises:
-        TypeError: a field is missing or unknown.
-        KeyError: as well.
+        TypeError, KeyError: a field is missing or unknown.
     """
     lineage: dict[str, Any] = dict(body["lineage"])
     lineage["segments_sha256"] = tuple(lineage["segments_sha256"])
@@ -359,7 +354,7 @@ def _table_from(body: Mapping[str, Any]) -> TableConfig:
 
 
 def _offset(file: IO[bytes], info: zipfile.ZipInfo) -> int:
-    """Return where the bytes of a member begin: after its own header."""
+    """Return the offset of a member's bytes, after its local header."""
     file.seek(info.header_offset + 26)
     name, extra = (int.from_bytes(file.read(2), "little") for _ in range(2))
     return info.header_offset + 30 + name + extra
@@ -368,9 +363,9 @@ def _offset(file: IO[bytes], info: zipfile.ZipInfo) -> int:
 def _check(file: IO[bytes], offset: int, name: str, part: ModelMember, path: Path) -> None:
     file.seek(offset)
     digest, left = hashlib.sha256(), part.num_bytes
-    while left and (piece := file.read(min(left, _PIECE))):
-        digest.update(piece)
-        left -= len(piece)
+    while left and (chunk := file.read(min(left, _CHUNK_BYTES))):
+        digest.update(chunk)
+        left -= len(chunk)
     if left or digest.hexdigest() != part.sha256:
         raise SchemaError(
             f"{name} must have sha256 {part.sha256[:12]}, got {digest.hexdigest()[:12]}; {_ADVICE}",
@@ -379,23 +374,18 @@ def _check(file: IO[bytes], offset: int, name: str, part: ModelMember, path: Pat
 
 
 def _array(path: Path, offset: int) -> Array:
-    """Map an array of an .npy member."""
+    """Memory-map the array of an .npy member."""
     with path.open("rb") as file:
         file.seek(offset)
         np.lib.format.read_magic(file)
         shape, _, dtype = np.lib.format.read_array_header_1_0(file)
-        begin = file.tell()
+        start = file.tell()
     if not np.prod(shape):
         return np.empty(shape, dtype)
-    return np.memmap(path, dtype, "r", offset=begin, shape=shape)
+    return np.memmap(path, dtype, "r", offset=start, shape=shape)
 
 
-# What changed between two checkpoints of a run, as published for those who serve its model.
-#
-# MANIFEST.json              from which model to which: the newer one's manifest, and files
-# program.pt2, job.yaml, schema.pbtxt     those of the newer model rows/<table>.parquet       row:
-# int64, vector: its new values; rows ascending dropped/<table>.parquet    row: int64; these have
-# their first values again
+# Folders of changed rows.
 
 CHANGES_FORMAT = 1
 ROW, VECTOR = "row", "vector"
@@ -404,20 +394,20 @@ _CHANGES_HINT = "publish the rows again"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChangesManifest:
-    """What a folder of changed rows holds."""
+    """Manifest of a folder of changed rows."""
 
     since_step: int
-    """Steps that were trained before the older checkpoint."""
+    """Trained steps of the older checkpoint."""
     since_sha256: str
     """Hash of the older checkpoint's manifest."""
     model: Mapping[str, Any]
-    """The manifest of the newer model, but for its parts."""
+    """Manifest of the newer model, without `parts`."""
     files: Mapping[str, str]
-    """Every file to its sha256."""
+    """File to its sha256."""
     num_changed: Mapping[str, int]
-    """Changed and new rows by table."""
+    """Number of changed and new rows, by table."""
     num_dropped: Mapping[str, int]
-    """Dropped rows by table."""
+    """Number of dropped rows, by table."""
     format: int = CHANGES_FORMAT
     """Version of this format."""
 
@@ -465,17 +455,17 @@ def read_dropped(path: Path) -> NDArray[np.int64]:
 
 
 def write_changes_manifest(folder: Path, manifest: ChangesManifest) -> None:
-    """Write the manifest, with a checksum of itself; the folder is complete then."""
+    """Write the manifest, with a checksum of itself, as the last file of the folder."""
     body = json.loads(canonical_json(asdict(manifest)))
     text = canonical_json({**body, _CHECKSUM: hash_of(body)})
     replace_bytes(folder / MANIFEST, text.encode())
 
 
 def open_changes(folder: Path) -> ChangesManifest:
-    """Return the manifest of a folder of which every byte has been verified.
+    """Verify every byte of a folder of changed rows and return its manifest.
 
     Raises:
-        SchemaError: a file is missing or changed, or it is of another format.
+        SchemaError: a file is missing or changed, or has another format.
     """
     path = folder / MANIFEST
     try:
@@ -484,7 +474,7 @@ def open_changes(folder: Path) -> ChangesManifest:
         manifest = ChangesManifest(**body)
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise SchemaError(
-            f"folder must hold published rows, got {type(error).__name__}; {_CHANGES_HINT}",
+            f"folder holds no published rows: {type(error).__name__}; {_CHANGES_HINT}",
             file=str(path),
         ) from error
     if manifest.format != CHANGES_FORMAT or checksum != hash_of(body):
@@ -494,10 +484,10 @@ def open_changes(folder: Path) -> ChangesManifest:
             file=str(path),
         )
     for name, sha256 in manifest.files.items():
-        found = sha256_of(folder / name) if (folder / name).is_file() else "none"
-        if found != sha256:
+        actual = sha256_of(folder / name) if (folder / name).is_file() else "none"
+        if actual != sha256:
             raise SchemaError(
-                f"file must have sha256 {sha256[:12]}, got {found[:12]}; {_CHANGES_HINT}",
+                f"file must have sha256 {sha256[:12]}, got {actual[:12]}; {_CHANGES_HINT}",
                 file=str(folder / name),
             )
     return manifest

@@ -1,4 +1,4 @@
-"""Slow and obvious definitions of the formats; tests compare the fast implementations with them."""
+"""Slow reference implementations of the formats, to test the fast ones."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def steps(num_blocks: Sequence[int], blocks_per_batch: int) -> list[tuple[int, l
 
 
 def next_use(accesses: Sequence[Sequence[int]]) -> list[list[int]]:
-    """Return for each row of each step how many steps later it is used again, 0 for never.
+    """Return the next-use distance of each row of each step, 0 if it is not used again.
 
     Example:
         >>> next_use([[1, 2], [2], [1]])
@@ -90,7 +90,7 @@ def next_use(accesses: Sequence[Sequence[int]]) -> list[list[int]]:
 
 
 def lru_hits(accesses: Sequence[int], capacity: int) -> int:
-    """Return how many accesses a least-recently-used cache of `capacity` rows answers.
+    """Return the hits of an LRU cache of `capacity` rows.
 
     Example:
         >>> lru_hits([1, 2, 1, 3, 2], 2)
@@ -109,9 +109,9 @@ def lru_hits(accesses: Sequence[int], capacity: int) -> int:
 
 
 def belady_hits(accesses: Sequence[int], capacity: int) -> int:
-    """Return how many accesses the best possible cache of `capacity` rows answers.
+    """Return the hits of the optimal cache of `capacity` rows.
 
-    Every accessed row enters the cache; the one whose next use is farthest leaves.
+    Every accessed row enters the cache; the one with the farthest next use is evicted.
 
     Source: Belady, "A study of replacement algorithms" (1966).
 
@@ -138,7 +138,7 @@ def windows(
 
     Args:
         lists: entries of each row.
-        shortest_repeat: entries of a list that is looked for among all lists before it.
+        shortest_repeat: lists of at least this length are searched among all previous lists.
 
     Example:
         >>> windows([[7, 3, 5], [3, 5, 9], [8], [3, 5, 9, 4]], 64)
@@ -175,12 +175,12 @@ def windows(
 
 @dataclass(frozen=True, slots=True)
 class StepRef:
-    """What a cache does around one step.
+    """One step of a cache.
 
     Attributes:
-        cache: rows it holds during the step, those read for the steps of the window included.
-        fetch: rows that are read for the step.
-        evict: rows that leave after it.
+        cache: rows cached during the step, rows fetched for later steps included.
+        fetch: rows fetched for the step.
+        evict: rows evicted after it.
     """
 
     cache: frozenset[int]
@@ -189,7 +189,7 @@ class StepRef:
 
 
 def next_step(steps: Sequence[frozenset[int]], row: int, after: int) -> int | None:
-    """Return the first step behind `after` that uses the row."""
+    """Return the first step after `after` that uses the row."""
     return next((s for s in range(after + 1, len(steps)) if row in steps[s]), None)
 
 
@@ -201,14 +201,14 @@ def plan_ref(
     prefetch_steps: int,
     rows: int | None,
 ) -> list[StepRef]:
-    """Plan with sets, and by a look at all that is to come.
+    """Plan with sets and a scan of all later steps.
 
     Args:
         steps: rows of each step.
-        policy: `ttl` or `belady`; for comparison `lru`, whose row that was used longest ago leaves.
-        lookahead: steps that a row may wait under `ttl`.
-        prefetch_steps: steps before its use that a row is read.
-        rows: size of the cache; exceeded when the window alone does not fit.
+        policy: `ttl`, `belady` or, for comparison, `lru`.
+        lookahead: with `ttl`, longest distance to the next use of a cached row.
+        prefetch_steps: a row is fetched this many steps before its use.
+        rows: size of the cache; exceeded if the window alone does not fit.
 
     Example:
         >>> steps = [frozenset({1}), frozenset({2}), frozenset({1})]
@@ -261,10 +261,10 @@ def _pushed_out(
 def fewest_fetches(
     steps: Sequence[frozenset[int]], *, prefetch_steps: int, rows: int
 ) -> int | None:
-    """Return the fewest reads with which any cache of a size serves a run, by trying everything.
+    """Return the fewest fetches of any cache of a size, by exhaustive search.
 
     Returns:
-        The number of reads, None when the rows of some window do not fit.
+        The number of fetches, None if the rows of a window do not fit.
 
     Example:
         >>> steps = [frozenset({1}), frozenset({2}), frozenset({1})]

@@ -1,4 +1,4 @@
-"""The lines that a run writes: step metrics, ledger, summary, decisions."""
+"""Files of a run: step metrics, ledger, splits and summary; decisions of the scheduler."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ LEDGER = "ledger.jsonl"
 SPLITS = "splits.jsonl"
 SUMMARY = "summary.json"
 RUN_FILE = "run.json"
-"""File that says what a run was begun with."""
+"""File with the inputs and settings of a run."""
 CHECKPOINTS = "checkpoints"
-"""Folder of a run with a folder for each checkpoint, named by its step."""
+"""Folder of checkpoints, each a folder named by its step."""
 STORE_ADDRESS = "address"
-"""File in the folder of a store that says where it listens."""
+"""File with the address of a store, in its folder."""
 RENDEZVOUS = "together.json"
-"""File of a run that replicas may join."""
+"""File with the rendezvous of a run's replicas."""
 EXIT_HUNG, EXIT_BEHIND, EXIT_LOST_ROWS = 4, 75, 76
-"""Exit statuses of trainers after which another attempt may get further: a phase that did not end,
-a replica that fell too far behind the others, and a store that lost rows."""
+"""Exit statuses of trainers that are worth a retry: a phase exceeded its time limit, a replica fell
+too far behind the others, or a store lost rows."""
 PHASES = ("read", "wait", "fetch", "forward", "backward", "sync", "update")
 
 
@@ -43,10 +43,10 @@ class StepMetric:
     num_replicas: int
     """Replicas that computed it."""
     samples_per_sec: float
-    """Samples over the wall time of the step, waiting for the pipeline left out."""
+    """Samples over the wall time of the step, without waiting for the pipeline."""
     phases: Mapping[str, float]
-    """Seconds by phase: read, wait (for the pipeline, when a run follows it), fetch, forward,
-    backward, sync, update."""
+    """Seconds by phase: read, wait (for the pipeline, with --follow), fetch, forward, backward,
+    sync, update."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +60,7 @@ class LedgerEntry:
     segment: str
     """Segment id."""
     replica: str
-    """Who computed them."""
+    """Replica that computed them."""
     blocks: tuple[int, ...]
     """Block ids, in batch order."""
     num_samples: int
@@ -69,14 +69,14 @@ class LedgerEntry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepSplit:
-    """Who is to compute which leaves of a step: one line of `splits.jsonl`, where it changes."""
+    """Assignment of a step's microbatches to replicas: one line of `splits.jsonl` per change."""
 
     step: int
-    """The first step that is split so; a later line for the same step replaces this one."""
+    """First step with this split; a later line for the same step replaces this one."""
     fixed_at: int
-    """The step whose agreement fixed it."""
+    """Step at which the replicas agreed on it."""
     leaves: Mapping[str, tuple[int, int]]
-    """By replica its first leaf, and one after the last."""
+    """Replica to its first microbatch and one after its last."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,7 +98,7 @@ class RunSummary:
     gauc: float | None
     """AUC per group, weighted by samples, on the evaluation split."""
     samples_per_sec: float
-    """Samples over the wall time of all steps, the first one left out."""
+    """Samples over the wall time of all steps but the first."""
     cache_hit_rate: float | None
     """1 - fetched_rows / accesses; None without a cache."""
     fetched_rows: int
@@ -110,38 +110,38 @@ class RunSummary:
     calibration: float | None = None
     """Sum of predictions over sum of labels, weighted, on the evaluation split."""
     auc_error: float | None = None
-    """The most that `auc` is off by, beside rounding; 0 up to a million distinct scores."""
+    """Largest error of `auc` besides rounding; 0 up to a million distinct scores."""
     embedding: str = "plain"
-    """How tables were held: plain, cached, lru or uncached."""
+    """Embedding mode: plain, cached, lru or uncached."""
     expanded: bool = False
-    """Whether deduplication was undone before training."""
+    """Whether samples were trained without deduplication."""
     num_rollbacks: int = 0
-    """Times that the run went back to a checkpoint, for a store had lost rows."""
+    """Rollbacks to a checkpoint after a store had lost rows."""
     recomputed_steps: int = 0
-    """Committed steps that were trained again after that."""
+    """Committed steps that were trained again after rollbacks."""
     fast: bool = False
-    """Whether all samples of a step were computed at once, with bits of their own."""
+    """Whether fast mode was used, which is not bit-identical to the default mode."""
     start: Mapping[str, Any] | None = None
-    """What it began with: `run`, `train_step`, `checkpoint_sha256`, the ids of its own `segments`,
-    and by table the rows that were `new`, `kept` and `dropped`, and the ids it has `grown` by."""
+    """Warm start: `run`, `train_step`, `checkpoint_sha256`, the ids of the run's `segments`, and by
+    table the number of `new`, `kept` and `dropped` rows and of ids it has `grown` by."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
-    """What the scheduler chose and why: a line of its log."""
+    """A decision of the scheduler and its reason: a line of its log."""
 
     time_sec: float
     """Seconds since the epoch, given by the caller."""
     job: str
     """Job name."""
     action: str
-    """What is done."""
+    """Kind of action."""
     process: str = ""
-    """With which process, where it is one."""
+    """Process that it concerns, if any."""
     reason: str
-    """Why, in words and numbers."""
+    """Reason, in words and numbers."""
     values: Mapping[str, float] = field(default_factory=dict)
-    """Numbers the reason speaks of."""
+    """Numbers of the reason."""
 
 
 def to_line(record: StepMetric | LedgerEntry | StepSplit | Decision | RunSummary) -> str:
@@ -150,41 +150,37 @@ def to_line(record: StepMetric | LedgerEntry | StepSplit | Decision | RunSummary
 
 
 def read_metrics(path: Path) -> list[StepMetric]:
-    """Read `metrics.jsonl`; a torn last line is left out.
-
-    Raises:
-        SchemaError: a line other than the last is no step metric.
-    """
+    """Read `metrics.jsonl`; raises as `read_lines`."""
     return read_lines(
         path,
         lambda body: StepMetric(**body),
-        lambda line, _: f"line must be a step metric, got {line!r}; restore the file",
+        lambda line, _: f"line is not a step metric: {line!r}; restore the file",
     )
 
 
 def read_lines(
-    path: Path, record_of: Callable[[Any], T], refusal: Callable[[str, Exception], str]
+    path: Path, parse: Callable[[Any], T], message: Callable[[str, Exception], str]
 ) -> list[T]:
-    """Read a file with a JSON object in each line; a torn last line is left out.
+    """Read a file of JSON lines; an incomplete last line is skipped.
 
     Args:
-        path: of the file.
-        record_of: from an object to what it stands for.
-        refusal: from the start of a line and what is wrong with it to the error's text.
+        path: the file.
+        parse: converts a JSON object to a record.
+        message: returns the error message of a line's start and its exception.
 
     Raises:
-        SchemaError: a line other than the last cannot be read.
+        SchemaError: a line other than the last is invalid.
     """
     records: list[T] = []
     lines = path.read_text(encoding="utf-8").splitlines()
     for number, line in enumerate(lines, start=1):
         try:
-            records.append(record_of(json.loads(line)))
+            records.append(parse(json.loads(line)))
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             if number == len(lines):
                 break
             raise SchemaError(
-                refusal(line[:80], error), file=str(path), place=str(number)
+                message(line[:80], error), file=str(path), place=str(number)
             ) from error
     return records
 
@@ -193,11 +189,11 @@ def read_summary(path: Path) -> RunSummary:
     """Read `summary.json`.
 
     Raises:
-        SchemaError: the file is missing or no summary.
+        SchemaError: the file is missing or invalid.
     """
     try:
         return RunSummary(**json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError) as error:
         raise SchemaError(
-            f"summary must be that of a finished run, got {error}; train again", file=str(path)
+            f"summary of a finished run cannot be read: {error}; train again", file=str(path)
         ) from error

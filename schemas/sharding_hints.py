@@ -1,4 +1,9 @@
-"""Statistics of tables for TorchRec's sharding planner: a JSON file written by `pipelines`."""
+"""Statistics of tables for TorchRec's sharding planner: a JSON file written by `pipelines`.
+
+Keys are those of TorchRec's `ParameterConstraints` if it has them, with one entry per feature of
+the table in the order of the job. A bag is the lookup of one unique tuple, as in the trainer's
+batches: `pooling_factors` are values per bag and `num_poolings` bags per sample.
+"""
 
 from __future__ import annotations
 
@@ -10,38 +15,32 @@ from typing import Any
 
 from schemas.errors import SchemaError, suggest_name
 
-# What a planner of table sharding asks of the data: a JSON file that `pipelines` writes.
-#
-# Keys are those of TorchRec's `ParameterConstraints` where it has them, one entry per feature of
-# the table in the job's order. A bag is what one unique tuple looks up, as the trainer's batches
-# have it, so `pooling_factors` are values per bag and `num_poolings` bags per sample.
-
 FORMAT = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TableHints:
-    """What is known of the look-ups of one table."""
+    """Lookup statistics of one table."""
 
     feature_names: tuple[str, ...]
-    """Features that look into it."""
+    """Features of the table."""
     pooling_factors: tuple[float, ...]
-    """Mean values of a bag, by feature."""
+    """Mean number of values of a bag, by feature."""
     num_poolings: tuple[float, ...]
-    """Bags per sample, by feature; below 1 where samples share them."""
+    """Bags per sample, by feature; below 1 if samples share them."""
     batch_sizes: tuple[int, ...]
     """Samples of a batch, by feature."""
     num_rows: int
     """Rows of the table."""
     num_unique_rows: int
-    """Distinct rows that the whole run looks up."""
+    """Distinct rows of the whole run."""
     unique_rows_per_step: float
-    """Mean distinct rows of a step."""
+    """Mean number of distinct rows of a step."""
     hot_rows: tuple[tuple[float, float], ...]
-    """Shares (of the distinct rows, of all accesses): the hottest rows first."""
+    """(fraction of the distinct rows, fraction of all accesses), hottest rows first."""
     lru_misses: tuple[tuple[float, float], ...]
-    """(share of the table's rows that a cache holds, share of repeated accesses that a least
-    recently used cache of this size misses), ascending, from (0, 1) on."""
+    """(fraction of the table's rows that a cache holds, fraction of repeated accesses that an LRU
+    cache of this size misses), ascending, from (0, 1)."""
 
 
 def write_hints(path: Path, tables: Mapping[str, TableHints]) -> None:
@@ -51,43 +50,39 @@ def write_hints(path: Path, tables: Mapping[str, TableHints]) -> None:
 
 
 def read_hints(path: Path) -> dict[str, TableHints]:
-    """Read hints.
-
-    Raises:
-        SchemaError: the file holds something else; the message names the table and the key.
-    """
+    """Read hints; raise SchemaError if the file is invalid."""
     try:
         body: Any = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise SchemaError(f"file must hold JSON, got {error}; write it anew", file=str(path)) from (
-            error
-        )
+        raise SchemaError(
+            f"file must hold JSON, got {error}; write it again", file=str(path)
+        ) from (error)
     if not isinstance(body, dict) or body.get("format") != FORMAT or "tables" not in body:
         raise SchemaError(
-            f"file must be hints of format {FORMAT}, got others; write it by "
+            f"file does not hold hints of format {FORMAT}; write it with "
             "`python -m pipelines oracle DATASET --hints FILE`",
             file=str(path),
         )
-    return {name: _table(name, found, path) for name, found in body["tables"].items()}
+    return {name: _table(name, hints, path) for name, hints in body["tables"].items()}
 
 
-def _table(name: str, found: Mapping[str, Any], path: Path) -> TableHints:
+def _table(name: str, hints: Mapping[str, Any], path: Path) -> TableHints:
     known = [f.name for f in fields(TableHints)]
     for key in known:
-        if key not in found:
+        if key not in hints:
             raise SchemaError(
-                "hints must have every key, got none; write them anew",
+                "key is missing; write the hints again",
                 file=str(path),
                 place=f"{name}.{key}",
             )
-    for key in found:
+    for key in hints:
         if key not in known:
             raise SchemaError(
-                f"hints must have known keys, got {key!r}; {suggest_name(key, known)}",
+                f"unknown key: {key!r}; {suggest_name(key, known)}",
                 file=str(path),
                 place=name,
             )
-    return TableHints(**{key: _tuples(value) for key, value in found.items()})
+    return TableHints(**{key: _tuples(value) for key, value in hints.items()})
 
 
 def _tuples(value: Any) -> Any:

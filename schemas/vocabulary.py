@@ -1,9 +1,8 @@
-"""Append-only vocabularies: which row a value has, for ever.
+"""Append-only vocabularies: a permanent row for each value.
 
-A vocabulary lies beside the segments as one Parquet file per version. Rows
-below `oov_rows` belong to values without an entry, by hash; entries follow in
-the order in which they were appended. A file's name ends in a part of its
-hash, so that a name never stands for two contents.
+A vocabulary is stored in the dataset as one Parquet file per version. Rows below `oov_rows` are for
+values without an entry, by hash; entries follow in the order in which they were appended. The name
+of a file has a part of its hash, so that it identifies the content.
 """
 
 from __future__ import annotations
@@ -34,33 +33,35 @@ def vocabulary_schema(value: pa.DataType) -> pa.Schema:
         [
             pa.field("row", pa.int64()),
             pa.field("value", value),
-            pa.field("count", pa.int64()),  # in the training samples of the segment that added it
+            pa.field(
+                "count", pa.int64()
+            ),  # in the training samples of the segment that added the entry
             pa.field("version", pa.int32()),
         ]
     )
 
 
 def value_type(column: pa.DataType) -> pa.DataType:
-    """Return int64 or string, the type of a vocabulary over such a column.
+    """Return int64 or string, the type of a vocabulary over a column.
 
     Raises:
-        SchemaError: the column holds neither whole numbers nor texts.
+        SchemaError: the column holds neither integers nor texts.
     """
     kind = column.value_type if is_list(column) else column
     if pa.types.is_integer(kind) and not pa.types.is_uint64(kind):
         return pa.int64()
     if pa.types.is_string(kind) or pa.types.is_large_string(kind):
         return pa.string()
-    raise SchemaError(f"vocabulary must read whole numbers or texts, got {column}; cast it in SQL")
+    raise SchemaError(f"vocabulary must read integers or texts, got {column}; cast it in SQL")
 
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """Values in the order of their rows; look-ups need 12 bytes an entry besides the values.
+    """Values in the order of their rows; lookups need 12 bytes per entry besides the values.
 
     Attributes:
         values: (num_entries,) int64 or string, distinct; entry i has row `oov_rows + i`. A null is
-            an entry whose value was forgotten: nothing has its row.
+            an entry whose value was erased: no value has its row.
         oov_rows: rows shared by all other values, at least 1.
     """
 
@@ -92,21 +93,21 @@ class Vocabulary:
         rows = hash_rows(hash_values(present).view(np.int64), "out of vocabulary", self.oov_rows)
         keys, order = self._sorted
         if len(keys):
-            wanted = _keys(present)
-            place = np.minimum(np.searchsorted(keys, wanted), len(keys) - 1)
-            found = keys[place] == wanted
+            present_keys = _keys(present)
+            index = np.minimum(np.searchsorted(keys, present_keys), len(keys) - 1)
+            has_entry = keys[index] == present_keys
             if pa.types.is_string(present.type):  # two texts may share a hash
-                entries = self.values.take(pa.array(order[place]))
-                found &= pc.call_function("equal", [entries, present]).to_numpy(
+                entries = self.values.take(pa.array(order[index]))
+                has_entry &= pc.call_function("equal", [entries, present]).to_numpy(
                     zero_copy_only=False
                 )
-            rows[found] = order[place[found]].astype(np.int64) + self.oov_rows
+            rows[has_entry] = order[index[has_entry]].astype(np.int64) + self.oov_rows
         if not values.null_count:
             return pa.array(rows)
-        whole = np.zeros(len(values), np.int64)
+        all_rows = np.zeros(len(values), np.int64)
         valid = values.is_valid().to_numpy(zero_copy_only=False)
-        whole[valid] = rows
-        return pa.array(whole, mask=~valid)
+        all_rows[valid] = rows
+        return pa.array(all_rows, mask=~valid)
 
 
 def _keys(values: pa.Array) -> NDArray[np.int64] | NDArray[np.uint64]:
@@ -118,21 +119,21 @@ def _keys(values: pa.Array) -> NDArray[np.int64] | NDArray[np.uint64]:
 def new_entries(
     vocabulary: Vocabulary, counts: pa.Table, min_count: int, num_rows: int
 ) -> pa.Table:
-    """Return the entries that counted values add, in order: count descending, then value.
+    """Return the new entries of counted values, by descending count, then value.
 
     Args:
-        vocabulary: what is there.
-        counts: `value`, each once, in any order, and `count` int64.
-        min_count: least count of an entry.
-        num_rows: rows of the vocabulary, out-of-vocabulary ones included; the rest stays out.
+        vocabulary: existing entries.
+        counts: distinct `value` and int64 `count`, in any order.
+        min_count: smallest count of an entry.
+        num_rows: most rows of the vocabulary, out-of-vocabulary rows included.
 
     Returns:
         Columns of `vocabulary_schema` but `version`.
     """
-    often = counts.filter(pa.array(counts["count"].to_numpy() >= min_count))
-    values = one_chunk(often["value"].cast(vocabulary.values.type))
+    frequent = counts.filter(pa.array(counts["count"].to_numpy() >= min_count))
+    values = one_chunk(frequent["value"].cast(vocabulary.values.type))
     known = vocabulary.rows_of(values).to_numpy(zero_copy_only=False) >= vocabulary.oov_rows
-    new = pa.table({"value": values, "count": often["count"]}).filter(pa.array(~known))
+    new = pa.table({"value": values, "count": frequent["count"]}).filter(pa.array(~known))
     new = new.sort_by([("count", "descending"), ("value", "ascending")])
     if pa.types.is_string(vocabulary.values.type):
         new = _without_collisions(vocabulary, new)
@@ -142,23 +143,23 @@ def new_entries(
 
 
 def _without_collisions(vocabulary: Vocabulary, new: pa.Table) -> pa.Table:
-    """Leave out texts whose 64-bit hash an earlier entry has: one pair in 10**19."""
-    before = hash_values(vocabulary.values)
+    """Drop texts whose 64-bit hash equals that of an earlier entry: one pair in 10**19."""
+    existing = hash_values(vocabulary.values)
     hashes = hash_values(one_chunk(new["value"]))
     _, first = np.unique(hashes, return_index=True)
     keep = np.zeros(len(hashes), bool)
     keep[first] = True
-    return new.filter(pa.array(keep & ~np.isin(hashes, before)))
+    return new.filter(pa.array(keep & ~np.isin(hashes, existing)))
 
 
 def encode_version(entries: pa.Table, version: int) -> bytes:
-    """Return a version as the bytes of its file."""
+    """Encode a version as the bytes of its file."""
     column = pa.array(np.full(entries.num_rows, version, np.int32))
     return encode_table(entries.append_column("version", column))
 
 
 def encode_table(table: pa.Table) -> bytes:
-    """Return the columns of `vocabulary_schema` as the bytes of a version's file."""
+    """Encode the columns of `vocabulary_schema` as the bytes of a file."""
     schema = vocabulary_schema(table.schema.field("value").type)
     sink = pa.BufferOutputStream()
     pq.write_table(table.cast(schema), sink, compression="zstd", write_page_checksum=True)
@@ -172,33 +173,33 @@ def version_path(name: str, version: int, data: bytes) -> str:
 
 
 def merge_versions(versions: Sequence[pa.Table], oov_rows: int, kind: pa.DataType) -> Vocabulary:
-    """Return the vocabulary of all versions, in order.
+    """Merge the versions of a vocabulary.
 
     Args:
-        versions: tables of `vocabulary_schema`, version 0 first; maybe none.
+        versions: tables of `vocabulary_schema`, in order; may be empty.
         oov_rows: rows before the first entry.
         kind: int64 or string.
 
     Raises:
-        SchemaError: rows do not follow one another, or a value has two.
+        SchemaError: rows are not consecutive, or a value has two rows.
     """
     schema = vocabulary_schema(kind)
     table = pa.concat_tables([schema.empty_table(), *(v.cast(schema) for v in versions)])
     rows = table["row"].to_numpy()
     if not np.array_equal(rows, np.arange(oov_rows, oov_rows + len(rows))):
         raise SchemaError(
-            f"rows of a vocabulary must follow one another from {oov_rows}, got another order; "
+            f"rows of a vocabulary are not consecutive from {oov_rows}; "
             "restore its files or rebuild the dataset"
         )
     values = one_chunk(table["value"].combine_chunks())
     known = values.drop_null()
     if len(known.unique()) != len(known):
         raise SchemaError(
-            "value of a vocabulary must have one row, got two; restore its files or rebuild"
+            "value of a vocabulary has two rows; restore its files or rebuild the dataset"
         )
     return Vocabulary(values, oov_rows)
 
 
 def shards_of(values: pa.Array, num_shards: int) -> NDArray[np.int64]:
-    """Return in [0, num_shards) which shard counts each value."""
+    """Return the shard that counts each value, in [0, num_shards)."""
     return (as_bits(hash_values(values)) % np.uint64(num_shards)).astype(np.int64)

@@ -162,7 +162,7 @@ def apply_declared(
         return map_values(column, lambda x: clip(x, config.minimum, config.maximum))
     if kind == "log":
         return map_values(column, lambda x: logarithm(x, config.offset))
-    stats = fitted.numbers.get(stats_key(group, name), FittedStats())
+    stats = fitted.stats.get(stats_key(group, name), FittedStats())
     if kind == "normalize":
         return map_values(column, lambda x: normalize(x, stats))
     if config.quantiles is not None and is_list(column.type):

@@ -341,7 +341,7 @@ def write_fitted(
         if keys:
             shards = [root / "shards" / results[key] for key in keys]
             _append_version(root, name, shards, data, files)
-    existing = load_fitted(root, base, data).numbers
+    existing = load_fitted(root, base, data).stats
     stats = fit_stats(results, data, existing)
     if stats:
         content = encode_stats(stats)

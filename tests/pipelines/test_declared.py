@@ -203,7 +203,7 @@ REFUSED: dict[str, tuple[pa.Array, dict[str, Any], str]] = {
     "a number to cut": (pa.array([1]), {"last": TruncateConfig(column="x", count=1)}, "first and last must read a list, got int64"),
     "half a limit for whole numbers": (pa.array([1]), {"clip": ClipConfig(column="x", minimum=0.5)}, "clip must have whole limits for int64, got 0.5"),
     "quantiles of lists": (pa.array([[1]], pa.large_list(pa.int64())), {"bucketize": BucketizeConfig(column="x", quantiles=2)}, "bucketize by quantiles must read one number, got large_list"),
-    "floats in a vocabulary": (pa.array([0.5]), {"vocabulary": VocabularyLookupConfig(name="v", column="x")}, "vocabulary must read whole numbers or texts, got double"),
+    "floats in a vocabulary": (pa.array([0.5]), {"vocabulary": VocabularyLookupConfig(name="v", column="x")}, "vocabulary must read integers or texts, got double"),
 }  # fmt: skip
 
 

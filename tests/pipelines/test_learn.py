@@ -208,7 +208,7 @@ def test_learned_files_are_verified_when_read(tmp_path: Path, data: DataConfig) 
     (tmp_path / "learned").mkdir()
     (tmp_path / path).write_bytes(content)
     digest = hashlib.sha256(content).hexdigest()
-    assert load_fitted(tmp_path, {path: digest}, data).numbers == numbers
+    assert load_fitted(tmp_path, {path: digest}, data).stats == numbers
     (tmp_path / path).write_bytes(content.replace(b"0.1", b"0.2"))
     with pytest.raises(SchemaError, match="file must have sha256"):
         load_fitted(tmp_path, {path: digest}, data)

@@ -137,7 +137,7 @@ def test_bad_input_is_one_line(made: Path, capsys: pytest.CaptureFixture[str]) -
         [line] = capsys.readouterr().err.splitlines()
         return line
 
-    assert re.fullmatch(r"error: model must exist, got none in .*export", refused("x", model="no"))
+    assert re.fullmatch(r"error: model is missing in .*export", refused("x", model="no"))
     data = bytearray((made / "model").read_bytes())
     data[len(data) // 2] ^= 1
     (made / "changed").write_bytes(data)

@@ -108,7 +108,7 @@ def test_what_was_learned_is_named_by_the_manifest_and_verified(
     assert sorted(p.split("/")[0] for p in files) == ["learned", "vocabularies", "vocabularies"]
     learned = load_fitted(dataset, files, opened.job.data)
     assert len(learned.vocabularies["items"].values) == 56
-    assert set(learned.numbers) == {"user.age_scale", "samples.price_scale", "samples.price_bucket"}
+    assert set(learned.stats) == {"user.age_scale", "samples.price_scale", "samples.price_bucket"}
     assert verify(dataset)["problems"] == []
     damaged = copy_of(dataset, tmp_path / "damaged")
     path = next((damaged / "vocabularies" / "items").iterdir())
@@ -253,7 +253,7 @@ def test_new_column_of_a_later_segment_learns_numbers_of_its_own(tmp_path: Path)
     build(more)
     opened = open_dataset(dataset)
     numbers = [
-        load_fitted(dataset, s.manifest.learned, opened.job.data).numbers for s in opened.segments
+        load_fitted(dataset, s.manifest.learned, opened.job.data).stats for s in opened.segments
     ]
     assert set(numbers[1]) - set(numbers[0]) == {"user.range"}
     assert {k: numbers[1][k] for k in numbers[0]} == numbers[0]
@@ -269,7 +269,7 @@ FAULTS: dict[str, tuple[str, str, str]] = {
     "a text that is clipped": ("{clip: {column: age,", "{clip: {column: city,", "transforms.user.young: clip must read numbers, got string"),
     "a limit that is not whole": ("minimum: 20, maximum: 40", "minimum: 20.5", "transforms.user.young: clip must have whole limits for int64, got 20.5"),
     "two lists in a cross": ("columns: [city, recent]", "columns: [history, recent]", "transforms.user.city_recent: hash must read at most one list"),
-    "floats in a vocabulary": ("items: {columns: [item, recent]", "items: {columns: [item, recent, price]", "data.vocabularies.items.columns: vocabulary must read whole numbers or texts, got double"),
+    "floats in a vocabulary": ("items: {columns: [item, recent]", "items: {columns: [item, recent, price]", "data.vocabularies.items.columns: vocabulary must read integers or texts, got double"),
     "texts and numbers in a vocabulary": ("items: {columns: [item, recent]", "items: {columns: [item, city]", "data.vocabularies.items.columns must have one type in vocabulary 'items', got string for 'city' and int64 for 'item'"),
     "texts looked up among numbers": ("{name: items, column: item}", "{name: cities, column: item}", "transforms.samples.item_row must have one type in vocabulary 'cities', got int64 for 'item' and string for 'city'"),
     "a vocabulary of an unknown column": ("cities: {columns: [city]", "cities: {columns: [citi]", "data.vocabularies.cities.columns must be columns of the samples, got 'citi'"),

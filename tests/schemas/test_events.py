@@ -73,7 +73,7 @@ def test_read_metrics_of_a_broken_line_within_raises(tmp_path: Path, broken: byt
     path = tmp_path / "metrics.jsonl"
     lines = write_lines(path).splitlines()
     path.write_bytes(b"\n".join([lines[0], broken, lines[2]]) + b"\n")
-    message = f"line must be a step metric, got {broken.decode()!r} in {path}:2; restore the file"
+    message = f"line is not a step metric: {broken.decode()!r} in {path}:2; restore the file"
     with pytest.raises(SchemaError, match=f"^{re.escape(message)}$"):
         read_metrics(path)
 
@@ -87,13 +87,13 @@ def test_read_summary_gives_back_what_was_written(tmp_path: Path) -> None:
 def test_read_summary_of_an_unfinished_run_raises(tmp_path: Path) -> None:
     path = tmp_path / "summary.json"
     message = (
-        f"summary must be that of a finished run, got [Errno 2] No such file or directory: "
+        f"summary of a finished run cannot be read: [Errno 2] No such file or directory: "
         f"'{path}' in {path}; train again"
     )
     with pytest.raises(SchemaError, match=f"^{re.escape(message)}$"):
         read_summary(path)
     path.write_text(to_line(SUMMARY)[:-1])
-    with pytest.raises(SchemaError, match=r"^summary must be that of a finished run, got "):
+    with pytest.raises(SchemaError, match=r"^summary of a finished run cannot be read: "):
         read_summary(path)
 
 

@@ -46,10 +46,9 @@ def changed(body: Any, change: str) -> str:
 
 
 REFUSALS = {
-    "unknown": "hints must have known keys, got 'pooling_factor' in {path}:items; did you mean "
-    "'pooling_factors'?",
-    "lacking": "hints must have every key, got none in {path}:items.num_rows; write them anew",
-    "format": "file must be hints of format 1, got others in {path}; write it by `python -m "
+    "unknown": "unknown key: 'pooling_factor' in {path}:items; did you mean 'pooling_factors'?",
+    "lacking": "key is missing in {path}:items.num_rows; write the hints again",
+    "format": "file does not hold hints of format 1 in {path}; write it with `python -m "
     "pipelines oracle DATASET --hints FILE`",
 }
 
@@ -66,5 +65,5 @@ def test_read_hints_of_other_files_raises(change: str, tmp_path: Path) -> None:
 
 def test_read_hints_of_no_json_raises(tmp_path: Path) -> None:
     (tmp_path / "hints.json").write_text("{")
-    with pytest.raises(SchemaError, match=r"file must hold JSON, got .*; write it anew"):
+    with pytest.raises(SchemaError, match=r"file must hold JSON, got .*; write it again"):
         read_hints(tmp_path / "hints.json")

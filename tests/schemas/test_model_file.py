@@ -165,12 +165,12 @@ def test_model_with_a_changed_byte_is_refused_or_means_the_same(
 
 def test_model_that_is_cut_or_missing_is_refused(model: Path, tmp_path: Path) -> None:
     path = tmp_path / "model"
-    message = f"model must exist, got none in {path}; make it with python -m trainer export"
+    message = f"model is missing in {path}; create it with python -m trainer export"
     with pytest.raises(SchemaError) as error:
         open_model(path)
     assert str(error.value) == message
     path.write_bytes(model.read_bytes()[:-100])
-    with pytest.raises(SchemaError, match="model must be a whole archive"):
+    with pytest.raises(SchemaError, match="model is not a complete archive"):
         open_model(path)
 
 
@@ -245,6 +245,6 @@ def test_program_that_would_be_unpickled_is_refused(
 
 def test_samples_without_a_column_are_refused_by_name(model: Path) -> None:
     renamed = SAMPLES.rename_columns(["itm" if n == "item" else n for n in SAMPLES.column_names])
-    message = "samples must have column 'item', got none; did you mean 'itm'?"
+    message = "samples lack column 'item'; did you mean 'itm'?"
     with pytest.raises(SchemaError, match=re.escape(message)):
         open_model(model).inputs(renamed)

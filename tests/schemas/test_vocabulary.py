@@ -138,9 +138,9 @@ def test_name_of_a_version_holds_its_number_and_content() -> None:
 
 
 DAMAGED = {
-    "a gap between rows": ([2, 4], [5, 6], "rows of a vocabulary must follow one another from 2"),
-    "rows from elsewhere": ([0, 1], [5, 6], "rows of a vocabulary must follow one another from 2"),
-    "a value twice": ([2, 3], [5, 5], "value of a vocabulary must have one row, got two"),
+    "a gap between rows": ([2, 4], [5, 6], "rows of a vocabulary are not consecutive from 2"),
+    "rows from elsewhere": ([0, 1], [5, 6], "rows of a vocabulary are not consecutive from 2"),
+    "a value twice": ([2, 3], [5, 5], "value of a vocabulary has two rows"),
 }
 
 
@@ -155,7 +155,7 @@ def test_damaged_versions_are_refused(rows: list[int], values: list[int], messag
     "kind", [pa.float32(), pa.uint64(), pa.bool_(), pa.timestamp("us"), pa.large_list(pa.float32())]
 )
 def test_vocabulary_of_other_types_is_refused(kind: pa.DataType) -> None:
-    with pytest.raises(SchemaError, match="vocabulary must read whole numbers or texts, got"):
+    with pytest.raises(SchemaError, match="vocabulary must read integers or texts, got"):
         value_type(kind)
 
 

@@ -66,7 +66,7 @@ def test_decode_refuses_numbers_without_a_loss(
 
     message = (
         f"column {column!r} must hold finite numbers from {bounds}, got {value}; "
-        "give it a domain or correct it in the job's SQL"
+        "declare a domain or correct it in the job's SQL"
     )
     with pytest.raises(SchemaError, match=f"^{re.escape(message)}$"):
         decode(spec, counts, read)

@@ -173,6 +173,6 @@ def test_export_of_no_run_or_checkpoint_says_what_to_do(
 def test_samples_without_a_column_are_refused_by_name(exported: Path, dataset: Path) -> None:
     served, table = load(exported / "model.presage"), evaluation_table(dataset)
     renamed = table.rename_columns(["itm" if n == "item" else n for n in table.column_names])
-    message = "samples must have column 'item', got none; did you mean 'itm'?"
+    message = "samples lack column 'item'; did you mean 'itm'?"
     with pytest.raises(SchemaError, match=re.escape(message)):
         served.score(renamed)

@@ -150,7 +150,7 @@ def test_folder_that_is_changed_or_not_one_is_refused(run: Path, tmp_path: Path)
     manifest.write_text(manifest.read_text().replace('"since_step":8', '"since_step":9'))
     with pytest.raises(SchemaError, match="manifest must have format 1 and its checksum"):
         open_changes(tmp_path / "changes")
-    message = "folder must hold published rows, got FileNotFoundError"
+    message = "folder holds no published rows: FileNotFoundError"
     with pytest.raises(SchemaError, match=re.escape(message)):
         open_changes(tmp_path)
 
