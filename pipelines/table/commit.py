@@ -219,7 +219,6 @@ def commit_root(
     segments: Sequence[Reference],
     indexes: Sequence[Reference],
     *,
-    finished: bool = False,
     lineage: Mapping[str, str] | None = None,
     tombstones_sha256: str | None = None,
 ) -> DatasetManifest:
@@ -242,7 +241,6 @@ def commit_root(
         segments=tuple(segments),
         indexes=tuple(indexes),
         lineage=dict(lineage or {}),
-        finished=finished,
         tombstones_sha256=tombstones_sha256,
     )
     write_manifest(dataset, manifest)

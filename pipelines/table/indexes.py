@@ -1,4 +1,4 @@
-"""Build and commit indexes of a dataset: `pipelines oracle`."""
+"""Build indexes of a dataset, commit them and report on them: `pipelines oracle`."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ from pipelines.oracle.linking import LINKING_STAGES, LinkingPlan
 from pipelines.oracle.numbering import WORKER_ENTRIES
 from pipelines.oracle.policies import policy_reports, sharding_hints, table_report
 from pipelines.runners import in_process, runner_module
-from pipelines.table.commit import commit_root, describe_files, directory_reference
+from pipelines.table.commit import describe_files, directory_reference
 from pipelines.table.locks import locked, scratch_directory
 from schemas.accesses import index_load
 from schemas.config.train import CacheConfig
-from schemas.dataset import Dataset, open_dataset, select_segments, verify_version
+from schemas.dataset import Dataset, open_dataset, select_segments
 from schemas.files import sha256_of, write_files
-from schemas.layout import FILES, JOB, MANIFEST, SCHEMA
+from schemas.layout import FILES, MANIFEST
 from schemas.manifest import IndexManifest, Reference, hash_of, read_dataset, write_manifest
 from schemas.order import Order
 from schemas.sharding_hints import write_hints
 
-PIECE_BYTES = 4 << 20
-"""Bytes of access lists, over all epochs, that are a worker's share; above, rounds spread."""
+WORKER_BYTES = 4 << 20
+"""Bytes of access lists, over all epochs, per worker; an index with less is built in process."""
 
 
 def index_id(dataset: Dataset, order: Order) -> str:
-    """Return the name of an index: a hash of everything it is derived from."""
+    """Return the name of an index, a hash of its inputs."""
     source = [r.manifest_sha256 for r in dataset.manifest.segments]
     config = order.config
     key = [source, order.blocks_per_batch, order.epochs, config.shuffle, config.seed]
@@ -42,16 +42,13 @@ def index_id(dataset: Dataset, order: Order) -> str:
 
 
 def build_index(dataset: Dataset, order: Order, building: Path, beam_args: list[str]) -> Reference:
-    """Build and commit an index; one that is already there is kept.
+    """Build an index, unless it exists; return its reference for the root manifest.
 
     Args:
         dataset: an open dataset.
         order: global order of the run.
         building: hidden directory to build in, on the dataset's filesystem.
         beam_args: Beam options.
-
-    Returns:
-        The name and hash for the root manifest.
     """
     name = index_id(dataset, order)
     final = dataset.directory / name
@@ -92,23 +89,23 @@ def index_tables(
 ) -> list[TableTotals]:
     """Write every table's part of an index, on Beam or in this process."""
     size = order.epochs * sum(s.manifest.oracle_bytes for s in dataset.segments)
-    if in_process(beam_args, is_small=size < PIECE_BYTES):
+    if in_process(beam_args, is_small=size < WORKER_BYTES):
         return [_index_table(dataset, order, root, t) for t in sorted(dataset.job.data.tables)]
-    return runner_module("build").run_index(dataset, order, root, beam_args, size // PIECE_BYTES)
+    return runner_module("build").run_index(dataset, order, root, beam_args, size // WORKER_BYTES)
 
 
 def _index_table(dataset: Dataset, order: Order, root: Path, table: str) -> TableTotals:
-    made = index_table(root, dataset, table, order, WORKER_ENTRIES)
-    if isinstance(made, LinkingPlan):
-        return totals_of(table, made, run_stages(made, LINKING_STAGES))
-    return TableTotals(table, *made)
+    counts_or_plan = index_table(root, dataset, table, order, WORKER_ENTRIES)
+    if isinstance(counts_or_plan, LinkingPlan):
+        return totals_of(table, counts_or_plan, run_stages(counts_or_plan, LINKING_STAGES))
+    return TableTotals(table, *counts_or_plan)
 
 
 def oracle(arguments: argparse.Namespace, beam_args: list[str], attempt: str) -> dict[str, Any]:
-    """Report, after building an index when asked to.
+    """Run the command `oracle`: report, after building an index with `--reindex`.
 
     Args:
-        arguments: of the command.
+        arguments: parsed arguments.
         beam_args: Beam options.
         attempt: name of this attempt.
     """
@@ -141,7 +138,7 @@ def oracle(arguments: argparse.Namespace, beam_args: list[str], attempt: str) ->
 
 
 def open_segments(path: Path, segments: Sequence[str] | None) -> Dataset:
-    """Open a dataset, of which only some segments may be wanted."""
+    """Open a dataset, or some of its segments."""
     dataset = open_dataset(path)
     return dataset if segments is None else select_segments(dataset, segments)
 
@@ -160,21 +157,17 @@ def _report(dataset: Dataset, table: str, order: Order, cache: CacheConfig) -> d
     }
 
 
-def at_least_one(given: int | None, default: int, option: str) -> int:
-    """Return what an option says, or the default when it is not given.
-
-    Raises:
-        ValueError: it is below one.
-    """
-    if given is not None and given < 1:
-        raise ValueError(f"--{option} must be at least 1, got {given}; raise it or leave it out")
-    return default if given is None else given
+def at_least_one(value: int | None, default: int, option: str) -> int:
+    """Return the value of an option, or its default; raise ValueError if it is below 1."""
+    if value is not None and value < 1:
+        raise ValueError(f"--{option} must be at least 1, got {value}; raise it or leave it out")
+    return default if value is None else value
 
 
 def add_index(dataset: Dataset, order: Order, beam_args: list[str], attempt: str) -> Dataset:
-    """Build an index and name it in the root manifest, after the ones that are there.
+    """Build an index and add it to the root manifest; return the dataset with it.
 
-    When a segment comes meanwhile, the index is built again, over it too.
+    If a segment is committed in the meantime, an index of the whole dataset is built again.
     """
     root = dataset.directory
     ids = [s.manifest.id for s in dataset.segments] if dataset.unselected else None
@@ -182,21 +175,11 @@ def add_index(dataset: Dataset, order: Order, beam_args: list[str], attempt: str
         reference = build_index(dataset, order, root / f".index.{attempt}", beam_args)
         with locked(root):
             manifest = read_dataset(root)
-            same = set(dataset.manifest.segments) <= set(manifest.segments)
-            whole = ids is not None or manifest.segments == dataset.manifest.segments
-            if same and whole and (root / reference.id).is_dir():
+            has_segments = set(dataset.manifest.segments) <= set(manifest.segments)
+            is_current = ids is not None or manifest.segments == dataset.manifest.segments
+            if has_segments and is_current and (root / reference.id).is_dir():
                 if reference not in manifest.indexes:
-                    commit_root(
-                        root,
-                        manifest.name,
-                        verify_version(root / JOB, manifest.job_sha256).read_bytes(),
-                        verify_version(root / SCHEMA, manifest.schema_sha256).read_bytes(),
-                        manifest.segments,
-                        [*manifest.indexes, reference],
-                        finished=manifest.finished,
-                        lineage=manifest.lineage,
-                        tombstones_sha256=manifest.tombstones_sha256,
-                    )
+                    write_manifest(root, replace(manifest, indexes=(*manifest.indexes, reference)))
                 return open_segments(root, ids)
         dataset = open_segments(root, ids)
         order = dataset.order(

@@ -268,8 +268,8 @@ def test_rewriting_of_a_dataset_that_is_read_is_refused(
         with locked(part.directory, fcntl.LOCK_SH):
             assert main(["erase", str(dataset), "--rewrite"]) == 1
         assert capsys.readouterr().err == (
-            f"error: dataset must not be in use while it is rewritten, got {part.manifest.id}, "
-            f"which a run holds in {dataset}; end the run, or try again when it is done\n"
+            f"error: dataset is in use: a run has locked {part.manifest.id} in {dataset}; "
+            "stop the run, or try again when it has ended\n"
         )
     assert bytes_of(dataset) == before
 

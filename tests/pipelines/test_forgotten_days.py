@@ -140,7 +140,7 @@ def test_old_version_of_a_day_goes_with_the_rewriting_unless_a_run_holds_it(
     with locked(old, fcntl.LOCK_SH):
         assert main(["vacuum", str(dataset)]) == 0
         assert main(["erase", str(dataset), "--ids", ids, "--rewrite"]) == 1
-        assert f"got {old.name}, which a run holds" in capsys.readouterr().err
+        assert f"a run has locked {old.name}" in capsys.readouterr().err
     assert read_dataset(dataset).segments == segments
     assert found_in(old, ID)
     run(capsys, str(dataset), "--rewrite")
@@ -163,7 +163,7 @@ def test_day_of_which_nothing_was_left_does_not_come_again(
     if len(open_dataset(dataset).segments) == 1:
         assert f"day:{FIRST}" not in read_dataset(dataset).lineage
     assert append(logs, dataset, FIRST, FIRST) == 1
-    assert f"got the files of segment {first.id}, in which ids" in capsys.readouterr().err
+    assert f"has the files of segment {first.id}, from which ids" in capsys.readouterr().err
 
 
 def rejects_in(dataset: Path) -> list[str]:

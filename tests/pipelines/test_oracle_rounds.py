@@ -39,7 +39,7 @@ def in_rounds(patch: pytest.MonkeyPatch) -> None:
     patch.setattr("pipelines.beam.tables.WORKER_ENTRIES", FEW_ENTRIES)
     patch.setattr("pipelines.table.indexes.WORKER_ENTRIES", FEW_ENTRIES)
     patch.setattr("pipelines.oracle.linking.RANGE_ENTRIES", 100)
-    patch.setattr("pipelines.table.indexes.PIECE_BYTES", 1 << 12)
+    patch.setattr("pipelines.table.indexes.WORKER_BYTES", 1 << 12)
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +81,7 @@ def test_a_small_build_does_the_rounds_of_a_table_one_by_one(
     small_files(monkeypatch)
     in_rounds(monkeypatch)
     monkeypatch.setattr("pipelines.beam.tables.SPREAD_PARTS", 1_000)
-    monkeypatch.setattr("pipelines.table.indexes.PIECE_BYTES", 1 << 30)
+    monkeypatch.setattr("pipelines.table.indexes.WORKER_BYTES", 1 << 30)
     built(tmp_path)
     build(addition(tmp_path / "job" / "job.yaml", at_once / "log-1", tmp_path / "dataset"))
     assert bytes_of(tmp_path / "dataset") == bytes_of(at_once / "dataset")
