@@ -464,7 +464,7 @@ def with_rollbacks(
         (what the attempt returned that came to its end, what the others cost).
 
     Raises:
-        StoreLostError: rows were lost three times without a step committed in between that was
+        RowsLostError: rows were lost three times without a step committed in between that was
             not committed before.
     """
     found, furthest, in_vain = Rollbacks(), -1, 0

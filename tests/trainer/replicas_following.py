@@ -66,7 +66,7 @@ class Together:
         count: int = 2,
         faults: Faults | None = None,
         start: Callable[[Sequence[str]], subprocess.Popen[bytes]] = start_replica,
-        say: Callable[[str], None] = lambda _: None,
+        progress: Callable[[str], None] = lambda _: None,
         **options: object,
     ) -> RunSummary:
         """Train, and do something whenever the replicas wait.
@@ -78,7 +78,7 @@ class Together:
             count: replicas.
             faults: that happen to them.
             start: starts one.
-            say: told what is waited for before they are.
+            progress: called with a line when the start waits.
             options: of the run.
         """
         wanted, failed = dict(at_step or {}), list[BaseException]()
@@ -105,7 +105,9 @@ class Together:
         self._ended.clear()
         watching.start()
         try:
-            return train_replicas(*paths, given, launch, act, self.drain, self.replicas.append, say)
+            return train_replicas(
+                *paths, given, launch, act, self.drain, self.replicas.append, progress
+            )
         finally:
             self._ended.set()
             watching.join()

@@ -133,9 +133,9 @@ class StoreConnection:
         """Call an action once.
 
         Raises:
-            StoreGoneError: the store cannot be reached.
+            StoreUnavailableError: the store cannot be reached.
             SchemaError: it refuses.
-            MapChangedError: as `action`.
+            SlotMapChangedError: as `action`.
         """
         return self._once(_action(name, body), timeout_sec)
 
@@ -155,9 +155,9 @@ class StoreConnection:
             timeout_sec: maximum wait for the response; None: that of `Access`.
 
         Raises:
-            StoreGoneError: the store cannot be reached.
+            StoreUnavailableError: the store cannot be reached.
             SchemaError: it refuses.
-            MapChangedError: as `action`.
+            SlotMapChangedError: as `action`.
         """
         sent = rows_batch(np.empty(0, np.int64)) if batch is None else batch
 
