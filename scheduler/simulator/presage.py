@@ -55,13 +55,13 @@ from schemas.config.schedule import BudgetConfig
 class Parts:
     """Parts of the policy that can be turned off; the live scheduler has those of `LIVE`."""
 
-    haste: float = TIME_COST_EXPONENT
+    time_cost_exponent: float = TIME_COST_EXPONENT
     """Exponent k of time."""
     urgent: bool = True
     """Whether jobs with less remaining work go first."""
     fit_cores: bool = True
     """Whether cores are fitted to busy cores; else those of the request."""
-    kin: bool = True
+    similar_jobs: bool = True
     """Whether cores are predicted from similar jobs, at each size."""
     give_back: bool = True
     """Whether unneeded memory is released, and more is reserved before it is urgent."""
@@ -75,17 +75,17 @@ class Parts:
 
 ALL = Parts()
 OFF = Parts(
-    haste=1.0,
+    time_cost_exponent=1.0,
     urgent=False,
     fit_cores=False,
-    kin=False,
+    similar_jobs=False,
     give_back=False,
     grow_after_oom=False,
     sample=False,
     move_stores=False,
 )
 """No parts: time x cost, by priority, then arrival."""
-LIVE = replace(ALL, kin=False, sample=False)
+LIVE = replace(ALL, similar_jobs=False, sample=False)
 """Parts of the live scheduler."""
 
 FORECAST_POINTS = (0.02, 0.05, 0.1, 0.2, 0.4, 0.7)
@@ -169,7 +169,7 @@ class Estimates:
         )
         by_job = self.bursts.setdefault(measured.kind, {})
         bursts = burst_readings(needs.cores.latest())
-        if bursts and self.parts.fit_cores and self.parts.kin and len(by_job) < MAX_GROUPS:
+        if bursts and self.parts.fit_cores and self.parts.similar_jobs and len(by_job) < MAX_GROUPS:
             by_job[measured.job, needs.cores.sizes] = bursts
             self._update_headroom(measured.kind)
 
@@ -211,7 +211,7 @@ class Estimates:
         """
         request, measured = view.request, self.needs[view.job].cores
         requested = request.replica_cpus, request.store_cpus
-        if not self.parts.kin:
+        if not self.parts.similar_jobs:
             own = self.fitted(view.job, view.kind)
             replica, store = requested if own is None else own.cpus
             count = len(kind.replica_busy)
@@ -415,7 +415,7 @@ class PresagePolicy:
         cpus = kind.replicas * cores[0] + kind.stores * cores[1]
         total_memory = kind.replicas * memory[0] + memory[1]
         price = PRICES.cpu_hour_price * cpus + PRICES.gib_hour_price * total_memory / GIB
-        weighted = weighted_cost(kind.seconds, kind.seconds * price, self.parts.haste)
+        weighted = weighted_cost(kind.seconds, kind.seconds * price, self.parts.time_cost_exponent)
         preferred = int(weighted.argmin())
         front = pareto_front(np.stack([price, kind.seconds], axis=1))
         slower = front[kind.seconds[front] > kind.seconds[preferred]]
@@ -479,7 +479,7 @@ class PresagePolicy:
         if not np.isfinite(new_sec):
             return False
         now, new = (
-            weighted_cost(seconds, seconds * _price(sizes), self.parts.haste)
+            weighted_cost(seconds, seconds * _price(sizes), self.parts.time_cost_exponent)
             for seconds, sizes in ((now_sec, current), (new_sec, target))
         )
         comparison = SizeComparison(
