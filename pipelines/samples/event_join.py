@@ -233,7 +233,7 @@ def _unused_events(
     late_reason = f"event must come at most {config.label_wait} after its features"
     kinds = {
         "late": (matched & ~in_time, late_reason),
-        "unmatched": (~matched, "event must have features with its key, got none"),
+        "unmatched": (~matched, "event has no features with its key"),
     }
     unused: list[Reject] = []
     for is_unused, reason in kinds.values():

@@ -16,7 +16,7 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from pipelines.partition import hash_session_keys
-from pipelines.samples.sql import normalized
+from pipelines.samples.sql import to_stored_types
 from pipelines.sources.rows import ORIGIN, file_and_row
 from schemas.arrays import is_text, one_chunk
 from schemas.config.sources import JoinConfig, SideConfig
@@ -207,7 +207,7 @@ def look_up(
     indices = pa.array(rows, mask=rows < 0)
     names = looked_up_columns(join, config, side.rows.column_names)
     columns = [one_chunk(side.rows[name]).take(indices) for name in names.values()]
-    new_columns = normalized(pa.table(columns, names=list(names)))
+    new_columns = to_stored_types(pa.table(columns, names=list(names)))
     for name in new_columns.column_names:
         samples = samples.append_column(name, new_columns[name])
     return samples

@@ -85,7 +85,7 @@ def select_origin(statement: str, key: str) -> str:
 
 
 def run(connection: Connection, statement: str, tables: Mapping[str, pa.Table]) -> pa.Table:
-    """Run a statement over named tables; its result has the types of `normalized`.
+    """Run a statement over named tables; its result has the types of `to_stored_types`.
 
     Raises:
         duckdb.Error: the statement fails.
@@ -94,7 +94,7 @@ def run(connection: Connection, statement: str, tables: Mapping[str, pa.Table]) 
     for name, table in tables.items():
         connection.register(name, table)
     try:
-        return normalized(connection.query(statement))
+        return to_stored_types(connection.query(statement))
     finally:
         for name in tables:
             connection.unregister(name)
@@ -153,7 +153,7 @@ def run_key(
     return SqlResult(None, bad)
 
 
-def normalized(table: pa.Table) -> pa.Table:
+def to_stored_types(table: pa.Table) -> pa.Table:
     """Return the table with the types of format 1: `large_list`, `timestamp[us]`, plain strings.
 
     Raises:

@@ -18,7 +18,7 @@ from pipelines.samples.connection import Connection, name_errors, original_error
 from pipelines.samples.event_join import join_events
 from pipelines.samples.lookups import look_up, side_table, sort_side_rows
 from pipelines.samples.per_key import visible_rows
-from pipelines.samples.sql import map_rows, normalized, run, select_origin, table_names
+from pipelines.samples.sql import map_rows, run, select_origin, table_names, to_stored_types
 from pipelines.samples.sql_rejects import SqlResult
 from pipelines.samples.tuples import HASH_PREFIX, with_hashes
 from pipelines.sources.rows import CHUNK_ROWS, ORIGIN
@@ -165,10 +165,10 @@ def _add_lists(samples: pa.Table, rows: pa.Table, passthrough: Passthrough) -> p
         order = np.argsort(row_origins, kind="stable")
         indices = order[np.searchsorted(row_origins, sample_origins, sorter=order)]
         lists = lists.take(pa.array(indices))
-    lists = normalized(lists)
+    lists = to_stored_types(lists)
     hashes = [c for c in samples.column_names if c.startswith(HASH_PREFIX)]
-    tables = {c: lists if c in passthrough.lists else samples for c in passthrough.columns}
-    return pa.table({c: tables.get(c, samples)[c] for c in [*passthrough.columns, *hashes]})
+    names = [*passthrough.columns, *hashes]
+    return pa.table({c: (lists if c in passthrough.lists else samples)[c] for c in names})
 
 
 # Running the statements.

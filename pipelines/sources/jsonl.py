@@ -309,7 +309,7 @@ def _reject_reason(text: bytes, type_names: Mapping[str, str], schema: pa.Schema
     except UnicodeDecodeError:
         return "line must be UTF-8"
     except RecursionError:
-        return "line must be one JSON object, got one that is too deep"
+        return "line must be one JSON object, got one that is nested too deeply"
     except ValueError as error:
         return f"line must be one JSON object, got {first_line(error)}"
     try:

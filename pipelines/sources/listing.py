@@ -69,6 +69,7 @@ class Folder:
         for name, subfolders, files in os.walk(root, followlinks=True):
             folder = Path(name)
             parents = {p.resolve() for p in (folder, *folder.parents) if p.is_relative_to(root)}
+            # A link to a parent folder would be followed forever.
             subfolders[:] = [s for s in subfolders if (folder / s).resolve() not in parents]
             for file in files:
                 if (folder / file).is_file():

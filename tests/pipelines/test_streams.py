@@ -184,7 +184,7 @@ def test_join_gives_what_each_feature_with_all_events_gives(
     reasons = Counter(r["reason"] for r in late)
     assert reasons == {
         "event must come at most 0:01:00 after its features": counts["late"],
-        "event must have features with its key, got none": counts["unmatched"],
+        "event has no features with its key": counts["unmatched"],
     }
     lines = {(f"clicks/{i}.jsonl", p): e for i in range(2) for p, e in enumerate(events[i::2])}
     assert all(lines[r["file"], r["position"]][2] in r["value"] for r in late)
