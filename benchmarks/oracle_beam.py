@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 
 from benchmarks.oracle_tables import NUM_ROWS
 from pipelines.beam.runner import run_pipeline
-from pipelines.beam.tables import InRounds, NumberAccesses
+from pipelines.beam.tables import NumberAccesses, RunStages
 from pipelines.clustering.part import lookups_table
 from pipelines.oracle.linking import LINKING_STAGES, LinkingPlan
 from pipelines.oracle.numbering import lookups_path
@@ -101,7 +101,7 @@ def through_beam(columns: list[np.ndarray], batch: int, root: Path) -> float:
         names = [str(table) for table in range(len(columns))]
         numbered = blocks | "number" >> NumberAccesses(root, names, num_parts)
         plans = numbered | "plan" >> beam.MapTuple(lambda t, n: _plan(root, num_blocks, t, n))
-        linked = plans | "link" >> InRounds(LINKING_STAGES, spread=True)
+        linked = plans | "link" >> RunStages(LINKING_STAGES, spread=True)
         return {"entries": linked | "count" >> beam.MapTuple(lambda _, d: sum(r for *_, r in d))}
 
     started = time.perf_counter()

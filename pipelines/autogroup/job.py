@@ -437,7 +437,7 @@ def named_groups(job: Job, groups: Mapping[str, tuple[str, ...]]) -> Job:
     return replace(job, data=replace(job.data, groups=dict(groups), transforms=transforms))
 
 
-def read_together(made: Mapping[str, str | TransformConfig]) -> list[frozenset[str]]:
+def read_together(transforms: Mapping[str, str | TransformConfig]) -> list[frozenset[str]]:
     """Return the sets of columns that must not be split over groups: a transform reads them.
 
     Example:
@@ -445,15 +445,15 @@ def read_together(made: Mapping[str, str | TransformConfig]) -> list[frozenset[s
         [['a', 'b', 'c']]
     """
     sets: list[frozenset[str]] = []
-    for transform in made.values():
-        inputs = frozenset(original_inputs(transform, made))
+    for transform in transforms.values():
+        inputs = frozenset(original_inputs(transform, transforms))
         disjoint = [s for s in sets if not s & inputs]
         sets = [*disjoint, inputs.union(*(s for s in sets if s & inputs))]
     return [s for s in sets if len(s) > 1]
 
 
 def original_inputs(
-    transform: str | TransformConfig, made: Mapping[str, str | TransformConfig]
+    transform: str | TransformConfig, transforms: Mapping[str, str | TransformConfig]
 ) -> set[str]:
     """Return the columns of the samples that a transform reads, also through other transforms."""
     originals: set[str] = set()
@@ -462,8 +462,8 @@ def original_inputs(
     while pending:
         for name in inputs_of(pending.pop()) - visited:
             visited.add(name)
-            if name in made:
-                pending.append(made[name])
+            if name in transforms:
+                pending.append(transforms[name])
             else:
                 originals.add(name)
     return originals
@@ -523,10 +523,10 @@ def _mapping(
 
 
 def _flow(value: tuple[str, ...] | Mapping[str, str | TransformConfig]) -> str:
-    if isinstance(value, Mapping):
-        made = {k: v if isinstance(v, str) else v.to_mapping() for k, v in value.items()}
-        return "{" + ", ".join(f"{yaml_word(k)}: {json.dumps(v)}" for k, v in made.items()) + "}"
-    return "[" + ", ".join(map(yaml_word, value)) + "]"
+    if not isinstance(value, Mapping):
+        return "[" + ", ".join(map(yaml_word, value)) + "]"
+    transforms = {k: v if isinstance(v, str) else v.to_mapping() for k, v in value.items()}
+    return "{" + ", ".join(f"{yaml_word(k)}: {json.dumps(v)}" for k, v in transforms.items()) + "}"
 
 
 def yaml_word(text: str) -> str:

@@ -154,7 +154,7 @@ def choose_groups(
     return GroupChoice(tuple(groups), features, costs.num_samples, int(starts_session.sum()))
 
 
-def group_name(feature: str, taken: Sequence[str], columns: Sequence[str]) -> str:
+def group_name(feature: str, used_names: Sequence[str], columns: Sequence[str]) -> str:
     """Return a unique name for a group, after its first feature, that is valid as a directory.
 
     Example:
@@ -163,7 +163,7 @@ def group_name(feature: str, taken: Sequence[str], columns: Sequence[str]) -> st
     """
     base = re.sub(r"[^A-Za-z0-9_-]", "_", feature).lstrip("-") or "group"
     number, name = 1, base
-    while name in (SAMPLES, *taken) or inverse_column(name) in columns:
+    while name in (SAMPLES, *used_names) or inverse_column(name) in columns:
         number += 1
         name = f"{base}_{number}"
     return name

@@ -12,7 +12,6 @@ from functools import reduce
 from operator import add
 from typing import Any, ClassVar
 
-import apache_beam as beam
 import numpy as np
 import pyarrow as pa
 from apache_beam import pvalue
@@ -28,7 +27,7 @@ from schemas.errors import SchemaError, suggest_name_or
 from schemas.manifest import InputFile, hash_of
 
 CONTENT = "content"
-"""Output of `TypeRows` with the hash of each table."""
+"""Output of `type_rows` with the hash of each table."""
 
 
 class ExternalRowsContext(BuildContext):
@@ -53,8 +52,8 @@ class TablesContext(ExternalRowsContext):
     @property
     def transport(self) -> ShuffleTransport:
         """Samples as tables."""
-        made = self.data.derived_columns
-        return AsTables(tuple(n for n in self.features.names if n not in made))
+        derived = self.data.derived_columns
+        return AsTables(tuple(n for n in self.features.names if n not in derived))
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,34 +78,30 @@ class AsTables:
         raise AssertionError("samples as tables are not received")
 
 
-class TypeRows(beam.DoFn):
-    """Tables to (source, table) pairs of the declared types, rejects, and hashes of content."""
+def type_rows(element: pa.Table | pa.RecordBatch, context: BuildContext) -> Iterator[Any]:
+    """Yield (source, table) of the declared types, rejects, and the content hash of a table.
 
-    def __init__(self, context: BuildContext) -> None:
-        """Store the context, of class `ExternalRowsContext`."""
-        self.context = context
-
-    def process(self, element: pa.Table | pa.RecordBatch) -> Iterator[Any]:
-        """Check one table, add origins, convert its columns."""
-        file, context = self.context.listing[0], self.context
-        declared = context.data.sources[file.source].declared
-        table = select_columns(element, declared, file.path)
-        if not table.num_rows:
-            return
-        yield pvalue.TaggedOutput(CONTENT, content_hash([table]))
-        part = FilePart(file.source, file.path, 0)
-        origins = (row_hashes(table) >> np.uint64(1)).astype(np.int64)
-        numbered = table.append_column(ORIGIN, pa.array(origins))
-        schema = context.empty_rows[file.source].schema
-        for rows in typed_chunks(numbered, part, schema, declared):
-            for rejects in rows.all_rejects():
-                none = pa.nulls(rejects.num_rows, pa.int64())
-                without_position = rejects.set_column(
-                    1, BUILD_REJECTS_SCHEMA.field("position"), none
-                )
-                yield pvalue.TaggedOutput(REJECTS, without_position)
-            if rows.table is not None and rows.table.num_rows:
-                yield file.source, rows.table
+    Args:
+        element: rows of the job's only source.
+        context: of class `ExternalRowsContext`.
+    """
+    file = context.listing[0]
+    declared = context.data.sources[file.source].declared
+    table = select_columns(element, declared, file.path)
+    if not table.num_rows:
+        return
+    yield pvalue.TaggedOutput(CONTENT, content_hash([table]))
+    part = FilePart(file.source, file.path, 0)
+    origins = (row_hashes(table) >> np.uint64(1)).astype(np.int64)
+    numbered = table.append_column(ORIGIN, pa.array(origins))
+    schema = context.empty_rows[file.source].schema
+    for rows in typed_chunks(numbered, part, schema, declared):
+        for rejects in rows.all_rejects():
+            none = pa.nulls(rejects.num_rows, pa.int64())
+            field = BUILD_REJECTS_SCHEMA.field("position")
+            yield pvalue.TaggedOutput(REJECTS, rejects.set_column(1, field, none))
+        if rows.table is not None and rows.table.num_rows:
+            yield file.source, rows.table
 
 
 def select_columns(element: pa.Table | pa.RecordBatch, names: Iterable[str], file: str) -> pa.Table:

@@ -14,31 +14,23 @@ from pipelines.rewrite.command import FlatPart, FlatStage
 from pipelines.stages import REJECTS, SAMPLES
 
 
-class _PartRows(beam.DoFn):
-    def __init__(self, stage: FlatStage) -> None:
-        self.stage = stage
-
-    def process(self, rows: tuple[str, pa.Table]) -> Iterator[tuple[int, Any]]:
-        yield from self.stage.send(rows[1])
+def _send_rows(rows: tuple[str, pa.Table], stage: FlatStage) -> Iterator[tuple[int, Any]]:
+    return stage.send(rows[1])
 
 
-class _WriteFlat(beam.DoFn):
-    def __init__(self, stage: FlatStage) -> None:
-        self.stage = stage
-
-    def process(self, part: tuple[int, Iterable[Any]]) -> Iterator[FlatPart]:
-        yield self.stage.write(*part)
+def _write_flat(part: tuple[int, Iterable[Any]], stage: FlatStage) -> FlatPart:
+    return stage.write(*part)
 
 
 def flat_pipeline(pipeline: beam.Pipeline, stage: FlatStage) -> Mapping[str, beam.PCollection[Any]]:
     """Add the clustering of all rows to a pipeline."""
     rows = pipeline | "ReadRows" >> ReadRows(stage.context)
-    send: Any = beam.ParDo(_PartRows(stage))
+    send: Any = beam.FlatMap(_send_rows, stage)
     parts = (
         rows[SAMPLES]
         | "send rows" >> send.with_output_types(tuple[int, stage.context.transport.element])
         | "cluster by session" >> beam.GroupByKey()
-        | "write flat" >> beam.ParDo(_WriteFlat(stage))
+        | "write flat" >> beam.Map(_write_flat, stage)
     )
     return {"parts": parts, "rejects": rows[REJECTS]}
 

@@ -28,9 +28,9 @@ from pipelines.beam.external_rows import (
     CONTENT,
     ExternalRowsContext,
     TablesContext,
-    TypeRows,
     listing_of,
     sum_content,
+    type_rows,
 )
 from pipelines.beam.runner import shuffle_of
 from pipelines.beam.transforms import EachReject, ReadRows
@@ -429,7 +429,7 @@ def _start_build(
 
 
 def _typed_rows(tables: Any, context: BuildContext) -> Any:
-    stage = beam.ParDo(TypeRows(context)).with_output_types(SourceRows)
+    stage = beam.FlatMap(type_rows, context).with_output_types(SourceRows)
     return tables | "type rows" >> stage.with_outputs(REJECTS, CONTENT, main=SAMPLES)
 
 

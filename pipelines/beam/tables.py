@@ -1,4 +1,4 @@
-"""Numbering and indexing of tables on Beam: small tables in one task, large ones in rounds."""
+"""Numbering and indexing of tables on Beam: small tables in one task, large ones in stages."""
 
 from __future__ import annotations
 
@@ -18,75 +18,67 @@ from schemas.dataset import Dataset, open_dataset, select_segments
 from schemas.order import Order
 
 SPREAD_PARTS = 4
-"""With at least so many parts, the tasks of a round are distributed over workers."""
+"""With at least so many parts, the tasks of a stage are distributed over workers."""
 
 _DONE, _PLANS = "done", "plans"
 
 
-class _Plan(beam.DoFn):
-    def __init__(self, round_: Stage) -> None:
-        self.round = round_
-
-    def process(self, element: tuple[str, Iterable[Any]]) -> Iterator[Any]:
-        key, done = element
-        results = sorted(done, key=lambda d: d[1])
-        plan = results[0][0]
-        for index, task in enumerate(self.round.tasks(plan, [result for _, _, result in results])):
-            yield key, plan, index, task
+def _plan_tasks(element: tuple[str, Iterable[Any]], stage: Stage) -> Iterator[Any]:
+    key, previous = element
+    results = sorted(previous, key=lambda result: result[1])
+    plan = results[0][0]
+    for index, task in enumerate(stage.tasks(plan, [result for _, _, result in results])):
+        yield key, plan, index, task
 
 
 class _Work(beam.DoFn):
-    def __init__(self, round_: Stage) -> None:
-        self.round = round_
+    def __init__(self, stage: Stage) -> None:
+        self.stage = stage
 
     def setup(self) -> None:
         keep_freed_memory()
 
     def process(self, element: tuple[str, Any, int, Any]) -> Iterator[tuple[str, Any]]:
         key, plan, index, task = element
-        yield key, (plan, index, self.round.work(plan, task))
+        yield key, (plan, index, self.stage.work(plan, task))
 
 
-class _OneByOne(beam.DoFn):
-    def __init__(self, rounds: Sequence[Stage]) -> None:
-        self.rounds = rounds
-
-    def process(self, element: tuple[str, Any]) -> Iterator[tuple[str, list[Any]]]:
-        key, plan = element
-        results = run_stages(plan, self.rounds)
-        yield key, [(plan, index, result) for index, result in enumerate(results)]
+def _run_stages(element: tuple[str, Any], stages: Sequence[Stage]) -> tuple[str, list[Any]]:
+    key, plan = element
+    results = run_stages(plan, stages)
+    return key, [(plan, index, result) for index, result in enumerate(results)]
 
 
-class InRounds(beam.PTransform):
-    """Run the rounds of many plans: (key, plan) to (key, [(plan, index, result), ...])."""
+class RunStages(beam.PTransform):
+    """Run the stages of many plans: (key, plan) to (key, [(plan, index, result), ...])."""
 
-    def __init__(self, rounds: Sequence[Stage], spread: bool) -> None:
-        """Store the rounds.
+    def __init__(self, stages: Sequence[Stage], spread: bool) -> None:
+        """Store the stages.
 
         Args:
-            rounds: at least one, in order.
+            stages: at least one, in order.
             spread: whether to distribute tasks over workers; else one worker runs a plan, without
-                the stages that cost a small build a second.
+                the Beam stages that cost a small build a second.
         """
         super().__init__()
-        self.rounds, self.spread = rounds, spread
+        self.stages, self.spread = stages, spread
 
     def expand(self, input_or_inputs: beam.PCollection) -> Any:
-        """Add the stages of each round."""
+        """Add the Beam stages of each stage: plan tasks, distribute, run, collect."""
         if not self.spread:
-            return input_or_inputs | "one by one" >> beam.ParDo(_OneByOne(self.rounds))
-        done = input_or_inputs | "begin" >> beam.MapTuple(
+            return input_or_inputs | "one by one" >> beam.Map(_run_stages, self.stages)
+        results = input_or_inputs | "begin" >> beam.MapTuple(
             lambda key, plan: (key, [(plan, 0, None)])
         )
-        for each in self.rounds:
-            done = (
-                done
-                | f"plan {each.name}" >> beam.ParDo(_Plan(each))
-                | f"spread {each.name}" >> beam.Reshuffle()
-                | each.name >> beam.ParDo(_Work(each)).with_output_types(tuple[str, Any])
-                | f"all of {each.name}" >> beam.GroupByKey()
+        for stage in self.stages:
+            results = (
+                results
+                | f"plan {stage.name}" >> beam.FlatMap(_plan_tasks, stage)
+                | f"spread {stage.name}" >> beam.Reshuffle()
+                | stage.name >> beam.ParDo(_Work(stage)).with_output_types(tuple[str, Any])
+                | f"all of {stage.name}" >> beam.GroupByKey()
             )
-        return done
+        return results
 
 
 class _NumberTable(beam.DoFn):
@@ -122,7 +114,7 @@ class NumberAccesses(beam.PTransform):
         self.root, self.tables = root, sorted(tables)
 
     def expand(self, input_or_inputs: beam.PCollection) -> beam.PCollection:
-        """Number tables that fit a worker in one task, others in rounds."""
+        """Number tables that fit a worker in one task, others in stages."""
         joined = input_or_inputs | "all blocks" >> beam.combiners.ToList()
         number = beam.ParDo(
             _NumberTable(self.root, WORKER_ENTRIES), beam.pvalue.AsSingleton(joined)
@@ -135,7 +127,7 @@ class NumberAccesses(beam.PTransform):
         )
         counted = (
             numbered[_PLANS]
-            | "large tables" >> InRounds(NUMBERING_STAGES, self.spread)
+            | "large tables" >> RunStages(NUMBERING_STAGES, self.spread)
             | "count rows" >> beam.MapTuple(_total)
         )
         return (numbered[_DONE], counted) | "join tables" >> beam.Flatten()
@@ -175,13 +167,13 @@ class IndexTables(beam.PTransform):
             root: directory of the index being built.
             dataset: an open dataset.
             order: global order of the run.
-            spread: whether to distribute the rounds of large tables over workers.
+            spread: whether to distribute the stages of large tables over workers.
         """
         super().__init__()
         self.root, self.dataset, self.order, self.spread = root, dataset, order, spread
 
     def expand(self, input_or_inputs: Any) -> beam.PCollection:
-        """Index tables that fit a worker in one task, others in rounds."""
+        """Index tables that fit a worker in one task, others in stages."""
         stage = _IndexTable(self.root, self.dataset, self.order, WORKER_ENTRIES)
         indexed = (
             input_or_inputs
@@ -189,7 +181,7 @@ class IndexTables(beam.PTransform):
             | "spread tables" >> beam.Reshuffle()
             | "index tables" >> beam.ParDo(stage).with_outputs(_DONE, main=_PLANS)
         )
-        linked = indexed[_PLANS] | "large tables" >> InRounds(LINKING_STAGES, spread=self.spread)
+        linked = indexed[_PLANS] | "large tables" >> RunStages(LINKING_STAGES, spread=self.spread)
         totals = linked | "count entries" >> beam.MapTuple(_totals)
         return (indexed[_DONE], totals) | "join tables" >> beam.Flatten()
 

@@ -105,12 +105,8 @@ class _Counted(beam.DoFn):
 # Read raw rows.
 
 
-class _CutFile(beam.DoFn):
-    def __init__(self, context: BuildContext) -> None:
-        self.context = context
-
-    def process(self, part: FilePart) -> Iterator[Any]:
-        return _tagged(cut_file(self.context, part))
+def _cut_file(part: FilePart, context: BuildContext) -> Iterator[Any]:
+    return _tagged(cut_file(context, part))
 
 
 class _ReadPart(_Counted):
@@ -131,10 +127,11 @@ class ReadRows(beam.PTransform):
 
     def expand(self, input_or_inputs: beam.pvalue.PBegin) -> dict[str, beam.PCollection]:
         """Cut files into parts, distribute them over workers, read them."""
+        cut = beam.FlatMap(_cut_file, self.context)
         parts = (
             input_or_inputs
             | "list files" >> beam.Create(self.context.files())
-            | "cut files" >> beam.ParDo(_CutFile(self.context)).with_outputs(REJECTS, main=SAMPLES)
+            | "cut files" >> cut.with_outputs(REJECTS, main=SAMPLES)
         )
         rows = (
             parts[SAMPLES]
@@ -151,25 +148,15 @@ class ReadRows(beam.PTransform):
 # Look up in side tables.
 
 
-class _GoodSideRows(beam.DoFn):
-    """Rows of side tables, (name, table), with key and time; the others are rejects."""
-
-    def __init__(self, context: BuildContext) -> None:
-        self.context = context
-
-    def process(self, rows: tuple[str, pa.Table]) -> Iterator[Any]:
-        name, table = rows
-        for tag, value in good_side_rows(self.context, name, table):
-            yield pvalue.TaggedOutput(REJECTS, value) if tag == REJECTS else (name, value)
+def _good_side_rows(rows: tuple[str, pa.Table], context: BuildContext) -> Iterator[Any]:
+    name, table = rows
+    for tag, value in good_side_rows(context, name, table):
+        yield pvalue.TaggedOutput(REJECTS, value) if tag == REJECTS else (name, value)
 
 
-class _WriteSide(beam.DoFn):
-    def __init__(self, context: BuildContext) -> None:
-        self.context = context
-
-    def process(self, side: tuple[str, Iterable[bytes]]) -> Iterator[tuple[str, str]]:
-        name, rows = side
-        yield name, str(write_side(self.context, name, [decode_table(data) for data in rows]))
+def _write_side(side: tuple[str, Iterable[bytes]], context: BuildContext) -> tuple[str, str]:
+    name, rows = side
+    return name, str(write_side(context, name, [decode_table(data) for data in rows]))
 
 
 class _SharedSides:
@@ -190,40 +177,34 @@ def _small_sides(rows: beam.PCollection, context: BuildContext) -> pvalue.AsDict
         | "small sides" >> beam.Filter(lambda row: row[0] in context.broadcast)
         | "side to bytes" >> beam.MapTuple(lambda name, table: (name, encode_tables(table)))
         | "group side" >> beam.GroupByKey()
-        | "write side" >> beam.ParDo(_WriteSide(context))
+        | "write side" >> beam.Map(_write_side, context)
     )
     return pvalue.AsDict(files)
 
 
-class _SpreadSamples(beam.DoFn):
-    def __init__(self, context: BuildContext, index: int, num_parts: int) -> None:
-        self.context, self.index, self.num_parts = context, index, num_parts
-
-    def process(self, samples: pa.Table) -> Iterator[tuple[int, tuple[str, bytes]]]:
-        for part, rows in partition_samples(self.context, self.index, self.num_parts, samples):
-            for content in encode_rows(rows):
-                yield part, ("samples", content)
+def _partition_samples(
+    samples: pa.Table, context: BuildContext, index: int, num_parts: int
+) -> Iterator[tuple[int, tuple[str, bytes]]]:
+    for part, rows in partition_samples(context, index, num_parts, samples):
+        for content in encode_rows(rows):
+            yield part, ("samples", content)
 
 
-class _SpreadSide(beam.DoFn):
-    def __init__(self, context: BuildContext, num_parts: int) -> None:
-        self.context, self.num_parts = context, num_parts
-
-    def process(self, rows: tuple[str, pa.Table]) -> Iterator[tuple[int, tuple[str, bytes]]]:
-        for part, table in partition_side(self.context, rows[0], self.num_parts, rows[1]):
-            for content in encode_rows(table):
-                yield part, ("side", content)
+def _partition_side(
+    rows: tuple[str, pa.Table], context: BuildContext, num_parts: int
+) -> Iterator[tuple[int, tuple[str, bytes]]]:
+    for part, table in partition_side(context, rows[0], num_parts, rows[1]):
+        for content in encode_rows(table):
+            yield part, ("side", content)
 
 
-class _JoinPart(beam.DoFn):
-    def __init__(self, context: BuildContext, index: int) -> None:
-        self.context, self.index = context, index
-
-    def process(self, grouped: tuple[int, Iterable[tuple[str, bytes]]]) -> Iterator[pa.Table]:
-        tables: dict[str, list[pa.Table]] = {"samples": [], "side": []}
-        for kind, content in grouped[1]:
-            tables[kind].append(decode_table(content))
-        yield from look_up_partition(self.context, self.index, tables["samples"], tables["side"])
+def _look_up_partition(
+    grouped: tuple[int, Iterable[tuple[str, bytes]]], context: BuildContext, index: int
+) -> Iterator[pa.Table]:
+    tables: dict[str, list[pa.Table]] = {"samples": [], "side": []}
+    for kind, content in grouped[1]:
+        tables[kind].append(decode_table(content))
+    yield from look_up_partition(context, index, tables["samples"], tables["side"])
 
 
 class _JoinSmall(beam.DoFn):
@@ -251,20 +232,20 @@ def _join_by_key(
             )
             continue
         num_parts = num_lookup_partitions(context, join.side)
+        side_to_keys = beam.FlatMap(_partition_side, context, num_parts)
+        samples_to_keys = beam.FlatMap(_partition_samples, context, index, num_parts)
+        look_up = beam.FlatMap(_look_up_partition, context, index)
         side = (
             side_rows
             | f"side of {index}" >> beam.Filter(lambda row, name=join.side: row[0] == name)
-            | f"spread side {index}"
-            >> beam.ParDo(_SpreadSide(context, num_parts)).with_output_types(_KEYED)
+            | f"spread side {index}" >> side_to_keys.with_output_types(_KEYED)
         )
-        spread_stage = beam.ParDo(_SpreadSamples(context, index, num_parts))
-        keyed = samples | f"spread samples {index}" >> spread_stage.with_output_types(_KEYED)
+        keyed = samples | f"spread samples {index}" >> samples_to_keys.with_output_types(_KEYED)
         samples = (
             (side, keyed)
             | f"side and samples {index}" >> beam.Flatten()
             | f"group look-up {index}" >> beam.GroupByKey()
-            | f"look up {index}"
-            >> beam.ParDo(_JoinPart(context, index)).with_output_types(pa.Table)
+            | f"look up {index}" >> look_up.with_output_types(pa.Table)
         )
     return samples
 
@@ -296,21 +277,17 @@ class MergePartials(beam.CombineFn):
         return merge_partials(accumulator)[0]
 
 
-class _Shrink(beam.DoFn):
-    def __init__(self, root: Path, data: DataConfig) -> None:
-        self.root, self.data = root, data
-
-    def process(self, element: tuple[str, Partial]) -> Iterator[tuple[str, Partial | str]]:
-        key, partial = element
-        yield key, write_shard(self.root, self.data, key, partial)
+def _write_shard(
+    element: tuple[str, Partial], root: Path, data: DataConfig
+) -> tuple[str, Partial | str]:
+    key, partial = element
+    return key, write_shard(root, data, key, partial)
 
 
-class _Settle(beam.DoFn):
-    def __init__(self, root: Path, data: DataConfig, base: Mapping[str, str]) -> None:
-        self.root, self.data, self.base = root, data, base
-
-    def process(self, partials: list[tuple[str, Any]]) -> Iterator[dict[str, str]]:
-        yield write_fitted(self.root / LEARNED, dict(partials), self.data, self.base)
+def _write_fitted(
+    partials: list[tuple[str, Any]], root: Path, data: DataConfig, base: Mapping[str, str]
+) -> dict[str, str]:
+    return write_fitted(root / LEARNED, dict(partials), data, base)
 
 
 @dataclass  # not frozen: Beam assigns to its transforms
@@ -326,9 +303,9 @@ class Learn(beam.PTransform):
         return (
             input_or_inputs
             | "add up" >> beam.CombinePerKey(MergePartials())
-            | "shrink" >> beam.ParDo(_Shrink(self.root, self.data))
+            | "shrink" >> beam.Map(_write_shard, self.root, self.data)
             | "all sums" >> beam.combiners.ToList()
-            | "settle" >> beam.ParDo(_Settle(self.root, self.data, self.base))
+            | "settle" >> beam.Map(_write_fitted, self.root, self.data, self.base)
         )
 
 
@@ -411,7 +388,7 @@ class MakeSamples(beam.PTransform):
                 rows
                 | "rows of sides" >> beam.Filter(self._is_side)
                 | "good side rows"
-                >> beam.ParDo(_GoodSideRows(context))
+                >> beam.FlatMap(_good_side_rows, context)
                 .with_output_types(SourceRows)
                 .with_outputs(REJECTS, main=SAMPLES)
             )
@@ -459,21 +436,13 @@ class MakeSamples(beam.PTransform):
 # Write rejects.
 
 
-class _SpreadRejects(beam.DoFn):
-    def __init__(self, context: BuildContext) -> None:
-        self.context = context
-
-    def process(self, table: pa.Table) -> Iterator[tuple[int, bytes]]:
-        return encode_by_target(table, range_keys(table, self.context.listing))
+def _spread_rejects(table: pa.Table, context: BuildContext) -> Iterator[tuple[int, bytes]]:
+    return encode_by_target(table, range_keys(table, context.listing))
 
 
-class _WriteRejects(beam.DoFn):
-    def __init__(self, context: BuildContext) -> None:
-        self.context = context
-
-    def process(self, rejects: tuple[int, Iterable[bytes]]) -> Iterator[RejectCounts]:
-        tables = (decode_table(content) for content in rejects[1])
-        yield write_rejects(self.context.segment_root, rejects[0], tables)
+def _write_rejects(rejects: tuple[int, Iterable[bytes]], context: BuildContext) -> RejectCounts:
+    tables = (decode_table(content) for content in rejects[1])
+    return write_rejects(context.segment_root, rejects[0], tables)
 
 
 @dataclass  # not frozen: Beam assigns to its transforms
@@ -484,12 +453,12 @@ class WriteRejects(beam.PTransform):
 
     def expand(self, input_or_inputs: beam.PCollection) -> Any:
         """Group the rejects of neighbouring rows."""
-        spreading = beam.ParDo(_SpreadRejects(self.context))
+        spreading = beam.FlatMap(_spread_rejects, self.context)
         return (
             input_or_inputs
             | "spread rejects" >> spreading.with_output_types(tuple[int, bytes])
             | "by place" >> beam.GroupByKey()
-            | "write rejects" >> beam.ParDo(_WriteRejects(self.context))
+            | "write rejects" >> beam.Map(_write_rejects, self.context)
         )
 
 
@@ -504,17 +473,12 @@ class EachReject(beam.PTransform):
 # Write parts.
 
 
-class _ChooseLayout(beam.DoFn):
-    """Determines the segment's layout from the first part; the others are not read."""
-
-    def __init__(self, context: BuildContext) -> None:
-        self.context = context
-
-    def process(
-        self, part: tuple[int, Iterable[Any]], first: int, files: Mapping[str, str]
-    ) -> Iterator[SegmentLayout]:
-        if part[0] == first:
-            yield layout_of(self.context, part[1], files)
+def _choose_layout(
+    part: tuple[int, Iterable[Any]], first: int, files: Mapping[str, str], context: BuildContext
+) -> Iterator[SegmentLayout]:
+    """Yield the layout by the samples of the first part; the others are not read."""
+    if part[0] == first:
+        yield layout_of(context, part[1], files)
 
 
 class _BuildPart(_Counted):
@@ -556,7 +520,7 @@ class BuildParts(beam.PTransform):
         )
         parts = samples | "cluster by session" >> beam.GroupByKey()
         number = pvalue.AsSingleton(first, default_value=None)
-        layout_stage = beam.ParDo(_ChooseLayout(context), number, files)
+        layout_stage = beam.FlatMap(_choose_layout, number, files, context)
         layout: Any = parts | "pin" >> layout_stage.with_output_types(SegmentLayout)
         layout_input = pvalue.AsSingleton(layout, default_value=None)
         stage = beam.ParDo(_BuildPart(context, "BuildParts"), layout_input, files)

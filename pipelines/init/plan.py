@@ -481,15 +481,15 @@ def _key_of(plan: Plan, kind: Kind, columns: Sequence[Column]) -> tuple[Column, 
     plain = {quoted(n) for n in kind.rows.column_names}
     keys = [c for c in columns if c.shape in ("int", "text") and c.expr in plain]
     named = [
-        (key, mine)
+        (key, sample_column)
         for key in keys
-        for mine in scalars
-        if key.name == mine.name and key.shape == mine.shape and key.is_id
+        for sample_column in scalars
+        if key.name == sample_column.name and key.shape == sample_column.shape and key.is_id
         and key.num_distinct > 0.5 * key.num_rows
     ]  # fmt: skip
     if named:
-        key, mine = max(named, key=lambda pair: pair[0].num_distinct / pair[0].num_rows)
-        return key, mine.name, f"both have a column {mine.name!r}"
+        key, sample_column = max(named, key=lambda pair: pair[0].num_distinct / pair[0].num_rows)
+        return key, sample_column.name, f"both have a column {sample_column.name!r}"
     for key in keys:
         if (
             key.shape != "text"
@@ -497,18 +497,18 @@ def _key_of(plan: Plan, kind: Kind, columns: Sequence[Column]) -> tuple[Column, 
             or key.num_distinct < max(_FEW["text"], 0.99 * key.num_rows)
         ):
             continue
-        for mine in scalars:
-            share = _share(mine, key)
-            enough = share >= _OVERLAP["text"] and mine.num_distinct >= _FEW["text"]
-            if mine.shape == "text" and enough:
-                why = f"{share:.0%} of the values of {mine.name!r} occur in its first {key.name!r}"
-                return key, mine.name, why
+        for sample_column in scalars:
+            share = _share(sample_column, key)
+            enough = share >= _OVERLAP["text"] and sample_column.num_distinct >= _FEW["text"]
+            if sample_column.shape == "text" and enough:
+                values = f"{share:.0%} of the values of {sample_column.name!r}"
+                return key, sample_column.name, f"{values} occur in its first {key.name!r}"
     return None
 
 
-def _share(mine: Column, other: Column) -> float:
+def _share(column: Column, other: Column) -> float:
     """Return the share of a column's distinct values that occur in another column."""
-    values = pc.unique(mine.values.drop_null())
+    values = pc.unique(column.values.drop_null())
     if not len(values) or values.type != other.values.type:
         return 0.0
     common = pc.sum(pc.is_in(values, value_set=pc.unique(other.values.drop_null()))).as_py()

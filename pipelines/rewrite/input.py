@@ -273,46 +273,50 @@ def can_be_time(kind: pa.DataType) -> bool:
     return number or pa.types.is_timestamp(kind) or pa.types.is_date(kind)
 
 
-def _session_key(schema: pa.Schema, given: str | None) -> str:
+def _session_key(schema: pa.Schema, name: str | None) -> str:
     candidates = [f.name for f in schema if can_be_key(f.type)]
-    if given is not None:
-        _check_given("--session", given, schema, candidates, "a number or a text")
-        return given
-    lower = {n.lower(): n for n in reversed(candidates)}
-    for name in SESSION_NAMES:
-        if name in lower:
-            return lower[name]
-    raise SchemaError(
-        f"no column has a usual name of a session key; use --session with one of "
-        f"{', '.join(candidates) or 'none: no column is a number or a text'}"
-    )
-
-
-def _time(schema: pa.Schema, given: str | None, session: str) -> str | None:
-    candidates = [f.name for f in schema if can_be_time(f.type) and f.name != session]
-    if given is not None:
-        _check_given(
-            "--time", given, schema, candidates, "a time, a date or a whole number below 2**63"
+    if name is not None:
+        _check_column("--session", name, schema, candidates, "a number or a text")
+        return name
+    usual = _usual_name(candidates, SESSION_NAMES)
+    if usual is None:
+        raise SchemaError(
+            f"no column has a usual name of a session key; use --session with one of "
+            f"{', '.join(candidates) or 'none: no column is a number or a text'}"
         )
-        return given
-    lower = {n.lower(): n for n in reversed(candidates)}
-    for name in TIME_NAMES:
-        if name in lower:
-            return lower[name]
+    return usual
+
+
+def _time(schema: pa.Schema, name: str | None, session: str) -> str | None:
+    candidates = [f.name for f in schema if can_be_time(f.type) and f.name != session]
+    if name is not None:
+        types = "a time, a date or a whole number below 2**63"
+        _check_column("--time", name, schema, candidates, types)
+        return name
+    usual = _usual_name(candidates, TIME_NAMES)
+    if usual is not None:
+        return usual
     times = [n for n in candidates if pa.types.is_timestamp(schema.field(n).type)]
     if len(times) > 1:
         raise SchemaError(f"several columns are times; use --time with one of {', '.join(times)}")
     return times[0] if times else None
 
 
-def _check_given(flag: str, name: str, schema: pa.Schema, candidates: list[str], what: str) -> None:
+def _usual_name(candidates: list[str], names: Iterable[str]) -> str | None:
+    lower = {n.lower(): n for n in reversed(candidates)}
+    return next((lower[name] for name in names if name in lower), None)
+
+
+def _check_column(
+    flag: str, name: str, schema: pa.Schema, candidates: list[str], types: str
+) -> None:
     if name not in schema.names:
         raise SchemaError(
             f"{flag} must name a column, got {name!r}; {suggest_name(name, schema.names)}"
         )
     if name not in candidates:
         raise SchemaError(
-            f"{flag} must be {what}, got {schema.field(name).type} for {name!r}; "
+            f"{flag} must be {types}, got {schema.field(name).type} for {name!r}; "
             f"use one of {', '.join(candidates)}"
         )
 
