@@ -41,12 +41,10 @@ def files(root: str) -> Iterator[tuple[str, int]]:
         if isinstance(error, ValueError) or any(word in reason for word in _NOT_INSTALLED):
             scheme = root.partition("://")[0]
             raise SchemaError(
-                f"input must lie where Beam reaches, got {scheme}://; install Beam with its extra",
+                f"Beam has no filesystem for {scheme}://; install Beam with its extra",
                 file=root,
             ) from error
-        raise SchemaError(
-            f"input must be readable, got {reason}; check --input", file=root
-        ) from error
+        raise SchemaError(f"input cannot be listed: {reason}; check --input", file=root) from error
     if not match.metadata_list:
         raise SchemaError("input must be a directory, got none; check --input", file=root)
     for entry in match.metadata_list:

@@ -88,7 +88,7 @@ class BuildDataset(beam.PTransform):
             dataset: directory of the dataset.
             append: whether the dataset must exist.
             single_writer: whether no other process writes there, for a network filesystem.
-            allow_outside: whether the schema may lie outside the folder of the job file.
+            allow_outside: whether the schema may be outside the folder of the job file.
 
         Raises:
             SchemaError: the job is invalid, or the dataset cannot be written.
@@ -151,7 +151,7 @@ class WriteDataset(beam.PTransform):
             num_parts: ranges of session keys, built in parallel; the rows of each fit a worker.
             append: whether the dataset must exist.
             single_writer: whether no other process writes there, for a network filesystem.
-            allow_outside: whether the schema may lie outside the folder of the job file.
+            allow_outside: whether the schema may be outside the folder of the job file.
 
         Raises:
             SchemaError: the job is invalid, or the dataset cannot be written.
@@ -268,7 +268,7 @@ class ReadSource(beam.PTransform):
             job: the job file.
             log: directory of raw files, or its URL.
             source: name in the job; None for the source that samples are made of.
-            allow_outside: whether the schema may lie outside the folder of the job file.
+            allow_outside: whether the schema may be outside the folder of the job file.
 
         Raises:
             SchemaError: the job is invalid, or has no such source.
@@ -336,7 +336,7 @@ class MakeSamples(beam.PTransform):
             job: the job file; its source declares its columns.
             name: replaces the name of a file, in rejects.
             num_parts: ranges of keys for `samples.per`, run in parallel; each fits a worker.
-            allow_outside: whether the schema may lie outside the folder of the job file.
+            allow_outside: whether the schema may be outside the folder of the job file.
 
         Raises:
             SchemaError: the job is invalid.

@@ -209,7 +209,7 @@ def _split_notes(
     start = context.data.split.evaluation_from
     if start is None or not num_samples:
         return []
-    rest = "" if whole else "; later rows may lie there"
+    rest = "" if whole else "; later rows may be there"
     if not splits[EVALUATION]["num_samples"]:
         last = splits[TRAIN]["last_time"]
         return [f"no sample is for evaluation: the last one, {last}, is before {start}{rest}"]

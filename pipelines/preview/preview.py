@@ -76,7 +76,7 @@ class PreviewRequest:
         input_root: directory of raw files, or its URL.
         rows: rows to read of the sample source.
         day: label of the segment, for a job whose split needs one.
-        allow_outside: whether the job's schema may lie outside the folder of the job file.
+        allow_outside: whether the job's schema may be outside the folder of the job file.
         progress: called with each progress message, one line.
     """
 

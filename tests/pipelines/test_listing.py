@@ -175,15 +175,15 @@ def test_object_that_is_damaged_or_gone_is_rejected_by_name(
         ("box://bucket/y", "input must be a directory, got none in box://bucket/y; check --input"),
         (
             "ftp://host/log",
-            "input must lie where Beam reaches, got ftp:// in ftp://host/log; install Beam with its extra",
+            "Beam has no filesystem for ftp:// in ftp://host/log; install Beam with its extra",
         ),
         (
             "hdfs://host/log",
-            "input must lie where Beam reaches, got hdfs:// in hdfs://host/log; install Beam with its extra",
+            "Beam has no filesystem for hdfs:// in hdfs://host/log; install Beam with its extra",
         ),
         (
             "s3://bucket/log",
-            "input must lie where Beam reaches, got s3:// in s3://bucket/log; install Beam with its extra",
+            "Beam has no filesystem for s3:// in s3://bucket/log; install Beam with its extra",
         ),
     ],
 )
