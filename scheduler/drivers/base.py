@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 import signal
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -40,6 +40,8 @@ class ResourceRequest:
 NO_RESOURCES = ResourceRequest()
 TOKEN, CERTIFICATE, KEY = "token", "tls.crt", "tls.key"
 """Files that all processes of a job share."""
+LAST_BYTES = 4096
+"""Bytes at the end of standard error that are searched for the last line."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,6 +169,26 @@ class Platform(Protocol):
     def poll(self) -> None:
         """Process events since the last call."""
         ...
+
+
+def newest_name(folder: Path, prefix: str, suffix: str) -> str | None:
+    """Return the stem of the newest file `<prefix>*<suffix>` of a folder, None without one."""
+    paths = list(folder.glob(f"{prefix}*{suffix}"))
+    newest = max(paths, key=lambda path: path.stat().st_mtime_ns, default=None)
+    return None if newest is None else newest.name.removesuffix(suffix)
+
+
+def read_output(path: Path) -> str:
+    """Return the text of an output file, empty if it cannot be read."""
+    with suppress(OSError):
+        return path.read_text(encoding="utf-8", errors="replace")
+    return ""
+
+
+def last_line(text: str) -> str:
+    """Return the last line near the end of a text that is not empty."""
+    lines = text[-LAST_BYTES:].strip().splitlines()
+    return lines[-1].strip() if lines else ""
 
 
 def instance_of(output: Path) -> str:

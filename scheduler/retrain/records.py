@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from datetime import date, timedelta
-from functools import reduce
 from pathlib import Path
 from typing import Any, Literal, Self, get_args
 
@@ -334,11 +333,6 @@ class State:
     def last_good(self) -> str | None:
         """The run that was promoted last."""
         return self.promoted[-1] if self.promoted else None
-
-
-def fold_records(records: Iterable[Record]) -> State:
-    """Return the state after all records."""
-    return reduce(apply_record, records, State())
 
 
 def apply_record(state: State, record: Record) -> State:

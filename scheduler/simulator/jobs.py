@@ -27,7 +27,6 @@ from scheduler.simulator.views import Sizes
 from schemas.errors import SchemaError, suggest_name
 
 REQUIRED = ("job", "submit_sec", "duration_sec", "num_replicas")
-OPTIONAL = ("cpus", "memory_bytes", "priority", "deadline_sec", "kind")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

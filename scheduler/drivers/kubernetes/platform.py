@@ -4,10 +4,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
-from scheduler.drivers.base import NO_RESOURCES, ExitStatus, ResourceRequest
+from scheduler.drivers.base import (
+    NO_RESOURCES,
+    ExitStatus,
+    ResourceRequest,
+    last_line,
+    newest_name,
+    read_output,
+)
 from scheduler.drivers.kubernetes.api import Usage
 from scheduler.drivers.kubernetes.cluster import Cluster
 from scheduler.drivers.kubernetes.manifest import ClusterConfig, Task
@@ -15,8 +22,6 @@ from scheduler.drivers.kubernetes.pod import STOP_SEC, TrackedPod, last_message,
 
 RESIZE_SEC = 30.0
 """Time limit of a change of limits."""
-LAST_BYTES = 4096
-"""Bytes at the end of standard error that are searched for the last line."""
 
 
 class Pods:
@@ -57,9 +62,7 @@ class Pods:
 
     def newest_started(self, prefix: str) -> str | None:
         """Return the name with this prefix that was started last."""
-        begun = list(self._folder.glob(f"{prefix}*.begun"))
-        newest = max(begun, key=lambda path: path.stat().st_mtime_ns, default=None)
-        return None if newest is None else newest.name.removesuffix(".begun")
+        return newest_name(self._folder, prefix, ".begun")
 
     def is_alive(self, name: str) -> bool:
         """Return whether a Pod has not ended; one that was not created yet is alive."""
@@ -86,16 +89,12 @@ class Pods:
 
     def output(self, name: str) -> str:
         """Return the standard output of a process so far."""
-        with suppress(OSError):
-            return self._path(name, "out").read_text(encoding="utf-8", errors="replace")
-        return ""
+        return read_output(self._path(name, "out"))
 
     def last_stderr_line(self, name: str) -> str:
         """Return the last line on standard error, else of the container's termination message."""
-        with suppress(OSError):
-            text = self._path(name, "err").read_text(encoding="utf-8", errors="replace")
-            if lines := text[-LAST_BYTES:].strip().splitlines():
-                return lines[-1].strip()
+        if line := last_line(read_output(self._path(name, "err"))):
+            return line
         pod = self._find(name)
         return "" if pod is None or pod.observed is None else last_message(pod.observed)
 

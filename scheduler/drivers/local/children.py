@@ -12,12 +12,18 @@ from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from scheduler.drivers.base import NO_RESOURCES, Endpoint, ExitStatus, ResourceRequest
+from scheduler.drivers.base import (
+    NO_RESOURCES,
+    Endpoint,
+    ExitStatus,
+    ResourceRequest,
+    last_line,
+    newest_name,
+    read_output,
+)
 
 _EXEC = 'echo $$ > "$0" && exec "$@"'
 """Writes the pid to the first argument and executes the others."""
-LAST_BYTES = 4096
-"""Bytes at the end of standard error that are searched for the last line."""
 OOM_DETAIL = "killed by the kernel for memory"
 CLAIM_SEC = 10.0
 """A counted OOM kill belongs to a child only if the child is found dead within this time."""
@@ -92,9 +98,7 @@ class Children:
 
     def newest_started(self, prefix: str) -> str | None:
         """Return the name with this prefix that was started last."""
-        locks = list(self._folder.glob(f"{prefix}*.lock"))
-        newest = max(locks, key=lambda path: path.stat().st_mtime_ns, default=None)
-        return None if newest is None else newest.name.removesuffix(".lock")
+        return newest_name(self._folder, prefix, ".lock")
 
     def is_alive(self, name: str) -> bool:
         """Return whether a child lives; an own child that has ended is reaped."""
@@ -166,12 +170,11 @@ class Children:
 
     def output(self, name: str) -> str:
         """Return the standard output of a child so far."""
-        return self._read(name, "out")
+        return read_output(self._path(name, "out"))
 
     def last_stderr_line(self, name: str) -> str:
         """Return the last line that a child wrote to standard error."""
-        lines = self._read(name, "err")[-LAST_BYTES:].strip().splitlines()
-        return lines[-1].strip() if lines else ""
+        return last_line(read_output(self._path(name, "err")))
 
     def resident_bytes(self, name: str) -> int:
         """Return the memory of a child and its descendants."""
@@ -193,11 +196,6 @@ class Children:
 
     def remove_ended(self, names: Collection[str]) -> None:
         """Keep all files: they mark a name as used."""
-
-    def _read(self, name: str, suffix: str) -> str:
-        with suppress(FileNotFoundError):
-            return self._path(name, suffix).read_text(encoding="utf-8", errors="replace")
-        return ""
 
     def _path(self, name: str, suffix: str) -> Path:
         return self._folder / f"{name}.{suffix}"

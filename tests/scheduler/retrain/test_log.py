@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 from dataclasses import replace
+from functools import reduce
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,8 @@ from scheduler.retrain.records import (
     STATE,
     Begun,
     Log,
-    fold_records,
+    State,
+    apply_record,
     read_state,
     record_from_json,
     record_to_json,
@@ -65,7 +67,7 @@ def test_log_that_is_cut_anywhere_is_that_of_its_whole_lines(world: World, tmp_p
         # The newline alone may be missing: the line before it is whole.
         num = sum(end <= cut for end in ends) - 1 + (cut + 1 in ends)
         path.write_bytes(content[:cut])
-        assert read_state(path) == fold_records(world.records[:num])
+        assert read_state(path) == reduce(apply_record, world.records[:num], State())
         with Log(path) as log:
             for record in world.records[num:12]:
                 log.append(record)
