@@ -1,4 +1,4 @@
-"""What the doctor says of machines that lack something, each lack a real one."""
+"""The doctor's findings on machines with real deficiencies."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""CPU time that is read from the kernel is that which processes took."""
+"""CPU time and busy cores of processes."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""Children by name: started once, found by whoever comes next, ended with all that they started."""
+"""Children are started once by name, found by the next scheduler, and killed with descendants."""
 
 import os
 import signal

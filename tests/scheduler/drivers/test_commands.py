@@ -1,4 +1,4 @@
-"""Every command line is one that the other packages take, and stores are served as planned."""
+"""Every command line is accepted by the other packages; store files are written as planned."""
 
 import stat
 from dataclasses import replace

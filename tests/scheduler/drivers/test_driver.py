@@ -1,4 +1,4 @@
-"""What a driver tells the machine when it begins, and in which order."""
+"""Events that a driver sends when it starts, and their order."""
 
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""A session cluster's REST API, against a server with answers recorded from Flink 1.19."""
+"""The Flink runner against a server with answers recorded from Flink 1.19."""
 
 import json
 import re

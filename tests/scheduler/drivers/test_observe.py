@@ -1,4 +1,4 @@
-"""What is told of how processes ended, of steps, and of what finished jobs taught."""
+"""How exits, steps and finished jobs become events and history."""
 
 import os
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""A child that the kernel kills for memory is told from one that anybody else kills."""
+"""OOM kills are distinguished from other kills."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Processes are looked for where they are."""
+"""A run continues on the platform of its processes."""
 
 import re
 from pathlib import Path

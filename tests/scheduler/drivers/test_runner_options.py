@@ -1,4 +1,4 @@
-"""The runner's file, and the words that it becomes, which `pipelines build` and Beam must take."""
+"""The runner's configuration file, and Beam options that `pipelines` and Beam accept."""
 
 import re
 import socket

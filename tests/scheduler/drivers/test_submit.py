@@ -1,4 +1,4 @@
-"""What a job is submitted with: rows of its input, and sizes for this machine."""
+"""Submission of a job: rows of its input, and sizes for this machine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How input is cut, what is told of a job, and what is refused."""
+"""How input is split into segments, and which arguments of `run` are rejected."""
 
 import re
 from pathlib import Path

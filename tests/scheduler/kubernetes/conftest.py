@@ -1,4 +1,4 @@
-"""The cluster of these tests, and a namespace of its own for each."""
+"""A cluster, and a namespace for each test."""
 
 from tests.cluster.fixtures import cluster, namespace
 

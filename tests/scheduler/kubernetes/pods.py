@@ -1,4 +1,4 @@
-"""Pods of a namespace as the driver has them, with made-up commands."""
+"""Pods of a namespace as the driver handles them, with test commands."""
 
 import sys
 import time

@@ -1,4 +1,4 @@
-"""An API server of this process: what it is asked is kept, and it fails as it is told to."""
+"""An in-process API server that records requests and fails as configured."""
 
 import threading
 from collections.abc import Generator, Mapping

@@ -1,4 +1,4 @@
-"""What is asked of an API server that answers late, once, or not as it should."""
+"""Requests to an API server that answers late, once, or wrongly."""
 
 import time
 from collections.abc import Callable, Generator

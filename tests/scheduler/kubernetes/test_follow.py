@@ -1,4 +1,4 @@
-"""The list and its watch, where the server remembers no more what came before."""
+"""The list and its watch after a resource version has expired."""
 
 import time
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The shipped manifests, as kustomize makes them: an API server takes them, and their Pods run."""
+"""The shipped manifests as kustomize renders them: accepted by an API server, and running."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Names, settings and the Pod of a process."""
+"""Names, configuration and the Pod of a process."""
 
 import re
 import sys

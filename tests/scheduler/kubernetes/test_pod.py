@@ -1,4 +1,4 @@
-"""What a Pod means for its process, from the objects that API servers and nodes leave."""
+"""What a Pod's reported state means for its process."""
 
 from dataclasses import replace
 from typing import Any

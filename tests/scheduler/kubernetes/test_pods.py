@@ -1,4 +1,4 @@
-"""Pods against a real API server: every way in which one ends, and what passes by itself."""
+"""Pods on a real API server: every way in which one ends, and temporary conditions."""
 
 import itertools
 import sys

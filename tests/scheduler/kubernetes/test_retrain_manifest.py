@@ -1,4 +1,4 @@
-"""The shipped CronJob is one that an API server takes, and a day that was refused is tried once."""
+"""An API server accepts the shipped CronJob; a refused day is tried once."""
 
 from __future__ import annotations
 

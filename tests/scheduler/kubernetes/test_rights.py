@@ -1,4 +1,4 @@
-"""The rights that `deploy/kubernetes` gives are enough, and none of them is too much."""
+"""The rights in `deploy/kubernetes` are sufficient, and all are needed."""
 
 import itertools
 from pathlib import Path

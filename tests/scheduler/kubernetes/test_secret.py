@@ -1,4 +1,4 @@
-"""What processes of a job have in common: made once, unread, gone with the last of them."""
+"""A job's Secret: created once, never read, deleted with the last process."""
 
 import ssl
 import sys

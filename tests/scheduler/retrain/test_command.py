@@ -1,4 +1,4 @@
-"""The command line: what is refused before anything is begun, what `--list` shows, which sizes."""
+"""The command line: rejected arguments, `--list`, sizes."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""Which days a text names, and where their files lie."""
+"""Parsing of days, and folders of their files."""
 
 import re
 from datetime import date

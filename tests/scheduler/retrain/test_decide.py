@@ -1,4 +1,4 @@
-"""Days on a world of numbers: what is trained, from where, and what is promoted."""
+"""Days in a simulated world: what is trained, from which run, and what is promoted."""
 
 from collections.abc import Sequence
 from contextlib import suppress

@@ -1,4 +1,4 @@
-"""The shipped ways to call the command once a day: they call what there is, and hold no logic."""
+"""The shipped daily jobs call existing commands and contain no logic."""
 
 import re
 import shlex

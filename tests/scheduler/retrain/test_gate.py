@@ -1,4 +1,4 @@
-"""The gate: which model passes, and what is said of one that does not."""
+"""The gate: which model passes, and the reasons of a refusal."""
 
 import math
 from dataclasses import fields, replace

@@ -1,4 +1,4 @@
-"""The log, the lock and the pointer on disk: cut anywhere, held once, replaced whole."""
+"""The log, the lock and the pointer on disk: truncation, exclusion, atomic replacement."""
 
 import os
 import re

@@ -1,4 +1,4 @@
-"""A dataset and models that are only numbers, on which days are trained without any process."""
+"""A simulated dataset and models, on which days are retrained without processes."""
 
 from __future__ import annotations
 

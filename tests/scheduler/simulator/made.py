@@ -1,4 +1,4 @@
-"""Jobs and tables whose times can be worked out by hand."""
+"""Jobs and tables whose times can be computed by hand."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""What the simulation itself keeps: work, capacity, seeds; and what accidents cost."""
+"""Invariants of the simulation (work, capacity, seeds), and the cost of faults."""
 
 import re
 

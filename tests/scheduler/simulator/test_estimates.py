@@ -1,4 +1,4 @@
-"""What our policy learns: doubt about cores, cells that only the doubted have, and refits."""
+"""What our policy learns: suspect cores, their use, and refits."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Each policy on a trace small enough to work out."""
+"""Each policy on a trace small enough to compute by hand."""
 
 from dataclasses import replace
 

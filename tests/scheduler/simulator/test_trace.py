@@ -1,4 +1,4 @@
-"""Traces, tables and the command: what is read, what is skipped, one line for each mistake."""
+"""Traces, tables and the command: parsing, skipped jobs, errors in one line."""
 
 import json
 import re

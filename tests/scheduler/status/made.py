@@ -1,4 +1,4 @@
-"""Made worlds, and the logs that their schedulers would have left."""
+"""Simulated worlds, and the logs of their schedulers."""
 
 from collections.abc import Sequence
 from dataclasses import replace

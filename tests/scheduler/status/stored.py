@@ -1,4 +1,4 @@
-"""A job with stores whose load is known: what of it is moved, lost and left is told by tests."""
+"""A job with stores whose load is known."""
 
 from dataclasses import replace
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A board shows what the whole lines of a log say, however the file grows."""
+"""A board shows all complete lines of a log, however the file grows."""
 
 import re
 from pathlib import Path

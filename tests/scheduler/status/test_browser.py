@@ -1,4 +1,4 @@
-"""The page in a browser: it is drawn, and brought up to date without taking anything away."""
+"""The page in a browser: it is rendered, and updated in place."""
 
 import re
 import shutil

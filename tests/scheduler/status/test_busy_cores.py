@@ -1,4 +1,4 @@
-"""Busy cores are shown beside booked ones from when they were read, and old logs have none."""
+"""Busy cores are shown beside reserved ones; old logs have none."""
 
 from scheduler.controller.events import Read
 from scheduler.controller.log import event_from_json, event_to_json

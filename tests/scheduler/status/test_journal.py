@@ -1,4 +1,4 @@
-"""What a journal says of a made world is what happened in it."""
+"""A journal agrees with what happened in a simulated world."""
 
 import json
 from collections import Counter, defaultdict

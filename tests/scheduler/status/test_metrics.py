@@ -1,4 +1,4 @@
-"""Metrics are read by the parser of Prometheus, and say what the view says."""
+"""Prometheus' parser reads the metrics, which agree with the view."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""The page: well formed, usable without sight, and quiet about what a hostile name wants."""
+"""The page is well formed, accessible, and escapes hostile names."""
 
 from io import StringIO
 

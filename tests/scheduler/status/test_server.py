@@ -1,4 +1,4 @@
-"""The server: who is answered, how, and that nobody who asks can hold up anybody else."""
+"""Which requests the server answers, and that no client blocks another."""
 
 import http.client
 import json

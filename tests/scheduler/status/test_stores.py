@@ -1,4 +1,4 @@
-"""Who holds which rows and how much they are asked for, by page, terminal and metrics."""
+"""Owners of rows and shares of accesses on page, terminal and metrics."""
 
 import json
 import re

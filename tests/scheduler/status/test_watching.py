@@ -1,4 +1,4 @@
-"""A scheduler that is watched, and the commands that look at what it left."""
+"""A watched scheduler, and the commands that read its log."""
 
 import fcntl
 import json
