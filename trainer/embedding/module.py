@@ -127,7 +127,7 @@ class Embedding(nn.Module):
         """
         microbatches = single_microbatch(batch)
         records = fetch_rows(stores, batch.step.train_step, microbatches.rows)
-        rows = {table: self._on_device(GatheredRows(found)) for table, found in records.items()}
+        rows = {table: self._on_device(GatheredRows(r)) for table, r in records.items()}
         self._set(microbatches, rows)
 
     def update_from_backward(self) -> None:
