@@ -178,7 +178,7 @@ def seen(job: Path, dataset: Path, segment: int) -> tuple[set[float], int]:
     reader, order = reader_of(job, dataset), order_of(load_job(job), opened)
     batches = [reader.read(s) for s in range(order.num_steps) if order.step(s).segment == segment]
     prices = {price for batch in batches for price in batch.dense[:, place].tolist()}
-    return prices, sum(int(b.jagged_of("kind").lengths().sum()) for b in batches)
+    return prices, sum(int(b.sparse["kind"].lengths().sum()) for b in batches)
 
 
 @pytest.mark.slow

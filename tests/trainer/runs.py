@@ -6,6 +6,7 @@ from itertools import count
 from pathlib import Path
 
 import numpy as np
+import torch
 
 from schemas.config.job import load_job
 from schemas.dataset import open_dataset
@@ -15,8 +16,10 @@ from tests.trainer.make_dataset import make_dataset, write_job
 from trainer.checkpoint.load import newest_checkpoint
 from trainer.checkpoint.manifest import ROW_FILES, read_checkpoint_manifest
 from trainer.components import Parts, build_parts, memory_stores, order_of
+from trainer.data.collate import Batch
 from trainer.data.decode import spec_of
 from trainer.data.reader import Reader
+from trainer.embedding.module import Embedding
 from trainer.setup import TrainOptions
 from trainer.train_run import train
 
@@ -109,3 +112,12 @@ def rows_in(checkpoint: Path) -> dict[str, np.ndarray]:
 def checkpoint_at(run: Path, train_step: int) -> Path:
     """Return the checkpoint before a step."""
     return run / CHECKPOINTS / f"{train_step:08d}"
+
+
+def row_gradients(embedding: Embedding, batch: Batch) -> dict[str, torch.Tensor]:
+    """Return by table the gradient of each row of `batch.lookups`, zeros where there is none."""
+    sums = embedding.microbatch(batch).row_gradients()
+    counts = [len(lookup.rows) for lookup in batch.lookups.values()]
+    gradients = sums.sums.new_zeros(sum(counts), sums.sums.shape[1])
+    gradients[sums.rows.long()] = sums.sums
+    return dict(zip(batch.lookups, gradients.split(counts), strict=True))

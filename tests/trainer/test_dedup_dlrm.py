@@ -9,7 +9,7 @@ import torch
 from schemas.config.job import load_job
 from schemas.dataset import open_dataset
 from tests.trainer.make_dataset import write_job
-from tests.trainer.runs import reader_of
+from tests.trainer.runs import reader_of, row_gradients
 from trainer.components import build_parts, memory_stores
 from trainer.data.collate import Batch
 from trainer.data.decode import spec_of
@@ -43,7 +43,7 @@ def results(model: torch.nn.Module, embedding: Embedding, batch: Batch) -> dict[
     loss_of(logits, batch).backward()
     found = {"logits": logits.detach()}
     found |= {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
-    return found | {f"rows of {t}": g.clone() for t, (_, g) in embedding.gradients().items()}
+    return found | {f"rows of {t}": g for t, g in row_gradients(embedding, batch).items()}
 
 
 @pytest.mark.parametrize("kernels", ["compiled", "torch"])

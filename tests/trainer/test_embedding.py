@@ -9,7 +9,7 @@ from torch import nn
 from schemas.config.job import load_job
 from schemas.config.train import SparseOptimizerConfig
 from tests.trainer.make_dataset import write_job
-from tests.trainer.runs import parts_of, reader_of
+from tests.trainer.runs import parts_of, reader_of, row_gradients
 from trainer.data.collate import Batch
 from trainer.data.lookup import take_unsorted
 from trainer.data.microbatches import single_microbatch
@@ -26,7 +26,7 @@ def weights_of(store: Store, num_rows: int) -> torch.Tensor:
 
 
 def reference_pooled(batch: Batch, feature: str, table: nn.EmbeddingBag) -> torch.Tensor:
-    jagged = batch.jagged_of(feature)
+    jagged = batch.sparse[feature]
     bags = table(jagged.values(), jagged.offsets()[:-1])
     return bags[batch.inverse_of(feature)]
 
@@ -77,13 +77,14 @@ def test_sequence_gives_the_rows_of_each_unique_list(dataset: Path, tmp_path: Pa
     parts.embedding.open(single_microbatch(batch))
     values, offsets = parts.embedding.sequence(batch.sparse, "viewed")
     every = weights_of(parts.stores["items"], NUM_ITEMS).requires_grad_()
-    jagged = batch.jagged_of("viewed")
+    jagged = batch.sparse["viewed"]
     assert torch.equal(offsets, jagged.offsets())
     assert torch.equal(values, every[jagged.values()])
     scale = torch.arange(values.numel(), dtype=torch.float64).view_as(values)
     (values * scale).sum().backward()
     (every[jagged.values()] * scale).sum().backward()
-    rows, gradient = parts.embedding.gradients()["items"]
+    rows = batch.lookups["items"].rows
+    gradient = row_gradients(parts.embedding, batch)["items"]
     assert every.grad is not None
     torch.testing.assert_close(gradient, every.grad[torch.from_numpy(rows)])
 

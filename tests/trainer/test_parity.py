@@ -250,4 +250,4 @@ def test_small_job_looks_up_lists_nulls_and_shared_tables(dataset: Path, tmp_pat
     assert job.data.tables["items"].features == ("clicked", "item", "viewed")
     batch = reader_of(tmp_path / "job" / "job.yaml", dataset).read(0)
     for feature in ("user", "viewed"):
-        assert (batch.jagged_of(feature).lengths() == 0).any()
+        assert (batch.sparse[feature].lengths() == 0).any()

@@ -36,7 +36,7 @@ def dataset(tmp_path_factory: pytest.TempPathFactory, job: Path) -> Path:
 
 def bags(batch: Batch, feature: str) -> list[list[int]]:
     """Return the rows that each sample looks up, slowly."""
-    jagged = batch.jagged_of(feature)
+    jagged = batch.sparse[feature]
     values, offsets = jagged.values().tolist(), jagged.offsets().tolist()
     return [values[offsets[i] : offsets[i + 1]] for i in batch.inverse_of(feature).tolist()]
 
@@ -124,13 +124,13 @@ def test_evaluation_batches_give_the_evaluation_split_once(job: Path, dataset: P
 
 def places_of_bags(batch: Batch, feature: str) -> np.ndarray:
     first, step = batch.layout.of(feature)
-    return first + step * np.arange(len(batch.jagged_of(feature).lengths()))
+    return first + step * np.arange(len(batch.sparse[feature].lengths()))
 
 
 def test_lookups_hold_the_distinct_rows_of_every_feature(job: Path, dataset: Path) -> None:
     batch = reader_of(job, dataset).read(0)
     for lookup in batch.lookups.values():
-        values = np.concatenate([batch.jagged_of(f).values().numpy() for f in lookup.features])
+        values = np.concatenate([batch.sparse[f].values().numpy() for f in lookup.features])
         assert lookup.rows.tolist() == sorted(set(values.tolist()))
         assert lookup.rows[lookup.positions.numpy()].tolist() == values.tolist()
         places = np.concatenate([places_of_bags(batch, f) for f in lookup.features])

@@ -26,7 +26,7 @@ from tests.trainer.model_samples import (
     gradients,
     random_samples,
 )
-from tests.trainer.runs import reader_of
+from tests.trainer.runs import reader_of, row_gradients
 from trainer.components import build_parts, memory_stores
 from trainer.data.collate import Batch
 from trainer.data.decode import spec_of
@@ -145,7 +145,7 @@ def results(model: Any, embedding: Embedding, batch: Batch) -> dict[str, torch.T
     loss_of(logits, batch).backward()
     found = {"logits": logits.detach()}
     found |= {n: p.grad.clone() for n, p in model.named_parameters()}
-    return found | {f"rows of {t}": g.clone() for t, (_, g) in embedding.gradients().items()}
+    return found | {f"rows of {t}": g for t, g in row_gradients(embedding, batch).items()}
 
 
 MODELS = {

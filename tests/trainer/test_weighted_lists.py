@@ -12,7 +12,7 @@ from schemas.config.job import load_job
 from schemas.dataset import open_dataset
 from schemas.errors import SchemaError
 from tests.trainer.make_dataset import make_dataset, write_job
-from tests.trainer.runs import SEGMENTS, losses_of, parts_of, reader_of, run_job
+from tests.trainer.runs import SEGMENTS, losses_of, parts_of, reader_of, row_gradients, run_job
 from tests.trainer.test_own_loops import job_tables
 from trainer.data.decode import spec_of
 from trainer.data.microbatches import single_microbatch
@@ -42,7 +42,7 @@ def test_weighted_bags_and_their_gradients_are_torchs(
     expected: list[torch.Tensor] = []
     features = ("clicked", "item", "viewed")
     for feature in features:
-        jagged = batch.jagged_of(feature)
+        jagged = batch.sparse[feature]
         assert (jagged.weights() != 1).any() == (feature == "clicked")
         bags = F.embedding_bag(
             jagged.values(),
@@ -58,7 +58,8 @@ def test_weighted_bags_and_their_gradients_are_torchs(
         torch.testing.assert_close(pooled[feature], expected[-1], rtol=1e-12, atol=1e-12)
     torch.stack([pooled[f] for f in features]).sin().sum().backward()
     torch.stack(expected).sin().sum().backward()
-    rows, gradient = parts.embedding.gradients()["items"]
+    rows = batch.lookups["items"].rows
+    gradient = row_gradients(parts.embedding, batch)["items"]
     assert table.grad is not None
     torch.testing.assert_close(gradient, table.grad[torch.from_numpy(rows)], rtol=1e-10, atol=1e-12)
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from schemas.arrays import Array, Jagged, concat, offsets_of
 from schemas.order import Step
@@ -78,10 +78,6 @@ class Batch:
         if group is None:
             return torch.arange(self.num_samples, device=self.labels.device)
         return self.groups[group].indices
-
-    def jagged_of(self, feature: str) -> JaggedTensor:
-        """Return the bags of one feature, one per unique tuple, or per sample if expanded."""
-        return self.sparse[feature]
 
 
 def _num_tuples(groups: Mapping[str, Inverse]) -> dict[str, int]:

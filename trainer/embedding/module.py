@@ -12,9 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import nn
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
@@ -175,17 +173,6 @@ class Embedding(nn.Module):
                 tables, _no_gradients(total.sums), self._rule(microbatches)
             )
         self._release(microbatches)
-
-    def gradients(self) -> Mapping[str, tuple[NDArray[np.int64], torch.Tensor]]:
-        """Return by table the rows of the only open microbatch and the gradient of each."""
-        [lookups] = self._lookups.values()
-        sums = {
-            table: ArenaRows(rows.values.new_zeros(len(rows), rows.values.shape[1]), rows.state)
-            for table, rows in lookups.rows.items()
-        }
-        lookups.update(sums, RowRule(name="sum"))
-        by_table = lookups.batch.lookups
-        return {table: (by_table[table].rows, rows.values) for table, rows in sums.items()}
 
     def forward(self, sparse: KeyedJaggedTensor) -> KeyedTensor:
         """Pool the rows of each bag and return the vector of each sample's bag.
