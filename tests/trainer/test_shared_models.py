@@ -194,8 +194,8 @@ def test_model_without_top_layers_is_refused(name: str, module: Any) -> None:
 
 def test_wide_deep_with_rows_of_one_number_is_refused() -> None:
     message = (
-        "embedding_dim must be at least 2 for wide_deep, got 1; raise it, for the first number of "
-        "a row is the wide part's"
+        "embedding_dim must be at least 2 for wide_deep, got 1; raise it: the first number of a "
+        "row is the weight of the wide part"
     )
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         TrainConfig(model=ModelConfig(name="wide_deep"), embedding_dim=1)
