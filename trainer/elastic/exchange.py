@@ -220,15 +220,9 @@ class Exchange:
         self._group.leave()
 
     def total(
-<<<<<<< HEAD
-        self, agreement: Agreement, tree: Tree[Partial], shape: SumsShape
-    ) -> tuple[Partial, torch.Tensor]:
-        """Return the sum over all microbatches of a step, and its message.
-=======
         self, agreement: Agreement, tree: Tree[PartialSums], shape: SumsShape
     ) -> tuple[PartialSums, torch.Tensor]:
-        """Return the sum of all leaves of a step, and that as a message.
->>>>>>> 1385693 (Reword the step, the sums of gradients, shutdown and the watchdog; move the sums to gradient_sums.py)
+        """Return the sum over all microbatches of a step, and its message.
 
         Args:
             agreement: of the step.

@@ -182,28 +182,13 @@ class SumsShape:
     dtype: torch.dtype
 
 
-<<<<<<< HEAD
-def pack_sums(held: Mapping[Node, Partial], shape: SumsShape) -> torch.Tensor:
+def pack_sums(held: Mapping[Node, PartialSums], shape: SumsShape) -> torch.Tensor:
     """Return sums, by node of the tree, as (n,) uint8."""
     header = np.zeros((len(held), _HEADER_WORDS), np.int64)
     fields: list[torch.Tensor] = []
     for words, (node, value) in zip(header, held.items(), strict=True):
         words[:3] = node.level, node.number, len(value.rows.rows)
         words[3:] = np.array([value.loss, value.weight]).view(np.int64)
-=======
-def pack_sums(held: Mapping[Node, PartialSums], shape: SumsShape) -> torch.Tensor:
-    """Return sums as (n,) uint8.
-
-    Args:
-        held: sums by node of the tree.
-        shape: of the step.
-    """
-    head = np.zeros((len(held), _HEAD), np.int64)
-    pieces: list[torch.Tensor] = []
-    for place, (node, value) in zip(head, held.items(), strict=True):
-        place[:3] = node.level, node.number, len(value.rows.rows)
-        place[3:] = np.array([value.loss, value.weight]).view(np.int64)
->>>>>>> 1385693 (Reword the step, the sums of gradients, shutdown and the watchdog; move the sums to gradient_sums.py)
         bits = np.zeros(shape.num_rows, bool)
         bits[value.rows.rows.numpy()] = True
         fields += [value.dense, torch.from_numpy(np.packbits(bits)), value.rows.sums]
@@ -211,54 +196,28 @@ def pack_sums(held: Mapping[Node, PartialSums], shape: SumsShape) -> torch.Tenso
     return torch.cat([_padded_bytes(field) for field in (count, torch.from_numpy(header), *fields)])
 
 
-<<<<<<< HEAD
-def unpack_sums(message: torch.Tensor, shape: SumsShape) -> dict[Node, Partial]:
-    """Return the sums of a message of `pack_sums`; they share its memory.
-=======
 def unpack_sums(message: torch.Tensor, shape: SumsShape) -> dict[Node, PartialSums]:
-    """Return the sums of a message; they share its memory.
-
-    Args:
-        message: what `pack` returned.
-        shape: of the step.
->>>>>>> 1385693 (Reword the step, the sums of gradients, shutdown and the watchdog; move the sums to gradient_sums.py)
+    """Return the sums of a message of `pack_sums`; they share its memory.
 
     Raises:
         ValueError: the message is of another step or model.
     """
-<<<<<<< HEAD
     reader = _FieldReader(message)
     [count] = reader.read(1, torch.int64).tolist()
     header = reader.read(count * _HEADER_WORDS, torch.int64).view(count, _HEADER_WORDS).numpy()
-    sums: dict[Node, Partial] = {}
+    sums: dict[Node, PartialSums] = {}
     for level, number, num_rows, *_ in header.tolist():
         loss, weight = header[len(sums), 3:].copy().view(np.float64).tolist()
         dense = reader.read(shape.num_parameters, shape.dtype)
         bits = reader.read(-(-shape.num_rows // 8), torch.uint8).numpy()
-=======
-    pieces = _Pieces(message)
-    [count] = pieces.take(1, torch.int64).tolist()
-    head = pieces.take(count * _HEAD, torch.int64).view(count, _HEAD).numpy()
-    found: dict[Node, PartialSums] = {}
-    for level, number, num_rows, *_ in head.tolist():
-        loss, weight = head[len(found), 3:].copy().view(np.float64).tolist()
-        dense = pieces.take(shape.num_parameters, shape.dtype)
-        bits = pieces.take(-(-shape.num_rows // 8), torch.uint8).numpy()
->>>>>>> 1385693 (Reword the step, the sums of gradients, shutdown and the watchdog; move the sums to gradient_sums.py)
         rows = np.flatnonzero(np.unpackbits(bits, count=shape.num_rows)).astype(np.int32)
         if len(rows) != num_rows:
             raise ValueError(
                 f"message must have the rows of the step, got {len(rows)} bits for {num_rows} rows"
             )
-<<<<<<< HEAD
         row_sums = reader.read(num_rows * shape.dim, shape.dtype).view(num_rows, shape.dim)
-        sums[Node(level, number)] = Partial(
+        sums[Node(level, number)] = PartialSums(
             loss=loss, weight=weight, dense=dense, rows=RowSums(torch.from_numpy(rows), row_sums)
-=======
-        sums = pieces.take(num_rows * shape.dim, shape.dtype).view(num_rows, shape.dim)
-        found[Node(level, number)] = PartialSums(
-            loss=loss, weight=weight, dense=dense, rows=RowSums(torch.from_numpy(rows), sums)
->>>>>>> 1385693 (Reword the step, the sums of gradients, shutdown and the watchdog; move the sums to gradient_sums.py)
         )
     reader.check_end()
     return sums

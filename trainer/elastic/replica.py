@@ -110,15 +110,9 @@ class StepCompute:
 
     def __enter__(self) -> StepCompute:
         """Start threads."""
-<<<<<<< HEAD
         parts, enter = self._context.parts, self._stack.enter_context
-        self._work = enter(LeafWork(parts.model, parts.embedding, self._context.kernels))
+        self._work = enter(MicrobatchWorker(parts.model, parts.embedding, self._context.kernels))
         self._reader = enter(ReadAhead(self._context.read))
-=======
-        parts, enter = self._setting.parts, self._stack.enter_context
-        self._work = enter(MicrobatchWorker(parts.model, parts.embedding, self._setting.kernels))
-        self._ahead = enter(ReadAhead(self._setting.read))
->>>>>>> 1385693 (Reword the step, the sums of gradients, shutdown and the watchdog; move the sums to gradient_sums.py)
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -135,19 +129,11 @@ class StepCompute:
         """Start to read microbatches of a later step."""
         self._reader.prefetch(train_step, microbatches)
 
-<<<<<<< HEAD
-    def compute(self, train_step: int, microbatches: range) -> Tree[Partial]:
+    def compute(self, train_step: int, microbatches: range) -> Tree[PartialSums]:
         """Open the rows of a step, compute microbatches, and return their sums."""
         clock = self._context.clock
         self._injector.trigger("start", train_step)
         opened = self._open_rows(train_step, microbatches)
-=======
-    def compute(self, train_step: int, run: range) -> Tree[PartialSums]:
-        """Open the rows of a step, compute some of its leaves, and return their sums."""
-        clock = self._setting.clock
-        self._injector.at("start", train_step)
-        leaves = self._opened(train_step, run)
->>>>>>> 1385693 (Reword the step, the sums of gradients, shutdown and the watchdog; move the sums to gradient_sums.py)
         start = clock()
         with self._timer("backward"):
             tree = self._work.compute(opened)
@@ -159,49 +145,29 @@ class StepCompute:
         self._injector.trigger("computed", train_step)
         return tree
 
-<<<<<<< HEAD
-    def compute_more(self, train_step: int, microbatches: range, tree: Tree[Partial]) -> None:
+    def compute_more(self, train_step: int, microbatches: range, tree: Tree[PartialSums]) -> None:
         """Add the sums of more microbatches of the step in flight to a tree."""
-=======
-    def also(self, train_step: int, run: range, tree: Tree[PartialSums]) -> None:
-        """Compute more leaves of the step in flight into its sums."""
->>>>>>> 1385693 (Reword the step, the sums of gradients, shutdown and the watchdog; move the sums to gradient_sums.py)
         with self._timer("read"):
             opened = self._reader.call(train_step, microbatches)
         with self._timer("backward"):
             self._context.parts.embedding.add(opened)
             self._work.compute(opened, tree)
 
-<<<<<<< HEAD
-    def empty_tree(self, train_step: int) -> Tree[Partial]:
+    def empty_tree(self, train_step: int) -> Tree[PartialSums]:
         """Return sums of a step without any microbatch."""
         return self._work.tree(self._context.num_microbatches(train_step))
-=======
-    def anew(self, train_step: int) -> Tree[PartialSums]:
-        """Return sums of a step without a leaf yet."""
-        return self._work.tree(self._setting.num_leaves(train_step))
->>>>>>> 1385693 (Reword the step, the sums of gradients, shutdown and the watchdog; move the sums to gradient_sums.py)
 
     def open(self, train_step: int) -> None:
         """Open the rows of a step that others have computed, unless they are open."""
         if not self._is_open(train_step):
             self._open_rows(train_step, NO_MICROBATCHES)
 
-<<<<<<< HEAD
-    def update(self, total: Partial) -> None:
+    def update(self, total: PartialSums) -> None:
         """Update model and rows with the sum over all microbatches of the step in flight."""
         parts = self._context.parts
         with self._timer("update"):
-            update_by(total, self._work, parts.embedding, parts.optimizer)
-        self.reset()
-=======
-    def update(self, total: PartialSums) -> None:
-        """Update all that is trained by the sum of all leaves of the step in flight."""
-        parts = self._setting.parts
-        with self._timer("update"):
             update_from_sums(total, self._work, parts.embedding, parts.optimizer)
-        self.forget()
->>>>>>> 1385693 (Reword the step, the sums of gradients, shutdown and the watchdog; move the sums to gradient_sums.py)
+        self.reset()
 
     def reset(self) -> None:
         """Drop the step in flight."""

@@ -89,13 +89,8 @@ def run_replica(
     config = job.train
     watchdog = Watchdog(replica_limits(config.limits), rank=str(options.number))
     watchdog.write_to(run)
-<<<<<<< HEAD
-    with ExitStack() as stack, told(f"{name} stopped before a step"):
+    with ExitStack() as stack, resume_hint(f"{name} stopped before a step"):
         stack.enter_context(report_lost_rows(run, rendezvous.lighthouse))
-=======
-    with ExitStack() as stack, resume_hint(f"{me} stopped before a step"):
-        stack.enter_context(report_lost_rows(run, together.lighthouse))
->>>>>>> 1385693 (Reword the step, the sums of gradients, shutdown and the watchdog; move the sums to gradient_sums.py)
         stack.enter_context(watchdog)
         drain.on_request = watchdog.drain
         starting = stack.enter_context(ExitStack())
@@ -140,37 +135,21 @@ def run_replica(
             except BehindError as error:
                 if replica.followed or shared is None:
                     raise
-<<<<<<< HEAD
                 raise RowsLostError(f"{error}; no replica is ahead of this one") from error
             if outcome is None:
-                with told(f"{name} stopped after the last step"):
+                with resume_hint(f"{name} stopped after the last step"):
                     finish_run(
                         replica, lambda: _finish(context, checkpoints, drain, watchdog), drain
                     )
-=======
-                raise RowsLostError(f"{error}; nobody is ahead of this replica") from error
-            if left is None:
-                with resume_hint(f"{me} stopped after the last step"):
-                    finish = _finishing(setting, saves, drain, watchdog)
-                    finish_run(replica, finish, drain)
->>>>>>> 1385693 (Reword the step, the sums of gradients, shutdown and the watchdog; move the sums to gradient_sums.py)
                 return
         if outcome.saves:  # after leaving the context: no replica waits for this one
             replica.write_log()
             with watchdog(SAVE):
-<<<<<<< HEAD
                 checkpoints.finish(replica.step)
             if outcome.trouble:
                 raise SchemaError(outcome.trouble)
         others = "the others continue" if outcome.others_continue else f"resume {run} with --resume"
-        with told(f"{name} stopped at step {replica.step}; {others}"):
-=======
-                saves.finish(replica.step)
-            if left.trouble:
-                raise SchemaError(left.trouble)
-        goes_on = "the others go on" if left.alone else f"{run} goes on with --resume"
-        with resume_hint(f"{me} stopped at step {replica.step}; {goes_on}"):
->>>>>>> 1385693 (Reword the step, the sums of gradients, shutdown and the watchdog; move the sums to gradient_sums.py)
+        with resume_hint(f"{name} stopped at step {replica.step}; {others}"):
             drain.check()
 
 
