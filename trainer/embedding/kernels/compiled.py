@@ -1,4 +1,4 @@
-"""The kernels in C++: compiled on first use, called through ctypes.
+"""The kernels in C++: built with the package or on first use, called through ctypes.
 
 The libraries call no function of torch or Python: they receive addresses, so that one call of the
 compiler builds them, without headers or a build system. OpenMP is the copy that torch has loaded.
