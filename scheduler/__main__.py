@@ -60,7 +60,29 @@ def build_parser() -> argparse.ArgumentParser:
     """Return the parser of all commands."""
     parser = ArgumentParser(prog="python -m scheduler", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
-    command = commands.add_parser("fit", help="fit a throughput model for each job of a CSV file")
+    for name, (summary, add_arguments, run) in COMMANDS.items():
+        command = commands.add_parser(name, help=summary)
+        add_arguments(command)
+        command.add_argument("--json", action="store_true", help="one JSON object on stdout")
+        command.set_defaults(run=run)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; user errors are reported as one line on stderr.
+
+    Returns:
+        0, or 1 on an error; of `retrain` also 3 if a day was refused, and 143 if it was stopped.
+    """
+    arguments = build_parser().parse_args(argv)
+    try:
+        return arguments.run(arguments) or 0
+    except (SchemaError, PlanError, ValueError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+
+
+def _add_fit_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("measurements", type=Path, metavar="MEASUREMENTS.csv")
     command.add_argument(
         "--holdout",
@@ -69,9 +91,20 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="COLUMN=VALUE,...",
         help="rows to predict instead; a value may start with >=, <=, > or <; may be repeated",
     )
-    command.add_argument("--json", action="store_true", help="one JSON object on stdout")
-    command.set_defaults(run=_fit)
-    command = commands.add_parser("plan", help="sizes of both pools, cost, time, memory, reasons")
+
+
+def _fit(arguments: argparse.Namespace) -> None:
+    fits = fit_file(arguments.measurements, arguments.holdout)
+    if arguments.json:
+        print(json.dumps(asdict(fits)))
+        return
+    for job, fit in fits.jobs.items():
+        print(fit_summary(job, fit))
+    if fits.num_skipped:
+        print(f"skipped {fits.num_skipped} rows without a speed", file=sys.stderr)
+
+
+def _add_plan_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("job", type=Path, metavar="JOB", help="job file")
     command.add_argument("--dataset", type=Path, help="dataset with the sizes of the data")
     command.add_argument(
@@ -81,12 +114,49 @@ def build_parser() -> argparse.ArgumentParser:
     )
     command.add_argument(ALLOW_OUTSIDE, action="store_true", help=ALLOW_OUTSIDE_HELP)
     command.add_argument("--explain", action="store_true", help="print a table and the reasons")
-    command.add_argument("--json", action="store_true", help="one JSON object on stdout")
-    command.set_defaults(run=_plan)
-    command = commands.add_parser("simulate", help="compare policies on a trace, with faults")
-    simulation.add_arguments(command)
-    command.set_defaults(run=_simulate)
-    command = commands.add_parser("run", help="start the pools of all jobs, and adjust them")
+
+
+def _plan(arguments: argparse.Namespace) -> None:
+    snapshot = take_snapshot(
+        arguments.job,
+        arguments.dataset,
+        arguments.history,
+        allow_outside=arguments.allow_outside,
+    )
+    config, changes = _limited_schedule(snapshot)
+    for line in changes:
+        _progress(line)
+    decision = plan(snapshot, config)
+    if arguments.json:
+        print(json.dumps(plan_to_json(snapshot, config, decision)))
+    if arguments.explain:
+        # With --json the table goes to stderr.
+        Console(stderr=arguments.json).print(explain_plan(snapshot, config, decision))
+    elif not arguments.json:
+        print(plan_summary(decision))
+
+
+def _limited_schedule(snapshot: Snapshot) -> tuple[ScheduleConfig, tuple[str, ...]]:
+    """Return the schedule with the limits of where it runs, and a line per change."""
+    declared = snapshot.job.schedule
+    if declared.driver == "kubernetes":
+        return cluster_schedule(declared), ()
+    budget = fill_budget(declared.budget, machine_budget())
+    return machine_schedule(snapshot, budget, shares_cores=budget.cpus != declared.budget.cpus)
+
+
+def _simulate(arguments: argparse.Namespace) -> None:
+    comparison = simulation.run(arguments)
+    for note in simulation.notes(comparison):
+        _progress(note)
+    if arguments.json:
+        print(json.dumps(simulation.to_json(comparison)))
+        return
+    for line in simulation.summary_lines(comparison):
+        print(line)
+
+
+def _add_run_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("jobs", type=Path, nargs="+", metavar="JOB", help="job files")
     command.add_argument(
         "--input",
@@ -128,100 +198,6 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="PORT|off",
         help="port of the status page on loopback; default: any free port",
     )
-    command.add_argument("--json", action="store_true", help="one JSON object on stdout")
-    command.set_defaults(run=_run)
-    command = commands.add_parser(
-        "retrain", help="one day: append, train, evaluate, gate, promote or roll back"
-    )
-    retraining.add_arguments(command)
-    command.set_defaults(run=_retrain)
-    command = commands.add_parser("status", help="show what a scheduler does or did")
-    command.add_argument("folder", type=Path, metavar="FOLDER", help="--output of the scheduler")
-    command.add_argument(
-        "--serve",
-        type=port_of,
-        nargs="?",
-        const=0,
-        metavar="PORT",
-        help="serve the status page on loopback until ^C; default: any free port",
-    )
-    command.add_argument("--json", action="store_true", help="one JSON object on stdout")
-    command.set_defaults(run=_status)
-    command = commands.add_parser("replay", help="compute the same decisions from a log's events")
-    command.add_argument("log", type=Path, metavar="LOG", help="log of a scheduler")
-    command.add_argument("--json", action="store_true", help="one JSON object on stdout")
-    command.set_defaults(run=_replay)
-    command = commands.add_parser(
-        "doctor", help="report what this machine lacks, and how to fix it"
-    )
-    doctor.add_arguments(command)
-    command.set_defaults(run=_doctor)
-    return parser
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; user errors are reported as one line on stderr.
-
-    Returns:
-        0, or 1 on an error; of `retrain` also 3 if a day was refused, and 143 if it was stopped.
-    """
-    arguments = build_parser().parse_args(argv)
-    try:
-        return arguments.run(arguments) or 0
-    except (SchemaError, PlanError, ValueError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-
-
-def _fit(arguments: argparse.Namespace) -> None:
-    fits = fit_file(arguments.measurements, arguments.holdout)
-    if arguments.json:
-        print(json.dumps(asdict(fits)))
-        return
-    for job, fit in fits.jobs.items():
-        print(fit_summary(job, fit))
-    if fits.num_skipped:
-        print(f"skipped {fits.num_skipped} rows without a speed", file=sys.stderr)
-
-
-def _plan(arguments: argparse.Namespace) -> None:
-    snapshot = take_snapshot(
-        arguments.job,
-        arguments.dataset,
-        arguments.history,
-        allow_outside=arguments.allow_outside,
-    )
-    config, changes = _limited_schedule(snapshot)
-    for line in changes:
-        _progress(line)
-    decision = plan(snapshot, config)
-    if arguments.json:
-        print(json.dumps(plan_to_json(snapshot, config, decision)))
-    if arguments.explain:
-        # With --json the table goes to stderr.
-        Console(stderr=arguments.json).print(explain_plan(snapshot, config, decision))
-    elif not arguments.json:
-        print(plan_summary(decision))
-
-
-def _limited_schedule(snapshot: Snapshot) -> tuple[ScheduleConfig, tuple[str, ...]]:
-    """Return the schedule with the limits of where it runs, and a line per change."""
-    declared = snapshot.job.schedule
-    if declared.driver == "kubernetes":
-        return cluster_schedule(declared), ()
-    budget = fill_budget(declared.budget, machine_budget())
-    return machine_schedule(snapshot, budget, shares_cores=budget.cpus != declared.budget.cpus)
-
-
-def _simulate(arguments: argparse.Namespace) -> None:
-    comparison = simulation.run(arguments)
-    for note in simulation.notes(comparison):
-        _progress(note)
-    if arguments.json:
-        print(json.dumps(simulation.to_json(comparison)))
-        return
-    for line in simulation.summary_lines(comparison):
-        print(line)
 
 
 def _run(arguments: argparse.Namespace) -> None:
@@ -287,6 +263,18 @@ def _retrain(arguments: argparse.Namespace) -> int:
     return outcome.status
 
 
+def _add_status_arguments(command: argparse.ArgumentParser) -> None:
+    command.add_argument("folder", type=Path, metavar="FOLDER", help="--output of the scheduler")
+    command.add_argument(
+        "--serve",
+        type=port_of,
+        nargs="?",
+        const=0,
+        metavar="PORT",
+        help="serve the status page on loopback until ^C; default: any free port",
+    )
+
+
 def _status(arguments: argparse.Namespace) -> None:
     board = board_of(arguments.folder)
     view = board.view()
@@ -299,6 +287,10 @@ def _status(arguments: argparse.Namespace) -> None:
             threading.Event().wait()
     elif not arguments.json:
         _print_wide(render(view, PRINTED, PRINTED))
+
+
+def _add_replay_arguments(command: argparse.ArgumentParser) -> None:
+    command.add_argument("log", type=Path, metavar="LOG", help="log of a scheduler")
 
 
 def _replay(arguments: argparse.Namespace) -> None:
@@ -324,6 +316,23 @@ def _doctor(arguments: argparse.Namespace) -> None:
             print(format_finding(finding))
     if missing := [finding.name for finding in findings if finding.state == "lacks"]:
         raise PlanError(f"machine lacks {', '.join(missing)}; see the findings")
+
+
+COMMANDS = {
+    "fit": ("fit a throughput model for each job of a CSV file", _add_fit_arguments, _fit),
+    "plan": ("sizes of both pools, cost, time, memory, reasons", _add_plan_arguments, _plan),
+    "simulate": ("compare policies on a trace, with faults", simulation.add_arguments, _simulate),
+    "run": ("start the pools of all jobs, and adjust them", _add_run_arguments, _run),
+    "retrain": (
+        "one day: append, train, evaluate, gate, promote or roll back",
+        retraining.add_arguments,
+        _retrain,
+    ),
+    "status": ("show what a scheduler does or did", _add_status_arguments, _status),
+    "replay": ("compute the same decisions from a log's events", _add_replay_arguments, _replay),
+    "doctor": ("report what this machine lacks, and how to fix it", doctor.add_arguments, _doctor),
+}
+"""Summary, function that adds the arguments, and function that runs, of each command."""
 
 
 if __name__ == "__main__":

@@ -47,7 +47,6 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
         choices=PARTS,
         help="optional part that is needed; may be repeated",
     )
-    command.add_argument("--json", action="store_true", help="one JSON object on stdout")
 
 
 def machine_of(

@@ -166,7 +166,6 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument(SINGLE_WRITER, action="store_true", help=SINGLE_WRITER_HELP)
     command.add_argument(ALLOW_OUTSIDE, action="store_true", help=ALLOW_OUTSIDE_HELP)
     command.add_argument("--list", action="store_true", help="list all runs")
-    command.add_argument("--json", action="store_true", help="one JSON object on stdout")
 
 
 def read_log_state(arguments: argparse.Namespace) -> State:

@@ -191,7 +191,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for field in fields(Knobs):
         option = f"--{field.name.replace('_', '-')}"
         parser.add_argument(option, type=float, default=field.default, help="see docs/simulator.md")
-    parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
 
 
 def run(arguments: argparse.Namespace) -> Comparison:

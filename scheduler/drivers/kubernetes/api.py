@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Generator, Mapping
-from contextlib import closing, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -153,7 +153,7 @@ class Api:
             "allowWatchBookmarks": "true",
             "timeoutSeconds": str(WATCH_SEC),
         }
-        with _Errors():
+        with _converted_errors():
             response = self._send("GET", self._pods, query, read_sec=WATCH_SEC + 10, whole=False)
         self._open = response
         return _events(response)
@@ -176,7 +176,7 @@ class Api:
         body: Mapping[str, Any] | None = None,
         content: str = "application/json",
     ) -> Any:
-        with _Errors():
+        with _converted_errors():
             return self._send(method, path, query or {}, body, content)
 
     def _send(
@@ -204,21 +204,18 @@ class Api:
         )
 
 
-class _Errors:
-    """Context that converts errors of the client into ours."""
-
-    def __enter__(self) -> None:
-        """Enter the context."""
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        """Convert an error."""
-        if isinstance(error, ApiException):
-            status, message = int(error.status or 0), _message(error)
-            if status in (0, 401, 429) or status >= 500:  # 401: the token is being renewed
-                raise UnreachableError(message) from error
-            raise RefusedError(status, message) from error
-        if isinstance(error, (urllib3.exceptions.HTTPError, OSError, json.JSONDecodeError)):
-            raise UnreachableError(_cause(error)) from error
+@contextmanager
+def _converted_errors() -> Generator[None]:
+    """Convert errors of the client into ours."""
+    try:
+        yield
+    except ApiException as error:
+        status, message = int(error.status or 0), _message(error)
+        if status in (0, 401, 429) or status >= 500:  # 401: the token is being renewed
+            raise UnreachableError(message) from error
+        raise RefusedError(status, message) from error
+    except (urllib3.exceptions.HTTPError, OSError, json.JSONDecodeError) as error:
+        raise UnreachableError(_cause(error)) from error
 
 
 def _cause(error: Exception) -> str:
@@ -235,7 +232,7 @@ def _message(error: ApiException) -> str:
 
 
 def _events(response: urllib3.HTTPResponse) -> Generator[tuple[str, dict[str, Any]]]:
-    with _Errors(), closing(response):
+    with _converted_errors(), closing(response):
         for line in _lines(response):
             event: Any = json.loads(line)
             if event["type"] == "ERROR":
