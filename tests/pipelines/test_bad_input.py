@@ -170,7 +170,7 @@ def test_file_with_one_byte_changed_ends_the_build_or_loses_a_row_group(tmp_path
     build(request(job, tmp_path / "log", tmp_path / "dataset"))
     rejects = rejects_of(tmp_path / "dataset")
     assert [r["file"] for r in rejects] == ["log-0.parquet"]
-    assert "must be readable, got" in str(rejects[0]["reason"])
+    assert "could not be read, got" in str(rejects[0]["reason"])
 
 
 def test_log_without_a_usable_file_is_refused_with_the_first_reason(tmp_path: Path) -> None:
