@@ -1,6 +1,7 @@
-"""Delete samples.
+"""Delete samples logically: `pipelines erase --ids`.
 
-Their positions are recorded in the root manifest, and no data file is touched.
+Their positions are written to a file of tombstones, which the root manifest names; no data file
+changes. The module also finds and removes expired rejects and late events.
 """
 
 from __future__ import annotations
@@ -40,20 +41,75 @@ from schemas.layout import ANOMALIES, FILES
 from schemas.manifest import read_dataset, read_segment, replace_bytes, write_manifest
 
 ROLES = ("kept", "sparse")
-"""Roles of the columns that may hold ids; the session key may have any."""
+"""Roles of columns that may hold ids; the session key may have any role."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EraseRequest:
+    """The arguments of a deletion.
+
+    Attributes:
+        dataset: directory of the dataset.
+        ids: text or Parquet file.
+        column: column that holds the ids; the session key when None.
+        at: current time, UTC.
+    """
+
+    dataset: Path
+    ids: Path
+    column: str | None
+    at: datetime
+
+
+def erase(request: EraseRequest) -> dict[str, Any]:
+    """Give all samples with one of some ids weight 0, for all readers that open the dataset later.
+
+    A repeated call changes nothing.
+
+    Returns:
+        `column`, `num_ids`; `num_samples`, samples with one of the ids; `num_tombstones`, deleted
+        samples of the dataset, including earlier ones; `segments` with their number of tombstones.
+
+    Raises:
+        SchemaError: the dataset, the column or the file of ids is not valid.
+    """
+    while True:
+        dataset = open_dataset(request.dataset)
+        column = id_column(dataset, request.column)
+        ids = read_ids(request.ids, column, id_type(dataset, column))
+        new = find_tombstones(dataset, column, ids, request.at)
+        old = read_tombstones(dataset.directory, dataset.manifest.tombstones_sha256)
+        table = merge_tombstones([old, new])
+        if replace_tombstones(dataset, table):
+            break
+    return {
+        "column": column,
+        "num_ids": len(ids),
+        "num_samples": new.num_rows,
+        "num_tombstones": count_samples(table),
+        "segments": {
+            name: count_samples(table.filter(pc.equal(table["segment"], name)))
+            for name in sorted(set(table["segment"].to_pylist()))
+        },
+    }
+
+
+def count_samples(table: pa.Table) -> int:
+    """Return the number of samples with a tombstone; a sample may have several."""
+    return table.group_by(["segment", "block", "sample_index"]).aggregate([]).num_rows
 
 
 def id_column(dataset: Dataset, name: str | None) -> str:
-    """Return the column that ids are values of: the session key when none is named.
+    """Return the column that holds the ids, by default the session key.
 
     Raises:
-        SchemaError: there is no such column, or it holds no ids.
+        SchemaError: there is no such column, or its role does not allow ids.
     """
     key = dataset.job.data.session.key
     allowed = [f.name for f in dataset.features.features if f.role in ROLES or f.name == key]
     if name is not None and name not in allowed:
         raise SchemaError(
-            f"--column must name the session key, or a kept or sparse column, got {name!r}; "
+            f"--column must be the session key, or a kept or sparse column, got {name!r}; "
             f"{suggest_name(name, allowed)}"
         )
     return name or key
@@ -63,7 +119,7 @@ def id_type(dataset: Dataset, column: str) -> pa.DataType:
     """Return the type of the values of a column.
 
     Raises:
-        SchemaError: it holds neither whole numbers nor texts.
+        SchemaError: the values are neither integers nor strings.
     """
     kind = type_from_name(column_types(dataset)[column])
     value = kind.value_type if is_list(kind) else kind
@@ -76,27 +132,27 @@ def id_type(dataset: Dataset, column: str) -> pa.DataType:
 
 
 def read_ids(path: Path, column: str, kind: pa.DataType) -> pa.Array:
-    """Read the ids of a text file, one a line, or of a Parquet file; each once, ascending.
+    """Read the distinct ids of a file, in ascending order.
 
     Args:
-        path: text, or Parquet when it ends in `.parquet`: its column of that name, or its only one.
-        column: what they are values of.
-        kind: a type of whole numbers, or string.
+        path: a text file with one id per line, or a `.parquet` file with a column of the given name
+            or a single column.
+        column: column of the dataset that holds the ids.
+        kind: type of its values.
 
     Raises:
-        SchemaError: the file cannot be read, or a value is not of the type.
+        SchemaError: the file cannot be read, or a value does not have the type.
     """
     values = _parquet_ids(path, column) if path.suffix == ".parquet" else _text_ids(path)
     try:
-        found = values.drop_null().cast(kind)
+        ids = pc.unique(values.drop_null().cast(kind))
     except pa.ArrowInvalid as error:
         raise SchemaError(
             f"ids must be values of {column!r}, which is {kind}, got another one: {error}; "
             "correct the file, or name another --column",
             file=str(path),
         ) from error
-    distinct = pc.unique(found)
-    return distinct.take(pc.sort_indices(distinct))
+    return ids.take(pc.sort_indices(ids))
 
 
 def _text_ids(path: Path) -> pa.Array:
@@ -110,13 +166,13 @@ def _text_ids(path: Path) -> pa.Array:
 def _parquet_ids(path: Path, column: str) -> pa.Array:
     try:
         names = pq.read_schema(path).names
-        wanted = names[0] if len(names) == 1 else column
-        if wanted not in names:
+        name = names[0] if len(names) == 1 else column
+        if name not in names:
             raise SchemaError(
-                f"ids must stand in a column {column!r}, got {', '.join(names)}; rename it",
+                f"file of ids has no column {column!r}, but {', '.join(names)}; rename one",
                 file=str(path),
             )
-        return one_chunk(pq.read_table(path, columns=[wanted])[wanted])
+        return one_chunk(pq.read_table(path, columns=[name])[name])
     except (OSError, pa.ArrowInvalid) as error:
         raise SchemaError(
             f"ids must be readable as Parquet, got {error}", file=str(path)
@@ -124,11 +180,11 @@ def _parquet_ids(path: Path, column: str) -> pa.Array:
 
 
 def contains_any(values: pa.Array, ids: pa.Array) -> NDArray[np.bool_]:
-    """Tell which samples hold one of some ids: as their value, or in their list.
+    """Return which values of a column equal one of some ids, or, for lists, contain one.
 
     Args:
-        values: of a column, one per sample.
-        ids: of the type of the values.
+        values: a value or list per sample.
+        ids: ids of the type of the values.
 
     Example:
         >>> holding(pa.array([[1, 2], [], None, [3]], pa.large_list(pa.int64())), pa.array([2, 3]))
@@ -143,24 +199,24 @@ def contains_any(values: pa.Array, ids: pa.Array) -> NDArray[np.bool_]:
 
 
 def find_tombstones(dataset: Dataset, column: str, ids: pa.Array, at: datetime) -> pa.Table:
-    """Return a tombstone for each sample that holds one of some ids.
+    """Return a tombstone for each sample with one of some ids.
 
     Args:
         dataset: an open dataset.
-        column: what the ids are values of.
-        ids: of the type of its values.
-        at: when they are forgotten, UTC.
+        column: column that holds the ids.
+        ids: ids of the type of its values.
+        at: time of the deletion, UTC.
     """
-    found = [
-        _of_row_group(segment, file_index, row_group, dataset.job.data, column, ids, at)
+    tombstones = [
+        _find_in_row_group(segment, file_index, row_group, dataset.job.data, column, ids, at)
         for segment in dataset.segments
         if column in segment.manifest.columns
         for file_index, row_group in row_groups(segment)
     ]
-    return merge_tombstones(found)
+    return merge_tombstones(tombstones)
 
 
-def _of_row_group(
+def _find_in_row_group(
     segment: Segment,
     file_index: int,
     row_group: int,
@@ -177,11 +233,11 @@ def _of_row_group(
     samples = segment.column("num_samples")
     first = int(samples[in_file & (group < row_group)].sum())
     starts = offsets_of(samples[chosen])[:-1]
-    place = np.searchsorted(starts, rows, side="right") - 1
+    block_index = np.searchsorted(starts, rows, side="right") - 1
     columns = {
         "segment": np.full(len(rows), segment.manifest.id),
-        "block": segment.block_ids[chosen][place],
-        "sample_index": rows - starts[place],
+        "block": segment.block_ids[chosen][block_index],
+        "sample_index": rows - starts[block_index],
         "file_row": rows + first,
         "reason": np.full(len(rows), column),
     }
@@ -194,12 +250,7 @@ DIRECTORIES = ("rejects", "late")
 
 
 def expired_segments(dataset: Dataset, limit: datetime) -> frozenset[str]:
-    """Return the ids of the segments with rejects or late events that were written before a time.
-
-    Args:
-        dataset: open dataset.
-        limit: UTC.
-    """
+    """Return the ids of the segments with rejects or late events written before a time, UTC."""
     return frozenset(
         segment.manifest.id
         for segment in dataset.segments
@@ -215,7 +266,7 @@ def reject_files(segment: Segment) -> Iterator[Path]:
 
 
 def keep_times(segment: Segment, building: Path) -> None:
-    """Let what is left of rejects and late events be as old as the files that they come from."""
+    """Copy the modification times of rejects and late events from a segment to its new version."""
     for old in reject_files(segment):
         new = building / old.relative_to(segment.directory)
         if new.exists():
@@ -223,13 +274,13 @@ def keep_times(segment: Segment, building: Path) -> None:
 
 
 def drop_rejects(building: Path) -> None:
-    """Remove rejects and late events from a segment that is made of links to another's files.
+    """Remove rejects and late events from a segment that consists of links to another's files.
 
-    Its anomalies still show some of the rejects; they are files of its own now, to be written anew.
+    The anomalies, which quote some rejects, become a file of their own, for the caller to rewrite.
     """
     for name in DIRECTORIES:
         shutil.rmtree(building / name, ignore_errors=True)
-    for name in (ANOMALIES, FILES):
+    for name in (ANOMALIES, FILES):  # replaces the links
         replace_bytes(building / name, (building / name).read_bytes())
     entries = read_files(building / FILES)
     kept = [entries[path] for path in sorted(entries) if path.split("/")[0] not in DIRECTORIES]
@@ -239,67 +290,12 @@ def drop_rejects(building: Path) -> None:
     write_manifest(building, replace(manifest, **changed))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EraseRequest:
-    """What is to be forgotten.
-
-    Attributes:
-        dataset: directory of the dataset.
-        ids: text or Parquet file.
-        column: what the ids are values of; the session key when None.
-        at: now, UTC.
-    """
-
-    dataset: Path
-    ids: Path
-    column: str | None
-    at: datetime
-
-
-def erase(request: EraseRequest) -> dict[str, Any]:
-    """Give all samples of some ids weight 0, for every reader that opens the dataset from now on.
-
-    Done again, it changes no byte.
-
-    Returns:
-        `column`, `num_ids`; `num_samples`, those that hold one of the ids; `num_tombstones`, of the
-        dataset, earlier ones included; `segments` with their number of tombstones.
-
-    Raises:
-        SchemaError: the dataset, the column or the file of ids does not fit.
-    """
-    while True:
-        dataset = open_dataset(request.dataset)
-        column = id_column(dataset, request.column)
-        ids = read_ids(request.ids, column, id_type(dataset, column))
-        found = find_tombstones(dataset, column, ids, request.at)
-        before = read_tombstones(dataset.directory, dataset.manifest.tombstones_sha256)
-        table = merge_tombstones([before, found])
-        if replace_tombstones(dataset, table):
-            break
-    return {
-        "column": column,
-        "num_ids": len(ids),
-        "num_samples": found.num_rows,
-        "num_tombstones": count_samples(table),
-        "segments": {
-            name: count_samples(table.filter(pc.equal(table["segment"], name)))
-            for name in sorted(set(table["segment"].to_pylist()))
-        },
-    }
-
-
-def count_samples(table: pa.Table) -> int:
-    """Return how many samples have a tombstone, whatever the number of reasons."""
-    return table.group_by(["segment", "block", "sample_index"]).aggregate([]).num_rows
-
-
-def replace_tombstones(seen: Dataset, table: pa.Table) -> bool:
-    """Put tombstones in force by one replacement of the root, unless that has changed meanwhile."""
-    root = seen.directory
+def replace_tombstones(dataset: Dataset, table: pa.Table) -> bool:
+    """Write tombstones and replace the root; return False if the root has changed."""
+    root = dataset.directory
     with locked(root):
         manifest = read_dataset(root)
-        if manifest != seen.manifest:
+        if manifest != dataset.manifest:
             return False
         sha256 = write_tombstones(root, table)
         if sha256 != manifest.tombstones_sha256:
@@ -310,7 +306,7 @@ def replace_tombstones(seen: Dataset, table: pa.Table) -> bool:
 
 
 def write_tombstones(root: Path, table: pa.Table) -> str | None:
-    """Write the file of some tombstones; return its hash, None when there are none."""
+    """Write a file of tombstones; return its hash, or None if there are no tombstones."""
     if not table.num_rows:
         return None
     data, sha256 = encode_tombstones(table)
@@ -321,10 +317,10 @@ def write_tombstones(root: Path, table: pa.Table) -> str | None:
 
 
 def remove_tombstones(root: Path, kept: set[str | None]) -> None:
-    """Remove files of tombstones but some; who opened the dataset a moment ago reads the last."""
+    """Remove all files of tombstones except those with the given hashes."""
     names = {tombstones_path(sha256) for sha256 in kept if sha256}
     for path in sorted((root / TOMBSTONES).glob("*")):
         if f"{TOMBSTONES}/{path.name}" not in names:
             path.unlink(missing_ok=True)
-    with suppress(OSError):  # there is none, or it is not empty
+    with suppress(OSError):  # it does not exist, or is not empty
         (root / TOMBSTONES).rmdir()

@@ -1,9 +1,9 @@
-"""Recompute everything that a dataset's manifests claim."""
+"""Verify a dataset: recompute the counts, checksums, access lists and next uses."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -39,8 +39,57 @@ from schemas.order import Order
 from schemas.rows import ids_of, rows_of_ids
 
 
+def verify(path: Path) -> dict[str, Any]:
+    """Verify a dataset.
+
+    Returns:
+        `num_samples, num_segments, num_blocks, problems`; without problems, all counts, checksums,
+        tuples, access lists and next uses are correct.
+    """
+    problems: list[str] = []
+    dataset = open_dataset(path)
+    for segment in dataset.segments:
+        problems.extend(f"{segment.manifest.id}/{p}" for p in segment_problems(segment, dataset))
+    sound = not problems
+    problems.extend(type_problems(dataset))
+    for index in dataset.indexes:
+        problems.extend(f"{index.manifest.id}/{p}" for p in index_problems(index, dataset, sound))
+    return {
+        "num_samples": sum(s.manifest.num_samples for s in dataset.segments),
+        "num_segments": len(dataset.segments),
+        "num_blocks": sum(s.manifest.num_blocks for s in dataset.segments),
+        "problems": problems,
+    }
+
+
+def segment_problems(segment: Segment, dataset: Dataset) -> Iterator[str]:
+    """Yield the problems of a segment, one line each."""
+    damaged = find_damaged_files(segment.directory, segment.files)
+    yield from damaged
+    if damaged:
+        return
+    try:
+        load_fitted(dataset.directory, segment.manifest.learned, dataset.job.data)
+        yield from count_problems(segment, dataset)
+        for file_index, row_group in row_groups(segment):
+            place = f"row group {row_group} of part {file_index}"
+            samples = read_joined_row_group(segment, file_index, row_group, dataset.job.data)
+            chosen = _chosen(segment, file_index, row_group)
+            expected = int(segment.column("num_samples")[chosen].sum())
+            if samples.num_rows != expected:
+                yield f"{place}: {samples.num_rows} samples instead of {expected}"
+            yield from _group_problems(segment, dataset, file_index, row_group)
+        yield from _access_problems(segment, dataset)
+    except SchemaError as error:
+        yield str(error)
+
+
+def _chosen(segment: Segment, file_index: int, row_group: int) -> np.ndarray:
+    return (segment.column("file") == file_index) & (segment.column("row_group") == row_group)
+
+
 def count_problems(segment: Segment, dataset: Dataset) -> Iterator[str]:
-    """Yield the claims of a segment's manifest that are not so, one line each."""
+    """Yield a line for each wrong field of a segment's manifest."""
     m = segment.manifest
     groups, tables, columns = stored_counts(segment, dataset)
     claims: dict[str, tuple[object, object]] = {
@@ -54,15 +103,20 @@ def count_problems(segment: Segment, dataset: Dataset) -> Iterator[str]:
         "oracle_bytes": (m.oracle_bytes, _bytes(segment, "access/", "edges/")),
         "columns": (dict(m.columns), columns),
     }
-    for group, found in groups.items():
+    for group, group_counts in groups.items():
         unique = int(segment.num_unique(group).sum())
         claims[num_unique_column(group)] = m.groups[group].num_unique, unique
-        claims[f"groups.{group}"] = asdict(m.groups[group]), asdict(found)
-    for table, found in tables.items():
-        claims[f"tables.{table}"] = asdict(m.tables[table]), asdict(found)
-    for name, (claimed, found) in claims.items():
-        if claimed != found:
-            yield f"MANIFEST.json: {name} is {claimed}, stored are {found}"
+        claims[f"groups.{group}"] = asdict(m.groups[group]), asdict(group_counts)
+    for table, table_counts in tables.items():
+        claims[f"tables.{table}"] = asdict(m.tables[table]), asdict(table_counts)
+    yield from _differences(claims)
+
+
+def _differences(claims: Mapping[str, tuple[object, object]]) -> Iterator[str]:
+    """Yield a line for each field whose value in the manifest differs from the stored value."""
+    for name, (claimed, stored) in claims.items():
+        if claimed != stored:
+            yield f"MANIFEST.json: {name} is {claimed}, stored are {stored}"
 
 
 def _bytes(segment: Segment, *directories: str) -> int:
@@ -70,7 +124,7 @@ def _bytes(segment: Segment, *directories: str) -> int:
 
 
 def num_rejects(segment: Segment) -> int:
-    """Return the rows of a segment's rejects."""
+    """Return the number of stored rejects."""
     paths = [path for path in segment.files if path.startswith("rejects/")]
     return sum(pq.read_metadata(segment.directory / path).num_rows for path in paths)
 
@@ -81,16 +135,15 @@ def stored_counts(
     """Count list values of groups and look-ups of tables, with and without deduplication.
 
     Returns:
-        counts of each group, of each table that the segment knows, and the types of all columns.
+        Counts of each group, of each table of the segment, and the types of all columns.
     """
-    data, absent = dataset.job.data, missing_column_defaults(dataset, segment)
+    data, missing = dataset.job.data, missing_column_defaults(dataset, segment)
     training = set(segment.positions(TRAIN).tolist())
     values, stored_values, unique = Counter[str](), Counter[str](), Counter[str]()
     lookups, stored_lookups = Counter[str](), Counter[str]()
     types: dict[str, str] = {}
     for file_index, row_group in row_groups(segment):
-        chosen = (segment.column("file") == file_index) & (segment.column("row_group") == row_group)
-        is_training = int(np.flatnonzero(chosen)[0]) in training
+        is_training = int(np.flatnonzero(_chosen(segment, file_index, row_group))[0]) in training
         joined = read_joined_row_group(segment, file_index, row_group, data)
         types.update({f.name: type_name(f.type) for f in joined.schema})
         tuples = {g: read_group(segment.file, g, file_index, row_group) for g in data.groups}
@@ -101,7 +154,7 @@ def stored_counts(
                     values[group] += num_values(joined[name])
                     stored_values[group] += num_values(table[name])
         for feature, name in data.table_of_feature.items():
-            if is_training and feature not in absent:
+            if is_training and feature not in missing:
                 owner = tuples.get(data.group_of_column.get(feature, ""), joined)
                 lookups[name] += num_values(joined[feature])
                 stored_lookups[name] += num_values(owner[feature])
@@ -132,87 +185,6 @@ def num_values(column: pa.ChunkedArray) -> int:
     return len(values_of(column)[0])
 
 
-def index_count_problems(
-    index: Index, num_steps: int, table: str, entries: int, rows: int
-) -> Iterator[str]:
-    """Yield the claims of an index's manifest about one table that are not so.
-
-    Args:
-        index: an open index.
-        num_steps: steps of its order.
-        table: name of the table.
-        entries: entries over all steps, as counted.
-        rows: distinct rows, as counted.
-    """
-    m = index.manifest
-    claims = {
-        "num_steps": (m.num_steps, num_steps),
-        f"num_accesses.{table}": (m.num_accesses[table], entries),
-        f"num_rows.{table}": (m.num_rows[table], rows),
-    }
-    for name, (claimed, found) in claims.items():
-        if claimed != found:
-            yield f"MANIFEST.json: {name} is {claimed}, stored are {found}"
-
-
-def type_problems(dataset: Dataset) -> Iterator[str]:
-    """Yield the columns that two segments store as different types."""
-    types = column_types(dataset)
-    for segment in dataset.segments:
-        for name, kind in segment.manifest.columns.items():
-            if kind != types[name]:
-                yield f"{segment.manifest.id}: column {name} is {kind}, elsewhere {types[name]}"
-
-
-def verify(path: Path) -> dict[str, Any]:
-    """Check a dataset from its root down.
-
-    Returns:
-        `num_samples, num_segments, num_blocks, problems`; no problem means that all counts,
-        checksums, tuples, access lists and next uses are what they should be.
-    """
-    problems: list[str] = []
-    dataset = open_dataset(path)
-    for segment in dataset.segments:
-        problems.extend(f"{segment.manifest.id}/{p}" for p in segment_problems(segment, dataset))
-    sound = not problems  # an index is recomputed from segments, so only from sound ones
-    problems.extend(type_problems(dataset))
-    for index in dataset.indexes:
-        problems.extend(f"{index.manifest.id}/{p}" for p in index_problems(index, dataset, sound))
-    return {
-        "num_samples": sum(s.manifest.num_samples for s in dataset.segments),
-        "num_segments": len(dataset.segments),
-        "num_blocks": sum(s.manifest.num_blocks for s in dataset.segments),
-        "problems": problems,
-    }
-
-
-def segment_problems(segment: Segment, dataset: Dataset) -> Iterator[str]:
-    """Yield what is wrong with a segment, one line each."""
-    broken = find_damaged_files(segment.directory, segment.files)
-    yield from broken
-    if broken:
-        return
-    try:
-        load_fitted(dataset.directory, segment.manifest.learned, dataset.job.data)
-        yield from count_problems(segment, dataset)
-        for file_index, row_group in row_groups(segment):
-            place = f"row group {row_group} of part {file_index}"
-            samples = read_joined_row_group(segment, file_index, row_group, dataset.job.data)
-            chosen = _chosen(segment, file_index, row_group)
-            expected = int(segment.column("num_samples")[chosen].sum())
-            if samples.num_rows != expected:
-                yield f"{place}: {samples.num_rows} samples instead of {expected}"
-            yield from _group_problems(segment, dataset, file_index, row_group)
-        yield from _access_problems(segment, dataset)
-    except SchemaError as error:
-        yield str(error)
-
-
-def _chosen(segment: Segment, file_index: int, row_group: int) -> np.ndarray:
-    return (segment.column("file") == file_index) & (segment.column("row_group") == row_group)
-
-
 def _group_problems(
     segment: Segment, dataset: Dataset, file_index: int, row_group: int
 ) -> Iterator[str]:
@@ -235,10 +207,10 @@ def _access_problems(segment: Segment, dataset: Dataset) -> Iterator[str]:
     for name, table in dataset.job.data.tables.items():
         ids, positions = looked_up[name]
         expected = unique_per_block(rows_of_ids(ids, name, table), positions, len(training))
-        found, row_of = read_accesses(dataset, segment, name)
-        rows = row_of[found.values]
-        blocks = np.repeat(np.arange(found.num_rows), found.lengths)
-        same_lengths = np.array_equal(found.offsets, expected.offsets)
+        accesses, row_of = read_accesses(dataset, segment, name)
+        rows = row_of[accesses.values]
+        blocks = np.repeat(np.arange(accesses.num_rows), accesses.lengths)
+        same_lengths = np.array_equal(accesses.offsets, expected.offsets)
         if not same_lengths or not np.array_equal(
             rows[np.lexsort((rows, blocks))], expected.values
         ):
@@ -248,18 +220,18 @@ def _access_problems(segment: Segment, dataset: Dataset) -> Iterator[str]:
 def _training_lookups(
     segment: Segment, dataset: Dataset
 ) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    """Return by table the ids that training samples look up, and their blocks' positions."""
+    """Return for each table the ids that training samples look up, and their blocks' positions."""
     data = dataset.job.data
     first_position = segment.positions(TRAIN)[:1].sum()
     is_training = np.isin(np.arange(segment.blocks.num_rows), segment.positions(TRAIN))
     ids: dict[str, list[np.ndarray]] = {t: [np.empty(0, np.int64)] for t in data.tables}
     positions: dict[str, list[np.ndarray]] = {t: [np.empty(0, np.int64)] for t in data.tables}
-    absent = missing_column_defaults(dataset, segment)
+    defaults = missing_column_defaults(dataset, segment)
     for file_index, row_group in row_groups(segment):
         chosen = np.flatnonzero(_chosen(segment, file_index, row_group))
         if not is_training[chosen[0]]:
             continue
-        samples = read_joined_row_group(segment, file_index, row_group, data, absent)
+        samples = read_joined_row_group(segment, file_index, row_group, data, defaults)
         position = np.repeat(chosen - first_position, segment.column("num_samples")[chosen])
         for feature, table in data.table_of_feature.items():
             values, offsets = values_of(samples[feature])
@@ -268,21 +240,30 @@ def _training_lookups(
     return {t: (np.concatenate(ids[t]), np.concatenate(positions[t])) for t in data.tables}
 
 
+def type_problems(dataset: Dataset) -> Iterator[str]:
+    """Yield a line for each column that two segments store as different types."""
+    types = column_types(dataset)
+    for segment in dataset.segments:
+        for name, kind in segment.manifest.columns.items():
+            if kind != types[name]:
+                yield f"{segment.manifest.id}: column {name} is {kind}, elsewhere {types[name]}"
+
+
 def index_problems(index: Index, dataset: Dataset, sound: bool) -> Iterator[str]:
-    """Yield what is wrong with an index, one line each.
+    """Yield the problems of an index, one line each.
 
     Args:
         index: an open index.
         dataset: its dataset.
-        sound: whether the segments are, so that next uses can be recomputed from them.
+        sound: whether the segments have no problems, so next uses can be recomputed from them.
     """
-    broken = find_damaged_files(index.directory, index.files)
-    yield from broken
+    damaged = find_damaged_files(index.directory, index.files)
+    yield from damaged
     manifest = index.manifest
-    known = {s.manifest.id for s in dataset.segments}
-    if broken or not sound or not known.issuperset(manifest.segments):
+    segment_ids = {s.manifest.id for s in dataset.segments}
+    if damaged or not sound or not segment_ids.issuperset(manifest.segments):
         return
-    dataset = select_segments(dataset, manifest.segments)  # an index may be over some of them
+    dataset = select_segments(dataset, manifest.segments)  # an index may cover only some
     config = OrderConfig(
         shuffle="blocks" if manifest.shuffle == "blocks" else "none", seed=manifest.seed
     )
@@ -293,12 +274,35 @@ def index_problems(index: Index, dataset: Dataset, sound: bool) -> Iterator[str]
         config,
     )
     for table in dataset.job.data.tables:
-        accesses, found = TableAccesses(dataset, table, order), index.steps(table)
-        uses, entries, same = NextUseTracker(len(accesses.rows)), 0, len(found) == order.num_steps
+        accesses, stored = TableAccesses(dataset, table, order), index.steps(table)
+        uses, entries = NextUseTracker(len(accesses.rows)), 0
+        is_equal = len(stored) == order.num_steps
         for train_step in range(order.num_steps - 1, -1, -1):
             expected = uses.link(accesses.numbers(train_step), train_step)
             entries += len(expected)
-            same = same and np.array_equal(found[train_step], expected)
+            is_equal = is_equal and np.array_equal(stored[train_step], expected)
         yield from index_count_problems(index, order.num_steps, table, entries, len(accesses.rows))
-        if not same:
+        if not is_equal:
             yield f"{table}: next uses differ from the access lists"
+
+
+def index_count_problems(
+    index: Index, num_steps: int, table: str, entries: int, rows: int
+) -> Iterator[str]:
+    """Yield a line for each wrong field of an index's manifest about one table.
+
+    Args:
+        index: an open index.
+        num_steps: steps of its order.
+        table: name of the table.
+        entries: counted entries over all steps.
+        rows: counted distinct rows.
+    """
+    m = index.manifest
+    yield from _differences(
+        {
+            "num_steps": (m.num_steps, num_steps),
+            f"num_accesses.{table}": (m.num_accesses[table], entries),
+            f"num_rows.{table}": (m.num_rows[table], rows),
+        }
+    )

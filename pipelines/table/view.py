@@ -1,7 +1,16 @@
-"""`view.sql`: the star schema joined back to one row per sample, in DuckDB."""
+"""`view.sql`: DuckDB views of a dataset that join the star schema to one row per sample.
+
+The views are `samples`, the columns of the job's SQL, and `model_inputs`, which has the columns of
+transforms as well. Paths are relative to the dataset:
+
+    cd DATASET && duckdb -init view.sql
+
+The file is derived from the manifests; no hash covers it, and readers of the format ignore it.
+"""
 
 from __future__ import annotations
 
+import glob
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -20,16 +29,6 @@ from schemas.layout import (
 )
 from schemas.manifest import replace_bytes
 
-# `view.sql` beside a dataset: the star schema joined back to one row per sample, in DuckDB.
-#
-# Two views: `samples`, the columns that the job's SQL gave, and `model_inputs`, those and what
-# transforms made. Paths are relative to the dataset, so it is run from there:
-#
-#     cd DATASET && duckdb -init view.sql
-#
-# The view is made from the manifests alone and belongs to no hash: readers of the format do not
-# look at it.
-
 VIEW = "view.sql"
 
 _SQL_TYPES = {
@@ -41,20 +40,20 @@ _SQL_TYPES = {
 
 
 def write_view(dataset: Path) -> None:
-    """Write the view beside a committed dataset."""
+    """Write the views of a committed dataset."""
     replace_bytes(dataset / VIEW, view_sql(open_dataset(dataset)).encode())
 
 
 def view_sql(dataset: Dataset) -> str:
-    """Return the statements that make both views, every column by name and in the schema's order.
+    """Return the statements that create both views, with the columns in the schema's order.
 
-    A null list and an empty one stay apart; rows come in no order.
+    Null lists and empty lists are distinguished; the order of rows is undefined.
     """
     head = "-- One row per sample. Run from this directory: duckdb -init view.sql\n"
     return head + "\n".join(
         f"CREATE OR REPLACE VIEW {name} AS\n"
         + "\nUNION ALL\n".join(
-            _of_segment(dataset, segment, column_names(dataset, model_inputs))
+            _select_segment(dataset, segment, column_names(dataset, model_inputs))
             for segment in dataset.segments
         )
         + ";\n"
@@ -62,28 +61,25 @@ def view_sql(dataset: Dataset) -> str:
     )
 
 
-def _of_segment(dataset: Dataset, segment: Segment, columns: Sequence[str]) -> str:
-    absent = {
+def _select_segment(dataset: Dataset, segment: Segment, columns: Sequence[str]) -> str:
+    defaults = {
         name: f"CAST({_literal(value.as_py())} AS {sql_type(type_name(value.type))})"
         for name, value in missing_column_defaults(dataset, segment).items()
     }
-    owner = dataset.job.data.group_of_column
-    selected = [
-        f"{absent[c] if c in absent else _stored(segment, owner.get(c), c)} AS {quoted_name(c)}"
-        for c in columns
-    ]
-    wanted = [c for c in columns if c not in absent]
-    lines = [f"SELECT {', '.join(selected)}", *_tables(dataset, segment, wanted)]
-    return "\n".join([*lines, *_without_forgotten(dataset, segment)])
+    groups = dataset.job.data.group_of_column
+    stored = {c: _column_sql(segment, groups.get(c), c) for c in columns if c not in defaults}
+    selected = [f"{stored.get(c) or defaults[c]} AS {quoted_name(c)}" for c in columns]
+    lines = [f"SELECT {', '.join(selected)}", *_from_lines(dataset, segment, list(stored))]
+    return "\n".join([*lines, *_exclude_deleted(dataset, segment)])
 
 
-def _tables(dataset: Dataset, segment: Segment, columns: Sequence[str]) -> Iterator[str]:
-    """Yield the FROM clause and one JOIN a line, of the groups that some column lies in."""
+def _from_lines(dataset: Dataset, segment: Segment, columns: Sequence[str]) -> Iterator[str]:
+    """Yield the FROM clause, and a JOIN for each table that has one of the columns."""
     numbered = bool(segment.tombstones.num_rows)
     yield f"FROM {_files(segment, 'samples', numbered=numbered)} AS {quoted_name('s')}"
-    owner = dataset.job.data.group_of_column
+    groups = dataset.job.data.group_of_column
     for group in dataset.job.data.groups:
-        members = [c for c in columns if owner.get(c) == group]
+        members = [c for c in columns if groups.get(c) == group]
         if not members:
             continue
         table = quoted_name(f"g:{group}")
@@ -99,15 +95,15 @@ def _tables(dataset: Dataset, segment: Segment, columns: Sequence[str]) -> Itera
             )
         for column in members:
             if _has(segment, "buffers", column):
-                buffers, place = quoted_name(f"b:{column}"), _place(segment, group)
+                buffers, owner = quoted_name(f"b:{column}"), _owner_table(segment, group)
                 yield (
                     f"LEFT JOIN {_files(segment, 'buffers', column)} AS {buffers} ON "
-                    f"{buffers}.{BUFFER_INDEX} = {place}.{quoted_name(window_columns(column)[0])}"
+                    f"{buffers}.{BUFFER_INDEX} = {owner}.{quoted_name(window_columns(column)[0])}"
                 )
 
 
-def _without_forgotten(dataset: Dataset, segment: Segment) -> list[str]:
-    """Return the condition that leaves forgotten samples out, by their row in their file."""
+def _exclude_deleted(dataset: Dataset, segment: Segment) -> list[str]:
+    """Return the condition that excludes deleted samples, if there are any."""
     sha256 = dataset.manifest.tombstones_sha256
     if sha256 is None or not segment.tombstones.num_rows:
         return []
@@ -118,22 +114,22 @@ def _without_forgotten(dataset: Dataset, segment: Segment) -> list[str]:
     ]
 
 
-def _stored(segment: Segment, group: str | None, column: str) -> str:
+def _column_sql(segment: Segment, group: str | None, column: str) -> str:
     """Return the expression of a column's value."""
     if group is None:
         return f"s.{quoted_name(column)}"
-    place = _place(segment, group)
+    owner = _owner_table(segment, group)
     if not _has(segment, "buffers", column):
-        return f"{place}.{quoted_name(column)}"
-    _, start, length = (f"{place}.{quoted_name(name)}" for name in window_columns(column))
+        return f"{owner}.{quoted_name(column)}"
+    _, start, length = (f"{owner}.{quoted_name(name)}" for name in window_columns(column))
     values = f"{quoted_name(f'b:{column}')}.{quoted_name(column)}"
     return (
         f"CASE WHEN {length} >= 0 THEN coalesce({values}[{start} + 1 : {start} + {length}], []) END"
     )
 
 
-def _place(segment: Segment, group: str) -> str:
-    """Return the table that holds a group's columns."""
+def _owner_table(segment: Segment, group: str) -> str:
+    """Return the table that has the columns of a group."""
     return quoted_name(f"t:{group}" if _has(segment, "tuples", group) else f"g:{group}")
 
 
@@ -143,17 +139,12 @@ def _has(segment: Segment, *folders: str) -> bool:
 
 
 def _files(segment: Segment, *folders: str, numbered: bool = False) -> str:
-    path = "/".join((SEGMENTS, segment.directory.name, *map(_plain, folders), "*.parquet"))
+    path = "/".join((SEGMENTS, segment.directory.name, *map(glob.escape, folders), "*.parquet"))
     return f"read_parquet({_literal(path)}{', file_row_number = true' if numbered else ''})"
 
 
-def _plain(name: str) -> str:
-    """Return a name as a glob that means only itself."""
-    return "".join(f"[{c}]" if c in "*?[" else c for c in name)
-
-
 def sql_type(name: str) -> str:
-    """Return DuckDB's word for a column type of a manifest.
+    """Return the DuckDB type of a column type of a manifest.
 
     Example:
         >>> sql_type("list<int64>"), sql_type("timestamp[us]")

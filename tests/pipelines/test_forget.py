@@ -277,7 +277,7 @@ def test_rewriting_of_a_dataset_that_is_read_is_refused(
 REFUSED = {
     "neither ids nor rewriting": ([], "erase must have --ids or --rewrite, got neither; .*"),
     "no such column": (["--ids", "IDS", "--column", "sesion"], r".* did you mean 'session'\?"),
-    "a label": (["--ids", "IDS", "--column", "label"], "--column must name the session key, .*"),
+    "a label": (["--ids", "IDS", "--column", "label"], "--column must be the session key, .*"),
     "no number": (["--ids", "BAD"], "ids must be values of 'session', which is int64, got .*"),
 }
 

@@ -101,7 +101,7 @@ def test_new_version_of_a_rewritten_day_ends_the_old_one_for_good(
     dataset = copy_of(left, tmp_path / "dataset")
     assert append(logs, dataset, LATE, NEW, "--replace") == 0
     assert append(logs, dataset, LATE, LATE, "--replace") == 1
-    assert "in which ids were forgotten; remove these from them" in capsys.readouterr().err
+    assert "from which ids were erased; remove these ids from the files" in capsys.readouterr().err
     assert main(["vacuum", str(dataset)]) == 0
     assert append(logs, dataset, LAST, NEW) == 1  # its files are in the dataset
     assert found_in(dataset, ID) == []
