@@ -113,9 +113,10 @@ def window_entries(
         SchemaError: a window is outside its buffer.
 
     Example:
-        >>> found = window_entries(np.array([0, 5, 6]), np.array([0, 1]), np.array([1, 0]),
-        ...                    np.array([3, 1]))
-        >>> found.values.tolist(), found.offsets.tolist()
+        >>> lists = window_entries(
+        ...     np.array([0, 5, 6]), np.array([0, 1]), np.array([1, 0]), np.array([3, 1])
+        ... )
+        >>> lists.values.tolist(), lists.offsets.tolist()
         ([1, 2, 3, 5], [0, 3, 4])
     """
     used = length > 0
@@ -203,26 +204,28 @@ def _overlaps(lists: Jagged, stored_rows: NDArray[np.int64]) -> NDArray[np.int64
         return overlap
     lengths, starts = lists.lengths, lists.offsets[:-1]
     before, after = stored_rows[:-1], stored_rows[1:]
-    opening = np.zeros(len(lengths), np.uint64)
-    opening[before] = lists.values[starts[after]]
-    found = np.flatnonzero(lists.values == np.repeat(opening, lengths))
+    next_first = np.zeros(len(lengths), np.uint64)
+    next_first[before] = lists.values[starts[after]]
+    candidates = np.flatnonzero(lists.values == np.repeat(next_first, lengths))
     pair_of_row = np.full(len(lengths), -1, np.int64)
     pair_of_row[before] = np.arange(len(before))
-    pair = pair_of_row[np.searchsorted(lists.offsets, found, side="right") - 1]
-    found, pair = found[pair >= 0], pair[pair >= 0]
-    left = (starts + lengths)[before[pair]] - found
+    pair = pair_of_row[np.searchsorted(lists.offsets, candidates, side="right") - 1]
+    candidates, pair = candidates[pair >= 0], pair[pair >= 0]
+    overlap_length = (starts + lengths)[before[pair]] - candidates
     shorter = np.minimum(lengths[before], lengths[after])[pair]
-    fits = (left <= shorter) & (2 * left >= shorter)
-    found, pair, left = found[fits], pair[fits], left[fits]
+    fits = (overlap_length <= shorter) & (2 * overlap_length >= shorter)
+    candidates, pair, overlap_length = candidates[fits], pair[fits], overlap_length[fits]
     for _ in range(MAX_CANDIDATES):
         if not len(pair):
             break
         tried = np.flatnonzero(np.diff(pair, prepend=-1))  # the longest overlap of each pair
-        same = _equal(lists.values, found[tried], starts[after[pair[tried]]], left[tried])
-        overlap[pair[tried[same]] + 1] = left[tried[same]]
+        same = _equal(
+            lists.values, candidates[tried], starts[after[pair[tried]]], overlap_length[tried]
+        )
+        overlap[pair[tried[same]] + 1] = overlap_length[tried[same]]
         rest = overlap[pair + 1] == 0
         rest[tried] = False
-        found, pair, left = found[rest], pair[rest], left[rest]
+        candidates, pair, overlap_length = candidates[rest], pair[rest], overlap_length[rest]
     return overlap
 
 

@@ -289,13 +289,13 @@ def _read(directory: Path, reference: Reference | None) -> dict[str, Any]:
     return body
 
 
-def _check_keys(kind: type, body: Mapping[str, Any], path: Path, place: str = "") -> None:
+def _check_keys(kind: type, body: Mapping[str, Any], path: Path, prefix: str = "") -> None:
     """Raise SchemaError for unknown or missing keys."""
-    known = {f.name for f in fields(kind)}
-    for key in sorted(known ^ (set(body) | known & set(_OMITTED_IF_NONE))):
-        problem = "missing" if key in known else "unknown"
+    names = {f.name for f in fields(kind)}
+    for key in sorted(names ^ (set(body) | names & set(_OMITTED_IF_NONE))):
+        problem = "missing" if key in names else "unknown"
         raise SchemaError(
-            f"{problem} manifest key: {place}{key}; use the release that wrote the dataset",
+            f"{problem} manifest key: {prefix}{key}; use the release that wrote the dataset",
             file=str(path),
         )
 
@@ -320,8 +320,8 @@ def _check_paths(paths: Iterable[str], path: Path) -> None:
             )
 
 
-def _build(kind: type[T], body: Mapping[str, Any], path: Path, place: str) -> T:
-    _check_keys(kind, body, path, place)
+def _build(kind: type[T], body: Mapping[str, Any], path: Path, prefix: str) -> T:
+    _check_keys(kind, body, path, prefix)
     return kind(**body)
 
 

@@ -271,16 +271,18 @@ def optimal_curve(
         return approximate_concave(
             lambda rows: cache.hits(rows) / num_accesses, 1, num_rows, num_points, tolerance
         )
-    share, seen = sampled / num_accesses, np.zeros(0, bool)
+    share, is_used = sampled / num_accesses, np.zeros(0, bool)
     selected: list[NDArray[np.int64]] = []
     for step in steps:
         top = int(step[-1]) + 1 if len(step) else 0
-        if top > len(seen):
-            seen = np.concatenate([seen, np.zeros(max(top, 2 * len(seen)) - len(seen), bool)])
-        seen[step] = True
+        if top > len(is_used):
+            is_used = np.concatenate(
+                [is_used, np.zeros(max(top, 2 * len(is_used)) - len(is_used), bool)]
+            )
+        is_used[step] = True
         selected.append(step[_unit_hash(step) < share])
     return _sampled_optimal(
-        np.concatenate(selected), num_accesses, int(seen.sum()), share, num_points, tolerance
+        np.concatenate(selected), num_accesses, int(is_used.sum()), share, num_points, tolerance
     )
 
 
@@ -340,17 +342,17 @@ def approximate_concave(
         >>> round(curve.at(5), 2), curve.error <= 0.01, len(curve.capacities) <= 30
         (0.5, True, True)
     """
-    known = {size: rate(size) for size in {first, last}}
+    rate_of_size = {size: rate(size) for size in {first, last}}
     while True:
-        sizes = np.array(sorted(known), np.int64)
-        rates = np.array([known[int(size)] for size in sizes], np.float64)
+        sizes = np.array(sorted(rate_of_size), np.int64)
+        rates = np.array([rate_of_size[int(size)] for size in sizes], np.float64)
         gaps = _gaps(sizes, rates)
         widest = int(np.argmax([error for error, _ in gaps])) if gaps else 0
         error = gaps[widest][0] if gaps else 0.0
-        if error <= tolerance or len(known) >= num_points:
+        if error <= tolerance or len(rate_of_size) >= num_points:
             return HitRateCurve(sizes, rates, error, 1.0)
         size = gaps[widest][1]
-        known[size] = rate(size)
+        rate_of_size[size] = rate(size)
 
 
 def _gaps(sizes: NDArray[np.int64], rates: NDArray[np.float64]) -> list[tuple[float, int]]:

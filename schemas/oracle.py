@@ -40,8 +40,8 @@ def distinct(lists: Jagged, num_values: int) -> Jagged:
         as many lists, int64 or of the given type.
 
     Example:
-        >>> found = distinct(Jagged(np.array([3, 1, 3, 2, 2]), np.array([0, 3, 5])), 4)
-        >>> found.values.tolist(), found.offsets.tolist()
+        >>> unique = distinct(Jagged(np.array([3, 1, 3, 2, 2]), np.array([0, 3, 5])), 4)
+        >>> unique.values.tolist(), unique.offsets.tolist()
         ([1, 3, 2], [0, 2, 3])
     """
     per_list = len(lists.values) / max(1, lists.num_rows)

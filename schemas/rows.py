@@ -11,6 +11,9 @@ from schemas.config.job import TableConfig
 from schemas.errors import SchemaError
 from schemas.hashing import as_bits, hash_rows, salt_of, splitmix64
 
+_BITS = 24
+"""Random bits per value: exact in float32, so that both precisions start with equal values."""
+
 
 def rows_of_values(values: pa.Array, name: str, table: TableConfig) -> NDArray[np.int64]:
     """Return the row of each value; each distinct text is hashed once.
@@ -78,10 +81,6 @@ def rows_of_ids(ids: NDArray[np.generic], name: str, table: TableConfig) -> NDAr
             "reject it when the dataset is built, or use rows: hash"
         )
     return rows
-
-
-_BITS = 24
-"""Random bits per value: exact in float32, so that both precisions start with equal values."""
 
 
 def initial_bound(dim: int) -> float:

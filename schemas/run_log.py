@@ -92,7 +92,7 @@ class RunSummary:
     loss_last: float
     """Loss of the last step."""
     ne: float | None
-    """Normalised entropy on the evaluation split; None when there is none."""
+    """Normalised entropy on the evaluation split; None without one."""
     auc: float | None
     """Area under the ROC curve on the evaluation split."""
     gauc: float | None

@@ -67,8 +67,8 @@ def read_hints(path: Path) -> dict[str, TableHints]:
 
 
 def _table(name: str, hints: Mapping[str, Any], path: Path) -> TableHints:
-    known = [f.name for f in fields(TableHints)]
-    for key in known:
+    names = [f.name for f in fields(TableHints)]
+    for key in names:
         if key not in hints:
             raise SchemaError(
                 "key is missing; write the hints again",
@@ -76,9 +76,9 @@ def _table(name: str, hints: Mapping[str, Any], path: Path) -> TableHints:
                 place=f"{name}.{key}",
             )
     for key in hints:
-        if key not in known:
+        if key not in names:
             raise SchemaError(
-                f"unknown key: {key!r}; {suggest_name(key, known)}",
+                f"unknown key: {key!r}; {suggest_name(key, names)}",
                 file=str(path),
                 place=name,
             )

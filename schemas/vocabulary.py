@@ -132,8 +132,8 @@ def new_entries(
     """
     frequent = counts.filter(pa.array(counts["count"].to_numpy() >= min_count))
     values = one_chunk(frequent["value"].cast(vocabulary.values.type))
-    known = vocabulary.rows_of(values).to_numpy(zero_copy_only=False) >= vocabulary.oov_rows
-    new = pa.table({"value": values, "count": frequent["count"]}).filter(pa.array(~known))
+    has_entry = vocabulary.rows_of(values).to_numpy(zero_copy_only=False) >= vocabulary.oov_rows
+    new = pa.table({"value": values, "count": frequent["count"]}).filter(pa.array(~has_entry))
     new = new.sort_by([("count", "descending"), ("value", "ascending")])
     if pa.types.is_string(vocabulary.values.type):
         new = _without_collisions(vocabulary, new)
@@ -192,8 +192,8 @@ def merge_versions(versions: Sequence[pa.Table], oov_rows: int, kind: pa.DataTyp
             "restore its files or rebuild the dataset"
         )
     values = one_chunk(table["value"].combine_chunks())
-    known = values.drop_null()
-    if len(known.unique()) != len(known):
+    present = values.drop_null()
+    if len(present.unique()) != len(present):
         raise SchemaError(
             "value of a vocabulary has two rows; restore its files or rebuild the dataset"
         )

@@ -27,6 +27,12 @@ from schemas.hashing import MAX_ROW
 from schemas.layout import MANIFEST, SAMPLE_WEIGHT
 from schemas.paths import NAME, check_names
 
+MAX_GROUPS = 8
+MAX_BLOCK_SAMPLES = 1 << 16
+AUTO = "auto"
+SAMPLES = "samples"
+"""Destination of transforms whose inputs are not all in one dedup group."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GateConfig:
@@ -145,13 +151,6 @@ def resolve_choice(choice: GroupSelection, group: str) -> bool | None:
     if isinstance(choice, str):
         return None if choice == "auto" else False
     return group in choice
-
-
-MAX_GROUPS = 8
-MAX_BLOCK_SAMPLES = 1 << 16
-AUTO = "auto"
-SAMPLES = "samples"
-"""Destination of transforms whose inputs are not all in one dedup group."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -140,7 +140,7 @@ def _check_size(text: str, name: str) -> None:
     counts, open_anchors = [0], list[str | None]()
     sizes: dict[str | None, int] = {}
     for event in yaml.parse(text, Loader=_LOADER):
-        place = str(event.start_mark.line + 1)
+        line = str(event.start_mark.line + 1)
         if isinstance(event, yaml.CollectionStartEvent):
             counts.append(1)
             open_anchors.append(event.anchor)
@@ -155,7 +155,7 @@ def _check_size(text: str, name: str) -> None:
                 raise SchemaError(
                     f"anchor must not contain itself, got *{event.anchor}; write it out",
                     file=name,
-                    place=place,
+                    place=line,
                 )
             counts[-1] += sizes.get(event.anchor, 0)
         if len(open_anchors) > MAX_DEPTH:
@@ -163,14 +163,14 @@ def _check_size(text: str, name: str) -> None:
                 f"keys and lists must be nested at most {MAX_DEPTH} deep; remove brackets or "
                 "indentation",
                 file=name,
-                place=place,
+                place=line,
             )
         if sum(counts) > MAX_NODES:
             raise SchemaError(
                 f"file must have at most {MAX_NODES:,} keys and values, aliases expanded; "
                 "shorten it",
                 file=name,
-                place=place,
+                place=line,
             )
 
 
@@ -241,13 +241,13 @@ class _Reader:
                 node,
                 f"{key or 'job'} must be a mapping of keys, got {_text(node)}; write key: value",
             )
-        seen: set[str] = set()
+        names: set[str] = set()
         for name, _ in node.value:
             if not isinstance(name, yaml.ScalarNode):
                 raise self.fail(name, f"key must be one word, got {_text(name)}; check the braces")
-            if name.value in seen:
+            if name.value in names:
                 raise self.fail(name, f"duplicate key: {_join(key, name.value)}; keep one")
-            seen.add(name.value)
+            names.add(name.value)
         return [(name.value, name, value) for name, value in node.value]
 
     def build_dataclass(self, kind: type, node: yaml.Node, key: str) -> Any:
