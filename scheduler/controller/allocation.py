@@ -13,16 +13,14 @@ import numpy as np
 
 from scheduler.controller.events import FIRST_RULES
 from scheduler.controller.remaining import (
-    describe_sizes,
     remaining_work,
     sizes_as_values,
-    sizes_at,
 )
 from scheduler.controller.state import Action, JobState, State
-from scheduler.model.grid import mib
+from scheduler.model.grid import Sizes, mib
 from scheduler.planner.candidates import find_candidates, predict_candidates
-from scheduler.planner.correction import Change, Correction, Sizes
-from scheduler.planner.policy import SEED, preference
+from scheduler.planner.correction import Change, Correction
+from scheduler.planner.policy import SEED, describe_sizes, preference
 from scheduler.planner.share import WAITING, Options, job_options, share_budget, urgencies
 from schemas.errors import PlanError
 
@@ -87,7 +85,7 @@ def candidate_sizes(job: JobState, state: State) -> tuple[list[Sizes], list[floa
     predictions = predict_candidates(grid, work.snapshot, work.config, work.models)
     preferred = int(preference(grid, predictions, work.config)[0])
     indices, options = job_options(grid, predictions, work.config, preferred)
-    sizes = [sizes_at(grid, int(index)) for index in indices]
+    sizes = [grid.sizes_at(int(index)) for index in indices]
     return sizes, predictions.predicted_sec[indices].tolist(), options
 
 

@@ -21,7 +21,8 @@ from scheduler.controller.state import (
     WorkerBound,
     bound_workers,
 )
-from scheduler.planner.correction import MEMORY_HEADROOM, MIN_GAIN, Sizes, end_change
+from scheduler.model.grid import Sizes
+from scheduler.planner.correction import MEMORY_HEADROOM, MIN_GAIN, end_change
 from scheduler.planner.policy import counted
 
 RESIZE_RETRY_SEC = 300.0

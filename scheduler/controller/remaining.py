@@ -6,11 +6,14 @@ from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 
 from scheduler.controller.state import JobState, Runner, State
-from scheduler.model.grid import BookedWorker, Grid, preprocessing_resources, training_resources
+from scheduler.model.grid import (
+    BookedWorker,
+    Sizes,
+    preprocessing_resources,
+    training_resources,
+)
 from scheduler.model.predict import Models, fit_models
 from scheduler.model.snapshot import Snapshot
-from scheduler.planner.correction import Sizes
-from scheduler.planner.policy import counted
 from schemas.config.schedule import BudgetConfig, ScheduleConfig, WorkerConfig
 
 
@@ -145,25 +148,6 @@ def available_budget(state: State, job: JobState) -> BudgetConfig:
     )
 
 
-def describe_sizes(sizes: Sizes) -> str:
-    """Return sizes as text."""
-    return (
-        f"{counted(sizes.segment_jobs, 'segment job')} x "
-        f"{counted(sizes.workers_per_job, 'worker')}, {counted(sizes.num_replicas, 'replica')} "
-        f"and {counted(sizes.num_stores, 'store')}"
-    )
-
-
 def sizes_as_values(sizes: Sizes) -> dict[str, float]:
     """Return sizes as the values of a decision."""
     return {name: float(value) for name, value in asdict(sizes).items()}
-
-
-def sizes_at(grid: Grid, index: int) -> Sizes:
-    """Return the sizes of one candidate."""
-    return Sizes(
-        segment_jobs=int(grid.segment_jobs[index]),
-        workers_per_job=int(grid.workers_per_job[index]),
-        num_replicas=int(grid.num_replicas[index]),
-        num_stores=int(grid.num_stores[index]),
-    )

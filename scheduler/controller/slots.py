@@ -15,8 +15,8 @@ import numpy as np
 
 from scheduler.controller.events import LoadKnown
 from scheduler.controller.state import Action, JobState
+from scheduler.model.grid import Sizes
 from scheduler.model.memory import HEADROOM, STORE_BASE_BYTES, tables_bytes
-from scheduler.planner.correction import Sizes
 from schemas.config.schedule import MAX_STORES
 from schemas.hashing import NUM_SLOTS
 

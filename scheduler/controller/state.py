@@ -17,8 +17,9 @@ from scheduler.controller.events import (
 )
 from scheduler.elasticity import CoreReadings, PoolSizes
 from scheduler.model.fit import Window
+from scheduler.model.grid import Sizes
 from scheduler.model.snapshot import Snapshot
-from scheduler.planner.correction import Correction, Sizes
+from scheduler.planner.correction import Correction
 from scheduler.planner.policy import counted
 from schemas.config.schedule import BudgetConfig
 

@@ -7,7 +7,6 @@ from dataclasses import replace
 from scheduler.controller.events import FIRST_RULES, SECOND_RULES, THIRD_RULES
 from scheduler.controller.remaining import (
     available_budget,
-    describe_sizes,
     remaining_work,
     sizes_as_values,
 )
@@ -24,13 +23,9 @@ from scheduler.controller.watch import (
     reclaim_memory,
     watch_memory,
 )
-from scheduler.planner.correction import (
-    SizeComparison,
-    Sizes,
-    Verdict,
-    compare_sizes,
-    decide_correction,
-)
+from scheduler.model.grid import Sizes
+from scheduler.planner.correction import SizeComparison, Verdict, compare_sizes, decide_correction
+from scheduler.planner.policy import describe_sizes
 from schemas.errors import PlanError
 
 PAUSE_SEC = 15.0

@@ -25,10 +25,10 @@ from scheduler.elasticity import (
     fit_pool_cores,
 )
 from scheduler.model.fit import predict_seconds
-from scheduler.model.grid import Grid
+from scheduler.model.grid import Grid, Sizes
 from scheduler.model.memory import Forecast, forecast, trainer_memory, worker_bytes
 from scheduler.model.predict import segment_setting, training_setting
-from scheduler.planner.correction import MEMORY_HEADROOM, MIN_GAIN, MemoryWatch, Pool, Sizes
+from scheduler.planner.correction import MEMORY_HEADROOM, MIN_GAIN, MemoryWatch, Pool
 from schemas.config.schedule import BudgetConfig
 
 PROCESS_OF_POOL: Mapping[Pool, PoolName] = MappingProxyType(

@@ -56,6 +56,35 @@ class Grid:
         """Pipeline workers of all segment jobs."""
         return self.segment_jobs * self.workers_per_job
 
+    def sizes_at(self, index: int) -> Sizes:
+        """Return the sizes of one candidate."""
+        return Sizes(
+            segment_jobs=int(self.segment_jobs[index]),
+            workers_per_job=int(self.workers_per_job[index]),
+            num_replicas=int(self.num_replicas[index]),
+            num_stores=int(self.num_stores[index]),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sizes:
+    """Sizes of both pools."""
+
+    segment_jobs: int
+    """Segment jobs at once."""
+    workers_per_job: int
+    """Pipeline workers of each."""
+    num_replicas: int
+    """Trainer replicas."""
+    num_stores: int
+    """Embedding stores."""
+
+    @property
+    def grid(self) -> Grid:
+        """The sizes as a grid of one candidate."""
+        sizes = (self.segment_jobs, self.workers_per_job, self.num_replicas, self.num_stores)
+        return Grid.of_rows(np.array([sizes]))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BookedWorker(WorkerConfig):

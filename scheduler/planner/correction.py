@@ -21,7 +21,7 @@ from typing import Literal
 import numpy as np
 
 from scheduler.model.fit import predict_seconds
-from scheduler.model.grid import Grid
+from scheduler.model.grid import Grid, Sizes
 from scheduler.model.memory import Forecast
 from scheduler.model.predict import Models, segment_setting, training_setting
 from scheduler.model.snapshot import Snapshot
@@ -52,36 +52,6 @@ OOM_GROWTH = 1.5
 """Memory after an OOM kill over that before, at least."""
 
 Pool = Literal["preprocessing", "training"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sizes:
-    """Sizes of both pools."""
-
-    segment_jobs: int
-    """Segment jobs at once."""
-    workers_per_job: int
-    """Pipeline workers of each."""
-    num_replicas: int
-    """Trainer replicas."""
-    num_stores: int
-    """Embedding stores."""
-
-    @property
-    def grid(self) -> Grid:
-        """The sizes as a grid of one candidate."""
-        sizes = (self.segment_jobs, self.workers_per_job, self.num_replicas, self.num_stores)
-        return Grid.of_rows(np.array([sizes]))
-
-
-def sizes_of(candidate: Candidate) -> Sizes:
-    """Return the sizes of a candidate."""
-    return Sizes(
-        segment_jobs=candidate.segment_jobs,
-        workers_per_job=candidate.workers_per_job,
-        num_replicas=candidate.num_replicas,
-        num_stores=candidate.num_stores,
-    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,7 +104,7 @@ def compare_sizes(
         return SizeComparison(current=now, best=now, gain=0.0, confident=confident)
     predictions = predict_candidates(grid, snapshot, config, models)
     best = candidate_at(grid, predictions, config, int(preference(grid, predictions, config)[0]))
-    if sizes_of(best) != current:
+    if best.sizes != current:
         pause_cost = best.cost_per_hour * pause_sec / SEC_PER_HOUR
         best = replace(
             best, predicted_sec=best.predicted_sec + pause_sec, cost=best.cost + pause_cost
@@ -262,7 +232,7 @@ def decide_correction(
         comparison: its sizes and the best ones.
         memory: forecasts of its processes.
     """
-    current = sizes_of(comparison.current)
+    current = comparison.current.sizes
     if state.in_flight is not None:
         return Verdict(state, None, "a change is in flight")
     for watch in memory:
@@ -274,7 +244,7 @@ def decide_correction(
         return Verdict(reset, None, f"the last change ended {since:.0f} s ago")
     if not comparison.confident:
         return Verdict(reset, None, "step or segment times cannot be predicted well enough to act")
-    best, gain = sizes_of(comparison.best), comparison.gain
+    best, gain = comparison.best.sizes, comparison.gain
     if best == current or gain < MIN_LASTING_GAIN:
         return Verdict(reset, None, f"no change saves {MIN_LASTING_GAIN:.0%}")
     is_larger = comparison.best.cost_per_hour > comparison.current.cost_per_hour

@@ -10,13 +10,13 @@ plan in which one pool waits for the other loses.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, overload
 
 import numpy as np
 
 from scheduler.model.fit import Prediction, predict_seconds
-from scheduler.model.grid import Grid, preprocessing_resources, training_resources
+from scheduler.model.grid import Grid, Sizes, preprocessing_resources, training_resources
 from scheduler.model.predict import Models, fit_models, segment_setting, training_setting
 from scheduler.model.snapshot import Snapshot
 from scheduler.model.terms import Floats, Ints
@@ -26,17 +26,9 @@ from schemas.errors import PlanError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Candidate:
+class Candidate(Sizes):
     """Sizes of both pools, their resources, and predictions."""
 
-    segment_jobs: int
-    """Segment jobs at once."""
-    workers_per_job: int
-    """Pipeline workers of each."""
-    num_replicas: int
-    """Trainer replicas."""
-    num_stores: int
-    """Embedding stores."""
     preprocessing_cpus: float
     """Cores of all workers."""
     preprocessing_memory_bytes: int
@@ -57,6 +49,11 @@ class Candidate:
     """Price of both pools, each while it is held."""
     cost_per_hour: float
     """Price of both pools for one hour."""
+
+    @property
+    def sizes(self) -> Sizes:
+        """The sizes alone."""
+        return self.grid.sizes_at(0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,16 +84,21 @@ def counted(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
-def describe_preprocessing(candidate: Candidate) -> str:
+def describe_sizes(sizes: Sizes) -> str:
+    """Return the sizes of both pools as text."""
+    return f"{describe_preprocessing(sizes)}, {describe_training(sizes)}"
+
+
+def describe_preprocessing(sizes: Sizes) -> str:
     """Return the size of the preprocessing pool as text."""
-    jobs = counted(candidate.segment_jobs, "segment job")
-    return f"{jobs} x {counted(candidate.workers_per_job, 'worker')}"
+    jobs = counted(sizes.segment_jobs, "segment job")
+    return f"{jobs} x {counted(sizes.workers_per_job, 'worker')}"
 
 
-def describe_training(candidate: Candidate) -> str:
+def describe_training(sizes: Sizes) -> str:
     """Return the size of the training pool as text."""
-    stores = counted(candidate.num_stores, "store")
-    return f"{counted(candidate.num_replicas, 'replica')} and {stores}"
+    stores = counted(sizes.num_stores, "store")
+    return f"{counted(sizes.num_replicas, 'replica')} and {stores}"
 
 
 SEED = 0
@@ -139,9 +141,7 @@ def predict_chosen(
     snapshot: Snapshot, config: ScheduleConfig, decision: PlanDecision
 ) -> tuple[Prediction, Prediction]:
     """Return the predictions of a plan's steps and segment jobs, with their intervals."""
-    models, chosen = decision.models, decision.chosen
-    sizes = (chosen.segment_jobs, chosen.workers_per_job, chosen.num_replicas, chosen.num_stores)
-    grid = Grid(*(np.array([size]) for size in sizes))
+    models, grid = decision.models, decision.chosen.grid
     return (
         predict_seconds(models.training, training_setting(snapshot, config, grid)),
         predict_seconds(models.segments, segment_setting(models, snapshot, config, grid)),
@@ -201,10 +201,7 @@ def candidate_at(
     preprocessing = preprocessing_resources(grid, config)
     training = training_resources(grid, config)
     return Candidate(
-        segment_jobs=int(grid.segment_jobs[index]),
-        workers_per_job=int(grid.workers_per_job[index]),
-        num_replicas=int(grid.num_replicas[index]),
-        num_stores=int(grid.num_stores[index]),
+        **asdict(grid.sizes_at(index)),
         preprocessing_cpus=float(preprocessing.cpus[index]),
         preprocessing_memory_bytes=int(preprocessing.memory_bytes[index]),
         training_cpus=float(training.cpus[index]),

@@ -25,6 +25,7 @@ from scheduler.planner.policy import (
     PlanDecision,
     counted,
     describe_preprocessing,
+    describe_sizes,
     describe_training,
     predict_chosen,
     resolve_time_cost_exponent,
@@ -165,10 +166,7 @@ def _weighting_rule(exponent: float, decision: PlanDecision) -> str:
         return f"{rule}; the smallest time x cost would be the same plan"
     sec = _percent(other.predicted_sec, chosen.predicted_sec, "more time", "less time")
     cost = _percent(other.cost, chosen.cost, "more cost", "less cost")
-    return (
-        f"{rule}; the smallest time x cost would be {describe_preprocessing(other)}, "
-        f"{describe_training(other)}: {sec} and {cost}"
-    )
+    return f"{rule}; the smallest time x cost would be {describe_sizes(other)}: {sec} and {cost}"
 
 
 def _trust_reason(snapshot: Snapshot, config: ScheduleConfig, decision: PlanDecision) -> str:
@@ -288,10 +286,7 @@ def plan_to_json(
 def plan_summary(decision: PlanDecision) -> str:
     """Return the plan in one line."""
     c = decision.chosen
-    return (
-        f"{describe_preprocessing(c)}, {describe_training(c)}: "
-        f"{c.predicted_sec:,.0f} s, cost {c.cost:.4g}"
-    )
+    return f"{describe_sizes(c)}: {c.predicted_sec:,.0f} s, cost {c.cost:.4g}"
 
 
 def explain_plan(

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from scheduler.model.fit import Fit, Window, observe
+from scheduler.model.grid import Sizes
 from scheduler.model.memory import Forecast
 from scheduler.model.predict import (
     Models,
@@ -29,11 +30,9 @@ from scheduler.planner.correction import (
     Correction,
     MemoryWatch,
     SizeComparison,
-    Sizes,
     compare_sizes,
     decide_correction,
     end_change,
-    sizes_of,
 )
 from scheduler.planner.policy import TIME_COST_EXPONENT, Candidate, plan
 from schemas.config.schedule import BudgetConfig, ScheduleConfig, TrainingPoolConfig
@@ -308,7 +307,7 @@ def test_loop_of_a_job_that_becomes_lighter_gives_processes_back(known: Snapshot
 
 def test_outlook_of_the_planned_sizes_sees_nothing_to_gain(known: Snapshot) -> None:
     truth = truth_of(known, 1.0, 1.0, 1.0)
-    chosen = sizes_of(plan(known, ROOMY).chosen)
+    chosen = plan(known, ROOMY).chosen.sizes
     found = compare_sizes(known, ROOMY, truth, chosen, pause_sec=10.0)
     assert found.gain < MIN_LASTING_GAIN
     assert found.confident
