@@ -1,4 +1,4 @@
-"""Partial sums between replicas, and which microbatches each replica computes."""
+"""PartialSums sums between replicas, and which microbatches each replica computes."""
 
 from __future__ import annotations
 
@@ -157,11 +157,11 @@ class SplitPlanner:
         step, ready = agreement.step, agreement.ready
         speeds = fill_missing_speeds({name: m.status.speed for name, m in ready.items()})
         held = _without_duplicates(ready)
-        added = reassign_missing(num_microbatches(step), held, speeds)
+        add_partial_sums = reassign_missing(num_microbatches(step), held, speeds)
         self._plan(step, {name: speeds[name] for name in agreement.staying}, num_microbatches)
         return StepAssignment(
-            owners={name: sorted([*held[name], *added[name]]) for name in ready},
-            ranges=contiguous_ranges(added[self._name]),
+            owners={name: sorted([*held[name], *add_partial_sums[name]]) for name in ready},
+            ranges=contiguous_ranges(add_partial_sums[self._name]),
             dropped=len(held[self._name]) < len(ready[self._name].status.leaves),
         )
 
@@ -226,7 +226,7 @@ class Exchange:
 
         Args:
             agreement: of the step.
-            tree: sums of this replica's microbatches; those of others are added.
+            tree: sums of this replica's microbatches; those of others are add_partial_sums.
             shape: of the step.
 
         Raises:
