@@ -1,4 +1,4 @@
-"""A machine that tests tell events, and what its actions are called."""
+"""A controller that tests send events to, and labels of its actions."""
 
 from collections.abc import Sequence
 
@@ -9,7 +9,7 @@ from tests.scheduler.machine.world import MIB, submitted
 
 
 class Bench:
-    """A machine that is told events at chosen times; starts are confirmed at once."""
+    """A controller that gets events at chosen times; starts are confirmed at once."""
 
     def __init__(self, *events: Event) -> None:
         self.state = State()
@@ -23,7 +23,7 @@ class Bench:
         return next(iter(self.state.jobs.values()))
 
     def tell(self, event: Event) -> list[Action]:
-        """Return what follows, with what follows the starts."""
+        """Handle an event; return its actions, and those after the confirmed starts."""
         self.now = max(self.now, event.time_sec)
         self.state, actions = handle(self.state, event)
         found = list(actions)
@@ -37,7 +37,7 @@ class Bench:
     def at(
         self, kind: type[Event], process: str = "", after: float = 0.0, **fields
     ) -> list[Action]:
-        """Tell an event of the first job, so many seconds later."""
+        """Handle an event of the first job, some seconds later."""
         who = {"process": process} if process else {}
         if kind not in (Tick, BudgetSet):
             who["job"] = self.job.name
@@ -50,7 +50,7 @@ class Bench:
         return self.at(Ended, name, seconds, outcome="done", num_samples=samples, work_sec=seconds)
 
     def stepped(self, count: int, seconds: float, replicas: int = 1) -> list[Action]:
-        """Commit steps that took so long each."""
+        """Commit steps of this duration."""
         step = self.job.next_step + count
         return self.at(
             Stepped,
@@ -63,7 +63,7 @@ class Bench:
         )
 
     def ticks(self, count: int, every: float = 1.0) -> list[Action]:
-        """Look so often."""
+        """Run so many ticks."""
         return [action for _ in range(count) for action in self.at(Tick, after=every)]
 
 
@@ -76,7 +76,7 @@ GROWS = submitted("first", 200, "  training: {replica: {memory: 1200MiB}}")
 
 
 def grow_until(bench: Bench, wanted: str) -> tuple[int, list[Action]]:
-    """Let the lead grow until this is done; return its limit before, and all that was done."""
+    """Let the coordinator grow until an action; return its limit before, and all actions."""
     bench.built(0)
     limit = bench.job.replica_memory
     actions: list[Action] = []

@@ -1,4 +1,4 @@
-"""What the machine does about each thing that happens, and what it says."""
+"""The actions of the controller for each event, and their reasons."""
 
 import re
 from dataclasses import replace

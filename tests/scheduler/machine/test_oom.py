@@ -1,4 +1,4 @@
-"""A process that grows and is killed at its limit, unless the machine has given it more before."""
+"""A process that grows until its limit kills it, unless the controller raises the limit before."""
 
 import subprocess
 import sys

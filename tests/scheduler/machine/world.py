@@ -1,4 +1,4 @@
-"""A made world that does what the machine asks, one event after the other, from a seed."""
+"""A simulated platform that carries out actions, one event after the other, from a seed."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -56,7 +56,7 @@ class Child:
 
 @dataclass
 class World:
-    """Processes, what they have done, and what happens to them next."""
+    """Processes, their work so far, and their next events."""
 
     jobs: Sequence[Submitted]
     children: dict[tuple[str, str], Child] = field(default_factory=dict[tuple[str, str], Child])
@@ -67,7 +67,7 @@ class World:
     now: float = 0.0
 
     def carry_out(self, action: Action) -> None:
-        """Do it, unless it was done before."""
+        """Carry out an action, unless it was carried out before."""
         if action.verb not in EXECUTED_VERBS or action.verb in ("migrate", "resize"):
             return
         key = (action.job, action.process)
@@ -78,14 +78,14 @@ class World:
             number = int(rest.partition(".")[0])
             same = [c for (job, _), c in self.children.items() if job == action.job]
             places = [(c.pool, c.number) for c in same]
-            assert (pool, number) not in places, "one place, one process"
+            assert (pool, number) not in places, "one process per task"
             self.known.add(key)
             self.children[key] = Child(pool, number, grouped=bool(action.values.get("grouped")))
         elif key in self.children:
             self.children[key].leaving = True
 
     def next_event(self, rng: np.random.Generator, *, calm: bool) -> Event:
-        """Return what happens next; when it is calm, nobody is killed or taken away."""
+        """Return the next event; a calm world has no kills and no preemptions."""
         self.now += float(rng.uniform(0.1, 5.0))
         keys = sorted(self.children)
         if not keys or rng.random() < 0.2:
@@ -145,7 +145,7 @@ def check_laws(state: State) -> None:
     assert memory <= state.budget.memory
     for job in state.jobs.values():
         places = [p.task_id for p in job.processes.values()]
-        assert len(places) == len(set(places)), "one place, one process"
+        assert len(places) == len(set(places)), "one process per task"
         assert not job.built & {p.number for p in job.of_pool("segment")}, "built once"
 
 
@@ -157,11 +157,11 @@ def run(
     events: Sequence[Event] = (),
     num_wild: int = 60,
 ) -> State:
-    """Let the world and the machine go on until every job has ended.
+    """Run the world and the controller until every job has ended.
 
     Args:
         world: as it stands.
-        state: the machine's.
+        state: of the controller.
         tell: takes an event; what it returns is carried out.
         rng: of what happens.
         events: told first, one by one.
