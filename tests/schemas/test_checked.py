@@ -1,4 +1,4 @@
-"""Every byte of a dataset is covered: one that changes is refused with the name of its file."""
+"""Checksums cover every byte of a dataset; a changed byte is refused with the name of its file."""
 
 import re
 import shutil

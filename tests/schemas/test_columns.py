@@ -1,4 +1,4 @@
-"""Arrow columns as flat arrays: equal parts exactly when the rows are equal."""
+"""Arrow columns as flat arrays: equal exactly if the rows are equal."""
 
 import re
 from datetime import date, datetime

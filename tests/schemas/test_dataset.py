@@ -1,4 +1,4 @@
-"""A dataset read back: the star joins to the samples, the oracle equals the samples' look-ups."""
+"""A dataset is read back: the star joins to the samples, the oracle equals their lookups."""
 
 import re
 import shutil

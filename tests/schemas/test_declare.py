@@ -1,4 +1,4 @@
-"""Wrong job files: each named with file, line, key and the way out, in one line."""
+"""Invalid job files are refused in one line with file, line, key and fix."""
 
 import re
 from collections.abc import Mapping

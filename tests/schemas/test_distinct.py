@@ -1,4 +1,4 @@
-"""Distinct values of lists, in each of the three ways, against sets."""
+"""Distinct values of lists by each of the three methods, against sets."""
 
 from itertools import pairwise
 

@@ -1,4 +1,4 @@
-"""Errors in one line, and the advice they end with."""
+"""One-line errors and their advice."""
 
 import pickle
 import re

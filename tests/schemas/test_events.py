@@ -1,4 +1,4 @@
-"""Lines of a run are read back equal; only the last may be torn."""
+"""Lines of a run are read back equal; only the last one may be incomplete."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""Roles of columns in `schema.pbtxt`, and what is wrong with one that has none."""
+"""Roles of columns in `schema.pbtxt`, and the errors of invalid ones."""
 
 import re
 from pathlib import Path

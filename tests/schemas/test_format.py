@@ -1,4 +1,4 @@
-"""What `FORMAT.md` says in words, done again from those words alone."""
+"""The formulas of `FORMAT.md`, implemented from its text alone."""
 
 import hashlib
 import re

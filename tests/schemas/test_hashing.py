@@ -1,4 +1,4 @@
-"""Hashes are pinned: bytes written today mean the same in any later release."""
+"""Hashes are pinned: they must not change in any release."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""Hints are read back as they were written, and other files are refused by name."""
+"""Hints are read back as written, and other files are refused."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""How far a run may go, and what comes at each step."""
+"""The horizon of a run and the step at each position."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""Deduplication: exact on any bits, equal to the reference, unmoved by collisions of hashes."""
+"""Deduplication: exact for any bits, equal to the reference, and correct under hash collisions."""
 
 import re
 from collections.abc import Sequence

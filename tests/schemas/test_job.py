@@ -1,4 +1,4 @@
-"""The job file: its own rules, and the document that shows every key of it."""
+"""The job file: its checks, and the page that documents every key."""
 
 import dataclasses
 import re

@@ -1,4 +1,4 @@
-"""Declared transforms and vocabularies in the job file: read, or refused with their line."""
+"""Declared transforms and vocabularies in the job file are read, or refused with their line."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""Lists over files are those of the whole, whatever the order in which they are asked for."""
+"""Lists over several files equal the concatenated lists in any order of access."""
 
 from dataclasses import dataclass
 from typing import Any, cast

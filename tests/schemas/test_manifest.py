@@ -1,4 +1,4 @@
-"""Manifests: read back equal, equal bytes for equal values, refused by name when unknown."""
+"""Manifests: read back equal, equal bytes for equal values, unknown keys refused."""
 
 import json
 import re

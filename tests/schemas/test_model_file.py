@@ -1,4 +1,4 @@
-"""A model file gives back what was written; one that is not whole or not safe is refused."""
+"""A model file is read back equal; an incomplete or unsafe one is refused."""
 
 import hashlib
 import io

@@ -1,4 +1,4 @@
-"""The oracle's arithmetic against brute force, and against a trace that others computed."""
+"""The functions of the oracle against brute force and a trace computed by other software."""
 
 from itertools import pairwise
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Global order: a pure function in which every block comes exactly once an epoch."""
+"""Global order: a pure function with every block exactly once per epoch."""
 
 import pickle
 import re

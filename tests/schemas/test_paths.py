@@ -1,4 +1,4 @@
-"""Names that lead elsewhere, URLs, and filesystems that several hosts write to: all refused."""
+"""Names that leave their folder, URLs and network filesystems are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plans against slow and obvious ones, and against every cache that could have been."""
+"""Plans against slow reference plans and exhaustive search."""
 
 import re
 from collections.abc import Iterator, Sequence

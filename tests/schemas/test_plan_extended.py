@@ -1,4 +1,4 @@
-"""A plan that learns of more steps while it runs: no row is stale, lost, or in another's slot."""
+"""Plans whose index is extended while they run: no row is stale, lost or in a wrong slot."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Local and shared rows against a count of who looks up what."""
+"""Local and shared rows against a count of the lookups of each replica."""
 
 import re
 

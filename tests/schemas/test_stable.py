@@ -1,4 +1,4 @@
-"""Hashes of values depend on the value only."""
+"""Hashes of values depend only on the value."""
 
 import numpy as np
 import pyarrow as pa

@@ -1,4 +1,4 @@
-"""Vocabularies: rows for ever, one order whatever came first, every value somewhere."""
+"""Vocabularies: permanent rows, an order independent of the input's, a row for every value."""
 
 import re
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""Windows over buffers: exact for any lists, as the slow reference, small where lists shift."""
+"""Windows over buffers: exact for any lists, equal to the reference, small for shifting lists."""
 
 import re
 from itertools import pairwise
