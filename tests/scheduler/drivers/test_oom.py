@@ -105,11 +105,11 @@ def test_only_a_child_that_was_killed_while_a_kill_was_counted_was_killed_for_me
 
 @pytest.fixture
 def small_group() -> Iterator[Path]:
-    """A group of processes that may have 64 MiB, where this user may make one."""
+    """A cgroup of 128 MiB: with less, the kernel would prefer the larger parent to the child."""
     folder = MEMORY / f"presage-{os.getpid()}"
     try:
         folder.mkdir()
-        (folder / "memory.limit_in_bytes").write_text(str(64 << 20))
+        (folder / "memory.limit_in_bytes").write_text(str(128 << 20))
     except OSError as error:
         pytest.skip(f"no group of processes can be made: {error}")
     yield folder
