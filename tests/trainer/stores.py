@@ -19,8 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tests.trainer.processes import children_of, hold
-from trainer.stores.api import Records, Store, TableLayout
-from trainer.stores.remote.client import FlightStore, open_group
+from trainer.stores.api import Records, StepStore, Store, TableLayout, WriteBack
+from trainer.stores.remote.client import FlightGroup, open_group
 from trainer.stores.remote.connection import Access
 
 TOKEN = "a-token-of-tests"
@@ -132,6 +132,16 @@ def kill_store(pid: int, directory: Path | None = None) -> None:
     os.kill(pid, signal.SIGKILL)
 
 
+class FlightStore(StepStore[FlightGroup]):
+    """One table of a group, which is read and written without the others."""
+
+    def fetch(self, rows: NDArray[np.int64]) -> Records:
+        return self.group.fetch(0, {self.layout.table: rows})[self.layout.table]
+
+    def write(self, rows: NDArray[np.int64], records: Records, train_step: int = -1) -> None:
+        self.group.write(train_step, {self.layout.table: WriteBack(rows, records)})
+
+
 def group_over(
     *addresses: str,
     layouts: Mapping[str, TableLayout] | None = None,
@@ -143,9 +153,10 @@ def group_over(
 ) -> dict[str, FlightStore]:
     """Open stores of one table, or of `layouts`."""
     tables = layouts or {LAYOUT.table: LAYOUT}
-    return open_group(
+    stores = open_group(
         addresses, access, tables, owner=owner, session=session, reset=reset, replicas=replicas
     )
+    return {table: FlightStore(store.group, store.layout) for table, store in stores.items()}
 
 
 def record_of(value: float, count: int) -> Records:

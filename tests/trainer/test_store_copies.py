@@ -13,10 +13,10 @@ import pytest
 from schemas.config.train import StoresConfig
 from schemas.errors import SchemaError
 from tests.trainer.processes import wait_for
-from tests.trainer.stores import ACCESS, LAYOUT, kill_store
+from tests.trainer.stores import ACCESS, LAYOUT, FlightStore, kill_store
 from tests.trainer.test_store_moves import Writer
 from trainer.stores.api import RowsLostError
-from trainer.stores.remote.client import FlightGroup, FlightStore, open_group
+from trainer.stores.remote.client import FlightGroup, open_group
 from trainer.stores.remote.connection import Access
 from trainer.stores.remote.members import StoreMembers
 from trainer.stores.remote.ownership import StoreDescription, ranges_of
@@ -26,9 +26,10 @@ from trainer.stores.remote.processes import TOKEN, LocalStores, migrate_slots
 def group_over(stores: LocalStores, replicas: int = 2) -> FlightStore:
     access = Access(token=stores.token, timeout_sec=ACCESS.timeout_sec)
     tables = {LAYOUT.table: LAYOUT}
-    return open_group(
+    opened = open_group(
         stores.addresses, access, tables, owner="run", session="s", reset=True, replicas=replicas
-    )["items"]
+    )
+    return FlightStore(opened[LAYOUT.table].group, LAYOUT)
 
 
 def wait_for_copies(group: FlightGroup) -> None:

@@ -18,13 +18,13 @@ from tests.trainer.stores import (
     ACCESS,
     LAYOUT,
     TOKEN,
+    FlightStore,
     group_over,
     record_of,
     running,
     start_store,
     whole,
 )
-from trainer.stores.remote.client import FlightStore
 from trainer.stores.remote.connection import StoreConnection
 from trainer.stores.remote.migration import OutgoingMigrations
 from trainer.stores.remote.ownership import empty_ownership, mask_of

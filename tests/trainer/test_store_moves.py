@@ -18,6 +18,7 @@ from tests.trainer.processes import PATIENCE, wait_for
 from tests.trainer.stores import (
     ACCESS,
     TOKEN,
+    FlightStore,
     StoreProcess,
     group_over,
     record_of,
@@ -27,7 +28,7 @@ from tests.trainer.stores import (
 )
 from trainer.__main__ import main
 from trainer.stores.api import StoreUnavailableError
-from trainer.stores.remote.client import FlightGroup, FlightStore
+from trainer.stores.remote.client import FlightGroup
 from trainer.stores.remote.connection import StoreConnection
 from trainer.stores.remote.migration import MigrationStats
 from trainer.stores.remote.ownership import description_from_json

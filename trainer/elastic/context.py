@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -11,8 +11,10 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from schemas.accesses import TableAccesses, decoded_cache_for
 from schemas.arrays import Array
 from schemas.config.job import Job
+from schemas.dataset import Dataset
 from schemas.errors import PlanError, SchemaError
 from schemas.layout import TRAIN
 from schemas.manifest import canonical_json, replace_bytes
@@ -24,15 +26,16 @@ from trainer.data.microbatches import Microbatches
 from trainer.data.reader import Reader
 from trainer.elastic.group import SumsShape
 from trainer.elastic.peer_state import ReplicaRows
-from trainer.elastic.shared_rows import SharedStores, StepRows
-from trainer.embedding.kernels.compiled import kernels_of
-from trainer.embedding.kernels.interface import Kernels
+from trainer.elastic.shared_rows import SharedStores
 from trainer.follow import Following, Span
 from trainer.horizon import Known, decide
 from trainer.recovery import Drain
 from trainer.setup import TrainOptions
 from trainer.step import Clock
-from trainer.stores.api import BehindError, RowsLostError
+from trainer.stores.api import (
+    BehindError,
+    RowsLostError,
+)
 from trainer.train import reader_of
 
 TOKEN = "token"
@@ -339,6 +342,32 @@ def known_at_step(order: Order, known: Known, train_step: int) -> Known:
     return Known(num_segments=len(order.num_blocks), finished=True)
 
 
+_ACCESS_LIST_BYTES = 128 << 20
+"""Maximum bytes of decoded access lists of all tables."""
+
+
+class StepRows:
+    """The rows of any step; not thread-safe."""
+
+    def __init__(self, dataset: Dataset, order: Order, tables: Iterable[str]) -> None:
+        """Open the access lists.
+
+        Args:
+            dataset: open dataset, with its oracle.
+            order: global order of the run.
+            tables: table names.
+
+        Raises:
+            SchemaError: the dataset has no access lists.
+        """
+        kept = decoded_cache_for(order, _ACCESS_LIST_BYTES)
+        self._accesses = {t: TableAccesses(dataset, t, order, kept) for t in tables}
+
+    def of(self, train_step: int) -> dict[str, NDArray[np.int64]]:
+        """Return by table the distinct rows of a step, ascending."""
+        return {t: np.sort(a.rows[a.numbers(train_step)]) for t, a in self._accesses.items()}
+
+
 @dataclass(frozen=True, slots=True)
 class _SpanReader:
     """Readers of the steps of a span; used by one thread.
@@ -462,8 +491,3 @@ class ReplicaContext:
         [step] = arrays["step"].tolist()
         self.rows.load(arrays, int(step), self.span)
         return int(step)
-
-    @property
-    def kernels(self) -> Kernels:
-        """The kernels of the job."""
-        return kernels_of(self.job.train.kernels)

@@ -28,7 +28,7 @@ from schemas.run_log import (
     StepMetric,
     read_summary,
 )
-from trainer.checkpoint.load import step_of
+from trainer.checkpoint.load import newest_checkpoint, step_of
 from trainer.checkpoint.manager import claim_leftovers
 from trainer.components import layouts_of
 from trainer.data.decode import spec_of
@@ -36,7 +36,6 @@ from trainer.elastic.checkpoints import check_room, copy_bytes_of
 from trainer.elastic.context import TOKEN, Rendezvous, rows_are_lost, write_rendezvous
 from trainer.elastic.faults import Faults
 from trainer.elastic.membership import Lighthouse
-from trainer.elastic.options import resume_message
 from trainer.elastic.peer_state import REPLICAS
 from trainer.elastic.shared_rows import RETAINED_BYTES, launch_shared_stores
 from trainer.recovery import Drain, DrainInterrupt, Watchdog, resume_hint
@@ -392,3 +391,20 @@ def watch_stdin(drain: Drain) -> None:
         os._exit(1)
 
     threading.Thread(target=wait, name="parent", daemon=True).start()
+
+
+def resume_message(run: Path, last: int | None) -> str:
+    """Return a message that says at which step a run can be resumed.
+
+    Args:
+        run: run folder without live replicas.
+        last: number of steps; None if it is not known yet.
+    """
+    checkpoint = newest_checkpoint(run)
+    saved = step_of(checkpoint)
+    trained = (run / METRICS).read_bytes().count(b"\n")
+    if saved == last:
+        return f"all steps are trained; evaluate {run} with --resume"
+    if saved == trained:
+        return f"stopped at step {saved}, which {run} goes on from with --resume"
+    return f"stopped at step {trained}; {run} goes on from step {saved} with --resume"

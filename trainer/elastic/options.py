@@ -8,10 +8,7 @@ rule is the same for one replica and for a launcher that asks all of them.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
-from schemas.run_log import METRICS
-from trainer.checkpoint.load import newest_checkpoint, step_of
 from trainer.elastic.membership import Agreement
 from trainer.stores.remote.connection import Access
 from trainer.stores.remote.wire import Certificate, check_host
@@ -62,20 +59,3 @@ def leave_outcome(agreement: Agreement, name: str) -> LeaveOutcome | None:
     others_continue = name not in agreement.ready or bool(agreement.staying)
     saves = not others_continue and agreement.writer == name
     return LeaveOutcome(saves=saves, others_continue=others_continue, trouble=agreement.trouble)
-
-
-def resume_message(run: Path, last: int | None) -> str:
-    """Return a message that says at which step a run can be resumed.
-
-    Args:
-        run: run folder without live replicas.
-        last: number of steps; None if it is not known yet.
-    """
-    checkpoint = newest_checkpoint(run)
-    saved = step_of(checkpoint)
-    trained = (run / METRICS).read_bytes().count(b"\n")
-    if saved == last:
-        return f"all steps are trained; evaluate {run} with --resume"
-    if saved == trained:
-        return f"stopped at step {saved}, which {run} goes on from with --resume"
-    return f"stopped at step {trained}; {run} goes on from step {saved} with --resume"

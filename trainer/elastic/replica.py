@@ -37,6 +37,7 @@ from trainer.elastic.peer_state import (
     PeerError,
     PeerServer,
 )
+from trainer.embedding.kernels.compiled import kernels_of
 from trainer.follow import Span
 from trainer.gradient_sums import MicrobatchWorker, PartialSums, Tree
 from trainer.horizon import decide
@@ -111,7 +112,8 @@ class StepCompute:
     def __enter__(self) -> StepCompute:
         """Start threads."""
         parts, enter = self._context.parts, self._stack.enter_context
-        self._work = enter(MicrobatchWorker(parts.model, parts.embedding, self._context.kernels))
+        kernels = kernels_of(self._context.job.train.kernels)
+        self._work = enter(MicrobatchWorker(parts.model, parts.embedding, kernels))
         self._reader = enter(ReadAhead(self._context.read))
         return self
 

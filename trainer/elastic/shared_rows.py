@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,12 +11,9 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from schemas.accesses import TableAccesses, decoded_cache_for
 from schemas.arrays import Array
 from schemas.cache_plan import Keyframe
 from schemas.config.train import StoresConfig, TrainConfig
-from schemas.dataset import Dataset
-from schemas.order import Order
 from trainer.checkpoint.incremental import Changes, EvictedDirtyRows
 from trainer.checkpoint.load import load_rows, step_of, verified
 from trainer.elastic.peer_state import ROWS, rows_from_arrays, rows_to_arrays
@@ -41,34 +38,8 @@ from trainer.stores.api import (
     WriteBack,
     group_of,
 )
-from trainer.stores.remote.client import FlightGroup, FlightStore, open_group
+from trainer.stores.remote.client import FlightGroup, open_group
 from trainer.stores.remote.processes import TOKEN
-
-KEPT_BYTES = 128 << 20
-"""Maximum bytes of decoded access lists of all tables."""
-
-
-class StepRows:
-    """The rows of any step; not thread-safe."""
-
-    def __init__(self, dataset: Dataset, order: Order, tables: Iterable[str]) -> None:
-        """Open the access lists.
-
-        Args:
-            dataset: open dataset, with its oracle.
-            order: global order of the run.
-            tables: table names.
-
-        Raises:
-            SchemaError: the dataset has no access lists.
-        """
-        kept = decoded_cache_for(order, KEPT_BYTES)
-        self._accesses = {t: TableAccesses(dataset, t, order, kept) for t in tables}
-
-    def of(self, train_step: int) -> dict[str, NDArray[np.int64]]:
-        """Return by table the distinct rows of a step, ascending."""
-        return {t: np.sort(a.rows[a.numbers(train_step)]) for t, a in self._accesses.items()}
-
 
 RETAINED_BYTES = 16 << 20
 """Rows in the write buffer: replicas that are that far behind can still read theirs."""
@@ -273,7 +244,7 @@ def open_shared(
     job: Path,
     config: StoresConfig,
     layouts: Mapping[str, TableLayout],
-) -> dict[str, FlightStore]:
+) -> dict[str, StepStore[FlightGroup]]:
     """Open the stores of a run in one of its replicas.
 
     Args:

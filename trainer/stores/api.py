@@ -176,16 +176,6 @@ class StoreGroup(Protocol):
         ...
 
 
-@runtime_checkable
-class Grouped(Protocol):
-    """A store that belongs to a group."""
-
-    @property
-    def group(self) -> StoreGroup:
-        """The group, the same for all tables of a run."""
-        ...
-
-
 G = TypeVar("G", bound=StoreGroup)
 
 
@@ -223,7 +213,7 @@ class StepStore(Generic[G]):
 def group_of(stores: Mapping[str, Store]) -> StoreGroup | None:
     """Return the group of the stores, None if they are independent."""
     first = next(iter(stores.values()), None)
-    return first.group if isinstance(first, Grouped) else None
+    return first.group if isinstance(first, StepStore) else None
 
 
 def fetch_rows(

@@ -267,18 +267,6 @@ class FlightGroup:
         return Records(block[:, :dim].copy(), block[:, dim:].copy())
 
 
-class FlightStore(StepStore[FlightGroup]):
-    """One table of a group, which can be read and written without a step, too."""
-
-    def fetch(self, rows: NDArray[np.int64]) -> Records:
-        """Return copies of rows; a row never written has its initial values and zero state."""
-        return self.group.fetch(0, {self.layout.table: rows})[self.layout.table]
-
-    def write(self, rows: NDArray[np.int64], records: Records, train_step: int = -1) -> None:
-        """Write distinct rows; a row that a later step wrote stays."""
-        self.group.write(train_step, {self.layout.table: WriteBack(rows, records)})
-
-
 def open_group(
     addresses: Sequence[str],
     access: Access,
@@ -289,7 +277,7 @@ def open_group(
     reset: bool,
     replicas: int = 1,
     repairs: bool = True,
-) -> dict[str, FlightStore]:
+) -> dict[str, StepStore[FlightGroup]]:
     """Open store processes for a run.
 
     Args:
@@ -315,7 +303,7 @@ def open_group(
     group = FlightGroup(members, layouts, message_bytes)
     if repairs:
         group.repair()
-    return {table: FlightStore(group, layout) for table, layout in layouts.items()}
+    return {table: StepStore(group, layout) for table, layout in layouts.items()}
 
 
 def _flat(
