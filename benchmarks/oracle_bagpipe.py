@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from schemas.cache_plan import plan
+from schemas.cache_plan import Plan
 from schemas.config.train import CacheConfig
 from schemas.oracle import next_use
 
@@ -174,7 +174,7 @@ def agrees(
     for table, rows in enumerate(columns):
         wide = rows.astype(np.int64)
         steps = [np.unique(wide[at : at + batch]) for at in range(0, len(rows), batch)]
-        planned = plan(zip(steps, next_use(steps, num_rows[table]), strict=True), cache)
+        planned = Plan(zip(steps, next_use(steps, num_rows[table]), strict=True), cache)
         for found, step in zip(decided, planned, strict=False):
             if not np.array_equal(found[table], step.numbers[step.fetch]):
                 return False

@@ -29,7 +29,7 @@ from typing import Any
 from benchmarks.logs import SHARED_DATA, job_path, raw_log
 from benchmarks.order import built
 from schemas.accesses import indexed_steps
-from schemas.cache_plan import PlanStep, plan, required_rows, summarize
+from schemas.cache_plan import Plan, PlanStep, required_rows, summarize
 from schemas.config.train import CacheConfig
 from schemas.dataset import Dataset, open_dataset
 from schemas.order import Order
@@ -151,7 +151,7 @@ def plan_alone(dataset: Dataset, order: Order, caches: Mapping[str, CacheConfig]
         for table in dataset.job.data.tables:
             steps = list(indexed_steps(dataset, index, table, order))
             start = time.thread_time()
-            summary = summarize(plan(steps, cache))
+            summary = summarize(Plan(steps, cache))
             seconds += time.thread_time() - start
             accesses += summary.num_accesses
             fetched += summary.fetched_rows

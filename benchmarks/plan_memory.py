@@ -40,7 +40,7 @@ from pipelines.oracle.index import merge_numberings
 from pipelines.oracle.numbering import WORKER_ENTRIES
 from schemas.accesses import indexed_steps, merge_dictionaries
 from schemas.arrays import Jagged
-from schemas.cache_plan import plan, summarize
+from schemas.cache_plan import Plan, summarize
 from schemas.config.job import OrderConfig
 from schemas.config.train import CacheConfig
 from schemas.dataset import Dataset, Index, Segment
@@ -105,7 +105,7 @@ def opened(root: Path) -> tuple[Dataset, Index, Order]:
 def planned(steps: Iterable[tuple[Any, Any]], num_rows: int) -> int:
     """Make the plan; return its reads."""
     cache = CacheConfig(policy="belady", rows=int(num_rows * CACHE_SHARE), prefetch_steps=2)
-    return summarize(plan(steps, cache)).fetched_rows
+    return summarize(Plan(steps, cache)).fetched_rows
 
 
 def ours(root: Path, num_rows: int) -> int:

@@ -406,7 +406,7 @@ class _PrefetchedStep:
 
 
 class Plan(Iterator[PlanStep]):
-    """Iterator over the plan of one table; see `plan`."""
+    """Iterator over the plan of one table; linear in entries."""
 
     def __init__(
         self,
@@ -418,12 +418,22 @@ class Plan(Iterator[PlanStep]):
         splits: Iterable[BlockSplit] | None = None,
         start: Keyframe | None = None,
     ) -> None:
+        """Create a plan; nothing is read yet.
+
+        Args:
+            steps: ascending numbers and next-use distances of each step, from the first one on.
+            cache: policy and limits; `rows` includes rows in flight.
+            first_step: first step of the plan, with an empty cache.
+            flush_every: interval of steps at which all cached rows are written to the store.
+            splits: assignment of each step's blocks to replicas, if there are several.
+            start: state of a plan with the same settings to resume from; replaces `first_step`.
+        """
         self._steps = iter(steps)
         self._cache = cache
         self._flush_every = flush_every
         self._splits = None if splits is None else iter(splits)
         self._window: deque[_PrefetchedStep] = deque()  # steps whose fetches are issued
-        self._next = first_step
+        self._next = first_step if start is None else start.train_step
         self._start = start
         self._state = (
             CacheState() if start is None else CacheState.restored(start, cache.prefetch_steps)
@@ -540,39 +550,6 @@ class Plan(Iterator[PlanStep]):
         if self._splits is None:
             return None
         return classify_rows(step.numbers, step.distances, next(self._splits))
-
-
-def plan(
-    steps: Iterable[IndexStep],
-    cache: CacheConfig,
-    *,
-    first_step: int = 0,
-    flush_every: int | None = None,
-    splits: Iterable[BlockSplit] | None = None,
-    start: Keyframe | None = None,
-) -> Plan:
-    """Plan the cache of one table, linear in entries.
-
-    Args:
-        steps: ascending numbers and next-use distances of each step, from the first one on.
-        cache: policy and limits; `rows` includes rows in flight.
-        first_step: first step of the plan, with an empty cache.
-        flush_every: interval of steps at which all cached rows are written to the store.
-        splits: assignment of each step's blocks to replicas, if there are several.
-        start: state of a plan with the same settings to resume from; replaces `first_step`.
-
-    Raises:
-        PlanError: raised by the iterator if a step does not fit `cache.rows`; has the smallest
-            size that works for all steps from `first_step` on.
-    """
-    return Plan(
-        steps,
-        cache,
-        first_step=first_step if start is None else start.train_step,
-        flush_every=flush_every,
-        splits=splits,
-        start=start,
-    )
 
 
 def cache_too_small(

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from schemas.accesses import TableAccesses, decoded_cache_for
-from schemas.cache_plan import Keyframe, check_cache_size, plan
+from schemas.cache_plan import Keyframe, Plan, check_cache_size
 from schemas.config.job import Job
 from schemas.config.train import CacheConfig, TrainConfig
 from schemas.dataset import Dataset
@@ -165,7 +165,7 @@ def plans_of(
     for table in files:
         accesses = TableAccesses(dataset, table, order, kept)
         steps = zip(map(accesses.numbers, to_train), distances(table), strict=True)
-        planned = plan(
+        planned = Plan(
             steps,
             config,
             first_step=first_step,

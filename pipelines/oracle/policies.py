@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from pipelines.quality.statistics_files import segment_statistics
 from schemas.accesses import TableAccesses, indexed_steps
-from schemas.cache_plan import cache_too_small, plan, required_rows, summarize
+from schemas.cache_plan import Plan, cache_too_small, required_rows, summarize
 from schemas.config.train import CacheConfig
 from schemas.dataset import Dataset
 from schemas.miss_ratio import lru_curve
@@ -161,7 +161,7 @@ def policy_report(dataset: Dataset, table: str, order: Order, cache: CacheConfig
     required = required_rows(distances, cache)
     if cache.rows is not None and required > cache.rows:
         return PolicyReport(required, cache.rows, None, None, None, None)
-    summary = summarize(plan(indexed_steps(dataset, index, table, order), cache))
+    summary = summarize(Plan(indexed_steps(dataset, index, table, order), cache))
     return PolicyReport(
         required_rows=required,
         cache_rows=cache.rows,

@@ -22,7 +22,7 @@ from pipelines.report.html import (
     table,
 )
 from schemas.accesses import TableAccesses, TableLoad, index_load, indexed_steps
-from schemas.cache_plan import PlanStep, plan
+from schemas.cache_plan import Plan, PlanStep
 from schemas.dataset import Dataset
 from schemas.miss_ratio import EXACT_OPTIMAL, HitRateCurve, lru_curve, optimal_curve
 from schemas.order import Order
@@ -153,7 +153,7 @@ def oracle_facts(dataset: Dataset) -> OracleFacts | None:
         largest=largest,
         lru=lru_curve(trace.steps(), report.num_accesses, report.num_unique_rows),
         optimal=_optimal(trace.steps(), report.num_accesses),
-        plan=tuple(map(_step, plan(steps, cache))),
+        plan=tuple(map(_step, Plan(steps, cache))),
         load=index_load(dataset, largest, order),
     )
 

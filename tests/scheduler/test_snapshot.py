@@ -17,7 +17,7 @@ from scheduler.__main__ import main
 from scheduler.model.history import History
 from scheduler.model.snapshot import VALUE_BYTES, DataFacts, take_snapshot
 from schemas.accesses import indexed_steps
-from schemas.cache_plan import plan, summarize
+from schemas.cache_plan import Plan, summarize
 from schemas.config.job import Job, load_job
 from schemas.dataset import open_dataset
 from schemas.rows import rows_of_ids
@@ -147,7 +147,7 @@ def test_facts_of_dataset_hold_what_the_plan_of_the_run_needs(
     )
     assert index.manifest.batch_samples == job.train.batch_samples
     plans = [
-        summarize(plan(indexed_steps(dataset, index, table, order), cache))
+        summarize(Plan(indexed_steps(dataset, index, table, order), cache))
         for table in job.data.tables
     ]
     assert facts.window_rows == sum(found.peak_cache_rows for found in plans)

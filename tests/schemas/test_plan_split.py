@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from schemas.arrays import Jagged, offsets_of
-from schemas.cache_plan import BlockSplit, classify_rows, plan
+from schemas.cache_plan import BlockSplit, Plan, classify_rows
 from schemas.config.train import CacheConfig
 from schemas.oracle import next_use
 
@@ -34,7 +34,7 @@ def test_plan_with_splits_names_who_needs_each_row(
         splits.append(BlockSplit(blocks_of(blocks), np.array(edges)))
     entries = [np.array(sorted(set().union(*blocks)), np.int64) for blocks in steps]
     index = zip(entries, next_use(entries, 9), strict=True)
-    found = list(plan(index, CacheConfig(prefetch_steps=1, lookahead=2), splits=splits))
+    found = list(Plan(index, CacheConfig(prefetch_steps=1, lookahead=2), splits=splits))
     for now, (step, blocks) in enumerate(zip(found, steps, strict=True)):
         sharing, edges = step.sharing, splits[now].edges.tolist()
         assert sharing is not None
@@ -55,7 +55,7 @@ def test_plan_with_splits_names_who_needs_each_row(
 
 def test_plan_without_splits_names_nobody() -> None:
     index = [(np.array([0, 1]), np.array([0, 0], np.int32))]
-    assert next(plan(index, CacheConfig())).sharing is None
+    assert next(Plan(index, CacheConfig())).sharing is None
 
 
 @pytest.mark.parametrize("edges", [[0, 1], [1, 2], [0, 2, 1, 2]])

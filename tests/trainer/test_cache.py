@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from schemas.arrays import Jagged, offsets_of
-from schemas.cache_plan import plan, required_rows
+from schemas.cache_plan import Plan, required_rows
 from schemas.config.train import CacheConfig
 from schemas.errors import PlanError, SchemaError
 from schemas.oracle import next_use, number_by_first_use
@@ -37,7 +37,7 @@ def plan_of(
     """Plan a table from the rows of each step."""
     numbers, distances, rows = index_of(steps)
     indexed = zip(numbers, distances, strict=True)
-    return TablePlan(plan(indexed, cache, flush_every=flush_every), rows)
+    return TablePlan(Plan(indexed, cache, flush_every=flush_every), rows)
 
 
 def run_source(
