@@ -120,14 +120,14 @@ class BuildContext:
         return samples.per.key if samples.per is not None else None
 
     def rejects(self, bad: pa.Table) -> pa.Table:
-        """Return bad rows (`BAD_ROWS_SCHEMA`) as rejects, with the places that they came from."""
+        """Return bad rows (`BAD_ROWS_SCHEMA`) as rejects with their file and position."""
         files, positions = files_and_rows(bad["origin"], self.listing)
         rows_unknown = pa.repeat(pa.scalar(False), bad.num_rows)
         columns = [files, positions, bad["reason"], bad["value"], rows_unknown]
         return pa.table(columns, schema=BUILD_REJECTS_SCHEMA)
 
     def place_text(self, origin: int) -> str:
-        """Return the place of a row as errors name it."""
+        """Return the location of a row for error messages."""
         return "{}:{}".format(*file_and_row(origin, self.listing))
 
     def files(self) -> list[FilePart]:

@@ -46,6 +46,150 @@ from schemas.rows import ids_of, rows_of_ids
 CHUNK_BYTES = 256 << 20
 """Maximum bytes of a chunk's expanded samples; a worker needs about five times as much memory if
 nothing repeats."""
+LOOKUPS = "lookups"
+"""Directory of the oracle's input below a segment being built; removed before the commit."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupTotals:
+    """Sums over one group of a part.
+
+    Attributes:
+        num_unique: unique tuples.
+        num_values: list values without deduplication.
+        num_values_dedup: list values that are stored.
+    """
+
+    num_unique: int
+    num_values: int
+    num_values_dedup: int
+
+    def __add__(self, other: GroupTotals) -> GroupTotals:
+        """Add the sums of two chunks."""
+        return GroupTotals(
+            self.num_unique + other.num_unique,
+            self.num_values + other.num_values,
+            self.num_values_dedup + other.num_values_dedup,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class PartResult:
+    """Counts and statistics of a written part, for the segment's manifest.
+
+    Attributes:
+        file_index: number of the part.
+        num_samples: samples.
+        num_rows: rows of the log from which the samples were made.
+        num_sessions: sessions.
+        blocks: rows of `blocks.parquet`.
+        groups: sums by group.
+        lookups: table to (num_lookups, num_lookups_dedup) in training blocks.
+        slices: statistics by split.
+    """
+
+    file_index: int
+    num_samples: int
+    num_rows: int
+    num_sessions: int
+    blocks: pa.Table
+    groups: Mapping[str, GroupTotals]
+    lookups: Mapping[str, tuple[int, int]]
+    slices: Mapping[str, SliceStatistics]
+
+
+def build_part(
+    root: Path,
+    file_index: int,
+    samples: Iterable[Tuples],
+    data: DataConfig,
+    layout: SegmentLayout,
+    features: FeatureSet,
+    learned: FittedValues | None = None,
+) -> PartResult:
+    """Cluster, deduplicate and write the samples of one part, chunk by chunk.
+
+    Args:
+        root: directory of the segment being built.
+        file_index: number of the part.
+        samples: all samples of the part's sessions, in any order; at least one row. Iterated
+            several times if the part has several chunks.
+        data: the job's data section.
+        layout: layout of the segment.
+        features: declared columns.
+        learned: fitted parameters of transforms.
+    """
+    writer = PartWriter(root, file_index, layout)
+    lookups = LookupsWriter(root, file_index)
+    results: list[PartResult] = []
+    for clustered in cluster_chunks(samples, data):
+        star = to_star(clustered, file_index, data, learned)
+        blocks = writer.add(star, clustered)
+        results.append(
+            PartResult(
+                file_index,
+                clustered.samples.num_samples,
+                num_rows(clustered.samples),
+                clustered.num_sessions,
+                blocks,
+                {name: group_totals(star, name) for name in star.groups},
+                lookups.add(star, blocks, data),
+                split_statistics(star, clustered, data, features),
+            )
+        )
+    writer.close()
+    lookups.close()
+    return reduce(_merge_results, results)
+
+
+def _merge_results(left: PartResult, right: PartResult) -> PartResult:
+    lookups = {
+        table: (a[0] + b[0], a[1] + b[1])
+        for (table, a), b in zip(left.lookups.items(), right.lookups.values(), strict=True)
+    }
+    return PartResult(
+        left.file_index,
+        left.num_samples + right.num_samples,
+        left.num_rows + right.num_rows,
+        left.num_sessions + right.num_sessions,
+        pa.concat_tables([left.blocks, right.blocks]),
+        {g: left.groups[g] + right.groups[g] for g in left.groups},
+        lookups,
+        sum_by_split([left.slices, right.slices]),
+    )
+
+
+def num_rows(samples: Tuples) -> int:
+    """Return the number of rows of the log; the first sample of each has list index 0."""
+    return int(np.count_nonzero(samples.column(LIST_INDEX).to_numpy() == 0))
+
+
+def group_totals(star: Star, group: str) -> GroupTotals:
+    """Return the sums over one group of a part or chunk."""
+    table = star.groups[group]
+    starts = offsets_of(star.unique_per_block[group])[:-1]
+    block = np.repeat(np.arange(len(starts)), star.samples_per_block)
+    tuples = numpy_of(star.samples[inverse_column(group)]) + starts[block]
+    stored = expanded = 0
+    for name in table.column_names:
+        if is_list(table.schema.field(name).type):
+            lengths = np.diff(flat_list(table[name])[1])
+            stored += int(lengths.sum())
+            expanded += int(lengths[tuples].sum())
+    return GroupTotals(table.num_rows, expanded, stored)
+
+
+def serialize_result(result: PartResult) -> bytes:
+    """Return a result as bytes.
+
+    Beam traverses every element to estimate its size; for 70 results this took 13 s.
+    """
+    return pickle.dumps(result, pickle.HIGHEST_PROTOCOL)
+
+
+def deserialize_results(results: Iterable[bytes]) -> list[PartResult]:
+    """Undo `serialize_result` for results in any order; return them in the order of parts."""
+    return sorted((pickle.loads(r) for r in results), key=lambda r: r.file_index)
 
 
 def cluster_chunks(parts: Iterable[Tuples], data: DataConfig) -> Iterator[Clustered]:
@@ -147,6 +291,93 @@ def _take_rows(parts: Iterable[Tuples], ends: NDArray[np.int64], rows: NDArray[n
     return join(selected).take(position)
 
 
+def split_statistics(
+    star: Star, clustered: Clustered, data: DataConfig, features: FeatureSet
+) -> dict[str, SliceStatistics]:
+    """Return the statistics of samples by split.
+
+    Args:
+        star: tables of a part or chunk, training samples first.
+        clustered: its samples in the same order.
+        data: the job's data section.
+        features: declared columns.
+    """
+    num_samples = star.samples.num_rows
+    num_train = int((~clustered.is_evaluation).sum())
+    train_blocks = int((np.cumsum(star.samples_per_block) <= num_train).sum())
+    ranges = {TRAIN: (0, num_train), EVALUATION: (num_train, num_samples)}
+    key_columns = {BLOCK, UNIQUE_INDEX, *(inverse_column(g) for g in star.groups)}
+    statistics: dict[str, SliceStatistics] = {}
+    for split, (start, end) in ranges.items():
+        if start == end:
+            continue
+        columns = table_statistics(star.samples.slice(start, end - start), key_columns)
+        num_unique: dict[str, int] = {}
+        for group, table in star.groups.items():
+            num_train_rows = int(star.unique_per_block[group][:train_blocks].sum())
+            low, high = (0, num_train_rows) if split == TRAIN else (num_train_rows, table.num_rows)
+            columns.update(table_statistics(table.slice(low, high - low), key_columns))
+            num_unique[group] = high - low
+        lengths = clustered.session_samples[start:end]
+        statistics[split] = SliceStatistics(
+            end - start,
+            columns,
+            count_buckets(lengths[lengths > 0]),
+            _label_delays(clustered, slice(start, end), data, features),
+            num_unique,
+        )
+    return statistics
+
+
+def _label_delays(
+    clustered: Clustered, rows: slice, data: DataConfig, features: FeatureSet
+) -> dict[int, int]:
+    names = features.with_role("label_time")
+    if not names:
+        return {}
+    label_time, time = (
+        one_chunk(clustered.samples.column(c)).slice(rows.start, rows.stop - rows.start)
+        for c in (names[0], data.session.time)
+    )
+    valid = label_time.is_valid()
+    seconds = (
+        numpy_of(label_time.filter(valid).cast(pa.int64()))
+        - numpy_of(time.filter(valid).cast(pa.int64()))
+    ) / 1e6
+    return count_buckets(seconds)
+
+
+class LookupsWriter:
+    """Writes the rows that each block of a part looks up, the input of the oracle."""
+
+    def __init__(self, root: Path, file_index: int) -> None:
+        """Store the directory of the segment being built and the number of the part."""
+        self._root = root
+        self._file_index = file_index
+        self._writers: dict[Path, tuple[Path, pq.ParquetWriter]] = {}
+
+    def add(self, star: Star, blocks: pa.Table, data: DataConfig) -> dict[str, tuple[int, int]]:
+        """Write the next blocks; return (num_lookups, num_lookups_dedup) by table."""
+        is_training = pa.compute.equal(blocks["split"], TRAIN).to_numpy()
+        counts: dict[str, tuple[int, int]] = {}
+        for table, lookups in table_lookups(star, is_training, data):
+            path = self._root / LOOKUPS / table / part_name(self._file_index)
+            rows = lookups_table(lookups.accesses)
+            if path not in self._writers:
+                partial = partial_path(path)
+                writer = pq.ParquetWriter(partial, rows.schema, compression="lz4")
+                self._writers[path] = partial, writer
+            self._writers[path][1].write_table(rows)
+            counts[table] = (lookups.num_lookups, lookups.num_lookups_dedup)
+        return counts
+
+    def close(self) -> None:
+        """Close the files and rename them to their final names."""
+        for path, (partial, writer) in self._writers.items():
+            writer.close()
+            partial.replace(path)
+
+
 @dataclass(frozen=True, slots=True)
 class TableLookups:
     """Look-ups of one table in the training blocks of one part.
@@ -205,236 +436,3 @@ def lookups_table(accesses: Jagged) -> pa.Table:
     """Return accesses as an Arrow table with one row per block."""
     rows = pa.LargeListArray.from_arrays(pa.array(accesses.offsets), pa.array(accesses.values))
     return pa.table({"num_rows": pa.array(accesses.lengths), "rows": rows})
-
-
-def split_statistics(
-    star: Star, clustered: Clustered, data: DataConfig, features: FeatureSet
-) -> dict[str, SliceStatistics]:
-    """Return the statistics of samples by split.
-
-    Args:
-        star: tables of a part or chunk, training samples first.
-        clustered: its samples in the same order.
-        data: the job's data section.
-        features: declared columns.
-    """
-    num_samples = star.samples.num_rows
-    num_train = int((~clustered.is_evaluation).sum())
-    train_blocks = int((np.cumsum(star.samples_per_block) <= num_train).sum())
-    ranges = {TRAIN: (0, num_train), EVALUATION: (num_train, num_samples)}
-    key_columns = {BLOCK, UNIQUE_INDEX, *(inverse_column(g) for g in star.groups)}
-    statistics: dict[str, SliceStatistics] = {}
-    for split, (start, end) in ranges.items():
-        if start == end:
-            continue
-        columns = table_statistics(star.samples.slice(start, end - start), key_columns)
-        num_unique: dict[str, int] = {}
-        for group, table in star.groups.items():
-            num_train_rows = int(star.unique_per_block[group][:train_blocks].sum())
-            low, high = (0, num_train_rows) if split == TRAIN else (num_train_rows, table.num_rows)
-            columns.update(table_statistics(table.slice(low, high - low), key_columns))
-            num_unique[group] = high - low
-        lengths = clustered.session_samples[start:end]
-        statistics[split] = SliceStatistics(
-            end - start,
-            columns,
-            count_buckets(lengths[lengths > 0]),
-            _label_delays(clustered, slice(start, end), data, features),
-            num_unique,
-        )
-    return statistics
-
-
-def _label_delays(
-    clustered: Clustered, rows: slice, data: DataConfig, features: FeatureSet
-) -> dict[int, int]:
-    names = features.with_role("label_time")
-    if not names:
-        return {}
-    label_time, time = (
-        one_chunk(clustered.samples.column(c)).slice(rows.start, rows.stop - rows.start)
-        for c in (names[0], data.session.time)
-    )
-    valid = label_time.is_valid()
-    seconds = (
-        numpy_of(label_time.filter(valid).cast(pa.int64()))
-        - numpy_of(time.filter(valid).cast(pa.int64()))
-    ) / 1e6
-    return count_buckets(seconds)
-
-
-LOOKUPS = "lookups"
-"""Directory of the oracle's input below a segment being built; removed before the commit."""
-
-
-@dataclass(frozen=True, slots=True)
-class GroupTotals:
-    """Sums over one group of a part.
-
-    Attributes:
-        num_unique: unique tuples.
-        num_values: list values without deduplication.
-        num_values_dedup: list values that are stored.
-    """
-
-    num_unique: int
-    num_values: int
-    num_values_dedup: int
-
-    def __add__(self, other: GroupTotals) -> GroupTotals:
-        """Add the sums of two chunks."""
-        return GroupTotals(
-            self.num_unique + other.num_unique,
-            self.num_values + other.num_values,
-            self.num_values_dedup + other.num_values_dedup,
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class PartResult:
-    """Counts and statistics of a written part, for the segment's manifest.
-
-    Attributes:
-        file_index: number of the part.
-        num_samples: samples.
-        num_rows: rows of the log from which the samples were made.
-        num_sessions: sessions.
-        blocks: rows of `blocks.parquet`.
-        groups: sums by group.
-        lookups: table to (num_lookups, num_lookups_dedup) in training blocks.
-        slices: statistics by split.
-    """
-
-    file_index: int
-    num_samples: int
-    num_rows: int
-    num_sessions: int
-    blocks: pa.Table
-    groups: Mapping[str, GroupTotals]
-    lookups: Mapping[str, tuple[int, int]]
-    slices: Mapping[str, SliceStatistics]
-
-
-def serialize_result(result: PartResult) -> bytes:
-    """Return a result as bytes.
-
-    Beam traverses every element to estimate its size; for 70 results this took 13 s.
-    """
-    return pickle.dumps(result, pickle.HIGHEST_PROTOCOL)
-
-
-def deserialize_results(results: Iterable[bytes]) -> list[PartResult]:
-    """Undo `serialize_result` for results in any order; return them in the order of parts."""
-    return sorted((pickle.loads(r) for r in results), key=lambda r: r.file_index)
-
-
-def build_part(
-    root: Path,
-    file_index: int,
-    samples: Iterable[Tuples],
-    data: DataConfig,
-    layout: SegmentLayout,
-    features: FeatureSet,
-    learned: FittedValues | None = None,
-) -> PartResult:
-    """Cluster, deduplicate and write the samples of one part, chunk by chunk.
-
-    Args:
-        root: directory of the segment being built.
-        file_index: number of the part.
-        samples: all samples of the part's sessions, in any order; at least one row. Iterated
-            several times if the part has several chunks.
-        data: the job's data section.
-        layout: layout of the segment.
-        features: declared columns.
-        learned: fitted parameters of transforms.
-    """
-    writer = PartWriter(root, file_index, layout)
-    lookups = LookupsWriter(root, file_index)
-    results: list[PartResult] = []
-    for clustered in cluster_chunks(samples, data):
-        star = to_star(clustered, file_index, data, learned)
-        blocks = writer.add(star, clustered)
-        results.append(
-            PartResult(
-                file_index,
-                clustered.samples.num_samples,
-                num_rows(clustered.samples),
-                clustered.num_sessions,
-                blocks,
-                {name: group_totals(star, name) for name in star.groups},
-                lookups.add(star, blocks, data),
-                split_statistics(star, clustered, data, features),
-            )
-        )
-    writer.close()
-    lookups.close()
-    return reduce(_merge_results, results)
-
-
-def _merge_results(left: PartResult, right: PartResult) -> PartResult:
-    lookups = {
-        table: (a[0] + b[0], a[1] + b[1])
-        for (table, a), b in zip(left.lookups.items(), right.lookups.values(), strict=True)
-    }
-    return PartResult(
-        left.file_index,
-        left.num_samples + right.num_samples,
-        left.num_rows + right.num_rows,
-        left.num_sessions + right.num_sessions,
-        pa.concat_tables([left.blocks, right.blocks]),
-        {g: left.groups[g] + right.groups[g] for g in left.groups},
-        lookups,
-        sum_by_split([left.slices, right.slices]),
-    )
-
-
-def num_rows(samples: Tuples) -> int:
-    """Return the number of rows of the log; the first sample of each has list index 0."""
-    return int(np.count_nonzero(samples.column(LIST_INDEX).to_numpy() == 0))
-
-
-def group_totals(star: Star, group: str) -> GroupTotals:
-    """Return the sums over one group of a part or chunk."""
-    table = star.groups[group]
-    starts = offsets_of(star.unique_per_block[group])[:-1]
-    block = np.repeat(np.arange(len(starts)), star.samples_per_block)
-    tuples = numpy_of(star.samples[inverse_column(group)]) + starts[block]
-    stored = expanded = 0
-    for name in table.column_names:
-        if is_list(table.schema.field(name).type):
-            lengths = np.diff(flat_list(table[name])[1])
-            stored += int(lengths.sum())
-            expanded += int(lengths[tuples].sum())
-    return GroupTotals(table.num_rows, expanded, stored)
-
-
-class LookupsWriter:
-    """Writes the rows that each block of a part looks up, the input of the oracle."""
-
-    def __init__(self, root: Path, file_index: int) -> None:
-        """Store the directory of the segment being built and the number of the part."""
-        self._root = root
-        self._file_index = file_index
-        self._writers: dict[Path, tuple[Path, pq.ParquetWriter]] = {}
-
-    def add(self, star: Star, blocks: pa.Table, data: DataConfig) -> dict[str, tuple[int, int]]:
-        """Write the next blocks; return (num_lookups, num_lookups_dedup) by table."""
-        is_training = pa.compute.equal(blocks["split"], TRAIN).to_numpy()
-        counts: dict[str, tuple[int, int]] = {}
-        for table, lookups in table_lookups(star, is_training, data):
-            path = self._root / LOOKUPS / table / part_name(self._file_index)
-            rows = lookups_table(lookups.accesses)
-            if path not in self._writers:
-                partial = partial_path(path)
-                writer = pq.ParquetWriter(partial, rows.schema, compression="lz4")
-                self._writers[path] = partial, writer
-            self._writers[path][1].write_table(rows)
-            counts[table] = (lookups.num_lookups, lookups.num_lookups_dedup)
-        return counts
-
-    def close(self) -> None:
-        """Close the files and rename them to their final names."""
-        for path, (partial, writer) in self._writers.items():
-            writer.close()
-            partial.replace(path)

@@ -43,8 +43,87 @@ from schemas.layout import access_path
 from schemas.oracle import next_use
 from schemas.order import Order
 
+SCRATCH = ".links"
+"""Directory of scratch files below an index being built."""
 WINDOW = 1 << 21
 """Entries of a number map that are mapped at once: 8 or 16 MiB."""
+
+
+@dataclass(frozen=True, slots=True)
+class TableTotals:
+    """Counts of one table for the manifest of the index."""
+
+    table: str
+    num_rows: int
+    num_entries: int
+
+
+def totals_of(table: str, plan: LinkingPlan, entries: Iterable[int]) -> TableTotals:
+    """Return the totals of a table that was linked in stages; `entries` are the last results."""
+    return TableTotals(table, plan.num_numbers, sum(entries))
+
+
+def index_table(
+    root: Path, dataset: Dataset, table: str, order: Order, worker_entries: int
+) -> tuple[int, int] | LinkingPlan:
+    """Write the part of a table that fits a worker, or return a plan to write it in stages.
+
+    Args:
+        root: directory of the index being built.
+        dataset: an open dataset.
+        table: table name.
+        order: global order of the run.
+        worker_entries: entries, over all epochs, that fit a worker.
+
+    Returns:
+        The number of distinct rows and of entries over all steps, or a plan.
+    """
+    files = [access_files(dataset, segment, table) for segment in dataset.segments]
+    entries = sum(file.num_values("gaps") for each in files for file in each)
+    if entries * order.epochs <= worker_entries:
+        return link_in_memory(root, dataset, table, order)
+    scratch = root / SCRATCH
+    edges = [
+        segment.edge_files(table) if each else []
+        for segment, each in zip(dataset.segments, files, strict=True)
+    ]
+    num_numbers, maps = sum(file.num_rows for each in edges for file in each), list[Path]()
+    if sum(map(bool, edges)) > 1:
+        maps = [scratch / table / f"map-{segment}" for segment in range(len(edges))]
+        num_numbers = merge_numberings(edges, maps, max(1, worker_entries // 2))
+    return LinkingPlan(
+        root=root,
+        scratch=scratch,
+        order=order,
+        table=table,
+        num_numbers=num_numbers,
+        files=tuple(map(tuple, files)),
+        maps=tuple(maps),
+    )
+
+
+def access_files(dataset: Dataset, segment: Segment, table: str) -> list[CheckedFile]:
+    """Return a segment's files of access lists, none if it does not use the table."""
+    files: list[CheckedFile] = []
+    if has_accesses(dataset, segment, table):
+        files.append(segment.file(access_path(table, 0)))
+    while files and (path := access_path(table, len(files))) in segment.files:
+        files.append(segment.file(path))
+    return files
+
+
+def link_in_memory(root: Path, dataset: Dataset, table: str, order: Order) -> tuple[int, int]:
+    """Write one table's part of the index: the next use of each entry of each step.
+
+    Returns:
+        The number of distinct rows, and of entries over all steps.
+    """
+    accesses = TableAccesses(dataset, table, order)
+    distances = next_use(list(accesses.steps()), len(accesses.rows))
+    bounds = split_into_files(step_lengths(order, accesses.list_lengths))
+    for file_index, (start, end) in enumerate(pairwise(bounds.tolist())):
+        write_index_file(root, table, file_index, start, concat_lists(distances[start:end]))
+    return len(accesses.rows), sum(map(len, distances))
 
 
 def merge_numberings(
@@ -144,84 +223,3 @@ def _write_at(path: Path, numbers: NDArray[np.int64], values: Array) -> None:
 def _read_at(path: Path, numbers: NDArray[np.int64]) -> Array:
     parts = [open_array(path)[numbers[part]] for part in _windows(numbers)]
     return np.concatenate([np.empty(0, np.int32), *parts])
-
-
-SCRATCH = ".links"
-"""Directory of scratch files below an index being built."""
-
-
-@dataclass(frozen=True, slots=True)
-class TableTotals:
-    """Counts of one table for the manifest of the index."""
-
-    table: str
-    num_rows: int
-    num_entries: int
-
-
-def totals_of(table: str, plan: LinkingPlan, entries: Iterable[int]) -> TableTotals:
-    """Return the totals of a table that was linked in stages; `entries` are the last results."""
-    return TableTotals(table, plan.num_numbers, sum(entries))
-
-
-def index_table(
-    root: Path, dataset: Dataset, table: str, order: Order, worker_entries: int
-) -> tuple[int, int] | LinkingPlan:
-    """Write the part of a table that fits a worker, or return a plan to write it in stages.
-
-    Args:
-        root: directory of the index being built.
-        dataset: an open dataset.
-        table: table name.
-        order: global order of the run.
-        worker_entries: entries, over all epochs, that fit a worker.
-
-    Returns:
-        The number of distinct rows and of entries over all steps, or a plan.
-    """
-    files = [access_files(dataset, segment, table) for segment in dataset.segments]
-    entries = sum(file.num_values("gaps") for each in files for file in each)
-    if entries * order.epochs <= worker_entries:
-        return link_in_memory(root, dataset, table, order)
-    scratch = root / SCRATCH
-    edges = [
-        segment.edge_files(table) if each else []
-        for segment, each in zip(dataset.segments, files, strict=True)
-    ]
-    num_numbers, maps = sum(file.num_rows for each in edges for file in each), list[Path]()
-    if sum(map(bool, edges)) > 1:
-        maps = [scratch / table / f"map-{segment}" for segment in range(len(edges))]
-        num_numbers = merge_numberings(edges, maps, max(1, worker_entries // 2))
-    return LinkingPlan(
-        root=root,
-        scratch=scratch,
-        order=order,
-        table=table,
-        num_numbers=num_numbers,
-        files=tuple(map(tuple, files)),
-        maps=tuple(maps),
-    )
-
-
-def access_files(dataset: Dataset, segment: Segment, table: str) -> list[CheckedFile]:
-    """Return a segment's files of access lists, none if it does not use the table."""
-    files: list[CheckedFile] = []
-    if has_accesses(dataset, segment, table):
-        files.append(segment.file(access_path(table, 0)))
-    while files and (path := access_path(table, len(files))) in segment.files:
-        files.append(segment.file(path))
-    return files
-
-
-def link_in_memory(root: Path, dataset: Dataset, table: str, order: Order) -> tuple[int, int]:
-    """Write one table's part of the index: the next use of each entry of each step.
-
-    Returns:
-        The number of distinct rows, and of entries over all steps.
-    """
-    accesses = TableAccesses(dataset, table, order)
-    distances = next_use(list(accesses.steps()), len(accesses.rows))
-    bounds = split_into_files(step_lengths(order, accesses.list_lengths))
-    for file_index, (start, end) in enumerate(pairwise(bounds.tolist())):
-        write_index_file(root, table, file_index, start, concat_lists(distances[start:end]))
-    return len(accesses.rows), sum(map(len, distances))

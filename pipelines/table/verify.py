@@ -72,12 +72,12 @@ def segment_problems(segment: Segment, dataset: Dataset) -> Iterator[str]:
         load_fitted(dataset.directory, segment.manifest.learned, dataset.job.data)
         yield from count_problems(segment, dataset)
         for file_index, row_group in row_groups(segment):
-            place = f"row group {row_group} of part {file_index}"
+            location = f"row group {row_group} of part {file_index}"
             samples = read_joined_row_group(segment, file_index, row_group, dataset.job.data)
             chosen = _chosen(segment, file_index, row_group)
             expected = int(segment.column("num_samples")[chosen].sum())
             if samples.num_rows != expected:
-                yield f"{place}: {samples.num_rows} samples instead of {expected}"
+                yield f"{location}: {samples.num_rows} samples instead of {expected}"
             yield from _group_problems(segment, dataset, file_index, row_group)
         yield from _access_problems(segment, dataset)
     except SchemaError as error:
@@ -191,14 +191,14 @@ def _group_problems(
     chosen = _chosen(segment, file_index, row_group)
     for group, columns in dataset.job.data.groups.items():
         table = read_group(segment.file, group, file_index, row_group)
-        place = f"group {group} in row group {row_group} of part {file_index}"
+        location = f"group {group} in row group {row_group} of part {file_index}"
         blocks = numpy_of(table[BLOCK])
         wanted = np.repeat(segment.block_ids[chosen], segment.num_unique(group)[chosen])
         if not np.array_equal(blocks, wanted):
-            yield f"{place}: tuples per block differ from blocks.parquet"
+            yield f"{location}: tuples per block differ from blocks.parquet"
         first, _ = unique_tuples([blocks, *comparable_tuple(table, columns)])
         if len(first) != table.num_rows:
-            yield f"{place}: {table.num_rows - len(first)} tuples are not unique in their block"
+            yield f"{location}: {table.num_rows - len(first)} tuples are not unique in their block"
 
 
 def _access_problems(segment: Segment, dataset: Dataset) -> Iterator[str]:
