@@ -431,12 +431,7 @@ def _report(arguments: argparse.Namespace, _: list[str]) -> int:
 
 
 def _score(arguments: argparse.Namespace, beam_args: list[str]) -> int:
-    try:
-        module = importlib.import_module("pipelines.beam.score")  # imports torch
-    except ModuleNotFoundError as error:
-        raise SchemaError(
-            f"extra `score` is not installed: no module {error.name}; use requirements.lock"
-        ) from error
+    module = importlib.import_module("pipelines.beam.score")  # imports Beam
     request = module.ScoreRequest(
         model=arguments.model,
         dataset=arguments.dataset,

@@ -15,6 +15,7 @@ from schemas.config.train import TrainConfig
 from schemas.errors import SchemaError
 from schemas.run_log import METRICS, RunSummary, StepMetric, read_metrics
 from trainer.checkpoint.load import (
+    load_cached,
     load_checkpoint,
     made_of,
     newest_checkpoint,
@@ -27,7 +28,7 @@ from trainer.checkpoint.manifest import PLAN
 from trainer.components import Parts, build_parts, layouts_of
 from trainer.data.decode import spec_of
 from trainer.device import device_of
-from trainer.embedding.cache import CachedRows, DirectSource, PlannedCache, RowSource, load_cached
+from trainer.embedding.cache import CachedRows, DirectSource, PlannedCache, RowSource
 from trainer.embedding.kernels.compiled import kernels_of
 from trainer.embedding.lru import LruCache
 from trainer.evaluate import Evaluation, evaluate_parts

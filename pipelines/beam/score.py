@@ -1,12 +1,13 @@
 """Score the samples of a dataset with an exported model, by Beam's RunInference.
 
-The only module of `pipelines` that imports torch (extra `score`); everything else about the model
-is in its file (`schemas/model.py`). Each row group is read as Arrow and scored on one thread in
+Workers import torch (extra `score`) when they load the model; everything else about the model is
+in its file (`schemas/model.py`). Each row group is read as Arrow and scored on one thread in
 batches of a fixed size, so that neither runner nor number of workers change a bit.
 """
 
 from __future__ import annotations
 
+import importlib
 import io
 import shutil
 from collections.abc import Iterator, Sequence
@@ -18,7 +19,6 @@ import apache_beam as beam
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-import torch
 from apache_beam.ml.inference.base import ModelHandler, RunInference
 
 from pipelines.atomic_files import atomic_write
@@ -209,11 +209,12 @@ class LoadedModel:
 
     file: ModelFile
     program: Any
+    torch: Any
 
     def logits(self, samples: pa.Table) -> np.ndarray:
         """Return (num_samples,) logits."""
-        inputs = {n: torch.from_numpy(a) for n, a in self.file.inputs(samples).items()}
-        with torch.no_grad():
+        inputs = {n: self.torch.from_numpy(a) for n, a in self.file.inputs(samples).items()}
+        with self.torch.no_grad():
             return self.program(inputs).numpy()[: samples.num_rows]
 
 
@@ -229,9 +230,15 @@ class ExportedModelHandler(ModelHandler[Samples, Samples, LoadedModel]):
         """Open the file.
 
         Raises:
-            SchemaError: the file is missing or damaged, or torch cannot load its program.
+            SchemaError: the file is missing or damaged, or torch is missing or cannot load it.
         """
         file = open_model(self._path)
+        try:
+            torch = importlib.import_module("torch")
+        except ModuleNotFoundError as error:
+            raise SchemaError(
+                f"extra `score` is not installed: no module {error.name}; use requirements.lock"
+            ) from error
         try:
             program = torch.export.load(io.BytesIO(file.program)).module()
         except (RuntimeError, AssertionError, ValueError, KeyError) as error:
@@ -241,7 +248,7 @@ class ExportedModelHandler(ModelHandler[Samples, Samples, LoadedModel]):
                 "run with this version of torch",
                 file=str(self._path),
             ) from error
-        return LoadedModel(file, program)
+        return LoadedModel(file, program, torch)
 
     def run_inference(
         self,
@@ -250,7 +257,7 @@ class ExportedModelHandler(ModelHandler[Samples, Samples, LoadedModel]):
         inference_args: dict[str, Any] | None = None,
     ) -> Iterator[Samples]:
         """Yield each table with the kept columns and the scores."""
-        torch.set_num_threads(1)  # there are as many workers as processors
+        model.torch.set_num_threads(1)  # there are as many workers as processors
         for name, samples in batch:
             yield name, scored(samples, model)
 

@@ -14,7 +14,6 @@ from schemas.errors import SchemaError
 from trainer.checkpoint import manifest as manifests
 from trainer.checkpoint.agent import MOST_PARTS, persist
 from trainer.checkpoint.format import RowPart, newest
-from trainer.checkpoint.incremental import Changed, Changes, EvictedDirtyRows, UsedPlaces
 from trainer.checkpoint.load import CheckpointStore
 from trainer.checkpoint.manifest import alone, complete, read_checkpoint_manifest, verify_files
 from trainer.checkpoint.snapshot import (
@@ -29,6 +28,7 @@ from trainer.checkpoint.snapshot import (
     memory_path,
     most_changed,
 )
+from trainer.embedding.changes import Changed, Changes, EvictedDirtyRows, UsedPlaces
 from trainer.stores.api import GatheredRows, Records, TableLayout
 
 LAYOUT = TableLayout(table="items", dim=3, state_width=1, dtype="float32", seed=3)

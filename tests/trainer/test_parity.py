@@ -19,8 +19,8 @@ from tests.trainer.runs import (
     run_job,
 )
 from trainer.checkpoint.format import to_bytes
+from trainer.checkpoint.load import load_cached
 from trainer.checkpoint.manifest import PLAN
-from trainer.embedding.cache import load_cached
 
 ATTENTION = "{name: attention, history: clicked, target: item, top_layers: [16], num_heads: 2}"
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -33,9 +33,15 @@ from trainer.checkpoint.manifest import (
 )
 from trainer.components import layouts_of, order_of
 from trainer.data.decode import spec_of
-from trainer.embedding.cache import CachedRows, arrays_of_cached
+from trainer.embedding.cache import CachedRows, arrays_of_cached, cached_of
 from trainer.run import first_difference
-from trainer.stores.api import Records, Store, TableLayout, WriteBack, write_rows
+from trainer.stores.api import (
+    Records,
+    Store,
+    TableLayout,
+    WriteBack,
+    write_rows,
+)
 
 # The dense state of training as named arrays: parameters, buffers, and the optimizer's numbers.
 #
@@ -535,3 +541,26 @@ def stores_of(checkpoint: Path, stores: Mapping[str, Store]) -> dict[str, Store]
     """Return stores of all rows of a checkpoint, of the layouts of others."""
     manifest = read_checkpoint_manifest(checkpoint)
     return {table: store_of(checkpoint, manifest, store) for table, store in stores.items()}
+
+
+def load_cached(path: Path, tables: Iterable[str]) -> dict[str, CachedRows]:
+    """Return the state of the plan of each table; empty if the run had no planned cache.
+
+    Args:
+        path: file of a checkpoint, which may be missing.
+        tables: all tables of the run.
+
+    Raises:
+        SchemaError: the file has other content.
+    """
+    if not path.is_file():
+        return {}
+    arrays = from_bytes(path.read_bytes(), file=str(path))
+    try:
+        return cached_of(arrays, tables)
+    except (KeyError, TypeError) as error:
+        raise SchemaError(
+            "file with the cache plan's state has other content; remove this checkpoint to use "
+            "the one before it",
+            file=str(path),
+        ) from error

@@ -18,7 +18,6 @@ from schemas.config.train import CheckpointConfig
 from schemas.errors import SchemaError
 from schemas.manifest import canonical_json
 from trainer.checkpoint.agent import recover
-from trainer.checkpoint.incremental import Changed, Changes
 from trainer.checkpoint.load import save_checkpoint, state_of
 from trainer.checkpoint.snapshot import (
     COMMITTED,
@@ -32,6 +31,7 @@ from trainer.checkpoint.snapshot import (
 )
 from trainer.components import Parts
 from trainer.embedding.cache import PlannedCache, RowSource, arrays_of_cached
+from trainer.embedding.changes import Changed, Changes
 from trainer.runtime import close_pipes, is_readable, start_child
 from trainer.stores.api import TableLayout, group_of, notify_checkpoint
 from trainer.stores.future_log import FutureLog

@@ -24,7 +24,7 @@ from schemas.errors import SchemaError
 from schemas.oracle import NEVER
 from schemas.order import Order
 from trainer.checkpoint.format import Spec, spec_of_array
-from trainer.checkpoint.incremental import Changed
+from trainer.embedding.changes import Changed
 from trainer.stores.api import Records, TableLayout
 from trainer.stores.remote.wire import record_bytes
 

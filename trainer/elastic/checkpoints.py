@@ -18,7 +18,6 @@ from schemas.config.job import Job
 from schemas.config.train import CheckpointConfig
 from schemas.errors import SchemaError
 from schemas.run_log import LEDGER, METRICS, SPLITS, LedgerEntry, StepMetric, StepSplit, to_line
-from trainer.checkpoint.incremental import Changes
 from trainer.checkpoint.load import made_of, newest_checkpoint
 from trainer.checkpoint.manager import BesideSaver, TrainState, claim_leftovers, dense_bytes
 from trainer.checkpoint.snapshot import (
@@ -32,6 +31,7 @@ from trainer.checkpoint.snapshot import (
 from trainer.components import build_parts, layouts_of, memory_stores
 from trainer.data.decode import spec_of
 from trainer.elastic.context import ReplicaContext
+from trainer.embedding.changes import Changes
 from trainer.follow import Span
 from trainer.stores.api import RowsLostError
 

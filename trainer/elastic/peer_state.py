@@ -21,8 +21,8 @@ from schemas.errors import SchemaError
 from schemas.manifest import replace_bytes
 from schemas.run_log import LedgerEntry, StepMetric
 from trainer.checkpoint.format import from_bytes, to_parts
-from trainer.checkpoint.incremental import Changes
 from trainer.embedding.cache import DirectSource, RowSource
+from trainer.embedding.changes import Changes
 from trainer.embedding.module import Embedding
 from trainer.follow import Span
 from trainer.horizon import Known

@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 from schemas.arrays import Array
 from schemas.cache_plan import Keyframe
 from schemas.config.train import StoresConfig, TrainConfig
-from trainer.checkpoint.incremental import Changes, EvictedDirtyRows
 from trainer.checkpoint.load import load_rows, step_of, verified
 from trainer.elastic.peer_state import ROWS, rows_from_arrays, rows_to_arrays
 from trainer.embedding.cache import (
@@ -25,6 +24,7 @@ from trainer.embedding.cache import (
     arrays_of_cached,
     cached_of,
 )
+from trainer.embedding.changes import Changes, EvictedDirtyRows
 from trainer.embedding.module import Embedding
 from trainer.follow import Span, extend, plans_of_span, settle
 from trainer.setup import STORE, access_of, open_stores, owner_of

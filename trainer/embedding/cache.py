@@ -14,7 +14,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, fields
-from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -23,8 +22,7 @@ from numpy.typing import NDArray
 from schemas.arrays import Array
 from schemas.cache_plan import UNUSED, Keyframe, PlanStep
 from schemas.errors import SchemaError
-from trainer.checkpoint.format import from_bytes
-from trainer.checkpoint.incremental import Changes, Found
+from trainer.embedding.changes import Changes, Found
 from trainer.stores.api import (
     GatheredRows,
     Records,
@@ -181,29 +179,6 @@ def arrays_of_cached(cached: Mapping[str, CachedRows]) -> dict[str, Array]:
             arrays[f"{table}/{field.name}"] = np.asarray(value, np.int64)
         arrays[f"{table}/{_ROWS}"] = each.rows
     return arrays
-
-
-def load_cached(path: Path, tables: Iterable[str]) -> dict[str, CachedRows]:
-    """Return the state of the plan of each table; empty if the run had no planned cache.
-
-    Args:
-        path: file of a checkpoint, which may be missing.
-        tables: all tables of the run.
-
-    Raises:
-        SchemaError: the file has other content.
-    """
-    if not path.is_file():
-        return {}
-    arrays = from_bytes(path.read_bytes(), file=str(path))
-    try:
-        return cached_of(arrays, tables)
-    except (KeyError, TypeError) as error:
-        raise SchemaError(
-            "file with the cache plan's state has other content; remove this checkpoint to use "
-            "the one before it",
-            file=str(path),
-        ) from error
 
 
 def cached_of(arrays: Mapping[str, Array], tables: Iterable[str]) -> dict[str, CachedRows]:

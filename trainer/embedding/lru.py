@@ -15,8 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from schemas.errors import PlanError
-from trainer.checkpoint.incremental import Changes, Found
 from trainer.embedding.cache import RowsOfTables
+from trainer.embedding.changes import Changes, Found
 from trainer.stores.api import (
     GatheredRows,
     Records,
