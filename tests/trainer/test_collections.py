@@ -313,8 +313,8 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: EmbeddingBagCollection(bag_tables("mean"), is_weighted=True)(
             keyed(lists_of(0), unique=True)
         ),
-        "KeyedJaggedTensor must have weights for a weighted collection, got none; pass them, or "
-        "leave is_weighted out",
+        "KeyedJaggedTensor has no weights for a weighted collection; pass them, or leave "
+        "is_weighted out",
     ),
     "lists of two widths": (
         lambda: EmbeddingCollection(

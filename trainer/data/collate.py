@@ -415,8 +415,8 @@ def _check(sparse: KeyedJaggedTensor, features: tuple[str, ...], *, weighted: bo
     weights = sparse.weights_or_none()
     if weighted and weights is None:
         raise ValueError(
-            "KeyedJaggedTensor must have weights for a weighted collection, got none; pass them, "
-            "or leave is_weighted out"
+            "KeyedJaggedTensor has no weights for a weighted collection; pass them, or leave "
+            "is_weighted out"
         )
     if weighted and weights is not None and weights.requires_grad:
         raise ValueError(
