@@ -82,4 +82,4 @@ def test_replica_beyond_loopback_must_have_a_certificate(
     assert main(arguments) == 1
     assert "host must be loopback without TLS, got host='0.0.0.0'" in capsys.readouterr().err
     assert main([*arguments, "--tls-cert", "cert.pem"]) == 1
-    assert "TLS must have both files, got one" in capsys.readouterr().err
+    assert "TLS needs both files" in capsys.readouterr().err

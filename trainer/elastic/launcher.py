@@ -280,7 +280,7 @@ def train_replicas(
     """
     if options.embedding == "lru" or options.fast:
         raise ValueError(
-            f"replicas do not support embedding={options.embedding!r} with fast={options.fast}; "
+            f"replicas do not support embedding={options.embedding!r}, fast={options.fast}; "
             "leave these out, or train with one process"
         )
     job, drain = load_job(job_path), drain or Drain()
