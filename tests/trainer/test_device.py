@@ -89,7 +89,7 @@ def test_copies_of_rows_train_with_the_bits_of_rows_where_they_lie(
     job = write_job(tmp_path / "job", model=MODELS[model], kernels="torch")
     here = run_job(job, few, tmp_path / "here", embedding=embedding)
     monkeypatch.setattr("trainer.embedding.module.updates_in_place", lambda device: False)
-    monkeypatch.setattr("trainer.embedding.module.moved", lambda rows, device: rows)
+    monkeypatch.setattr("trainer.embedding.module.to_device", lambda rows, device: rows)
     there = run_job(job, few, tmp_path / "there", embedding=embedding)
     assert losses_of(tmp_path / "here").tobytes() == losses_of(tmp_path / "there").tobytes()
     one, other = final_rows(tmp_path / "here"), final_rows(tmp_path / "there")
@@ -140,7 +140,7 @@ def elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
         "trainer.components.device_of",
     ):
         monkeypatch.setattr(where, named)
-    monkeypatch.setattr("trainer.device._pinned", lambda value, device: there(value))
+    monkeypatch.setattr("trainer.device._pin", lambda value, device: there(value))
     monkeypatch.setattr("trainer.components.dense_optimizer", unfused)
     monkeypatch.setattr(Embedding, "__init__", begin)
 
