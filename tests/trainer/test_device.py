@@ -135,9 +135,10 @@ def elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr("torch.save", from_here)
     for where in (
-        "trainer.train.device_of",
-        "trainer.train.device_of",
         "trainer.components.device_of",
+        "trainer.evaluate.device_of",
+        "trainer.train.device_of",
+        "trainer.train_run.device_of",
     ):
         monkeypatch.setattr(where, named)
     monkeypatch.setattr("trainer.device._pin", lambda value, device: there(value))
