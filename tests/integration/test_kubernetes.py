@@ -173,12 +173,12 @@ class Watched:
         for name, sockets in found.items():
             own = self.addresses[name]
             assert not own.startswith("127.0.0."), own
-            assert {host for host, _ in sockets.handle_signals} <= {own}, (name, sockets)
+            assert {host for host, _ in sockets.listening} <= {own}, (name, sockets)
             called = {host for host, _ in sockets.called}
             assert called <= set(self.addresses.values()), (name, sockets)
         for name in processes:
             if not name.startswith("lead-"):
-                assert found[name].handle_signals, name
+                assert found[name].listening, name
         assert all(found[name].called for name in processes if name.startswith("replica-"))
 
 

@@ -1,1 +1,0 @@
-"""Checkpoints that are copied to memory at a step boundary and written beside training."""
