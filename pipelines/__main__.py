@@ -4,6 +4,8 @@ import logging
 import os
 import sys
 from importlib.abc import MetaPathFinder
+from importlib.util import find_spec
+from pathlib import Path
 
 
 class _NoPandas(MetaPathFinder):
@@ -17,11 +19,22 @@ class _NoPandas(MetaPathFinder):
 if __name__ == "__main__" and sys.argv[1:2] != ["score"]:
     sys.meta_path.insert(0, _NoPandas())
 
+if __name__ == "__main__":
+    _root, _spec = Path(__file__).resolve().parents[1], find_spec("schemas")
+    if _spec is None or _spec.origin != str(_root / "schemas" / "__init__.py"):
+        sys.exit(
+            f"error: package schemas of {_root} is hidden by {_spec and _spec.origin}; run "
+            "`presage`, or start in another folder"
+        )
+    # Child processes find these packages, and do not search their working directory.
+    _paths = [str(_root), *filter(None, [os.environ.get("PYTHONPATH")])]
+    os.environ |= {"PYTHONPATH": os.pathsep.join(_paths), "PYTHONSAFEPATH": "1"}
+
 # Set before Beam is imported: Beam warns of each optional package that is not installed, and logs
 # tracebacks of errors that `main` reports in one line.
 logging.basicConfig(level=os.environ.get("PRESAGE_LOG", "CRITICAL"))
 
-from pipelines.cli import build_parser, main  # noqa: E402
+from pipelines.cli import build_parser, main
 
 __all__ = ["build_parser", "main"]
 

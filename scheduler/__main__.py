@@ -13,7 +13,19 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
+from importlib.util import find_spec
 from pathlib import Path
+
+if __name__ == "__main__":
+    _root, _spec = Path(__file__).resolve().parents[1], find_spec("schemas")
+    if _spec is None or _spec.origin != str(_root / "schemas" / "__init__.py"):
+        sys.exit(
+            f"error: package schemas of {_root} is hidden by {_spec and _spec.origin}; run "
+            "`presage`, or start in another folder"
+        )
+    # Child processes find these packages, and do not search their working directory.
+    _paths = [str(_root), *filter(None, [os.environ.get("PYTHONPATH")])]
+    os.environ |= {"PYTHONPATH": os.pathsep.join(_paths), "PYTHONSAFEPATH": "1"}
 
 from rich.console import Console, RenderableType
 
