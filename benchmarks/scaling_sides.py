@@ -47,7 +47,7 @@ from trainer.embedding.optimizer import dense_optimizer
 from trainer.follow import Following
 from trainer.models.dlrm import build, dense_inputs
 from trainer.recovery import Drain, Watchdog
-from trainer.setup import TrainOptions, how_of
+from trainer.setup import TrainOptions, follow_options
 from trainer.stores.remote.connection import Access
 
 _ROWS_AT_ONCE = 1 << 18
@@ -127,7 +127,7 @@ def ours(side: Side, wire: Connection) -> None:
     spec, choice = spec_of(dataset, job.train.dtype), TrainOptions(steps=side.num_steps)
     stores = memory_stores(spec, job.train)
     parts = build_parts(spec, job.train, stores)
-    data = Following(side.dataset, job, how_of(choice), Drain())
+    data = Following(side.dataset, job, follow_options(choice), Drain())
     data.first()
     frontier = Frontier(data, data.look(), Drain(), poll_sec=1.0)
     rows = MemoryRows(stores, parts.embedding)

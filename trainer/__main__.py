@@ -159,7 +159,7 @@ def _train_until(drain: Drain, arguments: argparse.Namespace) -> int:
         else:
             clock = time.perf_counter
             summary = train(
-                *paths, options, clock=clock, on_step=on_step, drain=drain, say=_print_progress
+                *paths, options, clock=clock, on_step=on_step, drain=drain, progress=_print_progress
             )
     _show(arguments, to_line(summary))
     _warn_if_useless(summary.ne)

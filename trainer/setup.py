@@ -52,32 +52,31 @@ from trainer.warm_start import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainOptions:
-    """What the command line says beyond the job."""
+    """Command-line options of `train`."""
 
     embedding: str = "plain"
-    """plain: all rows in memory; cached: the plan in front of a store; lru: the rows used last in
-    front of the same store; uncached: that store alone."""
+    """plain: all rows in memory; cached: the planned cache in front of a store; lru: an LRU cache
+    in front of the same store; uncached: that store without a cache."""
     expanded: bool = False
     """Undo the deduplication, for comparison."""
     steps: int | None = None
-    """Stop before this step; the whole run when None."""
+    """Stop before this step; None for the whole run."""
     resume: bool = False
-    """Go on from the newest checkpoint of the run."""
+    """Resume from the newest checkpoint of the run."""
     stores: int | None = None
-    """Store processes to start on this machine; those of the job when None."""
+    """Store processes to start on this machine; None for those of the job."""
     follow: bool = False
-    """Train on committed segments while later ones are built, until the dataset is finished."""
+    """Train on committed segments while later ones are built, until the dataset is sealed."""
     fast: bool = False
-    """Compute all samples of a step at once: other bits than leaf by leaf, equal to rounding."""
+    """Compute all samples of a step at once; equal to microbatches up to rounding."""
     start_from: Path | None = None
-    """Begin with the newest checkpoint of this run, where the run is not there yet."""
+    """Run whose newest checkpoint a new run starts from."""
     segments: tuple[str, ...] | None = None
-    """Ids or days of the segments to train on; all that are to be trained when None."""
+    """Ids or days of the segments to train on; None for all that are not trained yet."""
     expire_days: int | None = None
-    """Drop rows that no segment of so many last days uses; keep all when None."""
+    """Drop rows that no segment of the last so many days uses; None keeps all."""
 
     def __post_init__(self) -> None:
-        """Refuse stores that nothing would be kept in, and what belongs to other beginnings."""
         if self.expire_days is not None and self.start_from is None:
             raise ValueError(
                 f"rows must be those of a run to expire, got expire_days={self.expire_days} "
@@ -96,9 +95,9 @@ class TrainOptions:
 
 
 STORE = "store"
-"""Folder of the run for rows outside memory."""
+"""Folder of the run for rows outside of memory."""
 OWNER = "store.json"
-"""File of the run with the name that its store processes know it by."""
+"""File of the run with the id under which store processes hold its rows."""
 
 
 @contextmanager
@@ -111,29 +110,31 @@ def open_stores(
     kind: Literal["memory", "mmap", "log"],
     num_processes: int | None,
 ) -> Iterator[dict[str, Store]]:
-    """Open empty stores of all tables; what they hold open is given back at the end.
+    """Open empty stores of all tables and close them at the end.
 
     Args:
         run: run folder.
         layouts: tables by name.
-        config: store processes of the job, for rows that are not all in memory.
-        job: job file; its paths are relative to it.
-        kind: where rows lie without store processes; `memory` holds with them, too.
-        num_processes: store processes to be started here, in the place of those of the job.
+        config: store processes of the job.
+        job: job file, to which paths in `config` are relative.
+        kind: of the store without store processes; `memory` ignores store processes.
+        num_processes: store processes to start here instead of those of the job.
 
     Raises:
-        SchemaError: a store refuses or cannot be reached.
+        SchemaError: a store process cannot be reached or refuses.
     """
     if kind == "memory":
         yield {table: memory_store(layout) for table, layout in layouts.items()}
     elif num_processes:
         with LocalStores(num_processes, run / STORE, replicas=config.replicas) as local:
-            access = access_of(config, job.parent, local.directory / TOKEN)
-            with _opened(run, layouts, tuple(local.addresses), access, config.replicas) as stores:
+            access = store_access(config, job.parent, local.directory / TOKEN)
+            with _open_remote_stores(
+                run, layouts, tuple(local.addresses), access, config.replicas
+            ) as stores:
                 yield stores
     elif config.addresses:
-        access = access_of(config, job.parent, job.parent / str(config.token_file))
-        with _opened(run, layouts, config.addresses, access, config.replicas) as stores:
+        access = store_access(config, job.parent, job.parent / str(config.token_file))
+        with _open_remote_stores(run, layouts, config.addresses, access, config.replicas) as stores:
             yield stores
     elif kind == "log":
         yield dict(log_stores(layouts, run / STORE))
@@ -141,12 +142,10 @@ def open_stores(
         yield {table: mmap_store(layout, run / STORE) for table, layout in layouts.items()}
 
 
-def readable(stores: Mapping[str, Store], checkpoint: Path | None) -> dict[str, Store]:
-    """Return stores that give any row after training.
+def readable_stores(stores: Mapping[str, Store], checkpoint: Path | None) -> dict[str, Store]:
+    """Return stores that can read any row after training.
 
-    Args:
-        stores: of the run.
-        checkpoint: the newest; read in the place of a log, which gives rows by their step only.
+    The future-ordered log reads rows by step only; the newest checkpoint is read instead.
     """
     if checkpoint is None or not isinstance(group_of(stores), FutureLog):
         return dict(stores)
@@ -154,7 +153,7 @@ def readable(stores: Mapping[str, Store], checkpoint: Path | None) -> dict[str, 
 
 
 @contextmanager
-def _opened(
+def _open_remote_stores(
     run: Path,
     layouts: Mapping[str, TableLayout],
     addresses: tuple[str, ...],
@@ -166,7 +165,7 @@ def _opened(
         addresses,
         access,
         layouts,
-        owner=owner_of(run),
+        owner=run_owner(run),
         session=session,
         reset=True,
         replicas=replicas,
@@ -178,16 +177,16 @@ def _opened(
         close_stores(stores)
 
 
-def access_of(config: StoresConfig, folder: Path, token_file: Path) -> Access:
-    """Return how store processes are reached.
+def store_access(config: StoresConfig, folder: Path, token_file: Path) -> Access:
+    """Return the address settings and credentials of store processes.
 
     Args:
         config: of the job.
-        folder: of the job file, which its paths are relative to.
-        token_file: with what they ask for.
+        folder: of the job file, to which paths in `config` are relative.
+        token_file: of the store processes.
 
     Raises:
-        SchemaError: there is no token in the file.
+        SchemaError: the file has no token.
     """
     trusted = config.certificates
     return Access(
@@ -199,8 +198,8 @@ def access_of(config: StoresConfig, folder: Path, token_file: Path) -> Access:
     )
 
 
-def owner_of(run: Path) -> str:
-    """Return the name of a run, given once and kept beside it."""
+def run_owner(run: Path) -> str:
+    """Return the id of a run for store processes, created on first use."""
     path = run / OWNER
     if not path.is_file():
         replace_bytes(path, canonical_json({"owner": secrets.token_hex(8)}).encode())
@@ -210,79 +209,84 @@ def owner_of(run: Path) -> str:
 logger = logging.getLogger(__name__)
 
 
-def begin_run(
+def open_run(
     job_path: Path,
     job: Job,
     dataset_path: Path,
     run: Path,
     options: TrainOptions,
     drain: Drain,
-    say: Callable[[str], None],
+    progress: Callable[[str], None],
     watchdog: Watchdog,
 ) -> Following:
-    """Wait for a first segment, and have a folder of the run that names what is committed.
+    """Create or resume the folder of a run, after waiting for a first segment.
 
     Args:
         job_path: job file.
-        job: read from it.
+        job: content of the job file.
         dataset_path: dataset folder.
-        run: output folder.
-        options: what the command line says.
-        drain: ends a wait.
-        say: told what is waited for.
-        watchdog: limits it.
+        run: run folder.
+        options: of the command line.
+        drain: interrupts the wait.
+        progress: called with a message while waiting.
+        watchdog: limits the wait.
 
     Returns:
-        The dataset, whose first span is known.
+        The dataset, with its first span.
 
     Raises:
         SchemaError: dataset or run break their format, or do not belong together.
-        DrainInterrupt: the process is to end; what was not begun has no folder.
+        DrainInterrupt: shutdown was requested; a new run has no folder then.
     """
     config = job.train
-    may_begin = options.follow or options.start_from is not None or not options.resume
-    if has_run(run) or not may_begin:
+    may_start = options.follow or options.start_from is not None or not options.resume
+    if has_run(run) or not may_start:
         if not options.resume:
             refuse_run(run)
-        return _go_on(job, dataset_path, run, options, drain, say, watchdog)
-    beginning = None if options.start_from is None else open_warm_start(options.start_from)
-    chosen = _chosen(beginning, dataset_path, options)
-    data = Following(dataset_path, job, how_of(options, chosen=chosen), drain, say)
+        return _resume_run(job, dataset_path, run, options, drain, progress, watchdog)
+    warm_start = None if options.start_from is None else open_warm_start(options.start_from)
+    selected = _select_segments(warm_start, dataset_path, options)
+    data = Following(dataset_path, job, follow_options(options, chosen=selected), drain, progress)
     with watchdog(WAIT):
         dataset = data.first().dataset
     drain.check()
-    _say_without_index(dataset, job, options, say)
+    _report_missing_index(dataset, job, options, progress)
     origin: dict[str, Any] | None = None
-    if beginning is not None:
-        origin = write_initial_checkpoint(beginning, run, job, dataset, options.expire_days)
-    is_chosen = chosen is not None
+    if warm_start is not None:
+        origin = write_initial_checkpoint(warm_start, run, job, dataset, options.expire_days)
     start_run(
-        run, job_path, dataset, config, follows=options.follow, chosen=is_chosen, origin=origin
+        run,
+        job_path,
+        dataset,
+        config,
+        follows=options.follow,
+        chosen=selected is not None,
+        origin=origin,
     )
     claim_leftovers(run, config.checkpoint, resume=False)
     return data
 
 
-def _go_on(
+def _resume_run(
     job: Job,
     dataset_path: Path,
     run: Path,
     options: TrainOptions,
     drain: Drain,
-    say: Callable[[str], None],
+    progress: Callable[[str], None],
     watchdog: Watchdog,
 ) -> Following:
-    """Open the dataset of a run that is there; arguments are those of `begin_run`."""
+    """Open the dataset of an existing run; arguments as in `open_run`."""
     config = job.train
-    found = read_identity(run)
+    identity = read_identity(run)
     claim_leftovers(run, config.checkpoint, resume=True)
-    _check_same(run, found, dataset_path, options)
+    _check_same_start(run, identity, dataset_path, options)
 
     def check(dataset: Dataset) -> None:
         check_run(run, dataset, config, follows=options.follow)
 
-    how = how_of(options, chosen=chosen_of(found))
-    data = Following(dataset_path, job, how, drain, say, check)
+    how = follow_options(options, chosen=selected_segments(identity))
+    data = Following(dataset_path, job, how, drain, progress, check)
     with watchdog(WAIT):
         span = data.first()
     drain.check()
@@ -291,16 +295,16 @@ def _go_on(
         span.dataset,
         config,
         follows=options.follow,
-        chosen=found.chosen,
-        origin=found.origin,
+        chosen=identity.chosen,
+        origin=identity.origin,
     )
     return data
 
 
-def _say_without_index(
-    dataset: Dataset, job: Job, options: TrainOptions, say: Callable[[str], None]
+def _report_missing_index(
+    dataset: Dataset, job: Job, options: TrainOptions, progress: Callable[[str], None]
 ) -> None:
-    """Say that a run trains in another order than the indexes of its dataset, where it may."""
+    """Report that no index of the dataset has the order of the run, where that is allowed."""
     train, manifests = job.train, [index.manifest for index in dataset.indexes]
     same = [(m.batch_samples, m.epochs) == (train.batch_samples, train.epochs) for m in manifests]
     if options.embedding == "cached" or any(same) or not manifests:
@@ -308,37 +312,37 @@ def _say_without_index(
     try:
         dataset.index_for(order_of(job, dataset))
     except SchemaError as error:
-        say(f"training without an index, which --embedding {options.embedding} allows: {error}")
+        progress(
+            f"training without an index, which --embedding {options.embedding} allows: {error}"
+        )
 
 
-def _chosen(
-    beginning: WarmStart | None, dataset_path: Path, options: TrainOptions
+def _select_segments(
+    warm_start: WarmStart | None, dataset_path: Path, options: TrainOptions
 ) -> tuple[str, ...] | None:
     """Return the hashes of the segments of a new run, None for all of the dataset."""
-    if beginning is None and options.segments is None:
+    if warm_start is None and options.segments is None:
         return None
     dataset = open_dataset(dataset_path)
-    wanted = options.segments
-    if wanted is None:
-        assert beginning is not None, "one of both is given"
-        wanted = untrained_segments(beginning, dataset)
-    return tuple(segment_hashes(select_segments(dataset, wanted)).values())
+    names = options.segments
+    if names is None:
+        assert warm_start is not None, "one of both is given"
+        names = untrained_segments(warm_start, dataset)
+    return tuple(segment_hashes(select_segments(dataset, names)).values())
 
 
-def _check_same(run: Path, found: RunIdentity, dataset_path: Path, options: TrainOptions) -> None:
-    """Refuse to go on with a run that was begun in another way.
-
-    Raises:
-        SchemaError: it was not started from a run, or has other segments, or is to follow.
-    """
+def _check_same_start(
+    run: Path, identity: RunIdentity, dataset_path: Path, options: TrainOptions
+) -> None:
+    """Raise SchemaError if a run was started with other options than the command has."""
     problem = None
-    if options.start_from is not None and found.origin is None:
+    if options.start_from is not None and identity.origin is None:
         problem = "a run that was started from another, got one that began from nothing"
-    elif options.follow and found.chosen:
+    elif options.follow and identity.chosen:
         problem = "one that follows its dataset, got one of chosen segments"
     elif options.segments is not None:
         named = select_segments(open_dataset(dataset_path), options.segments)
-        if set(segment_hashes(named).values()) != set(found.segments):
+        if set(segment_hashes(named).values()) != set(identity.segments):
             problem = f"of the segments {', '.join(options.segments)}, got one of others"
     if problem is not None:
         raise SchemaError(
@@ -346,16 +350,16 @@ def _check_same(run: Path, found: RunIdentity, dataset_path: Path, options: Trai
         )
 
 
-def chosen_of(found: RunIdentity) -> tuple[str, ...] | None:
-    """Return the hashes of the segments that a run has chosen, None where it has all."""
-    return found.segments if found.chosen else None
+def selected_segments(identity: RunIdentity) -> tuple[str, ...] | None:
+    """Return the hashes of the segments that a run selected, None for all of the dataset."""
+    return identity.segments if identity.chosen else None
 
 
 def first_checkpoint(run: Path, options: TrainOptions) -> Path | None:
-    """Return what a run that has been begun begins with, None for nothing."""
-    begun = options.resume or options.start_from is not None
-    checkpoint = resumable_checkpoint(run) if begun else None
-    if begun and checkpoint is None and (num_steps := steps_with_lines(run)[0]):
+    """Return the checkpoint that training starts from, None for none."""
+    may_have_one = options.resume or options.start_from is not None
+    checkpoint = resumable_checkpoint(run) if may_have_one else None
+    if may_have_one and checkpoint is None and (num_steps := steps_with_lines(run)[0]):
         logger.warning(
             "%s has no checkpoint: its %s steps are trained again. Set "
             "train.checkpoint.every_steps to save beside training.",
@@ -365,19 +369,20 @@ def first_checkpoint(run: Path, options: TrainOptions) -> Path | None:
 
 
 def resumable_checkpoint(run: Path) -> Path | None:
-    """Return the newest checkpoint that the lines of steps reach, None where there is none at all.
+    """Return the newest checkpoint whose steps all have lines in the logs, None if none exists.
 
-    Newer ones are set aside: they go when the run has saved those steps again.
+    Newer checkpoints are renamed, and removed once the run has saved their steps again.
 
     Raises:
-        SchemaError: the lines reach no checkpoint, the one that they reach is damaged, or the run
-            began with the checkpoint of another one, which is gone.
+        SchemaError: no checkpoint is reached by the lines, it is damaged, or the initial checkpoint
+            of a warm start is missing.
     """
     origin = read_identity(run).origin
     checkpoints = complete(run / CHECKPOINTS)
     if not checkpoints and origin is not None:
         raise SchemaError(
-            f"run must have the checkpoint that it began with, got none; {_again(run, origin)}",
+            "run must have the checkpoint that it began with, got none; "
+            f"{_restart_hint(run, origin)}",
             file=str(run / CHECKPOINTS),
         )
     num_steps, file = steps_with_lines(run)
@@ -389,7 +394,7 @@ def resumable_checkpoint(run: Path) -> Path | None:
         raise SchemaError(
             f"lines of steps {num_steps} to {oldest - 1} must exist to continue from the "
             f"checkpoint of step {oldest}, got none; restore the file from a copy, or "
-            f"{_again(run, origin)}",
+            f"{_restart_hint(run, origin)}",
             file=str(file),
         )
     verified(reached[-1], None)
@@ -405,23 +410,23 @@ def resumable_checkpoint(run: Path) -> Path | None:
     return reached[-1]
 
 
-def _again(run: Path, origin: Mapping[str, Any] | None) -> str:
-    """Return how a run is trained again from its beginning."""
+def _restart_hint(run: Path, origin: Mapping[str, Any] | None) -> str:
+    """Return how to train a run again from its start."""
     if origin is None:
         return f"remove {run / CHECKPOINTS} and use --resume to train again from step 0"
     old = os.path.normpath(run / origin["run"])
     return f"begin again in another folder with --start-from {old}"
 
 
-def how_of(
+def follow_options(
     options: TrainOptions, at_least: int = 0, chosen: tuple[str, ...] | None = None
 ) -> FollowOptions:
-    """Return how a run looks at its dataset.
+    """Return the options with which a run opens its dataset.
 
     Args:
-        options: what the command line says.
-        at_least: segments to wait for at first.
-        chosen: hashes of the segments that it trains; all when None.
+        options: of the command line.
+        at_least: segments to wait for at the start.
+        chosen: hashes of the segments to train; None for all.
     """
     return FollowOptions(
         follow=options.follow,
@@ -433,15 +438,15 @@ def how_of(
 
 
 T = TypeVar("T")
-_MOST_IN_VAIN = 3
+_MAX_ATTEMPTS_WITHOUT_PROGRESS = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rollbacks:
-    """What going back has cost."""
+    """Rollbacks of a run and their cost."""
 
     num_rollbacks: int = 0
-    """Times that the run went back to a checkpoint."""
+    """Rollbacks to a checkpoint."""
     recomputed_steps: int = 0
     """Committed steps that were trained again."""
 
@@ -452,36 +457,35 @@ def with_rollbacks(
     attempt: Callable[[Path | None], T],
     settle: Callable[[], None] = lambda: None,
 ) -> tuple[T, Rollbacks]:
-    """Train, again from the newest checkpoint whenever a store lost rows.
+    """Train, and train again from the newest checkpoint whenever stores lose rows.
 
     Args:
         run: run folder.
-        checkpoint: to begin with; None for the beginning.
+        checkpoint: to start from, None for the start of the run.
         attempt: trains from a checkpoint to the end, with stores of its own.
-        settle: waits until the checkpoints of the attempt before are all on the disk.
+        settle: waits until all checkpoints of the attempt before are on disk.
 
     Returns:
-        (what the attempt returned that came to its end, what the others cost).
+        The result of the attempt that finished, and the rollbacks before it.
 
     Raises:
-        RowsLostError: rows were lost three times without a step committed in between that was
-            not committed before.
+        RowsLostError: rows were lost three times without a newly committed step in between.
     """
-    found, furthest, in_vain = Rollbacks(), -1, 0
+    rollbacks, furthest, without_progress = Rollbacks(), -1, 0
     while True:
         try:
-            return attempt(checkpoint), found
+            return attempt(checkpoint), rollbacks
         except RowsLostError as error:
             committed = len((run / METRICS).read_text(encoding="utf-8").splitlines())
-            in_vain = 0 if committed > furthest else in_vain + 1
+            without_progress = 0 if committed > furthest else without_progress + 1
             furthest = max(furthest, committed)
-            if in_vain == _MOST_IN_VAIN:
+            if without_progress == _MAX_ATTEMPTS_WITHOUT_PROGRESS:
                 raise
             settle()
             checkpoint = resumable_checkpoint(run)
             first = step_of(checkpoint)
-            found = Rollbacks(
-                num_rollbacks=found.num_rollbacks + 1,
-                recomputed_steps=found.recomputed_steps + committed - first,
+            rollbacks = Rollbacks(
+                num_rollbacks=rollbacks.num_rollbacks + 1,
+                recomputed_steps=rollbacks.recomputed_steps + committed - first,
             )
             logger.warning("rows were lost: back to step %s of %s: %s", first, committed, error)

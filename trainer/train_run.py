@@ -41,10 +41,10 @@ from trainer.run import (
 )
 from trainer.setup import (
     TrainOptions,
-    begin_run,
     first_checkpoint,
+    open_run,
     open_stores,
-    readable,
+    readable_stores,
     with_rollbacks,
 )
 from trainer.step import (
@@ -66,7 +66,7 @@ def train(
     clock: Clock,
     on_step: Callable[[StepMetric, int], None],
     drain: Drain | None = None,
-    say: Callable[[str], None] = lambda _: None,
+    progress: Callable[[str], None] = lambda _: None,
 ) -> RunSummary:
     """Train a job on a dataset and leave metrics, ledger, checkpoints and a summary in `run`.
 
@@ -74,23 +74,23 @@ def train(
         job_path: job file.
         dataset_path: dataset folder.
         run: output folder.
-        options: what the command line says.
+        options: of the command line.
         clock: seconds, for phases.
         on_step: called after each committed step with its metric and the number of steps.
-        drain: asks the run to end early, at a step that it can go on from.
-        say: told what is waited for.
+        drain: requests an early end, after which the run can be resumed.
+        progress: called with a message while waiting.
 
     Raises:
-        SchemaError: job, dataset or run break their format, or the device is not there.
+        SchemaError: job, dataset or run break their format, or the device is missing.
         PlanError: the plan does not fit `train.cache.rows`.
-        DrainInterrupt: it was asked to end; says what is left.
+        DrainInterrupt: shutdown was requested; its message says how to resume.
     """
     job = load_job(job_path)
     config, drain = job.train, drain or Drain()
     device_of(config.device)
     with Watchdog(config.limits.seconds()) as watchdog:
         drain.on_request = watchdog.drain
-        data = begin_run(job_path, job, dataset_path, run, options, drain, say, watchdog)
+        data = open_run(job_path, job, dataset_path, run, options, drain, progress, watchdog)
         spec = spec_of(data.current().dataset, config.dtype)
         checkpoint = first_checkpoint(run, options)
         begun = read_identity(run)
@@ -124,7 +124,7 @@ def train(
                     drain.at_once(),
                     resume_hint(f"all steps are trained; evaluate {run} with --resume"),
                 ):
-                    found = readable(stores, newest_checkpoint(run))
+                    found = readable_stores(stores, newest_checkpoint(run))
                     parts = replace(parts, stores=found)
                     return evaluate_parts(job, span.dataset, parts, watchdog), start[1]
 
@@ -148,7 +148,7 @@ def _start(
     checkpoint: Path | None,
     begun: RunIdentity,
 ) -> tuple[int, RowSource]:
-    """Load the checkpoint; return the first step and where rows come from."""
+    """Load the checkpoint; return the first step and the source of rows."""
     first, cached = 0, dict[str, CachedRows]()
     if checkpoint is not None:
         next_use = None
@@ -203,7 +203,7 @@ def _source(
 def _hold(
     source: PlannedCache, checkpoint: Path, parts: Parts, cached: Mapping[str, CachedRows]
 ) -> None:
-    """Fill the cache with the rows of a checkpoint that it held."""
+    """Fill the cache with the rows that it held at the checkpoint."""
     rows = stores_of(checkpoint, parts.stores)
     for table, found in cached.items():
         source.restore(table, found, rows[table].fetch(found.rows[found.is_cached]))
@@ -218,7 +218,7 @@ def _kind_of_store(options: TrainOptions, config: TrainConfig) -> Literal["memor
 def summary_of(
     run: Path, options: TrainOptions, evaluation: Evaluation, source: RowSource
 ) -> RunSummary:
-    """Return what a finished run comes to."""
+    """Return the summary of a finished run."""
     metrics = read_metrics(run / METRICS)
     timed = metrics[1:] or metrics
     seconds = sum(m.num_samples / m.samples_per_sec for m in timed)

@@ -136,7 +136,7 @@ def follow_job(
         clock=lambda: next(ticks) + pipeline.paused,
         on_step=on_step or pipeline.on_step,
         drain=drain,
-        say=pipeline.say,
+        progress=pipeline.say,
     )
 
 

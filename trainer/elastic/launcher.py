@@ -41,7 +41,7 @@ from trainer.elastic.shared_rows import RETAINED_BYTES, launch_shared_stores
 from trainer.recovery import Drain, DrainInterrupt, Watchdog, resume_hint
 from trainer.run import cut_run, write_summary
 from trainer.runtime import close_pipes, end_children, start_child
-from trainer.setup import TrainOptions, begin_run, first_checkpoint, with_rollbacks
+from trainer.setup import TrainOptions, first_checkpoint, open_run, with_rollbacks
 from trainer.stores.api import RowsLostError
 from trainer.stores.remote.wire import write_token
 
@@ -285,7 +285,7 @@ def train_replicas(
         )
     job, drain = load_job(job_path), drain or Drain()
     with Watchdog(job.train.limits.seconds()) as watchdog:
-        data = begin_run(job_path, job, dataset_path, run, options, drain, progress, watchdog)
+        data = open_run(job_path, job, dataset_path, run, options, drain, progress, watchdog)
     arguments = ["--threads", str(_threads_each(job.train.num_threads, launch.count))]
     if launch.faults.schedule:
         arguments += ["--faults", launch.faults.to_json()]

@@ -27,7 +27,7 @@ from trainer.embedding.cache import (
 from trainer.embedding.changes import Changes, EvictedDirtyRows
 from trainer.embedding.module import Embedding
 from trainer.follow import Span, extend, plans_of_span, settle
-from trainer.setup import STORE, access_of, open_stores, owner_of
+from trainer.setup import STORE, open_stores, run_owner, store_access
 from trainer.stores.api import (
     BehindError,
     Records,
@@ -259,9 +259,9 @@ def open_shared(
     """
     return open_group(
         shared.addresses,
-        access_of(config, job.parent, Path(shared.token_file)),
+        store_access(config, job.parent, Path(shared.token_file)),
         layouts,
-        owner=owner_of(run),
+        owner=run_owner(run),
         session=shared.session,
         reset=False,
         replicas=config.replicas,

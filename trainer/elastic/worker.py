@@ -39,7 +39,7 @@ from trainer.evaluate import evaluate_parts
 from trainer.follow import Following
 from trainer.recovery import Drain, Watchdog, resume_hint
 from trainer.run import check_run, read_identity, write_dataset, write_summary
-from trainer.setup import TrainOptions, chosen_of, how_of
+from trainer.setup import TrainOptions, follow_options, selected_segments
 from trainer.step import Clock
 from trainer.stores.api import BehindError, RowsLostError, Store, notify_checkpoint
 from trainer.train_run import summary_of
@@ -173,7 +173,7 @@ def _open_dataset(
     def check(opened: Dataset) -> None:
         check_run(run, opened, job.train, follows=options.follow)
 
-    how = how_of(options, at_least, chosen_of(identity))
+    how = follow_options(options, at_least, selected_segments(identity))
     data = Following(dataset, job, how, drain, progress, check)
     data.first()
     return data
