@@ -33,7 +33,7 @@ from schemas.config.job import load_job
 from schemas.dataset import open_dataset
 from schemas.run_log import CHECKPOINTS
 from trainer.checkpoint.load import made_of, save_checkpoint
-from trainer.checkpoint.manager import COPIES, Saver, saver_of
+from trainer.checkpoint.manager import CHECKPOINT_LOG, Saver, saver_of
 from trainer.checkpoint.manifest import read_checkpoint_manifest
 from trainer.checkpoint.snapshot import copy_bytes
 from trainer.components import build_parts, layouts_of, order_of, plans_of
@@ -149,7 +149,7 @@ def save_beside(saver: Saver, step: int) -> float:
 
 def sizes_of(run: Path) -> dict[str, float]:
     """Return what was copied and written, in bytes of a checkpoint."""
-    lines = [json.loads(line) for line in (run / COPIES).read_text().splitlines()]
+    lines = [json.loads(line) for line in (run / CHECKPOINT_LOG).read_text().splitlines()]
     copied = [line["num_bytes"] for line in lines[1:]]
     memory = [line["memory_bytes"] for line in lines[1:]]
     newest = sorted((run / CHECKPOINTS).iterdir())[-1]

@@ -18,5 +18,5 @@ def dataset() -> Path:
 def patience() -> Iterator[None]:
     """Wait for agents of checkpoints in this process until they have written and ended."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("trainer.checkpoint.manager._END_SEC", 300.0)
+        patch.setattr("trainer.checkpoint.manager._AGENT_EXIT_SEC", 300.0)
         yield

@@ -17,7 +17,7 @@ from tests.trainer.make_dataset import make_dataset, write_job
 from tests.trainer.processes import agents_of_run, is_gone, wait_for
 from tests.trainer.runs import rows_in
 from trainer.checkpoint.load import save_checkpoint
-from trainer.checkpoint.manager import COPIES
+from trainer.checkpoint.manager import CHECKPOINT_LOG
 from trainer.checkpoint.manifest import complete
 from trainer.checkpoint.snapshot import CopyMemory, memory_path
 from trainer.components import build_parts, memory_stores, order_of
@@ -94,7 +94,7 @@ def steps_of(run: Path) -> list[int]:
 
 
 def copied_of(run: Path) -> list[int]:
-    lines = [json.loads(line) for line in (run / COPIES).read_text().splitlines()]
+    lines = [json.loads(line) for line in (run / CHECKPOINT_LOG).read_text().splitlines()]
     return [line["train_step"] for line in lines if line["num_bytes"]]
 
 

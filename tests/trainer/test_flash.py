@@ -18,7 +18,7 @@ from tests.trainer.make_dataset import write_job
 from tests.trainer.processes import children_of, hold, is_gone, wait_for
 from tests.trainer.runs import checkpoint_at, losses_of, rows_in, run_job
 from trainer.__main__ import main
-from trainer.checkpoint.manager import COPIES, BesideSaver
+from trainer.checkpoint.manager import CHECKPOINT_LOG, BackgroundSaver
 from trainer.checkpoint.manifest import complete
 from trainer.checkpoint.snapshot import CopyMemory, memory_path
 from trainer.diff import compare_runs
@@ -89,7 +89,7 @@ def agent_held() -> Iterator[Callable[[], None]]:
 
 
 def has_copied(run: Path) -> bool:
-    return (run / COPIES).is_file() and (run / COPIES).read_bytes().endswith(b"\n")
+    return (run / CHECKPOINT_LOG).is_file() and (run / CHECKPOINT_LOG).read_bytes().endswith(b"\n")
 
 
 def kill_after_the_copy(job: Path, dataset: Path, run: Path, *options: str) -> int:
@@ -189,9 +189,9 @@ def test_run_that_ends_by_an_error_leaves_its_copies_written_and_no_memory(
     memory, run = tmp_path / "memory", tmp_path / "run"
     job = job_of(tmp_path, memory)
     job.write_text(job.read_text().replace("late: wait", f"late: {late}"))
-    whole = BesideSaver.save
+    whole = BackgroundSaver.save
 
-    def save_and_fail(saver: BesideSaver, train_step: int) -> None:
+    def save_and_fail(saver: BackgroundSaver, train_step: int) -> None:
         if late == "skip" and train_step == 5:
             turn()  # so that the copy is not written at step 10
         whole(saver, train_step)
@@ -200,10 +200,10 @@ def test_run_that_ends_by_an_error_leaves_its_copies_written_and_no_memory(
                 turn()
             raise FailedError
 
-    monkeypatch.setattr(BesideSaver, "save", save_and_fail)
+    monkeypatch.setattr(BackgroundSaver, "save", save_and_fail)
     with agent_held() as turn, pytest.raises(FailedError):
         run_job(job, dataset, run)
-    monkeypatch.setattr(BesideSaver, "save", whole)
+    monkeypatch.setattr(BackgroundSaver, "save", whole)
     found = [int(folder.name) for folder in complete(run / "checkpoints")]
     assert found == ([5, 10] if late == "wait" else [5])
     assert list(memory.iterdir()) == []
@@ -223,17 +223,17 @@ def test_skipped_checkpoints_are_in_the_next_one(
 ) -> None:
     job = job_of(tmp_path, tmp_path / "memory", every_steps="1", rows="210")
     job.write_text(job.read_text().replace("late: wait", "late: skip"))
-    run, whole = tmp_path / "run", BesideSaver.save
+    run, whole = tmp_path / "run", BackgroundSaver.save
 
-    def save(saver: BesideSaver, train_step: int) -> None:
+    def save(saver: BackgroundSaver, train_step: int) -> None:
         if train_step in (1, 4):
             turn()
         whole(saver, train_step)
 
     with agent_held() as turn, monkeypatch.context() as patch:
-        patch.setattr(BesideSaver, "save", save)
+        patch.setattr(BackgroundSaver, "save", save)
         run_job(job, dataset, run, embedding=embedding)
-    lines = [json.loads(line) for line in (run / COPIES).read_text().splitlines()]
+    lines = [json.loads(line) for line in (run / CHECKPOINT_LOG).read_text().splitlines()]
     assert [line["train_step"] for line in lines][:32] == list(range(1, 33))
     copied = [line["train_step"] for line in lines if line["num_bytes"]]
     assert copied[0] == 1
@@ -258,15 +258,15 @@ def test_training_goes_on_while_the_disk_is_full_and_the_next_checkpoint_has_eve
 ) -> None:
     run = tmp_path / "run"
     job = job_of(tmp_path, tmp_path / "memory")
-    whole = BesideSaver.save
+    whole = BackgroundSaver.save
 
-    def save(saver: BesideSaver, train_step: int) -> None:
+    def save(saver: BackgroundSaver, train_step: int) -> None:
         saver.settle()
         (agent,) = agents_of(os.getpid())
         limit_files_of(agent, 3000 if train_step in (10, 15) else resource.RLIM_INFINITY)
         whole(saver, train_step)
 
-    monkeypatch.setattr(BesideSaver, "save", save)
+    monkeypatch.setattr(BackgroundSaver, "save", save)
     run_job(job, dataset, run, embedding=embedding)
     found = [int(folder.name) for folder in complete(run / "checkpoints")]
     assert found == [5, 20, 25, 30, 32]
@@ -287,15 +287,15 @@ def test_last_checkpoint_on_a_full_disk_is_an_error(
 ) -> None:
     run = tmp_path / "run"
     job = job_of(tmp_path, tmp_path / "memory")
-    whole = BesideSaver.save
+    whole = BackgroundSaver.save
 
-    def save(saver: BesideSaver, train_step: int) -> None:
+    def save(saver: BackgroundSaver, train_step: int) -> None:
         saver.settle()
         (agent,) = agents_of(os.getpid())
         limit_files_of(agent, 3000 if train_step > 30 else resource.RLIM_INFINITY)
         whole(saver, train_step)
 
-    monkeypatch.setattr(BesideSaver, "save", save)
+    monkeypatch.setattr(BackgroundSaver, "save", save)
     message = (
         f"disk must have room for a checkpoint, got File too large in {checkpoint_at(run, 32)}; "
         "free some and train on with --resume, the checkpoints before are whole"
@@ -303,7 +303,7 @@ def test_last_checkpoint_on_a_full_disk_is_an_error(
     with pytest.raises(SchemaError, match=f"^{re.escape(message)}$"):
         run_job(job, dataset, run)
     assert [int(folder.name) for folder in complete(run / "checkpoints")][-1] == 30
-    monkeypatch.setattr(BesideSaver, "save", whole)
+    monkeypatch.setattr(BackgroundSaver, "save", whole)
     run_job(job, dataset, run, resume=True)
     assert compare_runs(plain, run).difference is None
 

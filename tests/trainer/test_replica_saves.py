@@ -19,7 +19,7 @@ from tests.shared import with_long
 from tests.trainer.make_dataset import make_dataset, write_job
 from tests.trainer.processes import agents_of_run, hold, is_gone, is_stopped, wait_for
 from tests.trainer.runs import SEGMENTS, checkpoint_at, run_job
-from trainer.checkpoint.manager import COPIES
+from trainer.checkpoint.manager import CHECKPOINT_LOG
 from trainer.checkpoint.manifest import complete, read_checkpoint_manifest, verify_files
 from trainer.checkpoint.snapshot import memory_path
 from trainer.diff import compare_runs
@@ -71,7 +71,7 @@ def steps_of(run: Path) -> list[int]:
 
 def copied_of(run: Path) -> list[int]:
     """Return the steps at which what changed was copied."""
-    path = run / COPIES
+    path = run / CHECKPOINT_LOG
     text = path.read_text() if path.is_file() else ""
     lines = [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
     return [line["train_step"] for line in lines if line["num_bytes"]]

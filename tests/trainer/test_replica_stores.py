@@ -16,7 +16,7 @@ from tests.trainer.make_dataset import make_dataset, write_job
 from tests.trainer.processes import PATIENCE
 from tests.trainer.runs import SEGMENTS, rows_in, run_job
 from tests.trainer.stores import kill_stores
-from trainer.checkpoint.manager import COPIES
+from trainer.checkpoint.manager import CHECKPOINT_LOG
 from trainer.checkpoint.manifest import DENSE, complete
 from trainer.diff import compare_runs
 from trainer.elastic.faults import Faults
@@ -91,7 +91,7 @@ def test_replicas_that_share_stores_have_the_bits_of_one_process(
     run = tmp_path / "run"
     together(folder, run, count=count, embedding=embedding, retained_bytes=retained_bytes)
     assert_as_alone(folder, run)
-    assert (run / COPIES).is_file(), "they were copied beside training"
+    assert (run / CHECKPOINT_LOG).is_file(), "they were copied beside training"
     assert_checkpoints_as_alone(folder, run)
     logs = sorted((run / STORE).rglob("log-*.bin"))
     assert len(logs) == 2

@@ -1,4 +1,4 @@
-"""When a run saves: beside training every N steps, or once at its end."""
+"""When a run saves: every N steps beside training, or only on request and at its end."""
 
 from __future__ import annotations
 
@@ -38,81 +38,81 @@ from trainer.stores.future_log import FutureLog
 
 logger = logging.getLogger(__name__)
 
-COPIES = "checkpoints.jsonl"
-"""File of the run with a line for each checkpoint that was due."""
-_END_SEC = 10.0
-"""How long an agent that has nothing to write may take to end."""
+CHECKPOINT_LOG = "checkpoints.jsonl"
+"""File of the run with a line for each checkpoint that was due, saved or skipped."""
+_AGENT_EXIT_SEC = 10.0
+"""Seconds to wait for the agent to exit."""
 
 
-class State(Protocol):
-    """What a checkpoint is taken of, at a step boundary."""
+class SavedState(Protocol):
+    """State of training that a checkpoint saves, read at a step boundary."""
 
     def dense(self) -> Mapping[str, Array]:
         """Return the dense state, by name."""
         ...
 
     def plan(self, train_step: int) -> Mapping[str, Array]:
-        """Return where a planned cache stands before a step, by name; nothing without."""
+        """Return the state of the planned cache before a step, {} without one."""
         ...
 
     def changed(self, since: int) -> Mapping[str, list[Changed]]:
-        """Return by table the rows that steps from one on used, and where they lie."""
+        """Return by table the rows used by steps >= `since`, and their positions."""
         ...
 
     @property
-    def left_bytes(self) -> int:
-        """Bytes of copies of rows that left the cache."""
+    def evicted_bytes(self) -> int:
+        """Bytes of the copies of evicted rows."""
         ...
 
     def made_of(self) -> Mapping[str, Any]:
-        """Return what the run is by now, as it stands in manifests."""
+        """Return the fingerprint of the run for manifests."""
         ...
 
-    def saved(self, train_step: int) -> None:
-        """Take note that a checkpoint before a step is on the disk."""
+    def on_saved(self, train_step: int) -> None:
+        """Called when the checkpoint before `train_step` is on disk."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CopyEvent:
-    """A checkpoint that was due: a line of `checkpoints.jsonl`."""
+class CheckpointEvent:
+    """A line of `checkpoints.jsonl`."""
 
     train_step: int
     """The next step to train."""
     pause_sec: float
-    """Time that training stood still for it."""
+    """Seconds for which training stopped."""
     num_bytes: int
-    """Bytes that were copied; 0 when it was skipped."""
+    """Bytes that were copied, 0 if the checkpoint was skipped."""
     memory_bytes: int
-    """Bytes that are taken for copies, those of rows that left the cache with them."""
+    """Bytes reserved for copies, including copies of evicted rows."""
 
 
-class BesideSaver:
-    """Copies at step boundaries; one copy at a time is under way to the disk.
+class BackgroundSaver:
+    """Copies state at step boundaries; an agent process writes one copy at a time to disk.
 
-    A checkpoint that comes due while the one before is still being written is skipped, and training
-    never waits for the disk; its rows are in the next one. Or training waits, as the job says.
+    A checkpoint that is due while the previous one is still being written is skipped, so training
+    does not wait for the disk; its changes are in the next one. With `late: wait` training waits.
     """
 
     def __init__(
         self,
         run: Path,
         memory: CopyMemory,
-        state: State,
+        state: SavedState,
         *,
         layouts: Mapping[str, TableLayout],
         first_step: int,
         loaded: bool,
         config: CheckpointConfig,
     ) -> None:
-        """Keep the parts; `start` begins.
+        """Store the components; `start` creates the memory and the agent.
 
         Args:
             run: run folder.
-            memory: not yet made.
-            state: what is saved.
+            memory: for copies, not created yet.
+            state: to save.
             layouts: tables by name.
-            first_step: the first step that is trained.
+            first_step: first step to train.
             loaded: whether a checkpoint before that step was loaded.
             config: of the job.
         """
@@ -120,102 +120,104 @@ class BesideSaver:
         self._memory = memory
         self._state = state
         self._layouts = layouts
-        self._saved = first_step  # the newest that is on disk
-        self._since = first_step if loaded else None
-        self._under_way: int | None = None
+        self._newest = first_step  # nothing to save before this step
+        self._base_step = first_step if loaded else None
+        self._pending: int | None = None
         self._failed: str | None = None
         self._config = config
         self._agent: subprocess.Popen[bytes] | None = None
 
     def start(self, num_bytes: int) -> None:
-        """Make the memory and start the agent.
+        """Create the memory and start the agent.
 
         Args:
-            num_bytes: of the largest copy, from the oracle.
+            num_bytes: bytes of the largest copy, from the oracle.
 
         Raises:
             SchemaError: there is too little memory.
         """
         self._memory.create(num_bytes)
-        self._agent = self._started()
+        self._agent = self._start_agent()
 
     def save(self, train_step: int) -> None:
-        """Take a checkpoint before a step, unless the one before is still being written."""
+        """Copy the state before `train_step`, unless the previous copy is still being written."""
         start = time.perf_counter()
-        self._look()
+        self._poll_agent()
         if self._config.late == "wait":
             self.settle()
         copied, plan = 0, self._state.plan(train_step)
-        if self._under_way is not None:
+        if self._pending is not None:
             logger.warning(
                 "checkpoint is skipped, the one before is still being written; save less often "
                 "train_step=%s being_written=%s",
                 train_step,
-                self._under_way,
+                self._pending,
             )
         else:
             copied = self._copy(train_step, plan)
-        event = CopyEvent(
+        event = CheckpointEvent(
             train_step=train_step,
             pause_sec=time.perf_counter() - start,
             num_bytes=copied,
-            memory_bytes=self._memory.num_bytes + self._state.left_bytes,
+            memory_bytes=self._memory.num_bytes + self._state.evicted_bytes,
         )
-        with (self._run / COPIES).open("a", encoding="utf-8") as file:
+        with (self._run / CHECKPOINT_LOG).open("a", encoding="utf-8") as file:
             file.write(f"{canonical_json(asdict(event))}\n")
 
-    def go_on_from(self, train_step: int) -> None:
-        """Build on a checkpoint that another process has completed, if it is newer."""
-        self._look()
-        if self._under_way is None and self._saved < train_step:
+    def rebase_on(self, train_step: int) -> None:
+        """Use a newer checkpoint of another process as the base of the next one."""
+        self._poll_agent()
+        if self._pending is None and self._newest < train_step:
             self._is_saved(train_step)
 
     def settle(self) -> None:
-        """Wait until nothing is under way to the disk."""
-        while self._under_way is not None:
-            self._look(1.0)
+        """Wait until the pending copy is on disk or has failed."""
+        while self._pending is not None:
+            self._poll_agent(1.0)
 
     def finish(self, train_step: int) -> None:
-        """Have the state before a step on the disk, the last one of a run.
+        """Write the state before `train_step` to disk and wait for it.
 
         Raises:
             SchemaError: it cannot be written.
         """
         self.settle()
-        if self._saved < train_step or self._failed is not None:
+        if self._newest < train_step or self._failed is not None:
             self.save(train_step)
             self.settle()
         if self._failed is not None:
             raise SchemaError(self._failed)
 
     def close(self) -> None:
-        """End the agent, when it has written what is under way, and give the memory back."""
+        """Stop the agent after its pending copy, and remove the memory."""
         agent, self._agent = self._agent, None
-        if agent is None or _end(agent):
+        if agent is None or _stop_agent(agent):
             self._memory.remove()
         else:
-            self._memory.close()  # the agent gives it back when it has written what is there
+            self._memory.close()  # the agent removes it when it has written the copy
 
     def _copy(self, train_step: int, plan: Mapping[str, Array]) -> int:
         about = About(
             train_step=train_step,
-            since=self._since,
+            since=self._base_step,
             made_of=self._state.made_of(),
             layouts=self._layouts,
         )
-        changed = self._state.changed(0 if self._since is None else self._since)
+        changed = self._state.changed(0 if self._base_step is None else self._base_step)
         arguments = about, self._state.dense(), plan, changed
         try:
             num_bytes = copy_to(self._memory, *arguments)
-        except OSError:  # more rows than an interval has: a checkpoint was skipped, or failed
-            self._move()
+        except (
+            OSError
+        ):  # no room: more rows changed than in one interval, after a skipped checkpoint
+            self._move_to_disk()
             num_bytes = copy_to(self._memory, *arguments)
-        self._under_way, self._failed = train_step, None
-        self._send(train_step)
+        self._pending, self._failed = train_step, None
+        self._notify_agent(train_step)
         return num_bytes
 
-    def _move(self) -> None:
-        """Have the memory in the run's folder, where there is more room than in memory."""
+    def _move_to_disk(self) -> None:
+        """Replace the shared-memory file by a file in the run folder."""
         logger.warning(
             "copy of a checkpoint is more than memory holds, it goes to the disk; save more often, "
             "or give it more memory directory=%s",
@@ -224,9 +226,9 @@ class BesideSaver:
         self.close()
         self._memory = CopyMemory(memory_path(self._run, self._run))
         self._memory.create(0)
-        self._agent = self._started()
+        self._agent = self._start_agent()
 
-    def _send(self, train_step: int) -> None:
+    def _notify_agent(self, train_step: int) -> None:
         agent = self._agent
         if agent is None or agent.stdin is None:
             return
@@ -234,10 +236,10 @@ class BesideSaver:
             agent.stdin.write(f"{train_step}\n".encode())
             agent.stdin.flush()
         except BrokenPipeError:
-            pass  # it died: the next look starts another, which finds what is committed
+            pass  # it died: the next poll starts another one, which finds the committed copy
 
-    def _look(self, timeout_sec: float = 0.0) -> bool:
-        """Read an answer of the agent, if there is one; start it again where it died."""
+    def _poll_agent(self, timeout_sec: float = 0.0) -> bool:
+        """Handle an answer of the agent if there is one; restart the agent if it died."""
         agent = self._agent
         assert agent is not None, "the agent runs while there is something to save"
         assert agent.stdout is not None, "its output is a pipe"
@@ -245,52 +247,52 @@ class BesideSaver:
             return False
         line = agent.stdout.readline()
         if not line:
-            self._start_again(agent)
+            self._restart_agent(agent)
             return True
         answer = json.loads(line)
         step = int(answer["train_step"])
         if answer["error"] is not None:
-            self._told(str(answer["error"]))
+            self._on_failure(str(answer["error"]))
         else:
             self._is_saved(step)
-        self._under_way = None
+        self._pending = None
         return True
 
     def _is_saved(self, train_step: int) -> None:
-        self._saved = self._since = train_step
-        self._state.saved(train_step)
+        self._newest = self._base_step = train_step
+        self._state.on_saved(train_step)
 
-    def _told(self, error: str) -> None:
+    def _on_failure(self, error: str) -> None:
         self._failed = error
         logger.warning("checkpoint is not written, the next one tries again: %s", error)
 
-    def _start_again(self, agent: subprocess.Popen[bytes]) -> None:
+    def _restart_agent(self, agent: subprocess.Popen[bytes]) -> None:
         agent.wait()
         logger.warning("agent of checkpoints died, another is started status=%s", agent.returncode)
-        if self._under_way is not None and self._memory.state != COMMITTED:
+        if self._pending is not None and self._memory.state != COMMITTED:
             if self._memory.state == WRITTEN:
-                self._is_saved(self._under_way)
-            self._under_way = None
-        self._agent = self._started()
+                self._is_saved(self._pending)
+            self._pending = None
+        self._agent = self._start_agent()
 
-    def _started(self) -> subprocess.Popen[bytes]:
+    def _start_agent(self) -> subprocess.Popen[bytes]:
         arguments = ["agent", str(self._run.resolve()), "--parent", str(os.getpid())]
         arguments += ["--memory", str(self._memory.path.resolve())]
         arguments += ["--file", str(self._memory.file)]
         arguments += ["--keep", str(self._config.keep)]
-        # what ends the trainer's group must not end what it saved
+        # own session: signals to the trainer's process group must not reach the agent
         return start_child(arguments, answers=True, own_session=True, files=[self._memory.file])
 
 
-def _end(agent: subprocess.Popen[bytes]) -> bool:
-    """Close an agent's input and wait: it writes what is committed, then it ends.
+def _stop_agent(agent: subprocess.Popen[bytes]) -> bool:
+    """Close the agent's input, after which it writes the committed copy and exits.
 
     Returns:
-        Whether it has ended; it may have much to write.
+        Whether it exited in time.
     """
     close_pipes(agent)
     try:
-        agent.wait(_END_SEC)
+        agent.wait(_AGENT_EXIT_SEC)
     except subprocess.TimeoutExpired:
         logger.warning("agent of checkpoints goes on writing pid=%s", agent.pid)
         return False
@@ -298,22 +300,22 @@ def _end(agent: subprocess.Popen[bytes]) -> bool:
 
 
 MadeOf = Callable[[], Mapping[str, Any]]
-"""What the run is by now, from `flash.fits`."""
+"""Returns the fingerprint of the run (`load.made_of`)."""
 
 
 class Saver(Protocol):
     """Saves a run."""
 
     def after(self, train_step: int) -> None:
-        """Take note that all steps before one are committed."""
+        """Called when all steps before `train_step` are committed."""
         ...
 
     def settle(self) -> None:
-        """Wait until what was copied is on the disk, or is known not to be."""
+        """Wait until the pending copy is on disk or has failed."""
         ...
 
     def save(self, train_step: int) -> None:
-        """Have the state before a step on the disk, whether one is due or not.
+        """Write the state before `train_step` to disk now.
 
         Raises:
             SchemaError: the disk is full.
@@ -321,7 +323,7 @@ class Saver(Protocol):
         ...
 
     def finish(self, train_step: int) -> None:
-        """Have the state before a step saved, and all rows where evaluation finds them.
+        """Write the final state, and flush rows so that evaluation can read them.
 
         Raises:
             SchemaError: the disk is full.
@@ -329,7 +331,7 @@ class Saver(Protocol):
         ...
 
     def close(self) -> None:
-        """Give back what was taken; what was committed is still written."""
+        """Release memory and processes; a committed copy is still written."""
         ...
 
 
@@ -344,29 +346,29 @@ def saver_of(
     loaded: bool,
     num_bytes: Callable[[int], int],
 ) -> Saver:
-    """Return what saves a run; memory is taken and the agent started where it saves beside.
+    """Return the saver of a run; one that saves beside training is started.
 
     Args:
         run: run folder.
         config: of the job.
-        parts: what is trained.
-        source: of its rows.
-        made_of: what the run is by now.
-        first_step: the first step that is trained.
+        parts: components of the run.
+        source: of the embedding rows.
+        made_of: returns the fingerprint of the run.
+        first_step: first step to train.
         loaded: whether a checkpoint before that step was loaded.
-        num_bytes: returns the bytes of the largest copy of rows, by steps between checkpoints.
+        num_bytes: maps the steps between checkpoints to the bytes of the largest copy of rows.
 
     Raises:
         SchemaError: there is too little memory for the copies.
     """
     if config.every_steps is None:
-        return AtEnd(run, config, parts, source, made_of, first_step)
+        return FinalSaver(run, config, parts, source, made_of, first_step)
     layouts = {table: store.layout for table, store in parts.stores.items()}
     changes = Changes(layouts)
     source.track_changes(changes)
-    state = TrainState(parts, source, changes, made_of)
+    state = RunState(parts, source, changes, made_of)
     memory = CopyMemory(memory_path(Path(config.copy_to), run))
-    saver = BesideSaver(
+    saver = BackgroundSaver(
         run,
         memory,
         state,
@@ -376,18 +378,18 @@ def saver_of(
         config=config,
     )
     saver.start(state.dense_bytes + num_bytes(config.every_steps))
-    return Beside(saver, state, config.every_steps)
+    return PeriodicSaver(saver, state, config.every_steps)
 
 
 def claim_leftovers(
     run: Path, config: CheckpointConfig, *, resume: bool, wait_sec: float = WAIT_SEC
 ) -> None:
-    """Wait for the agent of the run before, and clear what both left in memory where both died.
+    """Wait for the agent of an earlier process, and recover memory that both left behind.
 
     Args:
         run: run folder.
         config: of the job.
-        resume: write what was committed there; otherwise it goes.
+        resume: write a committed copy to disk; it is deleted otherwise.
         wait_sec: longest wait.
 
     Raises:
@@ -396,31 +398,31 @@ def claim_leftovers(
     for directory in dict.fromkeys((config.copy_to, CheckpointConfig().copy_to, str(run))):
         if not Path(directory).is_dir():
             continue
-        found = claim(memory_path(Path(directory), run), wait_sec=wait_sec)
-        if found is None:
+        memory = claim(memory_path(Path(directory), run), wait_sec=wait_sec)
+        if memory is None:
             continue
         if resume:
-            recover(run, found, keep=config.keep)
+            recover(run, memory, keep=config.keep)
         else:
-            found.remove()
+            memory.remove()
 
 
 def dense_bytes(parts: Parts) -> int:
-    """Return the bytes of the dense state with all numbers of the optimizer: two of each."""
+    """Return an upper bound of the dense state: each value and two optimizer values."""
     return 3 * sum(a.nbytes for a in state_of(parts.model, None).values())
 
 
-class TrainState:
-    """What is saved of a run, at a step boundary."""
+class RunState:
+    """The state of a run of one process."""
 
     def __init__(self, parts: Parts, source: RowSource, changes: Changes, made_of: MadeOf) -> None:
-        """Keep the parts.
+        """Store the components.
 
         Args:
-            parts: what is trained.
-            source: of its rows.
-            changes: that the source tells of.
-            made_of: what the run is by now.
+            parts: components of the run.
+            source: of the embedding rows.
+            changes: recorded by the source.
+            made_of: returns the fingerprint of the run.
         """
         self._parts = parts
         self._source = source
@@ -435,12 +437,12 @@ class TrainState:
         return dense_bytes(self._parts)
 
     @property
-    def left_bytes(self) -> int:
-        """Bytes of copies of rows that left the cache."""
-        return self._changes.left_bytes
+    def evicted_bytes(self) -> int:
+        """Bytes of the copies of evicted rows."""
+        return self._changes.evicted_bytes
 
     def made_of(self) -> Mapping[str, Any]:
-        """Return what the run is."""
+        """Return the fingerprint of the run."""
         return self._made_of()
 
     def dense(self) -> Mapping[str, Array]:
@@ -448,30 +450,30 @@ class TrainState:
         return state_of(self._parts.model, self._parts.optimizer)
 
     def plan(self, train_step: int) -> Mapping[str, Array]:
-        """Return where a planned cache stands before a step, by name; nothing without."""
+        """Return the state of the planned cache before a step, {} without one."""
         if not isinstance(self._source, PlannedCache):
             return {}
         return arrays_of_cached(self._source.cached(train_step))
 
     def changed(self, since: int) -> Mapping[str, list[Changed]]:
-        """Return by table the rows that steps from one on used, and where they lie."""
+        """Return by table the rows used by steps >= `since`, and their positions."""
         return self._changes.since(since, self._source.rows_at)
 
-    def saved(self, train_step: int) -> None:
-        """Forget what a checkpoint has, and let stores shorten their logs, beside training."""
+    def on_saved(self, train_step: int) -> None:
+        """Drop changes that are saved, and let stores truncate their logs in the background."""
         self._changes.forget(train_step)
         if self._truncating is None or self._truncating.done():
             self.check()
             self._truncating = self._pool.submit(notify_checkpoint, self._parts.stores, train_step)
 
     def check(self) -> None:
-        """Raise what a store raised."""
-        found, self._truncating = self._truncating, None
-        if found is not None:
-            found.result()
+        """Raise the error of the last truncation, if any."""
+        truncating, self._truncating = self._truncating, None
+        if truncating is not None:
+            truncating.result()
 
     def finish(self) -> None:
-        """Bring all rows where evaluation finds them: a log has no use for it."""
+        """Flush rows for evaluation, which reads the checkpoint instead of a future-ordered log."""
         self.check()
         if not isinstance(group_of(self._parts.stores), FutureLog):
             self._source.flush()
@@ -481,41 +483,40 @@ class TrainState:
         self._pool.shutdown()
 
 
-class Beside:
-    """Saves every so many steps, beside training."""
+class PeriodicSaver:
+    """Saves every N steps, beside training."""
 
-    def __init__(self, saver: BesideSaver, state: TrainState, every_steps: int) -> None:
-        """Keep the parts; the saver has been started."""
+    def __init__(self, saver: BackgroundSaver, state: RunState, every_steps: int) -> None:
         self._saver = saver
         self._state = state
         self._every_steps = every_steps
 
     def after(self, train_step: int) -> None:
-        """Copy what changed, where a checkpoint is due."""
+        """Copy changes if a checkpoint is due."""
         if train_step % self._every_steps == 0:
             self._saver.save(train_step)
 
     def settle(self) -> None:
-        """Wait until what was copied is on the disk, or is known not to be."""
+        """Wait until the pending copy is on disk or has failed."""
         self._saver.settle()
 
     def save(self, train_step: int) -> None:
-        """Copy what changed and wait until it is on the disk."""
+        """Copy changes and wait until they are on disk."""
         self._saver.finish(train_step)
 
     def finish(self, train_step: int) -> None:
-        """Wait until the last state is on the disk."""
+        """Save the final state and flush rows."""
         self.save(train_step)
         self._state.finish()
 
     def close(self) -> None:
-        """End the agent and give the memory back."""
+        """Stop the agent and remove the memory."""
         self._saver.close()
         self._state.close()
 
 
-class AtEnd:
-    """Saves all rows once, while nothing is trained any more."""
+class FinalSaver:
+    """Saves all rows on request and at the end, while training waits."""
 
     def __init__(
         self,
@@ -526,27 +527,26 @@ class AtEnd:
         made_of: MadeOf,
         first_step: int,
     ) -> None:
-        """Keep the parts."""
         self._run = run
         self._config = config
         self._parts = parts
         self._source = source
         self._made_of = made_of
-        self._saved = first_step
+        self._newest = first_step
 
     def after(self, train_step: int) -> None:
         """Do nothing."""
 
     def settle(self) -> None:
-        """Do nothing: nothing is under way."""
+        """Do nothing: nothing is pending."""
 
     def finish(self, train_step: int) -> None:
-        """Save, unless nothing was trained."""
+        """Save, unless no step was trained."""
         self.save(train_step)
 
     def save(self, train_step: int) -> None:
-        """Write all rows, unless nothing was trained since."""
-        if self._saved == train_step:
+        """Write all rows, unless no step was trained since the last save."""
+        if self._newest == train_step:
             return
         self._source.flush()
         source, parts = self._source, self._parts
@@ -561,7 +561,7 @@ class AtEnd:
             made_of=self._made_of(),
         )
         notify_checkpoint(parts.stores, train_step)
-        self._saved = train_step
+        self._newest = train_step
 
     def close(self) -> None:
         """Do nothing."""

@@ -19,7 +19,7 @@ from schemas.config.train import CheckpointConfig
 from schemas.errors import SchemaError
 from schemas.run_log import LEDGER, METRICS, SPLITS, LedgerEntry, StepMetric, StepSplit, to_line
 from trainer.checkpoint.load import made_of, newest_checkpoint
-from trainer.checkpoint.manager import BesideSaver, TrainState, claim_leftovers, dense_bytes
+from trainer.checkpoint.manager import BackgroundSaver, RunState, claim_leftovers, dense_bytes
 from trainer.checkpoint.snapshot import (
     START,
     CopyMemory,
@@ -262,7 +262,7 @@ _HAND_OVER_SEC = 1.0
 """Maximum wait for the agent of the previous writer; an idle one ends in half of it."""
 
 
-class ReplicaState(TrainState):
+class ReplicaState(RunState):
     """The state of a replica to be saved, without the cache plan, which is made again."""
 
     def plan(self, train_step: int) -> Mapping[str, Array]:
@@ -297,7 +297,7 @@ class BackgroundCheckpoints:
         self._layouts = {table: store.layout for table, store in context.parts.stores.items()}
         self._changes = Changes(self._layouts)
         context.rows.track_changes(self._changes)
-        self._active: tuple[BesideSaver, ReplicaState] | None = None
+        self._active: tuple[BackgroundSaver, ReplicaState] | None = None
         self._warned = False
 
     def after(self, train_step: int, *, writes: bool) -> None:
@@ -311,7 +311,7 @@ class BackgroundCheckpoints:
         if newest is not None:
             self._changes.forget(newest)
         if writes:
-            self._save(train_step, newest, BesideSaver.save)
+            self._save(train_step, newest, BackgroundSaver.save)
 
     def finish(self, train_step: int) -> bool:
         """Save the state before a step unless it is saved; return whether rows were flushed.
@@ -320,7 +320,7 @@ class BackgroundCheckpoints:
             SchemaError: the disk is full.
         """
         newest = newest_step(self._run)
-        return newest != train_step and self._save(train_step, newest, BesideSaver.finish)
+        return newest != train_step and self._save(train_step, newest, BackgroundSaver.finish)
 
     def release(self) -> None:
         """Release the memory of copies in the background, after they are written."""
@@ -335,13 +335,13 @@ class BackgroundCheckpoints:
             self._active = None
 
     def _save(
-        self, train_step: int, newest: int | None, save: Callable[[BesideSaver, int], None]
+        self, train_step: int, newest: int | None, save: Callable[[BackgroundSaver, int], None]
     ) -> bool:
         """Save with `save`, or everything if that is not possible; return whether it was all."""
         if self._context.rows.tracked_since <= (newest or 0):
             try:
                 saver, _ = self._active = self._active or self._start()
-                saver.go_on_from(newest or 0)
+                saver.rebase_on(newest or 0)
                 save(saver, train_step)
             except RowsLostError:
                 raise
@@ -354,7 +354,7 @@ class BackgroundCheckpoints:
         self._save_all(train_step)
         return True
 
-    def _start(self) -> tuple[BesideSaver, ReplicaState]:
+    def _start(self) -> tuple[BackgroundSaver, ReplicaState]:
         """Create the memory of copies and start an agent.
 
         Raises:
@@ -371,7 +371,7 @@ class BackgroundCheckpoints:
             self._changes,
             lambda: made_of(context.job, context.span.dataset),
         )
-        saver = BesideSaver(
+        saver = BackgroundSaver(
             self._run,
             memory,
             state,
@@ -398,6 +398,6 @@ class BackgroundCheckpoints:
         self._warned = True
 
 
-def _close(saver: BesideSaver, state: ReplicaState) -> None:
+def _close(saver: BackgroundSaver, state: ReplicaState) -> None:
     saver.close()
     state.close()

@@ -217,7 +217,7 @@ class Changes:
         self._left = {table: EvictedDirtyRows(layout) for table, layout in layouts.items()}
 
     @property
-    def left_bytes(self) -> int:
+    def evicted_bytes(self) -> int:
         """Bytes of the copies of rows that left."""
         return sum(left.num_bytes for left in self._left.values())
 
