@@ -70,7 +70,7 @@ def join_packets(arrived: Iterable[bytes]) -> Iterator[bytes]:
         ValueError: a packet of some message is missing.
 
     Example:
-        >>> cut = [*packets(b"abcde", 26), *packets(b"xy", 26)]
+        >>> cut = [*split_packets(b"abcde", 26), *split_packets(b"xy", 26)]
         >>> list(messages(reversed(cut)))
         [b'xy', b'abcde']
     """

@@ -132,7 +132,7 @@ def leaves_of_node(node: Node, num_leaves: int) -> range:
     """Return the leaves under a node of a tree of `num_leaves`.
 
     Example:
-        >>> leaves_under(Node(2, 1), 7)
+        >>> leaves_of_node(Node(2, 1), 7)
         range(4, 7)
     """
     return range(node.first, min(node.first + (1 << node.level), num_leaves))

@@ -251,7 +251,7 @@ def split_at_blocks(block: NDArray[np.int64], limit: int) -> Iterator[slice]:
     """Yield ranges of whole blocks, of at most `limit` samples or one block.
 
     Example:
-        >>> list(cuts(np.array([0, 0, 1, 1, 2, 3, 3]), 3))
+        >>> list(split_at_blocks(np.array([0, 0, 1, 1, 2, 3, 3]), 3))
         [slice(0, 2, None), slice(2, 5, None), slice(5, 7, None)]
     """
     ends = np.flatnonzero(np.diff(block, append=-1)) + 1

@@ -163,7 +163,7 @@ def plan_row_groups(
         windows_limit: maximum uncompressed bytes of a row group of several windows.
 
     Example:
-        >>> row_groups_of(np.zeros(5, bool), np.array([0, 0, 1, 2, 2]), 1.0, 8, 3)
+        >>> plan_row_groups(np.zeros(5, bool), np.array([0, 0, 1, 2, 2]), 1.0, 8, 3)
         [BlockRange(first=0, end=3), BlockRange(first=3, end=5)]
     """
     per_group, per_windows = (
