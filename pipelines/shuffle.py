@@ -71,7 +71,7 @@ def join_packets(arrived: Iterable[bytes]) -> Iterator[bytes]:
 
     Example:
         >>> cut = [*split_packets(b"abcde", 26), *split_packets(b"xy", 26)]
-        >>> list(messages(reversed(cut)))
+        >>> list(join_packets(reversed(cut)))
         [b'xy', b'abcde']
     """
     payloads: dict[bytes, dict[int, bytes]] = {}
