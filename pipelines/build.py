@@ -47,7 +47,7 @@ from pipelines.table.compatibility import (
 )
 from pipelines.table.days import position_of_day, replaced_versions, seal
 from pipelines.table.locks import scratch_directory
-from pipelines.table.publish import publish, recover, wait_for_predecessors
+from pipelines.table.publish import finish_interrupted_commit, publish, wait_for_predecessors
 from pipelines.transforms.fit import publish_fitted, returned_files, stage_fitted
 from schemas.config.job import DataConfig, Job, SplitConfig, check_new_names, load_job
 from schemas.dataset import Dataset, Segment, open_dataset
@@ -141,7 +141,7 @@ def build_segment(request: BuildRequest, job: Job, features: FeatureSet) -> Buil
     hashes, key = segment_hashes(job, features, listing)
     existing = check_admissible(request, job, features, key, listing)
     if existing is not None:
-        recover(request.dataset)
+        finish_interrupted_commit(request.dataset)
         request.progress(f"segment {existing.id}: already there, nothing to do")
         return BuildResult(existing, built=False)
     building = request.dataset / SEGMENTS / f".{key}.{request.attempt}"

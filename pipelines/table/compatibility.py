@@ -25,7 +25,7 @@ from pipelines.table.days import (
     same_files,
     segment_of_day,
 )
-from pipelines.table.publish import CommitRequest, find_segment, free_position, read_root
+from pipelines.table.publish import PublishRequest, find_segment, free_position, read_root
 from pipelines.transforms.fit import check_fitted_files, fitted_files_match
 from schemas.config.job import DataConfig, Job
 from schemas.dataset import Dataset, column_types, open_dataset
@@ -308,7 +308,7 @@ def refused_path(dataset: Path, key: str) -> Path:
 
 def commit_request(
     request: BuildRequest, job: Job, features: FeatureSet, key: str, building: Path
-) -> CommitRequest:
+) -> PublishRequest:
     """Return the request to commit a segment; it repeats the checks against the current dataset."""
     manifest = read_segment(building)
     schema = request.schema_path(job).read_bytes()
@@ -328,7 +328,7 @@ def commit_request(
             building, earlier, parse_schema(schema), job.data.gate, refused, request.progress
         )
 
-    return CommitRequest(
+    return PublishRequest(
         dataset=request.dataset,
         building=building,
         key=key,

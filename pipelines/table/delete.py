@@ -187,7 +187,8 @@ def contains_any(values: pa.Array, ids: pa.Array) -> NDArray[np.bool_]:
         ids: ids of the type of the values.
 
     Example:
-        >>> contains_any(pa.array([[1, 2], [], None, [3]], pa.large_list(pa.int64())), pa.array([2, 3]))
+        >>> lists = pa.array([[1, 2], [], None, [3]], pa.large_list(pa.int64()))
+        >>> contains_any(lists, pa.array([2, 3]))
         array([ True, False, False,  True])
     """
     if not is_list(values.type):

@@ -1,9 +1,9 @@
-"""Commit a complete segment and its indexes to a dataset, by one replacement of the root manifest.
+"""Publish a complete segment and its indexes, by one replacement of the dataset's root manifest.
 
-The new dataset is staged first: a hidden directory with its own root manifest, in which `segments/`
-are links, and in which the indexes are built. Then, under the dataset's lock, if the root has not
-changed, segment and indexes are renamed to their final paths and the root is replaced. If another
-build was faster, the stage is built again. So no segment is lost, and no reader sees a segment
+The new dataset is staged first: a hidden directory with its own root manifest, whose `segments/`
+entries are links, and in which the indexes are built. Then, under the dataset's lock, segment and
+indexes are renamed to their final paths and the root is replaced. If the root changed meanwhile,
+staging restarts on the new root, so concurrent commits all survive, and no reader sees a segment
 without its index.
 """
 
@@ -43,23 +43,24 @@ from schemas.manifest import (
 from schemas.order import Order
 
 MAX_POSITION = 99_999
+"""Segment ids begin with the position in five digits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CommitRequest:
-    """A complete segment to commit to a dataset.
+class PublishRequest:
+    """A complete segment to publish in a dataset.
 
     Attributes:
         dataset: directory of the dataset.
         building: hidden directory of the segment, with its manifest.
-        key: the hash in its id.
+        key: hash of input and job, the suffix of the segment id.
         position: position among the segments; the next free one when None.
         day: label of the segment, if any.
         replaces: whether it may replace another version of its day.
         name: name of the job.
         job: content of the job file.
         schema: content of the schema file.
-        attempt: name of this attempt.
+        attempt: unique suffix of this attempt's scratch directories.
         beam_args: Beam options, for the indexes.
         validate: called with the current dataset, if there is one, and the number of segments
             before this one; returns the anomalies to store, or raises if the segment is refused.
@@ -88,7 +89,7 @@ def find_segment(root: DatasetManifest | None, key: str) -> Reference | None:
     """Return the segment of the same input and job, if the dataset has it.
 
     Raises:
-        SchemaError: samples were deleted from it, and it is no longer in the dataset.
+        SchemaError: the segment was compacted, and the compacted one is no longer in the dataset.
     """
     if root is None:
         return None
@@ -96,11 +97,11 @@ def find_segment(root: DatasetManifest | None, key: str) -> Reference | None:
     return segment or compacted_segment(root, key)
 
 
-def publish(request: CommitRequest) -> Reference:
+def publish(request: PublishRequest) -> Reference:
     """Add a complete segment to the dataset, with all indexes.
 
     Returns:
-        The segment; an equal one if another process was faster.
+        The segment; the existing one if another process published this key.
 
     Raises:
         SchemaError: its position is taken, or `request.validate` refuses it.
@@ -111,26 +112,26 @@ def publish(request: CommitRequest) -> Reference:
         if existing is not None:
             return existing
         replaced = replaced_version(root, request)
-        others = tuple(s for s in (root.segments if root else ()) if s != replaced)
-        position = free_position(others, request.position, request.dataset)
+        kept = tuple(s for s in (root.segments if root else ()) if s != replaced)
+        position = free_position(kept, request.position, request.dataset)
         dataset = open_dataset(request.dataset) if root else None
-        num_before = sum(position_of(s.id) < position for s in others)
+        num_before = sum(position_of(s.id) < position for s in kept)
         anomalies = request.validate(dataset, num_before)
         segment_id = f"{position:05d}-{request.key}"
         set_segment_id(request.building, segment_id, anomalies, request.day)
         reference = replace(directory_reference(request.building), id=segment_id)
-        segments = (*others[:num_before], reference, *others[num_before:])
+        segments = (*kept[:num_before], reference, *kept[num_before:])
         lineage = updated_lineage(root.lineage if root else {}, request.day, segment_id, replaced)
         scratch = request.dataset / f".index.{request.attempt}"
         with scratch_directory(scratch, ".index.*"):
-            stage = scratch / "dataset"  # not `scratch` itself: index builds lock their parent
+            stage = scratch / "dataset"  # `build_index` locks the parent of its dataset
             stage_dataset(stage, request, segments)
             indexes = build_indexes(stage, dataset, request)
-            if commit(request, stage, root, segments, indexes, lineage):
+            if try_commit(request, stage, root, segments, indexes, lineage):
                 return reference
 
 
-def replaced_version(root: DatasetManifest | None, request: CommitRequest) -> Reference | None:
+def replaced_version(root: DatasetManifest | None, request: PublishRequest) -> Reference | None:
     """Return the version of the day that the segment replaces, if there is one.
 
     Raises:
@@ -169,7 +170,7 @@ def free_position(segments: Iterable[Reference], position: int | None, dataset: 
     return position
 
 
-def stage_dataset(stage: Path, request: CommitRequest, segments: Iterable[Reference]) -> None:
+def stage_dataset(stage: Path, request: PublishRequest, segments: Iterable[Reference]) -> None:
     """Write the future dataset, with links to its segments."""
     (stage / SEGMENTS).mkdir(parents=True)
     for segment in segments:
@@ -184,7 +185,9 @@ def link(path: Path, target: Path) -> None:
     path.symlink_to(os.path.relpath(target, path.parent), target_is_directory=True)
 
 
-def build_indexes(stage: Path, previous: Dataset | None, request: CommitRequest) -> list[Reference]:
+def build_indexes(
+    stage: Path, previous: Dataset | None, request: PublishRequest
+) -> list[Reference]:
     """Build the default index of a staged dataset, and those that the previous dataset has."""
     dataset = open_dataset(stage)
     orders = list(dict.fromkeys([default_order(dataset), *indexed_orders(dataset, previous)]))
@@ -209,8 +212,8 @@ def indexed_orders(dataset: Dataset, previous: Dataset | None) -> Iterator[Order
             yield dataset.order(m.batch_samples, m.epochs, m.shuffle, m.seed)
 
 
-def commit(
-    request: CommitRequest,
+def try_commit(
+    request: PublishRequest,
     stage: Path,
     root: DatasetManifest | None,
     segments: tuple[Reference, ...],
@@ -259,7 +262,7 @@ def remove_indexes(dataset: Path, keep: set[str]) -> None:
             shutil.rmtree(directory, ignore_errors=True)
 
 
-def recover(dataset: Path) -> None:
+def finish_interrupted_commit(dataset: Path) -> None:
     """Complete the commit of a process that died after it replaced the root."""
     with locked(dataset):
         remove_stale(dataset, ".index.*")
@@ -273,7 +276,7 @@ def recover(dataset: Path) -> None:
         remove_stale(dataset / SEGMENTS, ".*")
 
 
-WAIT_SEC = 0.2
+POLL_SEC = 0.2
 """Polling interval."""
 
 
@@ -285,7 +288,7 @@ def wait_for_predecessors(dataset: Path, position: int, progress: Callable[[str]
         return 0.0
     progress(f"segment built; waiting for the segment at position {missing}")
     while first_missing(read_root(dataset), position) is not None:
-        time.sleep(WAIT_SEC)
+        time.sleep(POLL_SEC)
     return time.perf_counter() - started
 
 

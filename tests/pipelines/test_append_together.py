@@ -59,14 +59,14 @@ def test_append_that_meets_a_faster_one_takes_the_place_after_it(
     one: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     dataset, job = copy_of(one / "dataset", tmp_path / "dataset"), one / "job" / "job.yaml"
-    replace_root = module.commit
+    replace_root = module.try_commit
 
     def late(*arguments: object) -> bool:
-        monkeypatch.setattr(module, "commit", replace_root)
+        monkeypatch.setattr(module, "try_commit", replace_root)
         build(addition(job, one / "log-2", dataset, attempt="faster"))
         return replace_root(*arguments)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(module, "commit", late)
+    monkeypatch.setattr(module, "try_commit", late)
     build(addition(job, one / "log-1", dataset))
     listings = [s.manifest.listing for s in open_dataset(dataset).segments]
     assert [sum(f.num_bytes for f in listing) for listing in listings[1:]] == [

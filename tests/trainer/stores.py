@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tests.trainer.processes import children_of, hold
-from trainer.stores.api import Records, StepStore, Store, TableLayout, WriteBack
+from trainer.stores.api import GroupTable, Records, Store, TableLayout, WriteBack
 from trainer.stores.remote.client import FlightGroup, open_group
 from trainer.stores.remote.connection import Access
 
@@ -132,7 +132,7 @@ def kill_store(pid: int, directory: Path | None = None) -> None:
     os.kill(pid, signal.SIGKILL)
 
 
-class FlightStore(StepStore[FlightGroup]):
+class FlightStore(GroupTable[FlightGroup]):
     """One table of a group, which is read and written without the others."""
 
     def fetch(self, rows: NDArray[np.int64]) -> Records:

@@ -18,14 +18,14 @@ from schemas.rows import initial_rows
 from tests.trainer.stores import largest_file, whole
 from tests.trainer.test_cache import LAYOUT, index_of, plan_of, run_source
 from trainer.embedding.cache import DirectSource, PlannedCache, RowsOfTables
-from trainer.stores.api import GatheredRows, Records, StepStore, Store, WriteBack
+from trainer.stores.api import GatheredRows, GroupTable, Records, Store, WriteBack
 from trainer.stores.future_log import FutureLog
 from trainer.stores.local import memory_store
 
 
 def log_in(folder: Path, bucket_steps: int, buffer_bytes: int) -> dict[str, Store]:
     log = FutureLog({"items": LAYOUT}, folder, bucket_steps=bucket_steps, buffer_bytes=buffer_bytes)
-    return {"items": StepStore(log, LAYOUT)}
+    return {"items": GroupTable(log, LAYOUT)}
 
 
 def cache_over(

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from tests.trainer.stores import whole
 from trainer.checkpoint.format import NpyFile
-from trainer.stores.api import Records, StepStore, Store, TableLayout, WriteBack
+from trainer.stores.api import GroupTable, Records, Store, TableLayout, WriteBack
 from trainer.stores.bucket_files import BucketFiles, Entries, SortedRuns
 from trainer.stores.future_log import FutureLog
 from trainer.stores.local import mmap_store
@@ -70,11 +70,11 @@ def test_store_gives_more_than_one_run_in_parts_and_leaves_no_file(
     values = rng.random((len(rows), 127), np.float32)
     store: Store = mmap_store(WIDE, tmp_path)
     if kind == "log":
-        store = StepStore(FutureLog({"items": WIDE}, tmp_path, buffer_bytes=5 << 20), WIDE)
+        store = GroupTable(FutureLog({"items": WIDE}, tmp_path, buffer_bytes=5 << 20), WIDE)
     for start in range(0, len(rows), 20_000):
         part = slice(start, start + 20_000)
         records = Records(values[part], values[part, :1])
-        if isinstance(store, StepStore):
+        if isinstance(store, GroupTable):
             next_use = rng.integers(0, 100, 20_000)
             store.group.write(0, {"items": WriteBack(rows[part], records, next_use)})
         else:
@@ -90,7 +90,7 @@ def test_store_gives_more_than_one_run_in_parts_and_leaves_no_file(
     assert np.array_equal(found, rows[order])
     assert np.array_equal(records.values, values[order])
     assert np.array_equal(records.state, values[order, :1])
-    if isinstance(store, StepStore):
+    if isinstance(store, GroupTable):
         store.group.write(1, {})
     assert {path.name for path in tmp_path.rglob("*")} == before
 

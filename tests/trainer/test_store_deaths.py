@@ -17,7 +17,7 @@ from tests.trainer.runs import SEGMENTS, run_job
 from tests.trainer.stores import kill_stores, stores_of
 from trainer.diff import compare_runs
 from trainer.run import RunLog
-from trainer.stores.api import StepStore
+from trainer.stores.api import GroupTable
 from trainer.stores.remote.client import FlightGroup, open_group
 
 EVERY = 6
@@ -75,7 +75,7 @@ def groups(monkeypatch: pytest.MonkeyPatch) -> list[FlightGroup]:
     """The stores of runs, as they are opened."""
     found: list[FlightGroup] = []
 
-    def open_and_tell(*arguments: Any, **options: Any) -> dict[str, StepStore[FlightGroup]]:
+    def open_and_tell(*arguments: Any, **options: Any) -> dict[str, GroupTable[FlightGroup]]:
         stores = open_group(*arguments, **options)
         found.append(next(iter(stores.values())).group)
         return stores

@@ -30,9 +30,9 @@ from trainer.follow import Span, extend, plans_of_span, settle
 from trainer.setup import STORE, open_stores, run_owner, store_access
 from trainer.stores.api import (
     BehindError,
+    GroupTable,
     Records,
     RowsLostError,
-    StepStore,
     Store,
     TableLayout,
     WriteBack,
@@ -244,7 +244,7 @@ def open_shared(
     job: Path,
     config: StoresConfig,
     layouts: Mapping[str, TableLayout],
-) -> dict[str, StepStore[FlightGroup]]:
+) -> dict[str, GroupTable[FlightGroup]]:
     """Open the stores of a run in one of its replicas.
 
     Args:
@@ -439,5 +439,7 @@ def shared_rows(
         first: step of the checkpoint that the stores hold.
     """
     write_buffer = WriteBuffer(group, layouts, retained_bytes)
-    stores: dict[str, Store] = {t: StepStore(write_buffer, layout) for t, layout in layouts.items()}
+    stores: dict[str, Store] = {
+        t: GroupTable(write_buffer, layout) for t, layout in layouts.items()
+    }
     return SharedRows(stores, write_buffer, embedding, planned, first)

@@ -16,15 +16,14 @@ from schemas.errors import PlanError, SchemaError
 
 ROWS_PER_CHUNK = 1 << 14
 """Rows of one chunk of `Store.contents`."""
-REFUSED, MAP, BUSY, BEHIND = "refused", "map", "busy", "behind"
-"""Error codes of store processes."""
+REFUSED, SLOT_MAP_CHANGED, BUSY, BEHIND = "refused", "map", "busy", "behind"
+"""Error codes of store processes; `remote/connection.py` maps them to exceptions."""
 
 
 class StoreUnavailableError(Exception):
     """A store process cannot be reached or did not answer in time."""
 
     def __init__(self, reason: str, address: str = "") -> None:
-        """Keep the address of the store."""
         super().__init__(reason)
         self.address = address
 
@@ -34,11 +33,11 @@ class SlotMapChangedError(Exception):
 
 
 class BehindError(SchemaError):
-    """Rows of an earlier step were requested than those that other replicas have committed."""
+    """The caller requests rows as of a step that other replicas have passed."""
 
 
 class RowsLostError(SchemaError):
-    """Acknowledged rows are in no store: the run must restart from its newest checkpoint."""
+    """Acknowledged writes are lost from all stores; the run must return to a checkpoint."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,8 +82,9 @@ class GatheredRows:
     """A mutable view of rows of one table: changes are changes of the owner's rows.
 
     Attributes:
-        records: the owner's arrays.
-        positions: (n,) int32, position of each row in `records`; None: rows are in order.
+        records: arrays of the store or cache that owns the rows.
+        positions: (n,) int32, position of each row in `records`; None if `records` holds just these
+            rows, in order.
     """
 
     records: Records
@@ -144,23 +144,23 @@ class SupportsGather(Protocol):
     """A store whose rows can be modified in place."""
 
     def gather(self, rows: NDArray[np.int64]) -> GatheredRows:
-        """Return a view of rows, valid until a row is added; new rows get their initial values."""
+        """Return a view of rows, valid until a call that adds rows; new rows are initialized."""
         ...
 
     def rows_at(self, positions: NDArray[np.int32]) -> tuple[NDArray[np.int64], Records]:
-        """Return the rows at some positions, which are stable, and the arrays of all rows."""
+        """Return the row ids at positions, which never change, and the arrays of all rows."""
         ...
 
 
 class StoreGroup(Protocol):
-    """Stores of several tables that share one request; results depend on the calling step."""
+    """All tables of a run, read and written by one request; a fetch returns rows as of its step."""
 
     def fetch(self, train_step: int, rows: Mapping[str, NDArray[np.int64]]) -> dict[str, Records]:
         """Return copies of the rows that a step uses."""
         ...
 
     def write(self, train_step: int, leaving: Mapping[str, WriteBack]) -> None:
-        """Write rows with the values that they have after a step."""
+        """Write rows with their values after `train_step`."""
         ...
 
     def contents(self, table: str) -> Iterator[tuple[NDArray[np.int64], Records]]:
@@ -168,7 +168,7 @@ class StoreGroup(Protocol):
         ...
 
     def notify_checkpoint(self, train_step: int) -> None:
-        """Release what is not needed once a checkpoint before `train_step` is complete."""
+        """Release what only a rollback past the checkpoint before `train_step` would need."""
         ...
 
     def close(self) -> None:
@@ -179,7 +179,7 @@ class StoreGroup(Protocol):
 G = TypeVar("G", bound=StoreGroup)
 
 
-class StepStore(Generic[G]):
+class GroupTable(Generic[G]):
     """One table of a group."""
 
     def __init__(self, group: G, layout: TableLayout) -> None:
@@ -213,7 +213,7 @@ class StepStore(Generic[G]):
 def group_of(stores: Mapping[str, Store]) -> StoreGroup | None:
     """Return the group of the stores, None if they are independent."""
     first = next(iter(stores.values()), None)
-    return first.group if isinstance(first, StepStore) else None
+    return first.group if isinstance(first, GroupTable) else None
 
 
 def fetch_rows(
@@ -287,7 +287,7 @@ class StoreThread:
         return self._worker().submit(function, train_step)
 
     def write(self, train_step: int, leaving: Mapping[str, WriteBack]) -> None:
-        """Write rows with the values that they have after a step."""
+        """Write rows with their values after `train_step`."""
         self._writes.append(self._worker().submit(write_rows, self._stores, train_step, leaving))
 
     def call(self, function: Callable[[], None]) -> None:

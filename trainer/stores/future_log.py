@@ -28,7 +28,7 @@ from schemas.dataset import Dataset
 from schemas.errors import PlanError, SchemaError
 from schemas.order import Order
 from schemas.rows import initial_rows
-from trainer.stores.api import Records, StepStore, TableLayout, WriteBack
+from trainer.stores.api import GroupTable, Records, TableLayout, WriteBack
 from trainer.stores.bucket_files import (
     MERGE_CHUNK_BYTES,
     BucketFiles,
@@ -47,12 +47,12 @@ NextUses = Callable[[str, NDArray[np.int64]], NDArray[np.int64]]
 """(table, rows) to the step that uses each row next, or `NEVER_AGAIN`."""
 
 
-def log_stores(layouts: Mapping[str, TableLayout], directory: Path) -> dict[str, StepStore]:
+def log_stores(layouts: Mapping[str, TableLayout], directory: Path) -> dict[str, GroupTable]:
     """Return stores over an empty log; files of an earlier run are deleted."""
     shutil.rmtree(directory, ignore_errors=True)
     directory.mkdir(parents=True)
     log = FutureLog(layouts, directory)
-    return {table: StepStore(log, layout) for table, layout in layouts.items()}
+    return {table: GroupTable(log, layout) for table, layout in layouts.items()}
 
 
 class FutureLog:

@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 from schemas.arrays import Array, offsets_of
 from schemas.hashing import slot_of_row
 from trainer.stores.api import (
+    GroupTable,
     Records,
     SlotMapChangedError,
-    StepStore,
     StoreUnavailableError,
     TableLayout,
     WriteBack,
@@ -277,7 +277,7 @@ def open_group(
     reset: bool,
     replicas: int = 1,
     repairs: bool = True,
-) -> dict[str, StepStore[FlightGroup]]:
+) -> dict[str, GroupTable[FlightGroup]]:
     """Open store processes for a run.
 
     Args:
@@ -303,7 +303,7 @@ def open_group(
     group = FlightGroup(members, layouts, message_bytes)
     if repairs:
         group.repair()
-    return {table: StepStore(group, layout) for table, layout in layouts.items()}
+    return {table: GroupTable(group, layout) for table, layout in layouts.items()}
 
 
 def _flat(

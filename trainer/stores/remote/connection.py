@@ -25,8 +25,8 @@ from schemas.run_log import STORE_ADDRESS
 from trainer.stores.api import (
     BEHIND,
     BUSY,
-    MAP,
     REFUSED,
+    SLOT_MAP_CHANGED,
     BehindError,
     SlotMapChangedError,
     StoreUnavailableError,
@@ -238,7 +238,7 @@ class StoreConnection:
 
     def _to_error(self, error: Exception) -> Exception:
         code, line = _code_and_line(error)
-        if code == MAP:
+        if code == SLOT_MAP_CHANGED:
             return SlotMapChangedError(line)
         if code == BEHIND:
             return BehindError(line, file=self.address)

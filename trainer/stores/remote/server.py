@@ -24,8 +24,8 @@ from schemas.hashing import NUM_SLOTS
 from trainer.stores.api import (
     BEHIND,
     BUSY,
-    MAP,
     REFUSED,
+    SLOT_MAP_CHANGED,
     BehindError,
     SlotMapChangedError,
     StoreUnavailableError,
@@ -379,7 +379,9 @@ def _flight_errors() -> Iterator[None]:
         line = f"store is busy: {error}"
         raise fl.FlightUnavailableError(line, extra_info=_info(BUSY, line)) from error
     except SlotMapChangedError as error:
-        raise fl.FlightServerError(str(error), extra_info=_info(MAP, str(error))) from error
+        raise fl.FlightServerError(
+            str(error), extra_info=_info(SLOT_MAP_CHANGED, str(error))
+        ) from error
     except BehindError as error:
         raise fl.FlightServerError(str(error), extra_info=_info(BEHIND, str(error))) from error
     except (SchemaError, OSError, StoreUnavailableError) as error:
