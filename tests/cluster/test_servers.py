@@ -28,7 +28,7 @@ from tests.cluster.waiting import runs, until
 with Cluster(Path(sys.argv[1]), Path(sys.argv[2])) as cluster:
     cluster.add_node("node-0")
     cluster.add_node("fake-0", processes=False)
-    command = ["sh", "-c", "sleep 600 & touch " + sys.argv[1] + "/begun; wait"]
+    command = ["sh", "-c", "sleep 600 & : > " + sys.argv[1] + "/begun; wait"]
     container = {"name": "main", "image": "none", "command": command}
     spec = {"restartPolicy": "Never", "containers": [container], "nodeName": "node-0"}
     body = {"metadata": {"name": "one"}, "spec": spec}
