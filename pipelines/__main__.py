@@ -26,17 +26,16 @@ if __name__ == "__main__":
             f"error: package schemas of {_root} is hidden by {_spec and _spec.origin}; run "
             "`presage`, or start in another folder"
         )
-    # Child processes find these packages, and do not search their working directory.
-    _paths = [str(_root), *filter(None, [os.environ.get("PYTHONPATH")])]
-    os.environ |= {"PYTHONPATH": os.pathsep.join(_paths), "PYTHONSAFEPATH": "1"}
 
 # Set before Beam is imported: Beam warns of each optional package that is not installed, and logs
 # tracebacks of errors that `main` reports in one line.
 logging.basicConfig(level=os.environ.get("PRESAGE_LOG", "CRITICAL"))
 
 from pipelines.cli import build_parser, main
+from schemas.paths import import_variables
 
 __all__ = ["build_parser", "main"]
 
 if __name__ == "__main__":
+    os.environ |= import_variables()
     sys.exit(main())

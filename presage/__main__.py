@@ -38,8 +38,7 @@ def main() -> int:
     """Run the command of the package that has it."""
     check_imports()
     # Child processes find these packages, and do not search their working directory.
-    paths = [str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    os.environ |= {"PYTHONPATH": os.pathsep.join(paths), "PYTHONSAFEPATH": "1"}
+    os.environ |= import_module("schemas.paths").import_variables()
     command = sys.argv[1] if len(sys.argv) > 1 else "--help"
     for package, commands in COMMANDS.items():
         if command in commands:

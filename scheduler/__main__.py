@@ -23,9 +23,6 @@ if __name__ == "__main__":
             f"error: package schemas of {_root} is hidden by {_spec and _spec.origin}; run "
             "`presage`, or start in another folder"
         )
-    # Child processes find these packages, and do not search their working directory.
-    _paths = [str(_root), *filter(None, [os.environ.get("PYTHONPATH")])]
-    os.environ |= {"PYTHONPATH": os.pathsep.join(_paths), "PYTHONSAFEPATH": "1"}
 
 from rich.console import Console, RenderableType
 
@@ -60,6 +57,7 @@ from schemas.paths import (
     SINGLE_WRITER_HELP,
     ArgumentParser,
     check_writable,
+    import_variables,
 )
 
 FILE_WIDTH = 160
@@ -348,4 +346,5 @@ COMMANDS = {
 
 
 if __name__ == "__main__":
+    os.environ |= import_variables()
     sys.exit(main())

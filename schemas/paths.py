@@ -36,6 +36,8 @@ backend is unknown, except `LOCAL_FUSE`."""
 LOCAL_FUSE = frozenset({"fuse.fuse-overlayfs", "fuse.lxcfs"})
 """Local FUSE filesystems, used by rootless containers; `fuseblk` is a local disk, too."""
 
+_ROOT = Path(__file__).resolve().parents[1]
+
 SINGLE_WRITER = "--single-writer"
 SINGLE_WRITER_HELP = (
     "allow a network filesystem: no other process, on any host, writes there meanwhile"
@@ -195,3 +197,13 @@ def find_mount(path: Path, mounts: str) -> tuple[str, str]:
         if path.is_relative_to(point) and len(point) >= len(deepest[0]):
             deepest = point, after.split(" ")[0]
     return deepest
+
+
+def import_variables() -> dict[str, str]:
+    """Return environment variables with which child processes import these packages.
+
+    The root of the packages comes first on PYTHONPATH, and the working directory is not searched.
+    """
+    paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    others = [path for path in paths if path and path != str(_ROOT)]
+    return {"PYTHONPATH": os.pathsep.join([str(_ROOT), *others]), "PYTHONSAFEPATH": "1"}

@@ -20,14 +20,11 @@ if __name__ == "__main__":
             f"error: package schemas of {_root} is hidden by {_spec and _spec.origin}; run "
             "`presage`, or start in another folder"
         )
-    # Child processes find these packages, and do not search their working directory.
-    _paths = [str(_root), *filter(None, [os.environ.get("PYTHONPATH")])]
-    os.environ |= {"PYTHONPATH": os.pathsep.join(_paths), "PYTHONSAFEPATH": "1"}
 
 from schemas.config.job import load_job
 from schemas.errors import PlanError, SchemaError, pluralize
 from schemas.manifest import read_dataset
-from schemas.paths import check_writable
+from schemas.paths import check_writable, import_variables
 from schemas.run_log import EXIT_BEHIND, EXIT_LOST_ROWS
 from trainer.cli import WRITTEN, build_parser
 from trainer.recovery import Drain, DrainInterrupt
@@ -389,4 +386,5 @@ def _show(arguments: argparse.Namespace, line: str) -> None:
 
 
 if __name__ == "__main__":
+    os.environ |= import_variables()
     sys.exit(main())

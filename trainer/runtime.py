@@ -18,9 +18,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from schemas.errors import SchemaError
 from schemas.layout import MANIFEST
+from schemas.paths import import_variables
 from schemas.run_log import StepMetric
-
-_ROOT = Path(__file__).resolve().parents[1]
 
 
 def start_child(
@@ -35,12 +34,11 @@ def start_child(
             reach it.
         files: descriptors of open files that it inherits.
     """
-    path = os.pathsep.join([str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     return subprocess.Popen(
         [sys.executable, "-m", "trainer", *arguments],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE if answers else None,
-        env={**os.environ, "PYTHONPATH": path},
+        env={**os.environ, **import_variables()},
         start_new_session=own_session,
         pass_fds=files,
     )

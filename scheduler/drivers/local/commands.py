@@ -11,14 +11,12 @@ from scheduler.controller.slots import initial_slots, slots_of_range
 from scheduler.drivers.base import Endpoint
 from scheduler.drivers.local.job_files import JobPaths
 from schemas.hashing import NUM_SLOTS
-
-_ROOT = Path(__file__).resolve().parents[3]
+from schemas.paths import import_variables
 
 
 def environment() -> dict[str, str]:
     """Return this process's environment with our packages on PYTHONPATH."""
-    path = os.pathsep.join([str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    return {**os.environ, "PYTHONPATH": path}
+    return {**os.environ, **import_variables()}
 
 
 def module_command(name: str) -> list[str]:
