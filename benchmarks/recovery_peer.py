@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_together
 from torch.distributed.checkpoint.state_dict_saver import save as save_together
 
 from benchmarks.scaling_sides import Sharded, Side
-from schemas.manifest import replace_bytes
+from schemas.files import replace_bytes
 from schemas.run_log import METRICS
 from trainer.elastic.faults import FaultInjector, Faults
 

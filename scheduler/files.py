@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any, Self
 
 from schemas.errors import SchemaError
-from schemas.manifest import canonical_json, sync_directory
+from schemas.files import sync_directory
+from schemas.manifest import canonical_json
 
 
 class AppendLog:

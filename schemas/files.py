@@ -1,4 +1,4 @@
-"""Files with checksums, written once and verified when read; list columns over several files.
+"""Files that are replaced atomically, and data files with checksums, verified when read.
 
 A Parquet file is divided into regions, one per row group and one for the footer. Each region has a
 checksum, which is verified before anything in the region is used.
@@ -43,6 +43,25 @@ class FileEntry:
     sha256: str
     region_offsets: tuple[int, ...]
     region_crc32: tuple[int, ...]
+
+
+def replace_bytes(path: Path, data: bytes) -> None:
+    """Replace a file atomically: readers see the old bytes or the new ones."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    with partial.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    partial.replace(path)
+
+
+def sync_directory(directory: Path) -> None:
+    """Flush the names in a folder to disk, such as renamed files."""
+    file = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(file)
+    finally:
+        os.close(file)
 
 
 def sync_file(path: Path) -> None:

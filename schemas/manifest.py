@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
 from schemas.errors import SchemaError
+from schemas.files import replace_bytes
 from schemas.layout import FORMAT_VERSION, MANIFEST
 from schemas.paths import NAME, is_below
 
@@ -207,25 +207,6 @@ def canonical_json(value: object) -> str:
 def hash_of(value: object) -> str:
     """Return the sha256 of a value's canonical JSON, hex."""
     return hashlib.sha256(canonical_json(value).encode()).hexdigest()
-
-
-def replace_bytes(path: Path, data: bytes) -> None:
-    """Replace a file atomically: readers see the old bytes or the new ones."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    with partial.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)
-
-
-def sync_directory(directory: Path) -> None:
-    """Flush the names in a folder to disk, such as renamed files."""
-    file = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(file)
-    finally:
-        os.close(file)
 
 
 def write_manifest(

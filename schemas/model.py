@@ -39,9 +39,9 @@ from numpy.typing import NDArray
 from schemas.arrays import Array, numpy_of
 from schemas.config.job import TableConfig
 from schemas.errors import SchemaError
-from schemas.files import sha256_of
+from schemas.files import replace_bytes, sha256_of
 from schemas.layout import JOB, MANIFEST, SCHEMA
-from schemas.manifest import canonical_json, hash_of, replace_bytes
+from schemas.manifest import canonical_json, hash_of
 from schemas.model_inputs import ModelInputs, build_inputs
 from schemas.rows import initial_rows
 

@@ -23,8 +23,8 @@ from numpy.typing import NDArray
 from schemas.config.job import TableConfig, load_job
 from schemas.errors import SchemaError, suggest_name
 from schemas.features import load_features
+from schemas.files import sync_directory
 from schemas.layout import JOB, SCHEMA
-from schemas.manifest import sync_directory
 from schemas.rows import ids_of, rows_of_ids
 from schemas.run_log import CHECKPOINTS
 from trainer.checkpoint.format import RowPart, RowsAndRecords, from_bytes, write_part

@@ -27,8 +27,9 @@ from schemas.config.job import TableConfig
 from schemas.config.train import TrainConfig
 from schemas.dataset import Dataset, verify_version
 from schemas.errors import SchemaError
+from schemas.files import replace_bytes
 from schemas.layout import BLOCKS, JOB, SCHEMA, TRAIN
-from schemas.manifest import canonical_json, replace_bytes
+from schemas.manifest import canonical_json
 from schemas.run_log import (
     LEDGER,
     METRICS,

@@ -17,7 +17,8 @@ from schemas.config.limits import WAIT
 from schemas.config.train import StoresConfig
 from schemas.dataset import Dataset, open_dataset, segment_hashes, select_segments
 from schemas.errors import SchemaError
-from schemas.manifest import canonical_json, replace_bytes
+from schemas.files import replace_bytes
+from schemas.manifest import canonical_json
 from schemas.run_log import CHECKPOINTS, METRICS, RUN_FILE
 from trainer.checkpoint.load import newest_checkpoint, step_of, stores_of, verified
 from trainer.checkpoint.manager import claim_leftovers

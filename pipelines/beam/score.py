@@ -33,9 +33,9 @@ from schemas.dataset import (
     select_segments_by_hash,
 )
 from schemas.errors import SchemaError
-from schemas.files import sha256_of
+from schemas.files import replace_bytes, sha256_of
 from schemas.layout import EVALUATION, MANIFEST, SAMPLE_WEIGHT, TRAIN
-from schemas.manifest import canonical_json, replace_bytes
+from schemas.manifest import canonical_json
 from schemas.model import ModelFile, open_model
 
 SCORE, SCORES = "score", "scores"

@@ -38,7 +38,7 @@ from pipelines.report.runs import (
 from pipelines.report.storage import SHUFFLED, flat_bytes, flat_rows, folder_bytes, storage_section
 from schemas.dataset import Dataset, open_dataset
 from schemas.errors import SchemaError
-from schemas.manifest import replace_bytes
+from schemas.files import replace_bytes
 from schemas.run_log import SUMMARY
 
 

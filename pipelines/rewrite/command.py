@@ -53,9 +53,9 @@ from schemas.config.job import DataConfig, SamplesConfig, SessionConfig
 from schemas.dataset import Dataset, Segment, open_dataset
 from schemas.errors import SchemaError, suggest_name
 from schemas.features import FeatureSet
+from schemas.files import sync_directory
 from schemas.group_files import read_group
 from schemas.layout import inverse_column, part_name, samples_path
-from schemas.manifest import sync_directory
 
 KEY, TIME = "_key", "_time"
 """Temporary columns that order the rows."""

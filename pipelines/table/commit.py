@@ -27,7 +27,15 @@ from pipelines.sources.rejects import RejectCounts, number_reject_files
 from schemas.config.job import DataConfig
 from schemas.dataset import type_name, versioned_path
 from schemas.features import FeatureSet
-from schemas.files import FileEntry, describe_file, read_files, sha256_of, sync_file, write_files
+from schemas.files import (
+    FileEntry,
+    describe_file,
+    read_files,
+    replace_bytes,
+    sha256_of,
+    sync_file,
+    write_files,
+)
 from schemas.group_files import group_schema
 from schemas.layout import (
     ANOMALIES,
@@ -51,7 +59,6 @@ from schemas.manifest import (
     SegmentManifest,
     TableCounts,
     read_segment,
-    replace_bytes,
     write_manifest,
 )
 

@@ -64,6 +64,7 @@ from schemas.dataset import Dataset, Segment, open_dataset, verify_version
 from schemas.deleted_samples import merge_tombstones, read_tombstones
 from schemas.errors import SchemaError
 from schemas.features import FeatureSet
+from schemas.files import replace_bytes
 from schemas.fitted import load_vocabulary_versions
 from schemas.group_files import group_schema, read_group
 from schemas.layout import (
@@ -84,7 +85,6 @@ from schemas.manifest import (
     hash_of,
     read_dataset,
     read_segment,
-    replace_bytes,
     write_manifest,
 )
 from schemas.vocabulary import VOCABULARIES, encode_table, version_path

@@ -36,9 +36,9 @@ from schemas.deleted_samples import (
     tombstones_schema,
 )
 from schemas.errors import SchemaError, suggest_name
-from schemas.files import read_files, sha256_of, write_files
+from schemas.files import read_files, replace_bytes, sha256_of, write_files
 from schemas.layout import ANOMALIES, FILES
-from schemas.manifest import read_dataset, read_segment, replace_bytes, write_manifest
+from schemas.manifest import read_dataset, read_segment, write_manifest
 
 ROLES = ("kept", "sparse")
 """Roles of columns that may hold ids; the session key may have any role."""

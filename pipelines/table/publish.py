@@ -31,15 +31,9 @@ from pipelines.table.locks import locked, remove_stale, scratch_directory
 from pipelines.table.view import write_view
 from schemas.dataset import Dataset, open_dataset, verify_version
 from schemas.errors import SchemaError
+from schemas.files import replace_bytes
 from schemas.layout import JOB, MANIFEST, SCHEMA, SEGMENTS
-from schemas.manifest import (
-    DatasetManifest,
-    Reference,
-    position_of,
-    read_dataset,
-    read_segment,
-    replace_bytes,
-)
+from schemas.manifest import DatasetManifest, Reference, position_of, read_dataset, read_segment
 from schemas.order import Order
 
 MAX_POSITION = 99_999

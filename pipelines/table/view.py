@@ -18,6 +18,7 @@ from pipelines.clustering.reader import column_names
 from pipelines.samples.connection import quoted_name
 from schemas.dataset import Dataset, Segment, missing_column_defaults, open_dataset, type_name
 from schemas.deleted_samples import tombstones_path
+from schemas.files import replace_bytes
 from schemas.layout import (
     BLOCK,
     BUFFER_INDEX,
@@ -27,7 +28,6 @@ from schemas.layout import (
     inverse_column,
     window_columns,
 )
-from schemas.manifest import replace_bytes
 
 VIEW = "view.sql"
 

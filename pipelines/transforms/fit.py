@@ -38,7 +38,7 @@ from pipelines.transforms.apply import FitInput, apply_transforms, fit_inputs
 from schemas.arrays import is_list, numpy_of, one_chunk
 from schemas.config.job import SAMPLES, DataConfig
 from schemas.errors import SchemaError
-from schemas.files import read_verified
+from schemas.files import read_verified, replace_bytes
 from schemas.fitted import (
     FittedStats,
     FittedValues,
@@ -49,7 +49,7 @@ from schemas.fitted import (
 )
 from schemas.hashing import splitmix64
 from schemas.layout import MANIFEST, SEGMENTS
-from schemas.manifest import read_dataset, read_segment, replace_bytes
+from schemas.manifest import read_dataset, read_segment
 from schemas.vocabulary import (
     encode_version,
     merge_versions,

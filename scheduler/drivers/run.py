@@ -24,7 +24,7 @@ from schemas.config.job import load_job
 from schemas.config.parse import read_yaml
 from schemas.config.schedule import BudgetConfig, ScheduleConfig
 from schemas.errors import PlanError, SchemaError
-from schemas.manifest import replace_bytes
+from schemas.files import replace_bytes
 from schemas.paths import local_path
 
 PLATFORM = "platform"

@@ -13,15 +13,9 @@ from typing import Any, Literal
 from scheduler.model.history import BUILD
 from scheduler.retrain.records import State
 from schemas.errors import SchemaError
+from schemas.files import replace_bytes, sync_directory
 from schemas.layout import EVALUATION, MANIFEST, SEGMENTS
-from schemas.manifest import (
-    canonical_json,
-    previous_names,
-    read_dataset,
-    read_segment,
-    replace_bytes,
-    sync_directory,
-)
+from schemas.manifest import canonical_json, previous_names, read_dataset, read_segment
 from schemas.run_log import CHECKPOINTS, RUN_FILE
 
 POINTER = "PROMOTED"

@@ -34,7 +34,7 @@ from scheduler.status.view import (
     visible,
 )
 from schemas.errors import SchemaError
-from schemas.manifest import replace_bytes
+from schemas.files import replace_bytes
 
 LATEST = 6
 """Incidents of the live view, newest last; decisions scroll above it."""

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from schemas.errors import SchemaError
+from schemas.files import replace_bytes
 from schemas.manifest import (
     DatasetManifest,
     GroupCounts,
@@ -21,7 +22,6 @@ from schemas.manifest import (
     read_dataset,
     read_index,
     read_segment,
-    replace_bytes,
     write_manifest,
 )
 
@@ -199,7 +199,7 @@ def test_replace_bytes_that_cannot_be_written_leaves_the_old_file(
     def fail(descriptor: int) -> None:
         raise OSError("no space left")
 
-    monkeypatch.setattr("schemas.manifest.os.fsync", fail)
+    monkeypatch.setattr("schemas.files.os.fsync", fail)
     with pytest.raises(OSError, match="no space left"):
         replace_bytes(path, b"new")
     assert path.read_bytes() == b"old"

@@ -7,8 +7,9 @@ from collections.abc import Callable
 from itertools import count
 from pathlib import Path
 
+from schemas.files import replace_bytes
 from schemas.layout import JOB, MANIFEST, SCHEMA, SEGMENTS
-from schemas.manifest import read_dataset, replace_bytes
+from schemas.manifest import read_dataset
 from schemas.run_log import RunSummary, StepMetric
 from tests.shared import make_once
 from tests.trainer.make_dataset import make_dataset, write_job

@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 
 from schemas.arrays import Array
 from schemas.errors import SchemaError
+from schemas.files import sync_directory
 from schemas.layout import MANIFEST
-from schemas.manifest import sync_directory
 from schemas.run_log import CHECKPOINTS, LEDGER, METRICS
 from trainer.checkpoint.format import RowPart, RowsAndRecords, newest, to_parts, write_part
 from trainer.checkpoint.manifest import DENSE as DENSE_FILE

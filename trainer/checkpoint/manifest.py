@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from schemas.errors import SchemaError
-from schemas.files import sha256_of
+from schemas.files import replace_bytes, sha256_of, sync_directory
 from schemas.layout import MANIFEST
-from schemas.manifest import canonical_json, hash_of, replace_bytes, sync_directory
+from schemas.manifest import canonical_json, hash_of
 
 # Which files make up a checkpoint, and which files of a run no kept checkpoint needs.
 #

@@ -16,8 +16,9 @@ from schemas.arrays import Array
 from schemas.config.job import Job
 from schemas.dataset import Dataset
 from schemas.errors import PlanError, SchemaError
+from schemas.files import replace_bytes
 from schemas.layout import TRAIN
-from schemas.manifest import canonical_json, replace_bytes
+from schemas.manifest import canonical_json
 from schemas.order import Order
 from schemas.run_log import RENDEZVOUS, LedgerEntry
 from trainer.checkpoint.load import load_state, state_of

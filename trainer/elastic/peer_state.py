@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from schemas.arrays import Array
 from schemas.errors import SchemaError
-from schemas.manifest import replace_bytes
+from schemas.files import replace_bytes
 from schemas.run_log import LedgerEntry, StepMetric
 from trainer.checkpoint.format import from_bytes, to_parts
 from trainer.embedding.cache import DirectSource, RowSource

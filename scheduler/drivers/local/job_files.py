@@ -19,7 +19,7 @@ from schemas.accesses import index_load
 from schemas.config.job import Job, load_job
 from schemas.dataset import open_dataset
 from schemas.errors import SchemaError
-from schemas.manifest import replace_bytes
+from schemas.files import replace_bytes
 from schemas.paths import ALLOW_OUTSIDE, SINGLE_WRITER
 from schemas.run_log import STORE_ADDRESS
 

@@ -20,7 +20,7 @@ import pyarrow as pa
 import pyarrow.flight as fl
 
 from schemas.errors import SchemaError
-from schemas.manifest import replace_bytes
+from schemas.files import replace_bytes
 from schemas.run_log import STORE_ADDRESS
 from trainer.stores.api import (
     BEHIND,
