@@ -12,7 +12,7 @@ from pipelines.samples.statements import Steps
 from pipelines.shuffle import ByReference, ByValue, InMemory, ShuffleTransport
 from pipelines.sources.listing import Folder
 from pipelines.sources.rejects import BUILD_REJECTS_SCHEMA
-from pipelines.sources.rows import FilePart, file_and_row, files_and_rows
+from pipelines.sources.rows import InputSplit, file_and_row, files_and_rows
 from schemas.config.job import DataConfig, Job
 from schemas.features import FeatureSet
 from schemas.manifest import InputFile
@@ -130,8 +130,9 @@ class BuildContext:
         """Return the location of a row for error messages."""
         return "{}:{}".format(*file_and_row(origin, self.listing))
 
-    def files(self) -> list[FilePart]:
-        """Return one part per input file."""
+    def files(self) -> list[InputSplit]:
+        """Return one split for each whole input file."""
         return [
-            FilePart(f.source, f.path, i, num_bytes=f.num_bytes) for i, f in enumerate(self.listing)
+            InputSplit(f.source, f.path, i, num_bytes=f.num_bytes)
+            for i, f in enumerate(self.listing)
         ]

@@ -26,11 +26,11 @@ from pipelines.stages import (
     SAMPLES,
     Output,
     SampleStage,
-    cut_file,
     good_side_rows,
     keyed_rows,
     layout_of,
     read_rows,
+    split_file,
     write_part,
 )
 from pipelines.transforms.apply import fit_inputs
@@ -117,9 +117,9 @@ def read_all(
     for file in sorted(context.files(), key=lambda f: f.source not in sides):
         if sources is not None and file.source not in sources:
             continue
-        for part in collected.main_output(cut_file(context, file)):
-            for table in collected.main_output(read_rows(context, part)):
-                yield part.source, table
+        for input_split in collected.main_output(split_file(context, file)):
+            for table in collected.main_output(read_rows(context, input_split)):
+                yield input_split.source, table
 
 
 def make_samples(

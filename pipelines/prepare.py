@@ -35,8 +35,8 @@ from pipelines.samples.statements import (
 )
 from pipelines.samples.validate import check_columns
 from pipelines.sources.listing import Folder, folder_of, list_inputs, undeclared_partitions
-from pipelines.sources.read import empty_rows, parts_of_file, read_part
-from pipelines.sources.rows import ORIGIN, FilePart
+from pipelines.sources.read import empty_rows, input_splits, read_split
+from pipelines.sources.rows import ORIGIN, InputSplit
 from pipelines.transforms.apply import check_transforms
 from pipelines.transforms.fit import fitted_files
 from schemas.config.job import DataConfig, Job
@@ -215,10 +215,10 @@ def _chunks(
     folder, config = folder_of(request.input_root), data.inputs[source]
     schema = prepared.empty_rows[source].schema
     for index, file in enumerate(prepared.listing):
-        whole = FilePart(file.source, file.path, index)
-        parts = parts_of_file(folder, whole, config)[0] if file.source == source else []
-        for part in parts:
-            for rows in read_part(folder, part, config, schema):
+        whole = InputSplit(file.source, file.path, index)
+        splits = input_splits(folder, whole, config)[0] if file.source == source else []
+        for split in splits:
+            for rows in read_split(folder, split, config, schema):
                 if rows.table is not None:
                     yield rows.table
 

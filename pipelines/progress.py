@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from pipelines.atomic_files import atomic_write
-from pipelines.sources.rows import PART_BYTES
+from pipelines.sources.rows import SPLIT_BYTES
 
 STOP_AFTER_REJECTS = 50_000
 """A build stops after so many rejected rows without one good row."""
@@ -119,7 +119,7 @@ def stop_if_all_rejected(
     if max_reject_fraction is None or max_reject_fraction >= 1:
         return
     total = counted_rows(building)
-    allowed_bytes = min(PART_BYTES, max_reject_fraction * input_bytes)
+    allowed_bytes = min(SPLIT_BYTES, max_reject_fraction * input_bytes)
     if _all_rejected(total) and total.num_bytes >= allowed_bytes:
         (building / _DIRECTORY / _STOPPED).touch()
 

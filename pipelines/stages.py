@@ -28,9 +28,9 @@ from pipelines.samples.sql_rejects import SqlResult, bad_rows
 from pipelines.samples.statements import PER, hash_groups, map_chunks
 from pipelines.samples.tuples import Tuples, separate, split
 from pipelines.samples.validate import usable_samples
-from pipelines.sources.read import parts_of_file, read_part
+from pipelines.sources.read import input_splits, read_split
 from pipelines.sources.rejects import rejects_from_table, rejects_table
-from pipelines.sources.rows import FilePart
+from pipelines.sources.rows import InputSplit
 from pipelines.transforms.apply import fit_inputs
 from pipelines.transforms.fit import LEARNED, load_staged, partial_fits
 from schemas.config.job import GateConfig
@@ -68,40 +68,40 @@ def rejected(context: BuildContext, source: str, table: pa.Table, *, by_reader: 
     return REJECTS, table
 
 
-def cut_file(context: BuildContext, part: FilePart) -> Iterator[Output]:
-    """Yield the parts of a file that workers can read independently, and rejects."""
-    parts, rejects = parts_of_file(context.folder, part, context.data.inputs[part.source])
+def split_file(context: BuildContext, file: InputSplit) -> Iterator[Output]:
+    """Yield the splits of a file, which workers can read independently, and rejects."""
+    splits, rejects = input_splits(context.folder, file, context.data.inputs[file.source])
     if rejects:
-        yield rejected(context, part.source, rejects_table(rejects), by_reader=True)
-    for file_part in parts:
-        yield SAMPLES, file_part
+        yield rejected(context, file.source, rejects_table(rejects), by_reader=True)
+    for input_split in splits:
+        yield SAMPLES, input_split
 
 
-def read_rows(context: BuildContext, part: FilePart) -> Iterator[Output]:
-    """Yield the raw rows of a part as tables, and rejects."""
-    config = context.data.inputs[part.source]
-    schema = context.empty_rows[part.source].schema
+def read_rows(context: BuildContext, input_split: InputSplit) -> Iterator[Output]:
+    """Yield the raw rows of a split as tables, and rejects."""
+    config = context.data.inputs[input_split.source]
+    schema = context.empty_rows[input_split.source].schema
     if is_stopped(context.segment_root):
         return
-    count_rows(context.segment_root, Counts(num_bytes=_num_bytes(context, part)))
-    for rows in read_part(context.folder, part, config, schema):
+    count_rows(context.segment_root, Counts(num_bytes=_num_bytes(context, input_split)))
+    for rows in read_split(context.folder, input_split, config, schema):
         if is_stopped(context.segment_root):
             return
         for rejects in rows.all_rejects():
-            yield rejected(context, part.source, rejects, by_reader=True)
+            yield rejected(context, input_split.source, rejects, by_reader=True)
         if rows.table is not None and rows.table.num_rows:
             num = rows.table.num_rows
-            good = num if part.source == context.data.sample_source else 0
+            good = num if input_split.source == context.data.sample_source else 0
             count_rows(context.segment_root, Counts(read=num, good=good))
             yield SAMPLES, rows.table
 
 
-def _num_bytes(context: BuildContext, part: FilePart) -> int:
-    """Return the bytes of a part; the first row group counts for the whole file."""
-    size = context.listing[part.file_index].num_bytes
-    if part.row_group is not None:
-        return 0 if part.row_group else size
-    return size - part.offset if part.num_bytes is None else part.num_bytes
+def _num_bytes(context: BuildContext, input_split: InputSplit) -> int:
+    """Return the bytes of a split; the first row group counts for the whole file."""
+    size = context.listing[input_split.file_index].num_bytes
+    if input_split.row_group is not None:
+        return 0 if input_split.row_group else size
+    return size - input_split.offset if input_split.num_bytes is None else input_split.num_bytes
 
 
 def keyed_rows(context: BuildContext, source: str, table: pa.Table) -> Iterator[Output]:

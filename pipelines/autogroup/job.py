@@ -43,9 +43,9 @@ from pipelines.prepare import build_context, count_parts, prepare
 from pipelines.progress import counted_rows, counting
 from pipelines.samples.lookups import key_column, key_hashes, key_type
 from pipelines.samples.tuples import separate
-from pipelines.sources.read import read_part
-from pipelines.sources.rows import ORIGIN, FilePart
-from pipelines.stages import cut_file, good_side_rows, read_rows
+from pipelines.sources.read import read_split
+from pipelines.sources.rows import ORIGIN, InputSplit
+from pipelines.stages import good_side_rows, read_rows, split_file
 from pipelines.transforms.apply import inputs_of
 from schemas.arrays import is_list, one_chunk
 from schemas.config.job import SAMPLES, DataConfig, Job, load_job
@@ -235,17 +235,17 @@ def _lookup_rows(context: BuildContext, index: int, samples: list[pa.Table]) -> 
             yield rows.filter(pc.is_in(key_column(rows, config.key, kind), value_set=sample_keys))
 
 
-def _parts(context: BuildContext, source: str) -> Iterator[tuple[FilePart, int]]:
-    """Yield the parts of a source's readable files with their bytes, in the listing's order."""
+def _splits(context: BuildContext, source: str) -> Iterator[tuple[InputSplit, int]]:
+    """Yield the splits of a source's readable files with their bytes, in the listing's order."""
     for file in context.files():
         if file.source == source:
-            parts = list(OutputCollector(keep=False).main_output(cut_file(context, file)))
-            for part in parts:
-                yield part, max(1, (file.num_bytes or 0) // len(parts))
+            splits = list(OutputCollector(keep=False).main_output(split_file(context, file)))
+            for split in splits:
+                yield split, max(1, (file.num_bytes or 0) // len(splits))
 
 
-def _tables(context: BuildContext, part: FilePart) -> Iterator[pa.Table]:
-    return OutputCollector(keep=False).main_output(read_rows(context, part))
+def _tables(context: BuildContext, split: InputSplit) -> Iterator[pa.Table]:
+    return OutputCollector(keep=False).main_output(read_rows(context, split))
 
 
 def _first_rows(context: BuildContext, edge: list[NDArray[np.int64]]) -> Iterator[SourceRows]:
@@ -255,16 +255,16 @@ def _first_rows(context: BuildContext, edge: list[NDArray[np.int64]]) -> Iterato
         context: of the build.
         edge: receives the origins of the last rows read, see `_EDGE`.
     """
-    parts = {name: list(_parts(context, name)) for name in context.data.sources}
-    sizes = {name: sum(size for _, size in listed) for name, listed in parts.items()}
+    splits = {name: list(_splits(context, name)) for name in context.data.sources}
+    sizes = {name: sum(size for _, size in listed) for name, listed in splits.items()}
     share = INPUT_BYTES / max(1, sum(sizes.values()))
-    for source, listed in parts.items():
+    for source, listed in splits.items():
         limit, read_bytes = share * sizes[source], 0
-        for part, size in listed:
+        for split, size in listed:
             if read_bytes >= limit:
                 break
             read_bytes += size
-            for table in _tables(context, part):
+            for table in _tables(context, split):
                 if share < 1 and read_bytes > limit - limit // _EDGE:
                     edge.append(table[ORIGIN].to_numpy())
                 yield source, table
@@ -272,41 +272,41 @@ def _first_rows(context: BuildContext, edge: list[NDArray[np.int64]]) -> Iterato
 
 def _rows_of_keys(context: BuildContext) -> Iterator[SourceRows]:
     """Yield all rows of some keys, from all sources."""
-    chosen, parts = choose_keys(_key_index(context), context.data.sample_source)
-    for part in parts:
-        for table in _tables(context, part):
+    chosen, splits = choose_keys(_key_index(context), context.data.sample_source)
+    for split in splits:
+        for table in _tables(context, split):
             keys = _hashed_keys(context, table)
-            yield part.source, table.filter(pa.array(np.isin(keys, chosen)))
+            yield split.source, table.filter(pa.array(np.isin(keys, chosen)))
 
 
 @dataclass(frozen=True, slots=True)
-class KeysOfPart:
-    """The keys of a part of a file, below some hash.
+class KeysOfSplit:
+    """The keys of an input split, below some hash.
 
     Attributes:
-        part: the part.
-        num_bytes: of the part.
+        split: the split.
+        num_bytes: of the split.
         hashes: of its keys, ascending.
         counts: rows of each key.
     """
 
-    part: FilePart
+    split: InputSplit
     num_bytes: int
     hashes: NDArray[np.uint64]
     counts: NDArray[np.int64]
 
 
-def _key_index(context: BuildContext) -> list[KeysOfPart]:
-    """Return the keys of each part; if the input is large, those of a share of the hashes."""
-    parts = [pair for name in context.data.sources for pair in _parts(context, name)]
-    share = min(1.0, 4 * INPUT_BYTES / max(1, sum(size for _, size in parts)))
+def _key_index(context: BuildContext) -> list[KeysOfSplit]:
+    """Return the keys of each split; if the input is large, those of a share of the hashes."""
+    splits = [pair for name in context.data.sources for pair in _splits(context, name)]
+    share = min(1.0, 4 * INPUT_BYTES / max(1, sum(size for _, size in splits)))
     bound = np.uint64(min(2**64 - 1, int(share * 2**64)))
-    index: list[KeysOfPart] = []
-    for part, size in parts:
-        hashes = [_hashed_keys(context, table) for table in _key_tables(context, part)]
+    index: list[KeysOfSplit] = []
+    for split, size in splits:
+        hashes = [_hashed_keys(context, table) for table in _key_tables(context, split)]
         below = np.concatenate([h[h <= bound] for h in hashes] or [np.empty(0, np.uint64)])
         unique, counts = np.unique(below, return_counts=True)
-        index.append(KeysOfPart(part, size, unique, counts))
+        index.append(KeysOfSplit(split, size, unique, counts))
     return index
 
 
@@ -317,53 +317,56 @@ def _hashed_keys(context: BuildContext, table: pa.Table) -> NDArray[np.uint64]:
     return key_hashes(key_column(table, context.shard, kind))
 
 
-def _key_tables(context: BuildContext, part: FilePart) -> Iterator[pa.Table]:
-    """Yield the rows of a part; from Parquet, only the key column."""
-    config, schema = context.data.sources[part.source], context.empty_rows[part.source].schema
+def _key_tables(context: BuildContext, split: InputSplit) -> Iterator[pa.Table]:
+    """Yield the rows of a split; from Parquet, only the key column."""
+    config, schema = context.data.sources[split.source], context.empty_rows[split.source].schema
     key = context.shard or ""
     if config.format == "parquet":
         schema = pa.schema([schema.field(key), schema.field(ORIGIN)])
         if config.columns:
             config = replace(config, columns={n: w for n, w in config.columns.items() if n == key})
-    for rows in read_part(context.folder, part, config, schema):
+    for rows in read_split(context.folder, split, config, schema):
         if rows.table is not None and rows.table.num_rows:
             yield rows.table
 
 
 def choose_keys(
-    index: list[KeysOfPart], source: str, max_bytes: int = INPUT_BYTES, max_rows: int = MAX_RAW_ROWS
-) -> tuple[NDArray[np.uint64], list[FilePart]]:
+    index: list[KeysOfSplit],
+    source: str,
+    max_bytes: int = INPUT_BYTES,
+    max_rows: int = MAX_RAW_ROWS,
+) -> tuple[NDArray[np.uint64], list[InputSplit]]:
     """Choose keys in the order of their hashes, within limits of bytes and rows to read.
 
     Args:
-        index: keys of all parts of all sources.
+        index: keys of all splits of all sources.
         source: the source whose keys have samples.
-        max_bytes: maximum bytes of all parts with one of the keys; the first key may have more.
+        max_bytes: maximum bytes of all splits with one of the keys; the first key may have more.
         max_rows: maximum rows of all keys; the first key may have more.
 
     Returns:
-        Hashes of the chosen keys, ascending, and the parts that hold their rows.
+        Hashes of the chosen keys, ascending, and the splits that hold their rows.
     """
-    with_samples = [k.hashes for k in index if k.part.source == source]
+    with_samples = [k.hashes for k in index if k.split.source == source]
     candidates = np.unique(np.concatenate(with_samples or [np.empty(0, np.uint64)]))
-    parts_of_key: dict[int, list[int]] = {int(h): [] for h in candidates}
-    rows = dict.fromkeys(parts_of_key, 0)
+    splits_of_key: dict[int, list[int]] = {int(h): [] for h in candidates}
+    rows = dict.fromkeys(splits_of_key, 0)
     for number, keys in enumerate(index):
         for key, count in zip(keys.hashes.tolist(), keys.counts.tolist(), strict=True):
-            if key in parts_of_key:
-                parts_of_key[key].append(number)
+            if key in splits_of_key:
+                splits_of_key[key].append(number)
                 rows[key] += count
-    parts: set[int] = set()
+    splits: set[int] = set()
     chosen: list[int] = []
     num_bytes = num_rows = 0
-    for key, numbers in parts_of_key.items():
-        more_bytes = sum(index[n].num_bytes for n in numbers if n not in parts)
+    for key, numbers in splits_of_key.items():
+        more_bytes = sum(index[n].num_bytes for n in numbers if n not in splits)
         fits = num_bytes + more_bytes <= max_bytes and num_rows + rows[key] <= max_rows
         if fits or not chosen:
             chosen.append(key)
-            parts.update(numbers)
+            splits.update(numbers)
             num_bytes, num_rows = num_bytes + more_bytes, num_rows + rows[key]
-    return np.array(chosen, np.uint64), [index[n].part for n in sorted(parts)]
+    return np.array(chosen, np.uint64), [index[n].split for n in sorted(splits)]
 
 
 # Choose groups, and write them into the job.

@@ -20,7 +20,7 @@ from pipelines.context import BuildContext
 from pipelines.samples.tuples import Tuples
 from pipelines.shuffle import ShuffleTransport
 from pipelines.sources.rejects import BUILD_REJECTS_SCHEMA
-from pipelines.sources.rows import ORIGIN, FilePart, typed_chunks
+from pipelines.sources.rows import ORIGIN, InputSplit, typed_chunks
 from pipelines.stages import REJECTS
 from pipelines.table.content_hash import ContentHash, content_hash, row_hashes
 from schemas.errors import SchemaError, suggest_name_or
@@ -91,11 +91,11 @@ def type_rows(element: pa.Table | pa.RecordBatch, context: BuildContext) -> Iter
     if not table.num_rows:
         return
     yield pvalue.TaggedOutput(CONTENT, content_hash([table]))
-    part = FilePart(file.source, file.path, 0)
+    split = InputSplit(file.source, file.path, 0)
     origins = (row_hashes(table) >> np.uint64(1)).astype(np.int64)
     numbered = table.append_column(ORIGIN, pa.array(origins))
     schema = context.empty_rows[file.source].schema
-    for rows in typed_chunks(numbered, part, schema, declared):
+    for rows in typed_chunks(numbered, split, schema, declared):
         for rejects in rows.all_rejects():
             none = pa.nulls(rejects.num_rows, pa.int64())
             field = BUILD_REJECTS_SCHEMA.field("position")

@@ -40,7 +40,7 @@ from pipelines.sources.rejects import (
     rejects_from_table,
     write_rejects,
 )
-from pipelines.sources.rows import FilePart
+from pipelines.sources.rows import InputSplit
 from pipelines.stages import (
     BLOCKS,
     EVENTS,
@@ -48,11 +48,11 @@ from pipelines.stages import (
     SAMPLES,
     Output,
     SampleStage,
-    cut_file,
     good_side_rows,
     keyed_rows,
     layout_of,
     read_rows,
+    split_file,
     write_part,
 )
 from pipelines.transforms.fit import (
@@ -105,16 +105,16 @@ class _Counted(beam.DoFn):
 # Read raw rows.
 
 
-def _cut_file(part: FilePart, context: BuildContext) -> Iterator[Any]:
-    return _tagged(cut_file(context, part))
+def _split_file(file: InputSplit, context: BuildContext) -> Iterator[Any]:
+    return _tagged(split_file(context, file))
 
 
-class _ReadPart(_Counted):
-    def process(self, part: FilePart) -> Iterator[Any]:
-        for tag, value in read_rows(self.context, part):
+class _ReadSplit(_Counted):
+    def process(self, split: InputSplit) -> Iterator[Any]:
+        for tag, value in read_rows(self.context, split):
             if tag == SAMPLES:
                 self.count_output(value)
-                yield part.source, value
+                yield split.source, value
             else:
                 yield pvalue.TaggedOutput(tag, value)
 
@@ -126,22 +126,22 @@ class ReadRows(beam.PTransform):
     context: BuildContext
 
     def expand(self, input_or_inputs: beam.pvalue.PBegin) -> dict[str, beam.PCollection]:
-        """Cut files into parts, distribute them over workers, read them."""
-        cut = beam.FlatMap(_cut_file, self.context)
-        parts = (
+        """Divide files into splits, distribute these over workers, read them."""
+        split_files = beam.FlatMap(_split_file, self.context)
+        splits = (
             input_or_inputs
             | "list files" >> beam.Create(self.context.files())
-            | "cut files" >> cut.with_outputs(REJECTS, main=SAMPLES)
+            | "split files" >> split_files.with_outputs(REJECTS, main=SAMPLES)
         )
         rows = (
-            parts[SAMPLES]
-            | "spread parts" >> beam.Reshuffle()
-            | "read parts"
-            >> beam.ParDo(_ReadPart(self.context, "ReadRows"))
+            splits[SAMPLES]
+            | "distribute splits" >> beam.Reshuffle()
+            | "read splits"
+            >> beam.ParDo(_ReadSplit(self.context, "ReadRows"))
             .with_output_types(SourceRows)
             .with_outputs(REJECTS, main=SAMPLES)
         )
-        rejects = (parts[REJECTS], rows[REJECTS]) | "join read rejects" >> beam.Flatten()
+        rejects = (splits[REJECTS], rows[REJECTS]) | "join read rejects" >> beam.Flatten()
         return {SAMPLES: rows[SAMPLES], REJECTS: rejects}
 
 

@@ -25,8 +25,8 @@ from pipelines.sources.listing import (
     glob_regex,
     infer_partitions,
 )
-from pipelines.sources.read import empty_rows, parts_of_file, read_part
-from pipelines.sources.rows import ORIGIN, FilePart, type_name
+from pipelines.sources.read import empty_rows, input_splits, read_split
+from pipelines.sources.rows import ORIGIN, InputSplit, type_name
 from schemas.config.sources import SourceConfig
 from schemas.errors import SchemaError
 
@@ -373,12 +373,12 @@ def _first_rows(
     copies = folder_of(directory)
     tables: list[pa.Table] = []
     for index, file in enumerate(excerpt.listing):
-        whole = FilePart(name, file.path, index)
+        whole = InputSplit(name, file.path, index)
         schema = empty_rows(copies, name, config, [file.path]).schema
-        for part in parts_of_file(copies, whole, config)[0]:
+        for split in input_splits(copies, whole, config)[0]:
             tables.extend(
                 rows.table
-                for rows in read_part(copies, part, config, schema)
+                for rows in read_split(copies, split, config, schema)
                 if rows.table is not None
             )
     if not tables:

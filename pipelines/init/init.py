@@ -25,11 +25,11 @@ from pipelines.init.files import Kind, kinds_of
 from pipelines.init.plan import Feature, Plan, Side, num_rows_of, plan_of, type_of, typed
 from pipelines.preview.preview import PreviewRequest, preview
 from pipelines.samples.connection import quoted_name
-from pipelines.sources.avro import cut_avro
+from pipelines.sources.avro import split_avro
 from pipelines.sources.listing import Folder, codec_of, decompressed, folder_of
-from pipelines.sources.read import empty_rows, read_part
+from pipelines.sources.read import empty_rows, read_split
 from pipelines.sources.rejects import Reject
-from pipelines.sources.rows import FilePart
+from pipelines.sources.rows import InputSplit
 from schemas.arrays import is_text, one_chunk
 from schemas.errors import SchemaError
 
@@ -444,12 +444,12 @@ def _spread_rows(
     for file in kind.files[:: len(kind.files) // _WINDOWS + 1]:
         source, rejects = folder, list[Reject]()
         if config.format == "avro":
-            parts, rejects = cut_avro(folder, FilePart(kind.name, file.path, 0), step)
+            splits, rejects = split_avro(folder, InputSplit(kind.name, file.path, 0), step)
         else:
-            source, parts = folder_of(scratch), _windows(folder, file.path, kind, scratch, step)
-        for part in parts:
-            schema = empty_rows(source, kind.name, config, [part.path]).schema
-            for rows in read_part(source, part, config, schema):
+            source, splits = folder_of(scratch), _windows(folder, file.path, kind, scratch, step)
+        for split in splits:
+            schema = empty_rows(source, kind.name, config, [split.path]).schema
+            for rows in read_split(source, split, config, schema):
                 rejects.extend(rows.rejects)
                 if rows.table is not None:
                     tables.append(rows.table)
@@ -460,7 +460,9 @@ def _spread_rows(
     return pa.concat_tables(tables, promote_options="permissive") if tables else kind.rows
 
 
-def _windows(folder: Folder, path: str, kind: Kind, scratch: Path, step: int) -> Iterator[FilePart]:
+def _windows(
+    folder: Folder, path: str, kind: Kind, scratch: Path, step: int
+) -> Iterator[InputSplit]:
     """Copy whole lines of a text from windows at equal distances, each to its own file."""
     is_plain = codec_of(path) is None
     step = max(step, _WINDOW_BYTES) * (1 if is_plain else _COMPRESSION)
@@ -478,7 +480,7 @@ def _windows(folder: Folder, path: str, kind: Kind, scratch: Path, step: int) ->
             copy.parent.mkdir(parents=True, exist_ok=True)
             copy.write_bytes(lines)
             if lines:
-                yield FilePart(kind.name, str(copy.relative_to(scratch)), 0)
+                yield InputSplit(kind.name, str(copy.relative_to(scratch)), 0)
             if len(block) < _WINDOW_BYTES:
                 return
             if not is_plain:

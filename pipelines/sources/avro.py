@@ -26,10 +26,10 @@ from pipelines.sources.parquet import without_column
 from pipelines.sources.rejects import Reject, file_reject
 from pipelines.sources.rows import (
     ORIGIN,
-    PART_BYTES,
-    Cut,
-    FilePart,
+    SPLIT_BYTES,
+    InputSplit,
     RawRows,
+    SplitsAndRejects,
     typed_chunks,
     with_origins,
 )
@@ -53,68 +53,70 @@ _LOGICAL = {
 # Parts and rows.
 
 
-def cut_avro(folder: Folder, part: FilePart, part_bytes: int = PART_BYTES) -> Cut:
-    """Cut a file at its sync markers into parts of about `part_bytes`."""
-    size = folder.size(part.path)
-    with folder.open(part.path) as file:
+def split_avro(
+    folder: Folder, whole: InputSplit, split_bytes: int = SPLIT_BYTES
+) -> SplitsAndRejects:
+    """Divide a file at its sync markers into splits of about `split_bytes`."""
+    size = folder.size(whole.path)
+    with folder.open(whole.path) as file:
         try:
             header = read_header(file)
         except ValueError as error:
-            return [], [file_reject(part.path, f"file must be Avro, got {error}")]
-        parts: list[FilePart] = []
+            return [], [file_reject(whole.path, f"file must be Avro, got {error}")]
+        splits: list[InputSplit] = []
         start, first_row, row = header.num_bytes, 0, 0
         for block in _blocks(file, header, start, size, with_data=False):
             row += block.num_records
-            if block.end - start >= part_bytes or block.end == size:
-                parts.append(
-                    FilePart(
-                        source=part.source,
-                        path=part.path,
-                        file_index=part.file_index,
+            if block.end - start >= split_bytes or block.end == size:
+                splits.append(
+                    InputSplit(
+                        source=whole.source,
+                        path=whole.path,
+                        file_index=whole.file_index,
                         first_row=first_row,
                         offset=start,
                         num_bytes=block.end - start,
                     )
                 )
                 start, first_row = block.end, row
-    return parts, []
+    return splits, []
 
 
 def read_avro(
-    folder: Folder, part: FilePart, config: SourceConfig, schema: pa.Schema
+    folder: Folder, split: InputSplit, config: SourceConfig, schema: pa.Schema
 ) -> Iterator[RawRows]:
-    """Yield the rows of a part, block by block, with rejects of records that cannot be decoded."""
-    assert part.num_bytes is not None, "Avro parts are byte ranges"
+    """Yield the rows of a split, block by block, with rejects of records that cannot be decoded."""
+    assert split.num_bytes is not None, "Avro splits are byte ranges"
     columns = [name for name in schema.names if name != ORIGIN]
-    with folder.open(part.path) as file:
+    with folder.open(split.path) as file:
         header = read_header(file)
         file_columns = avro_columns(header.schema)
         missing = [c for c in columns if c not in file_columns.schema.names]
         if missing:
-            yield without_column(part, missing[0], file_columns.schema)
+            yield without_column(split, missing[0], file_columns.schema)
             return
         type_names = config.columns or {n: str(schema.field(n).type) for n in columns}
         readers = [_field_reader(file_columns, schema.field(c)) for c in columns]
-        end, position = part.offset + part.num_bytes, part.first_row
-        for block in _blocks(file, header, part.offset, end):
+        end, position = split.offset + split.num_bytes, split.first_row
+        for block in _blocks(file, header, split.offset, end):
             records, problem = _decode_block(block, header)
-            rejects = list(_lost_rows(part, position, block, len(records), problem))
+            rejects = list(_lost_rows(split, position, block, len(records), problem))
             good, bad = _convert_records(records, readers)
             rejects.extend(
-                Reject(part.path, position + row, reason, str(records[row])[:4000])
+                Reject(split.path, position + row, reason, str(records[row])[:4000])
                 for row, reason in bad.items()
             )
             if rejects:
                 yield RawRows(None, tuple(rejects))
             kept = np.delete(np.arange(len(records)), sorted(bad)) + position
             if good is not None and len(kept):
-                rows = with_origins(good, part.file_index, kept.astype(np.int64))
-                yield from typed_chunks(rows, part, schema, type_names)
+                rows = with_origins(good, split.file_index, kept.astype(np.int64))
+                yield from typed_chunks(rows, split, schema, type_names)
             position += block.num_records
 
 
 def _lost_rows(
-    part: FilePart, first_row: int, block: _Block, num_decoded: int, problem: str
+    split: InputSplit, first_row: int, block: _Block, num_decoded: int, problem: str
 ) -> Iterator[Reject]:
     """Yield rejects for the rows of a block that were not decoded."""
     num_lost = block.num_records - num_decoded
@@ -122,12 +124,12 @@ def _lost_rows(
         return
     if block.data is None or not 0 < num_lost <= _MAX_LOST_ROWS:
         reason = f"block from row {first_row + num_decoded} on could not be read, got {problem}"
-        yield file_reject(part.path, reason)
+        yield file_reject(split.path, reason)
         return
-    yield Reject(part.path, first_row + num_decoded, f"row could not be decoded, got {problem}")
+    yield Reject(split.path, first_row + num_decoded, f"row could not be decoded, got {problem}")
     for row in range(num_decoded + 1, block.num_records):
         reason = "row could not be decoded, as an earlier row of its block could not"
-        yield Reject(part.path, first_row + row, reason)
+        yield Reject(split.path, first_row + row, reason)
 
 
 def _decode_block(block: _Block, header: Header) -> tuple[list[dict[str, Any]], str]:

@@ -41,7 +41,7 @@ from pipelines.sources.lines import (
 )
 from pipelines.sources.listing import Folder, codec_of, decompressed
 from pipelines.sources.rejects import Reject, file_reject, rest_of_file_reject, sort_key
-from pipelines.sources.rows import FilePart, RawRows, arrow_type, with_origins
+from pipelines.sources.rows import InputSplit, RawRows, arrow_type, with_origins
 from schemas.config.sources import SourceConfig
 
 # Reading.
@@ -70,20 +70,20 @@ class _Parsed:
         return self.table.slice(0, self.table.num_rows - 1)
 
 
-def read_csv(folder: Folder, part: FilePart, config: SourceConfig) -> Iterator[RawRows]:
+def read_csv(folder: Folder, split: InputSplit, config: SourceConfig) -> Iterator[RawRows]:
     """Yield the rows of a file in chunks, with rejects."""
-    with folder.open(part.path) as stored, closing(decompressed(stored, part.path)) as file:
-        yield from _CsvReader(file, part, config).rows()
+    with folder.open(split.path) as stored, closing(decompressed(stored, split.path)) as file:
+        yield from _CsvReader(file, split, config).rows()
 
 
 class _CsvReader:
     """State while a file is read: data of an incomplete record, and its row and line."""
 
-    def __init__(self, file: BinaryIO, part: FilePart, config: SourceConfig) -> None:
+    def __init__(self, file: BinaryIO, split: InputSplit, config: SourceConfig) -> None:
         assert config.columns, "csv sources declare their columns"
-        size = part.num_bytes if codec_of(part.path) is None else None
+        size = split.num_bytes if codec_of(split.path) is None else None
         self._stream = TextStream(file, size)
-        self._part = part
+        self._split = split
         self._config = config
         self._names = list(config.columns)
         self._dialect = Dialect(config.delimiter, config.quote, len(self._names))
@@ -106,7 +106,7 @@ class _CsvReader:
             elif size >= lines.MAX_ROW_BYTES:
                 yield RawRows(None, (self._skip_line(),))
             if stream.problem and len(self._data) == size:
-                reject = rest_of_file_reject(self._part.path, self._row, stream.problem)
+                reject = rest_of_file_reject(self._split.path, self._row, stream.problem)
                 yield RawRows(None, (reject,))
                 return
             self._fill()
@@ -119,7 +119,7 @@ class _CsvReader:
         """Skip a byte order mark and the header; return a reject if they are wrong."""
         reason = utf16_reason(self._data)
         if reason:
-            return file_reject(self._part.path, reason)
+            return file_reject(self._split.path, reason)
         self._data = self._data.removeprefix(codecs.BOM_UTF8)
         if not self._config.header or not self._data.strip(b"\r\n"):
             return None
@@ -130,7 +130,7 @@ class _CsvReader:
         header, expected = ", ".join(n.strip() for n in names), ", ".join(self._names)
         if header != expected:
             reason = f"header must be {expected}, got {header[:1000]}; declare its columns in order"
-            return file_reject(self._part.path, reason)
+            return file_reject(self._split.path, reason)
         self._consume(end)
         return None
 
@@ -146,7 +146,7 @@ class _CsvReader:
         rejects = list(self._fault_rejects(records.faults))
         rejects += [
             Reject(
-                self._part.path,
+                self._split.path,
                 self._row + int(rows[row]),
                 f"line must have {len(self._names)} fields, got {num_fields}",
                 text[:SHOWN_BYTES],
@@ -155,11 +155,11 @@ class _CsvReader:
         ]
         table, bad = convert(parsed.rows, self._config)
         for index, (reason, value) in bad.items():
-            rejects.append(Reject(self._part.path, self._row + int(kept[index]), reason, value))
+            rejects.append(Reject(self._split.path, self._row + int(kept[index]), reason, value))
         positions = np.delete(kept, list(bad)) + self._row
         self._row += records.num_rows
         self._consume(records.num_bytes)
-        rows = with_origins(table, self._part.file_index, positions.astype(np.int64))
+        rows = with_origins(table, self._split.file_index, positions.astype(np.int64))
         return RawRows(rows, tuple(sorted(rejects, key=sort_key)))
 
     def _parse_block(self) -> tuple[Records, _Parsed]:
@@ -190,7 +190,7 @@ class _CsvReader:
     def _checked(self, parsed: _Parsed, records: Records) -> _Parsed:
         assert parsed.num_records == records.num_good, (
             f"parser must give {records.num_good} rows, got {parsed.num_records} in "
-            f"{self._part.path} from row {self._row}"
+            f"{self._split.path} from row {self._row}"
         )
         return parsed
 
@@ -231,7 +231,7 @@ class _CsvReader:
             text = self._data[fault.start : min(fault.end, fault.start + SHOWN_BYTES)]
             value = f"line {line}: {text.decode(errors='backslashreplace').rstrip()}"
             reason = fault.reason or self._not_utf8_reason(self._data[fault.start : fault.end])
-            yield Reject(self._part.path, self._row + fault.row, reason, value)
+            yield Reject(self._split.path, self._row + fault.row, reason, value)
 
     def _not_utf8_reason(self, text: bytes) -> str:
         fields = self._fields(text.strip(b"\r\n").decode(errors="surrogateescape"))
@@ -258,7 +258,7 @@ class _CsvReader:
         text = self._data[:SHOWN_BYTES].decode(errors="backslashreplace")
         size, self._data = self._stream.skip_line(self._data)
         value = f"line {self._line}: {text}"
-        reject = Reject(self._part.path, self._row, long_line_reason(size), value)
+        reject = Reject(self._split.path, self._row, long_line_reason(size), value)
         self._row += 1
         self._line += 1
         return reject

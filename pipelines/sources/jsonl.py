@@ -35,10 +35,10 @@ from pipelines.sources.lines import (
 from pipelines.sources.listing import Folder, codec_of, decompressed, first_line
 from pipelines.sources.rejects import Reject, file_reject, rest_of_file_reject, sort_key
 from pipelines.sources.rows import (
-    PART_BYTES,
-    Cut,
-    FilePart,
+    SPLIT_BYTES,
+    InputSplit,
     RawRows,
+    SplitsAndRejects,
     in_chunks,
     type_text,
     with_origins,
@@ -51,7 +51,7 @@ from schemas.config.sources import SourceConfig
 _BLOCK_BYTES = 8 << 20
 
 _DIVISIONS = 16
-"""Parts into which lines that Arrow refuses are divided."""
+"""Number of ranges into which lines that Arrow refuses are divided."""
 
 _CHECKED_LINES = 1 << 13
 """Maximum lines that are checked in Python; more are divided first."""
@@ -60,21 +60,23 @@ Line = tuple[int, bytes]
 """Position of a line in its file, and its bytes without the line end."""
 
 
-def cut_jsonl(folder: Folder, part: FilePart, part_bytes: int = PART_BYTES) -> Cut:
-    """Cut a file at line ends into parts of about `part_bytes`; a compressed file is one part.
+def split_jsonl(
+    folder: Folder, whole: InputSplit, split_bytes: int = SPLIT_BYTES
+) -> SplitsAndRejects:
+    """Divide a file at line ends into splits of about `split_bytes`; a compressed one is one split.
 
-    Lines are counted to get the position of each part's first line.
+    Lines are counted to get the position of each split's first line.
     """
-    if codec_of(part.path) is not None:
-        return [FilePart(part.source, part.path, part.file_index)], []
+    if codec_of(whole.path) is not None:
+        return [InputSplit(whole.source, whole.path, whole.file_index)], []
     starts, first_rows = [0], [0]
     offset = num_ends = 0
-    with folder.open(part.path) as file:
+    with folder.open(whole.path) as file:
         while block := _read_block(file):
             if not offset and utf16_reason(block):
-                return [], [file_reject(part.path, utf16_reason(block))]
+                return [], [file_reject(whole.path, utf16_reason(block))]
             counted = 0
-            while (target := starts[-1] + part_bytes - offset) < len(block):
+            while (target := starts[-1] + split_bytes - offset) < len(block):
                 match = LINE_END.search(block, max(counted, target))
                 if match is None:
                     break
@@ -85,12 +87,12 @@ def cut_jsonl(folder: Folder, part: FilePart, part_bytes: int = PART_BYTES) -> C
             num_ends += num_line_ends(block, counted)
             offset += len(block)
     ends = [*starts[1:], offset]
-    parts = [
-        FilePart(part.source, part.path, part.file_index, None, row, start, end - start)
+    splits = [
+        InputSplit(whole.source, whole.path, whole.file_index, None, row, start, end - start)
         for start, end, row in zip(starts, ends, first_rows, strict=True)
         if end > start
     ]
-    return parts, []
+    return splits, []
 
 
 def _read_block(file: BinaryIO) -> bytes:
@@ -102,19 +104,19 @@ def _read_block(file: BinaryIO) -> bytes:
 
 
 def read_jsonl(
-    folder: Folder, part: FilePart, config: SourceConfig, schema: pa.Schema
+    folder: Folder, split: InputSplit, config: SourceConfig, schema: pa.Schema
 ) -> Iterator[RawRows]:
-    """Yield the rows of a part, with rejects of bad lines; empty lines are skipped."""
+    """Yield the rows of a split, with rejects of bad lines; empty lines are skipped."""
     assert config.columns, "jsonl sources declare their columns"
-    position, data = part.first_row, b""
-    with folder.open(part.path) as stored, closing(decompressed(stored, part.path)) as file:
-        if not codec_of(part.path):
-            file.seek(part.offset)
-        stream = TextStream(file, part.num_bytes)
+    position, data = split.first_row, b""
+    with folder.open(split.path) as stored, closing(decompressed(stored, split.path)) as file:
+        if not codec_of(split.path):
+            file.seek(split.offset)
+        stream = TextStream(file, split.num_bytes)
         while not (stream.final or stream.problem):
             data += stream.read(min(_BLOCK_BYTES, lines.MAX_ROW_BYTES - len(data)))
-            if position == part.first_row == 0 and utf16_reason(data):
-                yield RawRows(None, (file_reject(part.path, utf16_reason(data)),))
+            if position == split.first_row == 0 and utf16_reason(data):
+                yield RawRows(None, (file_reject(split.path, utf16_reason(data)),))
                 return
             end = last_line_end(data, stream.final)
             if end:
@@ -123,18 +125,18 @@ def read_jsonl(
                 if table is not None:
                     positions = position + np.arange(table.num_rows)
                     position += table.num_rows
-                    yield from in_chunks(with_origins(table, part.file_index, positions))
+                    yield from in_chunks(with_origins(table, split.file_index, positions))
                     continue
                 numbered = list(enumerate(_split_lines(block), position))
                 position += len(numbered)
-                yield from _read_lines(numbered, part, config.columns, schema)
+                yield from _read_lines(numbered, split, config.columns, schema)
             elif len(data) >= lines.MAX_ROW_BYTES:
                 text = _reject_text(data)
                 size, data = stream.skip_line(data)
-                yield RawRows(None, (Reject(part.path, position, long_line_reason(size), text),))
+                yield RawRows(None, (Reject(split.path, position, long_line_reason(size), text),))
                 position += 1
         if stream.problem:
-            yield RawRows(None, (rest_of_file_reject(part.path, position, stream.problem),))
+            yield RawRows(None, (rest_of_file_reject(split.path, position, stream.problem),))
 
 
 def _parse_good_block(
@@ -164,7 +166,7 @@ def _split_lines(data: bytes) -> list[bytes]:
 
 
 def _read_lines(
-    lines: list[Line], part: FilePart, type_names: Mapping[str, str], schema: pa.Schema
+    lines: list[Line], split: InputSplit, type_names: Mapping[str, str], schema: pa.Schema
 ) -> Iterator[RawRows]:
     rejects: list[Reject] = []
     objects: list[Line] = []
@@ -176,15 +178,15 @@ def _read_lines(
             objects.append((position, text))
         elif text:
             reason = "line must be one JSON object, from { to }"
-            rejects.append(Reject(part.path, position, reason, _reject_text(text)))
+            rejects.append(Reject(split.path, position, reason, _reject_text(text)))
     tables: list[pa.Table] = []
     for parsed in _parse_lines(objects, type_names, schema, _CHECKED_LINES):
         if isinstance(parsed, BadLine):
             text = _reject_text(parsed.text)
-            rejects.append(Reject(part.path, parsed.position, parsed.reason, text))
+            rejects.append(Reject(split.path, parsed.position, parsed.reason, text))
         else:
             table, positions = parsed
-            tables.append(with_origins(table, part.file_index, np.array(positions, np.int64)))
+            tables.append(with_origins(table, split.file_index, np.array(positions, np.int64)))
     if rejects:
         yield RawRows(None, tuple(sorted(rejects, key=sort_key)))
     if tables:

@@ -13,9 +13,9 @@ from pipelines.sources.rejects import file_reject
 from pipelines.sources.rows import (
     CHUNK_ROWS,
     ORIGIN,
-    Cut,
-    FilePart,
+    InputSplit,
     RawRows,
+    SplitsAndRejects,
     typed_chunks,
     with_origins,
 )
@@ -23,69 +23,69 @@ from schemas.config.sources import SourceConfig
 from schemas.errors import suggest_name
 
 
-def cut_parquet(folder: Folder, part: FilePart) -> Cut:
-    """Cut a file into its row groups."""
+def split_parquet(folder: Folder, whole: InputSplit) -> SplitsAndRejects:
+    """Return a split for each row group of a file."""
     try:
-        with folder.arrow_file(part.path) as file:
+        with folder.arrow_file(whole.path) as file:
             metadata = pq.read_metadata(file)
     except (OSError, pa.ArrowException) as error:
         if is_transient(error):
             raise
-        return [], [file_reject(part.path, f"file must be Parquet, got {first_line(error)}")]
-    parts: list[FilePart] = []
+        return [], [file_reject(whole.path, f"file must be Parquet, got {first_line(error)}")]
+    splits: list[InputSplit] = []
     first_row = 0
     for row_group in range(metadata.num_row_groups):
-        parts.append(FilePart(part.source, part.path, part.file_index, row_group, first_row))
+        splits.append(InputSplit(whole.source, whole.path, whole.file_index, row_group, first_row))
         first_row += metadata.row_group(row_group).num_rows
-    return parts, []
+    return splits, []
 
 
 def read_parquet(
-    folder: Folder, part: FilePart, config: SourceConfig, schema: pa.Schema
+    folder: Folder, split: InputSplit, config: SourceConfig, schema: pa.Schema
 ) -> Iterator[RawRows]:
     """Yield the rows of a row group; after a read error, a reject stands for the remaining ones."""
     columns = [name for name in schema.names if name != ORIGIN]
     type_names = config.columns or {n: str(schema.field(n).type) for n in columns}
     num_read = 0
     try:
-        with folder.arrow_file(part.path) as source:
+        with folder.arrow_file(split.path) as source:
             file = pq.ParquetFile(source, page_checksum_verification=True)
             missing = [c for c in columns if c not in file.schema_arrow.names]
             if missing:
-                yield without_column(part, missing[0], file.schema_arrow)
+                yield without_column(split, missing[0], file.schema_arrow)
                 return
-            for table in _tables(file, part, columns):
-                first = part.first_row + num_read
+            for table in _tables(file, split, columns):
+                first = split.first_row + num_read
                 positions = np.arange(first, first + table.num_rows, dtype=np.int64)
-                rows = with_origins(table.select(columns), part.file_index, positions)
+                rows = with_origins(table.select(columns), split.file_index, positions)
                 num_read += table.num_rows
-                yield from typed_chunks(rows, part, schema, type_names)
+                yield from typed_chunks(rows, split, schema, type_names)
     except FileNotFoundError:
         raise
     except (OSError, pa.ArrowException) as error:
         if is_transient(error):
             raise
         rows = f" from its row {num_read}" if num_read else ""
-        reason = f"row group {part.row_group}{rows} could not be read, got {first_line(error)}"
-        yield RawRows(None, (file_reject(part.path, reason),))
+        reason = f"row group {split.row_group}{rows} could not be read, got {first_line(error)}"
+        yield RawRows(None, (file_reject(split.path, reason),))
 
 
-def _tables(file: pq.ParquetFile, part: FilePart, columns: list[str]) -> Iterator[pa.Table]:
+def _tables(file: pq.ParquetFile, split: InputSplit, columns: list[str]) -> Iterator[pa.Table]:
     """Yield a row group at once, a large one in chunks to bound memory."""
-    assert part.row_group is not None, "Parquet parts are row groups"
-    if file.metadata.row_group(part.row_group).num_rows <= 2 * CHUNK_ROWS:
-        yield file.read_row_group(part.row_group, columns=columns, use_threads=False)
+    assert split.row_group is not None, "Parquet splits are row groups"
+    if file.metadata.row_group(split.row_group).num_rows <= 2 * CHUNK_ROWS:
+        yield file.read_row_group(split.row_group, columns=columns, use_threads=False)
         return
     for batch in file.iter_batches(
-        CHUNK_ROWS, row_groups=[part.row_group], columns=columns, use_threads=False
+        CHUNK_ROWS, row_groups=[split.row_group], columns=columns, use_threads=False
     ):
         yield pa.Table.from_batches([batch])
 
 
-def without_column(part: FilePart, name: str, schema: pa.Schema) -> RawRows:
+def without_column(split: InputSplit, name: str, schema: pa.Schema) -> RawRows:
     """Return the reject of a file that lacks a column."""
     reason = f"column {name!r} is missing; {suggest_name(name, schema.names)}"
-    return RawRows(None, (file_reject(part.path, reason),))
+    return RawRows(None, (file_reject(split.path, reason),))
 
 
 def parquet_schema(folder: Folder, path: str) -> pa.Schema:

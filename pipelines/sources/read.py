@@ -1,4 +1,4 @@
-"""Read raw files of any format: the columns of a source, files cut into parts, rows of a part."""
+"""Read raw files of any format: the columns of a source, the splits of a file, rows of a split."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from collections.abc import Iterator, Sequence
 
 import pyarrow as pa
 
-from pipelines.sources.avro import avro_schema, cut_avro, read_avro
+from pipelines.sources.avro import avro_schema, read_avro, split_avro
 from pipelines.sources.csv_files import read_csv
-from pipelines.sources.jsonl import cut_jsonl, read_jsonl
+from pipelines.sources.jsonl import read_jsonl, split_jsonl
 from pipelines.sources.listing import (
     Folder,
     first_line,
@@ -17,65 +17,65 @@ from pipelines.sources.listing import (
     typed_partitions,
     with_partitions,
 )
-from pipelines.sources.parquet import cut_parquet, parquet_schema, read_parquet
+from pipelines.sources.parquet import parquet_schema, read_parquet, split_parquet
 from pipelines.sources.rejects import Reject, file_reject
-from pipelines.sources.rows import ORIGIN, Cut, FilePart, RawRows, arrow_type
+from pipelines.sources.rows import ORIGIN, InputSplit, RawRows, SplitsAndRejects, arrow_type
 from schemas.config.sources import SourceConfig
 from schemas.errors import SchemaError
 
 
-def parts_of_file(folder: Folder, part: FilePart, config: SourceConfig) -> Cut:
-    """Cut a file into parts that can be read independently.
+def input_splits(folder: Folder, file: InputSplit, config: SourceConfig) -> SplitsAndRejects:
+    """Divide a file into splits that can be read independently.
 
-    Parquet is cut at row groups, JSON lines at line ends, Avro at sync markers. CSV files, whose
-    quoted fields may hold line ends, and compressed text files are one part.
+    Parquet is divided at row groups, JSON lines at line ends, Avro at sync markers. CSV (whose
+    quoted fields may hold line ends) and compressed text files are one split each.
 
-    `part` is the whole file, with its size in the listing.
+    `file` is the whole file, with its size in the listing.
     """
     try:
-        size = folder.size(part.path)
-        if part.num_bytes not in (None, size):
-            reason = f"file changed after it was listed, got {size} bytes for {part.num_bytes}"
-            return [], [file_reject(part.path, reason)]
+        size = folder.size(file.path)
+        if file.num_bytes not in (None, size):
+            reason = f"file changed after it was listed, got {size} bytes for {file.num_bytes}"
+            return [], [file_reject(file.path, reason)]
         if config.format == "parquet":
-            return cut_parquet(folder, part)
+            return split_parquet(folder, file)
         if config.format == "jsonl":
-            return cut_jsonl(folder, part)
+            return split_jsonl(folder, file)
         if config.format == "avro":
-            return cut_avro(folder, part)
+            return split_avro(folder, file)
     except FileNotFoundError:
-        return [], [_missing_file(part)]
-    return [part], []
+        return [], [_missing_file(file)]
+    return [file], []
 
 
-def _missing_file(part: FilePart) -> Reject:
-    return file_reject(part.path, "file was removed after it was listed")
+def _missing_file(split: InputSplit) -> Reject:
+    return file_reject(split.path, "file was removed after it was listed")
 
 
-def read_part(
-    folder: Folder, part: FilePart, config: SourceConfig, schema: pa.Schema
+def read_split(
+    folder: Folder, split: InputSplit, config: SourceConfig, schema: pa.Schema
 ) -> Iterator[RawRows]:
-    """Yield the rows of a part in chunks with their origins; bad data becomes rejects.
+    """Yield the rows of a split in chunks with their origins; bad data becomes rejects.
 
     `schema` is that of `empty_rows`, the same for all files of the source.
     """
     partitions = {n: kind for n, kind in config.partitions.items() if n in schema.names}
-    values = typed_partitions(part.path, partitions)
+    values = typed_partitions(split.path, partitions)
     file_schema = pa.schema([field for field in schema if field.name not in values])
     try:
-        for rows in _read_file(folder, part, config, file_schema):
+        for rows in _read_file(folder, split, config, file_schema):
             yield with_partitions(rows, values, schema.names)
     except FileNotFoundError:
-        yield RawRows(None, (_missing_file(part),))
+        yield RawRows(None, (_missing_file(split),))
 
 
 def _read_file(
-    folder: Folder, part: FilePart, config: SourceConfig, schema: pa.Schema
+    folder: Folder, split: InputSplit, config: SourceConfig, schema: pa.Schema
 ) -> Iterator[RawRows]:
     if config.format == "csv":
-        return read_csv(folder, part, config)
+        return read_csv(folder, split, config)
     read = {"parquet": read_parquet, "jsonl": read_jsonl, "avro": read_avro}[config.format]
-    return read(folder, part, config, schema)
+    return read(folder, split, config, schema)
 
 
 def empty_rows(folder: Folder, name: str, config: SourceConfig, paths: Sequence[str]) -> pa.Table:

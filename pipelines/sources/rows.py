@@ -95,7 +95,7 @@ def type_text(kind: pa.DataType) -> str:
     return type_name(kind) or str(kind)
 
 
-# Parts of files, and raw rows with their origins.
+# Input splits, and raw rows with their origins.
 
 ORIGIN = "_origin"
 """Column added to every raw row: file index << POSITION_BITS | row in the file."""
@@ -105,24 +105,24 @@ POSITION_BITS = 40
 CHUNK_ROWS = 1 << 16
 """Maximum raw rows in one run of the SQL."""
 
-PART_BYTES = 32 << 20
-"""Target bytes of a part in formats that can be cut at any row."""
+SPLIT_BYTES = 32 << 20
+"""Target bytes of a split in formats that can be divided at any row."""
 
 _WRONG_TYPE_ROWS = 1000
-"""A column with this many values in a part, none of which can be cast, has the wrong type."""
+"""A column with this many values in a split, none of which can be cast, has the wrong type."""
 
 
 @dataclass(frozen=True, slots=True)
-class FilePart:
-    """One unit of reading.
+class InputSplit:
+    """A range of rows or bytes of one input file, which is read by itself.
 
     Attributes:
         source: name of the source.
         path: relative to the input directory.
         file_index: index of the file in the sorted listing.
         row_group: Parquet row group, or None.
-        first_row: row in the file of the part's first row.
-        offset: first byte of the part, if it is a byte range.
+        first_row: row in the file of the split's first row.
+        offset: first byte of the split, if it is a byte range.
         num_bytes: length of that range; None to the end of the file.
     """
 
@@ -137,7 +137,7 @@ class FilePart:
 
 @dataclass(frozen=True, slots=True)
 class RawRows:
-    """A chunk of rows of one part, and its rejects.
+    """A chunk of rows of one split, and its rejects.
 
     Attributes:
         table: rows; None if the chunk has rejects only.
@@ -157,7 +157,7 @@ class RawRows:
             yield self.bad_rows
 
 
-Cut = tuple[list[FilePart], list[Reject]]
+SplitsAndRejects = tuple[list[InputSplit], list[Reject]]
 """Parts of a file that can be read independently, and rejects of what cannot be read."""
 
 
@@ -186,7 +186,7 @@ def files_and_rows(
 
 
 def typed_chunks(
-    table: pa.Table, part: FilePart, schema: pa.Schema, type_names: Mapping[str, str]
+    table: pa.Table, split: InputSplit, schema: pa.Schema, type_names: Mapping[str, str]
 ) -> Iterator[RawRows]:
     """Yield rows cast to the declared types, in chunks; a value that does not fit rejects its row.
 
@@ -204,10 +204,10 @@ def typed_chunks(
         if not castable or (all_bad and not narrowed):
             reason = f"column {name!r} must be {text}, got {table[name].type}; declare or repair it"
             bad_rows = pa.concat_tables(rejects) if rejects else None
-            yield RawRows(None, (file_reject(part.path, reason),), bad_rows)
+            yield RawRows(None, (file_reject(split.path, reason),), bad_rows)
             return
         if bad:
-            rejects.append(_value_rejects(table.take(pa.array(bad)), part, name, target, text))
+            rejects.append(_value_rejects(table.take(pa.array(bad)), split, name, target, text))
             table = table.take(pa.array(np.delete(np.arange(table.num_rows), bad)))
         cast = table[name].cast(target)
         table = table.set_column(table.column_names.index(name), name, cast)
@@ -245,7 +245,7 @@ def _not_castable(column: pa.ChunkedArray, target: pa.DataType, first: int = 0) 
 
 
 def _value_rejects(
-    rows: pa.Table, part: FilePart, name: str, target: pa.DataType, text: str
+    rows: pa.Table, split: InputSplit, name: str, target: pa.DataType, text: str
 ) -> pa.Table:
     """Return the rejects of rows whose value of one column cannot be cast."""
     if pa.types.is_nested(target):
@@ -262,7 +262,7 @@ def _value_rejects(
         for (path, kind), value in zip(fields, shown, strict=True)
     ]
     positions = rows[ORIGIN].to_numpy() & ((1 << POSITION_BITS) - 1)
-    files = pa.repeat(pa.scalar(part.path, pa.string()), rows.num_rows)
+    files = pa.repeat(pa.scalar(split.path, pa.string()), rows.num_rows)
     texts = row_texts(rows.drop_columns([ORIGIN]))
     rows_unknown = pa.repeat(pa.scalar(False), rows.num_rows)
     columns = [files, pa.array(positions), pa.array(reasons, pa.string()), texts, rows_unknown]

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from benchmarks.logs import with_auto
 from pipelines.autogroup.job import (
-    KeysOfPart,
+    KeysOfSplit,
     SmallestHashes,
     cells_of,
     choose_from,
@@ -31,7 +31,7 @@ from pipelines.build import build
 from pipelines.clustering.reader import expand
 from pipelines.prepare import build_context, prepare
 from pipelines.samples import check_sql as check_joins
-from pipelines.sources.rows import ORIGIN, FilePart
+from pipelines.sources.rows import ORIGIN, InputSplit
 from pipelines.table.verify import verify
 from pipelines.transforms.apply import columns_of
 from schemas.config.job import load_job
@@ -346,9 +346,11 @@ def test_smallest_hashes_depend_on_the_rows_and_not_on_their_order(
         assert {rows[i][0] for i in expected} == {first}
 
 
-def keys(source: str, number: int, hashes: list[int], num_bytes: int = 10) -> KeysOfPart:
-    part = FilePart(source, f"{number}.parquet", number)
-    return KeysOfPart(part, num_bytes, np.array(hashes, np.uint64), np.ones(len(hashes), np.int64))
+def keys(source: str, number: int, hashes: list[int], num_bytes: int = 10) -> KeysOfSplit:
+    split = InputSplit(source, f"{number}.parquet", number)
+    return KeysOfSplit(
+        split, num_bytes, np.array(hashes, np.uint64), np.ones(len(hashes), np.int64)
+    )
 
 
 def test_keys_are_chosen_with_all_their_parts_until_the_bytes_are_spent() -> None:
@@ -358,15 +360,15 @@ def test_keys_are_chosen_with_all_their_parts_until_the_bytes_are_spent() -> Non
         keys("log", 2, [4]),
         keys("users", 3, [1, 2, 3, 4, 5, 6]),
     ]
-    chosen, parts = choose_keys(index, "log", max_bytes=30, max_rows=100)
-    assert chosen.tolist() == [1, 2, 3, 5]  # 4 would need one more part; 6 has no sample
-    assert [p.file_index for p in parts] == [0, 1, 3]
+    chosen, splits = choose_keys(index, "log", max_bytes=30, max_rows=100)
+    assert chosen.tolist() == [1, 2, 3, 5]  # 4 would need one more split; 6 has no sample
+    assert [p.file_index for p in splits] == [0, 1, 3]
 
 
 def test_the_first_key_is_chosen_whatever_it_takes() -> None:
-    chosen, parts = choose_keys([keys("log", 0, [7, 9], 100)], "log", max_bytes=1, max_rows=0)
+    chosen, splits = choose_keys([keys("log", 0, [7, 9], 100)], "log", max_bytes=1, max_rows=0)
     assert chosen.tolist() == [7]
-    assert len(parts) == 1
+    assert len(splits) == 1
 
 
 @pytest.mark.slow

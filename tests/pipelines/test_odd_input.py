@@ -19,9 +19,9 @@ from pipelines.sources.csv_files import read_csv
 from pipelines.sources.lines import MAX_ROW_BYTES
 from pipelines.sources.listing import folder_of
 from pipelines.sources.parquet import read_parquet
-from pipelines.sources.read import empty_rows, read_part
+from pipelines.sources.read import empty_rows, read_split
 from pipelines.sources.rejects import Reject, file_reject, rejects_from_table
-from pipelines.sources.rows import CHUNK_ROWS, ORIGIN, FilePart, RawRows
+from pipelines.sources.rows import CHUNK_ROWS, ORIGIN, InputSplit, RawRows
 from schemas.config.job import DataConfig, SourceConfig, load_job
 from schemas.errors import SchemaError
 from schemas.features import FeatureSet, load_features
@@ -67,9 +67,9 @@ def test_value_that_does_not_fit_its_declared_type_rejects_its_row_only(
 ) -> None:
     pq.write_table(pa.table({"x": values, "y": [0, 1, 2]}), tmp_path / "a.parquet")
     config = SourceConfig(files="*", format="parquet", columns={"x": kind, "y": "int64"})
-    part = FilePart("log", "a.parquet", 0, row_group=0, first_row=100)
+    split = InputSplit("log", "a.parquet", 0, row_group=0, first_row=100)
     schema = empty_rows(folder_of(tmp_path), "log", config, ["a.parquet"]).schema
-    found = list(read_part(folder_of(tmp_path), part, config, schema))
+    found = list(read_split(folder_of(tmp_path), split, config, schema))
     (reject,) = [r for rows in found for t in rows.all_rejects() for r in rejects_from_table(t)]
     assert (reject.file, reject.position, reject.reason) == ("a.parquet", 101, reason)
     assert [t["y"].to_pylist() for t in (rows.table for rows in found) if t is not None] == [[0, 2]]
@@ -82,9 +82,9 @@ def test_inner_field_of_a_reject_is_of_its_own_row(tmp_path: Path) -> None:
     config = SourceConfig(
         files="*", format="parquet", columns={"x": "struct<tags: list<int64>, price: float64>"}
     )
-    part = FilePart("log", "a.parquet", 0, row_group=0)
+    split = InputSplit("log", "a.parquet", 0, row_group=0)
     schema = empty_rows(folder_of(tmp_path), "log", config, ["a.parquet"]).schema
-    found = list(read_part(folder_of(tmp_path), part, config, schema))
+    found = list(read_split(folder_of(tmp_path), split, config, schema))
     assert [
         r.reason for rows in found for t in rows.all_rejects() for r in rejects_from_table(t)
     ] == [
@@ -101,9 +101,9 @@ def test_files_with_other_types_orders_and_columns_become_alike(tmp_path: Path) 
     config = SourceConfig(files="*", format="parquet")
     names = ["a.parquet", "b.parquet", "c.parquet"]
     schema = empty_rows(folder_of(tmp_path), "log", config, names).schema
-    parts = [FilePart("log", name, i, row_group=0) for i, name in enumerate(names)]
+    splits = [InputSplit("log", name, i, row_group=0) for i, name in enumerate(names)]
     found = [
-        rows for part in parts for rows in read_part(folder_of(tmp_path), part, config, schema)
+        rows for split in splits for rows in read_split(folder_of(tmp_path), split, config, schema)
     ]
     tables = [rows.table.drop_columns(["_origin"]) for rows in found if rows.table is not None]
     assert pa.concat_tables(tables).to_pylist() == [{"x": 1, "y": "a"}, {"x": 2**40, "y": "b"}]
@@ -146,8 +146,8 @@ def read_bytes(directory: Path, data: bytes, name: str = "log.csv", **config: An
         columns={"id": "int64", "name": "string"},
         **config,
     )
-    part = FilePart("log", name, 0, num_bytes=len(data))
-    found = list(read_csv(folder_of(directory), part, source))
+    split = InputSplit("log", name, 0, num_bytes=len(data))
+    found = list(read_csv(folder_of(directory), split, source))
     tables = [rows.table for rows in found if rows.table is not None]
     rejects = tuple(reject for rows in found for reject in rows.rejects)
     return RawRows(pa.concat_tables(tables) if tables else None, rejects)
@@ -255,7 +255,7 @@ def test_row_that_is_no_text_is_rejected_and_all_others_arrive(
 def test_row_with_several_bad_fields_is_rejected_once(tmp_path: Path) -> None:
     source = SourceConfig(files="*", format="csv", columns={"a": "int8", "b": "date", "c": "bool"})
     (tmp_path / "a.csv").write_bytes(b"a,b,c\nx,y,z\n1,2026-01-01,true\n2,no,false\n")
-    (rows,) = read_csv(folder_of(tmp_path), FilePart("log", "a.csv", 0), source)
+    (rows,) = read_csv(folder_of(tmp_path), InputSplit("log", "a.csv", 0), source)
     assert rows.table is not None
     assert rows.table.drop_columns([ORIGIN]).to_pylist() == [
         {"a": 1, "b": date(2026, 1, 1), "c": True}
@@ -432,9 +432,9 @@ def test_a_large_row_group_is_read_in_pieces_with_the_same_places(tmp_path: Path
     rows = pa.table({"id": np.arange(300_000), "seen": [[i, i + 1] for i in range(300_000)]})
     pq.write_table(rows, tmp_path / "large.parquet", row_group_size=300_000)
     schema = pa.schema([*rows.schema, pa.field(ORIGIN, pa.int64())])
-    part = FilePart("log", "large.parquet", 3, 0, 0)
+    split = InputSplit("log", "large.parquet", 3, 0, 0)
     config = SourceConfig(files="*", format="parquet")
-    found = list(read_parquet(folder_of(tmp_path), part, config, schema))
+    found = list(read_parquet(folder_of(tmp_path), split, config, schema))
     assert not any(list(r.all_rejects()) for r in found)
     tables = [r.table for r in found if r.table is not None]
     assert max(t.num_rows for t in tables) == CHUNK_ROWS

@@ -22,8 +22,8 @@ from pipelines.sources.listing import (
     typed_partitions,
     undeclared_partitions,
 )
-from pipelines.sources.read import empty_rows, parts_of_file, read_part
-from pipelines.sources.rows import ORIGIN, FilePart, arrow_type
+from pipelines.sources.read import empty_rows, input_splits, read_split
+from pipelines.sources.rows import ORIGIN, InputSplit, arrow_type
 from pipelines.table.compatibility import identity_of
 from schemas.config.job import load_job
 from schemas.config.sources import SourceConfig
@@ -127,9 +127,9 @@ def test_rows_of_every_format_carry_the_columns_of_their_folders(kind: str, log:
     assert empty.column_names == ["x", "day", "city", ORIGIN]
     tables, rejects = [empty], 0
     for index, file in enumerate(listing):
-        parts, _ = parts_of_file(folder, FilePart("log", file.path, index), config)
-        for part in parts:
-            for rows in read_part(folder, part, config, empty.schema):
+        splits, _ = input_splits(folder, InputSplit("log", file.path, index), config)
+        for split in splits:
+            for rows in read_split(folder, split, config, empty.schema):
                 tables += [rows.table] if rows.table is not None else []
                 rejects += len(rows.rejects)
     table = pa.concat_tables(tables).drop_columns([ORIGIN])

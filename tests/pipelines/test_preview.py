@@ -19,8 +19,8 @@ from pipelines.build import build
 from pipelines.cli import main
 from pipelines.preview.preview import MAX_FILES, WIDTH, PreviewRequest, excerpts, preview
 from pipelines.sources.listing import Folder, find_files, folder_of
-from pipelines.sources.read import parts_of_file, read_part
-from pipelines.sources.rows import ORIGIN, FilePart
+from pipelines.sources.read import input_splits, read_split
+from pipelines.sources.rows import ORIGIN, InputSplit
 from schemas.config.sources import SourceConfig
 from tests.pipelines import logs, test_joins
 from tests.pipelines.logs import request
@@ -214,9 +214,9 @@ def test_an_excerpt_has_the_first_rows_of_a_file_and_no_others(
 
 def read(folder: Folder, path: str, config: SourceConfig) -> pa.Table:
     schema = pa.schema([("a", pa.int64()), ("text", pa.string()), (ORIGIN, pa.int64())])
-    parts, rejects = parts_of_file(folder, FilePart("log", path, 0), config)
+    splits, rejects = input_splits(folder, InputSplit("log", path, 0), config)
     assert not rejects
-    found = [rows for part in parts for rows in read_part(folder, part, config, schema)]
+    found = [rows for split in splits for rows in read_split(folder, split, config, schema)]
     assert not any(rows.rejects for rows in found)
     return pa.concat_tables(rows.table for rows in found if rows.table is not None).combine_chunks()
 

@@ -14,12 +14,12 @@ import pytest
 from pipelines.sources import csv_files as csv_source
 from pipelines.sources import csv_records, lines
 from pipelines.sources import jsonl as jsonl_source
-from pipelines.sources.avro import cut_avro
-from pipelines.sources.jsonl import cut_jsonl
+from pipelines.sources.avro import split_avro
+from pipelines.sources.jsonl import split_jsonl
 from pipelines.sources.listing import folder_of
-from pipelines.sources.read import empty_rows, parts_of_file, read_part
+from pipelines.sources.read import empty_rows, input_splits, read_split
 from pipelines.sources.rejects import Reject, rejects_from_table
-from pipelines.sources.rows import ORIGIN, PART_BYTES, FilePart
+from pipelines.sources.rows import ORIGIN, SPLIT_BYTES, InputSplit
 from schemas.config.sources import SourceConfig
 from tests.pipelines.csv_reference import Reference
 
@@ -27,15 +27,17 @@ NAMES = ["x", "y", "z"]
 
 
 def read_all(
-    directory: Path, name: str, config: SourceConfig, part_bytes: int = PART_BYTES
+    directory: Path, name: str, config: SourceConfig, split_bytes: int = SPLIT_BYTES
 ) -> tuple[pa.Table, list[Reject]]:
     """Return what a file holds, and what had to be left out, in order."""
     folder = folder_of(directory)
     schema = empty_rows(folder, "log", config, [name]).schema
-    whole = FilePart("log", name, 0, num_bytes=(directory / name).stat().st_size)
-    cut = {"jsonl": cut_jsonl, "avro": cut_avro}.get(config.format)
-    parts, rejects = cut(folder, whole, part_bytes) if cut else parts_of_file(folder, whole, config)
-    found = [rows for part in parts for rows in read_part(folder, part, config, schema)]
+    whole = InputSplit("log", name, 0, num_bytes=(directory / name).stat().st_size)
+    split = {"jsonl": split_jsonl, "avro": split_avro}.get(config.format)
+    splits, rejects = (
+        cut(folder, whole, split_bytes) if cut else input_splits(folder, whole, config)
+    )
+    found = [rows for split in splits for rows in read_split(folder, split, config, schema)]
     tables = [rows.table for rows in found if rows.table is not None]
     assert all(table.schema == schema for table in tables)
     rejects += [

@@ -18,7 +18,7 @@ from pipelines.cli import main
 from pipelines.clustering.reader import expand
 from pipelines.rewrite.command import decoded
 from pipelines.rewrite.input import check_microseconds, inspect_rows
-from pipelines.sources.read import read_part
+from pipelines.sources.read import read_split
 from pipelines.table.content_hash import content_hash
 from pipelines.table.verify import verify
 from schemas.dataset import open_dataset
@@ -497,13 +497,13 @@ def test_a_row_that_changes_on_the_way_is_noticed_and_nothing_is_left(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     folder = folder_of(tmp_path, columns())
-    read = read_part
+    read = read_split
 
     def lossy(*arguments: object) -> object:
         for rows in read(*arguments):  # type: ignore[arg-type]
             yield type(rows)(rows.table.slice(1) if rows.table is not None else None, rows.rejects)
 
-    monkeypatch.setattr("pipelines.stages.read_part", lossy)
+    monkeypatch.setattr("pipelines.stages.read_split", lossy)
     line = refused(capsys, folder, tmp_path / "out", "--layout", layout)
     assert line.startswith("error: rewritten rows have content hash ")
 

@@ -15,22 +15,22 @@ import fastavro
 import pyarrow as pa
 import pytest
 
-from pipelines.sources.avro import cut_avro
-from pipelines.sources.jsonl import cut_jsonl
+from pipelines.sources.avro import split_avro
+from pipelines.sources.jsonl import split_jsonl
 from pipelines.sources.listing import folder_of
-from pipelines.sources.read import empty_rows, parts_of_file, read_part
+from pipelines.sources.read import empty_rows, input_splits, read_split
 from pipelines.sources.rejects import Reject, file_reject, rejects_from_table
-from pipelines.sources.rows import ORIGIN, FilePart
+from pipelines.sources.rows import ORIGIN, InputSplit
 from schemas.config.sources import SourceConfig
 
 COLUMNS = {"id": "int64", "name": "string", "ids": "list<int64>", "at": "timestamp"}
 Found = tuple[list[dict[str, Any]], list[Reject]]
 
 
-def read(directory: Path, name: str, config: SourceConfig, parts: list[FilePart]) -> Found:
+def read(directory: Path, name: str, config: SourceConfig, splits: list[InputSplit]) -> Found:
     folder = folder_of(directory)
     schema = empty_rows(folder, "log", config, [name]).schema
-    found = [rows for part in parts for rows in read_part(folder, part, config, schema)]
+    found = [rows for split in splits for rows in read_split(folder, split, config, schema)]
     tables = [rows.table for rows in found if rows.table is not None]
     assert all(table.schema == schema for table in tables)
     rejects = [reject for f in found for t in f.all_rejects() for reject in rejects_from_table(t)]
@@ -38,12 +38,12 @@ def read(directory: Path, name: str, config: SourceConfig, parts: list[FilePart]
 
 
 def jsonl(
-    directory: Path, data: bytes, name: str = "log.jsonl", part_bytes: int = 1 << 20
+    directory: Path, data: bytes, name: str = "log.jsonl", split_bytes: int = 1 << 20
 ) -> Found:
     (directory / name).write_bytes(data)
     config = SourceConfig(files="*", format="jsonl", columns=COLUMNS)
-    parts, rejects = cut_jsonl(folder_of(directory), FilePart("log", name, 0), part_bytes)
-    rows, more = read(directory, name, config, parts)
+    splits, rejects = split_jsonl(folder_of(directory), InputSplit("log", name, 0), split_bytes)
+    rows, more = read(directory, name, config, splits)
     return rows, rejects + more
 
 
@@ -82,7 +82,7 @@ def test_bad_line_is_rejected_with_its_position_and_the_others_arrive(
 ) -> None:
     lines = [line(i) for i in range(40)]
     lines[position] = bad
-    rows, rejects = jsonl(tmp_path, b"\n".join(lines), part_bytes=500)
+    rows, rejects = jsonl(tmp_path, b"\n".join(lines), split_bytes=500)
     assert [(r.file, r.position, r.reason) for r in rejects] == [("log.jsonl", position, reason)]
     kept = [i for i in range(40) if i != position]
     assert [(r["id"], r[ORIGIN], r["ids"]) for r in rows] == [(i, i, [i] * (i % 4)) for i in kept]
@@ -99,7 +99,7 @@ NESTED = {
 def nested(directory: Path, rows: list[str], columns: dict[str, str]) -> Found:
     (directory / "log.jsonl").write_text("\n".join(rows))
     config = SourceConfig(files="*", format="jsonl", columns=columns)
-    return read(directory, "log.jsonl", config, [FilePart("log", "log.jsonl", 0)])
+    return read(directory, "log.jsonl", config, [InputSplit("log", "log.jsonl", 0)])
 
 
 @pytest.mark.parametrize(
@@ -164,13 +164,13 @@ def test_absent_and_other_fields_and_empty_lines_are_no_fault(tmp_path: Path) ->
     assert rejects == []
 
 
-@pytest.mark.parametrize("part_bytes", [1, 64, 1000, 1 << 20])
+@pytest.mark.parametrize("split_bytes", [1, 64, 1000, 1 << 20])
 @pytest.mark.parametrize("end", [b"", b"\n", b"\r\n", b"\n\n\n"])
 def test_parts_hold_each_line_once_wherever_they_are_cut(
-    part_bytes: int, end: bytes, tmp_path: Path
+    split_bytes: int, end: bytes, tmp_path: Path
 ) -> None:
     data = b"\n".join(line(i) for i in range(60)) + end
-    rows, rejects = jsonl(tmp_path, data, part_bytes=part_bytes)
+    rows, rejects = jsonl(tmp_path, data, split_bytes=split_bytes)
     assert ([r["id"] for r in rows], rejects) == (list(range(60)), [])
     assert [r[ORIGIN] for r in rows] == list(range(60))
 
@@ -206,7 +206,7 @@ def test_line_without_end_costs_no_memory(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr("pipelines.sources.lines.MAX_ROW_BYTES", 1 << 20)
     monkeypatch.setattr("pipelines.sources.jsonl._BLOCK_BYTES", 1 << 18)
     data = line(0) + b"\n" + b"{" + b" " * (8 << 20) + b"}\n" + line(2)
-    rows, rejects = jsonl(tmp_path, data, part_bytes=1 << 22)
+    rows, rejects = jsonl(tmp_path, data, split_bytes=1 << 22)
     assert [(r["id"], r[ORIGIN]) for r in rows] == [(0, 0), (2, 2)]
     assert [(r.position, r.reason) for r in rejects] == [
         (1, f"row must be at most 1 MiB, got a line of {(8 << 20) + 2} bytes")
@@ -214,7 +214,7 @@ def test_line_without_end_costs_no_memory(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_lines_in_utf16_are_one_reject_of_their_file(tmp_path: Path) -> None:
-    rows, rejects = jsonl(tmp_path, line(0).decode().encode("utf-16"), part_bytes=10)
+    rows, rejects = jsonl(tmp_path, line(0).decode().encode("utf-16"), split_bytes=10)
     reason = "file must be UTF-8, got the byte order mark of UTF-16; convert it: iconv -f UTF-16"
     assert (rows, rejects) == ([], [file_reject("log.jsonl", reason)])
 
@@ -247,20 +247,22 @@ def avro_bytes(
     return file.getvalue()
 
 
-def avro(directory: Path, data: bytes, part_bytes: int = 2000, columns: Any = None) -> Found:
+def avro(directory: Path, data: bytes, split_bytes: int = 2000, columns: Any = None) -> Found:
     (directory / "log.avro").write_bytes(data)
     config = SourceConfig(files="*", format="avro", columns=columns)
-    parts, rejects = cut_avro(folder_of(directory), FilePart("log", "log.avro", 0), part_bytes)
-    rows, more = read(directory, "log.avro", config, parts) if parts else ([], [])
+    splits, rejects = split_avro(
+        folder_of(directory), InputSplit("log", "log.avro", 0), split_bytes
+    )
+    rows, more = read(directory, "log.avro", config, splits) if splits else ([], [])
     return rows, rejects + more
 
 
 @pytest.mark.parametrize("codec", ["null", "deflate", "bzip2", "xz"])
-@pytest.mark.parametrize("part_bytes", [1, 2000, 1 << 30])
+@pytest.mark.parametrize("split_bytes", [1, 2000, 1 << 30])
 def test_avro_rows_arrive_once_with_their_positions(
-    codec: str, part_bytes: int, tmp_path: Path
+    codec: str, split_bytes: int, tmp_path: Path
 ) -> None:
-    rows, rejects = avro(tmp_path, avro_bytes(codec), part_bytes)
+    rows, rejects = avro(tmp_path, avro_bytes(codec), split_bytes)
     assert [r["id"] for r in rows] == list(range(1000))
     assert [r[ORIGIN] for r in rows] == list(range(1000))
     assert [r["at"].second for r in rows] == [i % 60 for i in range(1000)]
@@ -368,7 +370,7 @@ def test_rows_that_compress_to_less_than_a_byte_have_places_of_their_own(tmp_pat
     file = io.BytesIO()
     rows = [{"id": 1}] * 50_000
     fastavro.writer(file, schema, rows, codec="deflate", sync_interval=10_000)
-    found, rejects = avro(tmp_path, file.getvalue(), part_bytes=30)
+    found, rejects = avro(tmp_path, file.getvalue(), split_bytes=30)
     assert ([r[ORIGIN] for r in found], rejects) == (list(range(50_000)), [])
 
 
@@ -479,13 +481,13 @@ def test_file_that_is_no_avro_or_lacks_a_column_is_rejected(tmp_path: Path) -> N
 def test_file_that_goes_or_changes_after_the_listing_is_one_clear_reject(tmp_path: Path) -> None:
     config = SourceConfig(files="*", format="jsonl", columns=COLUMNS)
     (tmp_path / "log.jsonl").write_bytes(line(1))
-    whole = FilePart("log", "log.jsonl", 0, num_bytes=len(line(1)))
+    whole = InputSplit("log", "log.jsonl", 0, num_bytes=len(line(1)))
     folder = folder_of(tmp_path)
-    (part,), _ = parts_of_file(folder, whole, config)
-    _, (reject,) = parts_of_file(folder, replace(whole, num_bytes=7), config)
+    (split,), _ = input_splits(folder, whole, config)
+    _, (reject,) = input_splits(folder, replace(whole, num_bytes=7), config)
     reason = f"file changed after it was listed, got {len(line(1))} bytes for 7"
     assert reject == file_reject("log.jsonl", reason)
     (tmp_path / "log.jsonl").unlink()
     gone = file_reject("log.jsonl", "file was removed after it was listed")
-    assert parts_of_file(folder, whole, config) == ([], [gone])
-    assert read(tmp_path, "log.jsonl", config, [part]) == ([], [gone])
+    assert input_splits(folder, whole, config) == ([], [gone])
+    assert read(tmp_path, "log.jsonl", config, [split]) == ([], [gone])

@@ -10,9 +10,9 @@ import pytest
 from pipelines.samples.connection import Connection
 from pipelines.samples.sql import run
 from pipelines.sources.listing import folder_of
-from pipelines.sources.read import empty_rows, parts_of_file, read_part
+from pipelines.sources.read import empty_rows, input_splits, read_split
 from pipelines.sources.rejects import rejects_from_table
-from pipelines.sources.rows import FilePart
+from pipelines.sources.rows import InputSplit
 from schemas.config.sources import SourceConfig
 
 KINDS = ("timestamp", "timestamp_s", "timestamp_ms", "timestamp_ns")
@@ -33,8 +33,8 @@ CSV_ONLY = {
 def read(directory: Path, name: str, config: SourceConfig) -> tuple[pa.Table, list[str]]:
     folder = folder_of(directory)
     schema = empty_rows(folder, "log", config, [name]).schema
-    parts, _ = parts_of_file(folder, FilePart("log", name, 0), config)
-    found = [rows for part in parts for rows in read_part(folder, part, config, schema)]
+    splits, _ = input_splits(folder, InputSplit("log", name, 0), config)
+    found = [rows for split in splits for rows in read_split(folder, split, config, schema)]
     tables = [schema.empty_table(), *(rows.table for rows in found if rows.table is not None)]
     rejects = [r.reason for f in found for t in f.all_rejects() for r in rejects_from_table(t)]
     return pa.concat_tables(tables), rejects
