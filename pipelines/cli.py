@@ -21,7 +21,7 @@ from pipelines.clustering.reader import expand
 from pipelines.context import BuildRequest
 from pipelines.demo_log.log import GeneratorConfig, write_log
 from pipelines.init.init import InitRequest, init
-from pipelines.preview.preview import WIDTH, PreviewRequest, preview, show
+from pipelines.preview import WIDTH, PreviewRequest, preview, show
 from pipelines.quality.gate import GateError
 from pipelines.table.days import seal
 from pipelines.table.delete import EraseRequest, erase

@@ -34,8 +34,8 @@ from pipelines.samples.statements import (
     unchanged_lists,
 )
 from pipelines.samples.validate import check_columns
+from pipelines.sources.formats import empty_rows, input_splits, read_split
 from pipelines.sources.listing import Folder, folder_of, list_inputs, undeclared_partitions
-from pipelines.sources.read import empty_rows, input_splits, read_split
 from pipelines.sources.rows import ORIGIN, InputSplit
 from pipelines.transforms.apply import check_transforms
 from pipelines.transforms.fit import fitted_files

@@ -28,7 +28,7 @@ from pipelines.samples.sql_rejects import SqlResult, bad_rows
 from pipelines.samples.statements import PER, hash_groups, map_chunks
 from pipelines.samples.tuples import Tuples, separate, split
 from pipelines.samples.validate import usable_samples
-from pipelines.sources.read import input_splits, read_split
+from pipelines.sources.formats import input_splits, read_split
 from pipelines.sources.rejects import rejects_from_table, rejects_table
 from pipelines.sources.rows import InputSplit
 from pipelines.transforms.apply import fit_inputs

@@ -43,7 +43,7 @@ from pipelines.prepare import build_context, count_parts, prepare
 from pipelines.progress import counted_rows, counting
 from pipelines.samples.lookups import key_column, key_hashes, key_type
 from pipelines.samples.tuples import separate
-from pipelines.sources.read import read_split
+from pipelines.sources.formats import format_of, read_split
 from pipelines.sources.rows import ORIGIN, InputSplit
 from pipelines.stages import good_side_rows, read_rows, split_file
 from pipelines.transforms.apply import inputs_of
@@ -318,10 +318,10 @@ def _hashed_keys(context: BuildContext, table: pa.Table) -> NDArray[np.uint64]:
 
 
 def _key_tables(context: BuildContext, split: InputSplit) -> Iterator[pa.Table]:
-    """Yield the rows of a split; from Parquet, only the key column."""
+    """Yield the rows of a split; of a columnar format, only the key column."""
     config, schema = context.data.sources[split.source], context.empty_rows[split.source].schema
     key = context.shard or ""
-    if config.format == "parquet":
+    if format_of(config).is_columnar:
         schema = pa.schema([schema.field(key), schema.field(ORIGIN)])
         if config.columns:
             config = replace(config, columns={n: w for n, w in config.columns.items() if n == key})

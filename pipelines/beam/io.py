@@ -45,8 +45,8 @@ from pipelines.clustering.reader import (
 from pipelines.context import BuildContext, BuildRequest
 from pipelines.prepare import PreparedInput, build_context, prepare
 from pipelines.samples.statements import job_steps
+from pipelines.sources.formats import empty_rows
 from pipelines.sources.listing import folder_of, list_inputs
-from pipelines.sources.read import empty_rows
 from pipelines.sources.rejects import Reject
 from pipelines.sources.rows import ORIGIN
 from pipelines.stages import REJECTS, SAMPLES

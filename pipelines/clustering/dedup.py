@@ -19,7 +19,7 @@ from pipelines.clustering.encodings import min_encoded_bytes
 from pipelines.clustering.order import Clustered
 from pipelines.samples.sql import LIST_INDEX
 from pipelines.samples.tuples import first_appearances
-from pipelines.sources.read import ORIGIN
+from pipelines.sources.rows import ORIGIN
 from pipelines.transforms.apply import apply_transforms
 from schemas.arrays import (
     Jagged,

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from pipelines.partition import hash_session_keys, microseconds
 from pipelines.samples.sql import LIST_INDEX
 from pipelines.samples.tuples import Tuples
-from pipelines.sources.read import ORIGIN
+from pipelines.sources.rows import ORIGIN
 from schemas.arrays import one_chunk
 from schemas.config.job import DataConfig
 

@@ -13,20 +13,19 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 
-from pipelines.preview.preview import excerpts
-from pipelines.sources.avro import columns_of_avro
-from pipelines.sources.listing import (
-    Folder,
-    SourceFile,
-    decompressed,
-    folder_of,
-    glob_regex,
-    infer_partitions,
+from pipelines.sources.formats import (
+    FORMATS,
+    detect_format,
+    empty_rows,
+    excerpts,
+    format_of,
+    input_splits,
+    read_split,
 )
-from pipelines.sources.read import empty_rows, input_splits, read_split
-from pipelines.sources.rows import ORIGIN, InputSplit, type_name
+from pipelines.sources.listing import Folder, SourceFile, folder_of, glob_regex, infer_partitions
+from pipelines.sources.rows import ORIGIN, InputSplit
+from pipelines.sources.text_records import decompressed
 from schemas.config.sources import SourceConfig
 from schemas.errors import SchemaError
 
@@ -35,12 +34,6 @@ ROWS = 20_000
 MANY = 0.99
 """Share of values that must have a type or a format for a column to get it."""
 _HEAD_BYTES = 1 << 20
-_NAMED = (
-    (re.compile(r"\.(parquet|pq)(\.\w+)?$"), "parquet"),
-    (re.compile(r"\.avro$"), "avro"),
-    (re.compile(r"\.(jsonl|ndjson|json)(\.gz|\.zst)?$"), "jsonl"),
-    (re.compile(r"\.(csv|tsv|tab|psv|txt|data)(\.gz|\.zst)?$"), "csv"),
-)
 _IGNORED = re.compile(r"(?i)(^|/)(licen[cs]e|readme|changelog|notice|_success|_metadata)[^/]*$")
 _HEADER = re.compile(r"[A-Za-z_][A-Za-z0-9_ .:/-]{0,60}")
 _NUMBER = re.compile(r"[+-]?(\d+(\.\d*)?|\.\d+)([eE][+-]?\d+)?")
@@ -100,7 +93,8 @@ def kinds_of(folder: Folder, scratch: Path) -> tuple[list[Kind], list[str]]:
             unused.append(file.path)
             continue
         lines = _json_rows(_head(folder, file.path)) if config.format == "jsonl" else []
-        columns = config.columns or _columns(folder, file.path, config)
+        schema_of = format_of(config).schema_of
+        columns = schema_of(folder, file.path).names if schema_of else config.columns or ()
         key = (config.format, config.delimiter, str(config.header), *sorted(columns))
         if config.format == "jsonl":  # lines may lack fields
             key = next((k for k in groups if _same_fields(k, key)), key)
@@ -145,23 +139,11 @@ class _FileGroup:
 
 def _declared(folder: Folder, group: _FileGroup) -> tuple[Mapping[str, str] | None, dict[str, str]]:
     """Return the columns that a job declares for a group, and comments on them."""
-    notes: dict[str, str] = {}
     if group.config.format == "jsonl":
+        notes: dict[str, str] = {}
         return json_fields(group.lines, "", notes), notes
-    if group.config.format != "avro":
-        return group.config.columns, notes
-    avro = columns_of_avro(folder, group.files[0].path)
-    notes.update((path, f"a union of {union}") for path, union in avro.unions.items())
-    types: dict[str, str] = {}
-    for field in avro.schema:
-        name = type_name(field.type)
-        if name is not None:
-            types[field.name] = name
-        elif pa.types.is_struct(field.type) or pa.types.is_large_list(field.type):
-            return None, notes  # a type within has no name in a job: read without declaration
-        else:
-            notes[field.name] = f"left out: samples cannot have type {field.type}"
-    return types or None, notes
+    declare = format_of(group.config).declare
+    return declare(folder, group.files[0].path) if declare else (group.config.columns, {})
 
 
 def _partitions(paths: Sequence[str], columns: Iterable[str]) -> dict[str, str]:
@@ -186,22 +168,15 @@ def _same_fields(key: tuple[str, ...], other: tuple[str, ...]) -> bool:
 
 def _config(folder: Folder, path: str) -> SourceConfig | None:
     """Return how a file is read, None if its format is unknown."""
-    kind = next((name for pattern, name in _NAMED if pattern.search(path.lower())), None)
     with folder.open(path) as stored:
-        magic = stored.read(4)
-    if magic == b"PAR1":
-        kind = "parquet"
-    if magic[:3] == b"Obj" and kind is None:
-        kind = "avro"
-    if kind == "parquet" or kind == "avro":
-        return SourceConfig(files=path, format=kind)
+        name = detect_format(path, stored.read(4))
+    if name is not None and not FORMATS[name].is_text:
+        return SourceConfig(files=path, format=name)
     head = _head(folder, path)
-    if kind is None and head.lstrip()[:1] == "{":
-        kind = "jsonl"
-    if kind == "jsonl":
+    if name == "jsonl" or (name is None and head.lstrip()[:1] == "{"):
         columns = {name: "string" for row in _json_rows(head) for name in row}
         return SourceConfig(files=path, format="jsonl", columns=columns) if columns else None
-    if kind == "csv" or (kind is None and "\n" in head and "\0" not in head):
+    if name == "csv" or (name is None and "\n" in head and "\0" not in head):
         return _csv_config(path, head)
     return None
 
@@ -356,13 +331,6 @@ def _json_kind(value: Any) -> str:
     return kinds.get(type(value), "struct")
 
 
-def _columns(folder: Folder, path: str, config: SourceConfig) -> dict[str, str]:
-    if config.format == "avro":
-        return dict.fromkeys(columns_of_avro(folder, path).schema.names, "")
-    with folder.arrow_file(path) as file:
-        return dict.fromkeys(pq.read_schema(file).names, "")
-
-
 def _first_rows(
     folder: Folder, name: str, config: SourceConfig, files: Sequence[SourceFile], scratch: Path
 ) -> tuple[pa.Table, int, bool]:
@@ -385,9 +353,9 @@ def _first_rows(
         return pa.table({}), 0, excerpt.is_whole
     rows = pa.concat_tables(tables, promote_options="permissive").drop_columns([ORIGIN])
     count = rows.num_rows
-    if not excerpt.is_whole and config.format == "parquet":
-        with folder.arrow_file(files[0].path) as file:
-            count = pq.read_metadata(file).num_rows * excerpt.num_bytes // files[0].num_bytes
+    num_rows = format_of(config).num_rows
+    if not excerpt.is_whole and num_rows is not None:
+        count = num_rows(folder, files[0].path) * excerpt.num_bytes // files[0].num_bytes
     elif not excerpt.is_whole:
         copied_bytes = sum(f.num_bytes for f in excerpt.listing)
         count = int(count * max(1.0, excerpt.num_bytes / copied_bytes))

@@ -23,14 +23,15 @@ from pipelines.autogroup.job import yaml_word
 from pipelines.init.columns import plain_name, quoted
 from pipelines.init.files import Kind, kinds_of
 from pipelines.init.plan import Feature, Plan, Side, num_rows_of, plan_of, type_of, typed
-from pipelines.preview.preview import PreviewRequest, preview
+from pipelines.preview import PreviewRequest, preview
 from pipelines.samples.connection import quoted_name
-from pipelines.sources.avro import split_avro
-from pipelines.sources.listing import Folder, codec_of, decompressed, folder_of
-from pipelines.sources.read import empty_rows, read_split
+from pipelines.sources.formats import empty_rows, format_of, input_splits, read_split
+from pipelines.sources.listing import Folder, folder_of
 from pipelines.sources.rejects import Reject
 from pipelines.sources.rows import InputSplit
+from pipelines.sources.text_records import codec_of, decompressed
 from schemas.arrays import is_text, one_chunk
+from schemas.config.sources import SourceConfig
 from schemas.errors import SchemaError
 
 WARN_REJECT_FRACTION = 0.02
@@ -365,27 +366,41 @@ _TYPES = {"int64": "BIGINT", "float64": "DOUBLE", "timestamp": "TIMESTAMP", "uin
 
 def _query(folder: Folder, kind: Kind, expr: str) -> list[tuple[object, ...]]:
     """Return the rows of an aggregate over all files of a kind; empty if they cannot be queried."""
-    if not folder.is_local or kind.config.format == "avro" or kind.num_bytes > MAX_BYTES:
+    relation = _RELATIONS.get(kind.config.format)
+    if not folder.is_local or relation is None or kind.num_bytes > MAX_BYTES:
         return []
-    config, paths = kind.config, [str(Path(folder.root, file.path)) for file in kind.files]
-    types = {k: _TYPES.get(v, "VARCHAR") for k, v in (config.columns or {}).items()}
-    columns = "{" + ", ".join(f"{_text(k)}: {_text(v)}" for k, v in types.items()) + "}"
-    if config.format == "parquet":
-        source = f"read_parquet({paths}, union_by_name = true)"
-    elif config.format == "jsonl":
-        options = "format = 'newline_delimited', ignore_errors = true"
-        source = f"read_json({paths}, {options}, columns = {columns})"
-    else:
-        quote = _text(config.quote or "")
-        source = (
-            f"read_csv({paths}, auto_detect = false, delim = {_text(config.delimiter)}, "
-            f"quote = {quote}, escape = {quote}, header = {config.header}, columns = {columns}, "
-            "ignore_errors = true, null_padding = true)"
-        )
+    source = relation([str(Path(folder.root, file.path)) for file in kind.files], kind.config)
     try:
         return duckdb.connect().sql(f"SELECT {expr} FROM {source} AS {kind.name}").fetchall()
     except duckdb.Error:
         return []
+
+
+def _read_parquet(paths: list[str], _: SourceConfig) -> str:
+    return f"read_parquet({paths}, union_by_name = true)"
+
+
+def _read_json(paths: list[str], config: SourceConfig) -> str:
+    options = "format = 'newline_delimited', ignore_errors = true"
+    return f"read_json({paths}, {options}, columns = {_duckdb_columns(config)})"
+
+
+def _read_csv(paths: list[str], config: SourceConfig) -> str:
+    quote = _text(config.quote or "")
+    return (
+        f"read_csv({paths}, auto_detect = false, delim = {_text(config.delimiter)}, "
+        f"quote = {quote}, escape = {quote}, header = {config.header}, "
+        f"columns = {_duckdb_columns(config)}, ignore_errors = true, null_padding = true)"
+    )
+
+
+def _duckdb_columns(config: SourceConfig) -> str:
+    types = {k: _TYPES.get(v, "VARCHAR") for k, v in (config.columns or {}).items()}
+    return "{" + ", ".join(f"{_text(k)}: {_text(v)}" for k, v in types.items()) + "}"
+
+
+_RELATIONS = {"parquet": _read_parquet, "jsonl": _read_json, "csv": _read_csv}
+"""Table functions of DuckDB by format; files of other formats are not queried."""
 
 
 def _text(value: str) -> str:
@@ -419,7 +434,8 @@ def evaluation_from(
         progress: called with a warning for each file that cannot be read to its end.
     """
     figures = f"quantile_disc(TRY({expr}), 0.9), min(TRY({expr})), max(TRY({expr}))"
-    if kind.config.format == "parquet" and not kind.is_whole:
+    is_text = format_of(kind.config).is_text
+    if not is_text and kind.config.format in _RELATIONS and not kind.is_whole:
         result = _query(folder, kind, figures)
     else:
         rows = kind.rows if kind.is_whole else _spread_rows(folder, kind, scratch, progress)
@@ -438,15 +454,16 @@ def _spread_rows(
     folder: Folder, kind: Kind, scratch: Path, progress: Callable[[str], None]
 ) -> pa.Table:
     """Return rows from windows at equal distances in all files of a kind."""
-    config = replace(kind.config, header=False) if kind.config.format == "csv" else kind.config
+    config = replace(kind.config, header=False)  # a window starts anywhere in its file
     tables: list[pa.Table] = []
     step = kind.num_bytes // _WINDOWS + 1
     for file in kind.files[:: len(kind.files) // _WINDOWS + 1]:
         source, rejects = folder, list[Reject]()
-        if config.format == "avro":
-            splits, rejects = split_avro(folder, InputSplit(kind.name, file.path, 0), step)
-        else:
+        if format_of(config).is_text:
             source, splits = folder_of(scratch), _windows(folder, file.path, kind, scratch, step)
+        else:
+            whole = InputSplit(kind.name, file.path, 0)
+            splits, rejects = input_splits(folder, whole, config, step)
         for split in splits:
             schema = empty_rows(source, kind.name, config, [split.path]).schema
             for rows in read_split(source, split, config, schema):

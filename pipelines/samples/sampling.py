@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from pipelines.partition import hash_session_keys, microseconds
 from pipelines.samples.sql import LIST_INDEX
 from pipelines.samples.tuples import HASH_PREFIX, Tuples
-from pipelines.sources.read import ORIGIN
+from pipelines.sources.rows import ORIGIN
 from schemas.arrays import combine_hashes, hash_tuples, numpy_of
 from schemas.config.job import DataConfig
 from schemas.errors import SchemaError

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from pipelines.samples.sql import LIST_INDEX
 from pipelines.samples.sql_rejects import BAD_ROWS_SCHEMA, bad_rows
 from pipelines.samples.tuples import HASH_PREFIX, Tuples
-from pipelines.sources.read import ORIGIN
+from pipelines.sources.rows import ORIGIN
 from schemas.arrays import is_list, one_chunk
 from schemas.config.job import DataConfig
 from schemas.errors import SchemaError, suggest_name, suggest_name_or

@@ -15,6 +15,7 @@ from bz2 import decompress as bz2_decompress
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from lzma import decompress as lzma_decompress
+from pathlib import Path
 from typing import Any, BinaryIO
 
 import fastavro
@@ -22,16 +23,17 @@ import numpy as np
 import pyarrow as pa
 
 from pipelines.sources.listing import Folder, first_line
-from pipelines.sources.parquet import without_column
 from pipelines.sources.rejects import Reject, file_reject
 from pipelines.sources.rows import (
+    MAX_COPIED_BYTES,
     ORIGIN,
-    SPLIT_BYTES,
     InputSplit,
     RawRows,
     SplitsAndRejects,
+    type_name,
     typed_chunks,
     with_origins,
+    without_column,
 )
 from schemas.config.sources import SourceConfig
 
@@ -53,9 +55,7 @@ _LOGICAL = {
 # Parts and rows.
 
 
-def split_avro(
-    folder: Folder, whole: InputSplit, split_bytes: int = SPLIT_BYTES
-) -> SplitsAndRejects:
+def split_avro(folder: Folder, whole: InputSplit, split_bytes: int) -> SplitsAndRejects:
     """Divide a file at its sync markers into splits of about `split_bytes`."""
     size = folder.size(whole.path)
     with folder.open(whole.path) as file:
@@ -262,6 +262,40 @@ def columns_of_avro(folder: Folder, path: str) -> AvroColumns:
 def avro_schema(folder: Folder, path: str) -> pa.Schema:
     """Return the schema of a file; raises the errors of `columns_of_avro`."""
     return columns_of_avro(folder, path).schema
+
+
+def declared_avro_columns(
+    folder: Folder, path: str
+) -> tuple[dict[str, str] | None, dict[str, str]]:
+    """Return the columns that a job declares for a file, None for all; see `Format.declare`."""
+    columns = columns_of_avro(folder, path)
+    notes = {field: f"a union of {union}" for field, union in columns.unions.items()}
+    types: dict[str, str] = {}
+    for field in columns.schema:
+        name = type_name(field.type)
+        if name is not None:
+            types[field.name] = name
+        elif pa.types.is_struct(field.type) or pa.types.is_large_list(field.type):
+            return None, notes  # a type within has no name in a job: read without declaration
+        else:
+            notes[field.name] = f"left out: samples cannot have type {field.type}"
+    return types or None, notes
+
+
+def copy_avro_rows(
+    folder: Folder, path: str, _: SourceConfig, copy: Path, rows: int
+) -> tuple[int, bool]:
+    """Copy the first blocks of a file; see `Format.copy_rows`."""
+    with folder.open(path) as file:
+        copied, end, whole = 0, 0, True
+        for block in fastavro.block_reader(file):
+            if copied >= rows:
+                whole = False
+                break
+            copied, end = copied + block.num_records, block.offset + block.size
+        file.seek(0)
+        copy.write_bytes(file.read(end) if end else file.read(MAX_COPIED_BYTES))
+    return copied, whole
 
 
 # Headers and blocks of files.

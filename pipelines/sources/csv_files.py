@@ -1,6 +1,6 @@
 """Read CSV and tab-separated files in blocks.
 
-`csv_records.py` finds the ends of records, pyarrow parses their fields as texts, and the texts are
+`text_records.py` finds the ends of records, pyarrow parses their fields as texts, and the texts are
 converted to the declared types. Each block must yield as many rows as it has records, so that the
 position of every row is known; a reader that converts while it parses does not report the rows of
 bad fields.
@@ -21,27 +21,27 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.csv as pc_csv
 
-from pipelines.sources import lines
-from pipelines.sources.csv_records import (
+from pipelines.sources import text_records
+from pipelines.sources.listing import Folder
+from pipelines.sources.rejects import Reject, file_reject, rest_of_file_reject, sort_key
+from pipelines.sources.rows import InputSplit, RawRows, arrow_type, with_origins
+from pipelines.sources.text_records import (
+    SHOWN_BYTES,
     Dialect,
     Fault,
     Records,
-    lines_not_utf8,
-    scan,
-    scan_well_formed,
-)
-from pipelines.sources.lines import (
-    SHOWN_BYTES,
     TextStream,
+    codec_of,
+    decompressed,
     last_line_end,
+    lines_not_utf8,
     long_line_reason,
     num_line_ends,
     num_lines,
+    scan,
+    scan_well_formed,
     utf16_reason,
 )
-from pipelines.sources.listing import Folder, codec_of, decompressed
-from pipelines.sources.rejects import Reject, file_reject, rest_of_file_reject, sort_key
-from pipelines.sources.rows import InputSplit, RawRows, arrow_type, with_origins
 from schemas.config.sources import SourceConfig
 
 # Reading.
@@ -70,7 +70,9 @@ class _Parsed:
         return self.table.slice(0, self.table.num_rows - 1)
 
 
-def read_csv(folder: Folder, split: InputSplit, config: SourceConfig) -> Iterator[RawRows]:
+def read_csv(
+    folder: Folder, split: InputSplit, config: SourceConfig, _: pa.Schema
+) -> Iterator[RawRows]:
     """Yield the rows of a file in chunks, with rejects."""
     with folder.open(split.path) as stored, closing(decompressed(stored, split.path)) as file:
         yield from _CsvReader(file, split, config).rows()
@@ -103,7 +105,7 @@ class _CsvReader:
             size = len(self._data)
             if last_line_end(self._data, stream.final):
                 yield self._read_block()
-            elif size >= lines.MAX_ROW_BYTES:
+            elif size >= text_records.MAX_ROW_BYTES:
                 yield RawRows(None, (self._skip_line(),))
             if stream.problem and len(self._data) == size:
                 reject = rest_of_file_reject(self._split.path, self._row, stream.problem)
@@ -113,7 +115,9 @@ class _CsvReader:
 
     def _fill(self) -> None:
         """Read one more block, up to the maximum size of a row."""
-        self._data += self._stream.read(min(_BLOCK_BYTES, lines.MAX_ROW_BYTES - len(self._data)))
+        self._data += self._stream.read(
+            min(_BLOCK_BYTES, text_records.MAX_ROW_BYTES - len(self._data))
+        )
 
     def _skip_header(self) -> Reject | None:
         """Skip a byte order mark and the header; return a reject if they are wrong."""
@@ -183,7 +187,7 @@ class _CsvReader:
                 parsed = self._parse(data[: records.num_bytes])
                 if not any("\n" in t or "\r" in t for _, _, t in parsed.invalid):
                     return records, self._checked(parsed, records)
-        records = scan(data, final, len(data) >= lines.MAX_ROW_BYTES, dialect)
+        records = scan(data, final, len(data) >= text_records.MAX_ROW_BYTES, dialect)
         good = b"".join(_with_line_end(data[start:end]) for start, end in records.good_ranges)
         return records, self._checked(self._parse(good), records)
 

@@ -22,26 +22,27 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.json as pa_json
 
-from pipelines.sources import lines
-from pipelines.sources.lines import (
-    LINE_END,
-    SHOWN_BYTES,
-    TextStream,
-    last_line_end,
-    long_line_reason,
-    num_line_ends,
-    utf16_reason,
-)
-from pipelines.sources.listing import Folder, codec_of, decompressed, first_line
+from pipelines.sources import text_records
+from pipelines.sources.listing import Folder, first_line
 from pipelines.sources.rejects import Reject, file_reject, rest_of_file_reject, sort_key
 from pipelines.sources.rows import (
-    SPLIT_BYTES,
     InputSplit,
     RawRows,
     SplitsAndRejects,
     in_chunks,
     type_text,
     with_origins,
+)
+from pipelines.sources.text_records import (
+    LINE_END,
+    SHOWN_BYTES,
+    TextStream,
+    codec_of,
+    decompressed,
+    last_line_end,
+    long_line_reason,
+    num_line_ends,
+    utf16_reason,
 )
 from schemas.arrays import is_list, is_text
 from schemas.config.sources import SourceConfig
@@ -60,9 +61,7 @@ Line = tuple[int, bytes]
 """Position of a line in its file, and its bytes without the line end."""
 
 
-def split_jsonl(
-    folder: Folder, whole: InputSplit, split_bytes: int = SPLIT_BYTES
-) -> SplitsAndRejects:
+def split_jsonl(folder: Folder, whole: InputSplit, split_bytes: int) -> SplitsAndRejects:
     """Divide a file at line ends into splits of about `split_bytes`; a compressed one is one split.
 
     Lines are counted to get the position of each split's first line.
@@ -114,7 +113,7 @@ def read_jsonl(
             file.seek(split.offset)
         stream = TextStream(file, split.num_bytes)
         while not (stream.final or stream.problem):
-            data += stream.read(min(_BLOCK_BYTES, lines.MAX_ROW_BYTES - len(data)))
+            data += stream.read(min(_BLOCK_BYTES, text_records.MAX_ROW_BYTES - len(data)))
             if position == split.first_row == 0 and utf16_reason(data):
                 yield RawRows(None, (file_reject(split.path, utf16_reason(data)),))
                 return
@@ -130,7 +129,7 @@ def read_jsonl(
                 numbered = list(enumerate(_split_lines(block), position))
                 position += len(numbered)
                 yield from _read_lines(numbered, split, config.columns, schema)
-            elif len(data) >= lines.MAX_ROW_BYTES:
+            elif len(data) >= text_records.MAX_ROW_BYTES:
                 text = _reject_text(data)
                 size, data = stream.skip_line(data)
                 yield RawRows(None, (Reject(split.path, position, long_line_reason(size), text),))

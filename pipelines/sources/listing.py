@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from datetime import date
 from pathlib import Path
 from types import ModuleType
-from typing import BinaryIO, cast
+from typing import BinaryIO
 from urllib.parse import unquote
 
 import pyarrow as pa
@@ -24,8 +24,6 @@ from schemas.manifest import InputFile
 from schemas.paths import local_path
 
 _BLOCK_BYTES = 8 << 20
-
-_CODECS = {".gz": "gzip", ".zst": "zstd"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,19 +134,6 @@ def folder_of(root: str | Path) -> Folder:
     """Return the folder of a path or a URL; a `file://` URL becomes a local path."""
     text = str(root)
     return Folder(str(local_path(text)) if text.startswith("file:") else text)
-
-
-def codec_of(path: str) -> str | None:
-    """Return the compression of a text file by its suffix, None if it has none."""
-    return next((codec for suffix, codec in _CODECS.items() if path.endswith(suffix)), None)
-
-
-def decompressed(stored: BinaryIO, path: str) -> BinaryIO:
-    """Return a stream of the decompressed bytes of an open file."""
-    codec = codec_of(path)
-    if codec is None:
-        return stored
-    return cast(BinaryIO, pa.CompressedInputStream(pa.PythonFile(stored, mode="r"), codec))
 
 
 def first_line(error: BaseException) -> str:

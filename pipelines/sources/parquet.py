@@ -1,8 +1,9 @@
-"""Read Parquet files by row group."""
+"""Read Parquet files by row group, and copy their first rows."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -18,12 +19,14 @@ from pipelines.sources.rows import (
     SplitsAndRejects,
     typed_chunks,
     with_origins,
+    without_column,
 )
 from schemas.config.sources import SourceConfig
-from schemas.errors import suggest_name
+
+_COPIED_BATCH_ROWS = 1000
 
 
-def split_parquet(folder: Folder, whole: InputSplit) -> SplitsAndRejects:
+def split_parquet(folder: Folder, whole: InputSplit, _: int) -> SplitsAndRejects:
     """Return a split for each row group of a file."""
     try:
         with folder.arrow_file(whole.path) as file:
@@ -82,12 +85,6 @@ def _tables(file: pq.ParquetFile, split: InputSplit, columns: list[str]) -> Iter
         yield pa.Table.from_batches([batch])
 
 
-def without_column(split: InputSplit, name: str, schema: pa.Schema) -> RawRows:
-    """Return the reject of a file that lacks a column."""
-    reason = f"column {name!r} is missing; {suggest_name(name, schema.names)}"
-    return RawRows(None, (file_reject(split.path, reason),))
-
-
 def parquet_schema(folder: Folder, path: str) -> pa.Schema:
     """Return the columns of a file.
 
@@ -96,3 +93,27 @@ def parquet_schema(folder: Folder, path: str) -> pa.Schema:
     """
     with folder.arrow_file(path) as file:
         return pq.read_schema(file).remove_metadata()
+
+
+def num_parquet_rows(folder: Folder, path: str) -> int:
+    """Return the number of rows of a file."""
+    with folder.arrow_file(path) as file:
+        return pq.read_metadata(file).num_rows
+
+
+def copy_parquet_rows(
+    folder: Folder, path: str, _: SourceConfig, copy: Path, rows: int
+) -> tuple[int, bool]:
+    """Copy the first rows of a file; see `Format.copy_rows`."""
+    with folder.arrow_file(path) as source:
+        file = pq.ParquetFile(source)
+        batches: list[pa.RecordBatch] = []
+        copied = 0
+        for batch in file.iter_batches(min(rows, _COPIED_BATCH_ROWS), use_threads=False):
+            batches.append(batch.slice(0, rows - copied))
+            copied += batches[-1].num_rows
+            if copied >= rows:
+                break
+        schema = file.schema_arrow
+        pq.write_table(pa.Table.from_batches(batches, schema), copy, compression="none")
+        return copied, copied == file.metadata.num_rows

@@ -108,6 +108,9 @@ CHUNK_ROWS = 1 << 16
 SPLIT_BYTES = 32 << 20
 """Target bytes of a split in formats that can be divided at any row."""
 
+MAX_COPIED_BYTES = 8 << 20
+"""Maximum bytes of a file, decompressed, of which the first rows are copied."""
+
 _WRONG_TYPE_ROWS = 1000
 """A column with this many values in a split, none of which can be cast, has the wrong type."""
 
@@ -159,6 +162,12 @@ class RawRows:
 
 SplitsAndRejects = tuple[list[InputSplit], list[Reject]]
 """Parts of a file that can be read independently, and rejects of what cannot be read."""
+
+
+def without_column(split: InputSplit, name: str, schema: pa.Schema) -> RawRows:
+    """Return the reject of a file that lacks a column."""
+    reason = f"column {name!r} is missing; {suggest_name(name, schema.names)}"
+    return RawRows(None, (file_reject(split.path, reason),))
 
 
 def with_origins(table: pa.Table, file_index: int, positions: np.ndarray) -> pa.Table:

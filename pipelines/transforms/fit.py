@@ -33,7 +33,7 @@ from pipelines.quality.statistics import exact_sum, exact_sum_of_squares
 from pipelines.samples.sampling import in_evaluation
 from pipelines.samples.sql import LIST_INDEX
 from pipelines.samples.tuples import Tuples
-from pipelines.sources.read import ORIGIN
+from pipelines.sources.rows import ORIGIN
 from pipelines.transforms.apply import FitInput, apply_transforms, fit_inputs
 from schemas.arrays import is_list, numpy_of, one_chunk
 from schemas.config.job import SAMPLES, DataConfig

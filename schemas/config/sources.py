@@ -10,6 +10,8 @@ from typing import Literal
 from schemas.config.limits import SqlLimitsConfig
 from schemas.errors import suggest_name
 
+FormatName = Literal["parquet", "csv", "jsonl", "avro"]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceConfig:
@@ -17,7 +19,7 @@ class SourceConfig:
 
     files: str
     """Glob below the input directory, such as `day/*.parquet`; `**` matches any folders."""
-    format: Literal["parquet", "csv", "jsonl", "avro"]
+    format: FormatName
     """`csv` also reads tab-separated files; `jsonl` is one JSON object a line."""
     columns: Mapping[str, str] | None = None
     """Column name to Arrow type (`int64`, `string`, `list<int64>`, `timestamp`); all columns

@@ -12,7 +12,7 @@ from pipelines.samples.connection import BadRowsError, Connection
 from pipelines.samples.per_key import PerKey, run_keys
 from pipelines.samples.sql import map_rows, run, select_origin, with_list_index
 from pipelines.samples.sql_rejects import SqlResult, reject_reason, remove_marked
-from pipelines.sources.read import ORIGIN
+from pipelines.sources.rows import ORIGIN
 from schemas.arrays import comparable_tuple, hash_keys
 
 SIDE = pa.table({"code": [0, 1, 2, 3], "name": ["0", "one", "2", "3"]})

@@ -15,7 +15,7 @@ from pipelines.clustering.writer import plan_row_groups
 from pipelines.partition import hash_session_keys, microseconds, part_of_key
 from pipelines.samples.sql import LIST_INDEX
 from pipelines.samples.tuples import Tuples, hash_column, separate
-from pipelines.sources.read import ORIGIN
+from pipelines.sources.rows import ORIGIN
 from schemas.config.job import (
     DataConfig,
     SamplesConfig,

@@ -16,12 +16,12 @@ from pipelines.samples.sql import map_rows, run, select_origin
 from pipelines.samples.tuples import separate, with_hashes
 from pipelines.samples.validate import check_columns, usable_samples
 from pipelines.sources.csv_files import read_csv
-from pipelines.sources.lines import MAX_ROW_BYTES
+from pipelines.sources.formats import empty_rows, read_split
 from pipelines.sources.listing import folder_of
 from pipelines.sources.parquet import read_parquet
-from pipelines.sources.read import empty_rows, read_split
 from pipelines.sources.rejects import Reject, file_reject, rejects_from_table
 from pipelines.sources.rows import CHUNK_ROWS, ORIGIN, InputSplit, RawRows
+from pipelines.sources.text_records import MAX_ROW_BYTES
 from schemas.config.job import DataConfig, SourceConfig, load_job
 from schemas.errors import SchemaError
 from schemas.features import FeatureSet, load_features
@@ -147,7 +147,7 @@ def read_bytes(directory: Path, data: bytes, name: str = "log.csv", **config: An
         **config,
     )
     split = InputSplit("log", name, 0, num_bytes=len(data))
-    found = list(read_csv(folder_of(directory), split, source))
+    found = list(read_csv(folder_of(directory), split, source, pa.schema([])))
     tables = [rows.table for rows in found if rows.table is not None]
     rejects = tuple(reject for rows in found for reject in rows.rejects)
     return RawRows(pa.concat_tables(tables) if tables else None, rejects)
@@ -255,7 +255,7 @@ def test_row_that_is_no_text_is_rejected_and_all_others_arrive(
 def test_row_with_several_bad_fields_is_rejected_once(tmp_path: Path) -> None:
     source = SourceConfig(files="*", format="csv", columns={"a": "int8", "b": "date", "c": "bool"})
     (tmp_path / "a.csv").write_bytes(b"a,b,c\nx,y,z\n1,2026-01-01,true\n2,no,false\n")
-    (rows,) = read_csv(folder_of(tmp_path), InputSplit("log", "a.csv", 0), source)
+    (rows,) = read_csv(folder_of(tmp_path), InputSplit("log", "a.csv", 0), source, pa.schema([]))
     assert rows.table is not None
     assert rows.table.drop_columns([ORIGIN]).to_pylist() == [
         {"a": 1, "b": date(2026, 1, 1), "c": True}

@@ -13,7 +13,8 @@ from pipelines.cli import main
 from pipelines.clustering.reader import expand
 from pipelines.context import BuildRequest
 from pipelines.prepare import PreparedInput, prepare
-from pipelines.preview.preview import PreviewRequest, preview
+from pipelines.preview import PreviewRequest, preview
+from pipelines.sources.formats import empty_rows, input_splits, read_split
 from pipelines.sources.listing import (
     folder_of,
     infer_partitions,
@@ -22,7 +23,6 @@ from pipelines.sources.listing import (
     typed_partitions,
     undeclared_partitions,
 )
-from pipelines.sources.read import empty_rows, input_splits, read_split
 from pipelines.sources.rows import ORIGIN, InputSplit, arrow_type
 from pipelines.table.compatibility import identity_of
 from schemas.config.job import load_job

@@ -7,7 +7,7 @@ import pytest
 from pipelines.samples.connection import Connection
 from pipelines.samples.per_key import PerKey, run_keys
 from pipelines.samples.sql import run_key, select_origin
-from pipelines.sources.read import ORIGIN
+from pipelines.sources.rows import ORIGIN
 
 PLAYS = pa.table(
     {

@@ -17,9 +17,9 @@ import pytest
 
 from pipelines.build import build
 from pipelines.cli import main
-from pipelines.preview.preview import MAX_FILES, WIDTH, PreviewRequest, excerpts, preview
+from pipelines.preview import WIDTH, PreviewRequest, preview
+from pipelines.sources.formats import MAX_FILES, excerpts, input_splits, read_split
 from pipelines.sources.listing import Folder, find_files, folder_of
-from pipelines.sources.read import input_splits, read_split
 from pipelines.sources.rows import ORIGIN, InputSplit
 from schemas.config.sources import SourceConfig
 from tests.pipelines import logs, test_joins
@@ -146,7 +146,7 @@ def test_a_join_that_matches_nothing_says_so(
     note = f"none of {items['of']} samples have their 'item' in all 50 rows of 'items'"
     assert note in found["notes"]
     assert "column 'price' is null in every sample" in found["notes"]
-    monkeypatch.setattr("pipelines.preview.preview.OTHER_ROWS", 8)
+    monkeypatch.setattr("pipelines.preview.OTHER_ROWS", 8)
     found = preview(PreviewRequest(job_path=job, input_root=tmp_path / "input", rows=8))
     _, users = found["joins"]
     note = f"only {users['matched']} of {users['of']} samples have their 'user' in the first 8 rows"

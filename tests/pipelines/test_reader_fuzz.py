@@ -12,12 +12,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from pipelines.sources import csv_files as csv_source
-from pipelines.sources import csv_records, lines
 from pipelines.sources import jsonl as jsonl_source
-from pipelines.sources.avro import split_avro
-from pipelines.sources.jsonl import split_jsonl
+from pipelines.sources import text_records
+from pipelines.sources.formats import empty_rows, input_splits, read_split
 from pipelines.sources.listing import folder_of
-from pipelines.sources.read import empty_rows, input_splits, read_split
 from pipelines.sources.rejects import Reject, rejects_from_table
 from pipelines.sources.rows import ORIGIN, SPLIT_BYTES, InputSplit
 from schemas.config.sources import SourceConfig
@@ -33,10 +31,7 @@ def read_all(
     folder = folder_of(directory)
     schema = empty_rows(folder, "log", config, [name]).schema
     whole = InputSplit("log", name, 0, num_bytes=(directory / name).stat().st_size)
-    split = {"jsonl": split_jsonl, "avro": split_avro}.get(config.format)
-    splits, rejects = (
-        cut(folder, whole, split_bytes) if cut else input_splits(folder, whole, config)
-    )
+    splits, rejects = input_splits(folder, whole, config, split_bytes)
     found = [rows for split in splits for rows in read_split(folder, split, config, schema)]
     tables = [rows.table for rows in found if rows.table is not None]
     assert all(table.schema == schema for table in tables)
@@ -78,9 +73,9 @@ def test_csv_rows_are_those_of_a_reader_that_takes_one_byte_at_a_time(
 ) -> None:
     block, max_row, max_quoted = limits
     monkeypatch.setattr(csv_source, "_BLOCK_BYTES", block)
-    monkeypatch.setattr(lines, "_READ_BYTES", max(1, block // 2))
-    monkeypatch.setattr(lines, "MAX_ROW_BYTES", max_row)
-    monkeypatch.setattr(csv_records, "MAX_QUOTED_BYTES", max_quoted)
+    monkeypatch.setattr(text_records, "_READ_BYTES", max(1, block // 2))
+    monkeypatch.setattr(text_records, "MAX_ROW_BYTES", max_row)
+    monkeypatch.setattr(text_records, "MAX_QUOTED_BYTES", max_quoted)
     draw = random.Random(f"{quote} {limits}")
     mark = (quote or '"').encode()
     for _ in range(120 if block > 1 else 50):
@@ -135,7 +130,7 @@ def test_json_lines_are_accepted_or_rejected_one_by_one(
     block: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(jsonl_source, "_BLOCK_BYTES", block)
-    monkeypatch.setattr(lines, "MAX_ROW_BYTES", 60 if block <= 60 else 16 << 20)
+    monkeypatch.setattr(text_records, "MAX_ROW_BYTES", 60 if block <= 60 else 16 << 20)
     draw = random.Random(block)
     config = SourceConfig(files="*", format="jsonl", columns={"a": "int64"})
     for _ in range(80 if block > 1 else 30):
@@ -158,7 +153,7 @@ def test_json_lines_are_accepted_or_rejected_one_by_one(
 def test_compressed_file_that_is_cut_or_changed_anywhere_is_never_read_as_whole(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lines, "_READ_BYTES", 64)
+    monkeypatch.setattr(text_records, "_READ_BYTES", 64)
     draw = random.Random(kind)
     config = SourceConfig(files="*", format=kind, columns={"a": "int64"}, header=False)  # type: ignore[arg-type]
     texts = [b"%d\n" % i if kind == "csv" else b'{"a": %d}\n' % i for i in range(200)]

@@ -18,7 +18,7 @@ from pipelines.cli import main
 from pipelines.clustering.reader import expand
 from pipelines.rewrite.command import decoded
 from pipelines.rewrite.input import check_microseconds, inspect_rows
-from pipelines.sources.read import read_split
+from pipelines.sources.formats import read_split
 from pipelines.table.content_hash import content_hash
 from pipelines.table.verify import verify
 from schemas.dataset import open_dataset

@@ -31,7 +31,7 @@ from pipelines.quality.statistics_files import (
 )
 from pipelines.samples.connection import Connection
 from pipelines.samples.sql import map_rows, run, select_origin, with_list_index
-from pipelines.sources.read import ORIGIN
+from pipelines.sources.rows import ORIGIN
 from schemas.errors import SchemaError
 from schemas.layout import PLAIN_STATISTICS, STATISTICS
 

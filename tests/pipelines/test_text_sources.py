@@ -4,24 +4,26 @@
 import gzip
 import io
 import json
+import re
 import time
 import zlib
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast, get_args
 
 import fastavro
 import pyarrow as pa
 import pytest
 
 from pipelines.sources.avro import split_avro
+from pipelines.sources.formats import FORMATS, empty_rows, input_splits, read_split
 from pipelines.sources.jsonl import split_jsonl
 from pipelines.sources.listing import folder_of
-from pipelines.sources.read import empty_rows, input_splits, read_split
 from pipelines.sources.rejects import Reject, file_reject, rejects_from_table
 from pipelines.sources.rows import ORIGIN, InputSplit
-from schemas.config.sources import SourceConfig
+from schemas.config.sources import FormatName, SourceConfig
+from schemas.errors import SchemaError
 
 COLUMNS = {"id": "int64", "name": "string", "ids": "list<int64>", "at": "timestamp"}
 Found = tuple[list[dict[str, Any]], list[Reject]]
@@ -203,7 +205,7 @@ def test_compressed_lines_are_read_and_a_truncated_file_keeps_what_it_has(
 
 
 def test_line_without_end_costs_no_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pipelines.sources.lines.MAX_ROW_BYTES", 1 << 20)
+    monkeypatch.setattr("pipelines.sources.text_records.MAX_ROW_BYTES", 1 << 20)
     monkeypatch.setattr("pipelines.sources.jsonl._BLOCK_BYTES", 1 << 18)
     data = line(0) + b"\n" + b"{" + b" " * (8 << 20) + b"}\n" + line(2)
     rows, rejects = jsonl(tmp_path, data, split_bytes=1 << 22)
@@ -491,3 +493,13 @@ def test_file_that_goes_or_changes_after_the_listing_is_one_clear_reject(tmp_pat
     gone = file_reject("log.jsonl", "file was removed after it was listed")
     assert input_splits(folder, whole, config) == ([], [gone])
     assert read(tmp_path, "log.jsonl", config, [split]) == ([], [gone])
+
+
+def test_formats_are_those_of_a_job_and_an_unknown_one_is_refused(tmp_path: Path) -> None:
+    assert set(FORMATS) == set(get_args(FormatName))
+    config = SourceConfig(files="*.orc", format=cast(FormatName, "orc"))
+    message = "unknown format 'orc' of '*.orc'; use one of avro, csv, jsonl, parquet"
+    with pytest.raises(SchemaError, match=re.escape(message)):
+        input_splits(folder_of(tmp_path), InputSplit("log", "a.orc", 0), config)
+    with pytest.raises(SchemaError, match=re.escape(message)):
+        empty_rows(folder_of(tmp_path), "log", config, ["a.orc"])

@@ -9,8 +9,8 @@ import pytest
 
 from pipelines.samples.connection import Connection
 from pipelines.samples.sql import run
+from pipelines.sources.formats import empty_rows, input_splits, read_split
 from pipelines.sources.listing import folder_of
-from pipelines.sources.read import empty_rows, input_splits, read_split
 from pipelines.sources.rejects import rejects_from_table
 from pipelines.sources.rows import InputSplit
 from schemas.config.sources import SourceConfig

@@ -7,20 +7,20 @@ reasons. How much is read depends on the number of rows requested, not on the si
 
 from __future__ import annotations
 
-import gzip
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from datetime import UTC, datetime
 from itertools import groupby
+from math import isfinite
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import fastavro
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
+import pyarrow.compute as pc
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
@@ -28,35 +28,34 @@ from rich.text import Text
 
 from pipelines import executor
 from pipelines.autogroup.job import with_groups
-from pipelines.build import check_usable, load_request
+from pipelines.build import check_usable, group_warnings, label_warnings, load_request
 from pipelines.clustering.part import PartResult
 from pipelines.context import BuildContext, BuildRequest
 from pipelines.executor import OutputCollector, SourceRows
 from pipelines.prepare import build_context, prepare
-from pipelines.preview.estimates import SampleTable, estimates, notes_of, python_values
 from pipelines.quality.gate import reject_findings
 from pipelines.runners import IN_PROCESS
 from pipelines.samples.check_sql import broadcast_sides
+from pipelines.samples.lookups import key_column, key_type
+from pipelines.samples.sampling import in_evaluation
+from pipelines.samples.sql import LIST_INDEX
 from pipelines.samples.tuples import Tuples
+from pipelines.sources.formats import Excerpt, excerpts
 from pipelines.sources.listing import (
-    Folder,
-    SourceFile,
-    codec_of,
-    decompressed,
     find_files,
     folder_of,
-    is_transient,
     undeclared_partitions,
 )
-from pipelines.sources.rejects import RejectCounts, count_rejects, sorted_rejects
+from pipelines.sources.rejects import RejectCounts, count_rejects, python_rows, sorted_rejects
 from pipelines.sources.rows import ORIGIN, type_text
 from pipelines.stages import REJECTS
+from pipelines.table.commit import group_counts
 from pipelines.transforms.apply import apply_transforms
 from pipelines.transforms.fit import load_staged
+from schemas.arrays import is_list, one_chunk
 from schemas.config.job import GateConfig, Job
-from schemas.config.sources import SourceConfig
 from schemas.errors import SchemaError
-from schemas.layout import REJECTS_SCHEMA
+from schemas.layout import EVALUATION, REJECTS_SCHEMA, TRAIN
 from schemas.manifest import InputFile
 
 NUM_SAMPLES = 10
@@ -258,171 +257,213 @@ def _rejects(rejected: pa.Table, reasons: RejectCounts, num_rows: int) -> dict[s
     }
 
 
-# Copies of the first rows.
+# Estimates from the first samples: groups, tables, splits and look-ups.
 
-MAX_FILES = 32
-"""Maximum number of files of a source to open."""
-MAX_BYTES = 8 << 20
-"""Maximum bytes of text, decompressed, to read of a file."""
-_BLOCK_BYTES = 256 << 10
-_BATCH_ROWS = 1000
-_TRIES = 1000
-"""Number of line ends to try for one outside quotes."""
+MANY_REJECTS = 0.01
+"""Share of rejects above which a note reports them."""
 
 
 @dataclass(frozen=True, slots=True)
-class Excerpt:
-    """The copy of the first rows of one source.
+class SampleTable:
+    """Samples of the SQL, in the order of their raw rows.
 
     Attributes:
-        files: all of its files.
-        listing: the copies, as a listing of the target folder.
-        is_whole: whether all rows were copied.
+        rows: the declared columns, without those that transforms make.
+        is_evaluation: (num_samples,) bool.
     """
 
-    files: tuple[SourceFile, ...]
-    listing: tuple[InputFile, ...]
-    is_whole: bool
+    rows: pa.Table
+    is_evaluation: np.ndarray
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of all files."""
-        return sum(file.num_bytes for file in self.files)
+    @staticmethod
+    def of(tuples: Sequence[Tuples], context: BuildContext) -> SampleTable:
+        """Join the columns of tuples back to the samples."""
+        names = [n for n in context.features.names if n not in context.data.derived_columns]
+        if not tuples:
+            empty = pa.table({n: pa.array([], pa.null()) for n in names})
+            return SampleTable(empty, np.zeros(0, bool))
+        columns = [*names, ORIGIN, LIST_INDEX]
+        rows = pa.concat_tables(pa.table({n: t.column(n) for n in columns}) for t in tuples)
+        is_evaluation = np.concatenate([in_evaluation(t, context.data) for t in tuples])
+        order = np.lexsort([rows[LIST_INDEX].to_numpy(), rows[ORIGIN].to_numpy()])
+        return SampleTable(rows.select(names).take(pa.array(order)), is_evaluation[order])
 
 
-def excerpts(
-    folder: Folder,
-    sources: Mapping[str, SourceConfig],
-    files: Mapping[str, Iterable[SourceFile]],
-    rows: Mapping[str, int],
-    target: Path,
-) -> dict[str, Excerpt]:
-    """Copy the first rows of each source.
+def estimates(
+    context: BuildContext,
+    samples: SampleTable,
+    parts: Sequence[PartResult],
+    distinct: Mapping[str, int],
+    rows: Mapping[str, Sequence[pa.Table]],
+) -> dict[str, Any]:
+    """Return groups, tables, splits and look-ups of the first samples.
 
     Args:
-        folder: input directory.
-        sources: sources and side tables.
-        files: files of each, in order.
-        rows: number of rows of each.
-        target: directory to write to.
+        context: of the build.
+        samples: the first samples.
+        parts: results of their parts.
+        distinct: table to number of distinct rows.
+        rows: raw rows by source and side table.
     """
-    copies: dict[str, Excerpt] = {}
-    for name, config in sources.items():
-        remaining, listing, whole = rows[name], list[InputFile](), True
-        source_files = tuple(files[name])
-        for file in source_files[:MAX_FILES]:
-            if remaining <= 0:
-                break
-            copy = target / file.path
-            copy.parent.mkdir(parents=True, exist_ok=True)
-            num_copied, is_whole = _copy(folder, file.path, config, copy, remaining)
-            remaining, whole = remaining - num_copied, whole and is_whole
-            size = copy.stat().st_size
-            listing.append(InputFile(source=name, path=file.path, num_bytes=size, sha256=""))
-        whole = whole and len(listing) == len(source_files)
-        copies[name] = Excerpt(source_files, tuple(listing), whole)
-    return copies
+    data = context.data
+    counts = group_counts(parts) if parts else {}
+    return {
+        "groups": {
+            name: {
+                "columns": list(columns),
+                "num_unique": counts[name].num_unique if name in counts else 0,
+                "dedup_factor": counts[name].dedup_factor if name in counts else None,
+            }
+            for name, columns in data.groups.items()
+        },
+        "tables": {
+            name: {
+                "features": list(table.features),
+                "rows": table.rows,
+                "num_rows": table.num_rows,
+                "num_lookups": sum(part.lookups.get(name, (0, 0))[0] for part in parts),
+                "num_unique_rows": distinct.get(name, 0),
+            }
+            for name, table in data.tables.items()
+        },
+        "splits": _splits(context, samples),
+        "joins": [*_look_ups(context, samples, rows), *_keyed_sources(context, rows)],
+    }
 
 
-def _copy(
-    folder: Folder, path: str, config: SourceConfig, copy: Path, rows: int
-) -> tuple[int, bool]:
-    """Copy the first rows of a file; return the estimated number, and whether these are all."""
-    try:
-        if config.format == "parquet":
-            return _copy_parquet(folder, path, copy, rows)
-        if config.format == "avro":
-            return _copy_avro(folder, path, copy, rows)
-        return _copy_text(folder, path, config, copy, rows)
-    except Exception as error:  # fastavro has no exception class of its own
-        if is_transient(error) or isinstance(error, FileNotFoundError):
-            raise
-        return _copy_bytes(folder, path, copy)  # the reader of builds will report the damage
+def _splits(context: BuildContext, samples: SampleTable) -> dict[str, Any]:
+    names = (TRAIN, EVALUATION) if context.data.split.evaluation_from else (TRAIN,)
+    splits: dict[str, Any] = {}
+    for name in names:
+        rows = samples.rows.filter(pa.array(samples.is_evaluation == (name == EVALUATION)))
+        times = pc.min_max(rows[context.data.session.time])
+        labels = [n for n in context.features.with_role("label") if n in rows.column_names]
+        mean = pc.mean(rows[labels[0]].cast(pa.float64())).as_py() if labels and len(rows) else None
+        splits[name] = {
+            "num_samples": rows.num_rows,
+            "first_time": _plain(times["min"].as_py()),
+            "last_time": _plain(times["max"].as_py()),
+            "label_mean": None if mean is None else round(float(mean), 6),
+        }
+    return splits
 
 
-def _copy_bytes(folder: Folder, path: str, copy: Path) -> tuple[int, bool]:
-    with folder.open(path) as file:
-        content = file.read(MAX_BYTES)
-        whole = not file.read(1)
-    copy.write_bytes(content)
-    return 0, whole
+def _look_ups(
+    context: BuildContext, samples: SampleTable, rows: Mapping[str, Sequence[pa.Table]]
+) -> list[dict[str, Any]]:
+    """Return the number of samples whose key is in the side table, for each look-up."""
+    look_ups: list[dict[str, Any]] = []
+    for join in context.data.samples.joins:
+        config, kind = context.data.sides[join.side], context.key_types[join.side]
+        key = join.key or config.key
+        side_keys = [key_column(table, config.key, kind) for table in rows.get(join.side, [])]
+        matched = 0
+        if side_keys and samples.rows.num_rows:
+            keys = key_column(samples.rows, key, kind)
+            values = pa.concat_arrays([one_chunk(pa.chunked_array([k])) for k in side_keys])
+            matched = pc.sum(pc.is_in(keys, value_set=values.drop_null())).as_py() or 0
+        look_ups.append(
+            {"table": join.side, "key": key, "of": samples.rows.num_rows, "matched": matched}
+        )
+    return look_ups
 
 
-def _copy_parquet(folder: Folder, path: str, copy: Path, rows: int) -> tuple[int, bool]:
-    with folder.arrow_file(path) as source:
-        file = pq.ParquetFile(source)
-        batches: list[pa.RecordBatch] = []
-        copied = 0
-        for batch in file.iter_batches(min(rows, _BATCH_ROWS), use_threads=False):
-            batches.append(batch.slice(0, rows - copied))
-            copied += batches[-1].num_rows
-            if copied >= rows:
-                break
-        schema = file.schema_arrow
-        pq.write_table(pa.Table.from_batches(batches, schema), copy, compression="none")
-        return copied, copied == file.metadata.num_rows
+def _keyed_sources(
+    context: BuildContext, rows: Mapping[str, Sequence[pa.Table]]
+) -> list[dict[str, Any]]:
+    """Return the number of rows of the sample source whose key is in each other source."""
+    data, key = context.data, context.shard
+    if key is None:
+        return []
+    kind = key_type({name: context.empty_rows[name] for name in data.sources}, key)
+    keys = [key_column(table, key, kind) for table in rows.get(data.sample_source, [])]
+    matches: list[dict[str, Any]] = []
+    for name in data.sources:
+        if name == data.sample_source:
+            continue
+        other_keys = [key_column(table, key, kind) for table in rows.get(name, [])]
+        matched = 0
+        if other_keys and keys:
+            values = pa.concat_arrays(other_keys).drop_null()
+            matched = sum(pc.sum(pc.is_in(k, value_set=values)).as_py() or 0 for k in keys)
+        matches.append({"table": name, "key": key, "of": sum(map(len, keys)), "matched": matched})
+    return matches
 
 
-def _copy_avro(folder: Folder, path: str, copy: Path, rows: int) -> tuple[int, bool]:
-    with folder.open(path) as file:
-        copied, end, whole = 0, 0, True
-        for block in fastavro.block_reader(file):
-            if copied >= rows:
-                whole = False
-                break
-            copied, end = copied + block.num_records, block.offset + block.size
-        file.seek(0)
-        copy.write_bytes(file.read(end) if end else file.read(MAX_BYTES))
-    return copied, whole
-
-
-def _copy_text(
-    folder: Folder, path: str, config: SourceConfig, copy: Path, rows: int
-) -> tuple[int, bool]:
-    lines = rows + (config.format == "csv" and config.header)
-    blocks, num_lines, whole = list[bytes](), 0, False
-    with folder.open(path) as stored:
-        file = decompressed(stored, path)
-        while num_lines <= lines and sum(map(len, blocks)) < MAX_BYTES:
-            block = file.read(_BLOCK_BYTES)
-            if not block:
-                whole = True
-                break
-            blocks.append(block)
-            num_lines += block.count(b"\n")
-    text = b"".join(blocks)
+def notes_of(
+    context: BuildContext,
+    sources: Mapping[str, Mapping[str, Any]],
+    samples: SampleTable,
+    rejects: Mapping[str, Any],
+    figures: Mapping[str, Any],
+) -> list[str]:
+    """Return notes on the result, one line each."""
+    data, notes = context.data, list[str]()
+    source, num_samples = sources[data.sample_source], samples.rows.num_rows
+    whole = all(each["whole"] for each in sources.values())
     if not whole:
-        quote = config.quote if config.format == "csv" else None
-        text = text[: _end_of_lines(text, lines, quote)]
-    copy.write_bytes(_compressed(text, path))
-    return max(0, min(num_lines, lines) - (lines - rows)), whole
+        notes.append(
+            f"groups, tables, splits and joins are estimates from the first {source['rows_read']} "
+            f"rows of {data.sample_source!r}; --rows N reads more"
+        )
+    if rejects["share"] > MANY_REJECTS:
+        notes.append(f"{rejects['share']:.1%} of the rows that samples are made from are rejected")
+    for join in figures["joins"]:
+        read = sources[join["table"]]
+        if join["of"] > join["matched"] and (not join["matched"] or not read["whole"]):
+            count = f"only {join['matched']}" if join["matched"] else "none"
+            part = "all" if read["whole"] else "the first"
+            notes.append(
+                f"{count} of {join['of']} samples have their {join['key']!r} in {part} "
+                f"{read['rows_read']} rows of {join['table']!r}"
+                + ("" if read["whole"] else "; others may follow")
+            )
+    notes.extend(_split_notes(context, figures["splits"], num_samples, whole))
+    if num_samples:
+        factors = {name: group["dedup_factor"] for name, group in figures["groups"].items()}
+        notes.extend(group_warnings(factors, data.groups, context.segment_root))
+    labels = context.features.with_role("label")
+    extremes = None
+    if len(labels) == 1 and pc.count(samples.rows[labels[0]]).as_py() > 1:
+        least, greatest = pc.min_max(samples.rows[labels[0]]).as_py().values()
+        extremes = (least, greatest)
+    notes.extend(label_warnings(labels, extremes))
+    for name in samples.rows.column_names if num_samples else ():
+        column = one_chunk(samples.rows[name])
+        if column.null_count == num_samples:
+            notes.append(f"column {name!r} is null in every sample")
+        elif is_list(column.type) and not len(column.flatten()):
+            notes.append(f"column {name!r} is empty in every sample")
+    return notes
 
 
-def _end_of_lines(text: bytes, lines: int, quote: str | None) -> int:
-    r"""Return the index of the end of the first lines: the last line end outside quotes.
-
-    Example:
-        >>> [_end_of_lines(b'a\n"b\nc"\nd\n', lines, '"') for lines in (2, 3)]
-        [2, 8]
-    """
-    content = np.frombuffer(text, np.uint8)
-    ends = np.flatnonzero(content == ord("\n"))[:lines]
-    if not len(ends):
-        return len(text)
-    if quote is not None and quote.isascii():
-        inside = np.cumsum(content == ord(quote))[ends[-_TRIES:]] % 2
-        outside = ends[-_TRIES:][inside == 0]
-        ends = outside if len(outside) else ends
-    return int(ends[-1]) + 1
+def _split_notes(
+    context: BuildContext, splits: Mapping[str, Any], num_samples: int, whole: bool
+) -> list[str]:
+    start = context.data.split.evaluation_from
+    if start is None or not num_samples:
+        return []
+    rest = "" if whole else "; later rows may be there"
+    if not splits[EVALUATION]["num_samples"]:
+        last = splits[TRAIN]["last_time"]
+        return [f"no sample is for evaluation: the last one, {last}, is before {start}{rest}"]
+    if not splits[TRAIN]["num_samples"]:
+        first = splits[EVALUATION]["first_time"]
+        return [f"no sample is for training: the first one, {first}, is not before {start}{rest}"]
+    return []
 
 
-def _compressed(text: bytes, path: str) -> bytes:
-    codec = codec_of(path)
-    if codec is None:
-        return text
-    if codec == "gzip":
-        return gzip.compress(text, 1, mtime=0)
-    return pa.Codec(codec).compress(text, asbytes=True)
+def python_values(table: pa.Table) -> list[dict[str, Any]]:
+    """Return rows as JSON values: times as text, NaN and infinity as null."""
+    return [{k: _plain(v) for k, v in row.items()} for row in python_rows(table)]
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, datetime):
+        return value.replace(tzinfo=UTC).isoformat().replace("+00:00", "Z")
+    if isinstance(value, float) and not isfinite(value):
+        return None
+    return [_plain(v) for v in value] if isinstance(value, list) else value
 
 
 # Printing.
@@ -438,17 +479,21 @@ def show(result: Mapping[str, Any], console: Console) -> None:
     samples = f"{result['num_samples']} samples in {result['num_sessions']} sessions"
     rows = f"{'all' if whole else 'the first'} {result['rows']} rows of {result['input']}"
     console.print(f"{result['job']}: {samples} from {rows}", soft_wrap=True)
-    _print(console, _sources(result["sources"]))
+    _print(console, _sources_table(result["sources"]))
     for name, source in result["sources"].items():
         columns = ", ".join(f"{column} {kind}" for column, kind in source["columns"].items())
         console.print(Text.assemble((f"{name}: ", "bold"), columns), highlight=False)
-    _print(console, _samples(result["samples"]))
+    _print(console, _samples_table(result["samples"]))
     _reject_lines(console, result["rejects"])
     estimate = "" if whole else ", estimated"
-    _print(console, _groups(result["groups"], estimate), _tables(result["tables"], estimate))
-    _print(console, _splits(result["splits"], estimate))
+    _print(
+        console,
+        _groups_table(result["groups"], estimate),
+        _tables_table(result["tables"], estimate),
+    )
+    _print(console, _splits_table(result["splits"], estimate))
     if result["joins"]:
-        _print(console, _joins(result["joins"], estimate))
+        _print(console, _joins_table(result["joins"], estimate))
     for note in result["notes"]:
         console.print(Text.assemble(("note: ", "bold"), note), highlight=False)
 
@@ -466,7 +511,7 @@ def _table(title: str, columns: Sequence[str], numbers: Iterable[str] = ()) -> T
     return table
 
 
-def _sources(sources: Mapping[str, Mapping[str, Any]]) -> Table:
+def _sources_table(sources: Mapping[str, Mapping[str, Any]]) -> Table:
     names = ("source", "format", "files", "MB", "rows read")
     table = _table("Sources", names, names[2:])
     for name, source in sources.items():
@@ -476,7 +521,7 @@ def _sources(sources: Mapping[str, Mapping[str, Any]]) -> Table:
     return table
 
 
-def _samples(samples: Sequence[Mapping[str, Any]]) -> Table:
+def _samples_table(samples: Sequence[Mapping[str, Any]]) -> Table:
     """Return a row for each column: samples have many, and values repeat within a session."""
     table = _table(f"First {len(samples)} samples, one after the other", ("column", "values"))
     for name in samples[0] if samples else ():
@@ -517,7 +562,7 @@ def _reject_lines(console: Console, rejects: Mapping[str, Any]) -> None:
     _print(console, table, first)
 
 
-def _groups(groups: Mapping[str, Mapping[str, Any]], estimate: str) -> Table:
+def _groups_table(groups: Mapping[str, Mapping[str, Any]], estimate: str) -> Table:
     names = ("group", "columns", "unique", "dedup factor")
     table = _table(f"Groups{estimate}", names, names[2:])
     for name, group in groups.items():
@@ -527,7 +572,7 @@ def _groups(groups: Mapping[str, Mapping[str, Any]], estimate: str) -> Table:
     return table
 
 
-def _tables(tables: Mapping[str, Mapping[str, Any]], estimate: str) -> Table:
+def _tables_table(tables: Mapping[str, Mapping[str, Any]], estimate: str) -> Table:
     names = ("table", "features", "rows", "num_rows", "look-ups", "rows used")
     shown = _table(f"Tables, training samples{estimate}", names, names[3:])
     for name, table in tables.items():
@@ -537,7 +582,7 @@ def _tables(tables: Mapping[str, Mapping[str, Any]], estimate: str) -> Table:
     return shown
 
 
-def _splits(splits: Mapping[str, Mapping[str, Any]], estimate: str) -> Table:
+def _splits_table(splits: Mapping[str, Mapping[str, Any]], estimate: str) -> Table:
     names = ("split", "samples", "first", "last", "label mean")
     table = _table(f"Splits{estimate}", names, ("samples", "label mean"))
     for name, split in splits.items():
@@ -547,7 +592,7 @@ def _splits(splits: Mapping[str, Mapping[str, Any]], estimate: str) -> Table:
     return table
 
 
-def _joins(joins: Sequence[Mapping[str, Any]], estimate: str) -> Table:
+def _joins_table(joins: Sequence[Mapping[str, Any]], estimate: str) -> Table:
     table = _table(f"Joins{estimate}", ("table", "key", "found", "of"), ("found", "of"))
     for join in joins:
         table.add_row(join["table"], join["key"], f"{join['matched']:,}", f"{join['of']:,}")

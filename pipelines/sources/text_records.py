@@ -1,6 +1,8 @@
-r"""Find the boundaries of the records in a CSV file before their fields are parsed.
+r"""Lines and CSV records of text files in blocks of bounded memory, and copies of first lines.
 
-A record is one line, or several lines if a quoted field contains line ends. So that an unclosed
+A line ends with `\n`, `\r\n` or `\r`. A line longer than `MAX_ROW_BYTES` is skipped.
+
+A CSV record is one line, or several lines if a quoted field contains line ends. So that an unclosed
 quote does not swallow the lines after it, a record may span lines only if all of this holds:
 
 - each quoted field that contains a line end is closed by a quote followed by a delimiter, a line
@@ -16,15 +18,158 @@ text may follow a closing quote. Line ends are `\n`, `\r\n` and `\r`; empty line
 from __future__ import annotations
 
 import codecs
+import gzip
 import re
 from bisect import bisect_left
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import BinaryIO, cast
 
 import numpy as np
+import pyarrow as pa
 from numpy.typing import NDArray
 
-from pipelines.sources import lines
-from pipelines.sources.lines import LINE_END, last_line_end, num_lines
+from pipelines.sources.listing import Folder, first_line, is_transient
+from pipelines.sources.rows import MAX_COPIED_BYTES
+from schemas.config.sources import SourceConfig
+
+# Lines.
+
+MAX_ROW_BYTES = 16 << 20
+"""Maximum bytes of a row with its line end; longer ones are rejected as malformed."""
+
+SHOWN_BYTES = 4000
+"""Maximum bytes of a row that are copied into its reject."""
+
+LINE_END = re.compile(rb"\r\n?|\n")
+
+_READ_BYTES = 1 << 20
+
+_CODECS = {".gz": "gzip", ".zst": "zstd"}
+
+
+def codec_of(path: str) -> str | None:
+    """Return the compression of a text file by its suffix, None if it has none."""
+    return next((codec for suffix, codec in _CODECS.items() if path.endswith(suffix)), None)
+
+
+def decompressed(stored: BinaryIO, path: str) -> BinaryIO:
+    """Return a stream of the decompressed bytes of an open file."""
+    codec = codec_of(path)
+    if codec is None:
+        return stored
+    return cast(BinaryIO, pa.CompressedInputStream(pa.PythonFile(stored, mode="r"), codec))
+
+
+class TextStream:
+    """A stream of text that records read errors instead of raising them.
+
+    Attributes:
+        final: whether the end has been reached.
+        problem: why reading failed; empty if it has not.
+    """
+
+    def __init__(self, file: BinaryIO, num_bytes: int | None) -> None:
+        """Read from the file's current position.
+
+        Args:
+            file: decompressed.
+            num_bytes: expected number of bytes; None to read to the end.
+        """
+        self.final = False
+        self.problem = ""
+        self._file = file
+        self._bytes_left = num_bytes
+
+    def read(self, size: int) -> bytes:
+        """Return `size` bytes; fewer only at the end or after a read error."""
+        chunks: list[bytes] = []
+        while size > 0 and not self.final and not self.problem:
+            chunks.append(self._read_chunk(size))
+            size -= len(chunks[-1])
+        return b"".join(chunks)
+
+    def _read_chunk(self, size: int) -> bytes:
+        size = min(size, _READ_BYTES)
+        try:
+            data = self._file.read(
+                size if self._bytes_left is None else min(size, self._bytes_left)
+            )
+        except (OSError, pa.ArrowException) as error:
+            if is_transient(error):
+                raise
+            self.problem = first_line(error)
+            return b""
+        if self._bytes_left is not None:
+            self._bytes_left -= len(data)
+            if not data and self._bytes_left:
+                self.problem = f"the file is {self._bytes_left} bytes shorter than when listed"
+        self.final = not data and not self.problem
+        return data
+
+    def skip_line(self, data: bytes) -> tuple[int, bytes]:
+        r"""Read to the end of a line without keeping it.
+
+        Args:
+            data: start of the line, without a line end; a last `\r` may be half of one.
+
+        Returns:
+            The length of the line in bytes without its end, and the data read after it.
+        """
+        size = 0
+        while True:
+            split_end = data.endswith(b"\r") and not self.final and not self.problem
+            if not split_end or len(data) > 1:
+                match = LINE_END.search(data, 0, len(data) - split_end)
+                if match:
+                    return size + match.start(), data[match.end() :]
+            size += len(data) - split_end
+            if self.final or self.problem:
+                return size, b""
+            data = data[len(data) - split_end :] + self._read_chunk(_READ_BYTES)
+
+
+def last_line_end(data: bytes, final: bool) -> int:
+    r"""Return the end offset of the last complete line; a trailing `\r` may be half a line end."""
+    if final:
+        return len(data)
+    limit = len(data) - data.endswith(b"\r")
+    return max(data.rfind(b"\n", 0, limit), data.rfind(b"\r", 0, limit)) + 1
+
+
+def num_line_ends(data: bytes, start: int = 0, end: int | None = None) -> int:
+    """Count the line ends in a byte range."""
+    end = len(data) if end is None else end
+    count = data.count(b"\n", start, end)
+    if data.find(b"\r", start, end) >= 0:
+        count += data.count(b"\r", start, end) - data.count(b"\r\n", start, end)
+    return count
+
+
+def num_lines(data: bytes, start: int, end: int) -> int:
+    """Count the lines in a byte range that are not empty."""
+    if start == end:
+        return 0
+    if data[start] in b"\r\n" or any(
+        data.find(pair, start, end) >= 0 for pair in (b"\n\n", b"\n\r", b"\r\r")
+    ):
+        return sum(map(bool, data[start:end].splitlines()))
+    return num_line_ends(data, start, end) + (data[end - 1] not in b"\r\n")
+
+
+def long_line_reason(num_bytes: int) -> str:
+    """Return the reject reason of a line that was skipped for its length."""
+    return f"row must be at most {MAX_ROW_BYTES >> 20} MiB, got a line of {num_bytes} bytes"
+
+
+def utf16_reason(data: bytes) -> str:
+    """Return the reject reason of a text with a UTF-16 byte order mark; empty for others."""
+    if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        return "file must be UTF-8, got the byte order mark of UTF-16; convert it: iconv -f UTF-16"
+    return ""
+
+
+# CSV records.
 
 MAX_QUOTED_BYTES = 1 << 20
 """Maximum length of a quoted field with line ends."""
@@ -311,7 +456,7 @@ class _Scan:
     def _wait(self, start: int, field_start: int) -> None:
         """Keep an incomplete record until more is read; reject its line if the buffer is full."""
         if self.full and start == 0:
-            reason = f"row does not end within {lines.MAX_ROW_BYTES >> 20} MiB"
+            reason = f"row does not end within {MAX_ROW_BYTES >> 20} MiB"
             self._reject_line(start, field_start, reason)
 
     def _reject_line(self, start: int, field_start: int, reason: str) -> None:
@@ -326,3 +471,60 @@ class _Scan:
 def _unclosed_reason(quote: bytes) -> str:
     limit = f"{MAX_QUOTED_BYTES >> 10} KiB"
     return f"quote {quote.decode()!r} is not closed before a delimiter or line end within {limit}"
+
+
+# Copies of first lines.
+
+_COPY_BLOCK_BYTES = 256 << 10
+_TRIES = 1000
+"""Number of line ends to try for one outside quotes."""
+
+
+def copy_first_lines(
+    folder: Folder, path: str, config: SourceConfig, copy: Path, rows: int
+) -> tuple[int, bool]:
+    """Copy the first lines of a text; see `Format.copy_rows`."""
+    lines = rows + (config.format == "csv" and config.header)
+    blocks, num_lines, whole = list[bytes](), 0, False
+    with folder.open(path) as stored:
+        file = decompressed(stored, path)
+        while num_lines <= lines and sum(map(len, blocks)) < MAX_COPIED_BYTES:
+            block = file.read(_COPY_BLOCK_BYTES)
+            if not block:
+                whole = True
+                break
+            blocks.append(block)
+            num_lines += block.count(b"\n")
+    text = b"".join(blocks)
+    if not whole:
+        quote = config.quote if config.format == "csv" else None
+        text = text[: _end_of_lines(text, lines, quote)]
+    copy.write_bytes(_compressed(text, path))
+    return max(0, min(num_lines, lines) - (lines - rows)), whole
+
+
+def _end_of_lines(text: bytes, lines: int, quote: str | None) -> int:
+    r"""Return the index of the end of the first lines: the last line end outside quotes.
+
+    Example:
+        >>> [_end_of_lines(b'a\n"b\nc"\nd\n', lines, '"') for lines in (2, 3)]
+        [2, 8]
+    """
+    content = np.frombuffer(text, np.uint8)
+    ends = np.flatnonzero(content == ord("\n"))[:lines]
+    if not len(ends):
+        return len(text)
+    if quote is not None and quote.isascii():
+        inside = np.cumsum(content == ord(quote))[ends[-_TRIES:]] % 2
+        outside = ends[-_TRIES:][inside == 0]
+        ends = outside if len(outside) else ends
+    return int(ends[-1]) + 1
+
+
+def _compressed(text: bytes, path: str) -> bytes:
+    codec = codec_of(path)
+    if codec is None:
+        return text
+    if codec == "gzip":
+        return gzip.compress(text, 1, mtime=0)
+    return pa.Codec(codec).compress(text, asbytes=True)

@@ -1,1 +1,0 @@
-"""Run the stages of a build over the first rows of a log."""

@@ -1,0 +1,343 @@
+"""The formats of input files, and reading of files of any format.
+
+`FORMATS` has one entry for each value of `format` in a job; a format is a module beside this one.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pyarrow as pa
+
+from pipelines.sources.avro import (
+    avro_schema,
+    copy_avro_rows,
+    declared_avro_columns,
+    read_avro,
+    split_avro,
+)
+from pipelines.sources.csv_files import read_csv
+from pipelines.sources.jsonl import read_jsonl, split_jsonl
+from pipelines.sources.listing import (
+    Folder,
+    SourceFile,
+    first_line,
+    is_transient,
+    partition_fields,
+    typed_partitions,
+    with_partitions,
+)
+from pipelines.sources.parquet import (
+    copy_parquet_rows,
+    num_parquet_rows,
+    parquet_schema,
+    read_parquet,
+    split_parquet,
+)
+from pipelines.sources.rejects import Reject, file_reject
+from pipelines.sources.rows import (
+    MAX_COPIED_BYTES,
+    ORIGIN,
+    SPLIT_BYTES,
+    InputSplit,
+    RawRows,
+    SplitsAndRejects,
+    arrow_type,
+)
+from pipelines.sources.text_records import copy_first_lines
+from schemas.config.sources import FormatName, SourceConfig
+from schemas.errors import SchemaError, suggest_name
+from schemas.manifest import InputFile
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Format:
+    """How files of one format are read.
+
+    Attributes:
+        file_names: pattern of the names of its files, in lower case.
+        magic: first bytes of its files; empty for texts.
+        read: yields the rows of a split, given the source and the schema of its files.
+        split: divides a file into splits of about some bytes; None if a file is one split.
+        schema_of: returns the columns of a file; None for texts, whose columns a job declares.
+        declare: returns the types that a job of `init` declares for the columns of a file, None
+            for all columns without declaration, and comments by column.
+        copy_rows: copies the first rows of a file to another one; returns their estimated number,
+            and whether they are all rows.
+        num_rows: returns the number of rows of a file; None if that needs reading all of it.
+        is_columnar: whether some columns can be read without the others.
+    """
+
+    file_names: re.Pattern[str]
+    magic: bytes = b""
+    read: Callable[[Folder, InputSplit, SourceConfig, pa.Schema], Iterator[RawRows]]
+    split: Callable[[Folder, InputSplit, int], SplitsAndRejects] | None = None
+    schema_of: Callable[[Folder, str], pa.Schema] | None = None
+    declare: Callable[[Folder, str], tuple[Mapping[str, str] | None, dict[str, str]]] | None = None
+    copy_rows: Callable[[Folder, str, SourceConfig, Path, int], tuple[int, bool]]
+    num_rows: Callable[[Folder, str], int] | None = None
+    is_columnar: bool = False
+
+    @property
+    def is_text(self) -> bool:
+        """Whether its files are lines of text, which may be compressed."""
+        return self.schema_of is None
+
+
+FORMATS: Mapping[FormatName, Format] = {
+    "parquet": Format(
+        file_names=re.compile(r"\.(parquet|pq)(\.\w+)?$"),
+        magic=b"PAR1",
+        read=read_parquet,
+        split=split_parquet,
+        schema_of=parquet_schema,
+        copy_rows=copy_parquet_rows,
+        num_rows=num_parquet_rows,
+        is_columnar=True,
+    ),
+    "avro": Format(
+        file_names=re.compile(r"\.avro$"),
+        magic=b"Obj\x01",
+        read=read_avro,
+        split=split_avro,
+        schema_of=avro_schema,
+        declare=declared_avro_columns,
+        copy_rows=copy_avro_rows,
+    ),
+    "jsonl": Format(
+        file_names=re.compile(r"\.(jsonl|ndjson|json)(\.gz|\.zst)?$"),
+        read=read_jsonl,
+        split=split_jsonl,
+        copy_rows=copy_first_lines,
+    ),
+    "csv": Format(
+        file_names=re.compile(r"\.(csv|tsv|tab|psv|txt|data)(\.gz|\.zst)?$"),
+        read=read_csv,
+        copy_rows=copy_first_lines,
+    ),
+}
+
+
+def format_of(config: SourceConfig) -> Format:
+    """Return the format of a source.
+
+    Raises:
+        SchemaError: there is no format with its name.
+    """
+    if config.format not in FORMATS:
+        advice = suggest_name(config.format, FORMATS)
+        raise SchemaError(f"unknown format {config.format!r} of {config.files!r}; {advice}")
+    return FORMATS[config.format]
+
+
+def detect_format(path: str, start: bytes) -> FormatName | None:
+    """Return the format of a file by its first bytes, else by its name; None if neither is known.
+
+    Example:
+        >>> detect_format("log.bin", b"PAR1"), detect_format("log.TSV.gz", b"a")
+        ('parquet', 'csv')
+    """
+    for name, each in FORMATS.items():
+        if each.magic and start.startswith(each.magic):
+            return name
+    for name, each in FORMATS.items():
+        if each.file_names.search(path.lower()):
+            return name
+    return None
+
+
+# Splits and rows.
+
+
+def input_splits(
+    folder: Folder, file: InputSplit, config: SourceConfig, split_bytes: int = SPLIT_BYTES
+) -> SplitsAndRejects:
+    """Divide a file into splits that can be read independently.
+
+    Parquet is divided at row groups, JSON lines at line ends, Avro at sync markers. CSV (whose
+    quoted fields may hold line ends) and compressed text files are one split each.
+
+    `file` is the whole file, with its size in the listing.
+    """
+    split = format_of(config).split
+    try:
+        size = folder.size(file.path)
+        if file.num_bytes not in (None, size):
+            reason = f"file changed after it was listed, got {size} bytes for {file.num_bytes}"
+            return [], [file_reject(file.path, reason)]
+        return split(folder, file, split_bytes) if split else ([file], [])
+    except FileNotFoundError:
+        return [], [_missing_file(file)]
+
+
+def _missing_file(file: InputSplit) -> Reject:
+    return file_reject(file.path, "file was removed after it was listed")
+
+
+def read_split(
+    folder: Folder, split: InputSplit, config: SourceConfig, schema: pa.Schema
+) -> Iterator[RawRows]:
+    """Yield the rows of a split in chunks with their origins; bad data becomes rejects.
+
+    `schema` is that of `empty_rows`, the same for all files of the source.
+    """
+    partitions = {n: kind for n, kind in config.partitions.items() if n in schema.names}
+    values = typed_partitions(split.path, partitions)
+    file_schema = pa.schema([field for field in schema if field.name not in values])
+    try:
+        for rows in format_of(config).read(folder, split, config, file_schema):
+            yield with_partitions(rows, values, schema.names)
+    except FileNotFoundError:
+        yield RawRows(None, (_missing_file(split),))
+
+
+# Columns of sources.
+
+
+def empty_rows(folder: Folder, name: str, config: SourceConfig, paths: Sequence[str]) -> pa.Table:
+    """Return an empty table with the columns of a source: its files', its partitions', `ORIGIN`.
+
+    Args:
+        folder: input directory.
+        name: name of the source.
+        config: of the source.
+        paths: its files. Undeclared columns are those of the first readable file, each in the
+            widest type that it has in any file.
+
+    Raises:
+        SchemaError: no file is readable, or a partition column is in the files, too.
+    """
+    schema = _columns_of_files(folder, name, config, paths)
+    for field in partition_fields(config.partitions):
+        if field.name in schema.names:
+            raise SchemaError(
+                f"column {field.name!r} of source {name!r} is in its files and in `partitions`; "
+                "remove it from `partitions` to read the column of the files"
+            )
+        schema = schema.append(field)
+    return schema.append(pa.field(ORIGIN, pa.int64())).empty_table()
+
+
+def _columns_of_files(
+    folder: Folder, name: str, config: SourceConfig, paths: Sequence[str]
+) -> pa.Schema:
+    if config.columns:
+        return pa.schema([_declared_field(name, k, v) for k, v in config.columns.items()])
+    schema_of = format_of(config).schema_of
+    assert schema_of is not None, "sources of texts declare their columns"
+    problem = ""
+    columns: pa.Schema | None = None
+    for path in paths:
+        try:
+            schema = schema_of(folder, path)
+        except (OSError, ValueError, pa.ArrowException) as error:
+            if is_transient(error):
+                raise
+            problem = problem or f"{path}: {first_line(error)}"
+            continue
+        columns = schema if columns is None else _widened(columns, schema)
+    if columns is None:
+        raise SchemaError(f"no file of source {name!r} can be read: {problem}; replace it")
+    return columns
+
+
+def _declared_field(source: str, column: str, type_name: str) -> pa.Field:
+    try:
+        return pa.field(column, arrow_type(type_name))
+    except ValueError as error:
+        raise SchemaError(f"data.sources.{source}.columns.{column}: {error}") from error
+
+
+def _widened(schema: pa.Schema, other: pa.Schema) -> pa.Schema:
+    """Return the schema with types widened to hold the other schema's values, where possible."""
+    for index, field in enumerate(schema):
+        if field.name in other.names and other.field(field.name).type != field.type:
+            pair = [pa.schema([field]), pa.schema([other.field(field.name)])]
+            try:
+                widened = pa.unify_schemas(pair, promote_options="permissive").field(0)
+            except (pa.ArrowInvalid, pa.ArrowTypeError):
+                continue  # rows of one of the files will be rejected
+            schema = schema.set(index, widened)
+    return schema
+
+
+# Copies of the first rows, for `preview` and `init`.
+
+MAX_FILES = 32
+"""Maximum number of files of a source to open."""
+
+
+@dataclass(frozen=True, slots=True)
+class Excerpt:
+    """The copy of the first rows of one source.
+
+    Attributes:
+        files: all of its files.
+        listing: the copies, as a listing of the target folder.
+        is_whole: whether all rows were copied.
+    """
+
+    files: tuple[SourceFile, ...]
+    listing: tuple[InputFile, ...]
+    is_whole: bool
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all files."""
+        return sum(file.num_bytes for file in self.files)
+
+
+def excerpts(
+    folder: Folder,
+    sources: Mapping[str, SourceConfig],
+    files: Mapping[str, Iterable[SourceFile]],
+    rows: Mapping[str, int],
+    target: Path,
+) -> dict[str, Excerpt]:
+    """Copy the first rows of each source.
+
+    Args:
+        folder: input directory.
+        sources: sources and side tables.
+        files: files of each, in order.
+        rows: number of rows of each.
+        target: directory to write to.
+    """
+    copies: dict[str, Excerpt] = {}
+    for name, config in sources.items():
+        remaining, listing, whole = rows[name], list[InputFile](), True
+        source_files = tuple(files[name])
+        for file in source_files[:MAX_FILES]:
+            if remaining <= 0:
+                break
+            copy = target / file.path
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            num_copied, is_whole = _copy(folder, file.path, config, copy, remaining)
+            remaining, whole = remaining - num_copied, whole and is_whole
+            size = copy.stat().st_size
+            listing.append(InputFile(source=name, path=file.path, num_bytes=size, sha256=""))
+        whole = whole and len(listing) == len(source_files)
+        copies[name] = Excerpt(source_files, tuple(listing), whole)
+    return copies
+
+
+def _copy(
+    folder: Folder, path: str, config: SourceConfig, copy: Path, rows: int
+) -> tuple[int, bool]:
+    try:
+        return format_of(config).copy_rows(folder, path, config, copy, rows)
+    except Exception as error:  # fastavro has no exception class of its own
+        if is_transient(error) or isinstance(error, FileNotFoundError):
+            raise
+        return _copy_bytes(folder, path, copy)  # the reader of builds will report the damage
+
+
+def _copy_bytes(folder: Folder, path: str, copy: Path) -> tuple[int, bool]:
+    with folder.open(path) as file:
+        content = file.read(MAX_COPIED_BYTES)
+        whole = not file.read(1)
+    copy.write_bytes(content)
+    return 0, whole
