@@ -24,9 +24,8 @@ from pipelines.clustering.part import PartResult, deserialize_results
 from pipelines.context import BuildContext, BuildRequest
 from pipelines.prepare import build_context, check_map, count_parts, prepare
 from pipelines.progress import counted_rows, is_stopped, report_progress
-from pipelines.quality.gate import GateError
-from pipelines.quality.gate_files import keep_rejects
-from pipelines.quality.statistics_files import segment_statistics
+from pipelines.quality.gate import GateError, keep_rejects
+from pipelines.quality.segment_statistics import segment_statistics
 from pipelines.runners import in_process, runner_module
 from pipelines.samples.event_join import read_counts, write_counts
 from pipelines.sources.rejects import (

@@ -11,29 +11,23 @@ import pyarrow as pa
 
 from pipelines.context import BuildContext, BuildRequest
 from pipelines.runners import in_process, runner_module
-from pipelines.samples.check_sql import (
-    broadcast_sides,
-    check_map_sql,
-    check_repeatable,
-    first_rows,
-    key_types,
-)
-from pipelines.samples.connection import Connection, SqlError
 from pipelines.samples.event_join import join_events
-from pipelines.samples.lookups import key_type
-from pipelines.samples.per_key import PerKey, run_keys
-from pipelines.samples.sampling import check_sampling
+from pipelines.samples.lookups import broadcast_sides, key_type, key_types
+from pipelines.samples.sql import Connection, SqlError
 from pipelines.samples.statements import (
     PER,
     Passthrough,
+    PerKey,
     Steps,
     add_group_hashes,
     dry_run_lookups,
     dry_run_sql,
     job_steps,
+    run_keys,
     unchanged_lists,
 )
-from pipelines.samples.validate import check_columns
+from pipelines.samples.tuples import check_sampling
+from pipelines.samples.validate import check_columns, check_map_sql, check_repeatable, first_rows
 from pipelines.sources.formats import empty_rows, input_splits, read_split
 from pipelines.sources.listing import Folder, folder_of, list_inputs, undeclared_partitions
 from pipelines.sources.rows import ORIGIN, InputSplit

@@ -35,11 +35,9 @@ from pipelines.executor import OutputCollector, SourceRows
 from pipelines.prepare import build_context, prepare
 from pipelines.quality.gate import reject_findings
 from pipelines.runners import IN_PROCESS
-from pipelines.samples.check_sql import broadcast_sides
-from pipelines.samples.lookups import key_column, key_type
-from pipelines.samples.sampling import in_evaluation
+from pipelines.samples.lookups import broadcast_sides, key_column, key_type
 from pipelines.samples.sql import LIST_INDEX
-from pipelines.samples.tuples import Tuples
+from pipelines.samples.tuples import Tuples, in_evaluation
 from pipelines.sources.formats import Excerpt, excerpts
 from pipelines.sources.listing import (
     find_files,

@@ -18,15 +18,19 @@ from pipelines.context import BuildContext
 from pipelines.lookup_stages import Sides, look_up_broadcast, visible_columns
 from pipelines.partition import hash_session_keys, part_of_key
 from pipelines.progress import Counts, count_rows, is_stopped, stop_if_all_rejected
-from pipelines.samples.connection import Connection
 from pipelines.samples.event_join import join_events, write_late
 from pipelines.samples.lookups import key_column, key_hashes, key_type
-from pipelines.samples.per_key import PerKey, in_origin_order, run_keys
-from pipelines.samples.sampling import sample_negatives
-from pipelines.samples.sql import with_list_index
+from pipelines.samples.sql import Connection, with_list_index
 from pipelines.samples.sql_rejects import SqlResult, bad_rows
-from pipelines.samples.statements import PER, hash_groups, map_chunks
-from pipelines.samples.tuples import Tuples, separate, split
+from pipelines.samples.statements import (
+    PER,
+    PerKey,
+    hash_groups,
+    in_origin_order,
+    map_chunks,
+    run_keys,
+)
+from pipelines.samples.tuples import Tuples, sample_negatives, separate, split
 from pipelines.samples.validate import usable_samples
 from pipelines.sources.formats import input_splits, read_split
 from pipelines.sources.rejects import rejects_from_table, rejects_table

@@ -18,7 +18,7 @@ import pipelines.__main__
 import scheduler.__main__
 import trainer.__main__
 from pipelines.beam.runner import run_pipeline
-from pipelines.samples.connection import Connection
+from pipelines.samples.sql import Connection
 from scheduler.drivers.local.job_files import JobPaths, prepare_stores
 from tests.cluster.sockets import sockets_of
 from tests.conftest import REPOSITORY

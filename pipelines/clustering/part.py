@@ -22,8 +22,8 @@ from pipelines.atomic_files import partial_path
 from pipelines.clustering.dedup import Star, to_star
 from pipelines.clustering.order import Clustered, slice_clustered, sort_keys, sort_samples
 from pipelines.clustering.writer import PartWriter, SegmentLayout
-from pipelines.quality.splits import SliceStatistics, sum_by_split
-from pipelines.quality.statistics import count_buckets, table_statistics
+from pipelines.quality.column_statistics import count_buckets, table_statistics
+from pipelines.quality.segment_statistics import SliceStatistics, sum_by_split
 from pipelines.samples.sql import LIST_INDEX
 from pipelines.samples.tuples import Tuples, compact, join
 from schemas.arrays import (

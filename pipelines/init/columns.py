@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from pipelines.init.files import MANY
-from pipelines.samples.connection import quoted_name
+from pipelines.samples.sql import quoted_name
 from schemas.arrays import one_chunk
 
 Shape = Literal["int", "float", "bool", "text", "time", "list"]

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from pipelines.quality.statistics_files import segment_statistics
+from pipelines.quality.segment_statistics import segment_statistics
 from schemas.accesses import TableAccesses, indexed_steps
 from schemas.cache_plan import Plan, cache_too_small, required_rows, summarize
 from schemas.config.train import CacheConfig

@@ -15,8 +15,12 @@ from pipelines.quality.gate import (
     jensen_shannon,
     to_shares,
 )
-from pipelines.quality.splits import DEDUP_FACTOR, LABEL_DELAY_SEC, SAMPLES_PER_SESSION
-from pipelines.quality.statistics_files import segment_statistics
+from pipelines.quality.segment_statistics import (
+    DEDUP_FACTOR,
+    LABEL_DELAY_SEC,
+    SAMPLES_PER_SESSION,
+    segment_statistics,
+)
 from pipelines.report.dedup import group_totals
 from pipelines.report.html import Section, count, digits, paragraph, percent, table, words_table
 from pipelines.samples.event_join import COUNTS, add_counts, read_counts

@@ -16,9 +16,10 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from pipelines.partition import hash_session_keys
-from pipelines.samples.sql import to_stored_types
+from pipelines.samples.sql import tables_in_sql, to_stored_types
 from pipelines.sources.rows import ORIGIN, file_and_row
 from schemas.arrays import is_text, one_chunk
+from schemas.config.job import DataConfig
 from schemas.config.sources import JoinConfig, SideConfig
 from schemas.errors import SchemaError, suggest_name
 from schemas.manifest import InputFile
@@ -259,3 +260,67 @@ def _end_of_valid(
         low = np.where(valid, middle + 1, low)
         high = np.where(unfinished & ~valid, middle, high)
     return low
+
+
+# Checks before a build.
+
+BROADCAST_BYTES = 256 << 20
+"""Maximum file bytes of a side table that is broadcast to every worker."""
+
+
+def broadcast_sides(data: DataConfig, listing: Sequence[InputFile]) -> frozenset[str]:
+    """Return the side tables that are broadcast; the others are joined by key.
+
+    Raises:
+        SchemaError: the job's SQL reads a table that is too large.
+    """
+    sizes = {s: sum(f.num_bytes for f in listing if f.source == s) for s in data.sides}
+    small = frozenset(name for name, size in sizes.items() if size <= BROADCAST_BYTES)
+    for name in sorted(tables_in_sql(data) & set(sizes) - small):
+        raise SchemaError(
+            f"side {name!r} must be at most {BROADCAST_BYTES} bytes to be a table in SQL, got "
+            f"{sizes[name]}; look it up by data.samples.joins"
+        )
+    return small
+
+
+def key_types(
+    data: DataConfig, samples: pa.Schema, sides: Mapping[str, pa.Schema]
+) -> dict[str, pa.DataType]:
+    """Return the type in which each side table's key is compared with the samples' keys.
+
+    Raises:
+        SchemaError: a column is missing, a type does not fit, or the name of a new column is taken.
+    """
+    types: dict[str, pa.DataType] = {}
+    for name, config in data.sides.items():
+        schema = sides[name]
+        check_column(f"data.sides.{name}.key", config.key, schema)
+        if config.time is not None:
+            check_timestamp(f"data.sides.{name}.time", config.time, schema)
+        kinds = {name: schema.field(config.key).type}
+        for index, join in enumerate(data.samples.joins):
+            if join.side == name:
+                key = join.key or config.key
+                check_column(f"data.samples.joins[{index}].key", key, samples)
+                kinds[f"the samples' {key}"] = samples.field(key).type
+        types[name] = common_type(kinds, f"data.sides.{name}.key")
+    names = list(samples.names)
+    for index, join in enumerate(data.samples.joins):
+        config, key = data.sides[join.side], f"data.samples.joins[{index}]"
+        if config.time is None and join.as_of is not None:
+            raise SchemaError(
+                f"{key}.as_of must be for a side table with time, got {join.side!r} without; "
+                f"declare data.sides.{join.side}.time"
+            )
+        if config.time is not None:
+            check_timestamp(f"{key}.as_of", join.as_of or data.session.time, samples)
+        for new, column in looked_up_columns(join, config, sides[join.side].names).items():
+            check_column(f"{key}.columns", column, sides[join.side])
+            if new in names:
+                raise SchemaError(
+                    f"{key}.columns must be new to the samples, got {new!r}; give it another "
+                    f"name: columns: {{{join.side}_{new}: {column}}}"
+                )
+            names.append(new)
+    return types

@@ -1,27 +1,282 @@
-"""Run the job's SQL on raw rows with DuckDB, and set apart the rows on which it raises."""
+"""The job's SQL in DuckDB: syntax, error positions, connections with limits and no I/O, results."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from functools import partial
+import json
+import re
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
+import duckdb
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 
-from pipelines.samples.connection import Connection, SqlError, parse, unparse
-from pipelines.samples.sql_rejects import (
-    ROW_ERRORS,
-    SqlResult,
-    bad_rows,
-    bisect_rows,
-    reject_reason,
-    remove_marked,
-)
 from pipelines.sources.rows import ORIGIN
 from schemas.arrays import one_chunk
+from schemas.config.job import DataConfig
+from schemas.config.limits import SqlLimitsConfig
+from schemas.config.parse import position_in_value
 from schemas.errors import SchemaError
+
+_thread_local = threading.local()  # a connection takes 20 ms to open; one per thread is kept
+
+
+def parse(statement: str) -> Any:
+    """Return the syntax tree of a text: `error`, and `statements`, each with its `node`.
+
+    Source: `json_serialize_sql` of DuckDB, which serializes SELECT statements only.
+    """
+    return json.loads(_call("json_serialize_sql", statement))
+
+
+def unparse(tree: Any) -> str:
+    """Return the statement of a syntax tree."""
+    return _call("json_deserialize_sql", json.dumps(tree))
+
+
+def _call(function: str, text: str) -> str:
+    if not hasattr(_thread_local, "connection"):
+        _thread_local.connection = duckdb.connect()
+    row = _thread_local.connection.execute(f"SELECT {function}(?)", [text]).fetchone()
+    assert row is not None, f"{function} gives one row"
+    return str(row[0])
+
+
+# Errors of statements, with their position in the job file.
+
+_ORIGIN_ERRORS = {
+    f'column "{ORIGIN}" not found|not have a column named "{ORIGIN}"': (
+        f"must pass {ORIGIN}, the origin of each row, to its outermost SELECT, got a subquery or "
+        f"WITH that leaves it out; add {ORIGIN} to the select list there"
+    ),
+    f'Ambiguous reference to column name "{ORIGIN}"': (
+        f"must read {ORIGIN}, the origin of each row, from one table, got two that have it; read "
+        f"the other one as (SELECT * EXCLUDE ({ORIGIN}) FROM ...)"
+    ),
+}
+"""DuckDB's errors about the column that is added to the statement, with their remedies."""
+_CANDIDATES = re.compile(r"^(?:Did you mean|Candidate \w+:) (.+?)\??$", re.MULTILINE)
+_MISSING_FIELD = re.compile(r'^Binder Error: Could not find key "(.*)" in struct$')
+_MAX_CANDIDATES = 3
+
+
+class SqlError(SchemaError):
+    """Say that a statement of the job is wrong.
+
+    Attributes:
+        key: of the job file.
+        position: byte offset of the error in the statement, None if unknown.
+    """
+
+    def __init__(self, message: str, key: str, position: int | None) -> None:
+        """Store key and position."""
+        super().__init__(message)
+        self.key, self.position = key, position
+
+    def in_file(self, job: Path) -> SchemaError:
+        """Return the error with the line and the column in the job file."""
+        place = None
+        if self.position is not None:
+            place = position_in_value(job.read_text(encoding="utf-8"), self.key, self.position)
+        return SchemaError(self.message, file=str(job), place=place)
+
+
+def original_error(
+    key: str, text: str, tables: Mapping[str, pa.Table], error: duckdb.Error
+) -> SqlError:
+    """Return the error of the user's statement for an error of a rewritten one.
+
+    Args:
+        key: of the job file.
+        text: the statement as the user wrote it.
+        tables: tables that it may read; rows are not needed.
+        error: raised by the rewritten statement.
+    """
+    message, position = str(error), None
+    with duckdb.connect() as database:
+        for name, table in tables.items():
+            database.register(name, table.slice(0, 0))
+        for setting in ("enable_external_access = false", "errors_as_json = true"):
+            database.execute(f"SET {setting}")
+        try:
+            database.execute(text)
+        except duckdb.Error as user_error:
+            kind, _, details = str(user_error).partition(": ")
+            try:
+                fields = json.loads(details)
+                message = f"{kind}: {fields['exception_message']}"
+                position = int(fields["position"]) if "position" in fields else None
+            except (ValueError, KeyError):  # some errors are not JSON
+                message = str(user_error)
+    first = message.splitlines()[0]
+    for pattern, remedy in _ORIGIN_ERRORS.items():
+        if re.search(pattern, first):
+            return SqlError(f"{key} {remedy}", key, 0 if position is None else position)
+    missing = _MISSING_FIELD.match(first)  # DuckDB gives no position for it
+    if missing is not None and position is None:
+        uses = [*re.finditer(rf'\.\s*"?({re.escape(missing[1])})\b', text, re.IGNORECASE)]
+        position = len(text[: uses[0].start(1)].encode()) if len(uses) == 1 else None
+    return SqlError(f"{key} cannot run on its sources: {first}; {_hint(message)}", key, position)
+
+
+def _hint(message: str) -> str:
+    """Return DuckDB's candidates for an unknown name."""
+    candidates = _CANDIDATES.search(message)
+    if candidates is None:
+        return "correct it"
+    return f"did you mean {' or '.join(candidates[1].split(', ')[:_MAX_CANDIDATES])}?"
+
+
+# Connections.
+
+_BATCH_ROWS = 1 << 16
+_KEEP_GUARDS = "disabled_optimizers = 'unused_columns'"
+"""This optimizer of DuckDB 2.0 moves a cast of a struct's field into the scan, where it also raises
+on rows that a CASE around it excludes. Without the optimizer 60 unused text columns cost 0.5 us a
+row."""
+
+
+def quoted_name(name: str) -> str:
+    """Return a name of a table or column quoted for SQL.
+
+    Example:
+        >>> quoted_name('a"b')
+        '"a""b"'
+    """
+    return '"' + name.replace('"', '""') + '"'
+
+
+def _without_offsets(table: pa.Table) -> pa.Table:
+    """Return the table with sliced struct columns copied: DuckDB 2.0 refuses nested ones."""
+    for index, column in enumerate(table.columns):
+        if _holds_struct(column.type) and any(chunk.offset for chunk in column.chunks):
+            copied = column.take(pa.array(np.arange(len(column))))
+            table = table.set_column(index, table.schema.field(index), copied)
+    return table
+
+
+def _holds_struct(kind: pa.DataType) -> bool:
+    inner = (kind.field(i).type for i in range(kind.num_fields))
+    return pa.types.is_struct(kind) or any(map(_holds_struct, inner))
+
+
+class LimitError(Exception):
+    """Say that a statement exceeded the job's limit of time or memory."""
+
+
+class BadRowsError(Exception):
+    """Say that a statement raises on rows that cannot be isolated."""
+
+
+class Connection:
+    """An in-memory database of registered tables.
+
+    Statements run in one thread; one that exceeds the limits raises `LimitError`.
+    """
+
+    def __init__(self, limits: SqlLimitsConfig | None = None) -> None:
+        """Open the database; `limits` defaults to those of a job that declares none."""
+        self.limits = limits or SqlLimitsConfig()
+        self._tables: dict[str, pa.Table] = {}
+        self._has_structs = False
+        self._database = self._open()
+
+    def _open(self) -> duckdb.DuckDBPyConnection:
+        database = duckdb.connect()
+        for setting in (
+            "threads = 1",
+            "preserve_insertion_order = true",
+            "arrow_large_buffer_size = true",
+            "temp_directory = ''",
+            "enable_external_access = false",
+            "TimeZone = 'UTC'",
+            "python_enable_replacements = false",
+            f"memory_limit = '{self.limits.memory}B'",
+            *([_KEEP_GUARDS] if self._has_structs else []),
+            "lock_configuration = true",
+        ):
+            database.execute(f"SET {setting}")
+        for name, table in self._tables.items():
+            database.register(name, table)
+        return database
+
+    def register(self, name: str, table: pa.Table) -> None:
+        """Make a table readable by name."""
+        self._tables[name] = table = _without_offsets(table)
+        if not self._has_structs and any(map(_holds_struct, table.schema.types)):
+            self._has_structs = True
+            self._database = self._open()
+        else:
+            self._database.register(name, table)
+
+    def unregister(self, name: str) -> None:
+        """Remove a table."""
+        del self._tables[name]
+        self._database.unregister(name)
+
+    def query(self, statement: str) -> pa.Table:
+        """Return the result of a statement.
+
+        Raises:
+            duckdb.Error: the statement fails.
+            LimitError: it exceeds a limit.
+        """
+        seconds = self.limits.time.total_seconds()
+        watchdog = threading.Timer(seconds, self._database.interrupt)
+        watchdog.daemon = True
+        watchdog.start()
+        try:
+            return self._read(statement)
+        except duckdb.InterruptException as error:
+            raise LimitError(f"must end within {seconds:g} s") from error
+        except (duckdb.OutOfMemoryException, MemoryError) as error:
+            size = f"{self.limits.memory / (1 << 20):g} MiB"
+            raise LimitError(f"must fit into {size} of memory") from error
+        finally:
+            watchdog.cancel()
+
+    def _read(self, statement: str) -> pa.Table:
+        reader = self._database.sql(statement).to_arrow_reader(_BATCH_ROWS)
+        batches, num_bytes = list[pa.RecordBatch](), 0
+        try:
+            for batch in reader:
+                batches.append(batch)
+                num_bytes += batch.nbytes
+                if num_bytes > self.limits.memory:
+                    raise MemoryError
+        except OSError as error:  # Arrow's reader keeps only the text of an error of DuckDB
+            raise _duckdb_error(str(error)) from error
+        finally:
+            reader.close()
+        return pa.Table.from_batches(batches, reader.schema)
+
+
+def _duckdb_error(text: str) -> duckdb.Error:
+    if text.startswith("INTERRUPT"):
+        return duckdb.InterruptException(text)
+    if text.startswith("Out of Memory"):
+        return duckdb.OutOfMemoryException(text)
+    return duckdb.Error(text)
+
+
+@contextmanager
+def name_errors(key: str) -> Iterator[None]:
+    """Raise `LimitError` and `BadRowsError` of the body as SchemaError that names a job key."""
+    try:
+        yield
+    except BadRowsError as error:
+        raise SchemaError(f"{key} {error}") from error
+    except LimitError as error:
+        raise SchemaError(
+            f"{key} {error} for one chunk of rows; look for a join without a condition, or raise "
+            "data.samples.limits"
+        ) from error
+
+
+# Statements of the job, and their results.
 
 LIST_INDEX = "_list_index"
 """Column added to every sample: its index among the samples of one raw row."""
@@ -100,59 +355,6 @@ def run(connection: Connection, statement: str, tables: Mapping[str, pa.Table]) 
             connection.unregister(name)
 
 
-def map_rows(connection: Connection, statement: str, source: str, rows: pa.Table) -> SqlResult:
-    """Run row-local SQL over raw rows; rows that raise become bad rows.
-
-    The statement is from `select_origin` and reads the rows as `source`.
-
-    Raises:
-        BadRowsError: the rows that raise cannot be bisect_rows.
-    """
-
-    def attempt(text: str, part: pa.Table) -> pa.Table:
-        return run(connection, text, {source: part})
-
-    try:
-        return SqlResult(attempt(statement, rows))
-    except ROW_ERRORS:
-        unmarked, bad = remove_marked(statement, attempt, partial(attempt, statement), rows)
-    rest = bisect_rows(statement, attempt, unmarked)
-    return SqlResult(rest.samples, pa.concat_tables([bad, rest.bad_rows]))
-
-
-def run_key(
-    connection: Connection,
-    statement: str,
-    source: str,
-    tables: Mapping[str, pa.Table],
-) -> SqlResult:
-    """Run SQL over all rows of one key; rows of `source` that raise become bad rows.
-
-    A row is bad if the statement raises on it alone; the statement is then run again over the
-    others. If no row raises alone, all are bad.
-
-    `tables` has all rows of the key by source; samples are made from the rows of `source`.
-    """
-
-    def attempt(text: str, part: pa.Table) -> pa.Table:
-        return run(connection, text, {**tables, source: part})
-
-    try:
-        return SqlResult(attempt(statement, tables[source]))
-    except ROW_ERRORS:
-        run_alone = partial(attempt, statement)
-        rows, bad = remove_marked(statement, attempt, run_alone, tables[source])
-    while rows.num_rows:
-        try:
-            return SqlResult(attempt(statement, rows), bad)
-        except ROW_ERRORS as error:
-            more = bisect_rows(statement, attempt, rows).bad_rows
-            more = more if more.num_rows else bad_rows(rows, reject_reason(error))
-        bad = pa.concat_tables([bad, more])
-        rows = rows.filter(pc.invert(pc.is_in(rows[ORIGIN], value_set=more["origin"])))
-    return SqlResult(None, bad)
-
-
 def to_stored_types(table: pa.Table) -> pa.Table:
     """Return the table with the types of format 1: `large_list`, `timestamp[us]`, plain strings.
 
@@ -203,3 +405,9 @@ def with_list_index(samples: pa.Table) -> pa.Table:
     index = np.empty(len(origins), np.int32)
     index[order] = ranks
     return samples.append_column(LIST_INDEX, pa.array(index))
+
+
+def tables_in_sql(data: DataConfig) -> frozenset[str]:
+    """Return the names of the tables in the job's SQL."""
+    texts = [data.samples.map, data.samples.per.sql if data.samples.per else None]
+    return frozenset(name for text in texts if text for name in table_names(text))

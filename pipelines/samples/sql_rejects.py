@@ -1,4 +1,4 @@
-"""Find the rows on which an SQL statement raises, in a few passes, each with DuckDB's reason.
+"""Run the job's SQL, and find the rows on which it raises, each with DuckDB's reason.
 
 Rows that `tolerant_sql.py` marks are removed first. If the others still raise, they are bisected,
 with at most `MAX_ATTEMPTS` runs. A good row is never rejected together with bad ones: if the bad
@@ -8,9 +8,9 @@ rows cannot be isolated, the build fails with an error that names the expression
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import duckdb
 import numpy as np
@@ -18,7 +18,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from pipelines.samples.connection import BadRowsError
+from pipelines.samples.sql import BadRowsError, Connection, run
 from pipelines.samples.tolerant_sql import (
     Level,
     expression_text,
@@ -313,3 +313,59 @@ def _with_own_values(reason: str, texts: pa.Array, row: int) -> pa.Array | None:
 
 def _agrees(reasons: pa.Array, exact: dict[int, str]) -> bool:
     return reasons.take(pa.array(list(exact))).to_pylist() == list(exact.values())
+
+
+# Statements over raw rows.
+
+
+def map_rows(connection: Connection, statement: str, source: str, rows: pa.Table) -> SqlResult:
+    """Run row-local SQL over raw rows; rows that raise become bad rows.
+
+    The statement is from `select_origin` and reads the rows as `source`.
+
+    Raises:
+        BadRowsError: the rows that raise cannot be bisect_rows.
+    """
+
+    def attempt(text: str, part: pa.Table) -> pa.Table:
+        return run(connection, text, {source: part})
+
+    try:
+        return SqlResult(attempt(statement, rows))
+    except ROW_ERRORS:
+        unmarked, bad = remove_marked(statement, attempt, partial(attempt, statement), rows)
+    rest = bisect_rows(statement, attempt, unmarked)
+    return SqlResult(rest.samples, pa.concat_tables([bad, rest.bad_rows]))
+
+
+def run_key(
+    connection: Connection,
+    statement: str,
+    source: str,
+    tables: Mapping[str, pa.Table],
+) -> SqlResult:
+    """Run SQL over all rows of one key; rows of `source` that raise become bad rows.
+
+    A row is bad if the statement raises on it alone; the statement is then run again over the
+    others. If no row raises alone, all are bad.
+
+    `tables` has all rows of the key by source; samples are made from the rows of `source`.
+    """
+
+    def attempt(text: str, part: pa.Table) -> pa.Table:
+        return run(connection, text, {**tables, source: part})
+
+    try:
+        return SqlResult(attempt(statement, tables[source]))
+    except ROW_ERRORS:
+        run_alone = partial(attempt, statement)
+        rows, bad = remove_marked(statement, attempt, run_alone, tables[source])
+    while rows.num_rows:
+        try:
+            return SqlResult(attempt(statement, rows), bad)
+        except ROW_ERRORS as error:
+            more = bisect_rows(statement, attempt, rows).bad_rows
+            more = more if more.num_rows else bad_rows(rows, reject_reason(error))
+        bad = pa.concat_tables([bad, more])
+        rows = rows.filter(pc.invert(pc.is_in(rows[ORIGIN], value_set=more["origin"])))
+    return SqlResult(None, bad)

@@ -18,7 +18,7 @@ from typing import Any
 
 import duckdb
 
-from pipelines.samples.connection import parse, unparse
+from pipelines.samples.sql import parse, unparse
 from pipelines.sources.rows import ORIGIN
 
 Node = dict[str, Any]

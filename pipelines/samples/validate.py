@@ -1,20 +1,21 @@
-"""Check the columns of samples before a build, and the values of samples during it."""
+"""Checks of samples: their SQL and columns before a build, their values during it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import partial
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from pipelines.samples.sql import LIST_INDEX
-from pipelines.samples.sql_rejects import BAD_ROWS_SCHEMA, bad_rows
+from pipelines.samples.sql import LIST_INDEX, Connection, parse, with_list_index
+from pipelines.samples.sql_rejects import BAD_ROWS_SCHEMA, bad_rows, map_rows
 from pipelines.samples.tuples import HASH_PREFIX, Tuples
-from pipelines.sources.rows import ORIGIN
-from schemas.arrays import is_list, one_chunk
+from pipelines.sources.rows import ORIGIN, POSITION_BITS
+from schemas.arrays import comparable_tuple, hash_keys, is_list, one_chunk
 from schemas.config.job import DataConfig
 from schemas.errors import SchemaError, suggest_name, suggest_name_or
 from schemas.features import ROLES, Feature, FeatureSet
@@ -310,3 +311,157 @@ def _rows_of_values(column: pa.Array, chosen: NDArray[np.bool_]) -> NDArray[np.b
 
 def _mask(column: pa.Array) -> NDArray[np.bool_]:
     return pc.fill_null(column, False).to_numpy(zero_copy_only=False)
+
+
+# SQL: the same samples in each build, and for each batching of rows.
+
+NUM_BATCHES = (1, 2, 7)
+"""Numbers of batches that are compared; the last one makes batches of different sizes."""
+
+MAX_ROWS = 1 << 16
+"""Maximum raw rows that are compared."""
+
+
+def check_map_sql(
+    statement: str,
+    source: str,
+    chunks: Iterable[pa.Table],
+    connection: Connection | None = None,
+) -> int:
+    """Compare the samples that row-local SQL yields for the same rows in 1, 2 and 7 batches.
+
+    Args:
+        statement: from `select_origin`.
+        source: name of the table in it.
+        chunks: raw rows with origins.
+        connection: to a database with the side tables, for a statement that reads them.
+
+    Returns:
+        The number of raw rows compared.
+
+    Raises:
+        SchemaError: samples differ; names the first raw row whose samples do.
+    """
+    tables = first_rows(chunks)
+    if not tables:
+        raise SchemaError("no rows to check the SQL with; see the rejects of a build")
+    rows = pa.concat_tables(tables)
+    connection = connection or Connection()
+    expected = _samples_in_batches(connection, statement, source, rows, NUM_BATCHES[0])
+    for num_batches in NUM_BATCHES[1:]:
+        samples = _samples_in_batches(connection, statement, source, rows, num_batches)
+        if expected.num_rows != samples.num_rows:
+            raise _not_row_local(
+                f"{expected.num_rows} samples in one batch and {samples.num_rows} in {num_batches}"
+            )
+        names = expected.column_names
+        left, right = (hash_keys(comparable_tuple(t, names)) for t in (expected, samples))
+        different = (left != right).nonzero()[0]
+        if len(different):
+            row = expected[ORIGIN][int(different[0])].as_py() & ((1 << POSITION_BITS) - 1)
+            raise _not_row_local(f"other samples for raw row {row} in {num_batches} batches")
+    return rows.num_rows
+
+
+def first_rows(chunks: Iterable[pa.Table]) -> list[pa.Table]:
+    """Return the first `MAX_ROWS` rows."""
+    tables: list[pa.Table] = []
+    num_rows = 0
+    for chunk in chunks:
+        tables.append(chunk.slice(0, MAX_ROWS - num_rows))
+        num_rows += tables[-1].num_rows
+        if num_rows >= MAX_ROWS:
+            break
+    return tables
+
+
+def _samples_in_batches(
+    connection: Connection, statement: str, source: str, rows: pa.Table, num_batches: int
+) -> pa.Table:
+    size = -(-rows.num_rows // num_batches)
+    results = (
+        map_rows(connection, statement, source, rows.slice(start, size)).samples
+        for start in range(0, rows.num_rows, size)
+    )
+    samples = pa.concat_tables([with_list_index(r) for r in results if r is not None])
+    return samples.sort_by([(ORIGIN, "ascending"), (LIST_INDEX, "ascending")])
+
+
+def _not_row_local(difference: str) -> SchemaError:
+    return SchemaError(
+        f"data.samples.map must be row-local, got {difference}; remove window functions, "
+        "aggregates and random values, or use samples.per"
+    )
+
+
+# Repeatability.
+
+VOLATILE = frozenset({
+    "random", "uuid", "uuidv4", "uuidv7", "gen_random_uuid", "nextval", "currval", "now", "today",
+    "get_current_time", "get_current_timestamp", "current_date", "current_time",
+    "current_timestamp", "localtime", "localtimestamp", "transaction_timestamp",
+})  # fmt: skip
+"""Functions of DuckDB whose values differ between runs."""
+WITHOUT_PARENTHESES = frozenset({
+    "current_date", "current_time", "current_timestamp", "localtime", "localtimestamp",
+})  # fmt: skip
+"""Those of them that are called without parentheses."""
+
+
+def check_repeatable(data: DataConfig, sources: Mapping[str, pa.Table]) -> None:
+    """Check that the job's statements yield the same samples in each build.
+
+    Raises:
+        SchemaError: a statement calls a volatile function, or `samples.map` selects some of the
+            rows of a chunk.
+    """
+    columns = {name for table in sources.values() for name in table.column_names}
+    per, text = data.samples.per, data.samples.map
+    if per is not None:
+        _check_functions(per.sql, "data.samples.per.sql", columns)
+    if text is not None:
+        _check_functions(text, "data.samples.map", columns)
+        _check_modifiers(text, "data.samples.map")
+    for group, transforms in data.transforms.items():
+        for name, transform in transforms.items():
+            if isinstance(transform, str):
+                key = f"transforms.{group}.{name}"
+                _check_functions(f"SELECT ({transform}) FROM tuples", key, columns)
+
+
+def _check_functions(statement: str, key: str, columns: Collection[str]) -> None:
+    stack: list[Any] = [parse(statement)]
+    while stack:
+        node = stack.pop()
+        if isinstance(node, dict):
+            name = _function_name(node)
+            if name in VOLATILE and name not in columns:
+                raise SchemaError(
+                    f"{key} must yield the same in each build, got {name}; "
+                    "hash columns instead of drawing, and write times as constants"
+                )
+            stack.extend(node.values())
+        elif isinstance(node, list):
+            stack.extend(node)
+
+
+def _function_name(node: Mapping[str, Any]) -> str:
+    """Return the function that a node calls, empty if none; some calls look like columns."""
+    if node.get("class") == "FUNCTION":
+        return str(node["function_name"]).lower()
+    path = node.get("column_names") if node.get("class") == "COLUMN_REF" else None
+    name = str(path[0]).lower() if path and len(path) == 1 else ""
+    return name if name in WITHOUT_PARENTHESES else ""
+
+
+def _check_modifiers(statement: str, key: str) -> None:
+    """Raise SchemaError for LIMIT, DISTINCT and SAMPLE, whose results depend on batching."""
+    for node in (s["node"] for s in parse(statement).get("statements", ())):
+        modifiers = {m["type"].split("_")[0] for m in node.get("modifiers", ())}
+        sampled = node.get("sample") or (node.get("from_table") or {}).get("sample")
+        refused = sorted(modifiers & {"LIMIT", "DISTINCT"}) + (["SAMPLE"] if sampled else [])
+        if refused:
+            raise SchemaError(
+                f"{key} must treat each row alone, got {refused[0]}; "
+                "choose rows by WHERE, or all rows of a key in data.samples.per"
+            )

@@ -20,8 +20,7 @@ from pipelines.clustering.encodings import DICTIONARY, Encodings, open_writer
 from pipelines.clustering.part import LOOKUPS, PartResult
 from pipelines.clustering.writer import merge_blocks
 from pipelines.quality.gate import anomalies_text
-from pipelines.quality.splits import segment_slices
-from pipelines.quality.statistics_files import statistics_text, write_statistics
+from pipelines.quality.segment_statistics import segment_slices, statistics_text, write_statistics
 from pipelines.shuffle import SHUFFLE
 from pipelines.sources.rejects import RejectCounts, number_reject_files
 from schemas.config.job import DataConfig

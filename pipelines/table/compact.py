@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from pipelines.clustering.part import deserialize_results
 from pipelines.clustering.reader import read_sample_column, row_groups
 from pipelines.clustering.writer import choose_segment_layout
-from pipelines.quality.gate_files import parse_schema, pass_gate
+from pipelines.quality.gate import parse_schema, pass_gate
 from pipelines.runners import runner_module
 from pipelines.samples.event_join import write_late
 from pipelines.samples.sql import LIST_INDEX

@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from pipelines.context import BuildRequest
-from pipelines.quality.gate import check_limits
-from pipelines.quality.gate_files import parse_schema, pass_gate
+from pipelines.quality.gate import check_limits, parse_schema, pass_gate
 from pipelines.table.days import (
     check_label,
     check_replaceable,

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from pipelines.clustering.reader import column_names
-from pipelines.samples.connection import quoted_name
+from pipelines.samples.sql import quoted_name
 from schemas.dataset import Dataset, Segment, missing_column_defaults, open_dataset, type_name
 from schemas.deleted_samples import tombstones_path
 from schemas.files import replace_bytes

@@ -18,8 +18,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from pipelines.samples.connection import Connection, name_errors, parse
-from pipelines.samples.sql import run
+from pipelines.samples.sql import Connection, name_errors, parse, run
 from pipelines.samples.validate import check_type
 from schemas.arrays import combine_hashes, hash_values, is_list, one_chunk
 from schemas.config.job import SAMPLES, DataConfig

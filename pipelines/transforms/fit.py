@@ -29,10 +29,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from pipelines.quality.statistics import exact_sum, exact_sum_of_squares
-from pipelines.samples.sampling import in_evaluation
+from pipelines.quality.column_statistics import exact_sum, exact_sum_of_squares
 from pipelines.samples.sql import LIST_INDEX
-from pipelines.samples.tuples import Tuples
+from pipelines.samples.tuples import Tuples, in_evaluation
 from pipelines.sources.rows import ORIGIN
 from pipelines.transforms.apply import FitInput, apply_transforms, fit_inputs
 from schemas.arrays import is_list, numpy_of, one_chunk

@@ -30,7 +30,7 @@ from pipelines.autogroup.search import GroupChoice
 from pipelines.build import build
 from pipelines.clustering.reader import expand
 from pipelines.prepare import build_context, prepare
-from pipelines.samples import check_sql as check_joins
+from pipelines.samples import lookups
 from pipelines.sources.rows import ORIGIN, InputSplit
 from pipelines.table.verify import verify
 from pipelines.transforms.apply import columns_of
@@ -429,7 +429,7 @@ def test_groups_are_chosen_from_the_samples_that_a_build_makes(
 ) -> None:
     """Where all of the input is read, the sample is the training range of the build."""
     write, broadcast = SAMPLED_JOBS[name]
-    monkeypatch.setattr(check_joins, "BROADCAST_BYTES", broadcast)
+    monkeypatch.setattr(lookups, "BROADCAST_BYTES", broadcast)
     monkeypatch.setattr("pipelines.prepare.PART_INPUT_BYTES", 4_000)  # several parts
     path = write(tmp_path)
     job = load_job(path)
@@ -463,7 +463,7 @@ def test_auto_groups_of_a_job_with_several_steps_build(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write, broadcast = SAMPLED_JOBS[name]
-    monkeypatch.setattr(check_joins, "BROADCAST_BYTES", broadcast)
+    monkeypatch.setattr(lookups, "BROADCAST_BYTES", broadcast)
     path = write(tmp_path)
     asked = request(
         with_auto(path, tmp_path / "rewritten"), tmp_path / "input", tmp_path / "dataset"

@@ -8,10 +8,9 @@ import pyarrow as pa
 import pytest
 
 from pipelines.samples import sql_rejects as bad_rows
-from pipelines.samples.connection import BadRowsError, Connection
-from pipelines.samples.per_key import PerKey, run_keys
-from pipelines.samples.sql import map_rows, run, select_origin, with_list_index
-from pipelines.samples.sql_rejects import SqlResult, reject_reason, remove_marked
+from pipelines.samples.sql import BadRowsError, Connection, run, select_origin, with_list_index
+from pipelines.samples.sql_rejects import SqlResult, map_rows, reject_reason, remove_marked
+from pipelines.samples.statements import PerKey, run_keys
 from pipelines.sources.rows import ORIGIN
 from schemas.arrays import comparable_tuple, hash_keys
 

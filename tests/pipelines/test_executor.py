@@ -15,7 +15,7 @@ import pytest
 
 from pipelines.build import build
 from pipelines.cli import main
-from pipelines.samples import check_sql as check_joins
+from pipelines.samples import lookups
 from tests import real_logs
 from tests.pipelines import logs, test_joins, test_streams, transform_jobs
 from tests.pipelines.logs import beam_request, bytes_of
@@ -105,7 +105,7 @@ def test_a_build_in_process_has_the_bytes_of_the_local_runner(
     job = write(tmp_path)
     size = sum(file.stat().st_size for file in (tmp_path / "input").iterdir())
     monkeypatch.setattr("pipelines.prepare.PART_INPUT_BYTES", size // 3)  # three parts
-    monkeypatch.setattr(check_joins, "BROADCAST_BYTES", broadcast)
+    monkeypatch.setattr(lookups, "BROADCAST_BYTES", broadcast)
     by_beam = beam_request(job, tmp_path / "input", tmp_path / "beam")
     in_process = replace(by_beam, dataset=tmp_path / "here", beam_args=["--runner=InProcess"])
     assert without_times(build(in_process)) == without_times(build(by_beam))

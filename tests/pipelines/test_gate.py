@@ -15,8 +15,7 @@ from tensorflow_metadata.proto.v0 import anomalies_pb2
 
 from pipelines.build import build
 from pipelines.cli import REFUSED, main
-from pipelines.quality.gate import infinity_norm, jensen_shannon
-from pipelines.quality.statistics import (
+from pipelines.quality.column_statistics import (
     SAMPLED_VALUES,
     Sketch,
     bucket_range,
@@ -24,7 +23,8 @@ from pipelines.quality.statistics import (
     make_sketch,
     sum_sketches,
 )
-from pipelines.quality.statistics_files import RANKED_VALUES, segment_statistics
+from pipelines.quality.gate import infinity_norm, jensen_shannon
+from pipelines.quality.segment_statistics import RANKED_VALUES, segment_statistics
 from pipelines.table.verify import verify
 from schemas.dataset import open_dataset
 from schemas.errors import SchemaError

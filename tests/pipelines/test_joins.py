@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from pipelines.build import build
 from pipelines.clustering.reader import expand
-from pipelines.samples import check_sql as check_joins
+from pipelines.samples import lookups
 from pipelines.samples.lookups import look_up, side_table, sort_side_rows
 from pipelines.sources.rows import ORIGIN
 from schemas.config.sources import JoinConfig, SideConfig
@@ -155,7 +155,7 @@ def test_side_tables_give_the_same_bytes_at_hand_and_by_key(
     job = write_job(tmp_path / "job")
     found = {}
     for name, limit in LIMITS.items():
-        monkeypatch.setattr(check_joins, "BROADCAST_BYTES", limit)
+        monkeypatch.setattr(lookups, "BROADCAST_BYTES", limit)
         build(request(job, root, tmp_path / name))
         found[name] = bytes_of(tmp_path / name)
     assert samples_of(tmp_path / "all at hand", tmp_path / "x.parquet") == expected(root)
@@ -184,7 +184,7 @@ def test_side_tables_are_tables_in_sql_when_they_are_small(
     made = request(sql_job(tmp_path / "job", IN_SQL), root, tmp_path / "sql")
     build(replace(made, check_sql=True))
     assert samples_of(tmp_path / "sql", tmp_path / "x.parquet") == expected(root)
-    monkeypatch.setattr(check_joins, "BROADCAST_BYTES", 1000)
+    monkeypatch.setattr(lookups, "BROADCAST_BYTES", 1000)
     message = "side 'users' must be at most 1000 bytes to be a table in SQL, got "
     with pytest.raises(SchemaError, match=re.escape(message)):
         build(replace(made, dataset=tmp_path / "large"))
@@ -217,7 +217,7 @@ def test_map_over_per_looks_up_too(root: Path, tmp_path: Path) -> None:
 def test_key_twice_without_time_is_refused_with_both_places(
     limit: int, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(check_joins, "BROADCAST_BYTES", limit)
+    monkeypatch.setattr(lookups, "BROADCAST_BYTES", limit)
     with (root / "items.jsonl").open("a") as file:
         file.write('\n{"item": 8}\n{"item": 4}\n')
     message = (
@@ -234,7 +234,7 @@ def test_key_twice_without_time_is_refused_with_both_places(
 def test_side_row_without_key_or_time_is_a_reject_and_the_others_are_found(
     limit: int, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(check_joins, "BROADCAST_BYTES", limit)
+    monkeypatch.setattr(lookups, "BROADCAST_BYTES", limit)
     with (root / "items.jsonl").open("a") as file:
         file.write('\n{"price": 8}\nnot json\n')
     users = {"user": pa.array([1, None], pa.int32()), "name": ["a", "b"]}
@@ -259,7 +259,7 @@ def test_side_row_without_key_or_time_is_a_reject_and_the_others_are_found(
 def test_side_table_without_a_usable_row_gives_nulls(
     limit: int, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(check_joins, "BROADCAST_BYTES", limit)
+    monkeypatch.setattr(lookups, "BROADCAST_BYTES", limit)
     (root / "items.jsonl").write_text("[]\n")
     build(request(write_job(tmp_path / "job"), root, tmp_path / "dataset"))
     found = samples_of(tmp_path / "dataset", tmp_path / "x.parquet")

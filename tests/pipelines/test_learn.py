@@ -11,8 +11,8 @@ import pyarrow as pa
 import pytest
 
 from pipelines.beam.transforms import MergePartials
-from pipelines.samples.connection import Connection
-from pipelines.samples.sql import map_rows, with_list_index
+from pipelines.samples.sql import Connection, with_list_index
+from pipelines.samples.sql_rejects import map_rows
 from pipelines.samples.tuples import Tuples, separate, with_hashes
 from pipelines.transforms import fit
 from pipelines.transforms.apply import fit_inputs, transforms_of_column

@@ -11,8 +11,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from pipelines.samples.connection import Connection
-from pipelines.samples.sql import map_rows, run, select_origin
+from pipelines.samples.sql import Connection, run, select_origin
+from pipelines.samples.sql_rejects import map_rows
 from pipelines.samples.tuples import separate, with_hashes
 from pipelines.samples.validate import check_columns, usable_samples
 from pipelines.sources.csv_files import read_csv

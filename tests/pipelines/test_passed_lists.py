@@ -4,8 +4,8 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from pipelines.samples.connection import Connection
-from pipelines.samples.sql import map_rows, select_origin
+from pipelines.samples.sql import Connection, select_origin
+from pipelines.samples.sql_rejects import map_rows
 from pipelines.samples.statements import Passthrough, map_samples, unchanged_lists
 from pipelines.samples.tuples import with_hashes
 from pipelines.sources.rows import ORIGIN

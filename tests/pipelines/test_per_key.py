@@ -4,9 +4,9 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from pipelines.samples.connection import Connection
-from pipelines.samples.per_key import PerKey, run_keys
-from pipelines.samples.sql import run_key, select_origin
+from pipelines.samples.sql import Connection, select_origin
+from pipelines.samples.sql_rejects import run_key
+from pipelines.samples.statements import PerKey, run_keys
 from pipelines.sources.rows import ORIGIN
 
 PLAYS = pa.table(

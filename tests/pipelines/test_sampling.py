@@ -13,10 +13,17 @@ import pytest
 from pipelines.build import build
 from pipelines.clustering.reader import expand
 from pipelines.report.page import write_report
-from pipelines.samples.connection import Connection
-from pipelines.samples.sampling import Unit, draws, hash_samples, sample_negatives
-from pipelines.samples.sql import map_rows, with_list_index
-from pipelines.samples.tuples import Tuples, separate, with_hashes
+from pipelines.samples.sql import Connection, with_list_index
+from pipelines.samples.sql_rejects import map_rows
+from pipelines.samples.tuples import (
+    Tuples,
+    Unit,
+    draws,
+    hash_samples,
+    sample_negatives,
+    separate,
+    with_hashes,
+)
 from schemas.config.job import DataConfig, load_job
 from schemas.dataset import open_dataset
 from schemas.errors import SchemaError

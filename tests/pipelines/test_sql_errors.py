@@ -8,8 +8,7 @@ import pyarrow as pa
 import pytest
 
 from pipelines.build import build
-from pipelines.samples.connection import Connection, original_error
-from pipelines.samples.sql import run, select_origin
+from pipelines.samples.sql import Connection, original_error, run, select_origin
 from pipelines.sources.rows import ORIGIN
 from schemas.config.parse import position_in_value
 from schemas.errors import SchemaError

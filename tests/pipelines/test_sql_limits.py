@@ -8,7 +8,7 @@ import duckdb
 import pytest
 
 from pipelines.build import build
-from pipelines.samples.connection import Connection, LimitError, name_errors
+from pipelines.samples.sql import Connection, LimitError, name_errors
 from schemas.config.limits import SqlLimitsConfig
 from schemas.errors import SchemaError
 from tests.pipelines.logs import request, write_job, write_log

@@ -15,22 +15,22 @@ from hypothesis import strategies as st
 from tensorflow_metadata.proto.v0 import statistics_pb2
 
 from pipelines.clustering.encodings import choose_encodings, open_writer
-from pipelines.quality.statistics import (
+from pipelines.quality.column_statistics import (
     column_statistics,
     exact_sum,
     exact_sum_of_squares,
     sum_columns,
     table_statistics,
 )
-from pipelines.quality.statistics_files import (
+from pipelines.quality.segment_statistics import (
     Slice,
     read_statistics,
     statistics_path,
     statistics_text,
     write_statistics,
 )
-from pipelines.samples.connection import Connection
-from pipelines.samples.sql import map_rows, run, select_origin, with_list_index
+from pipelines.samples.sql import Connection, run, select_origin, with_list_index
+from pipelines.samples.sql_rejects import map_rows
 from pipelines.sources.rows import ORIGIN
 from schemas.errors import SchemaError
 from schemas.layout import PLAIN_STATISTICS, STATISTICS

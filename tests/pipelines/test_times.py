@@ -7,8 +7,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from pipelines.samples.connection import Connection
-from pipelines.samples.sql import run
+from pipelines.samples.sql import Connection, run
 from pipelines.sources.formats import empty_rows, input_splits, read_split
 from pipelines.sources.listing import folder_of
 from pipelines.sources.rejects import rejects_from_table

@@ -3,8 +3,7 @@
 import numpy as np
 import pyarrow as pa
 
-from pipelines.samples.connection import Connection
-from pipelines.samples.sql import run
+from pipelines.samples.sql import Connection, run
 from pipelines.samples.tuples import hash_column, join, separate, with_hashes
 
 GROUPS = {"history": ("history",)}
