@@ -36,11 +36,16 @@ from trainer.checkpoint.load import made_of, save_checkpoint
 from trainer.checkpoint.manager import CHECKPOINT_LOG, Saver, saver_of
 from trainer.checkpoint.manifest import read_checkpoint_manifest
 from trainer.checkpoint.snapshot import copy_bytes
-from trainer.components import build_parts, layouts_of, order_of, plans_of
+from trainer.components import (
+    build_components,
+    layouts_of,
+    order_of,
+    plans_of,
+    uses_shared_features,
+)
 from trainer.data.decode import spec_of
 from trainer.data.reader import Reader, prefetch
 from trainer.embedding.cache import DirectSource, PlannedCache, RowSource
-from trainer.models.build import uses_shared_features
 from trainer.setup import TrainOptions, open_stores
 from trainer.step import PhaseTimer
 from trainer.train import step_of
@@ -82,7 +87,7 @@ def measured(
         stores = opened.enter_context(
             open_stores(run, layouts, config.stores, job=job_path, kind=kind, num_processes=None)
         )
-        parts = build_parts(spec, config, stores)
+        components = build_components(spec, config, stores)
         source: RowSource = DirectSource(stores)
         if embedding == "cached":
             source = PlannedCache(
@@ -93,12 +98,12 @@ def measured(
                 prefetch_steps=config.cache.prefetch_steps,
                 saves_at=lambda step: step % every == 0,
             )
-        parts.embedding.set_source(source)
+        components.embedding.set_source(source)
         planned = config.cache if embedding == "cached" else None
         saver = saver_of(
             run,
             config.checkpoint,
-            parts,
+            components,
             source,
             lambda: made_of(job, dataset),
             first_step=0,
@@ -110,11 +115,12 @@ def measured(
         def save_at_once(step: int) -> float:
             start = time.perf_counter()
             source.flush()
-            save_checkpoint(scratch / "peer", step, parts.model, parts.optimizer, stores, keep=1)
+            save_checkpoint(scratch / "peer", step, components, keep=1)
             return time.perf_counter() - start
 
         try:
-            read, compute = opened.enter_context(step_of(TrainOptions(), config, reader, parts))
+            step = step_of(TrainOptions(), config, reader, components)
+            read, compute = opened.enter_context(step)
             batches = prefetch(read, range(last), 2)
             start = time.perf_counter()
             for step in range(last):

@@ -33,11 +33,11 @@ from schemas.cache_plan import Plan, PlanStep, required_rows, summarize
 from schemas.config.train import CacheConfig
 from schemas.dataset import Dataset, open_dataset
 from schemas.order import Order
-from trainer.components import build_parts, memory_stores, order_of, plans_of
+from trainer.components import build_components, memory_stores, order_of, plans_of
 from trainer.data.decode import spec_of
 from trainer.data.reader import Reader, prefetch
 from trainer.embedding.cache import PlannedCache, RowsOfTables, TablePlan
-from trainer.step import PhaseTimer, train_step
+from trainer.step import PhaseTimer, train_batch
 from trainer.stores.api import GatheredRows
 
 CACHE_SHARE = 0.05
@@ -114,23 +114,23 @@ def train_planned(dataset: Dataset, cache: CacheConfig, most_steps: int) -> dict
     """
     config, order = dataset.job.train, order_of(dataset.job, dataset)
     spec = spec_of(dataset, config.dtype)
-    parts = build_parts(spec, config, memory_stores(spec, config))
+    components = build_components(spec, config, memory_stores(spec, config))
     planning, waits = Spans(), Spans()
     plans = {
         table: TablePlan(timed(found.steps, planning), found.row_of_number)
-        for table, found in plans_of(dataset, order, parts.stores, cache, 0).items()
+        for table, found in plans_of(dataset, order, components.stores, cache, 0).items()
     }
     last = min(most_steps, order.num_steps)
     source = Watched(
-        parts.stores, plans, waits=waits, first_step=0, last_step=last,
+        components.stores, plans, waits=waits, first_step=0, last_step=last,
         prefetch_steps=cache.prefetch_steps,
     )  # fmt: skip
-    parts.embedding.set_source(source)
+    components.embedding.set_source(source)
     timer = PhaseTimer(time.perf_counter)
     batches = prefetch(Reader(dataset, order, spec).read, range(last), 2)
     ends: list[float] = []
     for _ in range(last):
-        train_step(parts.model, parts.embedding, parts.optimizer, next(batches), timer)
+        train_batch(components, next(batches), timer)
         ends.append(time.perf_counter())
     source.close()
     seconds = ends[-1] - ends[0]

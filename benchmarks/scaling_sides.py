@@ -34,7 +34,7 @@ from schemas.config.job import load_job
 from schemas.config.train import TrainConfig
 from schemas.dataset import open_dataset
 from schemas.rows import initial_rows
-from trainer.components import build_parts, memory_stores
+from trainer.components import build_components, dense_optimizer, memory_stores
 from trainer.data.collate import Batch, features_of_tables
 from trainer.data.decode import BatchSpec, spec_of
 from trainer.elastic.checkpoints import FinalCheckpoint
@@ -43,8 +43,7 @@ from trainer.elastic.faults import FaultInjector, FaultPoint, Faults
 from trainer.elastic.options import ReplicaOptions
 from trainer.elastic.peer_state import MemoryRows
 from trainer.elastic.replica import Replica
-from trainer.embedding.optimizer import dense_optimizer
-from trainer.follow import Following
+from trainer.follow import FollowedDataset
 from trainer.models.dlrm import build, dense_inputs
 from trainer.recovery import Drain, Watchdog
 from trainer.setup import TrainOptions, follow_options
@@ -126,13 +125,13 @@ def ours(side: Side, wire: Connection) -> None:
     job, dataset = load_job(side.job), open_dataset(side.dataset)
     spec, choice = spec_of(dataset, job.train.dtype), TrainOptions(steps=side.num_steps)
     stores = memory_stores(spec, job.train)
-    parts = build_parts(spec, job.train, stores)
-    data = Following(side.dataset, job, follow_options(choice), Drain())
-    data.first()
-    frontier = Frontier(data, data.look(), Drain(), poll_sec=1.0)
-    rows = MemoryRows(stores, parts.embedding)
+    components = build_components(spec, job.train, stores)
+    data = FollowedDataset(side.dataset, job, follow_options(choice), Drain())
+    data.wait_for(0)
+    frontier = Frontier(data, data.refresh(), Drain(), poll_sec=1.0)
+    rows = MemoryRows(stores, components.embedding)
     setting = ReplicaContext(
-        side.run, job, choice, frontier.span, parts, rows, 0, time.perf_counter
+        side.run, job, choice, frontier.span, components, rows, 0, time.perf_counter
     )
     options = ReplicaOptions(
         number=side.rank,

@@ -54,9 +54,9 @@ from benchmarks.train_sides import (
 )
 from schemas.config.train import ModelConfig, SparseOptimizerConfig, TrainConfig
 from schemas.dataset import Dataset, open_dataset
+from trainer.components import build_model
 from trainer.data.collate import Batch
 from trainer.data.decode import BatchSpec, spec_of
-from trainer.models.build import build_model
 
 LOGS = ("mind", "kuairand", "demo")
 MODELS = ("dlrm", "dcn", "deepfm", "wide_deep", "attention", "reading", "embedding")

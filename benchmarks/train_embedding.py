@@ -28,7 +28,7 @@ from benchmarks.train_sides import (
 )
 from schemas.config.train import TrainConfig
 from schemas.dataset import Dataset
-from trainer.components import Parts, build_parts, memory_stores
+from trainer.components import Components, build_components, memory_stores
 from trainer.data.collate import Batch
 from trainer.data.decode import spec_of
 from trainer.data.microbatches import single_microbatch
@@ -87,7 +87,7 @@ def measure_embedding(dataset: Dataset, config: TrainConfig, timing: Timing) -> 
     ours, plain = (batches(dataset, config, expanded=e) for e in (False, True))
     tables = tables_of(spec, config)
     given = given_for(tables.features, ours[0].num_samples, config.embedding_dim)
-    dedup, wide = (build_parts(spec, config, memory_stores(spec, config)) for _ in range(2))
+    dedup, wide = (build_components(spec, config, memory_stores(spec, config)) for _ in range(2))
     timer = PhaseTimer(time.perf_counter)
     sides = {
         "torchrec": _peer_steps(tables, plain, given),
@@ -97,7 +97,7 @@ def measure_embedding(dataset: Dataset, config: TrainConfig, timing: Timing) -> 
     for number in range(min(PARITY_STEPS, len(ours))):
         for step in sides.values():
             step(number)
-    worst = max(rows_apart(tables, parts, ours[:PARITY_STEPS]) for parts in (dedup, wide))
+    worst = max(rows_apart(tables, components, ours[:PARITY_STEPS]) for components in (dedup, wide))
     timer.finish()
     seconds = in_turns({n: pass_over(s, len(ours)) for n, s in sides.items()}, timing)
     num_steps = (timing.rounds + 1) * len(ours)
@@ -165,19 +165,19 @@ def _sided_steps(
     return step
 
 
-def rows_apart(tables: FusedTables, parts: Parts, given: Sequence[Batch]) -> float:
+def rows_apart(tables: FusedTables, components: Components, given: Sequence[Batch]) -> float:
     """Return how far rows of both sides are apart, as a share of the largest number in them.
 
     Args:
         tables: of the peer.
-        parts: ours, with rows in memory.
+        components: ours, with rows in memory.
         given: batches whose rows are compared.
     """
     worst = 0.0
     theirs = tables.weights()
     for batch in given:
         for table, lookup in batch.lookups.items():
-            mine = torch.from_numpy(parts.stores[table].fetch(lookup.rows).values)
+            mine = torch.from_numpy(components.stores[table].fetch(lookup.rows).values)
             other = theirs[table][torch.from_numpy(lookup.rows)]
             worst = max(worst, float((mine - other).abs().max() / other.abs().max()))
     return worst

@@ -23,12 +23,11 @@ from benchmarks.train_peer import dlrm_of, tables_of
 from benchmarks.train_sides import Timing, batches, in_turns, milliseconds, ratios, reader_of, shown
 from schemas.config.train import TrainConfig
 from schemas.dataset import Dataset
-from trainer.components import build_parts, memory_stores
+from trainer.components import build_components, dense_optimizer, memory_stores
 from trainer.data.collate import Batch
 from trainer.data.decode import BatchSpec, spec_of
 from trainer.data.reader import prefetch
-from trainer.embedding.optimizer import dense_optimizer
-from trainer.step import PhaseTimer, loss_of, train_step
+from trainer.step import PhaseTimer, loss_of, train_batch
 
 READ_AHEAD, READ_STEPS = 2, 40
 ROW_GROUP = 65_536
@@ -137,7 +136,7 @@ def measure_reading(
     tables = tables_of(spec, config)
     torchrec = dlrm_of(tables, spec, config)
     optimizer = dense_optimizer(config.dense_optimizer, list(torchrec.parameters()))
-    parts = build_parts(spec, config, memory_stores(spec, config))
+    components = build_components(spec, config, memory_stores(spec, config))
     timer = PhaseTimer(time.perf_counter)
 
     def peer_pass() -> int:
@@ -152,7 +151,7 @@ def measure_reading(
     def our_pass() -> int:
         reader = reader_of(dataset, config, expanded=False)  # anew: decoded row groups are kept
         for batch in prefetch(reader.read, range(len(plain)), READ_AHEAD):
-            train_step(parts.model, parts.embedding, parts.optimizer, batch, timer)
+            train_batch(components, batch, timer)
         return len(plain)
 
     seconds = in_turns({"torchrec": peer_pass, "ours": our_pass}, timing)

@@ -12,13 +12,12 @@ from torch import nn
 
 from schemas.config.train import TrainConfig
 from schemas.dataset import Dataset
-from trainer.components import build_parts, memory_stores, order_of
+from trainer.components import build_components, dense_optimizer, memory_stores, order_of
 from trainer.data.collate import Batch
 from trainer.data.decode import BatchSpec, spec_of
 from trainer.data.reader import Reader
 from trainer.embedding.kernels.compiled import kernels_of
-from trainer.embedding.optimizer import dense_optimizer
-from trainer.step import PhaseTimer, loss_of, train_step
+from trainer.step import PhaseTimer, loss_of, train_batch
 
 STEPS = 12
 PARITY_STEPS = 3
@@ -62,11 +61,11 @@ def ours_of(
     spec: BatchSpec, config: TrainConfig, given: Sequence[Batch]
 ) -> tuple[Step, PhaseTimer]:
     """Return our steps on some batches, and the timer of their phases."""
-    parts = build_parts(spec, config, memory_stores(spec, config))
+    components = build_components(spec, config, memory_stores(spec, config))
     timer = PhaseTimer(time.perf_counter)
 
     def step(number: int) -> float:
-        return train_step(parts.model, parts.embedding, parts.optimizer, given[number], timer)
+        return train_batch(components, given[number], timer)
 
     return step, timer
 

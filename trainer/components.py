@@ -1,6 +1,6 @@
 """The components of a run, built from the job and the dataset.
 
-Order, model, stores, cache plans.
+Order, stores, cache plans, the model, and the optimizer of its dense parameters.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import nn
 from schemas.accesses import TableAccesses, decoded_cache_for
 from schemas.cache_plan import Keyframe, Plan, check_cache_size
 from schemas.config.job import Job
-from schemas.config.train import CacheConfig, TrainConfig
+from schemas.config.train import CacheConfig, DenseOptimizerConfig, TrainConfig
 from schemas.dataset import Dataset
 from schemas.errors import SchemaError
 from schemas.oracle import clip_to_horizon
@@ -25,15 +25,16 @@ from trainer.data.collate import features_of_tables
 from trainer.data.decode import BatchSpec
 from trainer.device import device_of
 from trainer.embedding.cache import DirectSource, TablePlan
+from trainer.embedding.kernels.compiled import interactions_of
 from trainer.embedding.module import Embedding, TableSpec
-from trainer.embedding.optimizer import dense_optimizer, state_width
-from trainer.models.build import build_model
+from trainer.embedding.optimizer import state_width
+from trainer.models import attention, dcn, deepfm, dlrm, wide_deep
 from trainer.stores.api import Store, TableLayout
 from trainer.stores.local import memory_store
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
+class Components:
     """What is trained: rows, the embedding over them, the dense model and its optimizer."""
 
     stores: dict[str, Store]
@@ -46,26 +47,25 @@ def order_of(job: Job, dataset: Dataset) -> Order:
     """Return the global order of a run.
 
     Raises:
-        SchemaError: the job's tables are not those the dataset was built with, or there is
-            nothing to train on.
+        SchemaError: the dataset was built with other tables, or has no training samples.
     """
     if job.data.tables != dataset.job.data.tables:
         raise SchemaError(
-            "tables must be those the dataset was built with, got others; rebuild the dataset",
+            "dataset was built with other tables than those of the job; rebuild it",
             file=str(dataset.directory),
         )
     shuffle = dataset.job.data.oracle.order
     order = dataset.order(job.train.batch_samples, job.train.epochs, shuffle.shuffle, shuffle.seed)
     if order.num_steps == 0:
         raise SchemaError(
-            "dataset must have training samples, got none; move data.split.evaluation_from",
+            "dataset has no training samples; move data.split.evaluation_from",
             file=str(dataset.directory),
         )
     return order
 
 
 def layouts_of(spec: BatchSpec, config: TrainConfig) -> dict[str, TableLayout]:
-    """Return what the rows of each table look like."""
+    """Return the layout of the rows of each table."""
     width = state_width(config.sparse_optimizer, config.embedding_dim)
     return {
         table: TableLayout(
@@ -84,33 +84,77 @@ def memory_stores(spec: BatchSpec, config: TrainConfig) -> dict[str, Store]:
     return {table: memory_store(layout) for table, layout in layouts_of(spec, config).items()}
 
 
-def build_parts(
+def build_components(
     spec: BatchSpec, config: TrainConfig, stores: dict[str, Store], *, steps_before: int = 0
-) -> Parts:
-    """Build the embedding, the model and its optimizer; equal seeds give equal parts.
+) -> Components:
+    """Build the embedding, the model and its optimizer; equal seeds give equal parameters.
 
     Args:
-        spec: what a batch is made of.
+        spec: columns of a batch.
         config: train section of the job.
         stores: by table; the embedding reads them until it is given another source.
-        steps_before: steps that the rows were trained before the run's first: Adam counts them.
+        steps_before: steps that preceding runs trained the rows, which Adam counts.
     """
     device = device_of(config.device)
     if device.type != "cpu":
-        config = replace(config, kernels="torch")  # compiled ones are the processor's
-    tables = tuple(
+        config = replace(config, kernels="torch")  # compiled kernels run on CPUs only
+    embedding = Embedding(
+        table_specs(spec), config, DirectSource(stores), steps_before=steps_before
+    )
+    model = build_model(config, spec, embedding).to(device)
+    optimizer = dense_optimizer(config.dense_optimizer, list(model.parameters()))
+    return Components(stores, embedding, model, optimizer)
+
+
+def table_specs(spec: BatchSpec) -> tuple[TableSpec, ...]:
+    """Return the tables of an embedding module."""
+    return tuple(
         TableSpec(name=name, num_rows=spec.tables[name].num_rows, features=features)
         for name, features in features_of_tables(spec).items()
     )
-    embedding = Embedding(tables, config, DirectSource(stores), steps_before=steps_before)
-    model = build_model(config, spec, embedding).to(device)
-    return Parts(
-        stores, embedding, model, dense_optimizer(config.dense_optimizer, list(model.parameters()))
-    )
 
 
-KEPT_BYTES = 256 << 20
-"""Decoded access lists of all tables together, of a shuffled run; others are decoded again."""
+def dense_optimizer(
+    config: DenseOptimizerConfig, parameters: list[nn.Parameter]
+) -> torch.optim.Optimizer:
+    """Return the optimizer of the dense parameters."""
+    kind = torch.optim.Adam if config.name == "adam" else torch.optim.SGD
+    return kind(parameters, lr=config.learning_rate, fused=True)
+
+
+def uses_shared_features(config: TrainConfig) -> bool:
+    """Return whether the model reads `Batch.shared`."""
+    model = config.model
+    return model.name == "dlrm" and model.dedup_compute and config.device == "cpu"
+
+
+def build_model(config: TrainConfig, spec: BatchSpec, embedding: nn.Module) -> nn.Module:
+    """Build `train.model` over an embedding module; it maps a batch to (B,) logits.
+
+    Args:
+        config: train section of the job.
+        spec: columns of a batch.
+        embedding: `trainer.embedding.module.Embedding`, in `config.dtype`.
+    """
+    num_dense = len(spec.dense)
+    match config.model.name:
+        case "attention":
+            return attention.build(config, spec.sparse, num_dense, embedding)
+        case "dcn":
+            return dcn.build(config, num_dense, embedding)
+        case "deepfm":
+            return deepfm.build(config, num_dense, embedding)
+        case "wide_deep":
+            return wide_deep.build(config, spec.sparse, num_dense, embedding)
+        case "dlrm":
+            model = dlrm.build(config, num_dense, embedding)
+            if uses_shared_features(config):
+                return dlrm.DedupDlrm(model, interactions_of(config.kernels))
+            return model
+
+
+DECODED_BYTES = 256 << 20
+"""Bytes of decoded access lists that a shuffled run keeps; others are decoded again."""
 
 
 def plans_of(
@@ -119,58 +163,50 @@ def plans_of(
     tables: Iterable[str],
     config: CacheConfig,
     first_step: int,
-    flush_every: int | None = None,
+    *,
     starts: Mapping[str, Keyframe] | None = None,
-    until: int | None = None,
+    end_step: int | None = None,
 ) -> dict[str, TablePlan]:
-    """Return the plan of each table from a step on.
+    """Return the cache plan of each table from a step on.
 
-    Plans stream. For a whole table they hold 8 bytes of each row that the dataset uses and 4 more
-    that the plan has seen, and of several segments 4 for each row of a segment; besides, for each
-    table a file of lists and one of next uses, and `KEPT_BYTES` of lists of all tables together.
+    Plans stream: in memory are, for a whole table, 8 bytes per row of the dataset and 4 more per
+    row of the plan so far, with several segments also 4 per row of a segment; per table a file of
+    access lists and one of next uses; and `DECODED_BYTES` of access lists of all tables together.
 
-    A run that goes on with keyframes has the rest of the plan that it was stopped in. Without, it
-    starts with an empty cache: its plan is that of a run whose first step is that one. Neither goes
-    through the steps before.
+    A plan continues from its keyframe. Without one it starts with an empty cache, as that of a run
+    whose first step this is. Neither reads the steps before.
 
     Args:
         dataset: open dataset.
         order: global order of the run.
         tables: table names.
-        config: policy and limits; the limit holds for each table.
-        first_step: first step to be trained.
-        flush_every: steps between checkpoints, which write all cached rows.
-        starts: state of each table's plan before the first step, empty for none.
-        until: one after the last step that is known: the plan ends there, and knows no use beyond;
-            the whole run when None.
+        config: policy and limits; the limits hold for each table.
+        first_step: first step to train.
+        starts: state of each table's plan before the first step; none to start empty.
+        end_step: one after the last known step, where plans end and beyond which no use is known;
+            None: the end of the run.
 
     Raises:
         SchemaError: the dataset has no index for this order; the message says how to build it.
         PlanError: `config.rows` is too small for a table; the message names the size that works.
     """
-    index, end = dataset.index_for(order), order.num_steps if until is None else until
+    index, end = dataset.index_for(order), order.num_steps if end_step is None else end_step
     to_train = range(first_step, end)
-    files = {table: index.steps(table) for table in tables}
+    next_uses = {table: index.steps(table) for table in tables}
 
     def distances(table: str) -> Iterator[NDArray[np.int32]]:
-        found = files[table]
+        steps = next_uses[table]
         return (
-            clip_to_horizon(found[step].astype(np.int32, copy=False), step, end)
+            clip_to_horizon(steps[step].astype(np.int32, copy=False), step, end)
             for step in to_train
         )
 
-    check_cache_size({table: distances(table) for table in files}, config)
-    kept = decoded_cache_for(order, KEPT_BYTES)
+    check_cache_size({table: distances(table) for table in next_uses}, config)
+    decoded = decoded_cache_for(order, DECODED_BYTES)
     plans: dict[str, TablePlan] = {}
-    for table in files:
-        accesses = TableAccesses(dataset, table, order, kept)
+    for table in next_uses:
+        accesses = TableAccesses(dataset, table, order, decoded)
         steps = zip(map(accesses.numbers, to_train), distances(table), strict=True)
-        planned = Plan(
-            steps,
-            config,
-            first_step=first_step,
-            flush_every=flush_every,
-            start=(starts or {}).get(table),
-        )
-        plans[table] = TablePlan(planned, accesses.rows, planned.keyframe)
+        plan = Plan(steps, config, first_step=first_step, start=(starts or {}).get(table))
+        plans[table] = TablePlan(plan, accesses.rows, plan.keyframe)
     return plans

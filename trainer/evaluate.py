@@ -25,14 +25,19 @@ from trainer.checkpoint.load import (
     newest_checkpoint,
     verified,
 )
-from trainer.components import Parts, build_parts, memory_stores, order_of
+from trainer.components import (
+    Components,
+    build_components,
+    memory_stores,
+    order_of,
+    uses_shared_features,
+)
 from trainer.data.collate import Batch
 from trainer.data.decode import spec_of
 from trainer.data.reader import Reader
 from trainer.device import device_of, to_device
 from trainer.embedding.module import Embedding
 from trainer.metrics import KeyedAuc, LossSums, ScatteredAuc, ScoreTable, SessionAuc, loss_sums
-from trainer.models.build import uses_shared_features
 from trainer.recovery import Watchdog
 from trainer.run import (
     check_meaning,
@@ -129,19 +134,19 @@ def evaluate_run(
             dataset = select_segments_by_hash(dataset, identity.segments)
         check_run(run, dataset, job.train)
     spec = spec_of(dataset, job.train.dtype)
-    parts = build_parts(spec, job.train, memory_stores(spec, job.train))
+    components = build_components(spec, job.train, memory_stores(spec, job.train))
     checkpoint = newest_checkpoint(run)
     if checkpoint is None:
         raise SchemaError("run has no checkpoint; train again", file=str(run))
     fingerprint = made_of(job, dataset)
     manifest = verified(checkpoint, fingerprint if segments is None else None)
     check_model(manifest.made_of, fingerprint, str(checkpoint / MANIFEST))
-    load_checkpoint(checkpoint, manifest, parts.model, None, parts.stores)
-    return evaluate_parts(job, dataset, parts)
+    load_checkpoint(checkpoint, manifest, components, with_optimizer=False)
+    return evaluate_components(job, dataset, components)
 
 
-def evaluate_parts(
-    job: Job, dataset: Dataset, parts: Parts, watchdog: Watchdog | None = None
+def evaluate_components(
+    job: Job, dataset: Dataset, components: Components, watchdog: Watchdog | None = None
 ) -> Evaluation:
     """Evaluate the current model and rows of a run."""
     columns = columns_of(dataset, job.train)
@@ -153,7 +158,7 @@ def evaluate_parts(
     batches = (to_device(batch, device) for batch in reader.evaluation_batches())
     if watchdog is not None:
         batches = watchdog.each(EVALUATE, batches)
-    return evaluate(parts.model, parts.embedding, parts.stores, batches, columns)
+    return evaluate(components.model, components.embedding, components.stores, batches, columns)
 
 
 def evaluate(

@@ -52,13 +52,11 @@ from trainer.checkpoint.load import (
 )
 from trainer.checkpoint.manifest import DENSE as DENSE_FILE
 from trainer.checkpoint.manifest import CheckpointManifest, folder_of
-from trainer.components import layouts_of
-from trainer.data.collate import features_of_tables
+from trainer.components import build_model, layouts_of, table_specs
 from trainer.data.decode import BatchSpec, spec_of_columns
 from trainer.embedding.cache import DirectSource
-from trainer.embedding.module import Embedding, TableSpec
+from trainer.embedding.module import Embedding
 from trainer.models.attention import AttentionModel, QueryBuckets, build
-from trainer.models.build import build_model
 from trainer.run import has_run, read_identity
 
 Tensors = Mapping[str, torch.Tensor]
@@ -311,11 +309,9 @@ class ServedEmbedding(nn.Module):
         super().__init__()
         self.spec = spec
         self._mean = config.pooling == "mean"
-        tables = tuple(
-            TableSpec(name=name, num_rows=spec.tables[name].num_rows, features=features)
-            for name, features in features_of_tables(spec).items()
-        )
-        self._configs = Embedding(tables, config, DirectSource({})).embedding_bag_configs()
+        self._configs = Embedding(
+            table_specs(spec), config, DirectSource({})
+        ).embedding_bag_configs()
 
     def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
         """Return one config per table, as TorchRec's collection does."""

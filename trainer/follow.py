@@ -1,11 +1,16 @@
-"""Train on a dataset that grows while the pipeline builds it."""
+"""Follow a dataset while the pipeline builds it: what may be trained, and when to wait.
+
+A run trains span by span. Each span is a dataset that begins with the segments of the previous one,
+so that every step keeps its index; the last span is of a sealed dataset.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,23 +19,122 @@ from schemas.cache_plan import Keyframe
 from schemas.config.job import Job
 from schemas.config.train import TrainConfig
 from schemas.dataset import Dataset, open_dataset, select_segments_by_hash
-from schemas.errors import SchemaError
+from schemas.errors import PlanError, SchemaError
 from schemas.layout import MANIFEST, TRAIN
 from schemas.manifest import DatasetManifest, read_dataset
 from schemas.order import Order
 from trainer.components import order_of, plans_of
 from trainer.embedding.cache import PlannedCache, RowSource, TablePlan
-from trainer.horizon import Horizon, Known, decide, horizon_of
 from trainer.recovery import Drain
 from trainer.runtime import ReadLocks
 from trainer.stores.api import Store, group_of
 from trainer.stores.future_log import FutureLog, NextUseLookup
 
-# The dataset of a run: as it is, or followed while the pipeline builds it.
+# ---- The horizon: how far a run may train ----
 #
-# A `Span` is what may be trained with what is known. A run that follows goes from span to span:
-# each is of a dataset that begins with the segments of the one before, so that all steps keep
-# their place, and the last one is of a dataset that says that it is finished.
+# The horizon of a dataset that is still built is the end of its first epoch over the committed
+# segments. The steps before it are those of the finished dataset, since batches do not span
+# segments and an epoch reads its segments in order. Later epochs follow the last segment, so they
+# wait until the dataset is sealed. Replicas agree on a `DatasetExtent`, from which each computes
+# the same horizon, so they end and wait at the same step.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DatasetExtent:
+    """The part of a dataset that a process can see, or that all processes agree on."""
+
+    num_segments: int
+    """Committed segments, counted from the first one."""
+    finished: bool
+    """Whether no segment follows them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Horizon:
+    """The steps that may be trained."""
+
+    end_step: int
+    """One after the last of them."""
+    known_end: int
+    """One after the last known step, which may be later: plans look ahead to it."""
+    is_final: bool
+    """Whether the run ends there; otherwise it waits there for more segments."""
+
+
+def common_extent(extents: Sequence[DatasetExtent]) -> DatasetExtent:
+    """Return the extent that all processes see; finished only if all see the end.
+
+    Args:
+        extents: of each process, of one dataset.
+
+    Example:
+        >>> three = DatasetExtent(num_segments=3, finished=True)
+        >>> common_extent([three, DatasetExtent(num_segments=2, finished=False)])
+        DatasetExtent(num_segments=2, finished=False)
+    """
+    fewest = min(extent.num_segments for extent in extents)
+    return DatasetExtent(num_segments=fewest, finished=all(e.finished for e in extents))
+
+
+def horizon_of(order: Order, extent: DatasetExtent, stop: int | None = None) -> Horizon:
+    """Return how far a run may train.
+
+    Args:
+        order: global order over at least the segments of the extent.
+        extent: agreed on by all processes.
+        stop: step before which the run stops; None for the whole run.
+
+    Raises:
+        PlanError: the order is of other segments.
+
+    Example:
+        >>> from schemas.config.job import OrderConfig
+        >>> order = Order((4, 3), 2, epochs=2, config=OrderConfig())
+        >>> horizon_of(order, DatasetExtent(num_segments=1, finished=False))
+        Horizon(end_step=2, known_end=2, is_final=False)
+        >>> horizon_of(order, DatasetExtent(num_segments=2, finished=False))
+        Horizon(end_step=4, known_end=4, is_final=False)
+        >>> horizon_of(order, DatasetExtent(num_segments=2, finished=True))
+        Horizon(end_step=8, known_end=8, is_final=True)
+        >>> horizon_of(order, DatasetExtent(num_segments=2, finished=False), stop=3)
+        Horizon(end_step=3, known_end=4, is_final=True)
+    """
+    num_segments = len(order.num_blocks)
+    if num_segments < extent.num_segments or (
+        extent.finished and num_segments != extent.num_segments
+    ):
+        raise PlanError(
+            f"order is of {num_segments} segments, but the dataset has {extent.num_segments}; "
+            "open the dataset again"
+        )
+    end = order.num_steps
+    if not extent.finished:
+        end = sum(order.steps_per_segment[: extent.num_segments])
+    if stop is not None and stop <= end:
+        return Horizon(end_step=stop, known_end=end, is_final=True)
+    return Horizon(end_step=end, known_end=end, is_final=extent.finished)
+
+
+def next_action(train_step: int, horizon: Horizon) -> Literal["train", "wait", "end"]:
+    """Return what to do at a step, the same in every replica.
+
+    Args:
+        train_step: the next step; all steps before it are committed.
+        horizon: agreed on by all replicas.
+
+    Example:
+        >>> open_end = Horizon(end_step=2, known_end=2, is_final=False)
+        >>> [next_action(step, open_end) for step in range(3)]
+        ['train', 'train', 'wait']
+        >>> next_action(2, Horizon(end_step=2, known_end=2, is_final=True))
+        'end'
+    """
+    if train_step < horizon.end_step:
+        return "train"
+    return "end" if horizon.is_final else "wait"
+
+
+# ---- The dataset of a run, followed or as it is ----
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,9 +142,9 @@ class Span:
     """What may be trained now.
 
     Attributes:
-        dataset: opened with all segments that are known.
+        dataset: opened with all committed segments.
         order: global order over them.
-        horizon: how far the run may go.
+        horizon: how far the run may train.
     """
 
     dataset: Dataset
@@ -50,22 +154,22 @@ class Span:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FollowOptions:
-    """How a run looks at its dataset."""
+    """How a run opens its dataset."""
 
     follow: bool
-    """Whether segments may come; otherwise those that are there are all."""
+    """Whether more segments may come."""
     stop: int | None
-    """Step that the run is to stop before."""
+    """Step before which the run stops."""
     planned: bool
     """Whether an index must cover the segments."""
-    at_least: int = 0
-    """Segments to wait for at first: others have trained them."""
-    chosen: tuple[str, ...] | None = None
-    """Hashes of the manifests of the segments that are trained; all segments when None."""
+    min_segments: int = 0
+    """Segments to wait for at the start, since other processes have trained them."""
+    selected: tuple[str, ...] | None = None
+    """Hashes of the manifests of the segments to train; None for all segments."""
 
 
-class Following:
-    """Opens what is committed, and waits for more."""
+class FollowedDataset:
+    """Opens committed segments, and waits for more."""
 
     def __init__(
         self,
@@ -73,159 +177,147 @@ class Following:
         job: Job,
         options: FollowOptions,
         drain: Drain,
-        say: Callable[[str], None] = lambda _: None,
+        progress: Callable[[str], None] = lambda _: None,
         check: Callable[[Dataset], None] = lambda _: None,
     ) -> None:
-        """Keep the parts; nothing is opened yet.
+        """Store the arguments; nothing is opened yet.
 
         Args:
             path: dataset folder.
             job: of the run.
-            options: what is asked for.
-            drain: ends a wait.
-            say: told what is waited for, one line at a time.
-            check: raises what does not fit about the first dataset, before it is asked for more.
+            options: how to open it.
+            drain: interrupts a wait.
+            progress: called with a message while waiting.
+            check: raises if the first dataset does not fit the run.
         """
         self._path = path
         self._job = job
         self._options = options
         self._drain = drain
-        self._say = say
+        self._progress = progress
         self._check = check
-        self._held = ReadLocks()
-        self._seen: object = None  # of the root manifest's file
+        self._newest_locks = ReadLocks()  # of the newest span
+        self._used_locks = ReadLocks()  # of the span that `use` returned
+        self._last_stamp: object = None  # of the root manifest
         self._span: Span | None = None
-        self._using = ReadLocks()
-        self.waits_for = ""  # when all known steps are trained
+        self.wait_reason = ""  # why all known steps are trained
 
-    def grown(self) -> bool:
-        """Tell whether the root manifest was replaced since it was read; one look at its file."""
+    def has_grown(self) -> bool:
+        """Return whether the root manifest was replaced since it was read; one `stat` call."""
         span = self._span
-        return span is not None and not span.horizon.last and self._fingerprint() != self._seen
-
-    def first(self) -> Span:
-        """Return the first span, after waiting for a segment with training samples.
-
-        Raises:
-            SchemaError: the dataset breaks its format, or does not fit the job.
-            DrainInterrupt: the process is to end.
-        """
-        if not self._options.follow:
-            span = self._opened()
-            assert span is not None, "what is not followed is opened, or refused"
-            self._span = span
-            return span
-        return self._awaited(0)
+        return span is not None and not span.horizon.is_final and self._stamp() != self._last_stamp
 
     def current(self) -> Span:
-        """Return the newest span that is known, which begins with all before."""
-        assert self._span is not None, "the first span is waited for first"
+        """Return the newest span that was opened, which begins with all earlier ones."""
+        assert self._span is not None, "`wait_for` returned the first span"
         return self._span
 
-    def look(self) -> Known:
-        """Return what is committed, opened anew when the root manifest was replaced; do not wait.
+    def refresh(self) -> DatasetExtent:
+        """Return what is committed, and open it if the root manifest was replaced; do not wait.
 
         Raises:
-            SchemaError: the dataset is another one, or a segment of it does not fit the run.
+            SchemaError: the dataset is another one, or one of its segments does not fit the run.
         """
-        if self.grown():
-            self._seen = self._fingerprint()
-            self._span = self._look()
-        m = self.current().dataset.manifest
-        return Known(num_segments=len(m.segments), finished=m.finished or not self._options.follow)
+        if self.has_grown():
+            self._last_stamp = self._stamp()
+            self._span = self._try_open()
+        manifest = self.current().dataset.manifest
+        return DatasetExtent(
+            num_segments=len(manifest.segments),
+            finished=manifest.finished or not self._options.follow,
+        )
 
-    def use(self, known: Known) -> Span:
-        """Return what may be trained when that much is agreed on, and hold what it is read from.
+    def use(self, extent: DatasetExtent) -> Span:
+        """Return the span of an agreed extent, and lock the indexes that it is read from.
 
         Args:
-            known: no more than is committed.
+            extent: no more than is committed.
 
         Raises:
-            PlanError: the dataset has grown after it was finished.
+            PlanError: the dataset has grown after it was sealed.
         """
         span = self.current()
-        self._using.replace(*self._indexes(span))
-        return replace(span, horizon=horizon_of(span.order, known, self._options.stop))
+        self._used_locks.replace(*self._index_folders(span))
+        return replace(span, horizon=horizon_of(span.order, extent, self._options.stop))
 
-    def next(self, train_step: int, before_wait: Callable[[], None] = lambda: None) -> Span:
-        """Return the span that a step lies in, or the last one when none comes.
+    def wait_for(self, train_step: int, before_wait: Callable[[], None] = lambda: None) -> Span:
+        """Return the span that has a step, or the last one if none has it.
 
         Args:
             train_step: the next step.
-            before_wait: called once, when there is nothing to train.
+            before_wait: called once if it must wait.
 
         Raises:
-            SchemaError: the dataset is another one, or a segment of it does not fit the run.
-            DrainInterrupt: the process is to end.
+            SchemaError: the dataset breaks its format, is another one, or does not fit the run.
+            DrainInterrupt: shutdown was requested.
         """
-        return self._awaited(train_step, before_wait)
-
-    def _awaited(self, train_step: int, before_wait: Callable[[], None] = lambda: None) -> Span:
-        said = None
+        reported = None
         while True:
-            self._seen = self._fingerprint()
-            found = self._look()
-            if found is not None:
-                self._span = found
-                if decide(train_step, found.horizon) != "wait":
-                    return found
-            if said is None:
+            self._last_stamp = self._stamp()
+            span = self._try_open()
+            if span is not None:
+                self._span = span
+                if next_action(train_step, span.horizon) != "wait":
+                    return span
+            if reported is None:
                 before_wait()
-            if self.waits_for != said:
-                said = self.waits_for
-                self._say(f"waiting at step {train_step}: {said}")
-            while self._fingerprint() == self._seen:
+            if self.wait_reason != reported:
+                reported = self.wait_reason
+                self._progress(f"waiting at step {train_step}: {reported}")
+            while self._stamp() == self._last_stamp:
                 with self._drain.at_once():
                     self._drain.sleep(self._job.train.follow.poll.total_seconds())
                 self._drain.check()
 
-    def _look(self) -> Span | None:
-        """Return what is committed, or None, and say what is waited for."""
-        if self._span is None and self._seen is None:
-            self.waits_for = f"{self._path} does not exist yet"
+    def _try_open(self) -> Span | None:
+        """Return the newest span; None, with `wait_reason`, while there is nothing to train."""
+        previous = self._span
+        if self._options.follow and previous is None and self._last_stamp is None:
+            self.wait_reason = f"{self._path} does not exist yet"
             return None
-        before = self._span
         try:
-            span = self._opened()
+            span = self._open()
         except _NoIndexError as error:
-            if before is None or error.finished:
+            if previous is None or error.finished:
                 raise error.error from None
-            self.waits_for = str(error.error)
-            return before
+            self.wait_reason = str(error.error)
+            return previous
         if span is None:
-            self.waits_for = "no segment with training samples is committed yet"
-            if self._options.at_least:
-                self.waits_for = f"not all {self._options.at_least} segments of the run are there"
+            self.wait_reason = "no segment with training samples is committed yet"
+            if self._options.min_segments:
+                self.wait_reason = (
+                    f"fewer than the {self._options.min_segments} segments of the run are visible"
+                )
             return None
         ids = [s.manifest.id for s in span.dataset.segments]
-        self.waits_for = (
+        self.wait_reason = (
             f"{len(ids)} segments are committed, the last is {ids[-1]}, and the dataset is not "
             f"sealed; append segments, or run python -m pipelines seal {self._path}"
         )
         return span
 
-    def _opened(self) -> Span | None:
+    def _open(self) -> Span | None:
         """Open the dataset as it is now; None while there is nothing to train."""
         while True:
             root = read_dataset(self._path)
             if self._span is not None:
-                check_same(self._span.dataset.manifest, root, self._path)
-            elif len(root.segments) < self._options.at_least:
+                check_continues(self._span.dataset.manifest, root, self._path)
+            elif len(root.segments) < self._options.min_segments:
                 return None
             try:
                 dataset = open_dataset(self._path)
-                if self._options.chosen is not None:
-                    dataset = select_segments_by_hash(dataset, self._options.chosen)
+                if self._options.selected is not None:
+                    dataset = select_segments_by_hash(dataset, self._options.selected)
                 if self._span is None:
                     self._check(dataset)
                 span = self._span_of(dataset)
-                indexes = [] if span is None else self._indexes(span)
+                indexes = [] if span is None else self._index_folders(span)
                 segments = () if span is None else span.dataset.segments
-                self._held.replace(*indexes, *(s.directory for s in segments))
+                self._newest_locks.replace(*indexes, *(s.directory for s in segments))
             except SchemaError:
                 if read_dataset(self._path) == root:
                     raise
-                continue  # replaced while it was opened
+                continue  # it was replaced while it was opened
             return span
 
     def _span_of(self, dataset: Dataset) -> Span | None:
@@ -233,10 +325,10 @@ class Following:
         if not finished and not any(len(s.positions(TRAIN)) for s in dataset.segments):
             return None
         order = order_of(self._job, dataset)
-        known = Known(num_segments=len(dataset.segments), finished=finished)
-        return Span(dataset, order, horizon_of(order, known, self._options.stop))
+        extent = DatasetExtent(num_segments=len(dataset.segments), finished=finished)
+        return Span(dataset, order, horizon_of(order, extent, self._options.stop))
 
-    def _indexes(self, span: Span) -> list[Path]:
+    def _index_folders(self, span: Span) -> list[Path]:
         if not self._options.planned:
             return []
         try:
@@ -246,12 +338,13 @@ class Following:
                 raise
             raise _NoIndexError(error, finished=span.dataset.manifest.finished) from error
 
-    def _fingerprint(self) -> object:
+    def _stamp(self) -> object:
+        """Return what changes when the root manifest is replaced; None if it is missing."""
         try:
-            found = (self._path / MANIFEST).stat()
+            stat = (self._path / MANIFEST).stat()
         except FileNotFoundError:
             return None
-        return found.st_ino, found.st_mtime_ns, found.st_size
+        return stat.st_ino, stat.st_mtime_ns, stat.st_size
 
 
 class _NoIndexError(Exception):
@@ -263,35 +356,37 @@ class _NoIndexError(Exception):
         self.finished = finished
 
 
-def check_same(old: DatasetManifest, new: DatasetManifest, path: Path) -> None:
-    """Refuse a dataset that is not the one before with more segments after it.
+def check_continues(old: DatasetManifest, new: DatasetManifest, path: Path) -> None:
+    """Check that a dataset is an earlier one with more segments after it.
 
     Args:
-        old: root manifest that the run knows.
+        old: root manifest that the run has opened.
         new: root manifest as it is now.
         path: dataset folder.
 
     Raises:
-        SchemaError: another job or schema, another segment in some place, or fewer.
+        SchemaError: it has another job or schema, another segment, or fewer segments.
     """
-    place = str(path / MANIFEST)
+    file = str(path / MANIFEST)
     for name in ("name", "job_sha256", "schema_sha256"):
         before, now = getattr(old, name), getattr(new, name)
         if before != now:
             raise SchemaError(
-                f"dataset must keep its {name} while it is followed, got {now[:12]} for "
-                f"{before[:12]}; train a new run on it",
-                file=place,
+                f"{name} of the dataset changed while it was followed: from {before[:12]} to "
+                f"{now[:12]}; train a new run on it",
+                file=file,
             )
     for index, segment in enumerate(old.segments):
-        found = new.segments[index] if index < len(new.segments) else None
-        if found != segment:
+        other = new.segments[index] if index < len(new.segments) else None
+        if other != segment:
             raise SchemaError(
-                f"dataset must begin with the segments that are followed, got "
-                f"{found.id if found else None} at place {index} for {segment.id}; restore it, or "
-                "train a new run on it",
-                file=place,
+                f"segment {index} of the dataset changed while it was followed: from {segment.id} "
+                f"to {other.id if other else None}; restore it, or train a new run on the dataset",
+                file=file,
             )
+
+
+# ---- Extend cache plans by the steps of new segments ----
 
 
 def plans_of_span(
@@ -301,47 +396,37 @@ def plans_of_span(
     first_step: int,
     starts: Mapping[str, Keyframe],
 ) -> dict[str, TablePlan]:
-    """Return the plan of each table from a step to the end of a span.
-
-    Raises:
-        PlanError: the cache is too small for a table.
-    """
+    """Return the plan of each table from a step to the end of a span; see `plans_of`."""
     return plans_of(
         span.dataset,
         span.order,
         stores,
         config.cache,
         first_step,
-        None,
-        starts,
-        span.horizon.known,
+        starts=starts,
+        end_step=span.horizon.known_end,
     )
 
 
 def settle(source: RowSource, at: int | None = None) -> int:
-    """Return the step that training must reach before a source can know of more, and fix it.
-
-    Args:
-        source: of the run.
-        at: a later step than would do, which another process has fixed.
-    """
+    """Fix and return the step from which a source can be extended; see `PlannedCache.settle`."""
     return source.settle(at) if isinstance(source, PlannedCache) else 0
 
 
 def extend(
     source: RowSource, stores: Mapping[str, Store], span: Span, config: TrainConfig, step: int
 ) -> None:
-    """Let a source know of the steps of a span.
+    """Extend the plans of a source to the end of a span.
 
-    A plan goes on from its keyframe, as a resumed run's does. Rows that a log had written down for
-    no step are written down for the step that uses them, before any of these is read.
+    Plans continue from their keyframes, as in a resumed run. A future-ordered log first reschedules
+    the rows whose next use was unknown.
 
     Args:
         source: of the run.
         stores: by table.
-        span: with more steps than the source knows.
+        span: with more steps than the source covers.
         config: train section of the job.
-        step: the next step; `settle` has returned it, or one before.
+        step: the next step, at most the one that `settle` returned.
 
     Raises:
         PlanError: the cache is too small for a table.
@@ -351,15 +436,15 @@ def extend(
     plans = plans_of_span(span, stores, config, step, source.keyframes())
     log = group_of(stores)
     reschedule = partial(_reschedule, log, span, step) if isinstance(log, FutureLog) else None
-    source.replace_plans(plans, span.horizon.until, reschedule)
+    source.replace_plans(plans, span.horizon.end_step, reschedule)
 
 
 def _reschedule(log: FutureLog, span: Span, step: int) -> None:
-    known: dict[str, NextUseLookup] = {}  # of each table: a piece of the log has rows of all
+    lookups: dict[str, NextUseLookup] = {}  # by table: one chunk of the log has rows of all tables
 
     def next_uses(table: str, rows: NDArray[np.int64]) -> NDArray[np.int64]:
-        if table not in known:
-            known[table] = NextUseLookup(span.dataset, span.order, span.horizon.known)
-        return known[table](table, step, rows)
+        if table not in lookups:
+            lookups[table] = NextUseLookup(span.dataset, span.order, span.horizon.known_end)
+        return lookups[table](table, step, rows)
 
     log.reschedule(next_uses)

@@ -24,7 +24,7 @@ from trainer.checkpoint.load import newest_checkpoint, step_of, stores_of, verif
 from trainer.checkpoint.manager import claim_leftovers
 from trainer.checkpoint.manifest import complete, set_aside
 from trainer.components import order_of
-from trainer.follow import Following, FollowOptions
+from trainer.follow import FollowedDataset, FollowOptions
 from trainer.recovery import Drain, Watchdog
 from trainer.run import (
     RunIdentity,
@@ -219,7 +219,7 @@ def open_run(
     drain: Drain,
     progress: Callable[[str], None],
     watchdog: Watchdog,
-) -> Following:
+) -> FollowedDataset:
     """Create or resume the folder of a run, after waiting for a first segment.
 
     Args:
@@ -247,9 +247,11 @@ def open_run(
         return _resume_run(job, dataset_path, run, options, drain, progress, watchdog)
     warm_start = None if options.start_from is None else open_warm_start(options.start_from)
     selected = _select_segments(warm_start, dataset_path, options)
-    data = Following(dataset_path, job, follow_options(options, chosen=selected), drain, progress)
+    data = FollowedDataset(
+        dataset_path, job, follow_options(options, selected=selected), drain, progress
+    )
     with watchdog(WAIT):
-        dataset = data.first().dataset
+        dataset = data.wait_for(0).dataset
     drain.check()
     _report_missing_index(dataset, job, options, progress)
     origin: dict[str, Any] | None = None
@@ -276,7 +278,7 @@ def _resume_run(
     drain: Drain,
     progress: Callable[[str], None],
     watchdog: Watchdog,
-) -> Following:
+) -> FollowedDataset:
     """Open the dataset of an existing run; arguments as in `open_run`."""
     config = job.train
     identity = read_identity(run)
@@ -286,10 +288,10 @@ def _resume_run(
     def check(dataset: Dataset) -> None:
         check_run(run, dataset, config, follows=options.follow)
 
-    how = follow_options(options, chosen=selected_segments(identity))
-    data = Following(dataset_path, job, how, drain, progress, check)
+    how = follow_options(options, selected=selected_segments(identity))
+    data = FollowedDataset(dataset_path, job, how, drain, progress, check)
     with watchdog(WAIT):
-        span = data.first()
+        span = data.wait_for(0)
     drain.check()
     write_dataset(
         run,
@@ -420,21 +422,21 @@ def _restart_hint(run: Path, origin: Mapping[str, Any] | None) -> str:
 
 
 def follow_options(
-    options: TrainOptions, at_least: int = 0, chosen: tuple[str, ...] | None = None
+    options: TrainOptions, min_segments: int = 0, selected: tuple[str, ...] | None = None
 ) -> FollowOptions:
     """Return the options with which a run opens its dataset.
 
     Args:
         options: of the command line.
-        at_least: segments to wait for at the start.
-        chosen: hashes of the segments to train; None for all.
+        min_segments: segments to wait for at the start.
+        selected: hashes of the segments to train; None for all.
     """
     return FollowOptions(
         follow=options.follow,
         stop=options.steps,
         planned=options.embedding == "cached",
-        at_least=at_least,
-        chosen=chosen,
+        min_segments=min_segments,
+        selected=selected,
     )
 
 

@@ -9,14 +9,13 @@ from typing import Protocol, TypeVar
 
 import torch
 import torch.nn.functional as F
-from torch import nn
 
 from schemas.config.limits import WAIT
 from schemas.errors import SchemaError
 from schemas.run_log import PHASES, StepMetric
+from trainer.components import Components
 from trainer.data.collate import Batch
 from trainer.data.microbatches import Microbatches, single_microbatch
-from trainer.embedding.module import Embedding
 from trainer.gradient_sums import MicrobatchWorker, PartialSums
 
 Clock = Callable[[], float]
@@ -74,15 +73,9 @@ def loss_of(logits: torch.Tensor, batch: Batch) -> torch.Tensor:
     return losses / torch.where(weight == 0, torch.ones_like(weight), weight)
 
 
-def train_step(
-    model: nn.Module,
-    embedding: Embedding,
-    optimizer: torch.optim.Optimizer,
-    batch: Batch,
-    timer: PhaseTimer,
-) -> float:
+def train_batch(components: Components, batch: Batch, timer: PhaseTimer) -> float:
     """Train one batch as a whole and return its loss before the update."""
-    step = WholeBatchStep(model, embedding, optimizer)
+    step = WholeBatchStep(components)
     with timer("fetch"):
         step.fetch(batch)
     step.forward_backward(batch, timer)
@@ -90,16 +83,11 @@ def train_step(
         return step.update()
 
 
-def update_from_sums(
-    total: PartialSums,
-    work: MicrobatchWorker,
-    embedding: Embedding,
-    optimizer: torch.optim.Optimizer,
-) -> None:
+def update_from_sums(total: PartialSums, worker: MicrobatchWorker, components: Components) -> None:
     """Update parameters and rows by the sums over all microbatches of a step."""
-    work.set_gradients(total)
-    optimizer.step()
-    embedding.update(total.rows.over(total.divisor))
+    worker.set_gradients(total)
+    components.optimizer.step()
+    components.embedding.update(total.rows.over(total.divisor))
 
 
 def check_loss(loss: float, train_step: int) -> float:
@@ -154,23 +142,21 @@ class MicrobatchStep:
     process computes which microbatch.
     """
 
-    def __init__(
-        self, work: MicrobatchWorker, embedding: Embedding, optimizer: torch.optim.Optimizer
-    ) -> None:
-        self._work, self._embedding, self._optimizer = work, embedding, optimizer
+    def __init__(self, worker: MicrobatchWorker, components: Components) -> None:
+        self._worker, self._components = worker, components
 
     def fetch(self, batch: Microbatches) -> None:
         """Fetch the rows of all microbatches."""
-        self._embedding.open(batch)
+        self._components.embedding.open(batch)
 
     def forward_backward(self, batch: Microbatches, timer: PhaseTimer) -> None:
         """Compute all microbatches, on several threads."""
         with timer("backward"):
-            self._total = self._work.compute(batch).total()
+            self._total = self._worker.compute(batch).total()
 
     def update(self) -> float:
         """Update by the sum of all microbatches."""
-        update_from_sums(self._total, self._work, self._embedding, self._optimizer)
+        update_from_sums(self._total, self._worker, self._components)
         return self._total.loss / self._total.divisor
 
 
@@ -181,25 +167,23 @@ class WholeBatchStep:
     are in a batch together.
     """
 
-    def __init__(
-        self, model: nn.Module, embedding: Embedding, optimizer: torch.optim.Optimizer
-    ) -> None:
-        self._model, self._embedding, self._optimizer = model, embedding, optimizer
+    def __init__(self, components: Components) -> None:
+        self._components = components
 
     def fetch(self, batch: Batch) -> None:
         """Fetch the rows of the batch."""
-        self._embedding.open(single_microbatch(batch))
+        self._components.embedding.open(single_microbatch(batch))
 
     def forward_backward(self, batch: Batch, timer: PhaseTimer) -> None:
         """Compute the batch."""
         with timer("forward"):
-            self._loss = loss_of(self._model(batch), batch)
+            self._loss = loss_of(self._components.model(batch), batch)
         with timer("backward"):
-            self._optimizer.zero_grad()
+            self._components.optimizer.zero_grad()
             self._loss.backward()
 
     def update(self) -> float:
         """Update parameters and rows."""
-        self._optimizer.step()
-        self._embedding.update_from_backward()
+        self._components.optimizer.step()
+        self._components.embedding.update_from_backward()
         return self._loss.item()

@@ -21,7 +21,7 @@ from schemas.run_log import LedgerEntry, StepMetric
 from trainer.checkpoint.load import made_of
 from trainer.checkpoint.manager import Saver, saver_of
 from trainer.checkpoint.snapshot import copy_bytes
-from trainer.components import Parts
+from trainer.components import Components, uses_shared_features
 from trainer.data.collate import Batch
 from trainer.data.decode import spec_of
 from trainer.data.microbatches import Microbatches
@@ -29,10 +29,8 @@ from trainer.data.reader import Reader, prefetch
 from trainer.device import device_of, to_device
 from trainer.embedding.cache import PlannedCache, RowSource
 from trainer.embedding.kernels.compiled import kernels_of
-from trainer.follow import Following, Span, extend, settle
+from trainer.follow import FollowedDataset, Span, extend, next_action, settle
 from trainer.gradient_sums import MicrobatchWorker
-from trainer.horizon import decide
-from trainer.models.build import uses_shared_features
 from trainer.recovery import Drain, Watchdog, resume_hint
 from trainer.run import RunLog, cut_run, write_dataset
 from trainer.setup import TrainOptions
@@ -52,8 +50,8 @@ class TrainingLoop:
         run: Path,
         job: Job,
         options: TrainOptions,
-        data: Following,
-        parts: Parts,
+        data: FollowedDataset,
+        components: Components,
         drain: Drain,
         watchdog: Watchdog,
         timer: PhaseTimer,
@@ -66,14 +64,14 @@ class TrainingLoop:
             job: job file.
             options: command-line options.
             data: the dataset, which may grow.
-            parts: model, embedding, optimizer and stores.
+            components: model, embedding, optimizer and stores.
             drain: requests an early end between two steps.
             watchdog: limits the time of each phase.
             timer: measures the phases.
             on_step: called after each step with its metric and the number of steps.
         """
         self._run, self._job, self._options = run, job, options
-        self._data, self._parts, self._drain = data, parts, drain
+        self._data, self._components, self._drain = data, components, drain
         self._watchdog, self._timer, self._on_step = watchdog, timer, on_step
 
     def run(self, span: Span, first_step: int, source: RowSource, *, loaded: bool) -> Span:
@@ -99,7 +97,7 @@ class TrainingLoop:
         try:
             with RunLog(self._run) as log:
                 step = self._train_span(span, step, source, log)
-                while not self._drain.asked and decide(step, span.horizon) != "end":
+                while not self._drain.asked and next_action(step, span.horizon) != "end":
                     span = self._next_span(span, step, source)
                     step = self._train_span(span, step, source, log)
             with self._watchdog(SAVE):
@@ -113,10 +111,10 @@ class TrainingLoop:
 
     def _train_span(self, span: Span, step: int, source: RowSource, log: RunLog) -> int:
         """Train the steps of a span until it ends or the run is stopped; return the next step."""
-        config, until, timer = self._job.train, span.horizon.until, self._timer
+        config, until, timer = self._job.train, span.horizon.end_step, self._timer
         reader = reader_of(span.dataset, span.order, self._options, config)
         with (
-            step_of(self._options, config, reader, self._parts) as (read, compute),
+            step_of(self._options, config, reader, self._components) as (read, compute),
             closing(prefetch(read, range(step, until), READ_AHEAD)) as batches,
         ):
             while step < until and not self._drain.asked:
@@ -134,7 +132,7 @@ class TrainingLoop:
                 step += 1
                 with self._watchdog(SAVE):
                     self._saver.after(step)
-                if self._data.grown():
+                if self._data.has_grown():
                     until = min(until, max(step, settle(source)))
         return step
 
@@ -146,11 +144,11 @@ class TrainingLoop:
                 self._timer(WAIT),
                 resume_hint(f"stopped at step {step}; {self._run} goes on from it"),
             ):
-                next_span = self._data.next(step, lambda: self._save(step))
+                next_span = self._data.wait_for(step, lambda: self._save(step))
                 if next_span is not span:
                     self._dataset = next_span.dataset
                     write_dataset(self._run, self._dataset, self._job.train, follows=True)
-                    extend(source, self._parts.stores, next_span, self._job.train, step)
+                    extend(source, self._components.stores, next_span, self._job.train, step)
         except (SchemaError, PlanError):
             self._save(step)
             raise
@@ -162,14 +160,14 @@ class TrainingLoop:
 
     def _open_saver(self, span: Span, first: int, source: RowSource, *, loaded: bool) -> Saver:
         """Return the saver; raises before the first step if copies do not fit in memory."""
-        config, stores = self._job.train, self._parts.stores
+        config, stores = self._job.train, self._components.stores
         layouts = {table: store.layout for table, store in stores.items()}
-        steps = range(first, span.horizon.until)
+        steps = range(first, span.horizon.end_step)
         cache = config.cache if isinstance(source, PlannedCache) else None
         return saver_of(
             self._run,
             config.checkpoint,
-            self._parts,
+            self._components,
             source,
             lambda: made_of(self._job, self._dataset),
             first_step=first,
@@ -194,7 +192,7 @@ def reader_of(dataset: Dataset, order: Order, options: TrainOptions, config: Tra
 
 @contextmanager
 def step_of(
-    options: TrainOptions, config: TrainConfig, reader: Reader, parts: Parts
+    options: TrainOptions, config: TrainConfig, reader: Reader, components: Components
 ) -> Iterator[tuple[Callable[[int], Any], Step[Any]]]:
     """Yield a function that reads the batch of a step, and what computes it.
 
@@ -202,11 +200,13 @@ def step_of(
     """
     device = device_of(config.device)
     if options.fast or device.type != "cpu":
-        whole_batch = WholeBatchStep(parts.model, parts.embedding, parts.optimizer)
+        whole_batch = WholeBatchStep(components)
         yield lambda step: to_device(reader.read(step), device), whole_batch
         return
-    with MicrobatchWorker(parts.model, parts.embedding, kernels_of(config.kernels)) as work:
-        yield reader.read_microbatches, MicrobatchStep(work, parts.embedding, parts.optimizer)
+    with MicrobatchWorker(
+        components.model, components.embedding, kernels_of(config.kernels)
+    ) as worker:
+        yield reader.read_microbatches, MicrobatchStep(worker, components)
 
 
 def _ledger_entry(batch: Batch | Microbatches, dataset: Dataset, reader: Reader) -> LedgerEntry:

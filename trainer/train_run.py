@@ -25,13 +25,13 @@ from trainer.checkpoint.load import (
 )
 from trainer.checkpoint.manager import claim_leftovers
 from trainer.checkpoint.manifest import PLAN
-from trainer.components import Parts, build_parts, layouts_of
+from trainer.components import Components, build_components, layouts_of
 from trainer.data.decode import spec_of
 from trainer.device import device_of
 from trainer.embedding.cache import CachedRows, DirectSource, PlannedCache, RowSource
 from trainer.embedding.kernels.compiled import kernels_of
 from trainer.embedding.lru import LruCache
-from trainer.evaluate import Evaluation, evaluate_parts
+from trainer.evaluate import Evaluation, evaluate_components
 from trainer.follow import Span, plans_of_span
 from trainer.recovery import Drain, Watchdog, resume_hint
 from trainer.run import (
@@ -115,18 +115,22 @@ def train(
                             num_processes=options.stores,
                         )
                     )
-                    parts = build_parts(spec, config, stores, steps_before=steps_before(begun))
-                    start = _start(job, options, span, parts, checkpoint, begun)
+                    components = build_components(
+                        spec, config, stores, steps_before=steps_before(begun)
+                    )
+                    start = _start(job, options, span, components, checkpoint, begun)
                 timer = PhaseTimer(clock, watchdog)
-                loop = TrainingLoop(run, job, options, data, parts, drain, watchdog, timer, on_step)
+                loop = TrainingLoop(
+                    run, job, options, data, components, drain, watchdog, timer, on_step
+                )
                 span = loop.run(span, *start, loaded=checkpoint is not None)
                 with (
                     drain.at_once(),
                     resume_hint(f"all steps are trained; evaluate {run} with --resume"),
                 ):
                     found = readable_stores(stores, newest_checkpoint(run))
-                    parts = replace(parts, stores=found)
-                    return evaluate_parts(job, span.dataset, parts, watchdog), start[1]
+                    components = replace(components, stores=found)
+                    return evaluate_components(job, span.dataset, components, watchdog), start[1]
 
         (evaluation, source), rollbacks = with_rollbacks(
             run, checkpoint, attempt, lambda: claim_leftovers(run, config.checkpoint, resume=True)
@@ -144,7 +148,7 @@ def _start(
     job: Job,
     options: TrainOptions,
     span: Span,
-    parts: Parts,
+    components: Components,
     checkpoint: Path | None,
     begun: RunIdentity,
 ) -> tuple[int, RowSource]:
@@ -152,20 +156,18 @@ def _start(
     first, cached = 0, dict[str, CachedRows]()
     if checkpoint is not None:
         next_use = None
-        if isinstance(group_of(parts.stores), FutureLog):
-            known = span.horizon.known
+        if isinstance(group_of(components.stores), FutureLog):
+            known = span.horizon.known_end
             others = begun.origin is not None
             next_use = NextUseLookup(span.dataset, span.order, known, allow_unknown=others)
         manifest = verified(checkpoint, made_of(job, span.dataset))
         if options.embedding == "cached" and same_plan(manifest.made_of, job.train.cache):
-            cached = load_cached(checkpoint / PLAN, parts.stores)
-        first = load_checkpoint(
-            checkpoint, manifest, parts.model, parts.optimizer, parts.stores, next_use, cached
-        )
-    source = _source(options, span, job, parts, first, cached)
+            cached = load_cached(checkpoint / PLAN, components.stores)
+        first = load_checkpoint(checkpoint, manifest, components, next_use=next_use, cached=cached)
+    source = _source(options, span, job, components, first, cached)
     if isinstance(source, PlannedCache) and checkpoint is not None:
-        _hold(source, checkpoint, parts, cached)
-    parts.embedding.set_source(source)
+        _hold(source, checkpoint, components, cached)
+    components.embedding.set_source(source)
     return first, source
 
 
@@ -173,26 +175,26 @@ def _source(
     options: TrainOptions,
     span: Span,
     job: Job,
-    parts: Parts,
+    components: Components,
     first: int,
     cached: Mapping[str, CachedRows],
 ) -> RowSource:
     cache = job.train.cache
     if options.embedding in ("plain", "uncached"):
-        return DirectSource(parts.stores)
+        return DirectSource(components.stores)
     if options.embedding == "lru":
         if cache.rows is None:
             raise SchemaError(
                 "train.cache.rows must be given for --embedding lru, got none; it knows no future "
                 "and keeps as many rows as it may"
             )
-        return LruCache(parts.stores, cache.rows)
+        return LruCache(components.stores, cache.rows)
     every = job.train.checkpoint.every_steps
-    until = span.horizon.until
+    until = span.horizon.end_step
     starts = {table: found.keyframe for table, found in cached.items()}
     return PlannedCache(
-        parts.stores,
-        plans_of_span(span, parts.stores, job.train, first, starts),
+        components.stores,
+        plans_of_span(span, components.stores, job.train, first, starts),
         first_step=first,
         last_step=until,
         prefetch_steps=cache.prefetch_steps,
@@ -201,10 +203,10 @@ def _source(
 
 
 def _hold(
-    source: PlannedCache, checkpoint: Path, parts: Parts, cached: Mapping[str, CachedRows]
+    source: PlannedCache, checkpoint: Path, components: Components, cached: Mapping[str, CachedRows]
 ) -> None:
     """Fill the cache with the rows that it held at the checkpoint."""
-    rows = stores_of(checkpoint, parts.stores)
+    rows = stores_of(checkpoint, components.stores)
     for table, found in cached.items():
         source.restore(table, found, rows[table].fetch(found.rows[found.is_cached]))
 

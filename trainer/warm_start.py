@@ -38,7 +38,7 @@ from trainer.checkpoint.load import (
     verified,
 )
 from trainer.checkpoint.manifest import DENSE, CheckpointManifest, complete, folder_of
-from trainer.components import build_parts, memory_stores
+from trainer.components import build_components, memory_stores
 from trainer.data.decode import spec_of
 from trainer.run import RunIdentity, check_meaning, read_identity
 from trainer.stores.api import Records, Store
@@ -287,9 +287,9 @@ def _check_compatible(start: WarmStart, job: Job, dataset: Dataset) -> None:
     file = start.checkpoint / MANIFEST
     check_model(start.manifest.made_of, made_of(job, dataset), str(file))
     spec = spec_of(dataset, job.train.dtype)
-    parts = build_parts(spec, job.train, memory_stores(spec, job.train))
+    components = build_components(spec, job.train, memory_stores(spec, job.train))
     dense = dense_of(start.checkpoint)
-    load_state(dense, parts.model, parts.optimizer, file=str(start.checkpoint / DENSE))
+    load_state(dense, components.model, components.optimizer, file=str(start.checkpoint / DENSE))
 
 
 def _remove_incomplete(run: Path) -> None:

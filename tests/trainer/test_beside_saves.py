@@ -20,13 +20,12 @@ from trainer.checkpoint.load import save_checkpoint
 from trainer.checkpoint.manager import CHECKPOINT_LOG
 from trainer.checkpoint.manifest import complete
 from trainer.checkpoint.snapshot import CopyMemory, memory_path
-from trainer.components import build_parts, memory_stores, order_of
+from trainer.components import build_components, memory_stores, order_of
 from trainer.data.decode import spec_of
 from trainer.elastic.checkpoints import BackgroundCheckpoints
 from trainer.elastic.context import ReplicaContext
 from trainer.elastic.peer_state import MemoryRows
-from trainer.follow import Span
-from trainer.horizon import Horizon
+from trainer.follow import Horizon, Span
 from trainer.setup import TrainOptions
 
 TABLE = "items"
@@ -53,13 +52,13 @@ class OneReplica:
         job, dataset = load_job(job_path), open_dataset(folder / "dataset")
         order, spec = order_of(job, dataset), spec_of(dataset, job.train.dtype)
         self.stores = memory_stores(spec, job.train)
-        parts = build_parts(spec, job.train, self.stores)
-        self.rows = MemoryRows(self.stores, parts.embedding)
+        components = build_components(spec, job.train, self.stores)
+        self.rows = MemoryRows(self.stores, components.embedding)
         end = order.num_steps
-        self.span = Span(dataset, order, Horizon(until=end, known=end, last=True))
+        self.span = Span(dataset, order, Horizon(end_step=end, known_end=end, is_final=True))
         options = TrainOptions()
         setting = ReplicaContext(
-            run, job, options, self.span, parts, self.rows, 0, time.perf_counter
+            run, job, options, self.span, components, self.rows, 0, time.perf_counter
         )
         self.run = run
         self.memory = memory_path(folder / "memory", run)
@@ -67,7 +66,7 @@ class OneReplica:
 
         def save_whole(train_step: int) -> None:
             self.whole.append(train_step)
-            save_checkpoint(run, train_step, parts.model, parts.optimizer, self.stores, keep=20)
+            save_checkpoint(run, train_step, components, keep=20)
 
         self.saves = BackgroundCheckpoints(setting, 1 << 20, save_whole)
 

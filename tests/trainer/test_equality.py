@@ -123,7 +123,7 @@ def test_one_float32_step_from_a_later_state_has_the_gradients_of_expanded(
             parts = parts_of(job, dataset)
             checkpoint = checkpoint_at(tmp_path / "run", step)
             manifest = verified(checkpoint, None)
-            load_checkpoint(checkpoint, manifest, parts.model, None, parts.stores)
+            load_checkpoint(checkpoint, manifest, parts, with_optimizer=False)
             batch = reader_of(job, dataset, expanded=expanded, find_shared=True).read(step)
             assert (batch.shared is None) == (not batch.groups) == expanded
             assert isinstance(parts.model, DedupDlrm) == (model == "dlrm")

@@ -18,29 +18,29 @@ from tests.trainer.make_dataset import write_job
 from tests.trainer.runs import parts_of, reader_of, run_job
 from tests.trainer.stores import whole
 from tests.trainer.test_metric_streams import session_auc_by_hand
-from trainer.components import Parts
+from trainer.components import Components
 from trainer.data.reader import Reader, prefetch
 from trainer.evaluate import Evaluation, columns_of, evaluate, evaluate_run
 from trainer.run import verify_run
-from trainer.step import PhaseTimer, train_step
+from trainer.step import PhaseTimer, train_batch
 
 
-def evaluate_now(job: Path, dataset: Path, parts: Parts, reader: Reader) -> Evaluation:
+def evaluate_now(job: Path, dataset: Path, components: Components, reader: Reader) -> Evaluation:
     columns = columns_of(open_dataset(dataset), load_job(job).train)
     batches = reader.evaluation_batches()
-    return evaluate(parts.model, parts.embedding, parts.stores, batches, columns)
+    return evaluate(components.model, components.embedding, components.stores, batches, columns)
 
 
 def test_metrics_of_a_run_are_those_of_its_logits_sample_by_sample(
     dataset: Path, tmp_path: Path
 ) -> None:
     job = write_job(tmp_path / "job")
-    parts, reader = parts_of(job, dataset), reader_of(job, dataset)
-    found = evaluate_now(job, dataset, parts, reader)
+    components, reader = parts_of(job, dataset), reader_of(job, dataset)
+    found = evaluate_now(job, dataset, components, reader)
     columns: list[list[np.ndarray]] = []
     for batch in reader.evaluation_batches():
-        parts.embedding.open_copies(batch, parts.stores)
-        logits = parts.model(batch).detach()
+        components.embedding.open_copies(batch, components.stores)
+        logits = components.model(batch).detach()
         key = batch.kept["session"]
         columns.append([key, key, *(t.numpy() for t in (batch.labels, logits, batch.weights))])
     key, time, *scored = (np.concatenate(c) for c in zip(*columns, strict=True))
@@ -87,27 +87,29 @@ def test_gauc_of_another_key_groups_by_it(key: str, dataset: Path, tmp_path: Pat
     assert found.gauc != found.session_auc
 
 
-def state_of(parts: Parts) -> list[bytes]:
+def state_of(components: Components) -> list[bytes]:
     """Return the bits of everything that is trained."""
-    dense = canonical_json({n: p.tolist() for n, p in parts.model.named_parameters()})
-    stored = [whole(store) for store in parts.stores.values()]
+    dense = canonical_json({n: p.tolist() for n, p in components.model.named_parameters()})
+    stored = [whole(store) for store in components.stores.values()]
     return [dense.encode(), *(a.tobytes() for rows, r in stored for a in (rows, r.values, r.state))]
 
 
-def train_all(job: Path, dataset: Path, evaluate_every: int | None) -> tuple[list[float], Parts]:
+def train_all(
+    job: Path, dataset: Path, evaluate_every: int | None
+) -> tuple[list[float], Components]:
     """Train with batches read ahead, and evaluate in between."""
-    parts, reader = parts_of(job, dataset), reader_of(job, dataset)
+    components, reader = parts_of(job, dataset), reader_of(job, dataset)
     scored = reader_of(job, dataset)
     losses: list[float] = []
     for batch in prefetch(reader.read, range(32), 2):
         assert batch.step.train_step == len(losses), "no training batch may be lost"
         timer = PhaseTimer(lambda: 0.0)
-        losses.append(train_step(parts.model, parts.embedding, parts.optimizer, batch, timer))
+        losses.append(train_batch(components, batch, timer))
         if evaluate_every is not None and len(losses) % evaluate_every == 0:
-            before = state_of(parts)
-            assert evaluate_now(job, dataset, parts, scored).num_samples == 80
-            assert state_of(parts) == before, "evaluation must train nothing"
-    return losses, parts
+            before = state_of(components)
+            assert evaluate_now(job, dataset, components, scored).num_samples == 80
+            assert state_of(components) == before, "evaluation must train nothing"
+    return losses, components
 
 
 @pytest.mark.slow
@@ -116,11 +118,11 @@ def test_evaluation_between_steps_leaves_the_bits_of_training(
 ) -> None:
     job = write_job(tmp_path / "job")
     straight, plain = train_all(job, dataset, None)
-    losses, parts = train_all(job, dataset, 5)
+    losses, components = train_all(job, dataset, 5)
     assert losses == straight
-    assert state_of(parts) == state_of(plain)
-    assert isinstance(parts.model, nn.Module)
-    assert parts.model.training
+    assert state_of(components) == state_of(plain)
+    assert isinstance(components.model, nn.Module)
+    assert components.model.training
     assert torch.is_grad_enabled()
 
 

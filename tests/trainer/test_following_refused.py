@@ -61,18 +61,18 @@ def other_segment(root: DatasetManifest) -> dict[str, object]:
 REPLACED = {
     "another segment": (
         other_segment,
-        "dataset must begin with the segments that are followed, got 00000-other at place 0 for "
-        "00000-small in {manifest}; restore it, or train a new run on it",
+        "segment 0 of the dataset changed while it was followed: from 00000-small to 00000-other "
+        "in {manifest}; restore it, or train a new run on the dataset",
     ),
     "fewer segments": (
         lambda root: {"segments": root.segments[:1]},
-        "dataset must begin with the segments that are followed, got None at place 1 for "
-        "00001-small in {manifest}; restore it, or train a new run on it",
+        "segment 1 of the dataset changed while it was followed: from 00001-small to None "
+        "in {manifest}; restore it, or train a new run on the dataset",
     ),
     "another schema": (
         lambda root: {"schema_sha256": "f" * 64},
-        "dataset must keep its schema_sha256 while it is followed, got ffffffffffff for "
-        "{schema} in {manifest}; train a new run on it",
+        "schema_sha256 of the dataset changed while it was followed: from {schema} to ffffffffffff "
+        "in {manifest}; train a new run on it",
     ),
 }
 

@@ -12,12 +12,19 @@ from schemas.config.job import load_job
 from schemas.errors import PlanError
 from tests.trainer.growing import commit, grown_versions
 from trainer.elastic.context import DatasetRefusedError, Frontier
-from trainer.follow import Following, FollowOptions, Span
-from trainer.horizon import Horizon, Known, agreed, decide
+from trainer.follow import (
+    DatasetExtent,
+    FollowedDataset,
+    FollowOptions,
+    Horizon,
+    Span,
+    common_extent,
+    next_action,
+)
 from trainer.recovery import Drain
 from trainer.stores.api import BehindError
 
-FIRST = Known(num_segments=1, finished=False)
+FIRST = DatasetExtent(num_segments=1, finished=False)
 PREFETCH_STEPS = 3
 NUM_STEPS = 22
 
@@ -42,10 +49,10 @@ class Member:
         self.see()
         job = load_job(versions[0].parent / "job" / "job.yaml")
         how = FollowOptions(follow=True, stop=None, planned=True)
-        data = Following(dataset, job, how, Drain())
-        data.first()
+        data = FollowedDataset(dataset, job, how, Drain())
+        data.wait_for(0)
         self.frontier = Frontier(data, FIRST, Drain(), 0.01)
-        self._last = self.horizon.until
+        self._last = self.horizon.end_step
 
     @property
     def horizon(self) -> Horizon:
@@ -63,7 +70,7 @@ class Member:
     def extend(self, span: Span, step: int) -> None:
         assert step >= self._next, "no read is in flight"
         self.taken.append((step, span.horizon))
-        self._last = span.horizon.until
+        self._last = span.horizon.end_step
 
     def train(self, step: int) -> None:
         assert step < self._last, "the step may be read"
@@ -71,7 +78,7 @@ class Member:
 
     def join(self, other: Frontier, step: int) -> None:
         settled = self.frontier.load(other.to_arrays())
-        self._next, self._last = step, self.horizon.until
+        self._next, self._last = step, self.horizon.end_step
         if settled is not None:
             self._last = min(self._last, settled)
 
@@ -84,16 +91,16 @@ def test_members_take_segments_in_at_the_same_step_whoever_sees_them_first(
     chance = np.random.default_rng(seed)
     members = [Member(versions, tmp_path / f"seen-{n}") for n in range(3)]
     joins, step, missed = int(chance.integers(NUM_STEPS)), 0, 0
-    while decide(step, members[0].horizon) != "end":
+    while next_action(step, members[0].horizon) != "end":
         ready = members if step > joins else members[:2]
         for member in members:
             if chance.random() < 0.3:
                 member.see()
             member.frontier.refresh()
-        known = agreed([member.frontier.visible for member in ready])
-        if decide(step, members[0].horizon) == "wait":
+        known = common_extent([member.frontier.visible for member in ready])
+        if next_action(step, members[0].horizon) == "wait":
             assert len({m.frontier.advance(known, step, m.extend) for m in ready}) == 1
-            if decide(step, members[0].horizon) != "train":
+            if next_action(step, members[0].horizon) != "train":
                 continue
         told = members[0].frontier.state
         for member in ready:
@@ -116,7 +123,7 @@ def test_members_take_segments_in_at_the_same_step_whoever_sees_them_first(
 def waiting(versions: list[Path], tmp_path: Path) -> Member:
     """One that has trained all steps of the first segment and sees the second."""
     found = Member(versions, tmp_path / "dataset")
-    for step in range(found.horizon.until):
+    for step in range(found.horizon.end_step):
         found.train(step)
     found.see()
     found.frontier.refresh()
@@ -125,7 +132,7 @@ def waiting(versions: list[Path], tmp_path: Path) -> Member:
 
 def test_who_has_begun_a_step_that_others_do_not_know_is_started_again(waiting: Member) -> None:
     frontier, told = waiting.frontier, waiting.frontier.state
-    until = frontier.span.horizon.until
+    until = frontier.span.horizon.end_step
     assert frontier.advance(frontier.visible, until, waiting.extend)
     frontier.check(frontier.visible, told)  # who writes may have asked before it knew
     with pytest.raises(BehindError, match="start it again"):

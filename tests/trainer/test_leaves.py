@@ -12,10 +12,10 @@ import torch
 from schemas.config.job import load_job
 from tests.trainer.make_dataset import write_job
 from tests.trainer.runs import final_rows, losses_of, parts_of, reader_of, run_job
+from trainer.components import uses_shared_features
 from trainer.embedding.kernels.compiled import kernels_of
 from trainer.embedding.kernels.interface import RowSums
 from trainer.gradient_sums import MicrobatchWorker, PartialSums
-from trainer.models.build import uses_shared_features
 
 ATTENTION = "{name: attention, history: clicked, target: item, top_layers: [16], num_heads: 2}"
 MODELS = {

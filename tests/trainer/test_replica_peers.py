@@ -15,12 +15,12 @@ from tests.trainer.certificates import make_certificate
 from trainer.__main__ import main
 from trainer.elastic.context import Rendezvous, write_rendezvous
 from trainer.elastic.peer_state import CommittedStep, PeerClient, PeerError, PeerServer
-from trainer.horizon import Known
+from trainer.follow import DatasetExtent
 from trainer.stores.remote.connection import Access
 from trainer.stores.remote.wire import Certificate
 
 ACCESS = Access(token="secret", timeout_sec=20.0)
-KNOWN = Known(num_segments=2, finished=False)
+KNOWN = DatasetExtent(num_segments=2, finished=False)
 METRIC = StepMetric(step=3, loss=0.5, num_samples=4, num_replicas=1, samples_per_sec=1.0, phases={})
 
 

@@ -27,7 +27,7 @@ from tests.trainer.model_samples import (
     random_samples,
 )
 from tests.trainer.runs import reader_of, row_gradients
-from trainer.components import build_parts, memory_stores
+from trainer.components import build_components, memory_stores
 from trainer.data.collate import Batch
 from trainer.data.decode import spec_of
 from trainer.data.microbatches import single_microbatch
@@ -165,12 +165,12 @@ def test_shared_parts_leave_logits_and_gradients_of_real_batches(
     job = write_job(tmp_path / "job", model=model, pooling=pooling)
     config: TrainConfig = load_job(job).train
     spec = spec_of(open_dataset(dataset), "float64")
-    parts = build_parts(spec, config, memory_stores(spec, config))
-    trained: Any = parts.model
+    components = build_components(spec, config, memory_stores(spec, config))
+    trained: Any = components.model
     batch = reader_of(job, dataset).read(7)
-    found = results(trained, parts.embedding, batch)
+    found = results(trained, components.embedding, batch)
     trained.dedup = False
-    wanted = results(trained, parts.embedding, batch)
+    wanted = results(trained, components.embedding, batch)
     assert found.keys() == wanted.keys()
     for name, value in wanted.items():
         torch.testing.assert_close(found[name], value, rtol=1e-10, atol=1e-12, msg=name)

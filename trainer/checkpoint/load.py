@@ -31,7 +31,7 @@ from trainer.checkpoint.manifest import (
     read_checkpoint_manifest,
     verify_files,
 )
-from trainer.components import layouts_of, order_of
+from trainer.components import Components, layouts_of, order_of
 from trainer.data.decode import spec_of
 from trainer.embedding.cache import CachedRows, arrays_of_cached, cached_of
 from trainer.run import first_difference
@@ -407,9 +407,7 @@ NextUseOf = Callable[[str, int, NDArray[np.int64]], NDArray[np.int64]]
 def save_checkpoint(
     run: Path,
     train_step: int,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    stores: Mapping[str, Store],
+    components: Components,
     *,
     keep: int,
     cached: Mapping[str, CachedRows] | None = None,
@@ -422,9 +420,7 @@ def save_checkpoint(
     Args:
         run: run folder.
         train_step: the next step to train.
-        model: dense parameters.
-        optimizer: of the dense parameters.
-        stores: rows by table.
+        components: of the run.
         keep: newest checkpoints that remain.
         cached: where the plan stands, of a planned cache.
         made_of: what the run is, from `flash.fits`.
@@ -433,12 +429,12 @@ def save_checkpoint(
         SchemaError: the disk is full; nothing is left of this checkpoint.
     """
     with NewCheckpoint(run / CHECKPOINTS, train_step) as writing:
-        writing.arrays(DENSE, state_of(model, optimizer))
+        writing.arrays(DENSE, state_of(components.model, components.optimizer))
         if cached:
             writing.arrays(PLAN, arrays_of_cached(cached))
-        for table, store in stores.items():
+        for table, store in components.stores.items():
             writing.rows(table, store.layout, store.contents())
-        parts = {table: (f"{folder_of(train_step)}/{table}",) for table in stores}
+        parts = {table: (f"{folder_of(train_step)}/{table}",) for table in components.stores}
         writing.finish(made_of or {}, parts, {}, keep=keep)
     return writing.folder
 
@@ -457,22 +453,21 @@ def step_of(checkpoint: Path | None) -> int:
 def load_checkpoint(
     checkpoint: Path,
     manifest: CheckpointManifest,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer | None,
-    stores: Mapping[str, Store],
+    components: Components,
+    *,
     next_use: NextUseOf | None = None,
     cached: Mapping[str, CachedRows] | None = None,
+    with_optimizer: bool = True,
 ) -> int:
-    """Load a checkpoint into fresh parts.
+    """Load a checkpoint into new components.
 
     Args:
         checkpoint: folder of the checkpoint.
         manifest: of it, from `verified`.
-        model: dense parameters.
-        optimizer: of the dense parameters, None to leave it out.
-        stores: rows by table.
+        components: of the run.
         next_use: when rows are used next, for stores that are ordered by it.
         cached: rows that the cache holds; stores that are ordered by next use do without them.
+        with_optimizer: load the state of the dense optimizer.
 
     Returns:
         The next step to train.
@@ -480,8 +475,10 @@ def load_checkpoint(
     Raises:
         SchemaError: the state is of another model.
     """
-    load_state(dense_of(checkpoint), model, optimizer, file=str(checkpoint / DENSE))
-    load_rows(checkpoint, manifest, stores, next_use, cached)
+    optimizer = components.optimizer if with_optimizer else None
+    dense = dense_of(checkpoint)
+    load_state(dense, components.model, optimizer, file=str(checkpoint / DENSE))
+    load_rows(checkpoint, manifest, components.stores, next_use, cached)
     return manifest.train_step
 
 

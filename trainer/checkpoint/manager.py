@@ -29,7 +29,7 @@ from trainer.checkpoint.snapshot import (
     copy_to,
     memory_path,
 )
-from trainer.components import Parts
+from trainer.components import Components
 from trainer.embedding.cache import PlannedCache, RowSource, arrays_of_cached
 from trainer.embedding.changes import Changed, Changes
 from trainer.runtime import close_pipes, is_readable, start_child
@@ -338,7 +338,7 @@ class Saver(Protocol):
 def saver_of(
     run: Path,
     config: CheckpointConfig,
-    parts: Parts,
+    components: Components,
     source: RowSource,
     made_of: MadeOf,
     *,
@@ -351,7 +351,7 @@ def saver_of(
     Args:
         run: run folder.
         config: of the job.
-        parts: components of the run.
+        components: components of the run.
         source: of the embedding rows.
         made_of: returns the fingerprint of the run.
         first_step: first step to train.
@@ -362,11 +362,11 @@ def saver_of(
         SchemaError: there is too little memory for the copies.
     """
     if config.every_steps is None:
-        return FinalSaver(run, config, parts, source, made_of, first_step)
-    layouts = {table: store.layout for table, store in parts.stores.items()}
+        return FinalSaver(run, config, components, source, made_of, first_step)
+    layouts = {table: store.layout for table, store in components.stores.items()}
     changes = Changes(layouts)
     source.track_changes(changes)
-    state = RunState(parts, source, changes, made_of)
+    state = RunState(components, source, changes, made_of)
     memory = CopyMemory(memory_path(Path(config.copy_to), run))
     saver = BackgroundSaver(
         run,
@@ -407,24 +407,26 @@ def claim_leftovers(
             memory.remove()
 
 
-def dense_bytes(parts: Parts) -> int:
+def dense_bytes(components: Components) -> int:
     """Return an upper bound of the dense state: each value and two optimizer values."""
-    return 3 * sum(a.nbytes for a in state_of(parts.model, None).values())
+    return 3 * sum(a.nbytes for a in state_of(components.model, None).values())
 
 
 class RunState:
     """The state of a run of one process."""
 
-    def __init__(self, parts: Parts, source: RowSource, changes: Changes, made_of: MadeOf) -> None:
+    def __init__(
+        self, components: Components, source: RowSource, changes: Changes, made_of: MadeOf
+    ) -> None:
         """Store the components.
 
         Args:
-            parts: components of the run.
+            components: components of the run.
             source: of the embedding rows.
             changes: recorded by the source.
             made_of: returns the fingerprint of the run.
         """
-        self._parts = parts
+        self._components = components
         self._source = source
         self._changes = changes
         self._made_of = made_of
@@ -434,7 +436,7 @@ class RunState:
     @property
     def dense_bytes(self) -> int:
         """Bytes of the dense state."""
-        return dense_bytes(self._parts)
+        return dense_bytes(self._components)
 
     @property
     def evicted_bytes(self) -> int:
@@ -447,7 +449,7 @@ class RunState:
 
     def dense(self) -> Mapping[str, Array]:
         """Return the dense state, by name."""
-        return state_of(self._parts.model, self._parts.optimizer)
+        return state_of(self._components.model, self._components.optimizer)
 
     def plan(self, train_step: int) -> Mapping[str, Array]:
         """Return the state of the planned cache before a step, {} without one."""
@@ -464,7 +466,9 @@ class RunState:
         self._changes.forget(train_step)
         if self._truncating is None or self._truncating.done():
             self.check()
-            self._truncating = self._pool.submit(notify_checkpoint, self._parts.stores, train_step)
+            self._truncating = self._pool.submit(
+                notify_checkpoint, self._components.stores, train_step
+            )
 
     def check(self) -> None:
         """Raise the error of the last truncation, if any."""
@@ -475,7 +479,7 @@ class RunState:
     def finish(self) -> None:
         """Flush rows for evaluation, which reads the checkpoint instead of a future-ordered log."""
         self.check()
-        if not isinstance(group_of(self._parts.stores), FutureLog):
+        if not isinstance(group_of(self._components.stores), FutureLog):
             self._source.flush()
 
     def close(self) -> None:
@@ -522,14 +526,14 @@ class FinalSaver:
         self,
         run: Path,
         config: CheckpointConfig,
-        parts: Parts,
+        components: Components,
         source: RowSource,
         made_of: MadeOf,
         first_step: int,
     ) -> None:
         self._run = run
         self._config = config
-        self._parts = parts
+        self._components = components
         self._source = source
         self._made_of = made_of
         self._newest = first_step
@@ -549,18 +553,16 @@ class FinalSaver:
         if self._newest == train_step:
             return
         self._source.flush()
-        source, parts = self._source, self._parts
+        source, components = self._source, self._components
         save_checkpoint(
             self._run,
             train_step,
-            parts.model,
-            parts.optimizer,
-            parts.stores,
+            components,
             keep=self._config.keep,
             cached=source.cached(train_step) if isinstance(source, PlannedCache) else None,
             made_of=self._made_of(),
         )
-        notify_checkpoint(parts.stores, train_step)
+        notify_checkpoint(components.stores, train_step)
         self._newest = train_step
 
     def close(self) -> None:

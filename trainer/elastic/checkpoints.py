@@ -28,7 +28,7 @@ from trainer.checkpoint.snapshot import (
     memory_path,
     too_small,
 )
-from trainer.components import build_parts, layouts_of, memory_stores
+from trainer.components import build_components, layouts_of, memory_stores
 from trainer.data.decode import spec_of
 from trainer.elastic.context import ReplicaContext
 from trainer.embedding.changes import Changes
@@ -49,10 +49,10 @@ def copy_bytes_of(job: Job, span: Span, first: int) -> int:
         return 0
     spec = spec_of(span.dataset, job.train.dtype)
     layouts = layouts_of(spec, job.train)
-    parts = build_parts(spec, job.train, memory_stores(spec, job.train))
-    steps = range(first, span.horizon.until)
+    components = build_components(spec, job.train, memory_stores(spec, job.train))
+    steps = range(first, span.horizon.end_step)
     rows = copy_bytes(span.dataset, span.order, layouts, steps, every, None)
-    return dense_bytes(parts) + rows
+    return dense_bytes(components) + rows
 
 
 def check_room(config: CheckpointConfig, num_bytes: int) -> None:
@@ -294,7 +294,7 @@ class BackgroundCheckpoints:
         self._run, self._config = context.run, context.job.train.checkpoint
         self._copy_bytes = copy_bytes
         self._save_all = save_all
-        self._layouts = {table: store.layout for table, store in context.parts.stores.items()}
+        self._layouts = {table: store.layout for table, store in context.components.stores.items()}
         self._changes = Changes(self._layouts)
         context.rows.track_changes(self._changes)
         self._active: tuple[BackgroundSaver, ReplicaState] | None = None
@@ -366,7 +366,7 @@ class BackgroundCheckpoints:
         newest = newest_step(self._run)
         memory = CopyMemory(memory_path(Path(self._config.copy_to), self._run))
         state = ReplicaState(
-            context.parts,
+            context.components,
             context.rows.source,
             self._changes,
             lambda: made_of(context.job, context.span.dataset),

@@ -22,14 +22,13 @@ from schemas.manifest import canonical_json
 from schemas.order import Order
 from schemas.run_log import RENDEZVOUS, LedgerEntry
 from trainer.checkpoint.load import load_state, state_of
-from trainer.components import Parts
+from trainer.components import Components
 from trainer.data.microbatches import Microbatches
 from trainer.data.reader import Reader
 from trainer.elastic.group import SumsShape
 from trainer.elastic.peer_state import ReplicaRows
 from trainer.elastic.shared_rows import SharedStores
-from trainer.follow import Following, Span
-from trainer.horizon import Known, decide
+from trainer.follow import DatasetExtent, FollowedDataset, Span, next_action
 from trainer.recovery import Drain
 from trainer.setup import TrainOptions
 from trainer.step import Clock
@@ -65,7 +64,7 @@ class Rendezvous:
     """Stop before this step."""
     follow: bool
     """Whether to wait for new segments."""
-    known: Known
+    known: DatasetExtent
     """The part of the dataset that is agreed on at the start."""
     retained_bytes: int
     """Size of the write buffer in front of the stores."""
@@ -92,7 +91,7 @@ def read_rendezvous(run: Path) -> Rendezvous:
         shared = body["shared"]
         if shared is not None:
             shared = SharedStores(**{**shared, "addresses": tuple(shared["addresses"])})
-        return Rendezvous(**{**body, "known": Known(**body["known"]), "shared": shared})
+        return Rendezvous(**{**body, "known": DatasetExtent(**body["known"]), "shared": shared})
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise SchemaError(
             f"run cannot be joined by replicas: {error}; start it with "
@@ -140,8 +139,8 @@ class Frontier:
 
     def __init__(
         self,
-        data: Following,
-        known: Known,
+        data: FollowedDataset,
+        known: DatasetExtent,
         drain: Drain,
         poll_sec: float,
         progress: Callable[[str], None] = lambda _: None,
@@ -162,14 +161,16 @@ class Frontier:
         self.trouble = ""
         self._data, self._drain, self._poll_sec = data, drain, poll_sec
         self._progress = progress
-        self._visible, self._known = data.look(), known
-        self._pending: tuple[Known, int] | None = None  # and the step at which it becomes valid
-        self._in_flight: Known | None = None  # valid for the step in flight already
+        self._visible, self._known = data.refresh(), known
+        self._pending: tuple[DatasetExtent, int] | None = (
+            None  # and the step at which it becomes valid
+        )
+        self._in_flight: DatasetExtent | None = None  # valid for the step in flight already
         self._reported = ""
         self.span = self._wait_for(known)
 
     @property
-    def visible(self) -> Known:
+    def visible(self) -> DatasetExtent:
         """The part of the dataset that this process saw at the last `refresh`."""
         return self._visible
 
@@ -183,7 +184,7 @@ class Frontier:
     def refresh(self) -> None:
         """Look for new segments; a replaced dataset sets `trouble`, which ends the run."""
         try:
-            self._visible = self._data.look()
+            self._visible = self._data.refresh()
         except SchemaError as error:
             self.trouble = self.trouble or str(error)
 
@@ -191,17 +192,17 @@ class Frontier:
         """Set `trouble`, because training has waited for too long."""
         self.trouble = self.trouble or (
             f"dataset must grow or be finished within {seconds:g} s, got a run that waits at step "
-            f"{train_step}: {self._data.waits_for}; go on with --resume --follow"
+            f"{train_step}: {self._data.wait_reason}; go on with --resume --follow"
         )
 
     def report_waiting(self, train_step: int) -> None:
         """Report what training waits for, unless that was the last report."""
-        line = f"waiting at step {train_step}: {self._data.waits_for}"
+        line = f"waiting at step {train_step}: {self._data.wait_reason}"
         if line != self._reported:
             self._reported = line
             self._progress(line)
 
-    def check(self, known: Known, state: tuple[int, ...]) -> None:
+    def check(self, known: DatasetExtent, state: tuple[int, ...]) -> None:
         """Check that the members of an agreement have the same frontier.
 
         Args:
@@ -218,7 +219,7 @@ class Frontier:
                 f"{state} and {known}; start it again"
             )
 
-    def advance(self, known: Known, train_step: int, extend: Extend) -> bool:
+    def advance(self, known: DatasetExtent, train_step: int, extend: Extend) -> bool:
         """Make a part of the dataset valid while training waits at a step.
 
         Args:
@@ -234,7 +235,7 @@ class Frontier:
         """
         if known == self._known:
             return False
-        decision = decide(train_step, self._wait_for(known).horizon)
+        decision = next_action(train_step, self._wait_for(known).horizon)
         if decision == "wait":
             return False
         self._make_valid(known, train_step, extend)
@@ -242,7 +243,7 @@ class Frontier:
         return True
 
     def on_commit(
-        self, known: Known, train_step: int, settle: Callable[[], int], extend: Extend
+        self, known: DatasetExtent, train_step: int, settle: Callable[[], int], extend: Extend
     ) -> None:
         """Process the part of the dataset that was committed with a step.
 
@@ -278,14 +279,14 @@ class Frontier:
             The step that `settle` returned there; None if it was not called.
         """
         segments, finished, pending_segments, pending_finished, at = arrays[FRONTIER].tolist()
-        self._known = Known(num_segments=segments, finished=bool(finished))
+        self._known = DatasetExtent(num_segments=segments, finished=bool(finished))
         self._in_flight = None
-        pending = Known(num_segments=pending_segments, finished=bool(pending_finished))
+        pending = DatasetExtent(num_segments=pending_segments, finished=bool(pending_finished))
         self._pending = None if at < 0 else (pending, at)
         self.span = self._wait_for(self._known)
         return None if at < 0 else at
 
-    def _make_valid(self, known: Known, train_step: int, extend: Extend) -> None:
+    def _make_valid(self, known: DatasetExtent, train_step: int, extend: Extend) -> None:
         span = self._wait_for(known)
         try:
             extend(span, train_step)
@@ -293,30 +294,30 @@ class Frontier:
             raise DatasetRefusedError(str(error)) from error
         self.span, self._known, self._pending = span, known, None
 
-    def _wait_for(self, known: Known) -> Span:
+    def _wait_for(self, known: DatasetExtent) -> Span:
         """Wait until a part of the dataset is visible here, and return its span."""
         while not covers_known(self._visible, known):
             with self._drain.at_once():
                 self._drain.sleep(self._poll_sec)
-            self._visible = self._data.look()
+            self._visible = self._data.refresh()
         return self._data.use(known)
 
 
-def covers_known(visible: Known, known: Known) -> bool:
+def covers_known(visible: DatasetExtent, known: DatasetExtent) -> bool:
     """Return whether a process that sees `visible` can train `known`.
 
     Example:
-        >>> fewer = Known(num_segments=2, finished=False)
-        >>> covers_known(Known(num_segments=3, finished=False), fewer)
+        >>> fewer = DatasetExtent(num_segments=2, finished=False)
+        >>> covers_known(DatasetExtent(num_segments=3, finished=False), fewer)
         True
-        >>> covers_known(fewer, Known(num_segments=2, finished=True))
+        >>> covers_known(fewer, DatasetExtent(num_segments=2, finished=True))
         False
     """
     enough = visible.num_segments >= known.num_segments
     return enough and (visible.finished or not known.finished)
 
 
-def known_at_step(order: Order, known: Known, train_step: int) -> Known:
+def known_at_step(order: Order, known: DatasetExtent, train_step: int) -> DatasetExtent:
     """Return the smallest agreed part of a dataset when all steps before one are trained.
 
     Args:
@@ -327,11 +328,11 @@ def known_at_step(order: Order, known: Known, train_step: int) -> Known:
     Example:
         >>> from schemas.config.job import OrderConfig
         >>> order = Order((4, 3, 1), 2, epochs=2, config=OrderConfig())
-        >>> first = Known(num_segments=1, finished=False)
+        >>> first = DatasetExtent(num_segments=1, finished=False)
         >>> [known_at_step(order, first, step).num_segments for step in (2, 3, 4, 5)]
         [1, 2, 2, 3]
         >>> known_at_step(order, first, 6)
-        Known(num_segments=3, finished=True)
+        DatasetExtent(num_segments=3, finished=True)
     """
     if known.finished:
         return known
@@ -339,8 +340,8 @@ def known_at_step(order: Order, known: Known, train_step: int) -> Known:
     for count, steps in enumerate(order.steps_per_segment, 1):
         num_steps += steps
         if count >= known.num_segments and num_steps >= train_step:
-            return Known(num_segments=count, finished=False)
-    return Known(num_segments=len(order.num_blocks), finished=True)
+            return DatasetExtent(num_segments=count, finished=False)
+    return DatasetExtent(num_segments=len(order.num_blocks), finished=True)
 
 
 _ACCESS_LIST_BYTES = 128 << 20
@@ -393,7 +394,7 @@ class ReplicaContext:
         job: Job,
         options: TrainOptions,
         span: Span,
-        parts: Parts,
+        components: Components,
         rows: ReplicaRows,
         first_step: int,
         clock: Clock,
@@ -405,19 +406,24 @@ class ReplicaContext:
             job: of the run.
             options: of the command line.
             span: what may be trained, agreed on by all replicas.
-            parts: model, embedding and optimizer.
+            components: model, embedding and optimizer.
             rows: of the embedding.
             first_step: the first step that is not trained yet.
             clock: seconds.
         """
         self.run, self.job, self.options = run, job, options
-        self.parts, self.rows, self.first_step, self.clock = parts, rows, first_step, clock
+        self.components, self.rows, self.first_step, self.clock = (
+            components,
+            rows,
+            first_step,
+            clock,
+        )
         self.set_span(span)
 
     def set_span(self, span: Span) -> None:
         """Replace the span by a longer one."""
         reader = reader_of(span.dataset, span.order, self.options, self.job.train)
-        step_rows = StepRows(span.dataset, span.order, self.parts.stores)
+        step_rows = StepRows(span.dataset, span.order, self.components.stores)
         self._span_reader = _SpanReader(span, reader, step_rows)
 
     @property
@@ -428,7 +434,7 @@ class ReplicaContext:
     @property
     def end_step(self) -> int:
         """The end of the steps that may be trained."""
-        return self.span.horizon.until
+        return self.span.horizon.end_step
 
     def num_microbatches(self, train_step: int) -> int:
         """Return the number of microbatches of a step, 0 from `end_step` on."""
@@ -445,7 +451,7 @@ class ReplicaContext:
 
     def sums_shape(self, microbatches: Microbatches) -> SumsShape:
         """Return the shape of a step's sums."""
-        parameters = [p for p in self.parts.model.parameters() if p.requires_grad]
+        parameters = [p for p in self.components.model.parameters() if p.requires_grad]
         return SumsShape(
             num_parameters=sum(p.numel() for p in parameters),
             num_rows=sum(len(rows) for rows in microbatches.rows.values()),
@@ -482,13 +488,13 @@ class ReplicaContext:
         rows = self.rows.state_before(train_step)
         if rows is None:
             return None
-        dense = state_of(self.parts.model, self.parts.optimizer)
+        dense = state_of(self.components.model, self.components.optimizer)
         return {"step": np.array([train_step]), **dense, **rows}
 
     def load(self, arrays: Mapping[str, Array]) -> int:
         """Load the `state_before` of another replica with the same span; return its step."""
         dense = {name: a for name, a in arrays.items() if name.startswith(("model/", "optimizer/"))}
-        load_state(dense, self.parts.model, self.parts.optimizer)
+        load_state(dense, self.components.model, self.components.optimizer)
         [step] = arrays["step"].tolist()
         self.rows.load(arrays, int(step), self.span)
         return int(step)

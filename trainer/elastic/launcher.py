@@ -294,8 +294,8 @@ def train_replicas(
 
     def known_steps() -> int:
         with suppress(SchemaError):  # replicas report it after saving
-            data.look()
-        return data.current().horizon.until
+            data.refresh()
+        return data.current().horizon.end_step
 
     def attempt(checkpoint: Path | None) -> RunSummary:
         first = step_of(checkpoint)
@@ -321,7 +321,7 @@ def train_replicas(
                 expanded=options.expanded,
                 steps=options.steps,
                 follow=options.follow,
-                known=data.look(),
+                known=data.refresh(),
                 retained_bytes=launch.retained_bytes,
                 copy_bytes=copy_bytes,
                 shared=shared,
@@ -351,7 +351,7 @@ def train_replicas(
             replicas.wait(poll, drain, drain_sec)
         if not (run / SUMMARY).is_file():
             horizon = data.current().horizon
-            with resume_hint(resume_message(run, horizon.until if horizon.last else None)):
+            with resume_hint(resume_message(run, horizon.end_step if horizon.is_final else None)):
                 drain.check()
                 raise DrainInterrupt("SIGTERM")  # the replicas were signalled directly
         return read_summary(run / SUMMARY)

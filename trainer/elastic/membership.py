@@ -18,7 +18,7 @@ from typing import Any
 from torchft.coordination import LighthouseClient, LighthouseServer, Quorum
 
 from schemas.errors import SchemaError
-from trainer.horizon import Known, agreed
+from trainer.follow import DatasetExtent, common_extent
 
 _TICK_MS = 10
 _BEATS_PER_TIMEOUT = 8
@@ -58,9 +58,9 @@ class ReplicaStatus:
     """Error because of which the run ends with this step."""
 
     @property
-    def known(self) -> Known:
+    def known(self) -> DatasetExtent:
         """The part of the dataset that it sees."""
-        return Known(num_segments=self.num_segments, finished=self.finished)
+        return DatasetExtent(num_segments=self.num_segments, finished=self.finished)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,9 +103,9 @@ class Agreement:
         return max(member.status.written for member in self.members.values())
 
     @property
-    def known(self) -> Known:
+    def known(self) -> DatasetExtent:
         """The part of the dataset that all ready members see."""
-        return agreed([member.status.known for member in self.ready.values()])
+        return common_extent([member.status.known for member in self.ready.values()])
 
     @property
     def trouble(self) -> str:

@@ -24,8 +24,7 @@ from trainer.checkpoint.format import from_bytes, to_parts
 from trainer.embedding.cache import DirectSource, RowSource
 from trainer.embedding.changes import Changes
 from trainer.embedding.module import Embedding
-from trainer.follow import Span
-from trainer.horizon import Known
+from trainer.follow import DatasetExtent, Span
 from trainer.stores.api import BehindError, Records, Store, empty_records
 from trainer.stores.remote.connection import Access, connect
 from trainer.stores.remote.wire import (
@@ -50,7 +49,7 @@ class CommittedStep:
         sums: message with the sum over all microbatches, see `pack_sums`.
     """
 
-    known: Known
+    known: DatasetExtent
     metric: StepMetric
     entries: tuple[LedgerEntry, ...]
     sums: torch.Tensor
@@ -79,7 +78,9 @@ class CommittedStep:
             LedgerEntry(**{**entry, "blocks": tuple(entry["blocks"])}) for entry in body["entries"]
         )
         sums = torch.frombuffer(bytearray(data[end:]), dtype=torch.uint8)
-        return CommittedStep(Known(**body["known"]), StepMetric(**body["metric"]), entries, sums)
+        return CommittedStep(
+            DatasetExtent(**body["known"]), StepMetric(**body["metric"]), entries, sums
+        )
 
 
 STATE, SUMS, LIVES = "state", "sums", "lives"

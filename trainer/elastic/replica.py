@@ -38,9 +38,8 @@ from trainer.elastic.peer_state import (
     PeerServer,
 )
 from trainer.embedding.kernels.compiled import kernels_of
-from trainer.follow import Span
+from trainer.follow import Span, next_action
 from trainer.gradient_sums import MicrobatchWorker, PartialSums, Tree
-from trainer.horizon import decide
 from trainer.recovery import Drain, Watchdog
 from trainer.run import write_dataset
 from trainer.step import PhaseTimer, check_loss, metric_of, update_from_sums
@@ -111,9 +110,9 @@ class StepCompute:
 
     def __enter__(self) -> StepCompute:
         """Start threads."""
-        parts, enter = self._context.parts, self._stack.enter_context
+        components, enter = self._context.components, self._stack.enter_context
         kernels = kernels_of(self._context.job.train.kernels)
-        self._work = enter(MicrobatchWorker(parts.model, parts.embedding, kernels))
+        self._work = enter(MicrobatchWorker(components.model, components.embedding, kernels))
         self._reader = enter(ReadAhead(self._context.read))
         return self
 
@@ -152,7 +151,7 @@ class StepCompute:
         with self._timer("read"):
             opened = self._reader.call(train_step, microbatches)
         with self._timer("backward"):
-            self._context.parts.embedding.add(opened)
+            self._context.components.embedding.add(opened)
             self._work.compute(opened, tree)
 
     def empty_tree(self, train_step: int) -> Tree[PartialSums]:
@@ -166,9 +165,8 @@ class StepCompute:
 
     def update(self, total: PartialSums) -> None:
         """Update model and rows with the sum over all microbatches of the step in flight."""
-        parts = self._context.parts
         with self._timer("update"):
-            update_from_sums(total, self._work, parts.embedding, parts.optimizer)
+            update_from_sums(total, self._work, self._context.components)
         self.reset()
 
     def reset(self) -> None:
@@ -178,7 +176,7 @@ class StepCompute:
     def _open_rows(self, train_step: int, microbatches: range) -> Microbatches:
         with self._timer("read"):
             opened = self._reader.take(train_step, microbatches)
-        embedding = self._context.parts.embedding
+        embedding = self._context.components.embedding
         with self._timer("fetch"):
             if self._is_open(train_step):  # opened before a failed attempt to catch up
                 embedding.add(opened)
@@ -285,7 +283,7 @@ class Replica:
         return None
 
     def _decide(self) -> Literal["train", "wait", "end"]:
-        return decide(self.step, self.context.span.horizon)
+        return next_action(self.step, self.context.span.horizon)
 
     def agree_on_end(self, *, done: bool) -> Agreement:
         """Return an agreement after the last step.

@@ -409,7 +409,7 @@ class SharedRows:
                 self._stores,
                 plans_of_span(span, self._stores, self._planned, train_step, starts),
                 first_step=train_step,
-                last_step=span.horizon.until,
+                last_step=span.horizon.end_step,
                 prefetch_steps=self._planned.cache.prefetch_steps,
                 saves_at=lambda step: step == self._requested_step,
             )

@@ -1,4 +1,4 @@
-"""The process of one replica: builds its parts, trains, and finishes the run."""
+"""The process of one replica: builds its components, trains, and finishes the run."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from trainer.checkpoint.load import (
     save_checkpoint,
     verified,
 )
-from trainer.components import Parts, build_parts, layouts_of, memory_stores
+from trainer.components import Components, build_components, layouts_of, memory_stores
 from trainer.data.decode import spec_of
 from trainer.elastic.checkpoints import BackgroundCheckpoints, FinalCheckpoint, ReplicaCheckpoints
 from trainer.elastic.context import (
@@ -35,13 +35,13 @@ from trainer.elastic.options import ReplicaOptions
 from trainer.elastic.peer_state import MemoryRows, ReplicaRows
 from trainer.elastic.replica import Replica
 from trainer.elastic.shared_rows import open_shared, shared_rows
-from trainer.evaluate import evaluate_parts
-from trainer.follow import Following
+from trainer.evaluate import evaluate_components
+from trainer.follow import FollowedDataset
 from trainer.recovery import Drain, Watchdog, resume_hint
 from trainer.run import check_run, read_identity, write_dataset, write_summary
 from trainer.setup import TrainOptions, follow_options, selected_segments
 from trainer.step import Clock
-from trainer.stores.api import BehindError, RowsLostError, Store, notify_checkpoint
+from trainer.stores.api import BehindError, RowsLostError, notify_checkpoint
 from trainer.train_run import summary_of
 from trainer.warm_start import steps_before
 
@@ -103,26 +103,31 @@ def run_replica(
         starting.enter_context(watchdog(START))
         if shared is None:
             stores = memory_stores(spec, config)
-            parts = build_parts(spec, config, stores, steps_before=before)
-            rows: ReplicaRows = MemoryRows(stores, parts.embedding)
+            components = build_components(spec, config, stores, steps_before=before)
+            rows: ReplicaRows = MemoryRows(stores, components.embedding)
         else:
             layouts = layouts_of(spec, config)
             opened = open_shared(shared, run, job_path, config.stores, layouts)
-            parts = build_parts(spec, config, dict(opened), steps_before=before)
+            components = build_components(spec, config, dict(opened), steps_before=before)
             planned = config if train_options.embedding == "cached" else None
             group = next(iter(opened.values())).group
             rows = shared_rows(
-                group, layouts, parts.embedding, planned, rendezvous.retained_bytes, shared.first
+                group,
+                layouts,
+                components.embedding,
+                planned,
+                rendezvous.retained_bytes,
+                shared.first,
             )
         stack.callback(rows.close)
-        stores = parts.stores if shared is None else {}
-        first_step = _load_newest(run, parts, stores, made_of(job, dataset))
+        to_load = components if shared is None else replace(components, stores={})
+        first_step = _load_newest(run, to_load, made_of(job, dataset))
         poll_sec = config.follow.poll.total_seconds()
         known = known_at_step(data.current().order, rendezvous.known, first_step)
         with watchdog(WAIT):
             frontier = Frontier(data, known, drain, poll_sec, progress)
         context = ReplicaContext(
-            run, job, train_options, frontier.span, parts, rows, first_step, clock
+            run, job, train_options, frontier.span, components, rows, first_step, clock
         )
         checkpoints = _checkpoints(context, rendezvous.copy_bytes)
         stack.callback(checkpoints.close)
@@ -160,7 +165,7 @@ def _open_dataset(
     options: TrainOptions,
     drain: Drain,
     progress: Callable[[str], None],
-) -> Following:
+) -> FollowedDataset:
     """Open the dataset of a run; wait until the segments that the run has trained are visible.
 
     Raises:
@@ -174,14 +179,12 @@ def _open_dataset(
         check_run(run, opened, job.train, follows=options.follow)
 
     how = follow_options(options, at_least, selected_segments(identity))
-    data = Following(dataset, job, how, drain, progress, check)
-    data.first()
+    data = FollowedDataset(dataset, job, how, drain, progress, check)
+    data.wait_for(0)
     return data
 
 
-def _load_newest(
-    run: Path, parts: Parts, stores: Mapping[str, Store], made_of: Mapping[str, Any]
-) -> int:
+def _load_newest(run: Path, components: Components, made_of: Mapping[str, Any]) -> int:
     """Load the newest checkpoint; return the first step to be trained.
 
     Raises:
@@ -190,7 +193,7 @@ def _load_newest(
     while (checkpoint := newest_checkpoint(run)) is not None:
         try:
             manifest = verified(checkpoint, made_of)
-            return load_checkpoint(checkpoint, manifest, parts.model, parts.optimizer, stores)
+            return load_checkpoint(checkpoint, manifest, components)
         except (SchemaError, OSError):
             # another replica may have saved a newer checkpoint and deleted this one
             if newest_checkpoint(run) == checkpoint:
@@ -236,14 +239,14 @@ def finish_run(replica: Replica, finish: Callable[[], None], drain: Drain) -> No
 def _finish(
     context: ReplicaContext, checkpoints: ReplicaCheckpoints, drain: Drain, watchdog: Watchdog
 ) -> None:
-    parts, dataset, options = context.parts, context.span.dataset, context.options
+    components, dataset, options = context.components, context.span.dataset, context.options
     with watchdog(SAVE):
         if not checkpoints.finish(context.end_step):
             context.rows.flush()  # evaluation reads the stores
     if options.follow:
         write_dataset(context.run, dataset, context.job.train, follows=True)
     with drain.at_once():
-        evaluation = evaluate_parts(context.job, dataset, parts, watchdog)
+        evaluation = evaluate_components(context.job, dataset, components, watchdog)
     summary = summary_of(context.run, options, evaluation, context.rows.source)
     write_summary(context.run, summary)
 
@@ -259,15 +262,13 @@ def _checkpoints(context: ReplicaContext, copy_bytes: int) -> ReplicaCheckpoints
 
 def _save(context: ReplicaContext, train_step: int) -> None:
     """Save everything, then have the stores truncate their logs."""
-    parts = context.parts
+    components = context.components
     context.rows.flush()
     save_checkpoint(
         context.run,
         train_step,
-        parts.model,
-        parts.optimizer,
-        parts.stores,
+        components,
         keep=context.job.train.checkpoint.keep,
         made_of=made_of(context.job, context.span.dataset),
     )
-    notify_checkpoint(parts.stores, train_step)
+    notify_checkpoint(components.stores, train_step)

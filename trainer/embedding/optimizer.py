@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from schemas.config.train import DenseOptimizerConfig, SparseOptimizerConfig
+from schemas.config.train import SparseOptimizerConfig
 from trainer.embedding.kernels.interface import RowRule
 
 
@@ -73,11 +73,3 @@ def update_rows(
     squares = gradient * gradient
     state.add_(squares.mean(dim=1, keepdim=True) if rule.name == "rowwise_adagrad" else squares)
     values.addcdiv_(gradient, state.sqrt().add_(rule.eps), value=-rule.learning_rate)
-
-
-def dense_optimizer(
-    config: DenseOptimizerConfig, parameters: list[torch.nn.Parameter]
-) -> torch.optim.Optimizer:
-    """Return the optimizer of the dense parameters."""
-    kind = torch.optim.Adam if config.name == "adam" else torch.optim.SGD
-    return kind(parameters, lr=config.learning_rate, fused=True)

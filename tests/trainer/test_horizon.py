@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from schemas.config.job import OrderConfig
 from schemas.errors import PlanError
 from schemas.order import Order
-from trainer.horizon import Horizon, Known, agreed, decide, horizon_of
+from trainer.follow import DatasetExtent, Horizon, common_extent, horizon_of, next_action
 
 COUNTS = st.lists(st.integers(0, 9), min_size=1, max_size=6)
 
@@ -28,9 +28,9 @@ def test_steps_before_a_horizon_are_those_of_the_finished_dataset(
     whole = order_of(counts, epochs, shuffle)
     for n in range(1, len(counts) + 1):
         then = order_of(counts[:n], epochs, shuffle)
-        known = Known(num_segments=n, finished=False)
+        known = DatasetExtent(num_segments=n, finished=False)
         assert horizon_of(then, known) == horizon_of(whole, known)
-        for step in range(horizon_of(then, known).until):
+        for step in range(horizon_of(then, known).end_step):
             a, b = then.step(step), whole.step(step)
             assert (a.epoch, a.segment) == (b.epoch, b.segment) == (0, a.segment)
             assert np.array_equal(a.positions, b.positions)
@@ -41,17 +41,17 @@ def test_run_over_growing_segments_trains_each_step_once_and_ends(
     counts: list[int], epochs: int, stop: int
 ) -> None:
     for limit in (None, stop):
-        step, waits, horizon = 0, 0, Horizon(until=0, known=0, last=False)
+        step, waits, horizon = 0, 0, Horizon(end_step=0, known_end=0, is_final=False)
         for n in range(1, len(counts) + 1):
-            known = Known(num_segments=n, finished=n == len(counts))
+            known = DatasetExtent(num_segments=n, finished=n == len(counts))
             horizon = horizon_of(order_of(counts[:n], epochs), known, limit)
-            while decide(step, horizon) == "train":
+            while next_action(step, horizon) == "train":
                 step += 1
-            waits += decide(step, horizon) == "wait"
-            if decide(step, horizon) == "end":
+            waits += next_action(step, horizon) == "wait"
+            if next_action(step, horizon) == "end":
                 break
         total = order_of(counts, epochs).num_steps
-        assert decide(step, horizon) == "end"
+        assert next_action(step, horizon) == "end"
         assert step == (total if limit is None else min(total, limit))
         assert waits < len(counts)
 
@@ -60,20 +60,23 @@ def test_run_over_growing_segments_trains_each_step_once_and_ends(
 def test_what_is_agreed_is_known_to_all_whatever_their_order(
     states: list[tuple[int, bool]],
 ) -> None:
-    known = [Known(num_segments=n, finished=f) for n, f in states]
-    found = agreed(known)
-    assert found == agreed(known[::-1]) == agreed([found, *known])
+    known = [DatasetExtent(num_segments=n, finished=f) for n, f in states]
+    found = common_extent(known)
+    assert found == common_extent(known[::-1]) == common_extent([found, *known])
     assert all(found.num_segments <= state.num_segments for state in known)
     assert found.finished == all(state.finished for state in known)
 
 
 @pytest.mark.parametrize(
     ("known", "num_segments"),
-    [(Known(num_segments=3, finished=False), 2), (Known(num_segments=1, finished=True), 2)],
+    [
+        (DatasetExtent(num_segments=3, finished=False), 2),
+        (DatasetExtent(num_segments=1, finished=True), 2),
+    ],
 )
-def test_order_of_other_segments_is_refused(known: Known, num_segments: int) -> None:
+def test_order_of_other_segments_is_refused(known: DatasetExtent, num_segments: int) -> None:
     message = (
-        f"order must be of the {known.num_segments} segments that are known, got {num_segments}; "
+        f"order is of {num_segments} segments, but the dataset has {known.num_segments}; "
         "open the dataset again"
     )
     with pytest.raises(PlanError, match=f"^{re.escape(message)}$"):
@@ -81,6 +84,6 @@ def test_order_of_other_segments_is_refused(known: Known, num_segments: int) -> 
 
 
 def test_empty_horizon_of_an_open_dataset_is_waited_at() -> None:
-    horizon = horizon_of(order_of([0, 4], 2), Known(num_segments=1, finished=False))
-    assert horizon == Horizon(until=0, known=0, last=False)
-    assert decide(0, horizon) == "wait"
+    horizon = horizon_of(order_of([0, 4], 2), DatasetExtent(num_segments=1, finished=False))
+    assert horizon == Horizon(end_step=0, known_end=0, is_final=False)
+    assert next_action(0, horizon) == "wait"
