@@ -46,8 +46,9 @@ from trainer.components import (
 from trainer.data.decode import spec_of
 from trainer.data.reader import Reader, prefetch
 from trainer.embedding.cache import DirectSource, PlannedCache, RowSource
-from trainer.setup import TrainOptions, open_stores
+from trainer.setup import TrainOptions
 from trainer.step import PhaseTimer
+from trainer.stores.factory import open_store
 from trainer.train import step_of
 
 DEMO = Path(__file__).resolve().parents[1] / "schemas" / "demo"
@@ -78,21 +79,20 @@ def measured(
     last = min(order.num_steps, WARM // every * every + every * (rounds + 1))
     reader = Reader(dataset, order, spec, find_shared=uses_shared_features(config))
     layouts = layouts_of(spec, config)
-    kind = "memory" if embedding == "plain" else config.cache.files
     run.mkdir()
     ours: list[float] = []
     peer: list[float] = []
     between: list[float] = []
     with ExitStack() as opened:
-        stores = opened.enter_context(
-            open_stores(run, layouts, config.stores, job=job_path, kind=kind, num_processes=None)
+        store = opened.enter_context(
+            open_store(run, layouts, config, job=job_path, embedding=embedding, num_processes=None)
         )
-        components = build_components(spec, config, stores)
-        source: RowSource = DirectSource(stores)
+        components = build_components(spec, config, store)
+        source: RowSource = DirectSource(store)
         if embedding == "cached":
             source = PlannedCache(
-                stores,
-                plans_of(dataset, order, stores, config.cache, 0),
+                store,
+                plans_of(dataset, order, layouts, config.cache, 0),
                 first_step=0,
                 last_step=last,
                 prefetch_steps=config.cache.prefetch_steps,

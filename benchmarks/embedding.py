@@ -34,8 +34,7 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
 from benchmarks.embedding_step import SKEWS, Shape, Step, shapes, step_of
 from schemas.config.train import SparseOptimizerConfig
 from trainer.embedding.kernels.compiled import kernels_of
-from trainer.embedding.kernels.interface import ArenaRows
-from trainer.embedding.optimizer import rule_at
+from trainer.embedding.kernels.interface import ArenaRows, rule_at
 
 RULE = SparseOptimizerConfig(learning_rate=0.01)
 SIDES = ("ours", "fbgemm", "torch")

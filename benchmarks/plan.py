@@ -33,7 +33,7 @@ from schemas.cache_plan import Plan, PlanStep, required_rows, summarize
 from schemas.config.train import CacheConfig
 from schemas.dataset import Dataset, open_dataset
 from schemas.order import Order
-from trainer.components import build_components, memory_stores, order_of, plans_of
+from trainer.components import build_components, order_of, plans_of
 from trainer.data.decode import spec_of
 from trainer.data.reader import Reader, prefetch
 from trainer.embedding.cache import PlannedCache, RowsOfTables, TablePlan
@@ -114,15 +114,15 @@ def train_planned(dataset: Dataset, cache: CacheConfig, most_steps: int) -> dict
     """
     config, order = dataset.job.train, order_of(dataset.job, dataset)
     spec = spec_of(dataset, config.dtype)
-    components = build_components(spec, config, memory_stores(spec, config))
+    components = build_components(spec, config)
     planning, waits = Spans(), Spans()
     plans = {
         table: TablePlan(timed(found.steps, planning), found.row_of_number)
-        for table, found in plans_of(dataset, order, components.stores, cache, 0).items()
+        for table, found in plans_of(dataset, order, components.store.layouts, cache, 0).items()
     }
     last = min(most_steps, order.num_steps)
     source = Watched(
-        components.stores, plans, waits=waits, first_step=0, last_step=last,
+        components.store, plans, waits=waits, first_step=0, last_step=last,
         prefetch_steps=cache.prefetch_steps,
     )  # fmt: skip
     components.embedding.set_source(source)

@@ -24,7 +24,8 @@ import yaml
 
 from benchmarks.recovery_commits import Commits
 from schemas.run_log import SUMMARY
-from trainer.stores.remote.processes import TOKEN, LocalStores, migrate_slots
+from trainer.stores.remote.connection import read_access
+from trainer.stores.remote.processes import TOKEN, StoreProcesses, migrate_slots
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 DEMO = REPOSITORY / "schemas" / "demo"
@@ -41,7 +42,7 @@ SCENARIOS = {
 """What happens, and stores of each slot."""
 
 
-def write_job(folder: Path, stores: LocalStores | None, replicas: int) -> Path:
+def write_job(folder: Path, stores: StoreProcesses | None, replicas: int) -> Path:
     """Write the demo's job with the benchmark's widths; return its path."""
     folder.mkdir(parents=True, exist_ok=True)
     job = yaml.safe_load((DEMO / "job.yaml").read_text(encoding="utf-8"))
@@ -88,7 +89,7 @@ def measure(scenario: str, dataset: Path, scratch: Path) -> dict[str, Any]:
     replicas = SCENARIOS[scenario]
     with tempfile.TemporaryDirectory(dir=scratch) as name, ExitStack() as opened:
         folder = Path(name)
-        stores = opened.enter_context(LocalStores(2, folder / "stores", replicas=replicas))
+        stores = opened.enter_context(StoreProcesses(2, folder / "stores", replicas=replicas))
         job = write_job(folder / "job", stores, replicas)
         run = folder / "run"
         commits = Commits(run, trained(job, dataset, run))
@@ -100,7 +101,7 @@ def measure(scenario: str, dataset: Path, scratch: Path) -> dict[str, Any]:
             giver, taker = stores.addresses
             token_file = folder / "stores" / TOKEN
             with ThreadPoolExecutor(1) as pool:
-                moving = pool.submit(migrate_slots, giver, taker, slots, token_file=token_file)
+                moving = pool.submit(migrate_slots, giver, taker, slots, read_access(token_file))
                 commits.until(lambda _: moving.done())
             found["moved"] = asdict(moving.result())
         elif scenario == "everything":

@@ -34,13 +34,13 @@ from schemas.config.job import load_job
 from schemas.config.train import TrainConfig
 from schemas.dataset import open_dataset
 from schemas.rows import initial_rows
-from trainer.components import build_components, dense_optimizer, memory_stores
+from trainer.components import build_components, dense_optimizer
 from trainer.data.collate import Batch, features_of_tables
 from trainer.data.decode import BatchSpec, spec_of
 from trainer.elastic.checkpoints import FinalCheckpoint
 from trainer.elastic.context import Frontier, ReplicaContext
 from trainer.elastic.faults import FaultInjector, FaultPoint, Faults
-from trainer.elastic.options import ReplicaOptions
+from trainer.elastic.membership import ReplicaOptions
 from trainer.elastic.peer_state import MemoryRows
 from trainer.elastic.replica import Replica
 from trainer.follow import FollowedDataset
@@ -124,12 +124,11 @@ def ours(side: Side, wire: Connection) -> None:
     torch.set_num_threads(1)
     job, dataset = load_job(side.job), open_dataset(side.dataset)
     spec, choice = spec_of(dataset, job.train.dtype), TrainOptions(steps=side.num_steps)
-    stores = memory_stores(spec, job.train)
-    components = build_components(spec, job.train, stores)
+    components = build_components(spec, job.train)
     data = FollowedDataset(side.dataset, job, follow_options(choice), Drain())
     data.wait_for(0)
     frontier = Frontier(data, data.refresh(), Drain(), poll_sec=1.0)
-    rows = MemoryRows(stores, components.embedding)
+    rows = MemoryRows(components.store, components.embedding)
     setting = ReplicaContext(
         side.run, job, choice, frontier.span, components, rows, 0, time.perf_counter
     )

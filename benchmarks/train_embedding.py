@@ -28,7 +28,7 @@ from benchmarks.train_sides import (
 )
 from schemas.config.train import TrainConfig
 from schemas.dataset import Dataset
-from trainer.components import Components, build_components, memory_stores
+from trainer.components import Components, build_components
 from trainer.data.collate import Batch
 from trainer.data.decode import spec_of
 from trainer.data.microbatches import single_microbatch
@@ -87,7 +87,7 @@ def measure_embedding(dataset: Dataset, config: TrainConfig, timing: Timing) -> 
     ours, plain = (batches(dataset, config, expanded=e) for e in (False, True))
     tables = tables_of(spec, config)
     given = given_for(tables.features, ours[0].num_samples, config.embedding_dim)
-    dedup, wide = (build_components(spec, config, memory_stores(spec, config)) for _ in range(2))
+    dedup, wide = (build_components(spec, config) for _ in range(2))
     timer = PhaseTimer(time.perf_counter)
     sides = {
         "torchrec": _peer_steps(tables, plain, given),
@@ -177,7 +177,8 @@ def rows_apart(tables: FusedTables, components: Components, given: Sequence[Batc
     theirs = tables.weights()
     for batch in given:
         for table, lookup in batch.lookups.items():
-            mine = torch.from_numpy(components.stores[table].fetch(lookup.rows).values)
+            (records,) = components.store.fetch(0, {table: lookup.rows}).values()
+            mine = torch.from_numpy(records.values)
             other = theirs[table][torch.from_numpy(lookup.rows)]
             worst = max(worst, float((mine - other).abs().max() / other.abs().max()))
     return worst

@@ -23,7 +23,7 @@ from benchmarks.train_peer import dlrm_of, tables_of
 from benchmarks.train_sides import Timing, batches, in_turns, milliseconds, ratios, reader_of, shown
 from schemas.config.train import TrainConfig
 from schemas.dataset import Dataset
-from trainer.components import build_components, dense_optimizer, memory_stores
+from trainer.components import build_components, dense_optimizer
 from trainer.data.collate import Batch
 from trainer.data.decode import BatchSpec, spec_of
 from trainer.data.reader import prefetch
@@ -136,7 +136,7 @@ def measure_reading(
     tables = tables_of(spec, config)
     torchrec = dlrm_of(tables, spec, config)
     optimizer = dense_optimizer(config.dense_optimizer, list(torchrec.parameters()))
-    components = build_components(spec, config, memory_stores(spec, config))
+    components = build_components(spec, config)
     timer = PhaseTimer(time.perf_counter)
 
     def peer_pass() -> int:

@@ -12,7 +12,7 @@ from torch import nn
 
 from schemas.config.train import TrainConfig
 from schemas.dataset import Dataset
-from trainer.components import build_components, dense_optimizer, memory_stores, order_of
+from trainer.components import build_components, dense_optimizer, order_of
 from trainer.data.collate import Batch
 from trainer.data.decode import BatchSpec, spec_of
 from trainer.data.reader import Reader
@@ -61,7 +61,7 @@ def ours_of(
     spec: BatchSpec, config: TrainConfig, given: Sequence[Batch]
 ) -> tuple[Step, PhaseTimer]:
     """Return our steps on some batches, and the timer of their phases."""
-    components = build_components(spec, config, memory_stores(spec, config))
+    components = build_components(spec, config)
     timer = PhaseTimer(time.perf_counter)
 
     def step(number: int) -> float:

@@ -41,7 +41,7 @@ SERVERS = re.compile(
 SERVER_FILES = {
     "scheduler/doctor/checks.py",  # asks whether a port of loopback is free
     "scheduler/status/board.py",
-    "trainer/elastic/group.py",
+    "trainer/elastic/exchange.py",
     "trainer/elastic/membership.py",
     "trainer/elastic/peer_state.py",
     "trainer/elastic/faults.py",  # for injected faults, on loopback

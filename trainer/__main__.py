@@ -181,11 +181,10 @@ def _replica_until(drain: Drain, arguments: argparse.Namespace) -> int:
     from trainer.elastic.context import TOKEN, read_rendezvous
     from trainer.elastic.faults import Faults
     from trainer.elastic.launcher import watch_stdin
-    from trainer.elastic.options import ReplicaOptions
+    from trainer.elastic.membership import ReplicaOptions
     from trainer.elastic.worker import run_replica
     from trainer.stores.api import BehindError, RowsLostError
-    from trainer.stores.remote.connection import Access
-    from trainer.stores.remote.wire import read_authorities, read_token
+    from trainer.stores.remote.connection import read_access
 
     if arguments.end_with_stdin:
         watch_stdin(drain)
@@ -195,10 +194,8 @@ def _replica_until(drain: Drain, arguments: argparse.Namespace) -> int:
         number=arguments.number,
         name=f"{arguments.number:03d}-{secrets.token_hex(4)}",
         lighthouse=together.lighthouse,
-        access=Access(
-            token=read_token(arguments.token_file or arguments.run / TOKEN),
-            certificates=read_authorities(arguments.trusted),
-            certificate_name=arguments.tls_name,
+        access=read_access(
+            arguments.token_file or arguments.run / TOKEN, arguments.trusted, arguments.tls_name
         ),
         certificate=_certificate(arguments),
         host=arguments.host,
@@ -292,17 +289,16 @@ def _certificate(arguments: argparse.Namespace) -> tuple[Path, Path] | None:
 
 
 def _store(arguments: argparse.Namespace) -> int:
+    from trainer.stores.remote.connection import read_access
     from trainer.stores.remote.ownership import parse_ranges
     from trainer.stores.remote.server import MessageLimits, StoreOptions, run_store
 
     options = StoreOptions(
         directory=arguments.directory,
-        token_file=arguments.token_file,
+        access=read_access(arguments.token_file, arguments.trusted, arguments.tls_name),
         host=arguments.host,
         port=arguments.port,
         slots=parse_ranges(arguments.slots),
-        trusted=arguments.trusted,
-        certificate_name=arguments.tls_name,
         certificate=_certificate(arguments),
         sync=arguments.fsync == "write",
         limits=MessageLimits(
@@ -323,35 +319,29 @@ def _store(arguments: argparse.Namespace) -> int:
 
 
 def _migrate_slots(arguments: argparse.Namespace) -> int:
+    from trainer.stores.remote.connection import read_access
     from trainer.stores.remote.ownership import parse_ranges
     from trainer.stores.remote.processes import gather_slots, migrate_slots
 
     givers, slots = arguments.givers.split(","), parse_ranges(arguments.slots)
     if len(givers) > 1 and not arguments.served:
         raise SchemaError(f"--from names {len(givers)} stores; name one, or add --served")
-    move = gather_slots if arguments.served else migrate_slots
-    moved = move(
-        givers if arguments.served else givers[0],
-        arguments.to,
-        slots,
-        token_file=arguments.token_file,
-        trusted=arguments.trusted,
-        certificate_name=arguments.tls_name,
-    )
+    access = read_access(arguments.token_file, arguments.trusted, arguments.tls_name)
+    if arguments.served:
+        moved = gather_slots(givers, arguments.to, slots, access)
+    else:
+        moved = migrate_slots(givers[0], arguments.to, slots, access)
     _show(arguments, json.dumps(asdict(moved), sort_keys=True))
     return 0
 
 
 def _control_store(arguments: argparse.Namespace) -> int:
+    from trainer.stores.remote.connection import read_access
     from trainer.stores.remote.processes import kill_store, restart_store
 
+    access = read_access(arguments.token_file, arguments.trusted, arguments.tls_name)
     control = kill_store if arguments.command == "kill-store" else restart_store
-    control(
-        arguments.address,
-        token_file=arguments.token_file,
-        trusted=arguments.trusted,
-        certificate_name=arguments.tls_name,
-    )
+    control(arguments.address, access)
     _show(arguments, json.dumps({"address": arguments.address}))
     return 0
 

@@ -26,8 +26,8 @@ from trainer.data.decode import BatchSpec
 from trainer.device import device_of
 from trainer.embedding.cache import DirectSource, TablePlan
 from trainer.embedding.kernels.compiled import interactions_of
+from trainer.embedding.kernels.interface import state_width
 from trainer.embedding.module import Embedding, TableSpec
-from trainer.embedding.optimizer import state_width
 from trainer.models import attention, dcn, deepfm, dlrm, wide_deep
 from trainer.stores.api import Store, TableLayout
 from trainer.stores.local import memory_store
@@ -37,7 +37,7 @@ from trainer.stores.local import memory_store
 class Components:
     """What is trained: rows, the embedding over them, the dense model and its optimizer."""
 
-    stores: dict[str, Store]
+    store: Store
     embedding: Embedding
     model: nn.Module
     optimizer: torch.optim.Optimizer
@@ -79,31 +79,26 @@ def layouts_of(spec: BatchSpec, config: TrainConfig) -> dict[str, TableLayout]:
     }
 
 
-def memory_stores(spec: BatchSpec, config: TrainConfig) -> dict[str, Store]:
-    """Return an empty store in memory for each table."""
-    return {table: memory_store(layout) for table, layout in layouts_of(spec, config).items()}
-
-
 def build_components(
-    spec: BatchSpec, config: TrainConfig, stores: dict[str, Store], *, steps_before: int = 0
+    spec: BatchSpec, config: TrainConfig, store: Store | None = None, *, steps_before: int = 0
 ) -> Components:
     """Build the embedding, the model and its optimizer; equal seeds give equal parameters.
 
     Args:
         spec: columns of a batch.
         config: train section of the job.
-        stores: by table; the embedding reads them until it is given another source.
+        store: of the rows, which the embedding reads until it is given another source; None: an
+            empty one in memory.
         steps_before: steps that preceding runs trained the rows, which Adam counts.
     """
+    store = store or memory_store(layouts_of(spec, config))
     device = device_of(config.device)
     if device.type != "cpu":
         config = replace(config, kernels="torch")  # compiled kernels run on CPUs only
-    embedding = Embedding(
-        table_specs(spec), config, DirectSource(stores), steps_before=steps_before
-    )
+    embedding = Embedding(table_specs(spec), config, DirectSource(store), steps_before=steps_before)
     model = build_model(config, spec, embedding).to(device)
     optimizer = dense_optimizer(config.dense_optimizer, list(model.parameters()))
-    return Components(stores, embedding, model, optimizer)
+    return Components(store, embedding, model, optimizer)
 
 
 def table_specs(spec: BatchSpec) -> tuple[TableSpec, ...]:

@@ -42,8 +42,8 @@ from trainer.checkpoint.manifest import (
     write_checkpoint_manifest,
 )
 from trainer.run import read_identity
-from trainer.setup import STORE
 from trainer.stores.api import Records, TableLayout
+from trainer.stores.factory import STORE
 
 Rows = NDArray[np.int64]
 

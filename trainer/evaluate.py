@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -28,7 +28,6 @@ from trainer.checkpoint.load import (
 from trainer.components import (
     Components,
     build_components,
-    memory_stores,
     order_of,
     uses_shared_features,
 )
@@ -44,7 +43,7 @@ from trainer.run import (
     check_run,
     read_identity,
 )
-from trainer.stores.api import Store
+from trainer.stores.api import RowReader
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,7 +133,7 @@ def evaluate_run(
             dataset = select_segments_by_hash(dataset, identity.segments)
         check_run(run, dataset, job.train)
     spec = spec_of(dataset, job.train.dtype)
-    components = build_components(spec, job.train, memory_stores(spec, job.train))
+    components = build_components(spec, job.train)
     checkpoint = newest_checkpoint(run)
     if checkpoint is None:
         raise SchemaError("run has no checkpoint; train again", file=str(run))
@@ -146,7 +145,11 @@ def evaluate_run(
 
 
 def evaluate_components(
-    job: Job, dataset: Dataset, components: Components, watchdog: Watchdog | None = None
+    job: Job,
+    dataset: Dataset,
+    components: Components,
+    watchdog: Watchdog | None = None,
+    rows: RowReader | None = None,
 ) -> Evaluation:
     """Evaluate the current model and rows of a run."""
     columns = columns_of(dataset, job.train)
@@ -158,13 +161,14 @@ def evaluate_components(
     batches = (to_device(batch, device) for batch in reader.evaluation_batches())
     if watchdog is not None:
         batches = watchdog.each(EVALUATE, batches)
-    return evaluate(components.model, components.embedding, components.stores, batches, columns)
+    rows = rows or components.store
+    return evaluate(components.model, components.embedding, rows, batches, columns)
 
 
 def evaluate(
     model: nn.Module,
     embedding: Embedding,
-    stores: Mapping[str, Store],
+    rows: RowReader,
     batches: Iterable[Batch],
     columns: MetricColumns,
 ) -> Evaluation:
@@ -173,7 +177,7 @@ def evaluate(
     Args:
         model: built over `embedding`.
         embedding: of the model.
-        stores: by table, with all trained rows.
+        rows: all trained rows.
         batches: of the evaluation split, in stored order.
         columns: of the batches' kept columns.
     """
@@ -181,7 +185,7 @@ def evaluate(
     model.eval()
     with torch.no_grad():
         for batch in batches:
-            embedding.open_copies(batch, stores)
+            embedding.open_copies(batch, rows)
             metrics.add(batch, model(batch))
     model.train()
     return metrics.finish()

@@ -44,7 +44,7 @@ from schemas.model_inputs import (
 from schemas.run_log import CHECKPOINTS
 from trainer.checkpoint.format import NpyFile
 from trainer.checkpoint.load import (
-    CheckpointStore,
+    CheckpointTable,
     dense_of,
     load_state,
     newest_checkpoint,
@@ -58,6 +58,7 @@ from trainer.embedding.cache import DirectSource
 from trainer.embedding.module import Embedding
 from trainer.models.attention import AttentionModel, QueryBuckets, build
 from trainer.run import has_run, read_identity
+from trainer.stores.local import memory_store
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -86,11 +87,11 @@ class Source:
     checkpoint: Path
     manifest: CheckpointManifest
 
-    def rows(self, table: str) -> CheckpointStore:
+    def rows(self, table: str) -> CheckpointTable:
         """Return the rows of a table."""
         layout = layouts_of(self.spec, self.job.train)[table]
         parts = self.manifest.parts.get(table, ())
-        return CheckpointStore(layout, [self.checkpoint.parent / part for part in parts])
+        return CheckpointTable(layout, [self.checkpoint.parent / part for part in parts])
 
     @property
     def inputs(self) -> ModelInputs:
@@ -310,7 +311,7 @@ class ServedEmbedding(nn.Module):
         self.spec = spec
         self._mean = config.pooling == "mean"
         self._configs = Embedding(
-            table_specs(spec), config, DirectSource({})
+            table_specs(spec), config, DirectSource(memory_store({}))
         ).embedding_bag_configs()
 
     def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:

@@ -6,7 +6,7 @@ so that every step keeps its index; the last span is of a sealed dataset.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -27,7 +27,7 @@ from trainer.components import order_of, plans_of
 from trainer.embedding.cache import PlannedCache, RowSource, TablePlan
 from trainer.recovery import Drain
 from trainer.runtime import ReadLocks
-from trainer.stores.api import Store, group_of
+from trainer.stores.api import Store
 from trainer.stores.future_log import FutureLog, NextUseLookup
 
 # ---- The horizon: how far a run may train ----
@@ -391,7 +391,7 @@ def check_continues(old: DatasetManifest, new: DatasetManifest, path: Path) -> N
 
 def plans_of_span(
     span: Span,
-    stores: Mapping[str, Store],
+    tables: Iterable[str],
     config: TrainConfig,
     first_step: int,
     starts: Mapping[str, Keyframe],
@@ -400,7 +400,7 @@ def plans_of_span(
     return plans_of(
         span.dataset,
         span.order,
-        stores,
+        tables,
         config.cache,
         first_step,
         starts=starts,
@@ -413,9 +413,7 @@ def settle(source: RowSource, at: int | None = None) -> int:
     return source.settle(at) if isinstance(source, PlannedCache) else 0
 
 
-def extend(
-    source: RowSource, stores: Mapping[str, Store], span: Span, config: TrainConfig, step: int
-) -> None:
+def extend(source: RowSource, store: Store, span: Span, config: TrainConfig, step: int) -> None:
     """Extend the plans of a source to the end of a span.
 
     Plans continue from their keyframes, as in a resumed run. A future-ordered log first reschedules
@@ -423,7 +421,7 @@ def extend(
 
     Args:
         source: of the run.
-        stores: by table.
+        store: of the rows.
         span: with more steps than the source covers.
         config: train section of the job.
         step: the next step, at most the one that `settle` returned.
@@ -433,9 +431,8 @@ def extend(
     """
     if not isinstance(source, PlannedCache):
         return
-    plans = plans_of_span(span, stores, config, step, source.keyframes())
-    log = group_of(stores)
-    reschedule = partial(_reschedule, log, span, step) if isinstance(log, FutureLog) else None
+    plans = plans_of_span(span, store.layouts, config, step, source.keyframes())
+    reschedule = partial(_reschedule, store, span, step) if isinstance(store, FutureLog) else None
     source.replace_plans(plans, span.horizon.end_step, reschedule)
 
 

@@ -1,26 +1,20 @@
-"""Open or resume a run: its stores, its first checkpoint, and the rollback when rows were lost."""
+"""Open or resume a run: its first checkpoint, and the rollback when rows were lost."""
 
 from __future__ import annotations
 
-import json
 import logging
 import os
-import secrets
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 from schemas.config.job import Job
 from schemas.config.limits import WAIT
-from schemas.config.train import StoresConfig
 from schemas.dataset import Dataset, open_dataset, segment_hashes, select_segments
 from schemas.errors import SchemaError
-from schemas.files import replace_bytes
-from schemas.manifest import canonical_json
 from schemas.run_log import CHECKPOINTS, METRICS, RUN_FILE
-from trainer.checkpoint.load import newest_checkpoint, step_of, stores_of, verified
+from trainer.checkpoint.load import newest_checkpoint, step_of, verified
 from trainer.checkpoint.manager import claim_leftovers
 from trainer.checkpoint.manifest import complete, set_aside
 from trainer.components import order_of
@@ -36,13 +30,7 @@ from trainer.run import (
     steps_with_lines,
     write_dataset,
 )
-from trainer.stores.api import RowsLostError, Store, TableLayout, close_stores, group_of
-from trainer.stores.future_log import FutureLog, log_stores
-from trainer.stores.local import memory_store, mmap_store
-from trainer.stores.remote.client import open_group
-from trainer.stores.remote.connection import Access
-from trainer.stores.remote.processes import TOKEN, LocalStores
-from trainer.stores.remote.wire import read_token
+from trainer.stores.api import RowsLostError
 from trainer.warm_start import (
     WarmStart,
     open_warm_start,
@@ -93,118 +81,6 @@ class TrainOptions:
                 f"stores must hold the rows, got stores={self.stores} and the embedding 'plain', "
                 "which has all rows in memory; use --embedding cached"
             )
-
-
-STORE = "store"
-"""Folder of the run for rows outside of memory."""
-OWNER = "store.json"
-"""File of the run with the id under which store processes hold its rows."""
-
-
-@contextmanager
-def open_stores(
-    run: Path,
-    layouts: Mapping[str, TableLayout],
-    config: StoresConfig,
-    *,
-    job: Path,
-    kind: Literal["memory", "mmap", "log"],
-    num_processes: int | None,
-) -> Iterator[dict[str, Store]]:
-    """Open empty stores of all tables and close them at the end.
-
-    Args:
-        run: run folder.
-        layouts: tables by name.
-        config: store processes of the job.
-        job: job file, to which paths in `config` are relative.
-        kind: of the store without store processes; `memory` ignores store processes.
-        num_processes: store processes to start here instead of those of the job.
-
-    Raises:
-        SchemaError: a store process cannot be reached or refuses.
-    """
-    if kind == "memory":
-        yield {table: memory_store(layout) for table, layout in layouts.items()}
-    elif num_processes:
-        with LocalStores(num_processes, run / STORE, replicas=config.replicas) as local:
-            access = store_access(config, job.parent, local.directory / TOKEN)
-            with _open_remote_stores(
-                run, layouts, tuple(local.addresses), access, config.replicas
-            ) as stores:
-                yield stores
-    elif config.addresses:
-        access = store_access(config, job.parent, job.parent / str(config.token_file))
-        with _open_remote_stores(run, layouts, config.addresses, access, config.replicas) as stores:
-            yield stores
-    elif kind == "log":
-        yield dict(log_stores(layouts, run / STORE))
-    else:
-        yield {table: mmap_store(layout, run / STORE) for table, layout in layouts.items()}
-
-
-def readable_stores(stores: Mapping[str, Store], checkpoint: Path | None) -> dict[str, Store]:
-    """Return stores that can read any row after training.
-
-    The future-ordered log reads rows by step only; the newest checkpoint is read instead.
-    """
-    if checkpoint is None or not isinstance(group_of(stores), FutureLog):
-        return dict(stores)
-    return stores_of(checkpoint, stores)
-
-
-@contextmanager
-def _open_remote_stores(
-    run: Path,
-    layouts: Mapping[str, TableLayout],
-    addresses: tuple[str, ...],
-    access: Access,
-    replicas: int,
-) -> Iterator[dict[str, Store]]:
-    session = secrets.token_hex(8)
-    group = open_group(
-        addresses,
-        access,
-        layouts,
-        owner=run_owner(run),
-        session=session,
-        reset=True,
-        replicas=replicas,
-    )
-    stores: dict[str, Store] = dict(group)
-    try:
-        yield stores
-    finally:
-        close_stores(stores)
-
-
-def store_access(config: StoresConfig, folder: Path, token_file: Path) -> Access:
-    """Return the address settings and credentials of store processes.
-
-    Args:
-        config: of the job.
-        folder: of the job file, to which paths in `config` are relative.
-        token_file: of the store processes.
-
-    Raises:
-        SchemaError: the file has no token.
-    """
-    trusted = config.certificates
-    return Access(
-        token=read_token(token_file),
-        certificates=None if trusted is None else (folder / trusted).read_bytes(),
-        certificate_name=config.certificate_name,
-        timeout_sec=config.timeout.total_seconds(),
-        elastic=config.elastic,
-    )
-
-
-def run_owner(run: Path) -> str:
-    """Return the id of a run for store processes, created on first use."""
-    path = run / OWNER
-    if not path.is_file():
-        replace_bytes(path, canonical_json({"owner": secrets.token_hex(8)}).encode())
-    return str(json.loads(path.read_text(encoding="utf-8"))["owner"])
 
 
 logger = logging.getLogger(__name__)

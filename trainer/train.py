@@ -105,7 +105,7 @@ class TrainingLoop:
         finally:
             self._saver.close()
             source.close()
-        with resume_hint(f"stopped at step {step}, which {self._run} goes on from with --resume"):
+        with resume_hint(f"stopped at step {step}; continue {self._run} with --resume"):
             self._drain.check()
         return span
 
@@ -148,7 +148,7 @@ class TrainingLoop:
                 if next_span is not span:
                     self._dataset = next_span.dataset
                     write_dataset(self._run, self._dataset, self._job.train, follows=True)
-                    extend(source, self._components.stores, next_span, self._job.train, step)
+                    extend(source, self._components.store, next_span, self._job.train, step)
         except (SchemaError, PlanError):
             self._save(step)
             raise
@@ -160,8 +160,7 @@ class TrainingLoop:
 
     def _open_saver(self, span: Span, first: int, source: RowSource, *, loaded: bool) -> Saver:
         """Return the saver; raises before the first step if copies do not fit in memory."""
-        config, stores = self._job.train, self._components.stores
-        layouts = {table: store.layout for table, store in stores.items()}
+        config, layouts = self._job.train, self._components.store.layouts
         steps = range(first, span.horizon.end_step)
         cache = config.cache if isinstance(source, PlannedCache) else None
         return saver_of(

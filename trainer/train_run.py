@@ -7,11 +7,9 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
 
 from schemas.config.job import Job, load_job
 from schemas.config.limits import START
-from schemas.config.train import TrainConfig
 from schemas.errors import SchemaError
 from schemas.run_log import METRICS, RunSummary, StepMetric, read_metrics
 from trainer.checkpoint.load import (
@@ -19,8 +17,8 @@ from trainer.checkpoint.load import (
     load_checkpoint,
     made_of,
     newest_checkpoint,
+    open_rows,
     same_plan,
-    stores_of,
     verified,
 )
 from trainer.checkpoint.manager import claim_leftovers
@@ -43,15 +41,14 @@ from trainer.setup import (
     TrainOptions,
     first_checkpoint,
     open_run,
-    open_stores,
-    readable_stores,
     with_rollbacks,
 )
 from trainer.step import (
     Clock,
     PhaseTimer,
 )
-from trainer.stores.api import group_of
+from trainer.stores.api import RowReader
+from trainer.stores.factory import open_store
 from trainer.stores.future_log import FutureLog, NextUseLookup
 from trainer.train import TrainingLoop
 from trainer.warm_start import steps_before, summary_of_origin
@@ -104,19 +101,18 @@ def train(
             ):
                 with watchdog(START), drain.at_once():
                     kernels_of(config.kernels)
-                    kind = _kind_of_store(options, config)
-                    stores = opened.enter_context(
-                        open_stores(
+                    store = opened.enter_context(
+                        open_store(
                             run,
                             layouts_of(spec, config),
-                            config.stores,
+                            config,
                             job=job_path,
-                            kind=kind,
+                            embedding=options.embedding,
                             num_processes=options.stores,
                         )
                     )
                     components = build_components(
-                        spec, config, stores, steps_before=steps_before(begun)
+                        spec, config, store, steps_before=steps_before(begun)
                     )
                     start = _start(job, options, span, components, checkpoint, begun)
                 timer = PhaseTimer(clock, watchdog)
@@ -128,9 +124,9 @@ def train(
                     drain.at_once(),
                     resume_hint(f"all steps are trained; evaluate {run} with --resume"),
                 ):
-                    found = readable_stores(stores, newest_checkpoint(run))
-                    components = replace(components, stores=found)
-                    return evaluate_components(job, span.dataset, components, watchdog), start[1]
+                    rows = _trained_rows(components, run)
+                    evaluation = evaluate_components(job, span.dataset, components, watchdog, rows)
+                    return evaluation, start[1]
 
         (evaluation, source), rollbacks = with_rollbacks(
             run, checkpoint, attempt, lambda: claim_leftovers(run, config.checkpoint, resume=True)
@@ -156,13 +152,13 @@ def _start(
     first, cached = 0, dict[str, CachedRows]()
     if checkpoint is not None:
         next_use = None
-        if isinstance(group_of(components.stores), FutureLog):
+        if isinstance(components.store, FutureLog):
             known = span.horizon.known_end
             others = begun.origin is not None
             next_use = NextUseLookup(span.dataset, span.order, known, allow_unknown=others)
         manifest = verified(checkpoint, made_of(job, span.dataset))
         if options.embedding == "cached" and same_plan(manifest.made_of, job.train.cache):
-            cached = load_cached(checkpoint / PLAN, components.stores)
+            cached = load_cached(checkpoint / PLAN, components.store.layouts)
         first = load_checkpoint(checkpoint, manifest, components, next_use=next_use, cached=cached)
     source = _source(options, span, job, components, first, cached)
     if isinstance(source, PlannedCache) and checkpoint is not None:
@@ -181,20 +177,20 @@ def _source(
 ) -> RowSource:
     cache = job.train.cache
     if options.embedding in ("plain", "uncached"):
-        return DirectSource(components.stores)
+        return DirectSource(components.store)
     if options.embedding == "lru":
         if cache.rows is None:
             raise SchemaError(
                 "train.cache.rows must be given for --embedding lru, got none; it knows no future "
                 "and keeps as many rows as it may"
             )
-        return LruCache(components.stores, cache.rows)
+        return LruCache(components.store, cache.rows)
     every = job.train.checkpoint.every_steps
     until = span.horizon.end_step
     starts = {table: found.keyframe for table, found in cached.items()}
     return PlannedCache(
-        components.stores,
-        plans_of_span(span, components.stores, job.train, first, starts),
+        components.store,
+        plans_of_span(span, components.store.layouts, job.train, first, starts),
         first_step=first,
         last_step=until,
         prefetch_steps=cache.prefetch_steps,
@@ -206,15 +202,20 @@ def _hold(
     source: PlannedCache, checkpoint: Path, components: Components, cached: Mapping[str, CachedRows]
 ) -> None:
     """Fill the cache with the rows that it held at the checkpoint."""
-    rows = stores_of(checkpoint, components.stores)
+    rows = open_rows(checkpoint, components.store.layouts)
     for table, found in cached.items():
-        source.restore(table, found, rows[table].fetch(found.rows[found.is_cached]))
+        source.restore(table, found, rows.tables[table].fetch(found.rows[found.is_cached]))
 
 
-def _kind_of_store(options: TrainOptions, config: TrainConfig) -> Literal["memory", "mmap", "log"]:
-    if options.embedding == "plain":
-        return "memory"
-    return config.cache.files if options.embedding == "cached" else "mmap"
+def _trained_rows(components: Components, run: Path) -> RowReader:
+    """Return a reader of any row after training.
+
+    The future-ordered log reads rows by step only; the newest checkpoint is read instead.
+    """
+    checkpoint = newest_checkpoint(run)
+    if checkpoint is None or not isinstance(components.store, FutureLog):
+        return components.store
+    return open_rows(checkpoint, components.store.layouts)
 
 
 def summary_of(

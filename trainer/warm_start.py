@@ -34,14 +34,14 @@ from trainer.checkpoint.load import (
     load_state,
     made_of,
     newest_checkpoint,
-    store_of,
+    table_rows,
     verified,
 )
 from trainer.checkpoint.manifest import DENSE, CheckpointManifest, complete, folder_of
-from trainer.components import build_components, memory_stores
+from trainer.components import build_components, layouts_of
 from trainer.data.decode import spec_of
 from trainer.run import RunIdentity, check_meaning, read_identity
-from trainer.stores.api import Records, Store
+from trainer.stores.api import Records, TableLayout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,21 +154,21 @@ def write_initial_checkpoint(
     """
     _check_compatible(start, job, dataset)
     _remove_incomplete(run)
-    stores = memory_stores(spec_of(dataset, job.train.dtype), job.train)
+    layouts = layouts_of(spec_of(dataset, job.train.dtype), job.train)
     tables = dataset.job.data.tables
     counts: dict[str, TableStart] = {}
     fingerprint = made_of(job, dataset)
     with NewCheckpoint(run / CHECKPOINTS, 0) as checkpoint:
         checkpoint.arrays(DENSE, dense_of(start.checkpoint))
-        for table, store in stores.items():
+        for table, layout in layouts.items():
             rows = _RowCounter(
                 used=rows_used(dataset, dataset.segments, table),
                 alive=rows_of_days(dataset, table, expire_days, start.trained),
             )
-            checkpoint.rows(table, store.layout, rows.kept_of(start, store))
+            checkpoint.rows(table, layout, rows.kept_of(start, layout))
             old_num_rows = int(start.manifest.made_of["tables"][table]["num_rows"])
             counts[table] = rows.report(tables[table].num_rows - old_num_rows)
-        parts = {table: (f"{folder_of(0)}/{table}",) for table in stores}
+        parts = {table: (f"{folder_of(0)}/{table}",) for table in layouts}
         checkpoint.finish(fingerprint, parts, {}, keep=1)
     return {
         "run": Path(os.path.relpath(start.run, run)).as_posix(),
@@ -247,9 +247,9 @@ class _RowCounter:
         self._used, self._alive = used, alive
         self._kept = self._dropped = self._used_before = 0
 
-    def kept_of(self, start: WarmStart, store: Store) -> Iterator[RowsAndRecords]:
+    def kept_of(self, start: WarmStart, layout: TableLayout) -> Iterator[RowsAndRecords]:
         """Yield the rows of a checkpoint that are kept, ascending."""
-        pieces = store_of(start.checkpoint, start.manifest, store).contents()
+        pieces = table_rows(start.checkpoint, start.manifest, layout).contents()
         for rows, records in pieces:
             keep = np.ones(len(rows), bool)
             if self._alive is not None:
@@ -287,7 +287,7 @@ def _check_compatible(start: WarmStart, job: Job, dataset: Dataset) -> None:
     file = start.checkpoint / MANIFEST
     check_model(start.manifest.made_of, made_of(job, dataset), str(file))
     spec = spec_of(dataset, job.train.dtype)
-    components = build_components(spec, job.train, memory_stores(spec, job.train))
+    components = build_components(spec, job.train)
     dense = dense_of(start.checkpoint)
     load_state(dense, components.model, components.optimizer, file=str(start.checkpoint / DENSE))
 

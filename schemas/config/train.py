@@ -95,8 +95,9 @@ class CacheConfig:
     rows: int | None = None
     """Most cached rows per table, rows in flight included; unbounded when null."""
     files: Literal["log", "mmap"] = "log"
-    """Storage of uncached rows without store processes. `log`: ordered by next use, read and
-    written sequentially; `mmap`: memory-mapped files, in place, as for `lru` and `uncached`."""
+    """The store of uncached rows if there are no store processes (`train.stores`). `log`: files
+    ordered by next use, read and written sequentially; `mmap`: memory-mapped files, updated in
+    place, as always for `lru` and `uncached`."""
 
     def __post_init__(self) -> None:
         # A fetch must follow the write-back that it depends on.
@@ -110,7 +111,10 @@ class CacheConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoresConfig:
-    """Store processes started separately, with `python -m trainer store`."""
+    """Store processes started separately, with `python -m trainer store`.
+
+    Without `addresses` and `--stores`, rows are in this process: `train.cache.files` chooses how.
+    """
 
     addresses: tuple[str, ...] = ()
     """`grpc://host:port` or `grpc+tls://host:port` of each, or `file:///DIRECTORY/address`, where a

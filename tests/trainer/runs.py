@@ -15,7 +15,7 @@ from tests.shared import make_once
 from tests.trainer.make_dataset import make_dataset, write_job
 from trainer.checkpoint.load import newest_checkpoint
 from trainer.checkpoint.manifest import ROW_FILES, read_checkpoint_manifest
-from trainer.components import Components, build_components, memory_stores, order_of
+from trainer.components import Components, build_components, order_of
 from trainer.data.collate import Batch
 from trainer.data.decode import spec_of
 from trainer.data.reader import Reader
@@ -80,7 +80,7 @@ def parts_of(job_path: Path, dataset_path: Path) -> Components:
     """Return untrained parts as `train` makes them, all rows in memory."""
     job, dataset = load_job(job_path), open_dataset(dataset_path)
     spec = spec_of(dataset, job.train.dtype)
-    return build_components(spec, job.train, memory_stores(spec, job.train))
+    return build_components(spec, job.train)
 
 
 def final_rows(run: Path) -> dict[str, np.ndarray]:

@@ -52,6 +52,6 @@ def evaluation_logits(
     found: list[np.ndarray] = []
     with torch.no_grad():
         for batch in reader.evaluation_batches():
-            parts.embedding.open_copies(batch, parts.stores)
+            parts.embedding.open_copies(batch, parts.store)
             found.append(parts.model(batch).numpy())
     return found

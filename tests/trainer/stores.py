@@ -14,19 +14,21 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tests.trainer.processes import children_of, hold
-from trainer.stores.api import GroupTable, Records, Store, TableLayout, WriteBack
-from trainer.stores.remote.client import FlightGroup, open_group
+from trainer.stores.api import Records, Store, TableLayout, WriteBack
+from trainer.stores.remote.client import RemoteStore, open_remote_store
 from trainer.stores.remote.connection import Access
 
 TOKEN = "a-token-of-tests"
 ACCESS = Access(token=TOKEN, timeout_sec=120.0)
 """A store that is started again loads its libraries first, on however busy a machine."""
 LAYOUT = TableLayout(table="items", dim=4, state_width=1, dtype="float32", seed=3)
+S = TypeVar("S", bound=Store)
 
 
 @dataclass(slots=True)
@@ -132,14 +134,27 @@ def kill_store(pid: int, directory: Path | None = None) -> None:
     os.kill(pid, signal.SIGKILL)
 
 
-class FlightStore(GroupTable[FlightGroup]):
-    """One table of a group, which is read and written without the others."""
+class TableOf(Generic[S]):
+    """One table of a store, which is read and written without the others."""
+
+    def __init__(self, store: S, layout: TableLayout = LAYOUT) -> None:
+        self.all_tables, self.layout = store, layout
 
     def fetch(self, rows: NDArray[np.int64]) -> Records:
-        return self.group.fetch(0, {self.layout.table: rows})[self.layout.table]
+        return self.all_tables.fetch(0, {self.layout.table: rows})[self.layout.table]
 
     def write(self, rows: NDArray[np.int64], records: Records, train_step: int = -1) -> None:
-        self.group.write(train_step, {self.layout.table: WriteBack(rows, records)})
+        self.all_tables.write(train_step, {self.layout.table: WriteBack(rows, records)})
+
+    def contents(self) -> Iterator[tuple[NDArray[np.int64], Records]]:
+        return self.all_tables.contents(self.layout.table)
+
+
+class HasContents(Protocol):
+    @property
+    def layout(self) -> TableLayout: ...
+
+    def contents(self) -> Iterator[tuple[NDArray[np.int64], Records]]: ...
 
 
 def group_over(
@@ -150,13 +165,13 @@ def group_over(
     session: str = "process",
     reset: bool = True,
     replicas: int = 1,
-) -> dict[str, FlightStore]:
+) -> dict[str, TableOf[RemoteStore]]:
     """Open stores of one table, or of `layouts`."""
     tables = layouts or {LAYOUT.table: LAYOUT}
-    stores = open_group(
+    store = open_remote_store(
         addresses, access, tables, owner=owner, session=session, reset=reset, replicas=replicas
     )
-    return {table: FlightStore(store.group, store.layout) for table, store in stores.items()}
+    return {table: TableOf(store, layout) for table, layout in tables.items()}
 
 
 def record_of(value: float, count: int) -> Records:
@@ -165,11 +180,11 @@ def record_of(value: float, count: int) -> Records:
     return Records(np.repeat(state, 4, axis=1), state)
 
 
-def whole(store: Store) -> tuple[NDArray[np.int64], Records]:
-    """Return all that a store holds at once."""
-    layout = store.layout
+def whole(table: HasContents) -> tuple[NDArray[np.int64], Records]:
+    """Return all rows of a table at once."""
+    layout = table.layout
     none = (np.empty((0, width), layout.dtype) for width in (layout.dim, layout.state_width))
-    parts = [(np.empty(0, np.int64), Records(*none)), *store.contents()]
+    parts = [(np.empty(0, np.int64), Records(*none)), *table.contents()]
     records = Records(
         np.concatenate([some.values for _, some in parts]),
         np.concatenate([some.state for _, some in parts]),

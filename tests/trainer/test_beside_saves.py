@@ -20,7 +20,7 @@ from trainer.checkpoint.load import save_checkpoint
 from trainer.checkpoint.manager import CHECKPOINT_LOG
 from trainer.checkpoint.manifest import complete
 from trainer.checkpoint.snapshot import CopyMemory, memory_path
-from trainer.components import build_components, memory_stores, order_of
+from trainer.components import build_components, order_of
 from trainer.data.decode import spec_of
 from trainer.elastic.checkpoints import BackgroundCheckpoints
 from trainer.elastic.context import ReplicaContext
@@ -51,9 +51,8 @@ class OneReplica:
         job_path = folder / "job" / "job.yaml"
         job, dataset = load_job(job_path), open_dataset(folder / "dataset")
         order, spec = order_of(job, dataset), spec_of(dataset, job.train.dtype)
-        self.stores = memory_stores(spec, job.train)
-        components = build_components(spec, job.train, self.stores)
-        self.rows = MemoryRows(self.stores, components.embedding)
+        components = build_components(spec, job.train)
+        self.rows = MemoryRows(components.store, components.embedding)
         end = order.num_steps
         self.span = Span(dataset, order, Horizon(end_step=end, known_end=end, is_final=True))
         options = TrainOptions()

@@ -79,17 +79,19 @@ def test_cache_hands_out_what_a_store_without_a_cache_does(
     config = CacheConfig(policy=policy, lookahead=lookahead, prefetch_steps=prefetch_steps)  # type: ignore[arg-type]
     needed = required_rows(index_of(rows)[1], config)
     config = replace(config, rows=max(1, needed + data.draw(st.integers(0, 4))))
-    direct, cached = memory_store(LAYOUT), memory_store(LAYOUT)
+    direct, cached = (memory_store({"items": LAYOUT}) for _ in range(2))
     cache = PlannedCache(
-        {"items": cached},
+        cached,
         {"items": plan_of(rows, config, flush_every)},
         first_step=0,
         last_step=len(rows),
         prefetch_steps=prefetch_steps,
     )
     handed = run_source(cache, rows, flush_every)
-    assert run_source(DirectSource({"items": direct}), rows) == handed
-    (rows_found, found), (rows_wanted, wanted) = whole(cached), whole(direct)
+    assert run_source(DirectSource(direct), rows) == handed
+    (rows_found, found), (rows_wanted, wanted) = (
+        whole(store.tables["items"]) for store in (cached, direct)
+    )
     assert rows_found.tolist() == rows_wanted.tolist()
     assert found.values.tobytes() == wanted.values.tobytes()
     assert found.state.tobytes() == wanted.state.tobytes()
@@ -107,10 +109,12 @@ def test_lru_hands_out_what_a_store_without_a_cache_does_and_counts_as_a_diction
     steps: list[set[int]], capacity: int
 ) -> None:
     rows = [np.array(sorted(step), np.int64) * 1_000_003 for step in steps]
-    direct, cached = memory_store(LAYOUT), memory_store(LAYOUT)
-    cache = LruCache({"items": cached}, capacity)
-    assert run_source(DirectSource({"items": direct}), rows) == run_source(cache, rows)
-    (rows_found, found), (rows_wanted, wanted) = whole(cached), whole(direct)
+    direct, cached = (memory_store({"items": LAYOUT}) for _ in range(2))
+    cache = LruCache(cached, capacity)
+    assert run_source(DirectSource(direct), rows) == run_source(cache, rows)
+    (rows_found, found), (rows_wanted, wanted) = (
+        whole(store.tables["items"]) for store in (cached, direct)
+    )
     assert rows_found.tolist() == rows_wanted.tolist()
     assert found.values.tobytes() == wanted.values.tobytes()
     assert found.state.tobytes() == wanted.state.tobytes()
@@ -141,13 +145,13 @@ def slow_lru_misses(steps: Sequence[Sequence[int]], capacity: int) -> int:
 def test_lru_reads_as_often_as_a_dictionary_in_order_of_use(
     trace: list[int], capacity: int
 ) -> None:
-    cache = LruCache({"items": memory_store(LAYOUT)}, capacity)
+    cache = LruCache(memory_store({"items": LAYOUT}), capacity)
     run_source(cache, [np.array([row], np.int64) for row in trace])
     assert cache.fetched_rows == slow_lru_misses([[row] for row in trace], capacity)
 
 
 def test_lru_that_is_smaller_than_a_step_names_the_size_that_works() -> None:
-    cache = LruCache({"items": memory_store(LAYOUT)}, 2)
+    cache = LruCache(memory_store({"items": LAYOUT}), 2)
     with pytest.raises(PlanError, match=r"cache_rows=2 and 3 rows of table 'items'") as error:
         run_source(cache, [np.array([1, 2]), np.array([1, 2, 3])])
     assert error.value.required_rows == 3
@@ -158,7 +162,7 @@ def cache_over(
     steps: Sequence[np.ndarray], planned: Sequence[np.ndarray], cache_rows: int | None
 ) -> PlannedCache:
     return PlannedCache(
-        {"items": memory_store(LAYOUT)},
+        memory_store({"items": LAYOUT}),
         {"items": plan_of(planned, CacheConfig(lookahead=2, prefetch_steps=1, rows=cache_rows))},
         first_step=0,
         last_step=len(steps),
@@ -192,15 +196,15 @@ def test_rows_leave_after_a_step_that_looks_nothing_up() -> None:
     steps = [np.array([1, 2]), np.empty(0, np.int64), np.empty(0, np.int64), np.array([3, 4])]
     steps = [*steps, np.array([1]), np.array([2])]
     config = CacheConfig(policy="belady", prefetch_steps=1, rows=3)
-    stores = [memory_store(LAYOUT), memory_store(LAYOUT)]
+    stores = [memory_store({"items": LAYOUT}) for _ in range(2)]
     cache = PlannedCache(
-        {"items": stores[0]},
+        stores[0],
         {"items": plan_of(steps, config)},
         first_step=0,
         last_step=len(steps),
         prefetch_steps=1,
     )
-    direct = DirectSource({"items": stores[1]})
+    direct = DirectSource(stores[1])
     for step, rows in enumerate(steps):
         given = {"items": rows} if len(rows) else {}
         both = cache.gather(step, given), direct.gather(step, given)
@@ -213,4 +217,7 @@ def test_rows_leave_after_a_step_that_looks_nothing_up() -> None:
         direct.release(step, given)
     cache.flush()
     cache.close()
-    assert whole(stores[0])[1].values.tobytes() == whole(stores[1])[1].values.tobytes()
+    assert (
+        whole(stores[0].tables["items"])[1].values.tobytes()
+        == whole(stores[1].tables["items"])[1].values.tobytes()
+    )

@@ -10,7 +10,7 @@ from schemas.config.job import load_job
 from schemas.dataset import open_dataset
 from tests.trainer.make_dataset import write_job
 from tests.trainer.runs import reader_of, row_gradients
-from trainer.components import build_components, memory_stores
+from trainer.components import build_components
 from trainer.data.collate import Batch
 from trainer.data.decode import spec_of
 from trainer.data.lookup import inverse_of
@@ -30,7 +30,7 @@ def plain_and_dedup(
     model = replace(job.train.model, name="dlrm", top_layers=(16, 8), dedup_compute=False)
     config = replace(job.train, model=model, pooling=pooling, kernels=kernels)  # type: ignore[arg-type]
     spec = spec_of(open_dataset(dataset), "float64")
-    components = build_components(spec, config, memory_stores(spec, config))
+    components = build_components(spec, config)
     assert isinstance(components.model, DlrmModel)
     return (
         components.model,

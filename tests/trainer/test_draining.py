@@ -70,7 +70,7 @@ def test_run_that_is_asked_to_end_saves_its_last_step_and_goes_on_with_the_same_
         status, said = ended(process)
     step = num_steps(run)
     assert status == 0, said
-    message = f"{number.name}: stopped at step {step}, which {run} goes on from with --resume"
+    message = f"{number.name}: stopped at step {step}; continue {run} with --resume"
     assert said.splitlines()[-1] == message
     newest = newest_checkpoint(run)
     assert newest is not None

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -13,8 +14,9 @@ from tests.trainer.runs import parts_of, reader_of, row_gradients
 from trainer.data.collate import Batch
 from trainer.data.lookup import take_unsorted
 from trainer.data.microbatches import single_microbatch
+from trainer.embedding.kernels.interface import rule_at, state_width
+from trainer.embedding.kernels.torch_ops import update_rows
 from trainer.embedding.module import Embedding
-from trainer.embedding.optimizer import rule_at, state_width, update_rows
 from trainer.stores.api import Store
 
 NUM_ITEMS = 300
@@ -22,7 +24,7 @@ NUM_ITEMS = 300
 
 def weights_of(store: Store, num_rows: int) -> torch.Tensor:
     """Return a whole table, rows never trained included."""
-    return torch.from_numpy(store.fetch(torch.arange(num_rows).numpy()).values)
+    return torch.from_numpy(store.fetch(0, {"items": np.arange(num_rows)})["items"].values)
 
 
 def reference_pooled(batch: Batch, feature: str, table: nn.EmbeddingBag) -> torch.Tensor:
@@ -57,7 +59,7 @@ def test_embedding_trains_like_embedding_bag(
     job = write_job(tmp_path / "job", pooling=pooling, optimizer=optimizer)
     config = load_job(job).train
     parts, reader = parts_of(job, dataset), reader_of(job, dataset, expanded=expanded)
-    first = weights_of(parts.stores["items"], NUM_ITEMS)
+    first = weights_of(parts.store, NUM_ITEMS)
     table = nn.EmbeddingBag(NUM_ITEMS, 8, mode=pooling, _weight=first.clone())
     eps = {"eps": config.sparse_optimizer.eps} if optimizer == "adagrad" else {}
     reference = REFERENCES[optimizer](table.parameters(), lr=0.05, **eps)
@@ -66,7 +68,7 @@ def test_embedding_trains_like_embedding_bag(
         reference.zero_grad()
         train_both(reader.read(step), parts.embedding, table, target)
         reference.step()
-    trained = weights_of(parts.stores["items"], NUM_ITEMS)
+    trained = weights_of(parts.store, NUM_ITEMS)
     assert (trained != first).any()
     torch.testing.assert_close(trained, table.weight.detach(), rtol=1e-7, atol=1e-9)
 
@@ -76,7 +78,7 @@ def test_sequence_gives_the_rows_of_each_unique_list(dataset: Path, tmp_path: Pa
     parts, batch = parts_of(job, dataset), reader_of(job, dataset).read(3)
     parts.embedding.open(single_microbatch(batch))
     values, offsets = parts.embedding.sequence(batch.sparse, "viewed")
-    every = weights_of(parts.stores["items"], NUM_ITEMS).requires_grad_()
+    every = weights_of(parts.store, NUM_ITEMS).requires_grad_()
     jagged = batch.sparse["viewed"]
     assert torch.equal(offsets, jagged.offsets())
     assert torch.equal(values, every[jagged.values()])

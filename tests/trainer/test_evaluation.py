@@ -16,7 +16,7 @@ from schemas.manifest import canonical_json
 from tests.trainer.exact_metrics import auc, calibration, gauc, normalized_entropy
 from tests.trainer.make_dataset import write_job
 from tests.trainer.runs import parts_of, reader_of, run_job
-from tests.trainer.stores import whole
+from tests.trainer.stores import TableOf, whole
 from tests.trainer.test_metric_streams import session_auc_by_hand
 from trainer.components import Components
 from trainer.data.reader import Reader, prefetch
@@ -28,7 +28,7 @@ from trainer.step import PhaseTimer, train_batch
 def evaluate_now(job: Path, dataset: Path, components: Components, reader: Reader) -> Evaluation:
     columns = columns_of(open_dataset(dataset), load_job(job).train)
     batches = reader.evaluation_batches()
-    return evaluate(components.model, components.embedding, components.stores, batches, columns)
+    return evaluate(components.model, components.embedding, components.store, batches, columns)
 
 
 def test_metrics_of_a_run_are_those_of_its_logits_sample_by_sample(
@@ -39,7 +39,7 @@ def test_metrics_of_a_run_are_those_of_its_logits_sample_by_sample(
     found = evaluate_now(job, dataset, components, reader)
     columns: list[list[np.ndarray]] = []
     for batch in reader.evaluation_batches():
-        components.embedding.open_copies(batch, components.stores)
+        components.embedding.open_copies(batch, components.store)
         logits = components.model(batch).detach()
         key = batch.kept["session"]
         columns.append([key, key, *(t.numpy() for t in (batch.labels, logits, batch.weights))])
@@ -90,7 +90,9 @@ def test_gauc_of_another_key_groups_by_it(key: str, dataset: Path, tmp_path: Pat
 def state_of(components: Components) -> list[bytes]:
     """Return the bits of everything that is trained."""
     dense = canonical_json({n: p.tolist() for n, p in components.model.named_parameters()})
-    stored = [whole(store) for store in components.stores.values()]
+    stored = [
+        whole(TableOf(components.store, layout)) for layout in components.store.layouts.values()
+    ]
     return [dense.encode(), *(a.tobytes() for rows, r in stored for a in (rows, r.values, r.state))]
 
 

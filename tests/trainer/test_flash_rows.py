@@ -14,7 +14,7 @@ from schemas.errors import SchemaError
 from trainer.checkpoint import manifest as manifests
 from trainer.checkpoint.agent import MOST_PARTS, persist
 from trainer.checkpoint.format import RowPart, newest
-from trainer.checkpoint.load import CheckpointStore
+from trainer.checkpoint.load import CheckpointTable
 from trainer.checkpoint.manifest import alone, complete, read_checkpoint_manifest, verify_files
 from trainer.checkpoint.snapshot import (
     COMMITTED,
@@ -28,7 +28,7 @@ from trainer.checkpoint.snapshot import (
     memory_path,
     most_changed,
 )
-from trainer.embedding.changes import Changed, Changes, EvictedDirtyRows, UsedPlaces
+from trainer.embedding.changes import Changed, Changes, EvictedDirtyRows, UsedPositions
 from trainer.stores.api import GatheredRows, Records, TableLayout
 
 LAYOUT = TableLayout(table="items", dim=3, state_width=1, dtype="float32", seed=3)
@@ -52,7 +52,7 @@ def records_of(values: np.ndarray) -> Records:
 def test_used_places_are_those_of_a_dictionary(
     events: list[tuple[str, list[int], int]],
 ) -> None:
-    used, last = UsedPlaces(), dict[int, int]()
+    used, last = UsedPositions(), dict[int, int]()
     for step, (kind, places, back) in enumerate(events):
         array = np.array(places, np.int64)
         if kind == "use":
@@ -64,7 +64,7 @@ def test_used_places_are_those_of_a_dictionary(
             found = used.since(step - back).tolist()
             assert sorted(found) == sorted(p for p, at in last.items() if at >= step - back)
         else:
-            used.forget(step - back)
+            used.drop_before(step - back)
             last = {place: at for place, at in last.items() if at >= step - back}
 
 
@@ -98,7 +98,7 @@ def test_rows_that_left_are_those_of_a_dictionary(
                 r: value for r, (at, value) in held.items() if at >= step - back and r not in rows
             }
         else:
-            left.forget(step - back)
+            left.drop_before(step - back)
             held = {r: each for r, each in held.items() if each[0] >= step - back}
         assert len(left) == len(held)
 
@@ -111,19 +111,18 @@ def test_a_row_that_left_and_came_back_is_given_once_as_it_is_now() -> None:
     def held(table: str, places: np.ndarray) -> tuple[np.ndarray, Records]:
         return rows[places], arena
 
-    def take(places: np.ndarray) -> Records:
-        return Records(arena.values[places].copy(), arena.state[places].copy())
-
-    changes.used("items", np.array([0, 1]), 5)
+    changes.record_use("items", np.array([0, 1]), 5)
     arena.state[:2] = [[1], [2]]
-    changes.leave("items", np.array([0, 1, 3]), rows[[0, 1, 3]], take)  # 13 was never used
+    changes.record_eviction(
+        "items", np.array([0, 1, 3]), rows[[0, 1, 3]], arena
+    )  # 13 was never used
     rows[2] = 11  # comes back into another place
-    changes.used("items", np.array([2]), 6)
+    changes.record_use("items", np.array([2]), 6)
     arena.state[2] = 7
     (back, left) = changes.since(5, held)["items"]
     assert (back.rows.tolist(), back.gathered.copy().state.tolist()) == ([11], [[7]])
     assert (left.rows.tolist(), left.gathered.copy().state.tolist()) == ([10], [[1]])
-    changes.forget(6)
+    changes.drop_before(6)
     assert [part.rows.tolist() for part in changes.since(0, held)["items"]] == [[11]]
 
 
@@ -212,7 +211,7 @@ def test_every_kept_checkpoint_has_the_rows_of_its_step_through_any_number_of_pa
             most = max(most, len(manifest.parts["items"]))
             for layout in (LAYOUT, OTHER):
                 parts = [checkpoints / part for part in manifest.parts[layout.table]]
-                store = CheckpointStore(layout, parts)
+                store = CheckpointTable(layout, parts)
                 wanted = at_step[int(folder.name)][layout.table]
                 given_rows = [(r, rec) for r, rec in store.contents()]
                 rows = [row for r, _ in given_rows for row in r.tolist()]

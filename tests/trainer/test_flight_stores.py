@@ -67,10 +67,10 @@ def test_store_processes_hold_what_a_store_in_memory_does(
         started.append(start_store(tmp_path / f"store{part}", *options))
     with running(*started):
         stores = group_over(*(s.address for s in started), layouts=layouts)
-        wanted = {name: memory_store(layout) for name, layout in layouts.items()}
+        wanted = memory_store(layouts).tables
         for step in range(8):
             rows = {name: random_rows(rng) for name in layouts}
-            found = stores["items"].group.fetch(step, rows)
+            found = stores["items"].all_tables.fetch(step, rows)
             for name, records in found.items():
                 assert_same(records, wanted[name].fetch(rows[name]))
                 updated = Records(records.values * 1.5 + step, records.state + 1)

@@ -135,9 +135,9 @@ def test_who_has_begun_a_step_that_others_do_not_know_is_started_again(waiting: 
     until = frontier.span.horizon.end_step
     assert frontier.advance(frontier.visible, until, waiting.extend)
     frontier.check(frontier.visible, told)  # who writes may have asked before it knew
-    with pytest.raises(BehindError, match="start it again"):
+    with pytest.raises(BehindError, match="restart it"):
         frontier.check(FIRST, told)
-    with pytest.raises(BehindError, match="start it again"):
+    with pytest.raises(BehindError, match="restart it"):
         frontier.on_commit(FIRST, until + 1, waiting.settle, waiting.extend)
 
 

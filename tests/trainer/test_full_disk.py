@@ -25,7 +25,11 @@ def records_of(rows: np.ndarray) -> Records:
 def test_mapped_files_on_a_full_disk_lose_nothing_and_take_the_rows_when_there_is_room(
     tmp_path: Path,
 ) -> None:
-    store, first, more = mmap_store(LAYOUT, tmp_path), np.arange(900), np.arange(900, 3000)
+    store, first, more = (
+        mmap_store({"items": LAYOUT}, tmp_path).tables["items"],
+        np.arange(900),
+        np.arange(900, 3000),
+    )
     store.write(first, records_of(first))
     message = (
         "no room on disk for the rows of a table: File too large in "
@@ -42,7 +46,7 @@ def test_mapped_files_on_a_full_disk_lose_nothing_and_take_the_rows_when_there_i
 
 
 def test_mapped_files_take_their_room_from_the_disk_before_they_are_written(tmp_path: Path) -> None:
-    store, rows = mmap_store(LAYOUT, tmp_path), np.arange(10)
+    store, rows = mmap_store({"items": LAYOUT}, tmp_path).tables["items"], np.arange(10)
     store.write(rows, records_of(rows))
     found = (tmp_path / "items" / "values.bin").stat()
     assert found.st_size == 1024 * 16

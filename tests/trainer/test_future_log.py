@@ -15,24 +15,23 @@ from schemas.cache_plan import NEVER_AGAIN, required_rows
 from schemas.config.train import CacheConfig
 from schemas.errors import PlanError, SchemaError
 from schemas.rows import initial_rows
-from tests.trainer.stores import largest_file, whole
+from tests.trainer.stores import TableOf, largest_file, whole
 from tests.trainer.test_cache import LAYOUT, index_of, plan_of, run_source
 from trainer.embedding.cache import DirectSource, PlannedCache, RowsOfTables
-from trainer.stores.api import GatheredRows, GroupTable, Records, Store, WriteBack
+from trainer.stores.api import GatheredRows, Records, Store, WriteBack
 from trainer.stores.future_log import FutureLog
 from trainer.stores.local import memory_store
 
 
-def log_in(folder: Path, bucket_steps: int, buffer_bytes: int) -> dict[str, Store]:
-    log = FutureLog({"items": LAYOUT}, folder, bucket_steps=bucket_steps, buffer_bytes=buffer_bytes)
-    return {"items": GroupTable(log, LAYOUT)}
+def log_in(folder: Path, bucket_steps: int, buffer_bytes: int) -> FutureLog:
+    return FutureLog(
+        {"items": LAYOUT}, folder, bucket_steps=bucket_steps, buffer_bytes=buffer_bytes
+    )
 
 
-def cache_over(
-    stores: dict[str, Store], steps: list[np.ndarray], config: CacheConfig
-) -> PlannedCache:
+def cache_over(store: Store, steps: list[np.ndarray], config: CacheConfig) -> PlannedCache:
     return PlannedCache(
-        stores,
+        store,
         {"items": plan_of(steps, config)},
         first_step=0,
         last_step=len(steps),
@@ -62,8 +61,8 @@ class Checked:
     def flush(self) -> None:
         self.source.flush()
         (rows, found), (wanted_rows, wanted) = (
-            whole(self.store),
-            whole(self.reference._stores["items"]),
+            whole(TableOf(self.store, LAYOUT)),
+            whole(TableOf(self.reference._store, LAYOUT)),
         )
         assert rows.tolist() == wanted_rows.tolist()
         assert found.values.tobytes() == wanted.values.tobytes()
@@ -97,11 +96,11 @@ def test_log_hands_out_and_holds_what_a_store_in_memory_does(
     needed = required_rows(index_of(rows)[1], config)
     config = replace(config, rows=max(1, needed + data.draw(st.integers(0, 4))))
     folder = tmp_path_factory.mktemp("log")
-    stores = log_in(folder, bucket_steps, buffer_bytes)
-    reference = DirectSource({"items": memory_store(LAYOUT)})
-    checked = Checked(cache_over(stores, rows, config), stores["items"], reference)
+    log = log_in(folder, bucket_steps, buffer_bytes)
+    reference = DirectSource(memory_store({"items": LAYOUT}))
+    checked = Checked(cache_over(log, rows, config), log, reference)
     handed = run_source(checked, rows, flush_every)  # type: ignore[arg-type]
-    assert handed == run_source(DirectSource({"items": memory_store(LAYOUT)}), rows)
+    assert handed == run_source(DirectSource(memory_store({"items": LAYOUT})), rows)
     assert not list(folder.glob("bucket-*"))  # the space of buckets that are over is given back
 
 
@@ -130,8 +129,8 @@ def test_log_reads_each_bucket_once_and_in_long_chunks(
     reads, writes = counted(monkeypatch, "preadv"), counted(monkeypatch, "pwrite")
     steps = big_steps(200, 2000)
     config = CacheConfig(lookahead=2, prefetch_steps=1)
-    stores = log_in(tmp_path, 10, 400_000)
-    cache = cache_over(stores, steps, config)
+    log = log_in(tmp_path, 10, 400_000)
+    cache = cache_over(log, steps, config)
     run_source(cache, steps)
     entry_bytes = 4 + 8 + 8 + 8 * 3
     refetched = cache.fetched_rows - len(np.unique(np.concatenate(steps)))
@@ -147,15 +146,14 @@ def test_log_reads_each_bucket_once_and_in_long_chunks(
 def test_log_makes_first_values_and_keeps_nothing_for_rows_that_are_read_only(
     tmp_path: Path,
 ) -> None:
-    (store,) = log_in(tmp_path, 4, 0).values()
-    log = store.group  # type: ignore[attr-defined]
+    log = log_in(tmp_path, 4, 0)
     rows = np.random.default_rng(0).integers(0, 10_000_000_000, 1000)
     found = log.fetch(0, {"items": np.unique(rows)})["items"]
     first = initial_rows(np.unique(rows), table="items", seed=0, dim=2, dtype="float64")
     assert found.values.tobytes() == first.tobytes()
     assert not found.state.any()
     assert list(tmp_path.iterdir()) == []
-    assert whole(store)[0].tolist() == []
+    assert whole(TableOf(log, LAYOUT))[0].tolist() == []
 
 
 def back_of(rows: list[int], next_use: list[int]) -> dict[str, WriteBack]:
@@ -164,8 +162,7 @@ def back_of(rows: list[int], next_use: list[int]) -> dict[str, WriteBack]:
 
 
 def test_log_refuses_a_plan_that_leaves_written_rows_out(tmp_path: Path) -> None:
-    (store,) = log_in(tmp_path, 4, 0).values()
-    log = store.group  # type: ignore[attr-defined]
+    log = log_in(tmp_path, 4, 0)
     log.write(0, back_of([5, 7, 9], [6, 6, NEVER_AGAIN]))
     message = "plan fetches 1 of 2 rows stored for step 6; rebuild the dataset's index"
     with pytest.raises(PlanError, match=f"^{re.escape(message)}$"):
@@ -173,8 +170,7 @@ def test_log_refuses_a_plan_that_leaves_written_rows_out(tmp_path: Path) -> None
 
 
 def test_log_on_a_full_disk_refuses_by_name_and_goes_on_when_there_is_room(tmp_path: Path) -> None:
-    (store,) = log_in(tmp_path, 4, 0).values()
-    log = store.group  # type: ignore[attr-defined]
+    log = log_in(tmp_path, 4, 0)
     log.write(0, back_of(list(range(10)), [6] * 10))
     path = tmp_path / "bucket-00000001.bin"
     size = path.stat().st_size

@@ -22,8 +22,7 @@ from trainer.embedding.kernels.compiled import (
     interactions_of,
     kernels_of,
 )
-from trainer.embedding.kernels.interaction import TorchInteractions
-from trainer.embedding.kernels.torch_ops import TorchKernels
+from trainer.embedding.kernels.torch_ops import TorchInteractions, TorchKernels
 
 UNOPTIMIZED = replace(EMBEDDING, flags=(*EMBEDDING.flags, "-O0"))
 """Compiles in a fifth of the time."""

@@ -24,9 +24,15 @@ from trainer.embedding.kernels.compiled import (
     build_library,
     cache_folder,
 )
-from trainer.embedding.kernels.interface import ArenaRows, Kernels, RowRule, TableRows
+from trainer.embedding.kernels.interface import (
+    ArenaRows,
+    Kernels,
+    RowRule,
+    TableRows,
+    rule_at,
+    state_width,
+)
 from trainer.embedding.kernels.torch_ops import TorchKernels
-from trainer.embedding.optimizer import rule_at, state_width
 from trainer.embedding.pooling import Pooling
 
 RATE, EPS = 0.1, 1e-6

@@ -21,8 +21,14 @@ from trainer.diff import compare_runs
 from trainer.elastic.exchange import SplitPlanner
 from trainer.elastic.faults import Faults
 from trainer.elastic.launcher import LaunchOptions, LocalReplicas, train_replicas
-from trainer.elastic.membership import DepartedMembers, Lighthouse, Member, Membership
-from trainer.elastic.options import LeaveOutcome, leave_outcome
+from trainer.elastic.membership import (
+    DepartedMembers,
+    LeaveOutcome,
+    Lighthouse,
+    Member,
+    Membership,
+    leave_outcome,
+)
 from trainer.recovery import Drain, DrainInterrupt
 from trainer.run import read_ledger, verify_run
 from trainer.setup import TrainOptions
@@ -92,7 +98,7 @@ def test_run_whose_replicas_all_leave_one_by_one_goes_on(folder: Path, tmp_path:
     with pytest.raises(DrainInterrupt) as found:
         train_and(leave, folder, run, 2.0)
     assert found.value.message == (
-        f"stopped at step {num_steps(run)}, which {run} goes on from with --resume"
+        f"stopped at step {num_steps(run)}; continue {run} with --resume"
     )
     trained(folder / "job.yaml", folder / "dataset", run, "--resume", "--replicas", "2")
     assert_as_alone(folder, run)
@@ -113,7 +119,7 @@ def test_replicas_that_are_asked_to_end_agree_on_their_last_step_and_save_it(
     status, said = ended(process)
     step = num_steps(run)
     assert status == 0, said
-    message = f"{number.name}: stopped at step {step}, which {run} goes on from with --resume"
+    message = f"{number.name}: stopped at step {step}; continue {run} with --resume"
     assert said.splitlines()[-1] == message
     assert all(f"replica {n} stopped at step" in said for n in range(3))
     newest = newest_checkpoint(run)

@@ -22,7 +22,8 @@ from trainer.diff import compare_runs
 from trainer.elastic.faults import Faults
 from trainer.elastic.launcher import LaunchOptions, LocalReplicas, start_replica, train_replicas
 from trainer.run import read_ledger, verify_run
-from trainer.setup import STORE, TrainOptions
+from trainer.setup import TrainOptions
+from trainer.stores.factory import STORE
 from trainer.stores.remote.wal import RowsEntry, read_entries
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]

@@ -21,20 +21,18 @@ from tests.trainer.processes import hold
 from trainer.elastic.checkpoints import REMEMBERED_STEPS, LogWriter
 from trainer.elastic.exchange import (
     SPLIT_AHEAD_STEPS,
-    SplitPlanner,
-    fill_missing_speeds,
-    smooth_speed,
-    split_microbatches,
-)
-from trainer.elastic.faults import FaultInjector, Faults
-from trainer.elastic.group import (
     GlooGroup,
     LostPeerError,
     MeetingStore,
+    SplitPlanner,
     SumsShape,
+    fill_missing_speeds,
     pack_sums,
+    smooth_speed,
+    split_microbatches,
     unpack_sums,
 )
+from trainer.elastic.faults import FaultInjector, Faults
 from trainer.elastic.membership import Agreement, Lighthouse, Member, Membership, ReplicaStatus
 from trainer.elastic.peer_state import PeerClient, PeerError
 from trainer.embedding.kernels.interface import RowSums

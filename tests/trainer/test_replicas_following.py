@@ -167,7 +167,7 @@ def test_replicas_that_are_asked_while_they_wait_end_and_go_on(
     with pytest.raises(DrainInterrupt) as asked:
         together.train(ask, (12, 16), **CACHED)
     run = together.run
-    assert asked.value.message == f"stopped at step 16, which {run} goes on from with --resume"
+    assert asked.value.message == f"stopped at step 16; continue {run} with --resume"
     together.more()
     together.drain = Drain()
     together.train(lambda _: together.more(), (19, 20), resume=True, **CACHED)
@@ -296,9 +296,7 @@ def test_command_says_what_is_waited_for_once_and_ends_when_asked(
     assert status == 0, said
     lines = [line for line in said.splitlines() if line.startswith("waiting at step 12: 1 segment")]
     assert len(lines) == 1
-    assert said.splitlines()[-1] == (
-        f"SIGTERM: stopped at step 16, which {run} goes on from with --resume"
-    )
+    assert said.splitlines()[-1] == (f"SIGTERM: stopped at step 16; continue {run} with --resume")
     commit(versions[-1], together.dataset)
     trained(together.job, together.dataset, run, *arguments, "--resume")
     assert_equal(run, whole)

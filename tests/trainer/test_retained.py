@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from tests.trainer.stores import (
-    LAYOUT,
     StoreProcess,
     group_over,
     record_of,
@@ -37,8 +36,8 @@ class Together:
             group_over(process.address, owner="same", session=session, reset=first)
             for first in (True, False)
         ]
-        groups = [found["items"].group for found in opened]
-        self.replicas = [WriteBuffer(g, {"items": LAYOUT}, most_bytes) for g in groups]
+        stores = [found["items"].all_tables for found in opened]
+        self.replicas = [WriteBuffer(store, most_bytes) for store in stores]
         self.history: dict[int, int] = {}
         self.step = 1  # a record of step 0 would look like none
 

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.trainer.stores import whole
+from tests.trainer.stores import TableOf, whole
 from trainer.checkpoint.format import NpyFile
-from trainer.stores.api import GroupTable, Records, Store, TableLayout, WriteBack
+from trainer.stores.api import Records, Store, TableLayout, WriteBack
 from trainer.stores.bucket_files import BucketFiles, Entries, SortedRuns
 from trainer.stores.future_log import FutureLog
 from trainer.stores.local import mmap_store
@@ -68,30 +68,26 @@ def test_store_gives_more_than_one_run_in_parts_and_leaves_no_file(
     rng = np.random.default_rng(4)
     rows = rng.permutation(200_000).astype(np.int64) << 40
     values = rng.random((len(rows), 127), np.float32)
-    store: Store = mmap_store(WIDE, tmp_path)
+    store: Store = mmap_store({"items": WIDE}, tmp_path)
     if kind == "log":
-        store = GroupTable(FutureLog({"items": WIDE}, tmp_path, buffer_bytes=5 << 20), WIDE)
+        store = FutureLog({"items": WIDE}, tmp_path, buffer_bytes=5 << 20)
     for start in range(0, len(rows), 20_000):
         part = slice(start, start + 20_000)
         records = Records(values[part], values[part, :1])
-        if isinstance(store, GroupTable):
-            next_use = rng.integers(0, 100, 20_000)
-            store.group.write(0, {"items": WriteBack(rows[part], records, next_use)})
-        else:
-            store.write(rows[part], records)
+        next_use = rng.integers(0, 100, 20_000)
+        store.write(0, {"items": WriteBack(rows[part], records, next_use)})
     before = {path.name for path in tmp_path.rglob("*")}
-    parts = store.contents()
+    parts = store.contents("items")
     first = len(next(parts)[0])
     assert first < len(rows) / 5  # 100 MB are more than three runs, and not in memory at once
     assert {path.name for path in tmp_path.rglob("run-*")} != set()
     parts.close()  # type: ignore[attr-defined]
-    found, records = whole(store)
+    found, records = whole(TableOf(store, WIDE))
     order = np.argsort(rows)
     assert np.array_equal(found, rows[order])
     assert np.array_equal(records.values, values[order])
     assert np.array_equal(records.state, values[order, :1])
-    if isinstance(store, GroupTable):
-        store.group.write(1, {})
+    store.write(1, {})
     assert {path.name for path in tmp_path.rglob("*")} == before
 
 

@@ -61,7 +61,7 @@ def test_store_that_is_killed_still_refuses_rows_as_of_an_earlier_step(tmp_path:
     rows, process = np.arange(50), start_store(tmp_path / "store")
     port = process.port
     with running(process):
-        group = group_over(process.address)["items"].group
+        group = group_over(process.address)["items"].all_tables
         for step in range(4):
             group.write(step, {"items": WriteBack(rows[step:], record_of(step, 50 - step))})
         for kill in (False, True, True):

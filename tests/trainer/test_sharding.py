@@ -8,7 +8,7 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
 from schemas.sharding_hints import TableHints
-from trainer.embedding.sharding import OracleCacheStatistics, planner_constraints
+from trainer.embedding.collections import OracleCacheStatistics, planner_constraints
 
 HINTS = {
     "products": TableHints(

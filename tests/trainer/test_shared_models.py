@@ -27,7 +27,7 @@ from tests.trainer.model_samples import (
     random_samples,
 )
 from tests.trainer.runs import reader_of, row_gradients
-from trainer.components import build_components, memory_stores
+from trainer.components import build_components
 from trainer.data.collate import Batch
 from trainer.data.decode import spec_of
 from trainer.data.microbatches import single_microbatch
@@ -165,7 +165,7 @@ def test_shared_parts_leave_logits_and_gradients_of_real_batches(
     job = write_job(tmp_path / "job", model=model, pooling=pooling)
     config: TrainConfig = load_job(job).train
     spec = spec_of(open_dataset(dataset), "float64")
-    components = build_components(spec, config, memory_stores(spec, config))
+    components = build_components(spec, config)
     trained: Any = components.model
     batch = reader_of(job, dataset).read(7)
     found = results(trained, components.embedding, batch)

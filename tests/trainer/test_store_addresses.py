@@ -10,13 +10,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from schemas.config.train import StoresConfig
+from schemas.config.train import StoresConfig, TrainConfig
 from schemas.errors import SchemaError
 from schemas.run_log import STORE_ADDRESS
 from tests.trainer.certificates import make_certificate
 from tests.trainer.stores import (
     ACCESS,
     LAYOUT,
+    TableOf,
     group_over,
     record_of,
     running,
@@ -29,6 +30,7 @@ from trainer.stores.remote.connection import (
     Access,
     StoreConnection,
     publish_address,
+    read_access,
     resolve_address,
 )
 from trainer.stores.remote.processes import migrate_slots
@@ -79,9 +81,7 @@ def test_slots_move_between_stores_that_are_known_by_files(tmp_path: Path) -> No
             file_of(one),
             file_of(two),
             HALF,
-            token_file=one.with_suffix(".token"),
-            trusted=tmp_path / "cert.pem",
-            certificate_name="localhost",
+            read_access(one.with_suffix(".token"), tmp_path / "cert.pem", "localhost"),
         )
         assert whole(store)[0].tolist() == list(range(100))
         stores[1].kill()
@@ -96,12 +96,11 @@ def test_replicas_are_told_the_name_of_the_token_not_where_it_leads_to(tmp_path:
         config = StoresConfig(addresses=(store.address,), token_file="token")
         layouts, run = {LAYOUT.table: LAYOUT}, tmp_path / "run"
         run.mkdir()
-        with launch_shared_stores(
-            run, tmp_path / "job.yaml", config, layouts, None, None
-        ) as shared:
+        train = TrainConfig(stores=config)
+        with launch_shared_stores(run, tmp_path / "job.yaml", train, layouts, None, None) as shared:
             assert shared.token_file == str(token)
             opened = open_shared(shared, run, tmp_path / "job.yaml", config, layouts)
-            assert whole(opened["items"])[0].tolist() == []
+            assert whole(TableOf(opened))[0].tolist() == []
 
 
 @pytest.mark.slow

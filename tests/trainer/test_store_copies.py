@@ -13,53 +13,54 @@ import pytest
 from schemas.config.train import StoresConfig
 from schemas.errors import SchemaError
 from tests.trainer.processes import wait_for
-from tests.trainer.stores import ACCESS, LAYOUT, FlightStore, kill_store
+from tests.trainer.stores import ACCESS, LAYOUT, TableOf, kill_store
 from tests.trainer.test_store_moves import Writer
 from trainer.stores.api import RowsLostError
-from trainer.stores.remote.client import FlightGroup, open_group
-from trainer.stores.remote.connection import Access
+from trainer.stores.remote.client import RemoteStore, open_remote_store
+from trainer.stores.remote.connection import Access, read_access
 from trainer.stores.remote.members import StoreMembers
 from trainer.stores.remote.ownership import StoreDescription, ranges_of
-from trainer.stores.remote.processes import TOKEN, LocalStores, migrate_slots
+from trainer.stores.remote.processes import TOKEN, StoreProcesses, migrate_slots
 
 
-def group_over(stores: LocalStores, replicas: int = 2) -> FlightStore:
+def group_over(stores: StoreProcesses, replicas: int = 2) -> TableOf[RemoteStore]:
     access = Access(token=stores.token, timeout_sec=ACCESS.timeout_sec)
     tables = {LAYOUT.table: LAYOUT}
-    opened = open_group(
+    opened = open_remote_store(
         stores.addresses, access, tables, owner="run", session="s", reset=True, replicas=replicas
     )
-    return FlightStore(opened[LAYOUT.table].group, LAYOUT)
+    return TableOf(opened)
 
 
-def wait_for_copies(group: FlightGroup) -> None:
+def wait_for_copies(group: RemoteStore) -> None:
     wait_for(lambda: (group.members.slot_map.num_copies == 2).all())
 
 
-def kill(stores: LocalStores, number: int, *, forget: bool) -> None:
+def kill(stores: StoreProcesses, number: int, *, forget: bool) -> None:
     kill_store(stores.pids[number], stores.directory / f"store-{number:03d}" if forget else None)
 
 
 @pytest.mark.slow
 def test_any_node_may_die_after_the_other_when_copies_are_whole_again(tmp_path: Path) -> None:
-    with LocalStores(3, tmp_path / "stores", replicas=2) as stores:
+    with StoreProcesses(3, tmp_path / "stores", replicas=2) as stores:
         writer = Writer(group_over(stores))
         for _ in range(10):
             writer.write_step()
         with writer.writing():
             for number, forget in ((0, True), (1, False), (2, True), (0, False)):
-                before = writer.store.group.members.slot_map
+                members = writer.store.all_tables.members
+                before = members.slot_map
                 kill(stores, number, forget=forget)
-                wait_for(lambda before=before: writer.store.group.members.slot_map is not before)
-                wait_for_copies(writer.store.group)
+                wait_for(lambda m=members, before=before: m.slot_map is not before)
+                wait_for_copies(writer.store.all_tables)
         writer.check()
-        writer.store.group.notify_checkpoint(writer.step)
+        writer.store.all_tables.notify_checkpoint(writer.step)
         writer.write_step()
         for number in range(3):  # what each store holds is the same, wherever it is read
             kill(stores, number, forget=True)
             writer.check()
-            wait_for_copies(writer.store.group)
-        writer.store.group.close()
+            wait_for_copies(writer.store.all_tables)
+        writer.store.all_tables.close()
 
 
 @pytest.mark.slow
@@ -76,12 +77,12 @@ def test_stores_are_called_by_nobody_any_more_when_they_are_given_back(
         answered.wait()
         return {}
 
-    with LocalStores(2, tmp_path / "stores", replicas=2) as stores:
+    with StoreProcesses(2, tmp_path / "stores", replicas=2) as stores:
         writer = Writer(group_over(stores))
         monkeypatch.setattr(stores, "_start", refuse)  # so that copies lack all the time
         kill(stores, 0, forget=True)
         writer.write_step()
-        group = writer.store.group
+        group = writer.store.all_tables
         assert (group.members.slot_map.num_copies == 1).all()
         monkeypatch.setattr(StoreMembers, "describe_all", ask_slowly)
         wait_for(calling.is_set)  # by who has copies made again
@@ -94,30 +95,30 @@ def test_stores_are_called_by_nobody_any_more_when_they_are_given_back(
 
 @pytest.mark.slow
 def test_slots_of_a_copy_move_and_both_copies_stay_in_force(tmp_path: Path) -> None:
-    with LocalStores(3, tmp_path / "stores", replicas=2) as stores:
+    with StoreProcesses(3, tmp_path / "stores", replicas=2) as stores:
         writer = Writer(group_over(stores))
         for _ in range(10):
             writer.write_step()
         first, _, third = stores.addresses
         token = stores.directory / TOKEN
         with writer.writing():
-            moved = migrate_slots(first, third, ((0, 500),), token_file=token)
+            moved = migrate_slots(first, third, ((0, 500),), read_access(token))
         assert moved.num_rows > 0
         writer.write_step()
-        slot_map = writer.store.group.members.slot_map
+        slot_map = writer.store.all_tables.members.slot_map
         assert (slot_map.num_copies == 2).all()
         place = slot_map.addresses.index(third)
         assert ranges_of((slot_map.copies == place).any(0)) == ((0, 500), (1365, 4096))
         with pytest.raises(SchemaError, match=r"^the target serves"):
-            migrate_slots(stores.addresses[1], third, ((0, 500),), token_file=token)
+            migrate_slots(stores.addresses[1], third, ((0, 500),), read_access(token))
         writer.check()
         kill(stores, 2, forget=True)
         writer.check()
-        writer.store.group.close()
+        writer.store.all_tables.close()
 
 
 def test_both_nodes_dead_at_once_is_said_and_never_first_values(tmp_path: Path) -> None:
-    with LocalStores(2, tmp_path / "stores", replicas=2) as stores:
+    with StoreProcesses(2, tmp_path / "stores", replicas=2) as stores:
         writer = Writer(group_over(stores))
         writer.write_step()
         for number in range(2):
@@ -128,7 +129,7 @@ def test_both_nodes_dead_at_once_is_said_and_never_first_values(tmp_path: Path) 
         )
         with pytest.raises(RowsLostError, match=message):
             writer.store.fetch(np.arange(10))
-        writer.store.group.close()
+        writer.store.all_tables.close()
 
 
 def test_more_copies_than_stores_are_refused(tmp_path: Path) -> None:
@@ -137,7 +138,7 @@ def test_more_copies_than_stores_are_refused(tmp_path: Path) -> None:
         r"start more stores$"
     )
     with pytest.raises(ValueError, match=message):
-        LocalStores(1, tmp_path / "stores", replicas=2)
+        StoreProcesses(1, tmp_path / "stores", replicas=2)
 
 
 @pytest.mark.parametrize(
@@ -159,7 +160,7 @@ def test_job_with_copies_that_cannot_be_is_refused(settings: dict[str, Any], mes
 def test_store_that_dies_all_the_time_is_not_started_for_ever(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with LocalStores(1, tmp_path / "stores") as stores:
+    with StoreProcesses(1, tmp_path / "stores") as stores:
         seen: set[int] = set()
         deadline = time.monotonic() + 120
         while "died too often" not in caplog.text:
@@ -176,7 +177,7 @@ def test_store_that_dies_all_the_time_is_not_started_for_ever(
 def test_store_that_cannot_be_started_at_once_is_started_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with LocalStores(1, tmp_path / "stores") as stores:
+    with StoreProcesses(1, tmp_path / "stores") as stores:
         writer = Writer(group_over(stores, 1))
         writer.write_step()
         start, refused = stores._start, []
@@ -192,4 +193,4 @@ def test_store_that_cannot_be_started_at_once_is_started_later(
         writer.write_step()
         writer.check()
         assert len(refused) == 2
-        writer.store.group.close()
+        writer.store.all_tables.close()

@@ -17,8 +17,7 @@ from tests.trainer.runs import SEGMENTS, run_job
 from tests.trainer.stores import kill_stores, stores_of
 from trainer.diff import compare_runs
 from trainer.run import RunLog
-from trainer.stores.api import GroupTable
-from trainer.stores.remote.client import FlightGroup, open_group
+from trainer.stores.remote.client import RemoteStore, open_remote_store
 
 EVERY = 6
 """Steps between checkpoints."""
@@ -71,16 +70,16 @@ def at_step(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[int, Callable[[Pat
 
 
 @pytest.fixture
-def groups(monkeypatch: pytest.MonkeyPatch) -> list[FlightGroup]:
+def groups(monkeypatch: pytest.MonkeyPatch) -> list[RemoteStore]:
     """The stores of runs, as they are opened."""
-    found: list[FlightGroup] = []
+    found: list[RemoteStore] = []
 
-    def open_and_tell(*arguments: Any, **options: Any) -> dict[str, GroupTable[FlightGroup]]:
-        stores = open_group(*arguments, **options)
-        found.append(next(iter(stores.values())).group)
-        return stores
+    def open_and_tell(*arguments: Any, **options: Any) -> RemoteStore:
+        store = open_remote_store(*arguments, **options)
+        found.append(store)
+        return store
 
-    monkeypatch.setattr("trainer.setup.open_group", open_and_tell)
+    monkeypatch.setattr("trainer.stores.factory.open_remote_store", open_and_tell)
     return found
 
 
@@ -171,7 +170,7 @@ def test_node_that_dies_costs_nothing_where_slots_have_copies(
     undisturbed: Path,
     tmp_path: Path,
     at_step: dict[int, Callable[[Path], None]],
-    groups: list[FlightGroup],
+    groups: list[RemoteStore],
 ) -> None:
     run = tmp_path / "run"
 

@@ -18,13 +18,14 @@ from tests.trainer.stores import (
     ACCESS,
     LAYOUT,
     TOKEN,
-    FlightStore,
+    TableOf,
     group_over,
     record_of,
     running,
     start_store,
     whole,
 )
+from trainer.stores.remote.client import RemoteStore
 from trainer.stores.remote.connection import StoreConnection
 from trainer.stores.remote.migration import OutgoingMigrations
 from trainer.stores.remote.ownership import empty_ownership, mask_of
@@ -36,14 +37,14 @@ NUM_ROWS = 200
 ALL = ((0, 4096),)
 
 
-def write_step(store: FlightStore, step: int) -> np.ndarray:
+def write_step(store: TableOf[RemoteStore], step: int) -> np.ndarray:
     """Write what a step makes of its rows, and return these."""
     rows = np.flatnonzero(np.random.default_rng(step).random(NUM_ROWS) < 0.3)
     store.write(rows, record_of(step, len(rows)), step)
     return rows
 
 
-def assert_holds(store: FlightStore, last_step: dict[int, int], maybe: int = -1) -> None:
+def assert_holds(store: TableOf[RemoteStore], last_step: dict[int, int], maybe: int = -1) -> None:
     """Compare all rows with the last step that wrote each; `maybe` may or may not be written."""
     rows, records = whole(store)
     assert (records.values == records.state).all()
@@ -70,13 +71,13 @@ def test_store_killed_among_writes_has_every_acknowledged_one_after_a_restart(
     process = start_store(directory)
     with running(process):
         store = group_over(process.address)["items"]
-        store.group.members.access = type(ACCESS)(token=TOKEN, timeout_sec=6)
+        store.all_tables.members.access = type(ACCESS)(token=TOKEN, timeout_sec=6)
 
         def write_until_it_dies() -> None:
             for step in range(100_000):
                 begun[0] = step
                 if step % 50 == 49:
-                    store.group.notify_checkpoint(step)
+                    store.all_tables.notify_checkpoint(step)
                 rows = write_step(store, step)
                 last_step.update(dict.fromkeys(rows.tolist(), step))
 
@@ -122,7 +123,7 @@ def test_checkpoint_truncates_the_log_and_keeps_the_rows(tmp_path: Path) -> None
             last_step.update(dict.fromkeys(write_step(store, step).tolist(), step))
         (long,) = directory.glob("log-*.bin")
         long_bytes = long.stat().st_size
-        store.group.notify_checkpoint(200)
+        store.all_tables.notify_checkpoint(200)
         (short,) = directory.glob("log-*.bin")
         assert short != long
         assert short.stat().st_size < long_bytes / 20
@@ -169,7 +170,7 @@ def test_checkpoint_on_a_full_disk_keeps_the_old_log(tmp_path: Path) -> None:
         with pytest.raises(SchemaError, match=r"^no room on disk for a record: File too"):
             store.write(rows, record_of(2, 600), 2)
         assert_holds(store, dict.fromkeys(range(600), 1))
-        store.group.notify_checkpoint(2)
+        store.all_tables.notify_checkpoint(2)
         assert_holds(store, dict.fromkeys(range(600), 1))
 
 
@@ -224,7 +225,7 @@ def test_server_holds_no_more_messages_than_its_budget_while_many_call(tmp_path:
     shard = Shard(tmp_path / "store", ALL, sync=False)
     shard.load()
     limits = MessageLimits(message_bytes=4096, in_flight_bytes=3 * 2 * 4096, delay_sec=0.2)
-    departures = OutgoingMigrations(shard, ACCESS, clock=time.monotonic)
+    departures = OutgoingMigrations(shard, ACCESS)
     actions = Actions(shard, departures, kill=lambda: None, restart=lambda: None)
     server = StoreServer(shard, "grpc://127.0.0.1:0", token=TOKEN, limits=limits, actions=actions)
     try:
@@ -249,8 +250,8 @@ def test_server_holds_no_more_messages_than_its_budget_while_many_call(tmp_path:
 PARENT = """\
 import sys
 from pathlib import Path
-from trainer.stores.remote.processes import LocalStores
-with LocalStores(2, Path(sys.argv[1])) as stores:
+from trainer.stores.remote.processes import StoreProcesses
+with StoreProcesses(2, Path(sys.argv[1])) as stores:
     print(*stores.pids, flush=True)
     sys.stdin.read()
 """

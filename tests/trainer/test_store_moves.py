@@ -18,8 +18,8 @@ from tests.trainer.processes import PATIENCE, wait_for
 from tests.trainer.stores import (
     ACCESS,
     TOKEN,
-    FlightStore,
     StoreProcess,
+    TableOf,
     group_over,
     record_of,
     running,
@@ -28,8 +28,8 @@ from tests.trainer.stores import (
 )
 from trainer.__main__ import main
 from trainer.stores.api import StoreUnavailableError
-from trainer.stores.remote.client import FlightGroup
-from trainer.stores.remote.connection import StoreConnection
+from trainer.stores.remote.client import RemoteStore
+from trainer.stores.remote.connection import StoreConnection, read_access
 from trainer.stores.remote.migration import MigrationStats
 from trainer.stores.remote.ownership import description_from_json
 from trainer.stores.remote.processes import gather_slots, kill_store, migrate_slots, restart_store
@@ -43,7 +43,7 @@ SMALL = ("--message-bytes", "4096")  # a hundred rows: a move is many messages
 class Writer:
     """Writes some rows each step, and knows what the last step of each was."""
 
-    def __init__(self, store: FlightStore) -> None:
+    def __init__(self, store: TableOf[RemoteStore]) -> None:
         self.store = store
         self.last_step = np.full(NUM_ROWS, -1)
         self.step = 0
@@ -85,7 +85,7 @@ def token_of(directory: Path) -> Path:
     return directory.with_suffix(".token")
 
 
-def served(group: FlightGroup) -> dict[str, int]:
+def served(group: RemoteStore) -> dict[str, int]:
     """Return how many slots each store says it serves."""
     found = group.members.describe_all()
     return {a: int(s.ownership.served.sum()) for a, s in found.items() if s is not None}
@@ -103,10 +103,10 @@ def test_slots_move_while_rows_are_written_and_clients_follow(tmp_path: Path) ->
             writer.write_step()
         with writer.writing():
             token = token_of(tmp_path / "one")
-            moved = migrate_slots(one.address, two.address, HALF, token_file=token)
+            moved = migrate_slots(one.address, two.address, HALF, read_access(token))
             time.sleep(0.3)
         assert moved.num_rows > NUM_ROWS / 3
-        group = writer.store.group
+        group = writer.store.all_tables
         assert served(group) == {one.address: 2048, two.address: 2048}
         writer.check()
         group.notify_checkpoint(writer.step)
@@ -123,10 +123,10 @@ def test_slots_move_while_rows_are_written_and_clients_follow(tmp_path: Path) ->
         assert records.state[:, 0].tolist() == writer.last_step[rows].tolist()
         later = group_over(one.address, session="later", reset=False)["items"]
         assert whole(later)[0].tolist() == rows.tolist()
-        back = migrate_slots(two.address, one.address, HALF, token_file=token)
+        back = migrate_slots(two.address, one.address, HALF, read_access(token))
         assert back.num_rows == (slot_of_row(rows) < 2048).sum()
         assert whole(later)[0].tolist() == rows.tolist()
-        assert served(later.group)[one.address] == 4096
+        assert served(later.all_tables)[one.address] == 4096
 
 
 @pytest.mark.slow
@@ -141,14 +141,14 @@ def test_slots_are_gathered_from_whoever_has_them_and_a_store_without_any_may_go
         writer = Writer(group_over(one.address, two.address)["items"])
         writer.write_step()
         middle = ((1024, 3072),)
-        moved = gather_slots(stores, three.address, middle, token_file=token)
+        moved = gather_slots(stores, three.address, middle, read_access(token))
         assert moved.num_rows == ((slots_of_all() >= 1024) & (slots_of_all() < 3072)).sum() > 0
-        again = gather_slots(stores, three.address, middle, token_file=token)
+        again = gather_slots(stores, three.address, middle, read_access(token))
         assert (again.num_rows, again.num_rounds) == (0, 0)
         writer.write_step()
-        assert served(writer.store.group) == dict(zip(stores, (1024, 1024, 2048), strict=True))
-        gather_slots((two.address,), one.address, ((0, 4096),), token_file=token)
-        assert served(writer.store.group)[two.address] == 0
+        assert served(writer.store.all_tables) == dict(zip(stores, (1024, 1024, 2048), strict=True))
+        gather_slots((two.address,), one.address, ((0, 4096),), read_access(token))
+        assert served(writer.store.all_tables)[two.address] == 0
         two.kill()
         writer.write_step()
         writer.check()
@@ -184,7 +184,7 @@ def test_slots_have_one_owner_and_all_rows_when_a_side_of_a_move_is_killed(
             writer.write_step()
         token = token_of(tmp_path / "one")
         with writer.writing(), ThreadPoolExecutor(1) as pool:
-            moving = pool.submit(migrate_slots, one.address, two.address, HALF, token_file=token)
+            moving = pool.submit(migrate_slots, one.address, two.address, HALF, read_access(token))
             time.sleep(rng.uniform(0.0, 0.5))
             if killed == "giver":
                 one.kill()
@@ -195,7 +195,7 @@ def test_slots_have_one_owner_and_all_rows_when_a_side_of_a_move_is_killed(
                 two.process = start_store(tmp_path / "two", *options).process
             outcome = result_of(moving)
             time.sleep(0.3)
-        group = writer.store.group
+        group = writer.store.all_tables
         # a move that was in doubt is settled beside; meanwhile its slots have no owner
         wait_for(lambda: sum(served(group).values()) >= 4096)
         owners = served(group)
@@ -204,7 +204,7 @@ def test_slots_have_one_owner_and_all_rows_when_a_side_of_a_move_is_killed(
             assert owners == {one.address: 2048, two.address: 2048}
         writer.check()
         if owners.get(one.address) == 4096:  # it can be moved again
-            migrate_slots(one.address, two.address, HALF, token_file=token)
+            migrate_slots(one.address, two.address, HALF, read_access(token))
             assert served(group) == {one.address: 2048, two.address: 2048}
             writer.write_step()
             writer.check()
@@ -226,7 +226,7 @@ def test_move_in_doubt_is_settled_by_its_taker(taken: bool, tmp_path: Path) -> N
         writer = Writer(group_over(one.address)["items"])
         for _ in range(10):
             writer.write_step()
-        migrate_slots(one.address, two.address, HALF, token_file=token_of(tmp_path / "one"))
+        migrate_slots(one.address, two.address, HALF, read_access(token_of(tmp_path / "one")))
         one.kill()
         if not taken:
             two.kill()
@@ -238,7 +238,7 @@ def test_move_in_doubt_is_settled_by_its_taker(taken: bool, tmp_path: Path) -> N
         writer.write_step()
         writer.check()
         expected = {one.address: 2048, two.address: 2048} if taken else {one.address: 4096}
-        assert {a: n for a, n in served(writer.store.group).items() if n} == expected
+        assert {a: n for a, n in served(writer.store.all_tables).items() if n} == expected
 
 
 def cut_last_control(directory: Path) -> None:
@@ -315,6 +315,6 @@ def test_moves_that_cannot_be_are_refused_by_name(
         )
         for call in (kill_store, restart_store):
             with pytest.raises(SchemaError, match=f"^{re.escape(message)}$"):
-                call(one.address, token_file=token)
+                call(one.address, read_access(token))
         token.write_text(TOKEN)
         assert one.process.poll() is None

@@ -7,15 +7,16 @@ import pytest
 from schemas.rows import initial_bound, initial_rows
 from tests.trainer.stores import whole
 from trainer.data.lookup import stable_order
-from trainer.stores.api import Records, Store, TableLayout
-from trainer.stores.local import memory_store, mmap_store
-from trainer.stores.row_map import RowMap
+from trainer.stores.api import Records, TableLayout
+from trainer.stores.local import ArrayTable, RowMap, memory_store, mmap_store
 
 LAYOUT = TableLayout(table="items", dim=4, state_width=1, dtype="float32", seed=3)
 
 
-def store_of(kind: str, folder: Path) -> Store:
-    return memory_store(LAYOUT) if kind == "memory" else mmap_store(LAYOUT, folder)
+def table_of(kind: str, folder: Path) -> ArrayTable:
+    layouts = {"items": LAYOUT}
+    store = memory_store(layouts) if kind == "memory" else mmap_store(layouts, folder)
+    return store.tables["items"]
 
 
 SIZES = {
@@ -48,7 +49,7 @@ def test_store_is_a_dict_of_rows_that_begin_with_their_first_values(
     kind: str, tmp_path: Path
 ) -> None:
     rng = np.random.default_rng(1)
-    store, reference = store_of(kind, tmp_path), {}
+    store, reference = table_of(kind, tmp_path), {}
     for _ in range(40):
         rows = np.unique(rng.integers(0, 1 << 62, 200) % rng.integers(1, 4000))
         fetched = store.fetch(rows)
@@ -71,19 +72,19 @@ def test_store_is_a_dict_of_rows_that_begin_with_their_first_values(
 
 @pytest.mark.parametrize("kind", ["memory", "mmap"])
 def test_store_hands_out_copies(kind: str, tmp_path: Path) -> None:
-    store, rows = store_of(kind, tmp_path), np.array([5, 9])
+    store, rows = table_of(kind, tmp_path), np.array([5, 9])
     store.write(rows, Records(np.ones((2, 4), np.float32), np.zeros((2, 1), np.float32)))
     store.fetch(rows).values[:] = 7
     assert store.fetch(rows).values.tolist() == [[1.0] * 4] * 2
 
 
 def test_mmap_store_keeps_its_rows_in_files(tmp_path: Path) -> None:
-    store = store_of("mmap", tmp_path)
+    store = table_of("mmap", tmp_path)
     rows = np.arange(3000)
     store.write(rows, Records(np.full((3000, 4), 2, np.float32), np.ones((3000, 1), np.float32)))
     on_disk = np.fromfile(tmp_path / "items" / "values.bin", np.float32)
     assert (on_disk[: 3000 * 4] == 2).all()
-    assert whole(mmap_store(LAYOUT, tmp_path))[0].tolist() == []
+    assert whole(table_of("mmap", tmp_path))[0].tolist() == []
 
 
 def test_initial_rows_are_pinned_and_equal_in_both_precisions() -> None:

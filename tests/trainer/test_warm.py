@@ -146,7 +146,7 @@ def test_report_counts_rows_as_sets_do(small: tuple[Path, Path, Path]) -> None:
                 }
             known |= used
             assert known == set(rows_in(newest(folder / day))[f"{table}/rows.npy"].tolist())
-    assert parts_of(job, dataset).stores.keys() == before.keys()
+    assert parts_of(job, dataset).store.layouts.keys() == before.keys()
 
 
 @pytest.mark.parametrize(

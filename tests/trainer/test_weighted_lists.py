@@ -37,7 +37,7 @@ def test_weighted_bags_and_their_gradients_are_torchs(
     parts, batch = parts_of(job, dataset), reader_of(job, dataset, expanded=expanded).read(3)
     parts.embedding.open(single_microbatch(batch))
     pooled = parts.embedding(batch.sparse).to_dict()
-    every = parts.stores["items"].fetch(np.arange(300)).values
+    every = parts.store.fetch(0, {"items": np.arange(300)})["items"].values
     table = torch.from_numpy(every).requires_grad_()
     expected: list[torch.Tensor] = []
     features = ("clicked", "item", "viewed")

@@ -40,7 +40,6 @@ from trainer.stores.api import (
     Store,
     TableLayout,
     WriteBack,
-    write_rows,
 )
 
 # The dense state of training as named arrays: parameters, buffers, and the optimizer's numbers.
@@ -196,8 +195,8 @@ def _tensor(array: Array) -> torch.Tensor:
     return torch.from_numpy(np.array(array))
 
 
-class CheckpointStore:
-    """One table of a checkpoint, not to be written."""
+class CheckpointTable:
+    """The rows of one table of a checkpoint."""
 
     def __init__(self, layout: TableLayout, folders: Sequence[Path]) -> None:
         """Map the table's files.
@@ -235,13 +234,29 @@ class CheckpointStore:
             held |= _found(part, rows)[0]
         return held
 
-    def write(self, rows: NDArray[np.int64], records: Records) -> None:
-        """Refuse: a checkpoint is never changed."""
-        raise AssertionError("evaluation writes no rows")
-
     def contents(self) -> Iterator[tuple[NDArray[np.int64], Records]]:
         """Yield all rows, ascending, and their records, in parts."""
         return newest([RowPart(folder).pieces() for folder in self._folders])
+
+
+class CheckpointRows:
+    """The rows of all tables of a checkpoint, a `RowReader`."""
+
+    def __init__(self, tables: Mapping[str, CheckpointTable]) -> None:
+        self.tables = tables
+
+    @property
+    def layouts(self) -> dict[str, TableLayout]:
+        """Layouts of the rows, by table."""
+        return {name: table.layout for name, table in self.tables.items()}
+
+    def fetch(self, train_step: int, rows: Mapping[str, NDArray[np.int64]]) -> dict[str, Records]:
+        """Return copies of rows; `train_step` is ignored."""
+        return {table: self.tables[table].fetch(ids) for table, ids in rows.items()}
+
+    def contents(self, table: str) -> Iterator[tuple[NDArray[np.int64], Records]]:
+        """Yield all rows of a table, ascending, and their records, in chunks."""
+        return self.tables[table].contents()
 
 
 def _found(part: RowPart, rows: NDArray[np.int64]) -> tuple[NDArray[np.bool_], NDArray[np.int64]]:
@@ -432,9 +447,10 @@ def save_checkpoint(
         writing.arrays(DENSE, state_of(components.model, components.optimizer))
         if cached:
             writing.arrays(PLAN, arrays_of_cached(cached))
-        for table, store in components.stores.items():
-            writing.rows(table, store.layout, store.contents())
-        parts = {table: (f"{folder_of(train_step)}/{table}",) for table in components.stores}
+        store = components.store
+        for table, layout in store.layouts.items():
+            writing.rows(table, layout, store.contents(table))
+        parts = {table: (f"{folder_of(train_step)}/{table}",) for table in store.layouts}
         writing.finish(made_of or {}, parts, {}, keep=keep)
     return writing.folder
 
@@ -458,6 +474,7 @@ def load_checkpoint(
     next_use: NextUseOf | None = None,
     cached: Mapping[str, CachedRows] | None = None,
     with_optimizer: bool = True,
+    with_rows: bool = True,
 ) -> int:
     """Load a checkpoint into new components.
 
@@ -468,6 +485,7 @@ def load_checkpoint(
         next_use: when rows are used next, for stores that are ordered by it.
         cached: rows that the cache holds; stores that are ordered by next use do without them.
         with_optimizer: load the state of the dense optimizer.
+        with_rows: load the rows into the store.
 
     Returns:
         The next step to train.
@@ -478,30 +496,31 @@ def load_checkpoint(
     optimizer = components.optimizer if with_optimizer else None
     dense = dense_of(checkpoint)
     load_state(dense, components.model, optimizer, file=str(checkpoint / DENSE))
-    load_rows(checkpoint, manifest, components.stores, next_use, cached)
+    if with_rows:
+        load_rows(checkpoint, manifest, components.store, next_use, cached)
     return manifest.train_step
 
 
 def load_rows(
     checkpoint: Path,
     manifest: CheckpointManifest,
-    stores: Mapping[str, Store],
+    store: Store,
     next_use: NextUseOf | None = None,
     cached: Mapping[str, CachedRows] | None = None,
 ) -> None:
-    """Write the rows of a checkpoint into stores; arguments are those of `load_checkpoint`."""
+    """Write the rows of a checkpoint into a store; arguments are those of `load_checkpoint`."""
     train_step = manifest.train_step
     held = {table: rows.rows[rows.is_cached] for table, rows in (cached or {}).items()}
-    for table, store in stores.items():
+    for table, layout in store.layouts.items():
         apart_from = held.get(table, _NO_ROWS) if next_use is not None else _NO_ROWS
-        for all_rows, all_records in store_of(checkpoint, manifest, store).contents():
+        for all_rows, all_records in table_rows(checkpoint, manifest, layout).contents():
             rows, records, steps = all_rows, all_records, None
             if next_use is not None:
                 apart = np.isin(rows, apart_from, invert=True)
                 rows = rows[apart]
                 records = Records(records.values[apart], records.state[apart])
                 steps = next_use(table, train_step, rows)
-            write_rows({table: store}, train_step - 1, {table: WriteBack(rows, records, steps)})
+            store.write(train_step - 1, {table: WriteBack(rows, records, steps)})
 
 
 def verified(checkpoint: Path, wanted: Mapping[str, Any] | None) -> CheckpointManifest:
@@ -528,16 +547,20 @@ def dense_of(checkpoint: Path) -> dict[str, np.ndarray]:
     return from_bytes(path.read_bytes(), file=str(path))
 
 
-def store_of(checkpoint: Path, manifest: CheckpointManifest, store: Store) -> CheckpointStore:
-    """Return a store of the rows of a checkpoint, of the layout of another."""
-    parts = manifest.parts.get(store.layout.table, ())
-    return CheckpointStore(store.layout, [checkpoint.parent / part for part in parts])
+def table_rows(
+    checkpoint: Path, manifest: CheckpointManifest, layout: TableLayout
+) -> CheckpointTable:
+    """Return the rows of one table of a checkpoint."""
+    parts = manifest.parts.get(layout.table, ())
+    return CheckpointTable(layout, [checkpoint.parent / part for part in parts])
 
 
-def stores_of(checkpoint: Path, stores: Mapping[str, Store]) -> dict[str, Store]:
-    """Return stores of all rows of a checkpoint, of the layouts of others."""
+def open_rows(checkpoint: Path, layouts: Mapping[str, TableLayout]) -> CheckpointRows:
+    """Return the rows of all tables of a checkpoint."""
     manifest = read_checkpoint_manifest(checkpoint)
-    return {table: store_of(checkpoint, manifest, store) for table, store in stores.items()}
+    return CheckpointRows(
+        {table: table_rows(checkpoint, manifest, layout) for table, layout in layouts.items()}
+    )
 
 
 def load_cached(path: Path, tables: Iterable[str]) -> dict[str, CachedRows]:

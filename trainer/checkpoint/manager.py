@@ -33,7 +33,7 @@ from trainer.components import Components
 from trainer.embedding.cache import PlannedCache, RowSource, arrays_of_cached
 from trainer.embedding.changes import Changed, Changes
 from trainer.runtime import close_pipes, is_readable, start_child
-from trainer.stores.api import TableLayout, group_of, notify_checkpoint
+from trainer.stores.api import TableLayout
 from trainer.stores.future_log import FutureLog
 
 logger = logging.getLogger(__name__)
@@ -363,7 +363,7 @@ def saver_of(
     """
     if config.every_steps is None:
         return FinalSaver(run, config, components, source, made_of, first_step)
-    layouts = {table: store.layout for table, store in components.stores.items()}
+    layouts = components.store.layouts
     changes = Changes(layouts)
     source.track_changes(changes)
     state = RunState(components, source, changes, made_of)
@@ -463,12 +463,11 @@ class RunState:
 
     def on_saved(self, train_step: int) -> None:
         """Drop changes that are saved, and let stores truncate their logs in the background."""
-        self._changes.forget(train_step)
+        self._changes.drop_before(train_step)
         if self._truncating is None or self._truncating.done():
             self.check()
-            self._truncating = self._pool.submit(
-                notify_checkpoint, self._components.stores, train_step
-            )
+            notify = self._components.store.notify_checkpoint
+            self._truncating = self._pool.submit(notify, train_step)
 
     def check(self) -> None:
         """Raise the error of the last truncation, if any."""
@@ -479,7 +478,7 @@ class RunState:
     def finish(self) -> None:
         """Flush rows for evaluation, which reads the checkpoint instead of a future-ordered log."""
         self.check()
-        if not isinstance(group_of(self._components.stores), FutureLog):
+        if not isinstance(self._components.store, FutureLog):
             self._source.flush()
 
     def close(self) -> None:
@@ -562,7 +561,7 @@ class FinalSaver:
             cached=source.cached(train_step) if isinstance(source, PlannedCache) else None,
             made_of=self._made_of(),
         )
-        notify_checkpoint(components.stores, train_step)
+        components.store.notify_checkpoint(train_step)
         self._newest = train_step
 
     def close(self) -> None:

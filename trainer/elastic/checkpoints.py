@@ -28,7 +28,7 @@ from trainer.checkpoint.snapshot import (
     memory_path,
     too_small,
 )
-from trainer.components import build_components, layouts_of, memory_stores
+from trainer.components import build_components, layouts_of
 from trainer.data.decode import spec_of
 from trainer.elastic.context import ReplicaContext
 from trainer.embedding.changes import Changes
@@ -49,7 +49,7 @@ def copy_bytes_of(job: Job, span: Span, first: int) -> int:
         return 0
     spec = spec_of(span.dataset, job.train.dtype)
     layouts = layouts_of(spec, job.train)
-    components = build_components(spec, job.train, memory_stores(spec, job.train))
+    components = build_components(spec, job.train)
     steps = range(first, span.horizon.end_step)
     rows = copy_bytes(span.dataset, span.order, layouts, steps, every, None)
     return dense_bytes(components) + rows
@@ -294,7 +294,7 @@ class BackgroundCheckpoints:
         self._run, self._config = context.run, context.job.train.checkpoint
         self._copy_bytes = copy_bytes
         self._save_all = save_all
-        self._layouts = {table: store.layout for table, store in context.components.stores.items()}
+        self._layouts = context.components.store.layouts
         self._changes = Changes(self._layouts)
         context.rows.track_changes(self._changes)
         self._active: tuple[BackgroundSaver, ReplicaState] | None = None
@@ -309,7 +309,7 @@ class BackgroundCheckpoints:
             return
         newest = newest_step(self._run)
         if newest is not None:
-            self._changes.forget(newest)
+            self._changes.drop_before(newest)
         if writes:
             self._save(train_step, newest, BackgroundSaver.save)
 

@@ -25,7 +25,7 @@ from trainer.checkpoint.load import load_state, state_of
 from trainer.components import Components
 from trainer.data.microbatches import Microbatches
 from trainer.data.reader import Reader
-from trainer.elastic.group import SumsShape
+from trainer.elastic.exchange import SumsShape
 from trainer.elastic.peer_state import ReplicaRows
 from trainer.elastic.shared_rows import SharedStores
 from trainer.follow import DatasetExtent, FollowedDataset, Span, next_action
@@ -161,18 +161,15 @@ class Frontier:
         self.trouble = ""
         self._data, self._drain, self._poll_sec = data, drain, poll_sec
         self._progress = progress
-        self._visible, self._known = data.refresh(), known
+        self.visible = data.refresh()
+        """The part of the dataset that this process saw at the last `refresh`."""
+        self._known = known
         self._pending: tuple[DatasetExtent, int] | None = (
             None  # and the step at which it becomes valid
         )
         self._in_flight: DatasetExtent | None = None  # valid for the step in flight already
         self._reported = ""
         self.span = self._wait_for(known)
-
-    @property
-    def visible(self) -> DatasetExtent:
-        """The part of the dataset that this process saw at the last `refresh`."""
-        return self._visible
 
     @property
     def state(self) -> tuple[int, ...]:
@@ -184,7 +181,7 @@ class Frontier:
     def refresh(self) -> None:
         """Look for new segments; a replaced dataset sets `trouble`, which ends the run."""
         try:
-            self._visible = self._data.refresh()
+            self.visible = self._data.refresh()
         except SchemaError as error:
             self.trouble = self.trouble or str(error)
 
@@ -192,7 +189,7 @@ class Frontier:
         """Set `trouble`, because training has waited for too long."""
         self.trouble = self.trouble or (
             f"dataset must grow or be finished within {seconds:g} s, got a run that waits at step "
-            f"{train_step}: {self._data.wait_reason}; go on with --resume --follow"
+            f"{train_step}: {self._data.wait_reason}; continue with --resume --follow"
         )
 
     def report_waiting(self, train_step: int) -> None:
@@ -216,7 +213,7 @@ class Frontier:
         if not same:
             raise BehindError(
                 f"replica agreed on another part of the dataset than the writer: {self.state} for "
-                f"{state} and {known}; start it again"
+                f"{state} and {known}; restart it"
             )
 
     def advance(self, known: DatasetExtent, train_step: int, extend: Extend) -> bool:
@@ -260,7 +257,7 @@ class Frontier:
         if self._in_flight not in (None, known):
             raise BehindError(
                 f"replica trained with another part of the dataset than others: {self._in_flight} "
-                f"for {known}; start it again"
+                f"for {known}; restart it"
             )
         self._in_flight = None
         if known != (self._known if self._pending is None else self._pending[0]):
@@ -296,10 +293,10 @@ class Frontier:
 
     def _wait_for(self, known: DatasetExtent) -> Span:
         """Wait until a part of the dataset is visible here, and return its span."""
-        while not covers_known(self._visible, known):
+        while not covers_known(self.visible, known):
             with self._drain.at_once():
                 self._drain.sleep(self._poll_sec)
-            self._visible = self._data.refresh()
+            self.visible = self._data.refresh()
         return self._data.use(known)
 
 
@@ -423,7 +420,7 @@ class ReplicaContext:
     def set_span(self, span: Span) -> None:
         """Replace the span by a longer one."""
         reader = reader_of(span.dataset, span.order, self.options, self.job.train)
-        step_rows = StepRows(span.dataset, span.order, self.components.stores)
+        step_rows = StepRows(span.dataset, span.order, self.components.store.layouts)
         self._span_reader = _SpanReader(span, reader, step_rows)
 
     @property

@@ -1,30 +1,37 @@
-"""PartialSums sums between replicas, and which microbatches each replica computes."""
+"""The sums of a step over all replicas: who computes which microbatches, and their exchange.
+
+1. `SplitPlanner` assigns microbatches.
+2. `GlooGroup` sends messages between all replicas; `pack_sums` and `unpack_sums` define them.
+3. `Exchange` adds the sums of all replicas.
+"""
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from datetime import timedelta
+from typing import Any
 
+import numpy as np
 import torch
+from torch._C._distributed_c10d import PrefixStore, TCPStore
+from torch.distributed import ProcessGroupGloo
 
 from schemas.run_log import StepSplit
-from trainer.elastic.group import GlooGroup, MeetingStore, SumsShape, pack_sums, unpack_sums
-from trainer.elastic.membership import Agreement, Member
-from trainer.elastic.options import ReplicaOptions
+from trainer.elastic.membership import Agreement, Member, ReplicaOptions
 from trainer.elastic.peer_state import PeerClient, PeerError
-from trainer.gradient_sums import PartialSums, Tree
+from trainer.embedding.kernels.interface import RowSums
+from trainer.gradient_sums import Node, PartialSums, Tree
 
 SPLIT_AHEAD_STEPS = 2
 """Steps that splits are fixed in advance."""
 NO_MICROBATCHES = range(0)
-JOIN_HEARTBEATS = 5
-"""Heartbeat time-outs after which a member that does not join is dropped."""
-PING_HEARTBEATS = 2
-"""Heartbeat time-outs after which a member is pinged, and in which it must answer."""
 
 
 def split_microbatches(num_microbatches: int, speeds: Mapping[str, float]) -> dict[str, range]:
-    """StepSplit the microbatches of a step into one range per replica, in proportion to speed.
+    """Split the microbatches of a step into one range per replica, in proportion to speed.
 
     Ranges follow the order of names. The time of the step, the maximum of range lengths over
     speeds, is minimal; ties are broken towards longer ranges for earlier names.
@@ -53,13 +60,13 @@ def split_microbatches(num_microbatches: int, speeds: Mapping[str, float]) -> di
 
 
 def reassign_missing(
-    num_microbatches: int, held: Mapping[str, Collection[int]], speeds: Mapping[str, float]
+    num_microbatches: int, assigned: Mapping[str, Collection[int]], speeds: Mapping[str, float]
 ) -> dict[str, list[int]]:
     """Assign the microbatches of a step that no living replica computes.
 
     Args:
         num_microbatches: of the step.
-        held: by living replica, the microbatches that it computes already.
+        assigned: by living replica, the microbatches that it computes already.
         speeds: by living replica, microbatches per second.
 
     Returns:
@@ -69,14 +76,14 @@ def reassign_missing(
         >>> reassign_missing(4, {"a": [0], "c": [3]}, {"a": 1.0, "c": 1.0})
         {'a': [1], 'c': [2]}
     """
-    missing = sorted(set(range(num_microbatches)) - {n for own in held.values() for n in own})
+    missing = sorted(set(range(num_microbatches)) - {n for own in assigned.values() for n in own})
     ranges = split_microbatches(len(missing), speeds)
     return {name: [missing[i] for i in chosen] for name, chosen in ranges.items()}
 
 
-def smooth_speed(before: float | None, measured: float, weight: float = 0.3) -> float:
+def smooth_speed(before: float | None, measured: float) -> float:
     """Return the exponential moving average of a speed; `before` is None for the first."""
-    return measured if before is None else before + weight * (measured - before)
+    return measured if before is None else before + 0.3 * (measured - before)
 
 
 def fill_missing_speeds(speeds: Mapping[str, float | None]) -> dict[str, float]:
@@ -156,13 +163,13 @@ class SplitPlanner:
         """
         step, ready = agreement.step, agreement.ready
         speeds = fill_missing_speeds({name: m.status.speed for name, m in ready.items()})
-        held = _without_duplicates(ready)
-        add_partial_sums = reassign_missing(num_microbatches(step), held, speeds)
+        assigned = _without_duplicates(ready)
+        additional = reassign_missing(num_microbatches(step), assigned, speeds)
         self._plan(step, {name: speeds[name] for name in agreement.staying}, num_microbatches)
         return StepAssignment(
-            owners={name: sorted([*held[name], *add_partial_sums[name]]) for name in ready},
-            ranges=contiguous_ranges(add_partial_sums[self._name]),
-            dropped=len(held[self._name]) < len(ready[self._name].status.leaves),
+            owners={name: sorted([*assigned[name], *additional[name]]) for name in ready},
+            ranges=contiguous_ranges(additional[self._name]),
+            dropped=len(assigned[self._name]) < len(ready[self._name].status.leaves),
         )
 
     def _plan(
@@ -185,13 +192,251 @@ class SplitPlanner:
 
 def _without_duplicates(ready: Mapping[str, Member]) -> dict[str, tuple[int, ...]]:
     """Return each replica's microbatches, none for one that overlaps with an older replica."""
-    assigned: set[int] = set()
-    held: dict[str, tuple[int, ...]] = {}
+    taken: set[int] = set()
+    assigned: dict[str, tuple[int, ...]] = {}
     for name in sorted(ready, key=lambda name: (ready[name].status.since, name)):
         own = ready[name].status.leaves
-        held[name] = () if assigned.intersection(own) else own
-        assigned.update(held[name])
-    return held
+        assigned[name] = () if taken.intersection(own) else own
+        taken.update(assigned[name])
+    return assigned
+
+
+# ---- Messages between all replicas ----
+
+Payload = torch.Tensor
+"""(n,) uint8."""
+
+
+class LostPeerError(Exception):
+    """A member did not answer: it died or cannot be reached."""
+
+
+class MeetingStore:
+    """The key-value store through which replicas connect; served by this process."""
+
+    def __init__(self, host: str, timeout_sec: float) -> None:
+        """Listen on a free port.
+
+        Args:
+            host: address of the one interface to listen on.
+            timeout_sec: maximum wait for a response.
+        """
+        listening = socket.create_server((host, 0))
+        port = listening.getsockname()[1]
+        self.address = f"{host}:{port}"
+        self._store = TCPStore(
+            host,
+            port,
+            is_master=True,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=timeout_sec),
+            master_listen_fd=listening.detach(),  # by default it listens on all interfaces
+        )
+
+
+class GlooGroup:
+    """Connections to all other members; any failure closes them."""
+
+    def __init__(self, host: str, timeout_sec: float, join_sec: float) -> None:
+        """Connect to nothing yet.
+
+        Args:
+            host: address of the interface that others reach.
+            timeout_sec: maximum wait for a message.
+            join_sec: maximum wait for a member in `join`; it may have died since the agreement.
+        """
+        self._host = host
+        self._join_timeout = timedelta(seconds=join_sec)
+        self._timeout = timedelta(seconds=timeout_sec)
+        self.key: str | None = None
+        """Key of the agreement that the connections are of; None without connections."""
+        self._group: Any = None
+        self._rank = 0
+        self._size = 1
+        self._pool = ThreadPoolExecutor(1, "gather")  # gloo's waits cannot be interrupted
+
+    def join(self, key: str, meeting: str, rank: int, size: int) -> None:
+        """Connect to all other members, which call this, too.
+
+        Args:
+            key: of the agreement; never reused.
+            meeting: address of the first member's `MeetingStore`.
+            rank: of this process.
+            size: number of members.
+
+        Raises:
+            LostPeerError: a member did not join in time.
+        """
+        self.leave()
+        self._rank, self._size = rank, size
+        if size > 1:
+            host, _, port = meeting.rpartition(":")
+            gloo: Any = ProcessGroupGloo  # torch's stubs leave out most of it
+            options = gloo._Options()
+            options._devices = [gloo.create_device(hostname=self._host)]
+            options._timeout = self._timeout
+            try:
+                store = TCPStore(host, int(port), is_master=False, timeout=self._join_timeout)
+                keys = PrefixStore(key, store)
+                keys.set(f"here/{rank}", "")
+                # gloo would wait `timeout_sec` for a member that has died meanwhile
+                keys.wait([f"here/{other}" for other in range(size)], self._join_timeout)
+                self._group = gloo(keys, rank, size, options)
+            except RuntimeError as error:
+                raise LostPeerError(f"members must meet at {meeting}, got {error}") from error
+        self.key = key
+
+    def leave(self) -> None:
+        """Close all connections; peers that wait for this process get an error."""
+        if self._group is not None:
+            self._group.abort()
+        self._group, self.key = None, None
+
+    def all_gather(
+        self, message: Payload, ping_sec: float, others_alive: Callable[[], bool]
+    ) -> list[Payload]:
+        """Send a message of any size to all members and return those of all, by rank.
+
+        Args:
+            message: of this process.
+            ping_sec: interval of calls of `others_alive` while waiting.
+            others_alive: returns whether to continue to wait.
+
+        Raises:
+            LostPeerError: a member did not answer in time or is not alive; connections are closed.
+        """
+        if self._group is None:
+            return [message]
+        gathering = self._pool.submit(self._all_gather, self._group, message)
+        try:
+            while True:
+                try:
+                    return gathering.result(ping_sec)
+                except TimeoutError:
+                    if not gathering.done() and not others_alive():
+                        self._pool.shutdown(wait=False)
+                        self._pool = ThreadPoolExecutor(1, "gather")
+                        raise RuntimeError("a member does not answer pings") from None
+        except RuntimeError as error:
+            self.leave()
+            raise LostPeerError(f"a member did not answer: {error}") from error
+
+    def _all_gather(self, group: Any, message: Payload) -> list[Payload]:
+        sizes = [torch.empty(1, dtype=torch.int64) for _ in range(self._size)]
+        group.allgather([sizes], [torch.tensor([len(message)])]).wait()
+        messages = [
+            message if rank == self._rank else torch.empty(int(size), dtype=torch.uint8)
+            for rank, size in enumerate(sizes)
+        ]
+        others = [rank for rank in range(self._size) if rank != self._rank]
+        works = [group.recv([messages[rank]], rank, 0) for rank in others]
+        works += [group.send([message], rank, 0) for rank in others]
+        for work in works:
+            work.wait()
+        return messages
+
+
+# Layout of partial sums. Row ids are not sent, because all replicas know the rows of a step.
+#
+#     int64     number of nodes
+#     per node  int64 level, number, rows; float64 loss, weight
+#     per node  dense gradient; a bit per row of the step; the sums of the rows whose bit is set
+#
+# Each field starts at a multiple of 8 bytes.
+
+_HEADER_WORDS, _WORD = 5, 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SumsShape:
+    """Shape of a step's sums, the same for all replicas.
+
+    Attributes:
+        num_parameters: dense parameters.
+        num_rows: rows of the step, in all tables.
+        dim: of a row.
+        dtype: of sums.
+    """
+
+    num_parameters: int
+    num_rows: int
+    dim: int
+    dtype: torch.dtype
+
+
+def pack_sums(held: Mapping[Node, PartialSums], shape: SumsShape) -> torch.Tensor:
+    """Return sums, by node of the tree, as (n,) uint8."""
+    header = np.zeros((len(held), _HEADER_WORDS), np.int64)
+    fields: list[torch.Tensor] = []
+    for words, (node, value) in zip(header, held.items(), strict=True):
+        words[:3] = node.level, node.number, len(value.rows.rows)
+        words[3:] = np.array([value.loss, value.weight]).view(np.int64)
+        bits = np.zeros(shape.num_rows, bool)
+        bits[value.rows.rows.numpy()] = True
+        fields += [value.dense, torch.from_numpy(np.packbits(bits)), value.rows.sums]
+    count = torch.tensor([len(held)])
+    return torch.cat([_padded_bytes(field) for field in (count, torch.from_numpy(header), *fields)])
+
+
+def unpack_sums(message: torch.Tensor, shape: SumsShape) -> dict[Node, PartialSums]:
+    """Return the sums of a message of `pack_sums`; they share its memory.
+
+    Raises:
+        ValueError: the message is of another step or model.
+    """
+    reader = _FieldReader(message)
+    [count] = reader.read(1, torch.int64).tolist()
+    header = reader.read(count * _HEADER_WORDS, torch.int64).view(count, _HEADER_WORDS).numpy()
+    sums: dict[Node, PartialSums] = {}
+    for level, number, num_rows, *_ in header.tolist():
+        loss, weight = header[len(sums), 3:].copy().view(np.float64).tolist()
+        dense = reader.read(shape.num_parameters, shape.dtype)
+        bits = reader.read(-(-shape.num_rows // 8), torch.uint8).numpy()
+        rows = np.flatnonzero(np.unpackbits(bits, count=shape.num_rows)).astype(np.int32)
+        if len(rows) != num_rows:
+            raise ValueError(
+                f"message must have the rows of the step, got {len(rows)} bits for {num_rows} rows"
+            )
+        row_sums = reader.read(num_rows * shape.dim, shape.dtype).view(num_rows, shape.dim)
+        sums[Node(level, number)] = PartialSums(
+            loss=loss, weight=weight, dense=dense, rows=RowSums(torch.from_numpy(rows), row_sums)
+        )
+    reader.check_end()
+    return sums
+
+
+class _FieldReader:
+    def __init__(self, message: torch.Tensor) -> None:
+        self._message = message
+        self._offset = 0
+
+    def read(self, count: int, dtype: torch.dtype) -> torch.Tensor:
+        size = count * dtype.itemsize
+        field = self._message[self._offset : self._offset + size]
+        if len(field) != size:
+            raise ValueError(
+                f"message must have {self._offset + size} bytes, got {len(self._message)}"
+            )
+        self._offset += -(-size // _WORD) * _WORD
+        return field.view(dtype)
+
+    def check_end(self) -> None:
+        if self._offset != len(self._message):
+            raise ValueError(f"message must have {self._offset} bytes, got {len(self._message)}")
+
+
+def _padded_bytes(field: torch.Tensor) -> torch.Tensor:
+    flat = field.contiguous().view(-1).view(torch.uint8)
+    missing = -len(flat) % _WORD
+    return torch.cat([flat, flat.new_zeros(missing)]) if missing else flat
+
+
+# ---- The exchange of a step ----
+
+JOIN_HEARTBEATS = 5
+"""Heartbeat time-outs after which a member that does not join is dropped."""
+PING_HEARTBEATS = 2
+"""Heartbeat time-outs after which a member is pinged, and in which it must answer."""
 
 
 class Exchange:
@@ -212,11 +457,9 @@ class Exchange:
         return self._meeting.address
 
     def __enter__(self) -> Exchange:
-        """Return the exchange."""
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Close the connections."""
         self._group.leave()
 
     def total(
@@ -226,7 +469,7 @@ class Exchange:
 
         Args:
             agreement: of the step.
-            tree: sums of this replica's microbatches; those of others are add_partial_sums.
+            tree: sums of this replica's microbatches; those of others are added.
             shape: of the step.
 
         Raises:

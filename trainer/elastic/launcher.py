@@ -126,13 +126,11 @@ class LocalReplicas:
         return {number: p.pid for number, p in self._processes.items() if p.poll() is None}
 
     def __enter__(self) -> LocalReplicas:
-        """Start all replicas."""
         for number in range(self._count):
             self._processes[number] = self._start(number, self._count)
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Terminate replicas that still run."""
         end_children(self._processes.values(), _END_SEC)
 
     def wait(self, poll: Callable[[], None], drain: Drain, drain_sec: float) -> None:
@@ -200,7 +198,7 @@ class LocalReplicas:
         again = number in self._hung
         self._hung.add(number)
         if again:
-            logger.warning("replica hung twice, the others go on without it number=%s", number)
+            logger.warning("replica hung twice, the others continue without it number=%s", number)
         return again
 
     def _run_is_finished(self) -> bool:
@@ -308,7 +306,7 @@ def train_replicas(
             shared = None
             if options.embedding != "plain":
                 stores = launch_shared_stores(
-                    run, job_path, job.train.stores, layouts, options.stores, checkpoint
+                    run, job_path, job.train, layouts, options.stores, checkpoint
                 )
                 shared = stack.enter_context(stores)
             lighthouse = Lighthouse(launch.host, launch.port, launch.heartbeat_sec)
@@ -406,5 +404,5 @@ def resume_message(run: Path, last: int | None) -> str:
     if saved == last:
         return f"all steps are trained; evaluate {run} with --resume"
     if saved == trained:
-        return f"stopped at step {saved}, which {run} goes on from with --resume"
-    return f"stopped at step {trained}; {run} goes on from step {saved} with --resume"
+        return f"stopped at step {saved}; continue {run} with --resume"
+    return f"stopped at step {trained}; {run} continues from step {saved} with --resume"

@@ -1,5 +1,8 @@
 """Which replicas train together: one agreement per step through torchft's lighthouse.
 
+A replica that is asked to leave announces it in the agreement of its last step. If an agreement
+leaves no replica that stays, its step is the last one and its writer saves.
+
 The lighthouse has no way to leave: it waits for every member of the previous quorum and for every
 replica with a recent heartbeat. So the writer requests quorums in the name of members that have
 left (`DepartedMembers`). If the writer dies, they expire after one heartbeat time-out.
@@ -19,11 +22,38 @@ from torchft.coordination import LighthouseClient, LighthouseServer, Quorum
 
 from schemas.errors import SchemaError
 from trainer.follow import DatasetExtent, common_extent
+from trainer.stores.remote.connection import Access
+from trainer.stores.remote.wire import Certificate, check_host
 
 _TICK_MS = 10
 _BEATS_PER_TIMEOUT = 8
 _NO_STEP = -1
 """Step of a departed member: never the maximum."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaOptions:
+    """Options of one replica."""
+
+    number: int
+    """Number of the replica, the same after a restart."""
+    name: str
+    """Unique name of this process."""
+    lighthouse: str
+    """`http://host:port`."""
+    access: Access
+    """Credentials between replicas, and the maximum wait for a message or for the lighthouse."""
+    certificate: Certificate | None = None
+    """Certificate of the server that sends state to other replicas, for TLS."""
+    host: str = "127.0.0.1"
+    """Address of the interface that others reach."""
+    expected: int = 1
+    """Replicas to wait for before the first step."""
+    heartbeat_sec: float = 1.0
+    """Time without heartbeat after which a replica is considered dead."""
+
+    def __post_init__(self) -> None:
+        check_host(self.host, self.certificate)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,6 +167,27 @@ class Agreement:
         return min(candidates, key=lambda name: (candidates[name].status.since, name))
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeaveOutcome:
+    """How a replica leaves."""
+
+    saves: bool
+    """Whether no replica stays, and this one saves."""
+    others_continue: bool
+    """Whether other replicas stay."""
+    trouble: str = ""
+    """Error that ended the run."""
+
+
+def leave_outcome(agreement: Agreement, name: str) -> LeaveOutcome | None:
+    """Return how a member leaves after a step, None if it stays."""
+    if name not in agreement.leaving:
+        return None
+    others_continue = name not in agreement.ready or bool(agreement.staying)
+    saves = not others_continue and agreement.writer == name
+    return LeaveOutcome(saves=saves, others_continue=others_continue, trouble=agreement.trouble)
+
+
 class Membership:
     """Membership of this process: sends heartbeats inside the context."""
 
@@ -160,12 +211,10 @@ class Membership:
         self._beating = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
 
     def __enter__(self) -> Membership:
-        """Start heartbeats."""
         self._beating.start()
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Stop heartbeats."""
         self._ending.set()
         self._beating.join()
 
@@ -199,7 +248,7 @@ class Membership:
                 if time.monotonic() - self._last_beat > self._wait_sec:
                     raise SchemaError(
                         f"lighthouse must answer within {self._wait_sec:g} s, got {error} at "
-                        f"{self._lighthouse}; start it again at that address"
+                        f"{self._lighthouse}; restart it at that address"
                     ) from error
                 time.sleep(self._interval)
                 continue
@@ -276,7 +325,6 @@ class Lighthouse:
         self.address = ""
 
     def __enter__(self) -> Lighthouse:
-        """Start the server."""
         self._server = LighthouseServer(
             bind=self._bind,
             min_replicas=1,
@@ -289,7 +337,6 @@ class Lighthouse:
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Stop the server."""
         if self._server is not None:
             self._server.shutdown()
 

@@ -25,7 +25,7 @@ from trainer.embedding.cache import DirectSource, RowSource
 from trainer.embedding.changes import Changes
 from trainer.embedding.module import Embedding
 from trainer.follow import DatasetExtent, Span
-from trainer.stores.api import BehindError, Records, Store, empty_records
+from trainer.stores.api import BehindError, Records, Store, WriteBack, empty_records
 from trainer.stores.remote.connection import Access, connect
 from trainer.stores.remote.wire import (
     AUTHORIZATION,
@@ -233,11 +233,9 @@ class PeerClient:
         self._call(LIVES, {})
 
     def __enter__(self) -> PeerClient:
-        """Return the client."""
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Close the connection."""
         self._client.close()
 
     def _call(self, name: str, body: Mapping[str, Any]) -> bytes:
@@ -307,7 +305,7 @@ class PeerAddresses:
         self._unreachable_since = (self._unreachable_since or now) if trouble else None
         since = self._unreachable_since
         if since and now - since > self._access.timeout_sec:
-            raise BehindError(f"others are ahead of this replica, and {trouble}; start it again")
+            raise BehindError(f"others are ahead of this replica, and {trouble}; restart it")
 
 
 ROWS = "rows"
@@ -390,11 +388,10 @@ class MemoryRows:
 
     written = -1
 
-    def __init__(self, stores: Mapping[str, Store], embedding: Embedding) -> None:
-        """Read rows of the embedding from the stores, which are in memory."""
-        self._stores = stores
+    def __init__(self, store: Store, embedding: Embedding) -> None:
+        self._store = store
         self.tracked_since = 0
-        self.source = DirectSource(stores)
+        self.source = DirectSource(store)
         embedding.set_source(self.source)
 
     def track_changes(self, changes: Changes) -> None:
@@ -408,9 +405,9 @@ class MemoryRows:
     def state_before(self, train_step: int) -> Mapping[str, Array]:
         """Return all rows."""
         arrays: dict[str, Array] = {}
-        for table, store in self._stores.items():
-            chunks = [*store.contents()]
-            empty = empty_records(store.layout, 0)
+        for table, layout in self._store.layouts.items():
+            chunks = [*self._store.contents(table)]
+            empty = empty_records(layout, 0)
             rows = np.concatenate([np.empty(0, np.int64), *(rows for rows, _ in chunks)])
             values = np.concatenate([empty.values, *(records.values for _, records in chunks)])
             state = np.concatenate([empty.state, *(records.state for _, records in chunks)])
@@ -419,8 +416,8 @@ class MemoryRows:
 
     def load(self, arrays: Mapping[str, Array], train_step: int, span: Span) -> None:
         """Write all rows."""
-        for table, store in self._stores.items():
-            store.write(*rows_from_arrays(f"{ROWS}/{table}", arrays))
+        rows = {t: WriteBack(*rows_from_arrays(f"{ROWS}/{t}", arrays)) for t in self._store.layouts}
+        self._store.write(train_step - 1, rows)
         self.tracked_since = train_step
 
     def settle(self, at: int | None = None) -> int:

@@ -25,11 +25,25 @@ from schemas.config.limits import SAVE, START, WAIT
 from trainer.data.microbatches import Microbatches
 from trainer.elastic.checkpoints import LogWriter, ReplicaCheckpoints
 from trainer.elastic.context import DatasetRefusedError, Frontier, ReplicaContext
-from trainer.elastic.exchange import NO_MICROBATCHES, Exchange, SplitPlanner, smooth_speed
+from trainer.elastic.exchange import (
+    NO_MICROBATCHES,
+    Exchange,
+    LostPeerError,
+    SplitPlanner,
+    SumsShape,
+    smooth_speed,
+    unpack_sums,
+)
 from trainer.elastic.faults import FaultInjector
-from trainer.elastic.group import LostPeerError, SumsShape, unpack_sums
-from trainer.elastic.membership import Agreement, DepartedMembers, Membership, ReplicaStatus
-from trainer.elastic.options import LeaveOutcome, ReplicaOptions, leave_outcome
+from trainer.elastic.membership import (
+    Agreement,
+    DepartedMembers,
+    LeaveOutcome,
+    Membership,
+    ReplicaOptions,
+    ReplicaStatus,
+    leave_outcome,
+)
 from trainer.elastic.peer_state import (
     CommittedStep,
     PeerAddresses,
@@ -63,11 +77,9 @@ class ReadAhead(Generic[T]):
         self._pending: dict[tuple[int, range], Future[T]] = {}
 
     def __enter__(self) -> ReadAhead[T]:
-        """Return the reader."""
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Cancel pending calls."""
         self._pool.shutdown(cancel_futures=True)
 
     def prefetch(self, step: int, microbatches: range) -> None:
@@ -109,7 +121,6 @@ class StepCompute:
         self._stack = ExitStack()
 
     def __enter__(self) -> StepCompute:
-        """Start threads."""
         components, enter = self._context.components, self._stack.enter_context
         kernels = kernels_of(self._context.job.train.kernels)
         self._work = enter(MicrobatchWorker(components.model, components.embedding, kernels))
@@ -117,7 +128,6 @@ class StepCompute:
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Stop threads."""
         self._stack.close()
 
     @property
@@ -238,7 +248,6 @@ class Replica:
         self._stack = ExitStack()
 
     def __enter__(self) -> Replica:
-        """Start servers and threads."""
         options, enter = self.options, self._stack.enter_context
         self._server = PeerServer(options.host, options.access, options.certificate)
         self._stack.callback(self._server.shutdown)
@@ -254,7 +263,6 @@ class Replica:
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Stop servers and threads."""
         self._stack.close()
 
     def train(self) -> LeaveOutcome | None:
@@ -268,10 +276,10 @@ class Replica:
             DrainInterrupt: it was asked to leave before its first step.
         """
         with self._watchdog(START), self._drain.at_once():
-            found_peer = self._load_from_peers()
+            has_peer = self._load_from_peers()
             # heartbeats start here: others wait for a replica that sends them
             self._stack.enter_context(self._membership)
-            if not found_peer and self.options.expected > 1:
+            if not has_peer and self.options.expected > 1:
                 self._wait_for_others()
         while self._decide() != "end":
             try:

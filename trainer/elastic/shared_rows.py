@@ -27,18 +27,22 @@ from trainer.embedding.cache import (
 from trainer.embedding.changes import Changes, EvictedDirtyRows
 from trainer.embedding.module import Embedding
 from trainer.follow import Span, extend, plans_of_span, settle
-from trainer.setup import STORE, open_stores, run_owner, store_access
 from trainer.stores.api import (
     BehindError,
-    GroupTable,
     Records,
     RowsLostError,
-    Store,
     TableLayout,
     WriteBack,
-    group_of,
+    merge_records,
 )
-from trainer.stores.remote.client import FlightGroup, open_group
+from trainer.stores.factory import (
+    STORE,
+    open_store,
+    run_owner,
+    store_access,
+    token_file_of,
+)
+from trainer.stores.remote.client import RemoteStore, open_remote_store
 from trainer.stores.remote.processes import TOKEN
 
 RETAINED_BYTES = 16 << 20
@@ -56,28 +60,27 @@ class WriteBuffer:
     So a new writer has every row that is missing. Used by one thread at a time.
     """
 
-    def __init__(
-        self, group: FlightGroup, layouts: Mapping[str, TableLayout], max_bytes: int
-    ) -> None:
+    def __init__(self, store: RemoteStore, max_bytes: int) -> None:
         """Start empty, not as the writer.
 
         Args:
-            group: the stores.
-            layouts: tables by name.
+            store: shared by all replicas.
             max_bytes: size at which the writer sends the rows to the stores.
         """
         self.writes = False
-        self._group = group
+        self._store = store
         self._max_bytes = max_bytes
         self._lock = threading.Lock()
-        self._evicted = {table: EvictedDirtyRows(layout) for table, layout in layouts.items()}
-        self._written = self._last_step = -1
+        self._evicted = {table: EvictedDirtyRows(layout) for table, layout in store.layouts.items()}
+        self.written = -1
+        """The last step whose evicted rows are known to be in the stores."""
+        self._last_step = -1
         self._buffering = True
 
     @property
-    def written(self) -> int:
-        """The last step whose evicted rows are known to be in the stores."""
-        return self._written
+    def layouts(self) -> Mapping[str, TableLayout]:
+        """Layouts of the rows, by table."""
+        return self._store.layouts
 
     def update_written(self, written: int, *, writes: bool) -> None:
         """Drop rows that are in the stores.
@@ -87,7 +90,7 @@ class WriteBuffer:
             writes: whether this replica is the writer.
         """
         self.writes = writes
-        if written > self._written:
+        if written > self.written:
             self._drop(written)
 
     def fetch(self, train_step: int, rows: Mapping[str, NDArray[np.int64]]) -> dict[str, Records]:
@@ -104,16 +107,16 @@ class WriteBuffer:
         missing = {table: rows[table][~is_buffered] for table, (is_buffered, _) in buffered.items()}
         if not any(map(len, missing.values())):
             return {table: records for table, (_, records) in buffered.items()}
-        fetched = self._group.fetch(train_step, missing, as_of=train_step - 1)
+        fetched = self._store.fetch(train_step, missing, as_of=train_step - 1)
         return {
-            table: _merge(is_buffered, records, fetched[table])
+            table: merge_records(is_buffered, records, fetched[table])
             for table, (is_buffered, records) in buffered.items()
         }
 
     def write(self, train_step: int, leaving: Mapping[str, WriteBack]) -> None:
         """Buffer rows with the values that they have after a step."""
         if not self._buffering:
-            self._group.write(train_step, leaving)
+            self._store.write(train_step, leaving)
             return
         with self._lock:
             self._last_step = max(self._last_step, train_step)
@@ -146,38 +149,30 @@ class WriteBuffer:
 
     def _send(self) -> None:
         evicted, last_step = self.evicted(), self._last_step
-        self._group.write(last_step, _write_backs(evicted))
+        self._store.write(last_step, _write_backs(evicted))
         self._drop(last_step)
 
     def _drop(self, written: int) -> None:
         with self._lock:
-            self._written = max(self._written, written)
+            self.written = max(self.written, written)
             for evicted in self._evicted.values():
-                evicted.forget(written + 1)
+                evicted.drop_before(written + 1)
 
     def notify_checkpoint(self, train_step: int) -> None:
         """Inform the stores that a checkpoint before `train_step` is complete."""
-        self._group.notify_checkpoint(train_step)
+        self._store.notify_checkpoint(train_step)
 
     def contents(self, table: str) -> Iterator[tuple[NDArray[np.int64], Records]]:
         """Yield all rows of a table in the stores, ascending, and their records."""
-        return self._group.contents(table)
+        return self._store.contents(table)
 
     def close(self) -> None:
         """Close the connections."""
-        self._group.close()
+        self._store.close()
 
 
 def _write_backs(evicted: EvictedRows) -> dict[str, WriteBack]:
     return {table: WriteBack(rows, records) for table, (rows, records) in evicted.items()}
-
-
-def _merge(is_buffered: NDArray[np.bool_], buffered: Records, fetched: Records) -> Records:
-    values = np.empty((len(is_buffered), *buffered.values.shape[1:]), buffered.values.dtype)
-    state = np.empty((len(is_buffered), *buffered.state.shape[1:]), buffered.state.dtype)
-    values[is_buffered], values[~is_buffered] = buffered.values, fetched.values
-    state[is_buffered], state[~is_buffered] = buffered.state, fetched.state
-    return Records(values, state)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -198,7 +193,7 @@ class SharedStores:
 def launch_shared_stores(
     run: Path,
     job: Path,
-    config: StoresConfig,
+    config: TrainConfig,
     layouts: Mapping[str, TableLayout],
     num_processes: int | None,
     checkpoint: Path | None,
@@ -208,7 +203,7 @@ def launch_shared_stores(
     Args:
         run: run folder.
         job: job file.
-        config: store processes of the job.
+        config: train section of the job.
         layouts: tables by name.
         num_processes: store processes to start here, instead of those of the job.
         checkpoint: to load; None: initial values.
@@ -217,21 +212,22 @@ def launch_shared_stores(
         ValueError: there are no store processes.
         SchemaError: a store refuses or cannot be reached, or the checkpoint is damaged.
     """
-    if not num_processes and not config.addresses:
+    if not num_processes and not config.stores.addresses:
         raise ValueError(
             "replicas need store processes to share rows outside memory; use --stores, or "
             "--embedding plain"
         )
-    opened = open_stores(run, layouts, config, job=job, kind="mmap", num_processes=num_processes)
-    with opened as stores:
-        group = group_of(stores)
-        assert isinstance(group, FlightGroup), "there are store processes"
+    opened = open_store(
+        run, layouts, config, job=job, embedding="uncached", num_processes=num_processes
+    )
+    with opened as store:
+        assert isinstance(store, RemoteStore), "there are store processes"
         if checkpoint is not None:
-            load_rows(checkpoint, verified(checkpoint, None), stores)
-        token = run / STORE / TOKEN if num_processes else job.parent / str(config.token_file)
+            load_rows(checkpoint, verified(checkpoint, None), store)
+        token = run / STORE / TOKEN if num_processes else token_file_of(config.stores, job)
         yield SharedStores(
-            addresses=tuple(group.members.addresses),
-            session=group.members.session,
+            addresses=tuple(store.members.addresses),
+            session=store.members.session,
             # symbolic links are kept: their targets may differ between nodes
             token_file=str(token.absolute()),
             first=step_of(checkpoint),
@@ -244,7 +240,7 @@ def open_shared(
     job: Path,
     config: StoresConfig,
     layouts: Mapping[str, TableLayout],
-) -> dict[str, GroupTable[FlightGroup]]:
+) -> RemoteStore:
     """Open the stores of a run in one of its replicas.
 
     Args:
@@ -257,9 +253,9 @@ def open_shared(
     Raises:
         SchemaError: a store refuses or cannot be reached.
     """
-    return open_group(
+    return open_remote_store(
         shared.addresses,
-        store_access(config, job.parent, Path(shared.token_file)),
+        store_access(config, job, Path(shared.token_file)),
         layouts,
         owner=run_owner(run),
         session=shared.session,
@@ -277,7 +273,6 @@ class SharedRows:
 
     def __init__(
         self,
-        stores: Mapping[str, Store],
         write_buffer: WriteBuffer,
         embedding: Embedding,
         planned: TrainConfig | None,
@@ -286,13 +281,11 @@ class SharedRows:
         """Open no source yet; see `start` and `load`.
 
         Args:
-            stores: by table, each of `write_buffer`.
             write_buffer: in front of the stores.
             embedding: that uses the rows.
             planned: configuration of the cache plan; None: no cache.
             first: step of the checkpoint that the stores hold.
         """
-        self._stores = stores
         self._first = first
         self._write_buffer = write_buffer
         self._embedding = embedding
@@ -346,7 +339,7 @@ class SharedRows:
             for table, each in cached.items():
                 slots = each.keyframe.slots[each.is_cached].astype(np.int32)
                 _, records = self.source.rows_at(table, slots)
-                cached_records = Records(records.values[slots], records.state[slots])
+                cached_records = records.take(slots)
                 arrays |= rows_to_arrays(
                     f"{_CACHE}/{table}", each.rows[each.is_cached], cached_records
                 )
@@ -357,14 +350,15 @@ class SharedRows:
 
     def load(self, arrays: Mapping[str, Array], train_step: int, span: Span) -> None:
         """Start with a step, from another replica's `state_before` it."""
-        evicted = {table: rows_from_arrays(f"{ROWS}/{table}", arrays) for table in self._stores}
+        layouts = self._write_buffer.layouts
+        evicted = {table: rows_from_arrays(f"{ROWS}/{table}", arrays) for table in layouts}
         self._write_buffer.load(evicted, train_step - 1)
         plans = {
             name.removeprefix(f"{_PLAN}/"): array
             for name, array in arrays.items()
             if name.startswith(f"{_PLAN}/")
         }
-        cached = cached_of(plans, self._stores) if plans else dict[str, CachedRows]()
+        cached = cached_of(plans, layouts) if plans else dict[str, CachedRows]()
         self._open(train_step, span, {table: each.keyframe for table, each in cached.items()})
         for table, each in cached.items():
             assert isinstance(self.source, PlannedCache), "only a cache has plans"
@@ -377,7 +371,7 @@ class SharedRows:
     def extend(self, span: Span, train_step: int) -> None:
         """Extend the plan to the steps of a span."""
         if self._planned is not None:
-            extend(self.source, self._stores, span, self._planned, train_step)
+            extend(self.source, self._write_buffer, span, self._planned, train_step)
 
     def update_written(self, written: int, *, writes: bool) -> None:
         """Update `written` to that of all replicas, and whether this one is the writer."""
@@ -400,14 +394,14 @@ class SharedRows:
         if self._source is not None:
             raise BehindError(
                 f"replica has rows of a step before {train_step}, which cannot be replaced; "
-                "start it again"
+                "restart it"
             )
         self._source = (
-            DirectSource(self._stores)
+            DirectSource(self._write_buffer)
             if self._planned is None
             else PlannedCache(
-                self._stores,
-                plans_of_span(span, self._stores, self._planned, train_step, starts),
+                self._write_buffer,
+                plans_of_span(span, self._write_buffer.layouts, self._planned, train_step, starts),
                 first_step=train_step,
                 last_step=span.horizon.end_step,
                 prefetch_steps=self._planned.cache.prefetch_steps,
@@ -418,28 +412,3 @@ class SharedRows:
         if self._changes is not None:
             self._source.track_changes(self._changes)
         self._embedding.set_source(self._source)
-
-
-def shared_rows(
-    group: FlightGroup,
-    layouts: Mapping[str, TableLayout],
-    embedding: Embedding,
-    planned: TrainConfig | None,
-    retained_bytes: int,
-    first: int,
-) -> SharedRows:
-    """Return the rows of a replica over the stores of a group.
-
-    Args:
-        group: the stores.
-        layouts: tables by name.
-        embedding: that uses the rows.
-        planned: configuration of the cache plan; None: no cache.
-        retained_bytes: size of the write buffer.
-        first: step of the checkpoint that the stores hold.
-    """
-    write_buffer = WriteBuffer(group, layouts, retained_bytes)
-    stores: dict[str, Store] = {
-        t: GroupTable(write_buffer, layout) for t, layout in layouts.items()
-    }
-    return SharedRows(stores, write_buffer, embedding, planned, first)

@@ -20,7 +20,7 @@ from trainer.checkpoint.load import (
     save_checkpoint,
     verified,
 )
-from trainer.components import Components, build_components, layouts_of, memory_stores
+from trainer.components import Components, build_components, layouts_of
 from trainer.data.decode import spec_of
 from trainer.elastic.checkpoints import BackgroundCheckpoints, FinalCheckpoint, ReplicaCheckpoints
 from trainer.elastic.context import (
@@ -31,17 +31,17 @@ from trainer.elastic.context import (
     report_lost_rows,
 )
 from trainer.elastic.faults import FaultInjector, Faults
-from trainer.elastic.options import ReplicaOptions
+from trainer.elastic.membership import ReplicaOptions
 from trainer.elastic.peer_state import MemoryRows, ReplicaRows
 from trainer.elastic.replica import Replica
-from trainer.elastic.shared_rows import open_shared, shared_rows
+from trainer.elastic.shared_rows import SharedRows, WriteBuffer, open_shared
 from trainer.evaluate import evaluate_components
 from trainer.follow import FollowedDataset
 from trainer.recovery import Drain, Watchdog, resume_hint
 from trainer.run import check_run, read_identity, write_dataset, write_summary
 from trainer.setup import TrainOptions, follow_options, selected_segments
 from trainer.step import Clock
-from trainer.stores.api import BehindError, RowsLostError, notify_checkpoint
+from trainer.stores.api import BehindError, RowsLostError
 from trainer.train_run import summary_of
 from trainer.warm_start import steps_before
 
@@ -102,26 +102,17 @@ def run_replica(
         before = steps_before(read_identity(run))
         starting.enter_context(watchdog(START))
         if shared is None:
-            stores = memory_stores(spec, config)
-            components = build_components(spec, config, stores, steps_before=before)
-            rows: ReplicaRows = MemoryRows(stores, components.embedding)
+            components = build_components(spec, config, steps_before=before)
+            rows: ReplicaRows = MemoryRows(components.store, components.embedding)
         else:
             layouts = layouts_of(spec, config)
-            opened = open_shared(shared, run, job_path, config.stores, layouts)
-            components = build_components(spec, config, dict(opened), steps_before=before)
+            store = open_shared(shared, run, job_path, config.stores, layouts)
+            components = build_components(spec, config, store, steps_before=before)
             planned = config if train_options.embedding == "cached" else None
-            group = next(iter(opened.values())).group
-            rows = shared_rows(
-                group,
-                layouts,
-                components.embedding,
-                planned,
-                rendezvous.retained_bytes,
-                shared.first,
-            )
+            write_buffer = WriteBuffer(store, rendezvous.retained_bytes)
+            rows = SharedRows(write_buffer, components.embedding, planned, shared.first)
         stack.callback(rows.close)
-        to_load = components if shared is None else replace(components, stores={})
-        first_step = _load_newest(run, to_load, made_of(job, dataset))
+        first_step = _load_newest(run, components, made_of(job, dataset), with_rows=shared is None)
         poll_sec = config.follow.poll.total_seconds()
         known = known_at_step(data.current().order, rendezvous.known, first_step)
         with watchdog(WAIT):
@@ -184,7 +175,9 @@ def _open_dataset(
     return data
 
 
-def _load_newest(run: Path, components: Components, made_of: Mapping[str, Any]) -> int:
+def _load_newest(
+    run: Path, components: Components, made_of: Mapping[str, Any], *, with_rows: bool
+) -> int:
     """Load the newest checkpoint; return the first step to be trained.
 
     Raises:
@@ -193,7 +186,7 @@ def _load_newest(run: Path, components: Components, made_of: Mapping[str, Any]) 
     while (checkpoint := newest_checkpoint(run)) is not None:
         try:
             manifest = verified(checkpoint, made_of)
-            return load_checkpoint(checkpoint, manifest, components)
+            return load_checkpoint(checkpoint, manifest, components, with_rows=with_rows)
         except (SchemaError, OSError):
             # another replica may have saved a newer checkpoint and deleted this one
             if newest_checkpoint(run) == checkpoint:
@@ -271,4 +264,4 @@ def _save(context: ReplicaContext, train_step: int) -> None:
         keep=context.job.train.checkpoint.keep,
         made_of=made_of(context.job, context.span.dataset),
     )
-    notify_checkpoint(components.stores, train_step)
+    components.store.notify_checkpoint(train_step)

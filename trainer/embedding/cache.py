@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from schemas.arrays import Array
 from schemas.cache_plan import UNUSED, Keyframe, PlanStep
 from schemas.errors import SchemaError
-from trainer.embedding.changes import Changes, Found
+from trainer.embedding.changes import Changes, RowsAndArrays
 from trainer.stores.api import (
     GatheredRows,
     Records,
@@ -31,8 +31,8 @@ from trainer.stores.api import (
     SupportsGather,
     TableLayout,
     WriteBack,
-    fetch_rows,
-    write_rows,
+    empty_records,
+    enlarge,
 )
 
 RowsOfTables = Mapping[str, NDArray[np.int64]]
@@ -68,7 +68,7 @@ class RowSource(Protocol):
         """Record changed rows in `changes` from now on."""
         ...
 
-    def rows_at(self, table: str, positions: NDArray[np.int32]) -> Found:
+    def rows_at(self, table: str, positions: NDArray[np.int32]) -> RowsAndArrays:
         """Return the rows at some positions of a table, and the arrays of all its rows."""
         ...
 
@@ -80,52 +80,43 @@ class RowSource(Protocol):
 class DirectSource:
     """Gathers rows from the stores: in place, or as copies that are written back."""
 
-    def __init__(self, stores: Mapping[str, Store]) -> None:
-        """Keep the stores, by table."""
-        self._stores = stores
-        self._copies: dict[str, GatheredRows] = {}
-        self._in_place: dict[str, GatheredRows] = {}
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._gathered: dict[str, GatheredRows] = {}
         self._changes: Changes | None = None
-        self._num_accesses = 0
-
-    @property
-    def num_accesses(self) -> int:
-        """Rows gathered so far, a row once per step."""
-        return self._num_accesses
+        self.num_accesses = 0
 
     @property
     def fetched_rows(self) -> int:
         """Rows read from the stores so far."""
-        return self._num_accesses
+        return self.num_accesses
 
     def gather(self, train_step: int, rows: RowsOfTables) -> dict[str, GatheredRows]:
         """Return the rows of a step, valid until they are released."""
-        self._num_accesses += sum(len(r) for r in rows.values())
-        in_place: dict[str, GatheredRows] = {}
-        rows_to_copy: dict[str, NDArray[np.int64]] = {}
-        for table, table_rows in rows.items():
-            store = self._stores[table]
-            if isinstance(store, SupportsGather):
-                in_place[table] = store.gather(table_rows)
-            else:
-                rows_to_copy[table] = table_rows
-        fetched = fetch_rows(self._stores, train_step, rows_to_copy) if rows_to_copy else {}
-        self._copies = {table: GatheredRows(records) for table, records in fetched.items()}
-        self._in_place = in_place
-        return in_place | self._copies
+        self.num_accesses += sum(len(r) for r in rows.values())
+        if isinstance(self._store, SupportsGather):
+            self._gathered = {t: self._store.gather(t, ids) for t, ids in rows.items()}
+        else:
+            fetched = self._store.fetch(train_step, rows)
+            self._gathered = {table: GatheredRows(records) for table, records in fetched.items()}
+        return self._gathered
 
     def release(self, train_step: int, rows: RowsOfTables) -> None:
         """Keep the current values of the rows that were gathered last."""
-        backs = {t: WriteBack(rows[t], copies.records) for t, copies in self._copies.items()}
+        backs = {
+            table: WriteBack(rows[table], gathered.records)
+            for table, gathered in self._gathered.items()
+            if gathered.positions is None  # a copy
+        }
         if backs:
-            write_rows(self._stores, train_step, backs)
+            self._store.write(train_step, backs)
         if self._changes is None:
             return
-        for table, gathered in self._in_place.items():
-            assert gathered.positions is not None, "a store returns positions"
-            self._changes.used(table, gathered.positions, train_step)
-        for table, back in backs.items():
-            self._changes.passed(table, back.rows, back.records, train_step)
+        for table, gathered in self._gathered.items():
+            if gathered.positions is None:
+                self._changes.record_copies(table, rows[table], gathered.records, train_step)
+            else:
+                self._changes.record_use(table, gathered.positions, train_step)
 
     def flush(self) -> None:
         """Do nothing: rows are in their stores."""
@@ -134,11 +125,10 @@ class DirectSource:
         """Record changed rows in `changes` from now on."""
         self._changes = changes
 
-    def rows_at(self, table: str, positions: NDArray[np.int32]) -> Found:
+    def rows_at(self, table: str, positions: NDArray[np.int32]) -> RowsAndArrays:
         """Return the rows at some positions of a table, and the arrays of all its rows."""
-        store = self._stores[table]
-        assert isinstance(store, SupportsGather), "only such a store has positions"
-        return store.rows_at(positions)
+        assert isinstance(self._store, SupportsGather), "only such a store has positions"
+        return self._store.rows_at(table, positions)
 
     def close(self) -> None:
         """Do nothing: there is no background work."""
@@ -238,30 +228,19 @@ class _Slots:
     """The cached rows of one table with their state, by slot."""
 
     def __init__(self, layout: TableLayout) -> None:
-        self._layout = layout
-        self._grow(1024)
-
-    def _grow(self, capacity: int) -> None:
-        old = getattr(self, "records", None)
-        layout = self._layout
-        rows = np.full(capacity, -1, np.int64)
-        values = np.empty((capacity, layout.dim), layout.dtype)
-        state = np.empty((capacity, layout.state_width), layout.dtype)
-        if old is not None:
-            count = len(self.rows)
-            rows[:count], values[:count], state[:count] = self.rows, old.values, old.state
-        self.rows, self.records = rows, Records(values, state)
+        self.rows = np.full(1024, -1, np.int64)
+        self.records = empty_records(layout, 1024)
 
     def put(self, slots: NDArray[np.int64], rows: NDArray[np.int64], records: Records) -> None:
         num_slots = int(slots.max(initial=-1)) + 1
         if num_slots > len(self.rows):
-            self._grow(1 << (num_slots - 1).bit_length())
+            capacity = 1 << (num_slots - 1).bit_length()
+            self.rows, self.records = (
+                enlarge(self.rows, capacity, -1),
+                self.records.enlarged(capacity),
+            )
         self.rows[slots] = rows
-        self.records.values[slots] = records.values
-        self.records.state[slots] = records.state
-
-    def take(self, slots: NDArray[np.int64]) -> Records:
-        return Records(self.records.values[slots], self.records.state[slots])
+        self.records.put(slots, records)
 
     def gather(self, reads: _StepReads) -> GatheredRows:
         """Put the fetched rows into their slots and return all rows of the step."""
@@ -273,11 +252,11 @@ class _Slots:
         changed = step.evict_slots[step.write_back]
         rows = self.rows[changed]
         self.rows[step.evict_slots] = -1
-        return WriteBack(rows, self.take(changed), step.next_use[step.write_back])
+        return WriteBack(rows, self.records.take(changed), step.next_use[step.write_back])
 
     def cached_rows(self) -> WriteBack:
         slots = np.flatnonzero(self.rows >= 0)
-        return WriteBack(self.rows[slots], self.take(slots))
+        return WriteBack(self.rows[slots], self.records.take(slots))
 
 
 class PlannedCache:
@@ -285,7 +264,7 @@ class PlannedCache:
 
     def __init__(
         self,
-        stores: Mapping[str, Store],
+        store: Store,
         plans: Mapping[str, TablePlan],
         *,
         first_step: int,
@@ -296,25 +275,25 @@ class PlannedCache:
         """Keep the arguments; no thread runs before the first `gather`.
 
         Args:
-            stores: by table.
+            store: of the rows.
             plans: by table, starting at `first_step`.
             first_step: first step to be gathered.
             last_step: one after the last.
             prefetch_steps: steps between the read of a row and its use, as in the plans.
             saves_at: whether `cached` will be called for the state before a step.
         """
-        self._stores = stores
+        self._store = store
         self._plans = plans
-        self._slots = {table: _Slots(store.layout) for table, store in stores.items()}
+        self._slots = {table: _Slots(layout) for table, layout in store.layouts.items()}
         self._next = first_step
         self._last = last_step
         self._prefetch_steps = prefetch_steps
-        self._thread = StoreThread(stores, "cache")
+        self._thread = StoreThread(store, "cache")
         self._pending: deque[Future[dict[str, _StepReads]]] = deque()
         self._current: dict[str, _StepReads] = {}
         self._written = first_step - 1
-        self._num_accesses = 0
-        self._fetched_rows = 0
+        self.num_accesses = 0
+        self.fetched_rows = 0
         self._saves_at = saves_at
         self._changes: Changes | None = None
         self._cached: dict[int, dict[str, CachedRows]] = {}
@@ -382,16 +361,6 @@ class PlannedCache:
         if before is not None:
             self._thread.call(before)
 
-    @property
-    def num_accesses(self) -> int:
-        """Rows gathered so far, a row once per step."""
-        return self._num_accesses
-
-    @property
-    def fetched_rows(self) -> int:
-        """Rows read from the stores for the steps so far."""
-        return self._fetched_rows
-
     def gather(self, train_step: int, rows: RowsOfTables) -> dict[str, GatheredRows]:
         """Return the rows of a step, valid until they are released.
 
@@ -410,8 +379,8 @@ class PlannedCache:
                     "rebuild the dataset"
                 )
             gathered[table] = self._slots[table].gather(reads)
-            self._num_accesses += len(table_rows)
-            self._fetched_rows += int(reads.fetch.sum())
+            self.num_accesses += len(table_rows)
+            self.fetched_rows += int(reads.fetch.sum())
         return gathered
 
     def release(self, train_step: int, rows: RowsOfTables) -> None:
@@ -436,7 +405,7 @@ class PlannedCache:
         """Record changed rows in `changes` from now on."""
         self._changes = changes
 
-    def rows_at(self, table: str, positions: NDArray[np.int32]) -> Found:
+    def rows_at(self, table: str, positions: NDArray[np.int32]) -> RowsAndArrays:
         """Return the rows in some slots of a table, and the arrays of all slots."""
         slots = self._slots[table]
         return slots.rows[positions], slots.records
@@ -448,8 +417,8 @@ class PlannedCache:
     def _record_changes(self, changes: Changes, train_step: int) -> None:
         for table, reads in self._current.items():
             slots, evicted = self._slots[table], reads.plan_step.evict_slots
-            changes.used(table, reads.slots, train_step)
-            changes.leave(table, evicted, slots.rows[evicted], slots.take)
+            changes.record_use(table, reads.slots, train_step)
+            changes.record_eviction(table, evicted, slots.rows[evicted], slots.records)
 
     def _submit_reads(self, until: int) -> None:
         while self._next < until:
@@ -463,7 +432,7 @@ class PlannedCache:
         rows = {t: self._plans[t].row_of_number[step.numbers] for t, step in plan_steps.items()}
         orders = {table: np.argsort(r) for table, r in rows.items()}  # the plan's is by number
         missing = {t: rows[t][order][plan_steps[t].fetch[order]] for t, order in orders.items()}
-        fetched = fetch_rows(self._stores, train_step, missing)
+        fetched = self._store.fetch(train_step, missing)
         return {
             table: _StepReads(
                 rows[table][order],

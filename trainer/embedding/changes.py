@@ -1,4 +1,4 @@
-"""Rows and parameters that changed since the last checkpoint."""
+"""Rows that changed since the last checkpoint."""
 
 from __future__ import annotations
 
@@ -9,17 +9,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from schemas.arrays import Array
-from trainer.stores.api import GatheredRows, Records, TableLayout
-from trainer.stores.row_map import RowMap
+from trainer.stores.api import GatheredRows, Records, TableLayout, enlarge
+from trainer.stores.local import ArrayTable
 
 _CLEAN = -1
+RowsAndArrays = tuple[NDArray[np.int64], Records]
+"""Row ids at some positions, and the arrays of all positions."""
+RowsAt = Callable[[str, NDArray[np.int32]], RowsAndArrays]
+"""(table, positions) to the rows at these positions of a row source."""
 
 
-class UsedPlaces:
-    """The last use of each place that was used since a step; 4 bytes a place, and 4 of each used.
+class UsedPositions:
+    """The last use of each position; 4 bytes per position, and 4 per used one.
 
     Example:
-        >>> used = UsedPlaces()
+        >>> used = UsedPositions()
         >>> used.use(np.array([7, 2]), 10)
         >>> used.use(np.array([2, 5]), 11)
         >>> used.since(11).tolist(), used.since(10).tolist()
@@ -31,173 +35,134 @@ class UsedPlaces:
     """
 
     def __init__(self) -> None:
-        """Start with no place used."""
-        self._last = np.full(1024, _CLEAN, np.int32)  # by place
+        self._last = np.full(1024, _CLEAN, np.int32)  # by position
         self._listed: list[NDArray[np.int32]] = []
 
-    def use(self, places: Array, train_step: int) -> None:
-        """Take note of distinct places that a step used."""
-        if not len(places):
+    def use(self, positions: Array, train_step: int) -> None:
+        """Record distinct positions that a step used."""
+        if not len(positions):
             return
-        top = int(places.max()) + 1
-        if top > len(self._last):
-            longer = np.full(max(top, 2 * len(self._last)), _CLEAN, np.int32)
-            longer[: len(self._last)] = self._last
-            self._last = longer
-        new = places[self._last[places] == _CLEAN]
+        size = int(positions.max()) + 1
+        if size > len(self._last):
+            self._last = enlarge(self._last, max(size, 2 * len(self._last)), _CLEAN)
+        new = positions[self._last[positions] == _CLEAN]
         if len(new):
             self._listed.append(new.astype(np.int32))
-        self._last[places] = train_step
+        self._last[positions] = train_step
 
-    def free(self, places: Array) -> NDArray[np.int32]:
-        """Forget places, which will hold other rows; return the last use of each, -1 for none."""
-        known = places < len(self._last)
-        last = np.full(len(places), _CLEAN, np.int32)
-        last[known] = self._last[places[known]]
-        self._last[places[known]] = _CLEAN
+    def free(self, positions: Array) -> NDArray[np.int32]:
+        """Clear positions, which will hold other rows; return the last use of each, -1 for none."""
+        inside = positions < len(self._last)
+        last = np.full(len(positions), _CLEAN, np.int32)
+        last[inside] = self._last[positions[inside]]
+        self._last[positions[inside]] = _CLEAN
         return last
 
     def since(self, train_step: int) -> NDArray[np.int32]:
-        """Return the places that were used at a step or later, linear in those that are listed."""
+        """Return the positions used at a step or later; linear in the used positions."""
         listed = self._listed_once()
         return listed[self._last[listed] >= train_step]
 
-    def forget(self, train_step: int) -> None:
-        """Forget uses before a step."""
+    def drop_before(self, train_step: int) -> None:
+        """Drop uses before a step."""
         listed = self._listed_once()
         kept = self._last[listed] >= train_step
         self._last[listed[~kept]] = _CLEAN
         self._listed = [listed[kept]]
 
     def _listed_once(self) -> NDArray[np.int32]:
-        """Return places in use, each once: one that was freed and used again is listed twice."""
+        """Return used positions, each once: one that was freed and used again is listed twice."""
         listed = np.concatenate([np.empty(0, np.int32), *self._listed])
         listed = listed[self._last[listed] != _CLEAN]
         last = self._last[listed]
         number = -2 - np.arange(len(listed), dtype=np.int32)
-        self._last[listed] = number  # of equal places the last one's number stays
+        self._last[listed] = number  # of equal positions the last one's number stays
         once = self._last[listed] == number
         self._last[listed] = last
         self._listed = [listed[once]]
         return self._listed[0]
 
 
-# Rows that left the cache since the last checkpoint, as they were when they left.
-#
-# A checkpoint asks no store for them: whatever the store is, wherever it is and whatever it does
-# meanwhile, the rows of a step boundary are those that lie in the cache then and those that left
-# it.
-
-_FIRST = 1024
-
-
 class EvictedDirtyRows:
-    """Copies of one table's rows, each once: a row that leaves again takes its own place."""
+    """Copies of one table's rows that were evicted since the last checkpoint, each row once.
+
+    A checkpoint consists of these and of the cached rows, so it reads no store.
+    """
 
     def __init__(self, layout: TableLayout) -> None:
-        """Start empty."""
         self._layout = layout
-        self._clear(_FIRST)
+        self._clear()
+
+    def _clear(self) -> None:
+        self._table = ArrayTable(self._layout)
+        self._last_use = np.empty(0, np.int32)
 
     def __len__(self) -> int:
-        """Return the number of rows."""
-        return len(self._map)
+        return len(self._table)
 
     @property
     def num_bytes(self) -> int:
         """Bytes of the copies."""
-        records = self._records
-        return len(self) * (8 + 4 + records.values[:1].nbytes + records.state[:1].nbytes)
+        layout = self._layout
+        width = layout.dim + layout.state_width
+        return len(self) * (8 + 4 + width * np.dtype(layout.dtype).itemsize)
 
     def put(self, rows: NDArray[np.int64], records: Records, last_use: Array) -> None:
-        """Take copies of rows that leave.
+        """Copy evicted rows; a row that was evicted before is overwritten.
 
         Args:
             rows: (n,) distinct.
-            records: as they are.
+            records: of the rows.
             last_use: (n,) step of each row's last use.
         """
-        if not len(rows):
-            return
-        places = self._map.find(rows)
-        new = places < 0
-        if new.any():
-            places[new] = self._map.add(rows[new])
-            self._reserve(len(self._map))
-        self._records.values[places] = records.values
-        self._records.state[places] = records.state
-        self._last[places] = last_use
+        positions = self._table.write(rows, records)
+        if len(self) > len(self._last_use):
+            self._last_use = enlarge(self._last_use, 2 * len(self))
+        self._last_use[positions] = last_use
 
     def find(self, rows: NDArray[np.int64]) -> tuple[NDArray[np.bool_], GatheredRows]:
-        """Return which rows there are copies of, and where these lie.
-
-        Args:
-            rows: distinct.
-        """
-        places = self._map.find(rows)
-        here = places >= 0
-        return here, GatheredRows(self._records, places[here].astype(np.int32))
+        """Return which of the distinct rows have copies, and a view of these."""
+        positions = self._table.find(rows)
+        has_copy = positions >= 0
+        return has_copy, self._view(positions[has_copy])[1]
 
     def since(
         self, train_step: int, without: NDArray[np.int64]
     ) -> tuple[NDArray[np.int64], GatheredRows]:
-        """Return the rows whose last use was at a step or later, and where their copies lie.
+        """Return the rows whose last use was at a step or later, and a view of their copies.
 
         Args:
             train_step: the step.
-            without: rows that are known better: they came back and were used again.
+            without: rows to leave out, since they were fetched and used again.
         """
-        chosen = self._last[: len(self)] >= train_step
+        is_chosen = self._last_use[: len(self)] >= train_step
         if len(self) and len(without):
-            back = self._map.find(without)
-            chosen[back[back >= 0]] = False
-        places = np.flatnonzero(chosen)
-        return self._map.rows[places], GatheredRows(self._records, places.astype(np.int32))
+            positions = self._table.find(without)
+            is_chosen[positions[positions >= 0]] = False
+        return self._view(np.flatnonzero(is_chosen))
 
-    def forget(self, train_step: int) -> None:
-        """Forget rows whose last use was before a step."""
+    def drop_before(self, train_step: int) -> None:
+        """Drop rows whose last use was before a step."""
         if not len(self):
             return
-        rows, gathered = self.since(train_step, np.empty(0, np.int64))
-        kept, last = gathered.copy(), self._last[gathered.positions]
-        self._clear(max(_FIRST, len(rows)))
-        self.put(rows, kept, last)
+        rows, view = self.since(train_step, np.empty(0, np.int64))
+        kept, last_use = view.copy(), self._last_use[view.positions]
+        self._clear()
+        self.put(rows, kept, last_use)
 
-    def _clear(self, capacity: int) -> None:
-        layout = self._layout
-        self._map = RowMap()
-        self._last = np.empty(capacity, np.int32)
-        self._records = Records(
-            np.empty((capacity, layout.dim), layout.dtype),
-            np.empty((capacity, layout.state_width), layout.dtype),
-        )
-
-    def _reserve(self, num_rows: int) -> None:
-        held = len(self._last)
-        if num_rows <= held:
-            return
-        capacity, old, last = max(num_rows, held + held // 2), self._records, self._last
-        self._last = np.empty(capacity, np.int32)
-        self._last[:held] = last
-        values = np.empty((capacity, self._layout.dim), self._layout.dtype)
-        values[:held] = old.values
-        state = np.empty((capacity, self._layout.state_width), self._layout.dtype)
-        state[:held] = old.state
-        self._records = Records(values, state)
-
-
-Found = tuple[NDArray[np.int64], Records]
-Held = Callable[[str, NDArray[np.int32]], Found]
-"""(table, places) to the rows that lie there and the arrays that they lie in."""
+    def _view(self, positions: NDArray[np.integer]) -> tuple[NDArray[np.int64], GatheredRows]:
+        at = positions.astype(np.int32)
+        rows, records = self._table.rows_at(at)
+        return rows, GatheredRows(records, at)
 
 
 @dataclass(frozen=True, slots=True)
 class Changed:
-    """Rows of one table that changed, and where they lie.
+    """Rows of one table that changed.
 
     Attributes:
         rows: (n,) distinct.
-        gathered: the rows, until the next step is gathered.
+        gathered: view of the rows, valid until the next step is gathered.
     """
 
     rows: NDArray[np.int64]
@@ -205,70 +170,66 @@ class Changed:
 
 
 class Changes:
-    """Follows the rows of a source: which of its places were used, and which rows left it."""
+    """Tracks the rows of a source: positions that were used, and rows that were evicted."""
 
     def __init__(self, layouts: Mapping[str, TableLayout]) -> None:
-        """Start with nothing changed.
-
-        Args:
-            layouts: tables by name.
-        """
-        self._used = {table: UsedPlaces() for table in layouts}
-        self._left = {table: EvictedDirtyRows(layout) for table, layout in layouts.items()}
+        self._used = {table: UsedPositions() for table in layouts}
+        self._evicted = {table: EvictedDirtyRows(layout) for table, layout in layouts.items()}
 
     @property
     def evicted_bytes(self) -> int:
-        """Bytes of the copies of rows that left."""
-        return sum(left.num_bytes for left in self._left.values())
+        """Bytes of the copies of evicted rows."""
+        return sum(evicted.num_bytes for evicted in self._evicted.values())
 
-    def used(self, table: str, places: Array, train_step: int) -> None:
-        """Take note of the places of the source that a step used."""
-        self._used[table].use(places, train_step)
+    def record_use(self, table: str, positions: Array, train_step: int) -> None:
+        """Record the positions of the source that a step used."""
+        self._used[table].use(positions, train_step)
 
-    def leave(
-        self, table: str, places: Array, rows: NDArray[np.int64], take: Callable[[Array], Records]
+    def record_eviction(
+        self, table: str, positions: Array, rows: NDArray[np.int64], records: Records
     ) -> None:
-        """Take copies of the rows that leave their places, where they changed.
+        """Copy those of the evicted rows that changed.
 
         Args:
             table: of the rows.
-            places: they are free from now on.
-            rows: that lie there.
-            take: returns the records of some of the places.
+            positions: which are free from now on.
+            rows: at these positions.
+            records: arrays of all positions.
         """
-        last = self._used[table].free(places)
-        changed = last >= 0
+        last_use = self._used[table].free(positions)
+        changed = last_use >= 0
         if changed.any():
-            self._left[table].put(rows[changed], take(places[changed]), last[changed])
+            copies = records.take(positions[changed])
+            self._evicted[table].put(rows[changed], copies, last_use[changed])
 
-    def passed(
+    def record_copies(
         self, table: str, rows: NDArray[np.int64], records: Records, train_step: int
     ) -> None:
-        """Take copies of rows that the source does not keep."""
-        self._left[table].put(rows, records, np.full(len(rows), train_step, np.int32))
+        """Copy rows of a step that the source does not keep."""
+        self._evicted[table].put(rows, records, np.full(len(rows), train_step, np.int32))
 
-    def since(self, train_step: int, held: Held) -> dict[str, list[Changed]]:
+    def since(self, train_step: int, rows_at: RowsAt) -> dict[str, list[Changed]]:
         """Return by table the rows that were used at a step or later, each once.
 
         Args:
-            train_step: the step that the last checkpoint was taken before.
-            held: what lies at places of the source now.
+            train_step: the step of the last checkpoint.
+            rows_at: of the source.
         """
-        return {table: self._since(table, train_step, held) for table in self._used}
+        return {table: self._since(table, train_step, rows_at) for table in self._used}
 
-    def forget(self, train_step: int) -> None:
-        """Forget what was used before a step: a checkpoint has it."""
-        for each in (*self._used.values(), *self._left.values()):
-            each.forget(train_step)
+    def drop_before(self, train_step: int) -> None:
+        """Drop changes before a step, which a checkpoint has."""
+        for each in (*self._used.values(), *self._evicted.values()):
+            each.drop_before(train_step)
 
-    def _since(self, table: str, train_step: int, held: Held) -> list[Changed]:
-        places = self._used[table].since(train_step)
-        found: list[Changed] = []
+    def _since(self, table: str, train_step: int, rows_at: RowsAt) -> list[Changed]:
+        positions = self._used[table].since(train_step)
+        changed: list[Changed] = []
         rows = np.empty(0, np.int64)
-        if len(places):
-            rows, records = held(table, places)
-            found.append(Changed(rows, GatheredRows(records, places)))
-        left_rows, gathered = self._left[table].since(train_step, rows)
-        if len(left_rows):
-            found.append(Changed(left_rows, gathered))
-        return found
+        if len(positions):
+            rows, records = rows_at(table, positions)
+            changed.append(Changed(rows, GatheredRows(records, positions)))
+        evicted_rows, view = self._evicted[table].since(train_step, rows)
+        if len(evicted_rows):
+            changed.append(Changed(evicted_rows, view))
+        return changed

@@ -16,6 +16,8 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torchrec.distributed.planner.types import ParameterConstraints
+from torchrec.distributed.types import CacheParams, CacheStatistics
 from torchrec.modules.embedding_configs import (
     BaseEmbeddingConfig,
     DataType,
@@ -31,15 +33,22 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, Keyed
 
 from schemas.arrays import Array
 from schemas.config.train import SparseOptimizerConfig
+from schemas.sharding_hints import TableHints
 from trainer.data.collate import Batch, OrderedKeyedTensor, batch_from_kjt
 from trainer.data.lookup import inverse_of, take_unsorted
 from trainer.embedding.kernels.compiled import kernels_of
-from trainer.embedding.kernels.interface import ArenaRows, Kernels, TableRows, VectorGradients
+from trainer.embedding.kernels.interface import (
+    ArenaRows,
+    Kernels,
+    TableRows,
+    VectorGradients,
+    rule_at,
+    state_width,
+)
 from trainer.embedding.module import arena_rows
-from trainer.embedding.optimizer import rule_at, state_width
-from trainer.embedding.pooling import Pooling
-from trainer.stores.api import GatheredRows, Records, TableLayout, fetch_rows
-from trainer.stores.local import ArrayStore, memory_store
+from trainer.embedding.pooling import Pooling, call_with_gradients
+from trainer.stores.api import GatheredRows, Records, TableLayout
+from trainer.stores.local import memory_store
 
 _CPU = torch.device("cpu")
 
@@ -237,7 +246,7 @@ def rows_of(
         table: its name.
         rows: (n,) int64.
     """
-    records = _rows_with(collection, table).stores[table].fetch(rows.numpy())
+    records = _rows_with(collection, table).store.tables[table].fetch(rows.numpy())
     return torch.from_numpy(records.values)
 
 
@@ -261,7 +270,7 @@ def set_rows(
 def _rows_with(collection: EmbeddingBagCollection | EmbeddingCollection, table: str) -> FusedRows:
     rows = collection._rows
     parts = rows.values() if isinstance(rows, dict) else [rows]
-    return next(part for part in parts if table in part.stores)
+    return next(part for part in parts if table in part.store.tables)
 
 
 def _expand(lists: JaggedTensor, inverse: torch.Tensor) -> JaggedTensor:
@@ -352,12 +361,12 @@ class FusedRows:
         self._num_rows, self._optimizer, self.kernels = dict(num_rows), optimizer, kernels
         self.dtype: torch.dtype = getattr(torch, dtype)
         width = state_width(optimizer, dim)
-        self.stores: dict[str, ArrayStore] = {
-            table: memory_store(
-                TableLayout(table=table, dim=dim, state_width=width, dtype=dtype, seed=seed)
-            )
-            for table in num_rows
-        }
+        self.store = memory_store(
+            {
+                table: TableLayout(table=table, dim=dim, state_width=width, dtype=dtype, seed=seed)
+                for table in num_rows
+            }
+        )
         self._version = 0  # of the rows' positions in the stores
         self._num_updates = 0
 
@@ -380,7 +389,7 @@ class FusedRows:
                     f"with num_embeddings={limit}; hash them, or enlarge the table"
                 )
         if not torch.is_grad_enabled():
-            records = fetch_rows(self.stores, self._num_updates, rows)
+            records = self.store.fetch(self._num_updates, rows)
             copies = {table: arena_rows(GatheredRows(r)) for table, r in records.items()}
             return self._version, copies
         self._version += 1
@@ -419,7 +428,7 @@ class FusedRows:
         self._num_updates += 1
 
     def _gather(self, rows: Mapping[str, NDArray[np.int64]]) -> dict[str, ArenaRows]:
-        return {table: arena_rows(self.stores[table].gather(r)) for table, r in rows.items()}
+        return {table: arena_rows(self.store.gather(table, r)) for table, r in rows.items()}
 
     def set_rows(self, table: str, rows: NDArray[np.int64], values: Array) -> None:
         """Set the values of rows and clear their optimizer state.
@@ -429,7 +438,7 @@ class FusedRows:
             rows: (n,), distinct.
             values: (n, dim).
         """
-        store = self.stores[table]
+        store = self.store.tables[table]
         state = np.zeros((len(rows), store.layout.state_width), values.dtype)
         store.write(rows, Records(values, state))
         self._version += 1
@@ -437,7 +446,7 @@ class FusedRows:
     def state(self) -> dict[str, Any]:
         """Return every row ever updated, with its optimizer state."""
         tables: dict[str, dict[str, torch.Tensor]] = {}
-        for table, store in self.stores.items():
+        for table, store in self.store.tables.items():
             no_rows = np.zeros(0, np.int64)
             parts = [(no_rows, store.fetch(no_rows)), *store.contents()]
             arrays = {
@@ -452,7 +461,7 @@ class FusedRows:
         """Write the rows of `state`; others keep their values."""
         for table, arrays in state["tables"].items():
             records = Records(arrays["values"].numpy(), arrays["state"].numpy())
-            self.stores[table].write(arrays["rows"].numpy(), records)
+            self.store.tables[table].write(arrays["rows"].numpy(), records)
         self._num_updates = state["num_updates"]
         self._version += 1
 
@@ -461,7 +470,6 @@ class PooledStep:
     """Pooled look-ups of one forward pass."""
 
     def __init__(self, rows: FusedRows, batch: Batch, *, mean: bool) -> None:
-        """Gather the rows of a batch."""
         self._rows = rows
         self._lookups = batch.lookups
         self._pooling = Pooling(rows.kernels, batch, mean=mean)
@@ -473,7 +481,7 @@ class PooledStep:
         """Return (num_samples, num_features * dim), features in the order of `keys`."""
         return (self._pooling.pool(self._gathered),)
 
-    def update(self, gradients: Sequence[torch.Tensor]) -> None:
+    def update(self, *gradients: torch.Tensor) -> None:
         """Update rows by the gradients of the outputs."""
         self._pooling.add_gradient(gradients[0])
         vector_gradients = self._pooling.gradients
@@ -489,7 +497,6 @@ class SequenceStep:
     """Unpooled look-ups of one forward pass."""
 
     def __init__(self, rows: FusedRows, batch: Batch) -> None:
-        """Gather the rows of a batch."""
         self._rows = rows
         self._lookups = batch.lookups
         self._step_rows = {t: lookup.rows for t, lookup in batch.lookups.items()}
@@ -505,7 +512,7 @@ class SequenceStep:
             outputs.append(rows.values.index_select(0, positions))
         return tuple(outputs)
 
-    def update(self, gradients: Sequence[torch.Tensor]) -> None:
+    def update(self, *gradients: torch.Tensor) -> None:
         """Update rows by the gradients of the outputs."""
         readers: dict[str, tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]] = {}
         first = 0
@@ -521,21 +528,53 @@ class SequenceStep:
         self._rows.update(self._version, self._step_rows, self._gathered, readers, vector_gradients)
 
 
-class _Fused(torch.autograd.Function):
-    """Outputs of a step; its backward is the step's update."""
-
-    @staticmethod
-    def forward(ctx: Any, *args: Any) -> Any:
-        _, step = args  # the first argument requires grad, so that autograd calls the backward
-        ctx.step = step
-        return step.outputs()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        ctx.step.update(grads)
-        return None, None
-
-
 def _fused_outputs(step: PooledStep | SequenceStep, anchor: torch.Tensor) -> Sequence[torch.Tensor]:
     """Return a step's outputs; their backward updates its rows."""
-    return _Fused.apply(anchor, step) if torch.is_grad_enabled() else step.outputs()
+    if not torch.is_grad_enabled():
+        return step.outputs()
+    return call_with_gradients(anchor, step.outputs, step.update)
+
+
+# ---- Statistics of tables for TorchRec's sharding planner ----
+
+
+class OracleCacheStatistics(CacheStatistics):
+    """Cache misses of the run to come, counted from the oracle instead of estimated."""
+
+    def __init__(self, hints: TableHints) -> None:
+        self._lookups = hints.unique_rows_per_step
+        fractions, misses = zip(*hints.lru_misses, strict=True)
+        self._fractions, self._misses = np.array(fractions), np.array(misses)
+
+    @property
+    def expected_lookups(self) -> float:
+        """Distinct rows of a global batch."""
+        return self._lookups
+
+    def expected_miss_rate(self, clf: float) -> float:
+        """Return the miss rate of repeated accesses; the cache holds `clf` of the table."""
+        return 0.0 if clf >= 1 else float(np.interp(clf, self._fractions, self._misses))
+
+    @property
+    def cacheability(self) -> float:
+        """Area under the miss rate: 0 if a small cache has no misses, 1 if no cache helps."""
+        beyond = self._misses[-1] * (1 - self._fractions[-1])
+        return float(np.trapezoid(self._misses, self._fractions) + beyond)
+
+
+def planner_constraints(tables: Mapping[str, TableHints]) -> dict[str, ParameterConstraints]:
+    """Return constraints for `EmbeddingShardingPlanner`, by table.
+
+    Args:
+        tables: from `schemas.sharding_hints.read_hints`.
+    """
+    return {
+        name: ParameterConstraints(
+            pooling_factors=list(hints.pooling_factors),
+            num_poolings=list(hints.num_poolings),
+            batch_sizes=list(hints.batch_sizes),
+            feature_names=list(hints.feature_names),
+            cache_params=CacheParams(stats=OracleCacheStatistics(hints)),
+        )
+        for name, hints in tables.items()
+    }

@@ -8,7 +8,6 @@ at a cost linear in accesses.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,17 +15,17 @@ from numpy.typing import NDArray
 
 from schemas.errors import PlanError
 from trainer.embedding.cache import RowsOfTables
-from trainer.embedding.changes import Changes, Found
+from trainer.embedding.changes import Changes, RowsAndArrays
 from trainer.stores.api import (
     GatheredRows,
-    Records,
     Store,
     StoreThread,
     TableLayout,
     WriteBack,
-    fetch_rows,
+    empty_records,
+    enlarge,
 )
-from trainer.stores.row_map import RowMap
+from trainer.stores.local import RowMap
 
 _NONE = -1
 
@@ -59,10 +58,7 @@ class _TableCache:
         self._last_used = np.full(cache_rows, _NONE, np.int64)  # by slot
         self._free = np.arange(cache_rows)
         self._queue: deque[tuple[int, NDArray[np.int64]]] = deque()  # step and its slots
-        self.records = Records(
-            np.empty((cache_rows, layout.dim), layout.dtype),
-            np.empty((cache_rows, layout.state_width), layout.dtype),
-        )
+        self.records = empty_records(layout, cache_rows)
 
     def admit(self, train_step: int, rows: NDArray[np.int64]) -> _Admission:
         """Assign a slot to each row; evicts the least recently used other rows if none is free.
@@ -91,19 +87,12 @@ class _TableCache:
         self._queue.append((train_step, slots))
         return _Admission(slots, missing, evicted, evicted_slots)
 
-    def put(self, slots: NDArray[np.int64], records: Records) -> None:
-        self.records.values[slots] = records.values
-        self.records.state[slots] = records.state
-
-    def take(self, slots: NDArray[np.int64]) -> Records:
-        return Records(self.records.values[slots], self.records.state[slots])
-
     def rows_in(self, slots: NDArray[np.integer]) -> NDArray[np.int64]:
         return self._map.rows[self._position[slots]]
 
     def cached_rows(self) -> WriteBack:
         slots = np.flatnonzero(self._position != _NONE)
-        return WriteBack(self.rows_in(slots), self.take(slots))
+        return WriteBack(self.rows_in(slots), self.records.take(slots))
 
     def _map_positions(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
         positions = self._map.find(rows)
@@ -111,9 +100,8 @@ class _TableCache:
         if is_new.any():
             positions[is_new] = self._map.add(rows[is_new])
             if len(self._map) > len(self._slot_of):
-                longer = np.full(max(1024, 2 * len(self._map)), _NONE, np.int64)
-                longer[: len(self._slot_of)] = self._slot_of
-                self._slot_of = longer
+                size = max(1024, 2 * len(self._map))
+                self._slot_of = enlarge(self._slot_of, size, _NONE)
         return positions
 
     def _evict(self, count: int) -> tuple[WriteBack, NDArray[np.int64]]:
@@ -129,7 +117,7 @@ class _TableCache:
             parts.append(slots)
             count -= len(slots)
         evicted_slots = np.concatenate([*parts, np.empty(0, np.int64)]).astype(np.int64)
-        evicted = WriteBack(self.rows_in(evicted_slots), self.take(evicted_slots))
+        evicted = WriteBack(self.rows_in(evicted_slots), self.records.take(evicted_slots))
         self._slot_of[self._position[evicted_slots]] = _NONE
         self._position[evicted_slots] = _NONE
         self._last_used[evicted_slots] = _NONE
@@ -140,31 +128,21 @@ class _TableCache:
 class LruCache:
     """A row source that keeps the most recently used rows in memory, in front of stores."""
 
-    def __init__(self, stores: Mapping[str, Store], cache_rows: int) -> None:
+    def __init__(self, store: Store, cache_rows: int) -> None:
         """Allocate the caches; no thread runs before the first `gather`.
 
         Args:
-            stores: by table.
+            store: of the rows.
             cache_rows: rows that the cache of each table holds.
         """
-        self._stores = stores
-        self._tables = {table: _TableCache(s.layout, cache_rows) for table, s in stores.items()}
-        self._thread = StoreThread(stores, "lru")
-        self._num_accesses = 0
-        self._fetched_rows = 0
+        self._store = store
+        self._tables = {t: _TableCache(layout, cache_rows) for t, layout in store.layouts.items()}
+        self._thread = StoreThread(store, "lru")
+        self.num_accesses = 0
+        self.fetched_rows = 0
         self._written = -1
         self._changes: Changes | None = None
         self._slots: dict[str, NDArray[np.int64]] = {}
-
-    @property
-    def num_accesses(self) -> int:
-        """Rows gathered so far, a row once per step."""
-        return self._num_accesses
-
-    @property
-    def fetched_rows(self) -> int:
-        """Rows read from the stores so far."""
-        return self._fetched_rows
 
     def gather(self, train_step: int, rows: RowsOfTables) -> dict[str, GatheredRows]:
         """Return the rows of a step after reading the missing ones.
@@ -175,23 +153,22 @@ class LruCache:
         admitted = {t: self._tables[t].admit(train_step, r) for t, r in rows.items()}
         missing = {table: rows[table][a.missing] for table, a in admitted.items()}
         # One thread reads and writes in turn: a row that was evicted earlier is in its store.
-        reading = self._thread.read(lambda s: fetch_rows(self._stores, s, missing), train_step)
+        reading = self._thread.read(lambda step: self._store.fetch(step, missing), train_step)
         evicted = {table: a.evicted for table, a in admitted.items()}
         if any(len(back.rows) for back in evicted.values()):
             self._thread.write(train_step - 1, evicted)
         fetched = reading.result()
         if self._changes is not None:
             for table, a in admitted.items():
-                self._changes.leave(
-                    table, a.evicted_slots, a.evicted.rows, self._tables[table].take
-                )
+                records = self._tables[table].records
+                self._changes.record_eviction(table, a.evicted_slots, a.evicted.rows, records)
         self._slots = {table: a.slots for table, a in admitted.items()}
         gathered: dict[str, GatheredRows] = {}
         for table, a in admitted.items():
-            self._tables[table].put(a.slots[a.missing], fetched[table])
+            self._tables[table].records.put(a.slots[a.missing], fetched[table])
             gathered[table] = GatheredRows(self._tables[table].records, a.slots.astype(np.int32))
-            self._num_accesses += len(a.slots)
-            self._fetched_rows += len(missing[table])
+            self.num_accesses += len(a.slots)
+            self.fetched_rows += len(missing[table])
         return gathered
 
     def release(self, train_step: int, rows: RowsOfTables) -> None:
@@ -199,7 +176,7 @@ class LruCache:
         self._written = train_step
         if self._changes is not None:
             for table, slots in self._slots.items():
-                self._changes.used(table, slots, train_step)
+                self._changes.record_use(table, slots, train_step)
         self._thread.check()
 
     def flush(self) -> None:
@@ -211,7 +188,7 @@ class LruCache:
         """Record changed rows in `changes` from now on."""
         self._changes = changes
 
-    def rows_at(self, table: str, positions: NDArray[np.int32]) -> Found:
+    def rows_at(self, table: str, positions: NDArray[np.int32]) -> RowsAndArrays:
         """Return the rows in some slots of a table, and the arrays of all slots."""
         cache = self._tables[table]
         return cache.rows_in(positions), cache.records

@@ -31,10 +31,10 @@ from trainer.embedding.kernels.interface import (
     RowSums,
     TableRows,
     VectorGradients,
+    rule_at,
 )
-from trainer.embedding.optimizer import rule_at
 from trainer.embedding.pooling import Pooling
-from trainer.stores.api import GatheredRows, Records, Store, fetch_rows
+from trainer.stores.api import GatheredRows, Records, RowReader
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,15 +116,15 @@ class Embedding(nn.Module):
                 kernels, batch, self._rows, positions, mean=self._mean
             )
 
-    def open_copies(self, batch: Batch, stores: Mapping[str, Store]) -> None:
+    def open_copies(self, batch: Batch, reader: RowReader) -> None:
         """Open copies of the rows of a batch, for evaluation.
 
         Args:
             batch: its rows are looked up.
-            stores: by table; no row is created.
+            reader: of the rows; no row is created.
         """
         microbatches = single_microbatch(batch)
-        records = fetch_rows(stores, batch.step.train_step, microbatches.rows)
+        records = reader.fetch(batch.step.train_step, microbatches.rows)
         rows = {table: self._on_device(GatheredRows(r)) for table, r in records.items()}
         self._set(microbatches, rows)
 

@@ -6,8 +6,9 @@ row and changes the row in the same pass, so the gradient of a row is never stor
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 
@@ -22,12 +23,13 @@ from trainer.embedding.kernels.interface import (
     VectorGradients,
 )
 
+T = TypeVar("T")
+
 
 class Pooling:
     """Pools the rows of an open step and collects the gradients of its vectors.
 
-    The autograd functions below take `autograd_anchor` as an input that requires grad, since rows
-    themselves do not.
+    Outputs depend on `autograd_anchor`, which requires grad, since rows themselves do not.
     """
 
     def __init__(self, kernels: Kernels, batch: Batch, *, mean: bool) -> None:
@@ -37,18 +39,11 @@ class Pooling:
         self._mean = mean and any(t.longest_bag > 1 for t in batch.lookups.values())
         self._layout = batch.layout
         self._scales: torch.Tensor | None = None
-        self._gradients: VectorGradients | None = None
-        self.autograd_anchor = torch.empty(0, requires_grad=True)
-
-    @property
-    def keys(self) -> tuple[str, ...]:
+        self.keys = batch.layout.keys
         """Features in the order of the output."""
-        return self._layout.keys
-
-    @property
-    def gradients(self) -> VectorGradients | None:
+        self.gradients: VectorGradients | None = None
         """The gradient of each vector, None before a backward."""
-        return self._gradients
+        self.autograd_anchor = torch.empty(0, requires_grad=True)
 
     def __call__(self, rows: Mapping[str, ArenaRows]) -> torch.Tensor:
         """Return (num_samples, num_features * dim), features in the order of `keys`.
@@ -56,7 +51,7 @@ class Pooling:
         Args:
             rows: by table, rows of the step.
         """
-        return _Pool.apply(self, rows, self.autograd_anchor)
+        return call_with_gradients(self.autograd_anchor, lambda: self.pool(rows), self.add_gradient)
 
     def pool(self, rows: Mapping[str, ArenaRows]) -> torch.Tensor:
         """Return the output of `__call__` without autograd."""
@@ -71,13 +66,15 @@ class Pooling:
         Args:
             rows: by table, rows of the step.
         """
-        parts = _PoolUnique.apply(self, rows, self.autograd_anchor)
+        parts = call_with_gradients(
+            self.autograd_anchor, lambda: self._pool_unique(rows), self._add_unique_gradients
+        )
         vectors: dict[str, torch.Tensor] = {}
         for members, part in zip(self._members(), parts, strict=True):
             vectors.update(zip(members, part.unbind(1), strict=True))
         return vectors
 
-    def pool_unique(self, rows: Mapping[str, ArenaRows]) -> tuple[torch.Tensor, ...]:
+    def _pool_unique(self, rows: Mapping[str, ArenaRows]) -> tuple[torch.Tensor, ...]:
         """Return (num_bags, num_features, dim) for each of `_members`, without autograd."""
         layout = self._layout
         self._reset_scales(rows)
@@ -101,9 +98,13 @@ class Pooling:
             (num_shared_rows, num_shared_features, dim) and
             (num_samples, num_per_sample_features, dim).
         """
-        return _PoolShared.apply(self, shared, rows, self.autograd_anchor)
+        return call_with_gradients(
+            self.autograd_anchor,
+            lambda: self._pool_shared(rows, shared),
+            partial(self._add_shared_gradients, shared),
+        )
 
-    def pool_divided(
+    def _pool_shared(
         self, rows: Mapping[str, ArenaRows], shared: SharedFeatures
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the output of `pool_shared` without autograd."""
@@ -128,8 +129,8 @@ class Pooling:
             self._kernels.segment_sum(members, outputs, bags)
         self._accumulate(outputs, bags)
 
-    def add_unique_gradients(self, gradients: tuple[torch.Tensor, ...]) -> None:
-        """Add the gradients of the outputs of `pool_unique`."""
+    def _add_unique_gradients(self, *gradients: torch.Tensor) -> None:
+        """Add the gradients of the outputs of `_pool_unique`."""
         ungrouped, *groups = gradients
         layout, dim = self._layout, ungrouped.shape[2]
         outputs = ungrouped.new_zeros(layout.num_samples, len(layout.keys), dim)
@@ -137,10 +138,10 @@ class Pooling:
         bags = torch.cat([ungrouped.new_empty(0, dim), *(g.reshape(-1, dim) for g in groups)])
         self._accumulate(outputs, bags)
 
-    def add_shared_gradients(
+    def _add_shared_gradients(
         self, shared: SharedFeatures, of_rows: torch.Tensor, of_samples: torch.Tensor
     ) -> None:
-        """Add the gradients of the outputs of `pool_divided`."""
+        """Add the gradients of the outputs of `_pool_shared`."""
         layout, dim = self._layout, of_samples.shape[2]
         num_bags = layout.num_vectors - layout.num_outputs
         of_rows, of_samples = of_rows.contiguous(), of_samples.contiguous()
@@ -167,10 +168,10 @@ class Pooling:
         self._accumulate(of_samples, bags)
 
     def _accumulate(self, outputs: torch.Tensor, bags: torch.Tensor) -> None:
-        previous = self._gradients
+        previous = self.gradients
         if previous is not None:
             outputs, bags = outputs + previous.outputs, bags + previous.bags
-        self._gradients = VectorGradients(
+        self.gradients = VectorGradients(
             outputs=outputs,
             num_features=len(self._layout.keys),
             bags=bags,
@@ -243,46 +244,29 @@ class Pooling:
         )
 
 
-class _Pool(torch.autograd.Function):
-    """Hands the output's gradient to the pooling; rows get no gradient from autograd."""
+class _GradientsTo(torch.autograd.Function):
+    """Calls one function forward and another with the gradients of its outputs."""
 
     @staticmethod
-    def forward(ctx: Any, *args: Any) -> torch.Tensor:
-        pooling, rows, _ = args
-        ctx.pooling = pooling
-        return pooling.pool(rows)
+    def forward(ctx: Any, *args: Any) -> Any:
+        _, function, add_gradients = args  # the first requires grad: autograd calls the backward
+        ctx.add_gradients = add_gradients
+        return function()
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        ctx.pooling.add_gradient(grads[0])
+        ctx.add_gradients(*grads)
         return None, None, None
 
 
-class _PoolUnique(torch.autograd.Function):
-    """As `_Pool`, with one output for each dedup group."""
+def call_with_gradients(
+    anchor: torch.Tensor, function: Callable[[], T], add_gradients: Callable[..., None]
+) -> T:
+    """Call a function, and in the backward pass another with the gradients of its outputs.
 
-    @staticmethod
-    def forward(ctx: Any, *args: Any) -> tuple[torch.Tensor, ...]:
-        pooling, rows, _ = args
-        ctx.pooling = pooling
-        return pooling.pool_unique(rows)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        ctx.pooling.add_unique_gradients(grads)
-        return None, None, None
-
-
-class _PoolShared(torch.autograd.Function):
-    """As `_Pool`, with one output for shared and one for per-sample features."""
-
-    @staticmethod
-    def forward(ctx: Any, *args: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        pooling, shared, rows, _ = args
-        ctx.pooling, ctx.shared = pooling, shared
-        return pooling.pool_divided(rows, shared)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        ctx.pooling.add_shared_gradients(ctx.shared, *grads)
-        return None, None, None, None
+    Args:
+        anchor: requires grad, since rows themselves do not.
+        function: returns one or more tensors, without autograd.
+        add_gradients: receives the gradient of each output.
+    """
+    return _GradientsTo.apply(anchor, function, add_gradients)

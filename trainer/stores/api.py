@@ -1,4 +1,4 @@
-"""The interface of embedding stores, and functions that call all stores of a run."""
+"""The interface of embedding stores, and a thread that calls a store in order."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar, runtime_checkable
+from typing import Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
 
 from schemas.arrays import Array
-from schemas.errors import PlanError, SchemaError
+from schemas.errors import SchemaError
+from schemas.rows import initial_rows
 
 ROWS_PER_CHUNK = 1 << 14
 """Rows of one chunk of `Store.contents`."""
@@ -68,6 +69,36 @@ class Records:
     values: Array
     state: Array
 
+    def take(self, positions: NDArray[np.integer]) -> Records:
+        """Return copies of the records at some positions."""
+        return Records(self.values[positions], self.state[positions])
+
+    def put(
+        self, positions: NDArray[np.integer] | NDArray[np.bool_] | slice, records: Records
+    ) -> None:
+        """Overwrite the records at some positions."""
+        self.values[positions] = records.values
+        self.state[positions] = records.state
+
+    def enlarged(self, size: int) -> Records:
+        """Return `size` records that begin with these."""
+        return Records(enlarge(self.values, size), enlarge(self.state, size))
+
+
+def enlarge(array: Array, size: int, fill: int | None = None) -> Array:
+    """Return an array of `size` rows that begins with those of another.
+
+    Args:
+        array: at most `size` rows.
+        size: of the result.
+        fill: value of the additional rows; None: uninitialized.
+    """
+    larger = np.empty((size, *array.shape[1:]), array.dtype)
+    larger[: len(array)] = array
+    if fill is not None:
+        larger[len(array) :] = fill
+    return larger
+
 
 def empty_records(layout: TableLayout, num_rows: int) -> Records:
     """Return uninitialized records."""
@@ -75,6 +106,22 @@ def empty_records(layout: TableLayout, num_rows: int) -> Records:
         np.empty((num_rows, layout.dim), layout.dtype),
         np.empty((num_rows, layout.state_width), layout.dtype),
     )
+
+
+def initial_records(layout: TableLayout, rows: NDArray[np.int64]) -> Records:
+    """Return the records of rows that were never written: initial values and zero state."""
+    values = initial_rows(
+        rows, table=layout.table, seed=layout.seed, dim=layout.dim, dtype=layout.dtype
+    )
+    return Records(values, np.zeros((len(rows), layout.state_width), layout.dtype))
+
+
+def merge_records(is_first: NDArray[np.bool_], first: Records, second: Records) -> Records:
+    """Return the records of `first` in order where the mask is set, and of `second` elsewhere."""
+    merged = first.enlarged(len(is_first))
+    merged.put(is_first, first)
+    merged.put(~is_first, second)
+    return merged
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,14 +139,13 @@ class GatheredRows:
 
     def copy(self) -> Records:
         """Return copies of the rows, in order."""
-        chosen = slice(None) if self.positions is None else self.positions
-        return Records(self.records.values[chosen].copy(), self.records.state[chosen].copy())
+        if self.positions is not None:
+            return self.records.take(self.positions)
+        return Records(self.records.values.copy(), self.records.state.copy())
 
     def put(self, records: Records) -> None:
         """Overwrite the rows."""
-        chosen = slice(None) if self.positions is None else self.positions
-        self.records.values[chosen] = records.values
-        self.records.state[chosen] = records.state
+        self.records.put(slice(None) if self.positions is None else self.positions, records)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,53 +164,40 @@ class WriteBack:
     next_use: NDArray[np.int64] | None = None
 
 
-class Store(Protocol):
-    """Rows of one table, each with its optimizer state."""
+class RowReader(Protocol):
+    """Reads the rows of all tables of a run, each with its optimizer state."""
 
     @property
-    def layout(self) -> TableLayout:
-        """Layout of the rows."""
+    def layouts(self) -> Mapping[str, TableLayout]:
+        """Layouts of the rows, by table."""
         ...
-
-    def fetch(self, rows: NDArray[np.int64]) -> Records:
-        """Return copies of rows; a row never written has its initial values and zero state."""
-        ...
-
-    def write(self, rows: NDArray[np.int64], records: Records) -> None:
-        """Write distinct rows."""
-        ...
-
-    def contents(self) -> Iterator[tuple[NDArray[np.int64], Records]]:
-        """Yield all rows ever written, ascending, and copies of their records, in chunks."""
-        ...
-
-
-@runtime_checkable
-class SupportsGather(Protocol):
-    """A store whose rows can be modified in place."""
-
-    def gather(self, rows: NDArray[np.int64]) -> GatheredRows:
-        """Return a view of rows, valid until a call that adds rows; new rows are initialized."""
-        ...
-
-    def rows_at(self, positions: NDArray[np.int32]) -> tuple[NDArray[np.int64], Records]:
-        """Return the row ids at positions, which never change, and the arrays of all rows."""
-        ...
-
-
-class StoreGroup(Protocol):
-    """All tables of a run, read and written by one request; a fetch returns rows as of its step."""
 
     def fetch(self, train_step: int, rows: Mapping[str, NDArray[np.int64]]) -> dict[str, Records]:
-        """Return copies of the rows that a step uses."""
-        ...
+        """Return copies of the rows that a step uses.
 
-    def write(self, train_step: int, leaving: Mapping[str, WriteBack]) -> None:
-        """Write rows with their values after `train_step`."""
+        A row that was never written has its initial values and zero state.
+
+        Args:
+            train_step: the step.
+            rows: table to distinct rows.
+        """
         ...
 
     def contents(self, table: str) -> Iterator[tuple[NDArray[np.int64], Records]]:
         """Yield all rows of a table ever written, ascending, and their records, in chunks."""
+        ...
+
+
+class Store(RowReader, Protocol):
+    """Holds the rows of all tables of a run; used by one thread at a time."""
+
+    def write(self, train_step: int, leaving: Mapping[str, WriteBack]) -> None:
+        """Write rows with their values after `train_step`.
+
+        Args:
+            train_step: the step that computed the values.
+            leaving: table to rows.
+        """
         ...
 
     def notify_checkpoint(self, train_step: int) -> None:
@@ -172,96 +205,23 @@ class StoreGroup(Protocol):
         ...
 
     def close(self) -> None:
-        """Close connections and files, stop threads."""
+        """Close connections and files, stop threads; rows that are only in memory are lost."""
         ...
 
 
-G = TypeVar("G", bound=StoreGroup)
+@runtime_checkable
+class SupportsGather(Protocol):
+    """A store whose rows can be modified in place."""
 
+    def gather(self, table: str, rows: NDArray[np.int64]) -> GatheredRows:
+        """Return a view of rows, valid until a call that adds rows; new rows are initialized."""
+        ...
 
-class GroupTable(Generic[G]):
-    """One table of a group."""
-
-    def __init__(self, group: G, layout: TableLayout) -> None:
-        """Keep the group."""
-        self._group = group
-        self._layout = layout
-
-    @property
-    def layout(self) -> TableLayout:
-        """Layout of the rows."""
-        return self._layout
-
-    @property
-    def group(self) -> G:
-        """The group of all tables."""
-        return self._group
-
-    def fetch(self, rows: NDArray[np.int64]) -> Records:
-        """Raise PlanError: a row can only be fetched for the step that uses it."""
-        raise PlanError("rows of a step store need their step; fetch from its group")
-
-    def write(self, rows: NDArray[np.int64], records: Records) -> None:
-        """Raise PlanError: a row can only be written with its step."""
-        raise PlanError("rows of a step store need their step; write to its group")
-
-    def contents(self) -> Iterator[tuple[NDArray[np.int64], Records]]:
-        """Yield all rows ever written, ascending, and their records, in chunks."""
-        return self._group.contents(self._layout.table)
-
-
-def group_of(stores: Mapping[str, Store]) -> StoreGroup | None:
-    """Return the group of the stores, None if they are independent."""
-    first = next(iter(stores.values()), None)
-    return first.group if isinstance(first, GroupTable) else None
-
-
-def fetch_rows(
-    stores: Mapping[str, Store], train_step: int, rows: Mapping[str, NDArray[np.int64]]
-) -> dict[str, Records]:
-    """Return copies of the rows that a step uses.
-
-    Args:
-        stores: by table.
-        train_step: the step that uses them.
-        rows: table to distinct rows.
-    """
-    group = group_of(stores)
-    if group is not None:
-        return group.fetch(train_step, rows)
-    return {table: stores[table].fetch(table_rows) for table, table_rows in rows.items()}
-
-
-def write_rows(
-    stores: Mapping[str, Store], train_step: int, leaving: Mapping[str, WriteBack]
-) -> None:
-    """Write rows with the values that they have after a step.
-
-    Args:
-        stores: by table.
-        train_step: the step that computed the values.
-        leaving: table to rows.
-    """
-    group = group_of(stores)
-    if group is not None:
-        group.write(train_step, leaving)
-        return
-    for table, back in leaving.items():
-        stores[table].write(back.rows, back.records)
-
-
-def notify_checkpoint(stores: Mapping[str, Store], train_step: int) -> None:
-    """Inform the stores that a checkpoint before `train_step` is complete."""
-    group = group_of(stores)
-    if group is not None:
-        group.notify_checkpoint(train_step)
-
-
-def close_stores(stores: Mapping[str, Store]) -> None:
-    """Close the stores; rows that are only in this process are lost."""
-    group = group_of(stores)
-    if group is not None:
-        group.close()
+    def rows_at(
+        self, table: str, positions: NDArray[np.int32]
+    ) -> tuple[NDArray[np.int64], Records]:
+        """Return the row ids at positions, which never change, and the arrays of all rows."""
+        ...
 
 
 T = TypeVar("T")
@@ -270,14 +230,8 @@ T = TypeVar("T")
 class StoreThread:
     """A thread that runs reads and writes in order, so that reads see all earlier writes."""
 
-    def __init__(self, stores: Mapping[str, Store], name: str) -> None:
-        """Start no thread yet.
-
-        Args:
-            stores: by table.
-            name: of the thread.
-        """
-        self._stores = stores
+    def __init__(self, store: Store, name: str) -> None:
+        self._store = store
         self._name = name
         self._pool: ThreadPoolExecutor | None = None
         self._writes: deque[Future[None]] = deque()
@@ -288,7 +242,7 @@ class StoreThread:
 
     def write(self, train_step: int, leaving: Mapping[str, WriteBack]) -> None:
         """Write rows with their values after `train_step`."""
-        self._writes.append(self._worker().submit(write_rows, self._stores, train_step, leaving))
+        self._writes.append(self._worker().submit(self._store.write, train_step, leaving))
 
     def call(self, function: Callable[[], None]) -> None:
         """Call a function after all earlier calls; `check` raises its errors."""

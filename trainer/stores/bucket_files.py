@@ -44,7 +44,6 @@ class Entries:
     block: Array
 
     def __len__(self) -> int:
-        """Return the number of rows."""
         return len(self.rows)
 
     @property
@@ -222,12 +221,13 @@ def _open_direct(path: Path, flags: int) -> int:
 
 
 def _write_all(file: int, buffer: memoryview, start: int) -> None:
-    done = 0
-    while done < len(buffer):
-        written = os.pwrite(file, buffer[done:], start + done) // _ALIGNMENT * _ALIGNMENT
-        if not written:
+    num_written = 0
+    while num_written < len(buffer):
+        count = os.pwrite(file, buffer[num_written:], start + num_written)
+        count = count // _ALIGNMENT * _ALIGNMENT
+        if not count:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        done += written
+        num_written += count
 
 
 # External merge sort: rows are collected up to `RUN_BYTES`, sorted and written as a run; runs are

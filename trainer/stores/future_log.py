@@ -27,8 +27,7 @@ from schemas.cache_plan import NEVER_AGAIN
 from schemas.dataset import Dataset
 from schemas.errors import PlanError, SchemaError
 from schemas.order import Order
-from schemas.rows import initial_rows
-from trainer.stores.api import GroupTable, Records, TableLayout, WriteBack
+from trainer.stores.api import Records, TableLayout, WriteBack, initial_records, merge_records
 from trainer.stores.bucket_files import (
     MERGE_CHUNK_BYTES,
     BucketFiles,
@@ -47,12 +46,11 @@ NextUses = Callable[[str, NDArray[np.int64]], NDArray[np.int64]]
 """(table, rows) to the step that uses each row next, or `NEVER_AGAIN`."""
 
 
-def log_stores(layouts: Mapping[str, TableLayout], directory: Path) -> dict[str, GroupTable]:
-    """Return stores over an empty log; files of an earlier run are deleted."""
+def log_store(layouts: Mapping[str, TableLayout], directory: Path) -> FutureLog:
+    """Return an empty log; files of an earlier run are deleted."""
     shutil.rmtree(directory, ignore_errors=True)
     directory.mkdir(parents=True)
-    log = FutureLog(layouts, directory)
-    return {table: GroupTable(log, layout) for table, layout in layouts.items()}
+    return FutureLog(layouts, directory)
 
 
 class FutureLog:
@@ -75,7 +73,7 @@ class FutureLog:
             buffer_bytes: maximum bytes that are buffered for long writes.
         """
         first = next(iter(layouts.values()))
-        self._layouts = layouts
+        self.layouts = layouts
         self._index = {table: index for index, table in enumerate(layouts)}
         self._dim, self._dtype = first.dim, first.dtype
         self._width = first.dim + first.state_width
@@ -174,7 +172,7 @@ class FutureLog:
         The first call reads the files once for all tables and sorts them on disk.
         """
         if self._runs is None:
-            self._runs = SortedRuns(self._run_files, len(self._layouts))
+            self._runs = SortedRuns(self._run_files, len(self.layouts))
             self._runs.add(self._all_entries())
         for rows, block in self._runs.table(self._index[table]):
             yield rows, self._split(block)
@@ -186,7 +184,7 @@ class FutureLog:
         """Do nothing: no file is open between calls."""
 
     def _records(self, table: str, due: Entries, wanted: NDArray[np.int64]) -> tuple[Records, int]:
-        index, layout = self._index[table], self._layouts[table]
+        index = self._index[table]
         start, end = np.searchsorted(due.tables, [index, index + 1])
         stored = due.rows[start:end]
         if np.array_equal(stored, wanted):
@@ -195,16 +193,9 @@ class FutureLog:
         hit = np.zeros(len(wanted), bool)
         inside = at < len(stored)
         hit[inside] = stored[at[inside]] == wanted[inside]
-        records = Records(
-            np.empty((len(wanted), self._dim), self._dtype),
-            np.zeros((len(wanted), self._width - self._dim), self._dtype),
-        )
-        block = due.block[start + at[hit]]
-        records.values[hit], records.state[hit] = block[:, : self._dim], block[:, self._dim :]
-        records.values[~hit] = initial_rows(
-            wanted[~hit], table=table, seed=layout.seed, dim=self._dim, dtype=self._dtype
-        )
-        return records, int(hit.sum())
+        hits = self._split(due.block[start + at[hit]])
+        records = merge_records(hit, hits, initial_records(self.layouts[table], wanted[~hit]))
+        return records, len(hits.values)
 
     def _split(self, block: Array) -> Records:
         return Records(block[:, : self._dim], block[:, self._dim :])

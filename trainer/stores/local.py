@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import BinaryIO
 
@@ -13,74 +13,128 @@ from numpy.typing import NDArray
 
 from schemas.arrays import Array
 from schemas.errors import SchemaError
-from schemas.rows import initial_rows
-from trainer.stores.api import ROWS_PER_CHUNK, GatheredRows, Records, TableLayout, empty_records
+from schemas.hashing import splitmix64
+from trainer.stores.api import (
+    ROWS_PER_CHUNK,
+    GatheredRows,
+    Records,
+    TableLayout,
+    WriteBack,
+    empty_records,
+    enlarge,
+    initial_records,
+    merge_records,
+)
 from trainer.stores.bucket_files import MERGE_CHUNK_BYTES, BucketFiles, Entries, SortedRuns
-from trainer.stores.row_map import RowMap
 
 _MAX_ROWS = 2**31 - 1
-Arena = Callable[[str, int, int], Array]
-"""(name, num_rows, width) to an array of that shape that starts with the previous contents."""
+"""Rows of a table in one process: positions have 31 bits."""
+Arena = Callable[[str, Array, int], Array]
+"""(name, array, num_rows) to a larger array that begins with the contents of `array`."""
 
 
-def memory_store(layout: TableLayout) -> ArrayStore:
+class LocalStore:
+    """Tables in this process, whose rows can be updated in place."""
+
+    def __init__(self, tables: Mapping[str, ArrayTable]) -> None:
+        self.tables = tables
+
+    @property
+    def layouts(self) -> dict[str, TableLayout]:
+        """Layouts of the rows, by table."""
+        return {name: table.layout for name, table in self.tables.items()}
+
+    def fetch(self, train_step: int, rows: Mapping[str, NDArray[np.int64]]) -> dict[str, Records]:
+        """Return copies of rows; `train_step` is ignored."""
+        return {table: self.tables[table].fetch(ids) for table, ids in rows.items()}
+
+    def write(self, train_step: int, leaving: Mapping[str, WriteBack]) -> None:
+        """Write rows; `train_step` is ignored."""
+        for table, back in leaving.items():
+            self.tables[table].write(back.rows, back.records)
+
+    def gather(self, table: str, rows: NDArray[np.int64]) -> GatheredRows:
+        """Return a view of rows, valid until a row is added; new rows get their initial values."""
+        return self.tables[table].gather(rows)
+
+    def rows_at(
+        self, table: str, positions: NDArray[np.int32]
+    ) -> tuple[NDArray[np.int64], Records]:
+        """Return the rows at some positions, which are stable, and the arrays of all rows."""
+        return self.tables[table].rows_at(positions)
+
+    def contents(self, table: str) -> Iterator[tuple[NDArray[np.int64], Records]]:
+        """Yield all rows of a table ever written, ascending, and copies of their records."""
+        return self.tables[table].contents()
+
+    def notify_checkpoint(self, train_step: int) -> None:
+        """Do nothing: no row is kept for a rollback."""
+
+    def close(self) -> None:
+        """Do nothing: memory and mapped files end with the process."""
+
+
+def memory_store(layouts: Mapping[str, TableLayout]) -> LocalStore:
     """Return an empty store in memory."""
-    return ArrayStore(layout, _MemoryArena(layout.dtype))
+    return LocalStore({name: ArrayTable(layout) for name, layout in layouts.items()})
 
 
-def mmap_store(layout: TableLayout, directory: Path) -> MappedStore:
+def mmap_store(layouts: Mapping[str, TableLayout], directory: Path) -> LocalStore:
     """Return an empty store in files below `directory`; files of an earlier run are replaced."""
-    folder = directory / layout.table
-    folder.mkdir(parents=True, exist_ok=True)
-    for path in folder.glob("*.bin"):
-        path.unlink()
-    return MappedStore(layout, folder)
+    tables: dict[str, ArrayTable] = {}
+    for name, layout in layouts.items():
+        folder = directory / name
+        folder.mkdir(parents=True, exist_ok=True)
+        for path in folder.glob("*.bin"):
+            path.unlink()
+        tables[name] = MappedTable(layout, folder)
+    return LocalStore(tables)
 
 
-class ArrayStore:
-    """Rows in order of first write in growing arrays."""
+def _memory(name: str, array: Array, num_rows: int) -> Array:
+    """Return a larger array in memory; pages that no row has reached use none."""
+    return enlarge(array, num_rows)
 
-    def __init__(self, layout: TableLayout, arena: Arena) -> None:
-        """Allocate nothing yet."""
-        self._layout = layout
+
+class ArrayTable:
+    """Rows of one table in order of first write, in growing arrays."""
+
+    def __init__(self, layout: TableLayout, arena: Arena = _memory) -> None:
+        self.layout = layout
         self._arena = arena
         self._map = RowMap()
         self._records = empty_records(layout, 0)
 
-    @property
-    def layout(self) -> TableLayout:
-        """Layout of the rows."""
-        return self._layout
-
     def fetch(self, rows: NDArray[np.int64]) -> Records:
         """Return copies of rows; a row never written has its initial values and zero state."""
         positions = self._map.find(rows)
-        if len(rows) and positions.min() >= 0:
-            return _take(self._records, positions)
-        written, unwritten = np.flatnonzero(positions >= 0), np.flatnonzero(positions < 0)
-        records = empty_records(self._layout, len(rows))
-        stored = _take(self._records, positions[written])
-        records.values[written], records.state[written] = stored.values, stored.state
-        records.values[unwritten] = self._initial_values(rows[unwritten])
-        records.state[unwritten] = 0
-        return records
+        is_written = positions >= 0
+        written = self._records.take(positions[is_written])
+        if len(written.values) == len(rows):
+            return written
+        return merge_records(is_written, written, initial_records(self.layout, rows[~is_written]))
 
-    def write(self, rows: NDArray[np.int64], records: Records) -> None:
-        """Write distinct rows."""
+    def __len__(self) -> int:
+        return len(self._map)
+
+    def find(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the position of each row, -1 where it was never written."""
+        return self._map.find(rows)
+
+    def write(self, rows: NDArray[np.int64], records: Records) -> NDArray[np.integer]:
+        """Write distinct rows and return their positions."""
         positions, _ = self._find_or_add(rows)
-        self._records.values[positions] = records.values
-        self._records.state[positions] = records.state
+        self._records.put(positions, records)
+        return positions
 
     def gather(self, rows: NDArray[np.int64]) -> GatheredRows:
         """Return a view of rows, valid until a row is added; new rows get their initial values."""
         positions, added = self._find_or_add(rows)
         if len(added):
-            new = positions[added]
-            self._records.values[new] = self._initial_values(rows[added])
-            self._records.state[new] = 0
+            self._records.put(positions[added], initial_records(self.layout, rows[added]))
         if len(self._map) > _MAX_ROWS:
             raise ValueError(
-                f"table {self._layout.table!r} has {len(self._map)} rows, more than {_MAX_ROWS} "
+                f"table {self.layout.table!r} has {len(self._map)} rows, more than {_MAX_ROWS} "
                 "in one process; use train.stores"
             )
         return GatheredRows(self._records, positions.astype(np.int32))
@@ -94,12 +148,7 @@ class ArrayStore:
         order = np.argsort(self._map.rows)
         for start in range(0, len(order), ROWS_PER_CHUNK):
             positions = order[start : start + ROWS_PER_CHUNK]
-            yield self._map.rows[positions], _take(self._records, positions)
-
-    @property
-    def written_rows(self) -> NDArray[np.int64]:
-        """Rows in order of first write."""
-        return self._map.rows
+            yield self._map.rows[positions], self._records.take(positions)
 
     def _find_or_add(
         self, rows: NDArray[np.int64]
@@ -113,42 +162,17 @@ class ArrayStore:
             positions[added] = self._map.add(rows[added])
         return positions, added
 
-    def _initial_values(self, rows: NDArray[np.int64]) -> Array:
-        layout = self._layout
-        return initial_rows(
-            rows, table=layout.table, seed=layout.seed, dim=layout.dim, dtype=layout.dtype
-        )
-
     def _reserve(self, num_rows: int) -> None:
         if num_rows <= len(self._records.values):
             return
         capacity = max(1024, 1 << (num_rows - 1).bit_length())
         self._records = Records(
-            self._arena("values", capacity, self._layout.dim),
-            self._arena("state", capacity, self._layout.state_width),
+            self._arena("values", self._records.values, capacity),
+            self._arena("state", self._records.state, capacity),
         )
 
 
-def _take(records: Records, positions: NDArray[np.int64]) -> Records:
-    return Records(records.values[positions], records.state[positions])
-
-
-class _MemoryArena:
-    """Arrays that grow by copying; pages that no row has reached use no memory."""
-
-    def __init__(self, dtype: str) -> None:
-        self._dtype = dtype
-        self._arrays: dict[str, Array] = {}
-
-    def __call__(self, name: str, num_rows: int, width: int) -> Array:
-        larger = np.empty((num_rows, width), self._dtype)
-        if name in self._arrays:
-            larger[: len(self._arrays[name])] = self._arrays[name]
-        self._arrays[name] = larger
-        return larger
-
-
-class MappedStore(ArrayStore):
+class MappedTable(ArrayTable):
     """Rows in memory-mapped files, which the operating system writes back at any time.
 
     The files are scratch space: a run that dies restarts from its checkpoint. `contents` sorts the
@@ -181,7 +205,7 @@ class MappedStore(ArrayStore):
 
     def _entries(self) -> Iterator[Entries]:
         """Yield all rows in order of first write."""
-        all_rows, layout = self.written_rows, self.layout
+        all_rows, layout = self._map.rows, self.layout
         for start in range(0, len(all_rows), ROWS_PER_CHUNK):
             rows = all_rows[start : start + ROWS_PER_CHUNK]
             chunk = slice(start, start + len(rows))
@@ -198,7 +222,8 @@ class _MappedArena:
         self._directory = directory
         self._dtype = np.dtype(dtype)
 
-    def __call__(self, name: str, num_rows: int, width: int) -> Array:
+    def __call__(self, name: str, array: Array, num_rows: int) -> Array:
+        width = array.shape[1]
         if width == 0:
             return np.empty((num_rows, 0), self._dtype)
         path = self._path(name)
@@ -238,3 +263,106 @@ def _extend_file(file: BinaryIO, path: Path, num_bytes: int) -> None:
             f"{num_bytes - current_bytes} bytes and continue with --resume",
             file=str(path),
         ) from error
+
+
+# ---- Positions of rows ----
+
+_EMPTY = -1
+DENSE_MAP_ROWS = 1 << 20
+"""Row ids below are looked up in an array with 4 bytes per id: 4 MiB at most."""
+
+
+class RowMap:
+    """Maps row ids to the positions 0, 1, ... in order of insertion.
+
+    While all ids are below `DENSE_MAP_ROWS` the map is an array indexed by id. The first larger id
+    turns it into a hash map with open addressing, at most half full. Ids may be any of 2**63;
+    memory is 16 to 32 bytes per inserted row.
+    """
+
+    def __init__(self) -> None:
+        self._dense: NDArray[np.int32] | None = np.full(1024, _EMPTY, np.int32)
+        self._buckets = np.empty(0, np.int32)  # positions, by hash bucket
+        self._rows = np.empty(512, np.int64)  # by position
+        self._num_rows = 0
+
+    def __len__(self) -> int:
+        return self._num_rows
+
+    @property
+    def rows(self) -> NDArray[np.int64]:
+        """(len,) int64, the row id at each position."""
+        return self._rows[: self._num_rows]
+
+    def find(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the position of each row, -1 where it is missing."""
+        if self._dense is not None:
+            return _find_dense(self._dense, rows)
+        buckets = self._hash(rows)
+        positions = self._buckets[buckets].astype(np.int64)
+        # position -1 reads the last row, which may be the one searched for
+        pending = np.flatnonzero((positions != _EMPTY) & (self._rows[positions] != rows))
+        while len(pending):
+            buckets[pending] = (buckets[pending] + 1) & (len(self._buckets) - 1)
+            candidates = self._buckets[buckets[pending]]
+            positions[pending] = candidates
+            mismatch = (candidates != _EMPTY) & (self._rows[candidates] != rows[pending])
+            pending = pending[mismatch]
+        return positions
+
+    def add(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Insert rows, which are distinct and not in the map, and return their positions, (n,)."""
+        start, end = self._num_rows, self._num_rows + len(rows)
+        if end > len(self._rows):
+            self._grow(end)
+        self._rows[start:end] = rows
+        self._num_rows = end
+        positions = np.arange(start, end)
+        if self._dense is None:
+            self._insert(rows, positions)
+        elif rows.max(initial=0) < DENSE_MAP_ROWS:
+            self._dense = _extend_dense(self._dense, int(rows.max(initial=0)))
+            self._dense[rows] = positions
+        else:
+            self._dense = None
+            self._rehash()
+        return positions
+
+    def _grow(self, min_capacity: int) -> None:
+        assert min_capacity <= _MAX_ROWS + 1, "a table has at most 2**31 rows in one process"
+        capacity = 1 << (min_capacity - 1).bit_length()
+        self._rows = enlarge(self._rows, capacity)
+        if self._dense is None:
+            self._rehash()
+
+    def _rehash(self) -> None:
+        self._buckets = np.full(2 * len(self._rows), _EMPTY, np.int32)
+        self._insert(self.rows, np.arange(self._num_rows))
+
+    def _insert(self, rows: NDArray[np.int64], positions: NDArray[np.int64]) -> None:
+        buckets = self._hash(rows)
+        pending = np.arange(len(rows))
+        while len(pending):
+            # if several rows hash to one free bucket the last write wins; the others probe further
+            free = pending[self._buckets[buckets[pending]] == _EMPTY]
+            self._buckets[buckets[free]] = positions[free]
+            pending = pending[self._buckets[buckets[pending]] != positions[pending]]
+            buckets[pending] = (buckets[pending] + 1) & (len(self._buckets) - 1)
+
+    def _hash(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        return (splitmix64(rows) & np.uint64(len(self._buckets) - 1)).astype(np.int64)
+
+
+def _find_dense(dense: NDArray[np.int32], rows: NDArray[np.int64]) -> NDArray[np.int64]:
+    if len(rows) and rows.max() < len(dense):
+        return dense[rows].astype(np.int64)
+    positions = np.full(len(rows), _EMPTY, np.int64)
+    inside = np.flatnonzero(rows < len(dense))
+    positions[inside] = dense[rows[inside]]
+    return positions
+
+
+def _extend_dense(dense: NDArray[np.int32], max_row: int) -> NDArray[np.int32]:
+    if max_row < len(dense):
+        return dense
+    return enlarge(dense, 1 << max_row.bit_length(), _EMPTY)

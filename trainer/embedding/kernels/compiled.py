@@ -22,8 +22,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from trainer.data.lookup import transpose
-from trainer.embedding.kernels.interaction import CompiledInteractions, TorchInteractions
+from trainer.data.lookup import Inverse, transpose
 from trainer.embedding.kernels.interface import (
     FeatureBags,
     GroupSamples,
@@ -34,8 +33,9 @@ from trainer.embedding.kernels.interface import (
     TableRows,
     Transposed,
     VectorGradients,
+    Vectors,
 )
-from trainer.embedding.kernels.torch_ops import TorchKernels
+from trainer.embedding.kernels.torch_ops import TorchInteractions, TorchKernels
 
 logger = logging.getLogger(__name__)
 
@@ -360,6 +360,75 @@ class CompiledKernels:
         words = np.array(structs, np.int64)
         entry = self._entries[name, like.dtype]
         entry(words.ctypes.data, len(structs), *arguments, torch.get_num_threads())
+
+
+class CompiledInteractions:
+    """Calls `interaction.cpp` on as many threads as torch uses."""
+
+    def __init__(self, library: Path) -> None:
+        """Load the library, whose threads are those of torch's OpenMP."""
+        loaded = ctypes.CDLL(str(library))
+        rest = (_WORD, _POINTER, _POINTER, _WORD, _WORD)
+        self._forward = {t: loaded[f"presage_interact_{name}"] for t, name in _DTYPES.items()}
+        self._back = {t: loaded[f"presage_interact_back_{name}"] for t, name in _DTYPES.items()}
+        for entries, blocks in ((self._forward, 2), (self._back, 4)):
+            for entry in entries.values():
+                entry.argtypes, entry.restype = (*[_POINTER] * blocks, *rest), None
+
+    def interact(
+        self,
+        rows: Vectors,
+        own: Vectors,
+        inverse: Inverse,
+        row_out: torch.Tensor,
+        own_out: torch.Tensor,
+    ) -> None:
+        """Write the products of two vectors of a row, and of a sample and its row."""
+        blocks = _struct(rows, row_out), _struct(own, own_out)
+        _interact(self._forward[row_out.dtype], blocks, inverse, rows.rest.shape[2])
+
+    def interact_back(
+        self,
+        rows: Vectors,
+        own: Vectors,
+        inverse: Inverse,
+        gradients: tuple[torch.Tensor, torch.Tensor],
+        out: tuple[Vectors, Vectors],
+    ) -> None:
+        """Write the gradients of all vectors."""
+        of_rows, of_own = gradients
+        blocks = (
+            _struct(rows, of_rows),
+            _struct(own, of_own),
+            _struct(out[0], of_rows),
+            _struct(out[1], of_own),
+        )
+        _interact(self._back[of_rows.dtype], blocks, inverse, rows.rest.shape[2])
+
+
+def _struct(vectors: Vectors, out: torch.Tensor) -> np.ndarray:
+    """Return the struct `Vectors` of interaction.cpp."""
+    return np.array(
+        [
+            0 if vectors.first is None else _address(vectors.first, out.dtype),
+            _address(vectors.rest, out.dtype),
+            _address(out, out.dtype),
+            vectors.rest.shape[1],
+            out.shape[1],
+        ],
+        np.int64,
+    )
+
+
+def _interact(entry: ctypes._FuncPointer, blocks: tuple, inverse: Inverse, dim: int) -> None:
+    entry(
+        *(block.ctypes.data for block in blocks),
+        len(inverse.offsets) - 1,
+        _address(inverse.order, torch.int32),
+        _address(inverse.offsets, torch.int32),
+        dim,
+        torch.get_num_threads(),
+    )
 
 
 def _address(tensor: torch.Tensor | None, dtype: torch.dtype = torch.int32) -> int:

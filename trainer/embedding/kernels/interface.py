@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -14,6 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from schemas.config.train import SparseOptimizerConfig
 from trainer.data.lookup import Inverse
 
 Transposed = tuple[NDArray[np.int64], NDArray[np.integer], NDArray[np.integer], NDArray[np.integer]]
@@ -35,7 +37,6 @@ class ArenaRows:
     positions: torch.Tensor | None = None
 
     def __len__(self) -> int:
-        """Return the number of rows."""
         return len(self.values) if self.positions is None else len(self.positions)
 
 
@@ -149,7 +150,7 @@ class RowSums:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowRule:
-    """An update rule at one step; see `trainer.embedding.optimizer.update_rows`."""
+    """An update rule at one step; see `torch_ops.update_rows`."""
 
     name: str
     """sgd, adagrad, rowwise_adagrad, adam; or sum: values become the gradient."""
@@ -161,6 +162,30 @@ class RowRule:
     """Adam's decay of the mean."""
     beta2: float = 0.0
     """Adam's decay of the squares."""
+
+
+def state_width(config: SparseOptimizerConfig, dim: int) -> int:
+    """Return the width of the optimizer state of a row of width `dim`."""
+    return {"sgd": 0, "rowwise_adagrad": 1, "adagrad": dim, "adam": 2 * dim}[config.name]
+
+
+def rule_at(config: SparseOptimizerConfig, train_step: int) -> RowRule:
+    """Return the update rule of one step; steps count from 0.
+
+    Adam's bias corrections depend on the step, not on the row, as in torch's SparseAdam: they
+    are a factor of the learning rate.
+    """
+    rate = config.learning_rate
+    if config.name == "adam":
+        count = train_step + 1
+        rate *= math.sqrt(1 - config.beta2**count) / (1 - config.beta1**count)
+    return RowRule(
+        name=config.name,
+        learning_rate=rate,
+        eps=config.eps,
+        beta1=config.beta1,
+        beta2=config.beta2,
+    )
 
 
 class Kernels(Protocol):

@@ -1,4 +1,4 @@
-// Update rules of rows, as in trainer/embedding/optimizer.py.
+// Update rules of rows, as in update_rows in torch_ops.py.
 #pragma once
 
 #include <cmath>

@@ -12,7 +12,6 @@ from numpy.typing import NDArray
 from schemas.arrays import Array, offsets_of
 from schemas.hashing import slot_of_row
 from trainer.stores.api import (
-    GroupTable,
     Records,
     SlotMapChangedError,
     StoreUnavailableError,
@@ -43,8 +42,8 @@ _SendMessage = Callable[[SlotMap, int, NDArray[np.int64]], None]
 """(slot map, index of the store in it, indices of the rows of one message)."""
 
 
-class FlightGroup:
-    """The tables of a run in all its store processes, which are called concurrently.
+class RemoteStore:
+    """The rows of a run in all its store processes, which are called concurrently.
 
     A call that fails because slots moved or a store is gone is repeated with the new slot map.
     With copies, a write is complete when all stores of a row have acknowledged it.
@@ -53,7 +52,7 @@ class FlightGroup:
     def __init__(
         self, members: StoreMembers, layouts: Mapping[str, TableLayout], message_bytes: int
     ) -> None:
-        """Use opened stores; see `open_group`.
+        """Use opened stores; see `open_remote_store`.
 
         Args:
             members: the processes.
@@ -61,7 +60,7 @@ class FlightGroup:
             message_bytes: maximum message size of all processes.
         """
         self.members = members
-        self._layouts = layouts
+        self.layouts = layouts
         self._layout = next(iter(layouts.values()))
         self._rows_per_message = max(1, message_bytes // record_bytes(self._layout))
         workers = _CALLS_PER_STORE * len(members.addresses)
@@ -267,7 +266,7 @@ class FlightGroup:
         return Records(block[:, :dim].copy(), block[:, dim:].copy())
 
 
-def open_group(
+def open_remote_store(
     addresses: Sequence[str],
     access: Access,
     layouts: Mapping[str, TableLayout],
@@ -277,7 +276,7 @@ def open_group(
     reset: bool,
     replicas: int = 1,
     repairs: bool = True,
-) -> dict[str, GroupTable[FlightGroup]]:
+) -> RemoteStore:
     """Open store processes for a run.
 
     Args:
@@ -300,10 +299,10 @@ def open_group(
     except BaseException:
         members.close()
         raise
-    group = FlightGroup(members, layouts, message_bytes)
+    store = RemoteStore(members, layouts, message_bytes)
     if repairs:
-        group.repair()
-    return {table: GroupTable(group, layout) for table, layout in layouts.items()}
+        store.repair()
+    return store
 
 
 def _flat(

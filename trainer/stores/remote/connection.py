@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,7 +32,7 @@ from trainer.stores.api import (
     StoreUnavailableError,
     TableLayout,
 )
-from trainer.stores.remote.wire import AUTHORIZATION, records_schema, rows_batch
+from trainer.stores.remote.wire import AUTHORIZATION, read_token, records_schema, rows_batch
 
 FILE = "file://"
 """Prefix of an address that is a file."""
@@ -102,22 +102,32 @@ class Access:
     """Whether stores are added and removed while a run trains."""
 
 
+def read_access(
+    token_file: Path, authorities: Path | None = None, certificate_name: str | None = None
+) -> Access:
+    """Return the credentials of calls to stores.
+
+    Args:
+        token_file: of the stores.
+        authorities: PEM file of their authorities; None: those of the system.
+        certificate_name: name in their certificates; None: the host of each address.
+
+    Raises:
+        SchemaError: the file has no token.
+    """
+    return Access(
+        token=read_token(token_file),
+        certificates=None if authorities is None else authorities.read_bytes(),
+        certificate_name=certificate_name,
+    )
+
+
 class StoreConnection:
     """Calls one store; every call may be repeated, because writes carry absolute values."""
 
-    def __init__(
-        self,
-        address: str,
-        access: Access,
-        *,
-        clock: Callable[[], float] = time.monotonic,
-        sleep: Callable[[float], None] = time.sleep,
-    ) -> None:
-        """Connect to nothing yet."""
+    def __init__(self, address: str, access: Access) -> None:
         self.address = address
         self._access = access
-        self._clock = clock
-        self._sleep = sleep
         self._client: fl.FlightClient | None = None
 
     def action(self, name: str, body: dict[str, Any]) -> dict[str, Any]:
@@ -185,11 +195,9 @@ class StoreConnection:
         return self._once(call, self._access.timeout_sec if timeout_sec is None else timeout_sec)
 
     def __enter__(self) -> StoreConnection:
-        """Return the connection."""
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Close the connection."""
         self.close()
 
     def close(self) -> None:
@@ -199,21 +207,19 @@ class StoreConnection:
             client.close()
 
     def _retried(self, call: _Call[T]) -> T:
-        start, pause = self._clock(), 0.02
-        while True:
+        last_error: Exception | None = None
+        for _ in _attempts(self._access.timeout_sec):
             try:
                 return self._once(call, self._access.timeout_sec)
             except StoreUnavailableError as error:
-                if self._clock() - start + pause > self._access.timeout_sec:
-                    raise unreachable_error(
-                        self.address, self._access.timeout_sec, error
-                    ) from error
-                self._sleep(pause)
-                pause = min(2 * pause, 1.0)
+                last_error = error
+        timeout_sec = self._access.timeout_sec
+        raise unreachable_error(self.address, timeout_sec, last_error) from last_error
 
     def _once(self, call: _Call[T], timeout_sec: float) -> T:
-        start, pause = self._clock(), 0.02
-        while True:
+        """Call once, and again while the store is busy."""
+        line = ""
+        for _ in _attempts(self._access.timeout_sec):
             options = fl.FlightCallOptions(
                 timeout=timeout_sec,
                 headers=[(AUTHORIZATION.encode(), f"Bearer {self._access.token}".encode())],
@@ -221,15 +227,13 @@ class StoreConnection:
             try:
                 return call(self._connected(), options)
             except _GONE as error:
-                if _code_and_line(error)[0] != BUSY:
+                code, line = _code_and_line(error)
+                if code != BUSY:
                     self.close()
                     raise StoreUnavailableError(_reason(error), self.address) from error
-                if self._clock() - start > self._access.timeout_sec:
-                    raise SchemaError(_code_and_line(error)[1], file=self.address) from error
-                self._sleep(pause)
-                pause = min(2 * pause, 1.0)
             except (fl.FlightError, pa.ArrowException) as error:
                 raise self._to_error(error) from error
+        raise SchemaError(line, file=self.address)
 
     def _connected(self) -> fl.FlightClient:
         if self._client is None:
@@ -246,6 +250,16 @@ class StoreConnection:
         if isinstance(error, fl.FlightUnauthenticatedError):
             line = f"{line.partition('; ')[0]}; use the same token file for both"
         return SchemaError(line, file=self.address)
+
+
+def _attempts(timeout_sec: float) -> Iterator[None]:
+    """Yield at least once, after longer and longer pauses, until the time-out."""
+    end, pause = time.monotonic() + timeout_sec, 0.02
+    yield
+    while time.monotonic() + pause <= end:
+        time.sleep(pause)
+        yield
+        pause = min(2 * pause, 1.0)
 
 
 def connect(address: str, access: Access) -> fl.FlightClient:

@@ -6,7 +6,7 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict
@@ -48,14 +48,7 @@ class StoreMembers:
     """The stores of a run and their slot map, which is resolved again after each change."""
 
     def __init__(
-        self,
-        addresses: Sequence[str],
-        access: Access,
-        session: str,
-        replicas: int,
-        *,
-        clock: Callable[[], float] = time.monotonic,
-        sleep: Callable[[float], None] = time.sleep,
+        self, addresses: Sequence[str], access: Access, session: str, replicas: int
     ) -> None:
         """Connect to nothing yet.
 
@@ -64,15 +57,11 @@ class StoreMembers:
             access: to the stores.
             session: of this process.
             replicas: stores per slot.
-            clock: seconds.
-            sleep: waits.
         """
         self.session = session
         self.replicas = replicas
         self.addresses = tuple(addresses)
         self.access = access
-        self.clock = clock
-        self._sleep = sleep
         self._connections: dict[str, StoreConnection] = {}
         self._map: SlotMap | None = None
         self._acknowledged: dict[str, int] = {}
@@ -160,7 +149,7 @@ class StoreMembers:
                 connection.close()
 
     def _resolve(self, previous: SlotMap | None) -> None:
-        start = self.clock()
+        start = time.monotonic()
         while True:
             with self._lock:
                 acknowledged = dict(self._acknowledged)  # before `describe`, because it grows
@@ -182,12 +171,12 @@ class StoreMembers:
                 return
             elif result.fence is not None:
                 self._fence(descriptions, result.fence)
-            elif self.clock() - start > self.access.timeout_sec:
+            elif time.monotonic() - start > self.access.timeout_sec:
                 address = result.waiting[0]
                 error = self._unreachable_cause(address)
                 raise unreachable_error(address, self.access.timeout_sec, error)
             else:
-                self._sleep(_PAUSE_SEC)
+                time.sleep(_PAUSE_SEC)
 
     def _is_stable(self, descriptions: Descriptions) -> bool:
         """Return whether a second round gives the same states: they held at one moment."""
@@ -213,7 +202,7 @@ class StoreMembers:
         }
         for address, slots in fence.items():
             logger.warning(
-                "slots served by one store: a copy is away store=%s slots=%s",
+                "slots have one copy only, another store is gone store=%s slots=%s",
                 address,
                 format_ranges(slots),
             )
@@ -261,7 +250,6 @@ class CallAttempts:
     """Attempts of one call, which is repeated until the stores have answered it."""
 
     def __init__(self, members: StoreMembers) -> None:
-        """Start with the first attempt."""
         self._members = members
         self._state: object = None
         self._since = 0.0
@@ -279,7 +267,7 @@ class CallAttempts:
             SchemaError: a store describes itself but answers no call for the time-out, or is gone
                 for too long.
         """
-        members, now = self._members, self._members.clock()
+        members, now = self._members, time.monotonic()
         state = slot_map.addresses, slot_map.incarnations, slot_map.versions, num_pending
         if state != self._state:
             self._state, self._since = state, now
@@ -303,7 +291,6 @@ class CopyRepair:
     """A thread that has missing copies of slots made while the run trains."""
 
     def __init__(self, members: StoreMembers) -> None:
-        """Start no thread yet."""
         self._members = members
         self._ending = threading.Event()
         self._thread: threading.Thread | None = None

@@ -1,8 +1,8 @@
 """Migration of slots from one store process to another while both serve.
 
 The source sends all rows of the slots, then the rows written meanwhile, until few are left. These
-and the ownership follow between the writes of two steps. Before the target is told to serve the
-slots, the source logs that it no longer does: from then on the target decides who owns them,
+and the ownership follow between the writes of two steps. Before the source asks the target to serve
+the slots, it logs that it no longer serves them: from then on the target decides who owns them,
 whichever process dies.
 """
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
@@ -55,7 +56,6 @@ class IncomingMigrations:
     """Migrations to one store, one at a time; a new one replaces one that was not completed."""
 
     def __init__(self, shard: Shard) -> None:
-        """Keep the shard of the target."""
         self._shard = shard
 
     def begin(
@@ -167,7 +167,7 @@ class IncomingMigrations:
     def _check(self, migration_id: str) -> SlotMigration:
         migration = self._shard.control.incoming
         if migration is None or migration.id != migration_id:
-            raise SchemaError(f"migration {migration_id!r} is not in progress; start it again")
+            raise SchemaError(f"migration {migration_id!r} is not in progress; move again")
         return migration
 
 
@@ -188,17 +188,15 @@ class MigrationStats:
 class OutgoingMigrations:
     """Migrations from one store, one at a time."""
 
-    def __init__(self, shard: Shard, access: Access, *, clock: Callable[[], float]) -> None:
+    def __init__(self, shard: Shard, access: Access) -> None:
         """Start nothing yet.
 
         Args:
             shard: of the source.
             access: to other stores.
-            clock: seconds.
         """
         self._shard = shard
         self._access = access
-        self._clock = clock
         self._one = threading.Lock()
         self._ended = threading.Event()
         self._threads: dict[str, threading.Thread] = {}
@@ -258,7 +256,7 @@ class OutgoingMigrations:
                 completed = self._cancel(connection, migration)
             except (StoreUnavailableError, SchemaError, SlotMapChangedError) as error:
                 logger.info(
-                    "migration in doubt: target does not answer to=%s error=%s",
+                    "migration unsettled: target does not answer to=%s error=%s",
                     migration.target,
                     error,
                 )
@@ -298,7 +296,7 @@ class OutgoingMigrations:
     def _move(
         self, connection: StoreConnection, slots: NDArray[np.bool_], migration_id: str, keep: bool
     ) -> MigrationStats:
-        start = self._clock()
+        start = time.monotonic()
         migration, rows, layouts = self._begin(connection.address, slots, migration_id, keep)
         unsettled, num_rows, num_rounds = False, 0, 0
         try:
@@ -313,14 +311,14 @@ class OutgoingMigrations:
                 if num_changed < _FEW_ROWS or num_changed > num_sent / 2:
                     break  # few, or written as fast as they are sent
             with self._shard.barrier.before_next_step(_STEP_WAIT_SEC):
-                handover = self._clock()
+                handover = time.monotonic()
                 num_rows += send(rows, _HANDOVER_SEC) + send(self._changed(), _HANDOVER_SEC)
                 self._check_unchanged(migration)
                 self._shard.log_control(replace(self._shard.control, outgoing=migration))
                 unsettled = True
                 connection.action(TAKE, {"id": migration.id})
                 self._finish(migration)
-                end = self._clock()
+                end = time.monotonic()
         except BaseException:
             self._stop_tracking()
             if unsettled and self._shard.control.outgoing is not None:
@@ -349,7 +347,7 @@ class OutgoingMigrations:
             if control.outgoing is not None:
                 raise SchemaError(
                     f"migration to {control.outgoing.target} is not settled: that store does not "
-                    "answer; start it again"
+                    "answer; restart it"
                 )
             if not slots.any() or not control.served[slots].all():
                 raise SchemaError(
@@ -398,7 +396,7 @@ class OutgoingMigrations:
 
         def send_message(table: str, rows: NDArray[np.int64], timeout_sec: float) -> int:
             if self._ended.is_set():
-                raise SchemaError("store was stopped during the migration; start it again")
+                raise SchemaError("store was stopped during the migration; move again")
             with self._shard.lock:
                 self._tracker()
                 written, steps, block = self._shard.tables[table].records(rows)

@@ -407,7 +407,7 @@ def _one_owner_per_slot(owned: NDArray[np.bool_], home: NDArray[np.bool_]) -> ND
 def _versions_and_tags(
     stores: Sequence[StoreDescription],
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return (num_stores, NUM_SLOTS) versions and tags, without slots in doubt."""
+    """Return (num_stores, NUM_SLOTS) versions and tags, without slots of unsettled migrations."""
     if not stores:
         return np.empty((0, NUM_SLOTS), np.int64), np.empty((0, NUM_SLOTS), np.int64)
     owned = [store.ownership.without_slots(store.maybe_owned_slots) for store in stores]
@@ -492,7 +492,7 @@ class ShardControl:
         ownership: slots that it owns.
         version: grows whenever slots or copies change; no slot has a newer one.
         sequence: acknowledged messages of rows in this session, when this was logged.
-        outgoing: a migration whose target was told to take over and has not answered.
+        outgoing: a migration whose target was asked to take over and has not answered.
         incoming: a migration whose rows are being received.
         completed: ids of incoming migrations that were taken over.
         addresses: stores that slots were migrated to.
@@ -515,7 +515,7 @@ class ShardControl:
         return self._certain_ownership.served
 
     @property
-    def held(self) -> NDArray[np.bool_]:
+    def kept(self) -> NDArray[np.bool_]:
         """(NUM_SLOTS,) mask of slots whose rows are kept."""
         owned = self.ownership.served
         return owned if self.incoming is None else owned | self.incoming.slots

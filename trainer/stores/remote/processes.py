@@ -33,8 +33,6 @@ from trainer.stores.remote.wire import (
     KILL,
     MOVE,
     RESTART,
-    read_authorities,
-    read_token,
     write_token,
 )
 
@@ -48,7 +46,7 @@ _RETRY_SEC = 1.0
 TOKEN = "token"
 
 
-class LocalStores:
+class StoreProcesses:
     """Store processes that run inside the context.
 
     A process that dies is restarted on its port and directory, where it replays its log; callers
@@ -84,8 +82,7 @@ class LocalStores:
         with self._lock:
             return [process.pid for process in self._processes]
 
-    def __enter__(self) -> LocalStores:
-        """Start all processes and wait for their addresses."""
+    def __enter__(self) -> StoreProcesses:
         shutil.rmtree(self.directory, ignore_errors=True)
         self.directory.mkdir(parents=True)
         self.token = write_token(self.directory / TOKEN)
@@ -107,7 +104,6 @@ class LocalStores:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Terminate all processes and wait for them."""
         self._end()
 
     def _start(self, index: int, port: int) -> subprocess.Popen[bytes]:
@@ -131,7 +127,7 @@ class LocalStores:
                 now = time.monotonic()
                 if len(deaths) == _MAX_STARTS and now - deaths[0] < _STARTS_SEC:
                     logger.error(
-                        "store not started again: it died too often address=%s status=%s",
+                        "store not restarted: it died too often address=%s status=%s",
                         self.addresses[index],
                         status,
                     )
@@ -141,7 +137,7 @@ class LocalStores:
                 try:
                     started = self._start(index, port)
                 except OSError as error:  # no process or memory available: retried
-                    logger.warning("store not started again yet: %s", error)
+                    logger.warning("store not restarted yet: %s", error)
                 else:
                     close_pipes(self._processes[index])
                     self._processes[index] = started
@@ -179,15 +175,7 @@ _MOVE_SEC = 3600.0
 _ACTION_SEC = 10.0
 
 
-def migrate_slots(
-    source: str,
-    target: str,
-    slots: Ranges,
-    *,
-    token_file: Path,
-    trusted: Path | None = None,
-    certificate_name: str | None = None,
-) -> MigrationStats:
+def migrate_slots(source: str, target: str, slots: Ranges, access: Access) -> MigrationStats:
     """Move slots of a run from one store to another while it trains; returns when completed.
 
     Args:
@@ -195,38 +183,29 @@ def migrate_slots(
         target: address of the store that receives them, as seen by the source and the trainers; it
             may have been started with `--slots none`.
         slots: ranges.
-        token_file: of the stores.
-        trusted: PEM file of their authorities; None: those of the system.
-        certificate_name: name in their certificates; None: the host of each address.
+        access: to the stores.
 
     Raises:
         SchemaError: a store refuses or cannot be reached; the source keeps the slots, or gets them
             back once the target answers.
     """
-    return _move(source, target, slots, _access(token_file, trusted, certificate_name))
+    body = {"to": target, "slots": slots}
+    return MigrationStats(**_call_once(source, MOVE, body, _MOVE_SEC, access)["moved"])
 
 
 def gather_slots(
-    sources: Sequence[str],
-    target: str,
-    slots: Ranges,
-    *,
-    token_file: Path,
-    trusted: Path | None = None,
-    certificate_name: str | None = None,
+    sources: Sequence[str], target: str, slots: Ranges, access: Access
 ) -> MigrationStats:
     """Move slots to one store from whichever stores serve them.
 
     For callers that do not know the slot map; may be repeated, because slots that the target serves
-    already stay there.
+    already are not moved.
 
     Args:
         sources: addresses of stores; the target may be among them.
         target: as in `migrate_slots`.
-        slots: ranges; those that no source serves stay where they are.
-        token_file: as in `migrate_slots`.
-        trusted: as in `migrate_slots`.
-        certificate_name: as in `migrate_slots`.
+        slots: ranges; those that no source serves are not moved.
+        access: to the stores.
 
     Returns:
         Totals of all migrations; the maximum of pauses.
@@ -234,7 +213,6 @@ def gather_slots(
     Raises:
         SchemaError: a store refuses or cannot be reached; completed migrations stay.
     """
-    access = _access(token_file, trusted, certificate_name)
     requested, migrations = mask_of(slots), list[MigrationStats]()
     for source in dict.fromkeys(sources):
         if source == target:
@@ -242,7 +220,7 @@ def gather_slots(
         description = _call_once(source, DESCRIBE, {}, _ACTION_SEC, access)
         served = description_from_json(description).ownership.served
         if (chosen := requested & served).any():
-            migrations.append(_move(source, target, ranges_of(chosen), access))
+            migrations.append(migrate_slots(source, target, ranges_of(chosen), access))
     return MigrationStats(
         num_rows=sum(one.num_rows for one in migrations),
         num_rounds=max((one.num_rounds for one in migrations), default=0),
@@ -251,49 +229,22 @@ def gather_slots(
     )
 
 
-def kill_store(
-    address: str,
-    *,
-    token_file: Path,
-    trusted: Path | None = None,
-    certificate_name: str | None = None,
-) -> None:
+def kill_store(address: str, access: Access) -> None:
     """Kill a store with SIGKILL; its supervisor restarts it, and no acknowledged write is lost.
 
     Raises:
         SchemaError: the store refuses or cannot be reached.
     """
-    access = _access(token_file, trusted, certificate_name)
     _call_once(address, KILL, {}, _ACTION_SEC, access)
 
 
-def restart_store(
-    address: str,
-    *,
-    token_file: Path,
-    trusted: Path | None = None,
-    certificate_name: str | None = None,
-) -> None:
-    """Stop a store in order and start it again with its command line on its port.
+def restart_store(address: str, access: Access) -> None:
+    """Restart a store in order, with its command line on its port.
 
     Raises:
         SchemaError: the store refuses or cannot be reached.
     """
-    access = _access(token_file, trusted, certificate_name)
     _call_once(address, RESTART, {}, _ACTION_SEC, access)
-
-
-def _move(source: str, target: str, slots: Ranges, access: Access) -> MigrationStats:
-    body = {"to": target, "slots": slots}
-    return MigrationStats(**_call_once(source, MOVE, body, _MOVE_SEC, access)["moved"])
-
-
-def _access(token_file: Path, trusted: Path | None, certificate_name: str | None) -> Access:
-    return Access(
-        token=read_token(token_file),
-        certificates=read_authorities(trusted),
-        certificate_name=certificate_name,
-    )
 
 
 def _call_once(

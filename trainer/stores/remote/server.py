@@ -64,9 +64,7 @@ from trainer.stores.remote.wire import (
     block_of,
     check_host,
     layouts_from_json,
-    read_authorities,
     read_certificate,
-    read_token,
     record_bytes,
     records_batch,
     records_schema,
@@ -232,7 +230,6 @@ class MessageLimits:
     """Delay of every response, to emulate a slower network."""
 
     def __post_init__(self) -> None:
-        """Check that two messages fit into the budget."""
         if not 4096 <= self.message_bytes <= self.in_flight_bytes // 2:
             raise ValueError(
                 "message_bytes must be in [4096, in_flight_bytes / 2], got "
@@ -402,8 +399,8 @@ class StoreOptions:
 
     directory: Path
     """Directory of the log."""
-    token_file: Path
-    """File with the token of callers."""
+    access: Access
+    """Token of callers, and credentials of calls to other stores, for migrations."""
     host: str = "127.0.0.1"
     """Address to listen on."""
     port: int = 0
@@ -412,17 +409,12 @@ class StoreOptions:
     """Slot ranges [first, end) that it serves initially."""
     certificate: Certificate | None = None
     """Certificate for TLS."""
-    trusted: Path | None = None
-    """PEM file of the authorities of other stores, for migrations; None: the system's."""
-    certificate_name: str | None = None
-    """Name in the certificates of other stores; None: the host of their address."""
     sync: bool = False
     """Whether each write is fsynced."""
     limits: MessageLimits = field(default_factory=MessageLimits)
     """Limits of messages."""
 
     def __post_init__(self) -> None:
-        """Check host and slots."""
         check_host(self.host, self.certificate)
         check_ranges(self.slots)
 
@@ -441,17 +433,11 @@ def run_store(
         The port to be restarted on after a `restart` action; None otherwise.
 
     Raises:
-        SchemaError: the directory or the token cannot be used.
+        SchemaError: the directory cannot be used.
     """
-    token = read_token(options.token_file)
     scheme, certificate = scheme_of(options.certificate), read_certificate(options.certificate)
     shard = Shard(options.directory, options.slots, sync=options.sync)
-    access = Access(
-        token=token,
-        certificates=read_authorities(options.trusted),
-        certificate_name=options.certificate_name,
-    )
-    outgoing = OutgoingMigrations(shard, access, clock=time.monotonic)
+    outgoing = OutgoingMigrations(shard, options.access)
     ended, restarts = threading.Event(), threading.Event()
 
     def end_soon(function: Callable[[], None]) -> None:
@@ -473,7 +459,7 @@ def run_store(
         server = StoreServer(
             shard,
             f"{scheme}://{options.host}:{options.port}",
-            token=token,
+            token=options.access.token,
             limits=options.limits,
             actions=actions,
             certificate=certificate,

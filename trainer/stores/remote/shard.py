@@ -20,12 +20,17 @@ from numpy.typing import NDArray
 from schemas.arrays import Array
 from schemas.errors import SchemaError
 from schemas.hashing import slot_of_row
-from schemas.rows import initial_rows
-from trainer.stores.api import BehindError, SlotMapChangedError, TableLayout
+from trainer.stores.api import (
+    BehindError,
+    SlotMapChangedError,
+    TableLayout,
+    enlarge,
+    initial_records,
+)
+from trainer.stores.local import RowMap
 from trainer.stores.remote.ownership import Ownership, Ranges, ShardControl, format_ranges, mask_of
 from trainer.stores.remote.wal import ControlEntry, Entry, OpenEntry, RowsEntry, ShardLog
 from trainer.stores.remote.wire import Request, check_same_layouts, record_width
-from trainer.stores.row_map import RowMap
 
 ROWS_PER_RECORD = 1 << 14
 """Maximum rows per record of a new log, and per message between stores."""
@@ -40,7 +45,6 @@ class ShardTable:
     """Records in order of first write; of two writes of a row the one of the later step wins."""
 
     def __init__(self, layout: TableLayout) -> None:
-        """Start empty."""
         self.layout = layout
         self.newest_step = _NEVER
         self._clear()
@@ -53,7 +57,6 @@ class ShardTable:
         self._order = np.empty(0, np.int64)
 
     def __len__(self) -> int:
-        """Return the number of rows ever written."""
         return len(self._map)
 
     @property
@@ -135,22 +138,14 @@ class ShardTable:
         return np.empty((count, self._block.shape[1]), self.layout.dtype)
 
     def _initial_records(self, rows: NDArray[np.int64]) -> Array:
-        layout = self.layout
-        block = self._new_block(len(rows))
-        block[:, : layout.dim] = initial_rows(
-            rows, table=layout.table, seed=layout.seed, dim=layout.dim, dtype=layout.dtype
-        )
-        block[:, layout.dim :] = 0
-        return block
+        records = initial_records(self.layout, rows)
+        return np.concatenate([records.values, records.state], axis=1)
 
     def _reserve(self, num_rows: int) -> None:
-        size = len(self._steps)
-        if num_rows <= size:
+        if num_rows <= len(self._steps):
             return
         capacity = max(1024, 1 << (num_rows - 1).bit_length())
-        steps, block = np.empty(capacity, np.int64), self._new_block(capacity)
-        steps[:size], block[:size] = self._steps, self._block
-        self._steps, self._block = steps, block
+        self._steps, self._block = enlarge(self._steps, capacity), enlarge(self._block, capacity)
 
 
 class ChangeTracker:
@@ -182,7 +177,6 @@ class StepBarrier:
     """Holds back the writes of the next step while slots are handed over."""
 
     def __init__(self, lock: threading.Condition) -> None:
-        """Use the lock of the store."""
         self._lock = lock
         self._last_step = -1
         self._closed = False
@@ -300,8 +294,8 @@ class Shard:
         """Raise SchemaError if there are rows of another run or of other tables."""
         if not any(len(table) for table in self.tables.values()):
             return
-        held = {name: table.layout for name, table in self.tables.items()}
-        check_same_layouts(held, layouts, self._where)
+        stored = {name: table.layout for name, table in self.tables.items()}
+        check_same_layouts(stored, layouts, self._where)
         if owner != self.control.owner:
             raise SchemaError(
                 f"store has rows of another run: {self.control.owner!r}; "
@@ -378,7 +372,7 @@ class Shard:
         with self.lock:
             self.check_session(session)
             for table in self.tables.values():
-                table.drop(~self.control.held)
+                table.drop(~self.control.kept)
             self.replace_log(replace(self.control, sequence=self.sequence), self.tables)
 
     def fence(self, session: str, slots: Ranges, version: int, tag: int) -> None:

@@ -55,11 +55,6 @@ def scheme_of(certificate: Certificate | None) -> str:
     return "grpc" if certificate is None else "grpc+tls"
 
 
-def read_authorities(path: Path | None) -> bytes | None:
-    """Return the certificate authorities of a PEM file; None: those of the system."""
-    return None if path is None else path.read_bytes()
-
-
 FETCH, WRITE, CONTENTS, RECEIVE = "fetch", "write", "contents", "receive"
 """Operations of `do_exchange`; `receive` is called by other stores."""
 DESCRIBE, OPEN, CHECKPOINTED, FENCE, FILL, MOVE, KILL, RESTART = (
@@ -211,20 +206,20 @@ def block_of(batch: pa.RecordBatch, layout: TableLayout) -> Array:
 
 
 def check_same_layouts(
-    held: Mapping[str, TableLayout], wanted: Mapping[str, TableLayout], where: str
+    stored: Mapping[str, TableLayout], requested: Mapping[str, TableLayout], where: str
 ) -> None:
     """Raise SchemaError with the first table and field that differ."""
     advice = "train the job that filled it, or start the store with an empty --directory"
-    if held.keys() != wanted.keys():
+    if stored.keys() != requested.keys():
         raise SchemaError(
-            f"store holds tables {sorted(held)}, not {sorted(wanted)}; {advice}", file=where
+            f"store holds tables {sorted(stored)}, not {sorted(requested)}; {advice}", file=where
         )
-    for table, layout in held.items():
+    for table, layout in stored.items():
         for field, value in asdict(layout).items():
-            got = getattr(wanted[table], field)
-            if got != value:
+            other = getattr(requested[table], field)
+            if other != value:
                 raise SchemaError(
-                    f"store holds table {table!r} with {field}={value}, not {field}={got}; "
+                    f"store holds table {table!r} with {field}={value}, not {field}={other}; "
                     f"{advice}",
                     file=where,
                 )
@@ -254,7 +249,6 @@ class TokenCheck(fl.ServerMiddlewareFactory):
     """Rejects calls without the token before their body is read."""
 
     def __init__(self, token: str) -> None:
-        """Keep the expected header."""
         self._expected = f"Bearer {token}".encode()
 
     def start_call(self, info: Any, headers: Mapping[str, list[Any]]) -> None:

@@ -1,0 +1,126 @@
+"""The choice of a run's store, and the store processes that a run may use.
+
+Store processes (`train.stores`, or `--stores` on this machine) hold all rows outside the trainer.
+Without them `--embedding` and `train.cache.files` choose memory, mapped files, or the log. A new
+kind of store implements `trainer.stores.api.Store`, is opened in `open_store`, and is a value of
+`train.cache.files`.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+from schemas.config.train import StoresConfig, TrainConfig
+from schemas.files import replace_bytes
+from schemas.manifest import canonical_json
+from trainer.stores.api import Store, TableLayout
+from trainer.stores.future_log import log_store
+from trainer.stores.local import memory_store, mmap_store
+from trainer.stores.remote.client import open_remote_store
+from trainer.stores.remote.connection import Access, read_access
+from trainer.stores.remote.processes import TOKEN, StoreProcesses
+
+STORE = "store"
+"""Folder of the run for rows outside of memory."""
+OWNER = "store.json"
+"""File of the run with the id under which store processes hold its rows."""
+
+
+@contextmanager
+def open_store(
+    run: Path,
+    layouts: Mapping[str, TableLayout],
+    config: TrainConfig,
+    *,
+    job: Path,
+    embedding: str,
+    num_processes: int | None,
+) -> Iterator[Store]:
+    """Open the empty store of a run and close it at the end.
+
+    Args:
+        run: run folder.
+        layouts: tables by name.
+        config: train section of the job.
+        job: job file, to which paths in `config` are relative.
+        embedding: value of `--embedding`; `plain` ignores store processes.
+        num_processes: store processes to start here instead of those of the job.
+
+    Raises:
+        SchemaError: a store process cannot be reached or refuses.
+    """
+    with ExitStack() as stack:
+        if embedding == "plain":
+            store: Store = memory_store(layouts)
+        elif num_processes:
+            replicas = config.stores.replicas
+            processes = StoreProcesses(num_processes, run / STORE, replicas=replicas)
+            stack.enter_context(processes)
+            access = store_access(config.stores, job, run / STORE / TOKEN)
+            store = _open_processes(run, layouts, processes.addresses, access, replicas)
+        elif config.stores.addresses:
+            access = store_access(config.stores, job)
+            addresses, replicas = config.stores.addresses, config.stores.replicas
+            store = _open_processes(run, layouts, addresses, access, replicas)
+        elif embedding == "cached" and config.cache.files == "log":
+            store = log_store(layouts, run / STORE)
+        else:
+            store = mmap_store(layouts, run / STORE)
+        stack.callback(store.close)
+        yield store
+
+
+def _open_processes(
+    run: Path,
+    layouts: Mapping[str, TableLayout],
+    addresses: Sequence[str],
+    access: Access,
+    replicas: int,
+) -> Store:
+    return open_remote_store(
+        addresses,
+        access,
+        layouts,
+        owner=run_owner(run),
+        session=secrets.token_hex(8),
+        reset=True,
+        replicas=replicas,
+    )
+
+
+def token_file_of(config: StoresConfig, job: Path) -> Path:
+    """Return the token file of the job's store processes."""
+    return job.parent / str(config.token_file)
+
+
+def store_access(config: StoresConfig, job: Path, token_file: Path | None = None) -> Access:
+    """Return the address settings and credentials of store processes.
+
+    Args:
+        config: of the job.
+        job: job file, to which paths in `config` are relative.
+        token_file: of the store processes; None: that of the job.
+
+    Raises:
+        SchemaError: the file has no token.
+    """
+    authorities = config.certificates
+    access = read_access(
+        token_file or token_file_of(config, job),
+        None if authorities is None else job.parent / authorities,
+        config.certificate_name,
+    )
+    return replace(access, timeout_sec=config.timeout.total_seconds(), elastic=config.elastic)
+
+
+def run_owner(run: Path) -> str:
+    """Return the id of a run for store processes, created on first use."""
+    path = run / OWNER
+    if not path.is_file():
+        replace_bytes(path, canonical_json({"owner": secrets.token_hex(8)}).encode())
+    return str(json.loads(path.read_text(encoding="utf-8"))["owner"])
