@@ -146,7 +146,7 @@ def test_replicas_that_are_asked_before_their_first_step_leave_a_run_that_goes_o
             drain,
             on_start=lambda _: drain.ask("SIGTERM"),
         )
-    assert found.value.message.startswith("stopped at step 0, ")
+    assert found.value.message.startswith("stopped at step 0; ")
     trained(job, folder / "dataset", run, "--resume", "--replicas", "2")
     assert_as_alone(folder, run)
 
