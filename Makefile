@@ -9,7 +9,7 @@ SHELL := /bin/bash
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
 PACKAGES := schemas pipelines trainer scheduler presage benchmarks tests
-BENCHMARKS = $(basename $(notdir $(shell grep -l '__name__ == "__main__"' benchmarks/*.py)))
+BENCHMARKS = $(filter-out recovery_peer,$(basename $(notdir $(shell grep -l '__name__ == "__main__"' benchmarks/*.py))))
 JOB := schemas/demo/job.yaml
 JOBS ?= 2
 DATASET := demo/dataset

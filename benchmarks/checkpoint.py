@@ -1,13 +1,13 @@
-"""How long training stands still for a checkpoint: copied and written beside, or written at once.
+"""Pause of training for a checkpoint: copied and written in the background, or written at once.
 
 `python -m benchmarks.checkpoint [--json] [--samples N] [--rounds N] [--every N] [--embedding KIND]`
 
-The demo's job over so many epochs as it takes. Every `--every` steps the run is saved by both ways,
-taking turns: `ours` copies what changed to memory and lets the agent write, `peer` writes
-everything while training waits, fsync included, as a checkpoint at the end of a run does. Both are
-timed in the training thread. `pause_share` is ours over the time of the steps between;
-`memory_ratio` the most bytes taken for copies, with those of rows that left the cache, over the
-most that changed between two checkpoints.
+Trains the demo's job for as many epochs as needed. Every `--every` steps the run is saved in both
+ways, in alternating order: `ours` copies changed rows to memory and lets the agent write them,
+`peer` writes everything while training waits, including fsync, like the checkpoint at the end of a
+run. Both are timed in the training thread. `pause_share` is ours over the time of the steps between
+two checkpoints; `memory_ratio` is the most memory used for copies, including evicted dirty rows,
+over the most bytes that changed between two checkpoints.
 """
 
 from __future__ import annotations
@@ -25,9 +25,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 
-from benchmarks.order import built
+from benchmarks.logs import DEMO_JOB, build_dataset, read_job, write_job_file, write_result
 from pipelines.demo_log.log import GeneratorConfig, write_log
 from schemas.config.job import load_job
 from schemas.dataset import open_dataset
@@ -51,40 +50,36 @@ from trainer.step import PhaseTimer
 from trainer.stores.factory import open_store
 from trainer.train import step_of
 
-DEMO = Path(__file__).resolve().parents[1] / "schemas" / "demo"
-WARM = 5
-"""Steps before the first one that is timed."""
+WARM_UP = 5
+"""Steps before the first measured one."""
 
 
 def write_job(folder: Path, epochs: int, every: int) -> Path:
-    """Write the demo's job for so many epochs and checkpoints; return its path."""
-    folder.mkdir(parents=True)
-    job = yaml.safe_load((DEMO / "job.yaml").read_text(encoding="utf-8"))
+    """Write the demo's job with a number of epochs and a checkpoint interval; return its path."""
+    job = read_job(DEMO_JOB)
     job["data"]["oracle"]["epochs"] = epochs
     job["train"] |= {"epochs": epochs, "checkpoint": {"every_steps": every, "late": "wait"}}
-    (folder / "schema.pbtxt").write_bytes((DEMO / "schema.pbtxt").read_bytes())
-    (folder / "job.yaml").write_text(yaml.safe_dump(job, sort_keys=False), encoding="utf-8")
-    return folder / "job.yaml"
+    return write_job_file(folder, job)
 
 
-def measured(
+def measure(
     job_path: Path, dataset_path: Path, scratch: Path, rounds: int, embedding: str
 ) -> dict[str, Any]:
-    """Train, save by both ways at each boundary, and return the seconds of each."""
+    """Train, save in both ways at each interval, and return the seconds of each."""
     job, dataset = load_job(job_path), open_dataset(dataset_path)
     config, run = job.train, scratch / "run"
     every = config.checkpoint.every_steps
-    assert every is not None, "the job saves"
+    assert every is not None, "set by write_job"
     order, spec = order_of(job, dataset), spec_of(dataset, config.dtype)
-    last = min(order.num_steps, WARM // every * every + every * (rounds + 1))
+    last = min(order.num_steps, WARM_UP // every * every + every * (rounds + 1))
     reader = Reader(dataset, order, spec, find_shared=uses_shared_features(config))
     layouts = layouts_of(spec, config)
     run.mkdir()
     ours: list[float] = []
     peer: list[float] = []
-    between: list[float] = []
-    with ExitStack() as opened:
-        store = opened.enter_context(
+    intervals: list[float] = []
+    with ExitStack() as stack:
+        store = stack.enter_context(
             open_store(run, layouts, config, job=job_path, embedding=embedding, num_processes=None)
         )
         components = build_components(spec, config, store)
@@ -119,8 +114,7 @@ def measured(
             return time.perf_counter() - start
 
         try:
-            step = step_of(TrainOptions(), config, reader, components)
-            read, compute = opened.enter_context(step)
+            read, compute = stack.enter_context(step_of(TrainOptions(), config, reader, components))
             batches = prefetch(read, range(last), 2)
             start = time.perf_counter()
             for step in range(last):
@@ -130,23 +124,23 @@ def measured(
                 compute.update()
                 if (step + 1) % every:
                     continue
-                between.append(time.perf_counter() - start)
-                first = len(ours) % 2 == 0
-                if first:
-                    ours.append(save_beside(saver, step + 1))
+                intervals.append(time.perf_counter() - start)
+                ours_first = len(ours) % 2 == 0
+                if ours_first:
+                    ours.append(save_in_background(saver, step + 1))
                 peer.append(save_at_once(step + 1))
-                if not first:
-                    ours.append(save_beside(saver, step + 1))
+                if not ours_first:
+                    ours.append(save_in_background(saver, step + 1))
                 start = time.perf_counter()
             saver.finish(last)
         finally:
             saver.close()
             source.close()
-    return {"ours": ours[1:], "peer": peer[1:], "between": between[1:], **sizes_of(run)}
+    return {"ours": ours[1:], "peer": peer[1:], "intervals": intervals[1:], **sizes_of(run)}
 
 
-def save_beside(saver: Saver, step: int) -> float:
-    """Return the seconds that training waits, when the copy before is on the disk already."""
+def save_in_background(saver: Saver, step: int) -> float:
+    """Return the seconds that training waits if the previous copy has been written."""
     saver.settle()
     start = time.perf_counter()
     saver.after(step)
@@ -154,7 +148,7 @@ def save_beside(saver: Saver, step: int) -> float:
 
 
 def sizes_of(run: Path) -> dict[str, float]:
-    """Return what was copied and written, in bytes of a checkpoint."""
+    """Return the copied and written bytes of a checkpoint."""
     lines = [json.loads(line) for line in (run / CHECKPOINT_LOG).read_text().splitlines()]
     copied = [line["num_bytes"] for line in lines[1:]]
     memory = [line["memory_bytes"] for line in lines[1:]]
@@ -171,7 +165,7 @@ def sizes_of(run: Path) -> dict[str, float]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the benchmark and print it, the headline first."""
+    """Run the benchmark and print the result."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.checkpoint", description=__doc__)
     parser.add_argument("--json", action="store_true", help="one JSON object on one line")
     parser.add_argument("--samples", type=int, default=200_000)
@@ -180,7 +174,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--embedding", choices=("plain", "cached"), default="plain")
     options = parser.parse_args(argv)
     torch.set_num_threads(2)
-    steps = (options.rounds + 2) * options.every + WARM
+    steps = (options.rounds + 2) * options.every + WARM_UP
     epochs = -(-steps * 4096 // (options.samples * 9 // 10))
     with tempfile.TemporaryDirectory(prefix="presage-checkpoint-") as name:
         scratch = Path(name)
@@ -189,30 +183,25 @@ def main(argv: Sequence[str] | None = None) -> int:
             GeneratorConfig(num_samples=options.samples, start=datetime(2026, 1, 1)),
             scratch / "log",
         )
-        dataset = built(job, scratch / "log", scratch / "dataset")
-        found = measured(job, dataset, scratch, options.rounds, options.embedding)
-    ours, peer = statistics.median(found["ours"]), statistics.median(found["peer"])
-    shares = [a / b for a, b in zip(found["ours"], found["between"], strict=True)]
+        dataset = build_dataset(job, scratch / "log", scratch / "dataset")
+        figures = measure(job, dataset, scratch, options.rounds, options.embedding)
+    our_sec, peer_sec, intervals = (figures.pop(key) for key in ("ours", "peer", "intervals"))
+    ours, peer = statistics.median(our_sec), statistics.median(peer_sec)
+    shares = [a / b for a, b in zip(our_sec, intervals, strict=True)]
     result = {
         "ours": ours,
         "peer": peer,
         "ratio": peer / ours,
         "unit": "s that training waits for a checkpoint",
-        "rounds": [b / a for a, b in zip(found["ours"], found["peer"], strict=True)],
+        "rounds": [b / a for a, b in zip(our_sec, peer_sec, strict=True)],
         "pause_share": statistics.median(shares),
         "pause_share_max": max(shares),
-        "peer_share": statistics.median(
-            a / b for a, b in zip(found["peer"], found["between"], strict=True)
-        ),
+        "peer_share": statistics.median(a / b for a, b in zip(peer_sec, intervals, strict=True)),
         "embedding": options.embedding,
         "every_steps": options.every,
-        **{k: v for k, v in found.items() if k not in ("ours", "peer", "between")},
+        **figures,
     }
-    if options.json:
-        print(json.dumps(result))
-    else:
-        for key, value in result.items():
-            print(f"{key:>20} {value}")
+    write_result(result, options)
     return 0
 
 

@@ -1,25 +1,25 @@
-"""Pooled look-ups, their backward and the row update, against FBGEMM and torch on one machine.
+"""Pooled lookups, their backward and the row update, against FBGEMM and torch.
 
 `python -m benchmarks.embedding [--json] [--rounds N] [--dims 16,64] [--skews heavy] [--samples N]`
 
-Every configuration is one step of 4,096 samples: 26 features of one id each, tables of 3 to a
-million rows, or one list of 35 ids in a table of a million; ids uniform, mild, or heavy (1 % of
-the rows take 92 % of the look-ups). Tables lie in memory and are updated in place on all sides.
-Ours and FBGEMM's CPU kernel (`SplitTableBatchedEmbeddingBags`) apply row-wise Adagrad; torch's
-EmbeddingBag has sparse gradients and the cheapest rule there is, SGD, over all tables in one
-matrix. Sides alternate within a round. `ratio` is the time of the faster peer over ours, the
-median over rounds, of the configuration where it is smallest; `prepared` counts the transpose of
-the look-ups too, which training does in the reader's thread and FBGEMM inside its backward.
+Every configuration is one step of 4,096 samples: 26 features of one id each in tables of 3 to a
+million rows, or one list of 35 ids in a table of a million rows; ids are uniform, mildly or heavily
+skewed (1 % of the rows get 92 % of the lookups). All sides keep tables in memory and update them in
+place. Ours and FBGEMM's CPU kernel (`SplitTableBatchedEmbeddingBags`) apply row-wise Adagrad;
+torch's EmbeddingBag has sparse gradients and SGD, the cheapest optimizer, with all tables in one
+matrix. Sides alternate within a round. `ratio` is the time of the faster peer over ours, the median
+over rounds, of the configuration with the smallest ratio; `prepared` also counts the transpose of
+the lookups, which our reader computes in its thread and FBGEMM in its backward.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -30,15 +30,173 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
     ComputeDevice,
     SplitTableBatchedEmbeddingBagsCodegen,
 )
+from numpy.typing import NDArray
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from benchmarks.embedding_step import SKEWS, Shape, Step, shapes, step_of
+from benchmarks.logs import write_result
+from schemas import order
 from schemas.config.train import SparseOptimizerConfig
+from trainer.data.collate import Batch
+from trainer.data.lookup import TableLookup, table_lookup, vector_layout
 from trainer.embedding.kernels.compiled import kernels_of
-from trainer.embedding.kernels.interface import ArenaRows, rule_at
+from trainer.embedding.kernels.interface import ArenaRows, Kernels, TableRows, rule_at
+from trainer.embedding.pooling import Pooling
+
+SKEWS = ("uniform", "mild", "heavy")
+HOT_ROWS, HOT_SHARE = 0.01, 0.92
+"""Heavy skew: this share of the rows gets that share of the lookups."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Lookups of a step.
+
+    Attributes:
+        name: features x ids of a bag.
+        num_samples: of a step.
+        num_rows: of each feature's table.
+        length: ids of a bag.
+    """
+
+    name: str
+    num_samples: int
+    num_rows: tuple[int, ...]
+    length: int
+
+
+def shapes(num_samples: int) -> tuple[Shape, Shape]:
+    """Return the two shapes of the benchmark."""
+    sizes = np.geomspace(3, 1_000_000, 26).round().astype(int)
+    return (
+        Shape("26x1", num_samples, tuple(sizes.tolist()), 1),
+        Shape("1x35", num_samples, (1_000_000,), 35),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """The ids of one step and their lookups in whole tables.
+
+    Attributes:
+        shape: lookups of the step.
+        ids: (num_samples, length) of each feature.
+        batch: the lookups; their positions are rows of whole tables.
+        rows: distinct rows of each table.
+    """
+
+    shape: Shape
+    ids: tuple[NDArray[np.int64], ...]
+    batch: Batch
+    rows: Mapping[str, torch.Tensor]
+
+    @property
+    def tables(self) -> dict[str, int]:
+        """Return the number of rows of each table."""
+        return dict(zip(self.batch.lookups, self.shape.num_rows, strict=True))
+
+    @property
+    def num_lookups(self) -> int:
+        """Return the number of lookups of the step."""
+        return sum(part.size for part in self.ids)
+
+    @property
+    def num_distinct(self) -> int:
+        """Return the number of distinct rows of the step."""
+        return sum(len(part) for part in self.rows.values())
+
+    def pooling(self, kernels: Kernels) -> Pooling:
+        """Return the pooling of this step."""
+        return Pooling(kernels, self.batch, mean=False)
+
+    def transpose(self) -> None:
+        """Compute the lookups and their transpose, as the reader's thread does for each batch."""
+        _lookups(self.ids, self.batch, kernels_of("compiled"))
+
+    def table_rows(self, rows: Mapping[str, ArenaRows]) -> list[TableRows]:
+        """Return the rows to update, in place in whole tables."""
+        return [
+            TableRows(
+                rows=rows[table],
+                readers=lookup.readers,
+                reader_offsets=lookup.reader_offsets,
+                per_sample_weights=None,
+                extra_gradient=None,
+            )
+            for table, lookup in self.batch.lookups.items()
+        ]
+
+
+def step_of(shape: Shape, skew: str, rng: np.random.Generator) -> Step:
+    """Draw the ids of a step with one of `SKEWS`."""
+    count = shape.num_samples * shape.length
+    ids = tuple(
+        draw(num_rows, count, skew, rng).reshape(shape.num_samples, shape.length)
+        for num_rows in shape.num_rows
+    )
+    names = [f"f{i:02d}" for i in range(len(ids))]
+    batch = Batch(
+        step=order.Step(0, 0, 0, np.arange(1)),
+        num_samples=shape.num_samples,
+        labels=torch.zeros(shape.num_samples),
+        weights=torch.ones(shape.num_samples),
+        dense=torch.zeros(shape.num_samples, 0),
+        sparse=KeyedJaggedTensor.empty(),
+        lookups={},
+        groups={},
+        group_of=dict.fromkeys(names),
+    )
+    lookups = _lookups(ids, batch, kernels_of("compiled"))
+    rows = {table: torch.from_numpy(lookup.rows).int() for table, lookup in lookups.items()}
+    return Step(shape, ids, replace(batch, lookups=lookups), rows)
+
+
+def _lookups(
+    ids: tuple[NDArray[np.int64], ...], batch: Batch, kernels: Kernels
+) -> dict[str, TableLookup]:
+    layout = vector_layout(batch.group_of, {}, batch.num_samples)
+    return {
+        name: table_lookup(
+            (name,),
+            [part.ravel()],
+            [np.full(len(part), part.shape[1], np.int64)],
+            [layout.of(name)],
+            transpose=kernels.transpose,
+        )
+        for name, part in zip(batch.group_of, ids, strict=True)
+    }
+
+
+def draw(num_rows: int, count: int, skew: str, rng: np.random.Generator) -> NDArray[np.int64]:
+    """Draw ids with one of `SKEWS`; hot rows are spread over the table."""
+    if skew == "uniform" or num_rows < 10:
+        return rng.integers(0, num_rows, count)
+    if skew == "mild":
+        ranks = (num_rows * rng.random(count) ** 1.5).astype(np.int64)
+        return rng.permutation(num_rows)[np.minimum(ranks, num_rows - 1)]
+    cumulative = np.cumsum(np.arange(1, num_rows + 1, dtype=np.float64) ** -_exponent(num_rows))
+    ranks = np.searchsorted(cumulative, rng.random(count) * cumulative[-1])
+    return rng.permutation(num_rows)[ranks]
+
+
+def _exponent(num_rows: int) -> float:
+    """Return the exponent of the power law with which the hottest rows get their share."""
+    low, high = 0.5, 2.5
+    ranks, hot = np.arange(1, num_rows + 1, dtype=np.float64), max(1, round(num_rows * HOT_ROWS))
+    for _ in range(25):
+        middle = (low + high) / 2
+        weights = ranks**-middle
+        if weights[:hot].sum() / weights.sum() < HOT_SHARE:
+            low = middle
+        else:
+            high = middle
+    return low
+
 
 RULE = SparseOptimizerConfig(learning_rate=0.01)
 SIDES = ("ours", "fbgemm", "torch")
 DIMS = (16, 32, 64, 128)
+CALLS = 3
+"""Steps of one side in a round."""
 
 
 def fbgemm(step: Step, dim: int, gradient: torch.Tensor) -> Callable[[], None]:
@@ -81,7 +239,7 @@ def torch_bag(step: Step, dim: int, gradient: torch.Tensor) -> Callable[[], None
 
 
 def ours(step: Step, dim: int, gradient: torch.Tensor) -> Callable[[], None]:
-    """Return one step of our kernel on whole tables."""
+    """Return one step of our kernel over whole tables."""
     weights = {t: torch.randn(n, dim).mul_(0.01) for t, n in step.tables.items()}
     states = {t: torch.zeros(n, 1) for t, n in step.tables.items()}
     rows = {t: ArenaRows(weights[t], states[t], step.rows[t]) for t in step.tables}
@@ -91,20 +249,20 @@ def ours(step: Step, dim: int, gradient: torch.Tensor) -> Callable[[], None]:
         pooling = step.pooling(kernels)
         pooling(rows).backward(gradient)
         tables = step.table_rows(rows)
-        assert pooling.gradients is not None, "there was a backward"
+        assert pooling.gradients is not None, "set by the backward pass"
         kernels.update(tables, pooling.gradients, rule_at(RULE, 0))
 
     return run
 
 
 def measure(shape: Shape, skew: str, dim: int, rounds: int) -> dict[str, Any]:
-    """Time all sides of one configuration.
+    """Measure all sides of one configuration.
 
     Args:
         shape: features, tables and bags.
         skew: one of `SKEWS`.
         dim: width of a row.
-        rounds: each runs every side for `CALLS` steps.
+        rounds: each runs `CALLS` steps of every side.
     """
     step = step_of(shape, skew, np.random.default_rng(0))
     gradient = torch.randn(shape.num_samples, len(step.ids) * dim) * 0.01
@@ -112,13 +270,13 @@ def measure(shape: Shape, skew: str, dim: int, rounds: int) -> dict[str, Any]:
     runs = {name: sides[name](step, dim, gradient) for name in SIDES} | {
         "transpose": step.transpose
     }
-    found: dict[str, list[float]] = {name: [] for name in runs}
+    seconds: dict[str, list[float]] = {name: [] for name in runs}
     for run in runs.values():
         run()
     for _ in range(rounds):
         for name, run in runs.items():
-            found[name].append(seconds_of(run))
-    times = {name: np.array(values) for name, values in found.items()}
+            seconds[name].append(seconds_per_step(run))
+    times = {name: np.array(values) for name, values in seconds.items()}
     best = np.minimum(times["fbgemm"], times["torch"])
     ratios, prepared = best / times["ours"], best / (times["ours"] + times["transpose"])
     return {
@@ -134,11 +292,7 @@ def measure(shape: Shape, skew: str, dim: int, rounds: int) -> dict[str, Any]:
     }
 
 
-CALLS = 3
-"""Steps of one side in a round."""
-
-
-def seconds_of(run: Callable[[], None]) -> float:
+def seconds_per_step(run: Callable[[], None]) -> float:
     """Return the seconds of one step."""
     start = time.perf_counter()
     for _ in range(CALLS):
@@ -146,11 +300,11 @@ def seconds_of(run: Callable[[], None]) -> float:
     return (time.perf_counter() - start) / CALLS
 
 
-def headline(found: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return the configuration with the smallest ratio, and how many reach what."""
-    worst = min(found, key=lambda c: c["ratio"])
+def headline(details: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return the configuration with the smallest ratio, and counts over all configurations."""
+    worst = min(details, key=lambda c: c["ratio"])
     times = worst["milliseconds"]
-    ratios = [c["ratio"] for c in found]
+    ratios = [c["ratio"] for c in details]
     return {
         "ours": times["ours"],
         "peer": min(times["fbgemm"], times["torch"]),
@@ -158,44 +312,43 @@ def headline(found: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "unit": "ms of a step, the configuration with the smallest ratio",
         "rounds": worst["rounds"],
         "median_ratio": round(statistics.median(ratios), 2),
-        "smallest_prepared": min(c["ratio_prepared"] for c in found),
+        "smallest_prepared": min(c["ratio_prepared"] for c in details),
         "at_least_1": sum(r >= 1 for r in ratios),
         "at_least_2": sum(r >= 2 for r in ratios),
-        "num_configurations": len(found),
+        "num_configurations": len(details),
     }
 
 
-def _row(found: dict[str, Any]) -> str:
-    times = found["milliseconds"]
+def _format_row(figures: dict[str, Any]) -> str:
+    times = figures["milliseconds"]
     numbers = "  ".join(f"{name} {times[name]:8.2f}" for name in (*SIDES, "transpose"))
-    spread = f"{min(found['rounds']):.2f}..{max(found['rounds']):.2f}"
+    spread = f"{min(figures['rounds']):.2f}..{max(figures['rounds']):.2f}"
     return (
-        f"{found['shape']:>5} {found['skew']:>8} {found['dim']:>4}  {numbers}  "
-        f"ratio {found['ratio']:.2f} ({spread}), prepared {found['ratio_prepared']:.2f}\n"
+        f"{figures['shape']:>5} {figures['skew']:>8} {figures['dim']:>4}  {numbers}  "
+        f"ratio {figures['ratio']:.2f} ({spread}), prepared {figures['ratio_prepared']:.2f}\n"
     )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the benchmark and print it."""
+    """Run the benchmark and print the result."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.embedding", description=__doc__)
     parser.add_argument("--json", action="store_true", help="one JSON object on one line")
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--dims", default=",".join(map(str, DIMS)), help="widths, by comma")
-    parser.add_argument("--skews", default=",".join(SKEWS), help="of ids, by comma")
-    parser.add_argument("--shapes", default="26x1,1x35", help="features x ids, by comma")
+    parser.add_argument("--dims", default=",".join(map(str, DIMS)), help="widths, comma-separated")
+    parser.add_argument("--skews", default=",".join(SKEWS), help="of ids, comma-separated")
+    parser.add_argument("--shapes", default="26x1,1x35", help="features x ids, comma-separated")
     parser.add_argument("--samples", type=int, default=4096, help="samples of a step")
     parser.add_argument("--threads", type=int, default=2)
     options = parser.parse_args(argv)
     torch.set_num_threads(options.threads)
-    known: dict[str, Shape] = {shape.name: shape for shape in shapes(options.samples)}
-    found: list[dict[str, Any]] = []
+    by_name: dict[str, Shape] = {shape.name: shape for shape in shapes(options.samples)}
+    details: list[dict[str, Any]] = []
     for name in options.shapes.split(","):
         for skew in options.skews.split(","):
             for dim in map(int, options.dims.split(",")):
-                found.append(measure(known[name], skew, dim, options.rounds))
-                sys.stderr.write(_row(found[-1]))
-    result = headline(found) | {"details": found}
-    sys.stdout.write(json.dumps(result, indent=None if options.json else 2) + "\n")
+                details.append(measure(by_name[name], skew, dim, options.rounds))
+                sys.stderr.write(_format_row(details[-1]))
+    write_result(headline(details) | {"details": details}, options)
     return 0
 
 

@@ -1,11 +1,11 @@
-"""Bytes and values of datasets with groups that the job names, and with `groups: auto`.
+"""Bytes and values of datasets with the groups of their jobs, and with `groups: auto`.
 
 `python -m benchmarks.groups [--json] [--datasets NAME,NAME] [--shared-data DIR]`
 
-Each log of `benchmarks/logs.py` is built twice: by its job, and by the same job
-with `groups: auto`. `bytes` are samples and groups with all that belongs to them (`dataset_bytes`
-of the manifests); `values` are the values that a reader decodes and looks up: lists that are
-stored, entry by entry. Neither depends on the machine.
+Each log of `benchmarks/logs.py` is built twice: by its job, and by the same job with `groups:
+auto`. `bytes` are samples and groups with all their files (`dataset_bytes` of the manifests);
+`values` are the values that a reader decodes and looks up, stored lists counted by entry. Neither
+depends on the machine.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from typing import Any
 
 from benchmarks.logs import (
     LOGS,
-    MADE_LOGS,
-    build_job,
+    SYNTHETIC_LOGS,
+    build_dataset,
     each_log,
     job_path,
     log_parser,
@@ -29,7 +29,7 @@ from schemas.dataset import Dataset, open_dataset
 
 
 def sizes_of(dataset: Dataset) -> dict[str, Any]:
-    """Return what a dataset takes: bytes, values, and its groups."""
+    """Return the bytes, values and groups of a dataset."""
     manifests = [segment.manifest for segment in dataset.segments]
     grouped = dataset.job.data.group_of_column
     values = 0
@@ -50,21 +50,20 @@ def sizes_of(dataset: Dataset) -> dict[str, Any]:
 def details(name: str, log: Path, scratch: Path) -> dict[str, Any]:
     """Build one log both ways; ratios are `auto` over `named`."""
     job = job_path(name, scratch)
-    found: dict[str, Any] = {}
+    sizes: dict[str, Any] = {}
     for side, path in (("named", job), ("auto", with_auto(job, scratch))):
-        build_job(path, log, scratch / side)
-        found[side] = sizes_of(open_dataset(scratch / side))
+        sizes[side] = sizes_of(open_dataset(build_dataset(path, log, scratch / side)))
     ratios = {
-        key: round(found["auto"][key] / found["named"][key], 4) for key in ("bytes", "values")
+        key: round(sizes["auto"][key] / sizes["named"][key], 4) for key in ("bytes", "values")
     }
-    return {**found, "ratios": ratios}
+    return {**sizes, "ratios": ratios}
 
 
-def headline(found: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
-    """Return the bytes of all logs together, and the log where the chosen groups fare worst."""
-    ours, peer = (sum(f[side]["bytes"] for f in found.values()) for side in ("auto", "named"))
-    rounds = [round(f["named"]["bytes"] / f["auto"]["bytes"], 4) for f in found.values()]
-    unit = f"bytes, groups: auto against groups that jobs name, {len(found)} logs"
+def headline(by_log: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
+    """Return the bytes of all logs, the ratio of each log, and the worst ratio."""
+    ours, peer = (sum(f[side]["bytes"] for f in by_log.values()) for side in ("auto", "named"))
+    rounds = [round(f["named"]["bytes"] / f["auto"]["bytes"], 4) for f in by_log.values()]
+    unit = f"bytes, groups: auto against groups that jobs name, {len(by_log)} logs"
     return {
         "ours": ours,
         "peer": peer,
@@ -76,15 +75,14 @@ def headline(found: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the benchmark and print it."""
-    parser = log_parser("groups", __doc__, [*LOGS, *MADE_LOGS])
+    """Run the benchmark and print the result."""
+    parser = log_parser("groups", __doc__, [*LOGS, *SYNTHETIC_LOGS])
     options = parser.parse_args(argv)
-    found: dict[str, dict[str, Any]] = {}
+    by_log: dict[str, dict[str, Any]] = {}
     for name, log, scratch in each_log(options):
-        found[name] = details(name, log, scratch)
-        sys.stderr.write(f"{name}: {found[name]['ratios']}\n")
-    result = headline(found) | {"details": found}
-    write_result(result, options)
+        by_log[name] = details(name, log, scratch)
+        sys.stderr.write(f"{name}: {by_log[name]['ratios']}\n")
+    write_result(headline(by_log) | {"details": by_log}, options)
     return 0
 
 

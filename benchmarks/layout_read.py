@@ -1,4 +1,4 @@
-"""Read either layout back to the tensors of a batch, counting reads where asked."""
+"""Read each layout back to the tensors of a batch, and count the reads."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 
-from benchmarks.layout_log import Blocks
+from benchmarks.layout_files import Blocks
 
 KEYS = frozenset({"block", "unique_index"})
 Column = np.ndarray | tuple[np.ndarray, np.ndarray]
@@ -25,14 +25,14 @@ class Decoded:
     groups: dict[str, dict[str, Column]]
     inverse: dict[str, np.ndarray]
     within_block: bool
-    """Whether inverse counts from the first tuple of the block or of the row group."""
+    """Whether inverse indices count from the first tuple of the block, not of the row group."""
 
 
 class CountingFile:
-    """A file that counts its reads; a loaded region is read once and then served from memory."""
+    """A file that counts its reads; a loaded region is read once and served from memory."""
 
     def __init__(self, path: Path) -> None:
-        """Open nothing yet."""
+        """Open the file at its first read."""
         self.path = path
         self.num_reads = 0
         self.num_bytes = 0
@@ -198,7 +198,7 @@ def _batch(rows: Decoded, blocks: Blocks, base: int, first: int, last: int):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reader:
-    """Everything a pass needs that does not change: paths, footers, the index of blocks."""
+    """Paths, footers and block offsets of one layout."""
 
     layout: str
     paths: Mapping[str, Path]
@@ -216,7 +216,7 @@ class Reader:
         checksum: bool = True,
         use_threads: bool = True,
     ) -> Iterator[dict[str, dict[str, torch.Tensor]]]:
-        """Yield the tensors of each batch in file order; batches end at row groups here."""
+        """Yield the tensors of each batch in file order; a batch does not cross row groups."""
         sources = {name: source(path) for name, path in self.paths.items()}
         files, columns = {}, {}
         for name, opened in sources.items():
@@ -243,7 +243,7 @@ class Reader:
 
 
 def open_reader(layout: str, paths: Mapping[str, Path], blocks: Blocks, step: int) -> Reader:
-    """Read the footers once."""
+    """Return a reader with the footers loaded."""
     metadata = {name: pq.read_metadata(path) for name, path in paths.items()}
     return Reader(
         layout=layout, paths=paths, metadata=metadata, blocks=blocks, blocks_per_row_group=step

@@ -1,22 +1,20 @@
-"""How well the throughput model predicts sizes that were not measured.
+"""Accuracy of the throughput model for sizes that were not measured.
 
 `python -m benchmarks.model [--json] [--seeds N] [--shared-data DIR]`
 
-Two published sets of measurements are written as the CSV file that `scheduler fit`
-reads: eight models over parameter servers and workers (DL2, one total batch each),
-and neural collaborative filtering over replicas and batches on five clusters (Sia).
-Each job is fitted twice. Held back: five parts, each predicted from the other four.
-Doubled: fitted up to half of the workers, and predicted up to twice as many. The
-peer is the model that Optimus (Peng et al. 2018), by the authors of the first
-testbed, fits to it: 1 / (a / w + b + c w / p + d w + e p). `ours` and `peer` are
-held-back errors, the mean over all jobs; speeds of zero are skipped and counted.
+Two published sets of measurements are converted to the CSV format of `scheduler fit`: eight models
+over parameter servers and workers (DL2, one total batch each), and neural collaborative filtering
+over replicas and batches on five clusters (Sia). Each job is fitted in two ways. Held out: 5-fold
+cross-validation, each fold predicted from the other four. Doubled: fitted up to half of the
+workers, and predicted up to twice as many. The peer is the model of Optimus (Peng et al. 2018), by
+the authors of the first testbed: 1 / (a / w + b + c w / p + d w + e p). `ours` and `peer` are
+held-out errors, the mean over all jobs; speeds of zero are skipped and counted.
 """
 
 from __future__ import annotations
 
 import argparse
 import csv
-import json
 import statistics
 import sys
 import tempfile
@@ -27,7 +25,7 @@ from typing import Any
 import numpy as np
 from scipy.optimize import nnls
 
-from benchmarks.logs import SHARED_DATA
+from benchmarks.logs import SHARED_DATA, write_result
 from scheduler.model.fit import predict_seconds
 from scheduler.model.measurements import fit_rows, read_measurements, setting_of, step_sec
 
@@ -45,15 +43,15 @@ COLUMNS: tuple[str, ...] = (
 DL2 = Path("dl2_ps_worker_speed") / "derived_flat.csv"
 NCF = Path("sia_pollux_ncf")
 CLUSTERS = ("aws", "azure", "dgx", "quad", "rtx")
-"""Those whose measurements differ: `dgx-ext` repeats `dgx`."""
-NUM_PARTS = 5
+"""Clusters with different measurements: `dgx-ext` repeats `dgx`."""
+NUM_FOLDS = 5
 
 
 def rows_of_dl2(path: Path) -> Iterator[dict[str, object]]:
-    """Yield the measurements of parameter servers; their cores were not limited, so none are named.
+    """Yield the measurements of parameter servers, without cores, which were not limited.
 
     Args:
-        path: one line a measurement, speeds of all workers added.
+        path: one measurement per line, with the sum of the workers' speeds.
     """
     with path.open(encoding="utf-8", newline="") as file:
         for row in csv.DictReader(file):
@@ -67,7 +65,7 @@ def rows_of_dl2(path: Path) -> Iterator[dict[str, object]]:
 
 
 def rows_of_ncf(directory: Path) -> Iterator[dict[str, object]]:
-    """Yield the measurements of each cluster; a placement is one digit of replicas a node.
+    """Yield the measurements of each cluster; a placement has one digit per node, its replicas.
 
     Args:
         directory: with `placements-<cluster>.csv`.
@@ -102,22 +100,22 @@ def convert(shared_data: Path, target: Path) -> None:
         writer.writerows(rows_of_ncf(shared_data / NCF))
 
 
-def ours(known: Sequence[Row], hidden: Sequence[Row]) -> tuple[np.ndarray, np.ndarray]:
-    """Return predicted seconds of hidden rows and whether each lies inside its interval."""
-    found = predict_seconds(fit_rows(known), setting_of(hidden))
-    seconds = step_sec(hidden)
-    return found.seconds, (found.low <= seconds) & (seconds <= found.high)
+def ours(fitted: Sequence[Row], held_out: Sequence[Row]) -> tuple[np.ndarray, np.ndarray]:
+    """Return predicted seconds of held-out rows, and whether each is inside its interval."""
+    prediction = predict_seconds(fit_rows(fitted), setting_of(held_out))
+    seconds = step_sec(held_out)
+    return prediction.seconds, (prediction.low <= seconds) & (seconds <= prediction.high)
 
 
-def optimus(known: Sequence[Row], hidden: Sequence[Row]) -> tuple[np.ndarray, np.ndarray]:
-    """Return predicted seconds of hidden rows by Optimus's model; it has no intervals."""
-    left, seconds = _optimus_terms(known), step_sec(known)
-    found = nnls(left / seconds[:, None], np.ones(len(seconds)))[0]
-    return _optimus_terms(hidden) @ found, np.ones(len(hidden), bool)
+def optimus(fitted: Sequence[Row], held_out: Sequence[Row]) -> tuple[np.ndarray, np.ndarray]:
+    """Return predicted seconds of held-out rows by Optimus's model, which has no intervals."""
+    terms, seconds = _optimus_terms(fitted), step_sec(fitted)
+    coefficients = nnls(terms / seconds[:, None], np.ones(len(seconds)))[0]
+    return _optimus_terms(held_out) @ coefficients, np.ones(len(held_out), bool)
 
 
 def _optimus_terms(rows: Sequence[Row]) -> np.ndarray:
-    """Return (n, 5) terms; without servers each replica is one, as in an all-reduce."""
+    """Return (n, 5) terms; without servers each replica counts as one, as in an all-reduce."""
     setting = setting_of(rows)
     workers = np.asarray(setting.num_replicas)
     servers = np.where(np.asarray(setting.num_stores) > 0, setting.num_stores, workers)
@@ -128,65 +126,65 @@ def _optimus_terms(rows: Sequence[Row]) -> np.ndarray:
 Model = Callable[[Sequence[Row], Sequence[Row]], tuple[np.ndarray, np.ndarray]]
 
 
-def errors(model: Model, known: Sequence[Row], hidden: Sequence[Row]) -> np.ndarray:
-    """Return (2, n) relative errors of throughput, and 1 for each that is inside its interval."""
-    seconds, inside = model(known, hidden)
-    return np.stack([np.abs(step_sec(hidden) / seconds - 1.0), inside])
+def errors(model: Model, fitted: Sequence[Row], held_out: Sequence[Row]) -> np.ndarray:
+    """Return (2, n): relative errors of throughput, and 1 for each inside its interval."""
+    seconds, inside = model(fitted, held_out)
+    return np.stack([np.abs(step_sec(held_out) / seconds - 1.0), inside])
 
 
-def held_back(model: Model, rows: Sequence[Row], seed: int) -> tuple[float, float]:
-    """Return mean error and share inside, each part predicted from the others."""
+def cross_validate(model: Model, rows: Sequence[Row], seed: int) -> tuple[float, float]:
+    """Return mean error and share inside the interval, each fold predicted from the others."""
     order = np.random.default_rng(seed).permutation(len(rows))
-    found: list[np.ndarray] = []
-    for part in range(NUM_PARTS):
-        out = set(order[part::NUM_PARTS].tolist())
-        known = [row for i, row in enumerate(rows) if i not in out]
-        found.append(errors(model, known, [rows[i] for i in sorted(out)]))
-    mean, inside = np.concatenate(found, axis=1).mean(axis=1)
+    by_fold: list[np.ndarray] = []
+    for fold in range(NUM_FOLDS):
+        held_out = set(order[fold::NUM_FOLDS].tolist())
+        fitted = [row for i, row in enumerate(rows) if i not in held_out]
+        by_fold.append(errors(model, fitted, [rows[i] for i in sorted(held_out)]))
+    mean, inside = np.concatenate(by_fold, axis=1).mean(axis=1)
     return float(mean), float(inside)
 
 
 def doubling_cut(rows: Sequence[Row]) -> int:
-    """Return the most workers that are fitted, of those measured: half of the most."""
+    """Return the largest number of workers to fit: half of the measured maximum."""
     workers = sorted({int(row["num_replicas"]) for row in rows})
     return max(count for count in workers if count <= (workers[-1] + 1) / 2)
 
 
 def doubled(model: Model, rows: Sequence[Row]) -> tuple[float, float]:
-    """Return mean error and share inside beyond the cut, fitted up to it."""
+    """Return mean error and share inside the interval beyond the cut, fitted up to it."""
     cut = doubling_cut(rows)
-    known = [row for row in rows if int(row["num_replicas"]) <= cut]
-    hidden = [row for row in rows if int(row["num_replicas"]) > cut]
-    mean, inside = errors(model, known, hidden).mean(axis=1)
+    fitted = [row for row in rows if int(row["num_replicas"]) <= cut]
+    held_out = [row for row in rows if int(row["num_replicas"]) > cut]
+    mean, inside = errors(model, fitted, held_out).mean(axis=1)
     return float(mean), float(inside)
 
 
 def measure_job(rows: Sequence[Row], seeds: int) -> dict[str, Any]:
     """Return all figures of one job."""
-    held = [held_back(ours, rows, seed) for seed in range(seeds)]
-    peer = [held_back(optimus, rows, seed)[0] for seed in range(seeds)]
-    far, inside = doubled(ours, rows)
+    held_out = [cross_validate(ours, rows, seed) for seed in range(seeds)]
+    peer = [cross_validate(optimus, rows, seed)[0] for seed in range(seeds)]
+    doubled_error, inside = doubled(ours, rows)
     return {
         "rows": len(rows),
-        "held_back_mape": round(statistics.mean(error for error, _ in held), 4),
-        "held_back_inside": round(statistics.mean(inside for _, inside in held), 4),
-        "held_back_mape_rounds": [round(error, 4) for error, _ in held],
+        "held_back_mape": round(statistics.mean(error for error, _ in held_out), 4),
+        "held_back_inside": round(statistics.mean(inside for _, inside in held_out), 4),
+        "held_back_mape_rounds": [round(error, 4) for error, _ in held_out],
         "held_back_mape_optimus": round(statistics.mean(peer), 4),
         "held_back_mape_optimus_rounds": [round(error, 4) for error in peer],
         "doubled_from": doubling_cut(rows),
         "doubled_to": max(int(row["num_replicas"]) for row in rows),
-        "doubled_mape": round(far, 4),
+        "doubled_mape": round(doubled_error, 4),
         "doubled_inside": round(inside, 4),
         "doubled_mape_optimus": round(doubled(optimus, rows)[0], 4),
     }
 
 
 def measure(shared_data: Path, seeds: int) -> dict[str, Any]:
-    """Measure everything.
+    """Measure all jobs.
 
     Args:
         shared_data: folder of both sets.
-        seeds: partitions into held-back parts.
+        seeds: random splits into folds.
     """
     with tempfile.TemporaryDirectory() as scratch:
         path = Path(scratch) / "measurements.csv"
@@ -194,14 +192,14 @@ def measure(shared_data: Path, seeds: int) -> dict[str, Any]:
         read = read_measurements(path)
     jobs = {job: measure_job(rows, seeds) for job, rows in read.rows.items()}
     sides = [
-        [statistics.mean(found[key][seed] for found in jobs.values()) for seed in range(seeds)]
+        [statistics.mean(job[key][seed] for job in jobs.values()) for seed in range(seeds)]
         for key in ("held_back_mape_rounds", "held_back_mape_optimus_rounds")
     ]
     return {
         "ours": round(statistics.mean(sides[0]), 4),
         "peer": round(statistics.mean(sides[1]), 4),
         "ratio": round(statistics.mean(sides[1]) / statistics.mean(sides[0]), 3),
-        "unit": "mean absolute percentage error of held-back sizes, as a share, against Optimus",
+        "unit": "mean absolute percentage error of held-out sizes, as a share, against Optimus",
         "rounds": [round(b / a, 3) for a, b in zip(*sides, strict=True)],
         "skipped": read.num_skipped,
         "jobs": jobs,
@@ -209,18 +207,17 @@ def measure(shared_data: Path, seeds: int) -> dict[str, Any]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the benchmark and print it."""
+    """Run the benchmark and print the result."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.model", description=__doc__)
     parser.add_argument("--json", action="store_true", help="one JSON object on one line")
-    parser.add_argument("--seeds", type=int, default=5, help="partitions into held-back parts")
+    parser.add_argument("--seeds", type=int, default=5, help="random splits into folds")
     parser.add_argument("--shared-data", type=Path, default=SHARED_DATA)
     options = parser.parse_args(argv)
     for needed in (DL2, NCF):
         if not (options.shared_data / needed).exists():
             sys.stderr.write(f"measurements must exist, got no {options.shared_data / needed}\n")
             return 1
-    result = measure(options.shared_data, options.seeds)
-    sys.stdout.write(json.dumps(result, indent=None if options.json else 2) + "\n")
+    write_result(measure(options.shared_data, options.seeds), options)
     return 0
 
 

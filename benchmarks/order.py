@@ -1,13 +1,13 @@
-"""What clustering costs in quality: one model trained on the same samples in four orders.
+"""Effect of clustering on model quality: one model trained on the same samples in four orders.
 
 `python -m benchmarks.order [--json] [--datasets NAME,NAME] [--seeds N] [--shared-data DIR]`
 
 The samples of a shipped job are expanded once and built again in each order: clustered by session
-as the job says, the same with its blocks shuffled (`order.shuffle: blocks`), every sample for
-itself in random order, and by time. Only the session key of the job differs between them: it is
-the job's, a random number for each sample, or one number for all. Each is trained from the same
-seeds for the same number of steps, and scored by NE (the lower the better) on the same
-evaluation samples. `ours` is the clustered NE, `peer` the shuffled one, each the mean over seeds.
+as in the job, the same with blocks shuffled (`order.shuffle: blocks`), all samples shuffled, and by
+time. The jobs differ only in the session key: the job's own, a random number per sample, or one
+number for all samples. Each is trained with the same seeds for the same number of steps, and
+evaluated by NE (lower is better) on the same samples. `ours` is the clustered NE, `peer` the
+shuffled one, each the mean over seeds.
 """
 
 from __future__ import annotations
@@ -24,7 +24,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import yaml
 
-from benchmarks.logs import build_job, each_log, job_path, log_parser, write_result
+from benchmarks.logs import (
+    build_dataset,
+    each_log,
+    job_path,
+    log_parser,
+    read_job,
+    write_result,
+)
 from pipelines.clustering.reader import expand
 from schemas.dataset import open_dataset
 from schemas.layout import TRAIN
@@ -34,23 +41,23 @@ from trainer.train_run import train
 CLUSTERED, BLOCKS, SHUFFLED, BY_TIME = "clustered", "clustered, blocks shuffled", "shuffled", "time"
 ORDERS = (CLUSTERED, BLOCKS, SHUFFLED, BY_TIME)
 KEY = "order_key"
-"""Column that the job of the shuffled and of the time order takes for its session key."""
+"""Session key of the jobs of the shuffled and the time order."""
 SHUFFLE_SEED = 0
 
 
 def order_keys(order: str, num_samples: int) -> np.ndarray:
-    """Return the session key that puts samples into an order; zeros where it is not used."""
+    """Return the session keys that give an order; zeros if they are not used."""
     if order == SHUFFLED:
         return np.random.default_rng(SHUFFLE_SEED).permutation(num_samples).astype(np.int64)
     return np.zeros(num_samples, np.int64)
 
 
 def write_variant(job: Path, samples: Path, order: str, directory: Path, seed: int = 0) -> Path:
-    """Write the job that builds expanded samples in an order, beside its schema and its log.
+    """Write the job that builds expanded samples in an order, with its schema and its log.
 
     Args:
         job: a shipped job file.
-        samples: what `expand` gave for it.
+        samples: its expanded samples.
         order: one of `ORDERS`.
         directory: to write into.
         seed: of parameters and rows.
@@ -59,7 +66,7 @@ def write_variant(job: Path, samples: Path, order: str, directory: Path, seed: i
     rows = pq.read_table(samples)
     keys = pa.array(order_keys(order, rows.num_rows))
     pq.write_table(rows.append_column(KEY, keys), directory / "log" / "samples.parquet")
-    body = yaml.safe_load(job.read_text(encoding="utf-8"))
+    body = read_job(job)
     data = body["data"]
     data.pop("generate", None)
     data["sources"] = {"samples": {"files": "samples.parquet", "format": "parquet"}}
@@ -76,16 +83,10 @@ def write_variant(job: Path, samples: Path, order: str, directory: Path, seed: i
 
 
 def with_seed(body: Mapping[str, Any], path: Path, seed: int) -> Path:
-    """Write a job file with another seed of training."""
+    """Write a job file with another training seed."""
     changed = {**body, "train": {**body.get("train", {}), "seed": seed}}
     path.write_text(yaml.safe_dump(changed, sort_keys=False), encoding="utf-8")
     return path
-
-
-def built(job: Path, log: Path, dataset: Path) -> Path:
-    """Build a dataset on the local runner and return it."""
-    build_job(job, log, dataset)
-    return dataset
 
 
 def measure(name: str, log: Path, seeds: int, scratch: Path) -> dict[str, Any]:
@@ -94,24 +95,24 @@ def measure(name: str, log: Path, seeds: int, scratch: Path) -> dict[str, Any]:
     Args:
         name: of a shipped job.
         log: its raw files.
-        seeds: trainings of each order.
-        scratch: directory for everything that is written.
+        seeds: trainings per order.
+        scratch: directory for all files.
     """
     samples = scratch / "samples.parquet"
-    expand(built(job_path(name), log, scratch / "as-shipped"), samples)
+    expand(build_dataset(job_path(name), log, scratch / "as-shipped"), samples)
     datasets = {
-        order: built(
-            write_variant(job_path(name), samples, order, scratch / str(place)),
-            scratch / str(place) / "log",
-            scratch / str(place) / "dataset",
+        order: build_dataset(
+            write_variant(job_path(name), samples, order, scratch / str(index)),
+            scratch / str(index) / "log",
+            scratch / str(index) / "dataset",
         )
-        for place, order in enumerate(ORDERS)
+        for index, order in enumerate(ORDERS)
     }
-    found: dict[str, dict[str, list[float]]] = {o: {"ne": [], "auc": []} for o in ORDERS}
+    metrics: dict[str, dict[str, list[float]]] = {o: {"ne": [], "auc": []} for o in ORDERS}
     steps: dict[str, int] = {}
     for seed in range(seeds):
         for order, dataset in datasets.items():
-            body = yaml.safe_load((dataset.parent / "job.yaml").read_text(encoding="utf-8"))
+            body = read_job(dataset.parent / "job.yaml")
             job = with_seed(body, dataset.parent / "seeded.yaml", seed)
             summary = train(
                 job,
@@ -121,10 +122,10 @@ def measure(name: str, log: Path, seeds: int, scratch: Path) -> dict[str, Any]:
                 clock=time.perf_counter,
                 on_step=lambda *_: None,
             )
-            assert summary.ne is not None, "the jobs hold samples back"
-            assert summary.auc is not None, "the jobs hold samples back"
-            found[order]["ne"].append(summary.ne)
-            found[order]["auc"].append(summary.auc)
+            assert summary.ne is not None, "the jobs have evaluation samples"
+            assert summary.auc is not None, "the jobs have evaluation samples"
+            metrics[order]["ne"].append(summary.ne)
+            metrics[order]["auc"].append(summary.auc)
             steps[order] = summary.num_steps
             sys.stderr.write(f"{name}, {order}, seed {seed}: NE {summary.ne:.4f}\n")
     return {
@@ -138,43 +139,42 @@ def measure(name: str, log: Path, seeds: int, scratch: Path) -> dict[str, Any]:
                 "ne_of_seeds": [round(v, 5) for v in values["ne"]],
                 "auc": round(statistics.mean(values["auc"]), 5),
             }
-            for order, values in found.items()
+            for order, values in metrics.items()
         },
     }
 
 
 def training_samples(dataset: Path) -> int:
-    """Return the samples of the training range."""
+    """Return the number of training samples."""
     return sum(
         int(s.column("num_samples")[s.positions(TRAIN)].sum())
         for s in open_dataset(dataset).segments
     )
 
 
-def headline(found: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
+def headline(details: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
     """Return the first dataset's shuffled NE over its clustered NE."""
-    name = next(iter(found))
-    ours, peer = (found[name]["orders"][order] for order in (CLUSTERED, SHUFFLED))
+    name = next(iter(details))
+    ours, peer = (details[name]["orders"][order] for order in (CLUSTERED, SHUFFLED))
     pairs = zip(ours["ne_of_seeds"], peer["ne_of_seeds"], strict=True)
     return {
         "ours": ours["ne"],
         "peer": peer["ne"],
         "ratio": round(peer["ne"] / ours["ne"], 4),
         "unit": f"NE on the evaluation split, {name}, clustered against shuffled samples",
-        "rounds": [round(theirs / mine, 4) for mine, theirs in pairs],
+        "rounds": [round(shuffled / clustered, 4) for clustered, shuffled in pairs],
     }
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the benchmark and print it."""
+    """Run the benchmark and print the result."""
     parser = log_parser("order", __doc__, ["mind", "demo"])
-    parser.add_argument("--seeds", type=int, default=3, help="trainings of each order")
+    parser.add_argument("--seeds", type=int, default=3, help="trainings per order")
     options = parser.parse_args(argv)
-    found: dict[str, dict[str, Any]] = {}
+    details: dict[str, dict[str, Any]] = {}
     for name, log, scratch in each_log(options):
-        found[name] = measure(name, log, options.seeds, scratch)
-    result = headline(found) | {"details": found}
-    write_result(result, options)
+        details[name] = measure(name, log, options.seeds, scratch)
+    write_result(headline(details) | {"details": details}, options)
     return 0
 
 

@@ -1,14 +1,13 @@
-"""Build a dataset, against DuckDB and Polars that sort and write the same log.
+"""Building a dataset, against DuckDB and Polars that sort and write the same log.
 
 `python -m benchmarks.pipeline [--json] [--samples N,N] [--rounds N] [--memory GiB]`
 
-Each side is a process of its own on the same Parquet files, two threads or two
-workers each, in turns. Ours clusters, deduplicates, computes statistics and
-writes; DuckDB and Polars sort by (hash of session, session, time) and write zstd
-Parquet. KuaiRand, where its files are, is joined with its users and histories by
-the same SQL on both sides. `ours` has no oracle; what the oracle adds is stated
-apart, as is our start-up, which is in none of the rates. Bytes are those of the
-data, the oracle's left out.
+Each side is a separate process on the same Parquet files, with two threads or two workers, in
+alternating order. Ours clusters, deduplicates, computes statistics and writes; DuckDB and Polars
+sort by (hash of session, session, time) and write zstd Parquet. KuaiRand, if its files exist, is
+joined with its users and histories by the same SQL on both sides. `ours` builds without the oracle;
+the time that the oracle adds is reported separately, as is our start-up time, which is not part of
+the rates. Bytes exclude the oracle.
 """
 
 import argparse
@@ -25,14 +24,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
+from benchmarks.logs import (
+    DEMO_JOB,
+    REPOSITORY,
+    SHARED_DATA,
+    read_job,
+    write_job_file,
+    write_result,
+)
 from pipelines.demo_log.log import GeneratorConfig, write_log
 from schemas.config.job import load_job
-
-REPOSITORY = Path(__file__).resolve().parents[1]
-DEMO = REPOSITORY / "schemas" / "demo" / "job.yaml"
-SHARED_DATA = REPOSITORY.parent / "shared" / "data"
 
 DUCKDB = """
 import duckdb, sys, time
@@ -57,14 +58,14 @@ print(time.perf_counter() - start)
 
 @dataclass(frozen=True, slots=True)
 class Log:
-    """What both sides read.
+    """Input of both sides.
 
     Attributes:
         name: in the results.
         folder: of its files.
         job: our job file.
-        query: the same for DuckDB.
-        num_samples: rows that both write.
+        query: the equivalent query for DuckDB.
+        num_samples: rows that both sides write.
     """
 
     name: str
@@ -75,13 +76,13 @@ class Log:
 
 
 @dataclass(frozen=True, slots=True)
-class Taken:
+class Measurement:
     """One run of one side.
 
     Attributes:
-        seconds: wall time of the work, start-up left out.
-        startup: seconds before the work, where it is known.
-        peak_bytes: largest resident memory of the process.
+        seconds: wall time without start-up.
+        startup: seconds of start-up, 0 if unknown.
+        peak_bytes: peak resident memory of the process.
         written_bytes: data written.
     """
 
@@ -92,7 +93,7 @@ class Taken:
 
 
 def run(command: Sequence[str], environment: dict[str, str] | None = None) -> tuple[str, int]:
-    """Run a process to its end; return what it printed and its peak memory in bytes."""
+    """Run a process to its end; return its output and its peak memory in bytes."""
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
         process = subprocess.Popen(
             command,
@@ -110,64 +111,63 @@ def run(command: Sequence[str], environment: dict[str, str] | None = None) -> tu
         return out.read(), 1024 * usage.ru_maxrss
 
 
-def ours(job: Path, log: Log, scratch: Path) -> Taken:
+def run_ours(job: Path, log: Log, scratch: Path) -> Measurement:
     """Build a dataset."""
     shutil.rmtree(scratch / "dataset", ignore_errors=True)
-    places = ["--input", str(log.folder), "--output", str(scratch / "dataset")]
-    printed, peak = run([sys.executable, "-m", "pipelines", "build", str(job), *places, "--json"])
-    result = json.loads(printed)
+    paths = ["--input", str(log.folder), "--output", str(scratch / "dataset")]
+    output, peak = run([sys.executable, "-m", "pipelines", "build", str(job), *paths, "--json"])
+    result = json.loads(output)
     if result["num_samples"] != log.num_samples:
         raise RuntimeError(f"samples must be {log.num_samples}, got {result['num_samples']}")
-    return Taken(result["wall_sec"], result["startup_sec"], peak, result["dataset_bytes"])
+    return Measurement(result["wall_sec"], result["startup_sec"], peak, result["dataset_bytes"])
 
 
-def duckdb(log: Log, scratch: Path, memory: int) -> Taken:
+def run_duckdb(log: Log, scratch: Path, memory: int) -> Measurement:
     """Sort and write with DuckDB."""
     out = scratch / "duckdb.parquet"
     arguments = [log.query, str(out), str(memory), str(scratch / "spill")]
-    printed, peak = run([sys.executable, "-c", DUCKDB, *arguments])
-    return Taken(float(printed.split()[-1]), 0.0, peak, out.stat().st_size)
+    output, peak = run([sys.executable, "-c", DUCKDB, *arguments])
+    return Measurement(float(output.split()[-1]), 0.0, peak, out.stat().st_size)
 
 
-def polars(log: Log, scratch: Path) -> Taken:
+def run_polars(log: Log, scratch: Path) -> Measurement:
     """Sort and write with Polars."""
     out = scratch / "polars.parquet"
     arguments = [str(log.folder), str(out)]
-    printed, peak = run([sys.executable, "-c", POLARS, *arguments], {"POLARS_MAX_THREADS": "2"})
-    return Taken(float(printed.split()[-1]), 0.0, peak, out.stat().st_size)
+    output, peak = run([sys.executable, "-c", POLARS, *arguments], {"POLARS_MAX_THREADS": "2"})
+    return Measurement(float(output.split()[-1]), 0.0, peak, out.stat().st_size)
 
 
 def without_oracle(job: Path, folder: Path) -> Path:
-    """Write a job without embedding tables: the same build, no oracle."""
-    folder.mkdir(parents=True)
-    content = yaml.safe_load(job.read_text())
+    """Write a job without embedding tables: the same build without the oracle."""
+    content = read_job(job)
     content["data"]["tables"] = {}
-    (folder / "job.yaml").write_text(yaml.safe_dump(content, sort_keys=False))
-    schema = (job.parent / "schema.pbtxt").read_text()
-    (folder / "schema.pbtxt").write_text(schema.replace('tag: "sparse"', 'tag: "kept"'))
-    return folder / "job.yaml"
+    path = write_job_file(folder, content, job)
+    schema = folder / "schema.pbtxt"
+    schema.write_text(schema.read_text().replace('tag: "sparse"', 'tag: "kept"'))
+    return path
 
 
 def demo_log(samples: int, scratch: Path) -> Log:
     """Generate the demo's log."""
-    config = load_job(DEMO).data.generate
-    assert config is not None, "the demo's job generates its log"
+    config = load_job(DEMO_JOB).data.generate
+    assert config is not None, "the demo's job configures its generated log"
     folder = scratch / f"log-{samples}"
     settings = GeneratorConfig(
         num_samples=samples, seed=config.seed, start=config.start, span=config.span
     )
     write_log(settings, folder)
     query = f"SELECT * FROM '{folder}/*.parquet' ORDER BY hash(session_id), session_id, time"
-    return Log(f"demo {samples}", folder, DEMO, query, samples)
+    return Log(f"demo {samples}", folder, DEMO_JOB, query, samples)
 
 
 def kuairand_log() -> Log | None:
-    """Return KuaiRand's log, None where it is not."""
+    """Return KuaiRand's log, None if it is missing."""
     folder, job = SHARED_DATA / "kuairand_pure_part", REPOSITORY / "schemas/kuairand/job.yaml"
     if not folder.is_dir():
         return None
     data = load_job(job).data
-    assert data.samples.per is not None, "KuaiRand's samples are made per user"
+    assert data.samples.per is not None, "KuaiRand's job has samples.per"
     files = ", ".join(
         f"{name} AS (FROM '{folder}/{source.files}')" for name, source in data.sources.items()
     )
@@ -176,74 +176,73 @@ def kuairand_log() -> Log | None:
 
 
 def measure(log: Log, rounds: int, memory: int, scratch: Path) -> dict[str, Any]:
-    """Time all sides on one log, in turns."""
+    """Measure all sides on one log in rotating order."""
     plain = without_oracle(log.job, scratch / f"job {log.name}")
-    taken: dict[str, list[Taken]] = {}
+    sides = {
+        "ours": lambda: run_ours(plain, log, scratch),
+        "duckdb": lambda: run_duckdb(log, scratch, memory),
+        "oracle": lambda: run_ours(log.job, log, scratch),
+    }
+    if log.job == DEMO_JOB and log.num_samples <= 2_000_000:  # Polars sorts in memory
+        sides["polars"] = lambda: run_polars(log, scratch)
+    names = list(sides)
+    runs: dict[str, list[Measurement]] = {name: [] for name in names}
     for number in range(rounds):
-        sides = {
-            "ours": lambda: ours(plain, log, scratch),
-            "duckdb": lambda: duckdb(log, scratch, memory),
-            "oracle": lambda: ours(log.job, log, scratch),
-        }
-        if log.job == DEMO and log.num_samples <= 2_000_000:  # Polars sorts in memory
-            sides["polars"] = lambda: polars(log, scratch)
-        names = list(sides)
         for name in names[number % len(names) :] + names[: number % len(names)]:
-            found = sides[name]()
-            taken.setdefault(name, []).append(found)
-            print(log.name, name, found, file=sys.stderr, flush=True)
-    return summary(log, taken)
+            runs[name].append(sides[name]())
+            print(log.name, name, runs[name][-1], file=sys.stderr, flush=True)
+    return summarize(log, runs)
 
 
-def summary(log: Log, taken: dict[str, list[Taken]]) -> dict[str, Any]:
+def summarize(log: Log, runs: dict[str, list[Measurement]]) -> dict[str, Any]:
     """Return rates, ratios and their spread."""
-    rates = {n: [log.num_samples / t.seconds for t in runs] for n, runs in taken.items()}
-    found: dict[str, Any] = {"log": log.name, "samples": log.num_samples}
+    rates = {n: [log.num_samples / m.seconds for m in of_side] for n, of_side in runs.items()}
+    result: dict[str, Any] = {"log": log.name, "samples": log.num_samples}
     for name, values in rates.items():
-        found[f"{name}_samples_per_sec"] = round(statistics.median(values), 1)
+        result[f"{name}_samples_per_sec"] = round(statistics.median(values), 1)
     for peer in ("duckdb", "polars"):
         if peer in rates:
             ratios = [a / b for a, b in zip(rates["ours"], rates[peer], strict=True)]
-            found[f"{peer}_rounds"] = [round(r, 3) for r in ratios]
-            found[f"{peer}_ratio"] = round(statistics.median(ratios), 3)
-    seconds = {n: statistics.median(t.seconds for t in runs) for n, runs in taken.items()}
-    found["oracle_adds_sec"] = round(seconds["oracle"] - seconds["ours"], 2)
-    found["startup_sec"] = round(statistics.median(t.startup for t in taken["ours"]), 2)
-    found["peak_bytes"] = {n: max(t.peak_bytes for t in runs) for n, runs in taken.items()}
-    found["written_bytes"] = {n: runs[0].written_bytes for n, runs in taken.items()}
-    return found
+            result[f"{peer}_rounds"] = [round(r, 3) for r in ratios]
+            result[f"{peer}_ratio"] = round(statistics.median(ratios), 3)
+    seconds = {n: statistics.median(m.seconds for m in of_side) for n, of_side in runs.items()}
+    result["oracle_adds_sec"] = round(seconds["oracle"] - seconds["ours"], 2)
+    result["startup_sec"] = round(statistics.median(m.startup for m in runs["ours"]), 2)
+    result["peak_bytes"] = {n: max(m.peak_bytes for m in of_side) for n, of_side in runs.items()}
+    result["written_bytes"] = {n: of_side[0].written_bytes for n, of_side in runs.items()}
+    return result
 
 
-def main() -> int:
-    """Measure every size and print the largest one's ratio first."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--samples", default="100000,1000000", help="demo logs, largest last")
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure every log and print the ratio of the largest one first."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.pipeline", description=__doc__)
+    parser.add_argument("--samples", default="100000,1000000", help="of demo logs, largest last")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--memory", type=int, default=4, help="GiB that DuckDB may use")
-    parser.add_argument("--json", action="store_true")
-    arguments = parser.parse_args()
+    parser.add_argument("--json", action="store_true", help="one JSON object on one line")
+    options = parser.parse_args(argv)
     start = time.perf_counter()
     details: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(prefix="presage-pipeline-") as name:
         folder = Path(name)
-        real = kuairand_log()
-        if real:
-            details.append(measure(real, arguments.rounds, arguments.memory, folder))
-        for samples in map(int, arguments.samples.split(",")):
+        kuairand = kuairand_log()
+        if kuairand:
+            details.append(measure(kuairand, options.rounds, options.memory, folder))
+        for samples in map(int, options.samples.split(",")):
             log = demo_log(samples, folder)
-            details.append(measure(log, arguments.rounds, arguments.memory, folder))
+            details.append(measure(log, options.rounds, options.memory, folder))
             shutil.rmtree(log.folder)
     largest = details[-1]
     result = {
         "ours": largest["ours_samples_per_sec"],
         "peer": largest["duckdb_samples_per_sec"],
         "ratio": largest["duckdb_ratio"],
-        "unit": "samples/s, against DuckDB, start-up left out",
+        "unit": "samples/s, against DuckDB, without start-up",
         "rounds": largest["duckdb_rounds"],
         "details": details,
         "seconds": round(time.perf_counter() - start, 1),
     }
-    print(json.dumps(result) if arguments.json else json.dumps(result, indent=1))
+    write_result(result, options)
     return 0
 
 

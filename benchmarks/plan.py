@@ -1,22 +1,20 @@
-"""What planning a cache costs: its share of a training step, and the time of an access.
+"""Cost of planning a cache: its share of a training step, and the time per access.
 
 `python -m benchmarks.plan [--json] [--rounds N] [--steps N] [--dataset DATASET]`
 
-The demo job is built (or a dataset given) and trained with the planned cache in front of stores in
-memory. In each round the training's steps are timed, and so is everything that the plan does in
-them: reading the index and planning all tables, in the cache's own thread. `ours` is the plan's
-processor seconds of a step, `peer` the step's seconds, so `ratio` says how many times the plan
-would fit into one core that does nothing else; 20 are 5 % of a core. `critical_share` is the part
-of the steps' time in which training stood still for rows while the plan was being made. Both
-policies are run, in turns; the figures in front are those of the more costly one. `ns_per_access`
-is planning alone, over an index that lies decoded in memory, an access being one row of one table
-in one step.
+The demo job is built (or a dataset is given) and trained with the planned cache in front of stores
+in memory. Each round measures the steps of training, and the work of the plan in them: reading the
+index and planning all tables, in the cache's thread. `ours` is the plan's CPU seconds per step,
+`peer` the seconds of a step, so a `ratio` of 20 means that the plan takes 5 % of one core.
+`critical_share` is the share of the steps' time in which training waited for rows while the plan
+was computed. Both policies run in each round; the headline is the more expensive one.
+`ns_per_access` is planning alone, over an index decoded in memory; an access is one row of one
+table in one step.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 import tempfile
@@ -26,8 +24,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.logs import SHARED_DATA, job_path, raw_log
-from benchmarks.order import built
+from benchmarks.logs import SHARED_DATA, build_dataset, job_path, raw_log, write_result
 from schemas.accesses import indexed_steps
 from schemas.cache_plan import Plan, PlanStep, required_rows, summarize
 from schemas.config.train import CacheConfig
@@ -41,18 +38,18 @@ from trainer.step import PhaseTimer, train_batch
 from trainer.stores.api import GatheredRows
 
 CACHE_SHARE = 0.05
-"""Belady's cache, as a share of the rows of the largest table, but at least what it needs."""
+"""Size of Belady's cache as a share of the largest table's rows, at least the required minimum."""
 
 
 @dataclass(slots=True)
 class Spans:
-    """When something ran: wall seconds from and to, and processor seconds."""
+    """Wall-clock intervals of some work, and its total CPU seconds."""
 
     spans: list[tuple[float, float]] = field(default_factory=list)
     cpu_sec: float = 0.0
 
     def add(self, start: float, cpu_start: float) -> None:
-        """End what began at a wall and a thread time."""
+        """Add an interval that ends now."""
         self.cpu_sec += time.thread_time() - cpu_start
         self.spans.append((start, time.perf_counter()))
 
@@ -60,25 +57,25 @@ class Spans:
 def overlap_sec(
     some: Sequence[tuple[float, float]], others: Sequence[tuple[float, float]]
 ) -> float:
-    """Return the seconds in which spans of both lists run; spans of one list follow each other.
+    """Return the seconds in which intervals of both sorted lists overlap.
 
     Example:
         >>> overlap_sec([(0.0, 2.0), (3.0, 4.0)], [(1.0, 3.5)])
         1.5
     """
-    total, place = 0.0, 0
+    total, first = 0.0, 0
     for start, end in some:
-        while place < len(others) and others[place][1] <= start:
-            place += 1
-        at = place
-        while at < len(others) and others[at][0] < end:
-            total += min(end, others[at][1]) - max(start, others[at][0])
-            at += 1
+        while first < len(others) and others[first][1] <= start:
+            first += 1
+        index = first
+        while index < len(others) and others[index][0] < end:
+            total += min(end, others[index][1]) - max(start, others[index][0])
+            index += 1
     return total
 
 
-def timed(steps: Iterator[PlanStep], spans: Spans) -> Iterator[PlanStep]:
-    """Pass a plan on and note when it is made."""
+def record_planning(steps: Iterator[PlanStep], spans: Spans) -> Iterator[PlanStep]:
+    """Yield the steps of a plan and record when they are computed."""
     while True:
         start, cpu_start = time.perf_counter(), time.thread_time()
         step = next(steps, None)
@@ -88,16 +85,16 @@ def timed(steps: Iterator[PlanStep], spans: Spans) -> Iterator[PlanStep]:
         yield step
 
 
-class Watched(PlannedCache):
-    """A planned cache that notes when training waits for its rows."""
+class RecordingCache(PlannedCache):
+    """A planned cache that records when training waits for rows."""
 
     def __init__(self, *parts: Any, waits: Spans, **settings: Any) -> None:
-        """Keep the parts of a planned cache, and where to note."""
+        """Add `waits` to the arguments of a planned cache."""
         super().__init__(*parts, **settings)
         self._waits = waits
 
     def gather(self, train_step: int, rows: RowsOfTables) -> dict[str, GatheredRows]:
-        """Return where a step's rows lie, after the read of them that was issued steps before."""
+        """Return a step's rows, and record the wait for their prefetch."""
         if self._pending:
             start, cpu_start = time.perf_counter(), time.thread_time()
             self._pending[0].result()
@@ -105,23 +102,23 @@ class Watched(PlannedCache):
         return super().gather(train_step, rows)
 
 
-def train_planned(dataset: Dataset, cache: CacheConfig, most_steps: int) -> dict[str, float]:
-    """Train the dataset's own job once under a plan, for a number of steps or all.
+def train_planned(dataset: Dataset, cache: CacheConfig, max_steps: int) -> dict[str, float]:
+    """Train the dataset's own job with a plan, for at most `max_steps` steps.
 
     Returns:
-        seconds of a step, processor seconds of its plan, and the share of the steps' time in which
-        training waited while the plan was made; the first step is left out.
+        seconds of a step, CPU seconds of its plan, and the share of the steps' time in which
+        training waited while the plan was computed, without the first step.
     """
     config, order = dataset.job.train, order_of(dataset.job, dataset)
     spec = spec_of(dataset, config.dtype)
     components = build_components(spec, config)
     planning, waits = Spans(), Spans()
     plans = {
-        table: TablePlan(timed(found.steps, planning), found.row_of_number)
-        for table, found in plans_of(dataset, order, components.store.layouts, cache, 0).items()
+        table: TablePlan(record_planning(plan.steps, planning), plan.row_of_number)
+        for table, plan in plans_of(dataset, order, components.store.layouts, cache, 0).items()
     }
-    last = min(most_steps, order.num_steps)
-    source = Watched(
+    last = min(max_steps, order.num_steps)
+    source = RecordingCache(
         components.store, plans, waits=waits, first_step=0, last_step=last,
         prefetch_steps=cache.prefetch_steps,
     )  # fmt: skip
@@ -134,18 +131,18 @@ def train_planned(dataset: Dataset, cache: CacheConfig, most_steps: int) -> dict
         ends.append(time.perf_counter())
     source.close()
     seconds = ends[-1] - ends[0]
-    waited = [span for span in waits.spans if span[0] >= ends[0]]
+    measured_waits = [span for span in waits.spans if span[0] >= ends[0]]
     return {
         "step_sec": seconds / (last - 1),
         "plan_sec": planning.cpu_sec / last,
-        "critical_share": overlap_sec(waited, planning.spans) / seconds,
+        "critical_share": overlap_sec(measured_waits, planning.spans) / seconds,
     }
 
 
 def plan_alone(dataset: Dataset, order: Order, caches: Mapping[str, CacheConfig]) -> dict[str, Any]:
-    """Time each policy over all tables, from an index that lies decoded in memory."""
+    """Measure each policy over all tables, from an index decoded in memory."""
     index = dataset.index_for(order)
-    found: dict[str, Any] = {}
+    figures: dict[str, Any] = {}
     for name, cache in caches.items():
         seconds, accesses, fetched = 0.0, 0, 0
         for table in dataset.job.data.tables:
@@ -155,45 +152,45 @@ def plan_alone(dataset: Dataset, order: Order, caches: Mapping[str, CacheConfig]
             seconds += time.thread_time() - start
             accesses += summary.num_accesses
             fetched += summary.fetched_rows
-        found[name] = {
+        figures[name] = {
             "ns_per_access": seconds / accesses * 1e9,
             "accesses_per_step": accesses / order.num_steps,
             "hit_rate": 1 - fetched / accesses,
             "cache_rows": cache.rows,
         }
-    return found
+    return figures
 
 
 def caches_of(dataset: Dataset, order: Order) -> dict[str, CacheConfig]:
-    """Return the job's cache under both policies, Belady's with a size that fits all tables."""
+    """Return the job's cache with both policies; Belady's is large enough for all tables."""
     index = dataset.index_for(order)
-    best = replace(dataset.job.train.cache, policy="belady")
-    needed = 1
+    belady = replace(dataset.job.train.cache, policy="belady")
+    required = 1
     for table in dataset.job.data.tables:
         steps = indexed_steps(dataset, index, table, order)
-        needed = max(needed, required_rows((distances for _, distances in steps), best))
+        required = max(required, required_rows((distances for _, distances in steps), belady))
     share = int(CACHE_SHARE * max(index.manifest.num_rows.values()))
     return {
         "ttl": replace(dataset.job.train.cache, policy="ttl", rows=None),
-        "belady": replace(best, rows=max(needed, share)),
+        "belady": replace(belady, rows=max(required, share)),
     }
 
 
-def measure(dataset: Dataset, rounds: int, most_steps: int) -> dict[str, Any]:
-    """Run the rounds and put the figures together."""
+def measure(dataset: Dataset, rounds: int, max_steps: int) -> dict[str, Any]:
+    """Run all rounds and return the result."""
     order = order_of(dataset.job, dataset)
     caches = caches_of(dataset, order)
     alone = plan_alone(dataset, order, caches)
-    found: dict[str, list[dict[str, float]]] = {name: [] for name in caches}
+    trainings: dict[str, list[dict[str, float]]] = {name: [] for name in caches}
     for number in range(rounds):
         for name, cache in caches.items():
-            found[name].append(train_planned(dataset, cache, most_steps))
-            sys.stderr.write(f"round {number}, {name}: {found[name][-1]}\n")
+            trainings[name].append(train_planned(dataset, cache, max_steps))
+            sys.stderr.write(f"round {number}, {name}: {trainings[name][-1]}\n")
     details = {
         name: alone[name]
         | {key: statistics.median(r[key] for r in runs) for key in runs[0]}
         | {"core_share": statistics.median(r["plan_sec"] / r["step_sec"] for r in runs)}
-        for name, runs in found.items()
+        for name, runs in trainings.items()
     }
     costly = max(details, key=lambda name: details[name]["core_share"])
     ours, peer = details[costly]["plan_sec"], details[costly]["step_sec"]
@@ -201,33 +198,35 @@ def measure(dataset: Dataset, rounds: int, most_steps: int) -> dict[str, Any]:
         "ours": ours,
         "peer": peer,
         "ratio": peer / ours,
-        "unit": f"seconds of a step: index and {costly} plan against all of it",
-        "rounds": [run["step_sec"] / run["plan_sec"] for run in found[costly]],
+        "unit": f"seconds per step: index and {costly} plan against the whole step",
+        "rounds": [run["step_sec"] / run["plan_sec"] for run in trainings[costly]],
         "details": details,
     }
 
 
 def demo_dataset(scratch: Path) -> Path:
-    """Generate the demo's log and build it."""
+    """Generate the demo's log and build its dataset."""
     log = raw_log("demo", SHARED_DATA, scratch)
-    assert log is not None, "the demo makes its own log"
-    return built(job_path("demo"), log, scratch / "dataset")
+    assert log is not None, "the demo's log is generated"
+    return build_dataset(job_path("demo"), log, scratch / "dataset")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the benchmark and print it."""
+    """Run the benchmark and print the result."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.plan", description=__doc__)
     parser.add_argument("--json", action="store_true", help="one JSON object on one line")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument(
-        "--steps", type=int, default=sys.maxsize, help="of each training, 2 or more"
+        "--steps", type=int, default=sys.maxsize, help="steps of each training, at least 2"
     )
-    parser.add_argument("--dataset", type=Path, help="built for the batches of its own job")
+    parser.add_argument(
+        "--dataset", type=Path, help="a dataset with an index for its job's batches"
+    )
     options = parser.parse_args(argv)
     with tempfile.TemporaryDirectory() as scratch:
-        given = options.dataset or demo_dataset(Path(scratch))
-        result = measure(open_dataset(given), options.rounds, options.steps)
-    sys.stdout.write(json.dumps(result, indent=None if options.json else 2) + "\n")
+        dataset = options.dataset or demo_dataset(Path(scratch))
+        result = measure(open_dataset(dataset), options.rounds, options.steps)
+    write_result(result, options)
     return 0
 
 

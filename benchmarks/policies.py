@@ -2,33 +2,34 @@
 
 `python -m benchmarks.policies [--json] [--seeds N] [--jobs N] [--trace NAME] [--sweep] ...`
 
-Each round is one seed: one block of consecutive arrivals, which the seed chooses and no seed
-near it shares, jobs drawn from the measured speeds of eight models, and all that traces do not
-hold drawn by five knobs (`benchmarks/policies.md` states every assumption). Every policy
-gets the same jobs, accidents and cluster. `ours` and `peer` are mean job completion
-times, `peer` of the best policy that is not ours over all rounds; a trace that is absent is
-named on stderr and left out. `--sweep KNOB`, or `all`, adds a knob over its range, one at a
-time; `--parts` adds ours without each of its parts.
+Each round is one seed, which selects a block of consecutive arrivals; blocks of consecutive seeds
+do not overlap. Jobs get the measured speeds of eight models, and what traces do not contain is
+drawn with five parameters (`benchmarks/policies.md` lists every assumption). Every policy gets the
+same jobs, failures and cluster. `ours` and `peer` are mean job completion times, `peer` of the best
+other policy over all rounds; a missing trace is reported on stderr and skipped. `--sweep
+PARAMETER`, or `all`, also varies a parameter over its range, one at a time; `--parts` also runs
+ours without each of its parts.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
+import csv
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, fields, replace
+from datetime import datetime
 from functools import partial
+from itertools import groupby
 from pathlib import Path
-from statistics import mean, stdev
+from statistics import mean, median, stdev
 from typing import Any
 
 import numpy as np
 from scipy.stats import t as student
 
-from benchmarks.logs import SHARED_DATA
-from benchmarks.policies_jobs import ALIBABA, DL2, PHILLY, alibaba, philly, speeds
+from benchmarks.logs import SHARED_DATA, write_result
 from scheduler.simulator.cluster import outcome_of
 from scheduler.simulator.command import (
     LOAD,
@@ -38,9 +39,117 @@ from scheduler.simulator.command import (
     parse_policies,
     simulate,
 )
-from scheduler.simulator.jobs import Knobs, Table, TraceJob, draw_jobs
+from scheduler.simulator.jobs import (
+    GIB,
+    REPLICA_BUSY,
+    STORE_BUSY,
+    Knobs,
+    Table,
+    TraceJob,
+    draw_jobs,
+    interpolate_table,
+)
 from scheduler.simulator.presage import ALL, OFF, PresagePolicy
 from scheduler.simulator.views import Policy, Sizes, Snapshot
+
+PHILLY = Path("philly") / "philly.csv"
+ALIBABA = Path("alibaba_dlrm_v2025") / "disaggregated_DLRM_trace.csv"
+DL2 = Path("dl2_ps_worker_speed") / "derived_flat.csv"
+SAME_JOB_SEC = 60.0
+"""Instances of one service and role that are created within this time are one job."""
+DEADLINE_FACTOR, DEADLINE_SLACK_SEC = 2.0, 600.0
+"""A job's deadline is its length in the trace times the factor, plus the slack."""
+
+
+def speeds(shared_data: Path) -> dict[str, Table]:
+    """Return the measured speeds and busy cores of eight models, by servers and workers."""
+    rows: dict[str, list[dict[str, str]]] = {}
+    with (shared_data / DL2).open(encoding="utf-8", newline="") as file:
+        for row in csv.DictReader(file):
+            if float(row["speed_sum"]) > 0:
+                rows.setdefault(row["model"], []).append(
+                    {
+                        "num_replicas": row["num_worker"],
+                        "num_stores": row["num_ps"],
+                        "batch_size": row["total_batch"],
+                        "samples_per_sec": row["speed_sum"],
+                        REPLICA_BUSY: row["worker_cpu_mean"],
+                        STORE_BUSY: row["ps_cpu_mean"],
+                    }
+                )
+    return {kind: interpolate_table(kind, of_kind) for kind, of_kind in rows.items()}
+
+
+def philly(shared_data: Path) -> list[TraceJob]:
+    """Return all jobs of the training cluster by arrival, with one replica per GPU."""
+    with (shared_data / PHILLY).open(encoding="utf-8", newline="") as file:
+        rows = [
+            (datetime.fromisoformat(row["timestamp"]).timestamp(), row)
+            for row in csv.DictReader(file)
+        ]
+    rows.sort(key=lambda pair: pair[0])
+    return [
+        _job(number, at, float(row["duration"]), int(row["num_gpus"]))
+        for number, (at, row) in enumerate(rows)
+    ]
+
+
+def alibaba(shared_data: Path) -> list[TraceJob]:
+    """Return finished instances; those that are created together are one job."""
+    with (shared_data / ALIBABA).open(encoding="utf-8", newline="") as file:
+        rows = [
+            row for row in csv.DictReader(file) if row["creation_time"] and row["deletion_time"]
+        ]
+    rows.sort(key=lambda row: (row["app_name"], row["role"], float(row["creation_time"])))
+    groups = [
+        list(group)
+        for _, service in groupby(rows, key=lambda row: (row["app_name"], row["role"]))
+        for group in _split_by_creation(list(service))
+    ]
+    groups.sort(key=lambda group: float(group[0]["creation_time"]))
+    return [_group_job(number, group) for number, group in enumerate(groups)]
+
+
+def _split_by_creation(rows: list[dict[str, str]]) -> Iterator[list[dict[str, str]]]:
+    group = [rows[0]]
+    for row in rows[1:]:
+        if float(row["creation_time"]) - float(group[0]["creation_time"]) > SAME_JOB_SEC:
+            yield group
+            group = []
+        group.append(row)
+    yield group
+
+
+def _group_job(number: int, group: list[dict[str, str]]) -> TraceJob:
+    lengths = [float(row["deletion_time"]) - float(row["creation_time"]) for row in group]
+    return _job(
+        number,
+        float(group[0]["creation_time"]),
+        max(1.0, median(lengths)),
+        len(group),
+        median(float(row["cpu_request"]) for row in group),
+        GIB * median(float(row["memory_request"]) for row in group),
+    )
+
+
+def _job(
+    number: int,
+    submit_sec: float,
+    length: float,
+    replicas: int,
+    cpus: float | None = None,
+    memory: float | None = None,
+) -> TraceJob:
+    return TraceJob(
+        name=f"job-{number}",
+        submit_sec=submit_sec,
+        duration_sec=length,
+        num_replicas=replicas,
+        cpus=cpus,
+        memory_bytes=memory,
+        deadline_sec=DEADLINE_FACTOR * length + DEADLINE_SLACK_SEC,
+    )
+
 
 TRACES: Mapping[str, tuple[Path, Callable[[Path], list[TraceJob]]]] = {
     "philly": (PHILLY, philly),
@@ -54,7 +163,7 @@ RANGES: Mapping[str, tuple[float, ...]] = {
     "stragglers": (0.0, 0.05, 0.2, 0.5),
     "peak": (1.0, 1.5, 2.0),
 }
-"""Values of each knob besides its centre."""
+"""Values of each parameter besides its centre."""
 
 WITHOUT: Mapping[str, Callable[[], Policy]] = {
     f"without {field.name}": partial(
@@ -64,16 +173,16 @@ WITHOUT: Mapping[str, Callable[[], Policy]] = {
     )
     for field in fields(ALL)
 }
-"""Ours without one of its parts."""
+"""`presage` without one of its parts."""
 
-Numbers = dict[str, dict[str, float]]
-"""By policy, by name of the number."""
+Figures = dict[str, dict[str, float]]
+"""Policy -> name of a figure -> value."""
 
 
 def window(jobs: Sequence[TraceJob], count: int, seed: int) -> list[TraceJob]:
-    """Return one block of consecutive arrivals, the first at 0.
+    """Return one block of consecutive arrivals, starting at 0.
 
-    Blocks do not overlap, and seeds go through all of them before one comes again.
+    Blocks do not overlap, and consecutive seeds use all blocks before one is repeated.
     """
     blocks = max(1, len(jobs) // count)
     first = count * int(np.random.default_rng(count).permutation(blocks)[seed % blocks])
@@ -82,58 +191,58 @@ def window(jobs: Sequence[TraceJob], count: int, seed: int) -> list[TraceJob]:
     return [replace(job, submit_sec=job.submit_sec - start) for job in chosen]
 
 
-class Timed:
-    """A policy, and the processor time of its decisions: not that of the simulator around it."""
+class TimedPolicy:
+    """A policy that measures the CPU time of its decisions, without the simulator's."""
 
     def __init__(self, policy: Policy) -> None:
-        """Begin at nothing."""
-        self.policy, self.spent_sec = policy, 0.0
+        """Wrap a policy."""
+        self.policy, self.cpu_sec = policy, 0.0
         self.name, self.handling = policy.name, policy.handling
         self.interval_sec = policy.interval_sec
 
     def decide(self, snapshot: Snapshot) -> Mapping[int, Sizes]:
-        """Return what the policy decides."""
-        begun = time.process_time()
-        found = self.policy.decide(snapshot)
-        self.spent_sec += time.process_time() - begun
-        return found
+        """Return the decision of the policy."""
+        start = time.process_time()
+        decision = self.policy.decide(snapshot)
+        self.cpu_sec += time.process_time() - start
+        return decision
 
 
-def one_round(
+def simulate_round(
     jobs: Sequence[TraceJob],
     tables: Mapping[str, Table],
     knobs: Knobs,
     seed: int,
     names: Sequence[str],
     load: float,
-) -> Numbers:
-    """Return the numbers of each policy, and the bound beside them, for one seed."""
+) -> Figures:
+    """Return the figures of each policy and of the lower bound for one seed."""
     centre = draw_jobs(jobs, tables, Knobs(), seed)
     capacity = cluster_capacity(centre, jobs, load)
     specs = draw_jobs(jobs, tables, knobs, seed)
-    largest = cluster_capacity(specs, jobs, 1e9)  # asks for more may need a larger cluster
+    largest = cluster_capacity(specs, jobs, 1e9)  # larger requests may need a larger cluster
     capacity = replace(
         capacity,
         cpus=max(capacity.cpus, largest.cpus),
         memory_bytes=max(capacity.memory_bytes, largest.memory_bytes),
     )
-    found: Numbers = {"bound": {"jct_mean_sec": lower_bound_sec(specs, capacity.cpus)}}
+    figures: Figures = {"bound": {"jct_mean_sec": lower_bound_sec(specs, capacity.cpus)}}
     for name in names:
-        begun, policy = time.process_time(), Timed({**POLICIES, **WITHOUT}[name]())
+        start, policy = time.process_time(), TimedPolicy({**POLICIES, **WITHOUT}[name]())
         result = simulate(specs, policy, capacity)
-        spent = time.process_time() - begun
+        cpu_sec = time.process_time() - start
         outcome = asdict(outcome_of(result.ended, result.used))
-        found[name] = {
+        figures[name] = {
             **outcome,
-            "ms_per_job": 1e3 * policy.spent_sec / len(jobs),
-            "simulator_ms_per_job": 1e3 * (spent - policy.spent_sec) / len(jobs),
+            "ms_per_job": 1e3 * policy.cpu_sec / len(jobs),
+            "simulator_ms_per_job": 1e3 * (cpu_sec - policy.cpu_sec) / len(jobs),
         }
-        _say(f"seed {seed}, {name}: JCT {outcome['jct_mean_sec']:,.0f} s, {spent:.0f} s of CPU")
-    return found
+        _log(f"seed {seed}, {name}: JCT {outcome['jct_mean_sec']:,.0f} s, {cpu_sec:.0f} s of CPU")
+    return figures
 
 
 def interval(values: Sequence[float]) -> dict[str, float]:
-    """Return the mean of independent values and the half of its 95 % interval (Student's t).
+    """Return the mean of independent values and half the width of its 95 % interval (Student's t).
 
     Example:
         >>> interval([1.0, 2.0, 3.0])
@@ -145,22 +254,22 @@ def interval(values: Sequence[float]) -> dict[str, float]:
     return {"mean": _short(mean(values)), "half": _short(half)}
 
 
-def summary(rounds: Sequence[Numbers]) -> dict[str, Any]:
-    """Return means with intervals of each policy, and of what ours is better by in each round."""
+def summarize(rounds: Sequence[Figures]) -> dict[str, Any]:
+    """Return means with intervals of each policy, and of each policy's JCT over ours."""
     names = list(rounds[0])
     means = {
         name: {key: interval([one[name][key] for one in rounds]) for key in rounds[0][name]}
         for name in names
     }
-    against = {
+    over_ours = {
         name: interval([one[name]["jct_mean_sec"] / one[OURS]["jct_mean_sec"] for one in rounds])
         for name in names
         if name != OURS
     }
-    return {"policies": means, "jct_over_ours": against}
+    return {"policies": means, "jct_over_ours": over_ours}
 
 
-def ratios(rounds: Sequence[Numbers]) -> tuple[str, list[float]]:
+def ratios(rounds: Sequence[Figures]) -> tuple[str, list[float]]:
     """Return the best policy that is not ours, and its mean JCT over ours in each round."""
     others = [name for name in rounds[0] if name not in ("bound", OURS, OURS_LIVE, *WITHOUT)]
     best = min(others, key=lambda name: mean(one[name]["jct_mean_sec"] for one in rounds))
@@ -168,7 +277,7 @@ def ratios(rounds: Sequence[Numbers]) -> tuple[str, list[float]]:
 
 
 def points(sweep: str | None) -> Iterator[tuple[str, Knobs]]:
-    """Yield the centre, and a knob, or `all` of them, at each other value of its range."""
+    """Yield the centre, then one parameter, or each of `all`, at the other values of its range."""
     yield "centre", Knobs()
     for knob, values in RANGES.items():
         for value in values if sweep in (knob, "all") else ():
@@ -176,53 +285,53 @@ def points(sweep: str | None) -> Iterator[tuple[str, Knobs]]:
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """Return everything that is printed.
+    """Return the result of the benchmark.
 
     Raises:
-        FileNotFoundError: the speeds, or all traces, are absent.
+        FileNotFoundError: the speeds, or all traces, are missing.
     """
     tables = speeds(options.shared_data)
     names = (*parse_policies(options.policies), *(WITHOUT if options.parts else ()))
     traces: dict[str, Any] = {}
-    best: list[tuple[str, list[Numbers]]] = []
+    at_centre: list[tuple[str, list[Figures]]] = []
     for trace, (path, read) in TRACES.items():
         if options.trace not in (trace, "all"):
             continue
         if not (options.shared_data / path).exists():
-            _say(f"left out {trace}: there is no {options.shared_data / path}")
+            _log(f"left out {trace}: there is no {options.shared_data / path}")
             continue
-        jobs, found = read(options.shared_data), {}
+        jobs, results = read(options.shared_data), {}
         for point, knobs in points(options.sweep):
-            _say(f"{trace}, {point}")
+            _log(f"{trace}, {point}")
             rounds = [
-                one_round(
+                simulate_round(
                     window(jobs, options.jobs, seed), tables, knobs, seed, names, options.load
                 )
                 for seed in range(options.first_seed, options.first_seed + options.seeds)
             ]
-            found[point] = summary(rounds)
+            results[point] = summarize(rounds)
             if point == "centre":
-                best.append((trace, rounds))
-        traces[trace] = found
-    if not best:
+                at_centre.append((trace, rounds))
+        traces[trace] = results
+    if not at_centre:
         raise FileNotFoundError(f"a trace must exist, got none in {options.shared_data}")
-    return {**_headline(best), "jobs": options.jobs, "load": options.load, "traces": traces}
+    head = _headline(at_centre)
+    return {**head, "jobs": options.jobs, "load": options.load, "traces": traces}
 
 
-def _headline(best: Sequence[tuple[str, Sequence[Numbers]]]) -> dict[str, Any]:
-    """Return ours, peer and ratio, over all traces at the centre."""
-    rounds = [one for _, found in best for one in found]
-    by_trace = {trace: ratios(found) for trace, found in best}
-    ours = mean(one[OURS]["jct_mean_sec"] for one in rounds)
-    peers = [one[by_trace[trace][0]]["jct_mean_sec"] for trace, found in best for one in found]
-    each = [ratio for _, found in by_trace.values() for ratio in found]
+def _headline(traces: Sequence[tuple[str, Sequence[Figures]]]) -> dict[str, Any]:
+    """Return ours, peer and ratio over all traces at the centre."""
+    by_trace = {trace: ratios(rounds) for trace, rounds in traces}
+    ours = mean(one[OURS]["jct_mean_sec"] for _, rounds in traces for one in rounds)
+    peers = [one[by_trace[trace][0]]["jct_mean_sec"] for trace, rounds in traces for one in rounds]
+    each = [ratio for _, of_trace in by_trace.values() for ratio in of_trace]
     return {
         "ours": round(ours, 1),
         "peer": round(mean(peers), 1),
         "ratio": round(float(np.exp(np.mean(np.log(each)))), 3),
         "unit": "mean seconds from submission to end, simulated, against the best other policy",
         "rounds": [round(ratio, 3) for ratio in each],
-        "peers": {trace: found[0] for trace, found in by_trace.items()},
+        "peers": {trace: peer for trace, (peer, _) in by_trace.items()},
     }
 
 
@@ -230,32 +339,32 @@ def _short(value: float) -> float:
     return float(f"{value:.4g}")
 
 
-def _say(line: str) -> None:
+def _log(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the benchmark and print it."""
+    """Run the benchmark and print the result."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.policies", description=__doc__)
     parser.add_argument("--json", action="store_true", help="one JSON object on one line")
     parser.add_argument("--seeds", type=int, default=5, help="rounds")
     parser.add_argument("--first-seed", type=int, default=0, help="of the rounds")
     parser.add_argument("--jobs", type=int, default=1000, help="arrivals of each round")
     parser.add_argument("--trace", choices=(*TRACES, "all"), default="all")
-    parser.add_argument("--policies", default=",".join(POLICIES), help="ours among them")
+    parser.add_argument("--policies", default=",".join(POLICIES), help="must include presage")
     parser.add_argument("--load", type=float, default=LOAD, help="of the cluster, by requests")
-    parser.add_argument("--sweep", choices=(*RANGES, "all"), help="a knob over its range, too")
-    parser.add_argument("--parts", action="store_true", help="ours without each part, too")
+    parser.add_argument("--sweep", choices=(*RANGES, "all"), help="also sweep this parameter")
+    parser.add_argument("--parts", action="store_true", help="also run ours without each part")
     parser.add_argument("--shared-data", type=Path, default=SHARED_DATA)
     options = parser.parse_args(argv)
-    named = options.policies.split(",")
-    if OURS not in named or not set(named) - {OURS, OURS_LIVE}:
+    policies = options.policies.split(",")
+    if OURS not in policies or not set(policies) - {OURS, OURS_LIVE}:
         parser.error(f"--policies must name {OURS} and a peer, got {options.policies!r}")
     if not (options.shared_data / DL2).exists():
-        _say(f"measurements must exist, got no {options.shared_data / DL2}")
+        _log(f"measurements must exist, got no {options.shared_data / DL2}")
         return 1
     result = measure(options)
-    sys.stdout.write(json.dumps(result, indent=None if options.json else 2) + "\n")
+    write_result(result, options)
     return 0
 
 

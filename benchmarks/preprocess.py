@@ -1,11 +1,11 @@
-"""Transforms once per unique tuple, against the same transforms once per sample.
+"""Transforms per unique tuple, against the same transforms per sample.
 
 `python -m benchmarks.preprocess [--json] [--datasets NAME,NAME] [--rounds N] [--shared-data DIR]`
 
-Each log is built by its shipped job. Then both sides run the same code on Arrow tables that lie
-in memory, part by part as a build does: ours on the unique tuples of each group, the peer on
-the same columns with one row per sample. Columns of no group are transformed per sample on
-both sides. What the peer pays to expand its input is not counted.
+Each log is built by its shipped job. Both sides then run the same code on Arrow tables in memory,
+part by part as in a build: ours on the unique tuples of each group, the peer on the same columns
+with one row per sample. Columns outside of groups are transformed per sample on both sides. The
+expansion of the peer's input is not measured.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from __future__ import annotations
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 
-from benchmarks.logs import LOGS, build_job, each_log, job_path, log_parser, write_result
+from benchmarks.logs import LOGS, build_dataset, each_log, job_path, log_parser, write_result
 from pipelines.clustering.reader import read_joined_row_group, row_groups
 from pipelines.transforms.apply import apply_transforms
 from schemas.config.job import SAMPLES, DataConfig
@@ -29,25 +29,21 @@ from schemas.group_files import read_group
 
 HEADLINE = "mind"
 ROUND_SEC = 0.5
-"""Least time of a side in a round: a pass over a small log takes milliseconds."""
+"""Minimum time of a side in a round, since a pass over a small log takes milliseconds."""
 
 Tables = Mapping[str, Sequence[pa.Table]]
-"""Group (or `samples`) to one table of its original columns per part."""
+"""Group (or `samples`) -> one table of its original columns per part."""
 
 
 def sides(dataset: Dataset) -> tuple[Tables, Tables]:
-    """Return the inputs of the transforms: unique tuples, and one row per sample.
-
-    Args:
-        dataset: built by its job.
-    """
+    """Return the inputs of the transforms as unique tuples, and as one row per sample."""
     data = dataset.job.data
     ours: dict[str, list[pa.Table]] = {name: [] for name in data.transforms}
     peer: dict[str, list[pa.Table]] = {name: [] for name in data.transforms}
     for segment in dataset.segments:
         for file_index in sorted(set(segment.column("file").tolist())):
-            places = [place for place in row_groups(segment) if place[0] == file_index]
-            expanded = pa.concat_tables([read_joined_row_group(segment, *p, data) for p in places])
+            groups = [group for group in row_groups(segment) if group[0] == file_index]
+            expanded = pa.concat_tables([read_joined_row_group(segment, *g, data) for g in groups])
             for name in data.transforms:
                 columns = inputs_of(name, expanded, data)
                 rows = expanded.select(columns).combine_chunks()
@@ -55,7 +51,7 @@ def sides(dataset: Dataset) -> tuple[Tables, Tables]:
                 if name == SAMPLES:
                     ours[name].append(rows)
                     continue
-                stored = [read_group(segment.file, name, *place) for place in places]
+                stored = [read_group(segment.file, name, *group) for group in groups]
                 ours[name].append(pa.concat_tables(stored).select(columns).combine_chunks())
     return ours, peer
 
@@ -64,8 +60,8 @@ def inputs_of(group: str, expanded: pa.Table, data: DataConfig) -> list[str]:
     """Return the original columns that a group's transforms may read."""
     if group != SAMPLES:
         return list(data.groups[group])
-    taken = data.derived_columns | data.group_of_column.keys()
-    return [c for c in expanded.column_names if c not in taken]
+    excluded = data.derived_columns | data.group_of_column.keys()
+    return [c for c in expanded.column_names if c not in excluded]
 
 
 def apply_all(tables: Tables, data: DataConfig, learned: FittedValues) -> dict[str, float]:
@@ -79,8 +75,8 @@ def apply_all(tables: Tables, data: DataConfig, learned: FittedValues) -> dict[s
     return seconds
 
 
-def repeated(tables: Tables, data: DataConfig, learned: FittedValues) -> dict[str, float]:
-    """Apply the transforms until `ROUND_SEC` are over; return the seconds of each group a pass."""
+def run_round(tables: Tables, data: DataConfig, learned: FittedValues) -> dict[str, float]:
+    """Apply the transforms repeatedly for `ROUND_SEC`; return each group's seconds per pass."""
     passes: list[dict[str, float]] = []
     start = time.perf_counter()
     while time.perf_counter() - start < ROUND_SEC:
@@ -88,11 +84,13 @@ def repeated(tables: Tables, data: DataConfig, learned: FittedValues) -> dict[st
     return {name: statistics.mean(p[name] for p in passes) for name in tables}
 
 
-def longer(tuples: Tables, samples: Tables, data: DataConfig, learned: FittedValues) -> float:
-    """Return the ratio with every part four times as long: a call's fixed cost counts for less."""
+def ratio_of_long_parts(
+    tuples: Tables, samples: Tables, data: DataConfig, learned: FittedValues
+) -> float:
+    """Return the ratio with parts four times as long, which reduces the fixed cost of calls."""
     seconds = [
         sum(
-            repeated(
+            run_round(
                 {n: [pa.concat_tables([*p] * 4)] for n, p in side.items()}, data, learned
             ).values()
         )
@@ -102,26 +100,23 @@ def longer(tuples: Tables, samples: Tables, data: DataConfig, learned: FittedVal
 
 
 def measure(dataset: Dataset, rounds: int) -> dict[str, Any]:
-    """Time both sides in turns.
+    """Measure both sides in alternating order.
 
     Args:
         dataset: built by its job.
-        rounds: times that each side runs, after one run that is not counted.
+        rounds: runs of each side after one warm-up run.
     """
     data = dataset.job.data
     learned = load_fitted(dataset.directory, dataset.segments[-1].manifest.learned, data)
     tuples, samples = sides(dataset)
-    taken: dict[str, list[dict[str, float]]] = {"ours": [], "peer": []}
-    runs: dict[str, Callable[[], dict[str, float]]] = {
-        "ours": lambda: repeated(tuples, data, learned),
-        "peer": lambda: repeated(samples, data, learned),
-    }
+    tables = {"ours": tuples, "peer": samples}
+    seconds: dict[str, list[dict[str, float]]] = {"ours": [], "peer": []}
     for number in range(rounds + 1):
         for side in ("ours", "peer") if number % 2 else ("peer", "ours"):
-            found = runs[side]()
+            by_group = run_round(tables[side], data, learned)
             if number:
-                taken[side].append(found)
-    totals = {side: [sum(s.values()) for s in found] for side, found in taken.items()}
+                seconds[side].append(by_group)
+    totals = {side: [sum(s.values()) for s in of_side] for side, of_side in seconds.items()}
     num_samples = sum(s.manifest.num_samples for s in dataset.segments)
     ratios = [b / a for a, b in zip(totals["ours"], totals["peer"], strict=True)]
     return {
@@ -130,15 +125,17 @@ def measure(dataset: Dataset, rounds: int) -> dict[str, Any]:
         "peer": round(num_samples / statistics.median(totals["peer"]), 1),
         "ratio": round(statistics.median(ratios), 3),
         "rounds": [round(r, 3) for r in ratios],
-        "ratio_of_four_times_the_rows": round(longer(tuples, samples, data, learned), 3),
+        "ratio_of_four_times_the_rows": round(
+            ratio_of_long_parts(tuples, samples, data, learned), 3
+        ),
         "groups": {
             name: {
                 "transforms": len(data.transforms[name]),
                 "rows": sum(t.num_rows for t in tuples[name]),
                 "dedup_factor": round(num_samples / sum(t.num_rows for t in tuples[name]), 3),
                 **{
-                    f"{side}_sec": round(statistics.median(f[name] for f in found), 5)
-                    for side, found in taken.items()
+                    f"{side}_sec": round(statistics.median(s[name] for s in of_side), 5)
+                    for side, of_side in seconds.items()
                 },
             }
             for name in data.transforms
@@ -148,25 +145,25 @@ def measure(dataset: Dataset, rounds: int) -> dict[str, Any]:
 
 def details(name: str, log: Path, rounds: int, scratch: Path) -> dict[str, Any]:
     """Build one log and measure its transforms."""
-    build_job(job_path(name), log, scratch / "dataset")
-    return measure(open_dataset(scratch / "dataset"), rounds)
+    dataset = build_dataset(job_path(name), log, scratch / "dataset")
+    return measure(open_dataset(dataset), rounds)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the benchmark and print it, the headline first."""
+    """Run the benchmark and print the result."""
     parser = log_parser("preprocess", __doc__, LOGS)
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args(argv)
-    found: dict[str, dict[str, Any]] = {}
+    by_log: dict[str, dict[str, Any]] = {}
     for name, log, scratch in each_log(options):
-        found[name] = details(name, log, options.rounds, scratch)
-        sys.stderr.write(f"{name}: {found[name]['ratio']}\n")
-    first = HEADLINE if HEADLINE in found else next(iter(found))
-    head = {key: found[first][key] for key in ("ours", "peer", "ratio", "rounds")}
+        by_log[name] = details(name, log, options.rounds, scratch)
+        sys.stderr.write(f"{name}: {by_log[name]['ratio']}\n")
+    first = HEADLINE if HEADLINE in by_log else next(iter(by_log))
+    head = {key: by_log[first][key] for key in ("ours", "peer", "ratio", "rounds")}
     result = {
         **head,
-        "unit": f"samples/s, {first}, transforms once per unique tuple against once per sample",
-        "details": found,
+        "unit": f"samples/s, {first}, transforms per unique tuple against per sample",
+        "details": by_log,
     }
     write_result(result, options)
     return 0

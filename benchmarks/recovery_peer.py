@@ -1,10 +1,11 @@
-"""TorchRec's DLRM under `torchrun`, which starts all processes again when one dies.
+"""TorchRec's DLRM under `torchrun`, which restarts all processes when one dies.
 
 `torchrun --nproc-per-node N --max-restarts M -m benchmarks.recovery_peer JOB --dataset DATASET
 --output RUN --every STEPS --steps STEPS [--kill-at STEP]`
 
-Tables are sharded by rows over gloo, dense parameters are copied; all save a checkpoint together
-(`torch.distributed.checkpoint`) and go on from the newest. The last one kills itself once.
+Tables are sharded by rows over gloo, dense parameters are replicated. All ranks save a checkpoint
+together (`torch.distributed.checkpoint`) and resume from the newest. The last rank kills itself
+once.
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ from typing import Any
 import torch
 from torch import distributed
 from torch._C._distributed_c10d import PrefixStore, TCPStore
-from torch.distributed.checkpoint.state_dict_loader import load as load_together
-from torch.distributed.checkpoint.state_dict_saver import save as save_together
+from torch.distributed.checkpoint.state_dict_loader import load as load_state_dict
+from torch.distributed.checkpoint.state_dict_saver import save as save_state_dict
 
-from benchmarks.scaling_sides import Sharded, Side
+from benchmarks.scaling_processes import ProcessConfig, ShardedTrainer
 from schemas.files import replace_bytes
 from schemas.run_log import METRICS
 from trainer.elastic.faults import FaultInjector, Faults
@@ -31,7 +32,7 @@ NEWEST = "newest"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Train to the end."""
+    """Train one rank to the end."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.recovery_peer")
     parser.add_argument("job", type=Path)
     parser.add_argument("--dataset", type=Path, required=True)
@@ -39,82 +40,86 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--every", type=int, required=True)
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--kill-at", type=int, default=-1)
-    told = parser.parse_args(argv)
+    options = parser.parse_args(argv)
     torch.set_num_threads(1)
-    meet()
+    init_process_group()
     rank, count = distributed.get_rank(), distributed.get_world_size()
-    run: Path = told.output
+    run: Path = options.output
     run.mkdir(parents=True, exist_ok=True)
-    side = Side(
+    config = ProcessConfig(
         rank=rank,
         count=count,
-        job=told.job,
-        dataset=told.dataset,
+        job=options.job,
+        dataset=options.dataset,
         run=run,
-        meeting="",
-        num_steps=told.steps,
+        address="",
+        num_steps=options.steps,
         plan="row_wise",
     )
-    sharded = Sharded(side)
-    faults = Faults().kill(count - 1, told.kill_at) if told.kill_at >= 0 else Faults()
+    trainer = ShardedTrainer(config)
+    kill = options.kill_at >= 0
+    faults = Faults().kill(count - 1, options.kill_at) if kill else Faults()
     injector = FaultInjector(faults, rank, run / "faults")
-    first = load(sharded, run)
+    first = load_checkpoint(trainer, run)
     metrics = run / METRICS
     if rank == 0:
         lines = metrics.read_bytes().splitlines(keepends=True)[:first] if first else []
         replace_bytes(metrics, b"".join(lines))
-    for step in range(first, told.steps):
+    for step in range(first, options.steps):
         injector.trigger("computed", step)
-        loss = sharded.train(*sharded.read(step))
+        loss = trainer.train(*trainer.read(step))
         if rank == 0:
             with metrics.open("a", encoding="utf-8") as file:
                 file.write(f'{{"step": {step}, "loss": {loss!r}}}\n')
-        if (step + 1) % told.every == 0:
-            save(sharded, run, rank, step + 1)
+        if (step + 1) % options.every == 0:
+            save_checkpoint(trainer, run, rank, step + 1)
     distributed.destroy_process_group()
     return 0
 
 
-def meet() -> None:
-    """Find the others of this start: the store of `torchrun` keeps what those before it wrote."""
-    told = os.environ
-    rank, count = int(told["RANK"]), int(told["WORLD_SIZE"])
-    store = TCPStore(told["MASTER_ADDR"], int(told["MASTER_PORT"]), is_master=False)
-    mine = PrefixStore(told["TORCHELASTIC_RESTART_COUNT"], store)
-    distributed.init_process_group("gloo", store=mine, rank=rank, world_size=count)
+def init_process_group() -> None:
+    """Join the process group of this restart.
+
+    `torchrun`'s store keeps the keys of earlier restarts, so the restart count is a key prefix.
+    """
+    rank, count = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    port = int(os.environ["MASTER_PORT"])
+    store = TCPStore(os.environ["MASTER_ADDR"], port, is_master=False)
+    prefixed = PrefixStore(os.environ["TORCHELASTIC_RESTART_COUNT"], store)
+    distributed.init_process_group("gloo", store=prefixed, rank=rank, world_size=count)
 
 
-def state_of(sharded: Sharded) -> dict[str, Any]:
-    """Return what a checkpoint holds, as it is in memory."""
+def state_of(trainer: ShardedTrainer) -> dict[str, Any]:
+    """Return the state dictionaries of a checkpoint."""
     return {
-        "model": sharded.model.state_dict(),
-        "rows": sharded.model.fused_optimizer.state_dict(),
-        "dense": sharded.optimizer.state_dict(),
+        "model": trainer.model.state_dict(),
+        "rows": trainer.model.fused_optimizer.state_dict(),
+        "dense": trainer.optimizer.state_dict(),
     }
 
 
-def save(sharded: Sharded, run: Path, rank: int, step: int) -> None:
-    """Save together; a checkpoint is there when all have written their part."""
-    save_together(state_of(sharded), checkpoint_id=run / str(step))
+def save_checkpoint(trainer: ShardedTrainer, run: Path, rank: int, step: int) -> None:
+    """Save a checkpoint with all ranks."""
+    save_state_dict(state_of(trainer), checkpoint_id=run / str(step))
     if rank == 0:
         replace_bytes(run / NEWEST, str(step).encode())
 
 
-def load(sharded: Sharded, run: Path) -> int:
-    """Take the newest checkpoint; return its step, 0 where there is none."""
+def load_checkpoint(trainer: ShardedTrainer, run: Path) -> int:
+    """Load the newest checkpoint; return its step, 0 if there is none."""
     newest = run / NEWEST
     if not newest.is_file():
         return 0
-    for parameter in sharded.dense.values():
+    for parameter in trainer.dense.values():
         parameter.grad = torch.zeros_like(parameter)
-    sharded.optimizer.step()  # makes the state that is loaded into
-    sharded.optimizer.zero_grad()
-    state = state_of(sharded)
+    trainer.optimizer.step()  # allocates the optimizer state
+    trainer.optimizer.zero_grad()
+    state = state_of(trainer)
     step = newest.read_text(encoding="utf-8")
-    load_together(state, checkpoint_id=run / step)
-    sharded.model.load_state_dict(state["model"])
-    sharded.model.fused_optimizer.load_state_dict(state["rows"])
-    sharded.optimizer.load_state_dict(state["dense"])
+    load_state_dict(state, checkpoint_id=run / step)
+    trainer.model.load_state_dict(state["model"])
+    trainer.model.fused_optimizer.load_state_dict(state["rows"])
+    trainer.optimizer.load_state_dict(state["dense"])
     return int(step)
 
 

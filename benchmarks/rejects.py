@@ -1,11 +1,11 @@
-"""What bad rows cost: the same log with and without rows on which the job's SQL raises.
+"""Cost of bad rows: builds of the same log with and without rows on which the job's SQL fails.
 
 `python -m benchmarks.rejects [--json] [--rows N,N] [--rounds N] [--steps NAME,NAME] [--all-bad]`
 
-Every build is a process of its own, in turns. The SQL casts texts, in `samples.map`, in
-`samples.per` and in both; of the bad rows each fails with another value. `ours` is the wall time
-of a build with 1 % bad rows, `peer` of one without, on the largest log in the last of the steps.
-`--all-bad` times builds of logs in which every row is bad instead, under the default gate.
+Every build is a separate process, in rotating order. The SQL casts texts in `samples.map`, in
+`samples.per` or in both; each bad row fails with a different value. `ours` is the wall time of a
+build with 1 % bad rows, `peer` of one without, for the largest log and the last of `--steps`.
+`--all-bad` measures builds of logs with only bad rows instead, under the default gate.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,10 +28,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-REPOSITORY = Path(__file__).resolve().parents[1]
+from benchmarks.logs import REPOSITORY, write_result
+
 SHARES = (0.0, 0.001, 0.01, 0.1)
-MOST = {0.001: 1.1, 0.01: 1.2, 0.1: 1.5}
-"""Goals: the time with bad rows over the time without."""
+TARGETS = {0.001: 1.1, 0.01: 1.2, 0.1: 1.5}
+"""Share of bad rows -> largest acceptable ratio of the times with and without them."""
 
 COLUMNS = "{session: int64, time: string, user: int64, price: string, seen: string, clicked: int8}"
 PER = """
@@ -83,8 +85,8 @@ feature { name: "label" type: INT int_domain { min: 0 max: 1 } annotation { tag:
 
 
 @dataclass(frozen=True, slots=True)
-class Taken:
-    """One build: wall and processor seconds, peak bytes of its processes, rejects."""
+class Measurement:
+    """One build: wall and CPU seconds, peak memory of its largest process, rejected rows."""
 
     wall_sec: float
     cpu_sec: float
@@ -102,7 +104,7 @@ def write_job(folder: Path, steps: str) -> Path:
 
 
 def write_log(folder: Path, num_rows: int, share: float, seed: int) -> None:
-    """Write a log of which a share of the rows, spread evenly, has a price that is no number."""
+    """Write a log in which a random share of the rows has a price that is not a number."""
     rng = np.random.default_rng(seed)
     folder.mkdir(parents=True)
     session = np.sort(rng.integers(0, num_rows // 8 + 1, num_rows))
@@ -124,8 +126,8 @@ def write_log(folder: Path, num_rows: int, share: float, seed: int) -> None:
     pq.write_table(rows, folder / "log.parquet", row_group_size=1 << 17)
 
 
-def build(job: Path, log: Path, scratch: Path) -> Taken:
-    """Build a dataset in a process of its own."""
+def build(job: Path, log: Path, scratch: Path) -> Measurement:
+    """Build a dataset in a separate process."""
     shutil.rmtree(scratch, ignore_errors=True)
     command = [sys.executable, "-m", "pipelines", "build", str(job), "--input", str(log)]
     start = time.perf_counter()
@@ -136,82 +138,82 @@ def build(job: Path, log: Path, scratch: Path) -> Taken:
         _, status, usage = os.wait4(process.pid, 0)
         process.returncode = os.waitstatus_to_exitcode(status)
         out.seek(0)
-        found = json.loads(out.read() or b"{}")
-    return Taken(
+        result = json.loads(out.read() or b"{}")
+    return Measurement(
         time.perf_counter() - start,
         usage.ru_utime + usage.ru_stime,
         1024 * usage.ru_maxrss,
-        found.get("num_rejects", -1),
+        result.get("num_rejects", -1),
     )
 
 
 def measure(num_rows: int, steps: str, rounds: int, folder: Path) -> dict[str, Any]:
-    """Time all shares on one log, in turns."""
+    """Measure all shares of bad rows on one log in rotating order."""
     job, logs = write_job(folder / f"job-{steps}", steps), folder / f"logs-{num_rows}"
     for share in SHARES:
         if not (logs / str(share)).exists():
             write_log(logs / str(share), num_rows, share, seed=1)
-    taken: dict[float, list[Taken]] = {share: [] for share in SHARES}
+    builds: dict[float, list[Measurement]] = {share: [] for share in SHARES}
     for number in range(rounds):
         for share in SHARES[number % len(SHARES) :] + SHARES[: number % len(SHARES)]:
-            made = build(job, logs / str(share), folder / "dataset")
-            taken[share].append(made)
-            print(num_rows, steps, share, made, file=sys.stderr, flush=True)
-    return {"rows": num_rows, "steps": steps, **compared(taken)}
+            builds[share].append(build(job, logs / str(share), folder / "dataset"))
+            print(num_rows, steps, share, builds[share][-1], file=sys.stderr, flush=True)
+    return {"rows": num_rows, "steps": steps, **compare(builds)}
 
 
-def compared(taken: dict[float, list[Taken]]) -> dict[str, Any]:
-    """Return the time with each share of bad rows over the time without, round by round."""
-    none = taken[0.0]
-    found: dict[str, Any] = {"none_sec": round(statistics.median(t.wall_sec for t in none), 2)}
-    for share, runs in taken.items():
+def compare(builds: dict[float, list[Measurement]]) -> dict[str, Any]:
+    """Return the time with each share of bad rows over the time without, by round."""
+    none = builds[0.0]
+    result: dict[str, Any] = {"none_sec": round(statistics.median(t.wall_sec for t in none), 2)}
+    for share, runs in builds.items():
         pairs = list(zip(runs, none, strict=True))
-        found[str(share)] = {
+        result[str(share)] = {
             "rejects": runs[0].num_rejects,
             "wall_sec": round(statistics.median(t.wall_sec for t in runs), 2),
             "wall": round(statistics.median(a.wall_sec / b.wall_sec for a, b in pairs), 3),
             "cpu": round(statistics.median(a.cpu_sec / b.cpu_sec for a, b in pairs), 3),
             "peak": round(statistics.median(a.peak_bytes / b.peak_bytes for a, b in pairs), 3),
-            "most": MOST.get(share),
+            "most": TARGETS.get(share),
             "rounds": [round(b.wall_sec / a.wall_sec, 3) for a, b in pairs],
         }
-    return found
+    return result
 
 
 def measure_all_bad(num_rows: int, steps: str, rounds: int, folder: Path) -> dict[str, Any]:
-    """Time builds that end early, since every row is bad."""
+    """Measure builds of only bad rows, which the gate ends early."""
     job, log = write_job(folder / f"all-bad-{steps}", steps), folder / f"logs-{num_rows}" / "1.0"
     job.write_text(job.read_text().replace("  gate: {max_reject_fraction: 1}\n", ""))
     if not log.exists():
         write_log(log, num_rows, 1.0, seed=1)
-    taken = [build(job, log, folder / "dataset") for _ in range(rounds)]
-    print(num_rows, steps, taken, file=sys.stderr, flush=True)
+    builds = [build(job, log, folder / "dataset") for _ in range(rounds)]
+    print(num_rows, steps, builds, file=sys.stderr, flush=True)
     return {
         "rows": num_rows,
         "steps": steps,
-        "wall_sec": round(statistics.median(t.wall_sec for t in taken), 2),
-        "cpu_sec": round(statistics.median(t.cpu_sec for t in taken), 2),
+        "wall_sec": round(statistics.median(t.wall_sec for t in builds), 2),
+        "cpu_sec": round(statistics.median(t.cpu_sec for t in builds), 2),
     }
 
 
-def main() -> int:
-    """Measure every size and way, and print the largest one's ratio first."""
-    parser = argparse.ArgumentParser(description=__doc__)
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure every size with every kind of steps, and print the ratio of the last one first."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.rejects", description=__doc__)
     parser.add_argument("--rows", default="100000,1000000", help="rows of the logs, largest last")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", default="map,per,both")
-    parser.add_argument("--all-bad", action="store_true", help="every row is bad, nothing else")
-    parser.add_argument("--json", action="store_true")
-    arguments = parser.parse_args()
+    parser.add_argument("--all-bad", action="store_true", help="logs of only bad rows instead")
+    parser.add_argument("--json", action="store_true", help="one JSON object on one line")
+    options = parser.parse_args(argv)
     with tempfile.TemporaryDirectory(prefix="presage-rejects-") as name:
-        timed = measure_all_bad if arguments.all_bad else measure
+        measure_one = measure_all_bad if options.all_bad else measure
         details = [
-            timed(rows, steps, arguments.rounds, Path(name))
-            for rows in map(int, arguments.rows.split(","))
-            for steps in arguments.steps.split(",")
+            measure_one(rows, steps, options.rounds, Path(name))
+            for rows in map(int, options.rows.split(","))
+            for steps in options.steps.split(",")
         ]
-    if arguments.all_bad:
-        print(json.dumps({"unit": "s until a build of bad rows alone ends", "details": details}))
+    if options.all_bad:
+        result = {"unit": "s until a build of only bad rows ends", "details": details}
+        write_result(result, options)
         return 0
     one = details[-1]["0.01"]
     result = {
@@ -222,7 +224,7 @@ def main() -> int:
         "rounds": one["rounds"],
         "details": details,
     }
-    print(json.dumps(result) if arguments.json else json.dumps(result, indent=1))
+    write_result(result, options)
     return 0
 
 

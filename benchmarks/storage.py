@@ -3,19 +3,19 @@
 `python -m benchmarks.storage [--json] [--datasets NAME,NAME] [--groups named|auto] [--rounds N]
 [--shared-data DIR]`
 
-Each log is built by its job: the shipped ones, and made logs of clickouts in which little repeats
-(`clickout_log.py`); `--groups auto` builds it with `groups: auto` in the place of the groups that
-the job names. The peers hold the expanded rows, all columns that the job's SQL yields, as
-one file: shuffled, ordered by time, or clustered by session (in the order of the dataset), each
-with pyarrow's defaults and with the encodings and the page size of the dataset's own trial. All
-sides are zstd 3. `ours` is samples and groups, without the columns that transforms made, because
-the peers have none; these and the oracle are stated apart.
+Each log is built by its job: the shipped ones, and synthetic logs of clickouts in which little
+repeats (`logs.py`); `--groups auto` replaces the groups of the job by `groups: auto`. A peer holds
+the expanded rows, with all columns of the job's SQL, in one file: shuffled, in time order, or
+clustered by session (in the order of the dataset), each with pyarrow's defaults and with encodings
+and page size from the same trial as in a build. All sides use zstd 3. `ours` is samples and groups
+without derived columns (from transforms), which the peers do not have; derived columns and the
+oracle are reported separately.
 
-`folder` is every file of the dataset but the oracle (`access/`, `edges/`, `index-*`): statistics,
-manifests, job, schema and all. `limit` is 1.02 times the clustered file with the best encodings
-and 64 kB more. It holds for equal columns on both sides: without what transforms made, and with
-it (`clustered with made columns`). Bytes do not depend on the machine; each round shuffles with
-another seed.
+`folder` is every file of the dataset except the oracle (`access/`, `edges/`, `index-*`), including
+statistics, manifests, job and schema. `limit` is 1.02 times the clustered file with the best
+encodings plus 64 kB. It is compared with the same columns on both sides: without derived columns,
+and with them (`clustered with made columns`). Bytes do not depend on the machine; each round
+shuffles with another seed.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ import pyarrow as pa
 
 from benchmarks.logs import (
     LOGS,
-    MADE_LOGS,
+    SYNTHETIC_LOGS,
     build_job,
     each_log,
     job_path,
@@ -55,9 +55,9 @@ from pipelines.report.storage import (
 from schemas.dataset import Dataset, open_dataset
 
 LIMIT_RATIO, LIMIT_BYTES = 1.02, 64_000
-"""What a dataset without its oracle may take of the clustered file with the best encodings."""
+"""Limit for a dataset without its oracle, relative to the best clustered file."""
 
-HEADLINE = "mind", "shuffled"
+HEADLINE = "mind"
 ENCODINGS: Mapping[str, Callable[[pa.Table, Path], int]] = {
     "default": write_flat,
     "best": write_best,
@@ -69,15 +69,15 @@ class Sizes:
     """Bytes of one dataset.
 
     Attributes:
-        ours: samples and groups, without what transforms made.
-        transforms: the columns that transforms made.
-        folder: every file of the dataset but the oracle's, with what transforms made.
-        dedup_factor: values of the plain rows over those that are stored, a list counting one.
+        ours: samples and groups, without derived columns.
+        transforms: derived columns.
+        folder: every file of the dataset except the oracle, with derived columns.
+        dedup_factor: values of the plain rows over stored values; a list counts as one.
         oracle: access lists, edges and indexes.
-        tables: samples and each group, with what transforms made.
-        peers: `order, encodings` to bytes; shuffled ones of the first round.
-        made_peers: `encodings` to bytes of the clustered rows with what transforms made.
-        shuffles: of each round, by encodings.
+        tables: samples and each group, with derived columns.
+        peers: `order, encodings` -> bytes; shuffled peers are those of the first round.
+        made_peers: `encodings` -> bytes of the clustered rows with derived columns.
+        shuffles: `encodings` -> bytes of the shuffled rows in each round.
     """
 
     ours: int
@@ -95,7 +95,7 @@ class Sizes:
         return {name: round(size / self.ours, 3) for name, size in self.peers.items()}
 
     def folder_against(self) -> dict[str, float]:
-        """Return the whole folder against clustered files, each time with the same columns."""
+        """Compare the whole folder with clustered files of the same columns."""
         columns, best = self.folder - self.transforms, self.peers["clustered, best"]
         return {
             "dedup_factor": round(self.dedup_factor, 2),
@@ -112,21 +112,17 @@ class Sizes:
 
 
 def limit_of(best: int) -> float:
-    """Return the bytes that a dataset may take without its oracle.
-
-    Args:
-        best: bytes of the clustered file with the best encodings.
-    """
+    """Return the limit for a dataset without its oracle, from the bytes of the best peer."""
     return LIMIT_RATIO * best + LIMIT_BYTES
 
 
 def dedup_factor(dataset: Dataset) -> float:
-    """Return the values of the plain rows over those that are stored, a list counting one."""
-    made, data = set(dataset.job.data.derived_columns), dataset.job.data
+    """Return the values of the plain rows over stored values; a list counts as one."""
+    derived, data = set(dataset.job.data.derived_columns), dataset.job.data
     plain = stored = 0
     for segment in dataset.segments:
         manifest = segment.manifest
-        for name in set(manifest.columns) - made:
+        for name in set(manifest.columns) - derived:
             group = data.group_of_column.get(name)
             plain += manifest.num_samples
             stored += manifest.groups[group].num_unique if group else manifest.num_samples
@@ -134,13 +130,7 @@ def dedup_factor(dataset: Dataset) -> float:
 
 
 def measure(dataset: Dataset, rounds: int, scratch: Path) -> Sizes:
-    """Write every peer of a dataset, one after the other.
-
-    Args:
-        dataset: built by its job.
-        rounds: shuffles.
-        scratch: directory for the files.
-    """
+    """Write every peer of a dataset and return all sizes."""
     rows = flat_rows(dataset)
     assert rows.share == 1, "the benchmark writes all rows of its logs"
     clustered, path = rows.table, scratch / "peer.parquet"
@@ -153,17 +143,17 @@ def measure(dataset: Dataset, rounds: int, scratch: Path) -> Sizes:
     by_time = time_ordered(clustered, dataset.job.data.session.time)
     for order, table in {"time-ordered": by_time, "clustered": clustered}.items():
         peers |= {f"{order}, {e}": write(table, path) for e, write in ENCODINGS.items()}
-    with_made = flat_rows(dataset, 1 << 33, model_inputs=True).table
-    made = made_bytes(dataset)
+    with_derived = flat_rows(dataset, 1 << 33, model_inputs=True).table
+    derived = made_bytes(dataset)
     return Sizes(
-        ours=dataset_bytes(dataset) - made,
-        transforms=made,
+        ours=dataset_bytes(dataset) - derived,
+        transforms=derived,
         folder=folder_bytes(dataset),
         dedup_factor=dedup_factor(dataset),
         oracle=oracle_bytes(dataset),
         tables=bytes_by_table(dataset),
         peers={f"shuffled, {e}": sizes[0] for e, sizes in shuffles.items()} | peers,
-        made_peers={e: write(with_made, path) for e, write in ENCODINGS.items()},
+        made_peers={e: write(with_derived, path) for e, write in ENCODINGS.items()},
         shuffles=shuffles,
     )
 
@@ -171,7 +161,7 @@ def measure(dataset: Dataset, rounds: int, scratch: Path) -> Sizes:
 def details(
     name: str, log: Path, rounds: int, scratch: Path, *, auto: bool = False
 ) -> dict[str, Any]:
-    """Build one log, with `groups: auto` if so asked, and measure it."""
+    """Build one log, with `groups: auto` if `auto`, and measure it."""
     start = time.perf_counter()
     job = job_path(name, scratch)
     built = build_job(with_auto(job, scratch) if auto else job, log, scratch / "dataset")
@@ -202,13 +192,13 @@ def details(
     }
 
 
-def headline(found: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
-    """Return MIND against shuffled Parquet as pyarrow writes it, or the first dataset instead."""
-    name = HEADLINE[0] if HEADLINE[0] in found else next(iter(found))
-    rounds = found[name]["rounds_shuffled"]["default"]
+def headline(by_log: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
+    """Return MIND, or else the first log, against shuffled Parquet with pyarrow's defaults."""
+    name = HEADLINE if HEADLINE in by_log else next(iter(by_log))
+    rounds = by_log[name]["rounds_shuffled"]["default"]
     return {
-        "ours": found[name]["ours"],
-        "peer": found[name]["peers"]["shuffled, default"],
+        "ours": by_log[name]["ours"],
+        "peer": by_log[name]["peers"]["shuffled, default"],
         "ratio": round(statistics.median(rounds), 3),
         "unit": f"bytes, {name}, samples and groups against shuffled zstd Parquet",
         "rounds": rounds,
@@ -216,18 +206,17 @@ def headline(found: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the benchmark and print it."""
-    parser = log_parser("storage", __doc__, [*LOGS, *MADE_LOGS])
+    """Run the benchmark and print the result."""
+    parser = log_parser("storage", __doc__, [*LOGS, *SYNTHETIC_LOGS])
     parser.add_argument("--groups", choices=("named", "auto"), default="named")
     parser.add_argument("--rounds", type=int, default=3, help="shuffles")
     options = parser.parse_args(argv)
-    found: dict[str, dict[str, Any]] = {}
+    by_log: dict[str, dict[str, Any]] = {}
     for name, log, scratch in each_log(options):
         auto = options.groups == "auto"
-        found[name] = details(name, log, options.rounds, scratch, auto=auto)
-        sys.stderr.write(f"{name}: {found[name]['ratios']} {found[name]['whole']}\n")
-    result = headline(found) | {"details": found}
-    write_result(result, options)
+        by_log[name] = details(name, log, options.rounds, scratch, auto=auto)
+        sys.stderr.write(f"{name}: {by_log[name]['ratios']} {by_log[name]['whole']}\n")
+    write_result(headline(by_log) | {"details": by_log}, options)
     return 0
 
 

@@ -5,8 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from benchmarks.embedding import main
-from benchmarks.embedding_step import HOT_ROWS, HOT_SHARE, draw, shapes, step_of
+from benchmarks.embedding import HOT_ROWS, HOT_SHARE, draw, main, shapes, step_of
 
 
 def test_draw_heavy_gives_the_hot_rows_their_share() -> None:

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.memory import CGROUPS, INSIDE, memory_limit
-from benchmarks.memory_log import BATCH, DIM, EPOCHS, write_job
+from benchmarks.memory import BATCH, CGROUPS, DIM, EPOCHS, IN_CGROUP, memory_limit, write_job
 from schemas.config.job import load_job
 
 NEEDS_CGROUPS = pytest.mark.skipif(
@@ -25,7 +24,7 @@ def test_limit_holds_for_all_memory_of_a_process_and_goes_with_it(
     fill = f"print(len(bytearray({megabytes} << 20)))"
     with memory_limit(64 << 20) as group:
         assert group is not None
-        command = ["sh", "-c", INSIDE, str(group / "cgroup.procs"), sys.executable, "-c", fill]
+        command = ["sh", "-c", IN_CGROUP, str(group / "cgroup.procs"), sys.executable, "-c", fill]
         found = subprocess.run(command, capture_output=True, text=True, check=False)
         assert int((group / "memory.max_usage_in_bytes").read_text()) > 1 << 20
     assert (found.returncode == -9) == killed

@@ -4,8 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.migration import headline, main
-from benchmarks.migration_runs import KINDS, write_job
+from benchmarks.migration import KINDS, headline, main, write_job
 from scheduler.model.snapshot import take_snapshot
 from scheduler.planner.policy import plan
 

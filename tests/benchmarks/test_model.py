@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.model import convert, doubled, doubling_cut, held_back, optimus, ours
+from benchmarks.model import convert, cross_validate, doubled, doubling_cut, optimus, ours
 from scheduler.model.measurements import Measurements, read_measurements
 
 COUNTS = {
@@ -37,8 +37,8 @@ def test_convert_writes_every_measurement_and_nine_have_no_speed(published: Meas
 
 
 @pytest.mark.parametrize("job", ["dssm", "cnn-text-classification", "resnet-50"])
-def test_held_back_sizes_are_predicted_to_a_tenth(published: Measurements, job: str) -> None:
-    error, inside = held_back(ours, published.rows[job], seed=0)
+def test_held_out_sizes_are_predicted_to_a_tenth(published: Measurements, job: str) -> None:
+    error, inside = cross_validate(ours, published.rows[job], seed=0)
     assert error <= 0.10
     assert inside >= 0.85
 

@@ -6,13 +6,13 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
+from benchmarks.logs import build_dataset
 from benchmarks.order import (  # fmt: skip
     BLOCKS,
     BY_TIME,
     CLUSTERED,
     ORDERS,
     SHUFFLED,
-    built,
     headline,
     main,
     training_samples,
@@ -33,7 +33,7 @@ def test_variants_hold_the_same_samples_in_their_orders(tmp_path: Path) -> None:
     for place, order in enumerate(ORDERS):
         folder = tmp_path / str(place)
         write_variant(job, tmp_path / "samples.parquet", order, folder, seed=3)
-        dataset = built(folder / "job.yaml", folder / "log", folder / "dataset")
+        dataset = build_dataset(folder / "job.yaml", folder / "log", folder / "dataset")
         expand(dataset, folder / "x.parquet")
         found[order] = pq.read_table(folder / "x.parquet").drop_columns(["order_key"])
         assert training_samples(dataset) == training_samples(shipped)

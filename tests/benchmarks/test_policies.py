@@ -7,8 +7,20 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.policies import OURS, WITHOUT, interval, main, one_round, ratios, window
-from benchmarks.policies_jobs import ALIBABA, TOGETHER_SEC, alibaba, philly, speeds
+from benchmarks.policies import (
+    ALIBABA,
+    OURS,
+    SAME_JOB_SEC,
+    WITHOUT,
+    alibaba,
+    interval,
+    main,
+    philly,
+    ratios,
+    simulate_round,
+    speeds,
+    window,
+)
 from scheduler.simulator.command import POLICIES
 from scheduler.simulator.jobs import Knobs
 
@@ -32,7 +44,7 @@ def test_alibaba_instances_of_one_role_within_a_minute_are_one_job(tmp_path: Pat
     path = tmp_path / ALIBABA
     path.parent.mkdir()
     head = "app_name,role,creation_time,deletion_time,cpu_request,memory_request"
-    at = (0.0, TOGETHER_SEC, TOGETHER_SEC + 1.0)
+    at = (0.0, SAME_JOB_SEC, SAME_JOB_SEC + 1.0)
     rows = [f"a,CN,{sec},5000,4,8" for sec in at] + ["a,HN,0,5000,4,8", "b,CN,0,,4,8"]
     path.write_text("\n".join([head, *rows]) + "\n")
     assert sorted(job.num_replicas for job in alibaba(tmp_path)) == [1, 1, 2]
@@ -67,7 +79,7 @@ def test_windows_of_seeds_that_follow_each_other_share_no_arrival(shared_data: P
 @pytest.mark.slow
 def test_one_round_has_every_policy_and_the_bound(shared_data: Path) -> None:
     jobs = window(philly(shared_data), 40, 0)
-    found = one_round(jobs, speeds(shared_data), Knobs(oom=0.3), 0, tuple(POLICIES), 0.8)
+    found = simulate_round(jobs, speeds(shared_data), Knobs(oom=0.3), 0, tuple(POLICIES), 0.8)
     assert list(found) == ["bound", *POLICIES]
     best = min(found[name]["jct_mean_sec"] for name in POLICIES)
     assert found["bound"]["jct_mean_sec"] <= best
@@ -78,7 +90,7 @@ def test_one_round_has_every_policy_and_the_bound(shared_data: Path) -> None:
 def test_each_part_can_be_turned_off_and_is_no_peer(shared_data: Path) -> None:
     jobs = window(philly(shared_data), 20, 0)
     names = ("static", OURS, *WITHOUT)
-    found = one_round(jobs, speeds(shared_data), Knobs(), 0, names, 0.8)
+    found = simulate_round(jobs, speeds(shared_data), Knobs(), 0, names, 0.8)
     assert list(found) == ["bound", *names]
     assert len({one["cpu_utilisation"] for name, one in found.items() if name != "bound"}) > 2
     assert ratios([found])[0] == "static"

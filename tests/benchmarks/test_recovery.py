@@ -1,4 +1,4 @@
-"""What the benchmark of failures reads from a run's files."""
+"""The recovery benchmark reads commit times and replica counts from the files of a run."""
 
 import json
 import subprocess
@@ -8,19 +8,17 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.recovery import headline, in_rounds
-from benchmarks.recovery_commits import Commits
-from benchmarks.recovery_replicas import of_both
+from benchmarks.recovery import CommitWatcher, headline, in_rounds, rejoin_costs
 from schemas.run_log import METRICS, StepMetric
 
 
-def test_both_train_again_when_a_step_says_so_and_the_gap_around_that_is_told(
+def test_rejoin_costs_end_at_the_first_step_of_both_replicas(
     tmp_path: Path,
 ) -> None:
     process = subprocess.Popen([sys.executable, "-c", ""])
     process.wait()
-    commits = Commits(tmp_path, process)
-    commits.seen = [(0.0, 1), (5.0, 2), (6.0, 3), (8.5, 4), (9.0, 5), (11.0, 6)]
+    watcher = CommitWatcher(tmp_path, process)
+    watcher.commits = [(0.0, 1), (5.0, 2), (6.0, 3), (8.5, 4), (9.0, 5), (11.0, 6)]
     lines: list[str] = []
     for step, replicas in enumerate([2, 1, 1, 2, 2, 2]):
         metric = StepMetric(
@@ -28,32 +26,32 @@ def test_both_train_again_when_a_step_says_so_and_the_gap_around_that_is_told(
         )
         lines.append(json.dumps(asdict(metric)) + "\n")
     (tmp_path / METRICS).write_text("".join(lines))
-    found = of_both(tmp_path, commits, 5.0)
+    found = rejoin_costs(tmp_path, watcher, 5.0)
     assert found == {"both_sec": 3.5, "join_gap_sec": 2.5, "late_gap_sec": 1.5}
 
 
-def test_commits_are_seen_as_the_file_grows_and_is_cut(tmp_path: Path) -> None:
+def test_watcher_records_commits_as_the_file_grows_and_shrinks(tmp_path: Path) -> None:
     process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    commits, moments = Commits(tmp_path, process), list[float]()
+    watcher, moments = CommitWatcher(tmp_path, process), list[float]()
     for count in (1, 3, 4, 2, 5):
         (tmp_path / METRICS).write_text("{}\n" * count)
-        moments.append(commits.until(lambda seen, count=count: seen == count))
-    assert [count for _, count in commits.seen] == [1, 3, 4, 2, 5]
-    assert [at for at, _ in commits.seen] == moments == sorted(moments)
-    assert commits.longest_gap(moments[2]) <= moments[-1] - moments[2]
+        moments.append(watcher.wait_for(lambda current, count=count: current == count))
+    assert [count for _, count in watcher.commits] == [1, 3, 4, 2, 5]
+    assert [at for at, _ in watcher.commits] == moments == sorted(moments)
+    assert watcher.longest_gap(moments[2]) <= moments[-1] - moments[2]
     process.communicate(b"\n")
     with pytest.raises(RuntimeError, match=r"^run must commit steps, got 5 and then none$"):
-        commits.until(lambda count: count >= 6)
+        watcher.wait_for(lambda count: count >= 6)
 
 
-def test_gaps_are_those_between_commits(tmp_path: Path) -> None:
+def test_gaps_of_commits(tmp_path: Path) -> None:
     process = subprocess.Popen([sys.executable, "-c", ""])
-    commits = Commits(tmp_path, process)
-    commits.seen = [(0.0, 2), (1.0, 3), (2.0, 4), (4.0, 5), (9.0, 6), (10.0, 7)]
-    assert commits.median_gap(4.0) == 1.5
-    assert commits.longest_gap(2.0) == 5.0
-    assert commits.longest_gap(2.0, 4.0) == 2.0
-    assert commits.longest_gap(20.0) == 0.0
+    watcher = CommitWatcher(tmp_path, process)
+    watcher.commits = [(0.0, 2), (1.0, 3), (2.0, 4), (4.0, 5), (9.0, 6), (10.0, 7)]
+    assert watcher.median_gap(4.0) == 1.5
+    assert watcher.longest_gap(2.0) == 5.0
+    assert watcher.longest_gap(2.0, 4.0) == 2.0
+    assert watcher.longest_gap(20.0) == 0.0
     process.wait()
 
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 
-from benchmarks.rejects import STEPS, Taken, compared, write_job, write_log
+from benchmarks.rejects import STEPS, Measurement, compare, write_job, write_log
 from schemas.config.job import load_job
 
 
@@ -20,10 +20,10 @@ def test_log_has_its_share_of_bad_prices_and_jobs_are_valid(tmp_path: Path) -> N
 
 
 def test_compared_divides_round_by_round() -> None:
-    def runs(*seconds: float) -> list[Taken]:
-        return [Taken(wall, wall / 2, 100, 7) for wall in seconds]
+    def runs(*seconds: float) -> list[Measurement]:
+        return [Measurement(wall, wall / 2, 100, 7) for wall in seconds]
 
-    found = compared({0.0: runs(10, 20), 0.01: runs(11, 24)})
+    found = compare({0.0: runs(10, 20), 0.01: runs(11, 24)})
     assert found["none_sec"] == 15
     assert (found["0.01"]["wall"], found["0.01"]["rejects"], found["0.01"]["most"]) == (
         1.15,

@@ -11,18 +11,18 @@ from tests.trainer.make_dataset import make_dataset, write_job
 
 COUNTS = """
 import socket, threading
-from benchmarks.tcp_bytes import sent_bytes
+from benchmarks.scaling_processes import sent_bytes
 
 server = socket.create_server(("127.0.0.1", 0))
 port = server.getsockname()[1]
 sending = socket.create_connection(("127.0.0.1", port))
 receiving, _ = server.accept()
-before, others = sent_bytes(), sent_bytes(besides=port)
+before, others = sent_bytes(), sent_bytes(excluded_port=port)
 got = threading.Thread(target=lambda: receiving.recv(70_000, socket.MSG_WAITALL))
 got.start()
 sending.sendall(bytes(70_000))
 got.join()
-print(sent_bytes() - before, sent_bytes(besides=port) - others)
+print(sent_bytes() - before, sent_bytes(excluded_port=port) - others)
 """
 """For a process of its own: other tests have left connections in this one."""
 

@@ -8,8 +8,7 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from benchmarks.clickout_log import write_clickouts
-from benchmarks.logs import MADE_LOGS, build_job, job_path
+from benchmarks.logs import SYNTHETIC_LOGS, build_job, job_path, write_clickouts
 from benchmarks.storage import headline, limit_of, main, measure
 from pipelines.report.storage import chunk_bytes, made_bytes
 from schemas.dataset import open_dataset
@@ -41,7 +40,7 @@ def test_measure_counts_transforms_apart_and_shuffles_anew_each_round(tmp_path: 
 def test_dataset_without_oracle_is_hardly_larger_than_the_smallest_clustered_file(
     name: str, tmp_path: Path
 ) -> None:
-    config = replace(MADE_LOGS[name], num_sessions=min(300, MADE_LOGS[name].num_sessions))
+    config = replace(SYNTHETIC_LOGS[name], num_sessions=min(300, SYNTHETIC_LOGS[name].num_sessions))
     write_clickouts(config, tmp_path / "log")
     build_job(job_path(name, tmp_path), tmp_path / "log", tmp_path / "dataset")
     sizes = measure(open_dataset(tmp_path / "dataset"), 1, tmp_path)

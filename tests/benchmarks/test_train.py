@@ -1,4 +1,4 @@
-"""The benchmark of look-ups alone gives both sides the same work, and leaves them equal rows."""
+"""The benchmark of look-ups alone gives both shared the same work, and leaves them equal rows."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.train_embedding import given_for, measure_embedding
 from benchmarks.train_sides import Timing
+from benchmarks.train_variants import draw_gradient, measure_embedding
 from schemas.dataset import open_dataset
 from tests.trainer.make_dataset import make_dataset, write_job
 from tests.trainer.runs import SEGMENTS, reader_of
@@ -21,16 +21,18 @@ def job(tmp_path: Path) -> Path:
 def test_gradient_of_rows_is_that_of_their_samples_added_up(job: Path, tmp_path: Path) -> None:
     dataset = make_dataset(tmp_path / "dataset", job, SEGMENTS)
     batch = reader_of(job, dataset, find_shared=True).read(0)
-    sides = batch.shared
-    assert sides is not None
-    given = given_for(sides.shared_features + sides.per_sample_features, batch.num_samples, 8)
-    rows, own = given.pool_shared(sides)
-    assert rows.shape == (sides.num_rows, len(sides.shared_features), 8)
-    for column, feature in enumerate(sides.shared_features):
-        for row in range(sides.num_rows):
-            mine = given.by_feature[feature][sides.rows.indices == row].sum(0)
-            torch.testing.assert_close(rows[row, column], mine)
-    assert torch.equal(own.flatten(1), given.wide(sides.per_sample_features))
+    shared = batch.shared
+    assert shared is not None
+    gradient = draw_gradient(
+        shared.shared_features + shared.per_sample_features, batch.num_samples, 8
+    )
+    rows, own = gradient.pool_shared(shared)
+    assert rows.shape == (shared.num_rows, len(shared.shared_features), 8)
+    for column, feature in enumerate(shared.shared_features):
+        for row in range(shared.num_rows):
+            expected = gradient.by_feature[feature][shared.rows.indices == row].sum(0)
+            torch.testing.assert_close(rows[row, column], expected)
+    assert torch.equal(own.flatten(1), gradient.wide(shared.per_sample_features))
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""The oracle end to end: look-ups to access lists and next uses, in files, by the Beam stages."""
+"""The oracle in a build: seconds of its Beam stages, lookups to files, and bytes of its files."""
 
 from __future__ import annotations
 
@@ -12,15 +12,19 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from benchmarks.oracle_tables import NUM_ROWS
+from benchmarks.logs import NUM_ROWS, build_job, job_path, raw_log
 from pipelines.beam.runner import run_pipeline
 from pipelines.beam.tables import NumberAccesses, RunStages
 from pipelines.clustering.part import lookups_table
 from pipelines.oracle.linking import LINKING_STAGES, LinkingPlan
 from pipelines.oracle.numbering import lookups_path
+from pipelines.report.storage import dataset_bytes
 from pipelines.shuffle import encode_tables
+from pipelines.table.commit import sum_bytes
+from pipelines.table.indexes import add_index
 from schemas.arrays import Jagged
 from schemas.config.job import OrderConfig
+from schemas.dataset import open_dataset
 from schemas.files import CheckedFile, describe_file
 from schemas.layout import FILE_SHIFT, TRAIN, access_path
 from schemas.oracle import distinct
@@ -29,8 +33,8 @@ from schemas.order import Order
 BLOCKS_PER_PART = 64
 
 
-class _LookUp(beam.DoFn):
-    """Finds the distinct rows of each block of one part of a table, as `BuildParts` does."""
+class _WriteLookups(beam.DoFn):
+    """Writes the distinct rows of each block of one part of a table, as `BuildParts` does."""
 
     def __init__(self, root: Path, batch: int) -> None:
         self.root, self.batch = root, batch
@@ -39,12 +43,12 @@ class _LookUp(beam.DoFn):
         table, part = task
         rows = np.load(self.root / f"{table}.npy", mmap_mode="r")
         size = BLOCKS_PER_PART * self.batch
-        mine = np.asarray(rows[part * size : (part + 1) * size], np.int64)
-        offsets = np.append(np.arange(0, len(mine), self.batch), len(mine))
-        found = distinct(Jagged(mine, offsets), NUM_ROWS[table])
+        of_part = np.asarray(rows[part * size : (part + 1) * size], np.int64)
+        offsets = np.append(np.arange(0, len(of_part), self.batch), len(of_part))
+        unique = distinct(Jagged(of_part, offsets), NUM_ROWS[table])
         path = lookups_path(self.root, str(table), part)
         path.parent.mkdir(parents=True, exist_ok=True)
-        pq.write_table(lookups_table(found), path, compression="lz4")
+        pq.write_table(lookups_table(unique), path, compression="lz4")
         yield 0
 
 
@@ -75,8 +79,8 @@ def _plan(root: Path, num_blocks: int, table: str, num_rows: int) -> tuple[str, 
     return table, plan
 
 
-def through_beam(columns: list[np.ndarray], batch: int, root: Path) -> float:
-    """Return the seconds from look-ups to all files of access lists, edges and index.
+def run_beam_stages(columns: list[np.ndarray], batch: int, root: Path) -> float:
+    """Return the seconds from lookups to all files of access lists, edges and index.
 
     Args:
         columns: for each table the row of each sample.
@@ -90,20 +94,64 @@ def through_beam(columns: list[np.ndarray], batch: int, root: Path) -> float:
     tasks = [(table, part) for table in range(len(columns)) for part in range(num_parts)]
 
     def make(pipeline: beam.Pipeline) -> Mapping[str, Any]:
-        done = (
+        written = (
             pipeline
             | "list parts" >> beam.Create(tasks)
             | "spread parts" >> beam.Reshuffle()
-            | "look up" >> beam.ParDo(_LookUp(root, batch))
+            | "look up" >> beam.ParDo(_WriteLookups(root, batch))
             | "all parts" >> beam.combiners.ToList()
         )
-        blocks = done | "blocks" >> beam.Map(lambda found: _blocks(found, num_blocks))
+        blocks = written | "blocks" >> beam.Map(lambda parts: _blocks(parts, num_blocks))
         names = [str(table) for table in range(len(columns))]
         numbered = blocks | "number" >> NumberAccesses(root, names, num_parts)
         plans = numbered | "plan" >> beam.MapTuple(lambda t, n: _plan(root, num_blocks, t, n))
         linked = plans | "link" >> RunStages(LINKING_STAGES, spread=True)
         return {"entries": linked | "count" >> beam.MapTuple(lambda _, d: sum(r for *_, r in d))}
 
-    started = time.perf_counter()
+    start = time.perf_counter()
     run_pipeline(make, [], root, num_tasks=len(columns) - 3)
-    return time.perf_counter() - started
+    return time.perf_counter() - start
+
+
+BATCH_SAMPLES = 8_192
+GOALS = {"kuairand": 0.10, "demo": 0.25, "mind": None}
+"""Shipped job -> target for the size of access lists and index, as a share of the dataset."""
+GOAL_BYTES_PER_ENTRY = 2.5
+
+
+def measure_bytes(name: str, shared_data: Path, scratch: Path) -> dict[str, Any] | None:
+    """Build a shipped job and index it at `BATCH_SAMPLES`; return None if its log is missing.
+
+    Args:
+        name: of the job.
+        shared_data: directory of logs.
+        scratch: directory to build in.
+    """
+    log = raw_log(name, shared_data, scratch)
+    if log is None:
+        return None
+    build_job(job_path(name), log, scratch / "dataset")
+    dataset = open_dataset(scratch / "dataset")
+    block = dataset.job.data.block_samples
+    order = dataset.order(-(-BATCH_SAMPLES // block) * block, 1, "none", 0)
+    dataset = add_index(dataset, order, [], "benchmark")
+    index = dataset.index_for(order)
+    sizes = {
+        part: sum(sum_bytes(list(s.files.values()), f"{part}/") for s in dataset.segments)
+        for part in ("access", "edges")
+    }
+    entries = sum(index.manifest.num_accesses.values())
+    size = dataset_bytes(dataset)
+    together = sizes["access"] + index.manifest.oracle_bytes
+    return {
+        "batch_samples": index.manifest.batch_samples,
+        "entries": entries,
+        "dataset": size,
+        **sizes,
+        "index": index.manifest.oracle_bytes,
+        "bytes_per_entry": round(together / entries, 3),
+        "goal_bytes_per_entry": GOAL_BYTES_PER_ENTRY,
+        "share_of_dataset": round(together / size, 4),
+        "goal_share": GOALS[name],
+        "share_with_edges": round((together + sizes["edges"]) / size, 4),
+    }
