@@ -1,4 +1,4 @@
-"""Fixtures that every test may use, and the profile of hypothesis."""
+"""Common fixtures, command-line options, and the Hypothesis profile."""
 
 import hashlib
 import os
@@ -13,13 +13,13 @@ from hypothesis import HealthCheck, settings
 from tests import fork_server
 
 REPOSITORY = Path(__file__).resolve().parents[1]
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # both are read when torch is loaded
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # must be set before torch is imported
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # the workers of the tests use all cores
 STARTED = time.monotonic()
 BUILD_TIMEOUT_SEC = 1800
-"""Of a test whose fixture may have to build the servers of a cluster first."""
+"""Timeout of a test whose fixture may have to build the servers of a cluster."""
 
-# The same examples each time, and no deadline: speed is for benchmarks.
+# The same examples in every run, and no deadline: speed is measured by benchmarks.
 settings.register_profile(
     "presage", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
@@ -27,18 +27,18 @@ settings.load_profile("presage")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Let a run be a part of the tests that is drawn."""
-    parser.addoption("--draw", metavar="SEED", help="run the tests in an order drawn by a seed")
-    parser.addoption("--seconds", type=float, help="skip the tests that would begin later")
+    """Add options to run a random part of the tests."""
+    parser.addoption("--draw", metavar="SEED", help="run the tests in a random order")
+    parser.addoption("--seconds", type=float, help="skip tests that would start after this time")
 
 
 def pytest_configure() -> None:
-    """Choose the directory of the fork server."""
+    """Create the directory of the fork server."""
     fork_server.start_session()
 
 
 def pytest_unconfigure() -> None:
-    """Remove it."""
+    """Remove the directory of the fork server."""
     fork_server.end_session()
 
 
@@ -50,7 +50,7 @@ def repository() -> Path:
 
 @pytest.fixture(scope="session")
 def shared_data() -> Path:
-    """The folder of real logs and traces that may lie beside the checkout."""
+    """The folder of real logs and traces beside the checkout; skips the test if it is missing."""
     folder = REPOSITORY.parent / "shared" / "data"
     if not folder.is_dir():
         pytest.skip("needs the real data in ../shared/data beside the checkout, and there is none")
@@ -58,16 +58,16 @@ def shared_data() -> Path:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Skip a test that would begin after the time of the run."""
+    """Skip a test that would start after `--seconds`."""
     seconds = item.config.getoption("seconds")
     if seconds is not None and time.monotonic() - STARTED > seconds:
         pytest.skip(f"the {seconds:.0f} s of this run are over")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Draw the order, or put files with many slow tests first, so that workers end together.
+    """Order the tests by `--draw`, or files with many slow tests first to balance the workers.
 
-    Also give the first build of a cluster its time, and skip what is marked `gpu` without a driver.
+    Also extend the timeout of tests with a cluster, and skip tests marked `gpu` without a driver.
     """
     seed = config.getoption("draw")
     slow = Counter(item.path for item in items if item.get_closest_marker("slow"))

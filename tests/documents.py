@@ -1,4 +1,4 @@
-"""Reads the fenced blocks of the documents: which must run, and which only must parse."""
+"""Fenced blocks of the documents: commands and scripts to run or to parse."""
 
 import re
 import shlex
@@ -15,7 +15,7 @@ FIRST_WORDS = ("console", "python")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Block:
-    """One fenced block that makes a promise."""
+    """One fenced block to run or to parse."""
 
     language: str
     """`console` or `python`."""
@@ -26,16 +26,16 @@ class Block:
     slow: bool
     """Takes more than a few seconds."""
     reason: str | None
-    """Why it is not run, such as the cluster that it needs; None when it is run."""
+    """Why it is not run, such as a cluster that it needs; None if it is run."""
 
 
 def blocks(text: str) -> list[Block]:
     """List the blocks fenced `console` or `python`, in order.
 
     Raises:
-        ValueError: the words after the language are none of `slow` and `norun=<reason>`.
+        ValueError: an option after the language is not `slow` or `norun=<reason>`.
     """
-    found: list[Block] = []
+    result: list[Block] = []
     for fence in FENCE.finditer(text):
         info = fence["info"].strip()
         if info.split(" ")[0] not in FIRST_WORDS:
@@ -47,7 +47,7 @@ def blocks(text: str) -> list[Block]:
                 f"block must be opened by its language, `slow`, `norun=<reason>`, "
                 f"got info={info!r} in line {line}; mend its first line"
             )
-        found.append(
+        result.append(
             Block(
                 language=options["language"],
                 body=fence["body"],
@@ -56,16 +56,16 @@ def blocks(text: str) -> list[Block]:
                 reason=options["reason"],
             )
         )
-    return found
+    return result
 
 
 def commands(body: str) -> list[tuple[str, str]]:
-    """Split a console block into commands and what each is said to print.
+    """Split a console block into commands and their expected output.
 
-    A command starts with `$ ` and goes on after a backslash at the end of a line. After `<<'WORD'`
-    it goes on to the line that is the word.
+    A command starts with `$ ` and continues after a backslash at the end of a line. After
+    `<<'WORD'` it continues to the line `WORD`.
     """
-    found: list[tuple[str, str]] = []
+    result: list[tuple[str, str]] = []
     lines = iter(body.splitlines())
     for line in lines:
         if line.startswith("$ "):
@@ -77,19 +77,19 @@ def commands(body: str) -> list[tuple[str, str]]:
                 while not ends:
                     text = next(lines)
                     command, ends = f"{command}\n{text}", text == heredoc[1]
-            found.append((command, ""))
-        elif not found:
+            result.append((command, ""))
+        elif not result:
             raise ValueError(
                 f"console block must start with a command, got line={line!r}; add `$ `"
             )
         else:
-            command, printed = found[-1]
-            found[-1] = (command, printed + line + "\n")
-    return found
+            command, output = result[-1]
+            result[-1] = (command, output + line + "\n")
+    return result
 
 
 def arguments(command: str) -> list[str]:
-    """Split a command into words, without assignments before it and comments after it."""
+    """Split a command into words, without leading assignments and trailing comments."""
     words = shlex.split(command, comments=True)
     while words and re.match(r"^[A-Z_]+=", words[0]):
         words.pop(0)
@@ -97,14 +97,14 @@ def arguments(command: str) -> list[str]:
 
 
 def named_paths(text: str, folders: set[str]) -> list[str]:
-    """List the files of the repository that a document names in links or in backticks."""
+    """List the files of the repository that a document names in links or backticks."""
     links = re.findall(r"\]\((?!\w+:|#)([^)#\s]+)", text)
     quoted = re.findall(r"`([\w.-]+(?:/[\w.-]+)*\.(?:md|pbtxt|proto|py|sql|toml|yaml))`", text)
     return links + [path for path in quoted if Path(path).parts[0] in folders and "/" in path]
 
 
 def named_tests(text: str) -> list[tuple[str, str]]:
-    """List the tests that a document names in backticks, as `FILE::FUNCTION`: file and function.
+    """List the tests that a document names in backticks as `FILE::FUNCTION`.
 
     Example:
         >>> named_tests("shown by `tests/test_a.py::test_b` and `tests/test_a.py`")

@@ -1,4 +1,4 @@
-"""A Flink of this machine for tests: started as `deploy/flink` does it, gone afterwards."""
+"""Flink on this machine for tests, started by `deploy/flink`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ import yaml
 from trainer.runtime import is_readable
 
 QUICK_START = {"JAVA_TOOL_OPTIONS": "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC"}
-"""A Flink of a minute spends most of it compiling itself."""
+"""Reduces JIT compilation, which dominates short Flink sessions."""
 START_SEC = 420.0  # with an empty cache; 15 s with a full one
 STOP_SEC = 90.0
 MISSING = [name for name in ("java", "javac", "mvn") if shutil.which(name) is None]
@@ -32,7 +32,7 @@ needs_flink = pytest.mark.skipif(
 
 @contextmanager
 def flink(kind: str, repository: Path, logs: Path, slots: int = 2) -> Iterator[dict[str, Any]]:
-    """Serve a Flink; afterwards each of its processes must be gone."""
+    """Run Flink, yield what `deploy/flink` prints; assert at the end that its processes ended."""
     logs.mkdir()
     with (logs / "launcher.log").open("w") as errors:
         launcher = subprocess.Popen(
@@ -58,7 +58,7 @@ def flink(kind: str, repository: Path, logs: Path, slots: int = 2) -> Iterator[d
 
 
 def is_running(pid: int) -> bool:
-    """Tell whether a process is there; one that has ended may not be taken off yet."""
+    """Return whether a process is running; a zombie counts as ended."""
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except (FileNotFoundError, ProcessLookupError):
@@ -67,18 +67,18 @@ def is_running(pid: int) -> bool:
 
 
 def ask(rest: str, path: str) -> dict[str, Any]:
-    """Return an answer of Flink's REST API."""
-    with urllib.request.urlopen(rest + path, timeout=30) as answer:
-        return json.loads(answer.read())
+    """Return a response of Flink's REST API."""
+    with urllib.request.urlopen(rest + path, timeout=30) as response:
+        return json.loads(response.read())
 
 
 def runner_file(about: dict[str, Any], path: Path, largest: int) -> Path:
-    """Write the file that sends a scheduler's segment jobs to a session cluster.
+    """Write the `--runner` file that sends a scheduler's segment jobs to a session cluster.
 
     Args:
         about: what `flink` yields.
         path: of the file.
-        largest: parallelism of one segment job at most.
+        largest: `largest_parallelism` of the file.
     """
     given = dict(option.removeprefix("--").split("=", 1) for option in about["options"])
     keys = ("job_endpoint", "environment_type", "environment_config")

@@ -1,17 +1,16 @@
-"""Mutation testing: which of a random draw of small changes to the code the tests notice.
+"""Mutation testing: which of a random sample of small changes to the code make a test fail.
 
     python -m tests.mutants draw --seed 22 --output mutants.json
     python -m tests.mutants cover mutants.json --tree CLONE --hits HITS
     python -m tests.mutants kill mutants.json --tree CLONE --hits HITS --output killed.json
 
-`cover` rewrites a clone so that each mutated place records the test that runs
-it; the suite is then run once there, as often and as split as one likes, and
-`git checkout .` restores the clone. The name of the test is taken from the
-environment, so that places in child processes are attributed, too (mutmut and
-cosmic-ray cover one process; coverage.py slows trainings down and multiplies
-its files with the processes). `kill` applies one mutant after another to a
-clone and runs the tests that cover it, the quick ones first, to the first
-failure.
+`cover` rewrites a clone so that each mutated location records the test that
+runs it; run the suite there once, in any number of parts, then restore the
+clone with `git checkout .`. The name of the test is read from the environment,
+so that code in child processes is attributed, too (mutmut and cosmic-ray cover
+one process; coverage.py slows down training and writes files for each process).
+`kill` applies one mutant after another to a clone and runs the tests that cover
+it, fast ones first, until the first failure.
 """
 
 from __future__ import annotations
@@ -76,14 +75,14 @@ def hit(number):
 
 @dataclass(frozen=True, slots=True)
 class Mutant:
-    """A change of one place.
+    """A change at one location.
 
     Attributes:
         path: of the file, relative to the repository.
-        line: of the place, from 1.
-        start, end: of the place in the file, in bytes of UTF-8.
+        line: of the location, from 1.
+        start, end: offsets of the location in the file, in bytes of UTF-8.
         old, new: its source.
-        statement: whether the place is a statement; otherwise it is an expression.
+        statement: whether the location is a statement; otherwise it is an expression.
     """
 
     path: str
@@ -98,8 +97,8 @@ class Mutant:
 def mutants_of(path: str, source: str) -> list[Mutant]:
     """Return every mutant of the functions in a file.
 
-    Left out are annotations, defaults and decorators, assertions, patterns and
-    what stands within f-strings, whose positions Python 3.11 does not give.
+    Annotations, defaults, decorators, assertions, patterns and expressions in f-strings, whose
+    positions Python 3.11 does not report, are not mutated.
     """
     content = source.encode()
     starts = [0]
@@ -132,7 +131,7 @@ def _places(node: ast.AST, *, inside: bool) -> Iterator[ast.AST]:
 
 
 def _changes(node: ast.AST) -> Iterator[tuple[ast.expr | ast.stmt, str]]:
-    """Yield the place and the new source of each change of a node."""
+    """Yield the location and the new source of each change of a node."""
     if isinstance(node, ast.Compare):
         if type(node.ops[0]) in _SWAPS:
             ops = [_SWAPS[type(node.ops[0])](), *node.ops[1:]]
@@ -168,7 +167,7 @@ def _changes(node: ast.AST) -> Iterator[tuple[ast.expr | ast.stmt, str]]:
 
 
 def draw(seed: int | str, num_per_package: int) -> list[Mutant]:
-    """Draw mutants at random, as many from each package."""
+    """Draw the same number of random mutants from each package."""
     rng = random.Random(seed)
     drawn: list[Mutant] = []
     for package in PACKAGES:
@@ -180,14 +179,14 @@ def draw(seed: int | str, num_per_package: int) -> list[Mutant]:
 
 
 def replaced(content: bytes, changes: list[tuple[int, int, str]]) -> bytes:
-    """Return a file with places replaced; of insertions at one place the last stands first."""
+    """Return a file with ranges replaced; of insertions at one offset the last comes first."""
     for start, end, new in sorted(changes, key=lambda change: change[0], reverse=True):
         content = content[:start] + new.encode() + content[end:]
     return content
 
 
 def cover(mutants: list[Mutant], tree: Path, hits: Path) -> None:
-    """Rewrite a clone so that its mutated places record the tests that run them into a folder."""
+    """Rewrite a clone so that its mutated locations record the tests that run them in a folder."""
     hits.mkdir(parents=True, exist_ok=True)
     (tree / "mutant_probe.py").write_text(_PROBE_MODULE.format(folder=str(hits.resolve())))
     inserts: dict[str, list[tuple[int, int, str]]] = defaultdict(list)
@@ -195,7 +194,7 @@ def cover(mutants: list[Mutant], tree: Path, hits: Path) -> None:
         probe = _PROBE.format(number=number)
         if mutant.statement:
             inserts[mutant.path].append((mutant.start, mutant.start, f"{probe}; "))
-        else:  # outer places open before inner ones and close behind them
+        else:  # outer locations open before inner ones and close after them
             inserts[mutant.path].append((mutant.start, mutant.start, f"({probe} or "))
             inserts[mutant.path].append((mutant.end, mutant.end, ")"))
     for path, changes in inserts.items():
@@ -207,7 +206,7 @@ def cover(mutants: list[Mutant], tree: Path, hits: Path) -> None:
 
 
 def read_hits(folder: Path) -> dict[int, set[str]]:
-    """Return the tests that run each mutant; a file's name where a shared fixture does."""
+    """Return the tests that run each mutant, or the test file if a shared fixture runs it."""
     tests: dict[int, set[str]] = defaultdict(set)
     for file in folder.iterdir():
         for line in file.read_text().splitlines():
@@ -219,7 +218,7 @@ def read_hits(folder: Path) -> dict[int, set[str]]:
 
 
 def seconds_by_test(log: Path) -> dict[str, float]:
-    """Read what `--durations=0 -vv` printed."""
+    """Parse the output of `--durations=0 -vv`."""
     seconds: dict[str, float] = defaultdict(float)
     for match in re.finditer(
         r"^ *([\d.]+)s (?:call|setup|teardown) +(\S.*)$", log.read_text(), re.M
@@ -231,7 +230,7 @@ def seconds_by_test(log: Path) -> dict[str, float]:
 def kill(
     mutant: Mutant, tree: Path, tests: list[str], limit_sec: float
 ) -> dict[str, str | float | int]:
-    """Apply a mutant to a clone, run tests to the first failure, and restore the file."""
+    """Apply a mutant to a clone, run tests until the first failure, and restore the file."""
     file = tree / mutant.path
     original = file.read_bytes()
     assert original[mutant.start : mutant.end].decode() == mutant.old, (
@@ -239,7 +238,7 @@ def kill(
     )
     listed = tree / "mutant_tests.txt"
     listed.write_text("\n".join(tests))
-    began = time.monotonic()
+    start = time.monotonic()
     try:
         file.write_bytes(replaced(original, [(mutant.start, mutant.end, mutant.new)]))
         command = [
@@ -267,8 +266,8 @@ def kill(
         verdict, by = "survived", f"no failure in {limit_sec:.0f} s"
     finally:
         file.write_bytes(original)
-    took = round(time.monotonic() - began, 1)
-    return {"verdict": verdict, "by": by, "num_tests": len(tests), "seconds": took}
+    seconds = round(time.monotonic() - start, 1)
+    return {"verdict": verdict, "by": by, "num_tests": len(tests), "seconds": seconds}
 
 
 def main() -> None:

@@ -15,11 +15,11 @@ LOGS = {
     "kuairand": "kuairand_pure_part",
     "thirtymusic": "30music_sample10",
 }
-"""Shipped job to the directory of its log in the shared data."""
+"""Shipped job -> directory of its log in the shared data."""
 
 
 def built(name: str, shared_data: Path) -> tuple[Path, dict[str, Any]]:
-    """Return the dataset of a shipped job, which is not to be changed, and what its build printed.
+    """Return the dataset of a shipped job, which must not be modified, and its build's output.
 
     Args:
         name: a key of `LOGS`.

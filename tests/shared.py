@@ -1,4 +1,4 @@
-"""Datasets and runs that tests only read, made once per test session for all its workers."""
+"""Datasets and runs that tests only read, created once per test session for all its workers."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from tests import fork_server
 
 
 def make_once(make: Callable[..., object], *arguments: object) -> Path:
-    """Return the directory that `make(directory, *arguments)` filled on its first call.
+    """Return a directory filled by `make(directory, *arguments)`, which runs only once.
 
-    It is named by a hash of the file that defines `make` and of the arguments. All tests share it:
-    one that changes something takes a `hard_links` copy.
+    It is named by a hash of the file that defines `make` and of the arguments. All tests share it;
+    a test that modifies files uses a `hard_links` copy.
     """
     source = Path(inspect.getfile(make)).read_bytes()
     call = f"{make.__module__}.{make.__qualname__}{arguments!r}".encode()
@@ -31,7 +31,7 @@ def make_once(make: Callable[..., object], *arguments: object) -> Path:
     with folder.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not complete.exists():
-            shutil.rmtree(folder, ignore_errors=True)  # of an attempt that failed
+            shutil.rmtree(folder, ignore_errors=True)  # left by a failed attempt
             folder.mkdir()
             make(folder, *arguments)
             complete.touch()
@@ -39,13 +39,13 @@ def make_once(make: Callable[..., object], *arguments: object) -> Path:
 
 
 def hard_links(source: Path, target: Path) -> Path:
-    """Copy a directory by hard links: files may be replaced or removed, but not written into."""
+    """Copy a directory by hard links; files may be replaced or removed, not modified in place."""
     shutil.copytree(source, target, copy_function=os.link, symlinks=True)
     return target
 
 
 def with_long(values: Iterable[str], *long: str) -> list[Any]:
-    """Return the parameters of a test; those that take long are left to `make chaos`."""
+    """Return the parameters of a test; the `long` ones are marked `chaos`."""
     marks = {value: [pytest.mark.chaos] if value in long else [] for value in values}
     assert set(long) <= set(marks), f"unknown: {set(long) - set(marks)}"
     return [pytest.param(value, id=value, marks=marks[value]) for value in marks]

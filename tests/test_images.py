@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.environments import environment_of
+from tests.external_tools import install_environment
 
 IMAGES = ("worker", "jobs", "scheduler", "template")
 GIVEN = "${LAUNCHER}"
@@ -142,7 +142,7 @@ def test_what_is_in_an_image_starts(image: Image, repository: Path, tmp_path: Pa
     """Each module is imported, with the packages and the files of the image alone."""
     lock, tree = repository / image.lock, tmp_path / "tree"
     name = lock.stem.removeprefix("requirements-")
-    python = environment_of(name, lock, repository / ".venv" / "bin") / "python"
+    python = install_environment(name, lock, repository / ".venv" / "bin") / "python"
     for source, place in image.copied:
         if (repository / source).is_dir():
             ignored = shutil.ignore_patterns("__pycache__")

@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from tests.go_programs import go_program
+from tests.external_tools import build_go_program
 
 PACKAGE, VERSION = "sigs.k8s.io/kustomize/kustomize/v5", "v5.7.1"
 
@@ -16,7 +16,7 @@ PACKAGE, VERSION = "sigs.k8s.io/kustomize/kustomize/v5", "v5.7.1"
 def objects_of(folder: Path) -> list[dict[str, Any]]:
     """Return what a folder with a kustomization comes to."""
     built = subprocess.run(
-        [str(go_program(PACKAGE, VERSION)), "build", str(folder)],
+        [str(build_go_program(PACKAGE, VERSION)), "build", str(folder)],
         capture_output=True,
         text=True,
         check=False,

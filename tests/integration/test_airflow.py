@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.environments import environment_of
+from tests.external_tools import install_environment
 from tests.integration.days import DAYS, make_site
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 def airflow(repository: Path) -> Path:
     """Folder of the programs of the locked Airflow, installed once for each state of its lock."""
     lock = repository / "deploy" / "airflow" / "requirements.lock"
-    return environment_of("airflow", lock, repository / ".venv" / "bin")
+    return install_environment("airflow", lock, repository / ".venv" / "bin")
 
 
 def test_dag_runs_for_one_day_by_a_real_airflow(

@@ -14,7 +14,7 @@ from urllib.parse import quote
 from urllib.request import urlopen
 
 from tests.cluster.waiting import until
-from tests.go_programs import go_program
+from tests.external_tools import build_go_program
 
 PACKAGE, VERSION = "github.com/fsouza/fake-gcs-server", "v1.56.1"
 HOST = "127.0.0.1"
@@ -72,7 +72,7 @@ def storage(buckets: Path, scratch: Path) -> Iterator[Storage]:
     held = ["-backend", "memory", "-data", str(buckets)]
     with (scratch / "storage.log").open("w") as log:
         server = subprocess.Popen(
-            [str(go_program(PACKAGE, VERSION)), *where, *held], stdout=log, stderr=log
+            [str(build_go_program(PACKAGE, VERSION)), *where, *held], stdout=log, stderr=log
         )
     try:
         until("the storage", lambda: _answers(server, url, scratch / "storage.log"))

@@ -15,7 +15,7 @@ from types import ModuleType
 import pytest
 
 from pipelines.beam.runner import SHUFFLES
-from tests.environments import environment_of
+from tests.external_tools import install_environment
 from tests.pipelines.logs import bytes_of
 from tests.pipelines.storage import Storage, storage
 
@@ -104,7 +104,7 @@ def test_graph_that_the_launcher_sends_builds_the_bytes_of_the_command(
 ) -> None:
     """Beam's own Dataflow client makes and stages it; the log is read from `gs://`."""
     lock = repository / "requirements-dataflow.lock"
-    python = environment_of("dataflow", lock, repository / ".venv" / "bin") / "python"
+    python = install_environment("dataflow", lock, repository / ".venv" / "bin") / "python"
     shipped = repository / "deploy" / "beam_yaml"
     log = tmp_path / "buckets" / BUCKET / "log"
     shutil.copytree(shipped / "log", log)

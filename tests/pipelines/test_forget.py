@@ -25,7 +25,7 @@ from pipelines.table.verify import verify
 from schemas.dataset import open_dataset
 from schemas.layout import SEGMENTS
 from schemas.manifest import read_dataset
-from tests.forgetting import found_in
+from tests.id_search import files_with_id
 from tests.pipelines.appending import addition
 from tests.pipelines.logs import IN_PROCESS, bytes_of, copy_of, raw_rows, request, write_job
 from tests.shared import with_long
@@ -147,7 +147,7 @@ def test_forget_leaves_samples_out_at_once_and_touches_no_data_file(
     assert {p for p in before if after[p] != before[p]} == {"MANIFEST.json", "view.sql"}
     (added,) = after.keys() - before.keys()
     assert added.startswith("tombstones/")
-    assert found_in(dataset / "tombstones", ID) == []
+    assert files_with_id(dataset / "tombstones", ID) == []
     assert run(capsys, str(dataset), "--ids", ids_file(tmp_path, ID))["forgotten"]["num_ids"] == 1
     assert bytes_of(dataset) == after
 
@@ -194,17 +194,17 @@ def test_rewritten_dataset_holds_the_id_in_no_byte(
 ) -> None:
     dataset = copy_of(two, tmp_path / "dataset")
     for value in (ID, ID + 1, USER):
-        assert found_in(dataset, value)
+        assert files_with_id(dataset, value)
     for part in ("groups", "statistics", "vocabularies", "edges", "rejects"):
-        names = {name for value in (ID, ID + 1) for name in found_in(dataset, value)}
+        names = {name for value in (ID, ID + 1) for name in files_with_id(dataset, value)}
         assert any(part in name for name in names), (part, names)
     run(capsys, str(dataset), "--ids", ids_file(tmp_path, ID))
-    assert found_in(dataset, ID)
+    assert files_with_id(dataset, ID)
     found = run(capsys, str(dataset), "--rewrite")["rewritten"]
     assert len(found["segments"]) == 2
     assert verify(dataset)["problems"] == []
     for value in (ID, ID + 1, USER):
-        assert found_in(dataset, value) == []
+        assert files_with_id(dataset, value) == []
     assert read_dataset(dataset).tombstones_sha256 is None
     after = bytes_of(dataset)
     again = run(capsys, str(dataset), "--rewrite")["rewritten"]
@@ -336,7 +336,7 @@ def test_rewriting_that_is_killed_leaves_a_dataset_and_can_be_run_again(
     run(capsys, str(dataset), "--rewrite")
     assert verify(dataset)["problems"] == []
     for value in (ID, ID + 1):
-        assert found_in(dataset, value) == []
+        assert files_with_id(dataset, value) == []
     assert sorted(p.name for p in (dataset / SEGMENTS).iterdir()) == sorted(
         s.id for s in read_dataset(dataset).segments
     )

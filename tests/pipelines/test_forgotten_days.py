@@ -16,7 +16,7 @@ from pipelines.table.verify import verify
 from schemas.dataset import open_dataset
 from schemas.layout import SEGMENTS, rejects_path
 from schemas.manifest import previous_names, read_dataset
-from tests.forgetting import found_in
+from tests.id_search import files_with_id
 from tests.pipelines.appending import addition
 from tests.pipelines.logs import bytes_of, copy_of, request
 from tests.pipelines.test_days import FIRST, LAST, LATE
@@ -104,7 +104,7 @@ def test_new_version_of_a_rewritten_day_ends_the_old_one_for_good(
     assert "from which ids were erased; remove these ids from the files" in capsys.readouterr().err
     assert main(["vacuum", str(dataset)]) == 0
     assert append(logs, dataset, LAST, NEW) == 1  # its files are in the dataset
-    assert found_in(dataset, ID) == []
+    assert files_with_id(dataset, ID) == []
     assert verify(dataset)["problems"] == []
 
 
@@ -126,7 +126,7 @@ def test_day_with_tombstones_is_not_replaced(
     assert ID in sessions(dataset)  # and is forgotten by itself
     run(capsys, str(dataset), "--ids", ids_file(tmp_path, ID), "--rewrite")
     assert append(logs, dataset, LATE, NEW, "--replace") == 0
-    assert found_in(dataset, ID) == []
+    assert files_with_id(dataset, ID) == []
 
 
 @pytest.mark.slow
@@ -142,13 +142,13 @@ def test_old_version_of_a_day_goes_with_the_rewriting_unless_a_run_holds_it(
         assert main(["erase", str(dataset), "--ids", ids, "--rewrite"]) == 1
         assert f"a run has locked {old.name}" in capsys.readouterr().err
     assert read_dataset(dataset).segments == segments
-    assert found_in(old, ID)
+    assert files_with_id(old, ID)
     run(capsys, str(dataset), "--rewrite")
     assert not old.exists()
-    assert found_in(dataset, ID) == []
+    assert files_with_id(dataset, ID) == []
     assert append(logs, dataset, LATE, LATE, "--replace") == 0  # nothing was forgotten in it
     run(capsys, str(dataset), "--ids", ids, "--rewrite")
-    assert found_in(dataset, ID) == []
+    assert files_with_id(dataset, ID) == []
 
 
 @pytest.mark.slow
@@ -191,7 +191,7 @@ def test_rejects_go_after_their_own_time(
     before = bytes_of(dataset)
     found = run(capsys, str(dataset), "--rejects-older-than", "60d")["rewritten"]
     assert (found["segments"], bytes_of(dataset)) == ({}, before)
-    shown = found_in(dataset, ID)
+    shown = files_with_id(dataset, ID)
     assert any("anomalies" in name for name in shown)
     samples = sessions(dataset)
     found = run(capsys, str(dataset), "--rejects-older-than", "30d")["rewritten"]
@@ -199,9 +199,9 @@ def test_rejects_go_after_their_own_time(
     assert read_dataset(dataset).segments[1] == read_dataset(days).segments[1]
     first, second = open_dataset(dataset).segments
     assert not any(
-        "rejects" in name or "anomalies" in name for name in found_in(first.directory, ID)
+        "rejects" in name or "anomalies" in name for name in files_with_id(first.directory, ID)
     )
-    assert any("rejects" in name for name in found_in(second.directory, ID))
+    assert any("rejects" in name for name in files_with_id(second.directory, ID))
     assert (sessions(dataset), verify(dataset)["problems"]) == (samples, [])
 
 
@@ -218,7 +218,7 @@ def test_what_is_forgotten_stays_so_when_rejects_go(
     assert (len(found["segments"]), found["num_samples"]) == (1, 0)
     assert sessions(dataset) == left
     run(capsys, str(dataset), "--rewrite")
-    assert (found_in(dataset, ID), sessions(dataset)) == ([], left)
+    assert (files_with_id(dataset, ID), sessions(dataset)) == ([], left)
 
 
 @pytest.mark.slow

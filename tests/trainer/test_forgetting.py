@@ -21,7 +21,7 @@ from schemas.manifest import write_manifest
 from schemas.reference import hash_text
 from schemas.rows import rows_of_ids
 from schemas.run_log import CHECKPOINTS
-from tests.forgetting import found_in
+from tests.id_search import files_with_id
 from tests.trainer.make_dataset import make_dataset, write_job
 from tests.trainer.runs import SEGMENTS, reader_of, rows_in, run_job
 from trainer import erase as forgetting
@@ -93,7 +93,7 @@ def test_forgotten_rows_are_in_no_checkpoint_and_the_others_are_as_they_were(
         assert verified(run / CHECKPOINTS / name, None).train_step == int(name)
     for row in gone.tolist():
         assert any(np.isin(row, rows) for rows in before.values())
-        places = found_in(run / CHECKPOINTS, row)
+        places = files_with_id(run / CHECKPOINTS, row)
         assert [p for p in places if p.endswith(".npy") and f"/{table}" in p] == []
     assert not (run / "store").exists()
     again = forget(run, ids, table, capsys)
@@ -110,10 +110,10 @@ def test_row_of_a_large_number_is_in_no_byte_of_what_is_written(
     rows = np.load(checkpoints / part / "rows.npy")
     rows[-1] = big
     np.save(checkpoints / part / "rows.npy", rows)
-    assert found_in(run, big)
+    assert files_with_id(run, big)
     new, count = forgetting.rewrite_part(checkpoints, part, table, np.array([big]))
     assert count == 1
-    assert found_in(checkpoints / new, big) == []
+    assert files_with_id(checkpoints / new, big) == []
 
 
 @pytest.mark.slow

@@ -11,23 +11,22 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 
-def found_in(directory: Path, value: int | str) -> list[str]:
-    """Name each file below a directory that holds an id, in whatever form.
+def files_with_id(directory: Path, value: int | str) -> list[str]:
+    """Return the files below a directory, including hidden ones, that contain an id in any form.
 
-    Parquet files are also read column by column, so that compression and encodings hide nothing,
-    and their minima and maxima are looked at; `.npy` files are read as their numbers, `.zst` files
-    as what they compress.
+    Besides the raw bytes, the decoded values and statistics of Parquet files are searched, the
+    numbers of `.npy` files, and the decompressed content of `.zst` files.
 
     Args:
-        directory: what is searched, hidden files too.
-        value: the id; distinctive, since a part of a longer text or number counts.
+        directory: to search.
+        value: the id; must be distinctive, since a part of a longer text or number matches.
     """
     files = sorted(p for p in directory.rglob("*") if p.is_file() and not p.is_symlink())
     return [str(p.relative_to(directory)) for p in files if holds(p, value)]
 
 
 def holds(path: Path, value: int | str) -> bool:
-    """Tell whether a file holds an id: as text, as little-endian int64, or as a decoded value."""
+    """Return whether a file contains an id as text, as little-endian int64, or decoded."""
     needles = [str(value).encode()]
     if isinstance(value, int):
         needles.append(int(value).to_bytes(8, "little", signed=True))
@@ -37,14 +36,14 @@ def holds(path: Path, value: int | str) -> bool:
     if any(needle in data for needle in needles) or str(value) in path.name:
         return True
     if path.suffix == ".parquet":
-        return any(_is(found, value) for found in parquet_values(path))
+        return any(_matches(stored, value) for stored in parquet_values(path))
     if path.suffix == ".npy":
         return bool(np.any(np.load(path, allow_pickle=False) == value))
     return False
 
 
 def parquet_values(path: Path) -> Iterator[Any]:
-    """Yield every distinct value of every column of a Parquet file, and its statistics."""
+    """Yield the distinct values of every column of a Parquet file, and its statistics."""
     file = pq.ParquetFile(path)
     for column in file.read().columns:
         array = column.combine_chunks()
@@ -61,7 +60,7 @@ def parquet_values(path: Path) -> Iterator[Any]:
                 yield from (statistics.min, statistics.max)
 
 
-def _is(found: Any, value: int | str) -> bool:
-    if isinstance(found, str):
-        return str(value) in found
-    return type(found) is type(value) and found == value
+def _matches(stored: Any, value: int | str) -> bool:
+    if isinstance(stored, str):
+        return str(value) in stored
+    return type(stored) is type(value) and stored == value

@@ -1,0 +1,96 @@
+"""Tools outside our environment, each version installed once on this machine."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.cluster.binary import cache_folder
+
+
+def install_environment(name: str, lock: Path, programs: Path) -> Path:
+    """Install a lock into an environment of its own; return the folder of its programs.
+
+    Args:
+        name: of the environment, in messages and in the cache.
+        lock: packages with hashes.
+        programs: folder of our own environment's programs.
+
+    Raises:
+        Skipped: the packages cannot be installed; not on CI.
+        RuntimeError: the same on CI.
+    """
+    folder = cache_folder() / f"{name}-{hashlib.sha256(lock.read_bytes()).hexdigest()[:16]}"
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "lock").open("w") as lock_file:
+        fcntl.flock(lock_file, fcntl.LOCK_EX)
+        if not (folder / "installed").exists():
+            _sync_environment(name, lock, programs, folder / "venv")
+            (folder / "installed").touch()
+    return folder / "venv" / "bin"
+
+
+def _sync_environment(name: str, lock: Path, programs: Path, folder: Path) -> None:
+    uv, python = programs / "uv", folder / "bin" / "python"
+    create = ["venv", "--quiet", "--clear", "--python", str(programs / "python"), str(folder)]
+    sync = ["pip", "sync", "--quiet", "--require-hashes", "--python", str(python), str(lock)]
+    for command in (create, sync):
+        result = subprocess.run([str(uv), *command], capture_output=True, text=True, check=False)
+        if result.returncode and os.environ.get("CI"):
+            raise RuntimeError(f"{name} must be installed, got: {result.stderr[-1000:]}")
+        if result.returncode:
+            pytest.skip(f"needs {name}, which cannot be installed: {result.stderr[-300:]}")
+
+
+def build_go_program(package: str, version: str) -> Path:
+    """Return a Go program; its first build takes a minute or two.
+
+    Args:
+        package: its module; the program has the name of its last part that is not a version.
+        version: of the module.
+
+    Raises:
+        Skipped: Go is missing, or the modules cannot be downloaded; the latter not on CI.
+        RuntimeError: the modules cannot be downloaded, on CI.
+    """
+    name = [part for part in package.split("/") if not part[1:].isdigit()][-1]
+    if shutil.which("go") is None:
+        pytest.skip(f"needs Go to build {name}, and there is none on PATH")
+    folder = cache_folder() / f"{name}-{version}"
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (folder / name).exists():
+            _build_go_program(folder, name, f"{package}@{version}")
+    return folder / name
+
+
+def _build_go_program(folder: Path, name: str, module: str) -> None:
+    """Build in a temporary folder, then rename atomically."""
+    unfinished = folder / "unfinished"
+    environment = {
+        **os.environ,
+        "GOBIN": str(unfinished),
+        "CGO_ENABLED": "0",
+        "GOTOOLCHAIN": "local",
+    }
+    result = subprocess.run(
+        ["go", "install", module],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    errors = " ".join(result.stderr.split())[-1000:]
+    if result.returncode != 0 and os.environ.get("CI"):
+        raise RuntimeError(f"{name} must build, got: {errors}")
+    if result.returncode != 0:
+        pytest.skip(f"needs the Go modules of {name}: {errors}")
+    (unfinished / name).replace(folder / name)
