@@ -1,4 +1,4 @@
-"""The benchmark of the embedding draws what it says, and all sides do the same work."""
+"""The embedding benchmark draws the documented skew, and looks up rows of whole tables."""
 
 import json
 
@@ -8,7 +8,7 @@ import pytest
 from benchmarks.embedding import HOT_ROWS, HOT_SHARE, draw, main, shapes, step_of
 
 
-def test_draw_heavy_gives_the_hot_rows_their_share() -> None:
+def test_heavy_skew_gives_hot_rows_their_share() -> None:
     ids = draw(100_000, 200_000, "heavy", np.random.default_rng(0))
     counts = np.sort(np.bincount(ids, minlength=100_000))[::-1]
     assert counts[: int(100_000 * HOT_ROWS)].sum() / len(ids) == pytest.approx(HOT_SHARE, abs=0.01)

@@ -1,4 +1,4 @@
-"""The benchmark of groups builds one log both ways, with the same columns."""
+"""The groups benchmark counts bytes and values of both sides."""
 
 import json
 from pathlib import Path

@@ -1,3 +1,5 @@
+"""Selection of the logs of a benchmark."""
+
 from __future__ import annotations
 
 from pathlib import Path
@@ -7,7 +9,7 @@ import pytest
 from benchmarks.storage import main
 
 
-def test_missing_logs_are_skipped_by_name_and_one_must_be_there(
+def test_missing_logs_are_skipped_and_at_least_one_is_required(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit, match="benchmark must have a log"):

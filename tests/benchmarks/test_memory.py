@@ -1,4 +1,4 @@
-"""The limit that the memory benchmark sets, and its workload."""
+"""The memory limit and the workload of the memory benchmark."""
 
 import os
 import subprocess
@@ -18,7 +18,7 @@ NEEDS_CGROUPS = pytest.mark.skipif(
 
 @NEEDS_CGROUPS
 @pytest.mark.parametrize(("megabytes", "killed"), [(8, False), (200, True)])
-def test_limit_holds_for_all_memory_of_a_process_and_goes_with_it(
+def test_limit_applies_to_the_whole_process_and_its_cgroup_is_removed(
     megabytes: int, killed: bool
 ) -> None:
     fill = f"print(len(bytearray({megabytes} << 20)))"
@@ -32,12 +32,12 @@ def test_limit_holds_for_all_memory_of_a_process_and_goes_with_it(
     assert not group.exists()
 
 
-def test_without_a_limit_there_is_no_group() -> None:
+def test_without_a_limit_no_cgroup_is_created() -> None:
     with memory_limit(None) as group:
         assert group is None
 
 
-def test_job_of_the_workload_is_a_job(tmp_path: Path) -> None:
+def test_job_of_the_workload_is_valid(tmp_path: Path) -> None:
     cache = {"policy": "belady", "rows": 6000, "prefetch_steps": 4}
     job = load_job(write_job(tmp_path / "job", 4096, {"num_threads": 1, "cache": cache}))
     assert (job.train.embedding_dim, job.train.batch_samples) == (DIM, BATCH)

@@ -1,4 +1,4 @@
-"""What `benchmarks.migration` makes of what it measured; its runs take minutes."""
+"""Headline, options and jobs of the migration benchmark; its runs take minutes."""
 
 from pathlib import Path
 
@@ -18,7 +18,7 @@ FOUND = {
 }
 
 
-def test_headline_sets_pauses_against_the_usual_time() -> None:
+def test_headline_compares_pauses_with_the_usual_time() -> None:
     found = headline(FOUND, "replica")
     assert (found["ours"], found["peer"], found["ratio"]) == (2.0, 0.1, 0.05)
     assert found["rounds"] == [0.05, 0.1, 0.05]
@@ -34,7 +34,7 @@ def test_main_refuses_an_unknown_part(capsys: pytest.CaptureFixture[str]) -> Non
 
 
 @pytest.mark.parametrize("kind", sorted(set(KINDS.values())))
-def test_write_job_gets_the_processes_that_are_to_be_killed(tmp_path: Path, kind: str) -> None:
+def test_plan_of_each_job_has_the_processes_to_kill(tmp_path: Path, kind: str) -> None:
     snapshot = take_snapshot(write_job(tmp_path / kind, kind), None, None)
     chosen = plan(snapshot, snapshot.job.schedule).chosen
     wanted = {"replicas": (2, 0), "stores": (1, 2)}[kind]

@@ -1,4 +1,4 @@
-"""The published measurements: how many there are, and how well sizes are predicted from others."""
+"""The published measurements, and the accuracy of predictions for held-out sizes."""
 
 from pathlib import Path
 
@@ -31,19 +31,21 @@ def published(shared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Me
     return read_measurements(path)
 
 
-def test_convert_writes_every_measurement_and_nine_have_no_speed(published: Measurements) -> None:
+def test_convert_writes_all_measurements_and_nine_without_speed_are_skipped(
+    published: Measurements,
+) -> None:
     assert {job: len(rows) for job, rows in published.rows.items()} == COUNTS
     assert published.num_skipped == 9
 
 
 @pytest.mark.parametrize("job", ["dssm", "cnn-text-classification", "resnet-50"])
-def test_held_out_sizes_are_predicted_to_a_tenth(published: Measurements, job: str) -> None:
+def test_held_out_sizes_are_predicted_within_10_percent(published: Measurements, job: str) -> None:
     error, inside = cross_validate(ours, published.rows[job], seed=0)
     assert error <= 0.10
     assert inside >= 0.85
 
 
-def test_doubling_the_workers_of_dssm_is_predicted_to_15_percent(published: Measurements) -> None:
+def test_doubled_workers_of_dssm_are_predicted_within_15_percent(published: Measurements) -> None:
     rows = published.rows["dssm"]
     assert doubling_cut(rows) == 11
     error, inside = doubled(ours, rows)
@@ -52,5 +54,5 @@ def test_doubling_the_workers_of_dssm_is_predicted_to_15_percent(published: Meas
 
 
 @pytest.mark.parametrize("job", [job for job in COUNTS if job != "ncf-azure"])
-def test_doubling_the_workers_stays_inside_the_interval(published: Measurements, job: str) -> None:
+def test_doubled_workers_are_inside_the_interval(published: Measurements, job: str) -> None:
     assert doubled(ours, published.rows[job])[1] >= 0.80

@@ -1,4 +1,4 @@
-"""The benchmark of orders trains on the same samples, and only their order differs."""
+"""The order benchmark trains on the same samples in different orders."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The benchmark of plans runs both policies on one dataset and adds spans up."""
+"""The plan benchmark measures both policies on one dataset."""
 
 import json
 from pathlib import Path
@@ -11,7 +11,7 @@ from tests.trainer.runs import SEGMENTS
 
 
 @pytest.mark.slow
-def test_benchmark_states_the_share_of_a_step_and_the_time_of_an_access(
+def test_benchmark_reports_the_share_of_a_step_and_the_time_per_access(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     dataset = make_dataset(tmp_path / "dataset", write_job(tmp_path / "job"), SEGMENTS)
@@ -27,6 +27,6 @@ def test_benchmark_states_the_share_of_a_step_and_the_time_of_an_access(
     assert 0 < hits["belady"] < 1
 
 
-def test_overlap_counts_time_in_which_both_run() -> None:
+def test_overlap_is_the_time_in_both_lists() -> None:
     assert overlap_sec([], [(0.0, 1.0)]) == 0
     assert overlap_sec([(0.0, 1.0), (4.0, 9.0)], [(1.0, 4.0), (5.0, 6.0), (8.0, 20.0)]) == 2.0

@@ -1,4 +1,4 @@
-"""The comparison of policies: what is drawn from published traces, and a small run of it all."""
+"""The policies benchmark: jobs of published traces, and a small run."""
 
 import json
 from itertools import pairwise
@@ -50,7 +50,7 @@ def test_alibaba_instances_of_one_role_within_a_minute_are_one_job(tmp_path: Pat
     assert sorted(job.num_replicas for job in alibaba(tmp_path)) == [1, 1, 2]
 
 
-def test_speeds_are_those_that_were_measured(shared_data: Path) -> None:
+def test_speeds_are_the_measured_ones(shared_data: Path) -> None:
     tables = speeds(shared_data)
     assert len(tables) == 8
     assert tables["dssm"].speed[1, 1] == pytest.approx(462.228)
@@ -68,7 +68,7 @@ def test_window_begins_at_zero_and_depends_on_the_seed(shared_data: Path) -> Non
     assert len(first) == 50
 
 
-def test_windows_of_seeds_that_follow_each_other_share_no_arrival(shared_data: Path) -> None:
+def test_windows_of_consecutive_seeds_share_no_arrival(shared_data: Path) -> None:
     jobs = alibaba(shared_data)
     blocks = len(jobs) // 500
     names = [{job.name for job in window(jobs, 500, seed)} for seed in range(200, 200 + blocks)]
@@ -87,7 +87,7 @@ def test_one_round_has_every_policy_and_the_bound(shared_data: Path) -> None:
 
 
 @pytest.mark.slow
-def test_each_part_can_be_turned_off_and_is_no_peer(shared_data: Path) -> None:
+def test_each_part_can_be_disabled_and_is_not_a_peer(shared_data: Path) -> None:
     jobs = window(philly(shared_data), 20, 0)
     names = ("static", OURS, *WITHOUT)
     found = simulate_round(jobs, speeds(shared_data), Knobs(), 0, names, 0.8)
@@ -96,7 +96,7 @@ def test_each_part_can_be_turned_off_and_is_no_peer(shared_data: Path) -> None:
     assert ratios([found])[0] == "static"
 
 
-def test_ratios_are_those_to_the_best_other_policy() -> None:
+def test_ratios_compare_with_the_best_other_policy() -> None:
     rounds = [
         {"bound": {"jct_mean_sec": 1.0}, "static": {"jct_mean_sec": 9.0},
          "goodput": {"jct_mean_sec": 6.0}, OURS: {"jct_mean_sec": 3.0}},
@@ -118,7 +118,7 @@ def test_main_prints_one_object(shared_data: Path, capsys: pytest.CaptureFixture
     assert set(found["traces"]) == {"philly", "alibaba_dlrm_v2025"}
 
 
-def test_main_without_the_measurements_says_so(
+def test_main_without_the_measurements_fails_with_a_message(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["--shared-data", str(tmp_path)]) == 1
@@ -126,7 +126,7 @@ def test_main_without_the_measurements_says_so(
 
 
 @pytest.mark.parametrize("policies", ["presage,presage-live", "static,marginal", "presage"])
-def test_main_refuses_policies_without_two_sides(
+def test_main_refuses_policies_without_presage_or_a_peer(
     policies: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit):

@@ -1,4 +1,4 @@
-"""The preprocessing benchmark gives both sides the same work on the same values."""
+"""The preprocessing benchmark applies the same transforms to the same values on both sides."""
 
 import json
 from pathlib import Path

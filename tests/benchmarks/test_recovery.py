@@ -55,7 +55,7 @@ def test_gaps_of_commits(tmp_path: Path) -> None:
     process.wait()
 
 
-def test_rounds_take_turns_and_the_headline_is_the_median_of_their_ratios() -> None:
+def test_rounds_alternate_and_the_headline_is_the_median_of_their_ratios() -> None:
     asked = list[str]()
 
     def measure(scenario: str) -> dict[str, float]:

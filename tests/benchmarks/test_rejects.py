@@ -1,4 +1,4 @@
-"""The benchmark of bad rows writes as many as it says, and compares each round with its own."""
+"""The rejects benchmark writes the given share of bad rows, and compares builds by round."""
 
 from pathlib import Path
 
@@ -19,7 +19,7 @@ def test_log_has_its_share_of_bad_prices_and_jobs_are_valid(tmp_path: Path) -> N
         assert (samples.per is None, samples.map is None) == (name == "map", name == "per")
 
 
-def test_compared_divides_round_by_round() -> None:
+def test_compare_divides_by_round() -> None:
     def runs(*seconds: float) -> list[Measurement]:
         return [Measurement(wall, wall / 2, 100, 7) for wall in seconds]
 

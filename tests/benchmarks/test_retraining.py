@@ -1,4 +1,4 @@
-"""The benchmark of warm starts: its days, its job, its headline."""
+"""Days, job and headline of the retraining benchmark."""
 
 from pathlib import Path
 
@@ -11,9 +11,7 @@ from schemas.config.job import load_job
 
 
 @pytest.mark.slow
-def test_write_days_cuts_the_log_into_days_that_share_no_row(
-    shared_data: Path, tmp_path: Path
-) -> None:
+def test_write_days_splits_the_log_into_disjoint_days(shared_data: Path, tmp_path: Path) -> None:
     source = shared_data / "kuairand_pure_part"
     days = write_days(source, tmp_path, 15, None)
     assert (days[0], days[-1], len(days)) == ("2022-04-24", "2022-05-08", 15)
@@ -24,14 +22,14 @@ def test_write_days_cuts_the_log_into_days_that_share_no_row(
         assert (times.to_numpy() // 86_400_000 * 86_400_000 == first).all()
 
 
-def test_write_job_holds_the_end_of_each_day_back_and_has_no_limits(tmp_path: Path) -> None:
+def test_job_evaluates_on_the_end_of_each_day_and_has_no_limits(tmp_path: Path) -> None:
     job = load_job(write_job(tmp_path))
     assert job.data.split.evaluation_last is not None
     assert job.schedule.retrain.gate.max_ne is None
     assert job.train.batch_samples == job.data.oracle.batch_samples == 256
 
 
-def test_headline_leaves_the_first_day_out() -> None:
+def test_headline_excludes_the_first_day() -> None:
     days = [
         {"warm": {"ne": warm}, "cold": {"ne": cold}}
         for warm, cold in [(9, 9), (0.8, 1.0), (0.5, 1)]

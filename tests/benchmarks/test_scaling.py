@@ -1,4 +1,4 @@
-"""The scaling benchmark counts bytes as the kernel does, and both of its sides train the same."""
+"""The scaling benchmark counts sent bytes, and both sides give the same losses."""
 
 import subprocess
 import sys
@@ -24,10 +24,10 @@ sending.sendall(bytes(70_000))
 got.join()
 print(sent_bytes() - before, sent_bytes(excluded_port=port) - others)
 """
-"""For a process of its own: other tests have left connections in this one."""
+"""Runs in a separate process, because this one has connections of other tests."""
 
 
-def test_what_is_sent_is_counted_but_for_one_port(repository: Path) -> None:
+def test_sent_bytes_are_counted_except_to_one_port(repository: Path) -> None:
     command = [sys.executable, "-c", COUNTS]
     done = subprocess.run(command, cwd=repository, capture_output=True, text=True, check=True)
     assert done.stdout == "70000 0\n"
@@ -35,7 +35,7 @@ def test_what_is_sent_is_counted_but_for_one_port(repository: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_both_sides_train_the_same(tmp_path: Path) -> None:
+def test_both_sides_give_the_same_losses(tmp_path: Path) -> None:
     job = write_job(tmp_path / "job", dtype="float32", pooling="sum")
     text = job.read_text().replace("9223372036854775808", "500")  # the peer keeps whole tables
     job.write_text(text)

@@ -1,4 +1,4 @@
-"""The storage benchmark counts every byte once, on either side."""
+"""The storage benchmark counts every byte once on both sides."""
 
 import json
 import re
@@ -16,7 +16,9 @@ from tests.pipelines.logs import built
 
 
 @pytest.mark.slow
-def test_measure_counts_transforms_apart_and_shuffles_anew_each_round(tmp_path: Path) -> None:
+def test_measure_counts_derived_columns_separately_and_shuffles_in_each_round(
+    tmp_path: Path,
+) -> None:
     dataset = open_dataset(built(tmp_path, num_rows=600))
     sizes = measure(dataset, 2, tmp_path)
     assert sizes.ours + sizes.transforms == dataset.segments[0].manifest.dataset_bytes
@@ -37,9 +39,7 @@ def test_measure_counts_transforms_apart_and_shuffles_anew_each_round(tmp_path: 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["clickouts", "clickouts_hourly", "no_repeats", "ten_rows"])
-def test_dataset_without_oracle_is_hardly_larger_than_the_smallest_clustered_file(
-    name: str, tmp_path: Path
-) -> None:
+def test_dataset_without_oracle_is_within_the_limit(name: str, tmp_path: Path) -> None:
     config = replace(SYNTHETIC_LOGS[name], num_sessions=min(300, SYNTHETIC_LOGS[name].num_sessions))
     write_clickouts(config, tmp_path / "log")
     build_job(job_path(name, tmp_path), tmp_path / "log", tmp_path / "dataset")
@@ -50,7 +50,7 @@ def test_dataset_without_oracle_is_hardly_larger_than_the_smallest_clustered_fil
 
 
 def folder_of(dataset: Path) -> int:
-    """The bytes of all files but the oracle's, counted in another way than the benchmark does."""
+    """The bytes of all files except the oracle, counted independently of the benchmark."""
     files = [p for p in dataset.rglob("*") if p.is_file()]
     oracle = re.compile(r"/(access|edges|index-[0-9a-f]+)/")
     return sum(p.stat().st_size for p in files if not oracle.search(str(p)))

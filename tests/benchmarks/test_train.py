@@ -1,4 +1,4 @@
-"""The benchmark of look-ups alone gives both shared the same work, and leaves them equal rows."""
+"""The benchmark of lookups alone applies the same gradients on both sides."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +18,7 @@ def job(tmp_path: Path) -> Path:
     return write_job(tmp_path / "job", dtype="float32", pooling="sum")
 
 
-def test_gradient_of_rows_is_that_of_their_samples_added_up(job: Path, tmp_path: Path) -> None:
+def test_gradient_of_a_shared_row_is_the_sum_over_its_samples(job: Path, tmp_path: Path) -> None:
     dataset = make_dataset(tmp_path / "dataset", job, SEGMENTS)
     batch = reader_of(job, dataset, find_shared=True).read(0)
     shared = batch.shared
@@ -36,7 +36,7 @@ def test_gradient_of_rows_is_that_of_their_samples_added_up(job: Path, tmp_path:
 
 
 @pytest.mark.slow
-def test_both_sides_leave_the_same_rows(job: Path, tmp_path: Path) -> None:
+def test_both_sides_have_equal_rows_afterwards(job: Path, tmp_path: Path) -> None:
     text = job.read_text().replace("9223372036854775808", "500")  # the peer keeps whole tables
     job.write_text(text)
     dataset = open_dataset(make_dataset(tmp_path / "dataset", job, SEGMENTS))
