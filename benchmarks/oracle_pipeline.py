@@ -13,15 +13,15 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from benchmarks.logs import NUM_ROWS, build_job, job_path, raw_log
+from pipelines.beam.build import NumberAccesses, RunStages
 from pipelines.beam.runner import run_pipeline
-from pipelines.beam.tables import NumberAccesses, RunStages
 from pipelines.clustering.part import lookups_table
-from pipelines.oracle.linking import LINKING_STAGES, LinkingPlan
+from pipelines.oracle.index import LINKING_STAGES, LinkingPlan
 from pipelines.oracle.numbering import lookups_path
 from pipelines.report.storage import dataset_bytes
 from pipelines.shuffle import encode_tables
-from pipelines.table.commit import sum_bytes
 from pipelines.table.indexes import add_index
+from pipelines.table.segment import sum_bytes
 from schemas.arrays import Jagged
 from schemas.config.job import OrderConfig
 from schemas.dataset import open_dataset

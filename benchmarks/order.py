@@ -32,7 +32,7 @@ from benchmarks.logs import (
     read_job,
     write_result,
 )
-from pipelines.clustering.reader import expand
+from pipelines.table.rows import expand
 from schemas.dataset import open_dataset
 from schemas.layout import TRAIN
 from trainer.setup import TrainOptions

@@ -28,7 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.logs import write_result
-from pipelines.memory import keep_freed_memory
+from pipelines.executor import keep_freed_memory
 from pipelines.oracle.files import (
     concat_lists,
     split_into_files,

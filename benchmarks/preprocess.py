@@ -20,7 +20,7 @@ from typing import Any
 import pyarrow as pa
 
 from benchmarks.logs import LOGS, build_dataset, each_log, job_path, log_parser, write_result
-from pipelines.clustering.reader import read_joined_row_group, row_groups
+from pipelines.table.rows import read_joined_row_group, row_groups
 from pipelines.transforms.apply import apply_transforms
 from schemas.config.job import SAMPLES, DataConfig
 from schemas.dataset import Dataset, open_dataset

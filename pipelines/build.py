@@ -21,13 +21,13 @@ from pipelines import executor
 from pipelines.autogroup.costs import LEAST_DEDUP_FACTOR
 from pipelines.autogroup.job import with_groups
 from pipelines.clustering.part import PartResult, deserialize_results
-from pipelines.context import BuildContext, BuildRequest
-from pipelines.prepare import build_context, check_map, count_parts, prepare
+from pipelines.context import BuildContext, BuildRequest, in_process, runner_module
+from pipelines.prepare import check_map, choose_shuffle, count_parts, prepare
 from pipelines.progress import counted_rows, is_stopped, report_progress
 from pipelines.quality.gate import GateError, keep_rejects
 from pipelines.quality.segment_statistics import segment_statistics
-from pipelines.runners import in_process, runner_module
 from pipelines.samples.event_join import read_counts, write_counts
+from pipelines.scratch import scratch_directory
 from pipelines.sources.rejects import (
     RejectCounts,
     count_segment_rejects,
@@ -36,17 +36,22 @@ from pipelines.sources.rejects import (
     rejects_summary,
     summary_lines,
 )
-from pipelines.table.commit import finish_segment
+from pipelines.table.commit import (
+    commit_segment,
+    finish_interrupted_commit,
+    position_of_day,
+    replaced_versions,
+    seal,
+    wait_for_predecessors,
+)
 from pipelines.table.compatibility import (
     check_admissible,
-    commit_request,
     identity_of,
+    new_segment,
     refused_path,
-    unpublished_segments,
+    uncommitted_segments,
 )
-from pipelines.table.days import position_of_day, replaced_versions, seal
-from pipelines.table.locks import scratch_directory
-from pipelines.table.publish import finish_interrupted_commit, publish, wait_for_predecessors
+from pipelines.table.segment import finish_segment
 from pipelines.transforms.fit import publish_fitted, returned_files, stage_fitted
 from schemas.config.job import DataConfig, Job, SplitConfig, check_new_names, load_job
 from schemas.dataset import Dataset, Segment, open_dataset
@@ -130,22 +135,23 @@ def build_segment(request: BuildRequest, job: Job, features: FeatureSet) -> Buil
         SchemaError: the job, the input or the dataset is invalid.
         GateError: the quality gate refused the segment.
     """
-    prepared = prepare(request, job, features)
-    listing = prepared.listing
+    context = prepare(request, job, features)
+    listing = context.listing
     size = sum(f.num_bytes for f in listing)
     request.progress(f"input: {len(listing)} files, {size / 1e6:.1f} MB")
     if request.check_sql:
-        rows = check_map(request, job.data, prepared)
+        rows = check_map(context)
         request.progress(f"check-sql: equal samples from {rows} rows cut three ways")
     hashes, key = segment_hashes(job, features, listing)
     existing = check_admissible(request, job, features, key, listing)
     if existing is not None:
         finish_interrupted_commit(request.dataset)
-        request.progress(f"segment {existing.id}: already there, nothing to do")
+        request.progress(f"segment {existing.id}: exists already, nothing to build")
         return BuildResult(existing, built=False)
     building = request.dataset / SEGMENTS / f".{key}.{request.attempt}"
-    context = build_context(request, job, features, prepared, building)
-    with scratch_directory(building, ".*", lambda: unpublished_segments(request.dataset, key)):
+    shuffle_by = choose_shuffle(request.beam_args, listing)
+    context = replace(context, segment_root=building, shuffle_by=shuffle_by)
+    with scratch_directory(building, ".*", lambda: uncommitted_segments(request.dataset, key)):
         if (building / MANIFEST).exists():
             request.progress("segment finished by an attempt that died: taken over")
         else:
@@ -154,7 +160,7 @@ def build_segment(request: BuildRequest, job: Job, features: FeatureSet) -> Buil
         position = request.position if request.in_order else None
         waited_sec = wait_for_predecessors(request.dataset, position or 0, request.progress)
         try:
-            reference = publish(commit_request(request, job, features, key, building))
+            reference = commit_segment(request, new_segment(request, job, features, key, building))
         except GateError:
             _report_rejects(request, rejects, manifest, refused_path(request.dataset, key))
             raise

@@ -17,15 +17,15 @@ from typing import Any
 from rich.console import Console
 
 from pipelines.build import build, record_build_speed
-from pipelines.clustering.reader import expand
 from pipelines.context import BuildRequest
 from pipelines.demo_log.log import GeneratorConfig, write_log
 from pipelines.init.init import InitRequest, init
 from pipelines.preview import WIDTH, PreviewRequest, preview, show
 from pipelines.quality.gate import GateError
-from pipelines.table.days import seal
+from pipelines.table.commit import seal
 from pipelines.table.delete import EraseRequest, erase
 from pipelines.table.indexes import oracle
+from pipelines.table.rows import expand
 from pipelines.table.vacuum import vacuum
 from pipelines.table.verify import verify
 from schemas.config.job import load_job

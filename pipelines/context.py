@@ -1,19 +1,22 @@
-"""The request of a build, and the context that its workers share."""
+"""The request of a build, the choice of its runner, and the context that its workers share."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import importlib
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import ModuleType
 
 import pyarrow as pa
 
 from pipelines.samples.statements import Steps
-from pipelines.shuffle import ByReference, ByValue, InMemory, ShuffleTransport
+from pipelines.shuffle import AsTables, ByReference, ByValue, InMemory, ShuffleTransport
 from pipelines.sources.listing import Folder
 from pipelines.sources.rejects import BUILD_REJECTS_SCHEMA
 from pipelines.sources.rows import InputSplit, file_and_row, files_and_rows
 from schemas.config.job import DataConfig, Job
+from schemas.errors import SchemaError
 from schemas.features import FeatureSet
 from schemas.manifest import InputFile
 from schemas.paths import schema_path
@@ -75,12 +78,15 @@ class BuildContext:
         data: the job's data section.
         features: declared columns.
         steps: the job's SQL, extended to pass the origin through.
-        num_parts: parts of the segment.
+        num_parts: partitions of session keys, each of which becomes one part of the segment.
         empty_rows: by source and side table, an empty table with its columns.
         broadcast: side tables that are copied to every worker.
         key_types: by side table, the type in which its key is compared.
         learned: files that earlier segments fitted, path to sha256.
-        shuffle_by: transport of samples in the shuffle: `references`, `values` or `memory`.
+        shuffle_by: transport of samples in the shuffle: `references`, `values` or `memory`; or
+            `tables` if samples leave the pipeline.
+        has_files: False if the rows come from a user's pipeline and have no position; the only
+            listed file names them then.
     """
 
     folder: Folder
@@ -95,6 +101,7 @@ class BuildContext:
     key_types: Mapping[str, pa.DataType] = field(default_factory=dict)
     learned: Mapping[str, str] = field(default_factory=dict)
     shuffle_by: str = "references"
+    has_files: bool = True
 
     @property
     def transport(self) -> ShuffleTransport:
@@ -104,6 +111,9 @@ class BuildContext:
             return ByValue(groups)
         if self.shuffle_by == "memory":
             return InMemory()
+        if self.shuffle_by == "tables":
+            derived = self.data.derived_columns
+            return AsTables(tuple(n for n in self.features.names if n not in derived))
         return ByReference(self.segment_root, groups)
 
     @property
@@ -121,12 +131,16 @@ class BuildContext:
 
     def rejects(self, bad: pa.Table) -> pa.Table:
         """Return bad rows (`BAD_ROWS_SCHEMA`) as rejects with their file and position."""
-        files, positions = files_and_rows(bad["origin"], self.listing)
+        if self.has_files:
+            files, positions = files_and_rows(bad["origin"], self.listing)
+        else:
+            files = pa.repeat(pa.scalar(self.listing[0].path, pa.string()), bad.num_rows)
+            positions = pa.nulls(bad.num_rows, pa.int64())
         rows_unknown = pa.repeat(pa.scalar(False), bad.num_rows)
         columns = [files, positions, bad["reason"], bad["value"], rows_unknown]
         return pa.table(columns, schema=BUILD_REJECTS_SCHEMA)
 
-    def place_text(self, origin: int) -> str:
+    def location_text(self, origin: int) -> str:
         """Return the location of a row for error messages."""
         return "{}:{}".format(*file_and_row(origin, self.listing))
 
@@ -136,3 +150,48 @@ class BuildContext:
             InputSplit(f.source, f.path, i, num_bytes=f.num_bytes)
             for i, f in enumerate(self.listing)
         ]
+
+
+IN_PROCESS = "InProcess"
+"""Value of `--runner` for `executor.py`: one process, without Beam."""
+ONE_WORKER = "--direct_num_workers=1"
+
+
+def in_process(beam_args: Sequence[str], *, is_small: bool = False) -> bool:
+    """Tell whether a command runs in this process.
+
+    Args:
+        beam_args: options that the command itself does not define.
+        is_small: whether the work has one partition, which a second worker would not speed up:
+            then this process runs it unless an option asks for a Beam runner or more workers.
+
+    Raises:
+        SchemaError: `--runner=InProcess` is combined with Beam options.
+
+    Example:
+        >>> in_process(["--runner=InProcess"]), in_process(["--runner", "FlinkRunner"])
+        (True, False)
+        >>> in_process([], is_small=True), in_process(["--runner=DirectRunner"], is_small=True)
+        (True, False)
+    """
+    if all(word == ONE_WORKER for word in beam_args):
+        return is_small
+    requested, others = False, list[str]()
+    words = iter(beam_args)
+    for word in words:
+        value = next(words, "") if word == "--runner" else word.removeprefix("--runner=")
+        if word.partition("=")[0] == "--runner" and value == IN_PROCESS:
+            requested = True
+        else:
+            others.append(word)
+    if requested and others:
+        raise SchemaError(
+            f"runner {IN_PROCESS} takes no Beam options: {others[0]}; leave it out, or choose "
+            "another --runner"
+        )
+    return requested
+
+
+def runner_module(name: str) -> ModuleType:
+    """Import a module of `pipelines/beam`, and with it Beam, which takes seconds."""
+    return importlib.import_module(f"pipelines.beam.{name}")

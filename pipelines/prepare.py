@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pyarrow as pa
 
-from pipelines.context import BuildContext, BuildRequest
-from pipelines.runners import in_process, runner_module
+from pipelines.context import BuildContext, BuildRequest, in_process, runner_module
 from pipelines.samples.event_join import join_events
 from pipelines.samples.lookups import broadcast_sides, key_type, key_types
 from pipelines.samples.sql import Connection, SqlError
@@ -18,7 +16,6 @@ from pipelines.samples.statements import (
     PER,
     Passthrough,
     PerKey,
-    Steps,
     add_group_hashes,
     dry_run_lookups,
     dry_run_sql,
@@ -30,10 +27,10 @@ from pipelines.samples.tuples import check_sampling
 from pipelines.samples.validate import check_columns, check_map_sql, check_repeatable, first_rows
 from pipelines.sources.formats import empty_rows, input_splits, read_split
 from pipelines.sources.listing import Folder, folder_of, list_inputs, undeclared_partitions
-from pipelines.sources.rows import ORIGIN, InputSplit
+from pipelines.sources.rows import ORIGIN
 from pipelines.transforms.apply import check_transforms
 from pipelines.transforms.fit import fitted_files
-from schemas.config.job import DataConfig, Job
+from schemas.config.job import Job
 from schemas.errors import SchemaError
 from schemas.features import FeatureSet
 from schemas.manifest import InputFile
@@ -43,27 +40,11 @@ PART_INPUT_BYTES = 28 << 20
 much in memory, and fill row groups of 64 MiB."""
 
 
-@dataclass(frozen=True, slots=True)
-class PreparedInput:
-    """The input of a build and the SQL that its job compiles to.
-
-    Attributes:
-        listing: input files, sorted.
-        steps: the SQL that workers run.
-        empty_rows: empty table with the columns of each source and side table.
-        broadcast: side tables that every worker holds.
-        key_types: type in which the key of each side table is compared.
-    """
-
-    listing: tuple[InputFile, ...]
-    steps: Steps
-    empty_rows: Mapping[str, pa.Table]
-    broadcast: frozenset[str] = frozenset()
-    key_types: Mapping[str, pa.DataType] = field(default_factory=dict)
-
-
-def prepare(request: BuildRequest, job: Job, features: FeatureSet) -> PreparedInput:
+def prepare(request: BuildRequest, job: Job, features: FeatureSet) -> BuildContext:
     """List the input and check the SQL against the declared columns.
+
+    Returns:
+        The context of a build, without `segment_root` and `shuffle_by`.
 
     Raises:
         SchemaError: the input, the job or the schema is invalid.
@@ -86,7 +67,19 @@ def prepare(request: BuildRequest, job: Job, features: FeatureSet) -> PreparedIn
                 note = undeclared_partitions(name, paths, config.partitions, columns)
                 if note is not None:
                     request.progress(note)
-        return _compile_job(data, features, listing, empty)
+        size = sum(f.num_bytes for f in listing if f.source in data.sources)
+        context = BuildContext(
+            folder=folder,
+            segment_root=Path(),
+            listing=listing,
+            data=data,
+            features=features,
+            steps=job_steps(data),
+            num_parts=count_parts(size),
+            empty_rows=empty,
+            learned=fitted_files(request.dataset),
+        )
+        return _compile_sql(context)
     except SqlError as error:
         raise error.in_file(request.job_path) from error
     except SchemaError as error:
@@ -95,16 +88,11 @@ def prepare(request: BuildRequest, job: Job, features: FeatureSet) -> PreparedIn
         raise
 
 
-def _compile_job(
-    data: DataConfig,
-    features: FeatureSet,
-    listing: tuple[InputFile, ...],
-    empty: Mapping[str, pa.Table],
-) -> PreparedInput:
-    """Compile the SQL, run it on empty tables, and check the columns of its result."""
-    steps = job_steps(data)
+def _compile_sql(context: BuildContext) -> BuildContext:
+    """Run the SQL on empty tables, check the columns of its result; complete the context."""
+    data, features, empty, steps = context.data, context.features, context.empty_rows, context.steps
     check_repeatable(data, empty)
-    broadcast = broadcast_sides(data, listing)
+    broadcast = broadcast_sides(data, context.listing)
     sources = {name: empty[name] for name in data.sources}
     sides = {name: empty[name] for name in data.sides}
     if data.samples.per is not None:
@@ -120,47 +108,8 @@ def _compile_job(
     if steps.map is not None and steps.per is None and not data.samples.joins:
         lists = unchanged_lists(steps.map, data.sample_source, empty[data.sample_source].schema)
     passed = Passthrough(lists, tuple(samples.column_names))
-    return PreparedInput(listing, add_group_hashes(steps, data, passed), empty, broadcast, types)
-
-
-def build_context(
-    request: BuildRequest,
-    job: Job,
-    features: FeatureSet,
-    prepared: PreparedInput,
-    segment_root: Path,
-    *,
-    kind: type[BuildContext] = BuildContext,
-    num_parts: int | None = None,
-    shuffle_by: str | None = None,
-) -> BuildContext:
-    """Return the context of a build.
-
-    Args:
-        request: the request of the build.
-        job: the job file.
-        features: declared columns.
-        prepared: from `prepare`.
-        segment_root: directory of the segment being built.
-        kind: class of the context.
-        num_parts: parts of the segment; by default from the bytes of the sources.
-        shuffle_by: how samples cross the shuffle; by default `choose_shuffle`.
-    """
-    size = sum(f.num_bytes for f in prepared.listing if f.source in job.data.sources)
-    return kind(
-        folder=folder_of(request.input_root),
-        segment_root=segment_root,
-        listing=prepared.listing,
-        data=job.data,
-        features=features,
-        steps=prepared.steps,
-        empty_rows=prepared.empty_rows,
-        broadcast=prepared.broadcast,
-        key_types=prepared.key_types,
-        num_parts=num_parts or count_parts(size),
-        learned=fitted_files(request.dataset),
-        shuffle_by=shuffle_by or choose_shuffle(request.beam_args, prepared.listing),
-    )
+    steps = add_group_hashes(steps, data, passed)
+    return replace(context, steps=steps, broadcast=broadcast, key_types=types)
 
 
 def choose_shuffle(beam_args: list[str], listing: Sequence[InputFile]) -> str:
@@ -177,7 +126,7 @@ def count_parts(num_bytes: int) -> int:
     return max(1, -(-num_bytes // PART_INPUT_BYTES))
 
 
-def check_map(request: BuildRequest, data: DataConfig, prepared: PreparedInput) -> int:
+def check_map(context: BuildContext) -> int:
     """Compare the samples that `samples.map` yields for the same rows in three batchings.
 
     Returns:
@@ -186,55 +135,46 @@ def check_map(request: BuildRequest, data: DataConfig, prepared: PreparedInput) 
     Raises:
         SchemaError: the results differ, or the job has no `samples.map`.
     """
+    data = context.data
     if data.samples.map is None:
         raise SchemaError(
             "--check-sql needs a job with samples.map; rows of samples.per are not batched"
         )
     table = PER if data.samples.per is not None else data.sample_source
     connection = Connection(data.samples.limits)
-    for name in prepared.broadcast:
-        rows = list(_chunks(request, data, prepared, name))
-        whole = pa.concat_tables(rows) if rows else prepared.empty_rows[name]
+    for name in context.broadcast:
+        rows = list(_chunks(context, name))
+        whole = pa.concat_tables(rows) if rows else context.empty_rows[name]
         connection.register(name, whole.drop_columns([ORIGIN]))
-    chunks = _chunks(request, data, prepared, data.sample_source)
-    if prepared.steps.per is not None:
-        chunks = _per_key(connection, request, data, prepared)
-    assert prepared.steps.map is not None, "the job has samples.map"
-    return check_map_sql(prepared.steps.map, table, chunks, connection)
+    chunks = _chunks(context, data.sample_source)
+    if context.steps.per is not None:
+        chunks = _per_key(connection, context)
+    assert context.steps.map is not None, "the job has samples.map"
+    return check_map_sql(context.steps.map, table, chunks, connection)
 
 
-def _chunks(
-    request: BuildRequest, data: DataConfig, prepared: PreparedInput, source: str
-) -> Iterator[pa.Table]:
-    folder, config = folder_of(request.input_root), data.inputs[source]
-    schema = prepared.empty_rows[source].schema
-    for index, file in enumerate(prepared.listing):
-        whole = InputSplit(file.source, file.path, index)
-        splits = input_splits(folder, whole, config)[0] if file.source == source else []
+def _chunks(context: BuildContext, source: str) -> Iterator[pa.Table]:
+    config, schema = context.data.inputs[source], context.empty_rows[source].schema
+    for file in context.files():
+        splits = input_splits(context.folder, file, config)[0] if file.source == source else []
         for split in splits:
-            for rows in read_split(folder, split, config, schema):
+            for rows in read_split(context.folder, split, config, schema):
                 if rows.table is not None:
                     yield rows.table
 
 
-def _per_key(
-    connection: Connection,
-    request: BuildRequest,
-    data: DataConfig,
-    prepared: PreparedInput,
-) -> Iterator[pa.Table]:
+def _per_key(connection: Connection, context: BuildContext) -> Iterator[pa.Table]:
     """Yield the samples that `samples.per` yields for the first rows of each source."""
+    data = context.data
     assert data.samples.per is not None, "called for samples.per only"
-    assert prepared.steps.per is not None, "called for samples.per only"
+    assert context.steps.per is not None, "called for samples.per only"
     tables: dict[str, pa.Table] = {}
     for name in data.sources:
-        rows = pa.concat_tables(
-            [prepared.empty_rows[name], *first_rows(_chunks(request, data, prepared, name))]
-        )
+        rows = pa.concat_tables([context.empty_rows[name], *first_rows(_chunks(context, name))])
         tables[name] = rows.filter(rows[data.samples.per.key].is_valid())
     if data.samples.events is not None:
-        tables = join_events(tables, data, prepared.listing).tables
-    sql = PerKey(prepared.steps.per, data.sample_source, data.samples.per.key)
+        tables = join_events(tables, data, context.listing).tables
+    sql = PerKey(context.steps.per, data.sample_source, data.samples.per.key)
     for result in run_keys(connection, sql, tables):
         if result.samples is not None:
             yield result.samples
@@ -249,7 +189,7 @@ def _input_folder(request: BuildRequest) -> Folder:
     folder = folder_of(request.input_root)
     if not folder.is_local:
         args = [] if in_process(request.beam_args) else request.beam_args
-        importlib.import_module("pipelines.beam.filesystem").use_options(args)
+        runner_module("runner").use_options(args)
     elif request.dataset.resolve().is_relative_to(Path(folder.root).resolve()):
         raise SchemaError(
             f"output must lie outside the input, got {request.dataset} below {request.input_root}; "

@@ -30,11 +30,10 @@ from pipelines import executor
 from pipelines.autogroup.job import with_groups
 from pipelines.build import check_usable, group_warnings, label_warnings, load_request
 from pipelines.clustering.part import PartResult
-from pipelines.context import BuildContext, BuildRequest
+from pipelines.context import IN_PROCESS, BuildContext, BuildRequest
 from pipelines.executor import OutputCollector, SourceRows
-from pipelines.prepare import build_context, prepare
+from pipelines.prepare import prepare
 from pipelines.quality.gate import reject_findings
-from pipelines.runners import IN_PROCESS
 from pipelines.samples.lookups import broadcast_sides, key_column, key_type
 from pipelines.samples.sql import LIST_INDEX
 from pipelines.samples.tuples import Tuples, in_evaluation
@@ -47,7 +46,7 @@ from pipelines.sources.listing import (
 from pipelines.sources.rejects import RejectCounts, count_rejects, python_rows, sorted_rejects
 from pipelines.sources.rows import ORIGIN, type_text
 from pipelines.stages import REJECTS
-from pipelines.table.commit import group_counts
+from pipelines.table.segment import group_counts
 from pipelines.transforms.apply import apply_transforms
 from pipelines.transforms.fit import load_staged
 from schemas.arrays import is_list, one_chunk
@@ -132,10 +131,10 @@ def _preview(request: PreviewRequest, build_request: BuildRequest) -> dict[str, 
     listing.sort(key=lambda file: (file.source, file.path))
     build_request = replace(build_request, listing=tuple(listing))
     build_request, job = with_groups(build_request, job, features)
-    prepared = prepare(build_request, job, features)
+    context = prepare(build_request, job, features)
     build_request.dataset.mkdir()
     root = build_request.dataset / "segment"
-    context = build_context(build_request, job, features, prepared, root)
+    context = replace(context, segment_root=root, shuffle_by="memory")
     return _run_stages(context, job, copies, request)
 
 

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from pipelines.atomic_files import atomic_write
+from pipelines.scratch import atomic_write
 from pipelines.sources.rows import SPLIT_BYTES
 
 STOP_AFTER_REJECTS = 50_000

@@ -1,10 +1,10 @@
-"""Transport of Arrow tables through a runner's shuffle.
+"""Partitions of session keys, and the transport of Arrow tables through a runner's shuffle.
 
 Samples go from the workers that produce them to the workers that cluster them in one of three ways:
 
 - by reference, if all workers share a directory: a mapper writes one LZ4 Arrow file per chunk and
-  table, with one record batch per part, and only references to these batches are shuffled. Files
-  that no committed reference names are deleted with the directory at the commit;
+  table, with one record batch per partition, and only references to these batches are shuffled.
+  Files that no committed reference names are deleted with the directory at the commit;
 - by value otherwise: the shuffle carries the tables as LZ4 Arrow IPC in packets of at most 8 MiB;
 - in memory, if the build runs in one process (`executor.py`).
 
@@ -20,10 +20,11 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 import pyarrow as pa
+from numpy.typing import NDArray
 
 from pipelines.samples.tuples import Tuples
 
@@ -31,6 +32,12 @@ PACKET_BYTES = 8 << 20
 """Maximum size of an element in a runner's shuffle."""
 
 _HEADER = struct.Struct(">16sII")  # digest of the message, index of the packet, number of packets
+
+
+def partition_of_key(hashes: NDArray[np.uint64], num_partitions: int) -> NDArray[np.int64]:
+    """Return the partition of each hash: equal ranges of the upper 32 bits, ascending."""
+    upper = hashes >> np.uint64(32)
+    return (upper * np.uint64(num_partitions) >> np.uint64(32)).astype(np.int64)
 
 
 def encode_tables(*tables: pa.Table) -> bytes:
@@ -113,9 +120,9 @@ def group_rows(table: pa.Table, target: np.ndarray) -> Iterator[tuple[int, pa.Ta
 
 def encode_by_target(table: pa.Table, target: np.ndarray) -> Iterator[tuple[int, bytes]]:
     """Yield (target, encoded rows of the target), like `group_rows`."""
-    for part, rows in group_rows(table, target):
+    for index, rows in group_rows(table, target):
         for content in encode_rows(rows):
-            yield part, content
+            yield index, content
 
 
 def encode_rows(table: pa.Table) -> Iterator[bytes]:
@@ -137,36 +144,23 @@ SHUFFLE = "shuffle"
 _REFERENCE = "_reference_"
 
 
-class Reference(NamedTuple):
-    """The location of the samples of one part in one chunk.
-
-    Attributes:
-        name: name of the chunk's files, unique over all attempts.
-        batch: record batch in each file.
-        num_samples: rows.
-    """
-
-    name: str
-    batch: int
-    num_samples: int
-
-
 class ShuffleTransport(Protocol):
     """Sends samples through a shuffle."""
 
     element: ClassVar[type]
     """Type of the shuffled elements; Beam has a coder for it."""
 
-    def send(self, parts: Sequence[Tuples | None]) -> Iterator[tuple[int, Any]]:
-        """Yield (part, element) pairs for the samples of one chunk.
+    def send(self, partitions: Sequence[Tuples | None]) -> Iterator[tuple[int, Any]]:
+        """Yield (partition, element) pairs for the samples of one chunk.
 
         Args:
-            parts: samples of each part, None where there are none; at least one is not None.
+            partitions: samples of each partition, None where there are none; at least one is not
+                None.
         """
         ...
 
     def receive(self, sent: Iterable[Any]) -> Iterable[Tuples]:
-        """Return the samples of one part, which are read chunk by chunk in each iteration.
+        """Return the samples of one partition, which are read chunk by chunk in each iteration.
 
         Args:
             sent: its elements in any order; a reiterable.
@@ -196,15 +190,15 @@ class ByReference:
 
     root: Path
     groups: tuple[str, ...]
-    element: ClassVar[type] = Reference
+    element: ClassVar[type] = bytes
 
-    def send(self, parts: Sequence[Tuples | None]) -> Iterator[tuple[int, Reference]]:
+    def send(self, partitions: Sequence[Tuples | None]) -> Iterator[tuple[int, bytes]]:
         """Write the samples, then yield their references."""
         name = uuid.uuid4().hex  # not part of the dataset
-        yield from write_chunk(self.root, name, parts).items()
+        yield from write_chunk(self.root, name, partitions)
 
-    def receive(self, sent: Iterable[Reference]) -> Reiterable:
-        """Read the samples in the order of the references' names."""
+    def receive(self, sent: Iterable[bytes]) -> Reiterable:
+        """Read the samples in the order of the references."""
         references = sorted(sent)
         return Reiterable(lambda: (read_reference(self.root, r, self.groups) for r in references))
 
@@ -220,12 +214,12 @@ class ByValue:
     groups: tuple[str, ...]
     element: ClassVar[type] = bytes
 
-    def send(self, parts: Sequence[Tuples | None]) -> Iterator[tuple[int, bytes]]:
-        """Yield the samples of each part in packets."""
-        for index, part in enumerate(parts):
-            if part is not None:
-                tables = (part.uniques[group] for group in self.groups)
-                for packet in split_packets(encode_tables(_with_references(part), *tables)):
+    def send(self, partitions: Sequence[Tuples | None]) -> Iterator[tuple[int, bytes]]:
+        """Yield the samples of each partition in packets."""
+        for index, samples in enumerate(partitions):
+            if samples is not None:
+                tables = (samples.uniques[group] for group in self.groups)
+                for packet in split_packets(encode_tables(_with_references(samples), *tables)):
                     yield index, packet
 
     def receive(self, sent: Iterable[bytes]) -> Reiterable:
@@ -246,21 +240,47 @@ class InMemory:
 
     element: ClassVar[type] = Tuples
 
-    def send(self, parts: Sequence[Tuples | None]) -> Iterator[tuple[int, Tuples]]:
-        """Yield the samples of each part, copied so that parts share no memory."""
-        is_single = sum(part is not None for part in parts) == 1
-        for index, part in enumerate(parts):
-            if part is not None:
-                yield index, part if is_single else _copy(part)
+    def send(self, partitions: Sequence[Tuples | None]) -> Iterator[tuple[int, Tuples]]:
+        """Yield the samples of each partition, copied so that partitions share no memory."""
+        is_single = sum(samples is not None for samples in partitions) == 1
+        for index, samples in enumerate(partitions):
+            if samples is not None:
+                yield index, samples if is_single else _copy(samples)
 
     def receive(self, sent: Iterable[Tuples]) -> Iterable[Tuples]:
         """Return the samples as they were sent."""
         return list(sent)
 
 
-def _copy(part: Tuples) -> Tuples:
-    uniques = {g: table.take(pa.array(np.arange(len(table)))) for g, table in part.uniques.items()}
-    return Tuples(part.take(np.arange(part.num_samples)).samples, part.references, uniques)
+@dataclass(frozen=True, slots=True)
+class AsTables:
+    """Returns samples as tables, with the columns of tuples joined back, from a user's pipeline.
+
+    Attributes:
+        columns: names in the order of the schema.
+    """
+
+    columns: tuple[str, ...]
+    element: ClassVar[type] = pa.Table
+
+    def send(self, partitions: Sequence[Tuples | None]) -> Iterator[tuple[int, pa.Table]]:
+        """Yield the samples of each partition."""
+        for index, samples in enumerate(partitions):
+            if samples is not None:
+                yield index, pa.table({name: samples.column(name) for name in self.columns})
+
+    def receive(self, sent: Iterable[Any]) -> Iterable[Tuples]:
+        """Raise: no stage of a build follows."""
+        raise AssertionError("samples as tables are not received")
+
+
+def _copy(samples: Tuples) -> Tuples:
+    rows = samples.take(np.arange(samples.num_samples)).samples
+    uniques = {
+        group: table.take(pa.array(np.arange(len(table))))
+        for group, table in samples.uniques.items()
+    }
+    return Tuples(rows, samples.references, uniques)
 
 
 def check_same_order(messages: Iterable[bytes], digests: list[bytes]) -> Iterator[bytes]:
@@ -281,28 +301,31 @@ def check_same_order(messages: Iterable[bytes], digests: list[bytes]) -> Iterato
         yield message
 
 
-def write_chunk(root: Path, name: str, parts: Sequence[Tuples | None]) -> dict[int, Reference]:
-    """Write the samples of one chunk; return a reference for each part that has samples.
+def write_chunk(
+    root: Path, name: str, partitions: Sequence[Tuples | None]
+) -> Iterator[tuple[int, bytes]]:
+    """Write the samples of one chunk, a record batch for each partition that has samples.
 
     Args:
         root: directory of the segment being built.
         name: unique name of the chunk and the attempt.
-        parts: samples of each part, None where there are none; at least one is not None.
+        partitions: samples of each partition, None where there are none; at least one is not None.
+
+    Yields:
+        (partition, reference) pairs.
     """
-    present = {index: part for index, part in enumerate(parts) if part is not None}
+    present = {index: samples for index, samples in enumerate(partitions) if samples is not None}
     (root / SHUFFLE).mkdir(parents=True, exist_ok=True)
-    _write(root, f"{name}.samples", [_with_references(p) for p in present.values()])
+    _write(root, f"{name}.samples", [_with_references(s) for s in present.values()])
     for group in next(iter(present.values())).uniques:
-        _write(root, f"{name}.{group}", [p.uniques[group] for p in present.values()])
-    return {
-        index: Reference(name, batch, part.num_samples)
-        for batch, (index, part) in enumerate(present.items())
-    }
+        _write(root, f"{name}.{group}", [s.uniques[group] for s in present.values()])
+    for batch, index in enumerate(present):
+        yield index, f"{name} {batch}".encode()
 
 
-def _with_references(part: Tuples) -> pa.Table:
-    table = part.samples
-    for group, references in part.references.items():
+def _with_references(samples: Tuples) -> pa.Table:
+    table = samples.samples
+    for group, references in samples.references.items():
         column = pa.array(references.astype("int32"))
         table = table.append_column(_REFERENCE + group, column)
     return table
@@ -320,10 +343,11 @@ def _write(root: Path, name: str, tables: Sequence[pa.Table]) -> None:
             writer.write_batch(batch)
 
 
-def read_reference(root: Path, reference: Reference, groups: Sequence[str]) -> Tuples:
+def read_reference(root: Path, reference: bytes, groups: Sequence[str]) -> Tuples:
     """Read the samples of a reference from `write_chunk`."""
-    samples = _read(root, f"{reference.name}.samples", reference.batch)
-    uniques = {g: _read(root, f"{reference.name}.{g}", reference.batch) for g in groups}
+    name, _, batch = reference.decode().partition(" ")
+    samples = _read(root, f"{name}.samples", int(batch))
+    uniques = {g: _read(root, f"{name}.{g}", int(batch)) for g in groups}
     return _without_references(samples, uniques)
 
 

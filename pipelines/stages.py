@@ -6,7 +6,8 @@ workers, `executor.py` in one process, to the same bytes. Nothing here imports B
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
@@ -15,11 +16,19 @@ import pyarrow.compute as pc
 from pipelines.clustering.part import PartResult, build_part
 from pipelines.clustering.writer import SegmentLayout, choose_segment_layout
 from pipelines.context import BuildContext
-from pipelines.lookup_stages import Sides, look_up_broadcast, visible_columns
-from pipelines.partition import hash_session_keys, part_of_key
 from pipelines.progress import Counts, count_rows, is_stopped, stop_if_all_rejected
 from pipelines.samples.event_join import join_events, write_late
-from pipelines.samples.lookups import key_column, key_hashes, key_type
+from pipelines.samples.lookups import (
+    HIDDEN,
+    SideTable,
+    check_unique,
+    key_column,
+    key_hashes,
+    key_type,
+    look_up,
+    side_table,
+    sort_side_rows,
+)
 from pipelines.samples.sql import Connection, with_list_index
 from pipelines.samples.sql_rejects import SqlResult, bad_rows
 from pipelines.samples.statements import (
@@ -30,13 +39,16 @@ from pipelines.samples.statements import (
     map_chunks,
     run_keys,
 )
-from pipelines.samples.tuples import Tuples, sample_negatives, separate, split
+from pipelines.samples.tuples import Tuples, hash_session_keys, sample_negatives, separate, split
 from pipelines.samples.validate import usable_samples
+from pipelines.scratch import atomic_write
+from pipelines.shuffle import SHUFFLE, group_rows, partition_of_key
 from pipelines.sources.formats import input_splits, read_split
 from pipelines.sources.rejects import rejects_from_table, rejects_table
-from pipelines.sources.rows import InputSplit
+from pipelines.sources.rows import CHUNK_ROWS, ORIGIN, InputSplit
 from pipelines.transforms.apply import fit_inputs
 from pipelines.transforms.fit import LEARNED, load_staged, partial_fits
+from schemas.arrays import one_chunk
 from schemas.config.job import GateConfig
 from schemas.fitted import FittedValues
 
@@ -120,7 +132,7 @@ def keyed_rows(context: BuildContext, source: str, table: pa.Table) -> Iterator[
     table = yield from _without_nulls(context, source, table, required)
     common_type = key_type({n: context.empty_rows[n] for n in data.sources}, key)
     hashes = key_hashes(key_column(table, key, common_type))
-    yield SAMPLES, (part_of_key(hashes, context.num_parts), table)
+    yield SAMPLES, (partition_of_key(hashes, context.num_parts), table)
 
 
 def good_side_rows(context: BuildContext, name: str, table: pa.Table) -> Iterator[Output]:
@@ -180,20 +192,20 @@ class SampleStage:
         for result in map_chunks(self.connection, self.context.steps, source, SqlResult(table)):
             yield from self._look_up(result)
 
-    def from_keys(self, part: int, rows: Mapping[str, Iterable[pa.Table]]) -> Iterator[Output]:
+    def from_keys(self, partition: int, rows: Mapping[str, Iterable[pa.Table]]) -> Iterator[Output]:
         """Yield the outputs of all rows of some keys: event join, SQL per key, SQL per row.
 
         Args:
-            part: number of the partition of keys.
+            partition: number of the partition of keys.
             rows: its rows by source, in any order.
         """
         context, data = self.context, self.context.data
         tables: dict[str, pa.Table] = {name: context.empty_rows[name] for name in data.sources}
-        for name, parts in rows.items():
-            tables[name] = in_origin_order(pa.concat_tables(parts))
+        for name, chunks in rows.items():
+            tables[name] = in_origin_order(pa.concat_tables(chunks))
         if data.samples.events is not None:
             joined = join_events(tables, data, context.listing)
-            write_late(context.segment_root, part, joined.unused_events)
+            write_late(context.segment_root, partition, joined.unused_events)
             yield EVENTS, joined.counts
             tables = joined.tables
         source, steps = data.sample_source, context.steps
@@ -202,8 +214,8 @@ class SampleStage:
         else:
             per = PerKey(steps.per or "", source, data.samples.per.key)
             drops_key = data.on_error == "drop_key"
-            place_text = context.place_text if drops_key else None
-            per_key = run_keys(self.connection, per, tables, place_text)
+            location_text = context.location_text if drops_key else None
+            per_key = run_keys(self.connection, per, tables, location_text)
             results = (r for keys in per_key for r in map_chunks(self.connection, steps, PER, keys))
         for result in results:
             if is_stopped(context.segment_root):
@@ -241,9 +253,13 @@ class SampleStage:
 
     def _hand_over(self, good: Tuples) -> Iterator[Output]:
         keys = hash_session_keys(good.column(self.context.data.session.key))
-        parts = split(good, part_of_key(keys, self.context.num_parts), self.context.num_parts)
-        for sent in self.context.transport.send(parts):
+        num_parts = self.context.num_parts
+        partitions = split(good, partition_of_key(keys, num_parts), num_parts)
+        for sent in self.context.transport.send(partitions):
             yield SAMPLES, sent
+
+
+# Write parts: a partition of session keys becomes the files of one number, a part of the segment.
 
 
 def layout_of(
@@ -274,3 +290,124 @@ def write_part(
     return build_part(
         context.segment_root, part, samples, context.data, layout, context.features, learned
     )
+
+
+# Look up in side tables. A small one is sorted once and broadcast. The rows of a large one and the
+# samples are partitioned by key, and each partition is looked up by itself.
+
+_PARTITION_BYTES = 32 << 20
+"""Bytes of a side table in one partition."""
+
+
+class Sides(dict[str, SideTable]):
+    """Side tables by name; a subclass, as Beam cannot share a plain dict between workers."""
+
+
+def sort_side(context: BuildContext, name: str, tables: Sequence[pa.Table]) -> pa.Table:
+    """Return rows of a side table in the order of look-ups.
+
+    Raises:
+        SchemaError: a table without time has two rows of one key.
+    """
+    config = context.data.sides[name]
+    rows = pa.concat_tables([context.empty_rows[name], *tables])
+    rows = sort_side_rows(rows, config, context.key_types[name])
+    check_unique(rows, name, config, context.listing)
+    return rows
+
+
+def write_side(context: BuildContext, name: str, tables: Sequence[pa.Table]) -> Path:
+    """Write a small side table to one file for all workers; a retry writes the same bytes."""
+    rows = sort_side(context, name, tables)
+    number = list(context.data.sides).index(name)  # a name may contain any character
+    path = context.segment_root / SHUFFLE / f"side-{number}.arrow"
+    with (
+        atomic_write(path) as partial,
+        pa.OSFile(str(partial), "wb") as sink,
+        pa.ipc.new_file(sink, rows.schema) as writer,
+    ):
+        writer.write_table(rows)
+    return path
+
+
+def load_sides(paths: Mapping[str, str], context: BuildContext) -> Sides:
+    """Return the small side tables of a build, memory-mapped."""
+    sides = Sides()
+    for name in context.broadcast:
+        if name in paths:
+            with pa.memory_map(paths[name]) as source:
+                rows = pa.ipc.open_file(source).read_all().combine_chunks()
+        else:  # all rows were rejected
+            rows = sort_side(context, name, [])
+        sides[name] = side_table(rows, context.data.sides[name])
+    return sides
+
+
+def sides_in_memory(context: BuildContext, tables: Mapping[str, Sequence[pa.Table]]) -> Sides:
+    """Return the small side tables of a build from their rows."""
+    return Sides(
+        {
+            name: side_table(sort_side(context, name, tables.get(name, [])), config)
+            for name, config in context.data.sides.items()
+            if name in context.broadcast
+        }
+    )
+
+
+def visible_columns(side: SideTable) -> pa.Table:
+    """Return the columns of a side table that SQL can read."""
+    return side.rows.drop_columns([n for n in side.rows.column_names if n in HIDDEN])
+
+
+def look_up_broadcast(
+    samples: pa.Table, sides: Sides, context: BuildContext, index: int
+) -> pa.Table:
+    """Return samples after the look-up of an index, in a small side table."""
+    join = context.data.samples.joins[index]
+    config, time = context.data.sides[join.side], join.as_of or context.data.session.time
+    return look_up(samples, sides[join.side], config, join, time)
+
+
+def num_lookup_partitions(context: BuildContext, side: str) -> int:
+    """Return the number of partitions of a look-up in a large side table."""
+    num_bytes = sum(f.num_bytes for f in context.listing if f.source == side)
+    return context.num_parts + num_bytes // _PARTITION_BYTES
+
+
+def partition_samples(
+    context: BuildContext, index: int, num_partitions: int, samples: pa.Table
+) -> Iterator[tuple[int, pa.Table]]:
+    """Yield samples by the partition of the key of a look-up."""
+    join = context.data.samples.joins[index]
+    name = join.key or context.data.sides[join.side].key
+    keys = key_column(samples, name, context.key_types[join.side])
+    hashes = key_hashes(keys)
+    missing = keys.is_null().to_numpy(zero_copy_only=False)
+    # No row is found for a null key: spread such samples evenly.
+    hashes[missing] = key_hashes(one_chunk(samples[ORIGIN]))[missing]
+    return group_rows(samples, partition_of_key(hashes, num_partitions))
+
+
+def partition_side(
+    context: BuildContext, name: str, num_partitions: int, table: pa.Table
+) -> Iterator[tuple[int, pa.Table]]:
+    """Yield rows of a large side table by the partition of their key."""
+    keys = key_column(table, context.data.sides[name].key, context.key_types[name])
+    return group_rows(table, partition_of_key(key_hashes(keys), num_partitions))
+
+
+def look_up_partition(
+    context: BuildContext, index: int, samples: Sequence[pa.Table], rows: Iterable[pa.Table]
+) -> Iterator[pa.Table]:
+    """Yield the samples of one partition after a look-up, in chunks.
+
+    `rows` are those of the side table in the partition.
+    """
+    join = context.data.samples.joins[index]
+    config = context.data.sides[join.side]
+    side = side_table(sort_side(context, join.side, list(rows)), config)
+    time = join.as_of or context.data.session.time
+    if samples:
+        table = pa.concat_tables(samples)
+        for start in range(0, table.num_rows, CHUNK_ROWS):
+            yield look_up(table.slice(start, CHUNK_ROWS), side, config, join, time)

@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from pipelines.clustering.dedup import SKIP_RATIO
+from pipelines.clustering.layout import SKIP_RATIO
 from schemas.arrays import (
     Array,
     Jagged,

@@ -35,16 +35,15 @@ from numpy.typing import NDArray
 
 from pipelines.autogroup.costs import BYTES_PER_GROUP, Costs, feature_of
 from pipelines.autogroup.search import ChosenGroup, GroupChoice, choose_groups
-from pipelines.clustering.order import cluster
+from pipelines.clustering.star import cluster
 from pipelines.context import BuildContext, BuildRequest
 from pipelines.executor import OutputCollector, SourceRows, iter_samples, read_all
-from pipelines.partition import hash_session_keys, microseconds
-from pipelines.prepare import build_context, count_parts, prepare
+from pipelines.prepare import count_parts, prepare
 from pipelines.progress import counted_rows, counting
 from pipelines.samples.lookups import key_column, key_hashes, key_type
-from pipelines.samples.tuples import separate
+from pipelines.samples.tuples import hash_session_keys, separate
 from pipelines.sources.formats import format_of, read_split
-from pipelines.sources.rows import ORIGIN, InputSplit
+from pipelines.sources.rows import ORIGIN, InputSplit, microseconds
 from pipelines.stages import good_side_rows, read_rows, split_file
 from pipelines.transforms.apply import inputs_of
 from schemas.arrays import is_list, one_chunk
@@ -93,10 +92,9 @@ def with_groups(request: BuildRequest, job: Job, features: FeatureSet) -> tuple[
             job_bytes = rewritten(text, named.data, {}).encode()
         return replace(request, job_bytes=job_bytes), named
     ungrouped = replace(job, data=replace(job.data, groups={}))
-    prepared = prepare(request, ungrouped, features)
+    context = prepare(request, ungrouped, features)
     with TemporaryDirectory(prefix="presage-") as scratch, counting(Path(scratch)):
-        context = build_context(request, ungrouped, features, prepared, Path(scratch))
-        sample = sample_sessions(context)
+        sample = sample_sessions(replace(context, segment_root=Path(scratch)))
         counts = counted_rows(Path(scratch))
     if sample is None:
         advice = "name the groups, or check split.evaluation_from and the rows"
@@ -106,7 +104,7 @@ def with_groups(request: BuildRequest, job: Job, features: FeatureSet) -> tuple[
             f"groups: auto found no samples in the training range; {advice}",
             file=str(request.job_path),
         )
-    size = sum(f.num_bytes for f in prepared.listing)
+    size = sum(f.num_bytes for f in context.listing)
     bytes_per_group = BYTES_PER_GROUP * sample.share * count_parts(size)
     choice = choose_from(sample.rows, ungrouped.data, features, bytes_per_group)
     for line in explained(choice):
@@ -114,7 +112,7 @@ def with_groups(request: BuildRequest, job: Job, features: FeatureSet) -> tuple[
     named = named_groups(job, choice.mapping())
     reasons = {g.name: reason(g) for g in choice.groups}
     job_bytes = rewritten(text, named.data, reasons).encode()
-    return replace(request, listing=prepared.listing, job_bytes=job_bytes), named
+    return replace(request, listing=context.listing, job_bytes=job_bytes), named
 
 
 # Sample whole sessions.

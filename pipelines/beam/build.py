@@ -1,63 +1,59 @@
-"""Beam pipelines of a build: segments, indexes, and the commit as a pipeline step."""
+"""Beam pipelines: segments, indexes, compacted segments and flat rewrites.
+
+Tables are numbered and indexed by one task each if they are small, in stages if they are large.
+"""
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import apache_beam as beam
-from apache_beam import pvalue
+import pyarrow as pa
 
 from pipelines.beam.runner import run_pipeline
-from pipelines.beam.tables import IndexTables, NumberAccesses
 from pipelines.beam.transforms import (
     REJECTED,
     BuildParts,
-    EachReject,
-    Learn,
+    FitTransforms,
     MakeSamples,
     ReadRows,
     WriteRejects,
 )
-from pipelines.build import finish_segment_files, segment_hashes
-from pipelines.context import BuildContext, BuildRequest
-from pipelines.oracle.index import TableTotals
+from pipelines.clustering.part import build_part, serialize_result
+from pipelines.clustering.writer import SegmentLayout
+from pipelines.context import BuildContext
+from pipelines.executor import keep_freed_memory
+from pipelines.oracle.files import Stage, run_stages
+from pipelines.oracle.index import LINKING_STAGES, LinkingPlan, TableTotals, index_table, totals_of
+from pipelines.oracle.numbering import NUMBERING_STAGES, WORKER_ENTRIES, number_blocks
+from pipelines.rewrite.command import FlatPart, FlatStage
 from pipelines.samples.event_join import add_counts
+from pipelines.shuffle import decode_table, encode_tables
 from pipelines.stages import BLOCKS, EVENTS, REJECTS, SAMPLES
-from pipelines.table.compatibility import check_admissible, commit_request, unpublished_segments
-from pipelines.table.locks import locked, scratch_directory
-from pipelines.table.publish import publish
+from pipelines.table.compact import StoredPart
 from pipelines.transforms.apply import fit_inputs
 from pipelines.transforms.fit import LEARNED
-from schemas.config.job import Job
-from schemas.dataset import Dataset
-from schemas.errors import SchemaError
+from schemas.config.job import TableConfig
+from schemas.dataset import Dataset, open_dataset, select_segments
 from schemas.features import FeatureSet
-from schemas.layout import MANIFEST, SEGMENTS
-from schemas.manifest import InputFile
 from schemas.order import Order
-
-SEGMENT = "segment"
 
 
 def segment_pipeline(
     pipeline: beam.Pipeline, context: BuildContext
 ) -> Mapping[str, beam.PCollection]:
     """Add the whole build of one segment to a pipeline."""
-    return segment_of_rows(pipeline, pipeline | "ReadRows" >> ReadRows(context), context)
+    return segment_of_rows(pipeline | "ReadRows" >> ReadRows(context), context)
 
 
 def segment_of_rows(
-    pipeline: beam.Pipeline, rows: Mapping[str, beam.PCollection], context: BuildContext
+    rows: Mapping[str, beam.PCollection], context: BuildContext
 ) -> Mapping[str, beam.PCollection]:
     """Add the build of one segment to a pipeline that has its raw rows.
 
     Args:
-        pipeline: receives the transforms.
         rows: (source, table) pairs as `SAMPLES`, and `REJECTS`.
         context: of the build.
 
@@ -67,8 +63,8 @@ def segment_of_rows(
     samples = rows[SAMPLES] | "MakeSamples" >> MakeSamples(context)
     outputs: dict[str, beam.PCollection] = {}
     if fit_inputs(context.data):
-        learn = Learn(context.segment_root, context.data, context.learned)
-        outputs["learned"] = samples[LEARNED] | "Learn" >> learn
+        fit = FitTransforms(context.segment_root, context.data, context.learned)
+        outputs["learned"] = samples[LEARNED] | "FitTransforms" >> fit
     parts = samples[SAMPLES] | "BuildParts" >> BuildParts(context, outputs.get("learned"))
     number = NumberAccesses(context.segment_root, context.data.tables, context.num_parts)
     tables = parts[BLOCKS] | "NumberAccesses" >> number
@@ -113,88 +109,251 @@ def run_index(
     )["tables"]
 
 
-# Commit as the last step of a user's pipeline.
+# Numbering and indexing of tables.
+
+SPREAD_PARTS = 4
+"""With at least so many parts, the tasks of a stage are distributed over workers."""
+
+_DONE, _PLANS = "done", "plans"
 
 
-@dataclass(frozen=True, slots=True)
-class PendingSegment:
-    """A segment that a pipeline writes; `context.segment_root` holds its parts."""
-
-    request: BuildRequest
-    job: Job
-    features: FeatureSet
-    context: BuildContext
+def _plan_tasks(element: tuple[str, Iterable[Any]], stage: Stage) -> Iterator[Any]:
+    key, previous = element
+    results = sorted(previous, key=lambda result: result[1])
+    plan = results[0][0]
+    for index, task in enumerate(stage.tasks(plan, [result for _, _, result in results])):
+        yield key, plan, index, task
 
 
-def add_commit(
-    listing: Any, outputs: Mapping[str, Any], pending: PendingSegment
-) -> dict[str, beam.PCollection]:
-    """Add the commit to a pipeline.
+class _Work(beam.DoFn):
+    def __init__(self, stage: Stage) -> None:
+        self.stage = stage
 
-    Args:
-        listing: PCollection of one tuple, the input as the manifest names it.
-        outputs: of `segment_of_rows`.
-        pending: the segment.
+    def setup(self) -> None:
+        keep_freed_memory()
 
-    Returns:
-        `{"segment": PCollection[str], "rejects": PCollection[Reject]}`.
-    """
-    names = tuple(name for name in outputs if name != REJECTED)
-    lists = [
-        pvalue.AsSingleton(outputs[name] | f"all {name} to commit" >> beam.combiners.ToList())
-        for name in names
-    ]
-    stage = beam.ParDo(_Commit(pending, names), *lists)
-    segment = listing | "commit" >> stage.with_output_types(str)
-    return {SEGMENT: segment, REJECTS: outputs[REJECTED] | "each reject" >> EachReject()}
+    def process(self, element: tuple[str, Any, int, Any]) -> Iterator[tuple[str, Any]]:
+        key, plan, index, task = element
+        yield key, (plan, index, self.stage.work(plan, task))
 
 
-class _Commit(beam.DoFn):
-    def __init__(self, pending: PendingSegment, names: tuple[str, ...]) -> None:
-        self.pending, self.names = pending, names
-
-    def process(self, listing: tuple[InputFile, ...], *values: list[Any]) -> Iterator[str]:
-        yield commit(self.pending, listing, dict(zip(self.names, values, strict=True)))
+def _run_stages(element: tuple[str, Any], stages: Sequence[Stage]) -> tuple[str, list[Any]]:
+    key, plan = element
+    results = run_stages(plan, stages)
+    return key, [(plan, index, result) for index, result in enumerate(results)]
 
 
-def commit(
-    pending: PendingSegment,
-    listing: tuple[InputFile, ...],
-    values: Mapping[str, list[Any]],
-) -> str:
-    """Finish and publish the segment that a pipeline wrote; idempotent.
+class RunStages(beam.PTransform):
+    """Run the stages of many plans: (key, plan) to (key, [(plan, index, result), ...])."""
 
-    Returns:
-        The segment's name.
+    def __init__(self, stages: Sequence[Stage], spread: bool) -> None:
+        """Store the stages.
 
-    Raises:
-        SchemaError: the segment must not enter the dataset.
-    """
-    request, job, features = pending.request, pending.job, pending.features
-    incoming = pending.context.segment_root
-    hashes, key = segment_hashes(job, features, listing)
-    reference = check_admissible(request, job, features, key, listing)
-    if reference is None:
-        building = request.dataset / SEGMENTS / f".{key}.{request.attempt}"
-        with (
-            ExitStack() as locks,
-            scratch_directory(building, ".*", lambda: unpublished_segments(request.dataset, key)),
-        ):
-            if not (building / MANIFEST).exists():
-                _check_parts(incoming)
-                locks.enter_context(locked(incoming))
-                if not (incoming / MANIFEST).exists():
-                    finish_segment_files(request, pending.context, key, hashes, values)
-                incoming.rename(building)  # atomic, and the lock moves with the directory
-            reference = publish(commit_request(request, job, features, key, building))
-    shutil.rmtree(incoming, ignore_errors=True)
-    return reference.id
+        Args:
+            stages: at least one, in order.
+            spread: whether to distribute tasks over workers; else one worker runs a plan, without
+                the Beam stages that cost a small build a second.
+        """
+        super().__init__()
+        self.stages, self.spread = stages, spread
 
-
-def _check_parts(incoming: Path) -> None:
-    """Refuse if a failed attempt moved the parts and another build deleted them."""
-    if not incoming.is_dir():
-        raise SchemaError(
-            "parts of the segment are missing; run the pipeline again",
-            file=str(incoming),
+    def expand(self, input_or_inputs: beam.PCollection) -> Any:
+        """Add the Beam stages of each stage: plan tasks, distribute, run, collect."""
+        if not self.spread:
+            return input_or_inputs | "one by one" >> beam.Map(_run_stages, self.stages)
+        results = input_or_inputs | "begin" >> beam.MapTuple(
+            lambda key, plan: (key, [(plan, 0, None)])
         )
+        for stage in self.stages:
+            results = (
+                results
+                | f"plan {stage.name}" >> beam.FlatMap(_plan_tasks, stage)
+                | f"spread {stage.name}" >> beam.Reshuffle()
+                | stage.name >> beam.ParDo(_Work(stage)).with_output_types(tuple[str, Any])
+                | f"all of {stage.name}" >> beam.GroupByKey()
+            )
+        return results
+
+
+class _NumberTable(beam.DoFn):
+    def __init__(self, root: Path, worker_entries: int) -> None:
+        self.root, self.worker_entries = root, worker_entries
+
+    def setup(self) -> None:
+        keep_freed_memory()
+
+    def process(self, table: str, parts: list[bytes]) -> Iterator[Any]:
+        if parts:
+            blocks = [decode_table(part) for part in parts]
+            count_or_plan = number_blocks(self.root, table, blocks, self.worker_entries)
+            if isinstance(count_or_plan, int):
+                yield beam.pvalue.TaggedOutput(_DONE, (table, count_or_plan))
+            else:
+                yield table, count_or_plan
+
+
+class NumberAccesses(beam.PTransform):
+    """Number the rows of tables: blocks of all parts, as bytes, to (table, distinct rows)."""
+
+    def __init__(self, root: Path, tables: Iterable[str], num_parts: int) -> None:
+        """Store the settings.
+
+        Args:
+            root: directory of the segment being built.
+            tables: names.
+            num_parts: parts of the segment.
+        """
+        super().__init__()
+        self.spread = num_parts >= SPREAD_PARTS
+        self.root, self.tables = root, sorted(tables)
+
+    def expand(self, input_or_inputs: beam.PCollection) -> beam.PCollection:
+        """Number tables that fit a worker in one task, others in stages."""
+        joined = input_or_inputs | "all blocks" >> beam.combiners.ToList()
+        number = beam.ParDo(
+            _NumberTable(self.root, WORKER_ENTRIES), beam.pvalue.AsSingleton(joined)
+        )
+        numbered = (
+            input_or_inputs.pipeline
+            | "list tables" >> beam.Create(self.tables)
+            | "spread tables" >> beam.Reshuffle()
+            | "number tables" >> number.with_outputs(_DONE, main=_PLANS)
+        )
+        counted = (
+            numbered[_PLANS]
+            | "large tables" >> RunStages(NUMBERING_STAGES, self.spread)
+            | "count rows" >> beam.MapTuple(_total)
+        )
+        return (numbered[_DONE], counted) | "join tables" >> beam.Flatten()
+
+
+def _total(table: str, results: Iterable[tuple[Any, int, int]]) -> tuple[str, int]:
+    return table, sum(result for _, _, result in results)
+
+
+class _IndexTable(beam.DoFn):
+    def __init__(self, root: Path, dataset: Dataset, order: Order, worker_entries: int) -> None:
+        self.root, self.path, self.order = root, dataset.directory, order
+        self.ids = [s.manifest.id for s in dataset.segments]
+        self.worker_entries = worker_entries
+
+    def setup(self) -> None:
+        keep_freed_memory()
+        self.dataset = select_segments(open_dataset(self.path), self.ids)
+
+    def process(self, table: str) -> Iterator[Any]:
+        totals_or_plan = index_table(
+            self.root, self.dataset, table, self.order, self.worker_entries
+        )
+        if isinstance(totals_or_plan, LinkingPlan):
+            yield table, totals_or_plan
+        else:
+            yield beam.pvalue.TaggedOutput(_DONE, totals_or_plan)
+
+
+class IndexTables(beam.PTransform):
+    """Begin a pipeline with the index of a dataset for one order: `TableTotals` of each table."""
+
+    def __init__(self, root: Path, dataset: Dataset, order: Order, spread: bool) -> None:
+        """Store the settings.
+
+        Args:
+            root: directory of the index being built.
+            dataset: an open dataset.
+            order: global order of the run.
+            spread: whether to distribute the stages of large tables over workers.
+        """
+        super().__init__()
+        self.root, self.dataset, self.order, self.spread = root, dataset, order, spread
+
+    def expand(self, input_or_inputs: Any) -> beam.PCollection:
+        """Index tables that fit a worker in one task, others in stages."""
+        stage = _IndexTable(self.root, self.dataset, self.order, WORKER_ENTRIES)
+        indexed = (
+            input_or_inputs
+            | "list tables" >> beam.Create(sorted(self.dataset.job.data.tables))
+            | "spread tables" >> beam.Reshuffle()
+            | "index tables" >> beam.ParDo(stage).with_outputs(_DONE, main=_PLANS)
+        )
+        linked = indexed[_PLANS] | "large tables" >> RunStages(LINKING_STAGES, spread=self.spread)
+        totals = linked | "count entries" >> beam.MapTuple(_totals)
+        return (indexed[_DONE], totals) | "join tables" >> beam.Flatten()
+
+
+def _totals(_: str, results: Iterable[tuple[LinkingPlan, int, int]]) -> TableTotals:
+    plans, _, entries = zip(*results, strict=True)
+    return totals_of(plans[0], entries)
+
+
+# Compaction.
+
+
+class _WritePart(beam.DoFn):
+    def __init__(self, root: Path, layout: SegmentLayout, features: FeatureSet) -> None:
+        self.root, self.layout, self.features = root, layout, features
+
+    def process(self, part: StoredPart) -> Iterator[Any]:
+        number, data = part.file_index, part.data
+        result = build_part(self.root, number, part, data, self.layout, self.features)
+        yield serialize_result(result)
+        yield beam.pvalue.TaggedOutput(BLOCKS, encode_tables(result.blocks))
+
+
+def rewrite_parts(
+    building: Path,
+    parts: Sequence[StoredPart],
+    layout: SegmentLayout,
+    features: FeatureSet,
+    tables: Mapping[str, TableConfig],
+    beam_args: list[str],
+) -> Mapping[str, Any]:
+    """Write the parts of a segment to `building` and number the accesses of its tables.
+
+    Returns:
+        `parts`: results of the parts; `tables`: number of rows of each table.
+    """
+    stage = _WritePart(building, layout, features)
+
+    def add_transforms(pipeline: beam.Pipeline) -> dict[str, beam.PCollection]:
+        written = (
+            pipeline
+            | "list parts" >> beam.Create(parts)
+            | "spread parts" >> beam.Reshuffle()
+            | "write part" >> beam.ParDo(stage).with_outputs(BLOCKS, main=SAMPLES)
+        )
+        number = NumberAccesses(building, tables, len(parts))
+        return {"parts": written[SAMPLES], "tables": written[BLOCKS] | "NumberAccesses" >> number}
+
+    return run_pipeline(add_transforms, beam_args, building, len(parts))
+
+
+# Flat rewrite.
+
+
+def _send_rows(rows: tuple[str, pa.Table], stage: FlatStage) -> Iterator[tuple[int, Any]]:
+    return stage.send(rows[1])
+
+
+def _write_flat(part: tuple[int, Iterable[Any]], stage: FlatStage) -> FlatPart:
+    return stage.write(*part)
+
+
+def flat_pipeline(pipeline: beam.Pipeline, stage: FlatStage) -> Mapping[str, beam.PCollection[Any]]:
+    """Add the clustering of all rows to a pipeline."""
+    rows = pipeline | "ReadRows" >> ReadRows(stage.context)
+    send: Any = beam.FlatMap(_send_rows, stage)
+    parts = (
+        rows[SAMPLES]
+        | "send rows" >> send.with_output_types(tuple[int, stage.context.transport.element])
+        | "cluster by session" >> beam.GroupByKey()
+        | "write flat" >> beam.Map(_write_flat, stage)
+    )
+    return {"parts": parts, "rejects": rows[REJECTS]}
+
+
+def run_flat(stage: FlatStage, beam_args: list[str]) -> Mapping[str, list[Any]]:
+    """Rewrite all rows on Beam; return `parts` and `rejects`, as `rewrite.command.run_flat`."""
+    context = stage.context
+    return run_pipeline(
+        lambda p: flat_pipeline(p, stage), beam_args, context.segment_root, context.num_parts
+    )

@@ -3,62 +3,69 @@
 `BuildDataset` and `WriteDataset` end in a committed segment, `ReadDataset` and `ReadSource` begin a
 pipeline, `MakeSamples` runs a job's SQL. Elements are pyarrow Tables. The job is checked when the
 pipeline is constructed. Launcher and workers find the dataset under the same path.
+
+Arguments of several transforms:
+    job: the job file.
+    log: directory of raw files, or its URL.
+    dataset: directory of the dataset.
+    append: whether the dataset must exist.
+    num_parts: ranges of keys, processed in parallel; the rows of each fit a worker.
+    single_writer: whether no other process writes to the dataset, for a network filesystem.
+    allow_outside: whether the schema may be outside the folder of the job file.
 """
 
 from __future__ import annotations
 
+import shutil
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import apache_beam as beam
+import numpy as np
 import pyarrow as pa
+from apache_beam import pvalue
 
 from pipelines.autogroup.job import with_groups
-from pipelines.beam.build import (
-    SEGMENT,
-    PendingSegment,
-    add_commit,
-    segment_of_rows,
-    segment_pipeline,
-)
-from pipelines.beam.coders import SourceRows
-from pipelines.beam.external_rows import (
-    CONTENT,
-    ExternalRowsContext,
-    TablesContext,
-    listing_of,
-    sum_content,
-    type_rows,
-)
+from pipelines.beam.build import segment_of_rows, segment_pipeline
 from pipelines.beam.runner import shuffle_of
-from pipelines.beam.transforms import EachReject, ReadRows
+from pipelines.beam.transforms import REJECTED, EachReject, ReadRows
 from pipelines.beam.transforms import MakeSamples as _SamplesBySql
-from pipelines.build import segment_hashes
-from pipelines.clustering.reader import (
+from pipelines.build import finish_segment_files, segment_hashes
+from pipelines.context import BuildContext, BuildRequest
+from pipelines.executor import SourceRows
+from pipelines.prepare import prepare
+from pipelines.samples.statements import job_steps
+from pipelines.scratch import locked, scratch_directory
+from pipelines.sources.formats import empty_rows
+from pipelines.sources.listing import folder_of, list_inputs
+from pipelines.sources.rejects import BUILD_REJECTS_SCHEMA, Reject
+from pipelines.sources.rows import ORIGIN, InputSplit, typed_chunks
+from pipelines.stages import REJECTS, SAMPLES
+from pipelines.table.commit import commit_segment
+from pipelines.table.compatibility import check_admissible, new_segment, uncommitted_segments
+from pipelines.table.rows import (
+    ContentHash,
     column_names,
+    content_hash,
     read_live_row_group,
     read_samples,
     row_groups,
+    row_hashes,
 )
-from pipelines.context import BuildContext, BuildRequest
-from pipelines.prepare import PreparedInput, build_context, prepare
-from pipelines.samples.statements import job_steps
-from pipelines.sources.formats import empty_rows
-from pipelines.sources.listing import folder_of, list_inputs
-from pipelines.sources.rejects import Reject
-from pipelines.sources.rows import ORIGIN
-from pipelines.stages import REJECTS, SAMPLES
-from pipelines.table.compatibility import check_admissible
-from pipelines.transforms.fit import stage_fitted
+from pipelines.transforms.fit import fitted_files, stage_fitted
 from schemas.config.job import Job, check_new_names, load_job
 from schemas.dataset import missing_column_defaults, open_dataset
-from schemas.errors import SchemaError, suggest_name
+from schemas.errors import SchemaError, suggest_name, suggest_name_or
 from schemas.features import FeatureSet, load_features
-from schemas.manifest import InputFile
+from schemas.layout import MANIFEST, SEGMENTS
+from schemas.manifest import InputFile, hash_of
 from schemas.paths import check_writable, local_path, schema_path
 
+SEGMENT = "segment"
 INCOMING = ".incoming"
 """Prefix of the directories below a dataset into which pipelines write their parts."""
 ROWS = "rows"
@@ -82,47 +89,31 @@ class BuildDataset(beam.PTransform):
     ) -> None:  # fmt: skip
         """Check the job.
 
-        Args:
-            job: the job file.
-            log: directory of raw files, or its URL.
-            dataset: directory of the dataset.
-            append: whether the dataset must exist.
-            single_writer: whether no other process writes there, for a network filesystem.
-            allow_outside: whether the schema may be outside the folder of the job file.
-
         Raises:
             SchemaError: the job is invalid, or the dataset cannot be written.
         """
         super().__init__()
-        path, self._job, self._features = _load_job(job, allow_outside)
-        target = _check_target(self._job, path, dataset, single_writer)
-        self._request = BuildRequest(
-            job_path=path,
-            input_root=str(log),
-            dataset=target,
-            beam_args=["--direct_num_workers=1"],  # of the index, which the last worker builds
-            attempt=uuid.uuid4().hex[:12],
-            append=append,
-            allow_outside=allow_outside,
+        request, self._job, self._features = _segment_request(
+            job, dataset, append, single_writer, allow_outside
         )
+        self._request = replace(request, input_root=str(log))
 
     def expand(self, input_or_inputs: Any) -> dict[str, Any]:
         """List the input, build the parts, commit the segment."""
         pipeline, features = input_or_inputs.pipeline, self._features
         request, job = with_groups(self._request, self._job, features)
-        prepared = prepare(request, job, features)
-        _, key = segment_hashes(job, features, prepared.listing)
-        existing = check_admissible(request, job, features, key, prepared.listing)
+        context = prepare(request, job, features)
+        _, key = segment_hashes(job, features, context.listing)
+        existing = check_admissible(request, job, features, key, context.listing)
         if existing is not None:
-            nothing = pipeline | "no rejects" >> beam.Create([])
             return {
-                SEGMENT: pipeline | "there already" >> beam.Create([existing.id]),
-                REJECTS: nothing | "typed" >> beam.Map(_identity).with_output_types(Reject),
+                SEGMENT: pipeline | "existing segment" >> beam.Create([existing.id]),
+                REJECTS: pipeline | "no rejects" >> beam.Create([]).with_output_types(Reject),
             }
-        context = _start_build(pipeline, request, job, features, prepared)
-        outputs = segment_pipeline(pipeline, context)
-        listing = pipeline | "listing" >> beam.Create([prepared.listing])
-        return add_commit(listing, outputs, PendingSegment(request, job, features, context))
+        pending = _start_build(pipeline, request, job, context)
+        outputs = segment_pipeline(pipeline, pending.context)
+        listing = pipeline | "listing" >> beam.Create([context.listing])
+        return add_commit(listing, outputs, pending)
 
 
 class WriteDataset(beam.PTransform):
@@ -142,53 +133,33 @@ class WriteDataset(beam.PTransform):
         self, job: str | Path, dataset: str | Path, name: str, num_parts: int = 1,
         append: bool = False, *, single_writer: bool = False, allow_outside: bool = False,
     ) -> None:  # fmt: skip
-        """Check the job.
-
-        Args:
-            job: the job file; its source declares its columns.
-            dataset: directory of the dataset.
-            name: replaces the name of a file, in the manifest and in rejects.
-            num_parts: ranges of session keys, built in parallel; the rows of each fit a worker.
-            append: whether the dataset must exist.
-            single_writer: whether no other process writes there, for a network filesystem.
-            allow_outside: whether the schema may be outside the folder of the job file.
+        """Check the job; `name` replaces the name of a file, in the manifest and in rejects.
 
         Raises:
             SchemaError: the job is invalid, or the dataset cannot be written.
         """
         super().__init__()
-        self._num_parts = _check_num_parts(num_parts)
-        path, self._job, self._features = _load_job(job, allow_outside)
-        _check_one_source(self._job, path)
-        target = _check_target(self._job, path, dataset, single_writer)
-        self._request = BuildRequest(
-            job_path=path,
-            input_root=target / INCOMING,  # no file is read
-            dataset=target,
-            beam_args=["--direct_num_workers=1"],  # of the index, which the last worker builds
-            attempt=uuid.uuid4().hex[:12],
-            append=append,
-            listing=(_unread_file(self._job, name),),
-            allow_outside=allow_outside,
+        _check_num_parts(num_parts)
+        request, self._job, features = _segment_request(
+            job, dataset, append, single_writer, allow_outside
         )
-        self._prepared = prepare(self._request, self._job, self._features)
+        listing = (_unread_file(self._job, request.job_path, name),)
+        self._request = replace(request, listing=listing)
+        context = prepare(self._request, self._job, features)
+        self._context = replace(context, num_parts=num_parts, has_files=False)
 
     def expand(self, input_or_inputs: Any) -> dict[str, Any]:
         """Convert the rows, build the parts, commit the segment."""
-        pipeline, request = input_or_inputs.pipeline, self._request
-        context = _start_build(
-            pipeline, request, self._job, self._features, self._prepared,
-            kind=ExternalRowsContext, num_parts=self._num_parts,
-        )  # fmt: skip
-        typed = _typed_rows(input_or_inputs, context)
+        pipeline = input_or_inputs.pipeline
+        pending = _start_build(pipeline, self._request, self._job, self._context)
+        typed = _typed_rows(input_or_inputs, pending.context)
         rows = {SAMPLES: typed[SAMPLES], REJECTS: typed[REJECTS]}
-        outputs = segment_of_rows(pipeline, rows, context)
+        outputs = segment_of_rows(rows, pending.context)
         listing = (
             typed[CONTENT]
             | "sum content" >> beam.CombineGlobally(sum_content)
-            | "name rows" >> beam.Map(listing_of, context.listing[0])
+            | "name rows" >> beam.Map(listing_of, pending.context.listing[0])
         )
-        pending = PendingSegment(request, self._job, self._features, context)
         return add_commit(listing, outputs, pending)
 
 
@@ -262,13 +233,7 @@ class ReadSource(beam.PTransform):
         self, job: str | Path, log: str | Path, source: str | None = None, *,
         allow_outside: bool = False,
     ) -> None:  # fmt: skip
-        """Check the job.
-
-        Args:
-            job: the job file.
-            log: directory of raw files, or its URL.
-            source: name in the job; None for the source that samples are made of.
-            allow_outside: whether the schema may be outside the folder of the job file.
+        """Check the job; `source` is None for the source that samples are made of.
 
         Raises:
             SchemaError: the job is invalid, or has no such source.
@@ -330,13 +295,7 @@ class MakeSamples(beam.PTransform):
     def __init__(
         self, job: str | Path, name: str = ROWS, num_parts: int = 1, *, allow_outside: bool = False
     ) -> None:
-        """Check the job.
-
-        Args:
-            job: the job file; its source declares its columns.
-            name: replaces the name of a file, in rejects.
-            num_parts: ranges of keys for `samples.per`, run in parallel; each fits a worker.
-            allow_outside: whether the schema may be outside the folder of the job file.
+        """Check the job; `name` replaces the name of a file, in rejects.
 
         Raises:
             SchemaError: the job is invalid.
@@ -344,7 +303,6 @@ class MakeSamples(beam.PTransform):
         super().__init__()
         _check_num_parts(num_parts)
         path, parsed, features = _load_job(job, allow_outside)
-        _check_one_source(parsed, path)
         unused = path.parent / ".nowhere"  # no file is read, none is written
         request = BuildRequest(
             job_path=path,
@@ -352,13 +310,12 @@ class MakeSamples(beam.PTransform):
             dataset=path.parent,
             beam_args=[],
             attempt="",
-            listing=(_unread_file(parsed, name),),
+            listing=(_unread_file(parsed, path, name),),
         )
-        prepared = prepare(request, parsed, features)
-        self._context = build_context(
-            request, parsed, features, prepared, unused,
-            kind=TablesContext, num_parts=num_parts, shuffle_by="references",
-        )  # fmt: skip
+        context = prepare(request, parsed, features)
+        self._context = replace(
+            context, segment_root=unused, num_parts=num_parts, shuffle_by="tables", has_files=False
+        )
 
     def expand(self, input_or_inputs: Any) -> dict[str, Any]:
         """Convert the rows, run the SQL, join the columns of samples."""
@@ -366,7 +323,8 @@ class MakeSamples(beam.PTransform):
         samples = typed[SAMPLES] | "samples by sql" >> _SamplesBySql(self._context)
         rejects = (typed[REJECTS], samples[REJECTS]) | "join rejects" >> beam.Flatten()
         return {
-            SAMPLES: samples[SAMPLES] | "samples" >> beam.Map(_table).with_output_types(pa.Table),
+            SAMPLES: samples[SAMPLES]
+            | "samples" >> beam.MapTuple(lambda _, table: table).with_output_types(pa.Table),
             REJECTS: rejects | "rejects" >> EachReject(),
         }
 
@@ -378,20 +336,33 @@ def _load_job(job: str | Path, allow_outside: bool) -> tuple[Path, Job, FeatureS
     return path, parsed, load_features(schema)
 
 
-def _check_target(job: Job, path: Path, dataset: str | Path, single_writer: bool) -> Path:
+def _segment_request(
+    job: str | Path, dataset: str | Path, append: bool, single_writer: bool, allow_outside: bool
+) -> tuple[BuildRequest, Job, FeatureSet]:
+    """Check the job and the target; return the request of a segment without files."""
+    path, parsed, features = _load_job(job, allow_outside)
     target = local_path(dataset).resolve()
     check_writable(target, single_writer=single_writer)
-    check_new_names(job, path, target)
-    return target
+    check_new_names(parsed, path, target)
+    request = BuildRequest(
+        job_path=path,
+        input_root=target / INCOMING,
+        dataset=target,
+        beam_args=["--direct_num_workers=1"],  # of the index, which the last worker builds
+        attempt=uuid.uuid4().hex[:12],
+        append=append,
+        allow_outside=allow_outside,
+    )
+    return request, parsed, features
 
 
-def _check_num_parts(num_parts: int) -> int:
+def _check_num_parts(num_parts: int) -> None:
     if num_parts < 1:
         raise ValueError(f"num_parts must be at least 1, got {num_parts}; leave it out")
-    return num_parts
 
 
-def _check_one_source(job: Job, path: Path) -> None:
+def _unread_file(job: Job, path: Path, name: str) -> InputFile:
+    """Return the file that stands for the rows of a job's only source, which must be declared."""
     data = job.data
     source = data.sources[data.sample_source]
     if len(data.inputs) != 1 or not source.columns:
@@ -402,30 +373,24 @@ def _check_one_source(job: Job, path: Path) -> None:
         )
     if data.has_auto_groups:
         raise SchemaError("data.groups must be named, got auto; name them", file=str(path))
-
-
-def _unread_file(job: Job, name: str) -> InputFile:
-    return InputFile(source=job.data.sample_source, path=name, num_bytes=0, sha256="")
+    return InputFile(source=data.sample_source, path=name, num_bytes=0, sha256="")
 
 
 def _start_build(
-    pipeline: beam.Pipeline,
-    request: BuildRequest,
-    job: Job,
-    features: FeatureSet,
-    prepared: PreparedInput,
-    **settings: Any,
-) -> BuildContext:
-    """Make the directory of a segment's parts; return the context of its build."""
+    pipeline: beam.Pipeline, request: BuildRequest, job: Job, context: BuildContext
+) -> PendingSegment:
+    """Make the directory of a segment's parts; return the segment."""
     request.dataset.mkdir(parents=True, exist_ok=True)
     root = request.dataset / f"{INCOMING}.{request.attempt}"
-    shuffle_by = shuffle_of(pipeline.options)
-    context = build_context(
-        request, job, features, prepared, root, shuffle_by=shuffle_by, **settings
+    context = replace(
+        context,
+        segment_root=root,
+        learned=fitted_files(request.dataset),
+        shuffle_by=shuffle_of(pipeline.options),
     )
     root.mkdir()
     stage_fitted(request.dataset, context.learned, root)
-    return context
+    return PendingSegment(request, job, context)
 
 
 def _typed_rows(tables: Any, context: BuildContext) -> Any:
@@ -433,13 +398,159 @@ def _typed_rows(tables: Any, context: BuildContext) -> Any:
     return tables | "type rows" >> stage.with_outputs(REJECTS, CONTENT, main=SAMPLES)
 
 
-def _table(pair: tuple[int, pa.Table]) -> pa.Table:
-    return pair[1]
-
-
 def _without_origin(rows: tuple[str, pa.Table]) -> pa.Table:
     return rows[1].drop_columns([ORIGIN])
 
 
-def _identity(reject: Reject) -> Reject:
-    return reject
+# Commit as the last step of a pipeline.
+
+
+@dataclass(frozen=True, slots=True)
+class PendingSegment:
+    """A segment that a pipeline writes; `context.segment_root` holds its parts."""
+
+    request: BuildRequest
+    job: Job
+    context: BuildContext
+
+
+def add_commit(
+    listing: Any, outputs: Mapping[str, Any], pending: PendingSegment
+) -> dict[str, beam.PCollection]:
+    """Add the commit to a pipeline.
+
+    Args:
+        listing: PCollection of one tuple, the input as the manifest names it.
+        outputs: of `segment_of_rows`.
+        pending: the segment.
+
+    Returns:
+        `{"segment": PCollection[str], "rejects": PCollection[Reject]}`.
+    """
+    names = tuple(name for name in outputs if name != REJECTED)
+    lists = [
+        pvalue.AsSingleton(outputs[name] | f"all {name} to commit" >> beam.combiners.ToList())
+        for name in names
+    ]
+    stage = beam.ParDo(_Commit(pending, names), *lists)
+    segment = listing | "commit" >> stage.with_output_types(str)
+    return {SEGMENT: segment, REJECTS: outputs[REJECTED] | "each reject" >> EachReject()}
+
+
+class _Commit(beam.DoFn):
+    def __init__(self, pending: PendingSegment, names: tuple[str, ...]) -> None:
+        self.pending, self.names = pending, names
+
+    def process(self, listing: tuple[InputFile, ...], *values: list[Any]) -> Iterator[str]:
+        yield commit_pending(self.pending, listing, dict(zip(self.names, values, strict=True)))
+
+
+def commit_pending(
+    pending: PendingSegment,
+    listing: tuple[InputFile, ...],
+    values: Mapping[str, list[Any]],
+) -> str:
+    """Finish and commit the segment that a pipeline wrote; idempotent.
+
+    Returns:
+        The segment's name.
+
+    Raises:
+        SchemaError: the segment must not enter the dataset.
+    """
+    request, job, features = pending.request, pending.job, pending.context.features
+    incoming = pending.context.segment_root
+    hashes, key = segment_hashes(job, features, listing)
+    reference = check_admissible(request, job, features, key, listing)
+    if reference is None:
+        building = request.dataset / SEGMENTS / f".{key}.{request.attempt}"
+        with (
+            ExitStack() as locks,
+            scratch_directory(building, ".*", lambda: uncommitted_segments(request.dataset, key)),
+        ):
+            if not (building / MANIFEST).exists():
+                _check_parts(incoming)
+                locks.enter_context(locked(incoming))
+                if not (incoming / MANIFEST).exists():
+                    finish_segment_files(request, pending.context, key, hashes, values)
+                incoming.rename(building)  # atomic, and the lock moves with the directory
+            reference = commit_segment(request, new_segment(request, job, features, key, building))
+    shutil.rmtree(incoming, ignore_errors=True)
+    return reference.id
+
+
+def _check_parts(incoming: Path) -> None:
+    """Refuse if a failed attempt moved the parts and another build deleted them."""
+    if not incoming.is_dir():
+        raise SchemaError(
+            "parts of the segment are missing; run the pipeline again",
+            file=str(incoming),
+        )
+
+
+# Rows from a user's pipeline. They have no file and no position: a hash of their values replaces
+# both, so that order and batching of the collection do not change the dataset; rows with equal
+# origins are equal.
+
+CONTENT = "content"
+"""Output of `type_rows` with the hash of each table."""
+
+
+def type_rows(element: pa.Table | pa.RecordBatch, context: BuildContext) -> Iterator[Any]:
+    """Yield (source, table) of the declared types, rejects, and the content hash of a table.
+
+    Args:
+        element: rows of the job's only source.
+        context: with `has_files=False`.
+    """
+    file = context.listing[0]
+    declared = context.data.sources[file.source].declared
+    table = select_columns(element, declared, file.path)
+    if not table.num_rows:
+        return
+    yield pvalue.TaggedOutput(CONTENT, content_hash([table]))
+    split = InputSplit(file.source, file.path, 0)
+    origins = (row_hashes(table) >> np.uint64(1)).astype(np.int64)
+    numbered = table.append_column(ORIGIN, pa.array(origins))
+    schema = context.empty_rows[file.source].schema
+    for rows in typed_chunks(numbered, split, schema, declared):
+        for rejects in rows.all_rejects():
+            none = pa.nulls(rejects.num_rows, pa.int64())
+            field = BUILD_REJECTS_SCHEMA.field("position")
+            yield pvalue.TaggedOutput(REJECTS, rejects.set_column(1, field, none))
+        if rows.table is not None and rows.table.num_rows:
+            yield file.source, rows.table
+
+
+def select_columns(element: pa.Table | pa.RecordBatch, names: Iterable[str], file: str) -> pa.Table:
+    """Return the declared columns of an element.
+
+    Raises:
+        SchemaError: the element is no table, or lacks a column.
+    """
+    if isinstance(element, pa.RecordBatch):
+        element = pa.Table.from_batches([element])
+    if not isinstance(element, pa.Table):
+        raise SchemaError(
+            f"rows must come as pyarrow Tables or RecordBatches, got {type(element).__name__}; "
+            "convert them",
+            file=file,
+        )
+    for name in names:
+        if name not in element.column_names:
+            raise SchemaError(
+                f"rows must have column {name!r}, got none; "
+                f"{suggest_name_or(name, element.column_names, 'add it')}",
+                file=file,
+            )
+    return element.select(list(names))
+
+
+def sum_content(values: Iterable[ContentHash]) -> ContentHash:
+    """Return the hash of all rows together."""
+    return sum(values, ContentHash())
+
+
+def listing_of(content: ContentHash, file: InputFile) -> tuple[InputFile, ...]:
+    """Return the listing of a segment of such rows: their name and the hash of their content."""
+    return (replace(file, sha256=hash_of(str(content))),)

@@ -21,9 +21,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from apache_beam.ml.inference.base import ModelHandler, RunInference
 
-from pipelines.atomic_files import atomic_write
 from pipelines.beam.runner import run_pipeline
-from pipelines.clustering.reader import read_joined_row_group
+from pipelines.scratch import atomic_write
+from pipelines.table.rows import blocks_of_row_group, read_joined_row_group
 from schemas.dataset import (
     Dataset,
     Segment,
@@ -164,7 +164,7 @@ def chosen_samples(segment: Segment, part: int, row_group: int, split: str) -> n
     in_split = np.zeros(len(segment.block_ids), bool)
     for name in SPLITS[split]:
         in_split[segment.positions(name)] = True
-    in_group = (segment.column("file") == part) & (segment.column("row_group") == row_group)
+    in_group = blocks_of_row_group(segment, part, row_group)
     return np.repeat(in_split[in_group], segment.column("num_samples")[in_group])
 
 

@@ -14,24 +14,15 @@ from typing import Any
 import apache_beam as beam
 import pyarrow as pa
 from apache_beam import pvalue
+from apache_beam.coders import Coder
+from apache_beam.coders.typecoders import registry
 from apache_beam.metrics import Metrics
 from apache_beam.utils.shared import Shared
 
-from pipelines.beam.coders import SourceRows
 from pipelines.clustering.part import serialize_result
 from pipelines.clustering.writer import SegmentLayout
 from pipelines.context import BuildContext
-from pipelines.lookup_stages import (
-    Sides,
-    load_sides,
-    look_up_broadcast,
-    look_up_partition,
-    num_lookup_partitions,
-    partition_samples,
-    partition_side,
-    write_side,
-)
-from pipelines.memory import keep_freed_memory
+from pipelines.executor import SourceRows, keep_freed_memory
 from pipelines.shuffle import decode_table, encode_by_target, encode_rows, encode_tables
 from pipelines.sources.rejects import (
     Reject,
@@ -48,12 +39,20 @@ from pipelines.stages import (
     SAMPLES,
     Output,
     SampleStage,
+    Sides,
     good_side_rows,
     keyed_rows,
     layout_of,
+    load_sides,
+    look_up_broadcast,
+    look_up_partition,
+    num_lookup_partitions,
+    partition_samples,
+    partition_side,
     read_rows,
     split_file,
     write_part,
+    write_side,
 )
 from pipelines.transforms.fit import (
     LEARNED,
@@ -72,6 +71,33 @@ REJECTED = "rejected"
 
 _KEYED = tuple[int, tuple[str, bytes]]
 """Type hint of keyed bytes: with it every runner encodes the key as an int, not as a pickle."""
+
+
+class TableCoder(Coder):
+    """Tables as LZ4 Arrow IPC bytes."""
+
+    def encode(self, value: pa.Table) -> bytes:
+        """Return a table as bytes."""
+        return encode_tables(value)
+
+    def decode(self, encoded: bytes) -> pa.Table:
+        """Undo `encode`."""
+        return decode_table(encoded)
+
+    def estimate_size(self, value: pa.Table) -> int:
+        """Return the bytes of a table in memory."""
+        return value.nbytes
+
+    def is_deterministic(self) -> bool:
+        """Return False: equal tables with different chunks have different bytes."""
+        return False
+
+    def to_type_hint(self) -> type[pa.Table]:
+        """Return the encoded type."""
+        return pa.Table
+
+
+registry.register_coder(pa.Table, TableCoder)
 
 
 def _tagged(outputs: Iterable[Output]) -> Iterator[Any]:
@@ -183,19 +209,19 @@ def _small_sides(rows: beam.PCollection, context: BuildContext) -> pvalue.AsDict
 
 
 def _partition_samples(
-    samples: pa.Table, context: BuildContext, index: int, num_parts: int
+    samples: pa.Table, context: BuildContext, index: int, num_partitions: int
 ) -> Iterator[tuple[int, tuple[str, bytes]]]:
-    for part, rows in partition_samples(context, index, num_parts, samples):
+    for partition, rows in partition_samples(context, index, num_partitions, samples):
         for content in encode_rows(rows):
-            yield part, ("samples", content)
+            yield partition, ("samples", content)
 
 
 def _partition_side(
-    rows: tuple[str, pa.Table], context: BuildContext, num_parts: int
+    rows: tuple[str, pa.Table], context: BuildContext, num_partitions: int
 ) -> Iterator[tuple[int, tuple[str, bytes]]]:
-    for part, table in partition_side(context, rows[0], num_parts, rows[1]):
+    for partition, table in partition_side(context, rows[0], num_partitions, rows[1]):
         for content in encode_rows(table):
-            yield part, ("side", content)
+            yield partition, ("side", content)
 
 
 def _look_up_partition(
@@ -231,9 +257,9 @@ def _join_by_key(
                 pa.Table
             )
             continue
-        num_parts = num_lookup_partitions(context, join.side)
-        side_to_keys = beam.FlatMap(_partition_side, context, num_parts)
-        samples_to_keys = beam.FlatMap(_partition_samples, context, index, num_parts)
+        num_partitions = num_lookup_partitions(context, join.side)
+        side_to_keys = beam.FlatMap(_partition_side, context, num_partitions)
+        samples_to_keys = beam.FlatMap(_partition_samples, context, index, num_partitions)
         look_up = beam.FlatMap(_look_up_partition, context, index)
         side = (
             side_rows
@@ -266,7 +292,7 @@ class MergePartials(beam.CombineFn):
 
     def merge_accumulators(self, accumulators: Iterable[list[Partial]]) -> list[Partial]:
         """Merge the aggregates of all accumulators into one."""
-        return merge_partials([part for parts in accumulators for part in parts])
+        return merge_partials([partial for partials in accumulators for partial in partials])
 
     def compact(self, accumulator: list[Partial]) -> list[Partial]:
         """Merge the aggregates before the accumulator is sent."""
@@ -291,7 +317,7 @@ def _write_fitted(
 
 
 @dataclass  # not frozen: Beam assigns to its transforms
-class Learn(beam.PTransform):
+class FitTransforms(beam.PTransform):
     """Partial aggregates by key to files of fitted transforms: one mapping of path to sha256."""
 
     root: Path
@@ -303,9 +329,9 @@ class Learn(beam.PTransform):
         return (
             input_or_inputs
             | "add up" >> beam.CombinePerKey(MergePartials())
-            | "shrink" >> beam.Map(_write_shard, self.root, self.data)
+            | "drop rare values" >> beam.Map(_write_shard, self.root, self.data)
             | "all sums" >> beam.combiners.ToList()
-            | "settle" >> beam.Map(_write_fitted, self.root, self.data, self.base)
+            | "write fitted files" >> beam.Map(_write_fitted, self.root, self.data, self.base)
         )
 
 
@@ -353,10 +379,10 @@ class _SpreadByKey(_Counted):
             if tag != SAMPLES:
                 yield pvalue.TaggedOutput(tag, value)
                 continue
-            part_of_row, good = value
-            for part, content in encode_by_target(good, part_of_row):
+            partition_of_row, good = value
+            for partition, content in encode_by_target(good, partition_of_row):
                 self.counters["out-bytes"].inc(len(content))
-                yield part, (source, content)
+                yield partition, (source, content)
 
 
 class _SqlPerKey(_SampleFn):
@@ -374,7 +400,7 @@ class _SqlPerKey(_SampleFn):
 
 @dataclass  # not frozen: Beam assigns to its transforms
 class MakeSamples(beam.PTransform):
-    """Raw rows to samples by the job's SQL: (part, reference) pairs, and rejects."""
+    """Raw rows to samples by the job's SQL: (partition, element) pairs, and rejects."""
 
     context: BuildContext
 
@@ -457,7 +483,7 @@ class WriteRejects(beam.PTransform):
         return (
             input_or_inputs
             | "spread rejects" >> spreading.with_output_types(tuple[int, bytes])
-            | "by place" >> beam.GroupByKey()
+            | "by range" >> beam.GroupByKey()
             | "write rejects" >> beam.Map(_write_rejects, self.context)
         )
 
@@ -474,22 +500,22 @@ class EachReject(beam.PTransform):
 
 
 def _choose_layout(
-    part: tuple[int, Iterable[Any]], first: int, files: Mapping[str, str], context: BuildContext
+    samples: tuple[int, Iterable[Any]], first: int, files: Mapping[str, str], context: BuildContext
 ) -> Iterator[SegmentLayout]:
-    """Yield the layout by the samples of the first part; the others are not read."""
-    if part[0] == first:
-        yield layout_of(context, part[1], files)
+    """Yield the layout by the samples of the first partition; the others are not read."""
+    if samples[0] == first:
+        yield layout_of(context, samples[1], files)
 
 
 class _BuildPart(_Counted):
     learned: FittedValues | None = None
 
     def process(
-        self, part: tuple[int, Iterable[Any]], layout: SegmentLayout, files: Mapping[str, str]
+        self, samples: tuple[int, Iterable[Any]], layout: SegmentLayout, files: Mapping[str, str]
     ) -> Iterator[Any]:
         if self.learned is None:
             self.learned = load_staged(self.context.segment_root, files, self.context.data)
-        result = write_part(self.context, part[0], part[1], layout, self.learned)
+        result = write_part(self.context, *samples, layout, self.learned)
         self.counters["in-rows"].inc(result.num_samples)
         yield serialize_result(result)
         yield pvalue.TaggedOutput(BLOCKS, encode_tables(result.blocks))
@@ -497,7 +523,7 @@ class _BuildPart(_Counted):
 
 @dataclass  # not frozen: Beam assigns to its transforms
 class BuildParts(beam.PTransform):
-    """Samples by part to written parts: cluster by session, cut into blocks, deduplicate, write.
+    """Samples by partition to parts: cluster by session, cut into blocks, deduplicate, write.
 
     Results of parts for the commit are in `SAMPLES` (`clustering.part.serialize_result`), rows of
     `blocks.parquet` in `BLOCKS` (`shuffle.encode_tables`).
@@ -508,20 +534,22 @@ class BuildParts(beam.PTransform):
     """Files of fitted transforms, one mapping of path to sha256; None without transforms to fit."""
 
     def expand(self, input_or_inputs: beam.PCollection) -> Any:
-        """Group samples by part, determine the layout from the first, write all."""
+        """Group samples by partition, determine the layout from the first, write all."""
         context, element = self.context, self.context.transport.element
         hints = tuple[int, element]  # with them every runner uses the coder of the element
-        samples: Any = input_or_inputs | "by part" >> beam.Map(_identity).with_output_types(hints)
+        samples: Any = input_or_inputs | "by partition" >> beam.Map(_identity).with_output_types(
+            hints
+        )
         files = {} if self.learned is None else pvalue.AsSingleton(self.learned)
         first: Any = (
             samples
-            | "part numbers" >> beam.Keys()
-            | "first part" >> beam.CombineGlobally(min).without_defaults()
+            | "partition numbers" >> beam.Keys()
+            | "first partition" >> beam.CombineGlobally(min).without_defaults()
         )
         parts = samples | "cluster by session" >> beam.GroupByKey()
         number = pvalue.AsSingleton(first, default_value=None)
         layout_stage = beam.FlatMap(_choose_layout, number, files, context)
-        layout: Any = parts | "pin" >> layout_stage.with_output_types(SegmentLayout)
+        layout: Any = parts | "choose layout" >> layout_stage.with_output_types(SegmentLayout)
         layout_input = pvalue.AsSingleton(layout, default_value=None)
         stage = beam.ParDo(_BuildPart(context, "BuildParts"), layout_input, files)
         return parts | "build part" >> stage.with_output_types(bytes).with_outputs(

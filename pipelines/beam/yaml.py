@@ -12,8 +12,7 @@ import pyarrow as pa
 from apache_beam.typehints.row_type import RowTypeConstraint
 from apache_beam.utils.timestamp import Timestamp
 
-from pipelines.beam.build import SEGMENT
-from pipelines.beam.io import BuildDataset, ReadDataset, ReadSource, WriteDataset
+from pipelines.beam.io import SEGMENT, BuildDataset, ReadDataset, ReadSource, WriteDataset
 from pipelines.sources.rejects import Reject
 from pipelines.sources.rows import arrow_type
 from pipelines.stages import REJECTS

@@ -9,7 +9,7 @@ from __future__ import annotations
 import pickle
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import reduce
+from functools import partial, reduce
 from pathlib import Path
 
 import numpy as np
@@ -18,10 +18,15 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from pipelines.atomic_files import partial_path
-from pipelines.clustering.dedup import Star, to_star
-from pipelines.clustering.order import Clustered, slice_clustered, sort_keys, sort_samples
-from pipelines.clustering.writer import PartWriter, SegmentLayout
+from pipelines.clustering.star import (
+    Clustered,
+    Star,
+    slice_clustered,
+    sort_keys,
+    sort_samples,
+    to_star,
+)
+from pipelines.clustering.writer import PartFiles, PartWriter, SegmentLayout
 from pipelines.quality.column_statistics import count_buckets, table_statistics
 from pipelines.quality.segment_statistics import SliceStatistics, sum_by_split
 from pipelines.samples.sql import LIST_INDEX
@@ -119,8 +124,8 @@ def build_part(
         features: declared columns.
         learned: fitted parameters of transforms.
     """
-    writer = PartWriter(root, file_index, layout)
-    lookups = LookupsWriter(root, file_index)
+    files = PartFiles(root)
+    writer = PartWriter(files, file_index, layout)
     results: list[PartResult] = []
     for clustered in cluster_chunks(samples, data):
         star = to_star(clustered, file_index, data, learned)
@@ -133,12 +138,11 @@ def build_part(
                 clustered.num_sessions,
                 blocks,
                 {name: group_totals(star, name) for name in star.groups},
-                lookups.add(star, blocks, data),
+                write_lookups(files, file_index, star, blocks, data),
                 split_statistics(star, clustered, data, features),
             )
         )
-    writer.close()
-    lookups.close()
+    files.close()
     return reduce(_merge_results, results)
 
 
@@ -166,16 +170,13 @@ def num_rows(samples: Tuples) -> int:
 
 def group_totals(star: Star, group: str) -> GroupTotals:
     """Return the sums over one group of a part or chunk."""
-    table = star.groups[group]
-    starts = offsets_of(star.unique_per_block[group])[:-1]
-    block = np.repeat(np.arange(len(starts)), star.samples_per_block)
-    tuples = numpy_of(star.samples[inverse_column(group)]) + starts[block]
+    table, rows = star.groups[group], star.rows_of_samples(group)
     stored = expanded = 0
     for name in table.column_names:
         if is_list(table.schema.field(name).type):
             lengths = np.diff(flat_list(table[name])[1])
             stored += int(lengths.sum())
-            expanded += int(lengths[tuples].sum())
+            expanded += int(lengths[rows].sum())
     return GroupTotals(table.num_rows, expanded, stored)
 
 
@@ -347,71 +348,54 @@ def _label_delays(
     return count_buckets(seconds)
 
 
-class LookupsWriter:
-    """Writes the rows that each block of a part looks up, the input of the oracle."""
+def write_lookups(
+    files: PartFiles, file_index: int, star: Star, blocks: pa.Table, data: DataConfig
+) -> dict[str, tuple[int, int]]:
+    """Write the rows that some blocks look up, the input of the oracle.
 
-    def __init__(self, root: Path, file_index: int) -> None:
-        """Store the directory of the segment being built and the number of the part."""
-        self._root = root
-        self._file_index = file_index
-        self._writers: dict[Path, tuple[Path, pq.ParquetWriter]] = {}
-
-    def add(self, star: Star, blocks: pa.Table, data: DataConfig) -> dict[str, tuple[int, int]]:
-        """Write the next blocks; return (num_lookups, num_lookups_dedup) by table."""
-        is_training = pa.compute.equal(blocks["split"], TRAIN).to_numpy()
-        counts: dict[str, tuple[int, int]] = {}
-        for table, lookups in table_lookups(star, is_training, data):
-            path = self._root / LOOKUPS / table / part_name(self._file_index)
-            rows = lookups_table(lookups.accesses)
-            if path not in self._writers:
-                partial = partial_path(path)
-                writer = pq.ParquetWriter(partial, rows.schema, compression="lz4")
-                self._writers[path] = partial, writer
-            self._writers[path][1].write_table(rows)
-            counts[table] = (lookups.num_lookups, lookups.num_lookups_dedup)
-        return counts
-
-    def close(self) -> None:
-        """Close the files and rename them to their final names."""
-        for path, (partial, writer) in self._writers.items():
-            writer.close()
-            partial.replace(path)
-
-
-@dataclass(frozen=True, slots=True)
-class TableLookups:
-    """Look-ups of one table in the training blocks of one part.
-
-    Attributes:
-        num_lookups: number of look-ups without deduplication.
-        num_lookups_dedup: number of look-ups, once per unique tuple of a block.
-        accesses: for each block its ascending distinct rows; no rows for evaluation blocks.
+    Returns:
+        (num_lookups, num_lookups_dedup) by table.
     """
-
-    num_lookups: int
-    num_lookups_dedup: int
-    accesses: Jagged
+    is_training = pc.equal(blocks["split"], TRAIN).to_numpy()
+    counts: dict[str, tuple[int, int]] = {}
+    for name in data.tables:
+        accesses, counts[name] = table_lookups(star, is_training, data, name)
+        rows = lookups_table(accesses)
+        path = f"{LOOKUPS}/{name}/{part_name(file_index)}"
+        open_file = partial(pq.ParquetWriter, schema=rows.schema, compression="lz4")
+        files.writer(path, open_file).write_table(rows)
+    return counts
 
 
 def table_lookups(
-    star: Star, is_training: NDArray[np.bool_], data: DataConfig
-) -> Iterator[tuple[str, TableLookups]]:
-    """Yield (table, look-ups) for a part or chunk; `is_training` has shape (num_blocks,)."""
-    for name, table in data.tables.items():
-        expanded = dedup = 0
-        rows, blocks = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
-        for feature in table.features:
-            group = data.group_of_column.get(feature, SAMPLES)
-            values, block, repeats = _values(star, feature, group)
-            used = is_training[block]
-            rows.append(rows_of_ids(values[used], name, table))
-            blocks.append(block[used])
-            dedup += int(used.sum())
-            expanded += int(repeats[used].sum())
-        block = np.concatenate(blocks)
-        order = np.argsort(block, kind="stable")  # ascending runs: numpy merges them
-        accesses = unique_per_block(np.concatenate(rows)[order], block[order], len(is_training))
-        yield name, TableLookups(expanded, dedup, accesses)
+    star: Star, is_training: NDArray[np.bool_], data: DataConfig, name: str
+) -> tuple[Jagged, tuple[int, int]]:
+    """Return the look-ups of one table in the training blocks of a part or chunk.
+
+    Args:
+        star: tables of the part or chunk.
+        is_training: (num_blocks,) whether a block is for training.
+        data: the job's data section.
+        name: name of the table.
+
+    Returns:
+        For each block its ascending distinct rows, none for evaluation; and the number of look-ups
+        without deduplication and once per unique tuple of a block.
+    """
+    expanded = dedup = 0
+    rows, blocks = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
+    for feature in data.tables[name].features:
+        group = data.group_of_column.get(feature, SAMPLES)
+        values, block, repeats = _values(star, feature, group)
+        used = is_training[block]
+        rows.append(rows_of_ids(values[used], name, data.tables[name]))
+        blocks.append(block[used])
+        dedup += int(used.sum())
+        expanded += int(repeats[used].sum())
+    block = np.concatenate(blocks)
+    order = np.argsort(block, kind="stable")  # ascending runs: numpy merges them
+    accesses = unique_per_block(np.concatenate(rows)[order], block[order], len(is_training))
+    return accesses, (expanded, dedup)
 
 
 def _values(
@@ -423,10 +407,8 @@ def _values(
     block = np.repeat(np.arange(len(per_block)), per_block)
     repeats = np.ones(table.num_rows, np.int64)
     if group != SAMPLES:
-        starts = offsets_of(per_block)[:-1]
-        sample_block = np.repeat(np.arange(len(per_block)), star.samples_per_block)
-        tuples = numpy_of(star.samples[inverse_column(group)]) + starts[sample_block]
-        repeats = np.bincount(tuples, minlength=table.num_rows).astype(np.int64)
+        rows = star.rows_of_samples(group)
+        repeats = np.bincount(rows, minlength=table.num_rows).astype(np.int64)
     values, offsets = values_of(table[feature])
     lengths = np.diff(offsets)
     return ids_of(values), np.repeat(block, lengths), np.repeat(repeats, lengths)

@@ -8,8 +8,9 @@ does not depend on workers, files or retries.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -17,19 +18,19 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from pipelines.atomic_files import partial_path
-from pipelines.clustering.dedup import (
+from pipelines.clustering.layout import (
+    TRIAL_ROWS,
+    Encodings,
     Layouts,
-    Star,
+    choose_encodings,
     choose_layouts,
     directory_of,
+    open_writer,
     stored_tables,
-    to_star,
 )
-from pipelines.clustering.encodings import TRIAL_ROWS, Encodings, choose_encodings, open_writer
-from pipelines.clustering.order import Clustered, cluster, sort_keys
-from pipelines.partition import hash_session_keys
-from pipelines.samples.tuples import Tuples, compact, join
+from pipelines.clustering.star import Clustered, Star, cluster, sort_keys, to_star
+from pipelines.samples.tuples import Tuples, compact, hash_session_keys, join
+from pipelines.scratch import partial_path
 from schemas.arrays import offsets_of
 from schemas.config.job import DataConfig
 from schemas.fitted import FittedValues
@@ -184,21 +185,42 @@ def plan_row_groups(
     return groups
 
 
-class PartWriter:
-    """Writes the files of one part chunk by chunk; they get their final names when complete."""
+class PartFiles:
+    """The Parquet files of a part, written in chunks; they get their final names at the end."""
 
-    def __init__(self, root: Path, file_index: int, layout: SegmentLayout) -> None:
+    def __init__(self, root: Path) -> None:
+        """Store the directory of the segment being built."""
+        self._root = root
+        self._writers: dict[str, tuple[Path, pq.ParquetWriter]] = {}
+
+    def writer(self, path: str, open_file: Callable[[Path], pq.ParquetWriter]) -> pq.ParquetWriter:
+        """Return the writer of a file; the first call opens it under a temporary name."""
+        if path not in self._writers:
+            temporary = partial_path(self._root / path)
+            self._writers[path] = temporary, open_file(temporary)
+        return self._writers[path][1]
+
+    def close(self) -> None:
+        """Close the files and rename them to their final names."""
+        for path, (temporary, writer) in self._writers.items():
+            writer.close()
+            temporary.replace(self._root / path)
+
+
+class PartWriter:
+    """Writes the samples and groups of one part chunk by chunk."""
+
+    def __init__(self, files: PartFiles, file_index: int, layout: SegmentLayout) -> None:
         """Store the arguments.
 
         Args:
-            root: directory of the segment being built.
+            files: files of the part.
             file_index: number of the part.
             layout: layout of the segment.
         """
-        self._root = root
+        self._files = files
         self._file_index = file_index
         self._layout = layout
-        self._writers: dict[str, tuple[Path, pq.ParquetWriter]] = {}
         self._written: Counter[str] = Counter()
         self._num_row_groups = 0
 
@@ -230,23 +252,14 @@ class PartWriter:
         return blocks
 
     def _write(self, path: str, table: pa.Table, rows_per_group: Sequence[int]) -> None:
-        if path not in self._writers:
-            partial = partial_path(self._root / path)
-            encodings = self._layout.encodings[directory_of(path)]
-            writer = open_writer(str(partial), table.schema, encodings)
-            self._writers[path] = partial, writer
-        start = 0
+        encodings = self._layout.encodings[directory_of(path)]
+        open_file = partial(open_writer, schema=table.schema, encodings=encodings)
+        writer, start = self._files.writer(path, open_file), 0
         for count in rows_per_group:
             rows = table.slice(start, count)
-            self._writers[path][1].write_table(rows, row_group_size=max(1, count))
+            writer.write_table(rows, row_group_size=max(1, count))
             start += count
         self._written[path] += table.num_rows
-
-    def close(self) -> None:
-        """Close the files and rename them to their final names."""
-        for path, (partial, writer) in self._writers.items():
-            writer.close()
-            partial.replace(self._root / path)
 
 
 def _bytes_per_block(star: Star) -> float:

@@ -12,8 +12,8 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from pipelines.atomic_files import atomic_write
-from pipelines.clustering.encodings import choose_encodings, open_writer
+from pipelines.clustering.layout import choose_encodings, open_writer
+from pipelines.scratch import atomic_write
 from schemas.arrays import Jagged, large_list, offsets_of
 from schemas.layout import (
     BLOCK,
@@ -36,7 +36,7 @@ def write_file(root: Path, path: str, table: pa.Table) -> None:
     """Write a table as one row group; the file gets its final name when it is complete."""
     with (
         atomic_write(root / path) as partial,
-        open_writer(str(partial), table.schema, choose_encodings(table)) as writer,
+        open_writer(partial, table.schema, choose_encodings(table)) as writer,
     ):
         writer.write_table(table, row_group_size=max(1, table.num_rows))
 

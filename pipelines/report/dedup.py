@@ -14,8 +14,6 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from pipelines.autogroup.search import expected_factor
-from pipelines.clustering.reader import row_groups, session_lengths
-from pipelines.partition import microseconds
 from pipelines.report.charts import HALF, OTHER, Bar, bar_chart, columns
 from pipelines.report.html import (
     Section,
@@ -30,6 +28,8 @@ from pipelines.report.html import (
     table,
 )
 from pipelines.report.storage import FlatRows, bytes_by_table, write_best
+from pipelines.sources.rows import microseconds
+from pipelines.table.rows import row_groups, session_lengths
 from schemas.arrays import comparable, comparable_tuple, one_chunk, unique_tuples
 from schemas.config.job import SessionConfig
 from schemas.dataset import Dataset, Segment

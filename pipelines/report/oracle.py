@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from pipelines.oracle.policies import PolicyReport, TableReport, policy_reports, table_report
 from pipelines.report.charts import ACCENT, HALF, OTHER, OURS, Line, Point, Scale, curve_chart
 from pipelines.report.html import (
     Section,
@@ -21,6 +20,7 @@ from pipelines.report.html import (
     side_by_side,
     table,
 )
+from pipelines.table.indexes import PolicyReport, TableReport, policy_reports, table_report
 from schemas.accesses import TableAccesses, TableLoad, index_load, indexed_steps
 from schemas.cache_plan import Plan, PlanStep
 from schemas.dataset import Dataset

@@ -6,8 +6,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from string import Template
 
-from pipelines.clustering.reader import row_groups
-from pipelines.oracle.policies import TableReport
 from pipelines.report.dedup import dedup_section, groups_section
 from pipelines.report.html import (
     Section,
@@ -36,6 +34,8 @@ from pipelines.report.runs import (
     training_section,
 )
 from pipelines.report.storage import SHUFFLED, flat_bytes, flat_rows, folder_bytes, storage_section
+from pipelines.table.indexes import TableReport
+from pipelines.table.rows import row_groups
 from schemas.dataset import Dataset, open_dataset
 from schemas.errors import SchemaError
 from schemas.files import replace_bytes

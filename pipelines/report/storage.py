@@ -12,15 +12,15 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from pipelines.clustering.encodings import (
+from pipelines.clustering.layout import (
     COMPRESSION,
     COMPRESSION_LEVEL,
     choose_encodings,
     open_writer,
 )
-from pipelines.clustering.reader import column_names, read_live_row_group, row_groups
 from pipelines.report.charts import ACCENT, OTHER, OURS, Bar, bar_chart
 from pipelines.report.html import Section, compared, figure, paragraph, percent, ratio, size, table
+from pipelines.table.rows import column_names, read_live_row_group, row_groups
 from schemas.dataset import Dataset, Segment, missing_column_defaults
 from schemas.layout import DATA_DIRECTORIES, SEGMENTS, window_columns
 

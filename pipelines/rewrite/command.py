@@ -6,7 +6,6 @@ independent of their order, before it gets its name.
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 from collections import defaultdict
@@ -20,13 +19,11 @@ import pyarrow as pa
 import yaml
 
 from pipelines.build import build
-from pipelines.clustering.encodings import choose_encodings, open_writer
-from pipelines.clustering.order import cluster
-from pipelines.clustering.reader import row_groups
+from pipelines.clustering.layout import choose_encodings, open_writer
+from pipelines.clustering.star import cluster
 from pipelines.clustering.writer import ROW_GROUP_BYTES
-from pipelines.context import BuildContext, BuildRequest
+from pipelines.context import BuildContext, BuildRequest, runner_module
 from pipelines.executor import OutputCollector, read_all
-from pipelines.partition import hash_session_keys, part_of_key
 from pipelines.prepare import choose_shuffle, count_parts
 from pipelines.rewrite.input import (
     FILES,
@@ -37,25 +34,31 @@ from pipelines.rewrite.input import (
     ordering,
     star_type,
 )
-from pipelines.runners import runner_module
 from pipelines.samples.sql import LIST_INDEX
 from pipelines.samples.statements import Steps
-from pipelines.samples.tuples import Tuples, join, split
-from pipelines.shuffle import SHUFFLE
+from pipelines.samples.tuples import Tuples, hash_session_keys, join, split
+from pipelines.scratch import atomic_write, remove_partial, scratch_directory
+from pipelines.shuffle import SHUFFLE, partition_of_key
 from pipelines.sources.listing import folder_of
 from pipelines.sources.rejects import rejects_from_table, sorted_rejects
 from pipelines.sources.rows import ORIGIN, arrow_type
 from pipelines.stages import REJECTS
-from pipelines.table.content_hash import ContentHash, content_hash, hash_of_values, value_hashes
-from pipelines.table.locks import scratch_directory
-from schemas.arrays import numpy_of, offsets_of
+from pipelines.table.rows import (
+    ContentHash,
+    blocks_of_row_group,
+    content_hash,
+    hash_of_values,
+    row_groups,
+    tuples_of_samples,
+    value_hashes,
+)
 from schemas.config.job import DataConfig, SamplesConfig, SessionConfig
 from schemas.dataset import Dataset, Segment, open_dataset
 from schemas.errors import SchemaError, suggest_name
 from schemas.features import FeatureSet
-from schemas.files import sync_directory
+from schemas.files import sync_directory, sync_file
 from schemas.group_files import read_group
-from schemas.layout import inverse_column, part_name, samples_path
+from schemas.layout import part_name, samples_path
 
 KEY, TIME = "_key", "_time"
 """Temporary columns that order the rows."""
@@ -205,13 +208,14 @@ def _write_flat(request: RewriteRequest, rows: Rows, building: Path) -> dict[str
     if context.shuffle_by == "memory":
         values = run_flat(stage)
     else:
-        values = runner_module("flat").run_flat(stage, request.beam_args)
+        values = runner_module("build").run_flat(stage, request.beam_args)
     for reject in rejects_from_table(sorted_rejects(values["rejects"]).slice(0, 1)):
         raise SchemaError(f"{reject}; replace or remove the file")
     parts: list[FlatPart] = values["parts"]
     if not parts:
         raise SchemaError("input must have rows, got none", file=str(rows.folder))
     shutil.rmtree(target / SHUFFLE, ignore_errors=True)
+    remove_partial(target)
     content = sum((p.content for p in parts), ContentHash())
     request.progress("comparing all rows with the input")
     _check_equal(content_hash(decoded(b) for b in rows.batches()), content)
@@ -251,10 +255,10 @@ class FlatStage:
     time: str | None
 
     def send(self, table: pa.Table) -> Iterator[tuple[int, Any]]:
-        """Yield (part, element of `context.transport`) for rows, by the hash of their session."""
+        """Yield (partition, element of `context.transport`) by the hash of the rows' sessions."""
         ordered = with_order(decoded(table), self.session, self.time)
         num_parts = self.context.num_parts
-        target = part_of_key(hash_session_keys(ordered[KEY]), num_parts)
+        target = partition_of_key(hash_session_keys(ordered[KEY]), num_parts)
         yield from self.context.transport.send(split(Tuples(ordered, {}, {}), target, num_parts))
 
     def write(self, part: int, sent: Iterable[Any]) -> FlatPart:
@@ -335,16 +339,13 @@ def encoded(table: pa.Table, schema: pa.Schema) -> pa.Table:
 
 def write_flat_part(path: Path, table: pa.Table) -> None:
     """Write a file in row groups of about 64 MiB, atomically."""
-    partial = path.with_suffix(".partial")
     per_group = max(1, int(ROW_GROUP_BYTES * table.num_rows / max(1, table.nbytes)))
-    with open_writer(
-        str(partial), table.schema, choose_encodings(table.slice(0, per_group))
-    ) as writer:
-        for start in range(0, table.num_rows, per_group):
-            writer.write_table(table.slice(start, per_group), row_group_size=per_group)
-    with partial.open("rb") as file:
-        os.fsync(file.fileno())
-    partial.replace(path)
+    encodings = choose_encodings(table.slice(0, per_group))
+    with atomic_write(path) as partial:
+        with open_writer(partial, table.schema, encodings) as writer:
+            for start in range(0, table.num_rows, per_group):
+                writer.write_table(table.slice(start, per_group), row_group_size=per_group)
+        sync_file(partial)
 
 
 # Layout `star`.
@@ -415,14 +416,11 @@ def _row_group_hashes(
     segment: Segment, file_index: int, row_group: int, data: DataConfig, columns: list[str]
 ) -> dict[str, np.ndarray]:
     samples = segment.file(samples_path(file_index)).read_row_group(row_group)
-    chosen = (segment.column("file") == file_index) & (segment.column("row_group") == row_group)
-    per_block = segment.column("num_samples")[chosen]
-    block = np.repeat(np.arange(len(per_block)), per_block)
+    blocks = blocks_of_row_group(segment, file_index, row_group)
     hashes = {c: value_hashes(samples[c]) for c in columns if c in samples.column_names}
     for group, members in data.groups.items():
         table = read_group(segment.file, group, file_index, row_group)
-        starts = offsets_of(segment.num_unique(group)[chosen])[:-1]
-        tuples = numpy_of(samples[inverse_column(group)]) + starts[block]
+        tuples = tuples_of_samples(segment, group, blocks, samples)
         hashes |= {c: value_hashes(table[c])[tuples] for c in members if c in columns}
     return hashes
 

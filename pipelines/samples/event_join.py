@@ -15,8 +15,6 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from pipelines.atomic_files import atomic_write
-from pipelines.partition import microseconds
 from pipelines.samples.lookups import (
     check_column,
     check_timestamp,
@@ -24,8 +22,9 @@ from pipelines.samples.lookups import (
     key_column,
     microseconds_up,
 )
+from pipelines.scratch import atomic_write
 from pipelines.sources.rejects import Reject, python_rows, rejects_table, sorted_rejects
-from pipelines.sources.rows import ORIGIN, file_and_row
+from pipelines.sources.rows import ORIGIN, file_and_row, microseconds
 from schemas.arrays import comparable, one_chunk, ranges, unique_tuples
 from schemas.config.job import DataConfig
 from schemas.config.sources import EventsConfig

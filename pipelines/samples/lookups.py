@@ -15,8 +15,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from pipelines.partition import hash_session_keys
 from pipelines.samples.sql import tables_in_sql, to_stored_types
+from pipelines.samples.tuples import hash_session_keys
 from pipelines.sources.rows import ORIGIN, file_and_row
 from schemas.arrays import is_text, one_chunk
 from schemas.config.job import DataConfig

@@ -16,11 +16,11 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from pipelines.partition import hash_session_keys, microseconds
 from pipelines.samples.sql import LIST_INDEX, quoted_name
-from pipelines.sources.rows import ORIGIN
+from pipelines.sources.rows import ORIGIN, microseconds
 from schemas.arrays import (
     combine_hashes,
+    comparable,
     comparable_tuple,
     hash_keys,
     hash_tuples,
@@ -35,6 +35,11 @@ from schemas.layout import SAMPLE_WEIGHT
 
 HASH_PREFIX = "_hash_"
 """Prefix of the columns with the hashes of groups, which are used within one build only."""
+
+
+def hash_session_keys(keys: pa.Array | pa.ChunkedArray) -> NDArray[np.uint64]:
+    """Return the hash that partitions session keys; it never changes between releases."""
+    return hash_keys(comparable(keys))
 
 
 @dataclass(frozen=True, slots=True)

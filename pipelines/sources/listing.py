@@ -53,7 +53,7 @@ class Folder:
         Raises:
             SchemaError: it cannot be listed.
         """
-        sizes = dict(self._local_files() if self.is_local else _remote().files(self.root))
+        sizes = dict(self._local_files() if self.is_local else _remote().list_files(self.root))
         return {
             path: sizes[path]
             for path in sorted(sizes)
@@ -90,7 +90,7 @@ class Folder:
         """
         if self.is_local:
             return Path(self.root, path).stat().st_size
-        return _remote().size(self.full_path(path), path)
+        return _remote().file_size(self.full_path(path), path)
 
     def open(self, path: str) -> BinaryIO:
         """Open a file for random reads, without decompression.
@@ -101,7 +101,7 @@ class Folder:
         if self.is_local:
             return Path(self.root, path).open("rb")
         self.size(path)  # some filesystems report a missing file at the first read only
-        return _remote().open_stored(self.full_path(path))
+        return _remote().open_file(self.full_path(path))
 
     def arrow_file(self, path: str) -> pa.NativeFile:
         """Open a file for Arrow's readers, memory-mapped if it is local.
@@ -127,7 +127,7 @@ class Folder:
 
 
 def _remote() -> ModuleType:
-    return importlib.import_module("pipelines.beam.filesystem")  # imports Beam: for URLs only
+    return importlib.import_module("pipelines.beam.runner")  # imports Beam: for URLs only
 
 
 def folder_of(root: str | Path) -> Folder:

@@ -18,7 +18,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from pipelines.atomic_files import atomic_write
+from pipelines.scratch import atomic_write
 from schemas.layout import REJECTS_SCHEMA, rejects_path
 from schemas.manifest import InputFile
 

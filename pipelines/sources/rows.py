@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
 
 import numpy as np
 import pyarrow as pa
@@ -35,6 +36,13 @@ _TYPES = {
     "timestamp_s": pa.timestamp("s"), "timestamp_ms": pa.timestamp("ms"),
     "timestamp_us": pa.timestamp("us"), "timestamp_ns": pa.timestamp("ns"),
 }  # fmt: skip
+
+
+def microseconds(moment: datetime | timedelta) -> int:
+    """Return microseconds, since 1970 (UTC) for a moment."""
+    if isinstance(moment, datetime):
+        moment = moment.replace(tzinfo=UTC) - datetime(1970, 1, 1, tzinfo=UTC)
+    return moment // timedelta(microseconds=1)
 
 
 def arrow_type(text: str) -> pa.DataType:

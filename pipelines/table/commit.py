@@ -1,223 +1,218 @@
-"""Write the manifest of a segment from its parts, and the root manifest of a dataset.
+"""Commit a segment and its indexes, by one replacement of the dataset's root manifest.
 
-A segment is built in a hidden directory beside its final path, and its manifest is written last;
-`publish.py` adds it to the dataset. If the process dies before, the dataset is unchanged.
+The new dataset is staged first: a hidden directory with its own root manifest, whose `segments/`
+entries are links, and in which the indexes are built. Then, under the dataset's lock, segment and
+indexes are renamed to their final paths and the root is replaced. If the root changed meanwhile,
+staging restarts on the new root, so concurrent commits all survive, and no reader sees a segment
+without its index.
+
+The second half of the module is about days: their segments, new versions of a day, and the seal of
+a complete dataset.
 """
 
 from __future__ import annotations
 
+import os
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import date
 from hashlib import sha256
 from pathlib import Path
 
-import pyarrow as pa
-import pyarrow.parquet as pq
+import pyarrow.compute as pc
 
-from pipelines.atomic_files import remove_partial
-from pipelines.clustering.encodings import DICTIONARY, Encodings, open_writer
-from pipelines.clustering.part import LOOKUPS, PartResult
-from pipelines.clustering.writer import merge_blocks
-from pipelines.quality.gate import anomalies_text
-from pipelines.quality.segment_statistics import segment_slices, statistics_text, write_statistics
-from pipelines.shuffle import SHUFFLE
-from pipelines.sources.rejects import RejectCounts, number_reject_files
-from schemas.config.job import DataConfig
-from schemas.dataset import type_name, versioned_path
-from schemas.features import FeatureSet
-from schemas.files import (
-    FileEntry,
-    describe_file,
-    read_files,
-    replace_bytes,
-    sha256_of,
-    sync_file,
-    write_files,
+from pipelines.context import BuildRequest
+from pipelines.scratch import (
+    locked,
+    locked_root,
+    remove_stale,
+    remove_unlocked,
+    scratch_directory,
 )
-from schemas.group_files import group_schema
-from schemas.layout import (
-    ANOMALIES,
-    BLOCK,
-    BLOCKS,
-    DATA_DIRECTORIES,
-    EVALUATION,
-    FILES,
-    JOB,
-    MANIFEST,
-    SCHEMA,
-    TRAIN,
-    inverse_column,
-    samples_path,
-)
+from pipelines.table.indexes import build_index
+from pipelines.table.rows import write_view
+from pipelines.table.segment import directory_reference, set_segment_id
+from schemas.dataset import Dataset, open_dataset, verify_version, versioned_path
+from schemas.deleted_samples import read_tombstones
+from schemas.errors import SchemaError, pluralize
+from schemas.files import replace_bytes
+from schemas.layout import JOB, MANIFEST, SCHEMA, SEGMENTS
 from schemas.manifest import (
+    FORGOTTEN_PREFIX,
     DatasetManifest,
-    GroupCounts,
     InputFile,
     Reference,
     SegmentManifest,
-    TableCounts,
+    position_of,
+    previous_names,
+    read_dataset,
     read_segment,
     write_manifest,
 )
+from schemas.order import Order
+
+MAX_POSITION = 99_999
+"""Segment ids begin with the position in five digits."""
 
 
-def split_ranges(blocks: pa.Table) -> dict[str, tuple[int, int]]:
-    """Return (first position, number of blocks) of each split that has blocks."""
-    names = blocks["split"].to_pylist()
-    counts = {name: names.count(name) for name in (TRAIN, EVALUATION)}
-    return {n: (names.index(n), counts[n]) for n in (TRAIN, EVALUATION) if counts[n]}
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NewSegment:
+    """A complete segment that is to be added to a dataset.
 
-
-def group_counts(results: Sequence[PartResult]) -> dict[str, GroupCounts]:
-    """Return the counts of each group over all parts."""
-    num_samples = sum(r.num_samples for r in results)
-    counts: dict[str, GroupCounts] = {}
-    for group in results[0].groups:
-        totals = [r.groups[group] for r in results]
-        num_unique = sum(t.num_unique for t in totals)
-        counts[group] = GroupCounts(
-            num_unique=num_unique,
-            dedup_factor=round(num_samples / num_unique, 6),
-            num_values=sum(t.num_values for t in totals),
-            num_values_dedup=sum(t.num_values_dedup for t in totals),
-        )
-    return counts
-
-
-def table_counts(
-    results: Sequence[PartResult], num_unique_rows: Mapping[str, int]
-) -> dict[str, TableCounts]:
-    """Return the counts of each table over all parts."""
-    return {
-        table: TableCounts(
-            num_lookups=sum(r.lookups[table][0] for r in results),
-            num_lookups_dedup=sum(r.lookups[table][1] for r in results),
-            num_unique_rows=num_unique_rows[table],
-        )
-        for table in results[0].lookups
-    }
-
-
-def describe_files(root: Path) -> list[FileEntry]:
-    """Return the entry of every file of a directory, except its manifest and indexes of files."""
-    paths = sorted(str(p.relative_to(root)) for p in root.rglob("*") if p.is_file())
-    return [describe_file(root, p) for p in paths if p not in (BLOCKS, FILES, MANIFEST)]
-
-
-def finish_segment(
-    root: Path,
-    segment_id: str,
-    results: Sequence[PartResult],
-    rejects: RejectCounts,
-    num_unique_rows: Mapping[str, int],
-    listing: tuple[InputFile, ...],
-    hashes: tuple[str, str],
-    data: DataConfig,
-    features: FeatureSet,
-    learned: Mapping[str, str],
-) -> SegmentManifest:
-    """Complete a segment whose parts are written; its manifest is written last.
-
-    Args:
-        root: directory of the segment being built.
-        segment_id: final name.
-        results: results of all parts in order, at least one.
-        rejects: counts of rejected rows, written by `write_rejects`.
-        num_unique_rows: distinct rows by table.
-        listing: input files.
-        hashes: sha256 of the job's data section and of the schema.
-        data: the job's data section.
-        features: declared columns.
-        learned: files of fitted parameters in the dataset, path to sha256.
+    Attributes:
+        building: its hidden directory, with its manifest.
+        key: hash of input and job, the suffix of its id.
+        name: name of the job.
+        job: content of the job file.
+        schema: content of the schema file.
+        validate: called with the current dataset, if it exists, and the number of segments before
+            this one; returns the anomalies to store, or raises if the segment is refused.
     """
-    num_samples, num_rows = sum(r.num_samples for r in results), sum(r.num_rows for r in results)
-    for scratch in (LOOKUPS, SHUFFLE):
-        shutil.rmtree(root / scratch, ignore_errors=True)
-    remove_partial(root)
-    blocks = merge_blocks(r.blocks for r in results)
-    encodings = {c: "DELTA_BINARY_PACKED" for c in blocks.column_names} | {"split": DICTIONARY}
-    with open_writer(str(root / BLOCKS), blocks.schema, Encodings(encodings)) as writer:
-        writer.write_table(blocks)
-    sync_file(root / BLOCKS)
-    number_reject_files(root)
-    text = statistics_text(segment_slices([r.slices for r in results], data, features))
-    write_statistics(root, text)
-    (root / ANOMALIES).write_text(anomalies_text(rejects), encoding="utf-8")
-    groups = list(results[0].groups)
-    entries = describe_files(root)
-    write_files(root / FILES, entries)
-    manifest = SegmentManifest(
-        id=segment_id,
-        num_samples=num_samples,
-        num_sessions=sum(r.num_sessions for r in results),
-        num_rejects=rejects.num_rejects,
-        num_source_rows=None if num_rows == num_samples else num_rows,
-        input_bytes=sum(f.num_bytes for f in listing),
-        dataset_bytes=sum_bytes(entries, *DATA_DIRECTORIES),
-        oracle_bytes=sum_bytes(entries, "access/", "edges/"),
-        splits=split_ranges(blocks),
-        groups=group_counts(results),
-        tables=table_counts(results, num_unique_rows),
-        listing=listing,
-        job_sha256=hashes[0],
-        schema_sha256=hashes[1],
-        blocks_sha256=sha256_of(root / BLOCKS),
-        files_sha256=sha256_of(root / FILES),
-        columns=stored_columns(root, results[0].file_index, groups),
-        learned=learned,
+
+    building: Path
+    key: str
+    name: str
+    job: bytes
+    schema: bytes
+    validate: Callable[[Dataset | None, int], str]
+
+
+def read_root(dataset: Path) -> DatasetManifest | None:
+    """Return the root manifest, or None if there is no dataset."""
+    return read_dataset(dataset) if (dataset / MANIFEST).exists() else None
+
+
+def find_segment(root: DatasetManifest | None, key: str) -> Reference | None:
+    """Return the segment of the same input and job, if the dataset has it.
+
+    Raises:
+        SchemaError: the segment was compacted, and the compacted one is no longer in the dataset.
+    """
+    if root is None:
+        return None
+    segment = next((s for s in root.segments if s.id.partition("-")[2] == key), None)
+    return segment or compacted_segment(root, key)
+
+
+def commit_segment(request: BuildRequest, new: NewSegment) -> Reference:
+    """Add a complete segment to the dataset, with all indexes.
+
+    Returns:
+        The segment; the existing one if another process committed this key.
+
+    Raises:
+        SchemaError: its position is taken, or `new.validate` refuses it.
+    """
+    while True:
+        root = read_root(request.dataset)
+        existing = find_segment(root, new.key)
+        if existing is not None:
+            return existing
+        replaced = replaced_version(root, request, new.building)
+        kept = tuple(s for s in (root.segments if root else ()) if s != replaced)
+        position = free_position(kept, request.position, request.dataset)
+        dataset = open_dataset(request.dataset) if root else None
+        num_before = sum(position_of(s.id) < position for s in kept)
+        anomalies = new.validate(dataset, num_before)
+        segment_id = f"{position:05d}-{new.key}"
+        set_segment_id(new.building, segment_id, anomalies, request.day)
+        reference = replace(directory_reference(new.building), id=segment_id)
+        segments = (*kept[:num_before], reference, *kept[num_before:])
+        lineage = updated_lineage(root.lineage if root else {}, request.day, segment_id, replaced)
+        scratch = request.dataset / f".index.{request.attempt}"
+        with scratch_directory(scratch, ".index.*"):
+            stage = scratch / "dataset"  # `build_index` locks the parent of its dataset
+            stage_dataset(stage, request.dataset, new, segments)
+            indexes = build_indexes(stage, dataset, request.beam_args)
+            if try_commit(request.dataset, new, stage, root, segments, indexes, lineage):
+                return reference
+
+
+def replaced_version(
+    root: DatasetManifest | None, request: BuildRequest, building: Path
+) -> Reference | None:
+    """Return the version of the day that the segment replaces, if there is one.
+
+    Raises:
+        SchemaError: it must not be replaced.
+    """
+    version = request.day and segment_of_day(request.dataset, root, request.day)
+    if root is None or not version:
+        return None
+    reference, manifest = version
+    if not request.replaces:
+        raise day_exists_error(request.dataset, manifest)
+    check_replaceable(request.dataset, root, manifest, read_segment(building).listing)
+    return reference
+
+
+def free_position(segments: Iterable[Reference], position: int | None, dataset: Path) -> int:
+    """Return the requested position, or the next one if None.
+
+    Raises:
+        SchemaError: the position is taken, or outside [0, 99999].
+    """
+    taken = {position_of(s.id): s.id for s in segments}
+    if position is None:
+        position = max(taken, default=-1) + 1
+    if position in taken:
+        raise SchemaError(
+            f"position is taken: {position}, by {taken[position]}; choose another, or leave "
+            "--position out to append",
+            file=str(dataset),
+        )
+    if not 0 <= position <= MAX_POSITION:
+        raise SchemaError(
+            f"position must be in [0, {MAX_POSITION}], got {position}; choose another",
+            file=str(dataset),
+        )
+    return position
+
+
+def stage_dataset(
+    stage: Path, dataset: Path, new: NewSegment, segments: Sequence[Reference]
+) -> None:
+    """Write the future dataset, with links to its segments."""
+    (stage / SEGMENTS).mkdir(parents=True)
+    for segment in segments:
+        name = new.building.name if segment.id.endswith(new.key) else segment.id
+        link(stage / SEGMENTS / segment.id, dataset / SEGMENTS / name)
+    write_root(stage, new.name, new.job, new.schema, segments, ())
+
+
+def link(path: Path, target: Path) -> None:
+    """Create a relative symbolic link, which remains valid if the dataset is moved."""
+    path.symlink_to(os.path.relpath(target, path.parent), target_is_directory=True)
+
+
+def build_indexes(stage: Path, previous: Dataset | None, beam_args: list[str]) -> list[Reference]:
+    """Build the default index of a staged dataset, and those that the previous dataset has."""
+    dataset = open_dataset(stage)
+    orders = dict.fromkeys([default_order(dataset), *indexed_orders(dataset, previous)])
+    building = stage / ".index.building"
+    return [build_index(dataset, order, building, beam_args) for order in orders]
+
+
+def default_order(dataset: Dataset) -> Order:
+    """Return the order of the job's `data.oracle`."""
+    oracle = dataset.job.data.oracle
+    return dataset.order(
+        oracle.batch_samples, oracle.epochs, oracle.order.shuffle, oracle.order.seed
     )
-    write_manifest(root, manifest)
-    return manifest
 
 
-def stored_columns(root: Path, file_index: int, groups: Iterable[str]) -> dict[str, str]:
-    """Return the types of all columns of the samples as one part stores them."""
-
-    def schema_of(path: str) -> pa.Schema:
-        return pq.read_schema(root / path)
-
-    hidden = {BLOCK, *map(inverse_column, groups)}
-    fields = [f for f in schema_of(samples_path(file_index)) if f.name not in hidden]
-    fields += [f for g in groups for f in group_schema(schema_of, g, file_index)]
-    return {f.name: type_name(f.type) for f in fields}
+def indexed_orders(dataset: Dataset, previous: Dataset | None) -> Iterator[Order]:
+    """Yield the orders of the indexes over all segments of the previous dataset."""
+    ids = tuple(s.manifest.id for s in previous.segments) if previous else ()
+    for index in previous.indexes if previous else ():
+        m = index.manifest
+        if m.segments == ids:
+            yield dataset.order(m.batch_samples, m.epochs, m.shuffle, m.seed)
 
 
-def sum_bytes(entries: Sequence[FileEntry], *prefixes: str) -> int:
-    """Return the bytes of all files whose paths have one of the prefixes."""
-    return sum(e.num_bytes for e in entries if e.path.startswith(prefixes))
-
-
-def set_segment_id(
-    root: Path, segment_id: str, anomalies: str, day: str | None = None
-) -> SegmentManifest:
-    """Set the id, the anomalies and the day of a complete segment that is not published.
-
-    Args:
-        root: directory of the segment.
-        segment_id: new id.
-        anomalies: text of `anomalies.pbtxt`.
-        day: label of the segment, if any.
-    """
-    manifest = read_segment(root)
-    is_same = (manifest.id, manifest.day) == (segment_id, day)
-    if is_same and (root / ANOMALIES).read_text(encoding="utf-8") == anomalies:
-        return manifest
-    (root / ANOMALIES).write_text(anomalies, encoding="utf-8")
-    entries = read_files(root / FILES)
-    entries[ANOMALIES] = describe_file(root, ANOMALIES)
-    write_files(root / FILES, [entries[path] for path in sorted(entries)])
-    manifest = replace(manifest, id=segment_id, day=day, files_sha256=sha256_of(root / FILES))
-    write_manifest(root, manifest)
-    return manifest
-
-
-def directory_reference(directory: Path) -> Reference:
-    """Return the reference of a committed segment or index."""
-    return Reference(id=directory.name, manifest_sha256=sha256_of(directory / MANIFEST))
-
-
-def commit_root(
+def write_root(
     dataset: Path,
     name: str,
     job: bytes,
@@ -253,3 +248,262 @@ def commit_root(
     for path, data in changed.items():
         replace_bytes(path, data)
     return manifest
+
+
+def try_commit(
+    dataset: Path,
+    new: NewSegment,
+    stage: Path,
+    root: DatasetManifest | None,
+    segments: tuple[Reference, ...],
+    indexes: list[Reference],
+    lineage: Mapping[str, str],
+) -> bool:
+    """Rename the segment and the indexes and replace the root; return False if it has changed."""
+    with locked(dataset):
+        if read_root(dataset) != root:
+            return False
+        for segment in segments:
+            final = dataset / SEGMENTS / segment.id
+            if segment.id.endswith(new.key):
+                shutil.rmtree(final, ignore_errors=True)  # of a killed attempt: not in the root
+                new.building.rename(final)
+        for index in indexes:
+            final = dataset / index.id
+            if not (final / MANIFEST).exists():
+                shutil.rmtree(final, ignore_errors=True)
+                (stage / index.id).rename(final)
+        write_root(
+            dataset,
+            new.name,
+            new.job,
+            new.schema,
+            segments,
+            indexes,
+            lineage=lineage,
+            tombstones_sha256=root.tombstones_sha256 if root else None,
+        )
+        write_view(dataset)
+        remove_indexes(dataset, keep={i.id for i in (*indexes, *(root.indexes if root else ()))})
+    return True
+
+
+def remove_indexes(dataset: Path, keep: set[str]) -> None:
+    """Remove indexes that are neither in `keep` nor locked by a trainer.
+
+    `keep` has the indexes of this root and the previous one, which readers may just have opened.
+    """
+    for directory in dataset.glob("index-*"):
+        if directory.name not in keep:
+            remove_unlocked(directory)
+
+
+def finish_interrupted_commit(dataset: Path) -> None:
+    """Complete the commit of a process that died after it replaced the root."""
+    with locked_root(dataset) as root:
+        remove_stale(dataset, ".index.*")
+        for name, sha256 in ((JOB, root.job_sha256), (SCHEMA, root.schema_sha256)):
+            version = verify_version(dataset / name, sha256)
+            if version.name != name:
+                replace_bytes(dataset / name, version.read_bytes())
+        write_view(dataset)
+    with locked(dataset / SEGMENTS):
+        remove_stale(dataset / SEGMENTS, ".*")
+
+
+POLL_SEC = 0.2
+"""Polling interval."""
+
+
+def wait_for_predecessors(dataset: Path, position: int, progress: Callable[[str], None]) -> float:
+    """Wait until every smaller position has a segment; return the seconds waited."""
+    started = time.perf_counter()
+    missing = first_missing(read_root(dataset), position)
+    if missing is None:
+        return 0.0
+    progress(f"segment built; waiting for the segment at position {missing}")
+    while first_missing(read_root(dataset), position) is not None:
+        time.sleep(POLL_SEC)
+    return time.perf_counter() - started
+
+
+def first_missing(root: DatasetManifest | None, position: int) -> int | None:
+    """Return the first smaller position without a segment, if there is one."""
+    taken = {position_of(s.id) for s in (root.segments if root else ())}
+    return next((p for p in range(position) if p not in taken), None)
+
+
+# Days. The position of a day is the number of days since 1970, so a late day finds its position
+# free, and days that are built concurrently or out of order have the same order.
+
+
+def seal(dataset: Path, *, sealed: bool = True) -> DatasetManifest:
+    """Set or clear the mark in the root manifest that no segment follows.
+
+    Returns:
+        The root manifest.
+
+    Raises:
+        SchemaError: there is no dataset.
+    """
+    with locked_root(dataset) as root:
+        if root.finished != sealed:
+            root = replace(root, finished=sealed)
+            write_manifest(dataset, root)
+    return root
+
+
+def refuse_sealed(root: DatasetManifest, dataset: Path) -> None:
+    """Raise SchemaError if the dataset is sealed: a run that follows it may have ended."""
+    if root.finished:
+        raise SchemaError(
+            f"dataset is sealed after {pluralize(len(root.segments), 'segment')}; run "
+            f"python -m pipelines unseal {dataset}, or build a new dataset",
+            file=str(dataset / MANIFEST),
+        )
+
+
+_EPOCH = date(1970, 1, 1)
+_DAY, _REPLACED = "day:", "replaced:"
+
+
+def position_of_day(day: date) -> int:
+    """Return the position of a day.
+
+    Example:
+        >>> position_of_day(date(2026, 4, 9))
+        20552
+    """
+    return (day - _EPOCH).days
+
+
+def segment_of_day(
+    dataset: Path, root: DatasetManifest | None, day: str
+) -> tuple[Reference, SegmentManifest] | None:
+    """Return the segment of a day, if there is one.
+
+    Raises:
+        SchemaError: a segment of another day, or of none, has its position.
+    """
+    position = position_of_day(date.fromisoformat(day))
+    for reference in root.segments if root else ():
+        if position_of(reference.id) == position:
+            manifest = read_segment(dataset / SEGMENTS / reference.id, reference)
+            check_label(dataset, manifest, day)
+            return reference, manifest
+    return None
+
+
+def check_label(dataset: Path, segment: SegmentManifest, day: str | None) -> None:
+    """Raise SchemaError if an existing segment has another day, or none."""
+    if segment.day != day:
+        raise SchemaError(
+            f"segment {segment.id} already exists for day {segment.day}, not {day}; give each day "
+            "its own files",
+            file=str(dataset / MANIFEST),
+        )
+
+
+def refuse_without_day(dataset: Path, root: DatasetManifest) -> None:
+    """Raise SchemaError for a segment without a day if the last segment of the dataset has one."""
+    if not root.segments:
+        return
+    last = read_segment(dataset / SEGMENTS / root.segments[-1].id, root.segments[-1])
+    if last.day is not None:
+        raise SchemaError(
+            f"segment has no day, but the dataset has days, the last is {last.day}; use --day",
+            file=str(dataset / MANIFEST),
+        )
+
+
+def same_files(one: tuple[InputFile, ...], other: tuple[InputFile, ...]) -> bool:
+    """Return whether two listings have the same contents, whatever the names of the files."""
+    return sorted(f.sha256 for f in one) == sorted(f.sha256 for f in other)
+
+
+def day_exists_error(dataset: Path, segment: SegmentManifest) -> SchemaError:
+    """Return the error for a second version of a day without `--replace`."""
+    return SchemaError(
+        f"day already exists: {segment.day}, in segment {segment.id} from other files; use "
+        "--replace to replace it by a new version",
+        file=str(dataset / MANIFEST),
+    )
+
+
+def updated_lineage(
+    lineage: Mapping[str, str], day: str | None, segment_id: str, replaced: Reference | None
+) -> dict[str, str]:
+    """Return the lineage after a segment is added, or replaces another version."""
+    updated = dict(lineage)
+    if day is not None:
+        updated[f"{_DAY}{day}"] = segment_id
+    if replaced is not None:
+        updated.pop(f"{_REPLACED}{segment_id}", None)  # an earlier version again
+        updated[f"{_REPLACED}{replaced.id}"] = segment_id
+    return updated
+
+
+def replaced_versions(root: DatasetManifest, segment_id: str) -> list[str]:
+    """Return the sorted ids of the versions that a segment has replaced."""
+    return sorted(
+        name.removeprefix(_REPLACED)
+        for name, by in root.lineage.items()
+        if name.startswith(_REPLACED) and by == segment_id
+    )
+
+
+def compacted_segment(root: DatasetManifest, key: str) -> Reference | None:
+    """Return the segment that replaced a segment when deleted samples were removed from it.
+
+    Args:
+        root: root manifest of the dataset.
+        key: hash of the input and the job of the original segment.
+
+    Raises:
+        SchemaError: the segment that replaced it is not in the dataset.
+    """
+    for name, segment_id in root.lineage.items():
+        if not (name.startswith(FORGOTTEN_PREFIX) and name.endswith(f"-{key}")):
+            continue
+        for reference in root.segments:
+            if reference.id == segment_id:
+                return reference
+        raise _erased_input_error(name.removeprefix(FORGOTTEN_PREFIX))
+    return None
+
+
+def check_replaceable(
+    dataset: Path,
+    root: DatasetManifest,
+    segment: SegmentManifest,
+    listing: tuple[InputFile, ...],
+) -> None:
+    """Refuse a new version of a day that could restore deleted samples.
+
+    Args:
+        dataset: directory of the dataset.
+        root: its root manifest.
+        segment: the present version.
+        listing: input of the new version.
+
+    Raises:
+        SchemaError: the present version has tombstones, or samples were removed from it and the new
+            version has the same files.
+    """
+    tombstones = read_tombstones(dataset, root.tombstones_sha256)
+    if pc.any(pc.equal(tombstones["segment"], segment.id)).as_py():
+        raise SchemaError(
+            f"segment with tombstones cannot be replaced: {segment.id}; run python -m pipelines "
+            f"erase {dataset} --rewrite, and remove the ids from the new files",
+            file=str(dataset / MANIFEST),
+        )
+    if previous_names(root.lineage, segment.id) and same_files(segment.listing, listing):
+        raise _erased_input_error(segment.id, dataset / MANIFEST)
+
+
+def _erased_input_error(segment_id: str, file: Path | None = None) -> SchemaError:
+    return SchemaError(
+        f"input has the files of segment {segment_id}, from which ids were erased; remove these "
+        "ids from the files",
+        file=str(file) if file else None,
+    )

@@ -9,7 +9,6 @@ run removes the old files.
 
 from __future__ import annotations
 
-import fcntl
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,13 +25,13 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from pipelines.clustering.part import deserialize_results
-from pipelines.clustering.reader import read_sample_column, row_groups
 from pipelines.clustering.writer import choose_segment_layout
+from pipelines.context import runner_module
 from pipelines.quality.gate import parse_schema, pass_gate
-from pipelines.runners import runner_module
 from pipelines.samples.event_join import write_late
 from pipelines.samples.sql import LIST_INDEX
 from pipelines.samples.tuples import Tuples, compact, distinct, hash_column
+from pipelines.scratch import locked_root, scratch_directory
 from pipelines.sources.rejects import (
     Reject,
     RejectCounts,
@@ -42,7 +41,7 @@ from pipelines.sources.rejects import (
     write_rejects,
 )
 from pipelines.sources.rows import ORIGIN
-from pipelines.table.commit import commit_root, finish_segment, set_segment_id
+from pipelines.table.commit import build_indexes, link, write_root
 from pipelines.table.delete import (
     drop_rejects,
     expired_segments,
@@ -53,12 +52,16 @@ from pipelines.table.delete import (
     remove_tombstones,
     write_tombstones,
 )
-from pipelines.table.indexes import build_index
-from pipelines.table.locks import locked, remove_stale, scratch_directory
-from pipelines.table.publish import default_order, indexed_orders, link
-from pipelines.table.vacuum import remove_unused, unnamed_directories
-from pipelines.table.view import write_view
-from schemas.arrays import comparable_tuple, hash_keys, is_list, numpy_of, offsets_of, one_chunk
+from pipelines.table.rows import (
+    blocks_of_row_group,
+    read_sample_column,
+    row_groups,
+    tuples_of_samples,
+    write_view,
+)
+from pipelines.table.segment import finish_segment, set_segment_id
+from pipelines.table.vacuum import check_unused, remove_unnamed
+from schemas.arrays import comparable_tuple, hash_keys, is_list, one_chunk
 from schemas.config.job import DataConfig, Job
 from schemas.dataset import Dataset, Segment, open_dataset, verify_version
 from schemas.deleted_samples import merge_tombstones, read_tombstones
@@ -83,7 +86,6 @@ from schemas.manifest import (
     Reference,
     SegmentManifest,
     hash_of,
-    read_dataset,
     read_segment,
     write_manifest,
 )
@@ -211,45 +213,21 @@ def _has_text_in_rejects(segment: Segment, texts: frozenset[str]) -> bool:
     return False
 
 
-def check_unused(dataset: Dataset) -> None:
-    """Raise SchemaError if a run uses the dataset.
-
-    A run locks its segments and index, including versions that were replaced. Without locks on the
-    filesystem the dataset counts as used.
-    """
-    named = [part.directory for part in (*dataset.indexes, *dataset.segments)]
-    segments, indexes = unnamed_directories(dataset.directory)
-    for directory in (*named, *segments, *indexes):
-        try:
-            with locked(directory, fcntl.LOCK_EX | fcntl.LOCK_NB):
-                pass
-        except BlockingIOError as error:
-            raise _in_use_error(dataset.directory, directory) from error
-
-
-def _in_use_error(dataset: Path, directory: Path) -> SchemaError:
-    return SchemaError(
-        f"dataset is in use: a run has locked {directory.name}; stop the run, or try again when it "
-        "has ended",
-        file=str(dataset),
-    )
-
-
 def _rewrite(
     dataset: Dataset, due: list[Segment], expired: frozenset[str], request: CompactionRequest
 ) -> dict[str, str | None] | None:
     """Rewrite segments and replace the root; return None if the root has changed."""
     scratch = request.dataset / SEGMENTS / f".forget.{request.attempt}"
     with scratch_directory(scratch, SCRATCH_PATTERN):
-        versions = blank_vocabularies(dataset) if due else VocabularyVersions({}, {}, {})
-        rewritten = _write_segments(dataset, due, expired, versions, scratch, request)
+        blanked = blank_vocabularies(dataset) if due else {}
+        rewritten = _write_segments(dataset, due, expired, blanked, scratch, request)
         references = [r for r in rewritten.values() if r is not None]
         if not references:
             raise SchemaError(
                 "all samples of the dataset are deleted; remove the dataset itself",
                 file=str(request.dataset),
             )
-        write_versions(request.dataset, versions)
+        write_vocabularies(request.dataset, blanked)
         indexes = _build_indexes(dataset, references, scratch, request)
         renamed = {
             old: None if new is None else new.id
@@ -265,7 +243,7 @@ def _write_segments(
     dataset: Dataset,
     due: list[Segment],
     expired: frozenset[str],
-    versions: VocabularyVersions,
+    blanked: BlankedVocabularies,
     scratch: Path,
     request: CompactionRequest,
 ) -> dict[str, Reference | None]:
@@ -278,13 +256,13 @@ def _write_segments(
     previous: Path | None = None
     for segment, reference in zip(dataset.segments, dataset.manifest.segments, strict=True):
         manifest, building = segment.manifest, scratch / segment.manifest.id
-        learned = versions.renamed(manifest.learned)
+        learned = with_blanked_files(manifest.learned, blanked)
         if manifest.id in due_ids:
             request.progress(f"segment {manifest.id}: rewriting")
             deleted = requested | deleted_texts(dataset, segment)
             texts = None if manifest.id in expired else deleted
-            compaction = SegmentCompaction(segment, building, texts, learned, request.beam_args)
-            if not compact_segment(dataset, compaction):
+            args = request.beam_args
+            if not compact_segment(dataset, segment, building, texts, learned, args):
                 rewritten[manifest.id] = None
                 continue
         elif manifest.id in expired or learned != dict(manifest.learned):
@@ -335,11 +313,8 @@ def _build_indexes(
         old = dataset.directory / SEGMENTS / reference.id
         link(stage / SEGMENTS / reference.id, new if new.exists() else old)
     job = verify_version(dataset.directory / JOB, dataset.manifest.job_sha256).read_bytes()
-    commit_root(stage, dataset.manifest.name, job, _schema_bytes(dataset), references, ())
-    staged = open_dataset(stage)
-    orders = dict.fromkeys([default_order(staged), *indexed_orders(staged, dataset)])
-    building = stage / ".index.building"
-    return [build_index(staged, order, building, request.beam_args) for order in orders]
+    write_root(stage, dataset.manifest.name, job, _schema_bytes(dataset), references, ())
+    return build_indexes(stage, dataset, request.beam_args)
 
 
 def _commit(
@@ -352,8 +327,8 @@ def _commit(
 ) -> bool:
     """Rename all directories and replace the root; return False if the root has changed."""
     root = dataset.directory
-    with locked(root):
-        if read_dataset(root) != dataset.manifest:
+    with locked_root(root) as manifest:
+        if manifest != dataset.manifest:
             return False
         check_unused(dataset)  # a run may have started in the meantime
         for final, source in [
@@ -364,14 +339,14 @@ def _commit(
                 shutil.rmtree(final, ignore_errors=True)  # of a killed attempt
                 source.rename(final)
         sha256 = write_tombstones(root, _remaining_tombstones(dataset, due, renamed))
-        manifest = replace(
-            dataset.manifest,
+        committed = replace(
+            manifest,
             segments=tuple(references),
             indexes=tuple(indexes),
             lineage=_updated_lineage(dataset, renamed),
             tombstones_sha256=sha256,
         )
-        write_manifest(root, manifest)
+        write_manifest(root, committed)
         write_view(root)
         remove_tombstones(root, {sha256})
     return True
@@ -402,65 +377,31 @@ def _updated_lineage(dataset: Dataset, renamed: Mapping[str, str | None]) -> dic
     }
 
 
-def remove_unnamed(directory: Path) -> int:
-    """Remove segments, indexes, vocabularies and scratch directories that no manifest names.
-
-    Scratch directories of running builds are locked and stay.
-
-    Returns:
-        The number of removed directories.
-
-    Raises:
-        SchemaError: a run has locked a directory in the meantime; all others are removed.
-    """
-    with locked(directory):  # a commit holds this lock from renaming a segment to naming it
-        dataset = open_dataset(directory)
-        segments, indexes = unnamed_directories(directory)
-        unnamed = [*segments, *indexes]
-        in_use = [path for path in unnamed if remove_unused(path) is None]
-        refused = sorted(path for path in directory.glob(".refused-*") if path.is_dir())
-        for path in refused:
-            shutil.rmtree(path)
-        remove_versions(dataset)
-        remove_tombstones(directory, {dataset.manifest.tombstones_sha256})
-        remove_stale(directory, ".index.*")
-    with locked(directory / SEGMENTS):
-        remove_stale(directory / SEGMENTS, ".*")
-    if in_use:
-        raise _in_use_error(directory, in_use[0])
-    return len(unnamed) + len(refused)
-
-
 # One segment
 
 
-@dataclass(frozen=True, slots=True)
-class SegmentCompaction:
-    """A segment to rewrite.
+def compact_segment(
+    dataset: Dataset,
+    segment: Segment,
+    building: Path,
+    texts: frozenset[str] | None,
+    learned: Mapping[str, str],
+    beam_args: list[str],
+) -> bool:
+    """Write a segment without its deleted samples, except its final id and anomalies.
 
-    Attributes:
-        segment: an open segment.
+    Args:
+        dataset: an open dataset.
+        segment: the segment to rewrite.
         building: directory to write to.
         texts: ids as texts; lines of `rejects/` and `late/` that contain one are removed; None
             removes all lines.
         learned: files of fitted parameters, path to sha256.
         beam_args: Beam options.
-    """
-
-    segment: Segment
-    building: Path
-    texts: frozenset[str] | None
-    learned: Mapping[str, str]
-    beam_args: list[str]
-
-
-def compact_segment(dataset: Dataset, compaction: SegmentCompaction) -> bool:
-    """Write a segment without its deleted samples, except its final id and anomalies.
 
     Returns:
         Whether a sample is left; otherwise nothing is written.
     """
-    segment, building = compaction.segment, compaction.building
     data = stored_data(dataset.job, segment)
     parts = remaining_parts(segment, data)
     if not parts:
@@ -468,10 +409,10 @@ def compact_segment(dataset: Dataset, compaction: SegmentCompaction) -> bool:
     building.mkdir(parents=True)
     features = stored_features(dataset.features, segment)
     layout = choose_segment_layout(parts[0], data, num_parts=len(parts))
-    rewrite_parts = runner_module("compact").rewrite_parts
-    results = rewrite_parts(building, parts, layout, features, data.tables, compaction.beam_args)
-    rejects = _copy_rejects(segment, building, compaction.texts)
-    _copy_late_events(compaction)
+    rewrite_parts = runner_module("build").rewrite_parts
+    results = rewrite_parts(building, parts, layout, features, data.tables, beam_args)
+    rejects = _copy_rejects(segment, building, texts)
+    _copy_late_events(segment, building, texts)
     m = segment.manifest
     finish_segment(
         building,
@@ -483,7 +424,7 @@ def compact_segment(dataset: Dataset, compaction: SegmentCompaction) -> bool:
         (m.job_sha256, m.schema_sha256),
         data,
         features,
-        compaction.learned,
+        learned,
     )
     keep_times(segment, building)
     return True
@@ -503,14 +444,13 @@ def _remaining_lines(segment: Segment, path: str, texts: frozenset[str] | None) 
     return [r for r in rows if not any(t in r.value or t in r.reason for t in texts)]
 
 
-def _copy_late_events(compaction: SegmentCompaction) -> None:
-    segment, building = compaction.segment, compaction.building
+def _copy_late_events(segment: Segment, building: Path, texts: frozenset[str] | None) -> None:
     if EVENTS in segment.files:
         pq.write_table(segment.file(EVENTS).read(), building / EVENTS)
     for path in segment.files:
         number = path.removeprefix("late/").removesuffix(".parquet")
         if path.startswith("late/") and path == late_path(int(number)):
-            write_late(building, int(number), _remaining_lines(segment, path, compaction.texts))
+            write_late(building, int(number), _remaining_lines(segment, path, texts))
 
 
 def link_segment(segment: Segment, building: Path) -> None:
@@ -591,26 +531,23 @@ class StoredPart:
 
     def _remaining_rows(self, row_group: int) -> NDArray[np.int64]:
         samples = self.segment.column("num_samples")
-        count = int(samples[self._blocks_of(row_group)].sum())
+        blocks = blocks_of_row_group(self.segment, self.file_index, row_group)
+        count = int(samples[blocks].sum())
         deleted = self.segment.deleted_rows(self.file_index, row_group)
         return np.setdiff1d(np.arange(count), deleted)
 
-    def _blocks_of(self, row_group: int) -> NDArray[np.bool_]:
-        in_file = self.segment.column("file") == self.file_index
-        return in_file & (self.segment.column("row_group") == row_group)
-
     def _tuples(self, row_group: int) -> Tuples:
-        segment, chosen = self.segment, self._blocks_of(row_group)
+        segment, blocks = (
+            self.segment,
+            blocks_of_row_group(self.segment, self.file_index, row_group),
+        )
         samples = segment.file(samples_path(self.file_index)).read_row_group(row_group)
-        per_block = segment.column("num_samples")[chosen]
-        block = np.repeat(np.arange(len(per_block)), per_block)
         references: dict[str, NDArray[np.int64]] = {}
         uniques: dict[str, pa.Table] = {}
         hidden = [BLOCK]
         for group, members in self.data.groups.items():
             table = read_group(segment.file, group, self.file_index, row_group).select(members)
-            starts = offsets_of(segment.num_unique(group)[chosen])[:-1]
-            rows = numpy_of(samples[inverse_column(group)]) + starts[block]
+            rows = tuples_of_samples(segment, group, blocks, samples)
             hashes = pa.array(hash_keys(comparable_tuple(table, table.column_names)))
             codes, uniques[group] = distinct(table.add_column(0, hash_column(group), hashes))
             references[group] = codes[rows]
@@ -631,31 +568,22 @@ def remaining_parts(segment: Segment, data: DataConfig) -> list[StoredPart]:
 # Vocabularies
 
 
-@dataclass(frozen=True, slots=True)
-class VocabularyVersions:
-    """New files of vocabularies.
-
-    Attributes:
-        paths: path of each replaced file to that of the new one.
-        files: path of each new file to its content.
-        hashes: path of each new file to its sha256.
-    """
-
-    paths: Mapping[str, str]
-    files: Mapping[str, bytes]
-    hashes: Mapping[str, str]
-
-    def renamed(self, learned: Mapping[str, str]) -> dict[str, str]:
-        """Return the files that a segment's new manifest names."""
-        renamed = {self.paths.get(path, path): digest for path, digest in learned.items()}
-        return {path: self.hashes.get(path, digest) for path, digest in sorted(renamed.items())}
+BlankedVocabularies = Mapping[str, tuple[str, bytes]]
+"""Path of a replaced file of a vocabulary to the path and the content of the new one."""
 
 
-def blank_vocabularies(dataset: Dataset) -> VocabularyVersions:
+def with_blanked_files(learned: Mapping[str, str], blanked: BlankedVocabularies) -> dict[str, str]:
+    """Return the files, path to sha256, that a segment's new manifest names."""
+    files = dict(learned)
+    for old_path, (path, content) in blanked.items():
+        if files.pop(old_path, None) is not None:
+            files[path] = sha256(content).hexdigest()
+    return dict(sorted(files.items()))
+
+
+def blank_vocabularies(dataset: Dataset) -> BlankedVocabularies:
     """Return vocabularies without the values that only deleted samples have."""
-    paths: dict[str, str] = {}
-    files: dict[str, bytes] = {}
-    hashes: dict[str, str] = {}
+    blanked: dict[str, tuple[str, bytes]] = {}
     learned = {p: h for s in dataset.segments for p, h in s.manifest.learned.items()}
     for name, config in dataset.job.data.vocabularies.items():
         versions = load_vocabulary_versions(dataset.directory, learned, name)
@@ -668,11 +596,9 @@ def blank_vocabularies(dataset: Dataset) -> VocabularyVersions:
             mask = pc.is_in(one_chunk(table["value"]), value_set=value_set, skip_nulls=True)
             if not pc.any(mask).as_py():
                 continue
-            data = encode_table(_blank_entries(table, mask))
-            paths[path] = version_path(name, number, data)
-            files[paths[path]] = data
-            hashes[paths[path]] = sha256(data).hexdigest()
-    return VocabularyVersions(paths, files, hashes)
+            content = encode_table(_blank_entries(table, mask))
+            blanked[path] = version_path(name, number, content), content
+    return blanked
 
 
 def _blank_entries(table: pa.Table, mask: pa.Array) -> pa.Table:
@@ -711,20 +637,9 @@ def _flatten(values: pa.Array) -> pa.Array:
     return flat.drop_null().cast(kind)
 
 
-def write_versions(dataset: Path, versions: VocabularyVersions) -> None:
+def write_vocabularies(dataset: Path, blanked: BlankedVocabularies) -> None:
     """Write the new files next to the old ones."""
-    for path, data in versions.files.items():
+    for path, content in blanked.values():
         (dataset / path).parent.mkdir(parents=True, exist_ok=True)
         if not (dataset / path).exists():
-            replace_bytes(dataset / path, data)
-
-
-def remove_versions(dataset: Dataset) -> None:
-    """Remove the replaced files; later versions may belong to a running build, and stay."""
-    named = {p for s in dataset.segments for p in s.manifest.learned}
-    for name in dataset.job.data.vocabularies:
-        num_versions = sum(p.startswith(f"{VOCABULARIES}/{name}/") for p in named)
-        for path in sorted((dataset.directory / VOCABULARIES / name).glob("*.parquet")):
-            relative = str(path.relative_to(dataset.directory))
-            if relative not in named and int(path.name.partition("-")[0]) < num_versions:
-                path.unlink(missing_ok=True)
+            replace_bytes(dataset / path, content)

@@ -15,16 +15,19 @@ from typing import Any
 
 from pipelines.context import BuildRequest
 from pipelines.quality.gate import check_limits, parse_schema, pass_gate
-from pipelines.table.days import (
+from pipelines.table.commit import (
+    NewSegment,
     check_label,
     check_replaceable,
     day_exists_error,
+    find_segment,
+    free_position,
+    read_root,
     refuse_sealed,
     refuse_without_day,
     same_files,
     segment_of_day,
 )
-from pipelines.table.publish import PublishRequest, find_segment, free_position, read_root
 from pipelines.transforms.fit import check_fitted_files, fitted_files_match
 from schemas.config.job import DataConfig, Job
 from schemas.dataset import Dataset, column_types, open_dataset
@@ -288,8 +291,8 @@ def refuse_same_input(
             )
 
 
-def unpublished_segments(dataset: Path, key: str) -> Iterator[Path]:
-    """Yield complete, unpublished directories of the same segment, left by killed attempts."""
+def uncommitted_segments(dataset: Path, key: str) -> Iterator[Path]:
+    """Yield complete, uncommitted directories of the same segment, left by killed attempts."""
     root = read_root(dataset)
     named = {s.id for s in root.segments} if root else set()
     for pattern in (f".{key}.*", f"*-{key}"):
@@ -305,10 +308,10 @@ def refused_path(dataset: Path, key: str) -> Path:
     return dataset / f".refused-{key}"
 
 
-def commit_request(
+def new_segment(
     request: BuildRequest, job: Job, features: FeatureSet, key: str, building: Path
-) -> PublishRequest:
-    """Return the request to commit a segment; it repeats the checks against the current dataset."""
+) -> NewSegment:
+    """Return a segment to commit; its `validate` repeats the checks against the current dataset."""
     manifest = read_segment(building)
     schema = request.schema_path(job).read_bytes()
 
@@ -327,17 +330,11 @@ def commit_request(
             building, earlier, parse_schema(schema), job.data.gate, refused, request.progress
         )
 
-    return PublishRequest(
-        dataset=request.dataset,
+    return NewSegment(
         building=building,
         key=key,
-        position=request.position,
-        day=request.day,
-        replaces=request.replaces,
         name=job.name,
         job=request.job_bytes or request.job_path.read_bytes(),
         schema=schema,
-        attempt=request.attempt,
-        beam_args=request.beam_args,
         validate=validate,
     )

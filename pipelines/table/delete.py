@@ -21,9 +21,8 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from pipelines.clustering.reader import read_sample_column, row_groups
-from pipelines.table.locks import locked
-from pipelines.table.view import write_view
+from pipelines.scratch import locked_root
+from pipelines.table.rows import blocks_of_row_group, read_sample_column, row_groups, write_view
 from schemas.arrays import flat_list, is_list, offsets_of, one_chunk
 from schemas.config.job import DataConfig
 from schemas.dataset import Dataset, Segment, column_types, open_dataset, type_from_name
@@ -38,7 +37,7 @@ from schemas.deleted_samples import (
 from schemas.errors import SchemaError, suggest_name
 from schemas.files import read_files, replace_bytes, sha256_of, write_files
 from schemas.layout import ANOMALIES, FILES
-from schemas.manifest import read_dataset, read_segment, write_manifest
+from schemas.manifest import read_segment, write_manifest
 
 ROLES = ("kept", "sparse")
 """Roles of columns that may hold ids; the session key may have any role."""
@@ -228,16 +227,15 @@ def _find_in_row_group(
 ) -> pa.Table:
     values = read_sample_column(segment, file_index, row_group, data, column)
     rows = np.flatnonzero(contains_any(values, ids))
-    in_file = segment.column("file") == file_index
-    group = segment.column("row_group")
-    chosen = in_file & (group == row_group)
+    blocks = blocks_of_row_group(segment, file_index, row_group)
+    is_before = (segment.column("file") == file_index) & (segment.column("row_group") < row_group)
     samples = segment.column("num_samples")
-    first = int(samples[in_file & (group < row_group)].sum())
-    starts = offsets_of(samples[chosen])[:-1]
+    first = int(samples[is_before].sum())
+    starts = offsets_of(samples[blocks])[:-1]
     block_index = np.searchsorted(starts, rows, side="right") - 1
     columns = {
         "segment": np.full(len(rows), segment.manifest.id),
-        "block": segment.block_ids[chosen][block_index],
+        "block": segment.block_ids[blocks][block_index],
         "sample_index": rows - starts[block_index],
         "file_row": rows + first,
         "reason": np.full(len(rows), column),
@@ -294,8 +292,7 @@ def drop_rejects(building: Path) -> None:
 def replace_tombstones(dataset: Dataset, table: pa.Table) -> bool:
     """Write tombstones and replace the root; return False if the root has changed."""
     root = dataset.directory
-    with locked(root):
-        manifest = read_dataset(root)
+    with locked_root(root) as manifest:
         if manifest != dataset.manifest:
             return False
         sha256 = write_tombstones(root, table)

@@ -1,16 +1,19 @@
-"""Remove versions of segments and indexes that the root manifest no longer names."""
+"""Remove what the root manifest no longer names: `pipelines vacuum`, and after a compaction."""
 
 from __future__ import annotations
 
 import fcntl
 import shutil
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from pipelines.table.locks import locked
+from pipelines.scratch import locked, locked_root, remove_stale, remove_unlocked
+from pipelines.table.delete import remove_tombstones
+from schemas.dataset import Dataset, open_dataset
+from schemas.errors import SchemaError
 from schemas.layout import SEGMENTS
-from schemas.manifest import read_dataset
+from schemas.manifest import DatasetManifest
+from schemas.vocabulary import VOCABULARIES
 
 
 def vacuum(dataset: Path) -> dict[str, Any]:
@@ -24,11 +27,10 @@ def vacuum(dataset: Path) -> dict[str, Any]:
     Raises:
         SchemaError: there is no dataset.
     """
-    read_dataset(dataset)  # before the lock: it may be no dataset
-    with locked(dataset):  # a commit holds this lock from renaming a segment to naming it
+    with locked_root(dataset) as root:  # a commit holds it from renaming a segment to naming it
         sizes = [
-            [(directory.name, remove_unused(directory)) for directory in directories]
-            for directories in unnamed_directories(dataset)
+            [(directory.name, remove_unlocked(directory)) for directory in directories]
+            for directories in unnamed_directories(dataset, root)
         ]
     segments, indexes = ([(name, size) for name, size in s if size is not None] for s in sizes)
     return {
@@ -38,9 +40,8 @@ def vacuum(dataset: Path) -> dict[str, Any]:
     }
 
 
-def unnamed_directories(dataset: Path) -> tuple[list[Path], list[Path]]:
+def unnamed_directories(dataset: Path, root: DatasetManifest) -> tuple[list[Path], list[Path]]:
     """Return the sorted directories of segments and indexes that the root does not name."""
-    root = read_dataset(dataset)
     named = {reference.id for reference in (*root.segments, *root.indexes)}
     segments, indexes = (
         [d for d in sorted(parent.glob(pattern)) if d.is_dir() and d.name not in named]
@@ -49,10 +50,65 @@ def unnamed_directories(dataset: Path) -> tuple[list[Path], list[Path]]:
     return segments, indexes
 
 
-def remove_unused(directory: Path) -> int | None:
-    """Remove a directory and return its size; return None if it is locked."""
-    with suppress(BlockingIOError), locked(directory, fcntl.LOCK_EX | fcntl.LOCK_NB):
-        num_bytes = sum(p.stat().st_size for p in directory.rglob("*") if p.is_file())
-        shutil.rmtree(directory, ignore_errors=True)
-        return num_bytes
-    return None
+def remove_unnamed(directory: Path) -> int:
+    """Remove segments, indexes, vocabularies and scratch directories that no manifest names.
+
+    Scratch directories of running builds are locked and stay.
+
+    Returns:
+        The number of removed directories.
+
+    Raises:
+        SchemaError: a run has locked a directory in the meantime; all others are removed.
+    """
+    with locked_root(directory) as root:  # a commit holds it from renaming a segment to naming it
+        dataset = open_dataset(directory)
+        segments, indexes = unnamed_directories(directory, root)
+        unnamed = [*segments, *indexes]
+        in_use = [path for path in unnamed if remove_unlocked(path) is None]
+        refused = sorted(path for path in directory.glob(".refused-*") if path.is_dir())
+        for path in refused:
+            shutil.rmtree(path)
+        remove_vocabularies(dataset)
+        remove_tombstones(directory, {dataset.manifest.tombstones_sha256})
+        remove_stale(directory, ".index.*")
+    with locked(directory / SEGMENTS):
+        remove_stale(directory / SEGMENTS, ".*")
+    if in_use:
+        raise _in_use_error(directory, in_use[0])
+    return len(unnamed) + len(refused)
+
+
+def remove_vocabularies(dataset: Dataset) -> None:
+    """Remove replaced files; later versions may belong to a running build, and stay."""
+    named = {p for s in dataset.segments for p in s.manifest.learned}
+    for name in dataset.job.data.vocabularies:
+        num_versions = sum(p.startswith(f"{VOCABULARIES}/{name}/") for p in named)
+        for path in sorted((dataset.directory / VOCABULARIES / name).glob("*.parquet")):
+            relative = str(path.relative_to(dataset.directory))
+            if relative not in named and int(path.name.partition("-")[0]) < num_versions:
+                path.unlink(missing_ok=True)
+
+
+def check_unused(dataset: Dataset) -> None:
+    """Raise SchemaError if a run uses the dataset.
+
+    A run locks its segments and index, including versions that were replaced. Without locks on the
+    filesystem the dataset counts as used.
+    """
+    named = [opened.directory for opened in (*dataset.indexes, *dataset.segments)]
+    segments, indexes = unnamed_directories(dataset.directory, dataset.manifest)
+    for directory in (*named, *segments, *indexes):
+        try:
+            with locked(directory, fcntl.LOCK_EX | fcntl.LOCK_NB):
+                pass
+        except BlockingIOError as error:
+            raise _in_use_error(dataset.directory, directory) from error
+
+
+def _in_use_error(dataset: Path, directory: Path) -> SchemaError:
+    return SchemaError(
+        f"dataset is in use: a run has locked {directory.name}; stop the run, or try again when it "
+        "has ended",
+        file=str(dataset),
+    )

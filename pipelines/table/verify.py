@@ -12,11 +12,15 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from pipelines.clustering.reader import read_joined_row_group, row_groups, segment_session_lengths
-from pipelines.table.commit import split_ranges, sum_bytes
+from pipelines.table.rows import (
+    blocks_of_row_group,
+    read_joined_row_group,
+    row_groups,
+    segment_session_lengths,
+)
+from pipelines.table.segment import split_ranges, sum_bytes
 from schemas.accesses import TableAccesses
 from schemas.arrays import comparable_tuple, is_list, numpy_of, unique_tuples, values_of
-from schemas.config.job import OrderConfig
 from schemas.dataset import (
     Dataset,
     Index,
@@ -35,7 +39,6 @@ from schemas.group_files import read_group
 from schemas.layout import BLOCK, DATA_DIRECTORIES, TRAIN, UNIQUE_INDEX, num_unique_column
 from schemas.manifest import GroupCounts, TableCounts
 from schemas.oracle import NextUseTracker, unique_per_block
-from schemas.order import Order
 from schemas.rows import ids_of, rows_of_ids
 
 
@@ -74,7 +77,7 @@ def segment_problems(segment: Segment, dataset: Dataset) -> Iterator[str]:
         for file_index, row_group in row_groups(segment):
             location = f"row group {row_group} of part {file_index}"
             samples = read_joined_row_group(segment, file_index, row_group, dataset.job.data)
-            chosen = _chosen(segment, file_index, row_group)
+            chosen = blocks_of_row_group(segment, file_index, row_group)
             expected = int(segment.column("num_samples")[chosen].sum())
             if samples.num_rows != expected:
                 yield f"{location}: {samples.num_rows} samples instead of {expected}"
@@ -82,10 +85,6 @@ def segment_problems(segment: Segment, dataset: Dataset) -> Iterator[str]:
         yield from _access_problems(segment, dataset)
     except SchemaError as error:
         yield str(error)
-
-
-def _chosen(segment: Segment, file_index: int, row_group: int) -> np.ndarray:
-    return (segment.column("file") == file_index) & (segment.column("row_group") == row_group)
 
 
 def count_problems(segment: Segment, dataset: Dataset) -> Iterator[str]:
@@ -143,7 +142,9 @@ def stored_counts(
     lookups, stored_lookups = Counter[str](), Counter[str]()
     types: dict[str, str] = {}
     for file_index, row_group in row_groups(segment):
-        is_training = int(np.flatnonzero(_chosen(segment, file_index, row_group))[0]) in training
+        is_training = (
+            int(np.flatnonzero(blocks_of_row_group(segment, file_index, row_group))[0]) in training
+        )
         joined = read_joined_row_group(segment, file_index, row_group, data)
         types.update({f.name: type_name(f.type) for f in joined.schema})
         tuples = {g: read_group(segment.file, g, file_index, row_group) for g in data.groups}
@@ -188,13 +189,13 @@ def num_values(column: pa.ChunkedArray) -> int:
 def _group_problems(
     segment: Segment, dataset: Dataset, file_index: int, row_group: int
 ) -> Iterator[str]:
-    chosen = _chosen(segment, file_index, row_group)
+    chosen = blocks_of_row_group(segment, file_index, row_group)
     for group, columns in dataset.job.data.groups.items():
         table = read_group(segment.file, group, file_index, row_group)
         location = f"group {group} in row group {row_group} of part {file_index}"
         blocks = numpy_of(table[BLOCK])
-        wanted = np.repeat(segment.block_ids[chosen], segment.num_unique(group)[chosen])
-        if not np.array_equal(blocks, wanted):
+        expected = np.repeat(segment.block_ids[chosen], segment.num_unique(group)[chosen])
+        if not np.array_equal(blocks, expected):
             yield f"{location}: tuples per block differ from blocks.parquet"
         first, _ = unique_tuples([blocks, *comparable_tuple(table, columns)])
         if len(first) != table.num_rows:
@@ -228,7 +229,7 @@ def _training_lookups(
     positions: dict[str, list[np.ndarray]] = {t: [np.empty(0, np.int64)] for t in data.tables}
     defaults = missing_column_defaults(dataset, segment)
     for file_index, row_group in row_groups(segment):
-        chosen = np.flatnonzero(_chosen(segment, file_index, row_group))
+        chosen = np.flatnonzero(blocks_of_row_group(segment, file_index, row_group))
         if not is_training[chosen[0]]:
             continue
         samples = read_joined_row_group(segment, file_index, row_group, data, defaults)
@@ -264,15 +265,7 @@ def index_problems(index: Index, dataset: Dataset, sound: bool) -> Iterator[str]
     if damaged or not sound or not segment_ids.issuperset(manifest.segments):
         return
     dataset = select_segments(dataset, manifest.segments)  # an index may cover only some
-    config = OrderConfig(
-        shuffle="blocks" if manifest.shuffle == "blocks" else "none", seed=manifest.seed
-    )
-    order = Order(
-        tuple(len(s.positions(TRAIN)) for s in dataset.segments),
-        manifest.batch_samples // dataset.job.data.block_samples,
-        manifest.epochs,
-        config,
-    )
+    order = dataset.order(manifest.batch_samples, manifest.epochs, manifest.shuffle, manifest.seed)
     for table in dataset.job.data.tables:
         accesses, stored = TableAccesses(dataset, table, order), index.steps(table)
         uses, entries = NextUseTracker(len(accesses.rows)), 0

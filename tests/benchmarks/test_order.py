@@ -18,8 +18,7 @@ from benchmarks.order import (  # fmt: skip
     training_samples,
     write_variant,
 )
-from pipelines.clustering.reader import expand
-from pipelines.table.content_hash import content_hash
+from pipelines.table.rows import content_hash, expand
 from schemas.dataset import open_dataset
 from tests.pipelines import logs
 

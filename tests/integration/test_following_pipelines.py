@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from pipelines.__main__ import main
+from pipelines.cli import main
 from schemas.dataset import open_dataset
 from schemas.layout import MANIFEST
 from schemas.manifest import read_dataset

@@ -13,7 +13,7 @@ from typing import Any
 import polars as pl
 import pytest
 
-from pipelines.__main__ import main
+from pipelines.cli import main
 from tests.pipelines.logs import IN_PROCESS
 
 NUM_SAMPLES = 3000

@@ -10,8 +10,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from pipelines.__main__ import main as pipelines_main
-from pipelines.clustering.reader import read_joined_row_group
+from pipelines.cli import main as pipelines_main
+from pipelines.table.rows import read_joined_row_group
 from schemas.dataset import open_dataset
 from schemas.model_inputs import ModelInputs, build_inputs
 from schemas.reference import hash_text

@@ -10,9 +10,9 @@ import numpy as np
 import pyarrow.parquet as pq
 
 from pipelines.clustering.part import lookups_table
-from pipelines.memory import keep_freed_memory
+from pipelines.executor import keep_freed_memory
 from pipelines.oracle.files import run_stages
-from pipelines.oracle.linking import LINKING_STAGES, LinkingPlan
+from pipelines.oracle.index import LINKING_STAGES, LinkingPlan
 from pipelines.oracle.numbering import (
     NUMBERING_STAGES,
     WORKER_ENTRIES,

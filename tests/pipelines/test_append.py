@@ -14,7 +14,7 @@ import pytest
 
 from pipelines.build import build
 from pipelines.cli import main
-from pipelines.clustering.reader import expand, read_samples
+from pipelines.table.rows import expand, read_samples
 from pipelines.table.verify import verify
 from schemas.dataset import open_dataset
 from schemas.errors import SchemaError
@@ -153,7 +153,7 @@ def test_appending_the_same_input_again_does_nothing(
     printed = capsys.readouterr()
     result = json.loads(printed.out)
     assert (result["built"], result["rows_per_sec"]) == (False, None)
-    assert f"segment {result['segment']}: already there, nothing to do" in printed.err
+    assert f"segment {result['segment']}: exists already, nothing to build" in printed.err
     assert bytes_of(two) == before
 
 

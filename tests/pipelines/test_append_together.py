@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from pipelines.build import build
-from pipelines.table import publish as module
-from pipelines.table.commit import commit_root
+from pipelines.table import commit as module
+from pipelines.table.commit import write_root
 from pipelines.table.verify import verify
 from schemas.dataset import open_dataset
 from schemas.layout import SEGMENTS
@@ -87,10 +87,10 @@ def test_segment_that_was_renamed_but_not_named_by_the_root_is_taken_over(
     def killed(root: Path, *rest: object, **more: object) -> object:
         if root == dataset:  # the segment has its name by now, the root is still the old one
             raise KeyboardInterrupt
-        return commit_root(root, *rest, **more)  # type: ignore[arg-type]
+        return write_root(root, *rest, **more)  # type: ignore[arg-type]
 
     with monkeypatch.context() as patch:
-        patch.setattr(module, "commit_root", killed)
+        patch.setattr(module, "write_root", killed)
         with pytest.raises(KeyboardInterrupt):
             build(addition(job, one / "log-1", dataset))
     assert open_dataset(dataset).manifest == before

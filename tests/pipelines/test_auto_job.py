@@ -28,10 +28,10 @@ from pipelines.autogroup.job import (
 )
 from pipelines.autogroup.search import GroupChoice
 from pipelines.build import build
-from pipelines.clustering.reader import expand
-from pipelines.prepare import build_context, prepare
+from pipelines.prepare import prepare
 from pipelines.samples import lookups
 from pipelines.sources.rows import ORIGIN, InputSplit
+from pipelines.table.rows import expand
 from pipelines.table.verify import verify
 from pipelines.transforms.apply import columns_of
 from schemas.config.job import load_job
@@ -438,9 +438,8 @@ def test_groups_are_chosen_from_the_samples_that_a_build_makes(
     features = load_features(path.parent / data.schema)
     asked = request(path, tmp_path / "input", tmp_path / "dataset")
     ungrouped = dataclasses.replace(job, data=data)
-    prepared = prepare(asked, ungrouped, features)
-    context = build_context(asked, ungrouped, features, prepared, tmp_path / "scratch")
-    sample = sample_sessions(context)
+    context = prepare(asked, ungrouped, features)
+    sample = sample_sessions(dataclasses.replace(context, segment_root=tmp_path / "scratch"))
     assert sample is not None
     build(dataclasses.replace(asked, beam_args=["--runner=InProcess"]))
     expand(tmp_path / "dataset", tmp_path / "rows.parquet")

@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from pipelines.build import build
-from pipelines.clustering.reader import expand
+from pipelines.table.rows import expand
 from schemas.dataset import open_dataset
 from schemas.errors import SchemaError
 from tests.pipelines.logs import COLUMNS, raw_rows, request, samples_of, write_job

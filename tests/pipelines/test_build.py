@@ -12,7 +12,7 @@ import pytest
 
 from pipelines.build import build
 from pipelines.cli import main
-from pipelines.clustering.reader import expand, read_samples
+from pipelines.table.rows import expand, read_samples
 from pipelines.table.verify import verify
 from schemas.dataset import open_dataset
 from schemas.errors import SchemaError
@@ -217,7 +217,7 @@ def test_build_that_dies_before_the_commit_leaves_nothing_and_can_be_run_again(
 ) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(
-            "pipelines.table.publish.commit_root", lambda *_: (_ for _ in ()).throw(OSError)
+            "pipelines.table.commit.write_root", lambda *_: (_ for _ in ()).throw(OSError)
         )
         with pytest.raises(OSError, match=r"^$"):
             built(tmp_path)

@@ -8,9 +8,9 @@ import pytest
 
 from pipelines.beam.runner import pipeline_options
 from pipelines.build import build
-from pipelines.clustering.reader import expand
 from pipelines.context import BuildRequest
 from pipelines.prepare import prepare
+from pipelines.table.rows import expand
 from schemas.config.job import load_job
 from schemas.errors import SchemaError
 from schemas.features import load_features

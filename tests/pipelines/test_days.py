@@ -25,10 +25,10 @@ from tests.pipelines.test_kills import DRIVER
 
 FIRST, LATE, LAST = "2026-01-01", "2026-01-02", "2026-01-04"
 POINTS = {
-    "before it is judged": ("table.publish", "set_segment_id", 0),
-    "before its index": ("table.publish", "build_index", 0),
-    "between its name and the root": ("table.publish", "commit_root", 1),
-    "after the root": ("table.publish", "remove_indexes", 0),
+    "before it is judged": ("table.commit", "set_segment_id", 0),
+    "before its index": ("table.commit", "build_index", 0),
+    "between its name and the root": ("table.commit", "write_root", 1),
+    "after the root": ("table.commit", "remove_indexes", 0),
 }
 
 
@@ -80,7 +80,7 @@ def test_same_day_of_the_same_files_is_there_already(
     printed = capsys.readouterr()
     found = json.loads(printed.out)
     assert (found["built"], found["day"], found["replaced"]) == (False, LATE, [])
-    assert "already there, nothing to do" in printed.err
+    assert "exists already, nothing to build" in printed.err
     assert main([*arguments(logs, days, LATE, LATE), "--replace"]) == 0
     (logs / LATE).rename(logs / "renamed")
     try:  # what counts is what the files hold

@@ -1,8 +1,9 @@
-"""The executor without Beam: the bytes of the local runner, and no Beam in its process."""
+"""Builds in one process and with local workers: the same bytes, memory, number of workers."""
 
 from __future__ import annotations
 
 import json
+import platform
 import subprocess
 import sys
 from collections.abc import Callable
@@ -13,8 +14,11 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
+from pipelines.beam import runner
+from pipelines.beam.runner import local_workers
 from pipelines.build import build
 from pipelines.cli import main
+from pipelines.executor import keep_freed_memory
 from pipelines.samples import lookups
 from tests import real_logs
 from tests.pipelines import logs, test_joins, test_streams, transform_jobs
@@ -165,3 +169,62 @@ def test_a_build_in_process_fails_in_the_words_of_any_other(
     assert main([*words, "--output", str(tmp_path / "b"), "--direct_num_workers=2"]) == 1
     message = "runner InProcess takes no Beam options: --direct_num_workers=2"
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc has these settings")
+def test_the_c_library_takes_the_settings() -> None:
+    assert keep_freed_memory()
+
+
+def test_workers_follow_work_processors_and_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner.os, "sched_getaffinity", lambda _: set(range(8)))
+    threads = "--direct_running_mode=multi_threading"
+    monkeypatch.setattr(runner, "WORKER_BYTES", 1)
+    processes = "--direct_running_mode=multi_processing"
+    assert local_workers([], 100) == ["--direct_num_workers=8", processes]
+    assert local_workers([], 23) == ["--direct_num_workers=8", threads]
+    assert local_workers([], 3) == ["--direct_num_workers=3", threads]
+    assert local_workers([], 1) == []
+    monkeypatch.setattr(runner, "WORKER_BYTES", 1 << 62)
+    assert local_workers([], 100) == []
+
+
+def test_what_the_user_says_about_workers_wins() -> None:
+    assert local_workers(["--direct_num_workers", "1"], 100) == []
+
+
+PROGRAM = """
+import resource, sys, time
+import apache_beam as beam
+from pathlib import Path
+from pipelines.beam.runner import run_pipeline
+
+resource.setrlimit(resource.RLIMIT_AS, (8 << 30, 8 << 30))
+
+class Slow:
+    def __init__(self, number):
+        self.number = number
+    def __reduce__(self):
+        time.sleep(1.2)  # longer than Beam waits before it sends what it has
+        return Slow, (self.number,)
+
+def make(pipeline):
+    numbers = pipeline | beam.Create(range(2)) | beam.Reshuffle()
+    return {"slow": numbers | beam.Map(Slow)}
+
+if __name__ == "__main__":
+    threads = ["--direct_num_workers=2", "--direct_running_mode=multi_threading"]
+    found = run_pipeline(make, threads, Path(sys.argv[1]))["slow"]
+    print(sorted(s.number for s in found))
+"""
+
+
+@pytest.mark.slow
+def test_an_element_is_not_sent_before_it_is_whole(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.stdout.split("\n")[-2:] == ["[0, 1]", ""], done.stderr[-2000:]

@@ -31,7 +31,7 @@ def log(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     write_job(directory / "job")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("pipelines.prepare.PART_INPUT_BYTES", 4_000)
-        patch.setattr("pipelines.beam.tables.WORKER_ENTRIES", 200)
+        patch.setattr("pipelines.beam.build.WORKER_ENTRIES", 200)
         patch.setattr("pipelines.table.indexes.WORKER_ENTRIES", 200)
         yield directory
 

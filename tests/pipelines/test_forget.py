@@ -18,8 +18,8 @@ import pytest
 
 from pipelines.build import build
 from pipelines.cli import main
-from pipelines.clustering.reader import read_samples
-from pipelines.table.locks import locked
+from pipelines.scratch import locked
+from pipelines.table.rows import read_samples
 from pipelines.table.vacuum import vacuum
 from pipelines.table.verify import verify
 from schemas.dataset import open_dataset
@@ -313,7 +313,7 @@ sys.exit(main(sys.argv[1:]))
 
 POINTS = {
     "between two segments": ("compact", "compact_segment", 1),
-    "before the index": ("compact", "build_index", 0),
+    "before the index": ("compact", "build_indexes", 0),
     "before the root": ("compact", "write_manifest", 0),
     "after the root, before old files go": ("compact", "remove_unnamed", 0),
 }

@@ -11,7 +11,7 @@ import pytest
 
 from pipelines.build import build
 from pipelines.cli import main
-from pipelines.table.locks import locked
+from pipelines.scratch import locked
 from pipelines.table.verify import verify
 from schemas.dataset import open_dataset
 from schemas.layout import SEGMENTS, rejects_path

@@ -17,13 +17,13 @@ import pytest
 
 from pipelines.build import build
 from pipelines.cli import main
-from pipelines.clustering.reader import expand
 from pipelines.context import BuildRequest
 from pipelines.demo_log.log import GeneratorConfig, write_log
 from pipelines.init import files
 from pipelines.init.columns import Column, columns_of
 from pipelines.init.init import InitRequest, init
 from pipelines.init.plan import Feature, num_rows_of
+from pipelines.table.rows import expand
 from pipelines.table.verify import verify
 from schemas.config.job import TableConfig, load_job
 from schemas.rows import rows_of_ids

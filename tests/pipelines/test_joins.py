@@ -15,10 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipelines.build import build
-from pipelines.clustering.reader import expand
 from pipelines.samples import lookups
 from pipelines.samples.lookups import look_up, side_table, sort_side_rows
 from pipelines.sources.rows import ORIGIN
+from pipelines.table.rows import expand
 from schemas.config.sources import JoinConfig, SideConfig
 from schemas.errors import SchemaError
 from tests.pipelines.logs import bytes_of, request

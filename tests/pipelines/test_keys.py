@@ -7,8 +7,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from pipelines.build import build
-from pipelines.clustering.reader import expand
 from pipelines.samples.lookups import common_type
+from pipelines.table.rows import expand
 from schemas.errors import SchemaError
 from tests.pipelines.logs import request
 

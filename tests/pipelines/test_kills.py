@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 
 from pipelines import stages
-from pipelines.atomic_files import atomic_write
 from pipelines.build import build
 from pipelines.clustering import part
-from pipelines.clustering.dedup import check_num_blocks
+from pipelines.clustering.star import check_num_blocks
 from pipelines.context import BuildRequest
+from pipelines.scratch import atomic_write
+from pipelines.table.rows import VIEW
 from pipelines.table.verify import verify
-from pipelines.table.view import VIEW
 from schemas.dataset import open_dataset
 from schemas.errors import SchemaError
 from schemas.layout import JOB, MANIFEST, SEGMENTS
@@ -52,11 +52,11 @@ os.execv(sys.executable, [sys.executable, "-m", "pipelines", *sys.argv[1:]])
 
 POINTS = {
     "before the segment is finished": ("build", "finish_segment", 0),
-    "before it is judged": ("table.publish", "set_segment_id", 0),
-    "before its index": ("table.publish", "build_index", 0),
-    "between its name and the root": ("table.publish", "commit_root", 1),
-    "before the root, the new job beside the old": ("table.commit", "write_manifest", 2),
-    "after the root, before the new job has its name": ("table.publish", "remove_indexes", 0),
+    "before it is judged": ("table.commit", "set_segment_id", 0),
+    "before its index": ("table.commit", "build_index", 0),
+    "between its name and the root": ("table.commit", "write_root", 1),
+    "before the root, the new job beside the old": ("table.commit", "write_manifest", 1),
+    "after the root, before the new job has its name": ("table.commit", "remove_indexes", 0),
 }
 SHORT = ("between its name and the root",)
 

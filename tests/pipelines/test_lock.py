@@ -7,7 +7,7 @@ import pytest
 from pipelines import build as module
 from pipelines.build import build
 from pipelines.cli import main
-from pipelines.table.locks import locked
+from pipelines.scratch import locked
 from pipelines.table.verify import verify
 from schemas.dataset import open_dataset
 from schemas.errors import SchemaError

@@ -5,7 +5,7 @@ from pathlib import Path
 import polars as pl
 import pytest
 
-from pipelines.clustering.reader import expand
+from pipelines.table.rows import expand
 from pipelines.table.verify import verify
 from tests import real_logs
 

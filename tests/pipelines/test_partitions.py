@@ -10,9 +10,8 @@ import pytest
 import yaml
 
 from pipelines.cli import main
-from pipelines.clustering.reader import expand
-from pipelines.context import BuildRequest
-from pipelines.prepare import PreparedInput, prepare
+from pipelines.context import BuildContext, BuildRequest
+from pipelines.prepare import prepare
 from pipelines.preview import PreviewRequest, preview
 from pipelines.sources.formats import empty_rows, input_splits, read_split
 from pipelines.sources.listing import (
@@ -25,6 +24,7 @@ from pipelines.sources.listing import (
 )
 from pipelines.sources.rows import ORIGIN, InputSplit, arrow_type
 from pipelines.table.compatibility import identity_of
+from pipelines.table.rows import expand
 from schemas.config.job import load_job
 from schemas.config.sources import SourceConfig
 from schemas.errors import SchemaError
@@ -179,7 +179,7 @@ def job_of(directory: Path, more: str, columns: dict[str, str]) -> Path:
     return directory / "job.yaml"
 
 
-def prepared(job_path: Path, log: Path) -> tuple[PreparedInput, list[str]]:
+def prepared(job_path: Path, log: Path) -> tuple[BuildContext, list[str]]:
     said: list[str] = []
     request = BuildRequest(
         job_path=job_path, input_root=log, dataset=job_path.parent / "out", beam_args=[],

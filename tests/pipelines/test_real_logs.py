@@ -8,7 +8,7 @@ import polars as pl
 import pyarrow.parquet as pq
 import pytest
 
-from pipelines.clustering.reader import expand
+from pipelines.table.rows import expand
 from pipelines.table.verify import verify
 from tests import real_logs
 

@@ -14,7 +14,6 @@ import pytest
 from pipelines.build import build
 from pipelines.cli import main
 from pipelines.context import BuildContext
-from pipelines.lookup_stages import partition_samples
 from pipelines.samples.statements import Steps
 from pipelines.sources.listing import folder_of
 from pipelines.sources.rejects import (
@@ -34,6 +33,7 @@ from pipelines.sources.rejects import (
     write_rejects,
 )
 from pipelines.sources.rows import ORIGIN
+from pipelines.stages import partition_samples
 from pipelines.table.verify import verify
 from schemas.config.job import load_job
 from schemas.errors import SchemaError

@@ -10,10 +10,10 @@ import pyarrow as pa
 import pytest
 
 from pipelines.cli import main
-from pipelines.clustering.reader import read_samples, session_lengths
 from pipelines.report.dedup import unique_without_cuts
 from pipelines.report.html import count, percent, size
 from pipelines.report.runs import mean_phases, read_runs
+from pipelines.table.rows import read_samples, session_lengths
 from schemas.dataset import open_dataset
 from schemas.run_log import METRICS, SUMMARY, RunSummary, StepMetric, to_line
 from tests.pipelines.logs import IN_PROCESS, built

@@ -8,7 +8,6 @@ import pytest
 
 from pipelines.build import build
 from pipelines.cli import main
-from pipelines.clustering.reader import read_samples
 from pipelines.report.dedup import (
     change_rates,
     group_facts,
@@ -17,6 +16,7 @@ from pipelines.report.dedup import (
     unique_counts,
 )
 from pipelines.report.storage import flat_rows
+from pipelines.table.rows import read_samples
 from schemas.dataset import open_dataset
 from tests.pipelines.logs import built, request, write_job, write_log
 

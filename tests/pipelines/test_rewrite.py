@@ -15,16 +15,15 @@ import pyarrow.parquet as pq
 import pytest
 
 from pipelines.cli import main
-from pipelines.clustering.reader import expand
 from pipelines.rewrite.command import decoded
 from pipelines.rewrite.input import check_microseconds, inspect_rows
 from pipelines.sources.formats import read_split
-from pipelines.table.content_hash import content_hash
+from pipelines.table.rows import content_hash, expand
 from pipelines.table.verify import verify
 from schemas.dataset import open_dataset
 from schemas.errors import SchemaError
 from tests.pipelines.logs import IN_PROCESS
-from tests.pipelines.test_view import by_view
+from tests.pipelines.test_rows import by_view
 
 NUM = 600
 MOMENT = datetime(2026, 1, 2, 3, 4, 5, 6)

@@ -11,7 +11,6 @@ import pyarrow.parquet as pq
 import pytest
 
 from pipelines.build import build
-from pipelines.clustering.reader import expand
 from pipelines.report.page import write_report
 from pipelines.samples.sql import Connection, with_list_index
 from pipelines.samples.sql_rejects import map_rows
@@ -24,6 +23,7 @@ from pipelines.samples.tuples import (
     separate,
     with_hashes,
 )
+from pipelines.table.rows import expand
 from schemas.config.job import DataConfig, load_job
 from schemas.dataset import open_dataset
 from schemas.errors import SchemaError

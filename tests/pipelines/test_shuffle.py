@@ -16,14 +16,12 @@ from apache_beam.coders.typecoders import registry
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipelines.beam.coders import ReferenceCoder
 from pipelines.cli import main
 from pipelines.samples.tuples import Tuples, hash_column, separate
 from pipelines.shuffle import (
     PACKET_BYTES,
     ByReference,
     ByValue,
-    Reference,
     ShuffleTransport,
     check_same_order,
     decode_table,
@@ -90,7 +88,7 @@ def expanded(samples: Tuples) -> pa.Table:
 
 
 @pytest.mark.parametrize("kind", ["references", "values"])
-def test_samples_of_each_part_arrive_whole(kind: str, tmp_path: Path) -> None:
+def test_samples_of_each_partition_arrive_whole(kind: str, tmp_path: Path) -> None:
     groups = {"user": ("user", "history")}
     by: ShuffleTransport = (
         ByReference(tmp_path, ("user",)) if kind == "references" else ByValue(("user",))
@@ -122,13 +120,6 @@ def test_raw_rows_of_each_target_cross_in_elements_that_are_not_too_large(
         assert len(content) <= 2_000
         found.setdefault(part, []).extend(decode_table(content)["x"].to_pylist())
     assert found == {0: values[::2].tolist(), 1: values[1::2].tolist()}
-
-
-def test_a_reference_has_a_coder_of_its_own() -> None:
-    coder = registry.get_coder(Reference)
-    assert isinstance(coder, ReferenceCoder)
-    assert coder.is_deterministic()
-    assert coder.decode(coder.encode(Reference("a", 1, 2))) == ("a", 1, 2)
 
 
 @pytest.fixture(scope="module")

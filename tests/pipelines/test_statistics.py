@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tensorflow_metadata.proto.v0 import statistics_pb2
 
-from pipelines.clustering.encodings import choose_encodings, open_writer
+from pipelines.clustering.layout import choose_encodings, open_writer
 from pipelines.quality.column_statistics import (
     column_statistics,
     exact_sum,

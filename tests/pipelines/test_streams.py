@@ -16,9 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipelines.build import build
-from pipelines.clustering.reader import expand
 from pipelines.report.quality import event_sections
 from pipelines.samples.event_join import COUNTS, join_events
+from pipelines.table.rows import expand
 from pipelines.table.verify import verify
 from schemas.config.job import load_job
 from schemas.dataset import open_dataset

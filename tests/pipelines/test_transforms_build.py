@@ -18,8 +18,8 @@ import pytest
 
 from pipelines import build as build_module
 from pipelines.build import build
-from pipelines.clustering.reader import expand
 from pipelines.context import BuildRequest
+from pipelines.table.rows import expand
 from pipelines.table.verify import verify
 from schemas.dataset import open_dataset
 from schemas.errors import SchemaError
@@ -218,14 +218,14 @@ def test_segments_that_learn_at_once_do_not_both_enter(
     dataset = tmp_path / "dataset"
     build(request(roomy_job(tmp_path / "job"), log, dataset))
     slow, fast = later(tmp_path, dataset, 5, 5000), later(tmp_path, dataset, 6, 9000)
-    commit_request = build_module.commit_request
+    new_segment = build_module.new_segment
 
     def overtaken(*args: Any) -> Any:
-        monkeypatch.setattr(build_module, "commit_request", commit_request)
+        monkeypatch.setattr(build_module, "new_segment", new_segment)
         build(fast)
-        return commit_request(*args)
+        return new_segment(*args)
 
-    monkeypatch.setattr(build_module, "commit_request", overtaken)
+    monkeypatch.setattr(build_module, "new_segment", overtaken)
     message = "segment was fitted without vocabularies"
     with pytest.raises(SchemaError, match=message):
         build(slow)

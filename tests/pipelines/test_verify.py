@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from pipelines.cli import main
-from pipelines.clustering.reader import read_samples
+from pipelines.table.rows import read_samples
 from pipelines.table.verify import verify
 from schemas import reference
 from schemas.dataset import open_dataset

@@ -9,8 +9,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from pipelines.build import BuildRequest, build, record_build_speed
+from pipelines.build import build, record_build_speed
 from pipelines.cli import main as build_command
+from pipelines.context import BuildRequest
 from pipelines.demo_log.log import GeneratorConfig, write_log
 from pipelines.table.verify import verify
 from scheduler.__main__ import main

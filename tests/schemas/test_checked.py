@@ -8,7 +8,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from pipelines.clustering.encodings import Encodings, open_writer
+from pipelines.clustering.layout import Encodings, open_writer
 from schemas.dataset import Dataset, open_dataset
 from schemas.errors import SchemaError
 from schemas.files import CheckedFile, describe_file, find_damaged_files, read_files

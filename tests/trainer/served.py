@@ -8,7 +8,7 @@ import numpy as np
 import pyarrow as pa
 import torch
 
-from pipelines.clustering.reader import read_joined_row_group, row_groups
+from pipelines.table.rows import read_joined_row_group, row_groups
 from schemas.config.job import load_job
 from schemas.dataset import open_dataset
 from schemas.layout import EVALUATION

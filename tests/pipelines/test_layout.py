@@ -1,10 +1,13 @@
-"""Groups that share tuples and lists: what lies in the files, read back, is what was meant."""
+"""Layouts of groups and encodings of files: what is stored reads back as the samples."""
 
 from __future__ import annotations
 
 import re
+import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from datetime import datetime
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -14,18 +17,36 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipelines.clustering.dedup import GroupLayout, Star, StoredTable, choose_layout, stored_tables
-from pipelines.clustering.reader import expand
+from pipelines.build import build
+from pipelines.clustering.layout import (
+    PAGE_BYTES,
+    TRIAL_BYTES,
+    Encodings,
+    GroupLayout,
+    StoredTable,
+    candidate_encodings,
+    choose_encodings,
+    choose_layout,
+    open_writer,
+    stored_tables,
+    trial_rows,
+)
+from pipelines.clustering.star import Star
+from pipelines.clustering.writer import sample_sessions
 from pipelines.report.dedup import beyond_blocks, shared_of
 from pipelines.report.storage import bytes_by_table, dataset_bytes
+from pipelines.samples.sql import LIST_INDEX
+from pipelines.samples.tuples import Tuples
+from pipelines.sources.rows import ORIGIN
+from pipelines.table.rows import content_hash, expand, read_samples
 from pipelines.table.verify import verify
-from schemas.arrays import Jagged, comparable_tuple
-from schemas.config.job import StorageConfig
-from schemas.dataset import open_dataset
+from schemas.arrays import Jagged, comparable_tuple, large_list, offsets_of
+from schemas.config.job import DataConfig, SamplesConfig, SessionConfig, SourceConfig, StorageConfig
+from schemas.dataset import Dataset, open_dataset
 from schemas.errors import SchemaError
 from schemas.group_files import group_schema, read_group
-from schemas.layout import BLOCK, UNIQUE_INDEX
-from tests.pipelines.logs import bytes_of
+from schemas.layout import BLOCK, DATA_DIRECTORIES, UNIQUE_INDEX, window_columns
+from tests.pipelines.logs import bytes_of, request
 from tests.pipelines.shifting import STORAGES, built_in_every_layout
 
 LAYOUTS = [
@@ -255,3 +276,217 @@ def test_report_counts_what_is_shared_beyond_blocks(datasets: dict[str, Path]) -
     assert 50 <= both["item"].stored < both["item"].by_block == item.num_unique
     assert both["history"].by_block == user.num_values_dedup > 3 * both["history"].stored
     assert "times fewer" in beyond_blocks(open_dataset(datasets["both"]))
+
+
+def written(table: pa.Table, encodings: Encodings) -> pa.Buffer:
+    """Return the bytes of a file."""
+    sink = pa.BufferOutputStream()
+    with open_writer(sink, table.schema, encodings) as writer:
+        writer.write_table(table)
+    return sink.getvalue()
+
+
+def chunk_bytes(buffer: pa.Buffer) -> int:
+    """Return the bytes of all column chunks of a file, the footer left out."""
+    metadata = pq.read_metadata(pa.BufferReader(buffer))
+    groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
+    return sum(g.column(i).total_compressed_size for g in groups for i in range(g.num_columns))
+
+
+def lists(rng: np.random.Generator, num_rows: int, length: int) -> pa.Array:
+    lengths = rng.integers(0, length, num_rows)
+    return large_list(rng.integers(0, 1 << 20, lengths.sum()), offsets_of(lengths))
+
+
+def columns(rng: np.random.Generator) -> dict[str, pa.Array]:
+    """Return one column of each kind that format 1 has, some with nulls."""
+    n = 3000
+    return {
+        "ascending ids": pa.array(np.arange(n) * 7 + 1_000_000_000),
+        "few ids": pa.array(rng.integers(0, 9, n)),
+        "random ids": pa.array(rng.integers(-(1 << 62), 1 << 62, n)),
+        "narrow ids with nulls": pa.array([None, 3, -4] * (n // 3), pa.int8()),
+        "floats with nan": pa.array(np.where(rng.random(n) < 0.1, np.nan, rng.random(n))),
+        "rounded floats": pa.array(rng.integers(0, 100, n).astype(np.float32) / 8),
+        "texts": pa.array([f"item {i % 50}" if i % 7 else None for i in range(n)]),
+        "flags": pa.array(rng.random(n) < 0.5),
+        "times": pa.array([datetime(2026, 1, 1 + i % 28) for i in range(n)], pa.timestamp("us")),
+        "lists": lists(rng, n, 5),
+        "empty lists": large_list(np.empty(0, np.int64), np.zeros(n + 1, np.int64)),
+        "nulls": pa.array([None] * n, pa.float32()),
+    }
+
+
+COLUMNS = columns(np.random.default_rng(0))
+
+
+@pytest.mark.parametrize("name", COLUMNS)
+def test_chosen_encoding_keeps_every_value_and_is_the_smallest_candidate(name: str) -> None:
+    table = pa.table({name: COLUMNS[name]})
+    chosen = choose_encodings(table)
+    buffer = written(table, chosen)
+    others = [
+        chunk_bytes(written(table, Encodings({path: e}, p)))
+        for path, usable in candidate_encodings(table.schema.field(0)).items()
+        for e in usable
+        for p in PAGE_BYTES
+    ]
+    assert chunk_bytes(buffer) == min(others)
+    back = pq.read_table(pa.BufferReader(buffer), page_checksum_verification=True)
+    assert back.schema.equals(table.schema)
+    assert str(back[name].to_pylist()) == str(table[name].to_pylist())
+
+
+def test_leaves_of_nested_columns_are_encoded_one_by_one() -> None:
+    rng = np.random.default_rng(4)
+    pairs = [{"id": i * 3, "tags": ["x" * 30] * (i % 3)} for i in range(5000)]
+    table = pa.table(
+        {
+            "pair": pa.array(pairs, pa.struct({"id": pa.int64(), "tags": pa.list_(pa.string())})),
+            "map": pa.array([[("k", i % 9)] for i in range(5000)], pa.map_("string", "int32")),
+            "price": pa.array(rng.integers(0, 99, 5000)).cast(pa.decimal128(21)),
+            "category": pa.array([f"c{i % 4}" for i in range(5000)]).dictionary_encode(),
+            "half": pa.array(rng.random(5000).astype(np.float16)),
+        }
+    )
+    chosen = choose_encodings(table)
+    assert set(chosen.by_path) == {
+        "pair.id",
+        "pair.tags.list.element",
+        "map.key_value.key",
+        "map.key_value.value",
+        "price",
+        "category",
+        "half",
+    }
+    assert chosen.by_path["pair.id"] == "DELTA_BINARY_PACKED"
+    buffer = written(table, chosen)
+    plain = Encodings(dict.fromkeys(chosen.by_path, "PLAIN"))
+    assert chunk_bytes(buffer) < 0.7 * chunk_bytes(written(table, plain))
+    assert pq.read_table(pa.BufferReader(buffer)).equals(table)
+
+
+def test_choice_does_not_depend_on_chunks() -> None:
+    table = pa.table(COLUMNS)
+    cut = pa.concat_tables([table.slice(0, 100), table.slice(100, 1), table.slice(101)])
+    assert choose_encodings(cut) == choose_encodings(table)
+
+
+def test_long_histories_that_return_late_get_large_pages() -> None:
+    rng = np.random.default_rng(1)
+    users = [rng.integers(0, 1 << 40, 5000).tolist() for _ in range(4)]  # 160 kB together
+    table = pa.table({"history": pa.array(users * 20, pa.large_list(pa.int64()))})
+    chosen = choose_encodings(table)
+    assert chosen.page_bytes == PAGE_BYTES[0]
+    small = Encodings(chosen.by_path, 64 << 10)
+    assert written(table, chosen).size < 0.2 * written(table, small).size
+
+
+def test_dictionary_that_grows_gets_small_pages() -> None:
+    rng = np.random.default_rng(2)
+    item = (np.arange(60_000) * rng.random(60_000) / 3).astype(np.int64)  # new ones all the time
+    prices = rng.random(20_000).astype(np.float32)[item]
+    chosen = choose_encodings(pa.table({"price": pa.array(prices)}))
+    assert chosen == Encodings({"price": "DICTIONARY"}, PAGE_BYTES[-1])
+
+
+def test_trial_sees_a_page_of_long_lists_and_at_least_one_row() -> None:
+    table = pa.table({"history": lists(np.random.default_rng(3), 10_000, 400)})
+    seen = trial_rows(table)
+    assert 0.9 * TRIAL_BYTES < seen.nbytes <= TRIAL_BYTES
+    one = pa.table({"history": pa.array([[1] * 2_000_000] * 2, pa.large_list(pa.int64()))})
+    assert trial_rows(one).num_rows == 1
+    assert choose_encodings(table.slice(0, 0)) == choose_encodings(table.slice(0, 0))
+
+
+DATA = DataConfig(
+    sources={"log": SourceConfig(files="*", format="parquet")},
+    samples=SamplesConfig(map="SELECT * FROM log"),
+    session=SessionConfig(key="s", time="t"),
+    tables={},
+)
+
+
+def parts_of(sessions: np.ndarray, cuts: list[int]) -> list[Tuples]:
+    times = np.arange(len(sessions))
+    rows = pa.table({"s": sessions, "t": times, ORIGIN: times, LIST_INDEX: times * 0})
+    bounds = [0, *cuts, len(sessions)]
+    return [Tuples(rows.slice(a, b - a), {}, {}) for a, b in pairwise(bounds)]
+
+
+def chosen(parts: list[Tuples], limit: int) -> dict[int, int]:
+    keys = [k for p in sample_sessions(parts, DATA, limit) for k in p.samples["s"].to_pylist()]
+    return {key: keys.count(key) for key in set(keys)}
+
+
+def test_few_sessions_are_whole_and_do_not_depend_on_order_or_cuts() -> None:
+    sessions = np.repeat(np.arange(100), np.arange(1, 101))
+    shuffled = np.random.default_rng(0).permutation(sessions)
+    found = chosen(parts_of(sessions, [100, 2000]), 500)
+    assert found == chosen(parts_of(shuffled, [7, 1000, 3000]), 500)
+    assert all(count == key + 1 for key, count in found.items())
+    assert 500 <= sum(found.values()) <= 600
+
+
+def test_a_part_with_few_samples_is_looked_at_whole() -> None:
+    sessions = np.repeat(np.arange(10), 3)
+    assert sum(chosen(parts_of(sessions, [4]), 500).values()) == 30
+
+
+def test_a_hot_session_is_cut_by_time() -> None:
+    parts = parts_of(np.zeros(1000, np.int64), [300, 301])
+    found = pa.concat_tables([p.samples for p in sample_sessions(parts, DATA, 100)])
+    assert found["t"].to_pylist() == list(range(200))
+
+
+PLAIN = "  storage: {windows: none, shared_tuples: none}\n  oracle:"
+OF_SESSIONS = ("key: session_id", "key: session_id")
+OF_USERS = ("key: session_id", "key: user_id")
+
+
+def history_bytes(dataset: Dataset) -> int:
+    """Bytes of the histories: column chunks, and all of the buffers' files."""
+    (segment,) = dataset.segments
+    total = 0
+    for path, entry in segment.files.items():
+        if path.startswith("buffers/history/"):
+            total += entry.num_bytes
+        elif path.startswith(DATA_DIRECTORIES):
+            metadata = pq.read_metadata(segment.directory / path)
+            groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
+            chunks = [g.column(i) for g in groups for i in range(g.num_columns)]
+            wanted = {"history", *window_columns("history")}
+            own = [c for c in chunks if c.path_in_schema.split(".")[0] in wanted]
+            total += sum(c.total_compressed_size for c in own)
+    return total
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("keys", [OF_SESSIONS, OF_USERS], ids=["sessions", "users"])
+def test_histories_that_shift_take_two_and_a_half_times_less_as_windows(
+    shared_data: Path, repository: Path, tmp_path: Path, keys: tuple[str, str]
+) -> None:
+    log = shared_data / "30music_sample10"
+    if not log.is_dir():
+        pytest.skip("30Music is not in the shared data")
+    source = repository / "schemas" / "thirtymusic"
+    text = (source / "job.yaml").read_text().replace(*keys)
+    found: dict[str, Dataset] = {}
+    for name, job in {"auto": text, "none": text.replace("  oracle:", PLAIN)}.items():
+        directory = tmp_path / name
+        directory.mkdir()
+        (directory / "job.yaml").write_text(job)
+        shutil.copy(source / "schema.pbtxt", directory)
+        build(request(directory / "job.yaml", log, directory / "dataset"))
+        found[name] = open_dataset(directory / "dataset")
+    auto, none = (content_hash(read_samples(found[n], True)) for n in ("auto", "none"))
+    assert auto == none
+    assert auto.num_rows == 343_183
+    assert history_bytes(found["none"]) >= 2.5 * history_bytes(found["auto"])
+    tables = [d.segments[0].manifest.tables for d in found.values()]
+    assert tables[0] == tables[1]
+    edges = [
+        {p: e.sha256 for p, e in d.segments[0].files.items() if p.startswith(("access", "edges"))}
+        for d in found.values()
+    ]
+    assert edges[0] == edges[1]

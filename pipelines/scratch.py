@@ -1,4 +1,4 @@
-"""Locks on directories, and scratch directories that survive a killed build only until the next.
+"""Files and directories that get their final names when complete, and locks on directories.
 
 Locks belong to open files, so the system releases those of a process that dies. On a filesystem
 without locks, commits stay atomic, but two concurrent builds of different jobs into one directory
@@ -12,11 +12,43 @@ import fcntl
 import logging
 import os
 import shutil
+import uuid
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from schemas.layout import MANIFEST
+from schemas.manifest import DatasetManifest, read_dataset
+
+PARTIAL = ".partial"
+"""Suffix of incomplete files."""
+
+
+def partial_path(target: Path) -> Path:
+    """Return a unique temporary path next to a file; create the directory."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    return target.with_name(f".{target.name}.{uuid.uuid4().hex}{PARTIAL}")
+
+
+@contextmanager
+def atomic_write(target: Path) -> Iterator[Path]:
+    """Yield a temporary path, which is renamed to the target after the body.
+
+    A Beam bundle that runs twice, even concurrently, writes the same bytes; the last rename wins.
+    """
+    partial = partial_path(target)
+    try:
+        yield partial
+        partial.replace(target)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def remove_partial(root: Path) -> None:
+    """Remove the incomplete files of killed attempts below a directory."""
+    for path in root.rglob(f"*{PARTIAL}"):
+        path.unlink(missing_ok=True)
+
 
 logger = logging.getLogger(__name__)
 
@@ -51,6 +83,18 @@ def _lock(handle: int, kind: int, directory: Path) -> None:
         if kind & fcntl.LOCK_NB:
             raise BlockingIOError from error
         logger.warning("filesystem has no locks directory=%s", directory)
+
+
+@contextmanager
+def locked_root(dataset: Path) -> Iterator[DatasetManifest]:
+    """Hold the lock of a dataset while the body runs; yield its root manifest.
+
+    Raises:
+        SchemaError: there is no dataset.
+    """
+    read_dataset(dataset)  # the lock needs an existing directory
+    with locked(dataset):
+        yield read_dataset(dataset)
 
 
 @contextmanager
@@ -101,8 +145,16 @@ def resume(directory: Path, candidates: Iterable[Path]) -> None:
 def remove_stale(parent: Path, pattern: str, keep: Path | None = None) -> None:
     """Remove the scratch directories that are not locked, except `keep`."""
     for directory in sorted(p for p in parent.glob(pattern) if p.is_dir() and p != keep):
-        with (
-            suppress(BlockingIOError),
-            locked(directory, fcntl.LOCK_EX | fcntl.LOCK_NB),
-        ):
-            shutil.rmtree(directory, ignore_errors=True)
+        remove_unlocked(directory)
+
+
+def remove_unlocked(directory: Path) -> int | None:
+    """Remove a directory and return its bytes; return None if it is locked, or gone."""
+    with (
+        suppress(BlockingIOError, FileNotFoundError),
+        locked(directory, fcntl.LOCK_EX | fcntl.LOCK_NB),
+    ):
+        num_bytes = sum(p.stat().st_size for p in directory.rglob("*") if p.is_file())
+        shutil.rmtree(directory, ignore_errors=True)
+        return num_bytes
+    return None

@@ -1,7 +1,8 @@
-"""Deduplicate clustered samples into the star schema, and choose how each group is stored.
+"""How a segment is stored: the layout of each group, and the encodings of each file.
 
 A group has one row per unique tuple of a block. Its tuples may be stored once per row group instead
-(shared tuples), and its lists as windows over buffers; both are chosen by measured bytes.
+(shared tuples), and its lists as windows over buffers; both are chosen by measured bytes. Parquet
+encodings and page sizes are chosen by trial writes. Every choice is a function of the rows alone.
 """
 
 from __future__ import annotations
@@ -9,18 +10,14 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from pipelines.clustering.encodings import min_encoded_bytes
-from pipelines.clustering.order import Clustered
-from pipelines.samples.sql import LIST_INDEX
-from pipelines.samples.tuples import first_appearances
-from pipelines.sources.rows import ORIGIN
-from pipelines.transforms.apply import apply_transforms
+from pipelines.clustering.star import Star, unique_in_blocks
 from schemas.arrays import (
     Jagged,
     bits,
@@ -28,123 +25,172 @@ from schemas.arrays import (
     is_list,
     is_text,
     numpy_of,
-    offsets_of,
     one_chunk,
 )
-from schemas.config.job import SAMPLES, DataConfig, StorageConfig, resolve_choice
-from schemas.errors import SchemaError
-from schemas.fitted import FittedValues
+from schemas.config.job import StorageConfig, resolve_choice
 from schemas.group_files import Windows, to_windows
 from schemas.layout import (
     BLOCK,
     BUFFER_INDEX,
-    FILE_SHIFT,
     NUMBER_SHIFT,
     TUPLE_INDEX,
     UNIQUE_INDEX,
     buffers_path,
     group_path,
-    inverse_column,
     tuples_path,
     window_columns,
 )
 
+COMPRESSION = "zstd"
+COMPRESSION_LEVEL = 3
+"""9 saves 1.6 to 1.9 % of the bytes and doubles the time of a build (benchmarks/layout.md)."""
+TRIAL_ROWS = 1 << 16
+"""Rows of a trial; more changed no choice on MIND, demo and EB-NeRD (2026-11-21)."""
+TRIAL_BYTES = 8 << 20
+"""Uncompressed bytes of one column in a trial: the size of the largest page."""
+PAGE_BYTES = (8 << 20, 1 << 20, 64 << 10)
+"""Candidate page sizes, uncompressed; the earlier one wins ties. Each page is compressed by itself:
+histories need large pages (EB-NeRD's take 53.6 kB at 1 MiB and 36.2 kB at 8 MiB), and large
+dictionaries small ones, because their indices start narrow (1.3 % of MIND's samples;
+benchmarks/storage.md)."""
+
+DICTIONARY = "DICTIONARY"
+
+_MAX_ROWS_PER_PAGE = 1 << 30
+"""No limit: the default of 20,000 rows costs 4 % (benchmarks/layout.md)."""
+
 
 @dataclass(frozen=True, slots=True)
-class Star:
-    """The tables of one part.
+class Encodings:
+    """The encodings of one file.
 
     Attributes:
-        samples: one row per sample: block, columns without a group, inverse indices.
-        groups: one row per unique tuple of a block.
-        samples_per_block: (num_blocks,) int64.
-        unique_per_block: group to (num_blocks,) int64.
-        tuples: group to (num_unique,) int64; equal rows have equal numbers in all blocks.
+        by_path: Parquet column path (`a`, `list.list.element`) to encoding name.
+        page_bytes: maximum uncompressed bytes of a page.
     """
 
-    samples: pa.Table
-    groups: Mapping[str, pa.Table]
-    samples_per_block: NDArray[np.int64]
-    unique_per_block: Mapping[str, NDArray[np.int64]]
-    tuples: Mapping[str, NDArray[np.int64]]
+    by_path: Mapping[str, str]
+    page_bytes: int = PAGE_BYTES[0]
+
+    @property
+    def dictionary_paths(self) -> list[str]:
+        """The dictionary-encoded paths."""
+        return [p for p, e in self.by_path.items() if e == DICTIONARY]
+
+    @property
+    def column_encoding(self) -> dict[str, str]:
+        """The encodings of the other paths; plain ones are left out."""
+        return {p: e for p, e in self.by_path.items() if e not in (DICTIONARY, "PLAIN")}
 
 
-def to_star(
-    clustered: Clustered, file_index: int, data: DataConfig, learned: FittedValues | None = None
-) -> Star:
-    """Deduplicate each group within each block and apply the transforms.
+_CANDIDATES: Mapping[str, Sequence[str]] = {
+    "BYTE_ARRAY": (DICTIONARY, "DELTA_LENGTH_BYTE_ARRAY", "DELTA_BYTE_ARRAY", "PLAIN"),
+    "FIXED_LEN_BYTE_ARRAY": (DICTIONARY, "BYTE_STREAM_SPLIT", "PLAIN"),
+    "BOOLEAN": ("PLAIN", "RLE"),
+    "FLOAT": (DICTIONARY, "BYTE_STREAM_SPLIT", "PLAIN"),
+    "DOUBLE": (DICTIONARY, "BYTE_STREAM_SPLIT", "PLAIN"),
+    "INT32": (DICTIONARY, "DELTA_BINARY_PACKED", "BYTE_STREAM_SPLIT", "PLAIN"),
+    "INT64": (DICTIONARY, "DELTA_BINARY_PACKED", "BYTE_STREAM_SPLIT", "PLAIN"),
+}
+"""Physical type to its candidate encodings; the earlier one wins ties."""
+
+
+def candidate_encodings(field: pa.Field) -> dict[str, Sequence[str]]:
+    """Return the candidate encodings of each leaf of a column, such as `a.list.element`."""
+    sink = pa.BufferOutputStream()
+    pq.write_table(pa.schema([field]).empty_table(), sink)
+    leaves = pq.ParquetFile(pa.BufferReader(sink.getvalue())).schema
+    columns = [leaves.column(i) for i in range(len(leaves))]
+    if "dictionary<" in str(field.type):  # Arrow reads no other encoding back as a dictionary
+        return {c.path: (DICTIONARY, "PLAIN") for c in columns}
+    return {c.path: _CANDIDATES.get(c.physical_type, ("PLAIN",)) for c in columns}
+
+
+def choose_encodings(table: pa.Table) -> Encodings:
+    """Try every encoding on the first rows of each column, then every page size on all of them.
 
     Args:
-        clustered: samples of one part in order.
-        file_index: number of the part, the upper bits of its block ids.
-        data: groups and transforms.
-        learned: fitted parameters of transforms.
+        table: the rows of a file, or of its first row group.
     """
-    learned = learned or FittedValues()
-    num_blocks = int(clustered.block[-1]) + 1 if len(clustered.block) else 0
-    check_num_blocks(clustered.first_block + num_blocks, data.block_samples)
-    prefix = (np.int64(file_index) << np.int64(FILE_SHIFT)) + clustered.first_block
-    tuples = clustered.samples
-    columns = {
-        c: tuples.samples[c] for c in tuples.samples.column_names if c not in (ORIGIN, LIST_INDEX)
+    samples = [trial_rows(table.select([name])) for name in table.column_names]
+    by_path = {
+        path: min(trials)[2] for sample in samples for path, trials in _trial_sizes(sample).items()
     }
-    samples = pa.table({BLOCK: pa.array(prefix + clustered.block), **columns})
-    samples = apply_transforms(samples, SAMPLES, data.transforms.get(SAMPLES, {}), learned)
-    groups: dict[str, pa.Table] = {}
-    unique_per_block: dict[str, NDArray[np.int64]] = {}
-    stored_tuples: dict[str, NDArray[np.int64]] = {}
-    for group, names in data.groups.items():
-        stored, inverse = unique_in_blocks(clustered.block, tuples.references[group])
-        counts = np.bincount(clustered.block[stored], minlength=num_blocks).astype(np.int64)
-        starts = offsets_of(counts)[:-1]
-        unique_index = np.arange(len(stored)) - np.repeat(starts, counts)
-        stored_tuples[group] = tuples.references[group][stored]
-        taken = tuples.uniques[group].take(pa.array(stored_tuples[group]))
-        table = pa.table(
-            {
-                BLOCK: pa.array(prefix + clustered.block[stored]),
-                UNIQUE_INDEX: pa.array(unique_index.astype(np.int32)),
-                **{c: taken[c] for c in names},
-            }
-        )
-        groups[group] = apply_transforms(table, group, data.transforms.get(group, {}), learned)
-        local = (inverse - starts[clustered.block]).astype(np.int32)
-        samples = samples.append_column(inverse_column(group), pa.array(local))
-        unique_per_block[group] = counts
-    per_block = np.bincount(clustered.block, minlength=num_blocks).astype(np.int64)
-    return Star(samples, groups, per_block, unique_per_block, stored_tuples)
+    by_page_bytes = [Encodings(by_path, page_bytes) for page_bytes in PAGE_BYTES]
+    totals = [sum(sum(_leaf_bytes(s, e).values()) for s in samples) for e in by_page_bytes]
+    return by_page_bytes[totals.index(min(totals))]
 
 
-def check_num_blocks(num_blocks: int, block_samples: int) -> None:
-    """Raise SchemaError if a part has more blocks than its block ids can number, 2**20."""
-    if num_blocks > 1 << FILE_SHIFT:
-        raise SchemaError(
-            f"part must have at most {1 << FILE_SHIFT} blocks, got {num_blocks} of "
-            f"{block_samples} samples; raise data.block_samples"
-        )
-
-
-def unique_in_blocks(
-    block: NDArray[np.int64], references: NDArray[np.int64]
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Find the first sample of each distinct (block, tuple), in order.
+def min_encoded_bytes(table: pa.Table) -> int:
+    """Return the size of a file with one row group and the smallest encoding of each column.
 
     Args:
-        block: (num_samples,) ascending.
-        references: (num_samples,) the tuple of each sample.
-
-    Returns:
-        first: (num_stored,) ascending positions of samples.
-        inverse: (num_samples,) the position in `first` of each sample's tuple.
-
-    Example:
-        >>> first, inverse = unique_in_blocks(np.array([0, 0, 0, 1]), np.array([5, 2, 5, 5]))
-        >>> first.tolist(), inverse.tolist()
-        ([0, 1, 3], [0, 1, 0, 2])
+        table: at least one row.
     """
-    size = int(references.max()) + 1 if len(references) else 1
-    inverse, first = first_appearances(block * size + references)
-    return first, inverse
+    sink = pa.BufferOutputStream()
+    with open_writer(sink, table.schema, Encodings({})) as writer:
+        writer.write_table(table.slice(0, 1))
+    file = sink.getvalue()
+    row = pq.read_metadata(pa.BufferReader(file)).row_group(0)
+    total = file.size - sum(row.column(i).total_compressed_size for i in range(row.num_columns))
+    for name in table.column_names:
+        total += sum(min(trials)[0] for trials in _trial_sizes(table.select([name])).values())
+    return total
+
+
+def _trial_sizes(column: pa.Table) -> dict[str, list[tuple[int, int, str]]]:
+    """Return (bytes, index, name) of each candidate encoding, for each leaf of one column."""
+    candidates = candidate_encodings(column.schema.field(0))
+    trials: dict[str, list[tuple[int, int, str]]] = {path: [] for path in candidates}
+    for index in range(max(len(names) for names in candidates.values())):
+        # One write tries one encoding of every leaf.
+        by_path = {path: names[min(index, len(names) - 1)] for path, names in candidates.items()}
+        for path, num_bytes in _leaf_bytes(column, Encodings(by_path)).items():
+            trials[path].append((num_bytes, index, by_path[path]))
+    return trials
+
+
+def trial_rows(column: pa.Table) -> pa.Table:
+    """Return the first rows of a table of one column, for a trial."""
+    rows = min(column.num_rows, TRIAL_ROWS)
+    sample = column.slice(0, rows)
+    return sample.slice(0, max(1, rows * TRIAL_BYTES // max(TRIAL_BYTES, sample.nbytes)))
+
+
+def _leaf_bytes(column: pa.Table, encodings: Encodings) -> dict[str, int]:
+    sink = pa.BufferOutputStream()
+    with open_writer(sink, column.schema, encodings) as writer:
+        writer.write_table(column)
+    metadata = pq.read_metadata(pa.BufferReader(sink.getvalue()))
+    if metadata.num_row_groups == 0:
+        return dict.fromkeys(encodings.by_path, 0)
+    chunks = [metadata.row_group(0).column(i) for i in range(metadata.num_columns)]
+    return {c.path_in_schema: c.total_compressed_size for c in chunks}
+
+
+def open_writer(
+    sink: pa.NativeFile | str | Path, schema: pa.Schema, encodings: Encodings
+) -> pq.ParquetWriter:
+    """Return a writer with the format's settings: zstd, page checksums, no column statistics.
+
+    Readers find blocks through `blocks.parquet` and do not prune by statistics.
+    """
+    return pq.ParquetWriter(
+        sink,
+        schema,
+        compression=COMPRESSION,
+        compression_level=COMPRESSION_LEVEL,
+        use_dictionary=encodings.dictionary_paths or False,  # pyright: ignore[reportArgumentType] - takes paths too
+        column_encoding=encodings.column_encoding or None,
+        write_statistics=False,
+        write_page_checksum=True,
+        data_page_size=encodings.page_bytes,
+        max_rows_per_page=_MAX_ROWS_PER_PAGE,
+        store_schema=True,
+    )
+
+
+# Layouts of groups.
 
 
 @dataclass(frozen=True, slots=True)

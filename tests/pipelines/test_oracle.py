@@ -1,25 +1,30 @@
-"""Tables that do not fit a worker go in rounds, to the same bytes, with memory that is bounded."""
+"""Tables that do not fit a worker are processed in stages, to the same bytes in bounded memory."""
 
 import json
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from pipelines.__main__ import main
 from pipelines.build import build
+from pipelines.cli import main
 from pipelines.clustering.part import lookups_table
 from pipelines.oracle import files
+from pipelines.oracle import index as stitching
 from pipelines.oracle.files import run_stages
-from pipelines.oracle.linking import number_range_bounds
+from pipelines.oracle.index import merge_numberings, number_range_bounds
 from pipelines.oracle.numbering import NUMBERING_STAGES, NumberingPlan, lookups_path, number_table
 from pipelines.table.verify import verify
+from schemas.accesses import merge_dictionaries
 from schemas.arrays import Jagged, jagged_of, offsets_of
 from schemas.dataset import open_dataset
+from schemas.files import CheckedFile
 from schemas.layout import FILE_SHIFT, access_path, edges_path
 from schemas.oracle import from_gaps
 from tests.fork_server import without_forking
@@ -36,9 +41,9 @@ def small_files(patch: pytest.MonkeyPatch) -> None:
 
 
 def in_rounds(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr("pipelines.beam.tables.WORKER_ENTRIES", FEW_ENTRIES)
+    patch.setattr("pipelines.beam.build.WORKER_ENTRIES", FEW_ENTRIES)
     patch.setattr("pipelines.table.indexes.WORKER_ENTRIES", FEW_ENTRIES)
-    patch.setattr("pipelines.oracle.linking.RANGE_ENTRIES", 100)
+    patch.setattr("pipelines.oracle.index.RANGE_ENTRIES", 100)
     patch.setattr("pipelines.table.indexes.WORKER_BYTES", 1 << 12)
 
 
@@ -80,7 +85,7 @@ def test_a_small_build_does_the_rounds_of_a_table_one_by_one(
 ) -> None:
     small_files(monkeypatch)
     in_rounds(monkeypatch)
-    monkeypatch.setattr("pipelines.beam.tables.SPREAD_PARTS", 1_000)
+    monkeypatch.setattr("pipelines.beam.build.SPREAD_PARTS", 1_000)
     monkeypatch.setattr("pipelines.table.indexes.WORKER_BYTES", 1 << 30)
     built(tmp_path)
     build(addition(tmp_path / "job" / "job.yaml", at_once / "log-1", tmp_path / "dataset"))
@@ -158,7 +163,7 @@ def test_rounds_number_rows_of_any_order_of_blocks_by_first_use(
 
 
 def test_ranges_of_numbers_hold_about_equal_entries(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pipelines.oracle.linking.RANGE_ENTRIES", 1_000)
+    monkeypatch.setattr("pipelines.oracle.index.RANGE_ENTRIES", 1_000)
     counts = np.zeros(1024, np.int64)
     counts[:4] = 900
     counts[4:] = 10
@@ -190,3 +195,40 @@ def test_oracle_prints_the_load_of_each_table(
         assert sum(load["reuse"]) + load["never"] == table["num_accesses"]
         assert load["never"] == table["num_unique_rows"]
         assert 0 < load["most_rows_per_step"] <= table["num_unique_rows"]
+
+
+@dataclass
+class InMemory:
+    """A file of edges."""
+
+    rows: np.ndarray
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.rows)
+
+    def read(self, columns: list[str]) -> pa.Table:
+        assert columns == ["row"]
+        return pa.table({"row": self.rows})
+
+
+@pytest.mark.parametrize("window", [3, 1 << 21])
+@pytest.mark.parametrize("seed", range(5))
+def test_maps_by_ranges_of_slots_are_those_made_in_memory(
+    seed: int, window: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stitching, "WINDOW", window)
+    rng = np.random.default_rng(seed)
+    universe = rng.integers(0, 2**62, 60)
+    segments = [rng.permutation(universe)[: rng.integers(1, 50)] for _ in range(3)]
+    files = [
+        [InMemory(part) for part in np.array_split(rows, rng.integers(1, 4))] for rows in segments
+    ]
+    files.insert(1, [])  # a segment from before the table was declared
+    maps = [tmp_path / "maps" / str(segment) for segment in range(4)]
+    edges = cast("list[list[CheckedFile]]", files)
+    numbers, rows = merge_dictionaries(segments)
+    assert merge_numberings(edges, maps, worker_rows=7) == len(rows)
+    for path, expected in zip([maps[0], *maps[2:]], numbers, strict=True):
+        assert np.load(path).tolist() == expected.tolist()
+    assert sorted(path.name for path in (tmp_path / "maps").iterdir()) == ["0", "2", "3"]

@@ -1,0 +1,468 @@
+"""The samples of a dataset as rows: read, as SQL views, and as a content hash."""
+
+from __future__ import annotations
+
+import glob
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+from numpy.typing import NDArray
+
+from pipelines.samples.sql import quoted_name
+from pipelines.sources.rows import microseconds
+from schemas.arrays import (
+    Jagged,
+    check_inverse,
+    comparable,
+    hash_keys,
+    is_list,
+    numpy_of,
+    offsets_of,
+    one_chunk,
+)
+from schemas.config.job import DataConfig
+from schemas.dataset import (
+    Dataset,
+    Segment,
+    constant_column,
+    missing_column_defaults,
+    open_dataset,
+    type_name,
+)
+from schemas.deleted_samples import tombstones_path
+from schemas.errors import SchemaError
+from schemas.files import replace_bytes
+from schemas.group_files import read_group
+from schemas.hashing import splitmix64
+from schemas.layout import (
+    BLOCK,
+    BUFFER_INDEX,
+    SEGMENTS,
+    TUPLE_INDEX,
+    UNIQUE_INDEX,
+    inverse_column,
+    samples_path,
+    window_columns,
+)
+
+
+def row_groups(segment: Segment) -> list[tuple[int, int]]:
+    """Return the distinct (file, row group) pairs of a segment, in training order."""
+    pairs = zip(segment.column("file").tolist(), segment.column("row_group").tolist(), strict=True)
+    return list(dict.fromkeys(pairs))
+
+
+def blocks_of_row_group(segment: Segment, file_index: int, row_group: int) -> NDArray[np.bool_]:
+    """Return which blocks of a segment are in a row group, (num_blocks,)."""
+    return (segment.column("file") == file_index) & (segment.column("row_group") == row_group)
+
+
+def tuples_of_samples(
+    segment: Segment, group: str, blocks: NDArray[np.bool_], samples: pa.Table
+) -> NDArray[np.int64]:
+    """Return the row of each sample's tuple among the unique tuples of a row group.
+
+    Args:
+        segment: an open segment.
+        group: name of the group.
+        blocks: the row group, from `blocks_of_row_group`.
+        samples: its samples, with the inverse indices of the group.
+    """
+    starts = offsets_of(segment.num_unique(group)[blocks])[:-1]
+    starts_of_samples = np.repeat(starts, segment.column("num_samples")[blocks])
+    return numpy_of(samples[inverse_column(group)]) + starts_of_samples
+
+
+def read_joined_row_group(
+    segment: Segment,
+    file_index: int,
+    row_group: int,
+    data: DataConfig,
+    defaults: Mapping[str, pa.Scalar] | None = None,
+) -> pa.Table:
+    """Return the samples of one row group with the columns of their groups.
+
+    Args:
+        segment: an open segment.
+        file_index: number of the part.
+        row_group: row group in each file of the part.
+        data: groups of the dataset.
+        defaults: values of columns that the segment does not store.
+
+    Raises:
+        SchemaError: a byte has changed, or an inverse index is out of range.
+    """
+    samples = segment.file(samples_path(file_index)).read_row_group(row_group)
+    blocks = blocks_of_row_group(segment, file_index, row_group)
+    columns = {c: samples[c] for c in samples.column_names}
+    for group in data.groups:
+        table = read_group(segment.file, group, file_index, row_group)
+        tuples = tuples_of_samples(segment, group, blocks, samples)
+        check_inverse(tuples, table.num_rows)
+        taken = table.take(pa.array(tuples))
+        columns.update({c: taken[c] for c in table.column_names[2:]})
+        del columns[inverse_column(group)]
+    del columns[BLOCK]
+    for name, value in (defaults or {}).items():
+        columns[name] = constant_column(value, samples.num_rows)
+    return pa.table(columns)
+
+
+def read_live_row_group(
+    segment: Segment,
+    file_index: int,
+    row_group: int,
+    data: DataConfig,
+    defaults: Mapping[str, pa.Scalar] | None = None,
+) -> pa.Table:
+    """Return what `read_joined_row_group` does, without deleted samples."""
+    joined = read_joined_row_group(segment, file_index, row_group, data, defaults)
+    deleted = segment.deleted_rows(file_index, row_group)
+    if not len(deleted):
+        return joined
+    return joined.take(pa.array(np.setdiff1d(np.arange(joined.num_rows), deleted)))
+
+
+def column_names(dataset: Dataset, model_inputs: bool) -> list[str]:
+    """Return the names of the columns in the order of the schema."""
+    derived = dataset.job.data.derived_columns
+    return [n for n in dataset.features.names if model_inputs or n not in derived]
+
+
+def read_samples(dataset: Dataset, model_inputs: bool = False) -> Iterator[pa.Table]:
+    """Yield the samples of each row group of all segments and splits, without deleted samples."""
+    columns = column_names(dataset, model_inputs)
+    for segment in dataset.segments:
+        defaults = missing_column_defaults(dataset, segment)
+        for file_index, row_group in row_groups(segment):
+            rows = read_live_row_group(segment, file_index, row_group, dataset.job.data, defaults)
+            yield rows.select(columns)
+
+
+def expand(dataset_path: Path, output: Path, model_inputs: bool = False) -> int:
+    """Write all samples of a dataset to one Parquet file; return their number.
+
+    Args:
+        dataset_path: the dataset.
+        output: the file to write.
+        model_inputs: whether to include the columns that transforms and sampling added.
+
+    Raises:
+        SchemaError: the output is a directory, or the dataset does not match its manifests.
+    """
+    if output.is_dir():
+        raise SchemaError(f"output is a directory: {output}; name a file in it")
+    writer: pq.ParquetWriter | None = None
+    partial = output.with_name(f".{output.name}.partial")
+    count = 0
+    for table in read_samples(open_dataset(dataset_path), model_inputs):
+        if writer is None:
+            writer = pq.ParquetWriter(partial, table.schema, compression="zstd")
+        writer.write_table(table)
+        count += table.num_rows
+    assert writer is not None, "a committed segment has samples"
+    writer.close()
+    partial.replace(output)
+    return count
+
+
+def read_sample_column(
+    segment: Segment, file_index: int, row_group: int, data: DataConfig, name: str
+) -> pa.Array:
+    """Return one column of the samples of a row group."""
+    group = data.group_of_column.get(name)
+    column = name if group is None else inverse_column(group)
+    samples = segment.file(samples_path(file_index)).read_row_group(row_group, [column])
+    if group is None:
+        return one_chunk(samples[name])
+    blocks = blocks_of_row_group(segment, file_index, row_group)
+    tuples = tuples_of_samples(segment, group, blocks, samples)
+    unique = read_group(segment.file, group, file_index, row_group, [name])[name]
+    return one_chunk(unique).take(pa.array(tuples))
+
+
+def session_lengths(dataset: Dataset) -> NDArray[np.int64]:
+    """Return the number of samples of each session, (num_sessions,), in no particular order.
+
+    A session that the split or a window divides counts once, as in the manifest.
+    """
+    return np.concatenate([segment_session_lengths(s, dataset.job.data) for s in dataset.segments])
+
+
+def segment_session_lengths(segment: Segment, data: DataConfig) -> NDArray[np.int64]:
+    """Return the number of samples of each session of one segment."""
+    session, groups = data.session, row_groups(segment)
+    parts = {
+        name: pa.chunked_array([read_sample_column(segment, f, g, data, name) for f, g in groups])
+        for name in (session.key, session.time)
+    }
+    codes = pc.rank(one_chunk(parts[session.key]), tiebreaker="dense").to_numpy().astype(np.int64)
+    time = pc.cast(one_chunk(parts[session.time]), pa.int64()).to_numpy()
+    order = np.lexsort((time, codes))
+    starts = np.diff(codes[order], prepend=-1) != 0
+    if session.gap is not None:
+        starts[1:] |= np.diff(time[order]) > microseconds(session.gap)
+    return np.diff(np.append(np.flatnonzero(starts), len(order)))
+
+
+# `view.sql`: DuckDB views of a dataset that join the star schema to one row per sample. They are
+# `samples`, the columns of the job's SQL, and `model_inputs`, which has the columns of transforms,
+# too. Paths are relative to the dataset: `cd DATASET && duckdb -init view.sql`. The file is
+# derived from the manifests; no hash covers it, and readers of the format ignore it.
+
+VIEW = "view.sql"
+
+_SQL_TYPES = {
+    "int8": "TINYINT", "int16": "SMALLINT", "int32": "INTEGER", "int64": "BIGINT",
+    "uint8": "UTINYINT", "uint16": "USMALLINT", "uint32": "UINTEGER", "uint64": "UBIGINT",
+    "float": "FLOAT", "double": "DOUBLE", "bool": "BOOLEAN", "string": "VARCHAR",
+    "timestamp[us]": "TIMESTAMP",
+}  # fmt: skip
+
+
+def write_view(dataset: Path) -> None:
+    """Write the views of a committed dataset."""
+    replace_bytes(dataset / VIEW, view_sql(open_dataset(dataset)).encode())
+
+
+def view_sql(dataset: Dataset) -> str:
+    """Return the statements that create both views, with the columns in the schema's order.
+
+    Null lists and empty lists are distinguished; the order of rows is undefined.
+    """
+    head = "-- One row per sample. Run from this directory: duckdb -init view.sql\n"
+    return head + "\n".join(
+        f"CREATE OR REPLACE VIEW {name} AS\n"
+        + "\nUNION ALL\n".join(
+            _select_segment(dataset, segment, column_names(dataset, model_inputs))
+            for segment in dataset.segments
+        )
+        + ";\n"
+        for name, model_inputs in (("samples", False), ("model_inputs", True))
+    )
+
+
+def _select_segment(dataset: Dataset, segment: Segment, columns: Sequence[str]) -> str:
+    defaults = {
+        name: f"CAST({_literal(value.as_py())} AS {sql_type(type_name(value.type))})"
+        for name, value in missing_column_defaults(dataset, segment).items()
+    }
+    groups = dataset.job.data.group_of_column
+    stored = {c: _column_sql(segment, groups.get(c), c) for c in columns if c not in defaults}
+    selected = [f"{stored.get(c) or defaults[c]} AS {quoted_name(c)}" for c in columns]
+    lines = [f"SELECT {', '.join(selected)}", *_from_lines(dataset, segment, list(stored))]
+    return "\n".join([*lines, *_exclude_deleted(dataset, segment)])
+
+
+def _from_lines(dataset: Dataset, segment: Segment, columns: Sequence[str]) -> Iterator[str]:
+    """Yield the FROM clause, and a JOIN for each table that has one of the columns."""
+    numbered = bool(segment.tombstones.num_rows)
+    yield f"FROM {_files(segment, 'samples', numbered=numbered)} AS {quoted_name('s')}"
+    groups = dataset.job.data.group_of_column
+    for group in dataset.job.data.groups:
+        members = [c for c in columns if groups.get(c) == group]
+        if not members:
+            continue
+        table = quoted_name(f"g:{group}")
+        yield (
+            f"JOIN {_files(segment, 'groups', group)} AS {table} ON {table}.{BLOCK} = s.{BLOCK} "
+            f"AND {table}.{UNIQUE_INDEX} = s.{quoted_name(inverse_column(group))}"
+        )
+        if _has(segment, "tuples", group):
+            tuples = quoted_name(f"t:{group}")
+            yield (
+                f"JOIN {_files(segment, 'tuples', group)} AS {tuples} "
+                f"ON {tuples}.{TUPLE_INDEX} = {table}.{TUPLE_INDEX}"
+            )
+        for column in members:
+            if _has(segment, "buffers", column):
+                buffers, owner = quoted_name(f"b:{column}"), _owner_table(segment, group)
+                yield (
+                    f"LEFT JOIN {_files(segment, 'buffers', column)} AS {buffers} ON "
+                    f"{buffers}.{BUFFER_INDEX} = {owner}.{quoted_name(window_columns(column)[0])}"
+                )
+
+
+def _exclude_deleted(dataset: Dataset, segment: Segment) -> list[str]:
+    """Return the condition that excludes deleted samples, if there are any."""
+    sha256 = dataset.manifest.tombstones_sha256
+    if sha256 is None or not segment.tombstones.num_rows:
+        return []
+    return [
+        f"WHERE NOT EXISTS (FROM read_parquet({_literal(tombstones_path(sha256))}) AS x "
+        f"WHERE x.segment = {_literal(segment.manifest.id)} AND x.block = s.{BLOCK} "
+        "AND x.file_row = s.file_row_number)"
+    ]
+
+
+def _column_sql(segment: Segment, group: str | None, column: str) -> str:
+    """Return the expression of a column's value."""
+    if group is None:
+        return f"s.{quoted_name(column)}"
+    owner = _owner_table(segment, group)
+    if not _has(segment, "buffers", column):
+        return f"{owner}.{quoted_name(column)}"
+    _, start, length = (f"{owner}.{quoted_name(name)}" for name in window_columns(column))
+    values = f"{quoted_name(f'b:{column}')}.{quoted_name(column)}"
+    return (
+        f"CASE WHEN {length} >= 0 THEN coalesce({values}[{start} + 1 : {start} + {length}], []) END"
+    )
+
+
+def _owner_table(segment: Segment, group: str) -> str:
+    """Return the table that has the columns of a group."""
+    return quoted_name(f"t:{group}" if _has(segment, "tuples", group) else f"g:{group}")
+
+
+def _has(segment: Segment, *folders: str) -> bool:
+    prefix = "/".join(folders) + "/"
+    return any(path.startswith(prefix) for path in segment.files)
+
+
+def _files(segment: Segment, *folders: str, numbered: bool = False) -> str:
+    path = "/".join((SEGMENTS, segment.directory.name, *map(glob.escape, folders), "*.parquet"))
+    return f"read_parquet({_literal(path)}{', file_row_number = true' if numbered else ''})"
+
+
+def sql_type(name: str) -> str:
+    """Return the DuckDB type of a column type of a manifest.
+
+    Example:
+        >>> sql_type("list<int64>"), sql_type("timestamp[us]")
+        ('BIGINT[]', 'TIMESTAMP')
+    """
+    if name.startswith("list<"):
+        return f"{sql_type(name[5:-1])}[]"
+    return _SQL_TYPES[name]
+
+
+def _literal(value: object) -> str:
+    if value is None:
+        return "NULL"
+    if isinstance(value, bool | int | float):
+        return repr(value).lower() if isinstance(value, bool) else repr(value)
+    return "'" + str(value).replace("'", "''") + "'"
+
+
+# The content hash of a table, which is equal for equal rows in any order. Each row has a 64-bit
+# hash of its values. The hashes are added, so neither order, files nor batches matter, but repeated
+# rows count. Widths of integers and kinds of strings and lists are not distinguished: compare
+# schemas for that.
+
+_NULL = np.uint64(0x6E756C6C)
+_SECOND = np.uint64(0x9FB21C651E98DF25)
+
+
+@dataclass(frozen=True, slots=True)
+class ContentHash:
+    """The hash of a multiset of rows; `a + b` is the hash of the union.
+
+    Attributes:
+        num_rows: rows.
+        first: sum of the rows' hashes, modulo 2**64.
+        second: sum of second hashes of these, modulo 2**64.
+    """
+
+    num_rows: int = 0
+    first: int = 0
+    second: int = 0
+
+    def __add__(self, other: ContentHash) -> ContentHash:
+        """Return the hash of the union."""
+        mask = (1 << 64) - 1
+        return ContentHash(
+            self.num_rows + other.num_rows,
+            (self.first + other.first) & mask,
+            (self.second + other.second) & mask,
+        )
+
+    def __str__(self) -> str:
+        """Return the hash as text: 32 hex digits and the number of rows."""
+        return f"{self.first:016x}{self.second:016x}-{self.num_rows}"
+
+
+def content_hash(batches: Iterable[pa.Table | pa.RecordBatch]) -> ContentHash:
+    """Return the hash of all rows of batches with the same column names.
+
+    Raises:
+        SchemaError: the type of a column cannot be hashed.
+    """
+    total = ContentHash()
+    for batch in batches:
+        if batch.num_rows:
+            total += _of_rows(row_hashes(batch))
+    return total
+
+
+def _of_rows(hashes: NDArray[np.uint64]) -> ContentHash:
+    others = splitmix64(hashes ^ _SECOND)
+    return ContentHash(len(hashes), int(hashes.sum()), int(others.sum()))
+
+
+def row_hashes(batch: pa.Table | pa.RecordBatch) -> NDArray[np.uint64]:
+    """Return a hash of each row, independent of the order of its columns."""
+    return _row_hashes({name: value_hashes(batch[name]) for name in batch.schema.names})
+
+
+def hash_of_values(hashes: Mapping[str, NDArray[np.uint64]]) -> ContentHash:
+    """Return the hash of rows from the `value_hashes` of each column, (num_rows,)."""
+    return _of_rows(_row_hashes(hashes))
+
+
+def _row_hashes(hashes: Mapping[str, NDArray[np.uint64]]) -> NDArray[np.uint64]:
+    names = sorted(hashes)
+    salts = [hash_keys(comparable(pa.array([name])))[0] for name in names]
+    return hash_keys([splitmix64(hashes[n] ^ s) for n, s in zip(names, salts, strict=True)])
+
+
+def value_hashes(column: pa.Array | pa.ChunkedArray) -> NDArray[np.uint64]:
+    """Return a hash of each value, (num_rows,) uint64, independent of the batch.
+
+    Raises:
+        SchemaError: the type cannot be hashed.
+    """
+    array = one_chunk(column)
+    if pa.types.is_dictionary(array.type):
+        array = one_chunk(array.dictionary_decode())
+    if array.null_count == 0:
+        return _present(array)
+    hashes = np.full(len(array), _NULL)
+    valid = array.is_valid().to_numpy(zero_copy_only=False)
+    hashes[valid] = _present(pc.drop_null(array))
+    return hashes
+
+
+def _present(array: pa.Array) -> NDArray[np.uint64]:
+    kind = array.type
+    if len(array) == 0 or pa.types.is_null(kind):
+        return np.full(len(array), _NULL)
+    if pa.types.is_struct(kind):
+        fields = [value_hashes(array.field(i)) for i in range(kind.num_fields)]
+        return hash_keys(fields) if fields else np.full(len(array), _NULL)
+    if pa.types.is_map(kind) or is_list(kind):
+        return hash_keys([_list_of_hashes(array)])
+    if pa.types.is_decimal(kind) or pa.types.is_time(kind) or pa.types.is_duration(kind):
+        array = array.cast(pa.string() if pa.types.is_decimal(kind) else pa.int64())
+    elif pa.types.is_integer(kind) and not pa.types.is_uint64(kind):
+        array = array.cast(pa.int64())
+    try:
+        return hash_keys(comparable(array))
+    except SchemaError as error:
+        raise SchemaError(
+            f"values cannot be compared: type {kind}; cast the column before"
+        ) from error
+
+
+def _list_of_hashes(array: pa.Array) -> Jagged:
+    if is_list(array.type):
+        lengths = pc.list_value_length(array).to_numpy().astype(np.int64)
+        return Jagged(value_hashes(pc.list_flatten(array)), offsets_of(lengths))
+    offsets = array.offsets.to_numpy().astype(np.int64)  # a map
+    entries = [a.slice(offsets[0], offsets[-1] - offsets[0]) for a in (array.keys, array.items)]
+    hashes = hash_keys([value_hashes(e) for e in entries])
+    return Jagged(hashes, offsets - offsets[0])

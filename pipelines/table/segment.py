@@ -1,0 +1,205 @@
+"""Write the manifest of a segment from the results of its parts.
+
+A segment is built in a hidden directory beside its final path, and its manifest is written last;
+`commit.py` adds it to the dataset. If the process dies before, the dataset is unchanged.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from pipelines.clustering.layout import DICTIONARY, Encodings, open_writer
+from pipelines.clustering.part import LOOKUPS, PartResult
+from pipelines.clustering.writer import merge_blocks
+from pipelines.quality.gate import anomalies_text
+from pipelines.quality.segment_statistics import segment_slices, statistics_text, write_statistics
+from pipelines.scratch import remove_partial
+from pipelines.shuffle import SHUFFLE
+from pipelines.sources.rejects import RejectCounts, number_reject_files
+from schemas.config.job import DataConfig
+from schemas.dataset import type_name
+from schemas.features import FeatureSet
+from schemas.files import FileEntry, describe_file, read_files, sha256_of, sync_file, write_files
+from schemas.group_files import group_schema
+from schemas.layout import (
+    ANOMALIES,
+    BLOCK,
+    BLOCKS,
+    DATA_DIRECTORIES,
+    EVALUATION,
+    FILES,
+    MANIFEST,
+    TRAIN,
+    inverse_column,
+    samples_path,
+)
+from schemas.manifest import (
+    GroupCounts,
+    InputFile,
+    Reference,
+    SegmentManifest,
+    TableCounts,
+    read_segment,
+    write_manifest,
+)
+
+
+def split_ranges(blocks: pa.Table) -> dict[str, tuple[int, int]]:
+    """Return (first position, number of blocks) of each split that has blocks."""
+    names = blocks["split"].to_pylist()
+    counts = {name: names.count(name) for name in (TRAIN, EVALUATION)}
+    return {n: (names.index(n), counts[n]) for n in (TRAIN, EVALUATION) if counts[n]}
+
+
+def group_counts(results: Sequence[PartResult]) -> dict[str, GroupCounts]:
+    """Return the counts of each group over all parts."""
+    num_samples = sum(r.num_samples for r in results)
+    counts: dict[str, GroupCounts] = {}
+    for group in results[0].groups:
+        totals = [r.groups[group] for r in results]
+        num_unique = sum(t.num_unique for t in totals)
+        counts[group] = GroupCounts(
+            num_unique=num_unique,
+            dedup_factor=round(num_samples / num_unique, 6),
+            num_values=sum(t.num_values for t in totals),
+            num_values_dedup=sum(t.num_values_dedup for t in totals),
+        )
+    return counts
+
+
+def table_counts(
+    results: Sequence[PartResult], num_unique_rows: Mapping[str, int]
+) -> dict[str, TableCounts]:
+    """Return the counts of each table over all parts."""
+    return {
+        table: TableCounts(
+            num_lookups=sum(r.lookups[table][0] for r in results),
+            num_lookups_dedup=sum(r.lookups[table][1] for r in results),
+            num_unique_rows=num_unique_rows[table],
+        )
+        for table in results[0].lookups
+    }
+
+
+def describe_files(root: Path) -> list[FileEntry]:
+    """Return the entry of every file of a directory, except its manifest and indexes of files."""
+    paths = sorted(str(p.relative_to(root)) for p in root.rglob("*") if p.is_file())
+    return [describe_file(root, p) for p in paths if p not in (BLOCKS, FILES, MANIFEST)]
+
+
+def finish_segment(
+    root: Path,
+    segment_id: str,
+    results: Sequence[PartResult],
+    rejects: RejectCounts,
+    num_unique_rows: Mapping[str, int],
+    listing: tuple[InputFile, ...],
+    hashes: tuple[str, str],
+    data: DataConfig,
+    features: FeatureSet,
+    learned: Mapping[str, str],
+) -> SegmentManifest:
+    """Complete a segment whose parts are written; its manifest is written last.
+
+    Args:
+        root: directory of the segment being built.
+        segment_id: final name.
+        results: results of all parts in order, at least one.
+        rejects: counts of rejected rows, written by `write_rejects`.
+        num_unique_rows: distinct rows by table.
+        listing: input files.
+        hashes: sha256 of the job's data section and of the schema.
+        data: the job's data section.
+        features: declared columns.
+        learned: files of fitted parameters in the dataset, path to sha256.
+    """
+    num_samples, num_rows = sum(r.num_samples for r in results), sum(r.num_rows for r in results)
+    for scratch in (LOOKUPS, SHUFFLE):
+        shutil.rmtree(root / scratch, ignore_errors=True)
+    remove_partial(root)
+    blocks = merge_blocks(r.blocks for r in results)
+    encodings = {c: "DELTA_BINARY_PACKED" for c in blocks.column_names} | {"split": DICTIONARY}
+    with open_writer(root / BLOCKS, blocks.schema, Encodings(encodings)) as writer:
+        writer.write_table(blocks)
+    sync_file(root / BLOCKS)
+    number_reject_files(root)
+    text = statistics_text(segment_slices([r.slices for r in results], data, features))
+    write_statistics(root, text)
+    (root / ANOMALIES).write_text(anomalies_text(rejects), encoding="utf-8")
+    groups = list(results[0].groups)
+    entries = describe_files(root)
+    write_files(root / FILES, entries)
+    manifest = SegmentManifest(
+        id=segment_id,
+        num_samples=num_samples,
+        num_sessions=sum(r.num_sessions for r in results),
+        num_rejects=rejects.num_rejects,
+        num_source_rows=None if num_rows == num_samples else num_rows,
+        input_bytes=sum(f.num_bytes for f in listing),
+        dataset_bytes=sum_bytes(entries, *DATA_DIRECTORIES),
+        oracle_bytes=sum_bytes(entries, "access/", "edges/"),
+        splits=split_ranges(blocks),
+        groups=group_counts(results),
+        tables=table_counts(results, num_unique_rows),
+        listing=listing,
+        job_sha256=hashes[0],
+        schema_sha256=hashes[1],
+        blocks_sha256=sha256_of(root / BLOCKS),
+        files_sha256=sha256_of(root / FILES),
+        columns=stored_columns(root, results[0].file_index, groups),
+        learned=learned,
+    )
+    write_manifest(root, manifest)
+    return manifest
+
+
+def stored_columns(root: Path, file_index: int, groups: Iterable[str]) -> dict[str, str]:
+    """Return the types of all columns of the samples as one part stores them."""
+
+    def schema_of(path: str) -> pa.Schema:
+        return pq.read_schema(root / path)
+
+    hidden = {BLOCK, *map(inverse_column, groups)}
+    fields = [f for f in schema_of(samples_path(file_index)) if f.name not in hidden]
+    fields += [f for g in groups for f in group_schema(schema_of, g, file_index)]
+    return {f.name: type_name(f.type) for f in fields}
+
+
+def sum_bytes(entries: Sequence[FileEntry], *prefixes: str) -> int:
+    """Return the bytes of all files whose paths have one of the prefixes."""
+    return sum(e.num_bytes for e in entries if e.path.startswith(prefixes))
+
+
+def set_segment_id(
+    root: Path, segment_id: str, anomalies: str, day: str | None = None
+) -> SegmentManifest:
+    """Set the id, the anomalies and the day of a complete segment that is not committed.
+
+    Args:
+        root: directory of the segment.
+        segment_id: new id.
+        anomalies: text of `anomalies.pbtxt`.
+        day: label of the segment, if any.
+    """
+    manifest = read_segment(root)
+    is_same = (manifest.id, manifest.day) == (segment_id, day)
+    if is_same and (root / ANOMALIES).read_text(encoding="utf-8") == anomalies:
+        return manifest
+    (root / ANOMALIES).write_text(anomalies, encoding="utf-8")
+    entries = read_files(root / FILES)
+    entries[ANOMALIES] = describe_file(root, ANOMALIES)
+    write_files(root / FILES, [entries[path] for path in sorted(entries)])
+    manifest = replace(manifest, id=segment_id, day=day, files_sha256=sha256_of(root / FILES))
+    write_manifest(root, manifest)
+    return manifest
+
+
+def directory_reference(directory: Path) -> Reference:
+    """Return the reference of a committed segment or index."""
+    return Reference(id=directory.name, manifest_sha256=sha256_of(directory / MANIFEST))

@@ -1,0 +1,366 @@
+"""Transforms for users' pipelines, in Python and YAML, and the commit as their last step."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import apache_beam as beam
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import yaml
+from apache_beam.pvalue import Row
+from apache_beam.runners.portability.fn_api_runner.fn_runner import FnApiRunner
+from apache_beam.testing.util import assert_that, equal_to
+from apache_beam.utils.timestamp import Timestamp
+from apache_beam.yaml import yaml_transform
+
+from pipelines.beam import io as committing
+from pipelines.beam.io import (
+    INCOMING,
+    BuildDataset,
+    MakeSamples,
+    ReadDataset,
+    ReadSource,
+    WriteDataset,
+)
+from pipelines.beam.yaml import rows_of_table, tables_of_rows
+from pipelines.build import build
+from pipelines.table.rows import read_samples
+from pipelines.table.verify import verify
+from schemas.dataset import open_dataset
+from schemas.errors import SchemaError
+from schemas.layout import MANIFEST
+from tests.pipelines.logs import (
+    bytes_of,
+    raw_rows,
+    request,
+    samples_of,
+    write_job,
+    write_log,
+)
+
+ROWS = raw_rows(300, seed=0)
+
+
+def write(directory: Path, tables: Sequence[pa.Table | pa.RecordBatch], name: str) -> Path:
+    job = write_job(directory / "job")
+    with beam.Pipeline(runner=FnApiRunner()) as pipeline:
+        rows = pipeline | beam.Create(tables)
+        _ = rows | WriteDataset(job, directory / name, name="day-1", num_parts=3)
+    return directory / name
+
+
+def as_tuples(table: pa.Table) -> list[tuple[object, ...]]:
+    return [
+        (r["session"], r["time"], r["user"], tuple(r["history"]), r["item"], r["label"])
+        for r in table.to_pylist()
+    ]
+
+
+@pytest.mark.slow
+def test_tables_of_a_pipeline_become_a_dataset_whatever_their_order_and_cuts(
+    tmp_path: Path,
+) -> None:
+    whole = write(tmp_path, [ROWS], "whole")
+    shuffled = ROWS.take(pa.array(np.random.default_rng(1).permutation(ROWS.num_rows)))
+    batches = shuffled.combine_chunks().to_batches(max_chunksize=37)
+    assert bytes_of(write(tmp_path, batches, "cut")) == bytes_of(whole)
+    found = [row for t in read_samples(open_dataset(whole)) for row in as_tuples(t)]
+    assert sorted(found) == samples_of(ROWS)
+    assert verify(whole)["problems"] == []
+    assert list(whole.glob(f"{INCOMING}*")) == []
+
+
+@pytest.mark.slow
+def test_samples_of_a_dataset_come_back_as_tables(tmp_path: Path) -> None:
+    dataset = write(tmp_path, [ROWS], "dataset")
+
+    def check(tables: list[pa.Table]) -> None:
+        assert sorted(row for t in tables for row in as_tuples(t)) == samples_of(ROWS)
+
+    with beam.Pipeline(runner=FnApiRunner()) as pipeline:
+        assert_that(pipeline | ReadDataset(dataset), check)
+
+
+@pytest.mark.slow
+def test_rows_that_cannot_be_used_are_rejects_and_the_others_are_there(tmp_path: Path) -> None:
+    bad = ROWS.slice(0, 1).set_column(0, "session", pa.array([None], pa.int64()))
+    dataset = write(tmp_path, [bad, ROWS.slice(1)], "dataset")
+    manifest = open_dataset(dataset).segments[0].manifest
+    assert manifest.num_rejects == len(bad["items"][0])
+    assert manifest.num_samples == len(samples_of(ROWS.slice(1)))
+
+
+@pytest.mark.slow
+def test_rows_without_a_declared_column_are_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(Exception, match=re.escape("rows must have column 'user', got none")):
+        write(tmp_path, [ROWS.drop_columns(["user"])], "dataset")
+
+
+def test_a_job_without_declared_columns_is_refused_when_the_pipeline_is_made(
+    tmp_path: Path,
+) -> None:
+    job = write_job(tmp_path / "job", columns="{}")
+    with pytest.raises(SchemaError, match="job must have one source that declares its columns"):
+        WriteDataset(job, tmp_path / "dataset", name="day-1")
+
+
+def sorted_rows(tables: list[pa.Table]) -> list[str]:
+    return sorted(str(row) for table in tables for row in table.to_pylist())
+
+
+def columns_and_rows(expected: list[pa.Table]):
+    def check(tables: list[pa.Table]) -> None:
+        assert {tuple(t.column_names) for t in tables} == {tuple(expected[0].column_names)}
+        assert len({t.schema for t in tables}) == 1
+        assert sorted_rows(tables) == sorted_rows(expected)
+
+    return check
+
+
+@pytest.mark.slow
+def test_rows_of_a_source_are_those_of_its_files(tmp_path: Path) -> None:
+    rows, job = write_log(tmp_path / "log"), write_job(tmp_path / "job")
+    (tmp_path / "log" / "torn.parquet").write_bytes(b"PAR1")
+    with beam.Pipeline(runner=FnApiRunner()) as pipeline:
+        read: Any = pipeline | ReadSource(job, tmp_path / "log")
+        assert_that(read["rows"], columns_and_rows([rows]), "rows")
+        files = read["rejects"] | beam.Map(lambda reject: (reject.file, reject.position))
+        assert_that(files, equal_to([("torn.parquet", None)]), "rejects")
+    assert ReadSource(job, tmp_path / "log").schema.names == rows.schema.names
+    assert read["rows"].element_type is pa.Table
+
+
+def test_a_source_that_the_job_lacks_is_refused_by_name(tmp_path: Path) -> None:
+    job = write_job(tmp_path / "job")
+    message = f"source must be one of the job's, got 'lock' in {job}; use one of log"
+    with pytest.raises(SchemaError, match=f"^{re.escape(message)}$"):
+        ReadSource(job, tmp_path / "log", source="lock")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_parts", [1, 3])
+def test_samples_are_those_of_the_dataset_built_of_the_same_rows(
+    tmp_path: Path, num_parts: int
+) -> None:
+    job = write_job(tmp_path / "job")
+    bad = ROWS.slice(0, 1).set_column(0, "session", pa.array([None], pa.int64()))
+    tables = [bad, *ROWS.slice(1).combine_chunks().to_batches(max_chunksize=70)]
+    with beam.Pipeline(runner=FnApiRunner()) as pipeline:
+        rows = pipeline | beam.Create(tables)
+        written: Any = rows | WriteDataset(job, tmp_path / "dataset", name="rows")
+        made: Any = rows | MakeSamples(job, num_parts=num_parts)
+        both = (
+            (made["rejects"] | "made" >> beam.Map(str)) | "of samples" >> beam.combiners.ToList(),
+            (written["rejects"] | "put" >> beam.Map(str)) | "of parts" >> beam.combiners.ToList(),
+        ) | beam.Flatten()
+        assert_that(both, same_rejects, "rejects")
+        _ = made["samples"] | beam.ParDo(Save(tmp_path / "samples"))
+    with beam.Pipeline(runner=FnApiRunner()) as pipeline:
+        expected = [pq.read_table(p) for p in sorted((tmp_path / "samples").iterdir())]
+        read = pipeline | ReadDataset(tmp_path / "dataset")
+        assert_that(read, lambda found: rows_equal(found, expected))
+    assert sum(t.num_rows for t in expected) == len(samples_of(ROWS.slice(1)))
+
+
+def same_rejects(found: list[list[str]]) -> None:
+    assert sorted(found[0]) == sorted(found[1])
+    assert len(found[0]) == len(ROWS["items"][0])
+
+
+class Save(beam.DoFn):
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.path.mkdir()
+
+    def process(self, table: pa.Table) -> None:
+        pq.write_table(table, self.path / f"{len(list(self.path.iterdir()))}.parquet")
+
+
+def rows_equal(found: list[pa.Table], expected: list[pa.Table]) -> None:
+    assert found[0].column_names == expected[0].column_names
+    assert sorted_rows(found) == sorted_rows(expected)
+
+
+@pytest.mark.slow
+def test_a_build_inside_a_pipeline_gives_the_bytes_of_the_command(tmp_path: Path) -> None:
+    write_log(tmp_path / "log")
+    job = write_job(tmp_path / "job", on_error="reject_files")
+    (tmp_path / "log" / "torn.parquet").write_bytes(b"PAR1")
+    build(request(job, tmp_path / "log", tmp_path / "expected"))
+    segments: list[str] = []
+    for attempt in range(2):  # the second time it is there
+        with beam.Pipeline(runner=FnApiRunner()) as pipeline:
+            built: Any = pipeline | BuildDataset(job, tmp_path / "log", tmp_path / "dataset")
+            files = built["rejects"] | beam.Map(lambda reject: reject.file)
+            assert_that(files, equal_to(["torn.parquet"] if attempt == 0 else []), "rejects")
+            (segment,) = open_dataset(tmp_path / "expected").segments
+            assert_that(built["segment"], equal_to([segment.manifest.id]), "segment")
+        segments.append(segment.manifest.id)
+        assert bytes_of(tmp_path / "dataset") == bytes_of(tmp_path / "expected")
+    assert list((tmp_path / "dataset").glob(f"{INCOMING}*")) == []
+
+
+FILES = Path(__file__).resolve().parents[2] / "deploy" / "beam_yaml"
+DAY = {
+    "type": "chain",
+    "transforms": [
+        {"type": "PresageReadDataset", "config": {"dataset": "{{ dataset }}"}},
+        {"type": "Filter", "config": {"language": "python", "keep": "label == 1"}},
+        {"type": "WriteToJson", "config": {"path": "{{ output }}"}},
+    ],
+}
+
+
+def run(text: str, variables: Mapping[str, Path | str]) -> None:
+    filled = yaml_transform.expand_jinja(text, {k: str(v) for k, v in variables.items()}, [])
+    with beam.Pipeline(runner=FnApiRunner()) as pipeline:
+        yaml_transform.expand_pipeline(pipeline, filled, pipeline_path=str(FILES / "any.yaml"))
+
+
+def json_lines(directory: Path, begin: str) -> list[dict[str, Any]]:
+    paths = sorted(directory.glob(f"{begin}-*-of-*"))
+    return [json.loads(line) for path in paths for line in path.read_text().splitlines()]
+
+
+@pytest.mark.slow
+def test_a_build_in_yaml_gives_the_bytes_of_the_command(tmp_path: Path) -> None:
+    write_log(tmp_path / "log")
+    (tmp_path / "log" / "torn.parquet").write_bytes(b"PAR1")
+    job = write_job(tmp_path / "job", on_error="reject_files")
+    build(request(job, tmp_path / "log", tmp_path / "expected"))
+    variables = {"job": job, "input": tmp_path / "log", "output": tmp_path / "dataset"}
+    run((FILES / "build.yaml").read_text(), variables)
+    assert bytes_of(tmp_path / "dataset") == bytes_of(tmp_path / "expected")
+    (reject,) = json_lines(tmp_path, "dataset.rejects.json")
+    assert (reject["file"], reject.get("position")) == ("torn.parquet", None)
+
+
+@pytest.mark.slow
+def test_rows_of_yaml_become_the_dataset_that_their_tables_become(tmp_path: Path) -> None:
+    rows, job = write_log(tmp_path / "log"), write_job(tmp_path / "job")
+    text = (FILES / "filter.yaml").read_text().replace("user != 4", "True")
+    variables = {"job": job, "input": tmp_path / "log", "output": tmp_path / "dataset"}
+    run(text, variables)
+    with beam.Pipeline(runner=FnApiRunner()) as pipeline:
+        read: Any = pipeline | ReadSource(job, tmp_path / "log")
+        _ = read["rows"] | WriteDataset(job, tmp_path / "expected", name="without-user-4")
+    assert bytes_of(tmp_path / "dataset") == bytes_of(tmp_path / "expected")
+    (manifest,) = (s.manifest for s in open_dataset(tmp_path / "dataset").segments)
+    assert manifest.num_samples == len(samples_of(rows))
+
+
+@pytest.mark.slow
+def test_samples_of_a_dataset_are_rows_of_yaml(tmp_path: Path) -> None:
+    write_log(tmp_path / "log")
+    job = write_job(tmp_path / "job")
+    build(request(job, tmp_path / "log", tmp_path / "dataset"))
+    spec = {"pipeline": DAY, "providers": [{"include": "providers.yaml"}]}
+    variables = {"dataset": tmp_path / "dataset", "output": tmp_path / "day"}
+    run(yaml.safe_dump(spec), variables)
+    tables = read_samples(open_dataset(tmp_path / "dataset"))
+    expected = [row for t in tables for row in t.to_pylist() if row["label"] == 1]
+    found = json_lines(tmp_path, "day")
+    names = ("session", "user", "history", "item", "label")
+    assert sorted(str([r[n] for n in names]) for r in found) == sorted(
+        str([r[n] for n in names]) for r in expected
+    )
+    assert expected
+
+
+def test_a_row_that_does_not_fit_comes_alone_and_the_others_typed() -> None:
+    types = {"user": pa.int8(), "time": pa.timestamp("us"), "history": pa.large_list(pa.int64())}
+    time = Timestamp(micros=1_767_225_600_000_001)
+    rows = [Row(user=u, time=time, history=[], more=1) for u in (1, 2, 300, 4)]
+    tables = list(tables_of_rows(rows, types))
+    typed = [t for t in tables if t.schema == pa.schema(types)]
+    assert [t["user"].to_pylist() for t in typed] == [[1, 2], [4]]
+    (alone,) = (t for t in tables if t.schema != pa.schema(types))
+    assert alone["user"].to_pylist() == ["300"]
+    back = list(rows_of_table(typed[0]))
+    assert back[0] == Row(user=1, time=time, history=[])
+    texts = [Row(user=1, time="2026-01-01 00:00:00", history=[5])]
+    assert [t.schema for t in tables_of_rows(texts, types)] == [pa.schema(types)]
+
+
+Commit = Callable[[], str]
+
+
+@pytest.fixture(scope="module")
+def uncommitted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Commit]:
+    """A dataset's folder with the parts that a pipeline has written, and the commit of them."""
+    folder = tmp_path_factory.mktemp("uncommitted")
+    waiting: list[Any] = []
+
+    def wait(*arguments: Any) -> str:
+        waiting.append(arguments)
+        return "later"
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(committing, "commit_pending", wait)
+        with beam.Pipeline(runner=FnApiRunner()) as pipeline:
+            job = write_job(folder / "job")
+            _ = pipeline | beam.Create([ROWS]) | WriteDataset(job, folder / "dataset", "day-1", 3)
+    return folder / "dataset", lambda: committing.commit_pending(*waiting[0])
+
+
+class Renames:
+    """Counts renames, and lets one of them fail."""
+
+    def __init__(self, failing: int) -> None:
+        self.count, self.failing, self.rename = 0, failing, os.rename
+
+    def __call__(self, *arguments: Any, **options: Any) -> None:
+        self.count += 1
+        if self.count == self.failing + 1:
+            raise OSError(5, "Input/output error", str(arguments[0]))
+        self.rename(*arguments, **options)
+
+
+@pytest.mark.slow
+def test_rename_that_fails_once_anywhere_loses_nothing_and_the_retry_completes(
+    uncommitted: tuple[Path, Commit], tmp_path: Path
+) -> None:
+    dataset, commit = uncommitted
+    shutil.copytree(dataset, tmp_path / "before")
+    wanted: dict[str, bytes] = {}
+    failing = -1  # first none does
+    while True:
+        shutil.rmtree(dataset)
+        shutil.copytree(tmp_path / "before", dataset)
+        renames = Renames(failing)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(os, "rename", renames)
+            try:
+                commit()
+            except OSError:
+                pass
+            else:
+                if failing >= 0:
+                    break  # there was no rename of this number
+        commit()
+        wanted = wanted or bytes_of(dataset)
+        assert bytes_of(dataset) == wanted, f"rename {failing} failed"
+        failing += 1
+    assert failing > 2
+    assert open_dataset(dataset).segments[0].manifest.num_samples == len(samples_of(ROWS))
+    assert verify(dataset)["problems"] == []
+
+
+def test_commit_whose_parts_are_gone_is_refused_instead_of_committing_what_is_left(
+    uncommitted: tuple[Path, Commit],
+) -> None:
+    dataset, commit = uncommitted
+    shutil.rmtree(dataset)
+    (dataset / "segments").mkdir(parents=True)
+    with pytest.raises(SchemaError, match="parts of the segment are missing"):
+        commit()
+    assert not (dataset / MANIFEST).exists()
