@@ -280,8 +280,9 @@ class IndexTables(beam.PTransform):
         return (indexed[_DONE], totals) | "join tables" >> beam.Flatten()
 
 
-def _totals(_: str, results: Iterable[tuple[LinkingPlan, int, int]]) -> TableTotals:
+def _totals(table: str, results: Iterable[tuple[LinkingPlan, int, int]]) -> TableTotals:
     plans, _, entries = zip(*results, strict=True)
+    assert plans[0].table == table, "a plan is of one table"
     return totals_of(plans[0], entries)
 
 
