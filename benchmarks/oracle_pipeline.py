@@ -18,7 +18,7 @@ from pipelines.beam.runner import run_pipeline
 from pipelines.clustering.part import lookups_table
 from pipelines.oracle.index import LINKING_STAGES, LinkingPlan
 from pipelines.oracle.numbering import lookups_path
-from pipelines.report.storage import dataset_bytes
+from pipelines.report.sizes import dataset_bytes
 from pipelines.shuffle import encode_tables
 from pipelines.table.indexes import add_index
 from pipelines.table.segment import sum_bytes

@@ -40,12 +40,12 @@ from benchmarks.logs import (
     with_auto,
     write_result,
 )
-from pipelines.report.storage import (
+from pipelines.report.sizes import (
     bytes_by_table,
     dataset_bytes,
+    derived_bytes,
     flat_rows,
     folder_bytes,
-    made_bytes,
     oracle_bytes,
     shuffled,
     time_ordered,
@@ -144,7 +144,7 @@ def measure(dataset: Dataset, rounds: int, scratch: Path) -> Sizes:
     for order, table in {"time-ordered": by_time, "clustered": clustered}.items():
         peers |= {f"{order}, {e}": write(table, path) for e, write in ENCODINGS.items()}
     with_derived = flat_rows(dataset, 1 << 33, model_inputs=True).table
-    derived = made_bytes(dataset)
+    derived = derived_bytes(dataset)
     return Sizes(
         ours=dataset_bytes(dataset) - derived,
         transforms=derived,

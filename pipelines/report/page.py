@@ -1,211 +1,47 @@
-"""The report page: one HTML file without scripts."""
+"""The report: one HTML page about a dataset and the runs trained on it, without scripts."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from string import Template
+from typing import Any
 
-from pipelines.report.dedup import dedup_section, groups_section
-from pipelines.report.html import (
-    Section,
-    Tile,
-    command_table,
-    count,
-    digits,
-    escape,
-    paragraph,
-    percent,
-    ratio,
-    sections,
-    size,
-    tiles,
+import numpy as np
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from numpy.typing import NDArray
+
+from pipelines.report.charts import (
+    ACCENT,
+    HALF,
+    OTHER,
+    OURS,
+    PALETTE,
+    Bar,
+    Line,
+    Scale,
+    bar_chart,
+    curve_chart,
+    histogram,
+    smoothed,
+    stacked_bars,
 )
-from pipelines.report.oracle import OracleFacts, oracle_facts, oracle_section
-from pipelines.report.quality import event_sections, gate_section, sampling_sections
-from pipelines.report.runs import (
-    BUILD,
-    PLAN,
+from pipelines.report.facts import (
+    GroupFacts,
+    LossFacts,
+    OracleFacts,
     Run,
-    pools_section,
-    read_object,
-    read_runs,
-    speed_up,
-    training_section,
+    StorageFacts,
+    find_speed_up,
+    read_facts,
 )
-from pipelines.report.storage import SHUFFLED, flat_bytes, flat_rows, folder_bytes, storage_section
-from pipelines.table.indexes import TableReport
-from pipelines.table.rows import row_groups
-from schemas.dataset import Dataset, open_dataset
-from schemas.errors import SchemaError
+from schemas.dataset import open_dataset
+from schemas.errors import pluralize
 from schemas.files import replace_bytes
-from schemas.run_log import SUMMARY
 
-
-def facts(dataset: Dataset) -> str:
-    """Return the line of sizes below the heading."""
-    manifests = [s.manifest for s in dataset.segments]
-    samples = sum(m.num_samples for m in manifests)
-    sessions = sum(m.num_sessions for m in manifests)
-    splits = {name: 0 for m in manifests for name in sorted(m.splits, reverse=True)}
-    for manifest in manifests:
-        for name, (_, num_blocks) in manifest.splits.items():
-            splits[name] += num_blocks
-    blocks = ", ".join(f"{count(number)} {name}" for name, number in splits.items())
-    parts = [
-        f"{count(samples)} samples in {count(sessions)} sessions "
-        f"({digits(samples / sessions)} per session)",
-        f"{count(sum(splits.values()))} blocks of {count(dataset.job.data.block_samples)} "
-        f"({blocks})",
-        f"{len(manifests)} {'segment' if len(manifests) == 1 else 'segments'}",
-        f"{count(sum(m.num_rejects for m in manifests))} rejects",
-        f"raw input {size(sum(m.input_bytes for m in manifests))}",
-        *_forgotten(dataset),
-    ]
-    return paragraph("; ".join(parts), "facts")
-
-
-def _forgotten(dataset: Dataset) -> list[str]:
-    """Say how many samples count no more; nothing when all do."""
-    found = sum(
-        len(segment.deleted_rows(file_index, row_group))
-        for segment in dataset.segments
-        if segment.tombstones.num_rows
-        for file_index, row_group in row_groups(segment)
-    )
-    return [f"{count(found)} samples forgotten, of weight 0 until they are rewritten"] * bool(found)
-
-
-def headline(
-    dataset: Dataset, flat: Mapping[str, float], oracle: OracleFacts | None, runs: Sequence[Run]
-) -> list[Tile]:
-    """Return the headline numbers; what was not measured is left out.
-
-    Args:
-        dataset: an open dataset.
-        flat: baseline to bytes.
-        oracle: what the oracle knows, or None.
-        runs: finished runs.
-    """
-    ours, plain = folder_bytes(dataset), flat[SHUFFLED]
-    smaller = ours <= plain
-    shown = [
-        Tile(
-            f"{ratio(plain, ours) if smaller else ratio(ours, plain)} x",
-            "smaller than shuffled Parquet" if smaller else "as large as shuffled Parquet",
-            f"{size(ours)}, oracle apart, instead of {size(plain)}",
-        )
-    ]
-    if oracle:
-        shown.extend(_oracle_tiles(oracle.total))
-    return shown + _run_tiles(runs)
-
-
-def _oracle_tiles(total: TableReport) -> list[Tile]:
-    return [
-        Tile(
-            f"{ratio(total.num_lookups, total.num_lookups_dedup)} x",
-            "fewer look-ups",
-            f"{count(total.num_lookups_dedup)} instead of {count(total.num_lookups)}",
-        ),
-        Tile(
-            percent(total.hit_rate),
-            "planned cache hit rate",
-            f"holding {percent(total.peak_cache_rows / total.num_unique_rows)} of the touched rows",
-        ),
-    ]
-
-
-def _run_tiles(runs: Sequence[Run]) -> list[Tile]:
-    shown: list[Tile] = []
-    pair = speed_up(runs)
-    if pair:
-        fast, slow = (r.summary.samples_per_sec for r in pair)
-        detail = f"{count(fast)} instead of {count(slow)} samples/s"
-        label = "faster training" if fast > slow else "training speed"
-        shown.append(Tile(f"{ratio(fast, slow)} x", label, detail))
-    for run in runs[:1]:
-        if run.summary.auc is not None and run.summary.ne is not None:
-            detail = f"NE {run.summary.ne:.4f}, run {run.name}"
-            shown.append(Tile(f"{run.summary.auc:.4f}", "AUC, held-back range", detail))
-    return shown
-
-
-_ALWAYS = (
-    (
-        "samples, sessions, dedup factors, bytes",
-        "read from the manifests that the build wrote, whose hashes were verified; recomputed by",
-        "python -m pipelines verify DATASET",
-    ),
-    (
-        "bytes of plain Parquet",
-        "the expanded samples written again in each order, zstd level 3, pyarrow's defaults but "
-        "for the file with the best encodings; the same rows as",
-        "python -m pipelines expand DATASET --output FILE.parquet",
-    ),
-    (
-        "tuples added by block edges",
-        "the tuples of each group deduplicated once more over a whole part",
-        "python -m pipelines report DATASET --html FILE.html",
-    ),
-    (
-        "how often features change, what RecD expects, bytes of groups",
-        "samples compared with the one before in their session; the columns of each group written "
-        "once more as one row per sample, best encodings",
-        "python -m pipelines report DATASET --html FILE.html",
-    ),
-    (
-        "findings, distances, sessions by segment",
-        "statistics.pbtxt.zst and anomalies.pbtxt of each segment; written by",
-        "python -m pipelines append JOB --dataset DATASET --input LOG",
-    ),
-    (
-        "look-ups, accesses, hit rate, peak cache rows",
-        "the job's plan run over the index of the dataset; printed by",
-        "python -m pipelines oracle DATASET --json",
-    ),
-    (
-        "cache-size curve",
-        "the same accesses; LRU by stack distances (Mattson), best possible by Belady's rule",
-        "python -m pipelines report DATASET --html FILE.html",
-    ),
-)
-_RUNS = (
-    "speed, loss, phases, NE, AUC, memory",
-    "metrics.jsonl and summary.json of each run, written by",
-    "python -m trainer train JOB --dataset DATASET --output RUN [--expanded] [--embedding cached]",
-)
-_PLAN = (
-    "sizes of both pools, reasons",
-    "plan.json beside the runs, printed by",
-    "python -m scheduler plan JOB --dataset DATASET --history RUNS --json",
-)
-_BUILD = (
-    "time of the build",
-    "build.json beside the runs, printed by",
-    "python -m pipelines build JOB --input LOG --output DATASET --json",
-)
-
-
-def method_section(dataset: Dataset, runs: list[Run], has_plan: bool, has_build: bool) -> Section:
-    """Return the section about where the numbers come from."""
-    rows = [*_ALWAYS]
-    rows += [_RUNS] * bool(runs) + [_PLAN] * has_plan + [_BUILD] * has_build
-    ids = ", ".join(r.id for r in (*dataset.manifest.segments, *dataset.manifest.indexes))
-    return Section(
-        "method",
-        "How each number was obtained",
-        f"Everything above comes from the files of this dataset ({ids}) and of the runs beside it; "
-        "the same files give the same page, byte for byte.",
-        command_table("Numbers and the commands behind them", rows),
-    )
-
-
-# A page about a dataset and the runs that were trained on it: one file, no scripts.
-#
-# manifests, expanded rows, index, runs -> facts -> one section each -> template.
-
-TEMPLATE = Path(__file__).with_name("report.html")
+MAX_LRU_POINTS = 400
+"""Points of the drawn LRU curve."""
+MAX_DOUBLINGS = 7
+"""The last bar of the histogram has all sessions of at least 2**7 samples."""
 
 
 def write_report(dataset: Path, html: Path, runs: Path | None) -> None:
@@ -214,55 +50,280 @@ def write_report(dataset: Path, html: Path, runs: Path | None) -> None:
     Args:
         dataset: the dataset.
         html: the file to write.
-        runs: a finished run, or a directory of some, maybe with `plan.json` and `build.json`; or
-            None.
+        runs: a finished run, or a directory of runs, optionally with `plan.json` and `build.json`.
 
     Raises:
-        SchemaError: the dataset or a run is damaged, or there is no such directory of runs.
+        SchemaError: the dataset or a run is damaged, or `runs` contains nothing to show.
     """
-    if runs is not None and not runs.is_dir():
-        raise SchemaError(
-            "runs must be a directory, got none; train with --output below it, or leave --runs out",
-            file=str(runs),
-        )
-    opened = open_dataset(dataset)
-    found = read_runs(runs)
-    rows = flat_rows(opened)
-    flat = flat_bytes(rows, opened.job.data.session.time)
-    oracle = oracle_facts(opened)
-    plan = read_object(runs / PLAN) if runs else None
-    build = read_object(runs / BUILD) if runs else None
-    if build is not None and build.get("built") is False:
-        build = None  # the segment was there already: nothing was measured
-    if runs and not (found or plan or build):
-        raise SchemaError(
-            f"runs must be a finished run or a folder of some, got no {SUMMARY}; give what trainer "
-            "train had as --output, or leave --runs out",
-            file=str(runs),
-        )
-    groups = groups_section(opened, rows)
-    shown = [
-        storage_section(opened, flat, rows),
-        dedup_section(opened),
-        *([groups] if groups else []),
-        *sampling_sections(opened),
-        *event_sections(opened),
-        gate_section(opened),
-        *([oracle_section(oracle)] if oracle else []),
-        *([training_section(found)] if found else []),
-        *([pools_section(plan, build)] if plan or build else []),
-        method_section(opened, found, plan is not None, build is not None),
-    ]
-    head = facts(opened) + tiles(headline(opened, flat, oracle, found))
+    page = render(read_facts(open_dataset(dataset), runs))
     html.parent.mkdir(parents=True, exist_ok=True)
-    replace_bytes(html, page(opened.manifest.name, head, shown).encode())
+    replace_bytes(html, page.encode())
 
 
-def page(name: str, header: str, shown: list[Section]) -> str:
-    """Return the whole page."""
-    return Template(TEMPLATE.read_text(encoding="utf-8")).substitute(
-        title=escape(f"Presage report: {name}"),
-        heading=escape(f"Presage report: {name}"),
-        header=header,
-        sections=sections(shown),
+def render(facts: Mapping[str, Any]) -> str:
+    """Return the page of what `read_facts` returns."""
+    environment = Environment(
+        loader=PackageLoader("pipelines.report"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    for function in FILTERS:
+        environment.filters[function.__name__] = _with_dash(function)
+    environment.filters["median"] = np.median
+    return environment.get_template("report.html").render(
+        facts, charts=draw_charts(facts), speed_up=find_speed_up(facts["runs"])
+    )
+
+
+# Numbers as text; absent ones are a dash.
+
+
+def _with_dash(function: Callable[..., str]) -> Callable[..., str]:
+    return lambda value, *args: "\N{EN DASH}" if value is None else function(value, *args)
+
+
+def digits(value: float) -> str:
+    """Return three significant digits without an exponent.
+
+    Example:
+        >>> digits(12.23), digits(0.0123), digits(1234.5), digits(2.0), digits(0)
+        ('12.2', '0.0123', '1,234', '2.00', '0')
+    """
+    if not value:
+        return "0"
+    if abs(value) >= 1000:
+        return f"{value:,.0f}"
+    text = f"{value:#.3g}"
+    return f"{value:.3g}" if "e" in text else text.rstrip(".")
+
+
+def integer(number: float) -> str:
+    """Return a whole number with a separator of thousands.
+
+    Example:
+        >>> integer(189359)
+        '189,359'
+    """
+    return f"{number:,.0f}"
+
+
+def size(num_bytes: float) -> str:
+    """Return bytes with a decimal unit.
+
+    Example:
+        >>> size(8_300_000), size(999), size(1_230_000_000)
+        ('8.30 MB', '999 B', '1.23 GB')
+    """
+    for factor, unit in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if num_bytes >= factor:
+            return f"{digits(num_bytes / factor)} {unit}"
+    return f"{num_bytes:.0f} B"
+
+
+def short(number: float) -> str:
+    """Return a number short enough for an axis.
+
+    Example:
+        >>> short(2_500_000), short(40_000), short(12)
+        ('2.5M', '40k', '12')
+    """
+    for factor, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if abs(number) >= factor:
+            return f"{number / factor:g}{unit}"
+    return f"{number:g}"
+
+
+def percent(share: float, decimals: int = 1) -> str:
+    """Return a share in per cent.
+
+    Example:
+        >>> percent(0.8312), percent(0.004), percent(0.5, 0)
+        ('83.1 %', '0.4 %', '50 %')
+    """
+    return f"{100 * share:.{decimals}f} %"
+
+
+def decimals(number: float) -> str:
+    """Return a number with four decimals."""
+    return f"{number:.4f}"
+
+
+def ratio(a: float, b: float) -> str:
+    """Return how many times larger `a` is.
+
+    Example:
+        >>> ratio(8.3, 0.68), ratio(1, 0)
+        ('12.2', 'n/a')
+    """
+    return digits(a / b) if b else "n/a"
+
+
+def compared(ours: float, other: float) -> str:
+    """Return the comparison of a size with another one.
+
+    Example:
+        >>> compared(2.0, 8.0), compared(1.19, 1.0), compared(3.0, 3.0)
+        ('4.00 times smaller than', '1.19 times as large as', 'as large as')
+    """
+    if ratio(max(ours, other), min(ours, other)) == "1.00":
+        return "as large as"
+    if ours < other:
+        return f"{ratio(other, ours)} times smaller than"
+    return f"{ratio(ours, other)} times as large as"
+
+
+def doubling(power: int, last: int | None = None) -> str:
+    """Return the range of numbers from a power of two to below the next, or `+` for the last.
+
+    Example:
+        >>> doubling(0), doubling(3), doubling(7, 7)
+        ('1', '8-15', '128+')
+    """
+    low = 1 << power
+    if power == last:
+        return f"{low}+"
+    return str(low) if low == 1 else f"{low}-{2 * low - 1}"
+
+
+FILTERS = (integer, digits, size, percent, decimals, ratio, compared, doubling, pluralize)
+
+
+# Charts: facts to SVG.
+
+
+def draw_charts(facts: Mapping[str, Any]) -> dict[str, str]:
+    """Return the charts of the page by name; those without data are left out."""
+    oracle, runs, losses = facts["oracle"], facts["runs"], facts["losses"]
+    groups: Mapping[str, GroupFacts] = facts["groups"]
+    charts = {
+        "storage": storage_chart(facts["storage"]),
+        "session_lengths": session_length_chart(facts["session_lengths"]),
+    }
+    if groups:
+        charts["dedup_factors"] = dedup_factor_chart(groups)
+    if any(g.counts.num_values_dedup for g in groups.values()):
+        charts["list_values"] = list_values_chart(groups)
+    if oracle:
+        charts |= {"cache_curve": cache_curve_chart(oracle), "cache_load": cache_load_chart(oracle)}
+    if runs:
+        charts["speeds"] = speed_chart(runs)
+    if losses:
+        charts |= {"losses": loss_chart(losses), "phases": phase_chart(losses.runs)}
+    return charts
+
+
+def storage_chart(storage: StorageFacts) -> str:
+    """Return the bytes of plain files and of the dataset's parts."""
+    plain = [
+        Bar(name, v, f"{size(v)}  ({ratio(v, storage.columns)} x the same columns here)", OTHER)
+        for name, v in storage.plain.items()
+    ]
+    own = {
+        "Presage, the same columns": (storage.columns, OURS),
+        "Presage, derived columns": (storage.derived, ACCENT),
+        "Presage, statistics and manifests": (storage.other, ACCENT),
+        "Presage, oracle (apart)": (storage.oracle, ACCENT),
+    }
+    bars = plain + [Bar(name, v, size(v), color) for name, (v, color) in own.items()]
+    return bar_chart("Bytes on disk", bars)
+
+
+def dedup_factor_chart(groups: Mapping[str, GroupFacts]) -> str:
+    """Return the dedup factor of each group."""
+    factors = {name: g.counts.dedup_factor for name, g in groups.items()}
+    bars = [Bar(name, factor, digits(factor)) for name, factor in factors.items()]
+    return bar_chart("Samples per unique tuple", bars, HALF)
+
+
+def list_values_chart(groups: Mapping[str, GroupFacts]) -> str:
+    """Return the list values of all groups, expanded and stored."""
+    expanded = sum(g.counts.num_values for g in groups.values())
+    stored = sum(g.counts.num_values_dedup for g in groups.values())
+    bars = [
+        Bar("expanded", expanded, integer(expanded), OTHER),
+        Bar("stored", stored, integer(stored)),
+    ]
+    return bar_chart("List values", bars, HALF)
+
+
+def session_length_chart(lengths: NDArray[np.int64]) -> str:
+    """Return the histogram of samples per session."""
+    powers = np.minimum(np.log2(lengths).astype(np.int64), MAX_DOUBLINGS)
+    counts = np.bincount(powers).tolist()
+    bars = [Bar(doubling(p, MAX_DOUBLINGS), n, integer(n)) for p, n in enumerate(counts)]
+    return histogram("Sessions by number of samples", bars, "samples in a session")
+
+
+def cache_curve_chart(oracle: OracleFacts) -> str:
+    """Return the hit rates over cache sizes of the largest table."""
+    report, lru, optimal = oracle.tables[oracle.largest], oracle.lru, oracle.optimal
+    rows = report.num_unique_rows
+    drawn = np.unique(np.linspace(0, len(lru.capacities) - 1, MAX_LRU_POINTS).astype(np.int64))
+    share = report.peak_cache_rows / rows
+    marker = {"marker": "o", "ls": "", "ms": 9, "mec": "white", "mew": 1.5}
+    plan = f"plan: {percent(report.hit_rate)}"
+    return curve_chart(
+        f"Hit rate over cache size for table {oracle.largest}",
+        [
+            Line("best possible", optimal.capacities / rows, optimal.hit_rates, OURS),
+            Line("LRU", lru.capacities[drawn] / rows, lru.hit_rates[drawn], OTHER),
+            Line(plan, np.array([share]), np.array([report.hit_rate]), ACCENT, marker),
+        ],
+        Scale("cache size, share of the touched rows", lambda x: percent(x, 0), 0, 1),
+        Scale("hit rate", lambda x: percent(x, 0), 0),
+        HALF,
+    )
+
+
+def cache_load_chart(oracle: OracleFacts) -> str:
+    """Return the rows that each step accesses, fetches and finds in the cache."""
+    accessed, fetched, resident = oracle.plan
+    steps = np.arange(oracle.num_steps)
+    lines = [
+        Line("in the cache", steps, resident, OTHER),
+        Line("accessed", steps, accessed, OURS),
+        Line("fetched", steps, fetched, ACCENT),
+    ]
+    label = f"Rows of table {oracle.largest} in each step"
+    return curve_chart(label, lines, Scale("step", short), Scale("rows", short, 0), HALF)
+
+
+def run_color(run: Run) -> str:
+    """Return the color of a run: grey without deduplication."""
+    if run.summary.expanded:
+        return OTHER
+    return OURS if run.summary.embedding == "plain" else PALETTE[1]
+
+
+def speed_chart(runs: Sequence[Run]) -> str:
+    """Return the samples per second of each run."""
+    bars = [
+        Bar(r.name, r.summary.samples_per_sec, integer(r.summary.samples_per_sec), run_color(r))
+        for r in runs
+    ]
+    return bar_chart("Samples per second", bars)
+
+
+def loss_chart(losses: LossFacts) -> str:
+    """Return the loss over the samples trained: of each step, faint, and smoothed."""
+    curves = [(run, *run.losses) for run in losses.runs]
+    faint = {"linewidth": 1.0, "alpha": 0.35}
+    lines = [Line("", samples, y, run_color(run), faint) for run, samples, y in curves]
+    for index, (run, samples, y) in enumerate(curves):
+        # Runs on the same batches have the same losses: dashes show the line below.
+        dashes = {"dashes": (2.5, 1.5 + index)} if index else {}
+        mean = smoothed(y, np.diff(samples, prepend=0), losses.span)
+        lines.append(Line(run.name, samples, mean, run_color(run), dashes))
+    y_scale = Scale("loss", lambda value: f"{value:g}", None, losses.axis_end)
+    return curve_chart("Loss over samples trained", lines, Scale("samples trained", short), y_scale)
+
+
+def phase_chart(runs: Sequence[Run]) -> str:
+    """Return the mean milliseconds of a step by phase, of each run."""
+    return stacked_bars(
+        "Time per step by phase",
+        {run.name: run.phases for run in runs},
+        lambda milliseconds: f"{digits(milliseconds)} ms",
     )

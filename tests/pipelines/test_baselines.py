@@ -7,7 +7,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from pipelines.report.storage import (
+from pipelines.report.sizes import (
     CLUSTERED,
     SHUFFLED,
     TIME_ORDERED,

@@ -33,8 +33,8 @@ from pipelines.clustering.layout import (
 )
 from pipelines.clustering.star import Star
 from pipelines.clustering.writer import sample_sessions
-from pipelines.report.dedup import beyond_blocks, shared_of
-from pipelines.report.storage import bytes_by_table, dataset_bytes
+from pipelines.report.facts import shared_rows
+from pipelines.report.sizes import bytes_by_table, dataset_bytes
 from pipelines.samples.sql import LIST_INDEX
 from pipelines.samples.tuples import Tuples
 from pipelines.sources.rows import ORIGIN
@@ -267,15 +267,14 @@ def test_automatic_layout_is_never_larger_than_plain(datasets: dict[str, Path]) 
 
 
 def test_report_counts_what_is_shared_beyond_blocks(datasets: dict[str, Path]) -> None:
-    assert shared_of(open_dataset(datasets["plain"])) == []
-    both = {s.name: s for s in shared_of(open_dataset(datasets["both"]))}
+    assert shared_rows(open_dataset(datasets["plain"])) == []
+    both = {s.name: s for s in shared_rows(open_dataset(datasets["both"]))}
     (segment,) = open_dataset(datasets["both"]).segments
     user, item = (segment.manifest.groups[g] for g in ("user", "item"))
     assert set(both) == {"user", "item", "history"}
-    assert both["user"].by_block == user.num_unique > both["user"].stored > 0
-    assert 50 <= both["item"].stored < both["item"].by_block == item.num_unique
-    assert both["history"].by_block == user.num_values_dedup > 3 * both["history"].stored
-    assert "times fewer" in beyond_blocks(open_dataset(datasets["both"]))
+    assert both["user"].per_block == user.num_unique > both["user"].stored > 0
+    assert 50 <= both["item"].stored < both["item"].per_block == item.num_unique
+    assert both["history"].per_block == user.num_values_dedup > 3 * both["history"].stored
 
 
 def written(table: pa.Table, encodings: Encodings) -> pa.Buffer:

@@ -1,0 +1,203 @@
+"""Bytes of a dataset, and of plain Parquet files with the same samples."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from pipelines.clustering.layout import (
+    COMPRESSION,
+    COMPRESSION_LEVEL,
+    choose_encodings,
+    open_writer,
+)
+from pipelines.table.rows import column_names, read_live_row_group, row_groups
+from schemas.dataset import Dataset, Segment, missing_column_defaults
+from schemas.layout import DATA_DIRECTORIES, SEGMENTS, window_columns
+
+MAX_BYTES = 1 << 30
+"""Bytes of expanded rows in memory; of a larger dataset a share of the row groups is read."""
+ROWS_PER_GROUP = 1 << 20
+"""Rows of a row group: pyarrow's default."""
+SEED = 0
+"""Seed of the shuffled order."""
+
+SHUFFLED = "plain, shuffled"
+TIME_ORDERED = "plain, time-ordered"
+CLUSTERED = "plain, clustered by session"
+BEST_ENCODINGS = "plain, clustered, best encodings"
+
+
+@dataclass(frozen=True, slots=True)
+class FlatRows:
+    """Expanded rows of a dataset, one per sample, in the dataset's order: sessions side by side.
+
+    Attributes:
+        table: all rows, or some.
+        num_samples: rows of the whole dataset.
+    """
+
+    table: pa.Table
+    num_samples: int
+
+    @property
+    def share(self) -> float:
+        """Share of the dataset's samples in `table`."""
+        return self.table.num_rows / self.num_samples
+
+
+def flat_rows(
+    dataset: Dataset, max_bytes: int = MAX_BYTES, *, model_inputs: bool = False
+) -> FlatRows:
+    """Return the expanded rows, or those of every n-th row group if all are too large.
+
+    Args:
+        dataset: an open dataset.
+        max_bytes: approximate limit of the rows in memory.
+        model_inputs: whether to include the columns that transforms and sampling added.
+    """
+    data, columns = dataset.job.data, column_names(dataset, model_inputs)
+    defaults = {s.manifest.id: missing_column_defaults(dataset, s) for s in dataset.segments}
+    all_groups = [(s, f, g) for s in dataset.segments for f, g in row_groups(s)]
+
+    def read(segment: Segment, file_index: int, row_group: int) -> pa.Table:
+        missing = defaults[segment.manifest.id]
+        return read_live_row_group(segment, file_index, row_group, data, missing).select(columns)
+
+    num_samples = sum(s.manifest.num_samples for s in dataset.segments)
+    tables = [read(*all_groups[0])]
+    total_bytes = tables[0].nbytes / max(1, tables[0].num_rows) * num_samples
+    stride = max(1, -(-int(total_bytes) // max_bytes))
+    tables.extend(read(*group) for group in all_groups[stride::stride])
+    return FlatRows(pa.concat_tables(tables).combine_chunks(), num_samples)
+
+
+def shuffled(table: pa.Table, seed: int = SEED) -> pa.Table:
+    """Return the rows in a random order."""
+    return table.take(pa.array(np.random.default_rng(seed).permutation(table.num_rows)))
+
+
+def time_ordered(table: pa.Table, time: str) -> pa.Table:
+    """Return the rows in the order of a time column; the sort is stable."""
+    times = pc.cast(table[time], pa.int64()).to_numpy()
+    return table.take(pa.array(np.argsort(times, kind="stable")))
+
+
+def write_flat(table: pa.Table, path: Path) -> int:
+    """Write rows with pyarrow's defaults, except for the compression, and return the bytes."""
+    pq.write_table(
+        table,
+        path,
+        row_group_size=ROWS_PER_GROUP,
+        compression=COMPRESSION,
+        compression_level=COMPRESSION_LEVEL,
+    )
+    return path.stat().st_size
+
+
+def write_best(table: pa.Table, path: Path) -> int:
+    """Write rows with the settings of the dataset's own files, and return the bytes."""
+    with open_writer(str(path), table.schema, choose_encodings(table)) as writer:
+        writer.write_table(table, row_group_size=ROWS_PER_GROUP)
+    return path.stat().st_size
+
+
+def flat_bytes(rows: FlatRows, time: str) -> dict[str, float]:
+    """Write the rows as plain Parquet in every order; return the bytes of each file.
+
+    Args:
+        rows: expanded rows in session order.
+        time: the time column.
+
+    Returns:
+        Order to bytes, extrapolated to the whole dataset if only a share of the rows was read.
+    """
+    table = rows.table
+    writers: Mapping[str, Callable[[Path], int]] = {
+        SHUFFLED: lambda path: write_flat(shuffled(table), path),
+        TIME_ORDERED: lambda path: write_flat(time_ordered(table, time), path),
+        CLUSTERED: lambda path: write_flat(table, path),
+        BEST_ENCODINGS: lambda path: write_best(table, path),
+    }
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory) / "flat.parquet"
+        return {order: write(path) / rows.share for order, write in writers.items()}
+
+
+def dataset_bytes(dataset: Dataset) -> int:
+    """Return the bytes of samples and groups of all segments."""
+    return sum(s.manifest.dataset_bytes for s in dataset.segments)
+
+
+def oracle_bytes(dataset: Dataset) -> int:
+    """Return the bytes of access lists, edges and indexes."""
+    segments = sum(s.manifest.oracle_bytes for s in dataset.segments)
+    return segments + sum(i.manifest.oracle_bytes for i in dataset.indexes)
+
+
+def derived_bytes(dataset: Dataset) -> int:
+    """Return the bytes of the column chunks that transforms added, without footers."""
+    derived = set(dataset.job.data.derived_columns)
+    derived |= {w for column in derived for w in window_columns(column)}
+    return column_bytes(dataset, DATA_DIRECTORIES, derived)
+
+
+def column_bytes(
+    dataset: Dataset, directories: str | tuple[str, ...], columns: Iterable[str]
+) -> int:
+    """Return the compressed bytes of some columns in the files below directories of segments."""
+    return sum(chunk_bytes(m, columns) for m in file_metadata(dataset, directories))
+
+
+def chunk_bytes(metadata: pq.FileMetaData, columns: Iterable[str]) -> int:
+    """Return the compressed bytes of all chunks of some top-level columns."""
+    groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
+    chunks = [group.column(i) for group in groups for i in range(group.num_columns)]
+    return sum(c.total_compressed_size for c in chunks if c.path_in_schema.split(".")[0] in columns)
+
+
+def file_metadata(
+    dataset: Dataset, directories: str | tuple[str, ...]
+) -> Iterator[pq.FileMetaData]:
+    """Yield the metadata of each Parquet file below directories of the segments."""
+    for segment in dataset.segments:
+        for path in segment.files:
+            if path.startswith(directories):
+                yield pq.read_metadata(segment.directory / path)
+
+
+def folder_bytes(dataset: Dataset) -> int:
+    """Return the bytes of every file of a dataset except the oracle's.
+
+    These are manifests, job, schema, views, the fitted values of transforms, and everything but
+    `access/` and `edges/` of the segments that the root names; `index-*` is left out.
+    """
+    paths = [p for p in dataset.directory.iterdir() if p.name != SEGMENTS and _is_counted(p)]
+    paths += [p for s in dataset.segments for p in s.directory.iterdir() if _is_counted(p)]
+    files = [f for p in paths for f in (p.rglob("*") if p.is_dir() else [p])]
+    return sum(f.stat().st_size for f in files if f.is_file())
+
+
+def _is_counted(path: Path) -> bool:
+    return path.name not in ("access", "edges") and not path.name.startswith((".", "index-"))
+
+
+def bytes_by_table(dataset: Dataset) -> dict[str, int]:
+    """Return the bytes of the samples and of each group, including shared tuples and buffers."""
+    data = dataset.job.data
+    directories = {"samples": ["samples/"]}
+    directories |= {group: [f"groups/{group}/", f"tuples/{group}/"] for group in data.groups}
+    for feature, group in data.group_of_column.items():
+        directories[group].append(f"buffers/{feature}/")
+    files = [f for segment in dataset.segments for f in segment.files.values()]
+    return {
+        name: sum(f.num_bytes for f in files if f.path.startswith(tuple(below)))
+        for name, below in directories.items()
+    }
