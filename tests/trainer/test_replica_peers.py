@@ -20,7 +20,7 @@ from trainer.stores.remote.connection import Access
 from trainer.stores.remote.wire import Certificate
 
 ACCESS = Access(token="secret", timeout_sec=20.0)
-KNOWN = DatasetExtent(num_segments=2, finished=False)
+EXTENT = DatasetExtent(num_segments=2, finished=False)
 METRIC = StepMetric(step=3, loss=0.5, num_samples=4, num_replicas=1, samples_per_sec=1.0, phases={})
 
 
@@ -30,7 +30,7 @@ def serving(certificate: Certificate | None) -> Iterator[PeerServer]:
     server = PeerServer("127.0.0.1", ACCESS, certificate)
     try:
         server.add_committed(
-            3, CommittedStep(KNOWN, METRIC, (), torch.arange(8, dtype=torch.uint8))
+            3, CommittedStep(EXTENT, METRIC, (), torch.arange(8, dtype=torch.uint8))
         )
         yield server
     finally:
@@ -72,7 +72,7 @@ def test_replica_beyond_loopback_must_have_a_certificate(
         expanded=False,
         steps=None,
         follow=False,
-        known=KNOWN,
+        known=EXTENT,
         retained_bytes=1,
         copy_bytes=0,
         shared=None,

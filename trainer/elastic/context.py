@@ -140,7 +140,7 @@ class Frontier:
     def __init__(
         self,
         data: FollowedDataset,
-        known: DatasetExtent,
+        agreed: DatasetExtent,
         drain: Drain,
         poll_sec: float,
         progress: Callable[[str], None] = lambda _: None,
@@ -149,7 +149,7 @@ class Frontier:
 
         Args:
             data: the dataset; `first` was called.
-            known: the part that is agreed on at the first step.
+            agreed: the part that is agreed on at the first step.
             drain: interrupts a wait.
             poll_sec: interval of looking for new segments.
             progress: called with a line when training waits.
@@ -163,20 +163,21 @@ class Frontier:
         self._progress = progress
         self.visible = data.refresh()
         """The part of the dataset that this process saw at the last `refresh`."""
-        self._known = known
+        self._agreed = agreed
         self._pending: tuple[DatasetExtent, int] | None = (
             None  # and the step at which it becomes valid
         )
         self._in_flight: DatasetExtent | None = None  # valid for the step in flight already
         self._reported = ""
-        self.span = self._wait_for(known)
+        self.span = self._wait_for(agreed)
 
     @property
     def state(self) -> tuple[int, ...]:
         """The valid part, the pending part, and the step at which it becomes valid or -1."""
-        known, at = (self._known, -1) if self._pending is None else self._pending
-        both = self._known.num_segments, self._known.finished, known.num_segments, known.finished
-        return (*map(int, both), at)
+        pending, at = (self._agreed, -1) if self._pending is None else self._pending
+        extents = self._agreed, pending
+        both = [number for each in extents for number in (each.num_segments, int(each.finished))]
+        return (*both, at)
 
     def refresh(self) -> None:
         """Look for new segments; a replaced dataset sets `trouble`, which ends the run."""
@@ -199,28 +200,28 @@ class Frontier:
             self._reported = line
             self._progress(line)
 
-    def check(self, known: DatasetExtent, state: tuple[int, ...]) -> None:
+    def check(self, agreed: DatasetExtent, state: tuple[int, ...]) -> None:
         """Check that the members of an agreement have the same frontier.
 
         Args:
-            known: the part that all of them see.
+            agreed: the part that all of them see.
             state: `state` of the writer.
 
         Raises:
             BehindError: this replica must be restarted.
         """
-        same = state == self.state if self._in_flight is None else known == self._in_flight
+        same = state == self.state if self._in_flight is None else agreed == self._in_flight
         if not same:
             raise BehindError(
                 f"replica agreed on another part of the dataset than the writer: {self.state} for "
-                f"{state} and {known}; restart it"
+                f"{state} and {agreed}; restart it"
             )
 
-    def advance(self, known: DatasetExtent, train_step: int, extend: Extend) -> bool:
+    def advance(self, agreed: DatasetExtent, train_step: int, extend: Extend) -> bool:
         """Make a part of the dataset valid while training waits at a step.
 
         Args:
-            known: the part that all members of the agreement see.
+            agreed: the part that all members of the agreement see.
             train_step: the end of what may be trained so far.
             extend: called with what may be trained now.
 
@@ -230,22 +231,22 @@ class Frontier:
         Raises:
             DatasetRefusedError: the new segments cannot be trained.
         """
-        if known == self._known:
+        if agreed == self._agreed:
             return False
-        decision = next_action(train_step, self._wait_for(known).horizon)
+        decision = next_action(train_step, self._wait_for(agreed).horizon)
         if decision == "wait":
             return False
-        self._make_valid(known, train_step, extend)
-        self._in_flight = known if decision == "train" else None
+        self._make_valid(agreed, train_step, extend)
+        self._in_flight = agreed if decision == "train" else None
         return True
 
     def on_commit(
-        self, known: DatasetExtent, train_step: int, settle: Callable[[], int], extend: Extend
+        self, agreed: DatasetExtent, train_step: int, settle: Callable[[], int], extend: Extend
     ) -> None:
         """Process the part of the dataset that was committed with a step.
 
         Args:
-            known: the part that all members of its agreement saw.
+            agreed: the part that all members of its agreement saw.
             train_step: the next step.
             settle: fixes and returns the step from which on more may be planned, or one before it.
             extend: called when that step comes.
@@ -254,14 +255,14 @@ class Frontier:
             DatasetRefusedError: the new segments cannot be trained.
             BehindError: this replica must be restarted.
         """
-        if self._in_flight not in (None, known):
+        if self._in_flight not in (None, agreed):
             raise BehindError(
                 f"replica trained with another part of the dataset than others: {self._in_flight} "
-                f"for {known}; restart it"
+                f"for {agreed}; restart it"
             )
         self._in_flight = None
-        if known != (self._known if self._pending is None else self._pending[0]):
-            self._pending = (known, settle() if self._pending is None else self._pending[1])
+        if agreed != (self._agreed if self._pending is None else self._pending[0]):
+            self._pending = (agreed, settle() if self._pending is None else self._pending[1])
         if self._pending is not None and train_step >= self._pending[1]:
             self._make_valid(self._pending[0], train_step, extend)
 
@@ -276,67 +277,67 @@ class Frontier:
             The step that `settle` returned there; None if it was not called.
         """
         segments, finished, pending_segments, pending_finished, at = arrays[FRONTIER].tolist()
-        self._known = DatasetExtent(num_segments=segments, finished=bool(finished))
+        self._agreed = DatasetExtent(num_segments=segments, finished=bool(finished))
         self._in_flight = None
         pending = DatasetExtent(num_segments=pending_segments, finished=bool(pending_finished))
         self._pending = None if at < 0 else (pending, at)
-        self.span = self._wait_for(self._known)
+        self.span = self._wait_for(self._agreed)
         return None if at < 0 else at
 
-    def _make_valid(self, known: DatasetExtent, train_step: int, extend: Extend) -> None:
-        span = self._wait_for(known)
+    def _make_valid(self, agreed: DatasetExtent, train_step: int, extend: Extend) -> None:
+        span = self._wait_for(agreed)
         try:
             extend(span, train_step)
         except (SchemaError, PlanError) as error:
             raise DatasetRefusedError(str(error)) from error
-        self.span, self._known, self._pending = span, known, None
+        self.span, self._agreed, self._pending = span, agreed, None
 
-    def _wait_for(self, known: DatasetExtent) -> Span:
+    def _wait_for(self, agreed: DatasetExtent) -> Span:
         """Wait until a part of the dataset is visible here, and return its span."""
-        while not covers_known(self.visible, known):
+        while not covers(self.visible, agreed):
             with self._drain.at_once():
                 self._drain.sleep(self._poll_sec)
             self.visible = self._data.refresh()
-        return self._data.use(known)
+        return self._data.use(agreed)
 
 
-def covers_known(visible: DatasetExtent, known: DatasetExtent) -> bool:
-    """Return whether a process that sees `visible` can train `known`.
+def covers(visible: DatasetExtent, agreed: DatasetExtent) -> bool:
+    """Return whether a process that sees `visible` can train `agreed`.
 
     Example:
         >>> fewer = DatasetExtent(num_segments=2, finished=False)
-        >>> covers_known(DatasetExtent(num_segments=3, finished=False), fewer)
+        >>> covers(DatasetExtent(num_segments=3, finished=False), fewer)
         True
-        >>> covers_known(fewer, DatasetExtent(num_segments=2, finished=True))
+        >>> covers(fewer, DatasetExtent(num_segments=2, finished=True))
         False
     """
-    enough = visible.num_segments >= known.num_segments
-    return enough and (visible.finished or not known.finished)
+    enough = visible.num_segments >= agreed.num_segments
+    return enough and (visible.finished or not agreed.finished)
 
 
-def known_at_step(order: Order, known: DatasetExtent, train_step: int) -> DatasetExtent:
+def extent_at_step(order: Order, agreed: DatasetExtent, train_step: int) -> DatasetExtent:
     """Return the smallest agreed part of a dataset when all steps before one are trained.
 
     Args:
         order: global order of at least these steps.
-        known: the minimum.
+        agreed: the minimum.
         train_step: of the run.
 
     Example:
         >>> from schemas.config.job import OrderConfig
         >>> order = Order((4, 3, 1), 2, epochs=2, config=OrderConfig())
         >>> first = DatasetExtent(num_segments=1, finished=False)
-        >>> [known_at_step(order, first, step).num_segments for step in (2, 3, 4, 5)]
+        >>> [extent_at_step(order, first, step).num_segments for step in (2, 3, 4, 5)]
         [1, 2, 2, 3]
-        >>> known_at_step(order, first, 6)
+        >>> extent_at_step(order, first, 6)
         DatasetExtent(num_segments=3, finished=True)
     """
-    if known.finished:
-        return known
+    if agreed.finished:
+        return agreed
     num_steps = 0
     for count, steps in enumerate(order.steps_per_segment, 1):
         num_steps += steps
-        if count >= known.num_segments and num_steps >= train_step:
+        if count >= agreed.num_segments and num_steps >= train_step:
             return DatasetExtent(num_segments=count, finished=False)
     return DatasetExtent(num_segments=len(order.num_blocks), finished=True)
 

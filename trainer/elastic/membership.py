@@ -88,7 +88,7 @@ class ReplicaStatus:
     """Error because of which the run ends with this step."""
 
     @property
-    def known(self) -> DatasetExtent:
+    def extent(self) -> DatasetExtent:
         """The part of the dataset that it sees."""
         return DatasetExtent(num_segments=self.num_segments, finished=self.finished)
 
@@ -133,9 +133,9 @@ class Agreement:
         return max(member.status.written for member in self.members.values())
 
     @property
-    def known(self) -> DatasetExtent:
+    def extent(self) -> DatasetExtent:
         """The part of the dataset that all ready members see."""
-        return common_extent([member.status.known for member in self.ready.values()])
+        return common_extent([member.status.extent for member in self.ready.values()])
 
     @property
     def trouble(self) -> str:

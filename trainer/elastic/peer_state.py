@@ -43,13 +43,13 @@ class CommittedStep:
     """Result of a committed step.
 
     Attributes:
-        known: the part of the dataset that all members saw when they agreed on the step.
+        extent: the part of the dataset that all members saw when they agreed on the step.
         metric: its line in the metrics.
         entries: its lines in the ledger.
         sums: message with the sum over all microbatches, see `pack_sums`.
     """
 
-    known: DatasetExtent
+    extent: DatasetExtent
     metric: StepMetric
     entries: tuple[LedgerEntry, ...]
     sums: torch.Tensor
@@ -62,7 +62,7 @@ class CommittedStep:
     def to_bytes(self) -> bytes:
         """Return the length of the JSON part, JSON, sums."""
         body = {
-            "known": asdict(self.known),
+            "known": asdict(self.extent),
             "metric": asdict(self.metric),
             "entries": [asdict(e) for e in self.entries],
         }

@@ -395,7 +395,7 @@ class Replica:
                 if agreement.step > self.step:
                     return agreeing
                 self._process(agreement)
-                advanced = self._frontier.advance(agreement.known, self.step, self._extend)
+                advanced = self._frontier.advance(agreement.extent, self.step, self._extend)
                 if advanced or self.options.name in agreement.leaving:
                     return agreeing
                 if self._writes:
@@ -430,7 +430,7 @@ class Replica:
     def _process(self, agreement: Agreement) -> None:
         writer = agreement.writer
         if self._decide() == "train":
-            self._frontier.check(agreement.known, agreement.ready[writer].status.frontier)
+            self._frontier.check(agreement.extent, agreement.ready[writer].status.frontier)
         self._writes = writer == self.options.name
         self.context.rows.update_written(agreement.written, writes=self._writes)
 
@@ -453,7 +453,7 @@ class Replica:
         ]
         num_samples = self.context.num_samples(self.step)
         metric = metric_of(self.step, loss, num_samples, len(agreement.ready), self._timer)
-        committed = CommittedStep(agreement.known, metric, tuple(entries), message)
+        committed = CommittedStep(agreement.extent, metric, tuple(entries), message)
         self._server.add_committed(self.step, committed)
         self._advance(committed)
         self._injector.trigger("committed", self.step - 1)
@@ -476,7 +476,7 @@ class Replica:
     def _commit_frontier(self, committed: CommittedStep) -> None:
         settle = self.context.rows.settle
         with self._timer(WAIT):
-            self._frontier.on_commit(committed.known, self.step, settle, self._extend)
+            self._frontier.on_commit(committed.extent, self.step, settle, self._extend)
 
     def _advance(self, committed: CommittedStep) -> None:
         self._log_writer.remember(committed.metric, committed.entries)
@@ -520,7 +520,7 @@ class Replica:
         """Update with the sums of a step that others have committed."""
         if self._decide() == "wait":
             with self._timer(WAIT):
-                self._frontier.advance(committed.known, self.step, self._extend)
+                self._frontier.advance(committed.extent, self.step, self._extend)
         self._compute.open(self.step)
         [total] = unpack_sums(committed.sums, self._compute.shape).values()
         self._compute.update(total)

@@ -26,7 +26,7 @@ from trainer.elastic.checkpoints import BackgroundCheckpoints, FinalCheckpoint, 
 from trainer.elastic.context import (
     Frontier,
     ReplicaContext,
-    known_at_step,
+    extent_at_step,
     read_rendezvous,
     report_lost_rows,
 )
@@ -114,9 +114,9 @@ def run_replica(
         stack.callback(rows.close)
         first_step = _load_newest(run, components, made_of(job, dataset), with_rows=shared is None)
         poll_sec = config.follow.poll.total_seconds()
-        known = known_at_step(data.current().order, rendezvous.known, first_step)
+        agreed = extent_at_step(data.current().order, rendezvous.known, first_step)
         with watchdog(WAIT):
-            frontier = Frontier(data, known, drain, poll_sec, progress)
+            frontier = Frontier(data, agreed, drain, poll_sec, progress)
         context = ReplicaContext(
             run, job, train_options, frontier.span, components, rows, first_step, clock
         )
