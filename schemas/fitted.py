@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import cast
 
@@ -19,7 +19,7 @@ import pyarrow.parquet as pq
 
 from schemas.config.job import DataConfig
 from schemas.files import read_verified
-from schemas.manifest import canonical_json
+from schemas.manifest import canonical_json, from_json
 from schemas.vocabulary import VOCABULARIES, Vocabulary, merge_versions
 
 FITTED_DIRECTORY = "learned"
@@ -65,10 +65,7 @@ def stats_key(group: str, column: str) -> str:
 
 def encode_stats(stats: Mapping[str, FittedStats]) -> bytes:
     """Encode statistics as canonical JSON; floats are preserved exactly."""
-    body = {
-        k: {"center": n.center, "scale": n.scale, "boundaries": list(n.boundaries)}
-        for k, n in stats.items()
-    }
+    body = {key: asdict(fitted) for key, fitted in stats.items()}
     return f"{canonical_json(body)}\n".encode()
 
 
@@ -95,8 +92,8 @@ def load_fitted(root: Path, files: Mapping[str, str], data: DataConfig) -> Fitte
         vocabularies[name] = merge_versions(versions, config.oov_rows, kind)
     stats: dict[str, FittedStats] = {}
     for path in sorted(p for p in files if p.startswith(f"{FITTED_DIRECTORY}/")):
-        for key, body in json.loads(read_verified(root / path, files[path])).items():
-            stats[key] = FittedStats(body["center"], body["scale"], tuple(body["boundaries"]))
+        body = json.loads(read_verified(root / path, files[path]))
+        stats |= from_json(dict[str, FittedStats], body)
     return FittedValues(vocabularies, stats)
 
 

@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+import types
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from functools import cache
+from itertools import repeat
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from schemas.errors import SchemaError
 from schemas.files import replace_bytes
@@ -20,8 +23,153 @@ from schemas.layout import FORMAT_VERSION, MANIFEST
 from schemas.paths import NAME, is_below
 
 T = TypeVar("T")
-_OMITTED_IF_NONE = ("day", "num_source_rows", "tombstones_sha256")
-"""Keys added later: manifests without them keep their bytes."""
+_CHECKSUM = "checksum"
+
+
+# The JSON of dataclasses.
+
+
+def canonical_json(value: object) -> str:
+    """Return the canonical JSON of a value: sorted keys, no spaces, times as text."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False, default=str)
+
+
+def hash_of(value: object) -> str:
+    """Return the sha256 of a value's canonical JSON, hex."""
+    return hashlib.sha256(canonical_json(value).encode()).hexdigest()
+
+
+def from_json(kind: type[T], value: Any) -> T:
+    """Build a value of a type, such as a dataclass, from parsed JSON.
+
+    Args:
+        kind: str, int, float, bool, Any, `X | None`, tuple, Mapping[str, X], or a dataclass of
+            these. Fields of a dataclass whose default is None may be missing, no others.
+        value: the parsed JSON.
+
+    Raises:
+        ValueError: a key is unknown or missing, or a value has another type; names the key.
+
+    Example:
+        >>> from_json(Mapping[str, tuple[int, ...]], {"a": [1, 2]})
+        {'a': (1, 2)}
+    """
+    return _value_of(kind, value, "")
+
+
+def _value_of(kind: Any, value: Any, key: str) -> Any:
+    if type(value) is kind:
+        return value
+    if is_dataclass(kind):
+        return _dataclass_of(kind, _checked(value, dict, key), key)
+    origin, hints = get_origin(kind), get_args(kind)
+    if origin is tuple:
+        values = _checked(value, list, key)
+        each = repeat(hints[0], len(values)) if hints[-1] is ... else hints
+        return tuple(_value_of(*pair, key) for pair in zip(each, values, strict=True))
+    if origin in (Mapping, dict):
+        values = _checked(value, dict, key)
+        return {name: _value_of(hints[1], v, _join(key, name)) for name, v in values.items()}
+    if origin in (Union, types.UnionType):
+        return None if value is None else _value_of(hints[0], value, key)
+    if kind is float and isinstance(value, int):
+        return float(value)
+    return _checked(value, kind, key) if kind in (str, int, float, bool) else value
+
+
+def _dataclass_of(kind: Any, body: dict[str, Any], key: str) -> Any:
+    hints, required = _fields_of(kind)
+    if not required <= body.keys() <= hints.keys():
+        name = min((required - body.keys()) | (body.keys() - hints.keys()))
+        raise ValueError(f"{'missing' if name in hints else 'unknown'} key: {_join(key, name)}")
+    values = {
+        name: value
+        if type(value) is hints[name]
+        else _value_of(hints[name], value, _join(key, name))
+        for name, value in body.items()
+    }
+    return kind(**values)
+
+
+@cache
+def _fields_of(kind: Any) -> tuple[dict[str, Any], set[str]]:
+    """Return the types of a dataclass's fields by name, and the required fields."""
+    return get_type_hints(kind), {f.name for f in fields(kind) if f.default is not None}
+
+
+def _checked(value: Any, kind: type, key: str) -> Any:
+    if not isinstance(value, kind):
+        raise ValueError(f"{key or 'value'} must be {kind.__name__}, got {str(value)[:40]!r}")
+    return value
+
+
+def _join(key: str, name: str) -> str:
+    return f"{key}.{name}" if key else name
+
+
+def encode_manifest(manifest: Any, indent: int | None = None) -> bytes:
+    """Return the JSON of a dataclass, with a checksum of itself.
+
+    Keys that were added to a format later have the default None, and are left out while they are
+    None: manifests without them keep their bytes.
+    """
+    body = asdict(manifest)
+    for f in fields(manifest):
+        if f.default is None and body[f.name] is None:
+            del body[f.name]
+    return _encode(body, hash_of(body), indent)
+
+
+def _encode(body: Mapping[str, Any], checksum: object, indent: int | None) -> bytes:
+    body = {**body, _CHECKSUM: checksum}
+    if indent is None:
+        return canonical_json(body).encode()
+    return f"{json.dumps(body, indent=indent, sort_keys=True)}\n".encode()
+
+
+def decode_manifest(kind: type[T], data: bytes, path: Path, remedy: str) -> T:
+    """Return the dataclass that `encode_manifest` encoded.
+
+    Args:
+        kind: a dataclass; its field `format`, if any, has the supported version as default.
+        data: JSON.
+        path: the file, for errors.
+        remedy: how to replace the file if it cannot be restored.
+
+    Raises:
+        SchemaError: a byte has changed, or the format is another one.
+    """
+    try:
+        body = json.loads(data)
+        checksum = body.pop(_CHECKSUM)
+        # Compare the bytes, too: changed white space is a changed file.
+        indent = 1 if data.startswith(b"{\n") else None
+        is_intact = hash_of(body) == checksum and _encode(body, checksum, indent) == data
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        raise SchemaError(
+            f"manifest must be JSON with a checksum; restore it or {remedy}", file=str(path)
+        ) from error
+    if not is_intact:
+        raise SchemaError(
+            f"manifest does not match its checksum; restore it or {remedy}", file=str(path)
+        )
+    try:
+        _check_format(kind, body)
+        return from_json(kind, body)
+    except (ValueError, TypeError) as error:
+        raise SchemaError(
+            f"manifest is of another release: {error}; use that release or {remedy}",
+            file=str(path),
+        ) from error
+
+
+def _check_format(kind: type, body: Mapping[str, Any]) -> None:
+    for f in fields(kind):
+        if f.name == "format" and body.get("format") != f.default:
+            raise ValueError(f"format must be {f.default}, got {body.get('format')!r}")
+
+
+# The manifests of a dataset.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -199,39 +347,64 @@ class IndexManifest:
     """Format version."""
 
 
-def canonical_json(value: object) -> str:
-    """Return the canonical JSON of a value: sorted keys, no spaces, times as text."""
-    return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False, default=str)
-
-
-def hash_of(value: object) -> str:
-    """Return the sha256 of a value's canonical JSON, hex."""
-    return hashlib.sha256(canonical_json(value).encode()).hexdigest()
-
-
 def write_manifest(
     directory: Path, manifest: SegmentManifest | IndexManifest | DatasetManifest
 ) -> str:
-    """Write a manifest atomically, with a checksum of itself.
+    """Write a manifest atomically.
 
     Returns:
         The sha256 of the written file, hex.
     """
-    body = asdict(manifest)
-    for name in _OMITTED_IF_NONE:
-        if body.get(name, "") is None:
-            del body[name]
-    data = _encode(body, hash_of(body))
+    data = encode_manifest(manifest, indent=1)
     replace_bytes(directory / MANIFEST, data)
     return hashlib.sha256(data).hexdigest()
 
 
-def _encode(body: Mapping[str, Any], checksum: object) -> bytes:
-    text = json.dumps({**body, "checksum": checksum}, indent=1, sort_keys=True)
-    return f"{text}\n".encode()
+def read_segment(directory: Path, reference: Reference | None = None) -> SegmentManifest:
+    """Read a segment's manifest.
+
+    Args:
+        directory: the segment.
+        reference: entry of the root manifest, or None to verify only its own checksum.
+
+    Raises:
+        SchemaError: it is missing or changed, or has another format.
+    """
+    manifest = _read(SegmentManifest, directory, reference)
+    _check_ids([manifest.id], directory / MANIFEST)
+    for name in manifest.learned:
+        if not is_below(name):
+            raise SchemaError(
+                f"path leads out of the dataset: {name!r}; restore the manifest",
+                file=str(directory / MANIFEST),
+            )
+    return manifest
 
 
-def _read(directory: Path, reference: Reference | None) -> dict[str, Any]:
+def read_dataset(directory: Path) -> DatasetManifest:
+    """Read the root manifest.
+
+    Raises:
+        SchemaError: it is missing or changed, or has another format.
+    """
+    manifest = _read(DatasetManifest, directory)
+    ids = [reference.id for reference in (*manifest.segments, *manifest.indexes)]
+    _check_ids(ids, directory / MANIFEST)
+    return manifest
+
+
+def read_index(directory: Path, reference: Reference | None = None) -> IndexManifest:
+    """Read an index's manifest.
+
+    Raises:
+        SchemaError: it is missing or changed, or has another format.
+    """
+    manifest = _read(IndexManifest, directory, reference)
+    _check_ids([manifest.id, *manifest.segments], directory / MANIFEST)
+    return manifest
+
+
+def _read(kind: type[T], directory: Path, reference: Reference | None = None) -> T:
     path = directory / MANIFEST
     try:
         data = path.read_bytes()
@@ -247,38 +420,7 @@ def _read(directory: Path, reference: Reference | None) -> dict[str, Any]:
             f"got {digest[:12]}; restore it or rebuild the dataset",
             file=str(path),
         )
-    try:
-        body = json.loads(data)
-        checksum = body.pop("checksum")
-        # Compare the bytes, too: changed white space is a changed file.
-        intact = hash_of(body) == checksum and _encode(body, checksum) == data
-    except (ValueError, KeyError, AttributeError, TypeError) as error:
-        raise SchemaError(
-            "manifest must be JSON with a checksum; restore it", file=str(path)
-        ) from error
-    if not intact:
-        raise SchemaError(
-            "manifest does not match its checksum; restore it or rebuild the dataset",
-            file=str(path),
-        )
-    if body.get("format") != FORMAT_VERSION:
-        raise SchemaError(
-            f"format must be {FORMAT_VERSION}, got {body.get('format')!r}; rebuild the dataset "
-            "or use the release that wrote it",
-            file=str(path),
-        )
-    return body
-
-
-def _check_keys(kind: type, body: Mapping[str, Any], path: Path, prefix: str = "") -> None:
-    """Raise SchemaError for unknown or missing keys."""
-    names = {f.name for f in fields(kind)}
-    for key in sorted(names ^ (set(body) | names & set(_OMITTED_IF_NONE))):
-        problem = "missing" if key in names else "unknown"
-        raise SchemaError(
-            f"{problem} manifest key: {prefix}{key}; use the release that wrote the dataset",
-            file=str(path),
-        )
+    return decode_manifest(kind, data, path, "rebuild the dataset")
 
 
 def _check_ids(ids: Iterable[str], path: Path) -> None:
@@ -290,69 +432,6 @@ def _check_ids(ids: Iterable[str], path: Path) -> None:
                 "restore the manifest",
                 file=str(path),
             )
-
-
-def _check_paths(paths: Iterable[str], path: Path) -> None:
-    """Raise SchemaError if a path leads out of the dataset."""
-    for name in paths:
-        if not is_below(name):
-            raise SchemaError(
-                f"path leads out of the dataset: {name!r}; restore the manifest", file=str(path)
-            )
-
-
-def _build(kind: type[T], body: Mapping[str, Any], path: Path, prefix: str) -> T:
-    _check_keys(kind, body, path, prefix)
-    return kind(**body)
-
-
-def read_segment(directory: Path, reference: Reference | None = None) -> SegmentManifest:
-    """Read a segment's manifest.
-
-    Args:
-        directory: the segment.
-        reference: entry of the root manifest, or None to verify only its own checksum.
-
-    Raises:
-        SchemaError: it is missing or changed, or has another format.
-    """
-    body, path = _read(directory, reference), directory / MANIFEST
-    _check_keys(SegmentManifest, body, path)
-    groups, tables = body["groups"].items(), body["tables"].items()
-    body["listing"] = tuple(_build(InputFile, f, path, "listing.") for f in body["listing"])
-    body["groups"] = {k: _build(GroupCounts, v, path, f"groups.{k}.") for k, v in groups}
-    body["tables"] = {k: _build(TableCounts, v, path, f"tables.{k}.") for k, v in tables}
-    body["splits"] = {k: (v[0], v[1]) for k, v in body["splits"].items()}
-    _check_ids([body["id"]], path)
-    _check_paths(body["learned"], path)
-    return SegmentManifest(**body)
-
-
-def read_dataset(directory: Path) -> DatasetManifest:
-    """Read the root manifest.
-
-    Raises:
-        SchemaError: it is missing or changed, or has another format.
-    """
-    body, path = _read(directory, None), directory / MANIFEST
-    _check_keys(DatasetManifest, body, path)
-    for part in ("segments", "indexes"):
-        body[part] = tuple(_build(Reference, r, path, f"{part}.") for r in body[part])
-        _check_ids((reference.id for reference in body[part]), path)
-    return DatasetManifest(**body)
-
-
-def read_index(directory: Path, reference: Reference | None = None) -> IndexManifest:
-    """Read an index's manifest.
-
-    Raises:
-        SchemaError: it is missing or changed, or has another format.
-    """
-    body = _read(directory, reference)
-    _check_keys(IndexManifest, body, directory / MANIFEST)
-    body["segments"] = tuple(body["segments"])
-    _check_ids([body["id"], *body["segments"]], directory / MANIFEST)
-    return IndexManifest(**body)
 
 
 # A segment that is rewritten without erased ids gets another id and hash. The lineage of the root

@@ -27,7 +27,7 @@ import json
 import re
 import zipfile
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -37,11 +37,10 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from schemas.arrays import Array, numpy_of
-from schemas.config.job import TableConfig
 from schemas.errors import SchemaError
 from schemas.files import replace_bytes, sha256_of
 from schemas.layout import JOB, MANIFEST, SCHEMA
-from schemas.manifest import canonical_json, hash_of
+from schemas.manifest import decode_manifest, encode_manifest
 from schemas.model_inputs import ModelInputs, build_inputs
 from schemas.rows import initial_rows
 
@@ -123,7 +122,6 @@ MODEL_FORMAT = 1
 PROGRAM = "program.pt2"
 TEXTS = (JOB, SCHEMA)
 """Members copied from the run."""
-_CHECKSUM = "checksum"
 _EPOCH = (1980, 1, 1, 0, 0, 0)
 _CHUNK_BYTES = 1 << 20
 _ADVICE = "export the run again"
@@ -198,9 +196,7 @@ def write_model(path: Path, manifest: ModelManifest, members: Mapping[str, Path 
         with zipfile.ZipFile(partial, "w", zipfile.ZIP_STORED) as archive:
             for name, content in sorted(members.items()):
                 parts[name] = _add(archive, name, content)
-            body = json.loads(canonical_json(asdict(replace(manifest, parts=parts))))
-            text = canonical_json({**body, _CHECKSUM: hash_of(body)})
-            _add(archive, MANIFEST, text.encode())
+            _add(archive, MANIFEST, encode_manifest(replace(manifest, parts=parts)))
         partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)
@@ -279,7 +275,8 @@ def open_model(path: Path) -> ModelFile:
     """
     try:
         with zipfile.ZipFile(path) as archive, path.open("rb") as file:
-            manifest = _manifest(archive.read(MANIFEST), path)
+            data = archive.read(MANIFEST)
+            manifest = decode_manifest(ModelManifest, data, path, _ADVICE)
             offsets = {i.filename: _offset(file, i) for i in archive.infolist()}
             stored = all(i.compress_type == zipfile.ZIP_STORED for i in archive.infolist())
             if not stored or offsets.keys() != {*manifest.parts, MANIFEST}:
@@ -299,58 +296,6 @@ def open_model(path: Path) -> ModelFile:
     model = ModelFile(path, manifest, offsets)
     check_program(model.program, file=str(path))
     return model
-
-
-def _manifest(data: bytes, path: Path) -> ModelManifest:
-    try:
-        body = json.loads(data)
-        checksum = body.pop(_CHECKSUM)
-        if body["format"] != MODEL_FORMAT:
-            raise SchemaError(
-                f"model must have format {MODEL_FORMAT}, got {body['format']}; {_ADVICE} with this "
-                "release",
-                file=str(path),
-            )
-        if checksum != hash_of(body):
-            raise SchemaError(
-                f"manifest must have checksum {str(checksum)[:12]}, got {hash_of(body)[:12]}; "
-                f"{_ADVICE}",
-                file=str(path),
-            )
-        return manifest_from(body)
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise SchemaError(
-            f"manifest is not that of a model: {error}; {_ADVICE}", file=str(path)
-        ) from error
-
-
-def manifest_from(body: Mapping[str, Any]) -> ModelManifest:
-    """Return the manifest of a JSON object.
-
-    Raises:
-        TypeError, KeyError: a field is missing or unknown.
-    """
-    lineage: dict[str, Any] = dict(body["lineage"])
-    lineage["segments_sha256"] = tuple(lineage["segments_sha256"])
-    fields: dict[str, Any] = dict(body)
-    fields["parts"] = {name: ModelMember(**part) for name, part in body["parts"].items()}
-    fields["inputs"] = _inputs_from(body["inputs"])
-    fields["lineage"] = Lineage(**lineage)
-    return ModelManifest(**fields)
-
-
-def _inputs_from(body: Mapping[str, Any]) -> ModelInputs:
-    fields: dict[str, Any] = dict(body)
-    for name in ("dense", "weighted"):
-        fields[name] = tuple(fields[name])
-    fields["tables"] = {name: _table_from(table) for name, table in body["tables"].items()}
-    return ModelInputs(**fields)
-
-
-def _table_from(body: Mapping[str, Any]) -> TableConfig:
-    fields: dict[str, Any] = dict(body)
-    fields["features"] = tuple(fields["features"])
-    return TableConfig(**fields)
 
 
 def _offset(file: IO[bytes], info: zipfile.ZipInfo) -> int:
@@ -456,9 +401,7 @@ def read_dropped(path: Path) -> NDArray[np.int64]:
 
 def write_changes_manifest(folder: Path, manifest: ChangesManifest) -> None:
     """Write the manifest, with a checksum of itself, as the last file of the folder."""
-    body = json.loads(canonical_json(asdict(manifest)))
-    text = canonical_json({**body, _CHECKSUM: hash_of(body)})
-    replace_bytes(folder / MANIFEST, text.encode())
+    replace_bytes(folder / MANIFEST, encode_manifest(manifest))
 
 
 def open_changes(folder: Path) -> ChangesManifest:
@@ -468,21 +411,9 @@ def open_changes(folder: Path) -> ChangesManifest:
         SchemaError: a file is missing or changed, or has another format.
     """
     path = folder / MANIFEST
-    try:
-        body = json.loads(path.read_bytes())
-        checksum = body.pop(_CHECKSUM)
-        manifest = ChangesManifest(**body)
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        raise SchemaError(
-            f"folder holds no published rows: {type(error).__name__}; {_CHANGES_HINT}",
-            file=str(path),
-        ) from error
-    if manifest.format != CHANGES_FORMAT or checksum != hash_of(body):
-        raise SchemaError(
-            f"manifest must have format {CHANGES_FORMAT} and its checksum, got format "
-            f"{manifest.format} and {hash_of(body)[:12]} for {str(checksum)[:12]}; {_CHANGES_HINT}",
-            file=str(path),
-        )
+    if not path.is_file():
+        raise SchemaError(f"folder holds no published rows; {_CHANGES_HINT}", file=str(path))
+    manifest = decode_manifest(ChangesManifest, path.read_bytes(), path, _CHANGES_HINT)
     for name, sha256 in manifest.files.items():
         actual = sha256_of(folder / name) if (folder / name).is_file() else "none"
         if actual != sha256:

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from schemas.errors import SchemaError, suggest_name
+from schemas.errors import SchemaError
+from schemas.manifest import from_json
 
 FORMAT = 1
 
@@ -49,41 +50,16 @@ def write_hints(path: Path, tables: Mapping[str, TableHints]) -> None:
     path.write_text(json.dumps(body, indent=1) + "\n", encoding="utf-8")
 
 
-def read_hints(path: Path) -> dict[str, TableHints]:
+def read_hints(path: Path) -> Mapping[str, TableHints]:
     """Read hints; raise SchemaError if the file is invalid."""
     try:
         body: Any = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+        if body["format"] != FORMAT:
+            raise ValueError(f"format must be {FORMAT}, got {body['format']!r}")
+        return from_json(Mapping[str, TableHints], body["tables"])
+    except (ValueError, KeyError, TypeError) as error:
         raise SchemaError(
-            f"file must hold JSON, got {error}; write it again", file=str(path)
-        ) from (error)
-    if not isinstance(body, dict) or body.get("format") != FORMAT or "tables" not in body:
-        raise SchemaError(
-            f"file does not hold hints of format {FORMAT}; write it with "
+            f"file does not hold sharding hints: {error}; write it with "
             "`python -m pipelines oracle DATASET --hints FILE`",
             file=str(path),
-        )
-    return {name: _table(name, hints, path) for name, hints in body["tables"].items()}
-
-
-def _table(name: str, hints: Mapping[str, Any], path: Path) -> TableHints:
-    names = [f.name for f in fields(TableHints)]
-    for key in names:
-        if key not in hints:
-            raise SchemaError(
-                "key is missing; write the hints again",
-                file=str(path),
-                place=f"{name}.{key}",
-            )
-    for key in hints:
-        if key not in names:
-            raise SchemaError(
-                f"unknown key: {key!r}; {suggest_name(key, names)}",
-                file=str(path),
-                place=name,
-            )
-    return TableHints(**{key: _tuples(value) for key, value in hints.items()})
-
-
-def _tuples(value: Any) -> Any:
-    return tuple(_tuples(v) for v in value) if isinstance(value, list) else value
+        ) from error

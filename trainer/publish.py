@@ -21,16 +21,17 @@ from numpy.typing import NDArray
 from schemas.errors import SchemaError
 from schemas.files import sha256_of
 from schemas.layout import MANIFEST
+from schemas.manifest import from_json
 from schemas.model import (
     PROGRAM,
     TEXTS,
     ChangesManifest,
+    ModelManifest,
     changed_batch,
     changed_path,
     changed_schema,
     dropped_path,
     dropped_schema,
-    manifest_from,
     open_changes,
     open_model,
     read_changed,
@@ -132,7 +133,7 @@ def apply_changes(model: Path, changes: Path, output: Path) -> Published:
             f"checkpoint {lineage.checkpoint_sha256[:12]}; use that one, or publish since this",
             file=str(model),
         )
-    newer = manifest_from(manifest.model)
+    newer = from_json(ModelManifest, manifest.model)
     with tempfile.TemporaryDirectory(dir=output.absolute().parent) as folder:
         members: dict[str, Path | bytes] = {n: changes / n for n in (PROGRAM, *TEXTS)}
         for table in newer.inputs.features_of:

@@ -35,11 +35,12 @@ from scheduler.controller.events import (
 from scheduler.controller.handle import handle
 from scheduler.controller.state import Action, JobState, State
 from scheduler.files import AppendLog
-from scheduler.model.history import BuildRecord, History, RunRecord, parse_past_job
+from scheduler.model.history import BuildRecord, History, PastJob, RunRecord
 from scheduler.model.snapshot import DataFacts
 from scheduler.planner.machine_sizes import MachineSizes
 from scheduler.planner.policy import counted
 from schemas.errors import SchemaError
+from schemas.manifest import from_json
 from schemas.run_log import Decision, RunSummary, StepMetric, read_lines
 
 EVENT_TYPES: Mapping[str, type[Event]] = MappingProxyType(
@@ -113,7 +114,7 @@ def _parse_history(body: Mapping[str, Any]) -> History:
             )
             for run in body["runs"]
         ),
-        jobs=tuple(map(parse_past_job, body["jobs"])),
+        jobs=from_json(tuple[PastJob, ...], body["jobs"]),
     )
 
 

@@ -18,7 +18,7 @@ from scheduler.model.terms import SEGMENT_TERMS, TRAINING_TERMS
 from schemas.dataset import Dataset
 from schemas.errors import SchemaError
 from schemas.layout import BUILDS
-from schemas.manifest import canonical_json
+from schemas.manifest import canonical_json, from_json
 from schemas.run_log import (
     METRICS,
     RUN_FILE,
@@ -73,20 +73,6 @@ def format_past_job(job: PastJob) -> str:
     return canonical_json(asdict(job))
 
 
-def parse_past_job(body: dict[str, Any]) -> PastJob:
-    """Return the past job of an object of JSON.
-
-    Raises:
-        KeyError: a field is missing.
-        TypeError: a field is unknown, or of another type.
-        ValueError: a number is out of range.
-    """
-    numbers: dict[str, Any] = {
-        name: tuple(map(float, body[name])) for name in ("training", "segments")
-    }
-    return PastJob(**{**body, **numbers})
-
-
 def read_past_jobs(path: Path) -> tuple[PastJob, ...]:
     """Read a file of past jobs; an incomplete last line is left out.
 
@@ -96,7 +82,7 @@ def read_past_jobs(path: Path) -> tuple[PastJob, ...]:
     return tuple(
         read_lines(
             path,
-            parse_past_job,
+            lambda body: from_json(PastJob, body),
             lambda line, error: f"line is not a past job: {line!r} ({error}); remove it",
         )
     )

@@ -105,18 +105,19 @@ def body_of(directory: Path, manifest) -> dict[str, object]:
     return body
 
 
+OTHER_RELEASE = "manifest is of another release: {} in {}; use that release or rebuild the dataset"
 CHANGES = {
     "another format": (
         lambda body: {**body, "format": 2},
-        "format must be 1, got 2 in {}; rebuild the dataset or use the release that wrote it",
+        "format must be 1, got 2",
     ),
     "no format": (
         lambda body: {key: value for key, value in body.items() if key != "format"},
-        "format must be 1, got None in {}; rebuild the dataset or use the release that wrote it",
+        "format must be 1, got None",
     ),
     "unknown key": (
         lambda body: {**body, "zebra": 1},
-        "unknown manifest key: zebra in {}; use the release that wrote the dataset",
+        "unknown key: zebra",
     ),
 }
 
@@ -127,7 +128,7 @@ def test_manifest_of_another_release_is_refused_by_name(
     tmp_path: Path, manifest, read, change, message: str
 ) -> None:
     path = write_body(tmp_path, change(body_of(tmp_path, manifest)))
-    with pytest.raises(SchemaError, match=f"^{re.escape(message.format(path))}$"):
+    with pytest.raises(SchemaError, match=f"^{re.escape(OTHER_RELEASE.format(message, path))}$"):
         read(tmp_path)
 
 
@@ -136,7 +137,7 @@ def test_manifest_without_a_key_is_refused_by_name(tmp_path: Path, manifest, rea
     body = body_of(tmp_path, manifest)
     for key in sorted(body.keys() - {"format"}):
         path = write_body(tmp_path, {k: v for k, v in body.items() if k != key})
-        pattern = f"^missing manifest key: {key} in {re.escape(str(path))}; "
+        pattern = re.escape(OTHER_RELEASE.format(f"missing key: {key}", path))
         with pytest.raises(SchemaError, match=pattern):
             read(tmp_path)
 
@@ -145,9 +146,7 @@ def test_nested_key_that_is_unknown_is_refused_by_name(tmp_path: Path) -> None:
     body = body_of(tmp_path, SEGMENT)
     body["groups"]["user"]["mode"] = "fast"  # type: ignore[index]
     path = write_body(tmp_path, body)
-    message = (
-        f"unknown manifest key: groups.user.mode in {path}; use the release that wrote the dataset"
-    )
+    message = OTHER_RELEASE.format("unknown key: groups.user.mode", path)
     with pytest.raises(SchemaError, match=f"^{re.escape(message)}$"):
         read_segment(tmp_path)
 

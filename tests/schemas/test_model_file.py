@@ -15,7 +15,7 @@ import pytest
 from schemas.config.job import TableConfig
 from schemas.errors import SchemaError
 from schemas.layout import MANIFEST
-from schemas.manifest import hash_of
+from schemas.manifest import canonical_json, hash_of
 from schemas.model import PROGRAM, Lineage, ModelManifest, open_model, rows_paths, write_model
 from schemas.model_inputs import MIN_SAMPLES, PADDING, ModelInputs, build_inputs
 from schemas.rows import initial_rows
@@ -184,7 +184,7 @@ def rewritten(source: Path, to: Path, **members: bytes) -> Path:
     held.pop("changes", None)
     sums = {n: hashlib.sha256(data).hexdigest() for n, data in held.items()}
     body["parts"] = {n: {"num_bytes": len(held[n]), "sha256": s} for n, s in sums.items()}
-    held[MANIFEST] = json.dumps({**body, "checksum": hash_of(body)}).encode()
+    held[MANIFEST] = canonical_json({**body, "checksum": hash_of(body)}).encode()
     with zipfile.ZipFile(to, "w") as new:
         for name, data in held.items():
             new.writestr(name, data)
@@ -193,7 +193,7 @@ def rewritten(source: Path, to: Path, **members: bytes) -> Path:
 
 def test_model_of_another_format_is_refused(model: Path, tmp_path: Path) -> None:
     path = rewritten(model, tmp_path / "model", changes=b'{"format": 2}')
-    message = "model must have format 1, got 2"
+    message = "manifest is of another release: format must be 1, got 2"
     with pytest.raises(SchemaError, match=re.escape(message)):
         open_model(path)
 

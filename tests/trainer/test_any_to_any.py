@@ -277,7 +277,7 @@ def test_changed_byte_of_a_manifest_is_refused(stopped: dict[str, Path], tmp_pat
         data[place] ^= 1
         path.write_bytes(data)
         with pytest.raises(
-            SchemaError, match=r"^manifest must .* in .*MANIFEST\.json; remove this "
+            SchemaError, match=r"^manifest .* in .*MANIFEST\.json; restore it or remove this "
         ):
             read_checkpoint_manifest(path.parent)
     path.write_bytes(whole)

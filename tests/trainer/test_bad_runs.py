@@ -115,8 +115,8 @@ def test_torn_checkpoint_is_refused_by_name(
     manifest = copy / CHECKPOINTS / "00000002" / MANIFEST
     manifest.write_text(text)
     message = (
-        "manifest must be JSON with train_step, parts, files and a checksum, got other content in "
-        f"{manifest}; no checkpoint before is whole without it; train again"
+        f"manifest must be JSON with a checksum in {manifest}; restore it or train again, as no "
+        "checkpoint before it is complete"
     )
     with pytest.raises(SchemaError, match=f"^{re.escape(message)}$"):
         run_job(job, dataset, copy, resume=True)

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import fcntl
-import json
 import shutil
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from schemas.errors import SchemaError
 from schemas.files import replace_bytes, sha256_of, sync_directory
 from schemas.layout import MANIFEST
-from schemas.manifest import canonical_json, hash_of
+from schemas.manifest import decode_manifest, encode_manifest
 
 # Which files make up a checkpoint, and which files of a run no kept checkpoint needs.
 #
@@ -32,7 +31,6 @@ PARTIAL, AHEAD = ".partial", ".ahead"
 than the lines of steps, which were lost."""
 LOCK_SEC = 10.0
 """How long a process that completes a checkpoint waits for another that does."""
-_CHECKSUM = "checksum"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,9 +72,7 @@ def complete(checkpoints: Path) -> list[Path]:
 
 def write_checkpoint_manifest(folder: Path, manifest: CheckpointManifest) -> None:
     """Write a manifest atomically, with a checksum of itself; the checkpoint is complete then."""
-    body = json.loads(canonical_json(asdict(manifest)))
-    text = canonical_json({**body, _CHECKSUM: hash_of(body)})
-    replace_bytes(folder / MANIFEST, text.encode())
+    replace_bytes(folder / MANIFEST, encode_manifest(manifest))
 
 
 def read_checkpoint_manifest(folder: Path) -> CheckpointManifest:
@@ -86,27 +82,8 @@ def read_checkpoint_manifest(folder: Path) -> CheckpointManifest:
         SchemaError: it is missing, changed, or of another release.
     """
     path = folder / MANIFEST
-    try:
-        data = path.read_bytes()
-        body = json.loads(data)
-        checksum = body.pop(_CHECKSUM)
-        intact = canonical_json({**body, _CHECKSUM: hash_of(body)}).encode() == data
-        parts = {table: tuple(names) for table, names in body.pop("parts").items()}
-        files = {name: FileSum(**each) for name, each in body.pop("files").items()}
-        manifest = CheckpointManifest(**body, parts=parts, files=files)
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        raise SchemaError(
-            "manifest must be JSON with train_step, parts, files and a checksum, got other "
-            f"content; {_without(folder, None)}",
-            file=str(path),
-        ) from error
-    if not intact:
-        raise SchemaError(
-            f"manifest must have checksum {str(checksum)[:12]}, got {hash_of(body)[:12]}; "
-            f"{_without(folder, None)}",
-            file=str(path),
-        )
-    return manifest
+    data = path.read_bytes() if path.is_file() else b""
+    return decode_manifest(CheckpointManifest, data, path, _without(folder, None))
 
 
 def file_sum(path: Path) -> FileSum:
@@ -159,7 +136,7 @@ def _without(folder: Path, name: str | None) -> str:
             if nth == 0:
                 return "remove this checkpoint to use the one before it"
             return f"remove the checkpoints after {other.name} to use that one"
-    return "no checkpoint before is whole without it; train again"
+    return "train again, as no checkpoint before it is complete"
 
 
 @contextmanager

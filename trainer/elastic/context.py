@@ -18,7 +18,7 @@ from schemas.dataset import Dataset
 from schemas.errors import PlanError, SchemaError
 from schemas.files import replace_bytes
 from schemas.layout import TRAIN
-from schemas.manifest import canonical_json
+from schemas.manifest import canonical_json, from_json
 from schemas.order import Order
 from schemas.run_log import RENDEZVOUS, LedgerEntry
 from trainer.checkpoint.load import load_state, state_of
@@ -87,12 +87,8 @@ def read_rendezvous(run: Path) -> Rendezvous:
     """
     path = run / RENDEZVOUS
     try:
-        body = json.loads(path.read_text(encoding="utf-8"))
-        shared = body["shared"]
-        if shared is not None:
-            shared = SharedStores(**{**shared, "addresses": tuple(shared["addresses"])})
-        return Rendezvous(**{**body, "known": DatasetExtent(**body["known"]), "shared": shared})
-    except (OSError, ValueError, TypeError, KeyError) as error:
+        return from_json(Rendezvous, json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError) as error:
         raise SchemaError(
             f"run cannot be joined by replicas: {error}; start it with "
             "python -m trainer train --replicas 0",

@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 from schemas.arrays import Array
 from schemas.errors import SchemaError
+from schemas.manifest import from_json
 from trainer.stores.api import TableLayout
 
 LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
@@ -109,30 +110,14 @@ class Request:
             SchemaError: not a valid request.
         """
         try:
-            body = json.loads(data)
-            tables = tuple((str(name), int(count)) for name, count in body["tables"])
-            request = Request(
-                op=str(body["op"]),
-                session=str(body["session"]),
-                incarnation=str(body["incarnation"]),
-                store_version=int(body["store_version"]),
-                acknowledged=int(body["acknowledged"]),
-                train_step=int(body["train_step"]),
-                as_of=_optional(body["as_of"]),
-                tables=tables,
-                after=int(body["after"]),
-            )
-        except (ValueError, TypeError, KeyError) as error:
+            request = from_json(Request, json.loads(data))
+        except ValueError as error:
             raise SchemaError(
                 f"invalid request: {data[:80]!r}; use trainer and store of one release"
             ) from error
-        if any(count < 0 for _, count in tables):
+        if any(count < 0 for _, count in request.tables):
             raise SchemaError(f"request has negative row counts: {data[:80]!r}")
         return request
-
-
-def _optional(value: object) -> int | None:
-    return None if value is None else int(str(value))
 
 
 def record_width(layout: TableLayout) -> int:
