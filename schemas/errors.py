@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from datetime import timedelta
 
 _SIMILAR = 0.8
 """Smallest `difflib` ratio at which a name is suggested."""
@@ -82,9 +83,17 @@ def pluralize(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
-def check_at_least_one(config: object, *names: str) -> None:
-    """Raise ValueError if one of the named attributes is below 1; None is accepted."""
+def check_at_least(config: object, lowest: int, *names: str) -> None:
+    """Raise ValueError if one of the named attributes is below a limit; None is accepted."""
     for name in names:
         value = getattr(config, name)
-        if value is not None and value < 1:
-            raise ValueError(f"{name} must be at least 1, got {value}; raise it")
+        if value is not None and value < lowest:
+            raise ValueError(f"{name} must be at least {lowest}, got {value}; raise it")
+
+
+def check_positive(config: object, *names: str) -> None:
+    """Raise ValueError if one of the named durations is not above 0; None is accepted."""
+    for name in names:
+        value = getattr(config, name)
+        if value is not None and value <= timedelta():
+            raise ValueError(f"{name} must be longer than 0s; write a duration such as 30s or 1d")

@@ -12,8 +12,7 @@ import torch
 from torch import nn
 
 from schemas.config.job import Job, load_job
-from schemas.config.limits import EVALUATE
-from schemas.config.train import TrainConfig
+from schemas.config.train import EVALUATE, TrainConfig
 from schemas.dataset import Dataset, open_dataset, select_segments, select_segments_by_hash
 from schemas.errors import SchemaError
 from schemas.layout import MANIFEST

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import TextIO, TypeVar, cast
 
-from schemas.config.limits import DRAIN
+from schemas.config.train import DRAIN
 from schemas.run_log import EXIT_HUNG
 
 # Graceful shutdown. The first SIGTERM or SIGINT sets a flag that the loop checks between two

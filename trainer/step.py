@@ -10,7 +10,7 @@ from typing import Protocol, TypeVar
 import torch
 import torch.nn.functional as F
 
-from schemas.config.limits import WAIT
+from schemas.config.train import WAIT
 from schemas.errors import SchemaError
 from schemas.run_log import PHASES, StepMetric
 from trainer.components import Components

@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from schemas.config.job import Job
-from schemas.config.limits import SAVE, WAIT
-from schemas.config.train import TrainConfig
+from schemas.config.train import SAVE, WAIT, TrainConfig
 from schemas.dataset import Dataset
 from schemas.errors import PlanError, SchemaError
 from schemas.order import Order

@@ -22,7 +22,7 @@ from scheduler.controller.events import Event, RunnerName, RunnerSet, SlotsRead,
 from scheduler.controller.state import ENDED_PHASES, SLOTS_VALID_SEC, State
 from scheduler.drivers.base import instance_of
 from schemas.config.parse import read_yaml
-from schemas.errors import SchemaError
+from schemas.errors import SchemaError, check_at_least
 
 Progress = Callable[[str], None]
 """Called with one line for each message."""
@@ -118,7 +118,7 @@ class FlinkConfig:
                 f"address must be a URL of Flink's REST API, got {self.address!r}; "
                 "write http://HOST:8081"
             )
-        _check_at_least_one("largest_parallelism", self.largest_parallelism)
+        check_at_least(self, 1, "largest_parallelism")
         if (self.job_endpoint is None) == (self.job_server_jar is None):
             both = "both" if self.job_endpoint else "neither"
             raise ValueError(
@@ -164,7 +164,7 @@ class DataflowConfig:
                     f"{name} must be a folder of Cloud Storage, got {value!r}; "
                     "write gs://BUCKET/FOLDER"
                 )
-        _check_at_least_one("max_workers", self.max_workers)
+        check_at_least(self, 1, "max_workers")
         _check_options(self.options, _DATAFLOW_OPTIONS)
 
 
@@ -185,11 +185,6 @@ class RunnerConfig:
             raise ValueError(
                 f"runner {self.runner} has no section of that name; add the section {self.runner}"
             )
-
-
-def _check_at_least_one(name: str, value: int | None) -> None:
-    if value is not None and value < 1:
-        raise ValueError(f"{name} must be at least 1, got {value}; raise it")
 
 
 def _check_options(options: Sequence[str], reserved: Sequence[str]) -> None:

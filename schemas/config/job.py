@@ -22,7 +22,7 @@ from schemas.config.transforms import (
     VocabularyConfig,
     check_vocabularies,
 )
-from schemas.errors import SchemaError, check_at_least_one, suggest_name
+from schemas.errors import SchemaError, check_at_least, check_positive, suggest_name
 from schemas.hashing import MAX_ROW
 from schemas.layout import MANIFEST, SAMPLE_WEIGHT
 from schemas.paths import NAME, check_names
@@ -57,10 +57,7 @@ class GateConfig:
             value = getattr(self, name)
             if value is not None and not 0 <= value <= 1:
                 raise ValueError(f"{name} must be in [0, 1], got {value}; it is a fraction")
-        for name in ("label_drift", "dedup_drift"):
-            value = getattr(self, name)
-            if value is not None and value < 0:
-                raise ValueError(f"{name} must be at least 0, got {value}; it is a fraction")
+        check_at_least(self, 0, "label_drift", "dedup_drift")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,8 +170,7 @@ class WindowConfig:
     """Length of a window; the whole segment when null."""
 
     def __post_init__(self) -> None:
-        if self.span is not None and not self.span:
-            raise ValueError("span must be longer than 0s; write 1d, or null")
+        check_positive(self, "span")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -217,7 +213,7 @@ class OracleConfig:
     """Order of the blocks; the trainer must use the same one."""
 
     def __post_init__(self) -> None:
-        check_at_least_one(self, "batch_samples", "epochs")
+        check_at_least(self, 1, "batch_samples", "epochs")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field, fields
 from datetime import timedelta
 from typing import Literal
 
+from schemas.errors import check_at_least
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelGateConfig:
@@ -28,12 +30,8 @@ class ModelGateConfig:
     """Fewest evaluation samples; with fewer, no model is promoted."""
 
     def __post_init__(self) -> None:
-        for limit in fields(self):
-            value = getattr(self, limit.name)
-            if value is not None and value < 0:
-                raise ValueError(f"{limit.name} must be at least 0, got {value}; raise it")
-        if self.min_samples < 1:
-            raise ValueError(f"min_samples must be at least 1, got {self.min_samples}; raise it")
+        check_at_least(self, 0, *(limit.name for limit in fields(self)))
+        check_at_least(self, 1, "min_samples")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,10 +54,7 @@ class RetrainConfig:
     """Limits that a model must meet to be promoted."""
 
     def __post_init__(self) -> None:
-        for name in ("expire_days", "keep", "tries"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name} must be at least 1, got {value}; raise it")
+        check_at_least(self, 1, "expire_days", "keep", "tries")
 
 
 _GIB = 1 << 30

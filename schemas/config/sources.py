@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Literal
 
-from schemas.config.limits import SqlLimitsConfig
-from schemas.errors import suggest_name
+from schemas.errors import check_positive, suggest_name
 
 FormatName = Literal["parquet", "csv", "jsonl", "avro"]
 
@@ -127,6 +126,21 @@ class EventsConfig:
             raise ValueError("key is empty; name a column, such as [request_id]")
         if not self.columns:
             raise ValueError("columns is empty; name a column, such as {clicked: 0}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SqlLimitsConfig:
+    """Limits of one SQL statement of the job on one chunk of rows (at most 65,536)."""
+
+    time: timedelta = timedelta(minutes=5)
+    """Until its last row."""
+    memory: int = 4 << 30
+    """Most bytes that DuckDB uses, and of the result; nothing is spilled to disk."""
+
+    def __post_init__(self) -> None:
+        check_positive(self, "time")
+        if self.memory < 16 << 20:
+            raise ValueError(f"memory must be at least 16MiB, got {self.memory}; write 1GiB")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

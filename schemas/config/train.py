@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from datetime import timedelta
 from typing import Literal
 
-from schemas.config.limits import FollowConfig, LimitsConfig
-from schemas.errors import check_at_least_one
+from schemas.errors import check_at_least, check_positive
+
+WAIT, SAVE, EVALUATE, START, DRAIN = "wait", "save", "evaluate", "start", "drain"
+"""Activities of a trainer besides the phases of a step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +40,7 @@ class ModelConfig:
     """Heads of the history encoder; divides `embedding_dim`."""
 
     def __post_init__(self) -> None:
-        check_at_least_one(self, "max_history", "num_heads", "cross_layers", "cross_rank")
+        check_at_least(self, 1, "max_history", "num_heads", "cross_layers", "cross_rank")
         for name in ("bottom_layers", "top_layers"):
             widths = getattr(self, name)
             if any(width < 1 for width in widths):
@@ -101,7 +103,7 @@ class CacheConfig:
 
     def __post_init__(self) -> None:
         # A fetch must follow the write-back that it depends on.
-        check_at_least_one(self, "rows", "lookahead", "prefetch_steps")
+        check_at_least(self, 1, "rows", "lookahead", "prefetch_steps")
         if self.policy == "ttl" and self.prefetch_steps > self.lookahead:
             raise ValueError(
                 f"prefetch_steps must be in [1, lookahead], got {self.prefetch_steps} and "
@@ -149,8 +151,7 @@ class StoresConfig:
                 f"replicas must be at most the number of stores, got replicas={self.replicas}, "
                 f"addresses={len(self.addresses)}; start more stores"
             )
-        if not self.timeout:
-            raise ValueError("timeout must be longer than 0s; write 30s")
+        check_positive(self, "timeout")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,7 +176,53 @@ class CheckpointConfig:
     """Directory of the copy that is written in the background: in memory, or on a slower disk."""
 
     def __post_init__(self) -> None:
-        check_at_least_one(self, "every_steps", "keep")
+        check_at_least(self, 1, "every_steps", "keep")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FollowConfig:
+    """Training on committed segments while later ones are built."""
+
+    poll: timedelta = timedelta(seconds=1)
+    """Interval of polling the dataset while there is nothing to train."""
+
+    def __post_init__(self) -> None:
+        check_positive(self, "poll")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LimitsConfig:
+    """Longest time of each activity of a trainer; beyond it, the trainer reports and exits."""
+
+    start: timedelta = timedelta(minutes=30)
+    """Start until the first step: kernels, stores, the checkpoint, the plan."""
+    read: timedelta = timedelta(minutes=10)
+    """Phase of a step: its batch from the dataset's files."""
+    fetch: timedelta = timedelta(minutes=10)
+    """Phase of a step: its rows from the stores."""
+    forward: timedelta = timedelta(minutes=10)
+    """Phase of a step."""
+    backward: timedelta = timedelta(minutes=10)
+    """Phase of a step."""
+    sync: timedelta = timedelta(minutes=10)
+    """Phase of a step: partial sums from the other replicas."""
+    update: timedelta = timedelta(minutes=10)
+    """Phase of a step."""
+    save: timedelta = timedelta(minutes=30)
+    """One checkpoint."""
+    evaluate: timedelta = timedelta(minutes=10)
+    """One batch of the evaluation split."""
+    wait: timedelta = timedelta(hours=1)
+    """Until the pipeline commits the next segment or seals the dataset."""
+    drain: timedelta = timedelta(seconds=30)
+    """From SIGTERM or SIGINT to the end of the process."""
+
+    def __post_init__(self) -> None:
+        check_positive(self, *(field.name for field in fields(self)))
+
+    def seconds(self) -> dict[str, float]:
+        """Return each limit in seconds, by name."""
+        return {field.name: getattr(self, field.name).total_seconds() for field in fields(self)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -220,7 +267,7 @@ class TrainConfig:
     """Compute threads; all cores when null."""
 
     def __post_init__(self) -> None:
-        check_at_least_one(self, "embedding_dim", "batch_samples", "epochs", "num_threads")
+        check_at_least(self, 1, "embedding_dim", "batch_samples", "epochs", "num_threads")
         if self.model.name == "wide_deep" and self.embedding_dim < 2:
             raise ValueError(
                 f"embedding_dim must be at least 2 for wide_deep, got {self.embedding_dim}; raise "

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
-from schemas.errors import check_at_least_one, suggest_name
+from schemas.errors import check_at_least, suggest_name
 from schemas.hashing import MAX_ROW
 
 MAX_QUANTILES = 4096
@@ -74,7 +74,7 @@ class TruncateConfig:
     """Most values that are kept."""
 
     def __post_init__(self) -> None:
-        check_at_least_one(self, "count")
+        check_at_least(self, 1, "count")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -216,7 +216,7 @@ class VocabularyConfig:
     def __post_init__(self) -> None:
         if not self.columns:
             raise ValueError("columns is empty; name at least one column")
-        check_at_least_one(self, "min_count", "oov_rows")
+        check_at_least(self, 1, "min_count", "oov_rows")
         _check_rows(self.num_rows)
         if self.num_rows <= self.oov_rows:
             raise ValueError(

@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from schemas.errors import PlanError, SchemaError, check_at_least_one, suggest_name, suggest_name_or
+from schemas.errors import PlanError, SchemaError, check_at_least, suggest_name, suggest_name_or
 
 LINES = {
     "no place": (SchemaError("a must b, got c; do d"), "a must b, got c; do d"),
@@ -57,12 +57,12 @@ def test_similar_or_names_a_word_only_where_it_is_nearly_the_same(
     assert suggest_name_or(name, known, "add it") == wanted
 
 
-def test_check_at_least_one_passes_one_and_none_and_names_the_rest() -> None:
+def test_check_at_least_passes_one_and_none_and_names_the_rest() -> None:
     class Config:
         epochs, limit, rows = 1, None, 0
 
-    check_at_least_one(Config, "epochs", "limit")
+    check_at_least(Config, 1, "epochs", "limit")
     with pytest.raises(
         ValueError, match=f"^{re.escape('rows must be at least 1, got 0; raise it')}$"
     ):
-        check_at_least_one(Config, "epochs", "rows")
+        check_at_least(Config, 1, "epochs", "rows")

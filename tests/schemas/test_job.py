@@ -211,7 +211,7 @@ ERRORS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "a window without length": (
         {"data": {"window": {"span": "0s"}}},
-        "data.window.span must be longer than 0s@; write 1d, or null",
+        "data.window.span must be longer than 0s@; write a duration such as 30s or 1d",
     ),
     "two characters as delimiter": (
         {"data": {"sources": {"log": {"files": "*", "format": "parquet", "delimiter": "||"}}}},

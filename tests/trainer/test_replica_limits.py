@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from schemas.config.limits import LimitsConfig
+from schemas.config.train import LimitsConfig
 from schemas.errors import SchemaError
 from tests.trainer.make_dataset import make_dataset, write_job
 from tests.trainer.processes import trained, with_keys

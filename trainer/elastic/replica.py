@@ -21,7 +21,7 @@ from typing import Generic, Literal, TypeVar
 import torch
 
 from schemas.arrays import Array
-from schemas.config.limits import SAVE, START, WAIT
+from schemas.config.train import SAVE, START, WAIT
 from trainer.data.microbatches import Microbatches
 from trainer.elastic.checkpoints import LogWriter, ReplicaCheckpoints
 from trainer.elastic.context import DatasetRefusedError, Frontier, ReplicaContext

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from schemas.config.job import Job, load_job
-from schemas.config.limits import SAVE, START, WAIT, LimitsConfig
+from schemas.config.train import SAVE, START, WAIT, LimitsConfig
 from schemas.dataset import Dataset
 from schemas.errors import SchemaError
 from schemas.run_log import PHASES
