@@ -1,4 +1,4 @@
-"""Accesses of a whole dataset, step by step over all segments, and the load per slot.
+"""Accesses of a whole dataset, step by step over all segments; statistics for sharding planners.
 
 Steps are decoded on demand. Memory per table: 8 bytes per row for the row of each number, with
 several segments 4 bytes per row and segment for their numbers, and one or more decoded files.
@@ -6,16 +6,21 @@ several segments 4 bytes per row and segment for their numbers, and one or more 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from schemas.arrays import Array, Jagged
 from schemas.dataset import Dataset, Index, Segment, access_lists, has_accesses
+from schemas.errors import SchemaError
 from schemas.files import CheckedFile, DecodedFileCache, ListFiles
 from schemas.hashing import NUM_SLOTS, slot_of_row
+from schemas.manifest import from_json
 from schemas.oracle import NEVER, number_by_appearance, sort_each, union
 from schemas.order import Order
 
@@ -225,3 +230,60 @@ def index_load(dataset: Dataset, table: str, order: Order) -> TableLoad:
     accesses = TableAccesses(dataset, table, order)
     distances = map(dataset.index_for(order).steps(table).__getitem__, range(order.num_steps))
     return table_load(zip(accesses.steps(), distances, strict=True), accesses.rows, order.num_steps)
+
+
+# Statistics of tables for TorchRec's sharding planner: a JSON file written by `pipelines`.
+#
+# Keys are those of TorchRec's `ParameterConstraints` if it has them, with one entry per feature of
+# the table in the order of the job. A bag is the lookup of one unique tuple, as in the trainer's
+# batches: `pooling_factors` are values per bag and `num_poolings` bags per sample.
+
+
+HINTS_FORMAT = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TableHints:
+    """Lookup statistics of one table."""
+
+    feature_names: tuple[str, ...]
+    """Features of the table."""
+    pooling_factors: tuple[float, ...]
+    """Mean number of values of a bag, by feature."""
+    num_poolings: tuple[float, ...]
+    """Bags per sample, by feature; below 1 if samples share them."""
+    batch_sizes: tuple[int, ...]
+    """Samples of a batch, by feature."""
+    num_rows: int
+    """Rows of the table."""
+    num_unique_rows: int
+    """Distinct rows of the whole run."""
+    unique_rows_per_step: float
+    """Mean number of distinct rows of a step."""
+    hot_rows: tuple[tuple[float, float], ...]
+    """(fraction of the distinct rows, fraction of all accesses), hottest rows first."""
+    lru_misses: tuple[tuple[float, float], ...]
+    """(fraction of the table's rows that a cache holds, fraction of repeated accesses that an LRU
+    cache of this size misses), ascending, from (0, 1)."""
+
+
+def write_hints(path: Path, tables: Mapping[str, TableHints]) -> None:
+    """Write hints, sorted by table."""
+    hints = {name: asdict(tables[name]) for name in sorted(tables)}
+    body = {"format": HINTS_FORMAT, "tables": hints}
+    path.write_text(json.dumps(body, indent=1) + "\n", encoding="utf-8")
+
+
+def read_hints(path: Path) -> Mapping[str, TableHints]:
+    """Read hints; raise SchemaError if the file is invalid."""
+    try:
+        body: Any = json.loads(path.read_text(encoding="utf-8"))
+        if body["format"] != HINTS_FORMAT:
+            raise ValueError(f"format must be {HINTS_FORMAT}, got {body['format']!r}")
+        return from_json(Mapping[str, TableHints], body["tables"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise SchemaError(
+            f"file does not hold sharding hints: {error}; write it with "
+            "`python -m pipelines oracle DATASET --hints FILE`",
+            file=str(path),
+        ) from error

@@ -1,7 +1,8 @@
-"""Open a dataset, select segments of it, and read columns that older segments lack."""
+"""Open a dataset and select segments; deleted samples; columns that older segments lack."""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -10,20 +11,23 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from schemas.arrays import Jagged, concat, jagged_of, offsets_of
 from schemas.config.job import Job, load_job
-from schemas.deleted_samples import (
-    deleted_rows,
-    empty_tombstones,
-    read_tombstones,
-    tombstones_of_segment,
-)
 from schemas.errors import SchemaError
 from schemas.features import FeatureSet, load_features
-from schemas.files import CheckedFile, FileEntry, ListFiles, read_files, verify_file
+from schemas.files import (
+    CheckedFile,
+    FileEntry,
+    ListFiles,
+    encode_parquet,
+    read_files,
+    read_verified,
+    verify_file,
+)
 from schemas.layout import (
     BLOCK,
     BLOCKS,
@@ -32,11 +36,13 @@ from schemas.layout import (
     MANIFEST,
     SCHEMA,
     SEGMENTS,
+    TOMBSTONES_SCHEMA,
     TRAIN,
     access_path,
     edges_path,
     index_path,
     num_unique_column,
+    tombstones_path,
 )
 from schemas.manifest import (
     DatasetManifest,
@@ -50,6 +56,8 @@ from schemas.manifest import (
 from schemas.oracle import from_gaps
 from schemas.order import Order
 
+_NO_TOMBSTONES = TOMBSTONES_SCHEMA.empty_table()
+
 
 @dataclass(frozen=True)
 class Segment:
@@ -60,14 +68,14 @@ class Segment:
         manifest: its manifest.
         files: path to entry of every file.
         blocks: one row per block in training order, columns of `layout.blocks_schema`.
-        tombstones: positions of its deleted samples, see `schemas.deleted_samples`.
+        tombstones: positions of its deleted samples, see `TOMBSTONES_SCHEMA`.
     """
 
     directory: Path
     manifest: SegmentManifest
     files: dict[str, FileEntry]
     blocks: pa.Table
-    tombstones: pa.Table = field(default_factory=empty_tombstones)
+    tombstones: pa.Table = field(default_factory=lambda: _NO_TOMBSTONES)
 
     def file(self, path: str, texts_as_codes: bool = False) -> CheckedFile:
         """Return a file of the segment; raise SchemaError if the segment does not list it."""
@@ -298,14 +306,12 @@ def verify_version(path: Path, sha256: str) -> Path:
 
 
 def open_segment(
-    directory: Path, manifest: SegmentManifest, tombstones: pa.Table | None = None
+    directory: Path, manifest: SegmentManifest, tombstones: pa.Table = _NO_TOMBSTONES
 ) -> Segment:
     """Open a segment whose manifest has been verified."""
     files = read_files(verify_file(directory / FILES, manifest.files_sha256))
     blocks = pq.read_table(verify_file(directory / BLOCKS, manifest.blocks_sha256), memory_map=True)
-    return Segment(
-        directory, manifest, files, blocks, empty_tombstones() if tombstones is None else tombstones
-    )
+    return Segment(directory, manifest, files, blocks, tombstones)
 
 
 def open_dataset(path: str | Path) -> Dataset:
@@ -334,6 +340,70 @@ def open_dataset(path: str | Path) -> Dataset:
         files = read_files(verify_file(directory / FILES, index.files_sha256))
         indexes.append(Index(directory, index, files))
     return Dataset(root, manifest, job, features, segments, tuple(indexes))
+
+
+# Deleted samples, in one small file that the root manifest names. Data files do not change and
+# nothing is renumbered: a sample with a tombstone has weight 0 until its segment is compacted
+# without it. The file holds positions, and no values of the samples.
+
+
+def merge_tombstones(tables: Sequence[pa.Table]) -> pa.Table:
+    """Merge tombstones, sorted: each sample and reason once, with its earliest time."""
+    table = pa.concat_tables([_NO_TOMBSTONES, *tables])
+    keys = ["segment", "block", "sample_index", "file_row", "reason"]
+    merged = table.group_by(keys).aggregate([("forgotten_at", "min")])
+    merged = merged.rename_columns([*keys, "forgotten_at"]).cast(TOMBSTONES_SCHEMA)
+    return merged.sort_by([(name, "ascending") for name in keys]).combine_chunks()
+
+
+def encode_tombstones(table: pa.Table) -> tuple[bytes, str]:
+    """Return the bytes of the file and their sha256, hex."""
+    data = encode_parquet(table)
+    return data, hashlib.sha256(data).hexdigest()
+
+
+def read_tombstones(root: Path, sha256: str | None) -> pa.Table:
+    """Read the tombstone file with a hash; no tombstones if it is None.
+
+    Raises:
+        SchemaError: the file is missing or changed, or has other columns.
+    """
+    if sha256 is None:
+        return _NO_TOMBSTONES
+    path = root / tombstones_path(sha256)
+    table = pq.read_table(pa.BufferReader(read_verified(path, sha256)))
+    if not table.schema.equals(TOMBSTONES_SCHEMA):
+        raise SchemaError("tombstones must have the columns of the format", file=str(path))
+    return table
+
+
+def tombstones_of_segment(table: pa.Table, segment_id: str) -> pa.Table:
+    """Return the tombstones of one segment."""
+    return table.filter(pc.call_function("equal", [table["segment"], segment_id]))
+
+
+def deleted_rows(
+    tombstones: pa.Table, blocks: NDArray[np.int64], starts: NDArray[np.int64]
+) -> NDArray[np.int64]:
+    """Return the rows of consecutive blocks that have a tombstone, distinct and ascending.
+
+    Args:
+        tombstones: of one segment.
+        blocks: (num_blocks,) ascending ids.
+        starts: (num_blocks,) first row of each.
+
+    Example:
+        >>> table = pa.Table.from_pydict(
+        ...     {"block": [7, 9], "sample_index": [2, 0]}
+        ... )
+        >>> deleted_rows(table, np.array([5, 7]), np.array([0, 16])).tolist()
+        [18]
+    """
+    block = tombstones["block"].to_numpy()
+    sample_index = tombstones["sample_index"].to_numpy().astype(np.int64)
+    index = np.minimum(np.searchsorted(blocks, block), len(blocks) - 1)
+    matches = blocks[index] == block
+    return np.unique(starts[index[matches]] + sample_index[matches])
 
 
 # Selection of segments, as a dataset of their own, for daily training. Nothing is copied: steps

@@ -64,6 +64,13 @@ def sync_directory(directory: Path) -> None:
         os.close(file)
 
 
+def encode_parquet(table: pa.Table) -> bytes:
+    """Return a small table as the bytes of a Parquet file."""
+    sink = pa.BufferOutputStream()
+    pq.write_table(table, sink, compression="zstd", write_page_checksum=True)
+    return sink.getvalue().to_pybytes()
+
+
 def sync_file(path: Path) -> None:
     """Flush a finished file to disk."""
     with path.open("rb") as file:

@@ -19,6 +19,7 @@ STATISTICS = "statistics.pbtxt.zst"
 PLAIN_STATISTICS = "statistics.pbtxt"  # of segments written before 2026-11-23
 ANOMALIES = "anomalies.pbtxt"
 EVENTS = "events.parquet"
+TOMBSTONES = "tombstones"
 BUILDS = "builds.jsonl"
 """Durations of builds; beside the root manifest, not part of the dataset."""
 
@@ -65,6 +66,19 @@ EDGES_SCHEMA = pa.schema(
         pa.field("last_position", pa.int32()),
     ]
 )
+
+
+TOMBSTONES_SCHEMA = pa.schema(
+    [
+        pa.field("segment", pa.string()),
+        pa.field("block", pa.int64()),
+        pa.field("sample_index", pa.int32()),  # index in the block
+        pa.field("file_row", pa.int64()),  # row of the block's file in samples/
+        pa.field("reason", pa.string()),  # column whose value was to be erased
+        pa.field("forgotten_at", pa.timestamp("us")),  # UTC
+    ]
+)
+"""Deleted samples: one row each, sorted by segment, block and index in the block."""
 
 
 def inverse_column(group: str) -> str:
@@ -172,3 +186,13 @@ def index_schema() -> pa.Schema:
     return pa.schema(
         [pa.field("step", pa.int64()), pa.field("distances", pa.large_list(pa.int32()))]
     )
+
+
+def tombstones_path(sha256: str) -> str:
+    """Return the path of a file of deleted samples, relative to the dataset.
+
+    Example:
+        >>> tombstones_path("0123456789abcdef")
+        'tombstones/0123456789ab.parquet'
+    """
+    return str(PurePosixPath(TOMBSTONES, f"{sha256[:12]}.parquet"))

@@ -63,12 +63,18 @@ from pipelines.table.segment import finish_segment, set_segment_id
 from pipelines.table.vacuum import check_unused, remove_unnamed
 from schemas.arrays import comparable_tuple, hash_keys, is_list, one_chunk
 from schemas.config.job import DataConfig, Job
-from schemas.dataset import Dataset, Segment, open_dataset, verify_version
-from schemas.deleted_samples import merge_tombstones, read_tombstones
+from schemas.dataset import (
+    Dataset,
+    Segment,
+    merge_tombstones,
+    open_dataset,
+    read_tombstones,
+    verify_version,
+)
 from schemas.errors import SchemaError
 from schemas.features import FeatureSet
 from schemas.files import replace_bytes
-from schemas.fitted import load_vocabulary_versions
+from schemas.fitted import VOCABULARIES, encode_table, load_vocabulary_versions, version_path
 from schemas.group_files import group_schema, read_group
 from schemas.layout import (
     BLOCK,
@@ -89,7 +95,6 @@ from schemas.manifest import (
     read_segment,
     write_manifest,
 )
-from schemas.vocabulary import VOCABULARIES, encode_table, version_path
 
 SCRATCH_PATTERN = ".forget.*"
 """Names of scratch directories."""

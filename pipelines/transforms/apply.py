@@ -25,9 +25,8 @@ from schemas.config.job import SAMPLES, DataConfig
 from schemas.config.transforms import TransformConfig, num_ids_of_transform
 from schemas.errors import SchemaError, suggest_name
 from schemas.features import FeatureSet
-from schemas.fitted import FittedStats, FittedValues, stats_key
+from schemas.fitted import FittedStats, FittedValues, Vocabulary, stats_key, value_type
 from schemas.hashing import hash_rows
-from schemas.vocabulary import Vocabulary, value_type
 
 _thread_local = threading.local()
 

@@ -42,21 +42,19 @@ from schemas.fitted import (
     FittedStats,
     FittedValues,
     encode_stats,
+    encode_version,
     load_fitted,
     load_vocabulary_versions,
+    merge_versions,
+    new_entries,
+    shards_of,
     stats_path,
+    value_type,
+    version_path,
 )
 from schemas.hashing import splitmix64
 from schemas.layout import MANIFEST, SEGMENTS
 from schemas.manifest import read_dataset, read_segment
-from schemas.vocabulary import (
-    encode_version,
-    merge_versions,
-    new_entries,
-    shards_of,
-    value_type,
-    version_path,
-)
 
 SAMPLE_SIZE = 1 << 16
 """Values from which quantiles are computed: all of a smaller log; of a larger one a rank is off by

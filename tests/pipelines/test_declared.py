@@ -33,8 +33,7 @@ from schemas.config.transforms import (
     VocabularyLookupConfig,
 )
 from schemas.errors import SchemaError
-from schemas.fitted import FittedStats, FittedValues
-from schemas.vocabulary import Vocabulary
+from schemas.fitted import FittedStats, FittedValues, Vocabulary
 
 INTS = st.none() | st.integers(-(2**40), 2**40)
 FLOATS = st.none() | st.floats(-1e6, 1e6, width=32)

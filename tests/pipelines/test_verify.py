@@ -15,12 +15,12 @@ from pipelines.cli import main
 from pipelines.table.rows import read_samples
 from pipelines.table.verify import verify
 from schemas import reference
+from schemas.accesses import read_hints
 from schemas.dataset import open_dataset
 from schemas.errors import SchemaError
 from schemas.files import describe_file, read_files, sha256_of, write_files
 from schemas.layout import FILES, MANIFEST, SEGMENTS
 from schemas.manifest import DatasetManifest, read_dataset, read_segment, write_manifest
-from schemas.sharding_hints import read_hints
 from tests.pipelines.logs import IN_PROCESS, built, copy_of
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from schemas import vocabulary as module
 from schemas.errors import SchemaError
-from schemas.vocabulary import (
+from schemas.fitted import (
     Vocabulary,
     encode_version,
     merge_versions,

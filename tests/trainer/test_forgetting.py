@@ -14,9 +14,9 @@ import pyarrow as pa
 import pytest
 
 from schemas.config.job import load_job
-from schemas.dataset import open_dataset
-from schemas.deleted_samples import encode_tombstones, merge_tombstones, tombstones_path
+from schemas.dataset import encode_tombstones, merge_tombstones, open_dataset
 from schemas.errors import SchemaError
+from schemas.layout import tombstones_path
 from schemas.manifest import write_manifest
 from schemas.reference import hash_text
 from schemas.rows import rows_of_ids
