@@ -14,7 +14,7 @@ import pytest
 from pipelines.cli import main
 from pipelines.table.rows import read_samples
 from pipelines.table.verify import verify
-from schemas import reference
+from tests.schemas import reference
 from schemas.accesses import read_hints
 from schemas.dataset import open_dataset
 from schemas.errors import SchemaError

@@ -19,7 +19,7 @@ from schemas.arrays import (
     unique_tuples,
 )
 from schemas.errors import SchemaError
-from schemas.reference import dedup
+from tests.schemas.reference import dedup
 
 # Type to values that are easily taken for each other: nulls and zeros, empty texts, empty lists.
 VALUES: dict[str, tuple[pa.DataType, list[Any]]] = {

@@ -12,7 +12,7 @@ from schemas.miss_ratio import (
     previous_positions,
     stack_distances,
 )
-from schemas.reference import belady_hits, lru_hits
+from tests.schemas.reference import belady_hits, lru_hits
 from tests.schemas.tiny import optimal_hit_rates
 
 TRACES = st.lists(st.integers(-3, 8), max_size=60)

@@ -11,7 +11,7 @@ from schemas.miss_ratio import (
     lru_hit_rates,
     optimal_curve,
 )
-from schemas.reference import belady_hits, lru_hits
+from tests.schemas.reference import belady_hits, lru_hits
 from tests.schemas.tiny import optimal_hit_rates
 
 TRACES = st.lists(st.integers(0, 12), min_size=1, max_size=60)

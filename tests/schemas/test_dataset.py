@@ -13,7 +13,7 @@ from schemas.dataset import Dataset, open_dataset
 from schemas.errors import SchemaError
 from schemas.layout import JOB
 from schemas.manifest import read_dataset, write_manifest
-from schemas.reference import next_use
+from tests.schemas.reference import next_use
 from tests.schemas.tiny import (
     GROUPS,
     PLACES,

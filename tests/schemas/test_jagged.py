@@ -9,7 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from schemas import arrays as jagged
-from schemas import reference
 from schemas.arrays import (
     Jagged,
     check_inverse,
@@ -21,6 +20,7 @@ from schemas.arrays import (
     unique_tuples,
 )
 from schemas.errors import SchemaError
+from tests.schemas import reference
 
 # Few distinct values, so that rows repeat; all 64 bits of a float, so that NaNs do too.
 BITS = st.sampled_from([0, 1, 2, 1 << 63, 0x7FF8 << 48, (0x7FF8 << 48) + 1, 0xFFF8 << 48])

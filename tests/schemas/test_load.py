@@ -3,13 +3,13 @@
 import numpy as np
 import pytest
 
-from schemas import reference
 from schemas.accesses import REUSE_BINS, table_load
 from schemas.arrays import Jagged, offsets_of
 from schemas.config.job import OrderConfig
 from schemas.hashing import slot_of_row
 from schemas.oracle import next_use
 from schemas.order import Order
+from tests.schemas import reference
 from tests.schemas.tiny import merge_blocks
 
 

@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from schemas import reference
 from schemas.accesses import merge_dictionaries
 from schemas.arrays import Jagged, offsets_of
 from schemas.oracle import (
@@ -21,6 +20,7 @@ from schemas.oracle import (
     union,
     unique_per_block,
 )
+from tests.schemas import reference
 
 NUM_NUMBERS = 9
 STEPS = st.lists(st.frozensets(st.integers(0, NUM_NUMBERS - 1), max_size=6), max_size=25)

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from schemas import reference
 from schemas.config.job import OrderConfig
 from schemas.order import Order, block_order
+from tests.schemas import reference
 
 SEGMENTS = st.lists(st.integers(0, 12), min_size=1, max_size=4)
 SHUFFLES = st.sampled_from(["none", "blocks"])

@@ -15,7 +15,7 @@ from schemas.cache_plan import Plan, PlanStep, check_cache_size, required_rows, 
 from schemas.config.train import CacheConfig
 from schemas.errors import PlanError
 from schemas.oracle import next_use
-from schemas.reference import fewest_fetches, lru_hits, next_step, plan_ref
+from tests.schemas.reference import fewest_fetches, lru_hits, next_step, plan_ref
 
 NUM_NUMBERS = 9
 STEPS = st.lists(st.frozensets(st.integers(0, NUM_NUMBERS - 1), max_size=6), max_size=25)

@@ -5,7 +5,7 @@ import pyarrow as pa
 import pytest
 
 from schemas.arrays import NULL, combine_hashes, hash_tuples, hash_values
-from schemas.reference import hash_text
+from tests.schemas.reference import hash_text
 from tests.schemas.test_format import mix
 
 MASK = (1 << 64) - 1

@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from schemas import group_files as windows
-from schemas import reference
 from schemas.arrays import Jagged, offsets_of
 from schemas.errors import SchemaError
 from schemas.group_files import NULL_LENGTH, Windows, to_windows, window_entries
+from tests.schemas import reference
 
 Lists = list[list[int] | None]
 

@@ -42,7 +42,7 @@ def hash_text(text: str) -> int:
     """
     salt = _splitmix64(0)
     data = text.encode()
-    mixed = [_splitmix64(byte + _splitmix64(place) + salt) for place, byte in enumerate(data)]
+    mixed = [_splitmix64(byte + _splitmix64(index) + salt) for index, byte in enumerate(data)]
     hashed = _splitmix64(_splitmix64(sum(mixed) + len(data)) ^ salt)
     return hashed - (1 << 64) if hashed >> 63 else hashed
 
@@ -66,11 +66,11 @@ def steps(num_blocks: Sequence[int], blocks_per_batch: int) -> list[tuple[int, l
         >>> steps([3, 1], 2)
         [(0, [0, 1]), (0, [2]), (1, [0])]
     """
-    found: list[tuple[int, list[int]]] = []
+    result: list[tuple[int, list[int]]] = []
     for segment, count in enumerate(num_blocks):
         for start in range(0, count, blocks_per_batch):
-            found.append((segment, list(range(start, min(start + blocks_per_batch, count)))))
-    return found
+            result.append((segment, list(range(start, min(start + blocks_per_batch, count)))))
+    return result
 
 
 def next_use(accesses: Sequence[Sequence[int]]) -> list[list[int]]:
@@ -145,32 +145,32 @@ def windows(
         ([[7, 3, 5, 9], [8], [3, 5, 9, 4]], [(0, 0, 3), (0, 1, 3), (1, 0, 1), (2, 0, 4)])
     """
     buffers: list[list[int]] = []
-    placed: dict[tuple[int, ...], tuple[int, int, int]] = {}
-    found: list[tuple[int, int, int]] = []
-    before: list[int] = []
-    place = (0, 0, 0)  # of `before`
+    window_of: dict[tuple[int, ...], tuple[int, int, int]] = {}
+    result: list[tuple[int, int, int]] = []
+    previous: list[int] = []
+    window = (0, 0, 0)  # of `previous`
     for row in lists:
         entries = list(row)
         if not entries:
-            found.append((0, 0, 0))
+            result.append((0, 0, 0))
             continue
-        if len(entries) >= shortest_repeat and tuple(entries) in placed:
-            found.append(placed[tuple(entries)])
+        if len(entries) >= shortest_repeat and tuple(entries) in window_of:
+            result.append(window_of[tuple(entries)])
             continue
-        shorter = min(len(before), len(entries))
-        common = [k for k in range(1, shorter + 1) if before[-k:] == entries[:k]]
+        shorter = min(len(previous), len(entries))
+        common = [k for k in range(1, shorter + 1) if previous[-k:] == entries[:k]]
         overlap = max([k for k in common if 2 * k >= shorter], default=0)
         if overlap:
-            buffer, start, length = place
+            buffer, start, length = window
             buffers[buffer].extend(entries[overlap:])
-            place = (buffer, start + length - overlap, len(entries))
+            window = (buffer, start + length - overlap, len(entries))
         else:
             buffers.append(entries.copy())
-            place = (len(buffers) - 1, 0, len(entries))
-        before = entries
-        placed.setdefault(tuple(entries), place)
-        found.append(place)
-    return buffers, found
+            window = (len(buffers) - 1, 0, len(entries))
+        previous = entries
+        window_of.setdefault(tuple(entries), window)
+        result.append(window)
+    return buffers, result
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,13 +207,13 @@ def plan_ref(
         steps: rows of each step.
         policy: `ttl`, `belady` or, for comparison, `lru`.
         lookahead: with `ttl`, longest distance to the next use of a cached row.
-        prefetch_steps: a row is fetched this many steps before its use.
+        prefetch_steps: a row is fetched this many steps previous its use.
         rows: size of the cache; exceeded if the window alone does not fit.
 
     Example:
         >>> steps = [frozenset({1}), frozenset({2}), frozenset({1})]
-        >>> found = plan_ref(steps, "belady", lookahead=1, prefetch_steps=0, rows=1)
-        >>> [sorted(step.fetch) for step in found]
+        >>> result = plan_ref(steps, "belady", lookahead=1, prefetch_steps=0, rows=1)
+        >>> [sorted(step.fetch) for step in result]
         [[1], [2], [1]]
     """
     cache = frozenset[int]()
@@ -221,7 +221,7 @@ def plan_ref(
     for step in steps[: prefetch_steps + 1]:
         fetches.append(step - cache)
         cache |= step
-    found: list[StepRef] = []
+    result: list[StepRef] = []
     for now, used in enumerate(steps):
         gone: set[int] = set()
         for row in used:
@@ -234,11 +234,11 @@ def plan_ref(
             if policy != "ttl" and rows is not None:
                 held = frozenset[int]().union(*steps[now + 1 : coming + 1])
                 gone |= _pushed_out(steps, policy, cache - gone, held, rows, now)
-        found.append(StepRef(cache, fetches[now], frozenset(gone)))
+        result.append(StepRef(cache, fetches[now], frozenset(gone)))
         cache -= gone
         if coming < len(steps):
             cache |= steps[coming]
-    return found
+    return result
 
 
 def _pushed_out(
