@@ -27,7 +27,7 @@ from itertools import chain, islice
 import numpy as np
 from numpy.typing import NDArray
 
-from schemas.arrays import Array, Jagged
+from schemas.arrays import Array
 from schemas.config.train import CacheConfig
 from schemas.errors import PlanError
 from schemas.oracle import NEVER
@@ -281,87 +281,6 @@ def _longer(values: Array, count: int, fill: int) -> Array:
     return longer
 
 
-# Local and shared rows of a step. Each replica gets a range of the step's blocks. A row of the
-# blocks of a single replica is local to it; other rows are shared, and the replica of the first
-# block with the row writes it back. Shared rows of the next step are on the critical path; the
-# others may be synchronised later.
-#
-# Source: BagPipe (SOSP 2023), the section on delayed synchronisation.
-
-
-@dataclass(frozen=True, slots=True)
-class BlockSplit:
-    """Assignment of the blocks of one step to replicas.
-
-    Attributes:
-        blocks: the distinct numbers of each block of the step, in batch order.
-        edges: (num_replicas + 1,) ascending; replica r has blocks edges[r] to edges[r + 1] - 1.
-    """
-
-    blocks: Jagged
-    edges: NDArray[np.int64]
-
-
-@dataclass(frozen=True, slots=True)
-class RowSharing:
-    """Replicas that use the rows of one step.
-
-    Attributes:
-        touches: (num_replicas, entries) bool, whether a replica uses a row.
-        owner: (entries,) int64, the replica that writes the row back: that of the first block.
-        local: (entries,) bool, rows of a single replica.
-        shared_next: (entries,) bool, rows of several replicas that the next step uses.
-        shared_later: (entries,) bool, other rows of several replicas.
-    """
-
-    touches: NDArray[np.bool_]
-    owner: NDArray[np.int64]
-    local: NDArray[np.bool_]
-    shared_next: NDArray[np.bool_]
-    shared_later: NDArray[np.bool_]
-
-
-def classify_rows(
-    numbers: NDArray[np.int64], distances: NDArray[np.integer], split: BlockSplit
-) -> RowSharing:
-    """Classify the rows of a step as local or shared; linear in the rows of the blocks.
-
-    Args:
-        numbers: (entries,) ascending numbers of the step.
-        distances: (entries,) next-use distances.
-        split: assignment of the step's blocks.
-
-    Raises:
-        ValueError: the edges do not cover the blocks in order, or blocks and step differ in rows.
-
-    Example:
-        >>> blocks = Jagged(np.array([4, 7, 7, 9, 7, 9]), np.array([0, 2, 4, 6]))
-        >>> split = BlockSplit(blocks, np.array([0, 1, 3]))
-        >>> rows = classify_rows(np.array([4, 7, 9]), np.array([1, 1, 3]), split)
-        >>> rows.owner.tolist(), rows.local.tolist(), rows.shared_next.tolist()
-        ([0, 0, 1], [True, False, True], [False, True, False])
-    """
-    edges, blocks = split.edges, split.blocks
-    if edges[0] != 0 or edges[-1] != blocks.num_rows or np.any(np.diff(edges) < 0):
-        raise ValueError(
-            f"edges must rise from 0 to the {blocks.num_rows} blocks of the step, got "
-            f"{edges.tolist()}; split whole blocks"
-        )
-    num_replicas = len(edges) - 1
-    replica_of_block = np.repeat(np.arange(num_replicas), np.diff(edges))
-    replicas = np.repeat(replica_of_block, blocks.lengths)
-    entries = np.searchsorted(numbers, blocks.values)
-    touches = np.zeros((num_replicas, len(numbers)), bool)
-    matches = entries < len(numbers)
-    matches[matches] = numbers[entries[matches]] == blocks.values[matches]
-    touches[replicas[matches], entries[matches]] = True
-    counts = touches.sum(axis=0)
-    if not matches.all() or (counts == 0).any():
-        raise ValueError("blocks and numbers have different rows; pass those of the same step")
-    local, is_next = counts == 1, distances == 1
-    return RowSharing(touches, touches.argmax(axis=0), local, ~local & is_next, ~local & ~is_next)
-
-
 IndexStep = tuple[NDArray[np.int64], NDArray[np.int32]]
 """A step's ascending numbers and their next-use distances."""
 
@@ -380,7 +299,6 @@ class PlanStep:
         next_use: (n,) int64, step of their next use, or `NEVER_AGAIN`.
         write_back: (n,) bool, evicted rows that changed since they were last written.
         resident_rows: cached rows during the step, rows fetched for later steps included.
-        sharing: local and shared rows; None without splits.
     """
 
     train_step: int
@@ -392,7 +310,6 @@ class PlanStep:
     next_use: NDArray[np.int64]
     write_back: NDArray[np.bool_]
     resident_rows: int
-    sharing: RowSharing | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -415,7 +332,6 @@ class Plan(Iterator[PlanStep]):
         *,
         first_step: int = 0,
         flush_every: int | None = None,
-        splits: Iterable[BlockSplit] | None = None,
         start: Keyframe | None = None,
     ) -> None:
         """Create a plan; nothing is read yet.
@@ -425,13 +341,11 @@ class Plan(Iterator[PlanStep]):
             cache: policy and limits; `rows` includes rows in flight.
             first_step: first step of the plan, with an empty cache.
             flush_every: interval of steps at which all cached rows are written to the store.
-            splits: assignment of each step's blocks to replicas, if there are several.
             start: state of a plan with the same settings to resume from; replaces `first_step`.
         """
         self._steps = iter(steps)
         self._cache = cache
         self._flush_every = flush_every
-        self._splits = None if splits is None else iter(splits)
         self._window: deque[_PrefetchedStep] = deque()  # steps whose fetches are issued
         self._next = first_step if start is None else start.train_step
         self._start = start
@@ -488,7 +402,6 @@ class Plan(Iterator[PlanStep]):
             next_use=evicted.next_use,
             write_back=evicted.last_use >= self._last_flush(step),
             resident_rows=resident_rows,
-            sharing=self._classify(oldest),
         )
 
     def _fill(self) -> None:
@@ -520,18 +433,20 @@ class Plan(Iterator[PlanStep]):
         slots[fetch] = self._state.insert(numbers[fetch])
         return _PrefetchedStep(numbers, distances, slots, fetch)
 
-    def _finish(self, train_step: int, done: _PrefetchedStep) -> NDArray[np.int64]:
+    def _finish(self, train_step: int, trained: _PrefetchedStep) -> NDArray[np.int64]:
         """Record a trained step; return the slots of the rows that are evicted at once."""
-        never = done.distances == NEVER
-        next_use = np.where(never, NEVER_AGAIN, train_step + done.distances.astype(np.int64))
-        self._state.record_use(done.slots, train_step, next_use)
+        never = trained.distances == NEVER
+        next_use = np.where(never, NEVER_AGAIN, train_step + trained.distances.astype(np.int64))
+        self._state.record_use(trained.slots, train_step, next_use)
         if self._cache.policy == "ttl":
-            return done.slots[never | (done.distances > self._cache.lookahead)]
+            return trained.slots[never | (trained.distances > self._cache.lookahead)]
         if self._cache.rows is not None:
             window_end = train_step + self._cache.prefetch_steps
             is_evictable = next_use > window_end  # the others are used in the window
-            self._state.add_evictable(done.slots[is_evictable], next_use[is_evictable], window_end)
-        return done.slots[never]
+            self._state.add_evictable(
+                trained.slots[is_evictable], next_use[is_evictable], window_end
+            )
+        return trained.slots[never]
 
     def _select_victims(self, slots: NDArray[np.int64], train_step: int) -> NDArray[np.int64]:
         """Return the slots of the rows that are evicted for the fetches of a step."""
@@ -545,11 +460,6 @@ class Plan(Iterator[PlanStep]):
         """Return the step of the last flush: rows used since then have unwritten changes."""
         every = self._flush_every
         return 0 if every is None else train_step // every * every
-
-    def _classify(self, step: _PrefetchedStep) -> RowSharing | None:
-        if self._splits is None:
-            return None
-        return classify_rows(step.numbers, step.distances, next(self._splits))
 
 
 def cache_too_small(

@@ -16,20 +16,22 @@ class SchemaError(Exception):
     Attributes:
         message: one line, `what is wrong; what to do`.
         file: path of the file, or None.
-        place: line, key, row group or position inside `file`, or None.
+        location: line, key, row group or position inside `file`, or None.
     """
 
-    def __init__(self, message: str, *, file: str | None = None, place: str | None = None) -> None:
+    def __init__(
+        self, message: str, *, file: str | None = None, location: str | None = None
+    ) -> None:
         self.message = message
         self.file = file
-        self.place = place
+        self.location = location
         super().__init__(message)  # the other fields are pickled as attributes
 
     def __str__(self) -> str:
-        """Return `what is wrong in file:place; what to do`."""
+        """Return `what is wrong in file:location; what to do`."""
         if self.file is None:
             return self.message
-        where = self.file if self.place is None else f"{self.file}:{self.place}"
+        where = self.file if self.location is None else f"{self.file}:{self.location}"
         problem, separator, advice = self.message.partition("; ")
         return f"{problem} in {where}{separator}{advice}"
 

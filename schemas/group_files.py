@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import numpy as np
 import pyarrow as pa
@@ -17,6 +16,7 @@ from numpy.typing import NDArray
 
 from schemas.arrays import Jagged, is_list, numpy_of, offsets_of, one_chunk, ranges, unique_tuples
 from schemas.errors import SchemaError
+from schemas.files import CheckedFile
 from schemas.hashing import splitmix64
 from schemas.layout import (
     BLOCK,
@@ -277,20 +277,7 @@ def _last_of(selected: NDArray[np.bool_]) -> NDArray[np.int64]:
 # Reading.
 
 
-class TableFile(Protocol):
-    """A readable file, such as `schemas.files.CheckedFile`."""
-
-    @property
-    def schema(self) -> pa.Schema:
-        """Arrow columns of the file."""
-        ...
-
-    def read_row_group(self, row_group: int, columns: Sequence[str] | None = None) -> pa.Table:
-        """Read some columns of one row group."""
-        ...
-
-
-OpenFile = Callable[[str], TableFile]
+OpenFile = Callable[[str], CheckedFile]
 """Opens a file by its path inside the segment."""
 
 
@@ -366,7 +353,7 @@ def _names(schema: pa.Schema) -> list[str]:
 
 def _with_lists(
     open_file: OpenFile,
-    file: TableFile,
+    file: CheckedFile,
     file_index: int,
     row_group: int,
     columns: Sequence[str] | None,
@@ -408,7 +395,7 @@ def _lists(
 
 def _positions_of(
     indices: pa.Array | pa.ChunkedArray,
-    file: TableFile,
+    file: CheckedFile,
     column: str,
     row_group: int,
     checked: NDArray[np.bool_] | None = None,

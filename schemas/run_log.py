@@ -180,7 +180,7 @@ def read_lines(
             if number == len(lines):
                 break
             raise SchemaError(
-                message(line[:80], error), file=str(path), place=str(number)
+                message(line[:80], error), file=str(path), location=str(number)
             ) from error
     return records
 

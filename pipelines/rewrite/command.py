@@ -391,7 +391,7 @@ def _build(request: BuildRequest) -> dict[str, Any]:
         if "data.on_error" not in advice:
             raise
         message = f"{problem}; repair the row, or use --layout flat, which keeps every row"
-        raise SchemaError(message, file=error.file, place=error.place) from error
+        raise SchemaError(message, file=error.file, location=error.location) from error
 
 
 def _star_schema(table: pa.Table, types: Mapping[str, str]) -> pa.Schema:

@@ -211,13 +211,13 @@ def read_log(path: Path) -> list[Entry]:
         raise SchemaError(
             "last line is not an event or a decision; restore the file",
             file=str(path),
-            place=str(len(records) + 1),
+            location=str(len(records) + 1),
         )
     if records and isinstance(records[0], Decision):
         raise SchemaError(
             "log does not start with an event; restore the file",
             file=str(path),
-            place="1",
+            location="1",
         )
     starts = [i for i, record in enumerate(records) if isinstance(record, Event)]
     ends = [*starts[1:], len(records)] if starts else []

@@ -283,5 +283,5 @@ def _check(row: Mapping[str, str | None], name: str, path: Path, number: int) ->
         raise SchemaError(
             f"{name} must be a number, {rule}, got {text!r}; correct or remove the row",
             file=str(path),
-            place=str(number),
+            location=str(number),
         )

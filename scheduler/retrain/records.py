@@ -431,6 +431,6 @@ def read_state(path: Path) -> State:
             raise SchemaError(
                 f"line is no record: {line[:80]!r} ({error!r}); restore the file",
                 file=str(path),
-                place=str(number),
+                location=str(number),
             ) from error
     return state

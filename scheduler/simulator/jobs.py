@@ -78,13 +78,13 @@ def read_trace(path: Path) -> Trace:
     jobs: list[TraceJob] = []
     skipped = 0
     names: set[str] = set()
-    for place, row in _rows(path):
-        job = _job(row, path, place)
+    for location, row in _rows(path):
+        job = _job(row, path, location)
         if job.name in names:
             raise SchemaError(
                 f"job name occurs twice: {job.name!r}; rename it",
                 file=str(path),
-                place=place,
+                location=location,
             )
         names.add(job.name)
         if job.submit_sec < 0 or job.duration_sec <= 0 or job.num_replicas < 1:
@@ -127,9 +127,9 @@ def _rows(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
         yield str(number), row
 
 
-def _job(row: Mapping[str, Any], path: Path, place: str) -> TraceJob:
+def _job(row: Mapping[str, Any], path: Path, location: str) -> TraceJob:
     def number(name: str, least: float = -math.inf) -> float:
-        return _number(row.get(name), name, least, path, place)
+        return _number(row.get(name), name, least, path, location)
 
     def optional(name: str) -> float | None:
         return None if row.get(name) in (None, "") else number(name, 1e-9)
@@ -147,7 +147,7 @@ def _job(row: Mapping[str, Any], path: Path, place: str) -> TraceJob:
     )
 
 
-def _number(value: Any, name: str, least: float, path: Path, place: str) -> float:
+def _number(value: Any, name: str, least: float, path: Path, location: str) -> float:
     try:
         number = float(value)
     except (TypeError, ValueError):
@@ -158,7 +158,7 @@ def _number(value: Any, name: str, least: float, path: Path, place: str) -> floa
     raise SchemaError(
         f"{name} must be {rule}, got {value!r}; correct or remove the row",
         file=str(path),
-        place=place,
+        location=location,
     )
 
 

@@ -137,7 +137,7 @@ class Board:
         return SchemaError(
             f"{problem}; use the code that wrote the log",
             file=str(self._path),
-            place=str(line),
+            location=str(line),
         )
 
 

@@ -115,7 +115,7 @@ def parse_yaml(text: str, name: str, kind: type[T], *, accept_renamed: bool = Fa
         raise SchemaError(
             f"job file must be YAML, got {error.problem}; check indentation and quotes",
             file=name,
-            place=line,
+            location=line,
         ) from error
     except yaml.YAMLError as error:
         reason = str(error).splitlines()[0]
@@ -155,7 +155,7 @@ def _check_size(text: str, name: str) -> None:
                 raise SchemaError(
                     f"anchor must not contain itself, got *{event.anchor}; write it out",
                     file=name,
-                    place=line,
+                    location=line,
                 )
             counts[-1] += sizes.get(event.anchor, 0)
         if len(open_anchors) > MAX_DEPTH:
@@ -163,14 +163,14 @@ def _check_size(text: str, name: str) -> None:
                 f"keys and lists must be nested at most {MAX_DEPTH} deep; remove brackets or "
                 "indentation",
                 file=name,
-                place=line,
+                location=line,
             )
         if sum(counts) > MAX_NODES:
             raise SchemaError(
                 f"file must have at most {MAX_NODES:,} keys and values, aliases expanded; "
                 "shorten it",
                 file=name,
-                place=line,
+                location=line,
             )
 
 
@@ -215,7 +215,7 @@ class _Reader:
         self.accept_renamed = accept_renamed
 
     def fail(self, node: yaml.Node, text: str) -> SchemaError:
-        return SchemaError(text, file=self.file, place=str(node.start_mark.line + 1))
+        return SchemaError(text, file=self.file, location=str(node.start_mark.line + 1))
 
     def build(self, hint: Any, node: yaml.Node, key: str) -> Any:
         origin = get_origin(hint)

@@ -14,7 +14,6 @@ import pytest
 from pipelines.cli import main
 from pipelines.table.rows import read_samples
 from pipelines.table.verify import verify
-from tests.schemas import reference
 from schemas.accesses import read_hints
 from schemas.dataset import open_dataset
 from schemas.errors import SchemaError
@@ -22,6 +21,7 @@ from schemas.files import describe_file, read_files, sha256_of, write_files
 from schemas.layout import FILES, MANIFEST, SEGMENTS
 from schemas.manifest import DatasetManifest, read_dataset, read_segment, write_manifest
 from tests.pipelines.logs import IN_PROCESS, built, copy_of
+from tests.schemas import reference
 
 
 @pytest.fixture(scope="module")

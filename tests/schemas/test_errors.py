@@ -8,10 +8,10 @@ import pytest
 from schemas.errors import PlanError, SchemaError, check_at_least, suggest_name, suggest_name_or
 
 LINES = {
-    "no place": (SchemaError("a must b, got c; do d"), "a must b, got c; do d"),
+    "no location": (SchemaError("a must b, got c; do d"), "a must b, got c; do d"),
     "file": (SchemaError("a must b, got c; do d", file="f"), "a must b, got c in f; do d"),
-    "place": (
-        SchemaError("a must b, got c; do d", file="f", place="7"),
+    "location": (
+        SchemaError("a must b, got c; do d", file="f", location="7"),
         "a must b, got c in f:7; do d",
     ),
     "no advice": (SchemaError("a must b, got c", file="f"), "a must b, got c in f"),
@@ -19,7 +19,7 @@ LINES = {
 
 
 @pytest.mark.parametrize(("error", "line"), LINES.values(), ids=LINES.keys())
-def test_schema_error_puts_the_place_before_the_advice(error: SchemaError, line: str) -> None:
+def test_schema_error_puts_the_location_before_the_advice(error: SchemaError, line: str) -> None:
     assert str(error) == line
 
 
@@ -29,7 +29,7 @@ def test_plan_error_carries_the_rows_that_work() -> None:
 
 
 def test_errors_survive_a_trip_between_processes() -> None:
-    for error in (PlanError("text", required_rows=5), SchemaError("text", file="f", place="1")):
+    for error in (PlanError("text", required_rows=5), SchemaError("text", file="f", location="1")):
         back = pickle.loads(pickle.dumps(error))
         assert (str(back), vars(back)) == (str(error), vars(error))
 

@@ -174,7 +174,7 @@ def test_error_of_the_document_is_the_one_that_is_raised(document: str, tmp_path
     path = write(tmp_path, {"data": {"grops": {}}})
     with pytest.raises(SchemaError) as caught:
         load_job(path)
-    line = shown.replace("job.yaml:9", f"{path}:{caught.value.place}")
+    line = shown.replace("job.yaml:9", f"{path}:{caught.value.location}")
     assert str(caught.value) == line
 
 

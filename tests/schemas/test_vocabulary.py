@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from schemas import vocabulary as module
+from schemas import fitted as module
 from schemas.errors import SchemaError
 from schemas.fitted import (
     Vocabulary,

@@ -18,7 +18,6 @@ from schemas.dataset import encode_tombstones, merge_tombstones, open_dataset
 from schemas.errors import SchemaError
 from schemas.layout import tombstones_path
 from schemas.manifest import write_manifest
-from tests.schemas.reference import hash_text
 from schemas.rows import rows_of_ids
 from schemas.run_log import CHECKPOINTS
 from tests.id_search import files_with_id

@@ -136,7 +136,7 @@ def _check_damage(data: mmap.mmap, view: memoryview, start: int, path: Path) -> 
                 "damaged record before an intact one; restore the file, or resume the run from "
                 "its checkpoint with an empty directory",
                 file=str(path),
-                place=f"byte {start}",
+                location=f"byte {start}",
             )
         at = data.find(MAGIC, at + 1)
 
