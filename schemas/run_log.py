@@ -151,22 +151,16 @@ def to_line(record: StepMetric | LedgerEntry | StepSplit | Decision | RunSummary
 
 def read_metrics(path: Path) -> list[StepMetric]:
     """Read `metrics.jsonl`; raises as `read_lines`."""
-    return read_lines(
-        path,
-        lambda body: StepMetric(**body),
-        lambda line, _: f"line is not a step metric: {line!r}; restore the file",
-    )
+    return read_lines(path, lambda body: StepMetric(**body), "a step metric")
 
 
-def read_lines(
-    path: Path, parse: Callable[[Any], T], message: Callable[[str, Exception], str]
-) -> list[T]:
+def read_lines(path: Path, parse: Callable[[Any], T], what: str) -> list[T]:
     """Read a file of JSON lines; an incomplete last line is skipped.
 
     Args:
         path: the file.
         parse: converts a JSON object to a record.
-        message: returns the error message of a line's start and its exception.
+        what: noun for a line, with its article, for errors.
 
     Raises:
         SchemaError: a line other than the last is invalid.
@@ -180,7 +174,9 @@ def read_lines(
             if number == len(lines):
                 break
             raise SchemaError(
-                message(line[:80], error), file=str(path), location=str(number)
+                f"line is not {what}: {line[:80]!r} ({error!r}); restore the file",
+                file=str(path),
+                location=str(number),
             ) from error
     return records
 

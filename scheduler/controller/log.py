@@ -197,13 +197,7 @@ def read_log(path: Path) -> list[Entry]:
         SchemaError: the file cannot be read, or another line is not valid.
     """
     try:
-        records = read_lines(
-            path,
-            parse_record,
-            lambda line, error: (
-                f"line is not an event or a decision: {line!r} ({error!r}); restore the file"
-            ),
-        )
+        records = read_lines(path, parse_record, "an event or a decision")
     except (OSError, UnicodeDecodeError) as error:
         raise SchemaError(f"log cannot be read: {error}; check the path", file=str(path)) from error
     content = path.read_bytes()

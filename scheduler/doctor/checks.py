@@ -298,7 +298,7 @@ def last_time(log: Path) -> float | None:
     """Return the time of the last event of a log in seconds since 1970; None without a log."""
     if not log.is_file():
         return None
-    times = read_lines(log, _event_time, lambda line, _: f"line is no event: {line!r}")
+    times = read_lines(log, _event_time, "an event")
     return max((time for time in times if time is not None), default=None)
 
 

@@ -79,13 +79,7 @@ def read_past_jobs(path: Path) -> tuple[PastJob, ...]:
     Raises:
         SchemaError: another line is not a past job.
     """
-    return tuple(
-        read_lines(
-            path,
-            lambda body: from_json(PastJob, body),
-            lambda line, error: f"line is not a past job: {line!r} ({error}); remove it",
-        )
-    )
+    return tuple(read_lines(path, lambda body: from_json(PastJob, body), "a past job"))
 
 
 BUILD = "build.json"
@@ -167,7 +161,7 @@ def read_history_beside(dataset: Dataset) -> History:
     folders = sorted({path.parent for pattern in BESIDE for path in root.glob(pattern)})
     own = (folder for folder in folders if _trained(folder) & segments)
     lines = dataset.directory / BUILDS
-    builds = read_lines(lines, _parse_build, _line_error) if lines.is_file() else []
+    builds = read_lines(lines, _parse_build, "a build") if lines.is_file() else []
     return History(tuple(builds), _runs(own, root))
 
 
@@ -189,10 +183,6 @@ def _runs(folders: Iterable[Path], root: Path) -> tuple[RunRecord, ...]:
         for folder in folders
         if (folder / METRICS).is_file()
     )
-
-
-def _line_error(line: str, error: Exception) -> str:
-    return f"line is not a build: {line!r}: {error!r}; remove the file"
 
 
 def _parse_build(body: Mapping[str, Any]) -> BuildRecord:

@@ -165,6 +165,6 @@ def test_read_past_of_a_broken_line_names_it(
     path.write_text(f"{line}\n{bad}\n{line}\n")
     with pytest.raises(
         SchemaError,
-        match=f"^line is not a past job: .* in {re.escape(str(path))}:2; remove it$",
+        match=f"^line is not a past job: .* in {re.escape(str(path))}:2; restore the file$",
     ):
         read_past_jobs(path)
