@@ -103,17 +103,24 @@ def load_features(path: Path) -> FeatureSet:
             "schema must list features, got braces nested too deeply; see docs/job.md",
             file=str(path),
         ) from error
+    try:
+        return _features_of(proto)
+    except SchemaError as error:
+        error.file = str(path)
+        raise
+
+
+def _features_of(proto: schema_pb2.Schema) -> FeatureSet:
     defaults = _defaults(proto)
-    features = tuple(_feature(f, path, defaults.get(f.name)) for f in proto.feature)
+    features = tuple(_feature(f, defaults.get(f.name)) for f in proto.feature)
     names = [f.name for f in features]
     for name in names:
         if not is_below(name):  # buffers of a list feature are in a folder of its name
             raise SchemaError(
-                f"feature name must not contain '..' or start with '/', got {name!r}; rename it",
-                file=str(path),
+                f"feature name must not contain '..' or start with '/', got {name!r}; rename it"
             )
         if names.count(name) > 1:
-            raise SchemaError(f"duplicate feature: {name!r}; keep one", file=str(path))
+            raise SchemaError(f"duplicate feature: {name!r}; keep one")
     return FeatureSet(features)
 
 
@@ -133,7 +140,7 @@ def _defaults(proto: schema_pb2.Schema) -> dict[str, float | int | str]:
 _DEFAULT_TYPES = {"INT": (int,), "FLOAT": (int, float), "BYTES": (str,)}
 
 
-def _check_default(feature: Feature, path: Path) -> None:
+def _check_default(feature: Feature) -> None:
     """Raise SchemaError if the default has another type, or the column is a list or sparse."""
     value = feature.default
     if value is None:
@@ -142,33 +149,26 @@ def _check_default(feature: Feature, path: Path) -> None:
         kind = "a list" if feature.is_list else "sparse"
         raise SchemaError(
             f"default of feature {feature.name!r} is not supported, as the column is {kind}: "
-            f"{value!r}; remove it, and older segments have null",
-            file=str(path),
+            f"{value!r}; remove it, and older segments have null"
         )
     if not isinstance(value, _DEFAULT_TYPES[feature.type]):
         raise SchemaError(
             f"default of feature {feature.name!r} must be {feature.type}, got {value!r}; "
-            "write int_value, float_value or bytes_value",
-            file=str(path),
+            "write int_value, float_value or bytes_value"
         )
 
 
-def _feature(
-    proto: schema_pb2.Feature, path: Path, default: float | int | str | None = None
-) -> Feature:
+def _feature(proto: schema_pb2.Feature, default: float | int | str | None) -> Feature:
     tags = list(proto.annotation.tag)
     if len(tags) != 1 or tags[0] not in ROLES:
         advice = (
             suggest_name(tags[0], ROLES) if len(tags) == 1 else f"use one of {', '.join(ROLES)}"
         )
-        raise SchemaError(
-            f"feature {proto.name!r} must have one role tag, got {tags}; {advice}", file=str(path)
-        )
+        raise SchemaError(f"feature {proto.name!r} must have one role tag, got {tags}; {advice}")
     kind = schema_pb2.FeatureType.Name(proto.type)
     if kind not in ("INT", "FLOAT", "BYTES"):
         raise SchemaError(
-            f"feature {proto.name!r} must have type INT, FLOAT or BYTES, got {kind}; add it",
-            file=str(path),
+            f"feature {proto.name!r} must have type INT, FLOAT or BYTES, got {kind}; add it"
         )
     domain = proto.WhichOneof("domain_info")
     limits = getattr(proto, domain) if domain in ("int_domain", "float_domain") else None
@@ -185,8 +185,7 @@ def _feature(
     if None not in (feature.minimum, feature.maximum) and feature.minimum > feature.maximum:  # type: ignore[operator]
         raise SchemaError(
             f"feature {proto.name!r} must have a domain from min to max, got "
-            f"{feature.minimum} to {feature.maximum}; swap them",
-            file=str(path),
+            f"{feature.minimum} to {feature.maximum}; swap them"
         )
-    _check_default(feature, path)
+    _check_default(feature)
     return feature
