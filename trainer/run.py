@@ -89,7 +89,7 @@ def read_ledger(path: Path) -> list[LedgerEntry]:
         return read_lines(
             path,
             lambda body: LedgerEntry(**{**body, "blocks": tuple(body["blocks"])}),
-            lambda line, _: f"line must be a ledger entry, got {line!r}; restore the file",
+            "a ledger entry",
         )
     except OSError as error:
         raise SchemaError("ledger must exist, got none; this is no run", file=str(path)) from error

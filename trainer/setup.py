@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from schemas.config.job import Job
-from schemas.config.limits import WAIT
+from schemas.config.train import WAIT
 from schemas.dataset import Dataset, open_dataset, segment_hashes, select_segments
 from schemas.errors import SchemaError
 from schemas.run_log import CHECKPOINTS, METRICS, RUN_FILE

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from schemas.config.job import Job, load_job
-from schemas.config.limits import START
+from schemas.config.train import START
 from schemas.errors import SchemaError
 from schemas.run_log import METRICS, RunSummary, StepMetric, read_metrics
 from trainer.checkpoint.load import (

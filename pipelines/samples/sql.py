@@ -17,8 +17,8 @@ import pyarrow as pa
 from pipelines.sources.rows import ORIGIN
 from schemas.arrays import one_chunk
 from schemas.config.job import DataConfig
-from schemas.config.limits import SqlLimitsConfig
 from schemas.config.parse import position_in_value
+from schemas.config.sources import SqlLimitsConfig
 from schemas.errors import SchemaError
 
 _thread_local = threading.local()  # a connection takes 20 ms to open; one per thread is kept
@@ -78,10 +78,10 @@ class SqlError(SchemaError):
 
     def in_file(self, job: Path) -> SchemaError:
         """Return the error with the line and the column in the job file."""
-        place = None
+        location = None
         if self.position is not None:
-            place = position_in_value(job.read_text(encoding="utf-8"), self.key, self.position)
-        return SchemaError(self.message, file=str(job), place=place)
+            location = position_in_value(job.read_text(encoding="utf-8"), self.key, self.position)
+        return SchemaError(self.message, file=str(job), location=location)
 
 
 def original_error(

@@ -34,8 +34,7 @@ from pipelines.scratch import (
 from pipelines.table.indexes import build_index
 from pipelines.table.rows import write_view
 from pipelines.table.segment import directory_reference, set_segment_id
-from schemas.dataset import Dataset, open_dataset, verify_version, versioned_path
-from schemas.deleted_samples import read_tombstones
+from schemas.dataset import Dataset, open_dataset, read_tombstones, verify_version, versioned_path
 from schemas.errors import SchemaError, pluralize
 from schemas.files import replace_bytes
 from schemas.layout import JOB, MANIFEST, SCHEMA, SEGMENTS

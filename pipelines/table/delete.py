@@ -25,18 +25,19 @@ from pipelines.scratch import locked_root
 from pipelines.table.rows import blocks_of_row_group, read_sample_column, row_groups, write_view
 from schemas.arrays import flat_list, is_list, offsets_of, one_chunk
 from schemas.config.job import DataConfig
-from schemas.dataset import Dataset, Segment, column_types, open_dataset, type_from_name
-from schemas.deleted_samples import (
-    TOMBSTONES,
+from schemas.dataset import (
+    Dataset,
+    Segment,
+    column_types,
     encode_tombstones,
     merge_tombstones,
+    open_dataset,
     read_tombstones,
-    tombstones_path,
-    tombstones_schema,
+    type_from_name,
 )
 from schemas.errors import SchemaError, suggest_name
 from schemas.files import read_files, replace_bytes, sha256_of, write_files
-from schemas.layout import ANOMALIES, FILES
+from schemas.layout import ANOMALIES, FILES, TOMBSTONES, TOMBSTONES_SCHEMA, tombstones_path
 from schemas.manifest import read_segment, write_manifest
 
 ROLES = ("kept", "sparse")
@@ -242,7 +243,7 @@ def _find_in_row_group(
     }
     arrays = {name: pa.array(values) for name, values in columns.items()}
     times = pa.array([at.replace(tzinfo=None)] * len(rows), pa.timestamp("us"))
-    return pa.table({**arrays, "forgotten_at": times}).cast(tombstones_schema())
+    return pa.table({**arrays, "forgotten_at": times}).cast(TOMBSTONES_SCHEMA)
 
 
 DIRECTORIES = ("rejects", "late")

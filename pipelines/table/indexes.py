@@ -26,7 +26,7 @@ from pipelines.oracle.numbering import WORKER_ENTRIES
 from pipelines.quality.segment_statistics import segment_statistics
 from pipelines.scratch import locked, locked_root, remove_partial, scratch_directory
 from pipelines.table.segment import describe_files, directory_reference
-from schemas.accesses import TableAccesses, index_load, indexed_steps
+from schemas.accesses import TableAccesses, TableHints, index_load, indexed_steps, write_hints
 from schemas.cache_plan import Plan, cache_too_small, required_rows, summarize
 from schemas.config.train import CacheConfig
 from schemas.dataset import Dataset, open_dataset, select_segments
@@ -35,7 +35,6 @@ from schemas.layout import FILES, MANIFEST
 from schemas.manifest import IndexManifest, Reference, hash_of, write_manifest
 from schemas.miss_ratio import lru_curve
 from schemas.order import Order
-from schemas.sharding_hints import TableHints, write_hints
 
 WORKER_BYTES = 4 << 20
 """Bytes of access lists, over all epochs, per worker; an index with less is built in process."""

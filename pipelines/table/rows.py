@@ -34,7 +34,6 @@ from schemas.dataset import (
     open_dataset,
     type_name,
 )
-from schemas.deleted_samples import tombstones_path
 from schemas.errors import SchemaError
 from schemas.files import replace_bytes
 from schemas.group_files import read_group
@@ -47,6 +46,7 @@ from schemas.layout import (
     UNIQUE_INDEX,
     inverse_column,
     samples_path,
+    tombstones_path,
     window_columns,
 )
 

@@ -11,9 +11,9 @@ from pipelines.scratch import locked, locked_root, remove_stale, remove_unlocked
 from pipelines.table.delete import remove_tombstones
 from schemas.dataset import Dataset, open_dataset
 from schemas.errors import SchemaError
+from schemas.fitted import VOCABULARIES
 from schemas.layout import SEGMENTS
 from schemas.manifest import DatasetManifest
-from schemas.vocabulary import VOCABULARIES
 
 
 def vacuum(dataset: Path) -> dict[str, Any]:

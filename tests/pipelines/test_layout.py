@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from datetime import datetime
 from itertools import pairwise
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import pyarrow as pa
@@ -44,6 +45,7 @@ from schemas.arrays import Jagged, comparable_tuple, large_list, offsets_of
 from schemas.config.job import DataConfig, SamplesConfig, SessionConfig, SourceConfig, StorageConfig
 from schemas.dataset import Dataset, open_dataset
 from schemas.errors import SchemaError
+from schemas.files import CheckedFile
 from schemas.group_files import group_schema, read_group
 from schemas.layout import BLOCK, DATA_DIRECTORIES, UNIQUE_INDEX, window_columns
 from tests.pipelines.logs import bytes_of, request
@@ -85,9 +87,9 @@ def star_of(table: pa.Table) -> Star:
     return Star(pa.table({}), {"g": table}, none, {"g": none}, {"g": tuples})
 
 
-def opened(files: Sequence[StoredTable]) -> Callable[[str], InMemory]:
+def opened(files: Sequence[StoredTable]) -> Callable[[str], CheckedFile]:
     by_path = {file.path: InMemory(file) for file in files}
-    return lambda path: by_path[path]
+    return lambda path: cast(CheckedFile, by_path[path])
 
 
 def same(left: pa.Table, right: pa.Table) -> bool:

@@ -9,7 +9,7 @@ import pytest
 
 from pipelines.build import build
 from pipelines.samples.sql import Connection, LimitError, name_errors
-from schemas.config.limits import SqlLimitsConfig
+from schemas.config.sources import SqlLimitsConfig
 from schemas.errors import SchemaError
 from tests.pipelines.logs import request, write_job, write_log
 

@@ -21,6 +21,7 @@ from schemas.manifest import write_manifest
 from schemas.rows import rows_of_ids
 from schemas.run_log import CHECKPOINTS
 from tests.id_search import files_with_id
+from tests.schemas.reference import hash_text
 from tests.trainer.make_dataset import make_dataset, write_job
 from tests.trainer.runs import SEGMENTS, reader_of, rows_in, run_job
 from trainer import erase as forgetting

@@ -31,9 +31,9 @@ from torchrec.modules.embedding_modules import (
 )
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
+from schemas.accesses import TableHints
 from schemas.arrays import Array
 from schemas.config.train import SparseOptimizerConfig
-from schemas.sharding_hints import TableHints
 from trainer.data.collate import Batch, OrderedKeyedTensor, batch_from_kjt
 from trainer.data.lookup import inverse_of, take_unsorted
 from trainer.embedding.kernels.compiled import kernels_of
@@ -566,7 +566,7 @@ def planner_constraints(tables: Mapping[str, TableHints]) -> dict[str, Parameter
     """Return constraints for `EmbeddingShardingPlanner`, by table.
 
     Args:
-        tables: from `schemas.sharding_hints.read_hints`.
+        tables: from `schemas.accesses.read_hints`.
     """
     return {
         name: ParameterConstraints(
