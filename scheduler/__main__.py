@@ -26,13 +26,11 @@ if __name__ == "__main__":
 
 from rich.console import Console, RenderableType
 
+from scheduler import doctor
 from scheduler.controller.log import describe_job, jobs_summary, recover, replay_summary
-from scheduler.doctor import command as doctor
-from scheduler.doctor.checks import examine, findings_to_json, format_finding
 from scheduler.drivers.beam_runners import segment_runner
 from scheduler.drivers.driver import DriverOptions
-from scheduler.drivers.platforms import check_driver
-from scheduler.drivers.run import RunRequest, inputs_of, plan_jobs, run_jobs
+from scheduler.drivers.run import RunRequest, check_driver, inputs_of, plan_jobs, run_jobs
 from scheduler.model.measurements import fit_file, fit_summary
 from scheduler.model.snapshot import Snapshot, take_snapshot
 from scheduler.planner.machine_sizes import (
@@ -227,11 +225,10 @@ def _run(arguments: argparse.Namespace) -> None:
         allow_outside=arguments.allow_outside,
     )
     if arguments.dry_run:
-        for planned in plan_jobs(request):
-            action, command = planned.action, shlex.join(planned.command)
+        for action, command in plan_jobs(request):
             print(f"{action.job}: {action.verb} {action.process}: {action.reason}")
             if command:
-                print(f"{action.job}: command {action.process}: {command}")
+                print(f"{action.job}: command {action.process}: {shlex.join(command)}")
         return
     with watching(arguments.output, arguments.status, Console(stderr=True), _progress) as progress:
         state = run_jobs(replace(request, driver=replace(request.driver, progress=progress)))
@@ -267,9 +264,9 @@ def _retrain(arguments: argparse.Namespace) -> int:
         print(json.dumps(outcome.to_json()))
     for _, result in outcome.days:
         if result.status:
-            _progress(f"error: {result.words}")
+            _progress(f"error: {result.message}")
         elif not arguments.json:
-            print(result.words)
+            print(result.message)
     return outcome.status
 
 
@@ -318,12 +315,12 @@ def _replay(arguments: argparse.Namespace) -> None:
 
 def _doctor(arguments: argparse.Namespace) -> None:
     machine = doctor.machine_of(arguments, os.environ, sys.path, sys.version_info[:2], time.time())
-    findings = examine(machine)
+    findings = doctor.examine(machine)
     if arguments.json:
-        print(json.dumps(findings_to_json(findings)))
+        print(json.dumps(doctor.findings_to_json(findings)))
     else:
         for finding in findings:
-            print(format_finding(finding))
+            print(doctor.format_finding(finding))
     if missing := [finding.name for finding in findings if finding.state == "lacks"]:
         raise PlanError(f"machine lacks {', '.join(missing)}; see the findings")
 

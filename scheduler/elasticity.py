@@ -90,12 +90,12 @@ class Headroom:
         factor: cores to give over the mean of the busy ones.
         suspect_below: cores per busy core below which a process may lack some. For an unknown kind
             this covers all that would not be reduced, so that too few cores are always noticed.
-        known: whether it was measured.
+        measured: whether it was measured.
     """
 
     factor: float = HEADROOM
     suspect_below: float = HEADROOM * MIN_RATIO
-    known: bool = False
+    measured: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,9 +180,11 @@ def estimate_headroom(groups: Sequence[Sequence[Reading]]) -> Headroom:
         return Headroom()
     need = estimate_need([reading for group in groups for reading in group], LOW_QUANTILE)
     if not need.slower:
-        return Headroom(suspect_below=min(need.cpus, HEADROOM / DOUBT_MARGIN), known=True)
+        return Headroom(suspect_below=min(need.cpus, HEADROOM / DOUBT_MARGIN), measured=True)
     return Headroom(
-        max(HEADROOM, NEED_MARGIN * need.cpus), NEED_MARGIN / DOUBT_MARGIN * need.cpus, known=True
+        max(HEADROOM, NEED_MARGIN * need.cpus),
+        NEED_MARGIN / DOUBT_MARGIN * need.cpus,
+        measured=True,
     )
 
 

@@ -19,7 +19,7 @@ import scheduler.__main__
 import trainer.__main__
 from pipelines.beam.runner import run_pipeline
 from pipelines.samples.sql import Connection
-from scheduler.drivers.local.job_files import JobPaths, prepare_stores
+from scheduler.drivers.job_files import JobPaths, prepare_stores
 from tests.cluster.sockets import sockets_of
 from tests.conftest import REPOSITORY
 from tests.documents import blocks, commands
@@ -39,7 +39,7 @@ SERVERS = re.compile(
     r"|add_insecure_port|add_secure_port|grpc\.server|\.bind)$"
 )
 SERVER_FILES = {
-    "scheduler/doctor/checks.py",  # asks whether a port of loopback is free
+    "scheduler/doctor.py",  # asks whether a port of loopback is free
     "scheduler/status/board.py",
     "trainer/elastic/exchange.py",
     "trainer/elastic/membership.py",

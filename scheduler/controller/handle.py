@@ -1,7 +1,7 @@
 """`handle(event) -> actions`: the controller as a pure state machine.
 
     apply the event -> on a tick, check each job (`tick.py`) -> divide the budget anew if jobs came
-    or went (`allocation.py`) -> start and stop processes (`reconcile.py`)
+    or went (`budget.py`) -> start and stop processes (`reconcile.py`)
 
 Nothing here reads a clock or a file: the same events give the same actions.
 """
@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from scheduler.controller.allocation import allocate
+from scheduler.controller.budget import allocate, available_budget, booked_resources, remaining_work
 from scheduler.controller.events import (
     FIRST_RULES,
     BudgetSet,
@@ -38,7 +38,6 @@ from scheduler.controller.events import (
     Tick,
 )
 from scheduler.controller.reconcile import reconcile
-from scheduler.controller.remaining import available_budget, booked_resources, remaining_work
 from scheduler.controller.slots import initial_owners
 from scheduler.controller.state import (
     ENDED_PHASES,
@@ -51,8 +50,7 @@ from scheduler.controller.state import (
     UsageWindow,
     update_runner,
 )
-from scheduler.controller.tick import run_tick
-from scheduler.controller.watch import add_steps, forecast_memory, predict_segment_sec
+from scheduler.controller.tick import add_steps, forecast_memory, predict_segment_sec, run_tick
 from scheduler.elasticity import CoreReadings
 from scheduler.model.fit import observe
 from scheduler.model.grid import Grid

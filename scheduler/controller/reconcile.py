@@ -46,7 +46,9 @@ def reconcile(state: State) -> tuple[State, list[Action]]:
         if job.phase in ("drained", "finished", "failed") and job.processes:
             jobs[job.name] = _end_all(job, reconciler, f"the job has {job.phase}")
     for job in state.by_priority:
-        jobs[job.name] = _end_settled_change(_reconcile_job(job, reconciler), state.now_sec)
+        reconciler.shortage = ""
+        job = _end_settled_change(_reconcile_job(job, reconciler), state.now_sec)
+        jobs[job.name] = replace(job, shortage=reconciler.shortage)
     if reconciler.lacks_memory:
         jobs = _release_memory(jobs, reconciler)
     return replace(state, jobs=jobs), reconciler.actions
@@ -64,17 +66,25 @@ class Reconciler:
     resizes: bool = False
     elastic: bool = False
     lacks_memory: bool = False
+    """Whether a process of any job lacks memory alone."""
+    shortage: str = ""
+    """What a process of the current job lacks."""
     actions: list[Action] = field(default_factory=list[Action])
 
     def fits(self, cpus: float, memory_bytes: int) -> bool:
         """Return whether so much is free."""
         return cpus <= self.cpus + 1e-9 and memory_bytes <= self.memory_bytes
 
-    def has_room(self, cpus: float, memory_bytes: int) -> bool:
-        """Return whether so much is free, and note if only memory is lacking."""
-        fits = self.fits(cpus, memory_bytes)
-        self.lacks_memory |= not fits and self.fits(cpus, 0)
-        return fits
+    def has_room(self, task_id: str, cpus: float, memory_bytes: int) -> bool:
+        """Return whether so much is free for a process; if not, note what is lacking."""
+        if self.fits(cpus, memory_bytes):
+            return True
+        self.lacks_memory |= self.fits(cpus, 0)
+        self.shortage = (
+            f"{task_id} needs {cpus:g} cores and {memory_bytes:,} bytes, and {self.cpus:g} cores "
+            f"and {self.memory_bytes:,} bytes are free"
+        )
+        return False
 
     def next_workers(self, job: JobState) -> WorkerBound:
         """Return the workers of a job's next segment job."""
@@ -167,7 +177,7 @@ class Reconciler:
         runs = any(p.task_id == task_id for p in job.processes.values())
         early = backoff is not None and self.now_sec < backoff.retry_sec
         cpus, memory_bytes = required_resources(job, pool, bound.workers)
-        if runs or early or not self.has_room(cpus, memory_bytes):
+        if runs or early or not self.has_room(task_id, cpus, memory_bytes):
             return job
         attempt = job.attempts.get(task_id, 0) + 1
         process = Process(
@@ -330,7 +340,8 @@ def _reconcile_segments(job: JobState, sizes: Sizes, reconciler: Reconciler) -> 
             job = _wait_for_slots(job, number, bound, reconciler)
             break
         job = replace(job, waits_for_slots=False)
-        if not reconciler.has_room(*required_resources(job, "segment", bound.workers)):
+        resources = required_resources(job, "segment", bound.workers)
+        if not reconciler.has_room(f"segment-{number}", *resources):
             break
         before = len(job.processes)
         job = _build(job, number, bound, reconciler)

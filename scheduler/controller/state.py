@@ -182,6 +182,10 @@ class JobState:
     """Samples trained, over all epochs."""
     correction: Correction = field(default_factory=Correction)
     """State of the corrections of its sizes."""
+    verdict: str = ""
+    """Why its sizes changed, or did not, at the last tick."""
+    shortage: str = ""
+    """What the next process needs that the budget does not have; empty if nothing is lacking."""
     steps: Window = field(default_factory=Window)
     """Measured steps."""
     builds: Window = field(default_factory=Window)

@@ -159,8 +159,11 @@ class Platform(Protocol):
 
     resizes: bool
     """Whether limits of cores and memory can be changed while a process runs."""
-    identity: str
-    """One line that differs between platforms whose processes are not visible to each other."""
+
+    @property
+    def identity(self) -> str:
+        """One line that differs between platforms whose processes are not visible to each other."""
+        ...
 
     def of_job(self, job: str, folder: Path) -> Processes:
         """Return the processes of a job, with output files in a folder that they can access."""

@@ -15,7 +15,7 @@ import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 from urllib.parse import quote, urlsplit
 
 from scheduler.controller.events import Event, RunnerName, RunnerSet, SlotsRead, SlotsUnread
@@ -28,28 +28,27 @@ Progress = Callable[[str], None]
 """Called with one line for each message."""
 
 
-class SegmentRunner(Protocol):
-    """A Beam runner of segment jobs."""
+class SegmentRunner:
+    """Where segment jobs run. This one is Beam's local runner, in their own processes."""
 
     def begin(self, state: State, now_sec: float) -> list[Event]:
-        """Return the events that precede all decisions.
+        """Return the events that precede all decisions: that this runner is selected.
 
         Raises:
             SchemaError: no segment job can run there.
         """
-        ...
+        return [] if state.runner.name == "local" else [RunnerSet(time_sec=now_sec, name="local")]
 
     def poll(self, state: State, now_sec: float, progress: Progress) -> list[Event]:
-        """Return new events; called about twice a second."""
-        ...
+        """Return new events; called about twice a second. Only a cluster has some."""
+        return []
 
     def end(self, state: State, progress: Progress) -> None:
         """Cancel what remains of ended segment jobs; called once, at the end."""
-        ...
 
     def options(self, job: str, process: str, workers: int) -> list[str]:
-        """Return the Beam options of a segment job; empty for the local runner."""
-        ...
+        """Return the Beam options of a segment job; those of the local runner are added later."""
+        return []
 
 
 @dataclass(frozen=True, slots=True)
@@ -302,7 +301,7 @@ MAX_READ_SEC = 60.0
 """Upper limit of that time; it doubles while the cluster does not answer."""
 
 
-class FlinkRunner:
+class FlinkRunner(SegmentRunner):
     """A Flink session cluster, polled for its free slots."""
 
     def __init__(self, config: FlinkConfig, names: JobNames, file: str) -> None:
@@ -454,8 +453,8 @@ def _master(address: str) -> str:
     return url.netloc if url.scheme == "http" else address.rstrip("/")
 
 
-class DataflowRunner:
-    """Google Cloud Dataflow, which needs no polling."""
+class DataflowRunner(SegmentRunner):
+    """Google Cloud Dataflow, which provides the workers that a job requests: nothing is polled."""
 
     def __init__(self, config: DataflowConfig, names: JobNames) -> None:
         """Create a runner.
@@ -473,13 +472,6 @@ class DataflowRunner:
         if (state.runner.name, state.runner.largest) == ("dataflow", largest):
             return []
         return [RunnerSet(time_sec=now_sec, name="dataflow", largest=largest)]
-
-    def poll(self, state: State, now_sec: float, progress: Progress) -> list[Event]:
-        """Return nothing: Dataflow provides the workers that a job requests."""
-        return []
-
-    def end(self, state: State, progress: Progress) -> None:
-        """Do nothing."""
 
     def options(self, job: str, process: str, workers: int) -> list[str]:
         """Return the Beam options of a segment job."""
@@ -503,27 +495,6 @@ class DataflowRunner:
         ]
 
 
-class LocalRunner:
-    """Beam's local runner: a segment job runs in its own processes."""
-
-    def begin(self, state: State, now_sec: float) -> list[Event]:
-        """Return the event that selects this runner, if another one was selected."""
-        if state.runner.name == "local":
-            return []
-        return [RunnerSet(time_sec=now_sec, name="local")]
-
-    def poll(self, state: State, now_sec: float, progress: Progress) -> list[Event]:
-        """Return nothing: only the budget limits segment jobs."""
-        return []
-
-    def end(self, state: State, progress: Progress) -> None:
-        """Do nothing."""
-
-    def options(self, job: str, process: str, workers: int) -> list[str]:
-        """Return nothing: `segment_command` adds the local runner's options."""
-        return []
-
-
 def segment_runner(file: Path | None, output: Path) -> SegmentRunner:
     """Return the runner that a configuration file selects.
 
@@ -539,4 +510,4 @@ def segment_runner(file: Path | None, output: Path) -> SegmentRunner:
         return FlinkRunner(config.flink, JobNames.of_scheduler(output), str(file))
     if config.runner == "dataflow" and config.dataflow is not None:
         return DataflowRunner(config.dataflow, JobNames.of_scheduler(output))
-    return LocalRunner()
+    return SegmentRunner()

@@ -38,16 +38,19 @@ from scheduler.controller.handle import handle
 from scheduler.controller.log import Log, Replay, to_decision
 from scheduler.controller.state import ENDED_PHASES, Action, JobState, Process, State
 from scheduler.drivers.base import Endpoint, Platform, Processes, ResourceRequest
-from scheduler.drivers.beam_runners import LocalRunner, SegmentRunner
-from scheduler.drivers.local.commands import (
+from scheduler.drivers.beam_runners import SegmentRunner
+from scheduler.drivers.job_files import (
+    JobPaths,
     coordinator_command,
+    discard_stores,
     move_command,
+    prepare_stores,
+    read_load,
     replica_command,
     segment_command,
     store_command,
 )
-from scheduler.drivers.local.job_files import JobPaths, discard_stores, prepare_stores, read_load
-from scheduler.drivers.local.submit import HISTORY
+from scheduler.drivers.submit import HISTORY
 from scheduler.files import whole_bytes
 from scheduler.model.history import PAST_JOBS, format_past_job
 from scheduler.model.predict import fit_models, summarize_job
@@ -87,7 +90,7 @@ class DriverOptions:
     """Time between the first reconcile ticks, before which memory is read."""
     progress: Callable[[str], None] = field(default=lambda _: None)
     """Called with one line for each decision."""
-    runner: SegmentRunner = field(default_factory=LocalRunner)
+    runner: SegmentRunner = field(default_factory=SegmentRunner)
     """Where segment jobs run."""
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,13 +12,13 @@ from scheduler.controller.events import BudgetSet, Event, Submitted
 from scheduler.controller.handle import handle
 from scheduler.controller.log import LOG, Log, recover
 from scheduler.controller.state import Action, State
-from scheduler.drivers.base import stop_signals
+from scheduler.drivers.base import Platform, stop_signals
 from scheduler.drivers.beam_runners import SegmentRunner
+from scheduler.drivers.children import ThisMachine
 from scheduler.drivers.driver import Driver, DriverOptions, unnamed_jobs
-from scheduler.drivers.local.commands import segment_command
-from scheduler.drivers.local.job_files import JobPaths
-from scheduler.drivers.local.submit import submit
-from scheduler.drivers.platforms import open_platform
+from scheduler.drivers.job_files import JobPaths, segment_command
+from scheduler.drivers.kubernetes.manifest import read_cluster
+from scheduler.drivers.submit import submit
 from scheduler.files import directory_lock
 from scheduler.planner.machine_sizes import cluster_schedule, fill_budget, machine_budget
 from schemas.config.job import load_job
@@ -133,28 +134,18 @@ def _run_loop(driver: Driver, stop_requested: Callable[[], bool], poll_sec: floa
         time.sleep(poll_sec)
 
 
-@dataclass(frozen=True, slots=True)
-class Planned:
-    """An action of a dry run.
+def plan_jobs(request: RunRequest) -> list[tuple[Action, list[str]]]:
+    """Return the first actions of a run without executing them, and commands.
 
-    Attributes:
-        action: the decision.
-        command: of a segment job on another Beam runner; else empty.
-    """
-
-    action: Action
-    command: Sequence[str]
-
-
-def plan_jobs(request: RunRequest) -> list[Planned]:
-    """Return the first actions of a run without executing them.
+    The commands are those of segment jobs on another Beam runner; else they are empty.
 
     Raises:
         SchemaError: as `run_jobs`.
     """
     budget, now = budget_of(request), time.time()
     jobs, paths = _submissions(request, budget)
-    state, planned, runner = State(), list[Planned](), request.driver.runner
+    state, runner = State(), request.driver.runner
+    planned: list[tuple[Action, list[str]]] = []
     events: list[Event] = [
         *runner.begin(state, now),
         BudgetSet(
@@ -167,7 +158,7 @@ def plan_jobs(request: RunRequest) -> list[Planned]:
     ]
     for event in events:
         state, actions = handle(state, event)
-        planned += [Planned(a, _runner_command(a, state, paths, runner)) for a in actions]
+        planned += [(a, _runner_command(a, state, paths, runner)) for a in actions]
     return planned
 
 
@@ -226,3 +217,77 @@ def _submissions(
         jobs.append(submitted)
         paths[submitted.job] = job_paths
     return jobs, paths
+
+
+# Platforms.
+
+
+def check_driver(
+    driver: str | None, cluster: Path | None, job_files: Sequence[Path], output: Path
+) -> None:
+    """Raise unless the driver, the cluster file and the jobs fit together.
+
+    Args:
+        driver: as given by the user; the jobs' own when None.
+        cluster: configuration file of a cluster.
+        job_files: the jobs.
+        output: folder of the scheduler.
+
+    Raises:
+        PlanError: the jobs name several drivers, or driver and cluster file contradict each other.
+        SchemaError: a job or the cluster file is invalid.
+    """
+    declared = sorted({load_job(path).schedule.driver for path in job_files})
+    if driver is None and len(declared) > 1:
+        raise PlanError(
+            f"jobs declare different values of schedule.driver: {' and '.join(declared)}; "
+            "choose one with --driver"
+        )
+    driver = driver or declared[0]
+    if driver == "kubernetes" and cluster is None:
+        raise PlanError("driver kubernetes needs a cluster; add a --cluster file")
+    if driver == "process" and cluster is not None:
+        raise PlanError(f"driver process takes no cluster: {cluster}; use --driver kubernetes")
+    if cluster is not None:
+        read_cluster(cluster, output)
+
+
+def open_platform(
+    cluster: Path | None, output: Path, progress: Callable[[str], None]
+) -> AbstractContextManager[Platform]:
+    """Return the platform of a run, as a context.
+
+    Args:
+        cluster: configuration file of a cluster; this machine when None.
+        output: folder of the scheduler.
+        progress: called with messages of the platform.
+
+    Raises:
+        SchemaError: the file is invalid.
+        PlanError: the cluster cannot be reached (when the context is entered).
+    """
+    if cluster is None:
+        return nullcontext(ThisMachine())
+    # The client takes a second to import, and 40 MiB.
+    from scheduler.drivers.kubernetes.cluster import Cluster
+
+    return Cluster(read_cluster(cluster, output), output, progress)
+
+
+def probe_cluster(cluster: Path, output: Path) -> str:
+    """Return how many Pods a cluster lists, and where, for `scheduler doctor`.
+
+    Raises:
+        SchemaError: the file is invalid.
+        PlanError: the Pods cannot be listed.
+    """
+    from scheduler.drivers.kubernetes.api import RefusedError, UnreachableError, connect
+
+    api = connect(read_cluster(cluster, output))
+    try:
+        pods, _ = api.list("")
+        return f"{len(pods)} Pods at {api.host}"
+    except (RefusedError, UnreachableError) as error:
+        raise PlanError(str(error)) from error
+    finally:
+        api.close()

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from scheduler.model.fit import Floats, Ints
 from scheduler.model.memory import stores_needed, trainer_memory, worker_bytes
 from scheduler.model.snapshot import DataFacts
-from scheduler.model.terms import Floats, Ints
 from schemas.config.schedule import BudgetConfig, ScheduleConfig, WorkerConfig
 from schemas.config.train import TrainConfig
 from schemas.errors import PlanError
@@ -134,6 +134,12 @@ def training_resources(grid: Grid, config: ScheduleConfig) -> Resources:
     return Resources(np.asarray(cpus, np.float64), memory)
 
 
+def total_resources(grid: Grid, config: ScheduleConfig) -> Resources:
+    """Return the resources of both pools together."""
+    first, second = preprocessing_resources(grid, config), training_resources(grid, config)
+    return Resources(first.cpus + second.cpus, first.memory_bytes + second.memory_bytes)
+
+
 def num_segments(num_samples: int, batch_samples: int) -> int:
     """Return how many segments the data forms, at least 1."""
     return max(1, num_samples // (SEGMENT_BATCHES * batch_samples))
@@ -145,10 +151,10 @@ def budget_excess(grid: Grid, config: ScheduleConfig) -> Floats:
     Both pools count, because they run at once while training follows the build. Cores are compared
     with a tolerance of 1e-9, as they are sums of fractions.
     """
-    pools = preprocessing_resources(grid, config), training_resources(grid, config)
-    cpus = (pools[0].cpus + pools[1].cpus - 1e-9) / config.budget.cpus
-    memory = (pools[0].memory_bytes + pools[1].memory_bytes) / config.budget.memory
-    return np.maximum(np.maximum(cpus, memory) - 1.0, 0.0)
+    total = total_resources(grid, config)
+    cpus, memory = total.cpus - 1e-9, total.memory_bytes
+    shares = np.maximum(cpus / config.budget.cpus, memory / config.budget.memory)
+    return np.maximum(shares - 1.0, 0.0)
 
 
 def cross(first: Ints, second: Ints) -> Grid:
@@ -242,9 +248,8 @@ def budget_error(first: Ints, second: Ints, config: ScheduleConfig) -> PlanError
         config: limits.
     """
     grid = cross(first, second)
-    pools = preprocessing_resources(grid, config), training_resources(grid, config)
-    cpus = math.ceil((pools[0].cpus + pools[1].cpus)[0] * 1000 - 1e-6) / 1000
-    memory = int((pools[0].memory_bytes + pools[1].memory_bytes)[0])
+    total = total_resources(grid, config)
+    cpus, memory = math.ceil(total.cpus[0] * 1000 - 1e-6) / 1000, int(total.memory_bytes[0])
     return PlanError(
         f"budget does not hold the smallest pools: cpus={config.budget.cpus:g} and "
         f"memory={mib(config.budget.memory)}; use at least cpus={cpus:g} and "

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from scheduler.model.terms import SEGMENT_TERMS, TRAINING_TERMS
+from scheduler.model.fit import SEGMENT_TERMS, TRAINING_TERMS
 from schemas.dataset import Dataset
 from schemas.errors import SchemaError
 from schemas.layout import BUILDS

@@ -11,8 +11,15 @@ from pathlib import Path
 
 import numpy as np
 
-from scheduler.model.fit import Fit, Window, fit_window, observe, predict_seconds
-from scheduler.model.terms import TRAINING_TERMS, TrainingSetting
+from scheduler.model.fit import (
+    TRAINING_TERMS,
+    Fit,
+    TrainingSetting,
+    Window,
+    fit_window,
+    observe,
+    predict_seconds,
+)
 from schemas.errors import SchemaError, suggest_name
 
 SPEED = "samples_per_sec"

@@ -8,10 +8,10 @@ from itertools import pairwise
 
 import numpy as np
 from numpy.typing import ArrayLike
-from scipy.stats import t as student
+from scipy.special import stdtrit
 
+from scheduler.model.fit import Floats
 from scheduler.model.snapshot import DataFacts
-from scheduler.model.terms import Floats
 from schemas.config.train import TrainConfig
 
 _MIB = 1 << 20
@@ -370,7 +370,7 @@ def _extrapolate(fit: _Fit, values: Floats, right: Floats) -> tuple[Floats, Floa
     later = right[:, fit.support]
     spread = np.einsum("ij,jk,ik->i", later, inverse, later)
     # One-sided, because only the upper end matters.
-    half = student.ppf(LEVEL, freedom) * np.sqrt(variance * (1.0 + spread))
+    half = stdtrit(freedom, LEVEL) * np.sqrt(variance * (1.0 + spread))
     middle = later @ fit.coefficients
     return middle, middle + half
 

@@ -8,7 +8,17 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from scheduler.model.fit import ASSUMED_SPREAD, Fit, Window, fit_window, merge_windows, observe
+from scheduler.model.fit import (
+    ASSUMED_SPREAD,
+    Fit,
+    Floats,
+    SegmentSetting,
+    TrainingSetting,
+    Window,
+    fit_window,
+    merge_windows,
+    observe,
+)
 from scheduler.model.grid import Grid, num_segments
 from scheduler.model.history import BuildRecord, PastJob, RunRecord
 from scheduler.model.memory import (
@@ -18,7 +28,6 @@ from scheduler.model.memory import (
     value_bytes,
 )
 from scheduler.model.snapshot import DataFacts, Snapshot
-from scheduler.model.terms import Floats, SegmentSetting, TrainingSetting
 from schemas.config.schedule import ScheduleConfig
 from schemas.config.train import TrainConfig
 
@@ -330,11 +339,13 @@ def _fit_segments(
     workers = np.array([float(build.num_workers) for build in builds])
     alone = (assumed[1] + assumed[2] / workers) / (assumed[1] + assumed[2])
     per_row = min(cpus, 1.0) / float(np.median(rates * alone))
-    known = assumed * per_row / (assumed[1] + assumed[2])
-    known[0] = float(np.median(startups))
+    measured_prior = assumed * per_row / (assumed[1] + assumed[2])
+    measured_prior[0] = float(np.median(startups))
     setting = SegmentSetting(rows=rows, workers=workers, worker_cpus=cpus)
     past = observe(EMPTY_WINDOW, setting, startups + rows / rates, 0.0)
-    return fit_window(merge_windows(past, window), SegmentSetting, known.tolist(), prior_spread)
+    return fit_window(
+        merge_windows(past, window), SegmentSetting, measured_prior.tolist(), prior_spread
+    )
 
 
 def training_setting(snapshot: Snapshot, config: ScheduleConfig, grid: Grid) -> TrainingSetting:

@@ -13,8 +13,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from scheduler.model.fit import Ints
 from scheduler.model.history import History, read_history, read_history_beside
-from scheduler.model.terms import Ints
 from schemas.cache_plan import required_rows
 from schemas.config.job import Job, load_job
 from schemas.config.train import CacheConfig

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike
 
+from scheduler.model.fit import Floats, Ints
 from scheduler.model.grid import (
     Grid,
     budget_error,
@@ -20,7 +21,6 @@ from scheduler.model.grid import (
 )
 from scheduler.model.predict import Models, segment_setting, training_setting
 from scheduler.model.snapshot import Snapshot
-from scheduler.model.terms import Floats, Ints
 from schemas.config.schedule import ScheduleConfig
 
 EXACT_POINTS = 1_000_000

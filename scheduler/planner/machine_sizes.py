@@ -118,7 +118,7 @@ def _quota(group: Path) -> float:
 
 
 def _memory_limit(group: Path) -> int:
-    """Return the bytes of a control group, UNNAMED_MEMORY if not limited."""
+    """Return the bytes of a control group, UNLIMITED_MEMORY if not limited."""
     words = _words(group / "memory.max") or _words(group / "memory.limit_in_bytes")
     return int(words[0]) if words and words[0].isdigit() and int(words[0]) else UNLIMITED_MEMORY
 

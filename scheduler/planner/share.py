@@ -17,8 +17,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from scheduler.model.grid import Grid, preprocessing_resources, training_resources
-from scheduler.model.terms import Floats, Ints
+from scheduler.model.fit import Floats, Ints
+from scheduler.model.grid import Grid, total_resources
 from scheduler.planner.candidates import Predictions, pareto_front
 from schemas.config.schedule import BudgetConfig, ScheduleConfig
 
@@ -83,11 +83,11 @@ def job_options(
     best = best[predictions.predicted_sec[best] > predictions.predicted_sec[preferred]]
     cheaper = predictions.cost_per_hour[best] < predictions.cost_per_hour[preferred]
     chosen = np.append(best[cheaper], preferred)
-    pools = preprocessing_resources(grid, config), training_resources(grid, config)
+    total = total_resources(grid, config)
     return chosen, Options(
         priority=config.priority,
-        cpus=(pools[0].cpus + pools[1].cpus)[chosen],
-        memory_bytes=(pools[0].memory_bytes + pools[1].memory_bytes)[chosen].astype(np.float64),
+        cpus=total.cpus[chosen],
+        memory_bytes=total.memory_bytes[chosen].astype(np.float64),
         gain=predictions.predicted_sec[preferred] / predictions.predicted_sec[chosen],
     )
 
@@ -103,9 +103,9 @@ def urgencies(remaining_sec: Floats, runs: np.ndarray) -> Floats:
     (Schrage 1968); with jobs of diminishing returns it also gets more (Berg et al. 2020,
     "heSRPT").
     """
-    known = np.isfinite(remaining_sec)
-    usual = max(1.0, float(np.median(remaining_sec[known]))) if known.any() else 1.0
-    seconds = np.maximum(np.where(known, remaining_sec, usual), 1.0)
+    is_known = np.isfinite(remaining_sec)
+    usual = max(1.0, float(np.median(remaining_sec[is_known]))) if is_known.any() else 1.0
+    seconds = np.maximum(np.where(is_known, remaining_sec, usual), 1.0)
     return usual / seconds * np.where(runs, RUNNING_FACTOR, 1.0)
 
 

@@ -12,10 +12,10 @@ from typing import Any
 from rich.table import Table
 
 from scheduler.drivers.base import stop_signals
-from scheduler.drivers.platforms import ThisMachine
+from scheduler.drivers.children import ThisMachine
 from scheduler.files import directory_lock
 from scheduler.retrain.decide import EXIT_REFUSED, DayRequest, Finished
-from scheduler.retrain.drive import Flags, RetrainContext, retrain_day
+from scheduler.retrain.drive import Flags, RetrainContext, Root, read_pointer, retrain_day
 from scheduler.retrain.records import (
     STATE,
     Attempt,
@@ -26,7 +26,6 @@ from scheduler.retrain.records import (
     parse_days,
     read_state,
 )
-from scheduler.retrain.root import Root, read_pointer
 from schemas.config.job import Job, load_job
 from schemas.errors import PlanError, SchemaError
 from schemas.paths import (
@@ -136,7 +135,7 @@ class Outcome:
 
     def to_json(self) -> dict[str, Any]:
         """Return the object of `--json`."""
-        days = {day: {"status": r.status, "words": r.words} for day, r in self.days}
+        days = {day: {"status": r.status, "words": r.message} for day, r in self.days}
         return {"days": days, "promoted": self.promoted}
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from scheduler.retrain.records import Attempt, Failed, Metrics, Stage, Started, State
-from scheduler.retrain.root import SegmentFact, choose_base, evaluation_segment, segments_to_train
 from schemas.config.schedule import ModelGateConfig, RetrainConfig
 from schemas.run_log import EXIT_BEHIND, EXIT_HUNG, EXIT_LOST_ROWS
 
@@ -170,7 +170,7 @@ class Finished:
     """No action remains, or none is possible."""
 
     status: int
-    words: str
+    message: str
 
 
 Action = Begin | Run | Await | Judge | Promote | Close | Remove | Finished
@@ -366,6 +366,92 @@ def _finished(attempt: Attempt) -> Finished:
     if attempt.judged is not None and attempt.was_refused:
         reasons = "; ".join(attempt.judged.reasons)
         current = attempt.judged.against or "nothing"
-        words = f"{attempt.day} was refused, {current} stays promoted: {attempt.run}: {reasons}"
-        return Finished(EXIT_REFUSED, words)
+        message = f"{attempt.day} was refused, {current} stays promoted: {attempt.run}: {reasons}"
+        return Finished(EXIT_REFUSED, message)
     return Finished(0, f"{attempt.day} is done: {attempt.run} is promoted")
+
+
+# Segments: which run a day starts from, and what it trains.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SegmentFact:
+    """A segment of the dataset."""
+
+    id: str
+    """Position and hash; a corrected segment has a new one."""
+    day: str | None
+    """Its day; None if it was built without one."""
+    has_evaluation: bool
+    """Whether it has an evaluation split."""
+    former_ids: frozenset[str] = frozenset()
+    """Ids that it had before ids were erased in it; its remaining samples were trained as those."""
+
+    @property
+    def ids(self) -> frozenset[str]:
+        """Its current id and its former ones."""
+        return self.former_ids | {self.id}
+
+
+def trained_segments(state: State, run: str | None) -> frozenset[str]:
+    """Return all segments that a run and the runs it started from have trained."""
+    segments: frozenset[str] = frozenset()
+    while run is not None:
+        attempt = state.attempt(run)
+        segments |= frozenset(attempt.segments)
+        run = attempt.base
+    return segments
+
+
+def choose_base(state: State, dataset: Sequence[SegmentFact]) -> str | None:
+    """Return the newest promoted run to start from; None to train from scratch.
+
+    Runs that have trained a segment which was since corrected are excluded, as they would carry its
+    errors on. Erased ids are no correction, unless nothing of a segment remains.
+    """
+    existing = frozenset[str]().union(*(segment.ids for segment in dataset))
+    for run in reversed(state.promoted):
+        if run not in state.removed and trained_segments(state, run) <= existing:
+            return run
+    return None
+
+
+def segments_to_train(
+    state: State,
+    dataset: Sequence[SegmentFact],
+    day: str,
+    base: str | None,
+    refused_days: Literal["train", "skip"],
+) -> tuple[str, ...]:
+    """Return the segments that a run must train, in the order of the dataset.
+
+    Args:
+        state: of all days.
+        dataset: its segments.
+        day: requested day.
+        base: run to start from.
+        refused_days: whether to train segments of other days whose model was refused.
+    """
+    excluded = trained_segments(state, base)
+    if refused_days == "skip":
+        excluded |= _refused_segments(state, day)
+    return tuple(s.id for s in dataset if s.ids.isdisjoint(excluded))
+
+
+def evaluation_segment(dataset: Sequence[SegmentFact]) -> str | None:
+    """Return the newest segment with an evaluation split; None if there is none."""
+    return next((s.id for s in reversed(dataset) if s.has_evaluation), None)
+
+
+def newest_day(state: State, dataset: Sequence[SegmentFact], run: str) -> str:
+    """Return the newest day that a run has trained."""
+    trained = trained_segments(state, run)
+    return max(s.day for s in dataset if s.ids & trained and s.day is not None)
+
+
+def _refused_segments(state: State, day: str) -> frozenset[str]:
+    """Return the segments of other days whose newest model was refused."""
+    newest = {a.day: a for a in state.attempts if a.judged is not None}
+    return frozenset(
+        a.segment for a in newest.values() if a.was_refused and a.day != day and a.segment
+    )

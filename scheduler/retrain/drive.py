@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from scheduler.drivers.base import Processes
-from scheduler.drivers.local.commands import local_runner_options, module_command
+from scheduler.drivers.job_files import local_runner_options, module_command
+from scheduler.model.history import BUILD
 from scheduler.model.snapshot import Snapshot, take_snapshot
 from scheduler.planner.machine_sizes import machine_budget, machine_schedule
 from scheduler.planner.policy import plan
@@ -25,6 +28,8 @@ from scheduler.retrain.decide import (
     Promote,
     Remove,
     Run,
+    SegmentFact,
+    newest_day,
     next_action,
 )
 from scheduler.retrain.records import (
@@ -40,18 +45,13 @@ from scheduler.retrain.records import (
     Started,
     check_folder,
 )
-from scheduler.retrain.root import (
-    Root,
-    find_segment_of_day,
-    newest_checkpoint,
-    newest_day,
-    read_segments,
-    remove_run,
-    save_build,
-    write_pointer,
-)
 from schemas.config.schedule import RetrainConfig
+from schemas.errors import SchemaError
+from schemas.files import replace_bytes, sync_directory
+from schemas.layout import EVALUATION, MANIFEST, SEGMENTS
+from schemas.manifest import canonical_json, previous_names, read_dataset, read_segment
 from schemas.paths import ALLOW_OUTSIDE, SINGLE_WRITER
+from schemas.run_log import CHECKPOINTS, RUN_FILE
 
 EXIT_STOPPED = 143
 """Exit status of a command that a signal stopped."""
@@ -140,8 +140,8 @@ def _start(context: RetrainContext, action: Run) -> None:
     if action.stage in ("append", "train"):
         outside = context.flags.allow_outside
         sizes = sizes_of(context.job_file, context.root, allow_outside=outside)
-    words = f"; {sizes.words}" if sizes.words else ""
-    context.progress(f"{action.run}: {action.stage}: {action.reason}{words}")
+    planned = f"; {sizes.summary}" if sizes.summary else ""
+    context.progress(f"{action.run}: {action.stage}: {action.reason}{planned}")
     context.log.append(
         Started(
             time_sec=context.clock(),
@@ -152,7 +152,7 @@ def _start(context: RetrainContext, action: Run) -> None:
             segments=action.segments,
             workers=sizes.workers,
             num_replicas=sizes.num_replicas,
-            reason=f"{action.reason}{words}",
+            reason=f"{action.reason}{planned}",
         )
     )
 
@@ -239,7 +239,7 @@ def _judge(
 def _promote(context: RetrainContext, attempt: Attempt) -> None:
     """Replace the pointer and log it; may be repeated."""
     path, checkpoint = newest_checkpoint(context.root, attempt.run)
-    evaluate, compare = attempt.done["evaluate"], attempt.done.get("compare")
+    evaluate, compare = attempt.results["evaluate"], attempt.results.get("compare")
     assert attempt.judged is not None, "a promoted run was judged"
     write_pointer(
         context.root,
@@ -283,7 +283,7 @@ class Sizes:
     """Workers of the build of a segment."""
     num_replicas: int = 1
     """Trainer replicas."""
-    words: str = ""
+    summary: str = ""
     """The plan in one line."""
 
 
@@ -310,7 +310,7 @@ def sizes_of(job_file: Path, root: Root, *, allow_outside: bool = False) -> Size
     return Sizes(
         workers=chosen.workers_per_job,
         num_replicas=chosen.num_replicas,
-        words="; ".join([plan_summary(decision), *changes]),
+        summary="; ".join([plan_summary(decision), *changes]),
     )
 
 
@@ -396,3 +396,138 @@ def _train(started: Started, job_file: Path, root: Root, config: RetrainConfig) 
     if started.num_replicas > 1:
         train += ["--replicas", str(started.num_replicas)]
     return [*train, "--json"]
+
+
+# The folder of a retrained job.
+
+POINTER = "PROMOTED"
+"""File with the promoted run, which is to be served."""
+
+
+@dataclass(frozen=True, slots=True)
+class Root:
+    """Paths of a retrained job.
+
+    Attributes:
+        folder: the root.
+    """
+
+    folder: Path
+
+    @property
+    def dataset(self) -> Path:
+        """The dataset of all days."""
+        return self.folder / "dataset"
+
+    @property
+    def has_dataset(self) -> bool:
+        """Whether a first day was built."""
+        return (self.dataset / MANIFEST).is_file()
+
+    @property
+    def processes(self) -> Path:
+        """Folder of pids and output of processes."""
+        return self.folder / "processes"
+
+    @property
+    def pointer(self) -> Path:
+        """File with the promoted run."""
+        return self.folder / POINTER
+
+    def run(self, name: str) -> Path:
+        """Return the folder of a run."""
+        return self.folder / "runs" / name
+
+    def has_run(self, name: str) -> bool:
+        """Return whether a run was started, so that it can be resumed."""
+        return (self.run(name) / RUN_FILE).is_file()
+
+
+def read_segments(root: Root) -> tuple[SegmentFact, ...]:
+    """Return the segments of the dataset in order; empty without a dataset.
+
+    Raises:
+        SchemaError: the dataset is damaged.
+    """
+    if not root.has_dataset:
+        return ()
+    dataset = read_dataset(root.dataset)
+    manifests = (
+        read_segment(root.dataset / SEGMENTS / reference.id, reference)
+        for reference in dataset.segments
+    )
+    return tuple(
+        SegmentFact(
+            id=manifest.id,
+            day=manifest.day,
+            has_evaluation=manifest.splits.get(EVALUATION, (0, 0))[1] > 0,
+            former_ids=previous_names(dataset.lineage, manifest.id),
+        )
+        for manifest in manifests
+    )
+
+
+def find_segment_of_day(root: Root, day: str) -> str:
+    """Return the segment of a day.
+
+    Raises:
+        SchemaError: the dataset has none.
+    """
+    ids = [segment.id for segment in read_segments(root) if segment.day == day]
+    if not ids:
+        raise SchemaError(
+            f"dataset has no segment of {day}; append the day again", file=str(root.dataset)
+        )
+    return ids[-1]
+
+
+def newest_checkpoint(root: Root, run: str) -> tuple[str, str]:
+    """Return the newest checkpoint of a run.
+
+    Returns:
+        Its path relative to the root, and the SHA-256 of its manifest in hex.
+
+    Raises:
+        SchemaError: there is none.
+    """
+    folder = root.run(run) / CHECKPOINTS
+    manifests = sorted(
+        (path for path in folder.glob(f"*/{MANIFEST}") if path.parent.name.isdigit()),
+        key=lambda path: int(path.parent.name),
+    )
+    if not manifests:
+        raise SchemaError("run has no checkpoint; train it with --again", file=str(root.run(run)))
+    path = manifests[-1].parent.relative_to(root.folder).as_posix()
+    return path, hashlib.sha256(manifests[-1].read_bytes()).hexdigest()
+
+
+def write_pointer(root: Root, body: Mapping[str, Any]) -> None:
+    """Replace the pointer atomically and durably."""
+    replace_bytes(root.pointer, f"{canonical_json(body)}\n".encode())
+    sync_directory(root.folder)
+
+
+def read_pointer(root: Root) -> dict[str, Any] | None:
+    """Return the pointer; None before the first promotion.
+
+    Raises:
+        SchemaError: it is no JSON.
+    """
+    try:
+        return json.loads(root.pointer.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except ValueError as error:
+        raise SchemaError("pointer is not JSON; restore it", file=str(root.pointer)) from error
+
+
+def save_build(root: Root, run: str, result: Mapping[str, Any]) -> None:
+    """Store the measurements of a build for the next plan."""
+    folder = root.folder / "builds" / run
+    folder.mkdir(parents=True, exist_ok=True)
+    replace_bytes(folder / BUILD, f"{canonical_json(result)}\n".encode())
+
+
+def remove_run(root: Root, run: str) -> None:
+    """Remove the folder of a run, or the rest of it after an interrupted removal."""
+    shutil.rmtree(root.run(run), ignore_errors=True)

@@ -247,7 +247,9 @@ class Attempt:
     again: bool = False
     started: Mapping[Stage, Started] = field(default_factory=dict[Stage, Started])
     """Latest start of each stage."""
-    done: Mapping[Stage, Mapping[str, Any]] = field(default_factory=dict[Stage, Mapping[str, Any]])
+    results: Mapping[Stage, Mapping[str, Any]] = field(
+        default_factory=dict[Stage, Mapping[str, Any]]
+    )
     """Result of each completed stage."""
     pending: Started | None = None
     """Start of the stage that has not ended."""
@@ -265,7 +267,7 @@ class Attempt:
     def stage(self) -> Stage | None:
         """The first stage that is not completed; None if only the verdict is missing."""
         for stage in STAGES:
-            if stage not in self.done and (stage != "compare" or self.compared_with):
+            if stage not in self.results and (stage != "compare" or self.compared_with):
                 return stage
         return None
 
@@ -283,7 +285,7 @@ class Attempt:
     @property
     def segment(self) -> str | None:
         """Segment of its day; None until it is appended."""
-        return self.done.get("append", {}).get("segment")
+        return self.results.get("append", {}).get("segment")
 
     @property
     def segments(self) -> tuple[str, ...]:
@@ -299,9 +301,9 @@ class Attempt:
 
     def metrics(self, stage: Stage) -> Metrics | None:
         """Return the result of `evaluate` or `compare`, None before it is completed."""
-        if stage not in self.done:
+        if stage not in self.results:
             return None
-        result = self.done[stage]
+        result = self.results[stage]
         return Metrics(
             num_samples=result["num_samples"],
             ne=result["ne"],
@@ -369,8 +371,8 @@ def _apply_to_attempt(attempt: Attempt, record: Record) -> Attempt:
             started = {**attempt.started, record.stage: record}
             return replace(attempt, started=started, pending=record)
         case Done():
-            done = {**attempt.done, record.stage: record.result}
-            return replace(attempt, done=done, pending=None)
+            results = {**attempt.results, record.stage: record.result}
+            return replace(attempt, results=results, pending=None)
         case Failed():
             return replace(attempt, failures=(*attempt.failures, record), pending=None)
         case Judged():

@@ -9,8 +9,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from scipy.optimize import nnls
 
-from scheduler.model.fit import Window
-from scheduler.model.terms import Floats
+from scheduler.model.fit import Floats, Window
 from scheduler.simulator.kind_models import MIN_CELLS, KindModels, allowed_sizes
 from scheduler.simulator.views import Capacity, Handling, JobView, Measurement, Sizes, Snapshot
 
@@ -206,12 +205,12 @@ class MarginalPolicy:
 
     def __init__(self) -> None:
         """Start without measurements."""
-        self.knowledge = KindModels(fit_optimus)
+        self.models = KindModels(fit_optimus)
         self.next_sec = 0.0
 
     def decide(self, snapshot: Snapshot) -> dict[int, Sizes]:
         """Return new sizes of all jobs each interval; in between, only of waiting jobs."""
-        self.knowledge.update(snapshot)
+        self.models.update(snapshot)
         given = {view.job: view.current for view in snapshot.jobs if view.current is not None}
         if snapshot.now_sec >= self.next_sec:
             self.next_sec = snapshot.now_sec + self.interval_sec
@@ -228,7 +227,7 @@ class MarginalPolicy:
 
     def _first(self, view: JobView, allowed: np.ndarray) -> Sizes:
         """Return the initial sizes of a job: the smallest, or some to be measured."""
-        sampled = self.knowledge.sample(view, allowed)
+        sampled = self.models.sample(view, allowed)
         if sampled is not None:
             return sampled
         if allowed.shape[0] > 1 and allowed[1, 1]:
@@ -266,7 +265,7 @@ class MarginalPolicy:
         allowed = snapshot.allowed[view.kind]
         times = np.full(allowed.shape, np.nan)
         steps = view.left_samples / snapshot.batch_samples[view.kind]
-        times[allowed] = steps * self.knowledge.predicted(view.kind, snapshot.allowed)
+        times[allowed] = steps * self.models.predicted(view.kind, snapshot.allowed)
         return times
 
 
@@ -350,11 +349,11 @@ class GoodputPolicy:
 
     def __init__(self) -> None:
         """Start without measurements."""
-        self.knowledge = KindModels(fit_pollux)
+        self.models = KindModels(fit_pollux)
 
     def decide(self, snapshot: Snapshot) -> dict[int, Sizes]:
         """Return new sizes of all jobs; a job that gains little keeps its sizes."""
-        self.knowledge.update(snapshot)
+        self.models.update(snapshot)
         firsts = [
             (view, _request_at(view, _smallest_size(view, snapshot))) for view in snapshot.jobs
         ]
@@ -367,7 +366,7 @@ class GoodputPolicy:
         """Return the speedup over the smallest size, by possible replicas."""
         allowed = snapshot.allowed[view.kind]
         seconds = np.full(allowed.shape, np.nan)
-        seconds[allowed] = self.knowledge.predicted(view.kind, snapshot.allowed)
+        seconds[allowed] = self.models.predicted(view.kind, snapshot.allowed)
         first = _smallest_size(view, snapshot)
         most = min(min(allowed.shape) - 1, EXPLORED * view.most_replicas)
         base = seconds[first, first]

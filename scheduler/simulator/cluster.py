@@ -110,7 +110,7 @@ class JobRun:
     """When it got its sizes."""
     now_sec: float = 0.0
     """Time of its state."""
-    done: float = 0.0
+    progress: float = 0.0
     """Trained share of its samples."""
     unsaved: float = 0.0
     """Share that was trained since its checkpoint."""
@@ -155,9 +155,9 @@ class JobRun:
         self.now_sec = now_sec
         if sizes is None or elapsed <= 0.0:
             return
-        gained = min(self.rate * active, 1.0 - self.done)
-        middle = memory_share_at(self.done + gained / 2.0)
-        self.done += gained
+        gained = min(self.rate * active, 1.0 - self.progress)
+        middle = memory_share_at(self.progress + gained / 2.0)
+        self.progress += gained
         self.unsaved += gained
         self.unsaved_sec += active
         if self.unsaved_sec >= CHECKPOINT_SEC:
@@ -209,7 +209,7 @@ class JobRun:
     def lose(self) -> None:
         """Return to the checkpoint, unless other replicas keep the steps."""
         if not self.keeps_steps:
-            self.done = max(0.0, self.done - self.unsaved)
+            self.progress = max(0.0, self.progress - self.unsaved)
         self.unsaved = self.unsaved_sec = 0.0
 
     @property
@@ -235,9 +235,9 @@ class JobRun:
         assert self.sizes is not None, "the job runs"
         start = max(self.now_sec, self.resumes_sec)
         processes = self.sizes.num_processes
-        full = max(0.0, progress_at_share(self.memory_share) - self.done)
+        full = max(0.0, progress_at_share(self.memory_share) - self.progress)
         events: list[tuple[float, EventKind]] = [
-            (start + (1.0 - self.done) / self.rate, "finish"),
+            (start + (1.0 - self.progress) / self.rate, "finish"),
             (start + full / self.rate, "oom"),
             (start + max(0.0, self.loss_left) / processes, "loss"),
         ]
@@ -518,8 +518,8 @@ class Cluster:
             spec.request,
             run.sizes,
             run.since_sec,
-            (1.0 - run.done) * spec.num_samples,
-            run.done,
+            (1.0 - run.progress) * spec.num_samples,
+            run.progress,
             run.num_oom,
             run.most_replicas,
         )
@@ -543,7 +543,7 @@ class Cluster:
 
     def _readings(self, job: int) -> Readings:
         run = self.active[job]
-        steps = np.unique(np.linspace(0, int(run.done * STEPS), NUM_READINGS).astype(int))
+        steps = np.unique(np.linspace(0, int(run.progress * STEPS), NUM_READINGS).astype(int))
         errors = np.exp(MEMORY_NOISE * run.spec.noise[np.arange(len(steps)) % ACCIDENTS])
         spec = run.spec
         resident = spec.replica_bytes * TOUCHED_SHARE[steps] * errors

@@ -103,7 +103,7 @@ def parse_policies(text: str) -> tuple[str, ...]:
     names = tuple(text.split(","))
     for name in names:
         if name not in POLICIES:
-            raise ValueError(f"policy must be known, got {name!r}; {suggest_name(name, POLICIES)}")
+            raise ValueError(f"policy is unknown: {name!r}; {suggest_name(name, POLICIES)}")
         if names.count(name) > 1:
             raise ValueError(f"policy is named twice: {name!r}; remove one")
     return names

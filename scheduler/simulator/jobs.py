@@ -20,9 +20,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from scipy.interpolate import griddata
 
+from scheduler.model.fit import Floats, TrainingSetting
 from scheduler.model.measurements import read_measurements
 from scheduler.model.predict import EXCHANGE_SHARE, TREE_SHARE
-from scheduler.model.terms import Floats, TrainingSetting
 from scheduler.simulator.views import Sizes
 from schemas.errors import SchemaError, suggest_name
 

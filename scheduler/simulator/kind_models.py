@@ -13,8 +13,7 @@ import numpy as np
 from scipy.optimize import nnls
 
 from scheduler.elasticity import Headroom
-from scheduler.model.fit import Window, fit_window, merge_windows, observe
-from scheduler.model.terms import Floats, TrainingSetting
+from scheduler.model.fit import Floats, TrainingSetting, Window, fit_window, merge_windows, observe
 from scheduler.planner.correction import MAX_GROWTH
 from scheduler.simulator.views import JobView, Measurement, Sizes, Snapshot
 

@@ -28,9 +28,9 @@ from scheduler.elasticity import (
     estimate_headroom,
     fit_pool_cores,
 )
+from scheduler.model.fit import Floats
 from scheduler.model.grid import GIB
 from scheduler.model.memory import forecast
-from scheduler.model.terms import Floats
 from scheduler.planner.candidates import pareto_front
 from scheduler.planner.correction import (
     MEMORY_HEADROOM,
@@ -106,7 +106,7 @@ class JobEstimate:
         memory: bytes of one replica and of all stores that it should get; None for its request.
         num_forecasts: passed `FORECAST_POINTS`.
         oom: handled out-of-memory failures.
-        given: cores that it should get, with the version and headroom from which they follow.
+        grant: cores that it should get, with the version and headroom from which they follow.
     """
 
     version: int = 0
@@ -114,7 +114,7 @@ class JobEstimate:
     memory: tuple[float, float] | None = None
     num_forecasts: int = 0
     oom: int = 0
-    given: tuple[int, Headroom, CoreGrant | None] | None = None
+    grant: tuple[int, Headroom, CoreGrant | None] | None = None
 
 
 class Estimates:
@@ -132,45 +132,45 @@ class Estimates:
             parts: active parts of the policy.
         """
         self.parts = parts
-        self.knowledge = KindModels(fit_presage)
+        self.models = KindModels(fit_presage)
         self.kinds: dict[str, KindModel] = {}
-        self.needs: dict[int, JobEstimate] = {}
+        self.jobs: dict[int, JobEstimate] = {}
         self.bursts: dict[str, dict[tuple[int, PoolSizes], list[Reading]]] = {}
         self.headrooms: dict[str, Headroom] = {}
         self.updates: dict[str, int] = {}
 
     def update(self, snapshot: Snapshot) -> None:
         """Update all estimates with the measurements since the last decision."""
-        self.needs = {view.job: self.needs.get(view.job) or JobEstimate() for view in snapshot.jobs}
+        self.jobs = {view.job: self.jobs.get(view.job) or JobEstimate() for view in snapshot.jobs}
         views = {view.job: view for view in snapshot.jobs}
         for measured in snapshot.measured:
             self._add_measurement(measured, views[measured.job])
         suspect = {m.job for m in snapshot.measured if self._is_suspect(m)}
-        self.knowledge.update(snapshot, suspect)
-        for kind, version in self.knowledge.versions.items():
+        self.models.update(snapshot, suspect)
+        for kind, version in self.models.versions.items():
             latest = version + self.updates.get(kind, 0)
             if kind not in self.kinds or self.kinds[kind].version != latest:
                 self.kinds[kind] = build_kind(
                     latest,
-                    self.knowledge.seconds[kind],
+                    self.models.seconds[kind],
                     snapshot.allowed[kind],
-                    self.knowledge.cores(kind, MIN_ROWS),
+                    self.models.cores(kind, MIN_ROWS),
                     self._headroom(kind),
                 )
         for view in snapshot.jobs:
             self._update_memory(view, snapshot)
 
     def _add_measurement(self, measured: Measurement, view: JobView) -> None:
-        needs = self.needs[measured.job]
-        needs.version += 1
+        estimate = self.jobs[measured.job]
+        estimate.version += 1
         at = measured.num_replicas, measured.num_stores
-        needs.cores = add_readings(
-            needs.cores, at, readings_of(measured, view.current or view.request)
+        estimate.cores = add_readings(
+            estimate.cores, at, readings_of(measured, view.current or view.request)
         )
         by_job = self.bursts.setdefault(measured.kind, {})
-        bursts = burst_readings(needs.cores.latest())
+        bursts = burst_readings(estimate.cores.latest())
         if bursts and self.parts.fit_cores and self.parts.similar_jobs and len(by_job) < MAX_GROUPS:
-            by_job[measured.job, needs.cores.sizes] = bursts
+            by_job[measured.job, estimate.cores.sizes] = bursts
             self._update_headroom(measured.kind)
 
     def _update_headroom(self, kind: str) -> None:
@@ -178,7 +178,7 @@ class Estimates:
         before, after = self._headroom(kind), estimate_headroom(list(self.bursts[kind].values()))
         changes = after.factor / before.factor, after.suspect_below / before.suspect_below
         if (
-            after.known > before.known
+            after.measured > before.measured
             or max(changes) > HEADROOM_CHANGE
             or min(changes) < 1.0 / HEADROOM_CHANGE
         ):
@@ -197,10 +197,10 @@ class Estimates:
         """Return the cores that a job should get at its last measured sizes; None before."""
         if not self.parts.fit_cores:
             return None
-        needs, headroom = self.needs[job], self._headroom(kind)
-        if needs.given is None or needs.given[:2] != (needs.version, headroom):
-            needs.given = needs.version, headroom, fit_pool_cores(needs.cores, headroom)
-        return needs.given[2]
+        estimate, headroom = self.jobs[job], self._headroom(kind)
+        if estimate.grant is None or estimate.grant[:2] != (estimate.version, headroom):
+            estimate.grant = estimate.version, headroom, fit_pool_cores(estimate.cores, headroom)
+        return estimate.grant[2]
 
     def cores(self, view: JobView, kind: KindModel) -> tuple[Floats, Floats]:
         """Return the cores of one replica and one store at each trusted size.
@@ -209,7 +209,7 @@ class Estimates:
         kind, once their bursts are known. Both get proportionally at most their request, unless the
         job lacked cores or gets more as a trial.
         """
-        request, measured = view.request, self.needs[view.job].cores
+        request, measured = view.request, self.jobs[view.job].cores
         requested = request.replica_cpus, request.store_cpus
         if not self.parts.similar_jobs:
             own = self.fitted(view.job, view.kind)
@@ -219,7 +219,7 @@ class Estimates:
         units = requested if kind.relative else (1.0, 1.0)
         typical = units[0] * kind.replica_busy, units[1] * kind.store_busy
         given, at = self.fitted(view.job, view.kind), kind.index_of(*measured.sizes)
-        unknown = given is None and not kind.headroom.known
+        unknown = given is None and not kind.headroom.measured
         if not self.parts.fit_cores or unknown or not np.isfinite(typical[0]).all():
             return np.full(len(typical[0]), requested[0]), np.full(len(typical[1]), requested[1])
         factor = kind.headroom.factor
@@ -236,31 +236,31 @@ class Estimates:
 
     def memory(self, view: JobView) -> tuple[float, float]:
         """Return the bytes of one replica, and of all stores together."""
-        estimate, request = self.needs[view.job].memory, view.request
+        estimate, request = self.jobs[view.job].memory, view.request
         return (request.replica_memory, request.tables_memory) if estimate is None else estimate
 
     def _update_memory(self, view: JobView, snapshot: Snapshot) -> None:
         """Forecast the memory of a job at the next of `FORECAST_POINTS`, or after a failure."""
-        needs = self.needs[view.job]
-        killed = view.num_oom > needs.oom
-        if not killed and (view.current is None or needs.num_forecasts == len(FORECAST_POINTS)):
+        estimate = self.jobs[view.job]
+        killed = view.num_oom > estimate.oom
+        if not killed and (view.current is None or estimate.num_forecasts == len(FORECAST_POINTS)):
             return
         passed = sum(view.progress >= point for point in FORECAST_POINTS)
-        if not killed and passed <= needs.num_forecasts:
+        if not killed and passed <= estimate.num_forecasts:
             return
-        needs.num_forecasts, needs.oom = max(passed, needs.num_forecasts), view.num_oom
+        estimate.num_forecasts, estimate.oom = max(passed, estimate.num_forecasts), view.num_oom
         given = self.memory(view)
         readings = snapshot.readings(view.job)
         wanted = _forecast_bytes(readings, given[0], passed, give_back=self.parts.give_back)
         if killed and self.parts.grow_after_oom:
             wanted = max(wanted or 0.0, memory_after_oom(given[0], 0.0, np.inf))
         if wanted is not None:
-            needs.memory = wanted, wanted * readings.tables_share
-            needs.version += 1
+            estimate.memory = wanted, wanted * readings.tables_share
+            estimate.version += 1
 
     def sample(self, view: JobView, allowed: np.ndarray) -> Sizes | None:
         """Return the sizes at which a job is measured; None if it need not be."""
-        return self.knowledge.sample(view, allowed) if self.parts.sample else None
+        return self.models.sample(view, allowed) if self.parts.sample else None
 
     def request_sizes(self, view: JobView, allowed: np.ndarray) -> Sizes:
         """Return the request, or sizes to be measured, with the estimated memory."""
@@ -400,7 +400,7 @@ class PresagePolicy:
         kind = self.estimates.kinds.get(view.kind)
         allowed = snapshot.allowed[view.kind]
         stores = self.stores.get(view.job, 0)
-        key = (0 if kind is None else kind.version, self.estimates.needs[view.job].version, stores)
+        key = (0 if kind is None else kind.version, self.estimates.jobs[view.job].version, stores)
         old = self.plans.get(view.job)
         if old is not None and old.key == key:
             return old
@@ -486,7 +486,7 @@ class PresagePolicy:
             current=_candidate(current, now_sec),
             best=_candidate(target, new_sec),
             gain=1.0 - new / now,
-            confident=self.estimates.needs[view.job].cores.sizes
+            confident=self.estimates.jobs[view.job].cores.sizes
             == (current.num_replicas, current.num_stores),
         )
         before = self.corrections[view.job]

@@ -8,7 +8,7 @@ from typing import Protocol
 
 import numpy as np
 
-from scheduler.model.terms import Floats
+from scheduler.model.fit import Floats
 
 
 @dataclass(frozen=True, slots=True)

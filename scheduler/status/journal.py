@@ -12,7 +12,7 @@ import numpy as np
 
 from scheduler.controller.events import Ended, Event, Started, Stepped
 from scheduler.controller.state import ENDED_PHASES, JobState, State
-from scheduler.model.fit import predict_seconds
+from scheduler.model.fit import Prediction, predict_seconds
 from scheduler.model.grid import GIB, Grid
 from scheduler.model.predict import fit_models, segment_setting, training_setting
 from scheduler.planner.candidates import SEC_PER_HOUR
@@ -214,15 +214,8 @@ def training_speed(job: JobState, event: Stepped) -> Speed | None:
     models = fit_models(job.snapshot, config, job.steps, job.builds)
     sizes = Grid.of_rows(np.array([(1, 1, event.num_replicas, job.num_stores or 0)]))
     prediction = predict_seconds(models.training, training_setting(job.snapshot, config, sizes))
-    return Speed(
-        time_sec=event.time_sec,
-        pool="training",
-        num_processes=event.num_replicas,
-        measured=batch / median(event.seconds),
-        predicted=batch / float(prediction.seconds[0]),
-        low=batch / float(prediction.high[0]),
-        high=batch / float(prediction.low[0]),
-    )
+    seconds = median(event.seconds)
+    return _speed(event.time_sec, "training", event.num_replicas, batch, seconds, prediction)
 
 
 def building_speed(job: JobState, event: Ended) -> Speed | None:
@@ -241,14 +234,27 @@ def building_speed(job: JobState, event: Ended) -> Speed | None:
     sizes = Grid.of_rows(np.array([(concurrent, process.workers, 1, 0)]))
     setting = replace(segment_setting(models, job.snapshot, config, sizes), rows=event.num_samples)
     prediction = predict_seconds(models.segments, setting)
+    rows, seconds = event.num_samples, event.work_sec
+    return _speed(event.time_sec, "preprocessing", concurrent, rows, seconds, prediction)
+
+
+def _speed(
+    time_sec: float,
+    pool: SpeedPool,
+    num_processes: int,
+    num_samples: int,
+    seconds: float,
+    prediction: Prediction,
+) -> Speed:
+    """Return the speed at which samples took some seconds, beside the predicted one."""
     return Speed(
-        time_sec=event.time_sec,
-        pool="preprocessing",
-        num_processes=concurrent,
-        measured=event.num_samples / event.work_sec,
-        predicted=event.num_samples / float(prediction.seconds[0]),
-        low=event.num_samples / float(prediction.high[0]),
-        high=event.num_samples / float(prediction.low[0]),
+        time_sec=time_sec,
+        pool=pool,
+        num_processes=num_processes,
+        measured=num_samples / seconds,
+        predicted=num_samples / float(prediction.seconds[0]),
+        low=num_samples / float(prediction.high[0]),
+        high=num_samples / float(prediction.low[0]),
     )
 
 

@@ -2,28 +2,92 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import attrgetter
-from typing import get_args
+from typing import Any, get_args
 
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from scheduler.controller.state import Phase, Status
-from scheduler.controller.watch import LOOKAHEAD_SEC
+from scheduler.controller.tick import LOOKAHEAD_SEC
 from scheduler.status.view import JobView, View
 
-JOB = ("job",)
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+JOB = ("job",)
+
+Spec = tuple[str, str, Callable[[Any], float | None]]
+"""Name and description of a gauge, and its value for an object; None for no sample."""
+
+OF_SCHEDULER: Sequence[Spec] = (
+    ("budget_cores", "Cores of the budget.", attrgetter("cpus")),
+    ("booked_cores", "Cores reserved for live processes.", attrgetter("used_cpus")),
+    ("budget_memory_bytes", "Memory of the budget.", attrgetter("memory_bytes")),
+    (
+        "booked_memory_bytes",
+        "Memory reserved for live processes.",
+        attrgetter("used_memory_bytes"),
+    ),
+    ("last_event_timestamp_seconds", "Time of the last event.", attrgetter("now_sec")),
+)
+OF_JOB: Sequence[Spec] = (
+    ("segments_built", "Committed segments.", attrgetter("segments_built")),
+    ("segments", "Segments of the input.", attrgetter("num_segments")),
+    (
+        "next_step",
+        "The step after the last committed one; it decreases on a restore from a checkpoint.",
+        attrgetter("next_step"),
+    ),
+    ("trained_samples", "Trained samples, counted in every epoch.", attrgetter("num_trained")),
+    ("samples", "Known samples of all epochs.", attrgetter("num_to_train")),
+)
+OF_FORECAST: Sequence[Spec] = (
+    ("predicted_left_cost", "Predicted cost until training ends.", attrgetter("left_cost")),
+    ("predicted_left_seconds", "Predicted seconds until training ends.", attrgetter("left_sec")),
+    (
+        "prediction_confident",
+        "1 if the predicted interval of step times is narrow enough to act upon.",
+        attrgetter("confident"),
+    ),
+)
+OF_PROCESS: Sequence[Spec] = (
+    ("process_busy_cores", "Last measured use of cores.", attrgetter("busy_cores")),
+    ("process_booked_cores", "Reserved cores.", attrgetter("cpus")),
+    ("process_resident_memory_bytes", "Last measured memory.", attrgetter("resident_bytes")),
+    ("process_memory_limit_bytes", "Reserved memory.", lambda p: p.limit_bytes or None),
+)
+OF_STORE: Sequence[Spec] = (
+    ("store_ranges", "Slot ranges that a store owns.", lambda store: len(store.ranges)),
+    (
+        "store_access_share",
+        "Share of the accesses around the current step, from the oracle.",
+        attrgetter("share"),
+    ),
+    (
+        "store_predicted_access_share",
+        f"The same in {LOOKAHEAD_SEC:.0f} s, with the current owners.",
+        attrgetter("share_ahead"),
+    ),
+)
+OF_SPEED: Sequence[Spec] = (
+    (
+        "measured_samples_per_second",
+        "Newest measured rows or samples per second.",
+        attrgetter("measured"),
+    ),
+    (
+        "predicted_samples_per_second",
+        "The same, as predicted before it was measured.",
+        attrgetter("predicted"),
+    ),
+)
 
 
 def metrics_text(view: View) -> bytes:
     """Return the metrics of a view in Prometheus' text format."""
-    registry = CollectorRegistry(auto_describe=False)
-    registry.register(_Collector(view))
-    return generate_latest(registry)
+    return generate_latest(_Collector(view))
 
 
 class _Collector(Collector):
@@ -34,113 +98,54 @@ class _Collector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """Yield all metrics."""
-        yield from _of_scheduler(self._view)
-        yield from _of_jobs(self._view.jobs)
-        yield from _of_processes(self._view.jobs)
-        yield from _of_stores(self._view.jobs)
-        yield from _of_speeds(self._view.jobs)
-        decided = _counter("decisions", "Decisions by action.", ("job", "action"))
-        for job, action, count in self._view.num_decided:
-            decided.add_metric((job, action.replace(" ", "_")), count)
-        incidents = _counter(
+        view = self._view
+        yield from _gauges((), [((), view)], OF_SCHEDULER)
+        yield _counter("events", "Events in the log.", (), [((), view.num_events)])
+        yield from _of_jobs(view.jobs)
+        yield from _of_pools(view.jobs)
+        stores = [(job.name, s) for job in view.jobs if job.stores for s in job.stores.stores]
+        yield from _gauges(("job", "store"), [((j, str(s.number)), s) for j, s in stores], OF_STORE)
+        newest = [
+            ((job.name, pool), [speed for speed in job.speeds if speed.pool == pool][-1])
+            for job in view.jobs
+            for pool in sorted({speed.pool for speed in job.speeds})
+        ]
+        yield from _gauges(("job", "pool"), newest, OF_SPEED)
+        yield _counter(
+            "decisions",
+            "Decisions by action.",
+            ("job", "action"),
+            [((job, action.replace(" ", "_")), n) for job, action, n in view.num_decided],
+        )
+        yield _counter(
             "incidents",
             "Incidents: processes lost, failed, slow or preempted, memory exhausted.",
             ("job", "kind"),
+            [((job, kind), n) for job, kind, n in view.num_incidents],
         )
-        for job, kind, count in self._view.num_incidents:
-            incidents.add_metric((job, kind), count)
-        yield from (decided, incidents)
 
 
-def _of_scheduler(view: View) -> Iterator[Metric]:
-    yield _gauge("budget_cores", "Cores of the budget.", (), [((), view.cpus)])
-    yield _gauge("booked_cores", "Cores reserved for live processes.", (), [((), view.used_cpus)])
-    yield _gauge("budget_memory_bytes", "Memory of the budget.", (), [((), view.memory_bytes)])
-    yield _gauge(
-        "booked_memory_bytes",
-        "Memory reserved for live processes.",
-        (),
-        [((), view.used_memory_bytes)],
-    )
-    yield _gauge(
-        "last_event_timestamp_seconds", "Time of the last event.", (), [((), view.now_sec)]
-    )
-    events = _counter("events", "Events in the log.", ())
-    events.add_metric((), view.num_events)
-    yield events
-
-
-def _of_jobs(jobs: Iterable[JobView]) -> Iterator[Metric]:
-    phases = get_args(Phase)
+def _of_jobs(jobs: Sequence[JobView]) -> Iterator[Metric]:
     yield _gauge(
         "job_phase",
         "1 for the current phase of a job.",
         ("job", "phase"),
-        [((job.name, phase), float(job.phase == phase)) for job in jobs for phase in phases],
+        [((j.name, phase), j.phase == phase) for j in jobs for phase in get_args(Phase)],
     )
-    yield _gauge(
-        "segments_built",
-        "Committed segments.",
-        JOB,
-        [((job.name,), job.segments_built) for job in jobs],
-    )
-    yield _gauge(
-        "segments", "Segments of the input.", JOB, [((job.name,), job.num_segments) for job in jobs]
-    )
-    yield _gauge(
-        "next_step",
-        "The step after the last committed one; it decreases on a restore from a checkpoint.",
-        JOB,
-        [((job.name,), job.next_step) for job in jobs],
-    )
-    yield _gauge(
-        "trained_samples",
-        "Trained samples, counted in every epoch.",
-        JOB,
-        [((job.name,), job.num_trained) for job in jobs],
-    )
-    yield _gauge(
-        "samples",
-        "Known samples of all epochs.",
-        JOB,
-        [((job.name,), job.num_to_train) for job in jobs],
-    )
-    cost = _counter("cost", "Cost of reserved resources, in the currency of the budget.", JOB)
-    for job in jobs:
-        cost.add_metric((job.name,), job.spent)
-    yield cost
-    forecasts = [(job.name, job.forecast) for job in jobs if job.forecast is not None]
-    yield _gauge(
-        "predicted_left_cost",
-        "Predicted cost until training ends.",
-        JOB,
-        [((name,), forecast.left_cost) for name, forecast in forecasts],
-    )
-    yield _gauge(
-        "predicted_left_seconds",
-        "Predicted seconds until training ends.",
-        JOB,
-        [((name,), forecast.left_sec) for name, forecast in forecasts],
-    )
-    yield _gauge(
-        "prediction_confident",
-        "1 if the predicted interval of step times is narrow enough to act upon.",
-        JOB,
-        [((name,), float(forecast.confident)) for name, forecast in forecasts],
-    )
+    yield from _gauges(JOB, [((job.name,), job) for job in jobs], OF_JOB)
+    costs = [((job.name,), job.spent) for job in jobs]
+    yield _counter("cost", "Cost of reserved resources, in the currency of the budget.", JOB, costs)
+    forecasts = [((job.name,), job.forecast) for job in jobs if job.forecast is not None]
+    yield from _gauges(JOB, forecasts, OF_FORECAST)
 
 
-def _of_processes(jobs: Iterable[JobView]) -> Iterator[Metric]:
+def _of_pools(jobs: Sequence[JobView]) -> Iterator[Metric]:
     pools = [(job.name, pool) for job in jobs for pool in job.pools]
     yield _gauge(
         "processes",
         "Live processes by pool and status.",
         ("job", "pool", "status"),
-        [
-            ((job, pool.name, status), pool.count(status))
-            for job, pool in pools
-            for status in get_args(Status)
-        ],
+        [((j, p.name, status), p.count(status)) for j, p in pools for status in get_args(Status)],
     )
     yield _gauge(
         "wanted_processes",
@@ -148,69 +153,39 @@ def _of_processes(jobs: Iterable[JobView]) -> Iterator[Metric]:
         ("job", "pool"),
         [((job, pool.name), pool.wanted) for job, pool in pools],
     )
-    processes = [(job, pool.name, process) for job, pool in pools for process in pool.processes]
-    for name, text, value_of in (
-        ("busy_cores", "Last measured use of cores.", attrgetter("busy_cores")),
-        ("booked_cores", "Reserved cores.", attrgetter("cpus")),
-        ("resident_memory_bytes", "Last measured memory.", attrgetter("resident_bytes")),
-        ("memory_limit_bytes", "Reserved memory.", lambda process: process.limit_bytes or None),
-    ):
-        values = [
-            ((job, pool, process.name), value_of(process)) for job, pool, process in processes
-        ]
-        yield _gauge(f"process_{name}", text, ("job", "pool", "process"), values)
+    processes = [((j, pool.name, p.name), p) for j, pool in pools for p in pool.processes]
+    yield from _gauges(("job", "pool", "process"), processes, OF_PROCESS)
 
 
-def _of_stores(jobs: Iterable[JobView]) -> Iterator[Metric]:
-    stores = [(job.name, store) for job in jobs if job.stores for store in job.stores.stores]
-    for name, text, value_of in (
-        ("ranges", "Slot ranges that a store owns.", lambda store: len(store.ranges)),
-        (
-            "access_share",
-            "Share of the accesses around the current step, from the oracle.",
-            attrgetter("share"),
-        ),
-        (
-            "predicted_access_share",
-            f"The same in {LOOKAHEAD_SEC:.0f} s, with the current owners.",
-            attrgetter("share_ahead"),
-        ),
-    ):
-        values = [((job, str(store.number)), value_of(store)) for job, store in stores]
-        yield _gauge(f"store_{name}", text, ("job", "store"), values)
-
-
-def _of_speeds(jobs: Iterable[JobView]) -> Iterator[Metric]:
-    newest = [
-        (job.name, pool, [speed for speed in job.speeds if speed.pool == pool][-1])
-        for job in jobs
-        for pool in sorted({speed.pool for speed in job.speeds})
-    ]
-    for name, text in (
-        ("measured", "Newest measured rows or samples per second."),
-        ("predicted", "The same, as predicted before it was measured."),
-    ):
-        yield _gauge(
-            f"{name}_samples_per_second",
-            text,
-            ("job", "pool"),
-            [((job, pool), getattr(speed, name)) for job, pool, speed in newest],
-        )
+def _gauges(
+    labels: Sequence[str], objects: Sequence[tuple[tuple[str, ...], Any]], specs: Sequence[Spec]
+) -> Iterator[Metric]:
+    """Yield a gauge for each spec, with a sample for each object, by its label values."""
+    for name, text, value_of in specs:
+        yield _gauge(name, text, labels, [(values, value_of(item)) for values, item in objects])
 
 
 def _gauge(
     name: str,
     text: str,
-    labels: tuple[str, ...],
+    labels: Sequence[str],
     samples: Iterable[tuple[tuple[str, ...], float | None]],
 ) -> GaugeMetricFamily:
     """Return a gauge with the samples that have a value."""
     gauge = GaugeMetricFamily(f"presage_{name}", text, labels=labels)
     for values, value in samples:
         if value is not None:
-            gauge.add_metric(values, value)
+            gauge.add_metric(values, float(value))
     return gauge
 
 
-def _counter(name: str, text: str, labels: tuple[str, ...]) -> CounterMetricFamily:
-    return CounterMetricFamily(f"presage_{name}", text, labels=labels)
+def _counter(
+    name: str,
+    text: str,
+    labels: Sequence[str],
+    samples: Iterable[tuple[tuple[str, ...], float]],
+) -> CounterMetricFamily:
+    counter = CounterMetricFamily(f"presage_{name}", text, labels=labels)
+    for values, value in samples:
+        counter.add_metric(values, value)
+    return counter

@@ -1,49 +1,40 @@
-"""The status page: one HTML document without external resources.
+"""The status page: one HTML document without external resources, from the template `page.html`.
 
-Sections and tables have ids, so that `status.js` can update them in place.
+A chart is SVG with a text alternative (`aria-label`), a table beside it with the same numbers, and
+marks that differ in shape, not only in colour.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
 from html import escape
 from pathlib import Path
-from string import Template
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
 
 from scheduler.controller.slots import NUM_RANGES, format_spans
-from scheduler.controller.watch import LOOKAHEAD_SEC
+from scheduler.controller.tick import LOOKAHEAD_SEC
 from scheduler.planner.policy import counted
-from scheduler.status.html import (
-    KIND_WORDS,
-    details,
-    incident_chart,
-    mark,
-    meter,
-    speed_chart,
-    table,
-    text,
-    timestamp,
-    usage_chart,
-)
-from scheduler.status.journal import Incident, SpeedPool
+from scheduler.status.journal import Incident, Kind, Speed, SpeedPool, Usage
 from scheduler.status.view import (
     JobView,
-    Move,
-    PoolView,
-    ProcessView,
-    Stores,
-    StoreView,
     View,
+    clock,
     describe_move,
     digits,
     duration,
     memory,
+    notes_of,
     percent,
+    visible,
 )
 from schemas.hashing import NUM_SLOTS
 
-TEMPLATE = Template(Path(__file__).with_name("page.html").read_text(encoding="utf-8"))
-POOL_WORDS = {
+POOL_LABELS = {
     "segment": "segment jobs",
     "lead": "coordinator",
     "replica": "replicas",
@@ -53,26 +44,15 @@ UNITS: dict[SpeedPool, tuple[str, str]] = {
     "preprocessing": ("Speed of one segment job", "rows/s"),
     "training": ("Speed of training", "samples/s"),
 }
-LATEST = 12
+NUM_LATEST = 12
 """Rows of the table beside a chart."""
-TONES = 4
+NUM_TONES = 4
 """Cell styles; consecutive stores differ."""
 
 
 def page(view: View) -> str:
     """Return the document."""
-    return TEMPLATE.substitute(
-        title=escape(headline(view)),
-        headline=escape(headline(view)),
-        now=timestamp(view.now_sec),
-        events=escape(counted(view.num_events, "event")),
-        tiles=_tiles(view),
-        links=_links(view.jobs),
-        budget=_budget(view),
-        jobs="\n".join(_job(number, job, view) for number, job in enumerate(view.jobs, 1)),
-        incidents=_incidents(view),
-        decisions=_decisions(view),
-    )
+    return _TEMPLATE.render(view=view, headline=headline(view), tiles=_tiles(view))
 
 
 def headline(view: View) -> str:
@@ -86,14 +66,14 @@ def headline(view: View) -> str:
     return f"{line}; {counted(missing, 'replacement')} pending" if missing else line
 
 
-def _tiles(view: View) -> str:
+def _tiles(view: View) -> tuple[tuple[str, str, str], ...]:
     forecasts = [job.forecast for job in view.jobs if job.forecast is not None]
     spent = sum(job.spent for job in view.jobs)
     total = spent + sum(forecast.left_cost for forecast in forecasts)
     left_sec = max((forecast.left_sec for forecast in forecasts), default=None)
     num_incidents = sum(n for _, _, n in view.num_incidents)
     num_replaced = sum(i.back_sec is not None for i in view.incidents)
-    tiles = (
+    return (
         ("Cores reserved", digits(view.used_cpus), f"of {digits(view.cpus)}"),
         ("Memory reserved", memory(view.used_memory_bytes), f"of {memory(view.memory_bytes)}"),
         ("Cost so far", digits(spent), f"{digits(total)} predicted in all"),
@@ -104,68 +84,11 @@ def _tiles(view: View) -> str:
         ),
         ("Incidents", f"{num_incidents:,}", f"{num_replaced:,} replaced"),
     )
-    cells = "".join(
-        f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd><dd>{escape(more)}</dd></div>"
-        for name, value, more in tiles
-    )
-    return f'<dl class="tiles">{cells}</dl>'
 
 
-def _links(jobs: Sequence[JobView]) -> str:
-    return "".join(
-        f'<li><a href="#job-{number}">Job {text(job.name)}</a></li>'
-        for number, job in enumerate(jobs, 1)
-    )
-
-
-def _budget(view: View) -> str:
-    if not view.usage or view.now_sec <= view.usage[0].time_sec:
-        return "<p>No usage yet.</p>"
-    chart = usage_chart(view.usage, view.cpus, view.now_sec)
-    rows = [(timestamp(u.time_sec), digits(u.cpus), memory(u.memory_bytes)) for u in view.usage]
-    head = ("from", "cores", "memory")
-    return (
-        f"<figure>{chart}<figcaption>Reserved cores over time (solid) under the budget "
-        f"(dashed).</figcaption></figure>"
-        + details("Changes as a table", table("Latest changes", head, rows[-LATEST:], "usage"))
-    )
-
-
-def _job(number: int, job: JobView, view: View) -> str:
-    key = f"job-{number}"
-    processes = [process for pool in job.pools for process in pool.processes]
-    parts = [
-        f"<p>{text(job.last_reason)}</p>" if job.last_reason else "",
-        _progress(job),
-        _costs(job, view),
-        table("Pools", ("pool", "wanted", "running", "starting", "leaving", "cores", "memory"),
-              map(_pool_row, job.pools), f"{key}-pools") if job.pools else "",
-        _stores_section(job.stores, f"{key}-stores") if job.stores else "",
-        '<div class="pair">',
-        *(_speed(job, pool, key, view.now_sec) for pool in UNITS),
-        "</div>",
-        table("Processes: memory against limit", ("process", "status", "since", "cores", "memory"),
-              map(_process_row, processes), f"{key}-processes") if processes else "",
-    ]  # fmt: skip
-    return (
-        f'<section id="{key}" aria-labelledby="{key}-title">'
-        f'<h2 id="{key}-title">Job {number}: {text(job.name)} '
-        f'<span class="phase {job.phase}">{job.phase}</span></h2>{"".join(parts)}</section>'
-    )
-
-
-def _progress(job: JobView) -> str:
-    segments = f"{job.segments_built} of {counted(job.num_segments, 'segment')} built"
-    trained = f"{job.num_trained:,} of {job.num_to_train:,} samples trained"
-    steps = counted(job.next_step, "step")
-    return (
-        f"<p>{meter(job.segments_built / max(job.num_segments, 1), segments)}</p>"
-        f"<p>{meter(job.num_trained / max(job.num_to_train, 1), f'{trained}, {steps}')}</p>"
-    )
-
-
-def _costs(job: JobView, view: View) -> str:
-    elapsed = (view.now_sec if job.ended_sec is None else job.ended_sec) - job.since_sec
+def job_facts(job: JobView, now_sec: float) -> list[str]:
+    """Return cost, time, forecast and deadline of a job, and why nothing happens, in words."""
+    elapsed = (now_sec if job.ended_sec is None else job.ended_sec) - job.since_sec
     hourly = f", {digits(job.hour_price)} an hour as reserved now" if job.hour_price else ""
     facts = [
         f"cost so far {digits(job.spent)}{hourly}",
@@ -185,156 +108,244 @@ def _costs(job: JobView, view: View) -> str:
             f"deadline after {duration(job.deadline_sec)}: "
             + (f"late by {duration(late)}" if late > 0 else f"{duration(-late)} to spare")
         )
-    return f'<ul class="facts">{"".join(f"<li>{escape(fact)}</li>" for fact in facts)}</ul>'
+    return [*facts, *notes_of(job)]
 
 
-def _pool_row(pool: PoolView) -> tuple[str, ...]:
-    return (
-        escape(POOL_WORDS[pool.name]),
-        str(pool.wanted),
-        *(str(pool.count(status)) for status in ("running", "starting", "leaving")),
-        digits(sum(process.cpus for process in pool.processes)),
-        memory(sum(process.limit_bytes for process in pool.processes)),
-    )
-
-
-def _process_row(process: ProcessView) -> tuple[str, ...]:
-    resident, limit = process.resident_bytes, process.limit_bytes
-    used = "not read yet" if resident is None else memory(resident)
-    if limit and resident is not None:
-        share = resident / limit
-        label = f"{used} of {memory(limit)} ({percent(share)})"
-        memory_cell = meter(share, label, is_limit=True)
-    else:
-        memory_cell = escape(f"{used}, limit {memory(limit)}" if limit else used)
-    cores = digits(process.cpus)
-    if process.busy_cores is not None:
-        cores = f"{digits(round(process.busy_cores, 2))} of {cores}"
-    since = timestamp(process.since_sec)
-    return text(process.name), process.status, since, cores, memory_cell
-
-
-def _speed(job: JobView, pool: SpeedPool, key: str, now_sec: float) -> str:
-    speeds = [speed for speed in job.speeds if speed.pool == pool]
-    title, unit = UNITS[pool]
-    if not speeds:
-        return f"<div><h3>{title}</h3><p>No measurement yet.</p></div>"
-    last = speeds[-1]
-    error = last.measured / last.predicted - 1.0
+def describe_speed(speed: Speed, unit: str) -> str:
+    """Return a measurement beside its prediction, in words."""
+    error = speed.measured / speed.predicted - 1.0
     comparison = f"{percent(abs(error))} {'more' if error > 0 else 'less'} than predicted before"
-    comparison = "as predicted before" if abs(error) < 0.005 else comparison
-    line = f"Measured {digits(last.measured)} {unit}, {comparison} ({digits(last.predicted)})."
-    end_sec = now_sec if job.ended_sec is None else job.ended_sec
-    rows = [
-        (timestamp(s.time_sec), str(s.num_processes), digits(s.measured), digits(s.predicted),
-         f"{digits(s.low)} to {digits(s.high)}")
-        for s in reversed(speeds[-LATEST:])
-    ]  # fmt: skip
-    head = ("at", "processes", "measured", "predicted", "90 % interval")
-    measurements = table(f"{title}, {unit}", head, rows, f"{key}-{pool}")
-    return (
-        f"<div><h3>{title}</h3><p>{escape(line)}</p>"
-        f"<figure>{speed_chart(speeds, title, unit, end_sec)}<figcaption>Measured (line with "
-        "dots), predicted before each measurement (dashed) and its 90 % interval (band)."
-        f"</figcaption></figure>{details('Measurements as a table', measurements)}</div>"
+    if abs(error) < 0.005:
+        comparison = "as predicted before"
+    return f"Measured {digits(speed.measured)} {unit}, {comparison} ({digits(speed.predicted)})."
+
+
+def _isoformat(time_sec: float) -> str:
+    return f"{datetime.fromtimestamp(time_sec, UTC):%Y-%m-%dT%H:%M:%SZ}"
+
+
+# Charts.
+
+WIDTH, HEIGHT = 520.0, 190.0
+LEFT, RIGHT, TOP, BOTTOM = 52.0, 12.0, 12.0, 26.0
+LABEL_GAP = 8.0
+MARKS: dict[Kind, str] = {
+    "lost": "M-5-5L5 5M-5 5L5-5",
+    "failed": "M-5-5H5V5H-5Z",
+    "slow": "M-6-5H6L0 6Z",
+    "preempted": "M0-6L6 0L0 6L-6 0Z",
+    "memory": "M-6 5H6L0-6Z",
+}
+"""SVG paths of the marks of incidents."""
+KIND_LABELS: dict[Kind, str] = {
+    "lost": "lost",
+    "failed": "failed",
+    "slow": "too slow",
+    "preempted": "preempted",
+    "memory": "out of memory",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """Coordinates of a chart."""
+
+    start_sec: float
+    end_sec: float
+    top: float
+
+    def x(self, time_sec: float) -> float:
+        """Return the horizontal coordinate of a time."""
+        span = max(self.end_sec - self.start_sec, 1e-9)
+        return LEFT + (WIDTH - LEFT - RIGHT) * (time_sec - self.start_sec) / span
+
+    def y(self, value: float) -> float:
+        """Return the vertical coordinate of a value, clipped to the frame."""
+        share = min(max(value / max(self.top, 1e-9), 0.0), 1.0)
+        return HEIGHT - BOTTOM - (HEIGHT - TOP - BOTTOM) * share
+
+    def axes(self, unit: str) -> str:
+        """Return grid lines with values, and the time range."""
+        lines: list[str] = []
+        for value in ticks(self.top):
+            y = self.y(value)
+            lines.append(f'<path class="grid" d="M{LEFT:.0f} {y:.1f}H{WIDTH - RIGHT:.0f}"/>')
+            lines.append(_text(LEFT - LABEL_GAP, y + 4, digits(value), "end"))
+        bottom = HEIGHT - 7
+        lines.append(_text(LEFT, bottom, clock(self.start_sec), "start"))
+        lines.append(_text(WIDTH - RIGHT, bottom, clock(self.end_sec), "end"))
+        lines.append(_text((LEFT + WIDTH - RIGHT) / 2, bottom, unit, "middle"))
+        return "".join(lines)
+
+
+def ticks(top: float) -> list[float]:
+    """Return three to six round values, starting at 0.
+
+    Example:
+        >>> ticks(4.2), ticks(130)
+        ([0.0, 1.0, 2.0, 3.0, 4.0], [0.0, 50.0, 100.0])
+    """
+    step = 10.0 ** math.floor(math.log10(max(top, 1e-9)))
+    step *= next(f for f in (0.2, 0.5, 1.0, 2.0) if top / (step * f) <= 5.0)
+    return [step * i for i in range(int(top / step + 1e-9) + 1)]
+
+
+def speed_chart(speeds: Sequence[Speed], title: str, unit: str, until_sec: float) -> Markup:
+    """Return a chart of measured speeds over predicted ones and their interval.
+
+    Args:
+        speeds: of one pool, oldest first; at least one.
+        title: of the chart.
+        unit: of the values.
+        until_sec: right edge.
+    """
+    last = speeds[-1]
+    # Predictions far above the measurements are clipped.
+    measured_max, predicted_max = max(s.measured for s in speeds), max(s.predicted for s in speeds)
+    top = 1.15 * max(measured_max, min(predicted_max, 2.0 * measured_max))
+    frame = Frame(speeds[0].time_sec, max(until_sec, last.time_sec), top)
+    # A single point becomes a short line.
+    points = [*speeds, last] if len(speeds) == 1 else list(speeds)
+    xs = [frame.x(s.time_sec) for s in points]
+    if len(speeds) == 1:
+        xs[1] = min(xs[0] + 14.0, WIDTH - RIGHT)
+    upper = [f"{x:.1f} {frame.y(s.high):.1f}" for x, s in zip(xs, points, strict=True)]
+    lower = [f"{x:.1f} {frame.y(s.low):.1f}" for x, s in zip(xs, points, strict=True)]
+    predicted = [f"{x:.1f} {frame.y(s.predicted):.1f}" for x, s in zip(xs, points, strict=True)]
+    measured = [f"{x:.1f} {frame.y(s.measured):.1f}" for x, s in zip(xs, points, strict=True)]
+    dots = "".join(
+        f'<circle class="measured" cx="{frame.x(s.time_sec):.1f}" cy="{frame.y(s.measured):.1f}" '
+        'r="2.6"/>'
+        for s in speeds[-60:]
+    )
+    body = (
+        frame.axes(unit)
+        + f'<path class="band" d="M{"L".join([*upper, *reversed(lower)])}Z"/>'
+        + f'<path class="predicted" d="M{"L".join(predicted)}"/>'
+        + f'<path class="measured" d="M{"L".join(measured)}"/>'
+        + dots
+    )
+    label = (
+        f"{title}: last measured {digits(last.measured)} {unit}, predicted before "
+        f"{digits(last.predicted)}, between {digits(last.low)} and {digits(last.high)}; "
+        f"{len(speeds)} measurements from {clock(speeds[0].time_sec)} to {clock(last.time_sec)}"
+    )
+    return _picture(label, body)
+
+
+def usage_chart(usage: Sequence[Usage], cpus: float, until_sec: float) -> Markup:
+    """Return a chart of reserved cores under the budget.
+
+    Args:
+        usage: changes, oldest first; at least one.
+        cpus: of the budget.
+        until_sec: right edge.
+    """
+    frame = Frame(usage[0].time_sec, until_sec, 1.1 * max(cpus, *(u.cpus for u in usage)))
+    steps = f"M{frame.x(usage[0].time_sec):.1f} {frame.y(usage[0].cpus):.1f}" + "".join(
+        f"H{frame.x(u.time_sec):.1f}V{frame.y(u.cpus):.1f}" for u in usage[1:]
+    )
+    end, base = frame.x(until_sec), frame.y(0.0)
+    body = (
+        frame.axes("cores")
+        + f'<path class="area" d="{steps}H{end:.1f}V{base:.1f}H{LEFT:.1f}Z"/>'
+        + f'<path class="measured" d="{steps}H{end:.1f}"/>'
+        + f'<path class="predicted" d="M{LEFT:.1f} {frame.y(cpus):.1f}H{end:.1f}"/>'
+    )
+    most = max(u.cpus for u in usage)
+    label = (
+        f"Reserved cores: {digits(usage[-1].cpus)} of {digits(cpus)} now, {digits(most)} at most, "
+        f"from {clock(usage[0].time_sec)} to {clock(until_sec)}"
+    )
+    return _picture(label, body)
+
+
+def incident_chart(
+    incidents: Sequence[Incident], jobs: Sequence[str], start_sec: float, end_sec: float
+) -> Markup:
+    """Return a timeline per job with its incidents and the time until replacement.
+
+    Args:
+        incidents: newest first.
+        jobs: names, in order.
+        start_sec: left edge.
+        end_sec: right edge.
+    """
+    frame, row = Frame(start_sec, end_sec, 1.0), 30.0
+    height = row * len(jobs) + BOTTOM + 6
+    parts: list[str] = []
+    for index, job in enumerate(jobs):
+        y = row * index + row / 2 + 4
+        parts.append(f'<path class="grid" d="M{LEFT:.0f} {y:.1f}H{WIDTH - RIGHT:.0f}"/>')
+        parts.append(_text(LEFT - LABEL_GAP, y + 4, f"{index + 1}", "end"))
+        for incident in (i for i in incidents if i.job == job):
+            x, mark = frame.x(incident.time_sec), MARKS[incident.kind]
+            if incident.back_sec is not None:
+                back = max(frame.x(incident.back_sec), x + 1)
+                parts.append(f'<path class="gap" d="M{x:.1f} {y:.1f}H{back:.1f}"/>')
+            shape = f'<path class="mark {incident.kind}" d="{mark}"/>'
+            parts.append(f'<g transform="translate({x:.1f} {y:.1f})">{shape}</g>')
+    parts.append(_text(LEFT, height - 7, clock(start_sec), "start"))
+    parts.append(_text(WIDTH - RIGHT, height - 7, clock(end_sec), "end"))
+    delays = [i.back_sec - i.time_sec for i in incidents if i.back_sec is not None]
+    longest = f"; replaced after {duration(max(delays))} at most" if delays else ""
+    label = f"Timeline of {len(jobs)} jobs with {len(incidents)} incidents{longest}"
+    return _picture(label, "".join(parts), height)
+
+
+def mark(kind: Kind) -> Markup:
+    """Return the mark of a kind, for the legend."""
+    shape = f'<path class="mark {kind}" d="{MARKS[kind]}"/>'
+    return Markup(f'<svg class="key" viewBox="-9 -9 18 18" aria-hidden="true">{shape}</svg>')
+
+
+def _text(x: float, y: float, content: str, anchor: str) -> str:
+    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(content)}</text>'
+
+
+def _picture(label: str, body: str, height: float = HEIGHT) -> Markup:
+    return Markup(
+        f'<svg class="chart" role="img" viewBox="0 0 {WIDTH:.0f} {height:.0f}" '
+        f'aria-label="{escape(label)}">{body}</svg>'
     )
 
 
-def _stores_section(stores: Stores, key: str) -> str:
-    ahead = f"accesses in {LOOKAHEAD_SEC:.0f} s"
-    head = ("store", "process", "ranges", "accesses now", ahead)
-    rows = map(_store_row, stores.stores)
-    note = f"The {NUM_SLOTS:,} slots of rows are owned and moved in {NUM_RANGES} ranges."
-    if stores.step is not None:
-        note += f" Accesses are those of the oracle around step {stores.step:,}"
-        note += "." if stores.step_ahead is None else f" and around step {stores.step_ahead:,}."
-    return (
-        f'<section id="{key}" class="stores" aria-labelledby="{key}-title">'
-        f'<h3 id="{key}-title">Stores</h3>'
-        f"{_range_cells(stores)}{table('Stores and their ranges', head, rows, f'{key}-table')}"
-        f'<p class="soft">{escape(note)}</p></section>'
-    )
+# The template: variables, functions and filters; all values are escaped.
 
-
-def _range_cells(stores: Stores) -> str:
-    """Return a cell for each slot range with its owner."""
-    if not stores.owners:
-        return "<p>No range has a store yet.</p>"
-    indices = {store.number: index for index, store in enumerate(stores.stores)}
-    cells = "".join(
-        _range_cell(number, owner, indices[owner] % TONES, stores.move)
-        for number, owner in enumerate(stores.owners)
-    )
-    move = stores.move
-    moving = "No range is moving." if move is None else f"{describe_move(move).capitalize()}."
-    return (
-        f"<p>{escape(moving)}</p>"
-        f'<ol class="ranges" role="list" aria-label="Store of each range">{cells}</ol>'
-        '<p class="soft">Large: the store; small: the slot range that it owns.</p>'
-    )
-
-
-def _range_cell(number: int, owner: int, tone: int, move: Move | None) -> str:
-    label = f"<span>{_unseen('range ')}{number}{_unseen(': ')}</span>"
-    if move is None or number not in move.ranges:
-        return f'<li class="tone-{tone}">{label}<strong>{_unseen("store ")}{owner}</strong></li>'
-    target = "" if move.target is None else f"<span> to {move.target}</span>"
-    return (
-        f'<li class="tone-{tone} moves">{label}'
-        f"<strong>{_unseen('moving from ')}{owner}</strong>{target}</li>"
-    )
-
-
-def _unseen(words: str) -> str:
-    """Return text for screen readers only."""
-    return f'<span class="unseen">{words}</span>'
-
-
-def _store_row(store: StoreView) -> tuple[str, ...]:
-    process = "no process" if store.process is None else text(store.process.name)
-    shares = _share(store.share), _share(store.share_ahead)
-    return str(store.number), process, escape(format_spans(store.ranges)), *shares
-
-
-def _share(share: float | None) -> str:
-    return "not known yet" if share is None else meter(share, percent(share))
-
-
-def _incidents(view: View) -> str:
-    if not view.incidents:
-        return "<p>No incidents.</p>"
-    jobs = [job.name for job in view.jobs]
-    chart = incident_chart(view.incidents, jobs, view.begun_sec, view.now_sec)
-    keys = "".join(
-        f"<li>{mark(kind)} {escape(word)}</li>"
-        for kind, word in KIND_WORDS.items()
-        if any(i.kind == kind for i in view.incidents)
-    )
-    names = "; ".join(f"{number}: {text(name)}" for number, name in enumerate(jobs, 1))
-    rows = (
-        (timestamp(i.time_sec), text(i.job), text(i.process), KIND_WORDS[i.kind], text(i.detail),
-         _replacement(i, view))
-        for i in view.incidents
-    )  # fmt: skip
-    head = ("at", "job", "process", "what", "why", "replaced")
-    return (
-        f'<ul class="keys">{keys}</ul><figure>{chart}<figcaption>Rows are jobs ({names}); a bar '
-        "lasts until a replacement runs.</figcaption></figure>"
-        + table("Failures and replacements, newest first", head, rows, "incident-table")
-    )
-
-
-def _replacement(incident: Incident, view: View) -> str:
-    if incident.back_sec is not None:
-        delay = duration(incident.back_sec - incident.time_sec)
-        return f"{text(incident.successor)} after {delay}"
-    return "not yet" if view.is_open(incident) else "not needed"
-
-
-def _decisions(view: View) -> str:
-    rows = (
-        (timestamp(d.time_sec), text(d.job), escape(d.action), text(d.process), text(d.reason))
-        for d in view.decisions
-    )
-    head = ("at", "job", "decision", "process", "why")
-    return table("Latest decisions, newest first", head, rows, "decision-table")
+_ENVIRONMENT = Environment(
+    loader=FileSystemLoader(Path(__file__).parent),
+    autoescape=True,
+    trim_blocks=True,
+    undefined=StrictUndefined,
+)
+_ENVIRONMENT.filters |= {
+    "clock": clock,
+    "describe_move": describe_move,
+    "digits": digits,
+    "duration": duration,
+    "format_spans": format_spans,
+    "isoformat": _isoformat,
+    "memory": memory,
+    "percent": percent,
+    "visible": visible,
+}
+_TEMPLATE = _ENVIRONMENT.get_template(
+    "page.html",
+    globals={
+        "KIND_LABELS": KIND_LABELS,
+        "LOOKAHEAD": f"{LOOKAHEAD_SEC:.0f}",
+        "NUM_LATEST": NUM_LATEST,
+        "NUM_RANGES": NUM_RANGES,
+        "NUM_SLOTS": NUM_SLOTS,
+        "NUM_TONES": NUM_TONES,
+        "POOL_LABELS": POOL_LABELS,
+        "UNITS": UNITS,
+        "counted": counted,
+        "describe_speed": describe_speed,
+        "incident_chart": incident_chart,
+        "job_facts": job_facts,
+        "mark": mark,
+        "speed_chart": speed_chart,
+        "usage_chart": usage_chart,
+    },
+)

@@ -30,6 +30,7 @@ from scheduler.status.view import (
     digits,
     duration,
     memory,
+    notes_of,
     percent,
     visible,
 )
@@ -58,7 +59,10 @@ def render(view: View, num_incidents: int = LATEST, num_decisions: int = 0) -> R
         f"cost {digits(spent)} | {clock(view.now_sec)} UTC"
     )
     parts: list[RenderableType] = [Text(visible(head), style="bold"), _jobs(view.jobs)]
-    parts += [_stores(job.name, job.stores) for job in view.jobs if job.stores is not None]
+    for job in view.jobs:
+        parts += [Text(visible(f"{job.name}: {note}")) for note in notes_of(job)]
+        if job.stores is not None:
+            parts.append(_stores(job.name, job.stores))
     if view.incidents:
         parts.append(Text("failures and replacements", style="bold"))
         parts += [_incident(i, view) for i in reversed(view.incidents[:num_incidents])]
@@ -80,26 +84,26 @@ def live(board: Board, console: Console) -> Generator[Callable[[str], None], Non
     Yields:
         A function that prints a line above the view.
     """
-    lines, done = SimpleQueue[str](), threading.Event()
+    lines, stop = SimpleQueue[str](), threading.Event()
     thread = threading.Thread(
-        target=_show, args=(board, console, lines, done), name="terminal", daemon=True
+        target=_show, args=(board, console, lines, stop), name="terminal", daemon=True
     )
     thread.start()
     try:
         yield lines.put
     finally:
-        done.set()
+        stop.set()
         thread.join(CLOSE_SEC)
 
 
-def _show(board: Board, console: Console, lines: SimpleQueue[str], done: threading.Event) -> None:
+def _show(board: Board, console: Console, lines: SimpleQueue[str], stop: threading.Event) -> None:
     # stdout is not redirected: `--json` prints one object there.
     with Live(
         console=console, auto_refresh=False, redirect_stdout=False, redirect_stderr=False
     ) as display:
         over = False
         while not over:
-            over = done.wait(REFRESH_SEC)
+            over = stop.wait(REFRESH_SEC)
             try:
                 while True:
                     display.console.print(Text(visible(lines.get_nowait())))

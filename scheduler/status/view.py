@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
-from scheduler.controller.remaining import RemainingWork, available_budget, remaining_work
+from scheduler.controller.budget import RemainingWork, available_budget, remaining_work
 from scheduler.controller.slots import (
     accesses_at,
     format_spans,
@@ -27,7 +27,7 @@ from scheduler.controller.state import (
     State,
     Status,
 )
-from scheduler.controller.watch import lookahead_steps, predict_step_sec
+from scheduler.controller.tick import lookahead_steps, predict_step_sec
 from scheduler.model.fit import predict_seconds
 from scheduler.model.grid import GIB, MIB, training_resources
 from scheduler.model.predict import training_setting
@@ -117,6 +117,10 @@ class JobView:
     """Cost of one more hour with the current reservations."""
     last_reason: str
     """Reason of the latest decision on the job as a whole."""
+    verdict: str
+    """Why its sizes changed, or did not, at the last tick."""
+    shortage: str
+    """What its next process needs that the budget does not have; empty if nothing is lacking."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -265,6 +269,8 @@ def _job_view(job: JobState, state: State, journal: Journal) -> JobView:
         spent=journal.spent.get(job.name, 0.0),
         hour_price=hour_price(job),
         last_reason=decisions[-1].reason if decisions else "",
+        verdict=job.verdict if job.phase == "running" else "",
+        shortage=job.shortage,
     )
 
 
@@ -387,6 +393,12 @@ def _move(job: JobState, owners: Sequence[int], decisions: Sequence[Decision]) -
 
 
 # Formatting for the page and the terminal.
+
+
+def notes_of(job: JobView) -> list[str]:
+    """Return what a job waits for, and why its sizes changed or did not."""
+    notes = [f"waiting for resources: {job.shortage}"] if job.shortage else []
+    return [*notes, f"sizes at the last tick: {job.verdict}"] if job.verdict else notes
 
 
 def describe_move(move: Move) -> str:

@@ -13,8 +13,8 @@ import pytest
 from scheduler.controller.log import LOG, Log, recover
 from scheduler.controller.state import JobState
 from scheduler.drivers.driver import Driver, DriverOptions
-from scheduler.drivers.local.submit import submit
-from scheduler.drivers.platforms import open_platform
+from scheduler.drivers.run import open_platform
+from scheduler.drivers.submit import submit
 from tests.integration.test_scheduled import (
     check_bits,
     command,

@@ -80,7 +80,7 @@ def test_retrain_list_shows_each_day(calm: Site) -> None:
     listed = json.loads(calm.retrain("--list", "--json").stdout)
     assert listed["last_good"] == f"{THREE}.1"
     assert [run["ne"] for run in listed["runs"]] == [
-        a.done["evaluate"]["ne"] for a in calm.state.attempts
+        a.results["evaluate"]["ne"] for a in calm.state.attempts
     ]
 
 
@@ -141,8 +141,8 @@ def test_retrain_that_is_killed_goes_on_with_the_same_bits(
     same = site.run("trainer", "diff", str(site.root / run), str(calm.root / run))
     assert same.returncode == 0, same.stdout + same.stderr
     assert [a.run for a in site.state.attempts] == [f"{ONE}.1", f"{TWO}.1"]
-    metrics = [a.done["evaluate"] for a in site.state.attempts]
-    assert metrics == [a.done["evaluate"] for a in calm.state.attempts[:2]]
+    metrics = [a.results["evaluate"] for a in site.state.attempts]
+    assert metrics == [a.results["evaluate"] for a in calm.state.attempts[:2]]
 
 
 def test_retrain_of_a_corrected_day_begins_before_it_and_promotes_its_new_version(

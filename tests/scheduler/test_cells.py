@@ -5,8 +5,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scheduler.model.fit import HALF_LIFE, MAX_CELLS, MAX_PER_CELL, Window, merge_windows, observe
-from scheduler.model.terms import TrainingSetting
+from scheduler.model.fit import (
+    HALF_LIFE,
+    MAX_CELLS,
+    MAX_PER_CELL,
+    TrainingSetting,
+    Window,
+    merge_windows,
+    observe,
+)
 
 
 def at(*replicas: float, rows: float = 1.0) -> TrainingSetting:

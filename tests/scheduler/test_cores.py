@@ -175,7 +175,7 @@ def groups(peak: float, count: int, seed: int = 0) -> list[list[Reading]]:
 def test_headroom_of_a_kind_covers_its_bursts_and_hardly_more(peak: float) -> None:
     for seed in range(10):
         found = estimate_headroom(groups(peak, 24, seed))
-        assert found.known
+        assert found.measured
         assert peak / MIN_RATIO <= found.factor <= max(HEADROOM, 1.2 * peak)
         assert found.suspect_below < found.factor
         # Those that have it are neither in doubt nor slow.
@@ -184,7 +184,7 @@ def test_headroom_of_a_kind_covers_its_bursts_and_hardly_more(peak: float) -> No
 
 def test_headroom_of_few_processes_is_not_known() -> None:
     assert estimate_headroom(groups(2.0, MIN_GROUPS - 1)) == Headroom()
-    assert estimate_headroom(groups(2.0, MIN_GROUPS)).known
+    assert estimate_headroom(groups(2.0, MIN_GROUPS)).measured
 
 
 def test_fit_of_an_unknown_kind_leaves_no_number_of_cores_untried() -> None:

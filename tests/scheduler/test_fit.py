@@ -12,6 +12,8 @@ from scheduler.model.fit import (
     MAX_SPREAD,
     MIN_GROWTH,
     Fit,
+    Setting,
+    TrainingSetting,
     Window,
     doublings_outside,
     fit_multiples,
@@ -19,7 +21,6 @@ from scheduler.model.fit import (
     observe,
     predict_seconds,
 )
-from scheduler.model.terms import Setting, TrainingSetting
 
 TRUTH = Fit(coefficients=(0.003, 0.0004, 1e-5, 0.01, 0.02, 1e-5, 1e-9, 1e-10, 0.05))
 PRIOR = tuple(

@@ -6,8 +6,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from scheduler.model.fit import Floats
 from scheduler.model.grid import GIB
-from scheduler.model.terms import Floats
 from scheduler.planner.share import WAITING, Options, choose_greedily
 from schemas.config.schedule import BudgetConfig
 

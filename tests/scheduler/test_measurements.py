@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from scheduler.__main__ import main
+from scheduler.model.fit import TRAINING_TERMS
 from scheduler.model.measurements import parse_holdout, read_measurements
-from scheduler.model.terms import TRAINING_TERMS
 from schemas.errors import SchemaError
 
 HEADER = "job,num_replicas,num_stores,replica_cpus,store_cpus,batch_size,samples_per_sec,site"

@@ -5,8 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scheduler.model.fit import Fit
-from scheduler.model.terms import SEGMENT_TERMS, TRAINING_TERMS, SegmentSetting, TrainingSetting
+from scheduler.model.fit import SEGMENT_TERMS, TRAINING_TERMS, Fit, SegmentSetting, TrainingSetting
 
 seconds = st.one_of(st.just(0.0), st.floats(1e-5, 10.0))
 

@@ -12,13 +12,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scheduler.model.fit import Window, observe
+from scheduler.model.fit import SegmentSetting, TrainingSetting, Window, observe
 from scheduler.model.grid import Grid
 from scheduler.model.history import BuildRecord, History
 from scheduler.model.memory import store_bytes, trainer_memory, worker_bytes
 from scheduler.model.predict import fit_models, training_setting
 from scheduler.model.snapshot import Snapshot
-from scheduler.model.terms import SegmentSetting, TrainingSetting
 from scheduler.planner.candidates import build_timeline, predict_candidates
 from scheduler.planner.policy import TOLERANCE, Candidate, plan
 from schemas.config.schedule import (

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from scheduler.model.fit import ASSUMED_SPREAD, Fit, Window, fit_window, observe
+from scheduler.model.fit import ASSUMED_SPREAD, Fit, TrainingSetting, Window, fit_window, observe
 from scheduler.model.history import (
     PAST_JOBS,
     History,
@@ -27,7 +27,6 @@ from scheduler.model.predict import (
     warm_start,
 )
 from scheduler.model.snapshot import Snapshot
-from scheduler.model.terms import TrainingSetting
 from scheduler.planner.policy import plan
 from scheduler.planner.reasons import caveats
 from schemas.config.schedule import ScheduleConfig

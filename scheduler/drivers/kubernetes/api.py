@@ -1,11 +1,13 @@
-"""Requests to the Kubernetes API server, as plain JSON, and its errors."""
+"""Requests to the Kubernetes API server, as plain JSON; its errors; a watch in a thread."""
 
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Generator, Mapping
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
+from queue import SimpleQueue
 from typing import Any
 
 import urllib3
@@ -288,3 +290,124 @@ def quantity(text: str) -> int:
         (3145728, 1500, 1000, 1)
     """
     return int(parse_quantity(text))
+
+
+# Changes of Pods.
+
+FIRST_WAIT_SEC, MAX_WAIT_SEC = 0.5, 10.0
+"""Delay after the first failure of the watch, and its limit; it doubles with each failure."""
+
+
+@dataclass(frozen=True, slots=True)
+class Listed:
+    """A complete list of Pods.
+
+    Attributes:
+        pods: their objects.
+    """
+
+    pods: tuple[dict[str, Any], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Changed:
+    """A Pod was created, changed or deleted.
+
+    Attributes:
+        pod: its object, the last one if deleted.
+        gone: whether it was deleted.
+    """
+
+    pod: dict[str, Any]
+    gone: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Unreachable:
+    """The API server does not answer, or answers again.
+
+    Attributes:
+        reason: error message; empty when it answers.
+    """
+
+    reason: str
+
+
+WatchEvent = Listed | Changed | Unreachable
+
+
+class Watch:
+    """A list and its watch in a thread, continued from version to version."""
+
+    def __init__(self, api: Api, selector: str) -> None:
+        """Create a watch.
+
+        Args:
+            api: not used by others, as its requests block.
+            selector: labels of our Pods.
+        """
+        self._api = api
+        self._selector = selector
+        self._events: SimpleQueue[WatchEvent] = SimpleQueue()
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="pods", daemon=True)
+        self._version: str | None = None
+        self._wait_sec = 0.0
+
+    def start(self) -> tuple[dict[str, Any], ...]:
+        """Return the current Pods, and start to watch from there.
+
+        Raises:
+            RefusedError: access is denied.
+            UnreachableError: the API server does not answer.
+        """
+        pods, self._version = self._api.list(self._selector)
+        self._thread.start()
+        return tuple(pods)
+
+    def stop(self) -> None:
+        """End the watch; its thread ends with its connection."""
+        self._stopping.set()
+        self._api.interrupt()
+
+    def take(self) -> list[WatchEvent]:
+        """Return the events since the last call."""
+        return [self._events.get() for _ in range(self._events.qsize())]
+
+    def _run(self) -> None:
+        while not self._stopping.wait(self._wait_sec):
+            try:
+                self._follow()
+            except UnreachableError as error:
+                self._on_failure(str(error))
+            except RefusedError as error:
+                if error.status == GONE:  # the version has expired
+                    self._version = None
+                else:
+                    self._on_failure(error.message)
+            except Exception as error:  # a dead thread would look like an idle cluster
+                self._version = None
+                self._on_failure(repr(error))
+
+    def _follow(self) -> None:
+        """List without a version; then watch until the server ends it."""
+        if self._version is None:
+            pods, self._version = self._api.list(self._selector)
+            self._on_answer()
+            self._events.put(Listed(tuple(pods)))
+        events = self._api.watch(self._selector, self._version)
+        self._on_answer()
+        for kind, pod in events:
+            if kind != "BOOKMARK":
+                self._events.put(Changed(pod, gone=kind == "DELETED"))
+            self._version = pod["metadata"]["resourceVersion"]
+
+    def _on_answer(self) -> None:
+        if self._wait_sec:
+            self._wait_sec = 0.0
+            self._events.put(Unreachable(""))
+
+    def _on_failure(self, reason: str) -> None:
+        if not self._stopping.is_set():
+            self._wait_sec = min(MAX_WAIT_SEC, 2.0 * self._wait_sec or FIRST_WAIT_SEC)
+            self._events.put(Unreachable(reason))

@@ -1,4 +1,4 @@
-"""All Pods of one scheduler in one namespace: a watch, and requests.
+"""A cluster as a platform: all Pods of one scheduler in one namespace, and the Pods of one job.
 
 Nothing here raises while jobs run: requests that the API server does not answer are repeated, and
 so are rejected deletions. A rejected Pod is an ended process.
@@ -6,23 +6,30 @@ so are rejected deletions. A rejected Pod is an ended process.
 
 from __future__ import annotations
 
-import threading
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from queue import SimpleQueue
 from typing import Any, Literal
 
-from scheduler.drivers.base import Endpoint, ExitStatus, ResourceRequest, instance_of
+from scheduler.drivers.base import (
+    NO_RESOURCES,
+    Endpoint,
+    ExitStatus,
+    ResourceRequest,
+    instance_of,
+    last_line,
+    newest_name,
+    read_output,
+)
 from scheduler.drivers.kubernetes.api import (
     CONFLICT,
-    GONE,
     INVALID,
-    Api,
+    Changed,
     RefusedError,
+    Unreachable,
     UnreachableError,
     Usage,
+    Watch,
     connect,
 )
 from scheduler.drivers.kubernetes.manifest import (
@@ -37,20 +44,29 @@ from scheduler.drivers.kubernetes.manifest import (
     secret_name,
     secret_of,
 )
-from scheduler.drivers.kubernetes.pod import STOP_SEC, TrackedPod, has_ended
+from scheduler.drivers.kubernetes.pod import (
+    STOP_SEC,
+    TrackedPod,
+    has_ended,
+    last_message,
+    resize_result,
+)
 from schemas.errors import PlanError
 
-FIRST_WAIT_SEC, MAX_WAIT_SEC = 0.5, 10.0
-"""Delay after the first failure of the watch, and its limit; it doubles with each failure."""
 RETRY_SEC = 2.0
 """Delay after an unanswered request or a rejected deletion, and between two checks of Pods that the
 watch does not show."""
 USAGE_SEC = 10.0
 """Age at which usage is read again; a metrics server has new values every 15 s."""
+RESIZE_SEC = 30.0
+"""Time limit of a change of limits."""
 
 
 class Cluster:
-    """The Pods of one scheduler; a context."""
+    """A cluster as a platform: the Pods of one scheduler; a context, which they outlive."""
+
+    resizes = True
+    """Limits of a container can be changed while it runs."""
 
     def __init__(
         self, config: ClusterConfig, output: Path, progress: Callable[[str], None]
@@ -108,6 +124,10 @@ class Cluster:
     def grace_sec(self) -> int:
         """Termination grace period."""
         return int(self._config.grace.total_seconds())
+
+    def of_job(self, job: str, folder: Path) -> Pods:
+        """Return the processes of a job, with output files in a folder."""
+        return Pods(self, job, folder)
 
     def endpoint(self, job: str) -> Endpoint | None:
         """Return how processes of a job connect, None if all Pods share one loopback."""
@@ -351,116 +371,138 @@ class Cluster:
             self._progress(line)
 
 
-@dataclass(frozen=True, slots=True)
-class Listed:
-    """A complete list of Pods.
+class Pods:
+    """The processes of one job."""
 
-    Attributes:
-        pods: their objects.
-    """
-
-    pods: tuple[dict[str, Any], ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Changed:
-    """A Pod was created, changed or deleted.
-
-    Attributes:
-        pod: its object, the last one if deleted.
-        gone: whether it was deleted.
-    """
-
-    pod: dict[str, Any]
-    gone: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Unreachable:
-    """The API server does not answer, or answers again.
-
-    Attributes:
-        reason: error message; empty when it answers.
-    """
-
-    reason: str
-
-
-WatchEvent = Listed | Changed | Unreachable
-
-
-class Watch:
-    """A list and its watch in a thread, continued from version to version."""
-
-    def __init__(self, api: Api, selector: str) -> None:
-        """Create a watch.
+    def __init__(self, cluster: Cluster, job: str, folder: Path) -> None:
+        """Create the table of Pods; nothing is started.
 
         Args:
-            api: not used by others, as its requests block.
-            selector: labels of our Pods.
+            cluster: all Pods of the scheduler.
+            job: name of the job.
+            folder: holds `<name>.begun`, `.out` and `.err` of each process; Pods mount it, too.
         """
-        self._api = api
-        self._selector = selector
-        self._events: SimpleQueue[WatchEvent] = SimpleQueue()
-        self._stopping = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="pods", daemon=True)
-        self._version: str | None = None
-        self._wait_sec = 0.0
+        self._cluster = cluster
+        self._job = job
+        self._folder = folder
+        self._may_have_secret = True
+        self.endpoint = cluster.endpoint(job)
+        """How its processes connect."""
 
-    def start(self) -> tuple[dict[str, Any], ...]:
-        """Return the current Pods, and start to watch from there.
+    def start(
+        self, name: str, command: Sequence[str], request: ResourceRequest = NO_RESOURCES
+    ) -> None:
+        """Create a Pod, unless the name was used before."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        try:
+            self._path(name, "begun").touch(exist_ok=False)
+        except FileExistsError:
+            return
+        self._may_have_secret = True
+        self._cluster.create(
+            Task(job=self._job, name=name, command=command, request=request, folder=self._folder)
+        )
 
-        Raises:
-            RefusedError: access is denied.
-            UnreachableError: the API server does not answer.
+    def was_started(self, name: str) -> bool:
+        """Return whether a Pod of this name was ever requested."""
+        return self._path(name, "begun").exists()
+
+    def newest_started(self, prefix: str) -> str | None:
+        """Return the name with this prefix that was started last."""
+        return newest_name(self._folder, prefix, ".begun")
+
+    def is_alive(self, name: str) -> bool:
+        """Return whether a Pod has not ended; one that was not created yet is alive."""
+        pod = self._find(name)
+        return pod is not None and pod.is_alive
+
+    def is_running(self, name: str) -> bool:
+        """Return whether a container has started and not ended."""
+        pod = self._find(name)
+        return pod is not None and pod.is_running
+
+    def exit_status(self, name: str) -> ExitStatus:
+        """Return how a Pod ended."""
+        pod = self._find(name)
+        return ExitStatus() if pod is None else pod.exit_status
+
+    def request_stop(self, name: str) -> None:
+        """Delete a Pod with its grace period: its process receives SIGTERM."""
+        self._delete(name, self._cluster.grace_sec)
+
+    def kill(self, name: str) -> None:
+        """Delete a Pod with a minimal grace period."""
+        self._delete(name, STOP_SEC)
+
+    def output(self, name: str) -> str:
+        """Return the standard output of a process so far."""
+        return read_output(self._path(name, "out"))
+
+    def last_stderr_line(self, name: str) -> str:
+        """Return the last line on standard error, else of the container's termination message."""
+        if line := last_line(read_output(self._path(name, "err"))):
+            return line
+        pod = self._find(name)
+        return "" if pod is None or pod.observed is None else last_message(pod.observed)
+
+    def resident_bytes(self, name: str) -> int:
+        """Return the memory of a Pod from the metrics server, 0 if unknown."""
+        usage = self._usage(name)
+        return 0 if usage is None else usage.memory_bytes
+
+    def busy_cores(self, name: str) -> float | None:
+        """Return the busy cores of a Pod from the metrics server."""
+        usage = self._usage(name)
+        return None if usage is None else usage.cores
+
+    def preemption_notices(self) -> Mapping[str, float]:
+        """Return the Pods that another client or the cluster removes."""
+        notices = {name: pod.notice_sec for name, pod in self._cluster.pods_of(self._job).items()}
+        return {name: seconds for name, seconds in notices.items() if seconds is not None}
+
+    def resize(self, name: str, cpus: float, memory_bytes: int) -> bool | None:
+        """Change a container's limits in place; None until the node has done so, or timed out."""
+        pod = self._find(name)
+        if pod is None or pod.observed is None or not pod.is_alive:
+            return False
+        request = ResourceRequest(cpus=cpus, memory_bytes=memory_bytes)
+        if pod.resize_request != request:
+            pod.since["resizing"] = time.monotonic()
+            return None if self._cluster.resize(pod, request) else False
+        result = resize_result(pod.observed, request)
+        late = time.monotonic() - pod.since["resizing"] > RESIZE_SEC
+        return False if result is None and late else result
+
+    def remove_ended(self, names: Collection[str]) -> None:
+        """Delete the objects of ended Pods, except these names.
+
+        A live Pod with another name appeared after it was declared ended: the scheduler that
+        requested it died. It is killed; only slot moves live without being named. The job's Secret
+        is deleted with its last process.
         """
-        pods, self._version = self._api.list(self._selector)
-        self._thread.start()
-        return tuple(pods)
+        pods = self._cluster.pods_of(self._job)
+        for name, pod in pods.items():
+            if name in names:
+                continue
+            if not pod.is_alive:
+                self._cluster.remove(pod)
+            elif not name.startswith("move-"):
+                self.kill(name)
+        if self._may_have_secret and not names and not any(p.is_alive for p in pods.values()):
+            self._may_have_secret = not self._cluster.delete_secret(self._job)
 
-    def stop(self) -> None:
-        """End the watch; its thread ends with its connection."""
-        self._stopping.set()
-        self._api.interrupt()
+    def _find(self, name: str) -> TrackedPod | None:
+        return self._cluster.find(self._job, name)
 
-    def take(self) -> list[WatchEvent]:
-        """Return the events since the last call."""
-        return [self._events.get() for _ in range(self._events.qsize())]
+    def _usage(self, name: str) -> Usage | None:
+        pod = self._find(name)
+        return None if pod is None or not pod.is_running else self._cluster.usage(pod)
 
-    def _run(self) -> None:
-        while not self._stopping.wait(self._wait_sec):
-            try:
-                self._follow()
-            except UnreachableError as error:
-                self._on_failure(str(error))
-            except RefusedError as error:
-                if error.status == GONE:  # the version has expired
-                    self._version = None
-                else:
-                    self._on_failure(error.message)
-            except Exception as error:  # a dead thread would look like an idle cluster
-                self._version = None
-                self._on_failure(repr(error))
+    def _delete(self, name: str, grace_sec: int) -> None:
+        pod = self._find(name)
+        if pod is not None and pod.is_alive:
+            pod.delete(grace_sec)
+            self._cluster.sync(pod)
 
-    def _follow(self) -> None:
-        """List without a version; then watch until the server ends it."""
-        if self._version is None:
-            pods, self._version = self._api.list(self._selector)
-            self._on_answer()
-            self._events.put(Listed(tuple(pods)))
-        events = self._api.watch(self._selector, self._version)
-        self._on_answer()
-        for kind, pod in events:
-            if kind != "BOOKMARK":
-                self._events.put(Changed(pod, gone=kind == "DELETED"))
-            self._version = pod["metadata"]["resourceVersion"]
-
-    def _on_answer(self) -> None:
-        if self._wait_sec:
-            self._wait_sec = 0.0
-            self._events.put(Unreachable(""))
-
-    def _on_failure(self, reason: str) -> None:
-        if not self._stopping.is_set():
-            self._wait_sec = min(MAX_WAIT_SEC, 2.0 * self._wait_sec or FIRST_WAIT_SEC)
-            self._events.put(Unreachable(reason))
+    def _path(self, name: str, suffix: str) -> Path:
+        return self._folder / f"{name}.{suffix}"

@@ -11,10 +11,6 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any, Literal
 
-from cryptography import x509
-from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import ec
-
 from scheduler.drivers.base import CERTIFICATE, KEY, TOKEN, Endpoint, ResourceRequest
 from schemas.config.parse import read_yaml
 from schemas.errors import SchemaError
@@ -241,6 +237,11 @@ def make_certificate(name: str, now: datetime) -> tuple[str, str]:
         name: its only DNS name.
         now: the current time, with time zone.
     """
+    # 10 MiB that only a cluster needs.
+    from cryptography import x509
+    from cryptography.hazmat.primitives import hashes, serialization
+    from cryptography.hazmat.primitives.asymmetric import ec
+
     key = ec.generate_private_key(ec.SECP256R1())
     subject = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "presage")])
     names = x509.SubjectAlternativeName([x509.DNSName(name)])

@@ -8,18 +8,16 @@ import pytest
 
 from pipelines.cli import build_parser as pipelines_parser
 from scheduler.drivers.base import Endpoint
-from scheduler.drivers.local.commands import (
+from scheduler.drivers.job_files import (
+    JobPaths,
     coordinator_command,
+    discard_stores,
     generate_command,
     move_command,
+    prepare_stores,
     replica_command,
     segment_command,
     store_command,
-)
-from scheduler.drivers.local.job_files import (
-    JobPaths,
-    discard_stores,
-    prepare_stores,
 )
 from schemas.config.job import load_job
 from schemas.features import load_features

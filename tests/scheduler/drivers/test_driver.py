@@ -9,10 +9,10 @@ import pytest
 from scheduler.controller.events import BudgetSet, Event, RunnerSet
 from scheduler.controller.log import LOG, Log, read_log, recover
 from scheduler.controller.state import State
-from scheduler.drivers.beam_runners import LocalRunner
+from scheduler.drivers.beam_runners import SegmentRunner
+from scheduler.drivers.children import ThisMachine
 from scheduler.drivers.driver import Driver, DriverOptions
-from scheduler.drivers.local.job_files import JobPaths
-from scheduler.drivers.platforms import ThisMachine
+from scheduler.drivers.job_files import JobPaths
 from scheduler.planner.machine_sizes import MachineSizes
 from schemas.config.job import parse_stored_job
 from schemas.errors import SchemaError
@@ -23,7 +23,7 @@ WIDE = "  preprocessing: {min_workers: 4, max_workers: 4}"
 ONE_SLOT = RunnerSet(time_sec=0.0, name="flink", free=1, own=0, total=1)
 
 
-class Elsewhere(LocalRunner):
+class Elsewhere(SegmentRunner):
     """A place that says so much at the beginning."""
 
     def __init__(self, events: Callable[[], list[Event]]) -> None:

@@ -8,9 +8,9 @@ import pytest
 
 from scheduler.controller.state import JobState, PoolName, Process
 from scheduler.drivers.base import Endpoint
+from scheduler.drivers.children import Children
 from scheduler.drivers.driver import StepTail, ended_event, record_history
-from scheduler.drivers.local.children import Children
-from scheduler.drivers.local.job_files import JobPaths
+from scheduler.drivers.job_files import JobPaths
 from scheduler.model.history import PAST_JOBS, read_past_jobs
 from schemas.run_log import METRICS, SUMMARY, StepMetric, to_line
 from tests.scheduler.drivers.test_children import until

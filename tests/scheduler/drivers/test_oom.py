@@ -13,9 +13,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from scheduler.drivers.children import CLAIM_SEC, Children, OomKills, oom_kill_counter
 from scheduler.drivers.driver import ended_event
-from scheduler.drivers.local.children import CLAIM_SEC, Children, OomKills, oom_kill_counter
-from scheduler.drivers.local.job_files import JobPaths
+from scheduler.drivers.job_files import JobPaths
 from tests.scheduler.drivers.test_children import SLEEP, until
 from tests.scheduler.drivers.test_observe import process
 
@@ -120,8 +120,8 @@ def small_group() -> Iterator[Path]:
 FILLS = """
 import json, os, sys, time
 from pathlib import Path
-from scheduler.drivers.local.children import Children
-from scheduler.drivers.platforms import ThisMachine
+from scheduler.drivers.children import Children
+from scheduler.drivers.children import ThisMachine
 group, folder = Path(sys.argv[1]), Path(sys.argv[2])
 (group / "cgroup.procs").write_text(str(os.getpid()))
 machine = ThisMachine()

@@ -10,8 +10,8 @@ from scheduler.controller.handle import handle
 from scheduler.controller.log import LOG, Log, to_decision
 from scheduler.controller.state import State
 from scheduler.drivers.driver import DriverOptions
-from scheduler.drivers.local.submit import submit
 from scheduler.drivers.run import PLATFORM, RunRequest, run_jobs
+from scheduler.drivers.submit import submit
 from schemas.errors import PlanError
 from tests.scheduler.drivers.test_workplace import write_log
 from tests.scheduler.made import GIB, write_job

@@ -26,13 +26,11 @@ from scheduler.controller.state import State
 from scheduler.drivers.base import instance_of
 from scheduler.drivers.beam_runners import (
     FlinkRunner,
-    LocalRunner,
     RunnerConfig,
     SegmentRunner,
     segment_runner,
 )
-from scheduler.drivers.local.commands import segment_command
-from scheduler.drivers.local.job_files import JobPaths
+from scheduler.drivers.job_files import JobPaths, segment_command
 from schemas.config.parse import read_yaml
 from schemas.errors import SchemaError
 from tests.scheduler.made import write_job
@@ -135,7 +133,7 @@ def test_files_that_the_document_shows_are_read_and_beam_takes_their_options(
 
 def test_place_of_no_file_is_the_local_runner_and_takes_another_back(tmp_path: Path) -> None:
     local = segment_runner(None, tmp_path)
-    assert isinstance(local, LocalRunner)
+    assert type(local) is SegmentRunner
     assert local.options("small", "segment-0.1", 2) == []
     assert local.begin(State(), 1.0) == []
     state, _ = handle(State(), RunnerSet(time_sec=0.0, name="dataflow", largest=8))

@@ -11,8 +11,8 @@ import pytest
 
 from scheduler.drivers import run as command
 from scheduler.drivers.driver import DriverOptions
-from scheduler.drivers.local.submit import submit
 from scheduler.drivers.run import RunRequest, plan_jobs
+from scheduler.drivers.submit import submit
 from schemas.config.schedule import BudgetConfig
 from schemas.errors import SchemaError
 from tests.scheduler.made import write_job
@@ -85,7 +85,7 @@ def test_jobs_are_admitted_on_small_machines_by_default(
         budget=None,
         driver=DriverOptions(output=tmp_path / "out", progress=said.append),
     )
-    verbs = [planned.action.verb for planned in plan_jobs(request)]
+    verbs = [action.verb for action, _ in plan_jobs(request)]
     assert verbs == ["admit", "start"]
     assert [line.split(" instead")[0] for line in said] == (
         []

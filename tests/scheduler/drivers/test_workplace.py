@@ -8,8 +8,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from scheduler.__main__ import main
-from scheduler.drivers.local.job_files import segment_folder, split_input
-from scheduler.drivers.local.submit import submit
+from scheduler.drivers.job_files import segment_folder
+from scheduler.drivers.submit import split_input, submit
 from schemas.config.job import load_job
 from schemas.errors import SchemaError
 from tests.scheduler.made import write_job

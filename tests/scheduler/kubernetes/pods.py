@@ -7,9 +7,8 @@ from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 
-from scheduler.drivers.kubernetes.cluster import Cluster
+from scheduler.drivers.kubernetes.cluster import Cluster, Pods
 from scheduler.drivers.kubernetes.manifest import ClusterConfig, VolumeConfig
-from scheduler.drivers.kubernetes.platform import Kubernetes, Pods
 from tests.cluster.servers import Cluster as Servers
 
 PATIENCE_SEC = 90.0
@@ -45,8 +44,7 @@ class Bench:
 
     def __init__(self, cluster: Cluster, folder: Path, said: list[str]) -> None:
         self.cluster = cluster
-        self.platform = platform = Kubernetes(cluster)
-        self.pods: Pods = platform.of_job("job", folder / "processes")
+        self.pods: Pods = cluster.of_job("job", folder / "processes")
         self.said = said
 
     def until(self, condition: Callable[[], object]) -> None:
@@ -55,7 +53,7 @@ class Bench:
         while not condition():
             assert time.monotonic() < end_sec, (self.said, self.seen())
             time.sleep(0.05)
-            self.platform.poll()
+            self.cluster.poll()
 
     def seen(self) -> dict[str, object]:
         """Return what the API server says of each Pod."""

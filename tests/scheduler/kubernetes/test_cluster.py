@@ -13,9 +13,8 @@ import pytest
 from scheduler.drivers.base import NO_RESOURCES, ExitStatus, instance_of
 from scheduler.drivers.kubernetes import cluster as asked
 from scheduler.drivers.kubernetes.api import RefusedError, Usage
-from scheduler.drivers.kubernetes.cluster import USAGE_SEC, Cluster
+from scheduler.drivers.kubernetes.cluster import USAGE_SEC, Cluster, Pods
 from scheduler.drivers.kubernetes.manifest import ClusterConfig, Task, pod_name, pod_of
-from scheduler.drivers.kubernetes.platform import Pods
 from tests.scheduler.kubernetes.server import FORBIDDEN, SILENT, Server
 
 CONFIG = ClusterConfig(namespace="here", image="none")

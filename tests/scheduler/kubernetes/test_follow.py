@@ -5,8 +5,16 @@ from pathlib import Path
 
 import pytest
 
-from scheduler.drivers.kubernetes.api import GONE, Api, RefusedError, connect
-from scheduler.drivers.kubernetes.cluster import Changed, Listed, Watch, WatchEvent
+from scheduler.drivers.kubernetes.api import (
+    GONE,
+    Api,
+    Changed,
+    Listed,
+    RefusedError,
+    Watch,
+    WatchEvent,
+    connect,
+)
 from tests.cluster.servers import Cluster
 from tests.scheduler.kubernetes.pods import config_of
 

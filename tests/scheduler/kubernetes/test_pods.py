@@ -239,7 +239,7 @@ def test_a_restart_of_the_api_server_loses_nothing(
         made.until_up("lead-0.1")
         cluster.stop("kube-apiserver")
         made.pods.start("store-0.1", SLEEPS, NEEDS)
-        made.platform.poll()
+        made.cluster.poll()
         assert made.pods.is_alive("store-0.1")
         assert made.pods.is_alive("lead-0.1")
         cluster.start("kube-apiserver")

@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from scheduler.controller.allocation import candidate_sizes
+from scheduler.controller.budget import candidate_sizes
 from scheduler.controller.events import BudgetSet, Ended, LoadKnown, Moved
 from scheduler.controller.handle import handle
 from scheduler.controller.slots import (

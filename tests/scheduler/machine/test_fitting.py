@@ -4,11 +4,11 @@ from dataclasses import dataclass, replace
 
 import pytest
 
+from scheduler.controller.budget import remaining_work
 from scheduler.controller.events import SECOND_RULES, BudgetSet, Drained, Ended, Read, Resized
 from scheduler.controller.reconcile import RESIZE_RETRY_SEC, is_settled
-from scheduler.controller.remaining import remaining_work
 from scheduler.controller.state import Action, UsageWindow
-from scheduler.controller.watch import CORE_TICKS, MAX_READINGS, MIN_CPUS
+from scheduler.controller.tick import CORE_TICKS, MAX_READINGS, MIN_CPUS
 from scheduler.elasticity import GROWTH, HEADROOM, NEED_MARGIN, CoreReadings
 from scheduler.model.predict import training_setting
 from tests.scheduler.machine.bench import Bench

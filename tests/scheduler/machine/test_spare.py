@@ -7,7 +7,7 @@ import pytest
 from scheduler.controller.events import FIRST_RULES, THIRD_RULES, BudgetSet, Ended, Read, Resized
 from scheduler.controller.reconcile import RESIZE_RETRY_SEC
 from scheduler.controller.state import Action
-from scheduler.controller.watch import SPARE_TICKS
+from scheduler.controller.tick import SPARE_TICKS
 from scheduler.planner.correction import MIN_GAIN
 from tests.scheduler.machine.bench import Bench
 from tests.scheduler.machine.world import BUDGET, GIB, MIB, check_laws, submitted

@@ -9,9 +9,8 @@ import pytest
 from scheduler.__main__ import main
 from scheduler.planner.machine_sizes import machine_budget
 from scheduler.retrain.command import run_rows
-from scheduler.retrain.drive import Flags, command_of, sizes_of
+from scheduler.retrain.drive import Flags, Root, command_of, sizes_of
 from scheduler.retrain.records import STATE, Attempt, Log, Started
-from scheduler.retrain.root import Root
 from schemas.config.schedule import RetrainConfig
 from schemas.run_log import RUN_FILE
 from tests.scheduler.made import write_job
@@ -143,7 +142,7 @@ def test_sizes_of_a_first_day_are_those_of_the_plan_within_this_machine(tmp_path
     sizes = sizes_of(job_of(tmp_path, schedule), Root(tmp_path))
     assert 1 <= sizes.workers <= machine_budget().cpus
     assert 1 <= sizes.num_replicas <= machine_budget().cpus
-    assert re.match(r"1 segment job x \d+ workers?, \d+ replicas? and 0 stores: ", sizes.words)
+    assert re.match(r"1 segment job x \d+ workers?, \d+ replicas? and 0 stores: ", sizes.summary)
 
 
 def command(stage: str, root: Root, flags: Flags = NO_FLAGS, **more: object) -> list[str]:

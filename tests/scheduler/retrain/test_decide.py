@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scheduler.retrain.root import newest_day, trained_segments
+from scheduler.retrain.decide import newest_day, trained_segments
 from schemas.config.schedule import RetrainConfig
 from tests.scheduler.retrain.world import KilledError, World, good_but_for
 
@@ -41,7 +41,7 @@ def test_retrain_twice_says_that_it_is_done_and_records_nothing() -> None:
     world = after_days(World(), ONE, TWO)
     records = list(world.records)
     found = world.retrain(ONE)
-    assert (found.status, found.words) == (0, f"{ONE} is done: {ONE}.1 is promoted")
+    assert (found.status, found.message) == (0, f"{ONE} is done: {ONE}.1 is promoted")
     assert world.records == records
 
 
@@ -50,14 +50,14 @@ def test_retrain_of_a_bad_day_leaves_the_pointer_and_says_why_again() -> None:
     first = world.retrain(TWO)
     records = list(world.records)
     assert first.status == 3
-    assert first.words.startswith(f"{TWO} was refused, {ONE}.1 stays promoted: {TWO}.1: NE 1.5 ")
+    assert first.message.startswith(f"{TWO} was refused, {ONE}.1 stays promoted: {TWO}.1: NE 1.5 ")
     assert world.retrain(TWO) == first
     assert (world.pointer, world.records) == (f"{ONE}.1", records)
 
 
 def test_retrain_of_a_first_bad_day_promotes_nothing() -> None:
     world = World(quality=good_but_for(f"{ONE}-v1"))
-    assert "nothing stays promoted" in world.retrain(ONE).words
+    assert "nothing stays promoted" in world.retrain(ONE).message
     assert world.pointer is None
 
 
@@ -100,7 +100,7 @@ def test_retrain_of_the_first_day_corrected_begins_from_nothing() -> None:
 def test_retrain_corrected_with_the_files_that_are_there_changes_nothing() -> None:
     world = after_days(World(), ONE, TWO)
     found = world.retrain(TWO, corrected=True)
-    assert (found.status, found.words) == (0, f"{TWO} is done: {TWO}.1 has trained it")
+    assert (found.status, found.message) == (0, f"{TWO} is done: {TWO}.1 has trained it")
     assert world.pointer == f"{TWO}.1"
     assert not any(a.run == f"{TWO}.2" and a.started.get("train") for a in world.state.attempts)
 
@@ -109,9 +109,9 @@ def test_retrain_corrected_with_the_files_that_were_turned_down_says_so() -> Non
     world = after_days(World(quality=good_but_for(f"{TWO}-v1")), ONE, TWO)
     found = world.retrain(TWO, corrected=True)
     assert found.status == 3
-    assert f"nothing has changed since {TWO}.1 was refused" in found.words
+    assert f"nothing has changed since {TWO}.1 was refused" in found.message
     again = world.retrain(TWO, again=True)
-    assert again.words.startswith(f"{TWO} was refused, {ONE}.1 stays promoted: {TWO}.3: NE")
+    assert again.message.startswith(f"{TWO} was refused, {ONE}.1 stays promoted: {TWO}.3: NE")
 
 
 def test_retrain_of_a_corrected_day_that_is_turned_down_leaves_the_pointer() -> None:
@@ -129,7 +129,7 @@ def test_retrain_of_other_files_that_are_not_said_to_be_a_correction_fails_by_na
     world.segments[TWO] = f"{TWO}-v1"
     world.versions[TWO] = 2
     found = world.retrain(TWO)
-    assert (found.status, found.words) == (
+    assert (found.status, found.message) == (
         1,
         f"{TWO}.1: append failed, status 1: another listing",
     )
@@ -170,7 +170,7 @@ def test_retrain_of_a_day_closes_another_that_was_left_and_trains_what_it_had() 
     last = world.state.attempts[-1]
     assert (last.base, last.segments) == (f"{ONE}.1", (f"{TWO}-v1", f"{THREE}-v1"))
     found = world.retrain(TWO)
-    assert (found.status, found.words) == (0, f"{TWO} is done: {THREE}.1 has trained it")
+    assert (found.status, found.message) == (0, f"{TWO} is done: {THREE}.1 has trained it")
 
 
 FAILURES = {
@@ -189,7 +189,7 @@ def test_retrain_of_a_stage_that_fails_gives_up_and_goes_on_when_it_is_asked_aga
     world = World(failing=failing)
     found = world.retrain(ONE)
     times = " 3 times" if starts == 3 else ""
-    assert (found.status, found.words) == (1, f"{ONE}.1: train failed{times}, {words}: no")
+    assert (found.status, found.message) == (1, f"{ONE}.1: train failed{times}, {words}: no")
     assert len(world.state.attempts[0].failures) == starts
     world.failing = {}
     assert world.retrain(ONE).status == 0
@@ -199,7 +199,7 @@ def test_retrain_of_a_stage_that_fails_gives_up_and_goes_on_when_it_is_asked_aga
 def test_retrain_of_data_that_the_gate_of_the_pipelines_refuses_is_turned_down() -> None:
     world = after_days(World(failing={f"{TWO}.1.append.1": (3, "rejects 0.5")}), ONE)
     found = world.retrain(TWO)
-    assert (found.status, found.words) == (3, f"{TWO} is done: data: rejects 0.5")
+    assert (found.status, found.message) == (3, f"{TWO} is done: data: rejects 0.5")
     assert world.retrain(TWO) == found
     world.failing = {}
     assert world.retrain(TWO, corrected=True).status == 0

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from scheduler.files import LOCK, directory_lock
+from scheduler.retrain.drive import Root, newest_checkpoint, read_pointer, write_pointer
 from scheduler.retrain.records import (
     KINDS,
     STATE,
@@ -22,7 +23,6 @@ from scheduler.retrain.records import (
     record_from_json,
     record_to_json,
 )
-from scheduler.retrain.root import Root, newest_checkpoint, read_pointer, write_pointer
 from schemas.config.schedule import RetrainConfig
 from schemas.errors import SchemaError
 from schemas.layout import MANIFEST

@@ -15,7 +15,9 @@ from scheduler.retrain.decide import (
     Promote,
     Remove,
     Run,
+    SegmentFact,
     next_action,
+    trained_segments,
 )
 from scheduler.retrain.records import (
     Begun,
@@ -31,7 +33,6 @@ from scheduler.retrain.records import (
     State,
     apply_record,
 )
-from scheduler.retrain.root import SegmentFact, trained_segments
 from schemas.config.schedule import RetrainConfig
 
 GOOD = Metrics(num_samples=1000, ne=0.9, auc=0.7, calibration=1.0)

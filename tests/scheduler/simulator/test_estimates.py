@@ -148,7 +148,7 @@ def test_estimates_learn_sizes_of_jobs_that_are_in_doubt() -> None:
     estimates.update(snapshot([v for v, _ in pairs], tuple(m for _, m in pairs)))
     found = [estimates.fitted(job, "made") for job in range(len(pairs))]
     assert all(given is not None and given.trying for given in found)
-    assert len(estimates.knowledge.window("made")) == len(SAMPLED) >= MIN_CELLS
+    assert len(estimates.models.window("made")) == len(SAMPLED) >= MIN_CELLS
     new = view(99, None)
     assert estimates.sample(new, KIND.allowed) is None
     assert Estimates(ALL).sample(new, KIND.allowed) is not None
@@ -177,8 +177,8 @@ def told(peak: float) -> tuple[Estimates, list[JobView]]:
 def test_estimates_give_a_new_job_what_bursts_of_its_kind_need(peak: float) -> None:
     estimates, views = told(peak)
     kind = estimates.kinds["made"]
-    assert kind.headroom.known
-    estimates.needs[99] = JobEstimate()
+    assert kind.headroom.measured
+    estimates.jobs[99] = JobEstimate()
     given = estimates.cores(replace(views[0], job=99, current=None), kind)
     for pool in given:
         assert (pool >= peak).all()
@@ -199,7 +199,7 @@ def test_estimates_give_the_request_until_bursts_of_a_kind_are_known() -> None:
     estimates.update(snapshot([v for v, _ in pairs], tuple(m for _, m in pairs)))
     assert np.isfinite(estimates.kinds["made"].replica_busy).all()
     new = replace(view(99, None), request=replace(TIGHT, replica_cpus=7.0, store_cpus=8.0))
-    estimates.needs[99] = JobEstimate()
+    estimates.jobs[99] = JobEstimate()
     found = estimates.cores(new, estimates.kinds["made"])
     assert (set(found[0]), set(found[1])) == ({7.0}, {8.0})
 
@@ -212,7 +212,7 @@ def test_estimates_give_a_measured_job_no_more_than_its_request_unless_it_lacked
     few = replace(views[0], request=TIGHT)
     assert estimates.cores(few, kind)[0][at] == pytest.approx(PEAK)
     ample, slow = (Reading(cpus, busy, 1.0 / busy) for cpus, busy in ((2.0, 1.0), (1.0, 0.7)))
-    estimates.needs[few.job] = JobEstimate(
+    estimates.jobs[few.job] = JobEstimate(
         cores=CoreReadings((1, 1), {(1, 1): ((ample, ample), (slow, slow))})
     )
     assert estimates.cores(few, kind)[0][at] > PEAK

@@ -168,7 +168,7 @@ def test_main_simulate_says_what_it_left_out(
 
 
 MISTAKES = {
-    "a policy": (["--policy", "statik"], "policy must be known, got 'statik'; did you mean"),
+    "a policy": (["--policy", "statik"], "policy is unknown: 'statik'; did you mean"),
     "twice": (["--policy", "static,static"], "policy is named twice: 'static'"),
     "cores": (["--policy", "static", "--cpus", "0.5"], "cluster is too small for the request of"),
     "a knob": (

@@ -9,9 +9,8 @@ from scheduler.controller.events import Ended
 from scheduler.controller.handle import handle
 from scheduler.controller.log import to_decision
 from scheduler.controller.state import State
-from scheduler.status.html import KIND_WORDS, MARKS
 from scheduler.status.journal import Incident, Journal, record
-from scheduler.status.page import page
+from scheduler.status.page import KIND_LABELS, MARKS, page
 from scheduler.status.terminal import render
 from scheduler.status.view import View, view_of
 from tests.scheduler.status.document import check_usable, parsed
@@ -75,7 +74,7 @@ def test_page_and_terminal_show_a_hostile_name_as_text(name: str) -> None:
 
 
 def test_page_shows_each_kind_of_incident_by_a_shape_of_its_own() -> None:
-    assert len(set(MARKS.values())) == len(MARKS) == len(KIND_WORDS)
+    assert len(set(MARKS.values())) == len(MARKS) == len(KIND_LABELS)
     incidents = tuple(
         Incident(time_sec=i, job="none", process=f"lead-0.{i}", kind=kind, detail="why")
         for i, kind in enumerate(MARKS)
@@ -83,4 +82,4 @@ def test_page_shows_each_kind_of_incident_by_a_shape_of_its_own() -> None:
     text = page(view_of(State(now_sec=9.0), Journal(num_events=1, incidents=incidents)))
     for kind in MARKS:
         assert f'class="mark {kind}"' in text
-        assert KIND_WORDS[kind] in text
+        assert KIND_LABELS[kind] in text

@@ -1,10 +1,11 @@
-"""The files of a job: segments of its input, folders, addresses and tokens of its stores."""
+"""The files of a job, and the command line of each kind of its processes, on every platform."""
 
 from __future__ import annotations
 
-import json
+import os
 import secrets
 import shutil
+import sys
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,14 +14,16 @@ from typing import Any
 import yaml
 
 from scheduler.controller.events import LoadKnown
+from scheduler.controller.slots import initial_slots, slots_of_range
 from scheduler.drivers.base import Endpoint
 from scheduler.model.snapshot import compute_lookahead
 from schemas.accesses import index_load
-from schemas.config.job import Job, load_job
+from schemas.config.job import load_job
 from schemas.dataset import open_dataset
 from schemas.errors import SchemaError
 from schemas.files import replace_bytes
-from schemas.paths import ALLOW_OUTSIDE, SINGLE_WRITER
+from schemas.hashing import NUM_SLOTS
+from schemas.paths import ALLOW_OUTSIDE, SINGLE_WRITER, import_variables
 from schemas.run_log import STORE_ADDRESS
 
 
@@ -98,72 +101,6 @@ class JobPaths:
 def segment_folder(folder: Path, number: int) -> Path:
     """Return the input folder of one segment below the folder of its job."""
     return folder / "segments" / f"{number:05d}"
-
-
-def split_input(job: Job, source: Path, folder: Path) -> list[list[Path]]:
-    """Split a job's input into segments, always the same ones.
-
-    A job with one source and no side tables has one segment per file, ordered by path; any other
-    job has one segment.
-
-    Args:
-        job: the job.
-        source: folder of the raw files.
-        folder: of the job; receives a folder of links for each segment.
-
-    Returns:
-        The files of each segment.
-
-    Raises:
-        SchemaError: there are no files, or other ones than on the first call.
-    """
-    files = sorted(path for path in source.rglob("*") if path.is_file())
-    data = job.data
-    if len(data.sources) == 1 and not data.sides:
-        (config,) = data.sources.values()
-        files = [f for f in files if matches_glob(f.relative_to(source), config.files)]
-        segments = [[path] for path in files]
-    else:
-        segments = [files]
-    if not files:
-        raise SchemaError(
-            "input has no files of the job's sources; check the path and the glob",
-            file=str(source),
-        )
-    names = [[str(path.relative_to(source)) for path in segment] for segment in segments]
-    _check_unchanged(folder / "segments.json", names, source)
-    for number, segment in enumerate(segments):
-        for path in segment:
-            _link(segment_folder(folder, number) / path.relative_to(source), path)
-    return segments
-
-
-def matches_glob(path: Path, pattern: str) -> bool:
-    """Return whether a path matches a glob in which `**` stands for any number of folders."""
-    parts = pattern.split("/")
-    if "**" in parts:
-        tail = parts[parts.index("**") + 1 :] or ["*"]
-        return path.match("/".join(tail))
-    return len(path.parts) == len(parts) and path.match(pattern)
-
-
-def _check_unchanged(path: Path, names: Sequence[Sequence[str]], source: Path) -> None:
-    text = json.dumps(names, indent=1) + "\n"
-    if not path.exists():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        replace_bytes(path, text.encode())
-    elif path.read_text(encoding="utf-8") != text:
-        raise SchemaError(
-            f"input files differ from those listed in {path}; restore them, or use another "
-            "--output",
-            file=str(source),
-        )
-
-
-def _link(link: Path, target: Path) -> None:
-    if not link.is_symlink():
-        link.parent.mkdir(parents=True, exist_ok=True)
-        link.symlink_to(target.resolve())
 
 
 def prepare_stores(
@@ -250,3 +187,136 @@ def read_load(paths: JobPaths, job: str, time_sec: float) -> LoadKnown | None:
         slots=tuple(tuple(row) for row in slots.tolist()),
         touched_rows=tuple(touched[ends].tolist()),
     )
+
+
+# Command lines.
+
+
+def environment() -> dict[str, str]:
+    """Return this process's environment with our packages on PYTHONPATH."""
+    return {**os.environ, **import_variables()}
+
+
+def module_command(name: str) -> list[str]:
+    """Return the start of a command of one of our packages."""
+    return [sys.executable, "-m", name]
+
+
+def generate_command(job_file: Path, output: Path) -> list[str]:
+    """Return the command that writes a job's synthetic log."""
+    return [*module_command("pipelines"), "generate", str(job_file), "--output", str(output)]
+
+
+def segment_command(
+    paths: JobPaths, number: int, workers: int, runner_options: Sequence[str] = ()
+) -> list[str]:
+    """Return the command that builds a segment and commits it after its predecessors.
+
+    Args:
+        paths: of the job.
+        number: of the segment.
+        workers: of Beam's local runner.
+        runner_options: options of another Beam runner; empty for the local one.
+    """
+    command = module_command("pipelines")
+    if number:
+        command += ["append", str(paths.job_file), "--dataset", str(paths.dataset)]
+        command += ["--position", str(number), "--in-order"]
+    else:
+        command += ["build", str(paths.job_file), "--output", str(paths.dataset)]
+    command += ["--input", str(paths.segment(number)), "--json"]
+    command += ["--final"] if number + 1 == paths.num_segments else []
+    return [*command, *paths.build_flags, *(runner_options or local_runner_options(workers))]
+
+
+def local_runner_options(workers: int) -> list[str]:
+    """Return the options of Beam's local runner."""
+    count = f"--direct_num_workers={workers}"
+    return [count, "--direct_running_mode=multi_processing"] if workers > 1 else [count]
+
+
+def coordinator_command(
+    paths: JobPaths, *, grouped: bool, served: bool, endpoint: Endpoint | None = None
+) -> list[str]:
+    """Return the command that starts or resumes training.
+
+    Args:
+        paths: of the job.
+        grouped: whether separate replica processes train.
+        served: whether stores hold the rows.
+        endpoint: how processes connect; None if all share one loopback.
+    """
+    job = paths.served_job if served else paths.job_file
+    command = [*module_command("trainer"), "train", str(job), "--dataset", str(paths.dataset)]
+    command += ["--output", str(paths.run), "--follow", "--resume"]
+    command += ["--embedding", "cached"] if served else []
+    command += ["--replicas", "0"] if grouped else []
+    command += paths.write_flags
+    command += ["--host", endpoint.host] if grouped and endpoint is not None else []
+    return command
+
+
+def replica_command(
+    paths: JobPaths, number: int, threads: int, endpoint: Endpoint | None = None
+) -> list[str]:
+    """Return the command of one replica."""
+    command = [*module_command("trainer"), "replica", str(paths.run), "--number", str(number)]
+    command += ["--threads", str(threads)]
+    return command if endpoint is None else [*command, *_server_flags(endpoint)]
+
+
+def store_command(
+    paths: JobPaths, number: int, count: int, endpoint: Endpoint | None = None, first: int = 0
+) -> list[str]:
+    """Return the command of one store.
+
+    Args:
+        paths: of the job.
+        number: of the store.
+        count: stores that start with slots; those of higher numbers start empty.
+        endpoint: how processes connect; None if all share one loopback.
+        first: number of the first store that starts with slots.
+    """
+    index = number - first
+    slots = "{}:{}".format(*initial_slots(index, count)) if index < count else "none"
+    command = [*module_command("trainer"), "store", "--directory", str(paths.store(number))]
+    command += ["--slots", slots, *paths.write_flags]
+    return [*command, *(_loopback_flags(paths) if endpoint is None else _server_flags(endpoint))]
+
+
+def move_command(
+    paths: JobPaths,
+    ranges: Sequence[int],
+    sources: Sequence[int],
+    target: int,
+    endpoint: Endpoint | None = None,
+) -> list[str]:
+    """Return the command that moves slot ranges to a store.
+
+    Args:
+        paths: of the job.
+        ranges: numbers of the ranges; empty for all that the sources own.
+        sources: running stores that may own the ranges.
+        target: store.
+        endpoint: how processes connect; None if all share one loopback.
+    """
+    slots = [slots_of_range(number) for number in ranges] or [(0, NUM_SLOTS)]
+    command = [*module_command("trainer"), "migrate-slots", "--served"]
+    command += ["--slots", ",".join(f"{first}:{end}" for first, end in slots)]
+    command += ["--from", ",".join(paths.store_address(number) for number in sources)]
+    command += ["--to", paths.store_address(target)]
+    return [*command, *(_loopback_flags(paths) if endpoint is None else _client_flags(endpoint))]
+
+
+def _loopback_flags(paths: JobPaths) -> list[str]:
+    return ["--token-file", str(paths.token)]
+
+
+def _server_flags(endpoint: Endpoint) -> list[str]:
+    files = ["--tls-cert", endpoint.certificate_file, "--tls-key", endpoint.key_file]
+    return ["--host", endpoint.host, *files, *_client_flags(endpoint)]
+
+
+def _client_flags(endpoint: Endpoint) -> list[str]:
+    files = ["--token-file", endpoint.token_file, "--trusted", endpoint.certificate_file]
+    return [*files, "--tls-name", endpoint.name]

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from scheduler.__main__ import main
-from scheduler.doctor.checks import CHECKS, SOURCES, Finding, Machine, examine, format_finding
+from scheduler.doctor import CHECKS, SOURCES, Finding, Machine, examine, format_finding
 
 NOW = 1_767_225_600.0
 CLUSTER = """\

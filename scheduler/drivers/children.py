@@ -21,6 +21,7 @@ from scheduler.drivers.base import (
     newest_name,
     read_output,
 )
+from scheduler.drivers.job_files import environment
 
 _EXEC = 'echo $$ > "$0" && exec "$@"'
 """Writes the pid to the first argument and executes the others."""
@@ -318,3 +319,25 @@ def _kill_count(counter: Path | None) -> int:
                 if word == "oom_kill":
                     return int(number)
     return 0
+
+
+class ThisMachine:
+    """Runs the processes of every job as children."""
+
+    resizes = False
+    """No limits are enforced: a process that needs more memory is restarted."""
+    identity = "process"
+    """Children of any scheduler of this folder are found by their locks."""
+
+    def __init__(self) -> None:
+        """Start counting OOM kills."""
+        groups = Path("/proc/self/cgroup").read_text(encoding="utf-8")
+        self._kills = OomKills(oom_kill_counter(groups), time.monotonic())
+
+    def of_job(self, job: str, folder: Path) -> Children:
+        """Return the children of a job."""
+        return Children(folder, environment(), self._kills)
+
+    def poll(self) -> None:
+        """Count OOM kills; children are polled one by one."""
+        self._kills.poll(time.monotonic())

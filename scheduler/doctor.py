@@ -1,10 +1,14 @@
-"""The checks of `scheduler doctor`, as one table.
+"""`scheduler doctor`: report what a machine lacks before anything is started on it, with each fix.
 
-Packages are compared by their metadata and never imported, so that a broken one is reported.
+The checks are one table (`CHECKS`). Packages are compared by their metadata and never imported, so
+that a broken one is reported. A probe uses the real thing (it binds the port, writes a file, runs
+`java -version`, lists Pods) and leaves nothing behind. Optional parts are `absent`, with what they
+are needed for; `--need` and `--cluster` make them `lacks`.
 """
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import os
 import re
@@ -18,12 +22,13 @@ from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
-from scheduler.drivers.kubernetes.api import RefusedError, UnreachableError, connect
-from scheduler.drivers.kubernetes.manifest import read_cluster
+from scheduler.controller.log import LOG
+from scheduler.drivers.run import probe_cluster
+from schemas.config.parse import parse_size
 from schemas.errors import PlanError, SchemaError
 from schemas.run_log import read_lines
 
-SOURCES = Path(__file__).resolve().parents[2]
+SOURCES = Path(__file__).resolve().parents[1]
 """The source tree."""
 PYTHON = (3, 11)
 """The only version on which stored bytes and bit-equal training are tested (`pyproject.toml`)."""
@@ -31,8 +36,6 @@ COMPILERS = ("g++", "c++", "clang++")
 """C++ compilers that the trainer uses."""
 OLDEST_JAVA, NEWEST_JAVA = 11, 17
 """Versions of Java that Flink 1.19 supports."""
-LOG = "scheduler.jsonl"
-"""Log in a scheduler's folder."""
 MAX_SKEW_SEC = 2.0
 """Tolerated difference between this machine's clock and a filesystem's."""
 MAX_PACKAGES = 5
@@ -346,14 +349,9 @@ def _probe_kubernetes(machine: Machine) -> tuple[bool, str]:
     if machine.cluster is None:
         return False, "no --cluster file"
     try:
-        api = connect(read_cluster(machine.cluster, machine.output))
-        try:
-            pods, _ = api.list("")
-        finally:
-            api.close()
-    except (PlanError, SchemaError, RefusedError, UnreachableError) as error:
+        return True, probe_cluster(machine.cluster, machine.output)
+    except (PlanError, SchemaError) as error:
         return False, _one_line(str(error))
-    return True, f"{len(pods)} Pods at {api.host}"
 
 
 def _run(command: Sequence[str], environment: Mapping[str, str]) -> str:
@@ -458,3 +456,67 @@ CHECKS = (
 )
 PARTS = tuple(dict.fromkeys(check.part for check in CHECKS if check.part))
 """Optional parts."""
+
+
+def add_arguments(command: argparse.ArgumentParser) -> None:
+    """Add the options of the command."""
+    command.add_argument(
+        "--output", type=Path, default=Path(), metavar="DIR", help="folder of datasets and runs"
+    )
+    command.add_argument(
+        "--lock", type=Path, metavar="FILE", help="required packages; default: requirements.lock"
+    )
+    command.add_argument(
+        "--shared-memory",
+        type=Path,
+        metavar="DIR",
+        help="train.checkpoint.copy_to if it is set; default: /dev/shm",
+    )
+    command.add_argument(
+        "--least-shared",
+        type=parse_size,
+        default=1 << 30,
+        metavar="SIZE",
+        help="required free shared memory",
+    )
+    command.add_argument(
+        "--least-disk",
+        type=parse_size,
+        default=5 << 30,
+        metavar="SIZE",
+        help="required free space in --output",
+    )
+    command.add_argument("--port", type=int, default=0, help="of the status page; default: any")
+    command.add_argument("--cluster", type=Path, metavar="FILE", help="configuration of a cluster")
+    command.add_argument(
+        "--need",
+        action="append",
+        default=[],
+        choices=PARTS,
+        help="optional part that is needed; may be repeated",
+    )
+
+
+def machine_of(
+    arguments: argparse.Namespace,
+    environment: Mapping[str, str],
+    sites: Sequence[str],
+    python: tuple[int, int],
+    now_sec: float,
+) -> Machine:
+    """Return the machine to check, as the options describe it."""
+    paths = {"lock": arguments.lock, "shared_memory": arguments.shared_memory}
+    needed = frozenset(arguments.need)
+    return Machine(
+        environment=environment,
+        sites=tuple(sites),
+        python=python,
+        output=arguments.output,
+        now_sec=now_sec,
+        least_shared_bytes=arguments.least_shared,
+        least_disk_bytes=arguments.least_disk,
+        port=arguments.port,
+        cluster=arguments.cluster,
+        needed=needed if arguments.cluster is None else needed | {"kubernetes"},
+        **{name: path for name, path in paths.items() if path is not None},
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -11,8 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from scheduler.controller.events import Submitted
-from scheduler.drivers.local.commands import environment, generate_command
-from scheduler.drivers.local.job_files import JobPaths, matches_glob, split_input
+from scheduler.drivers.job_files import JobPaths, environment, generate_command, segment_folder
 from scheduler.model.history import History, read_history
 from scheduler.model.snapshot import Snapshot, facts_of_job
 from scheduler.planner.machine_sizes import MachineSizes, machine_schedule
@@ -20,6 +20,7 @@ from schemas.config.job import GenerateConfig, Job, check_new_names, load_job
 from schemas.config.schedule import BudgetConfig
 from schemas.errors import SchemaError
 from schemas.features import load_features
+from schemas.files import replace_bytes
 from schemas.paths import schema_path
 
 HISTORY = "history"
@@ -152,3 +153,72 @@ def _estimate_lines(files: Sequence[Path]) -> int | None:
             num_bytes += file.tell()
     total_bytes = sum(path.stat().st_size for path in files)
     return round(total_bytes * num_lines / num_bytes) if num_lines else None
+
+
+# Segments of the input.
+
+
+def split_input(job: Job, source: Path, folder: Path) -> list[list[Path]]:
+    """Split a job's input into segments, always the same ones.
+
+    A job with one source and no side tables has one segment per file, ordered by path; any other
+    job has one segment.
+
+    Args:
+        job: the job.
+        source: folder of the raw files.
+        folder: of the job; receives a folder of links for each segment.
+
+    Returns:
+        The files of each segment.
+
+    Raises:
+        SchemaError: there are no files, or other ones than on the first call.
+    """
+    files = sorted(path for path in source.rglob("*") if path.is_file())
+    data = job.data
+    if len(data.sources) == 1 and not data.sides:
+        (config,) = data.sources.values()
+        files = [f for f in files if matches_glob(f.relative_to(source), config.files)]
+        segments = [[path] for path in files]
+    else:
+        segments = [files]
+    if not files:
+        raise SchemaError(
+            "input has no files of the job's sources; check the path and the glob",
+            file=str(source),
+        )
+    names = [[str(path.relative_to(source)) for path in segment] for segment in segments]
+    _check_unchanged(folder / "segments.json", names, source)
+    for number, segment in enumerate(segments):
+        for path in segment:
+            _link(segment_folder(folder, number) / path.relative_to(source), path)
+    return segments
+
+
+def matches_glob(path: Path, pattern: str) -> bool:
+    """Return whether a path matches a glob in which `**` stands for any number of folders."""
+    parts = pattern.split("/")
+    if "**" in parts:
+        tail = parts[parts.index("**") + 1 :] or ["*"]
+        return path.match("/".join(tail))
+    return len(path.parts) == len(parts) and path.match(pattern)
+
+
+def _check_unchanged(path: Path, names: Sequence[Sequence[str]], source: Path) -> None:
+    text = json.dumps(names, indent=1) + "\n"
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        replace_bytes(path, text.encode())
+    elif path.read_text(encoding="utf-8") != text:
+        raise SchemaError(
+            f"input files differ from those listed in {path}; restore them, or use another "
+            "--output",
+            file=str(source),
+        )
+
+
+def _link(link: Path, target: Path) -> None:
+    if not link.is_symlink():
+        link.parent.mkdir(parents=True, exist_ok=True)
+        link.symlink_to(target.resolve())

@@ -1,0 +1,278 @@
+"""The budget of all jobs: the work that each has left, what is booked, and who gets how much.
+
+The budget is divided when it changes, when a job comes or goes, and when a job outgrew or returned
+a part of its share. In between each job is corrected within its own share (`tick.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from datetime import timedelta
+
+import numpy as np
+
+from scheduler.controller.events import FIRST_RULES
+from scheduler.controller.state import Action, JobState, Runner, State
+from scheduler.model.grid import (
+    BookedWorker,
+    Sizes,
+    mib,
+    total_resources,
+    training_resources,
+)
+from scheduler.model.predict import Models, fit_models
+from scheduler.model.snapshot import Snapshot
+from scheduler.planner.candidates import find_candidates, predict_candidates
+from scheduler.planner.correction import Change, Correction
+from scheduler.planner.policy import SEED, describe_sizes, preference
+from scheduler.planner.share import WAITING, Options, job_options, share_budget, urgencies
+from schemas.config.schedule import BudgetConfig, ScheduleConfig, WorkerConfig
+from schemas.errors import PlanError
+
+Contender = tuple[JobState, list[Sizes], list[float], Options]
+"""A job, its possible sizes (the preferred ones last), their predicted seconds, and its options."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RemainingWork:
+    """A running job as the planner sees it: like a new job with the rest of the work."""
+
+    snapshot: Snapshot
+    """With the remaining samples."""
+    config: ScheduleConfig
+    """With the current resources of its processes, and the time until the deadline."""
+    models: Models
+    """Fitted to all measurements."""
+    largest_job: int | None
+    """Most workers of one segment job where they run; None if not limited."""
+
+
+def remaining_work(
+    job: JobState, now_sec: float, budget: BudgetConfig, runner: Runner
+) -> RemainingWork:
+    """Return the remaining work of a job.
+
+    Samples that are built and not trained count as training that remains, in one pass.
+
+    Args:
+        job: the job.
+        now_sec: the time.
+        budget: the most that it may use; its own file limits it further.
+        runner: where segment jobs run.
+    """
+    facts, train = job.snapshot.facts, job.snapshot.job.train
+    config = _limit_workers(
+        current_config(job, now_sec, budget), runner, max(1, job.remaining_segments)
+    )
+    models = fit_models(job.snapshot, config, job.steps, job.builds)
+    built = round(facts.num_samples * job.remaining_segments / job.num_segments)
+    trained = facts.num_train_samples * train.epochs - job.num_trained
+    snapshot = replace(
+        job.snapshot,
+        job=replace(job.snapshot.job, train=replace(train, epochs=1)),
+        facts=replace(facts, num_samples=max(1, built), num_train_samples=max(1, trained)),
+    )
+    return RemainingWork(
+        snapshot=snapshot,
+        config=config,
+        models=replace(models, num_segments=max(1, job.remaining_segments)),
+        largest_job=runner.largest,
+    )
+
+
+def current_config(job: JobState, now_sec: float, budget: BudgetConfig) -> ScheduleConfig:
+    """Return the schedule of a job with its current resources and the time that remains."""
+    config = job.snapshot.job.schedule
+    first, second, own = config.preprocessing, config.training, config.budget
+    exponent = budget.time_cost_exponent
+    if exponent is None:
+        exponent = own.time_cost_exponent
+    cpus, memory = min(own.cpus, budget.cpus), min(own.memory, budget.memory)
+    budget = replace(own, cpus=cpus, memory=memory, time_cost_exponent=exponent)
+    if not job.remaining_segments:
+        # Everything is built, so training may use what the smallest preprocessing pool takes.
+        workers = max(1, first.min_workers)
+        budget = replace(
+            budget,
+            cpus=budget.cpus + workers * first.worker.cpus,
+            memory=budget.memory + workers * job.worker_memory,
+        )
+    stores = job.num_stores
+    if stores is None or job.stores:
+        stores = second.max_stores
+    deadline = config.deadline
+    if deadline is not None:
+        deadline = max(
+            timedelta(seconds=1), deadline - timedelta(seconds=now_sec - job.submitted_sec)
+        )
+    return replace(
+        config,
+        budget=budget,
+        deadline=deadline,
+        preprocessing=replace(first, worker=replace(first.worker, memory=job.worker_memory)),
+        training=replace(
+            second,
+            replica=_with_resources(second.replica, job.replica_memory, job.replica_cpus),
+            store=_with_resources(second.store, job.store_memory, job.store_cpus),
+            max_stores=stores,
+        ),
+    )
+
+
+def _with_resources(process: WorkerConfig, memory_bytes: int, cpus: float) -> WorkerConfig:
+    if cpus == process.cpus:
+        return replace(process, memory=memory_bytes)
+    return BookedWorker(cpus=process.cpus, memory=memory_bytes, booked=cpus)
+
+
+def _limit_workers(config: ScheduleConfig, runner: Runner, num_segments: int) -> ScheduleConfig:
+    """Limit the workers to those that the runner can give to the remaining segment jobs."""
+    pool = config.preprocessing
+    fewest, most = pool.min_workers, pool.max_workers
+    if runner.slots is not None:
+        slots = max(1, runner.slots.total)
+        fewest, most = min(fewest, slots), min(most, slots)
+    if runner.largest is not None:
+        fewest = min(fewest, num_segments * runner.largest)
+    return replace(config, preprocessing=replace(pool, min_workers=fewest, max_workers=most))
+
+
+def booked_resources(job: JobState, sizes: Sizes | None) -> tuple[float, int]:
+    """Return the cores and bytes of the pools at these sizes; none while the job waits."""
+    if sizes is None:
+        return 0.0, 0
+    config = current_config(job, job.submitted_sec, job.snapshot.job.schedule.budget)
+    booked = (total_resources if job.remaining_segments else training_resources)(sizes.grid, config)
+    return float(booked.cpus[0]), int(booked.memory_bytes[0])
+
+
+def available_budget(state: State, job: JobState) -> BudgetConfig:
+    """Return the budget without the shares of the other jobs."""
+    others = [
+        booked_resources(other, other.sizes)
+        for other in state.by_priority
+        if other.name != job.name
+    ]
+    return replace(
+        state.budget,
+        cpus=state.budget.cpus - sum(cpus for cpus, _ in others),
+        memory=state.budget.memory - sum(memory for _, memory in others),
+    )
+
+
+def sizes_as_values(sizes: Sizes) -> dict[str, float]:
+    """Return sizes as the values of a decision."""
+    return {name: float(value) for name, value in asdict(sizes).items()}
+
+
+# Shares.
+
+
+def allocate(state: State) -> tuple[State, list[Action]]:
+    """Divide the budget among all jobs that are to run.
+
+    Returns:
+        The state with the new sizes, and a decision for each job whose sizes change.
+    """
+    jobs = dict(state.jobs)
+    actions: list[Action] = []
+    contenders: list[Contender] = []
+    for job in state.by_priority:
+        if job.phase == "draining":
+            continue
+        try:
+            contenders.append((job, *candidate_sizes(job, state)))
+        except PlanError as error:
+            new = job.phase == "submitted"
+            if new or job.sizes is not None:
+                actions.append(
+                    Action(verb="fail" if new else "wait", job=job.name, reason=str(error))
+                )
+            jobs[job.name] = replace(job, phase="failed" if new else "waiting", sizes=None)
+    choices = share_budget(_with_urgency(contenders, state), state.budget)
+    for (job, sizes, times, _), choice in zip(contenders, choices, strict=True):
+        chosen = None if choice == WAITING else sizes[choice]
+        predicted = 0.0 if choice == WAITING else times[choice]
+        if chosen is None and job.phase == "submitted":
+            jobs[job.name] = replace(job, phase="waiting")
+            actions.append(_first_wait(job, state))
+        if chosen == job.sizes:
+            continue
+        jobs[job.name], action = _with_sizes(job, state, chosen, predicted, len(contenders))
+        actions.append(action)
+    return replace(state, jobs=jobs), actions
+
+
+def candidate_sizes(job: JobState, state: State) -> tuple[list[Sizes], list[float], Options]:
+    """Return the possible sizes of a job, their predicted seconds, and what they take and gain.
+
+    Raises:
+        PlanError: even its smallest pools do not fit into the whole budget.
+    """
+    work = remaining_work(job, state.now_sec, state.budget, state.runner)
+    rng = np.random.default_rng(SEED)
+    grid = find_candidates(work.snapshot, work.config, work.models, rng, work.largest_job)
+    if job.num_stores is not None:
+        with_stores = grid.num_stores > 0
+        allowed = with_stores if job.stores else grid.num_stores == job.num_stores
+        if job.stores and not allowed.any():
+            budget = work.config.budget
+            raise PlanError(
+                "budget does not hold the smallest pools with a store, which the job's tables "
+                f"need: cpus={budget.cpus:g} and memory={mib(budget.memory)}; raise it"
+            )
+        grid = grid[allowed] if allowed.any() else grid
+    predictions = predict_candidates(grid, work.snapshot, work.config, work.models)
+    preferred = int(preference(grid, predictions, work.config)[0])
+    indices, options = job_options(grid, predictions, work.config, preferred)
+    sizes = [grid.sizes_at(int(index)) for index in indices]
+    return sizes, predictions.predicted_sec[indices].tolist(), options
+
+
+def _with_urgency(contenders: Sequence[Contender], state: State) -> list[Options]:
+    """Return the options of the jobs, weighted by how little time each still needs."""
+    options = [contender[3] for contender in contenders]
+    if state.rules == FIRST_RULES:
+        return options
+    remaining_sec = np.array([contender[2][-1] for contender in contenders])
+    runs = np.array([contender[0].sizes is not None for contender in contenders], bool)
+    weights = urgencies(remaining_sec, runs).tolist()
+    return [replace(one, urgency=w) for one, w in zip(options, weights, strict=True)]
+
+
+def _with_sizes(
+    job: JobState, state: State, sizes: Sizes | None, predicted_sec: float, num_jobs: int
+) -> tuple[JobState, Action]:
+    budget = f"{state.budget.cpus:g} cores and {state.budget.memory:,} bytes"
+    if sizes is None:
+        shorter = "" if state.rules == FIRST_RULES else ", or of the same with less time left,"
+        reason = f"jobs of higher priority{shorter} need its share of {budget}; it leaves and waits"
+        job = replace(job, sizes=None, phase="waiting", correction=Correction())
+        return job, Action(verb="wait", job=job.name, reason=reason)
+    others = f", sharing the budget with {num_jobs - 1} more" if num_jobs > 1 else ""
+    action = Action(
+        verb="admit" if job.sizes is None else "scale",
+        job=job.name,
+        reason=f"{describe_sizes(sizes)}: {predicted_sec:,.0f} s predicted, "
+        f"within {budget}{others}",
+        values={**sizes_as_values(sizes), "predicted_sec": predicted_sec},
+    )
+    job = replace(
+        job,
+        sizes=sizes,
+        phase="running",
+        grouped=job.grouped or sizes.num_replicas > 1,
+        correction=Correction(in_flight=Change(sizes=sizes)),
+    )
+    return job, action
+
+
+def _first_wait(job: JobState, state: State) -> Action:
+    cpus, memory = state.budget.cpus, state.budget.memory
+    return Action(
+        verb="wait",
+        job=job.name,
+        reason=f"its smallest pools do not fit beside the others into {cpus:g} cores and "
+        f"{memory:,} bytes; it starts when a job ends",
+    )

@@ -1,1 +1,0 @@
-"""Check a machine before anything is started on it."""

@@ -1,1 +1,0 @@
-"""Processes on this machine."""
