@@ -30,6 +30,7 @@ from scheduler import doctor
 from scheduler.controller.log import describe_job, jobs_summary, recover, replay_summary
 from scheduler.drivers.beam_runners import segment_runner
 from scheduler.drivers.driver import DriverOptions
+from scheduler.drivers.job_files import CommandFlags
 from scheduler.drivers.run import RunRequest, check_driver, inputs_of, plan_jobs, run_jobs
 from scheduler.model.measurements import fit_file, fit_summary
 from scheduler.model.snapshot import Snapshot, take_snapshot
@@ -221,8 +222,7 @@ def _run(arguments: argparse.Namespace) -> None:
             output=arguments.output,
             runner=segment_runner(arguments.runner, arguments.output),
         ),
-        single_writer=arguments.single_writer,
-        allow_outside=arguments.allow_outside,
+        flags=CommandFlags(arguments.single_writer, arguments.allow_outside),
     )
     if arguments.dry_run:
         for action, command in plan_jobs(request):

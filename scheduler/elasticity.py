@@ -23,8 +23,6 @@ HEADROOM = 1.3
 """Cores over the mean of the busy ones, while nothing more is known of the bursts."""
 NEED_MARGIN = 1.08
 """Cores over those below which steps were measured to get longer."""
-DOUBT_MARGIN = 1.05
-"""Factor on the cores per busy core below which a process of a kind may lack cores."""
 GROWTH = 1.2
 """Cores over the most that were tried, to measure whether steps get shorter."""
 MIN_RATIO = 1.05
@@ -36,12 +34,8 @@ GROWTH_HELPED = 0.87
 """Need over the most cores that were tried, above which even more may help."""
 SPIN_SHARE = 0.9
 """Busy share of the cores of a process that busy-waits, if more cores changed nothing."""
-LOW_QUANTILE = 0.1
-"""Share of the readings of many processes that may lie below the smallest need considered."""
 NUM_NEEDS = 65
 """Needs that are compared, spaced evenly in their logarithm."""
-MIN_GROUPS = 4
-"""Processes that were measured with more and with fewer cores before they describe their kind."""
 
 FitReason = Literal["kept", "few are busy", "fewer were slower", "more may help"]
 
@@ -170,40 +164,8 @@ def estimate_need(readings: Sequence[Reading], lowest: float = 0.0) -> CoreNeed:
     return CoreNeed(float(np.exp(best)), bool(best > fewest + np.log(MIN_RATIO)))
 
 
-def estimate_headroom(groups: Sequence[Sequence[Reading]]) -> Headroom:
-    """Return the headroom of a kind from the readings of several of its processes.
-
-    Args:
-        groups: readings of each process, relative to its own with most cores.
-    """
-    if len(groups) < MIN_GROUPS:
-        return Headroom()
-    need = estimate_need([reading for group in groups for reading in group], LOW_QUANTILE)
-    if not need.slower:
-        return Headroom(suspect_below=min(need.cpus, HEADROOM / DOUBT_MARGIN), measured=True)
-    return Headroom(
-        max(HEADROOM, NEED_MARGIN * need.cpus),
-        NEED_MARGIN / DOUBT_MARGIN * need.cpus,
-        measured=True,
-    )
-
-
-def relative_to_largest(readings: Sequence[Reading]) -> list[Reading]:
-    """Return readings relative to the busy cores and step time of those with most cores.
-
-    Example:
-        >>> relative_to_largest([Reading(4.0, 2.0, 0.5), Reading(3.0, 1.0, 1.0)])[1]
-        Reading(cpus=1.5, busy=0.5, step_sec=2.0)
-    """
-    most = max(reading.cpus for reading in readings)
-    largest = [reading for reading in readings if MIN_RATIO * reading.cpus > most]
-    busy = median(reading.busy for reading in largest)
-    step_sec = median(reading.step_sec for reading in largest)
-    return [Reading(r.cpus / busy, r.busy / busy, r.step_sec / step_sec) for r in readings]
-
-
 # The pools of a job. A step is as slow as the pool that lacks most, so replicas and stores grow
-# together, and for other jobs of the kind the pool with the smaller headroom counts.
+# together.
 
 PoolSizes = tuple[int, int]
 """Replicas and stores."""
@@ -270,13 +232,3 @@ def fit_pool_cores(readings: CoreReadings, headroom: Headroom) -> CoreGrant | No
         for need, reading in zip(needs, latest[-1], strict=True)
     ]
     return CoreGrant(cpus, any(trying), any(slower), any(need.slower for need in needs))
-
-
-def burst_readings(latest: Sequence[PoolReadings]) -> list[Reading]:
-    """Return relative readings of one job for its kind; none if its cores hardly differed."""
-    count = len(latest[-1]) if latest else 0
-    pools = [relative_to_largest([both[pool] for both in latest]) for pool in range(count)]
-    # The pool with less headroom determines the step time.
-    readings = [min(both, key=lambda reading: reading.cpus) for both in zip(*pools, strict=True)]
-    cpus = [reading.cpus for reading in readings]
-    return readings if max(cpus) > MIN_RATIO * MIN_RATIO * min(cpus) else []

@@ -28,6 +28,32 @@ from schemas.run_log import STORE_ADDRESS
 
 
 @dataclass(frozen=True, slots=True)
+class CommandFlags:
+    """Flags that commands of our packages get besides paths.
+
+    Attributes:
+        single_writer: whether nothing else writes there, as the user asserts (network filesystems).
+        allow_outside: whether the job's schema may be outside the folder of the job file.
+    """
+
+    single_writer: bool = False
+    allow_outside: bool = False
+
+    @property
+    def write(self) -> list[str]:
+        """Flags of commands that write."""
+        return [SINGLE_WRITER] if self.single_writer else []
+
+    @property
+    def build(self) -> list[str]:
+        """Flags of commands that build."""
+        return [*self.write, *([ALLOW_OUTSIDE] if self.allow_outside else [])]
+
+
+NO_FLAGS = CommandFlags()
+
+
+@dataclass(frozen=True, slots=True)
 class JobPaths:
     """Paths of one job.
 
@@ -35,25 +61,13 @@ class JobPaths:
         job_file: the job file.
         folder: of everything else.
         num_segments: segments of its input.
-        single_writer: whether nothing else writes there.
-        allow_outside: whether the job's schema may be outside the folder of the job file.
+        flags: of the commands of its processes.
     """
 
     job_file: Path
     folder: Path
     num_segments: int
-    single_writer: bool = False
-    allow_outside: bool = False
-
-    @property
-    def build_flags(self) -> list[str]:
-        """Flags of commands that build, besides paths."""
-        return [*self.write_flags, *([ALLOW_OUTSIDE] if self.allow_outside else [])]
-
-    @property
-    def write_flags(self) -> list[str]:
-        """Flags of commands that write, besides paths."""
-        return [SINGLE_WRITER] if self.single_writer else []
+    flags: CommandFlags = NO_FLAGS
 
     @property
     def dataset(self) -> Path:
@@ -226,7 +240,7 @@ def segment_command(
         command += ["build", str(paths.job_file), "--output", str(paths.dataset)]
     command += ["--input", str(paths.segment(number)), "--json"]
     command += ["--final"] if number + 1 == paths.num_segments else []
-    return [*command, *paths.build_flags, *(runner_options or local_runner_options(workers))]
+    return [*command, *paths.flags.build, *(runner_options or local_runner_options(workers))]
 
 
 def local_runner_options(workers: int) -> list[str]:
@@ -251,7 +265,7 @@ def coordinator_command(
     command += ["--output", str(paths.run), "--follow", "--resume"]
     command += ["--embedding", "cached"] if served else []
     command += ["--replicas", "0"] if grouped else []
-    command += paths.write_flags
+    command += paths.flags.write
     command += ["--host", endpoint.host] if grouped and endpoint is not None else []
     return command
 
@@ -280,7 +294,7 @@ def store_command(
     index = number - first
     slots = "{}:{}".format(*initial_slots(index, count)) if index < count else "none"
     command = [*module_command("trainer"), "store", "--directory", str(paths.store(number))]
-    command += ["--slots", slots, *paths.write_flags]
+    command += ["--slots", slots, *paths.flags.write]
     return [*command, *(_loopback_flags(paths) if endpoint is None else _server_flags(endpoint))]
 
 

@@ -16,7 +16,7 @@ from scheduler.drivers.base import Platform, stop_signals
 from scheduler.drivers.beam_runners import SegmentRunner
 from scheduler.drivers.children import ThisMachine
 from scheduler.drivers.driver import Driver, DriverOptions, unnamed_jobs
-from scheduler.drivers.job_files import JobPaths, segment_command
+from scheduler.drivers.job_files import NO_FLAGS, CommandFlags, JobPaths, segment_command
 from scheduler.drivers.kubernetes.manifest import read_cluster
 from scheduler.drivers.submit import submit
 from scheduler.files import directory_lock
@@ -49,10 +49,8 @@ class RunRequest:
     """Configuration file of the cluster; None for this machine."""
     driver: DriverOptions
     """How processes are observed."""
-    single_writer: bool = False
-    """Whether the user asserts that nothing else writes below `output` (network filesystems)."""
-    allow_outside: bool = False
-    """Whether a job's schema may be outside the folder of its file."""
+    flags: CommandFlags = NO_FLAGS
+    """Flags of the commands of all processes."""
 
 
 def inputs_of(words: Sequence[str], job_files: Sequence[Path]) -> dict[str, Path]:
@@ -204,8 +202,7 @@ def _submissions(
             request.inputs,
             request.output,
             time.time(),
-            single_writer=request.single_writer,
-            allow_outside=request.allow_outside,
+            flags=request.flags,
             budget=budget if request.cluster is None else None,
             shares_cores=request.budget is None,
             progress=request.driver.progress,

@@ -12,7 +12,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from scheduler.controller.events import Submitted
-from scheduler.drivers.job_files import JobPaths, environment, generate_command, segment_folder
+from scheduler.drivers.job_files import (
+    NO_FLAGS,
+    CommandFlags,
+    JobPaths,
+    environment,
+    generate_command,
+    segment_folder,
+)
 from scheduler.model.history import History, read_history
 from scheduler.model.snapshot import Snapshot, facts_of_job
 from scheduler.planner.machine_sizes import MachineSizes, machine_schedule
@@ -36,8 +43,7 @@ def submit(
     output: Path,
     time_sec: float,
     *,
-    single_writer: bool = False,
-    allow_outside: bool = False,
+    flags: CommandFlags = NO_FLAGS,
     budget: BudgetConfig | None = None,
     shares_cores: bool = False,
     progress: Callable[[str], None] = lambda _: None,
@@ -50,8 +56,7 @@ def submit(
             as its `data.generate` describes.
         output: folder of the scheduler.
         time_sec: the current time.
-        single_writer: as in `JobPaths`.
-        allow_outside: as in `JobPaths`.
+        flags: of the commands of its processes.
         budget: of all jobs together on this machine; None for Pods.
         shares_cores: whether processes may share cores, as with a budget of the whole machine.
         progress: called with a line for each size that differs from the declared one.
@@ -61,7 +66,7 @@ def submit(
     """
     job = load_job(job_file)
     check_new_names(job, job_file)
-    schema = schema_path(job_file, job.data.schema, allow_outside=allow_outside)
+    schema = schema_path(job_file, job.data.schema, allow_outside=flags.allow_outside)
     features = load_features(schema)
     folder = output / job.name
     source = inputs.get(job.name) or _generate_log(job, job_file, folder)
@@ -98,14 +103,7 @@ def submit(
         num_segments=len(segments),
         sizes=sizes,
     )
-    paths = JobPaths(
-        job_file.resolve(),
-        folder.resolve(),
-        len(segments),
-        single_writer=single_writer,
-        allow_outside=allow_outside,
-    )
-    return submitted, paths
+    return submitted, JobPaths(job_file.resolve(), folder.resolve(), len(segments), flags)
 
 
 def _generate_log(job: Job, job_file: Path, folder: Path) -> Path:

@@ -13,9 +13,10 @@ from rich.table import Table
 
 from scheduler.drivers.base import stop_signals
 from scheduler.drivers.children import ThisMachine
+from scheduler.drivers.job_files import CommandFlags
 from scheduler.files import directory_lock
 from scheduler.retrain.decide import EXIT_REFUSED, DayRequest, Finished
-from scheduler.retrain.drive import Flags, RetrainContext, Root, read_pointer, retrain_day
+from scheduler.retrain.drive import RetrainContext, Root, read_pointer, retrain_day
 from scheduler.retrain.records import (
     STATE,
     Attempt,
@@ -205,7 +206,7 @@ def retrain(arguments: argparse.Namespace, today: date, progress: Callable[[str]
             job_file=arguments.job.resolve(),
             root=root,
             config=job.schedule.retrain,
-            flags=Flags(arguments.single_writer, arguments.allow_outside),
+            flags=CommandFlags(arguments.single_writer, arguments.allow_outside),
             processes=ThisMachine().of_job(job.name, root.processes),
             log=log,
             stopped=stopped,

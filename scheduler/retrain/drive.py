@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from scheduler.drivers.base import Processes
-from scheduler.drivers.job_files import local_runner_options, module_command
+from scheduler.drivers.job_files import CommandFlags, local_runner_options, module_command
 from scheduler.model.history import BUILD
 from scheduler.model.snapshot import Snapshot, take_snapshot
 from scheduler.planner.machine_sizes import machine_budget, machine_schedule
@@ -50,7 +50,6 @@ from schemas.errors import SchemaError
 from schemas.files import replace_bytes, sync_directory
 from schemas.layout import EVALUATION, MANIFEST, SEGMENTS
 from schemas.manifest import canonical_json, previous_names, read_dataset, read_segment
-from schemas.paths import ALLOW_OUTSIDE, SINGLE_WRITER
 from schemas.run_log import CHECKPOINTS, RUN_FILE
 
 EXIT_STOPPED = 143
@@ -64,7 +63,7 @@ class RetrainContext:
     job_file: Path
     root: Root
     config: RetrainConfig
-    flags: Flags
+    flags: CommandFlags
     processes: Processes
     """Where stages run."""
     log: Log
@@ -328,36 +327,13 @@ def _snapshot_of_one_day(snapshot: Snapshot, root: Root) -> Snapshot:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class Flags:
-    """Flags of all stages' commands.
-
-    Attributes:
-        single_writer: whether nothing else writes below the root.
-        allow_outside: whether the job's schema may be outside the folder of the job file.
-    """
-
-    single_writer: bool = False
-    allow_outside: bool = False
-
-    @property
-    def write(self) -> list[str]:
-        """Flags of commands that write."""
-        return [SINGLE_WRITER] if self.single_writer else []
-
-    @property
-    def build(self) -> list[str]:
-        """Flags of commands that build."""
-        return [*self.write, *([ALLOW_OUTSIDE] if self.allow_outside else [])]
-
-
 def command_of(
     started: Started,
     attempt: Attempt,
     job_file: Path,
     root: Root,
     config: RetrainConfig,
-    flags: Flags,
+    flags: CommandFlags,
 ) -> list[str]:
     """Return the command of a stage."""
     if started.stage == "append":

@@ -6,13 +6,22 @@ baselines did, which start anew with every job.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from statistics import median
 
 import numpy as np
 from scipy.optimize import nnls
 
-from scheduler.elasticity import Headroom
+from scheduler.elasticity import (
+    HEADROOM,
+    MIN_RATIO,
+    NEED_MARGIN,
+    Headroom,
+    PoolReadings,
+    Reading,
+    estimate_need,
+)
 from scheduler.model.fit import Floats, TrainingSetting, Window, fit_window, merge_windows, observe
 from scheduler.planner.correction import MAX_GROWTH
 from scheduler.simulator.views import JobView, Measurement, Sizes, Snapshot
@@ -271,3 +280,56 @@ def _fit_busy(rates: Floats, busy: Floats, new_rates: Floats) -> tuple[Floats, f
     low, high = np.quantile(ratios, [1.0 - QUANTILE, QUANTILE])
     cores = coefficients[0] + coefficients[1] * new_rates / scale
     return cores, float(high), float(np.log(high / low))
+
+
+# Headroom of a kind, from jobs that were measured with more and with fewer cores. A step is as slow
+# as the pool that lacks most, so the pool with the smaller headroom counts.
+
+DOUBT_MARGIN = 1.05
+"""Factor on the cores per busy core below which a process of a kind may lack cores."""
+LOW_QUANTILE = 0.1
+"""Share of the readings of many processes that may lie below the smallest need considered."""
+MIN_GROUPS = 4
+"""Processes that were measured with more and with fewer cores before they describe their kind."""
+
+
+def estimate_headroom(groups: Sequence[Sequence[Reading]]) -> Headroom:
+    """Return the headroom of a kind from the readings of several of its processes.
+
+    Args:
+        groups: readings of each process, relative to its own with most cores.
+    """
+    if len(groups) < MIN_GROUPS:
+        return Headroom()
+    need = estimate_need([reading for group in groups for reading in group], LOW_QUANTILE)
+    if not need.slower:
+        return Headroom(suspect_below=min(need.cpus, HEADROOM / DOUBT_MARGIN), measured=True)
+    return Headroom(
+        max(HEADROOM, NEED_MARGIN * need.cpus),
+        NEED_MARGIN / DOUBT_MARGIN * need.cpus,
+        measured=True,
+    )
+
+
+def relative_to_largest(readings: Sequence[Reading]) -> list[Reading]:
+    """Return readings relative to the busy cores and step time of those with most cores.
+
+    Example:
+        >>> relative_to_largest([Reading(4.0, 2.0, 0.5), Reading(3.0, 1.0, 1.0)])[1]
+        Reading(cpus=1.5, busy=0.5, step_sec=2.0)
+    """
+    most = max(reading.cpus for reading in readings)
+    largest = [reading for reading in readings if MIN_RATIO * reading.cpus > most]
+    busy = median(reading.busy for reading in largest)
+    step_sec = median(reading.step_sec for reading in largest)
+    return [Reading(r.cpus / busy, r.busy / busy, r.step_sec / step_sec) for r in readings]
+
+
+def burst_readings(latest: Sequence[PoolReadings]) -> list[Reading]:
+    """Return relative readings of one job for its kind; none if its cores hardly differed."""
+    count = len(latest[-1]) if latest else 0
+    pools = [relative_to_largest([both[pool] for both in latest]) for pool in range(count)]
+    # The pool with less headroom determines the step time.
+    readings = [min(both, key=lambda reading: reading.cpus) for both in zip(*pools, strict=True)]
+    cpus = [reading.cpus for reading in readings]
+    return readings if max(cpus) > MIN_RATIO * MIN_RATIO * min(cpus) else []

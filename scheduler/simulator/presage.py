@@ -24,8 +24,6 @@ from scheduler.elasticity import (
     PoolSizes,
     Reading,
     add_readings,
-    burst_readings,
-    estimate_headroom,
     fit_pool_cores,
 )
 from scheduler.model.fit import Floats
@@ -46,7 +44,15 @@ from scheduler.planner.correction import (
 from scheduler.planner.policy import TIME_COST_EXPONENT, Candidate, weighted_cost
 from scheduler.planner.share import WAITING, Options, share_budget, urgencies
 from scheduler.simulator.baselines import release_excess
-from scheduler.simulator.kind_models import MIN_ROWS, KindModel, KindModels, build_kind, fit_presage
+from scheduler.simulator.kind_models import (
+    MIN_ROWS,
+    KindModel,
+    KindModels,
+    build_kind,
+    burst_readings,
+    estimate_headroom,
+    fit_presage,
+)
 from scheduler.simulator.views import Handling, JobView, Measurement, Readings, Sizes, Snapshot
 from schemas.config.schedule import BudgetConfig
 

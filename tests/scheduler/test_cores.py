@@ -9,17 +9,15 @@ import pytest
 from scheduler.elasticity import (
     GROWTH,
     HEADROOM,
-    MIN_GROUPS,
     MIN_RATIO,
     NEED_MARGIN,
     CoreFit,
     Headroom,
     Reading,
-    estimate_headroom,
     estimate_need,
     fit_cores,
-    relative_to_largest,
 )
+from scheduler.simulator.kind_models import MIN_GROUPS, estimate_headroom, relative_to_largest
 
 PEAKS = (1.0, 1.2, 1.35, 1.5, 1.75, 2.0)
 NOISE = 0.05

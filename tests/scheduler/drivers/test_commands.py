@@ -9,6 +9,7 @@ import pytest
 from pipelines.cli import build_parser as pipelines_parser
 from scheduler.drivers.base import Endpoint
 from scheduler.drivers.job_files import (
+    CommandFlags,
     JobPaths,
     coordinator_command,
     discard_stores,
@@ -59,7 +60,7 @@ def test_commands_of_trainers_parse(paths: JobPaths) -> None:
 
 
 def test_single_writer_flag_is_passed_to_commands_that_write(paths: JobPaths) -> None:
-    told = replace(paths, single_writer=True, allow_outside=True)
+    told = replace(paths, flags=CommandFlags(single_writer=True, allow_outside=True))
     for number in (0, 1):
         found, _ = pipelines_parser().parse_known_args(segment_command(told, number, 1)[3:])
         assert (found.single_writer, found.allow_outside) == (True, True)

@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 
 from scheduler.__main__ import main
+from scheduler.drivers.job_files import NO_FLAGS, CommandFlags
 from scheduler.planner.machine_sizes import machine_budget
 from scheduler.retrain.command import run_rows
-from scheduler.retrain.drive import Flags, Root, command_of, sizes_of
+from scheduler.retrain.drive import Root, command_of, sizes_of
 from scheduler.retrain.records import STATE, Attempt, Log, Started
 from schemas.config.schedule import RetrainConfig
 from schemas.run_log import RUN_FILE
@@ -18,7 +19,6 @@ from tests.scheduler.retrain.world import World, good_but_for
 
 ONE, TWO, THREE = (f"2026-01-0{i}" for i in range(1, 4))
 SPLIT = "  split: {evaluation_from: 2026-01-02}\n"
-NO_FLAGS = Flags()
 
 
 def job_of(folder: Path, schedule: str = "  priority: 0", split: str = SPLIT) -> Path:
@@ -145,7 +145,7 @@ def test_sizes_of_a_first_day_are_those_of_the_plan_within_this_machine(tmp_path
     assert re.match(r"1 segment job x \d+ workers?, \d+ replicas? and 0 stores: ", sizes.summary)
 
 
-def command(stage: str, root: Root, flags: Flags = NO_FLAGS, **more: object) -> list[str]:
+def command(stage: str, root: Root, flags: CommandFlags = NO_FLAGS, **more: object) -> list[str]:
     """The words of a stage after `python -m`."""
     sizes = {"workers": 2, "num_replicas": 3}
     started = Started(time_sec=0.0, run=f"{TWO}.1", process="p", stage=stage, **sizes, **more)  # pyright: ignore[reportArgumentType]: of a table
@@ -155,7 +155,7 @@ def command(stage: str, root: Root, flags: Flags = NO_FLAGS, **more: object) -> 
 
 
 def test_word_of_a_single_writer_is_handed_to_what_writes(tmp_path: Path) -> None:
-    root, flags = Root(tmp_path), Flags(single_writer=True, allow_outside=True)
+    root, flags = Root(tmp_path), CommandFlags(single_writer=True, allow_outside=True)
     both = ["--single-writer", "--allow-outside"]
     assert command("append", root, flags)[-2:] == both
     assert command("train", root, flags, segments=("a",))[-1] == "--single-writer"

@@ -12,7 +12,6 @@ from scheduler.elasticity import (
     CoreReadings,
     Headroom,
     Reading,
-    burst_readings,
     fit_pool_cores,
 )
 from scheduler.elasticity import add_readings as heard_at
@@ -23,6 +22,7 @@ from scheduler.simulator.kind_models import (
     SAMPLED,
     KindModels,
     allowed_sizes,
+    burst_readings,
     fit_presage,
     make_setting,
 )
