@@ -81,8 +81,8 @@ class Reconciler:
             return True
         self.lacks_memory |= self.fits(cpus, 0)
         self.shortage = (
-            f"{task_id} needs {cpus:g} cores and {memory_bytes:,} bytes, and {self.cpus:g} cores "
-            f"and {self.memory_bytes:,} bytes are free"
+            f"{task_id} needs cpus={cpus:g} and {memory_bytes:,} bytes; free are "
+            f"cpus={self.cpus:g} and {self.memory_bytes:,} bytes"
         )
         return False
 

@@ -244,9 +244,13 @@ def test_handle_of_jobs_that_share_a_budget_gives_to_the_important_one_and_says_
         ("first", "drain"),
     ]
     assert second[1].reason.startswith("jobs of higher priority, or of the same with less time")
+    shortage = bench.state.jobs["second"].shortage
+    assert shortage.startswith("segment-0 needs cpus=1 and ")
+    assert "; free are cpus=0 and " in shortage
     first = bench.state.jobs["first"]
     found = [a for name in sorted(first.processes) for a in bench.at(Ended, name, outcome="left")]
     assert [(a.job, a.verb, a.process) for a in found] == [("second", "start", "segment-0.1")]
+    assert bench.state.jobs["second"].shortage == ""
     third = bench.tell(submitted("third", 3, "  priority: -1", bench.now))
     assert [(a.job, a.verb) for a in third] == [("third", "wait")]
     drained = bench.tell(Drained(time_sec=bench.now, job="second"))
@@ -276,6 +280,7 @@ def test_handle_after_a_change_leaves_the_job_alone_for_a_while() -> None:
     changes = [a for a in bench.ticks(10) if a.verb == "scale"]
     assert bench.now < ended_sec + COOL_DOWN_SEC
     assert changes == []
+    assert re.fullmatch(r"the last change ended \d+ s ago", bench.job.verdict)
 
 
 def test_handle_of_time_that_goes_back_takes_the_latest() -> None:
