@@ -1,26 +1,242 @@
-"""Coefficients and intervals from measurements: recovered, kept in proportion, honest."""
+"""The equations, measurements by setting, and fits with their intervals."""
 
 from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from scheduler.model.fit import (
+    HALF_LIFE,
+    MAX_CELLS,
+    MAX_PER_CELL,
     MAX_SPREAD,
     MIN_GROWTH,
+    SEGMENT_TERMS,
+    TRAINING_TERMS,
     Fit,
+    SegmentSetting,
     Setting,
     TrainingSetting,
     Window,
     doublings_outside,
     fit_multiples,
     fit_window,
+    merge_windows,
     observe,
     predict_seconds,
 )
+
+seconds = st.one_of(st.just(0.0), st.floats(1e-5, 10.0))
+
+
+def fits(num_terms: int) -> st.SearchStrategy[Fit]:
+    """Return models with any coefficients that are not all 0."""
+    some = st.tuples(*[seconds] * num_terms).filter(any)
+    return st.builds(Fit, coefficients=some)
+
+
+training_fits = fits(len(TRAINING_TERMS))
+segment_fits = fits(len(SEGMENT_TERMS))
+COUNTS = np.arange(1, 65)
+
+
+def test_design_of_a_step_holds_each_term_of_the_equation() -> None:
+    setting = TrainingSetting(
+        num_replicas=4,
+        num_stores=2,
+        replica_cpus=0.5,
+        store_cpus=3,
+        batch_samples=100,
+        unique_rows=60,
+        fetched_rows=30,
+        moved_bytes=800,
+    )
+    found = dict(zip(TRAINING_TERMS, setting.design()[0].tolist(), strict=True))
+    assert found == {
+        "compute": 100 / (4 * 0.5),
+        "serial": 100 / (4 * 0.5),  # below one core everything is stretched
+        "update": 60 / 0.5,
+        "exchange": 3,
+        "tree": 2,
+        "lookup": 30 / (2 * 3),
+        "transfer": 800 / 2,
+        "meeting": 800 * 4 / 2,
+        "fixed": 1,
+    }
+
+
+def test_design_of_a_segment_job_holds_each_term_of_the_equation() -> None:
+    setting = SegmentSetting(rows=1000, workers=4, worker_cpus=0.5, segment_jobs=3)
+    assert setting.design().tolist() == [[1.0, 2000.0, 500.0, 2000.0]]
+
+
+def test_design_without_stores_has_no_embedding_terms() -> None:
+    design = TrainingSetting(num_replicas=3, fetched_rows=1e6, moved_bytes=1e9).design()[0]
+    assert design[5:8].tolist() == [0.0, 0.0, 0.0]
+
+
+def assert_concave_to_its_peak_and_falling_after(speed: np.ndarray) -> None:
+    """One peak: gains shrink up to it, and there is none after it."""
+    slack = 1e-9 * speed.max()
+    gains = np.diff(speed)
+    peak = int(speed.argmax())
+    assert (np.diff(gains[:peak]) <= slack).all()
+    assert (gains[peak:] <= slack).all()
+
+
+@pytest.mark.slow
+@given(training_fits, st.floats(0.25, 64.0), st.integers(0, 16))
+def test_throughput_over_replicas_gains_ever_less_and_has_one_peak(
+    fit: Fit, cpus: float, stores: int
+) -> None:
+    setting = TrainingSetting(num_replicas=COUNTS, num_stores=stores, replica_cpus=cpus)
+    taken = fit.seconds(setting)
+    if taken.min() > 0:
+        assert_concave_to_its_peak_and_falling_after(1.0 / taken)
+
+
+GROWING = {
+    "stores": ("num_stores", np.arange(1.0, 65.0)),
+    "cores of a replica": ("replica_cpus", np.arange(1.0, 65.0) / 4),
+    "cores of a store": ("store_cpus", np.arange(1.0, 65.0) / 4),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "values"), GROWING.values(), ids=GROWING.keys())
+@given(fit=training_fits, replicas=st.integers(1, 32))
+def test_step_of_more_resources_is_not_longer_and_gains_ever_less(
+    name: str, values: np.ndarray, fit: Fit, replicas: int
+) -> None:
+    sizes = {"num_replicas": replicas, "num_stores": 1, name: values}
+    taken = fit.seconds(TrainingSetting(**sizes))
+    slack = 1e-9 * taken.max()
+    assert (np.diff(taken) <= slack).all()
+    whole = taken[values == np.floor(values)]  # the slope changes where cores begin to be shared
+    assert (np.diff(whole, n=2) >= -slack).all()
+
+
+@pytest.mark.slow
+@given(training_fits, st.integers(1, 8), st.integers(0, 4), st.floats(1.0, 10.0))
+def test_step_of_more_load_is_not_shorter(
+    fit: Fit, replicas: int, stores: int, factor: float
+) -> None:
+    for name in ("unique_rows", "fetched_rows", "moved_bytes", "batch_samples"):
+        sizes = {"num_replicas": replicas, "num_stores": stores, name: np.array([1.0, factor])}
+        less, more = fit.seconds(TrainingSetting(**sizes))
+        assert more >= less
+
+
+@pytest.mark.slow
+@given(segment_fits, st.floats(1.0, 1e6), st.floats(0.1, 4.0), st.integers(1, 8))
+def test_segment_job_of_more_workers_is_shorter_ever_less_and_of_more_jobs_is_not(
+    fit: Fit, rows: float, cpus: float, jobs: int
+) -> None:
+    def taken(workers: np.ndarray | int, at_once: np.ndarray | int) -> np.ndarray:
+        setting = SegmentSetting(rows=rows, workers=workers, worker_cpus=cpus, segment_jobs=at_once)
+        return fit.seconds(setting)
+
+    over_workers = taken(COUNTS, jobs)
+    slack = 1e-9 * over_workers.max()
+    assert (np.diff(over_workers) <= slack).all()
+    assert (np.diff(over_workers, n=2) >= -slack).all()
+    assert (np.diff(taken(2, COUNTS)) >= -slack).all()
+
+
+def test_columns_of_a_setting_give_it_back() -> None:
+    setting = TrainingSetting(num_replicas=[1, 2], num_stores=3, moved_bytes=[5.0, 7.0])
+    again = TrainingSetting.of_columns(setting.columns())
+    assert again.design().tolist() == setting.design().tolist()
+    assert np.asarray(again.num_stores).tolist() == [3.0, 3.0]
+
+
+def at(*replicas: float, rows: float = 1.0) -> TrainingSetting:
+    return TrainingSetting(num_replicas=list(replicas), unique_rows=rows)
+
+
+def test_observe_keeps_the_latest_of_each_setting_whatever_comes_after() -> None:
+    window = observe(Window(), at(3), [5.0], 0.0)
+    for tick in range(3 * MAX_PER_CELL):
+        window = observe(window, at(2), [1.0 + tick / 1000], float(tick))
+    assert window.columns()[:, 3].tolist() == [2.0, 3.0]
+    assert window.num_measurements == MAX_PER_CELL + 1
+    assert window.medians() == pytest.approx([1.0 + (2.5 * MAX_PER_CELL - 0.5) / 1000, 5.0])
+
+
+def test_observe_of_a_setting_that_takes_another_time_forgets_what_is_older() -> None:
+    window = observe(
+        observe(Window(), at(3), [5.0], 0.0), at(*[2] * MAX_PER_CELL), [1.0] * MAX_PER_CELL, 1.0
+    )
+    kept = [len(window)]
+    for _ in range(MAX_PER_CELL // 2):
+        window = observe(window, at(2), [2.0], 2.0)
+        kept.append(len(window))
+    assert kept[0] == kept[MAX_PER_CELL // 4] == 2
+    assert window.columns()[:, 3].tolist() == [2.0]
+    assert window.medians().tolist() == [2.0]
+
+
+@given(st.integers(0, 1000), st.sampled_from([0.05, 0.2, 0.5]))
+@settings(max_examples=20)
+def test_observe_of_noise_and_stragglers_forgets_nothing(seed: int, noise: float) -> None:
+    rng = np.random.default_rng(seed)
+    taken = np.exp(noise * rng.standard_normal(20 * MAX_PER_CELL))
+    taken[rng.random(len(taken)) < 0.1] *= 20.0
+    window = observe(observe(Window(), at(3), [5.0], 0.0), at(*[2] * len(taken)), taken, 1.0)
+    assert len(window) == 2
+
+
+def test_observe_leaves_out_what_is_no_time_and_changes_nothing_given() -> None:
+    empty = Window()
+    window = observe(empty, at(1, 2, 3, 4), [0.0, -1.0, float("inf"), float("nan")], 0.0)
+    assert len(window) == len(empty) == 0
+
+
+def test_observe_of_similar_loads_is_one_cell_and_of_other_sizes_another() -> None:
+    window = observe(Window(), at(1, rows=4900.0), [1.0], 0.0)
+    window = observe(window, at(1, rows=4920.0), [3.0], 0.0)
+    assert len(window) == 1
+    assert window.columns()[0, 0] == 4910.0
+    assert len(observe(window, at(1, rows=6000.0), [1.0], 0.0)) == 2
+    assert len(observe(observe(window, at(22, rows=4900.0), [1.0], 0.0), at(21), [1.0], 0.0)) == 3
+
+
+def test_observe_of_too_many_settings_drops_the_ones_used_longest_ago() -> None:
+    window = observe(Window(), at(*range(1, MAX_CELLS + 1)), [1.0] * MAX_CELLS, 0.0)
+    window = observe(window, at(1), [1.0], 1.0)
+    window = observe(window, at(MAX_CELLS + 1), [1.0], 2.0)
+    kept = window.columns()[:, 3].tolist()
+    assert len(kept) == MAX_CELLS
+    assert 1.0 in kept
+    assert 2.0 not in kept
+
+
+def test_weights_halve_with_each_half_life() -> None:
+    window = observe(Window(), at(1), [1.0], 0.0)
+    window = observe(window, at(2), [1.0], HALF_LIFE)
+    window = observe(window, at(3), [1.0], 2 * HALF_LIFE)
+    assert window.weights() == pytest.approx([0.25, 0.5, 1.0])
+
+
+@given(st.lists(st.tuples(st.integers(1, 4), st.floats(0.1, 9.0)), min_size=1, max_size=60))
+def test_observe_one_by_one_equals_all_at_once(stream: list[tuple[int, float]]) -> None:
+    replicas, taken = [r for r, _ in stream], [sec for _, sec in stream]
+    together = observe(Window(), at(*replicas), taken, 7.0)
+    single = Window()
+    for count, sec in stream:
+        single = observe(single, at(count), [sec], 7.0)
+    np.testing.assert_allclose(single.columns(), together.columns())
+    assert single.medians().tolist() == together.medians().tolist()
+
+
+def test_over_takes_the_newer_of_what_both_measured() -> None:
+    older = observe(Window(), at(1, 2), [1.0, 2.0], 0.0)
+    newer = observe(Window(), at(2, 3), [20.0, 30.0], 5.0)
+    assert merge_windows(older, newer).medians().tolist() == [1.0, 20.0, 30.0]
+
 
 TRUTH = Fit(coefficients=(0.003, 0.0004, 1e-5, 0.01, 0.02, 1e-5, 1e-9, 1e-10, 0.05))
 PRIOR = tuple(

@@ -1,18 +1,25 @@
-"""Predicted memory: known sums, and monotone in what it is made of."""
+"""Memory of each process, predicted from its contents and forecast from its growth."""
 
-from dataclasses import replace
+import subprocess
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from scipy.signal import lfilter
 
 from scheduler.model.memory import (
     STORE_BASE_BYTES,
     WORKER_BASE_BYTES,
     WORKER_COPIES,
+    Forecast,
     bytes_per_row,
     cache_rows,
     dense_parameters,
+    forecast,
     store_bytes,
     stores_needed,
     tables_bytes,
@@ -105,3 +112,209 @@ def test_worker_bytes_hold_the_largest_session_however_many_workers_there_are() 
     rows = (worker_bytes(heavy, 1e6, 1_000) - WORKER_BASE_BYTES) / (WORKER_COPIES * 800)
     assert rows == pytest.approx(300_000)
     assert worker_bytes(heavy, 1e3, 1_000) == worker_bytes(FACTS, 1e3, 1)
+
+
+MIB = 1 << 20
+GROWER = Path(__file__).with_name("grower.py")
+
+
+def noisy(line: np.ndarray, size: float, seed: int) -> np.ndarray:
+    """Return readings below a line, as an allocator gives back now and then."""
+    return line - size * np.abs(np.random.default_rng(seed).standard_normal(len(line)))
+
+
+@pytest.mark.slow
+@given(st.floats(0.01, 5.0), st.integers(200, 2000), st.integers(0, 20))
+def test_forecast_of_a_leak_meets_the_limit_where_the_line_does(
+    slope: float, read: int, seed: int
+) -> None:
+    steps = np.arange(read)
+    line = (500.0 + slope * steps) * MIB
+    wanted = 3 * read
+    found = forecast(
+        steps,
+        noisy(line, 0.05 * slope * read * MIB, seed),
+        end_step=10 * read,
+        limit_bytes=int((500 + slope * wanted) * MIB),
+    )
+    assert found.confident
+    assert found.expected_step is not None
+    assert found.earliest_step is not None
+    assert found.expected_step == pytest.approx(wanted, rel=0.1)
+    assert found.earliest_step <= found.expected_step
+    assert found.needed_bytes >= found.end_bytes >= 0.9 * (500 + slope * 10 * read) * MIB
+
+
+def test_forecast_of_flat_memory_never_meets_a_limit_above_its_peaks() -> None:
+    for seed in range(50):
+        readings = noisy(np.full(400, 800.0 * MIB), 10 * MIB, seed)
+        found = forecast(np.arange(400), readings, end_step=4000, limit_bytes=1200 * MIB)
+        assert found.expected_step is None
+        assert found.earliest_step is None
+        assert found.needed_bytes < 1000 * MIB
+
+
+def test_forecast_of_tables_that_fill_uses_the_load_that_is_known_ahead() -> None:
+    """A line through the start of a curve that flattens cries wolf, the oracle does not."""
+    end = 5000
+    touched = 1e6 * (1.0 - np.exp(-np.arange(end + 1) / 800.0))
+    memory = 600 * MIB + 300.0 * touched
+    steps = np.arange(600)
+    readings = noisy(memory[:600], 2 * MIB, 1)
+    limit = int(memory[-1] + 20 * MIB)
+    blind = forecast(steps, readings, end_step=end, limit_bytes=limit)
+    assert blind.expected_step is not None
+    told = forecast(steps, readings, end_step=end, limit_bytes=limit, load=touched)
+    assert told.expected_step is None
+    assert told.end_bytes == pytest.approx(memory[-1], rel=0.02)
+    tight = int(memory[2000])
+    soon = forecast(steps, readings, end_step=end, limit_bytes=tight, load=touched)
+    assert soon.expected_step == pytest.approx(2000, rel=0.15)
+
+
+PROGRESS = (0.05, 0.1, 0.2, 0.4, 0.7)
+
+
+def filling(seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return memory of tables that fill within 1,000 steps, read 1 % off, and their load."""
+    load = 0.5 + 0.5 * np.expm1(-3.0 * np.arange(1001) / 1000) / np.expm1(-3.0)
+    noise = np.exp(0.01 * np.random.default_rng(seed).standard_normal(1001))
+    return 8192 * MIB * load * noise, load
+
+
+@pytest.mark.parametrize("progress", PROGRESS)
+def test_forecast_of_tables_that_fill_needs_their_peak_at_any_progress(progress: float) -> None:
+    now, needed = int(1000 * progress), []
+    for seed in range(20):
+        memory, load = filling(seed)
+        found = forecast(np.arange(now), memory[:now], end_step=1000, limit_bytes=10**12, load=load)
+        needed.append(found.needed_bytes / (8192 * MIB))
+    assert min(needed) >= 0.98
+    assert np.median(needed) <= 1.1
+
+
+LEAKS = (2.0, 5.0, 10.0, 20.0, 40.0)
+
+
+@pytest.mark.parametrize("mib_per_step", LEAKS)
+def test_forecast_of_a_leak_beside_a_load_is_foreseen_in_time(mib_per_step: float) -> None:
+    """Early on the leak is taken for the load; it alarms all the same, and then names enough."""
+    for seed in range(10):
+        memory, load = filling(seed)
+        memory = memory + mib_per_step * MIB * np.arange(1001)
+        limit = int(memory[600])
+        told = forecast(np.arange(570), memory[:570], end_step=1000, limit_bytes=limit, load=load)
+        assert told.earliest_step is not None
+        assert told.earliest_step <= 640
+        assert told.needed_bytes > limit
+
+
+def test_forecast_alarms_by_the_line_where_the_load_explains_no_more() -> None:
+    memory = (500 + 2.0 * np.arange(100)) * MIB
+    load = 1.0 - np.exp(-np.arange(1001) / 400.0)
+    noise = 4 * MIB * np.random.default_rng(0).standard_normal(100)
+    limit = 1000 * MIB
+    found = forecast(np.arange(100), memory + noise, end_step=1000, limit_bytes=limit, load=load)
+    blind = forecast(np.arange(100), memory + noise, end_step=1000, limit_bytes=limit)
+    assert found.earliest_step == blind.earliest_step
+
+
+def test_forecast_of_many_seeds_is_late_as_seldom_as_it_says() -> None:
+    early = []
+    for seed in range(100):
+        line = (500 + 0.5 * np.arange(300)) * MIB
+        readings = line + 20 * MIB * np.random.default_rng(seed).standard_normal(300)
+        limit = int((500 + 0.5 * 900) * MIB)
+        found = forecast(np.arange(300), readings, end_step=3000, limit_bytes=limit)
+        early.append(found.earliest_step is not None and found.earliest_step <= 900)
+    assert np.mean(early) >= 0.9
+
+
+def test_forecast_of_errors_that_follow_one_another_is_late_as_seldom() -> None:
+    """Memory that wanders looks like a trend, so that its readings count for fewer."""
+    early = []
+    for seed in range(100):
+        steps = np.random.default_rng(seed).standard_normal(400)
+        wander = lfilter([1.0], [1.0, -0.98], steps)
+        readings = (500 + 0.5 * np.arange(400) + 8 * wander) * MIB
+        limit = int((500 + 0.5 * 1000) * MIB)
+        found = forecast(np.arange(400), readings, end_step=3000, limit_bytes=limit)
+        early.append(found.earliest_step is not None and found.earliest_step <= 1000)
+    assert np.mean(early) >= 0.85
+
+
+def test_forecast_of_a_few_readings_says_nothing_yet() -> None:
+    found = forecast(np.arange(5), np.arange(5) * MIB, end_step=100, limit_bytes=6 * MIB)
+    assert found == Forecast(
+        confident=False,
+        expected_step=None,
+        earliest_step=None,
+        end_bytes=4 * MIB,
+        needed_bytes=4 * MIB,
+    )
+
+
+def test_forecast_of_a_process_that_starts_up_does_not_take_the_start_for_a_leak() -> None:
+    start = np.linspace(50, 900, 20)
+    readings = np.concatenate([start, noisy(np.full(380, 900.0), 5, 3)]) * MIB
+    found = forecast(np.arange(400), readings, end_step=4000, limit_bytes=1100 * MIB)
+    assert found.earliest_step is None
+
+
+@pytest.mark.parametrize(("steps", "end"), [([], 5), ([1, 7], 6)])
+def test_forecast_without_a_reading_or_a_future_says_so(steps: list[int], end: int) -> None:
+    with pytest.raises(ValueError, match="forecast needs a reading and a later end"):
+        forecast(steps, [MIB] * len(steps), end_step=end, limit_bytes=MIB)
+
+
+@dataclass
+class Watched:
+    """A run of the growing process: how far it got, and the first warning."""
+
+    last_step: int
+    killed: bool
+    warned_step: int | None
+    warning: Forecast | None
+
+
+def watch(num_steps: int, limit_bytes: int, lead: int) -> Watched:
+    """Run it, kill it as the kernel would, and note when a kill was first foreseen."""
+    arguments = [sys.executable, str(GROWER), "30", "512", str(num_steps)]
+    steps: list[int] = []
+    readings: list[int] = []
+    found = Watched(0, False, None, None)
+    with subprocess.Popen(
+        arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as child:
+        assert child.stdin is not None
+        assert child.stdout is not None
+        for line in child.stdout:
+            step, resident = map(int, line.split())
+            found.last_step = step
+            if resident > limit_bytes:
+                found.killed = True
+                child.kill()
+                break
+            steps.append(step)
+            readings.append(resident)
+            told = forecast(steps, readings, end_step=num_steps, limit_bytes=limit_bytes)
+            near = told.earliest_step is not None and told.earliest_step <= step + lead
+            if near and found.warned_step is None:
+                found.warned_step, found.warning = step, told
+            child.stdin.write("\n")
+            child.stdin.flush()
+    return found
+
+
+@pytest.mark.slow
+def test_forecast_of_a_process_that_is_killed_warns_before_and_names_enough_memory() -> None:
+    lead = 30
+    first = watch(200, 100 * MIB, lead)
+    assert first.killed
+    assert first.warned_step is not None
+    assert first.warning is not None
+    assert 0 < first.last_step - first.warned_step <= 2 * lead
+    assert first.warning.expected_step == pytest.approx(first.last_step, abs=lead / 2)
+    second = watch(200, first.warning.needed_bytes, lead)
+    assert not second.killed
+    assert second.last_step == 199

@@ -1,10 +1,11 @@
-"""The plan is the best of all, never exceeds the budget, and names what would work."""
+"""The choice of sizes of one job, and the weight of time against cost."""
 
 import itertools
 import math
 import re
 from dataclasses import replace
 from datetime import timedelta
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -18,8 +19,18 @@ from scheduler.model.history import BuildRecord, History
 from scheduler.model.memory import store_bytes, trainer_memory, worker_bytes
 from scheduler.model.predict import fit_models, training_setting
 from scheduler.model.snapshot import Snapshot
-from scheduler.planner.candidates import build_timeline, predict_candidates
-from scheduler.planner.policy import TOLERANCE, Candidate, plan
+from scheduler.planner.candidates import build_timeline, find_candidates, predict_candidates
+from scheduler.planner.policy import (
+    SEED,
+    TIME_COST_EXPONENT,
+    TOLERANCE,
+    Candidate,
+    objective,
+    plan,
+    weighted_cost,
+)
+from scheduler.planner.reasons import reasons
+from schemas.config.job import load_job, parse_stored_job
 from schemas.config.schedule import (
     BudgetConfig,
     PreprocessingPoolConfig,
@@ -27,8 +38,8 @@ from schemas.config.schedule import (
     TrainingPoolConfig,
     WorkerConfig,
 )
-from schemas.errors import PlanError
-from tests.scheduler.made import FACTS, GIB, make_run, snapshot
+from schemas.errors import PlanError, SchemaError
+from tests.scheduler.made import FACTS, GIB, make_run, snapshot, write_job
 
 Sizes = tuple[int, int, int, int]
 
@@ -65,14 +76,14 @@ schedules = st.builds(
 
 
 @pytest.fixture(scope="module")
-def known(tmp_path_factory: pytest.TempPathFactory) -> Snapshot:
+def demo(tmp_path_factory: pytest.TempPathFactory) -> Snapshot:
     """A job of one million samples without a history."""
     return snapshot(tmp_path_factory.mktemp("job"), ScheduleConfig())
 
 
-def brute_force(known: Snapshot, config: ScheduleConfig) -> dict[Sizes, tuple[float, float]]:
+def brute_force(demo: Snapshot, config: ScheduleConfig) -> dict[Sizes, tuple[float, float]]:
     """Return (seconds, cost) of every size that fits, one by one with plain loops."""
-    facts, train, models = known.facts, known.job.train, fit_models(known, config)
+    facts, train, models = demo.facts, demo.job.train, fit_models(demo, config)
     pre, pool, budget = config.preprocessing, config.training, config.budget
     found: dict[Sizes, tuple[float, float]] = {}
     for jobs, each, replicas, stores in itertools.product(
@@ -165,15 +176,15 @@ def sizes_of(candidate: Candidate) -> Sizes:
 @pytest.mark.slow
 @given(config=schedules)
 @settings(max_examples=60)
-def test_plan_is_the_best_of_all_that_fit(known: Snapshot, config: ScheduleConfig) -> None:
-    found = brute_force(known, config)
+def test_plan_is_the_best_of_all_that_fit(demo: Snapshot, config: ScheduleConfig) -> None:
+    found = brute_force(demo, config)
     wanted = math.inf if config.deadline is None else config.deadline.total_seconds()
     in_time = {k: v for k, v in found.items() if v[0] <= wanted}
     if not in_time:
         with pytest.raises(PlanError):
-            plan(known, config)
+            plan(demo, config)
         return
-    decision = plan(known, config)
+    decision = plan(demo, config)
     sec, cost = found[sizes_of(decision.chosen)]
     assert decision.chosen.predicted_sec == pytest.approx(sec)
     assert decision.chosen.cost == pytest.approx(cost)
@@ -189,9 +200,9 @@ def test_plan_is_the_best_of_all_that_fit(known: Snapshot, config: ScheduleConfi
 @pytest.mark.slow
 @given(config=schedules)
 @settings(max_examples=60)
-def test_plan_never_exceeds_the_budget_or_a_limit(known: Snapshot, config: ScheduleConfig) -> None:
+def test_plan_never_exceeds_the_budget_or_a_limit(demo: Snapshot, config: ScheduleConfig) -> None:
     try:
-        decision = plan(known, config)
+        decision = plan(demo, config)
     except PlanError:
         return
     for c in (decision.chosen, decision.other_training, decision.other_preprocessing):
@@ -215,67 +226,67 @@ def test_plan_never_exceeds_the_budget_or_a_limit(known: Snapshot, config: Sched
 @given(config=schedules, cpus=st.floats(0.1, 6.0), memory=st.integers(GIB, 16 * GIB))
 @settings(max_examples=60)
 def test_plan_with_the_named_smallest_budget_works_and_with_less_does_not(
-    known: Snapshot, config: ScheduleConfig, cpus: float, memory: int
+    demo: Snapshot, config: ScheduleConfig, cpus: float, memory: int
 ) -> None:
     config = replace(config, budget=BudgetConfig(cpus=cpus, memory=memory), deadline=None)
-    message = refusal(known, config)
+    message = refusal(demo, config)
     named = re.search(r"use at least cpus=([\d.e+-]+) and memory=(\d+)MiB", message)
     if named is None:
         assert "budget" not in message
         return
     least = BudgetConfig(cpus=float(named[1]), memory=int(named[2]) << 20)
-    assert refusal(known, replace(config, budget=least)) == ""
+    assert refusal(demo, replace(config, budget=least)) == ""
     for less in (
         replace(least, cpus=least.cpus - 0.01),
         replace(least, memory=least.memory - (1 << 20)),
     ):
-        assert refusal(known, replace(config, budget=less)).startswith("budget does not hold")
+        assert refusal(demo, replace(config, budget=less)).startswith("budget does not hold")
 
 
-def refusal(known: Snapshot, config: ScheduleConfig) -> str:
+def refusal(demo: Snapshot, config: ScheduleConfig) -> str:
     """Return why there is no plan, or nothing when there is one."""
     try:
-        plan(known, config)
+        plan(demo, config)
     except PlanError as error:
         return str(error)
     return ""
 
 
-def test_plan_with_too_small_a_budget_says_so_in_one_line(known: Snapshot) -> None:
+def test_plan_with_too_small_a_budget_says_so_in_one_line(demo: Snapshot) -> None:
     config = ScheduleConfig(budget=BudgetConfig(cpus=1.0, memory=GIB))
     message = (
         "budget does not hold the smallest pools: cpus=1 and memory=1024MiB; use at least "
         "cpus=2 and memory=4096MiB (workers=1, replicas=1, stores=0)"
     )
     with pytest.raises(PlanError, match=f"^{re.escape(message)}$"):
-        plan(known, config)
+        plan(demo, config)
 
 
-def fastest_sec(known: Snapshot) -> int:
+def fastest_sec(demo: Snapshot) -> int:
     """Return the smallest deadline that the planner says it can meet, in whole seconds."""
     with pytest.raises(PlanError, match="deadline cannot be met") as caught:
-        plan(known, ScheduleConfig(deadline=timedelta(seconds=1)))
+        plan(demo, ScheduleConfig(deadline=timedelta(seconds=1)))
     found = re.search(r"use at least (\d+)s", str(caught.value))
     assert found is not None
     return int(found[1])
 
 
-def test_plan_with_the_named_deadline_works_and_with_less_does_not(known: Snapshot) -> None:
-    least = fastest_sec(known)
-    chosen = plan(known, ScheduleConfig(deadline=timedelta(seconds=least))).chosen
+def test_plan_with_the_named_deadline_works_and_with_less_does_not(demo: Snapshot) -> None:
+    least = fastest_sec(demo)
+    chosen = plan(demo, ScheduleConfig(deadline=timedelta(seconds=least))).chosen
     assert least - 1 < chosen.predicted_sec <= least
     with pytest.raises(PlanError, match="deadline cannot be met"):
-        plan(known, ScheduleConfig(deadline=timedelta(seconds=least - 1)))
+        plan(demo, ScheduleConfig(deadline=timedelta(seconds=least - 1)))
 
 
 @pytest.mark.slow
-def test_plan_with_a_tighter_deadline_costs_no_less(known: Snapshot) -> None:
-    least = fastest_sec(known)
-    loose = plan(known, ScheduleConfig(deadline=timedelta(days=30))).chosen
+def test_plan_with_a_tighter_deadline_costs_no_less(demo: Snapshot) -> None:
+    least = fastest_sec(demo)
+    loose = plan(demo, ScheduleConfig(deadline=timedelta(days=30))).chosen
     before = loose.cost
     for seconds in np.geomspace(loose.predicted_sec, least, 8):
         deadline = timedelta(seconds=float(seconds) + 1)
-        chosen = plan(known, ScheduleConfig(deadline=deadline)).chosen
+        chosen = plan(demo, ScheduleConfig(deadline=deadline)).chosen
         assert chosen.predicted_sec <= deadline.total_seconds()
         assert chosen.cost >= before / (1 + TOLERANCE)
         before = max(before, chosen.cost)
@@ -283,35 +294,35 @@ def test_plan_with_a_tighter_deadline_costs_no_less(known: Snapshot) -> None:
 
 
 @pytest.mark.parametrize("flops", [2, 40], ids=["light model", "heavy model"])
-def test_plan_that_follows_lets_neither_pool_wait_long(known: Snapshot, flops: int) -> None:
+def test_plan_that_follows_lets_neither_pool_wait_long(demo: Snapshot, flops: int) -> None:
     """With many segments the pools keep step, whichever of the two has more to do."""
-    facts = replace(known.facts, num_samples=10**8, num_train_samples=10**8)
-    train = known.job.train
+    facts = replace(demo.facts, num_samples=10**8, num_train_samples=10**8)
+    train = demo.job.train
     model = replace(train.model, top_layers=(flops * 16, 64))
-    job = replace(known.job, train=replace(train, model=model))
+    job = replace(demo.job, train=replace(train, model=model))
     limits = TrainingPoolConfig(
         replica=WorkerConfig(cpus=1.0, memory=4 * GIB), max_replicas=32, max_stores=4
     )
     budget = BudgetConfig(cpus=64.0, memory=1024 * GIB)
     decision = plan(
-        replace(known, facts=facts, job=job), ScheduleConfig(training=limits, budget=budget)
+        replace(demo, facts=facts, job=job), ScheduleConfig(training=limits, budget=budget)
     )
     c = decision.chosen
     assert c.waiting_sec < 0.25 * c.predicted_sec
     assert 0.5 < c.rows_per_sec / c.samples_per_sec < 2.0
 
 
-def test_plan_of_tables_larger_than_a_replica_takes_stores(known: Snapshot) -> None:
+def test_plan_of_tables_larger_than_a_replica_takes_stores(demo: Snapshot) -> None:
     facts = replace(FACTS, table_rows={"users": 50_000_000})
     training = TrainingPoolConfig(replica=WorkerConfig(memory=4 * GIB), max_stores=16)
-    decision = plan(replace(known, facts=facts), ScheduleConfig(training=training))
+    decision = plan(replace(demo, facts=facts), ScheduleConfig(training=training))
     stores = decision.chosen.num_stores
     assert stores > 1
-    assert store_bytes(facts, known.job.train, stores) <= 2 * GIB
+    assert store_bytes(facts, demo.job.train, stores) <= 2 * GIB
 
 
-def test_plan_of_tables_larger_than_all_stores_names_how_many_are_needed(known: Snapshot) -> None:
-    large = replace(known, facts=replace(FACTS, table_rows={"users": 50_000_000}))
+def test_plan_of_tables_larger_than_all_stores_names_how_many_are_needed(demo: Snapshot) -> None:
+    large = replace(demo, facts=replace(FACTS, table_rows={"users": 50_000_000}))
     few = TrainingPoolConfig(max_stores=1)
     message = (
         "training.max_stores is too small for the tables: 1 of 2048MiB; use 3 stores, or replica"
@@ -352,25 +363,25 @@ REFUSED = {
 
 @pytest.mark.parametrize(("config", "message"), REFUSED.values(), ids=REFUSED.keys())
 def test_plan_that_cannot_fit_names_the_limit(
-    known: Snapshot, config: ScheduleConfig, message: str
+    demo: Snapshot, config: ScheduleConfig, message: str
 ) -> None:
     with pytest.raises(PlanError, match=f"^{re.escape(message)}") as caught:
-        plan(known, config)
+        plan(demo, config)
     assert "\n" not in str(caught.value)
 
 
 def test_plan_twice_is_equal(tmp_path: Path) -> None:
-    known = snapshot(tmp_path, ScheduleConfig())
-    assert plan(known, known.job.schedule) == plan(known, known.job.schedule)
+    demo = snapshot(tmp_path, ScheduleConfig())
+    assert plan(demo, demo.job.schedule) == plan(demo, demo.job.schedule)
 
 
 @pytest.mark.parametrize(("part_rows", "busy"), [(None, 3), (10_000.0, 1), (6_000.0, 2)])
 def test_predict_leaves_workers_without_a_part_idle(
-    known: Snapshot, part_rows: float | None, busy: int
+    demo: Snapshot, part_rows: float | None, busy: int
 ) -> None:
     """A segment of 10,000 rows keeps no more workers busy than it has parts."""
     facts = replace(FACTS, num_samples=10_000, num_train_samples=10_000, part_rows=part_rows)
-    small, config = replace(known, facts=facts), ScheduleConfig()
+    small, config = replace(demo, facts=facts), ScheduleConfig()
     models = fit_models(small, config)
     assert models.num_segments == 1
     one = np.ones(3, np.int64)
@@ -378,25 +389,114 @@ def test_predict_leaves_workers_without_a_part_idle(
     assert len(np.unique(found.rows_per_sec)) == busy
 
 
-def test_fit_models_of_a_run_that_took_more_memory_raises_the_base(known: Snapshot) -> None:
+def test_fit_models_of_a_run_that_took_more_memory_raises_the_base(demo: Snapshot) -> None:
     run = make_run([(1, 256, 0.1)])
-    before = fit_models(known, ScheduleConfig())
-    peak = trainer_memory(FACTS, known.job.train, 1, 0).total_bytes + GIB
+    before = fit_models(demo, ScheduleConfig())
+    peak = trainer_memory(FACTS, demo.job.train, 1, 0).total_bytes + GIB
     run = replace(run, summary=replace(run.summary, peak_rss_bytes=peak))
-    after = fit_models(replace(known, history=History((), (run,))), ScheduleConfig())
+    after = fit_models(replace(demo, history=History((), (run,))), ScheduleConfig())
     assert after.base_bytes == before.base_bytes + GIB
-    held = trainer_memory(FACTS, known.job.train, 1, 0, after.base_bytes).total_bytes
+    held = trainer_memory(FACTS, demo.job.train, 1, 0, after.base_bytes).total_bytes
     assert held == peak
 
 
-def test_fit_models_of_a_running_job_trusts_its_own_steps_over_its_history(known: Snapshot) -> None:
+def test_fit_models_of_a_running_job_trusts_its_own_steps_over_its_history(demo: Snapshot) -> None:
     history = History((BuildRecord(100_000, 1.0, 10_000.0),), (make_run([(1, 256, 0.1)] * 40),))
-    before = fit_models(replace(known, history=history), ScheduleConfig())
+    before = fit_models(replace(demo, history=history), ScheduleConfig())
     one = np.ones(1, np.int64)
-    setting = training_setting(known, ScheduleConfig(), Grid(one, one, one, 0 * one))
+    setting = training_setting(demo, ScheduleConfig(), Grid(one, one, one, 0 * one))
     assert before.training.seconds(setting)[0] == pytest.approx(0.1)
     steps = observe(Window(), setting, [0.4], 10.0)
     built = observe(Window(), SegmentSetting(rows=100_000), [44.0], 10.0)
-    after = fit_models(replace(known, history=history), ScheduleConfig(), steps, built)
+    after = fit_models(replace(demo, history=history), ScheduleConfig(), steps, built)
     assert after.training.seconds(setting)[0] == pytest.approx(0.4)
     assert after.segments.seconds(SegmentSetting(rows=100_000))[0] == pytest.approx(44.0)
+
+
+BUDGET = BudgetConfig(cpus=24.0, memory=96 * GIB)
+AMOUNTS = st.floats(1e-6, 1e9)
+
+
+def weighted(exponent: float | None) -> ScheduleConfig:
+    """Return limits of an owner with an exponent."""
+    return ScheduleConfig(budget=replace(BUDGET, time_cost_exponent=exponent))
+
+
+@given(AMOUNTS, AMOUNTS)
+def test_weigh_alike_is_time_x_cost_to_the_bit(seconds: float, cost: float) -> None:
+    assert weighted_cost(seconds, cost, 1.0) == seconds * cost
+
+
+@given(AMOUNTS, AMOUNTS, st.floats(0.0, 100.0), st.floats(0.01, 1.0))
+def test_weigh_scales_alike_for_any_exponent(
+    seconds: float, cost: float, exponent: float, share: float
+) -> None:
+    smaller = weighted_cost(share * seconds, share * cost, exponent)
+    assert smaller == pytest.approx(share**2 * weighted_cost(seconds, cost, exponent))
+
+
+@pytest.mark.parametrize("exponent", [0.0, 0.5, 1.0, 3.0, 8.0, 100.0])
+def test_objective_is_least_where_time_to_the_power_x_cost_is(
+    demo: Snapshot, exponent: float
+) -> None:
+    config = weighted(exponent)
+    models = fit_models(demo, config)
+    grid = find_candidates(demo, config, models, np.random.default_rng(SEED))
+    found = predict_candidates(grid, demo, config, models)
+    logs = exponent * np.log(found.predicted_sec) + np.log(found.cost)
+    wanted = objective(found, config)
+    assert logs[wanted.argmin()] == pytest.approx(logs.min(), abs=1e-9)
+    np.testing.assert_allclose(np.log(wanted), logs * 2.0 / (1.0 + exponent), atol=1e-9)
+
+
+def test_plan_of_a_larger_exponent_takes_no_longer_and_costs_no_less(demo: Snapshot) -> None:
+    chosen = [plan(demo, weighted(exponent)).chosen for exponent in (0.0, 1.0, 8.0, 60.0)]
+    for slow, fast in pairwise(chosen):
+        # Two plans that are as good within TOLERANCE may come in either order.
+        assert fast.predicted_sec <= slow.predicted_sec * (1 + TOLERANCE) ** 2
+        assert fast.cost >= slow.cost / (1 + TOLERANCE) ** 2
+    assert chosen[-1].predicted_sec < 0.8 * chosen[0].predicted_sec
+    assert chosen[-1].cost > 1.2 * chosen[0].cost
+
+
+def test_plan_without_an_exponent_has_the_measured_one(demo: Snapshot) -> None:
+    assert plan(demo, weighted(None)).chosen == plan(demo, weighted(TIME_COST_EXPONENT)).chosen
+
+
+def test_plan_names_what_time_x_cost_would_have_chosen(demo: Snapshot) -> None:
+    even, fast = plan(demo, weighted(1.0)), plan(demo, weighted(20.0))
+    assert even.unweighted is None
+    assert fast.unweighted == even.chosen != fast.chosen
+    text = reasons(demo, weighted(20.0), fast)
+    assert "rule: the smallest time^20 x cost, as no deadline is set: 1 % of time " in text[-2]
+    assert "is worth 20 % of cost; the smallest time x cost would be " in text[-2]
+    assert f"{even.chosen.num_replicas} replica" in text[-2]
+    assert re.search(r"the smallest time x cost would be .* more time and .* less cost; ", text[-2])
+    assert "time x cost with time weighted 20 times" in text[1]
+    assert "rule: the smallest time x cost, as" in reasons(demo, weighted(1.0), even)[-2]
+
+
+def test_plan_of_a_pool_of_one_says_that_the_exponent_changes_nothing(demo: Snapshot) -> None:
+    config = ScheduleConfig(budget=BudgetConfig(cpus=2.0, memory=8 * GIB, time_cost_exponent=8.0))
+    text = reasons(demo, config, plan(demo, config))
+    assert "the smallest time x cost would be the same plan" in text[-2]
+
+
+def test_job_file_with_the_old_key_is_refused_with_the_new_one(tmp_path: Path) -> None:
+    path = write_job(tmp_path, "  budget: {haste: 2.5}")
+    expected = (
+        "key was renamed: schedule.budget.haste in .*; use schedule.budget.time_cost_exponent"
+    )
+    with pytest.raises(SchemaError, match=expected):
+        load_job(path)
+    assert load_job(path, stored=True).schedule.budget.time_cost_exponent == 2.5
+    stored = parse_stored_job(path.read_text(), "job")
+    assert stored.schedule.budget.time_cost_exponent == 2.5
+
+
+def test_job_file_sets_the_exponent(tmp_path: Path) -> None:
+    job = load_job(write_job(tmp_path, "  budget: {time_cost_exponent: 2.5}"))
+    assert job.schedule.budget.time_cost_exponent == 2.5
+    for wrong in ("-1", "101"):
+        with pytest.raises(SchemaError, match=r"time_cost_exponent must be in \[0, 100\], got "):
+            load_job(write_job(tmp_path, f"  budget: {{time_cost_exponent: {wrong}}}"))

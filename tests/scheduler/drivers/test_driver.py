@@ -16,8 +16,8 @@ from scheduler.drivers.job_files import JobPaths
 from scheduler.planner.machine_sizes import MachineSizes
 from schemas.config.job import parse_stored_job
 from schemas.errors import SchemaError
-from tests.scheduler.machine.bench import Bench
-from tests.scheduler.machine.world import BUDGET, submitted
+from tests.scheduler.controller.bench import Bench
+from tests.scheduler.controller.world import BUDGET, submitted
 
 WIDE = "  preprocessing: {min_workers: 4, max_workers: 4}"
 ONE_SLOT = RunnerSet(time_sec=0.0, name="flink", free=1, own=0, total=1)

@@ -23,7 +23,7 @@ from scheduler.drivers.beam_runners import (
     UnreachableError,
 )
 from schemas.errors import SchemaError
-from tests.scheduler.machine.world import BUDGET, submitted
+from tests.scheduler.controller.world import BUDGET, submitted
 
 ANSWERS = json.loads((Path(__file__).parent / "golden" / "flink.json").read_text())
 NAME = "presage-1234-demo-segment-0.1"

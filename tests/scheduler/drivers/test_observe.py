@@ -13,9 +13,9 @@ from scheduler.drivers.driver import StepTail, ended_event, record_history
 from scheduler.drivers.job_files import JobPaths
 from scheduler.model.history import PAST_JOBS, read_past_jobs
 from schemas.run_log import METRICS, SUMMARY, StepMetric, to_line
+from tests.scheduler.controller.bench import Bench
+from tests.scheduler.controller.world import BUDGET, submitted
 from tests.scheduler.drivers.test_children import until
-from tests.scheduler.machine.bench import Bench
-from tests.scheduler.machine.world import BUDGET, submitted
 
 
 def process(pool: PoolName, name: str) -> Process:

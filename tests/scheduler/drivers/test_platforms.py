@@ -13,7 +13,7 @@ from scheduler.drivers.driver import DriverOptions
 from scheduler.drivers.run import PLATFORM, RunRequest, run_jobs
 from scheduler.drivers.submit import submit
 from schemas.errors import PlanError
-from tests.scheduler.drivers.test_workplace import write_log
+from tests.scheduler.drivers.test_input_split import write_log
 from tests.scheduler.made import GIB, write_job
 
 ELSEWHERE = "kubernetes https://one.example presage"

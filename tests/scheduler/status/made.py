@@ -13,7 +13,7 @@ from scheduler.controller.log import Log, to_decision
 from scheduler.controller.state import Action, State
 from scheduler.status.journal import Journal, record
 from scheduler.status.view import View, view_of
-from tests.scheduler.machine.world import BUDGET, World, run, submitted
+from tests.scheduler.controller.world import BUDGET, World, run, submitted
 
 JOBS = (
     submitted("first", 3),

@@ -13,8 +13,8 @@ from scheduler.controller.state import Action, JobState, State
 from scheduler.status.journal import Journal, record
 from scheduler.status.view import View, view_of
 from schemas.run_log import Decision
-from tests.scheduler.machine.bench import Bench
-from tests.scheduler.machine.world import BUDGET, MIB, submitted
+from tests.scheduler.controller.bench import Bench
+from tests.scheduler.controller.world import BUDGET, MIB, submitted
 
 STORES = """\
   training:

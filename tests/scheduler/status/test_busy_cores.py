@@ -6,8 +6,8 @@ from scheduler.status.journal import Journal
 from scheduler.status.metrics import metrics_text
 from scheduler.status.page import page
 from scheduler.status.view import view_of
-from tests.scheduler.machine.bench import Bench
-from tests.scheduler.machine.world import BUDGET, GIB, submitted
+from tests.scheduler.controller.bench import Bench
+from tests.scheduler.controller.world import BUDGET, GIB, submitted
 
 
 def trained(*busy: float | None) -> Bench:

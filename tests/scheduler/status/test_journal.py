@@ -11,7 +11,7 @@ from scheduler.controller.state import State
 from scheduler.model.grid import GIB
 from scheduler.status.journal import KEPT, POINTS, Journal
 from scheduler.status.view import View, view_of
-from tests.scheduler.machine.world import BATCH
+from tests.scheduler.controller.world import BATCH
 from tests.scheduler.status.made import SEEDS, Seen, lived
 
 

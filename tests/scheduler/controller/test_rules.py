@@ -21,8 +21,8 @@ from scheduler.controller.log import (
     to_decision,
 )
 from scheduler.controller.state import Action, State
-from tests.scheduler.machine.bench import Bench
-from tests.scheduler.machine.world import BUDGET, GIB, World, run, submitted
+from tests.scheduler.controller.bench import Bench
+from tests.scheduler.controller.world import BUDGET, GIB, World, run, submitted
 
 LARGE = BudgetSet(time_sec=0.0, cpus=16.0, memory_bytes=64 * GIB)
 

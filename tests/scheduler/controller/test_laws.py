@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from scheduler.controller.events import Drained, Event
 from scheduler.controller.handle import handle
 from scheduler.controller.state import Action, State
-from tests.scheduler.machine.world import BUDGET, STEPS_PER_SEGMENT, World, run, submitted
+from tests.scheduler.controller.world import BUDGET, STEPS_PER_SEGMENT, World, run, submitted
 
 JOBS = {
     "one job": [submitted("first")],

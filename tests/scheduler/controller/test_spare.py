@@ -9,8 +9,8 @@ from scheduler.controller.reconcile import RESIZE_RETRY_SEC
 from scheduler.controller.state import Action
 from scheduler.controller.tick import SPARE_TICKS
 from scheduler.planner.correction import MIN_GAIN
-from tests.scheduler.machine.bench import Bench
-from tests.scheduler.machine.world import BUDGET, GIB, MIB, check_laws, submitted
+from tests.scheduler.controller.bench import Bench
+from tests.scheduler.controller.world import BUDGET, GIB, MIB, check_laws, submitted
 
 LARGE = """\
   training: {replica: {memory: 6GiB}, max_replicas: 1, max_stores: 0}

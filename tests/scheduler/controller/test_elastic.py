@@ -20,8 +20,8 @@ from scheduler.controller.slots import (
 )
 from scheduler.controller.state import Action, JobState
 from schemas.errors import PlanError
-from tests.scheduler.machine.bench import Bench, said
-from tests.scheduler.machine.world import BUDGET, check_laws, submitted
+from tests.scheduler.controller.bench import Bench, said
+from tests.scheduler.controller.world import BUDGET, check_laws, submitted
 
 STORES = """\
   preprocessing: {max_workers: 2}

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from scheduler.controller.events import BudgetSet, Ended, Event, Read, Started, Stepped, Tick
 from scheduler.controller.handle import handle
 from scheduler.controller.state import Action, JobState, State
-from tests.scheduler.machine.world import MIB, submitted
+from tests.scheduler.controller.world import MIB, submitted
 
 
 class Bench:

@@ -45,7 +45,7 @@ from scheduler.controller.log import (
 from scheduler.controller.state import Action, State
 from scheduler.model.history import BuildRecord, History
 from schemas.errors import SchemaError
-from tests.scheduler.machine.world import BUDGET, World, run, submitted
+from tests.scheduler.controller.world import BUDGET, World, run, submitted
 from tests.scheduler.made import make_run
 
 EVENTS: list[Event] = [

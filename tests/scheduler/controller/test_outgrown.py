@@ -8,8 +8,8 @@ from scheduler.controller.events import BudgetSet, Ended, Read, Tick
 from scheduler.controller.state import JobState
 from scheduler.controller.tick import forecast_memory
 from scheduler.planner.correction import MEMORY_HEADROOM, OOM_GROWTH, memory_after_oom
-from tests.scheduler.machine.bench import GROWS, Bench, said
-from tests.scheduler.machine.world import BUDGET, GIB, MIB, check_laws, submitted
+from tests.scheduler.controller.bench import GROWS, Bench, said
+from tests.scheduler.controller.world import BUDGET, GIB, MIB, check_laws, submitted
 
 ALONE = "  training: {max_replicas: 1}\n  preprocessing: {max_workers: 2}"
 STORES = """\

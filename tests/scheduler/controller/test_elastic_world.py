@@ -8,9 +8,9 @@ import pytest
 from scheduler.controller.events import RULES, Drained, LoadKnown, Submitted
 from scheduler.controller.slots import NUM_RANGES
 from scheduler.controller.state import ENDED_PHASES
-from tests.scheduler.machine.elastic_world import ElasticWorld, Kind
-from tests.scheduler.machine.test_elastic import AMPLE, STORES
-from tests.scheduler.machine.world import STEPS_PER_SEGMENT, submitted
+from tests.scheduler.controller.elastic_world import ElasticWorld, Kind
+from tests.scheduler.controller.test_elastic import AMPLE, STORES
+from tests.scheduler.controller.world import STEPS_PER_SEGMENT, submitted
 
 NUM_SEGMENTS = 12
 NUM_WILD = 250

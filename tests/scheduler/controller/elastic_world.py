@@ -19,7 +19,7 @@ from scheduler.controller.events import (
 from scheduler.controller.handle import handle
 from scheduler.controller.slots import NUM_RANGES, initial_slots, slots_of_range
 from scheduler.controller.state import Action, JobState, State, Status
-from tests.scheduler.machine.world import BATCH, STEPS_PER_SEGMENT, check_laws
+from tests.scheduler.controller.world import BATCH, STEPS_PER_SEGMENT, check_laws
 
 NOBODY = -1
 """Owner of a range whose store was removed with it."""

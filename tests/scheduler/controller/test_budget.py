@@ -3,8 +3,8 @@
 from dataclasses import replace
 
 from scheduler.controller.events import FIRST_RULES, BudgetSet
-from tests.scheduler.machine.bench import Bench
-from tests.scheduler.machine.world import GIB, submitted
+from tests.scheduler.controller.bench import Bench
+from tests.scheduler.controller.world import GIB, submitted
 
 ONE = BudgetSet(time_sec=0.0, cpus=2.0, memory_bytes=8 * GIB)
 """Room for one job."""

@@ -7,8 +7,8 @@ from scheduler.controller.events import Ended, LoadKnown, Moved
 from scheduler.controller.handle import handle
 from scheduler.controller.slots import RETRY_SEC, initial_slots, max_ranges, plan_levelling
 from scheduler.planner.correction import Change, Correction
-from tests.scheduler.machine.bench import Bench, said
-from tests.scheduler.machine.test_elastic import (
+from tests.scheduler.controller.bench import Bench, said
+from tests.scheduler.controller.test_elastic import (
     AMPLE,
     STORES,
     bench_of,
@@ -17,7 +17,7 @@ from tests.scheduler.machine.test_elastic import (
     settle,
     wants,
 )
-from tests.scheduler.machine.world import submitted
+from tests.scheduler.controller.world import submitted
 
 
 def test_stores_cut_before_training_serve_every_slot() -> None:

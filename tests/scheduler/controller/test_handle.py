@@ -16,8 +16,8 @@ from scheduler.controller.events import (
 from scheduler.controller.handle import handle
 from scheduler.controller.state import Action
 from scheduler.planner.correction import COOL_DOWN_SEC, NUM_TICKS
-from tests.scheduler.machine.bench import GROWS, Bench, grow_until, said
-from tests.scheduler.machine.world import BUDGET, GIB, submitted
+from tests.scheduler.controller.bench import GROWS, Bench, grow_until, said
+from tests.scheduler.controller.world import BUDGET, GIB, submitted
 
 ALONE = "  preprocessing: {max_workers: 1}"
 

@@ -6,8 +6,8 @@ from scheduler.controller.events import Ended, Resized, Started
 from scheduler.controller.handle import handle
 from scheduler.controller.reconcile import is_settled, reconcile
 from scheduler.controller.state import State
-from tests.scheduler.machine.bench import GROWS, Bench, grow_until, said
-from tests.scheduler.machine.world import BUDGET, submitted
+from tests.scheduler.controller.bench import GROWS, Bench, grow_until, said
+from tests.scheduler.controller.world import BUDGET, submitted
 
 
 def test_handle_gives_a_running_process_more_memory_where_that_can_be() -> None:

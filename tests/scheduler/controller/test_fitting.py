@@ -11,8 +11,8 @@ from scheduler.controller.state import Action, UsageWindow
 from scheduler.controller.tick import CORE_TICKS, MAX_READINGS, MIN_CPUS
 from scheduler.elasticity import GROWTH, HEADROOM, NEED_MARGIN, CoreReadings
 from scheduler.model.predict import training_setting
-from tests.scheduler.machine.bench import Bench
-from tests.scheduler.machine.world import BUDGET, GIB, check_laws, submitted
+from tests.scheduler.controller.bench import Bench
+from tests.scheduler.controller.world import BUDGET, GIB, check_laws, submitted
 
 LARGE = """\
   training: {replica: {cpus: 4}, max_replicas: 1, max_stores: 0}

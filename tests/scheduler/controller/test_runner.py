@@ -20,8 +20,8 @@ from scheduler.controller.state import (
     bound_workers,
     update_runner,
 )
-from tests.scheduler.machine.bench import Bench, said
-from tests.scheduler.machine.world import BUDGET, World, run, submitted
+from tests.scheduler.controller.bench import Bench, said
+from tests.scheduler.controller.world import BUDGET, World, run, submitted
 
 FLINK = RunnerSet(time_sec=0.0, name="flink", largest=4)
 WIDE = "  preprocessing: {min_workers: 4, max_workers: 4}"

@@ -8,8 +8,8 @@ import pytest
 
 from scheduler.controller.events import Ended, Read, Tick
 from scheduler.controller.state import Action
-from tests.scheduler.machine.bench import Bench, said
-from tests.scheduler.machine.world import BUDGET, MIB, submitted
+from tests.scheduler.controller.bench import Bench, said
+from tests.scheduler.controller.world import BUDGET, MIB, submitted
 
 GROWER = Path(__file__).parents[1] / "grower.py"
 NUM_STEPS = 200
