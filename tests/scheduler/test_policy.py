@@ -190,7 +190,11 @@ def test_plan_is_the_best_of_all_that_fit(demo: Snapshot, config: ScheduleConfig
     assert decision.chosen.cost == pytest.approx(cost)
     assert decision.num_candidates == len(found)
     assert sec <= wanted
-    value = {k: c if config.deadline else s * c for k, (s, c) in in_time.items()}
+    k = TIME_COST_EXPONENT
+    value = {
+        sizes: c if config.deadline else (s**k * c) ** (2.0 / (1.0 + k))
+        for sizes, (s, c) in in_time.items()
+    }
     near = (1 + TOLERANCE) * min(value.values())
     assert value[sizes_of(decision.chosen)] <= near * (1 + 1e-9)
     cheapest = min(hour_price(k, config) for k in value if value[k] <= near * (1 - 1e-9))
