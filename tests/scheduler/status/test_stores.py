@@ -148,7 +148,7 @@ def test_a_store_without_ranges_and_one_without_a_process_are_shown() -> None:
     assert (first.process.busy_cores, second.process) == (0.4, None)
     document = parsed(view)
     check_usable(document)
-    shown = "".join(document.text)
+    shown = "".join(document.text).replace("\n", "")
     assert "0store-0.10-7not known yetnot known yet" in shown
     assert "1no process8-15" in shown
     terminal = in_terminal(view)
