@@ -19,7 +19,7 @@ from rich.console import Console
 from pipelines.build import build, record_build_speed
 from pipelines.context import BuildRequest
 from pipelines.demo_log.log import GeneratorConfig, write_log
-from pipelines.init.init import InitRequest, init
+from pipelines.init.init import init
 from pipelines.preview import WIDTH, PreviewRequest, preview, show
 from pipelines.quality.gate import GateError
 from pipelines.table.commit import seal
@@ -322,8 +322,7 @@ def _process_start() -> float:
 
 
 def _init(arguments: argparse.Namespace, _: list[str]) -> int:
-    request = InitRequest(input_root=arguments.folder, output=arguments.output, progress=_progress)
-    _print_result(arguments, init(request))
+    _print_result(arguments, init(arguments.folder, arguments.output, _progress))
     return 0
 
 

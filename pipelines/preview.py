@@ -53,7 +53,6 @@ from schemas.arrays import is_list, one_chunk
 from schemas.config.job import GateConfig, Job
 from schemas.errors import SchemaError
 from schemas.layout import EVALUATION, REJECTS_SCHEMA, TRAIN
-from schemas.manifest import InputFile
 
 NUM_SAMPLES = 10
 """Number of samples shown."""
@@ -118,11 +117,7 @@ def _preview(request: PreviewRequest, build_request: BuildRequest) -> dict[str, 
     job, features = load_request(build_request)
     data, folder = job.data, folder_of(request.input_root)
     files = find_files(folder, data.inputs)
-    all_files = [
-        InputFile(source=name, path=file.path, num_bytes=file.num_bytes, sha256="")
-        for name, source_files in files.items()
-        for file in source_files
-    ]
+    all_files = [file for name in files for file in files[name]]
     broadcast_sides(data, all_files)  # raises where a build of all files would
     rows = {name: max(request.rows, OTHER_ROWS) for name in data.inputs}
     rows[data.sample_source] = request.rows
@@ -164,13 +159,13 @@ def _run_stages(
     tuples: list[Tuples] = [t for part in sent.values() for t in part]
     samples = SampleTable.of(tuples, context)
     files = (executor.fit_transforms(context, outputs) if tuples else None) or {}
-    parts = executor.write_parts(context, sent, files)
-    distinct = dict(executor.number_tables(context, parts))
+    partitions = executor.write_parts(context, sent, files)
+    distinct = dict(executor.number_tables(context, partitions))
     rejected = sorted_rejects(outputs.values[REJECTS])
     reject_counts = count_rejects(rejected)
-    num_rows = sum(part.num_rows for part in parts)
+    num_rows = sum(p.num_rows for p in partitions)
     rejects = _rejects(rejected, reject_counts, num_rows)
-    figures = estimates(context, samples, parts, distinct, raw_rows)
+    figures = estimates(context, samples, partitions, distinct, raw_rows)
     sources = {
         name: _source(context, name, excerpt, num_read[name]) for name, excerpt in copies.items()
     }
@@ -181,13 +176,13 @@ def _run_stages(
         "rows": num_read[context.data.sample_source],
         "sources": sources,
         "num_samples": samples.rows.num_rows,
-        "num_sessions": sum(part.num_sessions for part in parts),
+        "num_sessions": sum(p.num_sessions for p in partitions),
         "samples": python_values(first),
         "rejects": rejects,
         **figures,
         "notes": [
             *_undeclared_notes(context, copies),
-            *_build_error(context, parts, reject_counts),
+            *_build_error(context, partitions, reject_counts),
             *_gate_notes(context, reject_counts, num_rows),
             *notes_of(context, sources, samples, rejects, figures),
         ],
@@ -214,10 +209,10 @@ def _undeclared_notes(context: BuildContext, copies: Mapping[str, Excerpt]) -> I
 
 
 def _build_error(
-    context: BuildContext, parts: list[PartResult], rejects: RejectCounts
+    context: BuildContext, partitions: list[PartResult], rejects: RejectCounts
 ) -> Iterator[str]:
     try:
-        check_usable(parts, rejects, context.data)
+        check_usable(partitions, rejects, context.data)
     except SchemaError as error:
         yield f"a build ends here: {error}"
 
@@ -289,7 +284,7 @@ class SampleTable:
 def estimates(
     context: BuildContext,
     samples: SampleTable,
-    parts: Sequence[PartResult],
+    partitions: Sequence[PartResult],
     distinct: Mapping[str, int],
     rows: Mapping[str, Sequence[pa.Table]],
 ) -> dict[str, Any]:
@@ -298,12 +293,12 @@ def estimates(
     Args:
         context: of the build.
         samples: the first samples.
-        parts: results of their parts.
+        partitions: results of their partitions.
         distinct: table to number of distinct rows.
         rows: raw rows by source and side table.
     """
     data = context.data
-    counts = group_counts(parts) if parts else {}
+    counts = group_counts(partitions) if partitions else {}
     return {
         "groups": {
             name: {
@@ -318,7 +313,7 @@ def estimates(
                 "features": list(table.features),
                 "rows": table.rows,
                 "num_rows": table.num_rows,
-                "num_lookups": sum(part.lookups.get(name, (0, 0))[0] for part in parts),
+                "num_lookups": sum(p.lookups.get(name, (0, 0))[0] for p in partitions),
                 "num_unique_rows": distinct.get(name, 0),
             }
             for name, table in data.tables.items()
@@ -409,9 +404,9 @@ def notes_of(
         read = sources[join["table"]]
         if join["of"] > join["matched"] and (not join["matched"] or not read["whole"]):
             count = f"only {join['matched']}" if join["matched"] else "none"
-            part = "all" if read["whole"] else "the first"
+            rows = "all" if read["whole"] else "the first"
             notes.append(
-                f"{count} of {join['of']} samples have their {join['key']!r} in {part} "
+                f"{count} of {join['of']} samples have their {join['key']!r} in {rows} "
                 f"{read['rows_read']} rows of {join['table']!r}"
                 + ("" if read["whole"] else "; others may follow")
             )

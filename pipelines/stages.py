@@ -39,7 +39,13 @@ from pipelines.samples.statements import (
     map_chunks,
     run_keys,
 )
-from pipelines.samples.tuples import Tuples, hash_session_keys, sample_negatives, separate, split
+from pipelines.samples.tuples import (
+    Tuples,
+    hash_session_keys,
+    partition_tuples,
+    sample_negatives,
+    separate_tuples,
+)
 from pipelines.samples.validate import usable_samples
 from pipelines.scratch import atomic_write
 from pipelines.shuffle import SHUFFLE, group_rows, partition_of_key
@@ -239,7 +245,9 @@ class SampleStage:
     def finish(self, samples: pa.Table) -> Iterator[Output]:
         """Check and sample rows after all look-ups; send them by `context.transport`."""
         context, data, features = self.context, self.context.data, self.context.features
-        separated = separate(hash_groups(self.connection, context.steps, samples), data.groups)
+        separated = separate_tuples(
+            hash_groups(self.connection, context.steps, samples), data.groups
+        )
         good, unusable = usable_samples(separated, features, data)
         good = sample_negatives(good, features, data)
         for key, partial in partial_fits(good, self.inputs, data):
@@ -254,7 +262,7 @@ class SampleStage:
     def _hand_over(self, good: Tuples) -> Iterator[Output]:
         keys = hash_session_keys(good.column(self.context.data.session.key))
         num_parts = self.context.num_parts
-        partitions = split(good, partition_of_key(keys, num_parts), num_parts)
+        partitions = partition_tuples(good, partition_of_key(keys, num_parts), num_parts)
         for sent in self.context.transport.send(partitions):
             yield SAMPLES, sent
 

@@ -41,7 +41,7 @@ from pipelines.executor import OutputCollector, SourceRows, iter_samples, read_a
 from pipelines.prepare import count_parts, prepare
 from pipelines.progress import counted_rows, counting
 from pipelines.samples.lookups import key_column, key_hashes, key_type
-from pipelines.samples.tuples import hash_session_keys, separate
+from pipelines.samples.tuples import hash_session_keys, separate_tuples
 from pipelines.sources.formats import format_of, read_split
 from pipelines.sources.rows import ORIGIN, InputSplit, microseconds
 from pipelines.stages import good_side_rows, read_rows, split_file
@@ -383,7 +383,7 @@ def choose_from(
         features: declared columns.
         bytes_per_group: fixed cost of a group, for the number of samples in `rows`.
     """
-    clustered = cluster(separate(rows, {}), data)
+    clustered = cluster(separate_tuples(rows, {}), data)
     samples = clustered.samples.samples
     block = np.arange(samples.num_rows) // data.block_samples  # ignores cuts between windows
     transforms = data.transforms.get(SAMPLES, {})

@@ -30,7 +30,7 @@ from pipelines.clustering.writer import PartFiles, PartWriter, SegmentLayout
 from pipelines.quality.column_statistics import count_buckets, table_statistics
 from pipelines.quality.segment_statistics import SliceStatistics, sum_by_split
 from pipelines.samples.sql import LIST_INDEX
-from pipelines.samples.tuples import Tuples, compact, join
+from pipelines.samples.tuples import Tuples, concat_tuples, drop_unused_tuples
 from schemas.arrays import (
     Jagged,
     flat_list,
@@ -287,9 +287,9 @@ def _take_rows(parts: Iterable[Tuples], ends: NDArray[np.int64], rows: NDArray[n
         elif len(outputs):
             local = rows[outputs] - (ends[index] - samples.num_samples)
             position[outputs] = num_selected + np.arange(len(outputs))
-            selected.append(compact(samples.take(local)))
+            selected.append(drop_unused_tuples(samples.take(local)))
             num_selected += len(outputs)
-    return join(selected).take(position)
+    return concat_tuples(selected).take(position)
 
 
 def split_statistics(

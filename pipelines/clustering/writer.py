@@ -29,7 +29,7 @@ from pipelines.clustering.layout import (
     stored_tables,
 )
 from pipelines.clustering.star import Clustered, Star, cluster, sort_keys, to_star
-from pipelines.samples.tuples import Tuples, compact, hash_session_keys, join
+from pipelines.samples.tuples import Tuples, concat_tuples, drop_unused_tuples, hash_session_keys
 from pipelines.scratch import partial_path
 from schemas.arrays import offsets_of
 from schemas.config.job import DataConfig
@@ -77,7 +77,7 @@ def choose_segment_layout(
         learned: fitted parameters of transforms.
         num_parts: parts of the segment.
     """
-    star = to_star(cluster(join(sample_sessions(parts, data)), data), 0, data, learned)
+    star = to_star(cluster(concat_tuples(sample_sessions(parts, data)), data), 0, data, learned)
     layouts = choose_layouts(star, data.storage)
     encodings = {name: choose_encodings(table) for name, table in iter_tables(star, layouts)}
     return SegmentLayout(layouts, encodings, num_parts)
@@ -110,7 +110,7 @@ def sample_sessions(
     rows = [np.flatnonzero(h <= max_hash) for h in hashes]
     if sum(map(len, rows)) > 2 * limit:
         rows = _first_rows(keys, hashes, rows, 2 * limit)
-    return [compact(p.take(r)) for p, r in zip(parts, rows, strict=True) if len(r)]
+    return [drop_unused_tuples(p.take(r)) for p, r in zip(parts, rows, strict=True) if len(r)]
 
 
 def _first_rows(

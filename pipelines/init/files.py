@@ -23,11 +23,12 @@ from pipelines.sources.formats import (
     input_splits,
     read_split,
 )
-from pipelines.sources.listing import Folder, SourceFile, folder_of, glob_regex, infer_partitions
+from pipelines.sources.listing import Folder, folder_of, glob_regex, infer_partitions
 from pipelines.sources.rows import ORIGIN, InputSplit
 from pipelines.sources.text_records import decompressed
 from schemas.config.sources import SourceConfig
 from schemas.errors import SchemaError
+from schemas.manifest import InputFile
 
 ROWS = 20_000
 """Number of first rows of each kind of files to examine."""
@@ -60,7 +61,7 @@ class Kind:
     """
 
     name: str
-    files: tuple[SourceFile, ...]
+    files: tuple[InputFile, ...]
     config: SourceConfig
     rows: pa.Table
     num_rows: int
@@ -84,7 +85,10 @@ def kinds_of(folder: Folder, scratch: Path) -> tuple[list[Kind], list[str]]:
         SchemaError: no file can be read.
     """
     sizes = folder.files()
-    files = [SourceFile(path, folder.size(path) if n is None else n) for path, n in sizes.items()]
+    files = [
+        InputFile(source="", path=path, num_bytes=folder.size(path) if n is None else n, sha256="")
+        for path, n in sizes.items()
+    ]
     groups: dict[tuple[str, ...], _FileGroup] = {}
     unused: list[str] = []
     for file in files:
@@ -133,7 +137,7 @@ class _FileGroup:
     """Files with the same format and columns, and first objects of JSON lines."""
 
     config: SourceConfig
-    files: list[SourceFile]
+    files: list[InputFile]
     lines: list[dict[str, Any]]
 
 
@@ -332,7 +336,7 @@ def _json_kind(value: Any) -> str:
 
 
 def _first_rows(
-    folder: Folder, name: str, config: SourceConfig, files: Sequence[SourceFile], scratch: Path
+    folder: Folder, name: str, config: SourceConfig, files: Sequence[InputFile], scratch: Path
 ) -> tuple[pa.Table, int, bool]:
     """Return the first rows as a build reads them, the number of all rows, and if these are all."""
     directory = scratch / name

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import datetime, timedelta
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -40,23 +40,15 @@ JOB, SCHEMA = "job.yaml", "schema.pbtxt"
 _WIDTH = 96
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class InitRequest:
-    """Arguments of the command.
+def init(
+    input_root: Path | str, output: Path, progress: Callable[[str], None] = lambda _: None
+) -> dict[str, Any]:
+    """Write a first job for some files.
 
-    Attributes:
+    Args:
         input_root: directory of raw files, or its URL.
         output: directory for `job.yaml` and `schema.pbtxt`.
         progress: called with each progress message, one line.
-    """
-
-    input_root: Path | str
-    output: Path
-    progress: Callable[[str], None] = lambda _: None
-
-
-def init(request: InitRequest) -> dict[str, Any]:
-    """Write a first job for some files.
 
     Returns:
         What `init --json` prints.
@@ -65,12 +57,12 @@ def init(request: InitRequest) -> dict[str, Any]:
         SchemaError: the output has a job already, or no file can be read.
     """
     for name in (JOB, SCHEMA):
-        if (request.output / name).exists():
+        if (output / name).exists():
             raise SchemaError(
                 "job exists already; choose another --output, or remove it",
-                file=str(request.output / name),
+                file=str(output / name),
             )
-    folder = folder_of(request.input_root)
+    folder = folder_of(input_root)
     with TemporaryDirectory(prefix="presage-init-") as scratch:
         kinds, others = kinds_of(folder, Path(scratch))
     kinds = [typed(kind) for kind in kinds]
@@ -90,20 +82,20 @@ def init(request: InitRequest) -> dict[str, Any]:
     split = None
     if plan.is_timed:
         with TemporaryDirectory(prefix="presage-init-") as scratch:
-            split = evaluation_from(folder, plan.kind, time.expr, Path(scratch), request.progress)
-    root = Path(str(request.input_root).rstrip("/"))
-    request.output.mkdir(parents=True, exist_ok=True)
+            split = evaluation_from(folder, plan.kind, time.expr, Path(scratch), progress)
+    root = Path(str(input_root).rstrip("/"))
+    output.mkdir(parents=True, exist_ok=True)
     name = plain_name(root.name or "log")
-    job = request.output / JOB
-    job.write_text(job_text(plan, name, str(request.input_root), split), encoding="utf-8")
-    (request.output / SCHEMA).write_text(schema_text(plan), encoding="utf-8")
+    job = output / JOB
+    job.write_text(job_text(plan, name, str(input_root), split), encoding="utf-8")
+    (output / SCHEMA).write_text(schema_text(plan), encoding="utf-8")
     for line in _summary(plan):
-        request.progress(line)
-    previewed = preview(PreviewRequest(job_path=job, input_root=request.input_root))
+        progress(line)
+    previewed = preview(PreviewRequest(job_path=job, input_root=input_root))
     rejects = previewed["rejects"]
     if rejects["share"] > WARN_REJECT_FRACTION:
         reason = rejects["reasons"][0]
-        request.progress(
+        progress(
             f"WARNING: {rejects['share']:.0%} of the first rows are rejected, {reason['num']} of "
             f"{rejects['num']} by: {reason['reason']}; correct {job} before you build"
         )
@@ -424,7 +416,7 @@ def evaluation_from(
 ) -> datetime | None:
     """Return a time with about a tenth of the rows after it; None if it cannot be determined.
 
-    Rows are read from windows at equal distances, to represent all parts of the files.
+    Rows are read from windows at equal distances, to represent all of the files.
 
     Args:
         folder: input directory.

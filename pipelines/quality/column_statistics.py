@@ -1,7 +1,7 @@
 """Statistics of columns that can be added exactly.
 
 Sums are exact fractions, and distributions are sketches, so that the result does not depend on the
-order of rows or parts, nor on the machine.
+order of rows or partitions, nor on the machine.
 """
 
 from __future__ import annotations
@@ -122,8 +122,8 @@ def _sum_by_exponent(values: NDArray[np.float64]) -> Fraction:
     whole = (mantissa * 2.0**53).astype(np.int64)
     base = int(exponent.min())
     total = Fraction(0)
-    for part, shift in ((whole & 0x7FFFFFF, 0), (whole >> 27, 27)):
-        sums = np.bincount(exponent - base, weights=part.astype(np.float64))
+    for bits, shift in ((whole & 0x7FFFFFF, 0), (whole >> 27, 27)):
+        sums = np.bincount(exponent - base, weights=bits.astype(np.float64))
         for index in np.flatnonzero(sums).tolist():
             power = index + base - 53 + shift
             total += int(sums[index]) * (Fraction(2) ** power)
@@ -135,12 +135,12 @@ def _sum_by_exponent(values: NDArray[np.float64]) -> Fraction:
 # The histogram counts values by the top 14 bits of their float64 (sign, exponent, two bits of the
 # mantissa), so that there are four buckets per power of two, the same for all columns. The number
 # of distinct values is estimated from the 1,024 smallest hashes. Frequent values are counted on a
-# regular sample of each part, and the most frequent ones are kept.
+# regular sample of each partition, and the most frequent ones are kept.
 
 BUCKET_BITS = 14
 """Bits of a float64 that are the number of its bucket."""
 SAMPLED_VALUES = 1 << 16
-"""Maximum values of a part on which frequent values are counted."""
+"""Maximum values of a partition on which frequent values are counted."""
 TOP_VALUES = 1000
 """Frequent values that are kept, as in TFDV."""
 SMALLEST_HASHES = 1024
@@ -376,23 +376,23 @@ class ColumnStatistics:
         return self.num_rows - self.num_missing
 
 
-def sum_columns(parts: Sequence[ColumnStatistics]) -> ColumnStatistics:
+def sum_columns(columns: Sequence[ColumnStatistics]) -> ColumnStatistics:
     """Return the statistics of the union of several sets of rows of one column."""
     return ColumnStatistics(
-        parts[0].kind,
-        sum(p.num_rows for p in parts),
-        sum(p.num_missing for p in parts),
-        sum(p.num_values for p in parts),
-        sum(p.num_zeros for p in parts),
-        sum(p.num_nan for p in parts),
-        min(p.minimum for p in parts),
-        max(p.maximum for p in parts),
-        sum((p.total for p in parts), Fraction()),
-        sum((p.total_squares for p in parts), Fraction()),
-        min((p.min_values for p in parts if p.num_present), default=0),
-        max(p.max_values for p in parts),
-        sum_sketches([p.sketch for p in parts]),
-        sum_buckets(p.lengths for p in parts),
+        columns[0].kind,
+        sum(c.num_rows for c in columns),
+        sum(c.num_missing for c in columns),
+        sum(c.num_values for c in columns),
+        sum(c.num_zeros for c in columns),
+        sum(c.num_nan for c in columns),
+        min(c.minimum for c in columns),
+        max(c.maximum for c in columns),
+        sum((c.total for c in columns), Fraction()),
+        sum((c.total_squares for c in columns), Fraction()),
+        min((c.min_values for c in columns if c.num_present), default=0),
+        max(c.max_values for c in columns),
+        sum_sketches([c.sketch for c in columns]),
+        sum_buckets(c.lengths for c in columns),
     )
 
 
@@ -438,7 +438,7 @@ def table_statistics(table: pa.Table, skip: Iterable[str] = ()) -> dict[str, Col
     return {c: column_statistics(table[c]) for c in table.column_names if c not in set(skip)}
 
 
-def sum_tables(parts: Sequence[Mapping[str, ColumnStatistics]]) -> dict[str, ColumnStatistics]:
-    """Return the statistics of all parts by column; not every part has all columns."""
-    names = dict.fromkeys(name for part in parts for name in part)
-    return {name: sum_columns([p[name] for p in parts if name in p]) for name in names}
+def sum_tables(tables: Sequence[Mapping[str, ColumnStatistics]]) -> dict[str, ColumnStatistics]:
+    """Return the sums of statistics by column; not every table has all columns."""
+    names = dict.fromkeys(name for table in tables for name in table)
+    return {name: sum_columns([t[name] for t in tables if name in t]) for name in names}

@@ -298,12 +298,16 @@ def _unique_findings(limit: schema_pb2.Feature, feature: Feature) -> Iterator[Fi
     else:
         number = next((c.num for c in feature.custom_stats if c.name == "unique"), 0)
     low, high = limit.unique_constraints.min, limit.unique_constraints.max
-    if number < low:
-        text = f"must have at least {low} distinct values, got {number:g}"
-        yield Finding(limit.name, "FEATURE_TYPE_LOW_UNIQUE", "Low number of unique values", text)
-    if high and number > high:
-        text = f"must have at most {high} distinct values, got {number:g}"
-        yield Finding(limit.name, "FEATURE_TYPE_HIGH_UNIQUE", "High number of unique values", text)
+    for is_exceeded, level, bound in (
+        (number < low, "low", f"at least {low}"),
+        (high and number > high, "high", f"at most {high}"),
+    ):
+        if is_exceeded:
+            yield Finding(
+                limit.name, f"FEATURE_TYPE_{level.upper()}_UNIQUE",
+                f"{level.title()} number of unique values",
+                f"must have {bound} distinct values, got {number:g}",
+            )  # fmt: skip
 
 
 def _domain_findings(limit: schema_pb2.Feature, feature: Feature) -> Iterator[Finding]:
@@ -337,28 +341,23 @@ def _with_examples(finding: Finding, rejects: RejectCounts) -> Finding:
 def _example_findings(
     limits: schema_pb2.DatasetConstraints, count: int, previous: int | None
 ) -> Iterator[Finding]:
-    if limits.min_examples_count > count:
-        text = f"must have at least {limits.min_examples_count} samples, got {count}"
-        yield Finding(None, "DATASET_LOW_NUM_EXAMPLES", "Low num examples", text)
-    if limits.max_examples_count and limits.max_examples_count < count:
-        text = f"must have at most {limits.max_examples_count} samples, got {count}"
-        yield Finding(None, "DATASET_HIGH_NUM_EXAMPLES", "High num examples", text)
-    drift = limits.num_examples_drift_comparator
-    if not previous:
-        return
-    ratio = count / previous
-    if drift.HasField("min_fraction_threshold") and ratio < drift.min_fraction_threshold:
-        text = (
-            f"must have at least {drift.min_fraction_threshold:g} times the samples of the "
-            f"segment before, got {ratio:.4g} times"
-        )
-        yield Finding(None, "COMPARATOR_LOW_NUM_EXAMPLES", "Low num examples", text)
-    if drift.HasField("max_fraction_threshold") and ratio > drift.max_fraction_threshold:
-        text = (
-            f"must have at most {drift.max_fraction_threshold:g} times the samples of the "
-            f"segment before, got {ratio:.4g} times"
-        )
-        yield Finding(None, "COMPARATOR_HIGH_NUM_EXAMPLES", "High num examples", text)
+    low, high = limits.min_examples_count, limits.max_examples_count
+    exceeded: list[tuple[str, str, str]] = []
+    if count < low:
+        exceeded.append(("DATASET", "low", f"at least {low} samples, got {count}"))
+    if high and count > high:
+        exceeded.append(("DATASET", "high", f"at most {high} samples, got {count}"))
+    drift, ratio = limits.num_examples_drift_comparator, count / previous if previous else None
+    if ratio is not None:
+        low, high = drift.min_fraction_threshold, drift.max_fraction_threshold
+        times = f"times the samples of the segment before, got {ratio:.4g} times"
+        if drift.HasField("min_fraction_threshold") and ratio < low:
+            exceeded.append(("COMPARATOR", "low", f"at least {low:g} {times}"))
+        if drift.HasField("max_fraction_threshold") and ratio > high:
+            exceeded.append(("COMPARATOR", "high", f"at most {high:g} {times}"))
+    for prefix, level, text in exceeded:
+        kind = f"{prefix}_{level.upper()}_NUM_EXAMPLES"
+        yield Finding(None, kind, f"{level.title()} num examples", f"must have {text}")
 
 
 def reject_findings(gate: GateConfig, rejects: RejectCounts, num_rows: int) -> Iterator[Finding]:

@@ -63,12 +63,12 @@ class Slice:
 def statistics_proto(slices: list[Slice]) -> statistics_pb2.DatasetFeatureStatisticsList:
     """Return statistics as a proto, features in name order."""
     proto = statistics_pb2.DatasetFeatureStatisticsList()
-    for part in slices:
-        dataset = proto.datasets.add(name=part.name, num_examples=part.num_samples)
-        for name in sorted(part.columns):
+    for each in slices:
+        dataset = proto.datasets.add(name=each.name, num_examples=each.num_samples)
+        for name in sorted(each.columns):
             feature = dataset.features.add()
-            _fill(feature, name, part.columns[name])
-            for key, value in sorted(part.extra.get(name, {}).items()):
+            _fill(feature, name, each.columns[name])
+            for key, value in sorted(each.extra.get(name, {}).items()):
                 custom = feature.custom_stats.add(name=key)
                 if isinstance(value, Mapping):
                     _fill_histogram(custom.histogram, value)
@@ -229,44 +229,44 @@ class SliceStatistics:
     num_unique: Mapping[str, int]
 
 
-def sum_slices(parts: Sequence[SliceStatistics]) -> SliceStatistics:
+def sum_slices(slices: Sequence[SliceStatistics]) -> SliceStatistics:
     """Return the statistics of the union of several sets of samples."""
     return SliceStatistics(
-        sum(p.num_samples for p in parts),
-        sum_tables([p.columns for p in parts]),
-        sum_buckets(p.session_lengths for p in parts),
-        sum_buckets(p.label_delays for p in parts),
-        sum_buckets(p.num_unique for p in parts),
+        sum(s.num_samples for s in slices),
+        sum_tables([s.columns for s in slices]),
+        sum_buckets(s.session_lengths for s in slices),
+        sum_buckets(s.label_delays for s in slices),
+        sum_buckets(s.num_unique for s in slices),
     )
 
 
-def sum_by_split(parts: Sequence[Mapping[str, SliceStatistics]]) -> dict[str, SliceStatistics]:
-    """Return the statistics of each split, training first; not every part has both."""
+def sum_by_split(partitions: Sequence[Mapping[str, SliceStatistics]]) -> dict[str, SliceStatistics]:
+    """Return the statistics of each split, training first; not every partition has both."""
     return {
-        split: sum_slices([p[split] for p in parts if split in p])
+        split: sum_slices([p[split] for p in partitions if split in p])
         for split in (TRAIN, EVALUATION)
-        if any(split in p for p in parts)
+        if any(split in p for p in partitions)
     }
 
 
 def segment_slices(
-    parts: Sequence[Mapping[str, SliceStatistics]], data: DataConfig, features: FeatureSet
+    partitions: Sequence[Mapping[str, SliceStatistics]], data: DataConfig, features: FeatureSet
 ) -> list[Slice]:
     """Return the slices of a segment's statistics: `segment`, and its splits if it has both."""
-    splits = sum_by_split(parts)
+    splits = sum_by_split(partitions)
     slices = {"segment": sum_slices(list(splits.values())), **(splits if len(splits) > 1 else {})}
-    return [_slice(name, part, data, features) for name, part in slices.items()]
+    return [_slice(name, each, data, features) for name, each in slices.items()]
 
 
-def _slice(name: str, part: SliceStatistics, data: DataConfig, features: FeatureSet) -> Slice:
+def _slice(name: str, statistics: SliceStatistics, data: DataConfig, features: FeatureSet) -> Slice:
     dedup_factors = {
-        f"{DEDUP_FACTOR}{group}": part.num_samples / count
-        for group, count in part.num_unique.items()
+        f"{DEDUP_FACTOR}{group}": statistics.num_samples / count
+        for group, count in statistics.num_unique.items()
         if count
     }
     extra: dict[str, dict[str, float | Mapping[int, int]]] = {
-        data.session.key: {SAMPLES_PER_SESSION: part.session_lengths, **dedup_factors}
+        data.session.key: {SAMPLES_PER_SESSION: statistics.session_lengths, **dedup_factors}
     }
     for label_time in features.with_role("label_time"):
-        extra.setdefault(label_time, {})[LABEL_DELAY_SEC] = part.label_delays
-    return Slice(name, part.num_samples, part.columns, extra)
+        extra.setdefault(label_time, {})[LABEL_DELAY_SEC] = statistics.label_delays
+    return Slice(name, statistics.num_samples, statistics.columns, extra)

@@ -36,7 +36,7 @@ from pipelines.rewrite.input import (
 )
 from pipelines.samples.sql import LIST_INDEX
 from pipelines.samples.statements import Steps
-from pipelines.samples.tuples import Tuples, hash_session_keys, join, split
+from pipelines.samples.tuples import Tuples, concat_tuples, hash_session_keys, partition_tuples
 from pipelines.scratch import atomic_write, remove_partial, scratch_directory
 from pipelines.shuffle import SHUFFLE, partition_of_key
 from pipelines.sources.listing import folder_of
@@ -259,11 +259,13 @@ class FlatStage:
         ordered = with_order(decoded(table), self.session, self.time)
         num_parts = self.context.num_parts
         target = partition_of_key(hash_session_keys(ordered[KEY]), num_parts)
-        yield from self.context.transport.send(split(Tuples(ordered, {}, {}), target, num_parts))
+        yield from self.context.transport.send(
+            partition_tuples(Tuples(ordered, {}, {}), target, num_parts)
+        )
 
     def write(self, part: int, sent: Iterable[Any]) -> FlatPart:
         """Write the file of one part."""
-        rows = join(list(self.context.transport.receive(sent)))
+        rows = concat_tuples(list(self.context.transport.receive(sent)))
         clustered = cluster(rows, self.context.data)
         table = clustered.samples.samples.select(self.schema.names)
         path = self.context.segment_root / part_name(part)

@@ -157,15 +157,15 @@ def _pairs(features: pa.Table, events: pa.Table, config: EventsConfig) -> _Pairs
 def _key_codes(features: pa.Table, events: pa.Table, config: EventsConfig) -> NDArray[np.int64]:
     """Return the key of each row of features, then events, as a number; -1 for a null key."""
     names = list(dict.fromkeys((*config.key, config.shard or config.key[0])))
-    parts, valid = [], np.ones(features.num_rows + events.num_rows, bool)
+    columns, valid = [], np.ones(features.num_rows + events.num_rows, bool)
     for name in names:
         tables = {"features": features, "events": events}
         kinds = {n: table.schema.field(name).type for n, table in tables.items()}
         kind = common_type(kinds, "data.samples.events.key")
         both = pa.concat_arrays([key_column(t, name, kind) for t in (features, events)])
         valid &= both.is_valid().to_numpy(zero_copy_only=False)
-        parts.extend(comparable(both))
-    _, codes = unique_tuples(parts)
+        columns.extend(comparable(both))
+    _, codes = unique_tuples(columns)
     return np.where(valid, codes.astype(np.int64), -1)
 
 
@@ -245,20 +245,20 @@ def _unused_events(
 # Files of a segment: `late/*.parquet` and `events.parquet`.
 
 
-def write_late(root: Path, part: int, late: Sequence[Reject]) -> None:
-    """Write the unused events of one part of the shards, if any; a retry writes the same bytes."""
+def write_late(root: Path, partition: int, late: Sequence[Reject]) -> None:
+    """Write the unused events of a partition of the keys, if any; a retry writes the same bytes."""
     if not late:
         return
     rows = sorted_rejects([rejects_table(late)]).select(REJECTS_SCHEMA.names)
-    with atomic_write(root / late_path(part)) as partial:
+    with atomic_write(root / late_path(partition)) as partial:
         pq.write_table(rows, partial, compression="zstd", write_page_checksum=True)
 
 
 def add_counts(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
     """Add counts by name; the result is empty for a job without events."""
     total: dict[str, int] = {}
-    for part in counts:
-        for name, value in part.items():
+    for each in counts:
+        for name, value in each.items():
             total[name] = total.get(name, 0) + value
     return total
 

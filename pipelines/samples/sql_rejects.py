@@ -111,20 +111,20 @@ def bisect_rows(statement: str, attempt: Attempt, rows: pa.Table) -> SqlResult:
     while ranges and attempts < MAX_ATTEMPTS:
         start, count = ranges.popleft()
         attempts += 1
-        part = rows.slice(start, count)
+        half = rows.slice(start, count)
         try:
-            good.append((start, attempt(statement, part)))
+            good.append((start, attempt(statement, half)))
         except ROW_ERRORS as error:
             reason = reject_reason(error)
             if count == 1:
-                bad.append(bad_rows(part, reason))
+                bad.append(bad_rows(half, reason))
             else:
-                half = count // 2
-                ranges.extend([(start, half), (start + half, count - half)])
+                middle = start + count // 2
+                ranges.extend([(start, middle - start), (middle, start + count - middle)])
     if ranges:
-        largest = rows.slice(*max(ranges, key=lambda part: part[1]))
+        largest = rows.slice(*max(ranges, key=lambda each: each[1]))
         raise bad_rows_error(statement, attempt, largest, reason)
-    good.sort(key=lambda part: part[0])
+    good.sort(key=lambda each: each[0])
     samples = [table for _, table in good]
     return SqlResult(pa.concat_tables(samples) if samples else None, pa.concat_tables(bad))
 
@@ -327,8 +327,8 @@ def map_rows(connection: Connection, statement: str, source: str, rows: pa.Table
         BadRowsError: the rows that raise cannot be bisect_rows.
     """
 
-    def attempt(text: str, part: pa.Table) -> pa.Table:
-        return run(connection, text, {source: part})
+    def attempt(text: str, some_rows: pa.Table) -> pa.Table:
+        return run(connection, text, {source: some_rows})
 
     try:
         return SqlResult(attempt(statement, rows))
@@ -352,8 +352,8 @@ def run_key(
     `tables` has all rows of the key by source; samples are made from the rows of `source`.
     """
 
-    def attempt(text: str, part: pa.Table) -> pa.Table:
-        return run(connection, text, {**tables, source: part})
+    def attempt(text: str, some_rows: pa.Table) -> pa.Table:
+        return run(connection, text, {**tables, source: some_rows})
 
     try:
         return SqlResult(attempt(statement, tables[source]))

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import duckdb
@@ -309,6 +310,24 @@ class PerKey:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class _KeyedRows:
+    """Rows of some keys by source, and the code of each row's key."""
+
+    tables: Mapping[str, pa.Table]
+    codes: Mapping[str, NDArray[np.int64]]
+
+    def where(self, chosen: Callable[[NDArray[np.int64]], NDArray[np.bool_]]) -> _KeyedRows:
+        """Return the rows whose codes are chosen."""
+        masks = {name: chosen(codes) for name, codes in self.codes.items()}
+        tables = {name: t.filter(pa.array(masks[name])) for name, t in self.tables.items()}
+        return _KeyedRows(tables, {name: c[masks[name]] for name, c in self.codes.items()})
+
+    def of_key(self, key: int) -> _KeyedRows:
+        """Return the rows of one key."""
+        return self.where(lambda codes: codes == key)
+
+
 def run_keys(
     connection: Connection,
     per: PerKey,
@@ -324,16 +343,16 @@ def run_keys(
         location: returns the location of an origin; if given, keys with a bad row are rejected.
     """
     tables = visible_rows(tables, per.source)
-    all_codes = _key_codes(tables, per)
-    counts = np.bincount(all_codes[per.source])
+    rows = _KeyedRows(tables, _key_codes(tables, per))
+    counts = np.bincount(rows.codes[per.source])
     for first, end in key_batches(counts, CHUNK_ROWS):
-        in_batch = {name: (codes >= first) & (codes < end) for name, codes in all_codes.items()}
-        rows = {name: table.filter(pa.array(in_batch[name])) for name, table in tables.items()}
-        codes = {name: codes[in_batch[name]] for name, codes in all_codes.items()}
+        batch = rows.where(lambda codes, low=first, high=end: (codes >= low) & (codes < high))
         with name_errors("data.samples.per.sql"):
-            result = _run_batch(connection, per, rows, codes)
+            result = _run_batch(connection, per, batch)
         if location is not None and result.bad_rows.num_rows:
-            result = _reject_keys(result, rows[per.source], codes[per.source], location)
+            result = _reject_keys(
+                result, batch.tables[per.source], batch.codes[per.source], location
+            )
         yield result
 
 
@@ -389,104 +408,77 @@ def key_batches(counts: NDArray[np.int64], limit: int) -> Iterator[tuple[int, in
         yield first, len(counts)
 
 
-def _run_batch(
-    connection: Connection,
-    per: PerKey,
-    tables: Mapping[str, pa.Table],
-    codes: Mapping[str, NDArray[np.int64]],
-) -> SqlResult:
+def _run_batch(connection: Connection, per: PerKey, batch: _KeyedRows) -> SqlResult:
     """Run the statement over the rows of some keys; rows that raise become bad rows."""
-    if len(np.unique(codes[per.source])) == 1:
-        return run_key(connection, per.statement, per.source, tables)
-
-    def attempt(text: str, rows: pa.Table) -> pa.Table:
-        return _attempt(connection, replace(per, statement=text), {**tables, per.source: rows})
+    source_rows, codes = batch.tables[per.source], batch.codes[per.source]
+    if len(np.unique(codes)) == 1:
+        return run_key(connection, per.statement, per.source, batch.tables)
 
     def run_alone(row: pa.Table) -> pa.Table:
-        code = codes[per.source][np.searchsorted(origins, row[ORIGIN][0].as_py())]
-        of_key = _rows_of_key(tables, codes, int(code))
-        return run(connection, per.statement, {**of_key, per.source: row})
+        key = int(codes[np.searchsorted(origins, row[ORIGIN][0].as_py())])
+        return run(connection, per.statement, {**batch.of_key(key).tables, per.source: row})
 
-    origins = tables[per.source][ORIGIN].to_numpy()
+    origins = source_rows[ORIGIN].to_numpy()
     try:
-        return _in_order(connection, per, _attempt(connection, per, tables), tables, codes)
+        return _in_order(connection, per, _run(connection, per, batch.tables), batch)
     except ROW_ERRORS:
-        rows, bad = remove_marked(per.statement, attempt, run_alone, tables[per.source])
+        attempt = partial(_attempt, connection, per, batch.tables)
+        rows, bad = remove_marked(per.statement, attempt, run_alone, source_rows)
     kept = np.isin(origins, rows[ORIGIN].to_numpy())
-    codes = {**codes, per.source: codes[per.source][kept]}
-    results = _bisect_keys(connection, per, {**tables, per.source: rows}, codes)
-    return _concatenate([SqlResult(None, bad), *results])
+    rest = _KeyedRows({**batch.tables, per.source: rows}, {**batch.codes, per.source: codes[kept]})
+    return _concatenate([SqlResult(None, bad), *_bisect_keys(connection, per, rest)])
 
 
-def _attempt(connection: Connection, per: PerKey, tables: Mapping[str, pa.Table]) -> pa.Table:
+def _run(connection: Connection, per: PerKey, tables: Mapping[str, pa.Table]) -> pa.Table:
     """Run the statement over the rows of several keys, without handling of errors."""
     renamed = {_ALL + name: table for name, table in tables.items()}
     return run(connection, per.batched(list(tables)), renamed)
 
 
-def _bisect_keys(
-    connection: Connection,
-    per: PerKey,
-    tables: Mapping[str, pa.Table],
-    codes: Mapping[str, NDArray[np.int64]],
-) -> Iterator[SqlResult]:
+def _attempt(
+    connection: Connection, per: PerKey, tables: Mapping[str, pa.Table], text: str, rows: pa.Table
+) -> pa.Table:
+    """Run another statement over some rows of the source."""
+    return _run(connection, replace(per, statement=text), {**tables, per.source: rows})
+
+
+def _bisect_keys(connection: Connection, per: PerKey, batch: _KeyedRows) -> Iterator[SqlResult]:
     """Bisect keys until those that raise are isolated, with at most `MAX_ATTEMPTS` runs."""
-    queue, attempts, reason = deque([(tables, codes)]), 0, ""
-
-    def attempt(text: str, rows: pa.Table) -> pa.Table:
-        return _attempt(connection, replace(per, statement=text), {**tables, per.source: rows})
-
+    queue, attempts, reason = deque([batch]), 0, ""
     while queue:
-        tables, codes = queue.popleft()
-        keys = np.unique(codes[per.source])
+        batch = queue.popleft()
+        keys = np.unique(batch.codes[per.source])
         if len(keys) == 1 and attempts <= MAX_ATTEMPTS:
-            yield run_key(connection, per.statement, per.source, tables)
+            yield run_key(connection, per.statement, per.source, batch.tables)
             attempts += 1
         elif attempts > MAX_ATTEMPTS:
-            raise bad_rows_error(per.statement, attempt, tables[per.source], reason)
+            attempt = partial(_attempt, connection, per, batch.tables)
+            raise bad_rows_error(per.statement, attempt, batch.tables[per.source], reason)
         elif len(keys):
             attempts += 1
             try:
-                samples = _attempt(connection, per, tables)
+                samples = _run(connection, per, batch.tables)
             except ROW_ERRORS as error:  # a key raises, or no lateral plan exists
                 reason = reject_reason(error)
-                middle = int(keys[len(keys) // 2])
-                queue.extend(_half(tables, codes, middle, lower) for lower in (True, False))
+                middle = keys[len(keys) // 2]
+                queue.append(batch.where(lambda codes, middle=middle: codes < middle))
+                queue.append(batch.where(lambda codes, middle=middle: codes >= middle))
                 continue
-            yield _in_order(connection, per, samples, tables, codes)
+            yield _in_order(connection, per, samples, batch)
 
 
 def _in_order(
-    connection: Connection,
-    per: PerKey,
-    samples: pa.Table,
-    tables: Mapping[str, pa.Table],
-    codes: Mapping[str, NDArray[np.int64]],
+    connection: Connection, per: PerKey, samples: pa.Table, batch: _KeyedRows
 ) -> SqlResult:
     """Return samples in the order of their rows; run keys alone if a row has several samples."""
     if len(pc.unique(samples[ORIGIN])) == samples.num_rows:
         return SqlResult(samples)
     return _concatenate(
         [
-            run_key(connection, per.statement, per.source, _rows_of_key(tables, codes, key))
-            for key in np.unique(codes[per.source]).tolist()
+            run_key(connection, per.statement, per.source, batch.of_key(key).tables)
+            for key in np.unique(batch.codes[per.source]).tolist()
         ]
     )
-
-
-def _half(
-    tables: Mapping[str, pa.Table], codes: Mapping[str, NDArray[np.int64]], middle: int, lower: bool
-) -> tuple[dict[str, pa.Table], dict[str, NDArray[np.int64]]]:
-    """Return the rows of the keys below `middle`, or of the others."""
-    chosen = {name: (code < middle) == lower for name, code in codes.items()}
-    rows = {name: table.filter(pa.array(chosen[name])) for name, table in tables.items()}
-    return rows, {name: code[chosen[name]] for name, code in codes.items()}
-
-
-def _rows_of_key(
-    tables: Mapping[str, pa.Table], codes: Mapping[str, NDArray[np.int64]], key: int
-) -> dict[str, pa.Table]:
-    return {n: t.take(pa.array(np.flatnonzero(codes[n] == key))) for n, t in tables.items()}
 
 
 def _concatenate(results: Sequence[SqlResult]) -> SqlResult:

@@ -1,8 +1,8 @@
 """Samples that refer to the unique tuples of their dedup groups, and downsampling of negatives.
 
-The job's SQL yields one row per sample with its lists. `separate` keeps one copy of each group's
-tuples and a reference per sample; later stages move references only. Tuples are matched by a 64-bit
-hash and then compared, so that the result does not depend on the hash.
+The job's SQL yields one row per sample with its lists. `separate_tuples` keeps one copy of each
+group's tuples and a reference per sample; later stages move references only. Tuples are matched by
+a 64-bit hash and then compared, so that the result does not depend on the hash.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def hash_session_keys(keys: pa.Array | pa.ChunkedArray) -> NDArray[np.uint64]:
 
 @dataclass(frozen=True, slots=True)
 class Tuples:
-    """Samples of one chunk or one part.
+    """Samples of one chunk or one partition.
 
     Attributes:
         samples: one row per sample, with the columns that are in no group.
@@ -95,7 +95,7 @@ def with_hashes(
     return f"SELECT {', '.join([star, *hashes])} FROM ({statement.rstrip().rstrip(';')})"
 
 
-def separate(samples: pa.Table, groups: Mapping[str, Sequence[str]]) -> Tuples:
+def separate_tuples(samples: pa.Table, groups: Mapping[str, Sequence[str]]) -> Tuples:
     """Separate samples from the distinct tuples of their groups.
 
     Args:
@@ -109,11 +109,11 @@ def separate(samples: pa.Table, groups: Mapping[str, Sequence[str]]) -> Tuples:
     uniques: dict[str, pa.Table] = {}
     for group, columns in groups.items():
         table = samples.select([hash_column(group), *columns])
-        references[group], uniques[group] = distinct(table)
+        references[group], uniques[group] = distinct_rows(table)
     return Tuples(samples.select(ungrouped), references, uniques)
 
 
-def distinct(table: pa.Table) -> tuple[NDArray[np.int64], pa.Table]:
+def distinct_rows(table: pa.Table) -> tuple[NDArray[np.int64], pa.Table]:
     """Return the distinct rows of a table.
 
     Args:
@@ -173,25 +173,22 @@ def _bits(column: pa.ChunkedArray) -> pa.Array:
     return array
 
 
-def join(parts: Sequence[Tuples]) -> Tuples:
-    """Concatenate samples and deduplicate their tuples.
-
-    All parts have the same columns.
-    """
-    samples = pa.concat_tables([p.samples for p in parts]).combine_chunks()
+def concat_tuples(chunks: Sequence[Tuples]) -> Tuples:
+    """Concatenate samples of the same columns and deduplicate their tuples."""
+    samples = pa.concat_tables([c.samples for c in chunks]).combine_chunks()
     references: dict[str, NDArray[np.int64]] = {}
     uniques: dict[str, pa.Table] = {}
-    for group in parts[0].uniques:
-        tables = [p.uniques[group] for p in parts]
+    for group in chunks[0].uniques:
+        tables = [c.uniques[group] for c in chunks]
         starts = np.cumsum([0, *(t.num_rows for t in tables)])
-        numbers, uniques[group] = distinct(pa.concat_tables(tables).combine_chunks())
+        numbers, uniques[group] = distinct_rows(pa.concat_tables(tables).combine_chunks())
         references[group] = np.concatenate(
-            [numbers[p.references[group] + s] for p, s in zip(parts, starts, strict=False)]
+            [numbers[c.references[group] + s] for c, s in zip(chunks, starts, strict=False)]
         )
     return Tuples(samples, references, uniques)
 
 
-def compact(tuples: Tuples) -> Tuples:
+def drop_unused_tuples(tuples: Tuples) -> Tuples:
     """Remove the tuples that no sample refers to."""
     references: dict[str, NDArray[np.int64]] = {}
     uniques: dict[str, pa.Table] = {}
@@ -202,29 +199,31 @@ def compact(tuples: Tuples) -> Tuples:
     return Tuples(tuples.samples, references, uniques)
 
 
-def split(tuples: Tuples, target: NDArray[np.int64], num_targets: int) -> list[Tuples | None]:
-    """Return the samples of each target with their own tuples only; None for a target without.
+def partition_tuples(
+    tuples: Tuples, partition: NDArray[np.int64], num_partitions: int
+) -> list[Tuples | None]:
+    """Return the samples of each partition with their own tuples only; None for an empty partition.
 
     Args:
         tuples: samples of one chunk.
-        target: (num_samples,) int64 in [0, num_targets).
-        num_targets: number of targets.
+        partition: (num_samples,) int64 in [0, num_partitions).
+        num_partitions: number of partitions.
     """
-    order = np.argsort(target, kind="stable")
-    ordered, by_target = tuples.take(order), target[order]
-    cuts = np.searchsorted(by_target, np.arange(num_targets + 1))
+    order = np.argsort(partition, kind="stable")
+    ordered, by_partition = tuples.take(order), partition[order]
+    cuts = np.searchsorted(by_partition, np.arange(num_partitions + 1))
     tables: dict[str, tuple[NDArray[np.int64], NDArray[np.int64], pa.Table]] = {}
     for group, table in tuples.uniques.items():
         size = max(1, table.num_rows)
-        pairs = by_target * size + ordered.references[group]
+        pairs = by_partition * size + ordered.references[group]
         numbers, first = first_appearances(pairs)
-        starts = np.searchsorted(by_target[first], np.arange(num_targets + 1))
-        local = numbers - starts[by_target]
+        starts = np.searchsorted(by_partition[first], np.arange(num_partitions + 1))
+        local = numbers - starts[by_partition]
         tables[group] = local, starts, table.take(pa.array(pairs[first] % size))
-    parts: list[Tuples | None] = [None] * num_targets
+    partitions: list[Tuples | None] = [None] * num_partitions
     for index, (start, end) in enumerate(pairwise(cuts.tolist())):
         if end > start:
-            parts[index] = Tuples(
+            partitions[index] = Tuples(
                 ordered.samples.slice(start, end - start),
                 {g: local[start:end] for g, (local, _, _) in tables.items()},
                 {
@@ -232,7 +231,7 @@ def split(tuples: Tuples, target: NDArray[np.int64], num_targets: int) -> list[T
                     for g, (_, starts, table) in tables.items()
                 },
             )
-    return parts
+    return partitions
 
 
 # Downsampling of negatives by a hash of their content, with weights for those that are kept.
@@ -333,8 +332,8 @@ def draws(samples: Tuples, unit: Unit, seed: int, session_key: str) -> NDArray[n
 def hash_samples(samples: Tuples) -> NDArray[np.uint64]:
     """Return a hash of all columns of each sample, the same for equal samples of any chunk."""
     columns = [c for c in samples.samples.column_names if c not in (ORIGIN, LIST_INDEX)]
-    parts = [hash_tuples(samples.samples, columns)] if columns else []
+    hashes = [hash_tuples(samples.samples, columns)] if columns else []
     for group, table in sorted(samples.uniques.items()):
         columns = [c for c in table.column_names if not c.startswith(HASH_PREFIX)]
-        parts.append(hash_tuples(table, columns)[samples.references[group]])
-    return combine_hashes(parts)
+        hashes.append(hash_tuples(table, columns)[samples.references[group]])
+    return combine_hashes(hashes)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pyarrow as pa
@@ -23,7 +23,6 @@ from pipelines.sources.csv_files import read_csv
 from pipelines.sources.jsonl import read_jsonl, split_jsonl
 from pipelines.sources.listing import (
     Folder,
-    SourceFile,
     first_line,
     is_transient,
     partition_fields,
@@ -280,7 +279,7 @@ class Excerpt:
         is_whole: whether all rows were copied.
     """
 
-    files: tuple[SourceFile, ...]
+    files: tuple[InputFile, ...]
     listing: tuple[InputFile, ...]
     is_whole: bool
 
@@ -293,7 +292,7 @@ class Excerpt:
 def excerpts(
     folder: Folder,
     sources: Mapping[str, SourceConfig],
-    files: Mapping[str, Iterable[SourceFile]],
+    files: Mapping[str, Iterable[InputFile]],
     rows: Mapping[str, int],
     target: Path,
 ) -> dict[str, Excerpt]:
@@ -318,7 +317,7 @@ def excerpts(
             num_copied, is_whole = _copy(folder, file.path, config, copy, remaining)
             remaining, whole = remaining - num_copied, whole and is_whole
             size = copy.stat().st_size
-            listing.append(InputFile(source=name, path=file.path, num_bytes=size, sha256=""))
+            listing.append(replace(file, source=name, num_bytes=size))
         whole = whole and len(listing) == len(source_files)
         copies[name] = Excerpt(source_files, tuple(listing), whole)
     return copies

@@ -293,25 +293,17 @@ def undeclared_partitions(
 # The listing.
 
 
-@dataclass(frozen=True, slots=True)
-class SourceFile:
-    """A file of a source: its path relative to the input directory, and its size."""
-
-    path: str
-    num_bytes: int
-
-
 def find_files(
     folder: Folder, sources: Mapping[str, SourceConfig]
-) -> dict[str, tuple[SourceFile, ...]]:
-    """Return the files of every source, sorted by source and path, without reading them.
+) -> dict[str, tuple[InputFile, ...]]:
+    """Return the files of every source without hashes, sorted by source and path.
 
     Raises:
         SchemaError: the directory is missing, a source has no file, a file lacks a column of
             `partitions`, or a file is removed while it is listed.
     """
     sizes = folder.files()
-    files: dict[str, tuple[SourceFile, ...]] = {}
+    files: dict[str, tuple[InputFile, ...]] = {}
     for name in sorted(sources):
         pattern = sources[name].files
         regex = glob_regex(pattern)
@@ -323,7 +315,7 @@ def find_files(
             )
         for path in paths:
             typed_partitions(path, sources[name].partitions)
-        files[name] = tuple(_with_size(folder, path, sizes[path]) for path in paths)
+        files[name] = tuple(_with_size(folder, name, path, sizes[path]) for path in paths)
     return files
 
 
@@ -333,26 +325,23 @@ def list_inputs(folder: Folder, sources: Mapping[str, SourceConfig]) -> tuple[In
     Raises:
         SchemaError: as `find_files`.
     """
-    return tuple(
-        _with_hash(folder, name, file)
-        for name, files in find_files(folder, sources).items()
-        for file in files
-    )
+    files = find_files(folder, sources)
+    return tuple(_with_hash(folder, file) for name in files for file in files[name])
 
 
-def _with_size(folder: Folder, path: str, size: int | None) -> SourceFile:
+def _with_size(folder: Folder, source: str, path: str, size: int | None) -> InputFile:
     try:
-        return SourceFile(path, folder.size(path) if size is None else size)
+        num_bytes = folder.size(path) if size is None else size
     except FileNotFoundError as error:
         raise _removed(path) from error
+    return InputFile(source=source, path=path, num_bytes=num_bytes, sha256="")
 
 
-def _with_hash(folder: Folder, source: str, file: SourceFile) -> InputFile:
+def _with_hash(folder: Folder, file: InputFile) -> InputFile:
     try:
-        sha256 = folder.sha256(file.path)
+        return replace(file, sha256=folder.sha256(file.path))
     except FileNotFoundError as error:
         raise _removed(file.path) from error
-    return InputFile(source=source, path=file.path, num_bytes=file.num_bytes, sha256=sha256)
 
 
 def _removed(path: str) -> SchemaError:

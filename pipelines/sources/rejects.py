@@ -54,7 +54,7 @@ class Reject:
 
 
 def file_reject(file: str, reason: str) -> Reject:
-    """Return the reject of a file, or of a part of a file, that cannot be read."""
+    """Return the reject of a file, or of a range of its rows, that cannot be read."""
     return Reject(file, None, reason, rows_unknown=True)
 
 

@@ -30,7 +30,7 @@ from pipelines.context import runner_module
 from pipelines.quality.gate import parse_schema, pass_gate
 from pipelines.samples.event_join import write_late
 from pipelines.samples.sql import LIST_INDEX
-from pipelines.samples.tuples import Tuples, compact, distinct, hash_column
+from pipelines.samples.tuples import Tuples, distinct_rows, drop_unused_tuples, hash_column
 from pipelines.scratch import locked_root, scratch_directory
 from pipelines.sources.rejects import (
     Reject,
@@ -532,7 +532,7 @@ class StoredPart:
             if file_index == self.file_index:
                 rows = self._remaining_rows(row_group)
                 if len(rows):
-                    yield compact(self._tuples(row_group).take(rows))
+                    yield drop_unused_tuples(self._tuples(row_group).take(rows))
 
     def _remaining_rows(self, row_group: int) -> NDArray[np.int64]:
         samples = self.segment.column("num_samples")
@@ -554,7 +554,7 @@ class StoredPart:
             table = read_group(segment.file, group, self.file_index, row_group).select(members)
             rows = tuples_of_samples(segment, group, blocks, samples)
             hashes = pa.array(hash_keys(comparable_tuple(table, table.column_names)))
-            codes, uniques[group] = distinct(table.add_column(0, hash_column(group), hashes))
+            codes, uniques[group] = distinct_rows(table.add_column(0, hash_column(group), hashes))
             references[group] = codes[rows]
             hidden.append(inverse_column(group))
         origin = np.arange(samples.num_rows) + (row_group << 32)  # keeps the stored order

@@ -1,9 +1,9 @@
 """Fit transforms on the training samples: vocabularies, quantiles, moments.
 
 The stage that makes samples also computes a partial result of each chunk; partial results are
-merged by key and finished before the parts of a segment are built. Merging does not depend on order
-or grouping: counts and sums are integers or exact fractions, and quantiles are those of the values
-with the smallest hashes. A vocabulary is merged in `NUM_SHARDS` ranges of the value's hash, so that
+merged by key and finished before the partitions of a segment are written. Merging does not depend
+on order or grouping: counts and sums are integers or exact fractions, and quantiles are those of
+the values with the smallest hashes. A vocabulary is merged in `NUM_SHARDS` ranges of the value's hash, so that
 a worker holds one shard; the final sort takes about 50 bytes per entry (half a gigabyte for ten
 million), look-ups in workers about 30.
 
@@ -113,13 +113,13 @@ class Moments:
 
     def merged(self, others: Sequence[Partial]) -> Moments:
         """Return the moments of all values."""
-        parts = [self, *(o for o in others if isinstance(o, Moments))]
+        all_moments = [self, *(o for o in others if isinstance(o, Moments))]
         return Moments(
-            sum(p.num_values for p in parts),
-            sum((p.total for p in parts), Fraction(0)),
-            sum((p.squares for p in parts), Fraction(0)),
-            min(p.minimum for p in parts),
-            max(p.maximum for p in parts),
+            sum(m.num_values for m in all_moments),
+            sum((m.total for m in all_moments), Fraction(0)),
+            sum((m.squares for m in all_moments), Fraction(0)),
+            min(m.minimum for m in all_moments),
+            max(m.maximum for m in all_moments),
         )
 
     def stats(self, by: str, key: str) -> FittedStats:
@@ -175,9 +175,9 @@ class BottomKSample:
 
     def merged(self, others: Sequence[Partial]) -> BottomKSample:
         """Return the sample of all values."""
-        parts = [self, *(o for o in others if isinstance(o, BottomKSample))]
+        samples = [self, *(o for o in others if isinstance(o, BottomKSample))]
         return bottom_k_sample(
-            np.concatenate([p.keys for p in parts]), np.concatenate([p.values for p in parts])
+            np.concatenate([s.keys for s in samples]), np.concatenate([s.values for s in samples])
         )
 
     def stats(self, quantiles: int, key: str) -> FittedStats:
@@ -217,9 +217,9 @@ def add_partial(pending: list[Partial], element: Partial) -> list[Partial]:
     return pending if len(pending) < MERGE_SIZE else merge_partials(pending)
 
 
-def merge_partials(parts: Sequence[Partial]) -> list[Partial]:
+def merge_partials(partials: Sequence[Partial]) -> list[Partial]:
     """Merge the partial results of one key into one; the result is empty if there are none."""
-    return [parts[0].merged(parts[1:])] if parts else []
+    return [partials[0].merged(partials[1:])] if partials else []
 
 
 def partial_fits(

@@ -21,7 +21,14 @@ from pipelines.clustering.star import cluster, cut_blocks, to_star
 from pipelines.clustering.writer import plan_row_groups
 from pipelines.demo_log.log import GeneratorConfig, write_log
 from pipelines.samples.sql import LIST_INDEX
-from pipelines.samples.tuples import Tuples, compact, hash_column, hash_session_keys, join, separate
+from pipelines.samples.tuples import (
+    Tuples,
+    concat_tuples,
+    drop_unused_tuples,
+    hash_column,
+    hash_session_keys,
+    separate_tuples,
+)
 from pipelines.shuffle import partition_of_key
 from pipelines.sources.rows import ORIGIN, microseconds
 from pipelines.table.rows import expand
@@ -81,7 +88,7 @@ def tuples_of(rows: Sequence[tuple[int, int, str | None, list[int] | None]]) -> 
             **{hash_column(g): pa.array([7] * len(rows), pa.uint64()) for g in GROUPS},
         }
     )
-    return separate(table, GROUPS)
+    return separate_tuples(table, GROUPS)
 
 
 ROWS = st.lists(
@@ -233,7 +240,7 @@ def parts_of(rng: np.random.Generator, sizes: list[int], num_sessions: int) -> l
 def test_pieces_are_the_part_in_order(limit: int, seed: int, sizes: list[int]) -> None:
     data = data_config(gap=15, evaluation_from=20)
     parts = parts_of(np.random.default_rng(seed), sizes, 5)
-    whole = cluster(join(parts), data)
+    whole = cluster(concat_tuples(parts), data)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pipelines.clustering.part, "CHUNK_BYTES", limit)
         found = list(cluster_chunks(parts, data))
@@ -255,7 +262,7 @@ def test_bytes_are_those_of_expanded_samples_however_they_are_cut() -> None:
     whole = expanded_bytes(part)
     assert whole == 100 * (8 + 8 + 8 + 4) + 100 * (8 + 8)
     cut = [part.take(np.arange(0, 30)), part.take(np.arange(30, 100))]
-    assert sum(expanded_bytes(compact(p)) for p in cut) == whole
+    assert sum(expanded_bytes(drop_unused_tuples(p)) for p in cut) == whole
     texts = pa.table({"x": pa.array([["a", "bcd"], [], None, [""]])})
     assert expanded_bytes(Tuples(texts, {}, {})) == (8 + 9 + 11) + 8 + 8 + (8 + 8)
 

@@ -21,7 +21,7 @@ from pipelines.context import BuildRequest
 from pipelines.demo_log.log import GeneratorConfig, write_log
 from pipelines.init import files
 from pipelines.init.columns import Column, columns_of
-from pipelines.init.init import InitRequest, init
+from pipelines.init.init import init
 from pipelines.init.plan import Feature, num_rows_of
 from pipelines.table.rows import expand
 from pipelines.table.verify import verify
@@ -226,7 +226,7 @@ def test_a_first_job_has_what_is_in_the_files_and_builds_as_it_is(
 ) -> None:
     (tmp_path / "log").mkdir()
     write(tmp_path / "log")
-    found = init(InitRequest(input_root=tmp_path / "log", output=tmp_path / "job"))
+    found = init(tmp_path / "log", tmp_path / "job")
     assert {key: found[key] for key in wanted} == wanted
     result = built(tmp_path / "job" / "job.yaml", tmp_path / "log", tmp_path / "dataset")
     assert result["num_rejects"] == wanted.get("num_rejects", 0)
@@ -251,7 +251,7 @@ def shop(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, obje
     (directory / "log").mkdir()
     csv_log(directory / "log")
     (directory / "log" / "LICENSE").write_text("free")
-    found = init(InitRequest(input_root=directory / "log", output=directory / "job"))
+    found = init(directory / "log", directory / "job")
     result = built(directory / "job" / "job.yaml", directory / "log", directory / "dataset")
     assert (result["num_samples"], result["num_rejects"]) == (NUM_ROWS, 0)
     return directory, found
@@ -311,7 +311,7 @@ def test_types_and_split_are_those_of_most_rows(
         lines.append(f"{user},2026-01-{i // 200 + 1:02}T00:{i % 60:02}:00,{price},{i % 3 // 2}")
     (tmp_path / "log").mkdir()
     (tmp_path / "log" / "clicks.csv").write_text("\n".join(lines) + "\n")
-    found = init(InitRequest(input_root=tmp_path / "log", output=tmp_path / "job"))
+    found = init(tmp_path / "log", tmp_path / "job")
     assert found["columns"] == {
         "clicked": "label", "user_id": "sparse", "time": "kept", "price": "dense"
     }  # fmt: skip
@@ -333,12 +333,10 @@ def test_split_of_avro_is_of_all_files_and_one_that_is_cut_is_said(
     unions_log(tmp_path / "log")
     whole = (tmp_path / "log" / "plays.avro").read_bytes()
     (tmp_path / "log" / "plays-2.avro").write_bytes(whole[:-20])
-    said: list[str] = []
-    request = InitRequest(
-        input_root=tmp_path / "log", output=tmp_path / "job", progress=said.append
-    )
-    assert "2026-01-01T02:20" <= init(request)["evaluation_from"] <= "2026-01-01T03:19"
-    assert [line.split(" could")[0] for line in said if "WARNING" in line] == [
+    messages: list[str] = []
+    split = init(tmp_path / "log", tmp_path / "job", messages.append)["evaluation_from"]
+    assert "2026-01-01T02:20" <= split <= "2026-01-01T03:19"
+    assert [line.split(" could")[0] for line in messages if "WARNING" in line] == [
         "WARNING: plays-2.avro: block from row 312 on"
     ]
     assert "# user: a union of long | string." in (tmp_path / "job" / "job.yaml").read_text()
@@ -360,7 +358,7 @@ def test_init_says_when_rows_are_rejected(
 @pytest.mark.slow
 def test_a_first_job_of_the_demo_builds_as_it_is(tmp_path: Path) -> None:
     write_log(GeneratorConfig(num_samples=1000, seed=3), tmp_path / "log")
-    found = init(InitRequest(input_root=tmp_path / "log", output=tmp_path / "job"))
+    found = init(tmp_path / "log", tmp_path / "job")
     assert [found[k] for k in ("session", "time", "label")] == ["session_id", "time", "clicked"]
     result = built(tmp_path / "job" / "job.yaml", tmp_path / "log", tmp_path / "dataset")
     assert (result["num_samples"], result["num_rejects"]) == (1000, 0)
@@ -456,7 +454,7 @@ def test_a_first_job_of_the_first_rows_of_a_real_log_is_trained_as_it_is(
         elif path.suffix in (".tsv", ".csv"):
             lines = path.read_bytes().splitlines(keepends=True)[:num_rows]
             (tmp_path / "log" / path.name).write_bytes(b"".join(lines))
-    found = init(InitRequest(input_root=tmp_path / "log", output=tmp_path / "job"))
+    found = init(tmp_path / "log", tmp_path / "job")
     assert found["label"] == label
     result = built(tmp_path / "job" / "job.yaml", tmp_path / "log", tmp_path / "dataset")
     assert result["num_rejects"] == 0
@@ -476,7 +474,7 @@ def test_a_first_job_of_the_first_rows_of_a_real_log_is_trained_as_it_is(
 def test_a_first_job_of_a_real_log_keeps_all_of_its_samples(
     log: str, samples: int, shared_data: Path, tmp_path: Path
 ) -> None:
-    init(InitRequest(input_root=shared_data / log, output=tmp_path / "job"))
+    init(shared_data / log, tmp_path / "job")
     result = built(tmp_path / "job" / "job.yaml", shared_data / log, tmp_path / "dataset")
     assert (result["num_samples"], result["num_rejects"]) == (samples, 0)
 
@@ -486,7 +484,7 @@ def test_a_first_job_of_a_log_with_many_tables_joins_them(
     shared_data: Path, tmp_path: Path
 ) -> None:
     log = shared_data / "kuairand_pure_part"
-    found = init(InitRequest(input_root=log, output=tmp_path / "job"))  # and a preview, no build
+    found = init(log, tmp_path / "job")  # and a preview, no build
     assert (found["session"], found["time"], found["label"]) == ("user_id", "time_ms", "is_click")
     assert found["sides"] == ["item_features", "user_sequences", "user_features"]
     assert (found["num_samples"], found["num_rejects"]) == (1000, 0)

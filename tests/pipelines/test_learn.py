@@ -13,7 +13,7 @@ import pytest
 from pipelines.beam.transforms import MergePartials
 from pipelines.samples.sql import Connection, with_list_index
 from pipelines.samples.sql_rejects import map_rows
-from pipelines.samples.tuples import Tuples, separate, with_hashes
+from pipelines.samples.tuples import Tuples, separate_tuples, with_hashes
 from pipelines.transforms import fit
 from pipelines.transforms.apply import fit_inputs, transforms_of_column
 from pipelines.transforms.fit import (
@@ -47,7 +47,7 @@ def chunks(data: DataConfig, rows: pa.Table, cuts: list[int]) -> list[Tuples]:
             Connection(), with_hashes(sql, data.groups), "log", rows.slice(start, end - start)
         )
         assert result.samples is not None
-        found.append(separate(with_list_index(result.samples), data.groups))
+        found.append(separate_tuples(with_list_index(result.samples), data.groups))
     return found
 
 

@@ -20,7 +20,7 @@ from pipelines.samples.tuples import (
     draws,
     hash_samples,
     sample_negatives,
-    separate,
+    separate_tuples,
     with_hashes,
 )
 from pipelines.table.rows import expand
@@ -69,7 +69,7 @@ def chunks(data: DataConfig, num_rows: int, num_chunks: int, worth: bool = False
     for index in range(num_chunks):
         result = map_rows(Connection(), statement, "log", rows.slice(index * size, size))
         assert result.samples is not None
-        found.append(separate(with_list_index(result.samples), data.groups))
+        found.append(separate_tuples(with_list_index(result.samples), data.groups))
     return found
 
 

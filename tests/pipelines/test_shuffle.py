@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipelines.cli import main
-from pipelines.samples.tuples import Tuples, hash_column, separate
+from pipelines.samples.tuples import Tuples, hash_column, separate_tuples
 from pipelines.shuffle import (
     PACKET_BYTES,
     ByReference,
@@ -94,7 +94,7 @@ def test_samples_of_each_partition_arrive_whole(kind: str, tmp_path: Path) -> No
         ByReference(tmp_path, ("user",)) if kind == "references" else ByValue(("user",))
     )
     coder = registry.get_coder(by.element)
-    chunks = [separate(chunk(seed), groups) for seed in range(3)]
+    chunks = [separate_tuples(chunk(seed), groups) for seed in range(3)]
     arrived: dict[int, list[Any]] = {}
     for samples in chunks:
         for part, element in by.send([None, samples, samples]):
