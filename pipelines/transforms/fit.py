@@ -3,9 +3,9 @@
 The stage that makes samples also computes a partial result of each chunk; partial results are
 merged by key and finished before the partitions of a segment are written. Merging does not depend
 on order or grouping: counts and sums are integers or exact fractions, and quantiles are those of
-the values with the smallest hashes. A vocabulary is merged in `NUM_SHARDS` ranges of the value's hash, so that
-a worker holds one shard; the final sort takes about 50 bytes per entry (half a gigabyte for ten
-million), look-ups in workers about 30.
+the values with the smallest hashes. A vocabulary is merged in `NUM_SHARDS` ranges of the value's
+hash, so that a worker holds one shard; the final sort takes about 50 bytes per entry (half a
+gigabyte for ten million), look-ups in workers about 30.
 
 Segments share the files of fitted transforms, and each names those that it used. A segment that
 adds a file must have started from all files of the dataset; of two concurrent builds that add
