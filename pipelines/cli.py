@@ -19,7 +19,7 @@ from rich.console import Console
 from pipelines.build import build, record_build_speed
 from pipelines.context import BuildRequest
 from pipelines.demo_log.log import GeneratorConfig, write_log
-from pipelines.init.init import init
+from pipelines.init.command import init
 from pipelines.preview import WIDTH, PreviewRequest, preview, show
 from pipelines.quality.gate import GateError
 from pipelines.table.commit import seal

@@ -1,4 +1,4 @@
-"""Kinds of files in a folder: how each kind is read, and its first rows."""
+"""Sources that the files of a folder form: how each is read, and its first rows."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from schemas.errors import SchemaError
 from schemas.manifest import InputFile
 
 ROWS = 20_000
-"""Number of first rows of each kind of files to examine."""
+"""Number of first rows of each source to examine."""
 MANY = 0.99
 """Share of values that must have a type or a format for a column to get it."""
 _HEAD_BYTES = 1 << 20
@@ -47,7 +47,7 @@ _SYNTAX = re.compile(r"[<>:,]")
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class LogSource:
     """Files that are read as one source.
 
     Attributes:
@@ -74,8 +74,8 @@ class Kind:
         return sum(file.num_bytes for file in self.files)
 
 
-def kinds_of(folder: Folder, scratch: Path) -> tuple[list[Kind], list[str]]:
-    """Return the kinds of files below a folder, the largest first, and the unreadable files.
+def find_sources(folder: Folder, scratch: Path) -> tuple[list[LogSource], list[str]]:
+    """Return the sources that the files of a folder form, the largest first, and the other files.
 
     Args:
         folder: input directory.
@@ -110,7 +110,7 @@ def kinds_of(folder: Folder, scratch: Path) -> tuple[list[Kind], list[str]]:
             "input must have files of Parquet, CSV, JSON lines or Avro, got none; check the folder",
             file=folder.root,
         )
-    kinds: list[Kind] = []
+    sources: list[LogSource] = []
     for key in sorted(groups, key=lambda k: (-sum(f.num_bytes for f in groups[k].files), k)):
         group = groups[key]
         members = tuple(group.files)
@@ -123,13 +123,13 @@ def kinds_of(folder: Folder, scratch: Path) -> tuple[list[Kind], list[str]]:
         columns, notes = _declared(folder, group)
         partitions = _partitions([f.path for f in members], columns or key[3:])
         config = replace(group.config, files=pattern, columns=columns, partitions=partitions)
-        name = _name_of([f.path for f in members], {k.name for k in kinds})
+        name = _name_of([f.path for f in members], {k.name for k in sources})
         rows, count, whole = _first_rows(folder, name, config, members, scratch)
         if rows.num_rows:
-            kinds.append(Kind(name, members, config, rows, count, whole, notes))
+            sources.append(LogSource(name, members, config, rows, count, whole, notes))
         else:
             unused.extend(f.path for f in members)
-    return kinds, sorted(unused)
+    return sources, sorted(unused)
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ from pipelines.init.columns import (
     quoted,
     words_of,
 )
-from pipelines.init.files import Kind
+from pipelines.init.files import LogSource
 from schemas.arrays import is_text, one_chunk
 
 _LABELS = (
@@ -60,7 +60,7 @@ class Side:
     """A side table.
 
     Attributes:
-        kind: its files.
+        source: its files.
         key: key column.
         asked: column of the samples with that key.
         columns: new name to column.
@@ -68,7 +68,7 @@ class Side:
         why: the reason.
     """
 
-    kind: Kind
+    source: LogSource
     key: str
     asked: str
     columns: Mapping[str, str]
@@ -81,7 +81,7 @@ class Plan:
     """The choices of a job.
 
     Attributes:
-        kind: files that samples are made of.
+        source: files that samples are made of.
         inner: relation in the FROM clause: the source, or a subquery that unnests a list.
         num_samples: estimated number of samples.
         features: columns of the samples.
@@ -96,7 +96,7 @@ class Plan:
         left_out: (column or file, reason) of everything that is not used.
     """
 
-    kind: Kind
+    source: LogSource
     inner: str
     num_samples: int
     features: list[Feature] = field(default_factory=list[Feature])
@@ -116,52 +116,52 @@ class Plan:
         return next((f for f in self.features if f.role == "label"), None)
 
 
-def typed(kind: Kind) -> Kind:
-    """Return a kind of CSV files with columns of numbers declared as numbers."""
-    if kind.config.format != "csv":
-        return kind
-    rows, types = kind.rows, dict(kind.config.columns or {})
+def typed(source: LogSource) -> LogSource:
+    """Return a source with the columns of numbers of its CSV files declared as numbers."""
+    if source.config.format != "csv":
+        return source
+    rows, types = source.rows, dict(source.config.columns or {})
     for index, name in enumerate(rows.column_names):
         parsed = numbers_in(one_chunk(rows[name]))
         if parsed is not None and not len(parsed[2]):
             shape, numbers, _ = parsed
             types[name] = f"{shape}64"
             rows = rows.set_column(index, name, numbers)
-    return replace(kind, rows=rows, config=replace(kind.config, columns=types))
+    return replace(source, rows=rows, config=replace(source.config, columns=types))
 
 
-def plan_of(kinds: Sequence[Kind], unique: Mapping[tuple[str, str], bool]) -> Plan:
-    """Return a job for some kinds of files.
+def plan_of(sources: Sequence[LogSource], unique: Mapping[tuple[str, str], bool]) -> Plan:
+    """Return a job for some sources.
 
     Args:
-        kinds: with typed columns, at least one.
-        unique: (kind, column) to whether the values are distinct.
+        sources: with typed columns, at least one.
+        unique: (source, column) to whether the values are distinct.
     """
-    analyzed = {kind.name: list(columns_of(kind.rows)) for kind in kinds}
+    analyzed = {source.name: list(columns_of(source.rows)) for source in sources}
     columns = {n: [c for c in each if isinstance(c, Column)] for n, each in analyzed.items()}
-    labelled_lists = {kind.name: _labelled_list(kind) for kind in kinds}
+    labelled_lists = {source.name: _labelled_list(source) for source in sources}
 
-    def evidence(kind: Kind) -> tuple[int, int, str]:
-        own = columns[kind.name]
-        shown = any(c.shown for c in own) or _clicked_of(kind, own) or labelled_lists[kind.name]
+    def evidence(source: LogSource) -> tuple[int, int, str]:
+        own = columns[source.name]
+        shown = any(c.shown for c in own) or _clicked_of(source, own) or labelled_lists[source.name]
         label = _named_label(own) is not None
         timed = any(c.shape == "time" for c in own)
-        return 3 * bool(shown) + 2 * label + 2 * timed, kind.num_bytes, kind.name
+        return 3 * bool(shown) + 2 * label + 2 * timed, source.num_bytes, source.name
 
-    kind = max(kinds, key=evidence)
-    plan = Plan(kind, quoted(kind.name), kind.num_rows)
-    log_columns, name = analyzed[kind.name], labelled_lists[kind.name]
+    source = max(sources, key=evidence)
+    plan = Plan(source, quoted(source.name), source.num_rows)
+    log_columns, name = analyzed[source.name], labelled_lists[source.name]
     if name is not None:
-        plan.kind = kind = _with_entries(kind, name)
-        plan.num_samples, plan.unnested = kind.num_rows, name
+        plan.source = source = _with_entries(source, name)
+        plan.num_samples, plan.unnested = source.num_rows, name
         plan.inner = _unnest("* REPLACE (", quoted(name), f"{quoted(name)})", plan.inner)
-        log_columns = list(columns_of(kind.rows))
+        log_columns = list(columns_of(source.rows))
     plan.left_out += [(f"column {c[0]}", c[1]) for c in log_columns if not isinstance(c, Column)]
-    others = _with_label(plan, kind, [c for c in log_columns if isinstance(c, Column)])
+    others = _with_label(plan, source, [c for c in log_columns if isinstance(c, Column)])
     _choose_time(plan, others)
     _choose_session(plan)
-    for other in sorted(kinds, key=lambda k: (k.config.format == "csv", -k.num_bytes)):
-        if other.name != kind.name:
+    for other in sorted(sources, key=lambda k: (k.config.format == "csv", -k.num_bytes)):
+        if other.name != source.name:
             _add_side(plan, other, columns[other.name], unique)
     keys = {plan.session[0], plan.time[0], plan.label and plan.label.column.name}
     plan.features = [_rejecting(f) if f.column.name in keys else f for f in plan.features]
@@ -174,10 +174,10 @@ def _unnest(before: str, expr: str, name: str, source: str) -> str:
     return f"(SELECT {before}unnest({expr}) AS {name}\n            FROM {source})"
 
 
-def _labelled_list(kind: Kind) -> str | None:
+def _labelled_list(source: LogSource) -> str | None:
     """Return the name of a list of objects with a label among their fields, or None."""
-    for name in kind.rows.column_names:
-        values = one_chunk(kind.rows[name])
+    for name in source.rows.column_names:
+        values = one_chunk(source.rows[name])
         listed = pa.types.is_list(values.type) or pa.types.is_large_list(values.type)
         if listed and pa.types.is_struct(values.type.value_type):
             entries = columns_of(pa.table({name: values.flatten()}))
@@ -187,12 +187,12 @@ def _labelled_list(kind: Kind) -> str | None:
     return None
 
 
-def _with_entries(kind: Kind, name: str) -> Kind:
-    """Return a kind with one row for each entry of a list."""
-    lists = one_chunk(kind.rows[name])
-    rows = kind.rows.take(pc.list_parent_indices(lists))
+def _with_entries(source: LogSource, name: str) -> LogSource:
+    """Return a source with one row for each entry of a list."""
+    lists = one_chunk(source.rows[name])
+    rows = source.rows.take(pc.list_parent_indices(lists))
     rows = rows.set_column(rows.column_names.index(name), name, lists.flatten())
-    return replace(kind, rows=rows, num_rows=kind.num_rows * rows.num_rows // len(lists))
+    return replace(source, rows=rows, num_rows=source.num_rows * rows.num_rows // len(lists))
 
 
 def _rejecting(feature: Feature) -> Feature:
@@ -221,7 +221,7 @@ def _graded_label(columns: Sequence[Column]) -> tuple[Column, float] | None:
     return None
 
 
-def _clicked_of(kind: Kind, columns: Sequence[Column]) -> tuple[Column, Column] | None:
+def _clicked_of(source: LogSource, columns: Sequence[Column]) -> tuple[Column, Column] | None:
     """Return two columns of lists: the items shown, and the items of these that were clicked."""
     lists = [c for c in columns if c.shape == "list" and not c.shown and c.expr == quoted(c.name)]
     for shown in lists:
@@ -231,8 +231,8 @@ def _clicked_of(kind: Kind, columns: Sequence[Column]) -> tuple[Column, Column] 
             if len(clicked.values) >= len(shown.values) or not len(clicked.values):
                 continue
             pairs = zip(
-                kind.rows[_raw_name(kind, shown)].to_pylist(),
-                kind.rows[_raw_name(kind, clicked)].to_pylist(),
+                source.rows[_raw_name(source, shown)].to_pylist(),
+                source.rows[_raw_name(source, clicked)].to_pylist(),
                 strict=True,
             )
             both = [(set(a), set(b)) for a, b in list(pairs)[:2000] if a and b]
@@ -241,17 +241,17 @@ def _clicked_of(kind: Kind, columns: Sequence[Column]) -> tuple[Column, Column] 
     return None
 
 
-def _raw_name(kind: Kind, column: Column) -> str:
-    return next(n for n in kind.rows.column_names if quoted(n) == column.expr)
+def _raw_name(source: LogSource, column: Column) -> str:
+    return next(n for n in source.rows.column_names if quoted(n) == column.expr)
 
 
-def _with_label(plan: Plan, kind: Kind, columns: list[Column]) -> list[Column]:
+def _with_label(plan: Plan, source: LogSource, columns: list[Column]) -> list[Column]:
     """Add the label, and the SQL that unnests the list with it; return the remaining columns."""
     names = {c.name for c in columns}
     item = next(n for n in ("item", "shown_item", "item_") if n not in names)
     name = "label" if "label" not in names else "label_"
     pairs = next((c for c in columns if c.shown), None)
-    both = _clicked_of(kind, columns)
+    both = _clicked_of(source, columns)
     named, graded = _named_label(columns), _graded_label(columns)
     used, shown, entry, sql = set[str](), None, item, item
     if pairs is not None:
@@ -381,26 +381,26 @@ def _session_why(key: Column, why: str) -> str:
 
 
 def _add_side(
-    plan: Plan, kind: Kind, columns: Sequence[Column], unique: Mapping[tuple[str, str], bool]
+    plan: Plan, source: LogSource, columns: Sequence[Column], unique: Mapping[tuple[str, str], bool]
 ) -> None:
     """Add files as a side table, if samples have a key of them."""
-    match = _key_of(plan, kind, columns)
-    label = f"{kind.name} ({kind.config.files})"
+    match = _key_of(plan, source, columns)
+    label = f"{source.name} ({source.config.files})"
     if match is None:
         plan.left_out.append((label, "no column has values in common with the samples"))
         return
     key, asked, why = match
-    key_name = _raw_name(kind, key)
+    key_name = _raw_name(source, key)
     time = None
-    if key.num_nulls == key.num_rows or not unique.get((kind.name, key_name), False):
+    if key.num_nulls == key.num_rows or not unique.get((source.name, key_name), False):
         times = [c for c in columns if c.shape == "time" and c.expr == quoted(c.name)]
         if not times:
             reason = f"several rows per {key_name}, and no time for the validity of each"
             plan.left_out.append((label, f"{reason}; see samples.per and samples.events"))
             return
-        time = _raw_name(kind, times[0])
+        time = _raw_name(source, times[0])
     names = {f.column.name for f in plan.features}
-    plain = {quoted(name) for name in kind.rows.column_names}
+    plain = {quoted(name) for name in source.rows.column_names}
     used: dict[str, Column] = {}
     transformed: set[str] = set()
     unused: dict[str, list[str]] = {}
@@ -413,7 +413,7 @@ def _add_side(
         elif column.is_prose:
             reason = "long texts"
         elif column.expr not in plain:
-            raw = _transformed(plan, kind, column, names)
+            raw = _transformed(plan, source, column, names)
             if raw is not None:
                 used[column.name] = raw
                 transformed.add(column.name)
@@ -430,24 +430,24 @@ def _add_side(
         role, role_why = _role(column, in_side=True)
         if column.name in transformed:
             role, role_why = "kept", "a transform makes a feature of it"
-        _add(plan, column, role, f"from {kind.name}; {role_why}")
+        _add(plan, column, role, f"from {source.name}; {role_why}")
     for reason, column_names in unused.items():
-        plan.left_out.append((f"{kind.name}: {', '.join(column_names)}", reason))
-    raw_names = {name: _raw_name(kind, column) for name, column in used.items()}
-    plan.sides.append(Side(kind, key_name, asked, raw_names, time, why))
+        plan.left_out.append((f"{source.name}: {', '.join(column_names)}", reason))
+    raw_names = {name: _raw_name(source, column) for name, column in used.items()}
+    plan.sides.append(Side(source, key_name, asked, raw_names, time, why))
 
 
-def _transformed(plan: Plan, kind: Kind, column: Column, names: set[str]) -> Column | None:
+def _transformed(plan: Plan, source: LogSource, column: Column, names: set[str]) -> Column | None:
     """Add a transform with the SQL of a side table's column; return the raw column."""
-    if column.shape not in ("int", "list") or column.name not in kind.rows.column_names:
+    if column.shape not in ("int", "list") or column.name not in source.rows.column_names:
         return None
     name = f"{column.name}_{'list' if column.shape == 'list' else 'code'}"
-    values = one_chunk(kind.rows[column.name])
+    values = one_chunk(source.rows[column.name])
     if name in names or not (is_text(values.type) or pa.types.is_floating(values.type)):
         return None
     role, why = _role(column, in_side=True)
     plan.transforms[name] = column.expr
-    _add(plan, replace(column, name=name), role, f"from {column.name} of {kind.name}; {why}")
+    _add(plan, replace(column, name=name), role, f"from {column.name} of {source.name}; {why}")
     shape = "text" if is_text(values.type) else "float"
     return Column(column.name, quoted(column.name), shape, values, len(values), values.null_count)
 
@@ -475,10 +475,12 @@ def _scale(plan: Plan) -> None:
         _add(plan, scaled, "dense", why)
 
 
-def _key_of(plan: Plan, kind: Kind, columns: Sequence[Column]) -> tuple[Column, str, str] | None:
+def _key_of(
+    plan: Plan, source: LogSource, columns: Sequence[Column]
+) -> tuple[Column, str, str] | None:
     """Return the key of a side table, the column of samples that has it, and the reason."""
     scalars = [f.column for f in plan.features if f.column.shape in ("int", "text")]
-    plain = {quoted(n) for n in kind.rows.column_names}
+    plain = {quoted(n) for n in source.rows.column_names}
     keys = [c for c in columns if c.shape in ("int", "text") and c.expr in plain]
     named = [
         (key, sample_column)

@@ -115,8 +115,8 @@ def test_bytes_of_texts_are_about_those_of_zstd() -> None:
         )
         assert feature is not None
         wanted = len(zstandard.compress("".join(t or "" for t in texts).encode()))
-        found = feature.num_bytes(np.arange(2000))
-        assert wanted / 2 - 400 < found < wanted * 1.2 + 1500, (wanted, found)
+        result = feature.num_bytes(np.arange(2000))
+        assert wanted / 2 - 400 < result < wanted * 1.2 + 1500, (wanted, result)
 
 
 def test_dedup_factor_is_counted_within_blocks() -> None:

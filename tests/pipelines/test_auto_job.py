@@ -85,10 +85,10 @@ def test_dataset_names_the_groups_and_puts_transforms_where_their_inputs_are(
 def test_dataset_holds_the_same_samples_as_with_named_groups(dataset: Path, tmp_path: Path) -> None:
     rows = write_log(tmp_path / "log", 3000)
     expand(dataset, tmp_path / "x.parquet")
-    found = pq.read_table(tmp_path / "x.parquet").to_pylist()
+    result = pq.read_table(tmp_path / "x.parquet").to_pylist()
     names = ("session", "time", "user", "history", "item", "label")
     assert sorted(
-        tuple(tuple(r[n]) if n == "history" else r[n] for n in names) for r in found
+        tuple(tuple(r[n]) if n == "history" else r[n] for n in names) for r in result
     ) == samples_of(rows)
     assert verify(dataset)["problems"] == []
 
@@ -180,14 +180,14 @@ def test_job_with_sql_per_key_sees_whole_keys(tmp_path: Path) -> None:
     schema = (tmp_path / "schema.pbtxt").read_text().replace("num_history", "num_plays")
     schema = schema.replace('type: FLOAT annotation { tag: "dense" }', "type: INT ANN")
     (tmp_path / "schema.pbtxt").write_text(schema.replace("ANN", 'annotation { tag: "kept" }'))
-    said: list[str] = []
+    messages: list[str] = []
     asked = dataclasses.replace(
-        request(job, tmp_path / "log", tmp_path / "data"), progress=said.append
+        request(job, tmp_path / "log", tmp_path / "data"), progress=messages.append
     )
     build(asked)
     groups = open_dataset(tmp_path / "data").job.data.groups
     assert groups == {"session": ("session", "user", "history", "num_plays")}
-    assert said[0] == "groups: auto: chosen from 3000 samples of 499 sessions:"
+    assert messages[0] == "groups: auto: chosen from 3000 samples of 499 sessions:"
 
 
 BAD_JOBS = {
@@ -242,13 +242,13 @@ def test_job_text_is_rewritten_in_place(name: str, repository: Path) -> None:
         transforms={"history": {"made": "len(history)"}, "samples": {"other": "ln(item)"}},
     )
     text = TEXTS[name]
-    found = rewritten(text, data, {"history": "for: {a} reason"})
-    before, after = yaml.safe_load(text), yaml.safe_load(found)
+    result = rewritten(text, data, {"history": "for: {a} reason"})
+    before, after = yaml.safe_load(text), yaml.safe_load(result)
     assert after["data"].pop("groups") == {"history": ["user id", "history", "yes", "a-b"]}
     assert after["data"].pop("transforms") == {k: dict(v) for k, v in data.transforms.items()}
     del before["data"]["groups"], before["data"]["transforms"]
     assert after == before
-    assert all(comment in found for comment in re.findall("# (?:b|why|end)", text))
+    assert all(comment in result for comment in re.findall("# (?:b|why|end)", text))
 
 
 def test_named_groups_place_each_transform_where_all_its_inputs_are(tmp_path: Path) -> None:
@@ -401,16 +401,16 @@ def test_a_log_with_one_huge_session_is_sampled_within_its_bound(
 def test_chosen_groups_are_as_good_as_the_shipped_ones(
     name: str, shared_data: Path, repository: Path, tmp_path: Path
 ) -> None:
-    found = {}
+    result = {}
     auto = with_auto(repository / "schemas" / name / "job.yaml", tmp_path / "rewritten")
     build(request(auto, shared_data / real_logs.LOGS[name], tmp_path / "auto"))
     named, _ = real_logs.built(name, shared_data)
     for kind, dataset in {"auto": tmp_path / "auto", "named": named}.items():
         manifest = open_dataset(dataset).segments[0].manifest
         lookups = sum(t.num_lookups_dedup for t in manifest.tables.values())
-        found[kind] = manifest.dataset_bytes, lookups
-    assert found["auto"][0] <= found["named"][0] * 1.001  # names of groups differ in length
-    assert found["auto"][1] <= found["named"][1]
+        result[kind] = manifest.dataset_bytes, lookups
+    assert result["auto"][0] <= result["named"][0] * 1.001  # names of groups differ in length
+    assert result["auto"][1] <= result["named"][1]
 
 
 SAMPLED_JOBS = {

@@ -227,9 +227,9 @@ def test_keys_without_a_bad_row_are_as_alone_and_bad_rows_raise_alone(
     connection, rows = Connection(), rows_of(seed, share=0.1)
     text = select_origin(statement, "key")
     results = list(run_keys(connection, PerKey(text, "log", "k"), {"log": rows}))
-    found: dict[int, str] = {}
+    actual: dict[int, str] = {}
     for result in results:
-        found |= reasons_of(result)
+        actual |= reasons_of(result)
     samples = pa.concat_tables([r.samples for r in results if r.samples is not None])
     expected: list[pa.Table] = []
     bad: dict[int, str] = {}
@@ -244,7 +244,7 @@ def test_keys_without_a_bad_row_are_as_alone_and_bad_rows_raise_alone(
                 alone = alone or dict.fromkeys(left[ORIGIN].to_pylist(), reject_reason(error))
             bad |= alone
             left = left.filter(pa.array([o not in alone for o in left[ORIGIN].to_pylist()]))
-    assert found == bad
+    assert actual == bad
     assert hashes(samples) == hashes(pa.concat_tables(expected))
 
 
@@ -270,11 +270,11 @@ def test_thousands_of_bad_rows_take_a_few_runs_and_each_has_its_own_reason() -> 
     bad = {i: f"no {i}" for i in range(0, 60_000, 7)}
     rows, attempt = many_rows(60_000, bad), Counted()
     statement = select_origin("SELECT CAST(x AS BIGINT) AS x FROM log", "key")
-    good, found = remove_marked(statement, attempt, lambda row: attempt(statement, row), rows)
+    good, result = remove_marked(statement, attempt, lambda row: attempt(statement, row), rows)
     assert attempt.count < 12
     assert good.num_rows == 60_000 - len(bad)
-    assert found["origin"].to_pylist() == list(bad)
-    assert found["reason"].to_pylist() == [
+    assert result["origin"].to_pylist() == list(bad)
+    assert result["reason"].to_pylist() == [
         f"row must pass the job's SQL, got Conversion Error: Could not convert string '{text}' to "
         "INT64 when casting from source column x" for text in bad.values()]  # fmt: skip
 

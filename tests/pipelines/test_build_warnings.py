@@ -39,16 +39,16 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Dataset, list[str]]
     given = ["build", str(job), "--input", str(folder / "log"), "--output", str(folder / "dataset")]
     given += ["--runner=InProcess", "--json"]
     with pytest.MonkeyPatch.context() as patch:
-        said: list[str] = []
-        patch.setattr("pipelines.cli._progress", said.append)
+        messages: list[str] = []
+        patch.setattr("pipelines.cli._progress", messages.append)
         assert main(given) == 0
-    return open_dataset(folder / "dataset"), said
+    return open_dataset(folder / "dataset"), messages
 
 
 def test_build_says_what_to_correct(built: tuple[Dataset, list[str]]) -> None:
-    dataset, said = built
+    dataset, messages = built
     factor = dataset.segments[0].manifest.groups["items"].dedup_factor
-    assert [line for line in said if line.startswith("warning: ")] == [
+    assert [line for line in messages if line.startswith("warning: ")] == [
         f"warning: {NO_EVALUATION}",
         f"warning: group 'items' hardly repeats: its dedup factor is {factor:.3g}, so it saves "
         "nothing and costs its inverse indices; remove it from data.groups, its columns are "
@@ -62,8 +62,8 @@ def of_splits(dataset: Dataset, *splits: str) -> Dataset:
     kept = {"user": one.manifest.groups["user"]}
 
     def segment(number: int, names: str) -> object:
-        found = {name: (0, 1) for name in names.split()}
-        manifest = replace(one.manifest, id=str(number), splits=found, groups=kept)
+        result = {name: (0, 1) for name in names.split()}
+        manifest = replace(one.manifest, id=str(number), splits=result, groups=kept)
         return replace(one, manifest=manifest)
 
     return replace(dataset, segments=tuple(segment(*each) for each in enumerate(splits)))  # type: ignore[arg-type]

@@ -73,8 +73,8 @@ def test_numbers_and_lists_of_them_are_transformed_value_by_value(
     config, reference = KINDS[kind]
     type_ = pa.int64() if values is INTS else pa.float32()
     flat = data.draw(st.lists(values, max_size=12))
-    found = applied(pa.array(flat, type_), **{kind: config})
-    assert found.to_pylist() == [reference(x) for x in flat]
+    result = applied(pa.array(flat, type_), **{kind: config})
+    assert result.to_pylist() == [reference(x) for x in flat]
     inner = [x for x in flat if x is not None]
     nested = [None, inner, [], inner[:2]]
     lists = pa.array([[9], *nested], pa.large_list(type_)).slice(1)
@@ -90,10 +90,10 @@ def test_numbers_and_lists_of_them_are_transformed_value_by_value(
 @settings(max_examples=80, deadline=None)
 def test_cut_lists_are_slices(rows: list[list[int] | None], count: int, from_end: bool) -> None:
     column = pa.array([[1, 2], *rows], pa.large_list(pa.int64())).slice(1)
-    found = truncate_lists(column, count, from_end)
+    result = truncate_lists(column, count, from_end)
     slices = [None if r is None else (r[-count:] if from_end else r[:count]) for r in rows]
-    assert found.to_pylist() == slices
-    assert found.type == pa.large_list(pa.int64())
+    assert result.to_pylist() == slices
+    assert result.type == pa.large_list(pa.int64())
 
 
 def test_hash_is_one_to_one_with_values_and_null_where_one_is() -> None:
@@ -117,12 +117,12 @@ def test_list_is_crossed_with_scalars_value_by_value() -> None:
     lists = pa.array([[1, 2], None, [], [3], [1]], pa.large_list(pa.int64()))
     left = pa.array(["a", "a", "b", None, "b"])
     right = pa.array([1, 1, 1, 1, None])
-    found = hash_columns([left, lists], 10**9, "").to_pylist()
+    result = hash_columns([left, lists], 10**9, "").to_pylist()
     flat = hash_columns([pa.array(["a", "a", "b"]), pa.array([1, 2, 1])], 10**9, "").to_pylist()
-    assert found == [flat[:2], None, [], None, flat[2:]]
+    assert result == [flat[:2], None, [], None, flat[2:]]
     assert hash_columns([left, lists, right], 10**9, "").to_pylist()[1:] == [None, [], None, None]
     turned = hash_columns([lists, left], 10**9, "").to_pylist()
-    assert turned[0] != found[0]
+    assert turned[0] != result[0]
 
 
 def test_hashes_fill_their_range() -> None:

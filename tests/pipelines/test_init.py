@@ -21,7 +21,7 @@ from pipelines.context import BuildRequest
 from pipelines.demo_log.log import GeneratorConfig, write_log
 from pipelines.init import files
 from pipelines.init.columns import Column, columns_of
-from pipelines.init.init import init
+from pipelines.init.command import init
 from pipelines.init.plan import Feature, num_rows_of
 from pipelines.table.rows import expand
 from pipelines.table.verify import verify
@@ -36,10 +36,10 @@ NUM_ROWS = 400
 def rows(seed: int = 0) -> list[dict[str, object]]:
     """Rows of sessions of four, with lists, times and texts."""
     rng = np.random.default_rng(seed)
-    found = []
+    result = []
     for i in range(NUM_ROWS):
         user = i // 4
-        found.append(
+        result.append(
             {
                 "user_id": user,
                 "ts": 1_767_225_600 + i * 30,
@@ -50,7 +50,7 @@ def rows(seed: int = 0) -> list[dict[str, object]]:
                 "clicked": int(rng.random() < 0.3),
             }
         )
-    return found
+    return result
 
 
 def csv_log(root: Path) -> None:
@@ -96,13 +96,13 @@ def avro_log(root: Path) -> None:
 
 def shown_log(root: Path) -> None:
     """What was shown and what of it was clicked, as two lists."""
-    found = rows()
+    result = rows()
     shown = [[i, i + 1, i + 2] for i in range(NUM_ROWS)]
     table = {
-        "visitor": [f"v{r['user_id']}" for r in found],
-        "time": pa.array([r["ts"] for r in found], pa.timestamp("s")),
+        "visitor": [f"v{r['user_id']}" for r in result],
+        "time": pa.array([r["ts"] for r in result], pa.timestamp("s")),
         "shown": shown,
-        "picked": [s[1:2] if r["clicked"] else [] for s, r in zip(shown, found, strict=True)],
+        "picked": [s[1:2] if r["clicked"] else [] for s, r in zip(shown, result, strict=True)],
     }
     pq.write_table(pa.table(table), root / "log.parquet")
 
@@ -128,7 +128,7 @@ def unions_log(root: Path) -> None:
     fields.append({"name": "at", "type": {"type": "long", "logicalType": "timestamp-millis"}})
     fields.append({"name": "play_seconds", "type": ["null", "int"]})
     schema = {"type": "record", "name": "play", "fields": fields}
-    found = [
+    result = [
         {
             "user": int(str(r["user_id"])) if i % 8 < 4 else f"guest-{r['user_id']}",
             "price": [None, 1.5, "free"][i % 3], "show": r["item_id"],
@@ -137,7 +137,7 @@ def unions_log(root: Path) -> None:
         for i, r in enumerate(rows())
     ]  # fmt: skip
     with (root / "plays.avro").open("wb") as file:
-        fastavro.writer(file, schema, found, sync_interval=2000)
+        fastavro.writer(file, schema, result, sync_interval=2000)
 
 
 def bare_log(root: Path) -> None:
@@ -226,12 +226,12 @@ def test_a_first_job_has_what_is_in_the_files_and_builds_as_it_is(
 ) -> None:
     (tmp_path / "log").mkdir()
     write(tmp_path / "log")
-    found = init(tmp_path / "log", tmp_path / "job")
-    assert {key: found[key] for key in wanted} == wanted
+    actual = init(tmp_path / "log", tmp_path / "job")
+    assert {key: actual[key] for key in wanted} == wanted
     result = built(tmp_path / "job" / "job.yaml", tmp_path / "log", tmp_path / "dataset")
     assert result["num_rejects"] == wanted.get("num_rejects", 0)
-    assert result["num_samples"] == found["num_samples"] or found["num_samples"] >= NUM_ROWS
-    if found["label"] is not None:
+    assert result["num_samples"] == actual["num_samples"] or actual["num_samples"] >= NUM_ROWS
+    if actual["label"] is not None:
         trained(tmp_path / "job" / "job.yaml", tmp_path / "dataset", tmp_path / "run")
 
 
@@ -251,20 +251,20 @@ def shop(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, obje
     (directory / "log").mkdir()
     csv_log(directory / "log")
     (directory / "log" / "LICENSE").write_text("free")
-    found = init(directory / "log", directory / "job")
+    actual = init(directory / "log", directory / "job")
     result = built(directory / "job" / "job.yaml", directory / "log", directory / "dataset")
     assert (result["num_samples"], result["num_rejects"]) == (NUM_ROWS, 0)
-    return directory, found
+    return directory, actual
 
 
 @pytest.mark.slow
 def test_a_first_job_of_csv_has_lists_times_and_a_side_table(
     shop: tuple[Path, dict[str, object]],
 ) -> None:
-    _, found = shop
-    assert (found["session"], found["time"], found["label"]) == ("user_id", "time", "clicked")
-    assert (found["sides"], found["left_out"]) == (["items"], ["LICENSE"])
-    assert found["columns"] == {
+    _, result = shop
+    assert (result["session"], result["time"], result["label"]) == ("user_id", "time", "clicked")
+    assert (result["sides"], result["left_out"]) == (["items"], ["LICENSE"])
+    assert result["columns"] == {
         "clicked": "label", "user_id": "sparse", "time": "kept", "item_id": "sparse",
         "city": "sparse", "seen": "sparse", "tags": "sparse", "words": "sparse",
         "brand": "sparse", "weight_kg": "kept", "weight_kg_scaled": "dense",
@@ -311,11 +311,11 @@ def test_types_and_split_are_those_of_most_rows(
         lines.append(f"{user},2026-01-{i // 200 + 1:02}T00:{i % 60:02}:00,{price},{i % 3 // 2}")
     (tmp_path / "log").mkdir()
     (tmp_path / "log" / "clicks.csv").write_text("\n".join(lines) + "\n")
-    found = init(tmp_path / "log", tmp_path / "job")
-    assert found["columns"] == {
+    actual = init(tmp_path / "log", tmp_path / "job")
+    assert actual["columns"] == {
         "clicked": "label", "user_id": "sparse", "time": "kept", "price": "dense"
     }  # fmt: skip
-    assert "2026-01-17" <= found["evaluation_from"] <= "2026-01-20"
+    assert "2026-01-17" <= actual["evaluation_from"] <= "2026-01-20"
     why = "numbers, except 3 of 400 values, such as 'n/a'; these become null"
     assert why in (tmp_path / "job" / "schema.pbtxt").read_text()
     result = built(tmp_path / "job" / "job.yaml", tmp_path / "log", tmp_path / "dataset")
@@ -347,8 +347,8 @@ def test_init_says_when_rows_are_rejected(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "log").mkdir()
-    found = [{"user": i // 4 if i % 5 < 2 else None, "ts": 1_767_225_600 + i} for i in range(200)]
-    lines = "".join(json.dumps(line) + "\n" for line in found)
+    result = [{"user": i // 4 if i % 5 < 2 else None, "ts": 1_767_225_600 + i} for i in range(200)]
+    lines = "".join(json.dumps(line) + "\n" for line in result)
     (tmp_path / "log" / "log.jsonl").write_text(lines)
     assert main(["init", str(tmp_path / "log"), "--output", str(tmp_path / "job")]) == 0
     message = "WARNING: 60% of the first rows are rejected, 120 of 120 by: "
@@ -358,8 +358,8 @@ def test_init_says_when_rows_are_rejected(
 @pytest.mark.slow
 def test_a_first_job_of_the_demo_builds_as_it_is(tmp_path: Path) -> None:
     write_log(GeneratorConfig(num_samples=1000, seed=3), tmp_path / "log")
-    found = init(tmp_path / "log", tmp_path / "job")
-    assert [found[k] for k in ("session", "time", "label")] == ["session_id", "time", "clicked"]
+    actual = init(tmp_path / "log", tmp_path / "job")
+    assert [actual[k] for k in ("session", "time", "label")] == ["session_id", "time", "clicked"]
     result = built(tmp_path / "job" / "job.yaml", tmp_path / "log", tmp_path / "dataset")
     assert (result["num_samples"], result["num_rejects"]) == (1000, 0)
 
@@ -397,9 +397,9 @@ TEXTS = {
 
 @pytest.mark.parametrize(("texts", "shape", "of"), TEXTS.values(), ids=TEXTS.keys())
 def test_texts_are_taken_for_what_they_hold(texts: list[str], shape: str, of: str | None) -> None:
-    (found,) = columns_of(pa.table({"x": texts}))
-    assert isinstance(found, Column)
-    assert (found.shape, found.of) == (shape, of)
+    (result,) = columns_of(pa.table({"x": texts}))
+    assert isinstance(result, Column)
+    assert (result.shape, result.of) == (shape, of)
 
 
 @pytest.mark.parametrize(("name", "is_wide"), [("fans_user_num", True), ("user", False)])
@@ -410,13 +410,13 @@ def test_counts_of_things_are_numbers(name: str, is_wide: bool) -> None:
 
 def test_zone_of_texts_is_not_left_out() -> None:
     texts = ["2026-05-05T03:19:18+02:00", "2026-05-05T03:19:18Z", "2026-05-05 03:19:18-0130"]
-    (found,) = columns_of(pa.table({"x": texts}))
-    assert isinstance(found, Column)
+    (result,) = columns_of(pa.table({"x": texts}))
+    assert isinstance(result, Column)
     with duckdb.connect() as connection:
         connection.execute("SET TimeZone = 'UTC'")
         connection.register("log", pa.table({"x": texts}))
         made = (
-            connection.sql(f"SELECT {found.expr} AS t FROM log").to_arrow_table()["t"].to_pylist()
+            connection.sql(f"SELECT {result.expr} AS t FROM log").to_arrow_table()["t"].to_pylist()
         )
     assert [str(time) for time in made] == [
         "2026-05-05 01:19:18", "2026-05-05 03:19:18", "2026-05-05 04:49:18"]  # fmt: skip
@@ -454,8 +454,8 @@ def test_a_first_job_of_the_first_rows_of_a_real_log_is_trained_as_it_is(
         elif path.suffix in (".tsv", ".csv"):
             lines = path.read_bytes().splitlines(keepends=True)[:num_rows]
             (tmp_path / "log" / path.name).write_bytes(b"".join(lines))
-    found = init(tmp_path / "log", tmp_path / "job")
-    assert found["label"] == label
+    actual = init(tmp_path / "log", tmp_path / "job")
+    assert actual["label"] == label
     result = built(tmp_path / "job" / "job.yaml", tmp_path / "log", tmp_path / "dataset")
     assert result["num_rejects"] == 0
     assert int(str(result["num_samples"])) >= 199
@@ -484,9 +484,13 @@ def test_a_first_job_of_a_log_with_many_tables_joins_them(
     shared_data: Path, tmp_path: Path
 ) -> None:
     log = shared_data / "kuairand_pure_part"
-    found = init(log, tmp_path / "job")  # and a preview, no build
-    assert (found["session"], found["time"], found["label"]) == ("user_id", "time_ms", "is_click")
-    assert found["sides"] == ["item_features", "user_sequences", "user_features"]
-    assert (found["num_samples"], found["num_rejects"]) == (1000, 0)
-    columns = found["columns"]
+    result = init(log, tmp_path / "job")  # and a preview, no build
+    assert (result["session"], result["time"], result["label"]) == (
+        "user_id",
+        "time_ms",
+        "is_click",
+    )
+    assert result["sides"] == ["item_features", "user_sequences", "user_features"]
+    assert (result["num_samples"], result["num_rejects"]) == (1000, 0)
+    columns = result["columns"]
     assert (columns["watch_seq"], columns["is_like"]) == ("sparse", "kept")

@@ -129,13 +129,13 @@ def samples_of(dataset: Path, target: Path) -> list[tuple[Any, ...]]:
     expand(dataset, target)
     names = ["session", "time", "user", "item", "label", "price", "tags", "level", "user_name"]
     rows = pq.read_table(target, columns=names).to_pylist()
-    found = [tuple(tuple(v) if isinstance(v, list) else v for v in r.values()) for r in rows]
-    return sorted(found, key=str)
+    result = [tuple(tuple(v) if isinstance(v, list) else v for v in r.values()) for r in rows]
+    return sorted(result, key=str)
 
 
 def rejects_of(dataset: Path) -> list[tuple[str, int, str]]:
-    found = list(dataset.rglob("rejects/*.parquet"))
-    rows = pq.read_table(found[0]).to_pylist() if found else []
+    result = list(dataset.rglob("rejects/*.parquet"))
+    rows = pq.read_table(result[0]).to_pylist() if result else []
     return [(r["file"], r["position"], r["reason"]) for r in rows]
 
 
@@ -145,21 +145,21 @@ def root(tmp_path: Path) -> Path:
     return tmp_path / "input"
 
 
-LIMITS = {"all at hand": 1 << 30, "the larger by key": 2500, "all by key": 0}
+LIMITS = {"all broadcast": 1 << 30, "the larger by key": 2500, "all by key": 0}
 
 
 @pytest.mark.slow
-def test_side_tables_give_the_same_bytes_at_hand_and_by_key(
+def test_side_tables_give_the_same_bytes_broadcast_and_by_key(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job = write_job(tmp_path / "job")
-    found = {}
+    result = {}
     for name, limit in LIMITS.items():
         monkeypatch.setattr(lookups, "BROADCAST_BYTES", limit)
         build(request(job, root, tmp_path / name))
-        found[name] = bytes_of(tmp_path / name)
-    assert samples_of(tmp_path / "all at hand", tmp_path / "x.parquet") == expected(root)
-    assert found["all at hand"] == found["the larger by key"] == found["all by key"]
+        result[name] = bytes_of(tmp_path / name)
+    assert samples_of(tmp_path / "all broadcast", tmp_path / "x.parquet") == expected(root)
+    assert result["all broadcast"] == result["the larger by key"] == result["all by key"]
 
 
 IN_SQL = """SELECT session, time, l.user, unnest(items) AS item, label, level, name AS user_name
@@ -262,8 +262,8 @@ def test_side_table_without_a_usable_row_gives_nulls(
     monkeypatch.setattr(lookups, "BROADCAST_BYTES", limit)
     (root / "items.jsonl").write_text("[]\n")
     build(request(write_job(tmp_path / "job"), root, tmp_path / "dataset"))
-    found = samples_of(tmp_path / "dataset", tmp_path / "x.parquet")
-    assert {r[5:7] for r in found} == {(None, None)}
+    result = samples_of(tmp_path / "dataset", tmp_path / "x.parquet")
+    assert {r[5:7] for r in result} == {(None, None)}
 
 
 WRONG: dict[str, tuple[str, str, str]] = {
@@ -327,14 +327,14 @@ def test_newest_row_that_is_not_after_the_sample_is_found(
         }
     )
     side = side_table(sort_side_rows(table, config, type_), config)
-    found = look_up(samples, side, config, JoinConfig(side="s", columns=("v",)), "at")[
+    result = look_up(samples, side, config, JoinConfig(side="s", columns=("v",)), "at")[
         "v"
     ].to_pylist()
     reference = [
         max(((t, v) for v, (k, t) in enumerate(rows) if k == key and t <= at), default=(0, None))[1]
         for key, at in asked
     ]
-    assert found == reference
+    assert result == reference
 
 
 def test_keys_of_equal_hash_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -41,14 +41,14 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> DataConfig:
 def chunks(data: DataConfig, rows: pa.Table, cuts: list[int]) -> list[Tuples]:
     rows = rows.append_column("_origin", pa.array(np.arange(rows.num_rows)))
     sql = (data.samples.map or "").replace("label FROM", "label, _origin FROM")
-    found: list[Tuples] = []
+    actual: list[Tuples] = []
     for start, end in zip([0, *cuts], [*cuts, rows.num_rows], strict=True):
         result = map_rows(
             Connection(), with_hashes(sql, data.groups), "log", rows.slice(start, end - start)
         )
         assert result.samples is not None
-        found.append(separate_tuples(with_list_index(result.samples), data.groups))
-    return found
+        actual.append(separate_tuples(with_list_index(result.samples), data.groups))
+    return actual
 
 
 def added_up(parts: list[Tuples], data: DataConfig) -> dict[str, Partial]:
@@ -65,9 +65,9 @@ def added_up(parts: list[Tuples], data: DataConfig) -> dict[str, Partial]:
     }
 
 
-def comparable(found: dict[str, Partial]) -> dict[str, object]:
+def comparable(result: dict[str, Partial]) -> dict[str, object]:
     plain: dict[str, object] = {}
-    for key, partial in found.items():
+    for key, partial in result.items():
         if isinstance(partial, ValueCounts):
             plain[key] = partial.table.sort_by("value").to_pylist()
         elif isinstance(partial, BottomKSample):
@@ -89,7 +89,7 @@ def test_sums_do_not_depend_on_cuts_or_order(data: DataConfig) -> None:
 
 def test_counts_and_sums_are_those_of_the_training_samples_one_by_one(data: DataConfig) -> None:
     rows = jobs.raw_rows(300, 2)
-    found = added_up(chunks(data, rows, [77, 200]), data)
+    result = added_up(chunks(data, rows, [77, 200]), data)
     items, cities, ages, prices = Counter(), Counter(), [], []  # type: ignore[var-annotated]
     for row in rows.to_pylist():
         if str(row["time"]) >= "2026-01-01 00:08":
@@ -100,12 +100,12 @@ def test_counts_and_sums_are_those_of_the_training_samples_one_by_one(data: Data
             ages += [] if row["age"] is None else [min(40, max(20, row["age"]))]
             prices.append(row["price"])
     counted = {"items": Counter(), "cities": Counter()}  # type: ignore[var-annotated]
-    for key, partial in found.items():
+    for key, partial in result.items():
         if isinstance(partial, ValueCounts):
             for row in partial.table.to_pylist():
                 counted[key.split("/")[0]][row["value"]] += row["count"]
     assert counted == {"items": items, "cities": cities}
-    age, price = found["user.age_scale"], found["samples.price_bucket"]
+    age, price = result["user.age_scale"], result["samples.price_bucket"]
     assert isinstance(age, Moments)
     assert isinstance(price, BottomKSample)
     assert age.stats("mean_std", "x").center == pytest.approx(np.mean(ages), rel=1e-15)
@@ -149,11 +149,11 @@ def test_sums_of_repeated_values_equal_those_written_out() -> None:
     values = np.append(rng.normal(size=50) * 10.0 ** rng.integers(-8, 8, 50), [np.nan, np.inf])
     counts = rng.integers(0, 9, 52)
     repeated = np.repeat(values, counts)
-    found = moments(values, counts)
-    assert found == moments(
+    result = moments(values, counts)
+    assert result == moments(
         repeated[rng.permutation(len(repeated))], np.ones(len(repeated), np.int64)
     )
-    assert found.num_values == np.isfinite(repeated).sum()
+    assert result.num_values == np.isfinite(repeated).sum()
 
 
 @pytest.mark.parametrize("zeros", [[0.0, -0.0], [-0.0, 0.0]])

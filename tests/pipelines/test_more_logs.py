@@ -62,13 +62,13 @@ def test_kuairand_expands_to_a_join_by_polars(
     raw = raw_kuairand(shared_data / "kuairand_pure_part").select(samples.columns)
     raw = raw.cast(dict(zip(samples.columns, samples.dtypes, strict=True)))
     by = ["user_id", "time", "video_id", "tab", "play_time_ms", "hourmin", "is_like"]
-    found, expected = (
+    actual, expected = (
         t.with_columns(pl.concat_str(pl.exclude(HISTORIES), ignore_nulls=True).hash().alias("row"))
         .sort([*by, "row"])
         .drop("row")
         for t in (samples, raw)
     )
-    assert found.equals(expected)
+    assert actual.equals(expected)
 
 
 def test_kuairand_keeps_repeated_rows_and_users_without_history(
@@ -111,7 +111,7 @@ def test_thirtymusic_history_is_the_plays_before_in_the_session(
         )
     columns = ["session_id", "user_id", "song_id", "time", "playtime", "history", "goes_on"]
     assert samples.columns == columns
-    found = samples.with_columns(pl.col("time").dt.timestamp("ms") // 1000).sort(
+    actual = samples.with_columns(pl.col("time").dt.timestamp("ms") // 1000).sort(
         "session_id", "time"
     )
-    assert found.rows() == expected
+    assert actual.rows() == expected

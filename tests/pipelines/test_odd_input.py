@@ -69,10 +69,12 @@ def test_value_that_does_not_fit_its_declared_type_rejects_its_row_only(
     config = SourceConfig(files="*", format="parquet", columns={"x": kind, "y": "int64"})
     split = InputSplit("log", "a.parquet", 0, row_group=0, first_row=100)
     schema = empty_rows(folder_of(tmp_path), "log", config, ["a.parquet"]).schema
-    found = list(read_split(folder_of(tmp_path), split, config, schema))
-    (reject,) = [r for rows in found for t in rows.all_rejects() for r in rejects_from_table(t)]
+    result = list(read_split(folder_of(tmp_path), split, config, schema))
+    (reject,) = [r for rows in result for t in rows.all_rejects() for r in rejects_from_table(t)]
     assert (reject.file, reject.position, reject.reason) == ("a.parquet", 101, reason)
-    assert [t["y"].to_pylist() for t in (rows.table for rows in found) if t is not None] == [[0, 2]]
+    assert [t["y"].to_pylist() for t in (rows.table for rows in result) if t is not None] == [
+        [0, 2]
+    ]
 
 
 def test_inner_field_of_a_reject_is_of_its_own_row(tmp_path: Path) -> None:
@@ -84,9 +86,9 @@ def test_inner_field_of_a_reject_is_of_its_own_row(tmp_path: Path) -> None:
     )
     split = InputSplit("log", "a.parquet", 0, row_group=0)
     schema = empty_rows(folder_of(tmp_path), "log", config, ["a.parquet"]).schema
-    found = list(read_split(folder_of(tmp_path), split, config, schema))
+    result = list(read_split(folder_of(tmp_path), split, config, schema))
     assert [
-        r.reason for rows in found for t in rows.all_rejects() for r in rejects_from_table(t)
+        r.reason for rows in result for t in rows.all_rejects() for r in rejects_from_table(t)
     ] == [
         "column 'x.price' must be float64, got 'free'",
         "column 'x.tags[]' must be int64, got 9223372036854775808",
@@ -102,13 +104,13 @@ def test_files_with_other_types_orders_and_columns_become_alike(tmp_path: Path) 
     names = ["a.parquet", "b.parquet", "c.parquet"]
     schema = empty_rows(folder_of(tmp_path), "log", config, names).schema
     splits = [InputSplit("log", name, i, row_group=0) for i, name in enumerate(names)]
-    found = [
+    result = [
         rows for split in splits for rows in read_split(folder_of(tmp_path), split, config, schema)
     ]
-    tables = [rows.table.drop_columns(["_origin"]) for rows in found if rows.table is not None]
+    tables = [rows.table.drop_columns(["_origin"]) for rows in result if rows.table is not None]
     assert pa.concat_tables(tables).to_pylist() == [{"x": 1, "y": "a"}, {"x": 2**40, "y": "b"}]
     reason = "column 'y' is missing; use one of x"
-    assert [r for rows in found for r in rows.rejects] == [file_reject("c.parquet", reason)]
+    assert [r for rows in result for r in rows.rejects] == [file_reject("c.parquet", reason)]
 
 
 def test_sample_without_a_stored_form_is_found_by_bisection() -> None:
@@ -123,9 +125,9 @@ def test_sample_without_a_stored_form_is_found_by_bisection() -> None:
 def test_lists_of_texts_have_one_stored_form() -> None:
     rows = pa.table({"x": pa.array(["a b", "", None]), "_origin": [7, 8, 9]})
     sql = "SELECT string_split(x, ' ') AS l, [x, 'c'] AS m, ['d']::VARCHAR[1] AS n FROM log"
-    found = run(Connection(), select_origin(sql, "data.samples.map"), {"log": rows})
-    assert {found.schema.field(c).type for c in "lmn"} == {pa.large_list(pa.string())}
-    assert found["l"].to_pylist() == [["a", "b"], [""], None]
+    result = run(Connection(), select_origin(sql, "data.samples.map"), {"log": rows})
+    assert {result.schema.field(c).type for c in "lmn"} == {pa.large_list(pa.string())}
+    assert result["l"].to_pylist() == [["a", "b"], [""], None]
     with pytest.raises(SchemaError, match=r"lists must hold numbers or texts, got .*bool.*'l'"):
         run(Connection(), "SELECT [true] AS l FROM log", {"log": rows})
 
@@ -147,15 +149,15 @@ def read_bytes(directory: Path, data: bytes, name: str = "log.csv", **config: An
         **config,
     )
     split = InputSplit("log", name, 0, num_bytes=len(data))
-    found = list(read_csv(folder_of(directory), split, source, pa.schema([])))
-    tables = [rows.table for rows in found if rows.table is not None]
-    rejects = tuple(reject for rows in found for reject in rows.rejects)
+    result = list(read_csv(folder_of(directory), split, source, pa.schema([])))
+    tables = [rows.table for rows in result if rows.table is not None]
+    rejects = tuple(reject for rows in result for reject in rows.rejects)
     return RawRows(pa.concat_tables(tables) if tables else None, rejects)
 
 
 def read_lines(directory: Path, text: str, **config: Any) -> tuple[list[object], list[Reject]]:
-    found = read_bytes(directory, text.encode(), **config)
-    return [] if found.table is None else found.table["id"].to_pylist(), list(found.rejects)
+    result = read_bytes(directory, text.encode(), **config)
+    return [] if result.table is None else result.table["id"].to_pylist(), list(result.rejects)
 
 
 UNCLOSED = "quote '\"' is not closed before a delimiter or line end within 1024 KiB"
@@ -170,29 +172,29 @@ def test_open_quote_costs_its_line_only(tmp_path: Path) -> None:
 def test_open_quote_in_a_large_file_costs_its_line_only(tmp_path: Path) -> None:
     lines = [f"{i},name{i}\n" for i in range(300_000)]
     lines[1000] = '1000,"name\n'
-    found = read_bytes(tmp_path, ("id,name\n" + "".join(lines)).encode())
-    assert found.table is not None
+    result = read_bytes(tmp_path, ("id,name\n" + "".join(lines)).encode())
+    assert result.table is not None
     kept = np.delete(np.arange(300_000), 1000)
-    assert (found.table[ORIGIN].to_numpy() == kept).all()
-    assert (found.table["id"].to_numpy() == kept).all()
-    assert found.rejects == (Reject("log.csv", 1000, UNCLOSED, 'line 1002: 1000,"name'),)
+    assert (result.table[ORIGIN].to_numpy() == kept).all()
+    assert (result.table["id"].to_numpy() == kept).all()
+    assert result.rejects == (Reject("log.csv", 1000, UNCLOSED, 'line 1002: 1000,"name'),)
 
 
 def test_open_quotes_in_half_of_the_rows_are_named_by_their_lines(tmp_path: Path) -> None:
     lines = [f"{i},{'' if i % 2 else chr(34)}n\n" for i in range(50_000)]
-    found = read_bytes(tmp_path, ("id,name\n" + "".join(lines)).encode())
-    assert found.table is not None
-    assert found.table["id"].to_pylist() == list(range(1, 50_000, 2))
-    assert [(r.position, r.value) for r in found.rejects] == [
+    result = read_bytes(tmp_path, ("id,name\n" + "".join(lines)).encode())
+    assert result.table is not None
+    assert result.table["id"].to_pylist() == list(range(1, 50_000, 2))
+    assert [(r.position, r.value) for r in result.rejects] == [
         (i, f'line {i + 2}: {i},"n') for i in range(0, 50_000, 2)
     ]
 
 
 def test_field_over_several_lines_is_one_row(tmp_path: Path) -> None:
-    found = read_bytes(tmp_path, b'id,name\r\n1,"a\r\n\r\n""b"", c"\r\n2,"d\ne"\r\n')
-    assert found.table is not None
-    assert found.table["name"].to_pylist() == ['a\r\n\r\n"b", c', "d\ne"]
-    assert found.rejects == ()
+    result = read_bytes(tmp_path, b'id,name\r\n1,"a\r\n\r\n""b"", c"\r\n2,"d\ne"\r\n')
+    assert result.table is not None
+    assert result.table["name"].to_pylist() == ['a\r\n\r\n"b", c', "d\ne"]
+    assert result.rejects == ()
 
 
 def test_quote_that_a_later_one_seems_to_close_costs_its_line_only(tmp_path: Path) -> None:
@@ -212,10 +214,10 @@ def test_quote_that_a_later_one_seems_to_close_costs_its_line_only(tmp_path: Pat
 
 def test_row_that_is_too_long_costs_itself_only(tmp_path: Path) -> None:
     long = b"1," + b"x" * MAX_ROW_BYTES
-    found = read_bytes(tmp_path, b"id,name\n0,a\n" + long + b"\r\n2,c\n")
-    assert found.table is not None
-    assert found.table[ORIGIN].to_pylist() == [0, 2]
-    (reject,) = found.rejects
+    result = read_bytes(tmp_path, b"id,name\n0,a\n" + long + b"\r\n2,c\n")
+    assert result.table is not None
+    assert result.table[ORIGIN].to_pylist() == [0, 2]
+    (reject,) = result.rejects
     assert reject.position == 1
     assert reject.reason == f"row must be at most 16 MiB, got a line of {len(long)} bytes"
     assert reject.value.startswith("line 3: 1,xxx")
@@ -223,9 +225,9 @@ def test_row_that_is_too_long_costs_itself_only(tmp_path: Path) -> None:
 
 
 def test_text_of_another_encoding_is_one_reject_of_its_file(tmp_path: Path) -> None:
-    found = read_bytes(tmp_path, "id,name\n1,a\n".encode("utf-16"))
+    result = read_bytes(tmp_path, "id,name\n1,a\n".encode("utf-16"))
     reason = "file must be UTF-8, got the byte order mark of UTF-16; convert it: iconv -f UTF-16"
-    assert (found.table, found.rejects) == (None, (file_reject("log.csv", reason),))
+    assert (result.table, result.rejects) == (None, (file_reject("log.csv", reason),))
 
 
 @pytest.mark.parametrize("data", [b"", b"\n\r\n", b"id,name", b"\xef\xbb\xbfid,name\n"])
@@ -240,16 +242,16 @@ def test_row_that_is_no_text_is_rejected_and_all_others_arrive(
 ) -> None:
     lines = [f"{i},n\u00e9{i}".encode() for i in range(10)]
     lines[place] = bad
-    found = read_bytes(tmp_path, b"\n".join(lines), header=False)
+    result = read_bytes(tmp_path, b"\n".join(lines), header=False)
     kept = [i for i in range(10) if i != place]
-    assert found.table is not None
-    assert [(r["id"], r["name"], r[ORIGIN]) for r in found.table.to_pylist()] == [
+    assert result.table is not None
+    assert [(r["id"], r["name"], r[ORIGIN]) for r in result.table.to_pylist()] == [
         (i, f"n\u00e9{i}", i) for i in kept
     ]
-    assert [(r.position, r.reason) for r in found.rejects] == [
+    assert [(r.position, r.reason) for r in result.rejects] == [
         (place, "field 'name' must be UTF-8")
     ]
-    assert "\\x" in found.rejects[0].value
+    assert "\\x" in result.rejects[0].value
 
 
 def test_row_with_several_bad_fields_is_rejected_once(tmp_path: Path) -> None:
@@ -273,19 +275,19 @@ def test_last_line_arrives_whatever_ends_it(end: str, tmp_path: Path) -> None:
 
 def test_compressed_file_is_read_to_the_end_of_its_last_member(tmp_path: Path) -> None:
     data = gzip.compress(b"id,name\n1,a\n2,") + gzip.compress(b"b\n3,c\n")
-    found = read_bytes(tmp_path, data, "log.csv.gz")
-    assert found.table is not None
-    assert (found.table["id"].to_pylist(), found.rejects) == ([1, 2, 3], ())
+    result = read_bytes(tmp_path, data, "log.csv.gz")
+    assert result.table is not None
+    assert (result.table["id"].to_pylist(), result.rejects) == ([1, 2, 3], ())
 
 
 def test_compressed_file_that_is_cut_short_says_from_where_it_is_lost(tmp_path: Path) -> None:
     data = gzip.compress(b"id,name\n" + b"".join(b"%d,n\n" % i for i in range(500_000)), 1)
-    found = read_bytes(tmp_path, data[: len(data) * 3 // 4], "log.csv.gz")
-    assert found.table is not None
-    num_rows = found.table.num_rows
-    assert (found.table[ORIGIN].to_numpy() == np.arange(num_rows)).all()
+    result = read_bytes(tmp_path, data[: len(data) * 3 // 4], "log.csv.gz")
+    assert result.table is not None
+    num_rows = result.table.num_rows
+    assert (result.table[ORIGIN].to_numpy() == np.arange(num_rows)).all()
     assert num_rows > 100_000
-    (reject,) = found.rejects
+    (reject,) = result.rejects
     assert reject.position is None
     assert reject.reason.startswith(f"file could not be read from row {num_rows} on: ")
 
@@ -434,9 +436,9 @@ def test_a_large_row_group_is_read_in_pieces_with_the_same_places(tmp_path: Path
     schema = pa.schema([*rows.schema, pa.field(ORIGIN, pa.int64())])
     split = InputSplit("log", "large.parquet", 3, 0, 0)
     config = SourceConfig(files="*", format="parquet")
-    found = list(read_parquet(folder_of(tmp_path), split, config, schema))
-    assert not any(list(r.all_rejects()) for r in found)
-    tables = [r.table for r in found if r.table is not None]
+    result = list(read_parquet(folder_of(tmp_path), split, config, schema))
+    assert not any(list(r.all_rejects()) for r in result)
+    tables = [r.table for r in result if r.table is not None]
     assert max(t.num_rows for t in tables) == CHUNK_ROWS
     joined = pa.concat_tables(tables)
     assert joined.select(["id", "seen"]).equals(rows)

@@ -180,26 +180,26 @@ def job_of(directory: Path, more: str, columns: dict[str, str]) -> Path:
 
 
 def prepared(job_path: Path, log: Path) -> tuple[BuildContext, list[str]]:
-    said: list[str] = []
+    messages: list[str] = []
     request = BuildRequest(
         job_path=job_path, input_root=log, dataset=job_path.parent / "out", beam_args=[],
-        attempt="a", progress=said.append,
+        attempt="a", progress=messages.append,
     )  # fmt: skip
     job = load_job(job_path)
-    return prepare(request, job, load_features(job_path.parent / job.data.schema)), said
+    return prepare(request, job, load_features(job_path.parent / job.data.schema)), messages
 
 
 @pytest.mark.slow
 def test_undeclared_columns_of_folders_are_said_with_the_key_to_add(
     log: Path, tmp_path: Path
 ) -> None:
-    said = prepared(job_of(tmp_path / "a", "", {"x": "INT"}), log)[1]
-    assert said == [
+    messages = prepared(job_of(tmp_path / "a", "", {"x": "INT"}), log)[1]
+    assert messages == [
         "source log: folder names such as parquet/day=2026-03-01/city=%C3%85rhus/ give columns "
         "that the SQL does not see; add `partitions: {day: date, city: string}` to read them"
     ]
     shown = preview(PreviewRequest(job_path=tmp_path / "a" / "job.yaml", input_root=log))
-    assert shown["notes"][0] == said[0]
+    assert shown["notes"][0] == messages[0]
     more = ", partitions: {day: timestamp, city: string}"
     job = job_of(tmp_path / "b", more, {"x": "INT", "day": "INT", "city": "BYTES"})
     assert prepared(job, log)[1] == []
@@ -210,14 +210,14 @@ def test_undeclared_columns_of_folders_are_said_with_the_key_to_add(
 
 def test_types_in_the_examples_of_the_job_page_are_known(tmp_path: Path) -> None:
     page = (Path(__file__).parents[2] / "docs" / "job.md").read_text()
-    found = 0
+    result = 0
     for example in re.findall(r"```yaml\n(.*?)```", page, re.DOTALL):
         sources = (yaml.safe_load(example).get("data") or {}).get("sources") or {}
         for source in sources.values():
             for word in {**source.get("columns", {}), **source.get("partitions", {})}.values():
                 arrow_type(word)
-                found += 1
-    assert found > 10
+                result += 1
+    assert result > 10
 
 
 def test_identity_of_a_job_without_partitions_is_what_it_was(log: Path, tmp_path: Path) -> None:

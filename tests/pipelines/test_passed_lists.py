@@ -44,8 +44,8 @@ STATEMENTS = {
 def test_lists_are_passed_only_where_nothing_touches_them(
     statement: str, expected: tuple[str, ...]
 ) -> None:
-    found = unchanged_lists(statement, "log", ROWS.schema)
-    assert found == expected
+    result = unchanged_lists(statement, "log", ROWS.schema)
+    assert result == expected
 
 
 PASSING = {name: statement for name, (statement, lists) in STATEMENTS.items() if lists}

@@ -41,25 +41,25 @@ def scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_preview_of_a_whole_log_has_the_figures_of_its_build(tmp_path: Path, scratch: Path) -> None:
     logs.write_log(tmp_path / "log")
     job = logs.write_job(tmp_path / "job")
-    found = preview(PreviewRequest(job_path=job, input_root=tmp_path / "log"))
+    result = preview(PreviewRequest(job_path=job, input_root=tmp_path / "log"))
     asked = replace(
         request(job, tmp_path / "log", tmp_path / "d"), beam_args=["--runner=InProcess"]
     )
     built = build(asked)
-    assert [found[k] for k in ("num_samples", "num_sessions")] == [
+    assert [result[k] for k in ("num_samples", "num_sessions")] == [
         built[k] for k in ("num_samples", "num_sessions")
     ]
     counts = {
         name: {k: group[k] for k in ("num_unique", "dedup_factor")}
-        for name, group in found["groups"].items()
+        for name, group in result["groups"].items()
     }
     assert counts == built["groups"]
-    assert found["sources"]["log"]["whole"]
-    assert found["sources"]["log"]["columns"]["history"] == "list<int64>"
-    assert not any("estimates" in note for note in found["notes"])
-    assert sum(split["num_samples"] for split in found["splits"].values()) == built["num_samples"]
-    assert len(found["samples"]) == 10
-    for sample in found["samples"]:  # made by a transform
+    assert result["sources"]["log"]["whole"]
+    assert result["sources"]["log"]["columns"]["history"] == "list<int64>"
+    assert not any("estimates" in note for note in result["notes"])
+    assert sum(split["num_samples"] for split in result["splits"].values()) == built["num_samples"]
+    assert len(result["samples"]) == 10
+    for sample in result["samples"]:  # made by a transform
         assert sample["num_history"] == pytest.approx(np.log(1 + len(sample["history"])), rel=1e-6)
     assert list(scratch.iterdir()) == []
 
@@ -74,24 +74,24 @@ def test_the_share_of_rejects_is_of_all_rows_that_were_read(tmp_path: Path) -> N
     columns = columns.set_column(columns.column_names.index("user"), "user", user)
     pq.write_table(columns, tmp_path / "log" / "log-0.parquet", row_group_size=40)
     job = logs.write_job(tmp_path / "job")
-    found = preview(PreviewRequest(job_path=job, input_root=tmp_path / "log"))
-    assert found["rows"] == found["sources"]["log"]["rows_read"] == 100
-    assert found["rejects"]["share"] == found["rejects"]["num"] / 100
-    assert "60.0% of the rows that samples are made from are rejected" in found["notes"]
+    result = preview(PreviewRequest(job_path=job, input_root=tmp_path / "log"))
+    assert result["rows"] == result["sources"]["log"]["rows_read"] == 100
+    assert result["rejects"]["share"] == result["rejects"]["num"] / 100
+    assert "60.0% of the rows that samples are made from are rejected" in result["notes"]
 
 
 def test_preview_of_the_first_rows_says_that_they_are_estimates(tmp_path: Path) -> None:
     rows = logs.write_log(tmp_path / "log")
     job = logs.write_job(tmp_path / "job")
-    found = preview(PreviewRequest(job_path=job, input_root=tmp_path / "log", rows=30))
-    assert found["rows"] == 30
+    result = preview(PreviewRequest(job_path=job, input_root=tmp_path / "log", rows=30))
+    assert result["rows"] == 30
     items = rows.slice(0, 30)["items"].to_pylist()
-    assert found["num_samples"] == sum(map(len, items))
-    assert [sample["item"] for sample in found["samples"]] == [i for part in items for i in part][
+    assert result["num_samples"] == sum(map(len, items))
+    assert [sample["item"] for sample in result["samples"]] == [i for part in items for i in part][
         :10
     ]
-    assert found["notes"][0].startswith("groups, tables, splits and joins are estimates from the ")
-    assert any("no sample is for evaluation" in note for note in found["notes"])
+    assert result["notes"][0].startswith("groups, tables, splits and joins are estimates from the ")
+    assert any("no sample is for evaluation" in note for note in result["notes"])
 
 
 @pytest.mark.slow
@@ -102,12 +102,12 @@ def test_preview_names_rejects_as_the_build_does(tmp_path: Path) -> None:
     job.write_text(text)
     (tmp_path / "log" / "log-3.parquet").write_bytes(b"PAR1")
     bad = sum(user == 52 for user in rows["user"].to_pylist())
-    found = preview(PreviewRequest(job_path=job, input_root=tmp_path / "log"))["rejects"]
+    result = preview(PreviewRequest(job_path=job, input_root=tmp_path / "log"))["rejects"]
     build(replace(request(job, tmp_path / "log", tmp_path / "d"), beam_args=["--runner=InProcess"]))
     (path,) = (tmp_path / "d").rglob("rejects/*.parquet")
-    assert found["first"] == pq.read_table(path).to_pylist()[: len(found["first"])]
-    assert found["num"] == bad + 1
-    assert sum(each["num"] for each in found["reasons"]) == bad + 1
+    assert result["first"] == pq.read_table(path).to_pylist()[: len(result["first"])]
+    assert result["num"] == bad + 1
+    assert sum(each["num"] for each in result["reasons"]) == bad + 1
 
 
 @pytest.mark.slow
@@ -139,18 +139,18 @@ def test_a_join_that_matches_nothing_says_so(
     job = test_joins.write_job(tmp_path / "job")
     path = tmp_path / "input" / "items.jsonl"
     path.write_text("\n".join(f'{{"item": {i}, "price": 1, "tags": [1]}}' for i in range(900, 950)))
-    found = preview(PreviewRequest(job_path=job, input_root=tmp_path / "input"))
-    items, users = found["joins"]
-    assert (items["table"], items["matched"], items["of"]) == ("items", 0, found["num_samples"])
+    result = preview(PreviewRequest(job_path=job, input_root=tmp_path / "input"))
+    items, users = result["joins"]
+    assert (items["table"], items["matched"], items["of"]) == ("items", 0, result["num_samples"])
     assert 0 < users["matched"] < users["of"]
     note = f"none of {items['of']} samples have their 'item' in all 50 rows of 'items'"
-    assert note in found["notes"]
-    assert "column 'price' is null in every sample" in found["notes"]
+    assert note in result["notes"]
+    assert "column 'price' is null in every sample" in result["notes"]
     monkeypatch.setattr("pipelines.preview.OTHER_ROWS", 8)
-    found = preview(PreviewRequest(job_path=job, input_root=tmp_path / "input", rows=8))
-    _, users = found["joins"]
+    result = preview(PreviewRequest(job_path=job, input_root=tmp_path / "input", rows=8))
+    _, users = result["joins"]
     note = f"only {users['matched']} of {users['of']} samples have their 'user' in the first 8 rows"
-    assert f"{note} of 'users'; others may follow" in found["notes"]
+    assert f"{note} of 'users'; others may follow" in result["notes"]
 
 
 def many_rows() -> pa.Table:
@@ -202,9 +202,9 @@ def test_an_excerpt_has_the_first_rows_of_a_file_and_no_others(
     config = SourceConfig(files="x.*", format=kind, columns={"a": "int64", "text": "string"})  # pyright: ignore[reportArgumentType]
     folder, sources = folder_of(tmp_path / "log"), {"log": config}
     (tmp_path / "copy").mkdir()
-    found = excerpts(folder, sources, find_files(folder, sources), {"log": 500}, tmp_path / "copy")
-    assert not found["log"].is_whole
-    (copied,) = found["log"].listing
+    result = excerpts(folder, sources, find_files(folder, sources), {"log": 500}, tmp_path / "copy")
+    assert not result["log"].is_whole
+    (copied,) = result["log"].listing
     assert copied.num_bytes < len(content) / 4
     table = read(folder_of(tmp_path / "copy"), copied.path, config)
     assert 240 <= table.num_rows <= 3_000
@@ -216,9 +216,11 @@ def read(folder: Folder, path: str, config: SourceConfig) -> pa.Table:
     schema = pa.schema([("a", pa.int64()), ("text", pa.string()), (ORIGIN, pa.int64())])
     splits, rejects = input_splits(folder, InputSplit("log", path, 0), config)
     assert not rejects
-    found = [rows for split in splits for rows in read_split(folder, split, config, schema)]
-    assert not any(rows.rejects for rows in found)
-    return pa.concat_tables(rows.table for rows in found if rows.table is not None).combine_chunks()
+    result = [rows for split in splits for rows in read_split(folder, split, config, schema)]
+    assert not any(rows.rejects for rows in result)
+    return pa.concat_tables(
+        rows.table for rows in result if rows.table is not None
+    ).combine_chunks()
 
 
 def test_of_many_files_only_the_first_are_read(tmp_path: Path) -> None:
@@ -227,10 +229,10 @@ def test_of_many_files_only_the_first_are_read(tmp_path: Path) -> None:
         (tmp_path / "log" / f"{i:03d}.jsonl").write_text('{"a": 1}\n')
     config = SourceConfig(files="*.jsonl", format="jsonl", columns={"a": "int64"})
     folder, sources = folder_of(tmp_path / "log"), {"log": config}
-    found = excerpts(folder, sources, find_files(folder, sources), {"log": 500}, tmp_path / "copy")
-    assert len(found["log"].files) == MAX_FILES + 9
-    assert len(found["log"].listing) == MAX_FILES
-    assert not found["log"].is_whole
+    result = excerpts(folder, sources, find_files(folder, sources), {"log": 500}, tmp_path / "copy")
+    assert len(result["log"].files) == MAX_FILES + 9
+    assert len(result["log"].listing) == MAX_FILES
+    assert not result["log"].is_whole
 
 
 @pytest.mark.slow
@@ -271,7 +273,7 @@ def test_what_does_not_fit_is_said_in_the_words_of_a_build(
     job.write_text(job.read_text().replace(before, after))
     words = [str(job), "--input", str(tmp_path / folder)]
     assert main(["preview", *words]) == 1
-    said = capsys.readouterr().err
+    messages = capsys.readouterr().err
     assert main(["build", *words, "--output", str(tmp_path / "d"), "--runner=InProcess"]) == 1
-    assert said == capsys.readouterr().err
-    assert said.count("\n") == 1
+    assert messages == capsys.readouterr().err
+    assert messages.count("\n") == 1

@@ -32,11 +32,11 @@ def read_all(
     schema = empty_rows(folder, "log", config, [name]).schema
     whole = InputSplit("log", name, 0, num_bytes=(directory / name).stat().st_size)
     splits, rejects = input_splits(folder, whole, config, split_bytes)
-    found = [rows for split in splits for rows in read_split(folder, split, config, schema)]
-    tables = [rows.table for rows in found if rows.table is not None]
+    result = [rows for split in splits for rows in read_split(folder, split, config, schema)]
+    tables = [rows.table for rows in result if rows.table is not None]
     assert all(table.schema == schema for table in tables)
     rejects += [
-        reject for rows in found for t in rows.all_rejects() for reject in rejects_from_table(t)
+        reject for rows in result for t in rows.all_rejects() for reject in rejects_from_table(t)
     ]
     return pa.concat_tables([schema.empty_table(), *tables]), rejects
 
@@ -100,8 +100,8 @@ def test_csv_rows_are_those_of_a_reader_that_takes_one_byte_at_a_time(
             data
         )
         accepted = [(i, *r) for i, r in enumerate(expected) if r is not None]
-        found = [(r[ORIGIN], *(r[n].encode() for n in names)) for r in table.to_pylist()]
-        assert found == accepted, data
+        result = [(r[ORIGIN], *(r[n].encode() for n in names)) for r in table.to_pylist()]
+        assert result == accepted, data
 
 
 LINES = [
@@ -140,12 +140,12 @@ def test_json_lines_are_accepted_or_rejected_one_by_one(
         texts = [line.strip() for line in data.splitlines()]
         values = {i: integer_of(text) for i, text in enumerate(texts) if text}
         table, rejects = read_all(tmp_path, "a.jsonl", config, draw.randint(1, 100))
-        found = dict(zip(table[ORIGIN].to_pylist(), table["a"].to_pylist(), strict=True))
+        result = dict(zip(table[ORIGIN].to_pylist(), table["a"].to_pylist(), strict=True))
         too_long = [r.position for r in rejects if r.reason.startswith("row must be at most")]
         assert all(len(data.splitlines()[p or 0]) > 57 for p in too_long)
         expected = {i: v[0] for i, v in values.items() if v and i not in too_long}
-        assert found == expected, data
-        assert sorted([r.position or 0 for r in rejects]) == sorted(values.keys() - found.keys())
+        assert result == expected, data
+        assert sorted([r.position or 0 for r in rejects]) == sorted(values.keys() - result.keys())
         assert not any(r.rows_unknown for r in rejects)
 
 
@@ -187,9 +187,9 @@ def damaged(data: bytes, draw: random.Random) -> bytes:
     return data[:place] + other + data[place + size :]
 
 
-def no_row_is_lost(found: tuple[pa.Table, list[Reject]], num_rows: int) -> bool:
+def no_row_is_lost(result: tuple[pa.Table, list[Reject]], num_rows: int) -> bool:
     """Tell whether all rows arrived or were rejected, or a reject says that rows are unknown."""
-    table, rejects = found
+    table, rejects = result
     places = table[ORIGIN].to_pylist() + [r.position for r in rejects if not r.rows_unknown]
     assert len(set(places)) == len(places)
     return any(r.rows_unknown for r in rejects) or len(places) >= num_rows
@@ -212,8 +212,8 @@ def test_damaged_avro_file_loses_no_row_in_silence(codec: str, tmp_path: Path) -
         if len(bad) in ends and data.startswith(bad):
             continue  # nothing tells that more blocks would follow
         (tmp_path / "a.avro").write_bytes(bad)
-        found = read_all(tmp_path, "a.avro", config, draw.choice([100, 1000, 1 << 20]))
-        assert no_row_is_lost(found, 300), bad
+        result = read_all(tmp_path, "a.avro", config, draw.choice([100, 1000, 1 << 20]))
+        assert no_row_is_lost(result, 300), bad
 
 
 @pytest.mark.slow

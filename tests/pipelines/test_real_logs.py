@@ -41,8 +41,8 @@ def test_mind_expands_to_an_independent_parse(
     expand(dataset, tmp_path / "x.parquet")
     rows = pl.read_parquet(tmp_path / "x.parquet")
     assert rows.columns == ["impression_id", "user_id", "time", "history", "item", "label"]
-    found = Counter((i, u, t, tuple(h), a, c) for i, u, t, h, a, c in rows.iter_rows())
-    assert found == parse_mind(shared_data / "mind" / "behaviors.tsv")
+    actual = Counter((i, u, t, tuple(h), a, c) for i, u, t, h, a, c in rows.iter_rows())
+    assert actual == parse_mind(shared_data / "mind" / "behaviors.tsv")
     assert result["num_samples"] == rows.height == 189_359
     assert rows["impression_id"].n_unique() == 5_000
     assert result["num_rejects"] == 0
@@ -90,6 +90,6 @@ def test_ebnerd_joins_each_impression_with_the_history_before_it(
             clicked = int(article in r["article_ids_clicked"])
             key = r["impression_id"], user, r["session_id"], moment, history, article, clicked
             expected[key] += 1
-    found = Counter((*r[:4], tuple(r[4]), *r[5:]) for r in rows.iter_rows())
-    assert found == expected
+    actual = Counter((*r[:4], tuple(r[4]), *r[5:]) for r in rows.iter_rows())
+    assert actual == expected
     assert verify(dataset)["problems"] == []

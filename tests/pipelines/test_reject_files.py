@@ -49,7 +49,7 @@ FILES = [("b/1.csv", 10), ("b/2.csv", LARGE), ("a.csv", 10), ("c.csv", HALF), ("
 def some_rejects(seed: int, count: int) -> list[Reject]:
     """Return rejects of several files and reasons, some of them twice."""
     rng = np.random.default_rng(seed)
-    found = [
+    result = [
         Reject(
             FILES[rng.integers(len(FILES))][0],
             None if rng.random() < 0.1 else int(rng.integers(0, 600_000)),
@@ -60,7 +60,7 @@ def some_rejects(seed: int, count: int) -> list[Reject]:
         )
         for _ in range(count)
     ]
-    return [*found, *found[: count // 4]]
+    return [*result, *result[: count // 4]]
 
 
 def listing() -> tuple[InputFile, ...]:
@@ -186,12 +186,12 @@ def test_too_many_rejects_keep_the_segment_out_with_exit_code_3(
     assert main([*command, str(tmp_path / "dataset")]) == 0
     out, errors = capsys.readouterr()
     (line,) = out.splitlines()
-    found = json.loads(line)["rejects"]
-    assert found["share"] > 0.1
+    result = json.loads(line)["rejects"]
+    assert result["share"] > 0.1
     reason = "session key 'session' must not be null"
-    assert [(r["reason"], r["file"], r["row"]) for r in found["reasons"]] == [
+    assert [(r["reason"], r["file"], r["row"]) for r in result["reasons"]] == [
         (reason, "log.parquet", 0)]  # fmt: skip
-    assert (tmp_path / "dataset" / found["path"]).is_dir()
+    assert (tmp_path / "dataset" / result["path"]).is_dir()
     assert "warning: rejected: " in errors
     assert verify(tmp_path / "dataset")["problems"] == []
 

@@ -65,12 +65,12 @@ def chunks(data: DataConfig, num_rows: int, num_chunks: int, worth: bool = False
         data.groups,
     )
     size = -(-num_rows // num_chunks)
-    found: list[Tuples] = []
+    actual: list[Tuples] = []
     for index in range(num_chunks):
         result = map_rows(Connection(), statement, "log", rows.slice(index * size, size))
         assert result.samples is not None
-        found.append(separate_tuples(with_list_index(result.samples), data.groups))
-    return found
+        actual.append(separate_tuples(with_list_index(result.samples), data.groups))
+    return actual
 
 
 def with_seed(data: DataConfig, seed: int) -> DataConfig:
@@ -88,12 +88,12 @@ def test_weighted_sums_over_many_seeds_equal_those_of_all_samples(
     (samples,) = chunks(data, 120, 1, worth=True)
     own = samples.column("worth").to_numpy().astype(float)
     item = samples.column("item").to_numpy()
-    found = []
+    result = []
     for seed in range(500):
         kept = sample_negatives(samples, features, with_seed(data, seed))
         weight = kept.column(SAMPLE_WEIGHT).to_numpy().astype(float)
-        found.append([weight.sum(), weight @ kept.column("item").to_numpy()])
-    mean, deviation = np.mean(found, axis=0), np.std(found, axis=0) / np.sqrt(len(found))
+        result.append([weight.sum(), weight @ kept.column("item").to_numpy()])
+    mean, deviation = np.mean(result, axis=0), np.std(result, axis=0) / np.sqrt(len(result))
     np.testing.assert_array_less(np.abs(mean - [own.sum(), own @ item]), 4 * deviation)
 
 
@@ -150,10 +150,10 @@ def test_draws_do_not_depend_on_chunks_nulls_or_the_order_of_columns(
 def test_ten_draws_are_pinned(tmp_path: Path) -> None:
     data, _ = parsed(tmp_path, "{negatives: 0.5}")
     (samples,) = chunks(data, 30, 1)
-    found = [
+    result = [
         draws(samples, unit, 7, "session")[[0, 4, 8, 12, 16]].round(6).tolist() for unit in UNITS
     ]
-    assert found == PINNED
+    assert result == PINNED
 
 
 PINNED = [

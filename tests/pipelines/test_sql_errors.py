@@ -58,10 +58,10 @@ def test_error_offers_the_names_that_are_like_the_one_that_is_missing() -> None:
     log = pa.table({"user": [{"id": 1}], "event": [2], ORIGIN: [0]})
 
     def error_of(statement: str) -> tuple[str, int | None]:
-        found = original_error(
+        result = original_error(
             "data.samples.map", statement, {"log": log}, duckdb.Error("rewritten")
         )
-        return found.message.partition("; ")[2], found.position
+        return result.message.partition("; ")[2], result.position
 
     assert error_of("SELECT evnt FROM log") == ('did you mean "event"?', 7)
     assert error_of("SELECT user.idd FROM log") == ('did you mean "id"?', 12)
@@ -85,10 +85,10 @@ def test_a_statement_that_loses_the_origin_is_told_how_to_keep_it(statement: str
     log = pa.table({"x": [1], ORIGIN: [0]})
     with pytest.raises(duckdb.Error) as error:
         run(Connection(), select_origin(statement, "data.samples.map"), {"log": log})
-    found = original_error("data.samples.map", statement, {"log": log}, error.value)
-    assert found.message.startswith("data.samples.map must ")
-    assert found.message.endswith(ORIGIN_LOST[statement])
-    assert found.position is not None
+    result = original_error("data.samples.map", statement, {"log": log}, error.value)
+    assert result.message.startswith("data.samples.map must ")
+    assert result.message.endswith(ORIGIN_LOST[statement])
+    assert result.position is not None
 
 
 PLACES: dict[str, tuple[str, int, str | None]] = {

@@ -123,12 +123,12 @@ def seconds(time: datetime | None) -> int | None:
 
 def samples_of(dataset: Path, target: Path) -> list[tuple[Any, ...]]:
     expand(dataset, target)
-    found = []
+    result = []
     for r in pq.read_table(target).to_pylist():
         second, at = seconds(r["time"]), seconds(r["label_time"])
         dwell = None if r["dwell"] is None else int(r["dwell"])
-        found.append((r["session"], second, r["request"], r["label"], dwell, at))
-    return sorted(found, key=str)
+        result.append((r["session"], second, r["request"], r["label"], dwell, at))
+    return sorted(result, key=str)
 
 
 def job_of(directory: Path, **changes: str) -> Path:
@@ -205,15 +205,15 @@ def test_bytes_do_not_depend_on_the_shard_or_on_the_order_of_rows(
     job.write_text(job.read_text().replace("      shard: session\n", ""))
     monkeypatch.setattr("pipelines.prepare.PART_INPUT_BYTES", 1 << 20)
     build(request(job, tmp_path / "input", tmp_path / "by request"))
-    found = {}
+    result = {}
     for name in ("by session", "by request"):
         files = bytes_of(tmp_path / name)
-        found[name] = {
+        result[name] = {
             p.split("/", 2)[2]: b
             for p, b in files.items()
             if re.search("/(samples|groups|late|access)/", p)
         }
-    assert found["by session"] == found["by request"]
+    assert result["by session"] == result["by request"]
 
 
 def test_features_without_an_event_are_dropped_when_the_job_says_so(tmp_path: Path) -> None:
@@ -241,8 +241,8 @@ def test_events_under_per_see_the_joined_rows(tmp_path: Path) -> None:
     for session, second, _, clicked, _, _ in samples:
         if clicked:
             first[session] = min(second, first.get(session, second))
-    found = samples_of(tmp_path / "d", tmp_path / "x.parquet")
-    wrong = [s for s in found if s[3] != (s[1] >= first.get(s[0], 1 << 60))]
+    result = samples_of(tmp_path / "d", tmp_path / "x.parquet")
+    wrong = [s for s in result if s[3] != (s[1] >= first.get(s[0], 1 << 60))]
     assert wrong == []
 
 
@@ -341,7 +341,7 @@ def test_any_two_logs_join_as_by_plain_python(
     joined = join_events(as_tables(features, events), data, listing)
     samples, counts = reference(features, events, rule)
     rows = joined.tables["shown"].to_pylist()
-    found = [
+    result = [
         (
             r["session"],
             int(r["time"].replace(tzinfo=UTC).timestamp()),
@@ -354,7 +354,7 @@ def test_any_two_logs_join_as_by_plain_python(
         )
         for r in rows
     ]
-    assert sorted(found, key=str) == sorted(
+    assert sorted(result, key=str) == sorted(
         [(s, t, r, c, None if d is None else float(d), a) for s, t, r, c, d, a in samples], key=str
     )
     assert {n: joined.counts[n] for n in COUNTS} == {n: counts[n] for n in COUNTS}

@@ -26,22 +26,24 @@ from schemas.config.sources import FormatName, SourceConfig
 from schemas.errors import SchemaError
 
 COLUMNS = {"id": "int64", "name": "string", "ids": "list<int64>", "at": "timestamp"}
-Found = tuple[list[dict[str, Any]], list[Reject]]
+RowsAndRejects = tuple[list[dict[str, Any]], list[Reject]]
 
 
-def read(directory: Path, name: str, config: SourceConfig, splits: list[InputSplit]) -> Found:
+def read(
+    directory: Path, name: str, config: SourceConfig, splits: list[InputSplit]
+) -> RowsAndRejects:
     folder = folder_of(directory)
     schema = empty_rows(folder, "log", config, [name]).schema
-    found = [rows for split in splits for rows in read_split(folder, split, config, schema)]
-    tables = [rows.table for rows in found if rows.table is not None]
+    result = [rows for split in splits for rows in read_split(folder, split, config, schema)]
+    tables = [rows.table for rows in result if rows.table is not None]
     assert all(table.schema == schema for table in tables)
-    rejects = [reject for f in found for t in f.all_rejects() for reject in rejects_from_table(t)]
+    rejects = [reject for f in result for t in f.all_rejects() for reject in rejects_from_table(t)]
     return [r for t in tables for r in t.to_pylist()], rejects
 
 
 def jsonl(
     directory: Path, data: bytes, name: str = "log.jsonl", split_bytes: int = 1 << 20
-) -> Found:
+) -> RowsAndRejects:
     (directory / name).write_bytes(data)
     config = SourceConfig(files="*", format="jsonl", columns=COLUMNS)
     splits, rejects = split_jsonl(folder_of(directory), InputSplit("log", name, 0), split_bytes)
@@ -98,7 +100,7 @@ NESTED = {
 }
 
 
-def nested(directory: Path, rows: list[str], columns: dict[str, str]) -> Found:
+def nested(directory: Path, rows: list[str], columns: dict[str, str]) -> RowsAndRejects:
     (directory / "log.jsonl").write_text("\n".join(rows))
     config = SourceConfig(files="*", format="jsonl", columns=columns)
     return read(directory, "log.jsonl", config, [InputSplit("log", "log.jsonl", 0)])
@@ -129,24 +131,24 @@ def test_numbers_in_fields_of_texts_are_read_as_they_are_written(tmp_path: Path)
         for n in numbers
     ]
     text = rows[0].replace("2", '"say \\"version\\": 2, \\u00fc"').replace('"other"', '"year2"')
-    found, rejects = nested(tmp_path, [rows[0], *rows[1:], text], NESTED)
+    result, rejects = nested(tmp_path, [rows[0], *rows[1:], text], NESTED)
     assert rejects == []
-    assert [r["user"]["device"]["version"] for r in found[:-1]] == numbers
-    assert [r["user"]["tags"] for r in found[:-1]] == [["a", n] for n in numbers]
-    assert [r["shown"] for r in found[:-1]] == [[{"item": n, "score": 0.5}] for n in numbers]
-    assert [r["score"] for r in found[:-1]] == numbers
-    assert {r["user"]["device"]["year"] for r in found} == {3}
-    assert found[-1]["score"] == found[-1]["user"]["tags"][1] == 'say "version": 2, \u00fc'
+    assert [r["user"]["device"]["version"] for r in result[:-1]] == numbers
+    assert [r["user"]["tags"] for r in result[:-1]] == [["a", n] for n in numbers]
+    assert [r["shown"] for r in result[:-1]] == [[{"item": n, "score": 0.5}] for n in numbers]
+    assert [r["score"] for r in result[:-1]] == numbers
+    assert {r["user"]["device"]["year"] for r in result} == {3}
+    assert result[-1]["score"] == result[-1]["user"]["tags"][1] == 'say "version": 2, \u00fc'
 
 
 @pytest.mark.slow
 def test_many_numbers_among_texts_take_arrow_s_time(tmp_path: Path) -> None:
     rows = [f'{{"v": {i if i % 2 else json.dumps(str(i))}, "n": {i}}}' for i in range(200_000)]
     start = time.process_time()
-    found, rejects = nested(tmp_path, rows, {"v": "string", "n": "int64"})
+    result, rejects = nested(tmp_path, rows, {"v": "string", "n": "int64"})
     assert time.process_time() - start < 5
     assert rejects == []
-    assert [r["v"] for r in found] == [str(i) for i in range(200_000)]
+    assert [r["v"] for r in result] == [str(i) for i in range(200_000)]
 
 
 def test_object_over_two_lines_is_two_bad_lines(tmp_path: Path) -> None:
@@ -249,7 +251,9 @@ def avro_bytes(
     return file.getvalue()
 
 
-def avro(directory: Path, data: bytes, split_bytes: int = 2000, columns: Any = None) -> Found:
+def avro(
+    directory: Path, data: bytes, split_bytes: int = 2000, columns: Any = None
+) -> RowsAndRejects:
     (directory / "log.avro").write_bytes(data)
     config = SourceConfig(files="*", format="avro", columns=columns)
     splits, rejects = split_avro(
@@ -336,8 +340,8 @@ def test_damaged_block_costs_itself_only(codec: str, tmp_path: Path) -> None:
 def blocks_of(data: bytes) -> tuple[bytes, list[tuple[int, bytes]]]:
     """Return the head of an uncompressed file, and the rows and bytes of its blocks."""
     blocks = fastavro.block_reader(io.BytesIO(data))
-    found = [(b.num_records, getattr(b, "bytes_").getvalue()) for b in blocks]  # noqa: B009
-    return data[: data.index(data[-16:]) + 16], found
+    result = [(b.num_records, getattr(b, "bytes_").getvalue()) for b in blocks]  # noqa: B009
+    return data[: data.index(data[-16:]) + 16], result
 
 
 def joined(head: bytes, blocks: list[tuple[int, bytes]]) -> bytes:
@@ -372,8 +376,8 @@ def test_rows_that_compress_to_less_than_a_byte_have_places_of_their_own(tmp_pat
     file = io.BytesIO()
     rows = [{"id": 1}] * 50_000
     fastavro.writer(file, schema, rows, codec="deflate", sync_interval=10_000)
-    found, rejects = avro(tmp_path, file.getvalue(), split_bytes=30)
-    assert ([r[ORIGIN] for r in found], rejects) == (list(range(50_000)), [])
+    result, rejects = avro(tmp_path, file.getvalue(), split_bytes=30)
+    assert ([r[ORIGIN] for r in result], rejects) == (list(range(50_000)), [])
 
 
 def test_bytes_that_are_no_text_reject_their_record_only(tmp_path: Path) -> None:
@@ -444,7 +448,7 @@ def test_unions_are_read_as_numbers_where_all_types_are_and_else_as_texts(tmp_pa
 
 
 def test_value_that_no_type_of_its_column_holds_rejects_its_record_only(tmp_path: Path) -> None:
-    def read_unions(kinds: list[Any], values: list[Any], declared: str | None) -> Found:
+    def read_unions(kinds: list[Any], values: list[Any], declared: str | None) -> RowsAndRejects:
         schema = {**AVRO, "fields": [{"name": "id", "type": kinds}]}
         data = avro_bytes(schema=schema, rows=[{"id": value} for value in values])
         return avro(tmp_path, data, columns={"id": declared} if declared else None)

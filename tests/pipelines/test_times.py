@@ -33,9 +33,9 @@ def read(directory: Path, name: str, config: SourceConfig) -> tuple[pa.Table, li
     folder = folder_of(directory)
     schema = empty_rows(folder, "log", config, [name]).schema
     splits, _ = input_splits(folder, InputSplit("log", name, 0), config)
-    found = [rows for split in splits for rows in read_split(folder, split, config, schema)]
-    tables = [schema.empty_table(), *(rows.table for rows in found if rows.table is not None)]
-    rejects = [r.reason for f in found for t in f.all_rejects() for r in rejects_from_table(t)]
+    result = [rows for split in splits for rows in read_split(folder, split, config, schema)]
+    tables = [schema.empty_table(), *(rows.table for rows in result if rows.table is not None)]
+    rejects = [r.reason for f in result for t in f.all_rejects() for r in rejects_from_table(t)]
     return pa.concat_tables(tables), rejects
 
 

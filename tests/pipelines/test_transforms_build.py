@@ -67,8 +67,8 @@ def test_model_inputs_are_those_of_plain_python(dataset: Path, tmp_path: Path) -
         assert row["recent"] == (None if history is None else history[-3:])
         assert row["oldest"] == (None if history is None else history[:2])
         known = [item_rows.get(v, -1) for v in row["recent"] or []]
-        found = row["recent_rows"] or []
-        assert [f if f >= 4 else -1 for f in found] == known
+        result = row["recent_rows"] or []
+        assert [f if f >= 4 else -1 for f in result] == known
         assert row["item_row"] == item_rows.get(row["item"], row["item_row"] % 4)
         assert row["city_row"] == (None if row["city"] is None else city_rows[row["city"]])
         assert row["young"] == (None if age is None else min(40, max(20, age)))
@@ -121,8 +121,8 @@ def test_what_was_learned_is_named_by_the_manifest_and_verified(
 
 
 def test_transformed_columns_lie_with_the_unique_tuples(dataset: Path) -> None:
-    found = [*dataset.glob("segments/*/tuples/user/*"), *dataset.glob("segments/*/groups/user/*")]
-    group = pq.read_table(found[0])
+    result = [*dataset.glob("segments/*/tuples/user/*"), *dataset.glob("segments/*/groups/user/*")]
+    group = pq.read_table(result[0])
     samples = pq.read_table(next(dataset.glob("segments/*/samples/*.parquet")))
     assert {"recent_rows", "city_age", "age_scale"} <= set(group.column_names)
     assert {"item_row", "price_bucket"} <= set(samples.column_names)

@@ -21,7 +21,7 @@ import pyarrow.compute as pc
 
 from pipelines.autogroup.job import yaml_word
 from pipelines.init.columns import plain_name, quoted
-from pipelines.init.files import Kind, kinds_of
+from pipelines.init.files import LogSource, find_sources
 from pipelines.init.plan import Feature, Plan, Side, num_rows_of, plan_of, type_of, typed
 from pipelines.preview import PreviewRequest, preview
 from pipelines.samples.sql import quoted_name
@@ -32,7 +32,7 @@ from pipelines.sources.rows import InputSplit
 from pipelines.sources.text_records import codec_of, decompressed
 from schemas.arrays import is_text, one_chunk
 from schemas.config.sources import SourceConfig
-from schemas.errors import SchemaError
+from schemas.errors import SchemaError, pluralize
 
 WARN_REJECT_FRACTION = 0.02
 """Share of rejects among the first rows above which `init` warns."""
@@ -64,25 +64,25 @@ def init(
             )
     folder = folder_of(input_root)
     with TemporaryDirectory(prefix="presage-init-") as scratch:
-        kinds, others = kinds_of(folder, Path(scratch))
-    kinds = [typed(kind) for kind in kinds]
+        sources, others = find_sources(folder, Path(scratch))
+    sources = [typed(source) for source in sources]
     unique = {
-        (kind.name, column): is_unique(folder, kind, column)
-        for kind in (kinds if len(kinds) > 1 else [])
-        for column in kind.rows.column_names
-        if pa.types.is_integer(kind.rows[column].type) or is_text(kind.rows[column].type)
+        (source.name, column): is_unique(folder, source, column)
+        for source in (sources if len(sources) > 1 else [])
+        for column in source.rows.column_names
+        if pa.types.is_integer(source.rows[column].type) or is_text(source.rows[column].type)
     }
-    plan = plan_of(kinds, unique)
+    plan = plan_of(sources, unique)
     plan.left_out += [(path, "no readable format, or no rows") for path in others]
-    for kind in kinds:
-        declared = kind.config.columns or kind.rows.column_names
-        dropped = [path for path in kind.notes if path.split(".")[0] not in declared]
-        plan.left_out += [(f"{path} of {kind.name}", kind.notes[path]) for path in dropped]
+    for source in sources:
+        declared = source.config.columns or source.rows.column_names
+        dropped = [path for path in source.notes if path.split(".")[0] not in declared]
+        plan.left_out += [(f"{path} of {source.name}", source.notes[path]) for path in dropped]
     time = next(f.column for f in plan.features if f.column.name == plan.time[0])
     split = None
     if plan.is_timed:
         with TemporaryDirectory(prefix="presage-init-") as scratch:
-            split = evaluation_from(folder, plan.kind, time.expr, Path(scratch), progress)
+            split = evaluation_from(folder, plan.source, time.expr, Path(scratch), progress)
     root = Path(str(input_root).rstrip("/"))
     output.mkdir(parents=True, exist_ok=True)
     name = plain_name(root.name or "log")
@@ -101,8 +101,8 @@ def init(
         )
     return {
         "job": str(job),
-        "source": plan.kind.name,
-        "sides": [side.kind.name for side in plan.sides],
+        "source": plan.source.name,
+        "sides": [side.source.name for side in plan.sides],
         "session": plan.session[0],
         "time": plan.time[0],
         "label": None if plan.label is None else plan.label.column.name,
@@ -118,12 +118,12 @@ def init(
 def _summary(plan: Plan) -> list[str]:
     label = plan.label
     lines = [
-        f"samples: of {plan.kind.name} ({plan.kind.config.files}, {plan.kind.config.format})",
+        f"samples: of {plan.source.name} ({plan.source.config.files}, {plan.source.config.format})",
         f"session: {plan.session[0]} ({plan.session[1]})",
         f"time: {plan.time[0]} ({plan.time[1]})",
         f"label: {label.column.name} ({label.why})" if label else "label: none found",
     ]
-    lines += [f"side table: {side.kind.name} by {side.asked} ({side.why})" for side in plan.sides]
+    lines += [f"side table: {side.source.name} by {side.asked} ({side.why})" for side in plan.sides]
     lines += [f"not used: {what} ({why})" for what, why in plan.left_out]
     return lines
 
@@ -149,7 +149,7 @@ def job_text(plan: Plan, name: str, folder: str, split: datetime | None) -> str:
         f"name: {yaml_word(name)}",
         "data:",
         "  sources:",
-        *_source(plan.kind, "    "),
+        *_source(plan.source, "    "),
     ]
     if plan.sides:
         lines += ["  sides:  # looked up by `samples.joins`", *_sides(plan.sides)]
@@ -216,17 +216,18 @@ def _left_out(plan: Plan) -> Iterator[str]:
         yield from _comment(f"Not used: {what}: {why}.", "")
 
 
-def _source(kind: Kind, indent: str) -> Iterator[str]:
+def _source(source: LogSource, indent: str) -> Iterator[str]:
     yield from _comment(
-        f"{len(kind.files)} file{'s' * (len(kind.files) > 1)}, {kind.num_bytes / 1e6:.1f} MB; "
-        "types from the first rows.", indent,
-    )  # fmt: skip
-    yield f"{indent}{kind.name}:"
-    yield from _config(kind, indent + "  ")
+        f"{pluralize(len(source.files), 'file')}, {source.num_bytes / 1e6:.1f} MB; "
+        "types from the first rows.",
+        indent,
+    )
+    yield f"{indent}{source.name}:"
+    yield from _config(source, indent + "  ")
 
 
-def _config(kind: Kind, indent: str) -> Iterator[str]:
-    config = kind.config
+def _config(source: LogSource, indent: str) -> Iterator[str]:
+    config = source.config
     yield f"{indent}files: {json.dumps(config.files)}"
     yield f"{indent}format: {config.format}"
     if config.format == "csv":
@@ -239,29 +240,29 @@ def _config(kind: Kind, indent: str) -> Iterator[str]:
     if config.columns:
         yield f"{indent}columns:"
         for name, word in config.columns.items():
-            for path, note in kind.notes.items():
+            for path, note in source.notes.items():
                 if path.split(".")[0] == name:
                     yield from _comment(f"{path}: {note}.", f"{indent}  ")
             yield f"{indent}  {yaml_word(name)}: {yaml_word(word)}"
     if config.partitions:
-        names = ", ".join(f"{yaml_word(name)}: {kind}" for name, kind in config.partitions.items())
+        names = ", ".join(f"{yaml_word(name)}: {word}" for name, word in config.partitions.items())
         yield f"{indent}partitions: {{{names}}}  # of folder names"
 
 
 def _sides(sides: Sequence[Side]) -> Iterator[str]:
     for side in sides:
         yield from _comment(f"{side.why}; {_keys(side)}.", "    ")
-        yield f"    {side.kind.name}:"
+        yield f"    {side.source.name}:"
         yield f"      key: {yaml_word(side.key)}"
         if side.time is not None:
             yield f"      time: {yaml_word(side.time)}"
-        yield from _config(side.kind, "      ")
+        yield from _config(side.source, "      ")
 
 
 def _keys(side: Side) -> str:
     if side.time is not None:
         return f"several rows per key, each valid from its {side.time}"
-    scope = "" if side.kind.is_whole else " among the first rows"
+    scope = "" if side.source.is_whole else " among the first rows"
     return (
         f"each {side.key} is unique{scope}. Values may be newer than a sample: drop columns that "
         "leak the label"
@@ -274,7 +275,7 @@ def _join(side: Side) -> str:
     names = ", ".join(map(yaml_word, side.columns))
     pairs = ", ".join(f"{yaml_word(new)}: {yaml_word(old)}" for new, old in side.columns.items())
     columns = f"[{names}]" if same else f"{{{pairs}}}"
-    return f"{{side: {side.kind.name}, {key}columns: {columns}}}"
+    return f"{{side: {side.source.name}, {key}columns: {columns}}}"
 
 
 def _statement(plan: Plan) -> Iterator[str]:
@@ -305,7 +306,7 @@ def _split(plan: Plan, split: datetime | None) -> Iterator[str]:
 
 
 def _tables(plan: Plan) -> Iterator[str]:
-    scale = max(1.0, plan.kind.num_rows / plan.kind.rows.num_rows)
+    scale = max(1.0, plan.source.num_rows / plan.source.rows.num_rows)
     for name, features in plan.tables.items():
         names = ", ".join(yaml_word(f.column.name) for f in features)
         size = num_rows_of(features, scale)
@@ -347,23 +348,23 @@ def _comment(text: str, indent: str) -> Iterator[str]:
 # Figures that need more than the first rows.
 
 MAX_BYTES = 2 << 30
-"""Files of one kind are read whole for a figure if they have at most so many bytes."""
+"""Files of one source are read whole for a figure if they have at most so many bytes."""
 _WINDOWS = 100
-"""Number of windows in the files of a kind whose rows determine the split."""
+"""Number of windows in the files of a source whose rows determine the split."""
 _WINDOW_BYTES = 32 << 10
 _COMPRESSION = 8
 """Estimated compression ratio of texts."""
 _TYPES = {"int64": "BIGINT", "float64": "DOUBLE", "timestamp": "TIMESTAMP", "uint64": "UBIGINT"}
 
 
-def _query(folder: Folder, kind: Kind, expr: str) -> list[tuple[object, ...]]:
-    """Return the rows of an aggregate over all files of a kind; empty if they cannot be queried."""
-    relation = _RELATIONS.get(kind.config.format)
-    if not folder.is_local or relation is None or kind.num_bytes > MAX_BYTES:
+def _query(folder: Folder, source: LogSource, expr: str) -> list[tuple[object, ...]]:
+    """Return the rows of an aggregate over all files; empty if they cannot be queried."""
+    relation = _RELATIONS.get(source.config.format)
+    if not folder.is_local or relation is None or source.num_bytes > MAX_BYTES:
         return []
-    source = relation([str(Path(folder.root, file.path)) for file in kind.files], kind.config)
+    rows = relation([str(Path(folder.root, file.path)) for file in source.files], source.config)
     try:
-        return duckdb.connect().sql(f"SELECT {expr} FROM {source} AS {kind.name}").fetchall()
+        return duckdb.connect().sql(f"SELECT {expr} FROM {rows} AS {source.name}").fetchall()
     except duckdb.Error:
         return []
 
@@ -399,20 +400,20 @@ def _text(value: str) -> str:
     return "'" + value.replace("'", "''") + "'"
 
 
-def is_unique(folder: Folder, kind: Kind, column: str) -> bool:
+def is_unique(folder: Folder, source: LogSource, column: str) -> bool:
     """Tell whether the values of a column are distinct, by all rows if they can be queried."""
-    values = one_chunk(kind.rows[column]).drop_null()
+    values = one_chunk(source.rows[column]).drop_null()
     if len(pc.unique(values)) < len(values):
         return False
-    if kind.is_whole:
+    if source.is_whole:
         return True
     name = quoted_name(column)
-    counts = _query(folder, kind, f"count({name}), count(DISTINCT {name})")
+    counts = _query(folder, source, f"count({name}), count(DISTINCT {name})")
     return not counts or counts[0][0] == counts[0][1]
 
 
 def evaluation_from(
-    folder: Folder, kind: Kind, expr: str, scratch: Path, progress: Callable[[str], None]
+    folder: Folder, source: LogSource, expr: str, scratch: Path, progress: Callable[[str], None]
 ) -> datetime | None:
     """Return a time with about a tenth of the rows after it; None if it cannot be determined.
 
@@ -420,21 +421,21 @@ def evaluation_from(
 
     Args:
         folder: input directory.
-        kind: files that samples are made of.
+        source: files that samples are made of.
         expr: SQL of the time.
         scratch: a directory for copies of the windows.
         progress: called with a warning for each file that cannot be read to its end.
     """
     figures = f"quantile_disc(TRY({expr}), 0.9), min(TRY({expr})), max(TRY({expr}))"
-    is_text = format_of(kind.config).is_text
-    if not is_text and kind.config.format in _RELATIONS and not kind.is_whole:
-        result = _query(folder, kind, figures)
+    is_text = format_of(source.config).is_text
+    if not is_text and source.config.format in _RELATIONS and not source.is_whole:
+        result = _query(folder, source, figures)
     else:
-        rows = kind.rows if kind.is_whole else _spread_rows(folder, kind, scratch, progress)
+        rows = source.rows if source.is_whole else _spread_rows(folder, source, scratch, progress)
         connection = duckdb.connect()
-        connection.register(kind.name, rows)
+        connection.register(source.name, rows)
         try:
-            result = connection.sql(f"SELECT {figures} FROM {quoted_name(kind.name)}").fetchall()
+            result = connection.sql(f"SELECT {figures} FROM {quoted_name(source.name)}").fetchall()
         except duckdb.Error:  # the time is in a list that only the job unnests
             result = []
     if not result or result[0][0] is None:
@@ -443,22 +444,25 @@ def evaluation_from(
 
 
 def _spread_rows(
-    folder: Folder, kind: Kind, scratch: Path, progress: Callable[[str], None]
+    folder: Folder, source: LogSource, scratch: Path, progress: Callable[[str], None]
 ) -> pa.Table:
-    """Return rows from windows at equal distances in all files of a kind."""
-    config = replace(kind.config, header=False)  # a window starts anywhere in its file
+    """Return rows from windows at equal distances in all files of a source."""
+    config = replace(source.config, header=False)  # a window starts anywhere in its file
     tables: list[pa.Table] = []
-    step = kind.num_bytes // _WINDOWS + 1
-    for file in kind.files[:: len(kind.files) // _WINDOWS + 1]:
-        source, rejects = folder, list[Reject]()
+    step = source.num_bytes // _WINDOWS + 1
+    for file in source.files[:: len(source.files) // _WINDOWS + 1]:
+        split_folder, rejects = folder, list[Reject]()
         if format_of(config).is_text:
-            source, splits = folder_of(scratch), _windows(folder, file.path, kind, scratch, step)
+            split_folder, splits = (
+                folder_of(scratch),
+                _windows(folder, file.path, source, scratch, step),
+            )
         else:
-            whole = InputSplit(kind.name, file.path, 0)
+            whole = InputSplit(source.name, file.path, 0)
             splits, rejects = input_splits(folder, whole, config, step)
         for split in splits:
-            schema = empty_rows(source, kind.name, config, [split.path]).schema
-            for rows in read_split(source, split, config, schema):
+            schema = empty_rows(split_folder, source.name, config, [split.path]).schema
+            for rows in read_split(split_folder, split, config, schema):
                 rejects.extend(rows.rejects)
                 if rows.table is not None:
                     tables.append(rows.table)
@@ -466,11 +470,11 @@ def _spread_rows(
         for reject in rejects:
             if reject.rows_unknown:
                 progress(f"WARNING: {reject.file}: {reject.reason}; a build would stop there")
-    return pa.concat_tables(tables, promote_options="permissive") if tables else kind.rows
+    return pa.concat_tables(tables, promote_options="permissive") if tables else source.rows
 
 
 def _windows(
-    folder: Folder, path: str, kind: Kind, scratch: Path, step: int
+    folder: Folder, path: str, source: LogSource, scratch: Path, step: int
 ) -> Iterator[InputSplit]:
     """Copy whole lines of a text from windows at equal distances, each to its own file."""
     is_plain = codec_of(path) is None
@@ -481,7 +485,7 @@ def _windows(
                 file.seek(number * step)
             block = file.read(_WINDOW_BYTES)
             begins_with_row = not number and not (
-                kind.config.format == "csv" and kind.config.header
+                source.config.format == "csv" and source.config.header
             )
             start = 0 if begins_with_row else block.find(b"\n") + 1
             lines = block[start : block.rfind(b"\n") + 1]
@@ -489,7 +493,7 @@ def _windows(
             copy.parent.mkdir(parents=True, exist_ok=True)
             copy.write_bytes(lines)
             if lines:
-                yield InputSplit(kind.name, str(copy.relative_to(scratch)), 0)
+                yield InputSplit(source.name, str(copy.relative_to(scratch)), 0)
             if len(block) < _WINDOW_BYTES:
                 return
             if not is_plain:
