@@ -37,6 +37,15 @@ def unparse(tree: Any) -> str:
     return _call("json_deserialize_sql", json.dumps(tree))
 
 
+def nodes(tree: Any) -> Iterator[dict[str, Any]]:
+    """Yield all nodes of a syntax tree, outer ones first."""
+    if isinstance(tree, dict):
+        yield tree
+    if isinstance(tree, (dict, list)):
+        for part in tree.values() if isinstance(tree, dict) else tree:
+            yield from nodes(part)
+
+
 def _call(function: str, text: str) -> str:
     if not hasattr(_thread_local, "connection"):
         _thread_local.connection = duckdb.connect()
@@ -289,16 +298,8 @@ def table_names(statement: str) -> frozenset[str]:
         >>> sorted(table_names("SELECT * FROM a WHERE x IN (SELECT y FROM b JOIN c USING (y))"))
         ['a', 'b', 'c']
     """
-    names: set[str] = set()
-    stack: list[Any] = [parse(statement)]
-    while stack:
-        node = stack.pop()
-        if isinstance(node, dict):
-            names.update([node["table_name"]] if node.get("type") == "BASE_TABLE" else [])
-            stack.extend(node.values())
-        elif isinstance(node, list):
-            stack.extend(node)
-    return frozenset(names)
+    tables = (n for n in nodes(parse(statement)) if n.get("type") == "BASE_TABLE")
+    return frozenset(node["table_name"] for node in tables)
 
 
 def select_origin(statement: str, key: str) -> str:

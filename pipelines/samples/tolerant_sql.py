@@ -11,7 +11,7 @@ they raise.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
@@ -158,14 +158,14 @@ def selected_expressions(statement: str) -> Iterator[tuple[str, str]]:
 
 def _replace_error_calls(part: Any) -> Any:
     """Return a part of a statement with casts that raise instead of calls of `error`."""
-    if isinstance(part, list):
-        return [_replace_error_calls(p) for p in part]
-    if not isinstance(part, dict):
-        return part
-    if part.get("function_name") == "error" and len(part["arguments"]) == 1:
-        cast = _expression(_RAISES, _replace_error_calls(part["arguments"][0]["expression"]))
-        return {**cast, "alias": part["alias"]}
-    return {key: _replace_error_calls(value) for key, value in part.items()}
+
+    def cast(node: Node) -> Node | None:
+        if node.get("function_name") != "error" or len(node["arguments"]) != 1:
+            return None
+        message = _replace_error_calls(node["arguments"][0]["expression"])
+        return {**_expression(_RAISES, message), "alias": node["alias"]}
+
+    return _replace_nodes(part, cast)
 
 
 def tolerant(statement: str, level: Level) -> str:
@@ -178,17 +178,13 @@ def tolerant(statement: str, level: Level) -> str:
     """
     (node,) = select_nodes(statement)
 
-    def wrap_units(part: Any) -> Any:
-        if isinstance(part, list):
-            return [wrap_units(p) for p in part]
-        if not isinstance(part, dict):
-            return part
-        if "class" in part and _without_alias(part) in level.units:
-            value = _expression(f"{_TRY}[1]", _without_alias(part))
-            return {**value, "alias": part.get("alias", "")}
-        return {key: wrap_units(value) for key, value in part.items()}
+    def wrap(part: Node) -> Node | None:
+        if "class" not in part or _without_alias(part) not in level.units:
+            return None
+        value = _expression(f"{_TRY}[1]", _without_alias(part))
+        return {**value, "alias": part.get("alias", "")}
 
-    return text_of(wrap_units(node))
+    return text_of(_replace_nodes(node, wrap))
 
 
 def _without_alias(expression: Node) -> Node:
@@ -244,18 +240,14 @@ def _hoist_subqueries(expression: Node, subqueries: list[Node]) -> Node | None:
         return None
     num_before = len(subqueries)
 
-    def replace_subqueries(part: Any) -> Any:
-        if isinstance(part, list):
-            return [replace_subqueries(p) for p in part]
-        if not isinstance(part, dict):
-            return part
-        if part.get("class") == "SUBQUERY":
-            name = f"_subquery_{len(subqueries)}"
-            subqueries.append({**part, "alias": name})
-            return _parse_constant(f"SELECT {name}")["select_list"][0]
-        return {key: replace_subqueries(value) for key, value in part.items()}
+    def column(part: Node) -> Node | None:
+        if part.get("class") != "SUBQUERY":
+            return None
+        name = f"_subquery_{len(subqueries)}"
+        subqueries.append({**part, "alias": name})
+        return _parse_constant(f"SELECT {name}")["select_list"][0]
 
-    hoisted = replace_subqueries(expression)
+    hoisted = _replace_nodes(expression, column)
     return hoisted if len(subqueries) > num_before else None
 
 
@@ -309,7 +301,7 @@ def _units(expression: Node) -> Iterator[Node]:
     unnests = list(_unnests(expression))
     if len(unnests) == 1 and expression is not unnests[0]:
         element = _parse_constant(f"SELECT {_ELEMENT}")["select_list"][0]
-        of_element = _replace_node(expression, unnests[0], element)
+        of_element = _replace_nodes(expression, lambda n: element if n is unnests[0] else None)
         if not _is_blocked(of_element):
             (values,) = _expressions(list(unnests[0]["arguments"]))
             of_list = _expression(f"list_transform(_0, lambda {_ELEMENT}: _1)", values, of_element)
@@ -384,21 +376,21 @@ def _constant_json(statement: str) -> str:
 
 def _substitute(part: Any, expressions: Mapping[str, Node]) -> Any:
     """Return a part of a statement with expressions instead of unqualified columns."""
+
+    def expression(node: Node) -> Node | None:
+        is_column = node.get("class") == "COLUMN_REF" and len(node["column_names"]) == 1
+        return expressions.get(node["column_names"][0], node) if is_column else None
+
+    return _replace_nodes(part, expression)
+
+
+def _replace_nodes(part: Any, replacement: Callable[[Node], Node | None]) -> Any:
+    """Return a part of a statement with its outermost nodes that have a replacement replaced."""
     if isinstance(part, list):
-        return [_substitute(p, expressions) for p in part]
+        return [_replace_nodes(p, replacement) for p in part]
     if not isinstance(part, dict):
         return part
-    if part.get("class") == "COLUMN_REF" and len(part["column_names"]) == 1:
-        return expressions.get(part["column_names"][0], part)
-    return {key: _substitute(value, expressions) for key, value in part.items()}
-
-
-def _replace_node(part: Any, old: Node, new: Node) -> Any:
-    """Return a part of a statement with one of its nodes replaced."""
-    if part is old:
+    new = replacement(part)
+    if new is not None:
         return new
-    if isinstance(part, list):
-        return [_replace_node(p, old, new) for p in part]
-    if isinstance(part, dict):
-        return {key: _replace_node(value, old, new) for key, value in part.items()}
-    return part
+    return {key: _replace_nodes(value, replacement) for key, value in part.items()}

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from pipelines.samples.sql import LIST_INDEX, Connection, parse, with_list_index
+from pipelines.samples.sql import LIST_INDEX, Connection, nodes, parse, with_list_index
 from pipelines.samples.sql_rejects import BAD_ROWS_SCHEMA, bad_rows, map_rows
 from pipelines.samples.tuples import HASH_PREFIX, Tuples
 from pipelines.sources.rows import ORIGIN, POSITION_BITS
@@ -430,19 +430,13 @@ def check_repeatable(data: DataConfig, sources: Mapping[str, pa.Table]) -> None:
 
 
 def _check_functions(statement: str, key: str, columns: Collection[str]) -> None:
-    stack: list[Any] = [parse(statement)]
-    while stack:
-        node = stack.pop()
-        if isinstance(node, dict):
-            name = _function_name(node)
-            if name in VOLATILE and name not in columns:
-                raise SchemaError(
-                    f"{key} must yield the same in each build, got {name}; "
-                    "hash columns instead of drawing, and write times as constants"
-                )
-            stack.extend(node.values())
-        elif isinstance(node, list):
-            stack.extend(node)
+    for node in nodes(parse(statement)):
+        name = _function_name(node)
+        if name in VOLATILE and name not in columns:
+            raise SchemaError(
+                f"{key} must yield the same in each build, got {name}; "
+                "hash columns instead of drawing, and write times as constants"
+            )
 
 
 def _function_name(node: Mapping[str, Any]) -> str:

@@ -373,10 +373,9 @@ def check_line(
     for name, type_name in type_names.items():
         for reason in misfits(row.get(name), types[name], type_name, name):
             return reason, text
-    if any(_has_number_in_text(row.get(name), types[name]) for name in type_names):
-        quoted = {name: _quote_numbers(row.get(name), types[name]) for name in type_names}
-        return "", json.dumps(quoted).encode()
-    return "", text
+    values = {name: row.get(name) for name in type_names}
+    quoted = {name: _quote_numbers(value, types[name]) for name, value in values.items()}
+    return "", text if quoted == values else json.dumps(quoted).encode()
 
 
 def loads(text: bytes, **options: Any) -> Any:
@@ -428,15 +427,6 @@ def misfits(value: Any, kind: pa.DataType, type_name: str, path: str) -> Iterato
     elif not _fits(value, kind):
         text = value.text if isinstance(value, _Number) else repr(value)
         yield f"field {path!r} must be {type_name}, got {text}"
-
-
-def _has_number_in_text(value: Any, kind: pa.DataType) -> bool:
-    """Return whether a number is in a field that is declared as a text."""
-    if isinstance(value, dict) and pa.types.is_struct(kind):
-        return any(_has_number_in_text(value.get(f.name), f.type) for f in kind)
-    if isinstance(value, list) and is_list(kind):
-        return any(_has_number_in_text(v, kind.value_type) for v in value)
-    return isinstance(value, _Number) and is_text(kind)
 
 
 def _quote_numbers(value: Any, kind: pa.DataType) -> Any:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import duckdb
 import numpy as np
@@ -18,7 +17,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from pipelines.samples.sql import Connection, name_errors, parse, run
+from pipelines.samples.sql import Connection, name_errors, nodes, parse, run
 from pipelines.samples.validate import check_type
 from schemas.arrays import combine_hashes, hash_values, is_list, one_chunk
 from schemas.config.job import SAMPLES, DataConfig
@@ -414,22 +413,13 @@ def columns_of(expression: str) -> set[str]:
         ['age', 'history']
     """
     tree = parse(f"SELECT ({expression})")
-    lambdas = [n["lhs"] for n in _nodes(tree) if n.get("class") == "LAMBDA"]
+    lambdas = [n["lhs"] for n in nodes(tree) if n.get("class") == "LAMBDA"]
     parameters = {name for lhs in lambdas for name in _column_names(lhs)}
     return _column_names(tree) - parameters
 
 
 def _column_names(tree: object) -> set[str]:
-    return {n["column_names"][-1] for n in _nodes(tree) if n.get("class") == "COLUMN_REF"}
-
-
-def _nodes(tree: object) -> Iterator[dict[str, Any]]:
-    """Yield all nodes of a syntax tree."""
-    if isinstance(tree, dict):
-        yield tree
-    if isinstance(tree, (dict, list)):
-        for part in tree.values() if isinstance(tree, dict) else tree:
-            yield from _nodes(part)
+    return {n["column_names"][-1] for n in nodes(tree) if n.get("class") == "COLUMN_REF"}
 
 
 # Checks before a build.
