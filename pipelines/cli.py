@@ -20,7 +20,7 @@ from pipelines.build import build, record_build_speed
 from pipelines.context import BuildRequest
 from pipelines.demo_log.log import GeneratorConfig, write_log
 from pipelines.init.command import init
-from pipelines.preview import WIDTH, PreviewRequest, preview, show
+from pipelines.preview import WIDTH, preview, show
 from pipelines.quality.gate import GateError
 from pipelines.table.commit import seal
 from pipelines.table.delete import EraseRequest, erase
@@ -328,14 +328,12 @@ def _init(arguments: argparse.Namespace, _: list[str]) -> int:
 
 def _preview(arguments: argparse.Namespace, _: list[str]) -> int:
     result = preview(
-        PreviewRequest(
-            job_path=arguments.job,
-            input_root=arguments.input,
-            rows=arguments.rows,
-            day=arguments.day,
-            allow_outside=arguments.allow_outside,
-            progress=_progress,
-        )
+        arguments.job,
+        arguments.input,
+        rows=arguments.rows,
+        day=arguments.day,
+        allow_outside=arguments.allow_outside,
+        progress=_progress,
     )
     if arguments.json:
         print(json.dumps(result))

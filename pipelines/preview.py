@@ -37,7 +37,7 @@ from pipelines.quality.gate import reject_findings
 from pipelines.samples.lookups import broadcast_sides, key_column, key_type
 from pipelines.samples.sql import LIST_INDEX
 from pipelines.samples.tuples import Tuples, in_evaluation
-from pipelines.sources.formats import Excerpt, excerpts
+from pipelines.sources.formats import Excerpt, copy_excerpt
 from pipelines.sources.listing import (
     find_files,
     folder_of,
@@ -50,7 +50,7 @@ from pipelines.table.segment import group_counts
 from pipelines.transforms.apply import apply_transforms
 from pipelines.transforms.fit import load_staged
 from schemas.arrays import is_list, one_chunk
-from schemas.config.job import GateConfig, Job
+from schemas.config.job import GateConfig
 from schemas.errors import SchemaError
 from schemas.layout import EVALUATION, REJECTS_SCHEMA, TRAIN
 
@@ -62,80 +62,73 @@ OTHER_ROWS = 10_000
 """Number of rows read of each side table and of each source other than the sample source."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PreviewRequest:
-    """Arguments of the command.
+def preview(
+    job_path: Path,
+    input_root: Path | str,
+    *,
+    rows: int = 1000,
+    day: str | None = None,
+    allow_outside: bool = False,
+    progress: Callable[[str], None] = lambda _: None,
+) -> dict[str, Any]:
+    """Run the stages of a build over the first rows of a log.
 
-    Attributes:
+    Args:
         job_path: the job file.
         input_root: directory of raw files, or its URL.
         rows: rows to read of the sample source.
         day: label of the segment, for a job whose split needs one.
         allow_outside: whether the job's schema may be outside the folder of the job file.
         progress: called with each progress message, one line.
-    """
-
-    job_path: Path
-    input_root: Path | str
-    rows: int = 1000
-    day: str | None = None
-    allow_outside: bool = False
-    progress: Callable[[str], None] = lambda _: None
-
-    def __post_init__(self) -> None:
-        """Check the number of rows."""
-        if self.rows < 1:
-            raise ValueError(f"rows must be at least 1, got {self.rows}; leave --rows out")
-
-
-def preview(request: PreviewRequest) -> dict[str, Any]:
-    """Run the stages of a build over the first rows of a log.
 
     Returns:
         What `preview --json` prints.
 
     Raises:
+        ValueError: no rows are to be read.
         SchemaError: the job or the input is invalid, with the message of a build.
     """
+    if rows < 1:
+        raise ValueError(f"rows must be at least 1, got {rows}; leave --rows out")
     started = time.perf_counter()
     with TemporaryDirectory(prefix="presage-preview-") as scratch:
-        build_request = BuildRequest(
-            job_path=request.job_path,
+        request = BuildRequest(
+            job_path=job_path,
             input_root=str(Path(scratch, "input")),
             dataset=Path(scratch, "dataset"),
             beam_args=["--runner", IN_PROCESS],
             attempt="preview",
-            day=request.day,
-            allow_outside=request.allow_outside,
-            progress=request.progress,
+            day=day,
+            allow_outside=allow_outside,
+            progress=progress,
         )
-        result = _preview(request, build_request)
+        result = _preview(request, input_root, rows)
     return {**result, "wall_sec": round(time.perf_counter() - started, 3)}
 
 
-def _preview(request: PreviewRequest, build_request: BuildRequest) -> dict[str, Any]:
-    job, features = load_request(build_request)
-    data, folder = job.data, folder_of(request.input_root)
+def _preview(request: BuildRequest, input_root: Path | str, rows: int) -> dict[str, Any]:
+    job, features = load_request(request)
+    data, folder = job.data, folder_of(input_root)
     files = find_files(folder, data.inputs)
     all_files = [file for name in files for file in files[name]]
     broadcast_sides(data, all_files)  # raises where a build of all files would
-    rows = {name: max(request.rows, OTHER_ROWS) for name in data.inputs}
-    rows[data.sample_source] = request.rows
-    copies = excerpts(folder, data.inputs, files, rows, Path(build_request.input_root))
+    copies: dict[str, Excerpt] = {}
+    for name, config in data.inputs.items():
+        num_rows = rows if name == data.sample_source else max(rows, OTHER_ROWS)
+        target = Path(request.input_root)
+        copies[name] = copy_excerpt(folder, config, files[name], num_rows, target)
     listing = [file for excerpt in copies.values() for file in excerpt.listing]
     listing.sort(key=lambda file: (file.source, file.path))
-    build_request = replace(build_request, listing=tuple(listing))
-    build_request, job = with_groups(build_request, job, features)
-    context = prepare(build_request, job, features)
-    build_request.dataset.mkdir()
-    root = build_request.dataset / "segment"
+    request = replace(request, listing=tuple(listing))
+    request, job = with_groups(request, job, features)
+    context = prepare(request, job, features)
+    request.dataset.mkdir()
+    root = request.dataset / "segment"
     context = replace(context, segment_root=root, shuffle_by="memory")
-    return _run_stages(context, job, copies, request)
+    return {"job": job.name, "input": str(input_root), **_run_stages(context, copies)}
 
 
-def _run_stages(
-    context: BuildContext, job: Job, copies: Mapping[str, Excerpt], request: PreviewRequest
-) -> dict[str, Any]:
+def _run_stages(context: BuildContext, copies: Mapping[str, Excerpt]) -> dict[str, Any]:
     outputs, num_read = OutputCollector(), Counter[str]()
     raw_rows: dict[str, list[pa.Table]] = {}
     source_of = {file.path: file.source for file in context.listing}
@@ -171,8 +164,6 @@ def _run_stages(
     }
     first = _with_transforms(context, samples.rows.slice(0, NUM_SAMPLES), files)
     return {
-        "job": job.name,
-        "input": str(request.input_root),
         "rows": num_read[context.data.sample_source],
         "sources": sources,
         "num_samples": samples.rows.num_rows,

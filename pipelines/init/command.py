@@ -23,7 +23,7 @@ from pipelines.autogroup.job import yaml_word
 from pipelines.init.columns import plain_name, quoted
 from pipelines.init.files import LogSource, find_sources
 from pipelines.init.plan import Feature, Plan, Side, num_rows_of, plan_of, type_of, typed
-from pipelines.preview import PreviewRequest, preview
+from pipelines.preview import preview
 from pipelines.samples.sql import quoted_name
 from pipelines.sources.formats import empty_rows, format_of, input_splits, read_split
 from pipelines.sources.listing import Folder, folder_of
@@ -91,7 +91,7 @@ def init(
     (output / SCHEMA).write_text(schema_text(plan), encoding="utf-8")
     for line in _summary(plan):
         progress(line)
-    previewed = preview(PreviewRequest(job_path=job, input_root=input_root))
+    previewed = preview(job, input_root)
     rejects = previewed["rejects"]
     if rejects["share"] > WARN_REJECT_FRACTION:
         reason = rejects["reasons"][0]

@@ -16,9 +16,9 @@ import pyarrow as pa
 
 from pipelines.sources.formats import (
     FORMATS,
+    copy_excerpt,
     detect_format,
     empty_rows,
-    excerpts,
     format_of,
     input_splits,
     read_split,
@@ -341,7 +341,7 @@ def _first_rows(
     """Return the first rows as a build reads them, the number of all rows, and if these are all."""
     directory = scratch / name
     directory.mkdir()
-    excerpt = excerpts(folder, {name: config}, {name: files}, {name: ROWS}, directory)[name]
+    excerpt = copy_excerpt(folder, config, files, ROWS, directory)
     copies = folder_of(directory)
     tables: list[pa.Table] = []
     for index, file in enumerate(excerpt.listing):

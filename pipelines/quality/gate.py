@@ -161,19 +161,6 @@ def _add_distance(proto: anomalies_pb2.Anomalies, distance: Distance) -> None:
 # Checks of a segment.
 
 
-@dataclass(frozen=True, slots=True)
-class GateResult:
-    """Result of the checks of a segment.
-
-    Attributes:
-        findings: exceeded limits; empty if the segment passes.
-        distances: all measured distances.
-    """
-
-    findings: tuple[Finding, ...]
-    distances: tuple[Distance, ...]
-
-
 class GateError(SchemaError):
     """Say that a segment was built but is refused by the gate."""
 
@@ -185,8 +172,8 @@ def check_segment(
     previous: statistics_pb2.DatasetFeatureStatisticsList | None,
     rejects: RejectCounts,
     num_rows: int,
-) -> GateResult:
-    """Compare a segment with its limits.
+) -> tuple[list[Finding], list[Distance]]:
+    """Return the limits that a segment exceeds, and all measured distances.
 
     `previous` is None for the first segment; `num_rows` raw rows yielded the samples.
     """
@@ -211,7 +198,7 @@ def check_segment(
     findings.extend(reject_findings(gate or GateConfig(), rejects, num_rows))
     if gate is not None and previous_slices:
         findings.extend(_session_findings(gate, schema, whole, previous_slices["segment"]))
-    return GateResult(tuple(findings), tuple(distances))
+    return findings, distances
 
 
 def check_limits(schema: schema_pb2.Schema) -> None:
@@ -549,7 +536,7 @@ def pass_gate(
         GateError: the segment exceeds a limit, and the gate's action is `fail`.
     """
     rejects = count_segment_rejects(building)
-    result = check_segment(
+    findings, distances = check_segment(
         schema,
         gate,
         read_statistics(statistics_path(building)),
@@ -558,22 +545,22 @@ def pass_gate(
         read_segment(building).num_rows,
     )
     if gate is None:
-        fails = any(finding.short == MANY_REJECTS for finding in result.findings)
+        fails = any(finding.short == MANY_REJECTS for finding in findings)
     else:
-        fails = bool(result.findings) and gate.action == "fail"
+        fails = bool(findings) and gate.action == "fail"
     severity = "ERROR" if fails else "WARNING"
-    text = anomalies_text(rejects, result.findings, result.distances, severity)
+    text = anomalies_text(rejects, findings, distances, severity)
     if fails:
         keep_rejects(building, refused)
         shutil.copy(statistics_path(building), refused)
         (refused / ANOMALIES).write_text(text, encoding="utf-8")
         limit = " (data.gate.max_reject_fraction)" if gate is None else ""
-        lines = "\n".join(map(str, result.findings))
+        lines = "\n".join(map(str, findings))
         raise GateError(
-            f"segment must pass the gate, got {len(result.findings)} findings; correct the input "
+            f"segment must pass the gate, got {len(findings)} findings; correct the input "
             f"or the limits{limit}, see {refused}\n{lines}"
         )
-    for finding in result.findings:
+    for finding in findings:
         progress(f"warning: {finding}")
     shutil.rmtree(refused, ignore_errors=True)
     return text

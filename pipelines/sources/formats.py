@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -279,8 +279,8 @@ class Excerpt:
         is_whole: whether all rows were copied.
     """
 
-    files: tuple[InputFile, ...]
-    listing: tuple[InputFile, ...]
+    files: Sequence[InputFile]
+    listing: Sequence[InputFile]
     is_whole: bool
 
     @property
@@ -289,38 +289,20 @@ class Excerpt:
         return sum(file.num_bytes for file in self.files)
 
 
-def excerpts(
-    folder: Folder,
-    sources: Mapping[str, SourceConfig],
-    files: Mapping[str, Iterable[InputFile]],
-    rows: Mapping[str, int],
-    target: Path,
-) -> dict[str, Excerpt]:
-    """Copy the first rows of each source.
-
-    Args:
-        folder: input directory.
-        sources: sources and side tables.
-        files: files of each, in order.
-        rows: number of rows of each.
-        target: directory to write to.
-    """
-    copies: dict[str, Excerpt] = {}
-    for name, config in sources.items():
-        remaining, listing, whole = rows[name], list[InputFile](), True
-        source_files = tuple(files[name])
-        for file in source_files[:MAX_FILES]:
-            if remaining <= 0:
-                break
-            copy = target / file.path
-            copy.parent.mkdir(parents=True, exist_ok=True)
-            num_copied, is_whole = _copy(folder, file.path, config, copy, remaining)
-            remaining, whole = remaining - num_copied, whole and is_whole
-            size = copy.stat().st_size
-            listing.append(replace(file, source=name, num_bytes=size))
-        whole = whole and len(listing) == len(source_files)
-        copies[name] = Excerpt(source_files, tuple(listing), whole)
-    return copies
+def copy_excerpt(
+    folder: Folder, config: SourceConfig, files: Sequence[InputFile], rows: int, target: Path
+) -> Excerpt:
+    """Copy the first rows of a source's files to another folder."""
+    listing, is_whole = list[InputFile](), True
+    for file in files[:MAX_FILES]:
+        if rows <= 0:
+            break
+        copy = target / file.path
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        num_copied, whole_file = _copy(folder, file.path, config, copy, rows)
+        rows, is_whole = rows - num_copied, is_whole and whole_file
+        listing.append(replace(file, num_bytes=copy.stat().st_size))
+    return Excerpt(files, listing, is_whole and len(listing) == len(files))
 
 
 def _copy(

@@ -12,7 +12,7 @@ import yaml
 from pipelines.cli import main
 from pipelines.context import BuildContext, BuildRequest
 from pipelines.prepare import prepare
-from pipelines.preview import PreviewRequest, preview
+from pipelines.preview import preview
 from pipelines.sources.formats import empty_rows, input_splits, read_split
 from pipelines.sources.listing import (
     folder_of,
@@ -198,12 +198,12 @@ def test_undeclared_columns_of_folders_are_said_with_the_key_to_add(
         "source log: folder names such as parquet/day=2026-03-01/city=%C3%85rhus/ give columns "
         "that the SQL does not see; add `partitions: {day: date, city: string}` to read them"
     ]
-    shown = preview(PreviewRequest(job_path=tmp_path / "a" / "job.yaml", input_root=log))
+    shown = preview(tmp_path / "a" / "job.yaml", log)
     assert shown["notes"][0] == messages[0]
     more = ", partitions: {day: timestamp, city: string}"
     job = job_of(tmp_path / "b", more, {"x": "INT", "day": "INT", "city": "BYTES"})
     assert prepared(job, log)[1] == []
-    shown = preview(PreviewRequest(job_path=job, input_root=log))
+    shown = preview(job, log)
     assert "partitions" not in str(shown["notes"])
     assert [row["city"] for row in shown["samples"]] == ["\u00c5rhus"] * 4
 

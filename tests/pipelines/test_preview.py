@@ -17,8 +17,8 @@ import pytest
 
 from pipelines.build import build
 from pipelines.cli import main
-from pipelines.preview import WIDTH, PreviewRequest, preview
-from pipelines.sources.formats import MAX_FILES, excerpts, input_splits, read_split
+from pipelines.preview import WIDTH, preview
+from pipelines.sources.formats import MAX_FILES, copy_excerpt, input_splits, read_split
 from pipelines.sources.listing import Folder, find_files, folder_of
 from pipelines.sources.rows import ORIGIN, InputSplit
 from schemas.config.sources import SourceConfig
@@ -41,7 +41,7 @@ def scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_preview_of_a_whole_log_has_the_figures_of_its_build(tmp_path: Path, scratch: Path) -> None:
     logs.write_log(tmp_path / "log")
     job = logs.write_job(tmp_path / "job")
-    result = preview(PreviewRequest(job_path=job, input_root=tmp_path / "log"))
+    result = preview(job, tmp_path / "log")
     asked = replace(
         request(job, tmp_path / "log", tmp_path / "d"), beam_args=["--runner=InProcess"]
     )
@@ -74,7 +74,7 @@ def test_the_share_of_rejects_is_of_all_rows_that_were_read(tmp_path: Path) -> N
     columns = columns.set_column(columns.column_names.index("user"), "user", user)
     pq.write_table(columns, tmp_path / "log" / "log-0.parquet", row_group_size=40)
     job = logs.write_job(tmp_path / "job")
-    result = preview(PreviewRequest(job_path=job, input_root=tmp_path / "log"))
+    result = preview(job, tmp_path / "log")
     assert result["rows"] == result["sources"]["log"]["rows_read"] == 100
     assert result["rejects"]["share"] == result["rejects"]["num"] / 100
     assert "60.0% of the rows that samples are made from are rejected" in result["notes"]
@@ -83,7 +83,7 @@ def test_the_share_of_rejects_is_of_all_rows_that_were_read(tmp_path: Path) -> N
 def test_preview_of_the_first_rows_says_that_they_are_estimates(tmp_path: Path) -> None:
     rows = logs.write_log(tmp_path / "log")
     job = logs.write_job(tmp_path / "job")
-    result = preview(PreviewRequest(job_path=job, input_root=tmp_path / "log", rows=30))
+    result = preview(job, tmp_path / "log", rows=30)
     assert result["rows"] == 30
     items = rows.slice(0, 30)["items"].to_pylist()
     assert result["num_samples"] == sum(map(len, items))
@@ -102,7 +102,7 @@ def test_preview_names_rejects_as_the_build_does(tmp_path: Path) -> None:
     job.write_text(text)
     (tmp_path / "log" / "log-3.parquet").write_bytes(b"PAR1")
     bad = sum(user == 52 for user in rows["user"].to_pylist())
-    result = preview(PreviewRequest(job_path=job, input_root=tmp_path / "log"))["rejects"]
+    result = preview(job, tmp_path / "log")["rejects"]
     build(replace(request(job, tmp_path / "log", tmp_path / "d"), beam_args=["--runner=InProcess"]))
     (path,) = (tmp_path / "d").rglob("rejects/*.parquet")
     assert result["first"] == pq.read_table(path).to_pylist()[: len(result["first"])]
@@ -116,7 +116,7 @@ def test_preview_says_what_would_end_a_build(tmp_path: Path) -> None:
     (tmp_path / "log" / "log-3.parquet").write_bytes(b"PAR1")
     for on_error, words in (("reject", "on_error: reject_files"), ("fail", "on_error: reject")):
         job = logs.write_job(tmp_path / on_error, on_error=on_error)
-        notes = preview(PreviewRequest(job_path=job, input_root=tmp_path / "log"))["notes"]
+        notes = preview(job, tmp_path / "log")["notes"]
         assert any(note.startswith("a build ends here: ") and words in note for note in notes)
 
 
@@ -126,7 +126,7 @@ def test_preview_says_that_the_gate_would_keep_a_segment_out(tmp_path: Path) -> 
     job = logs.write_job(tmp_path / "job")
     text = job.read_text().replace("clicked AS label", "(1 / (user % 4))::INT AS label")
     job.write_text(text)
-    notes = preview(PreviewRequest(job_path=job, input_root=tmp_path / "log"))["notes"]
+    notes = preview(job, tmp_path / "log")["notes"]
     (note,) = [note for note in notes if note.startswith("the gate keeps such a segment out")]
     assert "rejected rows must be at most 0.1 of those that samples are made from" in note
 
@@ -139,7 +139,7 @@ def test_a_join_that_matches_nothing_says_so(
     job = test_joins.write_job(tmp_path / "job")
     path = tmp_path / "input" / "items.jsonl"
     path.write_text("\n".join(f'{{"item": {i}, "price": 1, "tags": [1]}}' for i in range(900, 950)))
-    result = preview(PreviewRequest(job_path=job, input_root=tmp_path / "input"))
+    result = preview(job, tmp_path / "input")
     items, users = result["joins"]
     assert (items["table"], items["matched"], items["of"]) == ("items", 0, result["num_samples"])
     assert 0 < users["matched"] < users["of"]
@@ -147,7 +147,7 @@ def test_a_join_that_matches_nothing_says_so(
     assert note in result["notes"]
     assert "column 'price' is null in every sample" in result["notes"]
     monkeypatch.setattr("pipelines.preview.OTHER_ROWS", 8)
-    result = preview(PreviewRequest(job_path=job, input_root=tmp_path / "input", rows=8))
+    result = preview(job, tmp_path / "input", rows=8)
     _, users = result["joins"]
     note = f"only {users['matched']} of {users['of']} samples have their 'user' in the first 8 rows"
     assert f"{note} of 'users'; others may follow" in result["notes"]
@@ -200,11 +200,12 @@ def test_an_excerpt_has_the_first_rows_of_a_file_and_no_others(
     content = encode(rows)  # pyright: ignore[reportCallIssue]
     (tmp_path / "log" / name).write_bytes(content)
     config = SourceConfig(files="x.*", format=kind, columns={"a": "int64", "text": "string"})  # pyright: ignore[reportArgumentType]
-    folder, sources = folder_of(tmp_path / "log"), {"log": config}
+    folder = folder_of(tmp_path / "log")
     (tmp_path / "copy").mkdir()
-    result = excerpts(folder, sources, find_files(folder, sources), {"log": 500}, tmp_path / "copy")
-    assert not result["log"].is_whole
-    (copied,) = result["log"].listing
+    files = find_files(folder, {"log": config})["log"]
+    result = copy_excerpt(folder, config, files, 500, tmp_path / "copy")
+    assert not result.is_whole
+    (copied,) = result.listing
     assert copied.num_bytes < len(content) / 4
     table = read(folder_of(tmp_path / "copy"), copied.path, config)
     assert 240 <= table.num_rows <= 3_000
@@ -228,11 +229,12 @@ def test_of_many_files_only_the_first_are_read(tmp_path: Path) -> None:
     for i in range(MAX_FILES + 9):
         (tmp_path / "log" / f"{i:03d}.jsonl").write_text('{"a": 1}\n')
     config = SourceConfig(files="*.jsonl", format="jsonl", columns={"a": "int64"})
-    folder, sources = folder_of(tmp_path / "log"), {"log": config}
-    result = excerpts(folder, sources, find_files(folder, sources), {"log": 500}, tmp_path / "copy")
-    assert len(result["log"].files) == MAX_FILES + 9
-    assert len(result["log"].listing) == MAX_FILES
-    assert not result["log"].is_whole
+    folder = folder_of(tmp_path / "log")
+    files = find_files(folder, {"log": config})["log"]
+    result = copy_excerpt(folder, config, files, 500, tmp_path / "copy")
+    assert len(result.files) == MAX_FILES + 9
+    assert len(result.listing) == MAX_FILES
+    assert not result.is_whole
 
 
 @pytest.mark.slow
