@@ -107,7 +107,7 @@ def find_sources(folder: Folder, scratch: Path) -> tuple[list[LogSource], list[s
         group.lines.extend(lines if len(group.lines) < ROWS else [])
     if not groups:
         raise SchemaError(
-            "input must have files of Parquet, CSV, JSON lines or Avro, got none; check the folder",
+            f"input must have files of a format of {', '.join(FORMATS)}, got none; check the folder",
             file=folder.root,
         )
     sources: list[LogSource] = []

@@ -369,7 +369,10 @@ def test_init_keeps_a_job_that_is_there(tmp_path: Path, capsys: pytest.CaptureFi
     (tmp_path / "log").mkdir()
     words = ["init", str(tmp_path / "log"), "--output", str(tmp_path / "job"), "--json"]
     assert main(words) == 1
-    assert "input must have files of Parquet, CSV, JSON lines or Avro" in capsys.readouterr().err
+    assert (
+        "input must have files of a format of parquet, avro, jsonl, csv, got none"
+        in capsys.readouterr().err
+    )
     shown_log(tmp_path / "log")
     assert main(words) == 0
     printed = capsys.readouterr().out
