@@ -107,7 +107,8 @@ def find_sources(folder: Folder, scratch: Path) -> tuple[list[LogSource], list[s
         group.lines.extend(lines if len(group.lines) < ROWS else [])
     if not groups:
         raise SchemaError(
-            f"input must have files of a format of {', '.join(FORMATS)}, got none; check the folder",
+            f"input must have files in one of the formats {', '.join(FORMATS)}, got none; "
+            "check the folder",
             file=folder.root,
         )
     sources: list[LogSource] = []
