@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from schemas.hashing import splitmix64
+
 CARDINALITIES = {
     "user_id": 1_000_000,
     "user_country": 60,
@@ -51,13 +53,7 @@ def mix(values: np.ndarray, stream: int) -> np.ndarray:
         values: any shape, integers.
         stream: number of an independent hash function.
     """
-    state = values.astype(np.uint64) + np.uint64(stream * _GOLDEN % (1 << 64))
-    state ^= state >> np.uint64(30)
-    state *= np.uint64(0xBF58476D1CE4E5B9)
-    state ^= state >> np.uint64(27)
-    state *= np.uint64(0x94D049BB133111EB)
-    state ^= state >> np.uint64(31)
-    return state
+    return splitmix64(values.astype(np.uint64) + np.uint64((stream - 1) * _GOLDEN % (1 << 64)))
 
 
 def unit(hashes: np.ndarray) -> np.ndarray:
