@@ -14,7 +14,7 @@ import pyarrow.compute as pc
 
 from pipelines.init.files import MANY
 from pipelines.samples.sql import quoted_name
-from schemas.arrays import one_chunk
+from schemas.arrays import offsets_of, one_chunk
 
 Shape = Literal["int", "float", "bool", "text", "time", "list"]
 Role = Literal["sparse", "dense", "label", "kept"]
@@ -249,7 +249,7 @@ def _lists(
 
 def _offsets(values: pa.Array) -> pa.Array:
     lengths = pc.fill_null(pc.list_value_length(values), 0).to_numpy(zero_copy_only=False)
-    return pa.array(np.append(0, np.cumsum(lengths)), pa.int64())
+    return pa.array(offsets_of(lengths))
 
 
 def _epoch(column: Column, name: str) -> Column | None:

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from pipelines.samples.sql import Connection, name_errors, nodes, parse, run
 from pipelines.samples.validate import check_type
-from schemas.arrays import combine_hashes, hash_values, is_list, one_chunk
+from schemas.arrays import combine_hashes, hash_values, is_list, offsets_of, one_chunk, ranges
 from schemas.config.job import SAMPLES, DataConfig
 from schemas.config.transforms import TransformConfig, num_ids_of_transform
 from schemas.errors import SchemaError, suggest_name
@@ -213,8 +213,7 @@ def hash_columns(columns: list[pa.Array], num_rows: int, salt: str) -> pa.Array:
     rows = pa.array(np.repeat(np.arange(len(values)), lengths))
     used = pa.array(np.repeat(valid, lengths))  # a list crossed with a null is null
     flat = [(values.flatten() if c is values else c.take(rows)).filter(used) for c in columns]
-    offsets = np.zeros(len(values) + 1, np.int64)
-    np.cumsum(np.where(valid, lengths, 0), out=offsets[1:])
+    offsets = offsets_of(np.where(valid, lengths, 0))
     ids = _hash_flat(flat, num_rows, salt)
     mask = None if valid.all() else pa.array(~valid)
     return pa.LargeListArray.from_arrays(pa.array(offsets), ids, mask=mask)
@@ -248,12 +247,9 @@ def truncate_lists(column: pa.Array, count: int, from_end: bool) -> pa.Array:
     kept = np.minimum(lengths, count)
     ends = np.cumsum(lengths)
     starts = ends - kept if from_end else ends - lengths
-    offsets = np.zeros(len(column) + 1, np.int64)
-    np.cumsum(kept, out=offsets[1:])
-    indices = np.arange(offsets[-1]) + np.repeat(starts - offsets[:-1], kept)
     mask = column.is_null() if column.null_count else None
-    values = column.flatten().take(pa.array(indices))
-    return pa.LargeListArray.from_arrays(pa.array(offsets), values, mask=mask)
+    values = column.flatten().take(pa.array(ranges(starts, kept)))
+    return pa.LargeListArray.from_arrays(pa.array(offsets_of(kept)), values, mask=mask)
 
 
 def clip(values: pa.Array, minimum: float | None, maximum: float | None) -> pa.Array:
