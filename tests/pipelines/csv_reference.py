@@ -1,4 +1,4 @@
-"""CSV read one byte at a time, as `csv_records.py` documents it; shares no code with it."""
+"""CSV read byte by byte, as `text_records.py` documents it; shares no code with it."""
 
 from __future__ import annotations
 

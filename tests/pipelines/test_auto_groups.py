@@ -1,4 +1,4 @@
-"""Chosen groups: as cheap as the best there is on small inputs, and blind to all but the values."""
+"""Choice of groups: optimal on small inputs, and dependent on the values only."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path

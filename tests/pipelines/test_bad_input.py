@@ -1,5 +1,5 @@
 # ruff: noqa: E501 - a table of faults, one a line
-"""Whatever is wrong with the input: it is named by file and place, and all good rows arrive."""
+"""Faults of the input are reported with file and position, and all good rows are read."""
 
 import re
 from collections.abc import Callable

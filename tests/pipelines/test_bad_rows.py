@@ -1,4 +1,4 @@
-"""Rows that the SQL raises on: the same as run one by one, found in a few runs of the statement."""
+"""Rows on which SQL raises: as if each row were run alone, isolated in a few runs."""
 
 from collections.abc import Mapping
 

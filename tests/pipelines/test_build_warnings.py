@@ -1,4 +1,4 @@
-"""What a build says about splits that are empty and groups that save nothing."""
+"""Warnings of a build: empty splits, and groups that save nothing."""
 
 from __future__ import annotations
 

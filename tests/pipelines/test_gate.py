@@ -1,4 +1,4 @@
-"""The gate: which segments stay out, why, and what they leave."""
+"""The quality gate: which segments are refused, the reasons, and the files that remain."""
 
 import math
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""A first job from files alone: it builds as it is, and says why each choice was made."""
+"""`init`: a job that builds without changes, with the reason of each choice."""
 
 from __future__ import annotations
 

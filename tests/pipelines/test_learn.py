@@ -1,4 +1,4 @@
-"""What chunks contribute adds up to the same, however the samples were cut and merged."""
+"""Partial results of fitted transforms: equal sums for any chunks and order of merging."""
 
 import hashlib
 import re

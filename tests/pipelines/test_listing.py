@@ -1,5 +1,5 @@
 # ruff: noqa: E501 - a table of globs, one a line
-"""Which files a source has: globs, links, other filesystems, files that come and go."""
+"""Files of a source: globs, links, other filesystems, files that appear and disappear."""
 
 import io
 import re

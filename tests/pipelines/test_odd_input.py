@@ -1,4 +1,4 @@
-"""Values that a file may hold and a dataset may not: one row goes, the others stay."""
+"""Values that a file may have and a dataset may not: one row is rejected, the others stay."""
 
 import gzip
 import re

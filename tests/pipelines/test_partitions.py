@@ -1,4 +1,4 @@
-"""Columns of folder names: read as DuckDB reads them, refused where they are unclear."""
+"""Columns from folder names: read as by DuckDB, refused where they are ambiguous."""
 
 import re
 from datetime import date, datetime

@@ -1,4 +1,4 @@
-"""A preview says what a build would, of the first rows alone, and leaves nothing behind."""
+"""`preview` reports what a build of the first rows would, and leaves no files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Readers against files of random faults: every row is accepted or rejected, at its place."""
+"""Readers with random faults in files: each row is accepted or rejected, with its position."""
 
 import gzip
 import io

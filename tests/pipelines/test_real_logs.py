@@ -1,4 +1,4 @@
-"""Real logs with known counts: every sample arrives, and the bytes are what was promised."""
+"""Real logs with known counts: every sample is stored, in the expected number of bytes."""
 
 from collections import Counter
 from datetime import datetime

@@ -1,4 +1,4 @@
-"""Files of rejects: the same bytes whoever writes them, counted by kind of reason."""
+"""Files of rejects: the same bytes for any workers, counts by kind of reason."""
 
 import json
 import re

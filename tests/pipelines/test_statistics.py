@@ -1,4 +1,4 @@
-"""Statistics, encodings and SQL: exact, lossless, and with the origin carried through."""
+"""Statistics are exact, encodings lossless, and SQL keeps the origin of rows."""
 
 from fractions import Fraction
 from io import BytesIO

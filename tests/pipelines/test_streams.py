@@ -1,5 +1,5 @@
 # ruff: noqa: E501 - a table of faults, one a line
-"""Features and events joined: each feature with its event, late and unmatched events kept."""
+"""Join of features and events: each feature with its event; late and unmatched events are kept."""
 
 import re
 from collections import Counter

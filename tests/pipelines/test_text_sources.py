@@ -1,5 +1,5 @@
 # ruff: noqa: E501 - a table of faults, one a line
-"""JSON lines and Avro: good rows arrive, each bad one is named by file and position."""
+"""JSON lines and Avro: good rows are read, each bad one is rejected with file and position."""
 
 import gzip
 import io

@@ -1,4 +1,4 @@
-"""Times that name their zone are read as UTC, in every format; none loses its zone in silence."""
+"""Times with a zone are read as UTC in every format; no zone is ignored."""
 
 from datetime import datetime
 from pathlib import Path
