@@ -65,27 +65,16 @@ def init(
     folder = folder_of(input_root)
     with TemporaryDirectory(prefix="presage-init-") as scratch:
         sources, others = find_sources(folder, Path(scratch))
-    sources = [typed(source) for source in sources]
-    unique = {
-        (source.name, column): is_unique(folder, source, column)
-        for source in (sources if len(sources) > 1 else [])
-        for column in source.rows.column_names
-        if pa.types.is_integer(source.rows[column].type) or is_text(source.rows[column].type)
-    }
-    plan = plan_of(sources, unique)
-    plan.left_out += [(path, "no readable format, or no rows") for path in others]
-    for source in sources:
-        declared = source.config.columns or source.rows.column_names
-        dropped = [path for path in source.notes if path.split(".")[0] not in declared]
-        plan.left_out += [(f"{path} of {source.name}", source.notes[path]) for path in dropped]
-    time = next(f.column for f in plan.features if f.column.name == plan.time[0])
-    split = None
-    if plan.is_timed:
-        with TemporaryDirectory(prefix="presage-init-") as scratch:
-            split = evaluation_from(folder, plan.source, time.expr, Path(scratch), progress)
-    root = Path(str(input_root).rstrip("/"))
+        plan = _make_plan(folder, sources)
+        plan.left_out += [(path, "no readable format, or no rows") for path in others]
+        plan.left_out += _dropped_columns(sources)
+        split = None
+        if plan.is_timed:
+            time = next(f.column for f in plan.features if f.column.name == plan.time[0])
+            windows = Path(scratch, "windows")
+            split = evaluation_from(folder, plan.source, time.expr, windows, progress)
     output.mkdir(parents=True, exist_ok=True)
-    name = plain_name(root.name or "log")
+    name = plain_name(Path(str(input_root).rstrip("/")).name or "log")
     job = output / JOB
     job.write_text(job_text(plan, name, str(input_root), split), encoding="utf-8")
     (output / SCHEMA).write_text(schema_text(plan), encoding="utf-8")
@@ -113,6 +102,27 @@ def init(
         "num_rejects": rejects["num"],
         "notes": previewed["notes"],
     }
+
+
+def _make_plan(folder: Folder, sources: Sequence[LogSource]) -> Plan:
+    """Return the choices for some sources, of which possible keys are checked for uniqueness."""
+    sources = [typed(source) for source in sources]
+    unique = {
+        (source.name, column): is_unique(folder, source, column)
+        for source in (sources if len(sources) > 1 else [])
+        for column in source.rows.column_names
+        if pa.types.is_integer(source.rows[column].type) or is_text(source.rows[column].type)
+    }
+    return plan_of(sources, unique)
+
+
+def _dropped_columns(sources: Sequence[LogSource]) -> Iterator[tuple[str, str]]:
+    """Yield (column, reason) of columns that sources cannot declare."""
+    for source in sources:
+        declared = source.config.columns or source.rows.column_names
+        for path, note in source.notes.items():
+            if path.split(".")[0] not in declared:
+                yield f"{path} of {source.name}", note
 
 
 def _summary(plan: Plan) -> list[str]:

@@ -84,27 +84,9 @@ def find_sources(folder: Folder, scratch: Path) -> tuple[list[LogSource], list[s
     Raises:
         SchemaError: no file can be read.
     """
-    sizes = folder.files()
-    files = [
-        InputFile(source="", path=path, num_bytes=folder.size(path) if n is None else n, sha256="")
-        for path, n in sizes.items()
-    ]
-    groups: dict[tuple[str, ...], _FileGroup] = {}
-    unused: list[str] = []
-    for file in files:
-        config = None if _IGNORED.search(file.path) else _config(folder, file.path)
-        if config is None or not file.num_bytes:
-            unused.append(file.path)
-            continue
-        lines = _json_rows(_head(folder, file.path)) if config.format == "jsonl" else []
-        schema_of = format_of(config).schema_of
-        columns = schema_of(folder, file.path).names if schema_of else config.columns or ()
-        key = (config.format, config.delimiter, str(config.header), *sorted(columns))
-        if config.format == "jsonl":  # lines may lack fields
-            key = next((k for k in groups if _same_fields(k, key)), key)
-        group = groups.setdefault(key, _FileGroup(config, [], []))
-        group.files.append(file)
-        group.lines.extend(lines if len(group.lines) < ROWS else [])
+    files, groups = _group_files(folder)
+    readable = {file.path for group in groups.values() for file in group.files}
+    unused = [file.path for file in files if file.path not in readable]
     if not groups:
         raise SchemaError(
             f"input must have files in one of the formats {', '.join(FORMATS)}, got none; "
@@ -140,6 +122,31 @@ class _FileGroup:
     config: SourceConfig
     files: list[InputFile]
     lines: list[dict[str, Any]]
+
+
+def _group_files(
+    folder: Folder,
+) -> tuple[list[InputFile], dict[tuple[str, ...], _FileGroup]]:
+    """Return all files of a folder, and the readable ones by format and columns."""
+    files = [
+        InputFile(source="", path=path, num_bytes=folder.size(path) if n is None else n, sha256="")
+        for path, n in folder.files().items()
+    ]
+    groups: dict[tuple[str, ...], _FileGroup] = {}
+    for file in files:
+        config = None if _IGNORED.search(file.path) else _config(folder, file.path)
+        if config is None or not file.num_bytes:
+            continue
+        lines = _json_rows(_head(folder, file.path)) if config.format == "jsonl" else []
+        schema_of = format_of(config).schema_of
+        columns = schema_of(folder, file.path).names if schema_of else config.columns or ()
+        key = (config.format, config.delimiter, str(config.header), *sorted(columns))
+        if config.format == "jsonl":  # lines may lack fields
+            key = next((k for k in groups if _same_fields(k, key)), key)
+        group = groups.setdefault(key, _FileGroup(config, [], []))
+        group.files.append(file)
+        group.lines.extend(lines if len(group.lines) < ROWS else [])
+    return files, groups
 
 
 def _declared(folder: Folder, group: _FileGroup) -> tuple[Mapping[str, str] | None, dict[str, str]]:
