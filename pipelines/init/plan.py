@@ -399,42 +399,43 @@ def _add_side(
             plan.left_out.append((label, f"{reason}; see samples.per and samples.events"))
             return
         time = _raw_name(source, times[0])
+    others = [c for c in columns if c is not key and (time is None or c.expr != quoted(time))]
+    used, unused = _side_columns(plan, source, others)
+    if not used:
+        plan.left_out.append((label, "has no further columns that samples can use"))
+        return
+    for feature in used.values():
+        _add(plan, feature.column, feature.role, f"from {source.name}; {feature.why}")
+    for reason, column_names in unused.items():
+        plan.left_out.append((f"{source.name}: {', '.join(column_names)}", reason))
+    raw_names = {name: _raw_name(source, feature.column) for name, feature in used.items()}
+    plan.sides.append(Side(source, key_name, asked, raw_names, time, why))
+
+
+def _side_columns(
+    plan: Plan, source: LogSource, columns: Sequence[Column]
+) -> tuple[dict[str, Feature], dict[str, list[str]]]:
+    """Return the columns of a side table that samples can use, and the others by reason."""
     names = {f.column.name for f in plan.features}
     plain = {quoted(name) for name in source.rows.column_names}
-    used: dict[str, Column] = {}
-    transformed: set[str] = set()
+    used: dict[str, Feature] = {}
     unused: dict[str, list[str]] = {}
     for column in columns:
-        if column is key or (time is not None and column.expr == quoted(time)):
-            continue
-        reason = None
         if column.name in names:
             reason = "samples have columns with these names"
         elif column.is_prose:
             reason = "long texts"
-        elif column.expr not in plain:
+        elif column.expr in plain:
+            used[column.name] = Feature(column, *_role(column, in_side=True))
+            continue
+        else:
             raw = _transformed(plan, source, column, names)
             if raw is not None:
-                used[column.name] = raw
-                transformed.add(column.name)
+                used[column.name] = Feature(raw, "kept", "a transform makes a feature of it")
                 continue
             reason = f"{column.why or column.shape}: features of them need SQL"
-        if reason is None:
-            used[column.name] = column
-        else:
-            unused.setdefault(reason, []).append(column.name)
-    if not used:
-        plan.left_out.append((label, "has no further columns that samples can use"))
-        return
-    for column in used.values():
-        role, role_why = _role(column, in_side=True)
-        if column.name in transformed:
-            role, role_why = "kept", "a transform makes a feature of it"
-        _add(plan, column, role, f"from {source.name}; {role_why}")
-    for reason, column_names in unused.items():
-        plan.left_out.append((f"{source.name}: {', '.join(column_names)}", reason))
-    raw_names = {name: _raw_name(source, column) for name, column in used.items()}
-    plan.sides.append(Side(source, key_name, asked, raw_names, time, why))
+        unused.setdefault(reason, []).append(column.name)
+    return used, unused
 
 
 def _transformed(plan: Plan, source: LogSource, column: Column, names: set[str]) -> Column | None:
