@@ -308,8 +308,9 @@ def copy_excerpt(
 def _copy(
     folder: Folder, path: str, config: SourceConfig, copy: Path, rows: int
 ) -> tuple[int, bool]:
+    copy_rows = format_of(config).copy_rows
     try:
-        return format_of(config).copy_rows(folder, path, config, copy, rows)
+        return copy_rows(folder, path, config, copy, rows)
     except Exception as error:  # fastavro has no exception class of its own
         if is_transient(error) or isinstance(error, FileNotFoundError):
             raise
