@@ -97,9 +97,10 @@ def read_avro(
             return
         type_names = config.columns or {n: str(schema.field(n).type) for n in columns}
         readers = [_field_reader(file_columns, schema.field(c)) for c in columns]
+        record_schema = fastavro.parse_schema(without_logical_types(header.schema))
         end, position = split.offset + split.num_bytes, split.first_row
         for block in _blocks(file, header, split.offset, end):
-            records, problem = _decode_block(block, header)
+            records, problem = _decode_block(block, header.codec, record_schema)
             rejects = list(_lost_rows(split, position, block, len(records), problem))
             good, bad = _convert_records(records, readers)
             rejects.extend(
@@ -132,43 +133,25 @@ def _lost_rows(
         yield Reject(split.path, first_row + row, reason)
 
 
-def _decode_block(block: _Block, header: Header) -> tuple[list[dict[str, Any]], str]:
+def _decode_block(block: _Block, codec: str, schema: Any) -> tuple[list[dict[str, Any]], str]:
     """Return the records of a block up to the first error, and the error."""
     if block.data is None:
         return [], "no sync marker at its end"
     records: list[dict[str, Any]] = []
     try:
-        content = decompress(header.codec, block.data)
-        schema = without_logical_types(header.schema)
-        file = _one_block_file(schema, block.num_records, content)
-        (reader,) = fastavro.block_reader(file, handle_unicode_errors="surrogateescape")
-        for record in reader:
+        content = io.BytesIO(decompress(codec, block.data))
+        for _ in range(block.num_records):
+            record = fastavro.schemaless_reader(
+                content, schema, None, handle_unicode_errors="surrogateescape"
+            )
             assert isinstance(record, dict), "the schema is a record's"
             records.append(record)
-        used = getattr(reader, "bytes_").tell()  # noqa: B009 - the types of fastavro lack it
+        num_unused = len(content.read())
     except Exception as error:  # of zlib, bz2, lzma, Arrow, or any error of fastavro's decoder
-        return records, first_line(error)
-    if used < len(content):
-        return records, f"{len(content) - used} bytes after its {block.num_records} rows"
+        return records, first_line(error).partition(" from <")[0]  # without the address of a buffer
+    if num_unused:
+        return records, f"{num_unused} bytes after its {block.num_records} rows"
     return records, ""
-
-
-def _one_block_file(schema: Any, count: int, content: bytes) -> io.BytesIO:
-    """Return an uncompressed Avro file of one block."""
-    file = io.BytesIO()
-    fastavro.writer(file, schema, [], codec="null", sync_marker=bytes(_MARKER_BYTES))
-    file.write(_encode_long(count) + _encode_long(len(content)) + content + bytes(_MARKER_BYTES))
-    file.seek(0)
-    return file
-
-
-def _encode_long(value: int) -> bytes:
-    rest, data = value << 1, bytearray()
-    while rest > 0x7F:
-        data.append(rest & 0x7F | 0x80)
-        rest >>= 7
-    data.append(rest)
-    return bytes(data)
 
 
 def decompress(codec: str, data: bytes) -> bytes:
