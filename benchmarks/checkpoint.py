@@ -31,7 +31,7 @@ from pipelines.demo_log.log import GeneratorConfig, write_log
 from schemas.config.job import load_job
 from schemas.dataset import open_dataset
 from schemas.run_log import CHECKPOINTS
-from trainer.checkpoint.load import made_of, save_checkpoint
+from trainer.checkpoint.load import fingerprint_of, save_checkpoint
 from trainer.checkpoint.manager import CHECKPOINT_LOG, Saver, saver_of
 from trainer.checkpoint.manifest import read_checkpoint_manifest
 from trainer.checkpoint.snapshot import copy_bytes
@@ -100,7 +100,7 @@ def measure(
             config.checkpoint,
             components,
             source,
-            lambda: made_of(job, dataset),
+            lambda: fingerprint_of(job, dataset),
             first_step=0,
             loaded=False,
             num_bytes=lambda n: copy_bytes(dataset, order, layouts, range(last), n, planned),

@@ -33,7 +33,7 @@ from benchmarks.logs import (
 from schemas.config.job import load_job
 from schemas.run_log import METRICS, StepMetric, read_metrics
 from trainer.setup import TrainOptions
-from trainer.train_run import train
+from trainer.train import train
 
 WARM_UP = 5
 """Steps at the start of a run that are not measured."""

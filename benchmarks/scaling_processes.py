@@ -46,7 +46,7 @@ from trainer.elastic.membership import ReplicaOptions
 from trainer.elastic.peer_state import MemoryRows
 from trainer.elastic.replica import Replica
 from trainer.follow import FollowedDataset
-from trainer.models.dlrm import build, dense_inputs
+from trainer.models.torchrec_models import build_dlrm, dense_inputs
 from trainer.recovery import Drain, Watchdog
 from trainer.setup import TrainOptions, follow_options
 from trainer.stores.remote.connection import Access
@@ -157,7 +157,7 @@ class ShardedTrainer:
         config, spec = job.train, spec_of(dataset, job.train.dtype)
         self._reader = reader_of(dataset, config, expanded=True)
         self._rank, self._count = process.rank, process.count
-        dlrm = build(config, len(spec.dense), empty_tables(spec, config)).dlrm
+        dlrm = build_dlrm(config, len(spec.dense), empty_tables(spec, config)).dlrm
         self.model = shard_model(dlrm, process)
         initialize_rows(self.model, config)
         self.dense = dict(in_backward_optimizer_filter(self.model.named_parameters()))

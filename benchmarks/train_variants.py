@@ -49,11 +49,10 @@ from benchmarks.train_sides import (
 from schemas.config.train import ModelConfig, TrainConfig
 from schemas.dataset import Dataset
 from trainer.components import Components, build_components, dense_optimizer
-from trainer.data.collate import Batch, features_of_tables
+from trainer.data.collate import Batch, features_of_tables, single_microbatch
 from trainer.data.decode import BatchSpec, spec_of
-from trainer.data.microbatches import single_microbatch
+from trainer.data.lookup import SharedFeatures
 from trainer.data.reader import prefetch
-from trainer.data.shared_features import SharedFeatures
 from trainer.embedding.module import Embedding, TableSpec
 from trainer.models import attention
 from trainer.step import PhaseTimer, loss_of, train_batch

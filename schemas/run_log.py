@@ -96,7 +96,7 @@ class RunSummary:
     auc: float | None
     """Area under the ROC curve on the evaluation split."""
     gauc: float | None
-    """AUC per group, weighted by samples, on the evaluation split."""
+    """AUC within each group, averaged by the weight of samples, on the evaluation split."""
     samples_per_sec: float
     """Samples over the wall time of all steps but the first."""
     cache_hit_rate: float | None
@@ -106,7 +106,7 @@ class RunSummary:
     peak_rss_bytes: int
     """Largest resident memory of the process."""
     session_auc: float | None = None
-    """AUC per session, weighted by samples, on the evaluation split."""
+    """AUC within each session, averaged by the weight of samples, on the evaluation split."""
     calibration: float | None = None
     """Sum of predictions over sum of labels, weighted, on the evaluation split."""
     auc_error: float | None = None

@@ -28,7 +28,7 @@ from schemas.paths import check_writable, import_variables
 from schemas.run_log import EXIT_BEHIND, EXIT_LOST_ROWS
 from trainer.cli import WRITTEN, build_parser
 from trainer.recovery import Drain, DrainInterrupt
-from trainer.run import refuse_run
+from trainer.run import check_no_run
 
 __all__ = ["build_parser", "main"]
 
@@ -118,13 +118,13 @@ def _print_interrupt(interrupt: DrainInterrupt) -> str:
 def _train_until(drain: Drain, arguments: argparse.Namespace) -> int:
     _check_inputs(arguments, may_follow=arguments.follow)
     if not arguments.resume:
-        refuse_run(arguments.output)
+        check_no_run(arguments.output)
     from schemas.run_log import to_line
     from trainer.elastic.faults import Faults
     from trainer.elastic.launcher import LaunchOptions, train_replicas
     from trainer.runtime import show_progress
     from trainer.setup import TrainOptions
-    from trainer.train_run import train
+    from trainer.train import train
 
     _set_threads(arguments.job)
     options = TrainOptions(
@@ -347,7 +347,7 @@ def _control_store(arguments: argparse.Namespace) -> int:
 
 
 def _agent(arguments: argparse.Namespace) -> int:
-    from trainer.checkpoint.agent import run_agent, tell
+    from trainer.checkpoint.agent import run_agent, send_answer
 
     run_agent(
         arguments.run,
@@ -355,8 +355,8 @@ def _agent(arguments: argparse.Namespace) -> int:
         arguments.file,
         keep=arguments.keep,
         parent=arguments.parent,
-        lines=sys.stdin.buffer,
-        answer=lambda line: tell(sys.stdout.buffer, line),
+        requests=sys.stdin.buffer,
+        answer=lambda line: send_answer(sys.stdout.buffer, line),
     )
     return 0
 

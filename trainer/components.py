@@ -28,7 +28,7 @@ from trainer.embedding.cache import DirectSource, TablePlan
 from trainer.embedding.kernels.compiled import interactions_of
 from trainer.embedding.kernels.interface import state_width
 from trainer.embedding.module import Embedding, TableSpec
-from trainer.models import attention, dcn, deepfm, dlrm, wide_deep
+from trainer.models import attention, torchrec_models
 from trainer.stores.api import Store, TableLayout
 from trainer.stores.local import memory_store
 
@@ -136,15 +136,15 @@ def build_model(config: TrainConfig, spec: BatchSpec, embedding: nn.Module) -> n
         case "attention":
             return attention.build(config, spec.sparse, num_dense, embedding)
         case "dcn":
-            return dcn.build(config, num_dense, embedding)
+            return torchrec_models.build_dcn(config, num_dense, embedding)
         case "deepfm":
-            return deepfm.build(config, num_dense, embedding)
+            return torchrec_models.build_deepfm(config, num_dense, embedding)
         case "wide_deep":
-            return wide_deep.build(config, spec.sparse, num_dense, embedding)
+            return torchrec_models.build_wide_deep(config, spec.sparse, num_dense, embedding)
         case "dlrm":
-            model = dlrm.build(config, num_dense, embedding)
+            model = torchrec_models.build_dlrm(config, num_dense, embedding)
             if uses_shared_features(config):
-                return dlrm.DedupDlrm(model, interactions_of(config.kernels))
+                return torchrec_models.DedupDlrm(model, interactions_of(config.kernels))
             return model
 
 

@@ -15,10 +15,9 @@ from numpy.typing import NDArray
 from schemas.arrays import Array
 from schemas.errors import SchemaError
 from schemas.run_log import METRICS, read_metrics
-from trainer.checkpoint.format import RowPart, RowsAndRecords, newest
-from trainer.checkpoint.load import dense_of, newest_checkpoint
+from trainer.checkpoint.format import RowsAndRecords, read_parts, select
+from trainer.checkpoint.load import newest_checkpoint, read_dense
 from trainer.checkpoint.manifest import CheckpointManifest, read_checkpoint_manifest
-from trainer.stores.api import Records
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +46,7 @@ def compare_runs(one: Path, other: Path) -> Comparison:
     """
     losses, other_losses = (_losses(run) for run in (one, other))
     a, b = (_newest(run) for run in (one, other))
-    tensors = [dense_of(checkpoint) for checkpoint in (a, b)]
+    tensors = [read_dense(checkpoint) for checkpoint in (a, b)]
     manifests = [read_checkpoint_manifest(checkpoint) for checkpoint in (a, b)]
     tables = [sorted(manifest.parts) for manifest in manifests]
     difference = _compare_losses(losses, other_losses)
@@ -104,8 +103,7 @@ def _bits(value: Array | None) -> object:
 def _rows_of(
     checkpoint: Path, manifest: CheckpointManifest, table: str
 ) -> Iterator[RowsAndRecords]:
-    parts = [RowPart(checkpoint.parent / part) for part in manifest.parts[table]]
-    return newest([part.pieces() for part in parts])
+    return read_parts(checkpoint.parent / part for part in manifest.parts[table])
 
 
 def _compare_rows(
@@ -145,11 +143,14 @@ def _align(
     a, b = _fill(None, one), _fill(None, other)
     while a is not None and b is not None:
         count = min(len(a[0]), len(b[0]))
-        yield _part(a, slice(0, count)), _part(b, slice(0, count))
-        a, b = _fill(_part(a, slice(count, None)), one), _fill(_part(b, slice(count, None)), other)
+        yield select(a, slice(0, count)), select(b, slice(0, count))
+        a, b = (
+            _fill(select(a, slice(count, None)), one),
+            _fill(select(b, slice(count, None)), other),
+        )
     last = a or b
     if last is not None:
-        empty = _part(last, slice(0, 0))
+        empty = select(last, slice(0, 0))
         yield a or empty, b or empty
 
 
@@ -160,11 +161,6 @@ def _fill(chunk: RowsAndRecords | None, stream: Iterator[RowsAndRecords]) -> Row
         if chunk is None:
             return None
     return chunk
-
-
-def _part(chunk: RowsAndRecords, part: slice) -> RowsAndRecords:
-    rows, records = chunk
-    return rows[part], Records(records.values[part], records.state[part])
 
 
 def _bytes_of(array: NDArray[np.generic]) -> NDArray[np.uint8]:

@@ -27,22 +27,22 @@ from schemas.files import sync_directory
 from schemas.layout import JOB, SCHEMA
 from schemas.rows import ids_of, rows_of_ids
 from schemas.run_log import CHECKPOINTS
-from trainer.checkpoint.format import RowPart, RowsAndRecords, from_bytes, write_part
+from trainer.checkpoint.format import RowPart, RowsAndRecords, from_bytes, select, write_part
 from trainer.checkpoint.manager import claim_leftovers
 from trainer.checkpoint.manifest import (
-    PLAN,
+    PLAN_FILE,
     CheckpointManifest,
-    FileSum,
-    alone,
+    FileChecksum,
     check_file,
-    complete,
-    file_sum,
+    checksum_of,
+    complete_checkpoints,
+    lock_checkpoints,
     read_checkpoint_manifest,
-    sweep,
+    remove_stale,
     write_checkpoint_manifest,
 )
 from trainer.run import read_identity
-from trainer.stores.api import Records, TableLayout
+from trainer.stores.api import TableLayout
 from trainer.stores.factory import STORE
 
 Rows = NDArray[np.int64]
@@ -109,8 +109,8 @@ def erase_rows(run: Path, ids: NDArray[np.int64], table: str) -> dict[str, Any]:
     claim_leftovers(run, job.train.checkpoint, resume=True)
     checkpoints = run / CHECKPOINTS
     num_erased: dict[str, int] = {}
-    if complete(checkpoints):
-        with alone(checkpoints) as is_locked:
+    if complete_checkpoints(checkpoints):
+        with lock_checkpoints(checkpoints) as is_locked:
             if not is_locked:
                 raise _in_use(run, "a process that writes a checkpoint")
             num_erased = _erase_from_checkpoints(checkpoints, rows, table)
@@ -173,7 +173,7 @@ def _erase_from_checkpoints(checkpoints: Path, rows: Rows, table: str) -> dict[s
     """Replace the manifests of all checkpoints; return the number of erased rows by step."""
     num_erased: dict[str, int] = {}
     parts: dict[str, tuple[str, int]] = {}
-    for folder in complete(checkpoints):
+    for folder in complete_checkpoints(checkpoints):
         manifest = read_checkpoint_manifest(folder)
         count = 0
         for part in manifest.parts.get(table, ()):
@@ -189,7 +189,7 @@ def _erase_from_checkpoints(checkpoints: Path, rows: Rows, table: str) -> dict[s
             write_checkpoint_manifest(folder, new_manifest)
             sync_directory(folder)
             num_erased[folder.name] = count
-    sweep(checkpoints, keep=len(complete(checkpoints)))
+    remove_stale(checkpoints, keep=len(complete_checkpoints(checkpoints)))
     return num_erased
 
 
@@ -221,9 +221,8 @@ def rewrite_part(checkpoints: Path, part: str, table: str, rows: Rows) -> tuple[
 
 
 def _other_rows(part: RowPart, rows: Rows) -> Iterator[RowsAndRecords]:
-    for part_rows, records in part.pieces():
-        keep = np.isin(part_rows, rows, invert=True)
-        yield part_rows[keep], Records(records.values[keep], records.state[keep])
+    for chunk in part.chunks():
+        yield select(chunk, np.isin(chunk[0], rows, invert=True))
 
 
 def _with_parts(
@@ -241,18 +240,18 @@ def _with_parts(
 
 def _files_of(
     checkpoints: Path, manifest: CheckpointManifest, old: str, new: str
-) -> dict[str, FileSum]:
+) -> dict[str, FileChecksum]:
     if old == new:
         return {n: s for n, s in manifest.files.items() if n.rpartition("/")[0] == old}
     paths = sorted((checkpoints / new).iterdir())
-    return {f"{new}/{path.name}": file_sum(path) for path in paths}
+    return {f"{new}/{path.name}": checksum_of(path) for path in paths}
 
 
 def _without_plan(
     checkpoints: Path, manifest: CheckpointManifest, rows: Rows, table: str
 ) -> CheckpointManifest:
     """Return the manifest without the state of the cache plan if that lists one of the rows."""
-    name = f"{manifest.train_step:08d}/{PLAN}"
+    name = f"{manifest.train_step:08d}/{PLAN_FILE}"
     if name not in manifest.files:
         return manifest
     path = checkpoints / name

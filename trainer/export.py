@@ -45,13 +45,13 @@ from schemas.run_log import CHECKPOINTS
 from trainer.checkpoint.format import NpyFile
 from trainer.checkpoint.load import (
     CheckpointTable,
-    dense_of,
     load_state,
     newest_checkpoint,
-    verified,
+    read_dense,
+    table_rows,
+    verify_checkpoint,
 )
-from trainer.checkpoint.manifest import DENSE as DENSE_FILE
-from trainer.checkpoint.manifest import CheckpointManifest, folder_of
+from trainer.checkpoint.manifest import DENSE_FILE, CheckpointManifest, folder_name
 from trainer.components import build_model, layouts_of, table_specs
 from trainer.data.decode import BatchSpec, spec_of_columns
 from trainer.embedding.cache import DirectSource
@@ -79,7 +79,7 @@ class Exported:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A verified checkpoint of a run."""
+    """A verify_checkpoint checkpoint of a run."""
 
     run: Path
     job: Job
@@ -90,8 +90,7 @@ class Source:
     def rows(self, table: str) -> CheckpointTable:
         """Return the rows of a table."""
         layout = layouts_of(self.spec, self.job.train)[table]
-        parts = self.manifest.parts.get(table, ())
-        return CheckpointTable(layout, [self.checkpoint.parent / part for part in parts])
+        return table_rows(self.checkpoint, self.manifest, layout)
 
     @property
     def inputs(self) -> ModelInputs:
@@ -129,13 +128,13 @@ def open_source(run: Path, train_step: int | None = None) -> Source:
     job, features = load_job(run / JOB, stored=True), load_features(run / SCHEMA)
     checkpoint = newest_checkpoint(run)
     if train_step is not None:
-        checkpoint = run / CHECKPOINTS / folder_of(train_step)
+        checkpoint = run / CHECKPOINTS / folder_name(train_step)
     if checkpoint is None or not (checkpoint / MANIFEST).is_file():
         steps = sorted(int(p.parent.name) for p in (run / CHECKPOINTS).glob(f"*/{MANIFEST}"))
         missing = "checkpoint" if train_step is None else f"checkpoint of step {train_step}"
         raise SchemaError(f"run has no {missing}: it has {steps}; use one of these", file=str(run))
     spec = spec_of_columns(features, job.data, job.train.dtype)
-    return Source(run, job, spec, checkpoint, verified(checkpoint, None))
+    return Source(run, job, spec, checkpoint, verify_checkpoint(checkpoint))
 
 
 def export_run(run: Path, output: Path, train_step: int | None = None) -> Exported:
@@ -199,7 +198,7 @@ def manifest_of(source: Source) -> ModelManifest:
 def program_of(source: Source) -> bytes:
     """Return the exported program of a checkpoint; equal checkpoints give equal bytes."""
     model = served_model(source.job.train, source.spec)
-    arrays = dense_of(source.checkpoint)
+    arrays = read_dense(source.checkpoint)
     load_state(arrays, model.model, None, file=str(source.checkpoint / DENSE_FILE))
     program = io.BytesIO()
     save(_export(model.eval(), source.inputs, source.job.train.embedding_dim), program)

@@ -1,25 +1,146 @@
 """Metrics of an evaluation, in float64, batch by batch in bounded memory.
 
 Labels are 0 or 1; one between them counts partly as both. A metric without a value (no sample, or
-one class only) is NaN, as is one with a NaN prediction; summaries write NaN as null.
+one class only) is NaN, as is one with a NaN prediction; results have None for NaN.
 
 Normalised entropy and calibration are sums. AUC keeps distinct scores; beyond 2**20 of them,
-neighbours are merged, which bounds the error. AUC within keys needs all samples of a key: those of
-consecutive keys (sessions) are evaluated when the next key starts, others go to temporary files.
+neighbours are merged, which bounds the error. AUC within groups needs all samples of a group: those
+of a session are consecutive and evaluated when the next one starts, others go to temporary files.
 """
 
 from __future__ import annotations
 
 import tempfile
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import IO, Any
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+import torch
+from numpy.typing import NDArray
 
+from schemas.config.train import TrainConfig
+from schemas.dataset import Dataset
 from schemas.hashing import as_bits, splitmix64
+from trainer.data.collate import Batch
 
 Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluation:
+    """Metrics of a model on the evaluation split; None if undefined.
+
+    Every metric is weighted by the samples' weights.
+    """
+
+    num_samples: int
+    """Samples of the evaluation split."""
+    ne: float | None
+    """Normalised entropy: log loss divided by that of the mean label."""
+    auc: float | None
+    """Area under the ROC curve."""
+    gauc: float | None
+    """AUC within each group, averaged over groups by the weight of their samples."""
+    session_auc: float | None
+    """AUC within each session, averaged over sessions by the weight of their samples."""
+    calibration: float | None
+    """Sum of predictions over sum of labels."""
+    auc_error: float | None
+    """Bound of the error of `auc`, without rounding."""
+    num_sessions: int | None
+    """Sessions that have both classes."""
+    num_one_class_sessions: int | None
+    """Sessions without an AUC, with one class only."""
+
+    @property
+    def metrics(self) -> dict[str, Any]:
+        """The metrics that the summary of a run contains."""
+        names = ("ne", "auc", "gauc", "session_auc", "calibration", "auc_error")
+        return {name: getattr(self, name) for name in names}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MetricColumns:
+    """The columns that metrics read; None if samples lack them."""
+
+    gauc: str | None
+    """Key of the groups of GAUC."""
+    session: str | None
+    """Session key."""
+    time: str | None
+    """Time, which separates sessions of one key; None without a session gap."""
+    gap: int | None
+    """Longest pause within a session, in microseconds."""
+
+    @property
+    def kept(self) -> tuple[str, ...]:
+        """Distinct columns."""
+        columns = (self.gauc, self.session, self.time)
+        return tuple(dict.fromkeys(c for c in columns if c is not None))
+
+
+def columns_of(dataset: Dataset, config: TrainConfig) -> MetricColumns:
+    """Return the columns of metrics; session AUC needs its columns in the dataset."""
+    session = dataset.job.data.session
+    has_key = session.key in dataset.features
+    needs_time = session.gap is not None
+    has_session = has_key and (not needs_time or session.time in dataset.features)
+    return MetricColumns(
+        gauc=config.metrics.gauc_key or (session.key if has_key else None),
+        session=session.key if has_session else None,
+        time=session.time if has_session and needs_time else None,
+        gap=None if session.gap is None else session.gap // timedelta(microseconds=1),
+    )
+
+
+class Metrics:
+    """All metrics, batch by batch."""
+
+    def __init__(self, columns: MetricColumns) -> None:
+        self._columns = columns
+        self._num_samples = 0
+        self._sums = LossSums()
+        self._scores = StreamingAuc()
+        self._groups = GroupAuc()
+        self._sessions = SessionAuc(columns.gap)
+
+    def add(self, batch: Batch, logits: torch.Tensor) -> None:
+        """Add the predictions of a batch."""
+        columns, kept = self._columns, batch.kept
+        arrays = (_float(batch.labels), _float(logits), _float(batch.weights))
+        self._num_samples += batch.num_samples
+        self._sums += loss_sums(*arrays)
+        self._scores.add(*arrays)
+        if columns.gauc is not None:
+            self._groups.add(kept[columns.gauc], *arrays)
+        if columns.session is not None:
+            times = None if columns.time is None else kept[columns.time]
+            self._sessions.add(kept[columns.session], *arrays, times)
+
+    def finish(self) -> Evaluation:
+        """Return the metrics of all batches."""
+        sessions = self._sessions.finish() if self._columns.session is not None else None
+        session_sums = sessions or AucSums()
+        return Evaluation(
+            num_samples=self._num_samples,
+            ne=_defined(self._sums.normalized_entropy),
+            auc=_defined(self._scores.auc),
+            gauc=_defined(self._groups.finish().mean),
+            session_auc=_defined(session_sums.mean),
+            calibration=_defined(self._sums.calibration),
+            auc_error=self._scores.error if self._num_samples else None,
+            num_sessions=None if sessions is None else session_sums.num_keys,
+            num_one_class_sessions=None if sessions is None else session_sums.num_one_class,
+        )
+
+
+def _float(tensor: torch.Tensor) -> np.ndarray:
+    return tensor.cpu().numpy().astype(np.float64)
+
+
+def _defined(value: float) -> float | None:
+    return None if np.isnan(value) else float(value)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +187,7 @@ class LossSums:
         return self.predicted / self.positive if self.positive > 0 else float("nan")
 
 
-def loss_sums(labels: ArrayLike, logits: ArrayLike, weights: ArrayLike | None = None) -> LossSums:
+def loss_sums(labels: Floats, logits: Floats, weights: Floats) -> LossSums:
     """Return the sums over some samples.
 
     Computed from logits, since probabilities may round to 0 or 1.
@@ -74,20 +195,16 @@ def loss_sums(labels: ArrayLike, logits: ArrayLike, weights: ArrayLike | None = 
     Args:
         labels: (num_samples,).
         logits: (num_samples,), log odds.
-        weights: (num_samples,), not negative, or None for equal ones.
-
-    Raises:
-        ValueError: the arrays differ in length.
+        weights: (num_samples,), not negative.
     """
-    x = _column("logits", logits)
-    positive, negative = _class_weights(labels, weights, len(x))
+    positive, negative = weights * labels, weights * (1 - labels)
     loss = predicted = float("nan")
-    if not np.isnan(x).any():
+    if not np.isnan(logits).any():
         # log(1 + exp(-x)) is the loss of a positive, log(1 + exp(x)) that of a negative.
-        below = np.logaddexp(0, -x)
+        below = np.logaddexp(0, -logits)
         predicted = float((positive + negative) @ np.exp(-below))
-        if np.isfinite(x).all():
-            loss = float(positive @ below + negative @ np.logaddexp(0, x))
+        if np.isfinite(logits).all():
+            loss = float(positive @ below + negative @ np.logaddexp(0, logits))
     return LossSums(
         positive=float(positive.sum()),
         negative=float(negative.sum()),
@@ -97,7 +214,7 @@ def loss_sums(labels: ArrayLike, logits: ArrayLike, weights: ArrayLike | None = 
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class KeyedAuc:
+class AucSums:
     """Sums of the AUC within keys; those of disjoint keys are additive.
 
     Attributes:
@@ -112,9 +229,9 @@ class KeyedAuc:
     num_keys: int = 0
     num_one_class: int = 0
 
-    def __add__(self, other: KeyedAuc) -> KeyedAuc:
+    def __add__(self, other: AucSums) -> AucSums:
         """Return the sums over both sets of keys."""
-        return KeyedAuc(
+        return AucSums(
             area=self.area + other.area,
             weight=self.weight + other.weight,
             num_keys=self.num_keys + other.num_keys,
@@ -130,12 +247,7 @@ class KeyedAuc:
         return self.area / self.weight if self.num_keys else float("nan")
 
 
-def keyed_auc(
-    labels: ArrayLike,
-    scores: ArrayLike,
-    keys: NDArray[Any],
-    weights: ArrayLike | None = None,
-) -> KeyedAuc:
+def auc_by_key(labels: Floats, scores: Floats, keys: NDArray[Any], weights: Floats) -> AucSums:
     """Return the AUC within each key, summed.
 
     Prefix sums run over all samples: they are exact for integer weights, and rounded relative to
@@ -145,21 +257,16 @@ def keyed_auc(
         labels: (num_samples,).
         scores: (num_samples,), compared within a key only.
         keys: (num_samples,), of any type that sorts.
-        weights: (num_samples,), not negative, or None for equal ones.
-
-    Raises:
-        ValueError: the arrays differ in length.
+        weights: (num_samples,), not negative.
     """
-    s = _column("scores", scores)
-    positive, negative = _class_weights(labels, weights, len(s))
-    _check_length("keys", len(keys), len(s))
+    positive, negative = weights * labels, weights * (1 - labels)
     names, key_index = np.unique(keys, return_inverse=True)
-    areas = _auc_of_keys(key_index, len(names), s, positive, negative)
+    areas = _auc_of_keys(key_index, len(names), scores, positive, negative)
     sizes = np.bincount(key_index, positive + negative, minlength=len(names))
     has_area = ~np.isnan(areas)
     num_keys = int(has_area.sum())
-    area = float("nan") if np.isnan(s).any() else float(areas[has_area] @ sizes[has_area])
-    return KeyedAuc(
+    area = float("nan") if np.isnan(scores).any() else float(areas[has_area] @ sizes[has_area])
+    return AucSums(
         area=area,
         weight=float(sizes[has_area].sum()),
         num_keys=num_keys,
@@ -207,46 +314,18 @@ def _auc_of_keys(
     return areas
 
 
-def _class_weights(
-    labels: ArrayLike, weights: ArrayLike | None, num_samples: int
-) -> tuple[Floats, Floats]:
-    """Return the weight of each sample as a positive and as a negative."""
-    y = _column("labels", labels)
-    w = np.ones(len(y)) if weights is None else _column("weights", weights)
-    _check_length("labels", len(y), num_samples)
-    _check_length("weights", len(w), num_samples)
-    return w * y, w * (1 - y)
-
-
-def _column(name: str, values: ArrayLike) -> Floats:
-    column = np.asarray(values, np.float64)
-    if column.ndim != 1:
-        raise ValueError(
-            f"{name} must be a flat array, got {name}.shape={column.shape!r}; flatten it"
-        )
-    return column
-
-
-def _check_length(name: str, length: int, num_samples: int) -> None:
-    if length != num_samples:
-        raise ValueError(
-            f"{name} must have one entry per prediction, got len({name})={length} and "
-            f"{num_samples} predictions; pass arrays of the same samples"
-        )
-
-
 MAX_SCORES = 1 << 20
 """Distinct scores kept for AUC; 24 bytes each, about 150 MB at most while they are sorted."""
 MAX_SAMPLES = 1 << 20
-"""Samples of scattered keys in memory, 32 bytes each; others go to temporary files."""
+"""Samples of groups in memory, 32 bytes each; others go to temporary files."""
 NUM_FILES = 64
 """Temporary files; one at a time is read into memory."""
 
 _SAMPLE = np.dtype([("key", np.int64), ("label", "f8"), ("score", "f8"), ("weight", "f8")])
 
 
-class ScoreTable:
-    """AUC over samples in parts, with a bound of its error."""
+class StreamingAuc:
+    """AUC over all samples, added batch by batch, with a bound of its error."""
 
     def __init__(self, max_scores: int = MAX_SCORES) -> None:
         """Start empty; keeps at most `max_scores` distinct scores."""
@@ -328,7 +407,7 @@ class SessionAuc:
             gap: a longer pause of the same key starts a new session; None for no limit.
         """
         self._gap = gap
-        self._total = KeyedAuc()
+        self._total = AucSums()
         self._open: tuple[NDArray[Any], ...] = ()
 
     def add(
@@ -353,7 +432,7 @@ class SessionAuc:
         self._total += _within(session[:last], *(c[:last] for c in values))
         self._open = tuple(c[last:] for c in columns)
 
-    def finish(self) -> KeyedAuc:
+    def finish(self) -> AucSums:
         """Return the AUC within all sessions, including the current one, which is closed."""
         if self._open:
             keys, _, *columns = self._open
@@ -362,19 +441,19 @@ class SessionAuc:
         return self._total
 
 
-def _within(keys: NDArray[np.int64], labels: Floats, scores: Floats, weights: Floats) -> KeyedAuc:
-    return keyed_auc(labels, scores, keys, weights)
+def _within(keys: NDArray[np.int64], labels: Floats, scores: Floats, weights: Floats) -> AucSums:
+    return auc_by_key(labels, scores, keys, weights)
 
 
-class ScatteredAuc:
-    """AUC within keys, with samples in any order."""
+class GroupAuc:
+    """AUC within groups whose samples come in any order."""
 
     def __init__(self, max_samples: int = MAX_SAMPLES, num_files: int = NUM_FILES) -> None:
         """Start empty.
 
         Args:
             max_samples: samples that are kept in memory.
-            num_files: files for further samples, by the hash of their key.
+            num_files: files for further samples, by the hash of their group.
         """
         self._max_samples = max_samples
         self._num_files = num_files
@@ -392,12 +471,12 @@ class ScatteredAuc:
         if self._num_pending > self._max_samples:
             self._spill()
 
-    def finish(self) -> KeyedAuc:
-        """Return the AUC within all keys."""
+    def finish(self) -> AucSums:
+        """Return the AUC within all groups."""
         if not self._files:
             return _of_samples(np.concatenate([np.empty(0, _SAMPLE), *self._pending]))
         self._spill()
-        total = KeyedAuc()
+        total = AucSums()
         for file in self._files:
             file.seek(0)
             total += _of_samples(np.frombuffer(file.read(), _SAMPLE))
@@ -416,5 +495,5 @@ class ScatteredAuc:
         self._pending, self._num_pending = [], 0
 
 
-def _of_samples(samples: NDArray[np.void]) -> KeyedAuc:
-    return keyed_auc(samples["label"], samples["score"], samples["key"], samples["weight"])
+def _of_samples(samples: NDArray[np.void]) -> AucSums:
+    return auc_by_key(samples["label"], samples["score"], samples["key"], samples["weight"])

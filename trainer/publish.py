@@ -40,7 +40,7 @@ from schemas.model import (
     write_changes_manifest,
     write_model,
 )
-from trainer.checkpoint.format import RowPart, RowsAndRecords, newest
+from trainer.checkpoint.format import RowsAndRecords, merge_newest, read_parts
 from trainer.export import (
     Source,
     export_run,
@@ -76,7 +76,7 @@ def publish(run: Path, output: Path, since_step: int, train_step: int | None = N
         run: run folder.
         output: new or empty folder.
         since_step: of the older checkpoint.
-        train_step: of the newer one; None: the newest.
+        train_step: of the newer one; None: the merge_newest.
 
     Raises:
         SchemaError: a checkpoint is missing or damaged, or the folder is not empty.
@@ -183,7 +183,7 @@ def _changes(
     folders = [newer.checkpoint.parent / part for part in sorted(parts[0] ^ parts[1])]
     if not folders:
         return
-    for rows, _ in newest([RowPart(folder).pieces() for folder in folders]):
+    for rows, _ in read_parts(folders):
         old, new = old_rows.fetch(rows).values, new_rows.fetch(rows).values
         in_old, in_new = old_rows.holds(rows), new_rows.holds(rows)
         bits = f"u{new.itemsize}"
@@ -209,7 +209,7 @@ def _merge_rows(
         for rows, values in read_changed(changes / changed_path(table)):
             yield rows, _records(values)
 
-    for rows, records in newest([new(), old()]):
+    for rows, records in merge_newest([new(), old()]):
         yield rows, records.values
 
 

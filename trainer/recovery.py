@@ -266,7 +266,7 @@ class Watchdog:
             f"phase must end within {overdue.limit:g} s, got phase={overdue.phase!r}, "
             f"step={overdue.step}, rank={self._rank!r} after {self._clock() - overdue.since:.1f} s"
             f"{inner}; see what each thread waits for {stacks}, raise train.limits.{overdue.phase} "
-            "if it is only slow, and train on with --resume"
+            "if it is only slow, and continue with --resume"
         )
 
 

@@ -1,21 +1,15 @@
-"""The folder of a run.
-
-Its identity, the lines of committed steps, and the check that each sample was trained exactly
-once.
-"""
+"""The folder of a run: its identity, the log lines of its steps, and their verification."""
 
 from __future__ import annotations
 
 import json
 import math
-import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from itertools import zip_longest
 from pathlib import Path
-from types import TracebackType
 from typing import Any, TextIO
 
 import numpy as np
@@ -27,7 +21,7 @@ from schemas.config.job import TableConfig
 from schemas.config.train import TrainConfig
 from schemas.dataset import Dataset, verify_version
 from schemas.errors import SchemaError
-from schemas.files import replace_bytes
+from schemas.files import replace_bytes, sync_file
 from schemas.layout import BLOCKS, JOB, SCHEMA, TRAIN
 from schemas.manifest import canonical_json
 from schemas.run_log import (
@@ -44,187 +38,25 @@ from schemas.run_log import (
     to_line,
 )
 
-_RUN_BLOCKS = pa.schema(
-    [
-        pa.field("segment", pa.string()),
-        pa.field("block", pa.int64()),
-        pa.field("num_samples", pa.int64()),
-    ]
-)
-
-
-def write_expected(run: Path, dataset: Dataset, epochs: int) -> None:
-    """Keep beside the ledger which blocks the run has to train, and how often.
-
-    Args:
-        run: run folder.
-        dataset: open dataset.
-        epochs: passes over the training range.
-    """
-    tables: list[pa.Table] = []
-    for segment in dataset.segments:
-        chosen = segment.positions(TRAIN)
-        columns = {
-            "segment": pa.array([segment.manifest.id] * len(chosen), pa.string()),
-            "block": segment.block_ids[chosen],
-            "num_samples": segment.column("num_samples")[chosen],
-        }
-        tables.append(pa.table(columns, _RUN_BLOCKS))
-    table = pa.concat_tables(tables).replace_schema_metadata({"epochs": str(epochs)})
-    partial = run / f".{BLOCKS}.partial"  # a run that follows the pipeline writes it again
-    with partial.open("wb") as file:
-        pq.write_table(table, file)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(run / BLOCKS)
-
-
-def read_ledger(path: Path) -> list[LedgerEntry]:
-    """Read `ledger.jsonl`; a torn last line is left out.
-
-    Raises:
-        SchemaError: the file is missing, or a line other than the last is no entry.
-    """
-    try:
-        return read_lines(
-            path,
-            lambda body: LedgerEntry(**{**body, "blocks": tuple(body["blocks"])}),
-            "a ledger entry",
-        )
-    except OSError as error:
-        raise SchemaError("ledger must exist, got none; this is no run", file=str(path)) from error
-
-
-def steps_with_lines(run: Path) -> tuple[int, Path]:
-    """Return how many steps from 0 on have all their lines, and the file that has no more.
-
-    A step has its lines where the metrics have one, and the ledger has as many samples of it.
-    """
-    samples = dict[int, int]()
-    for step, num_samples in _counted_lines(run / LEDGER):
-        samples[step] = samples.get(step, 0) + num_samples
-    count = 0
-    for step, num_samples in _counted_lines(run / METRICS):
-        if step != count:
-            break
-        if samples.get(step) != num_samples:
-            return count, run / LEDGER
-        count += 1
-    return count, run / METRICS
-
-
-def _counted_lines(path: Path) -> Iterator[tuple[int, int]]:
-    """Yield step and samples of each line up to the first that is torn or unreadable."""
-    if not path.is_file():
-        return
-    with path.open("rb") as file:
-        for line in file:
-            try:
-                body = json.loads(line)
-                counts = int(body["step"]), int(body["num_samples"])
-            except (ValueError, TypeError, KeyError):
-                return
-            if not line.endswith(b"\n"):
-                return
-            yield counts
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LedgerReport:
-    """What `verify RUN` found."""
-
-    num_steps: int
-    """Committed steps."""
-    num_samples: int
-    """Samples in them."""
-    num_expected_samples: int
-    """Samples of every epoch."""
-    problems: tuple[str, ...]
-    """One line each; empty when every sample of every epoch was trained exactly once."""
-
-
-def verify_run(run: Path) -> LedgerReport:
-    """Count in the ledger how often each sample of each epoch was trained.
-
-    Raises:
-        SchemaError: the folder is no run, or its files are torn inside.
-    """
-    if not (run / BLOCKS).is_file():
-        raise SchemaError("run must have blocks.parquet, got none; train first", file=str(run))
-    expected = pq.read_table(run / BLOCKS)
-    epochs = int(expected.schema.metadata[b"epochs"])
-    entries = read_ledger(run / LEDGER)
-    metrics = read_metrics(run / METRICS)
-    steps = sorted({e.step for e in entries})
-    problems = list(_counts(expected, epochs, entries))
-    if steps != list(range(len(steps))):
-        problems.append(f"steps must run from 0 without a hole, got {_hole(steps)} missing")
-    if [m.step for m in metrics] != steps:
-        problems.append(f"metrics must have one line per step, got {len(metrics)} for {len(steps)}")
-    num_expected = epochs * int(expected["num_samples"].to_numpy().sum())
-    num_samples = sum(e.num_samples for e in entries)
-    if num_samples != num_expected:
-        problems.append(f"ledger must add up to {num_expected} samples, got {num_samples}")
-    return LedgerReport(
-        num_steps=len(steps),
-        num_samples=num_samples,
-        num_expected_samples=num_expected,
-        problems=tuple(problems),
-    )
-
-
-def _counts(expected: pa.Table, epochs: int, entries: Iterable[LedgerEntry]) -> Iterable[str]:
-    """Yield one line per epoch in which some block was not trained exactly once."""
-    place = {
-        key: index
-        for index, key in enumerate(
-            zip(expected["segment"].to_pylist(), expected["block"].to_pylist(), strict=True)
-        )
-    }
-    counts = np.zeros((epochs, len(place)), np.int64)
-    unknown = 0
-    for entry in entries:
-        for block in entry.blocks:
-            index = place.get((entry.segment, block))
-            if index is None or not 0 <= entry.epoch < epochs:
-                unknown += 1
-            else:
-                counts[entry.epoch, index] += 1
-    if unknown:
-        yield f"blocks must be of the training range, got {unknown} others"
-    for epoch in range(epochs):
-        yield from _uneven(counts[epoch], epoch)
-
-
-def _uneven(counts: NDArray[np.int64], epoch: int) -> Iterable[str]:
-    missing, repeated = int((counts == 0).sum()), int((counts > 1).sum())
-    if missing or repeated:
-        yield (
-            f"epoch {epoch} must train each of {len(counts)} blocks once, "
-            f"got {missing} never and {repeated} more than once"
-        )
-
-
-def _hole(steps: list[int]) -> int:
-    return next(i for i, step in enumerate([*steps, -1]) if step != i)
+# ---- Identity: what must be equal for a run to be continued ----
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunIdentity:
-    """What must be equal for a run to be continued."""
+    """What must be equal for a run to be continued: the content of `run.json`."""
 
     dataset: Mapping[str, Any]
-    """What its columns and tables mean; indexes may come and go."""
+    """Roles of its columns and ids of its tables, without indexes."""
     segments: tuple[str, ...]
-    """Hash of the manifest of each segment; of a run that follows the pipeline, those so far."""
+    """Hash of the manifest of each segment, so far if the run follows the pipeline."""
     closed: bool
-    """Whether no segment may follow: the dataset said so, or the run does not follow it."""
+    """Whether no segment may be added: the dataset is sealed, or the run does not follow it."""
     train: Mapping[str, Any]
     """The job's train section without checkpoints, stores, cache, limits and threads."""
     chosen: bool = False
-    """Whether `segments` were chosen from those of the dataset, of which there may be others."""
+    """Whether `segments` were selected from those of the dataset."""
     origin: Mapping[str, Any] | None = None
-    """The run, checkpoint and segments that the run was started from (`warm_start.py`), if any."""
+    """Run, checkpoint and segments of a warm start (`warm_start.py`)."""
 
 
 def identity_of(
@@ -235,15 +67,14 @@ def identity_of(
     chosen: bool = False,
     origin: Mapping[str, Any] | None = None,
 ) -> RunIdentity:
-    """Return what a run of this job on this dataset is."""
+    """Return the identity of a run of this job on this dataset."""
     m, train = dataset.manifest, asdict(config)
-    for name in ("checkpoint", "stores", "cache", "num_threads"):
-        del train[name]  # where rows lie, and for how long, changes no bit of them
-    del train["limits"], train["follow"]  # nor does how long something may take
-    # as they are read back: lists, and texts for what JSON has not
-    same = json.loads(canonical_json({"dataset": _meaning_of(dataset), "train": train}))
+    for name in ("checkpoint", "stores", "cache", "num_threads", "limits", "follow"):
+        del train[name]  # they do not change the bits of a run
+    # as `read_identity` returns it: lists for tuples, strings for what JSON lacks
+    body = json.loads(canonical_json({"dataset": _schema_of(dataset), "train": train}))
     return RunIdentity(
-        **same,
+        **body,
         segments=tuple(reference.manifest_sha256 for reference in m.segments),
         closed=m.finished or not follows,
         chosen=chosen,
@@ -251,22 +82,30 @@ def identity_of(
     )
 
 
-def _meaning_of(dataset: Dataset) -> dict[str, Any]:
+def _schema_of(dataset: Dataset) -> dict[str, Any]:
     return {
         "features": {f.name: f.role for f in dataset.features.features if f.role != "kept"},
-        "tables": {name: _of_table(table) for name, table in dataset.job.data.tables.items()},
+        "tables": {name: _ids_of(table) for name, table in dataset.job.data.tables.items()},
     }
 
 
-def _of_table(table: TableConfig) -> dict[str, Any]:
-    """Return what makes ids to rows: more rows of an identity table leave those that are there."""
-    found = {"features": table.features, "rows": table.rows}
-    return found if table.rows == "identity" else {**found, "num_rows": table.num_rows}
+def _ids_of(table: TableConfig) -> dict[str, Any]:
+    """Return how ids become rows; an identity table may grow without changing its rows."""
+    body = {"features": table.features, "rows": table.rows}
+    return body if table.rows == "identity" else {**body, "num_rows": table.num_rows}
 
 
 def has_run(run: Path) -> bool:
-    """Tell whether a folder holds a run."""
+    """Return whether a folder contains a run."""
     return (run / RUN_FILE).is_file()
+
+
+def check_no_run(run: Path) -> None:
+    """Raise SchemaError if a folder contains a run."""
+    if has_run(run):
+        raise SchemaError(
+            "output folder has a run already; use --resume or another folder", file=str(run)
+        )
 
 
 def start_run(
@@ -279,38 +118,26 @@ def start_run(
     chosen: bool = False,
     origin: Mapping[str, Any] | None = None,
 ) -> None:
-    """Make the folder of a new run.
+    """Create the folder of a new run.
 
     Args:
         run: run folder.
         job: job file.
         dataset: open dataset.
         config: train section of the job.
-        follows: whether segments may still come.
-        chosen: whether its segments were chosen from those of the dataset.
-        origin: what it begins with.
+        follows: whether more segments may come.
+        chosen: whether its segments were selected from those of the dataset.
+        origin: of a warm start.
 
     Raises:
-        SchemaError: the folder holds a run already.
+        SchemaError: the folder has a run already.
     """
-    refuse_run(run)
+    check_no_run(run)
     run.mkdir(parents=True, exist_ok=True)
     shutil.copyfile(job, run / JOB)
     for name in (METRICS, LEDGER):
         (run / name).write_text("", encoding="utf-8")
     write_dataset(run, dataset, config, follows=follows, chosen=chosen, origin=origin)
-
-
-def refuse_run(run: Path) -> None:
-    """Refuse a folder that holds a run.
-
-    Raises:
-        SchemaError: it does.
-    """
-    if has_run(run):
-        raise SchemaError(
-            "output must hold no run, got one; use --resume or another folder", file=str(run)
-        )
 
 
 def write_dataset(
@@ -322,23 +149,23 @@ def write_dataset(
     chosen: bool = False,
     origin: Mapping[str, Any] | None = None,
 ) -> None:
-    """Write what the run has to train, and then what it is: again when the dataset has grown."""
-    write_expected(run, dataset, config.epochs)
+    """Write the blocks to train, the schema and the identity; again if the dataset has grown."""
+    _write_blocks(run, dataset, config.epochs)
     schema = verify_version(dataset.directory / SCHEMA, dataset.manifest.schema_sha256)
     replace_bytes(run / SCHEMA, schema.read_bytes())
-    found = identity_of(dataset, config, follows=follows, chosen=chosen, origin=origin)
-    replace_bytes(run / RUN_FILE, canonical_json(asdict(found)).encode())
+    identity = identity_of(dataset, config, follows=follows, chosen=chosen, origin=origin)
+    replace_bytes(run / RUN_FILE, canonical_json(asdict(identity)).encode())
 
 
 def read_identity(run: Path) -> RunIdentity:
-    """Return what a run is.
+    """Return the identity of a run.
 
     Raises:
-        SchemaError: the folder holds no run, or its identity is damaged.
+        SchemaError: the folder has no run, or its identity is damaged.
     """
     path = run / RUN_FILE
     if not has_run(run):
-        raise SchemaError("run must exist, got none; train first", file=str(run))
+        raise SchemaError("folder has no run; train first", file=str(run))
     try:
         body = json.loads(path.read_text(encoding="utf-8"))
         return RunIdentity(**{**body, "segments": tuple(body["segments"])})
@@ -350,50 +177,49 @@ def read_identity(run: Path) -> RunIdentity:
 
 
 def check_run(run: Path, dataset: Dataset, config: TrainConfig, *, follows: bool = False) -> None:
-    """Refuse to go on with a run of another job or dataset.
+    """Check that a run is of this job and dataset, so that it can be continued or evaluated.
 
     Args:
         run: run folder.
         dataset: as it is now.
         config: train section of the job.
-        follows: whether segments may have come since, after those of the run.
+        follows: whether segments may have been added to those of the run.
 
     Raises:
-        SchemaError: the folder holds no run, or another one.
+        SchemaError: the folder has no run, or one of another job or dataset.
     """
-    path, found = run / RUN_FILE, read_identity(run)
-    wanted = identity_of(dataset, config, follows=follows)
-    for field in ("dataset", "train"):
-        different = first_difference(getattr(found, field), getattr(wanted, field), field)
-        if different is not None:
-            name, old, new = different
-            raise SchemaError(
-                f"{name} must be that of the run, got {new!r} for {old!r}; "
-                "use the job and the dataset that it was started with",
-                file=str(path),
-            )
-    _check_segments(path, found, wanted, follows=follows, epochs=config.epochs)
+    path, identity = run / RUN_FILE, read_identity(run)
+    expected = identity_of(dataset, config, follows=follows)
+    advice = "use the job and the dataset that it was started with"
+    _check_equal(path, "dataset", identity.dataset, expected.dataset, advice)
+    _check_equal(path, "train", identity.train, expected.train, advice)
+    _check_segments(path, identity, expected.segments, follows=follows, epochs=config.epochs)
 
 
-def check_meaning(path: Path, found: RunIdentity, dataset: Dataset) -> None:
-    """Refuse a dataset whose columns or tables mean something else than those of a run.
+def check_schema(path: Path, identity: RunIdentity, dataset: Dataset) -> None:
+    """Check that the columns and tables of a dataset are those of a run, on any segments.
 
     Args:
-        path: of the run's identity, for the error.
-        found: what the run is.
-        dataset: open dataset; which segments it has does not matter.
+        path: of the run's identity, for errors.
+        identity: of the run.
+        dataset: open dataset.
 
     Raises:
-        SchemaError: the first difference, by name, with both sides.
+        SchemaError: they differ; names the first difference.
     """
-    meaning = json.loads(canonical_json(_meaning_of(dataset)))
-    different = first_difference(found.dataset, meaning, "dataset")
-    if different is not None:
-        name, old, new = different
+    schema = json.loads(canonical_json(_schema_of(dataset)))
+    advice = "use a dataset with the same columns and tables"
+    _check_equal(path, "dataset", identity.dataset, schema, advice)
+
+
+def _check_equal(
+    path: Path, name: str, old: Mapping[str, Any], new: Mapping[str, Any], advice: str
+) -> None:
+    difference = first_difference(old, new, name)
+    if difference is not None:
+        name, before, now = difference
         raise SchemaError(
-            f"{name} must be that of the run, got {new!r} for {old!r}; use a dataset of the same "
-            "columns and tables",
-            file=str(path),
+            f"{name} must be that of the run, got {now!r} for {before!r}; {advice}", file=str(path)
         )
 
 
@@ -409,26 +235,26 @@ def first_difference(old: Any, new: Any, name: str) -> tuple[str, Any, Any] | No
     if not (isinstance(old, Mapping) and isinstance(new, Mapping)):
         return name, old, new
     for key in [*old, *new]:
-        found = first_difference(old.get(key), new.get(key), f"{name}.{key}")
-        if found is not None:
-            return found
+        difference = first_difference(old.get(key), new.get(key), f"{name}.{key}")
+        if difference is not None:
+            return difference
     return None
 
 
 def _check_segments(
-    path: Path, found: RunIdentity, wanted: RunIdentity, *, follows: bool, epochs: int
+    path: Path, identity: RunIdentity, new: tuple[str, ...], *, follows: bool, epochs: int
 ) -> None:
-    old, new = found.segments, wanted.segments
-    for place, (theirs, ours) in enumerate(zip_longest(old, new[: len(old)])):
-        if theirs != ours:
+    old = identity.segments
+    for index, (before, now) in enumerate(zip_longest(old, new[: len(old)])):
+        if before != now:
             raise SchemaError(
-                f"dataset must begin with the segments of the run, got segment={str(ours)[:12]} "
-                f"for {theirs[:12]} at place {place}; use the one it was started with",
+                f"dataset must begin with the segments of the run, got segment={str(now)[:12]} "
+                f"for {before[:12]} at index {index}; use the one it was started with",
                 file=str(path),
             )
     if len(new) == len(old):
         return
-    if found.closed and epochs > 1:
+    if identity.closed and epochs > 1:
         raise SchemaError(
             f"dataset must not grow after its first epoch, got {len(new)} segments for the "
             f"{len(old)} that it was closed with; train again",
@@ -437,13 +263,56 @@ def _check_segments(
     if not follows:
         raise SchemaError(
             f"dataset must be that of the run, got {len(new)} segments for {len(old)}; "
-            "use --follow to go on with those that came since",
+            "use --follow to continue with the new ones",
             file=str(path),
         )
 
 
-def cut_run(run: Path, train_step: int) -> None:
-    """Drop the lines of steps from `train_step` on: they will be trained again."""
+# ---- Log lines of committed steps ----
+
+
+class RunLog:
+    """Appends a line to the metrics and one to the ledger for each committed step."""
+
+    def __init__(self, run: Path) -> None:
+        """Store the folder; the context opens the files."""
+        self._run = run
+        self._files: tuple[TextIO, ...] = ()
+
+    def __enter__(self) -> RunLog:
+        metrics = (self._run / METRICS).open("a", encoding="utf-8")
+        self._files = (metrics, (self._run / LEDGER).open("a", encoding="utf-8"))
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: object
+    ) -> None:
+        for file in self._files:
+            # closing retries a failed write; the exception that ends the run is the one to report
+            with suppress(*([OSError] if error else [])):
+                file.close()
+
+    def commit(self, metric: StepMetric, entry: LedgerEntry) -> None:
+        """Append a step; other processes see it at once.
+
+        Raises:
+            SchemaError: the disk is full.
+        """
+        assert self._files, "a run log is open while steps are committed"
+        for file, record in zip(self._files, (metric, entry), strict=True):
+            try:
+                file.write(f"{to_line(record)}\n")
+                file.flush()
+            except OSError as error:
+                raise SchemaError(
+                    f"no room on disk for the line of a step: {error.strerror}; free some and "
+                    "continue with --resume",
+                    file=file.name,
+                ) from error
+
+
+def truncate_logs(run: Path, train_step: int) -> None:
+    """Remove the lines of steps from `train_step` on, which will be trained again."""
     for name in (METRICS, LEDGER, SPLITS):
         exists = (run / name).is_file()
         if name == SPLITS and not exists:
@@ -454,7 +323,7 @@ def cut_run(run: Path, train_step: int) -> None:
 
 
 def _step_of(line: bytes) -> float:
-    """Return the step of a line; of a torn or unreadable one, that of none that is kept."""
+    """Return the step of a line, infinity if it is torn or unreadable."""
     try:
         return int(json.loads(line)["step"]) if line.endswith(b"\n") else math.inf
     except (ValueError, TypeError, KeyError):
@@ -466,46 +335,155 @@ def write_summary(run: Path, summary: RunSummary) -> None:
     replace_bytes(run / SUMMARY, f"{to_line(summary)}\n".encode())
 
 
-class RunLog:
-    """Appends the two lines of each committed step."""
+def steps_with_lines(run: Path) -> tuple[int, Path]:
+    """Return how many steps from 0 on have all their lines, and the file that ends first.
 
-    def __init__(self, run: Path) -> None:
-        """Remember the folder; nothing is opened yet."""
-        self._run = run
-        self._files: tuple[TextIO, TextIO] | None = None
+    A step has its lines if the metrics have one and the ledger has as many of its samples.
+    """
+    num_samples_of = dict[int, int]()
+    for step, num_samples in _read_counts(run / LEDGER):
+        num_samples_of[step] = num_samples_of.get(step, 0) + num_samples
+    count = 0
+    for step, num_samples in _read_counts(run / METRICS):
+        if step != count:
+            break
+        if num_samples_of.get(step) != num_samples:
+            return count, run / LEDGER
+        count += 1
+    return count, run / METRICS
 
-    def __enter__(self) -> RunLog:
-        """Open both files at their ends."""
-        metrics = (self._run / METRICS).open("a", encoding="utf-8")
-        self._files = (metrics, (self._run / LEDGER).open("a", encoding="utf-8"))
-        return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        """Close both files."""
-        for file in self._files or ():
-            # what could not be written is tried once more; the error that ends the run is told
-            with suppress(*([OSError] if error else [])):
-                file.close()
-
-    def commit(self, metric: StepMetric, entry: LedgerEntry) -> None:
-        """Append a step; other processes see it at once.
-
-        Raises:
-            SchemaError: the disk is full.
-        """
-        assert self._files is not None, "a run log is open while steps are committed"
-        for file, record in zip(self._files, (metric, entry), strict=True):
+def _read_counts(path: Path) -> Iterator[tuple[int, int]]:
+    """Yield step and samples of each line up to the first that is torn or unreadable."""
+    if not path.is_file():
+        return
+    with path.open("rb") as file:
+        for line in file:
             try:
-                file.write(f"{to_line(record)}\n")
-                file.flush()
-            except OSError as failed:
-                raise SchemaError(
-                    f"disk must have room for the line of a step, got {failed.strerror}; free some "
-                    "and train on with --resume",
-                    file=file.name,
-                ) from failed
+                body = json.loads(line)
+                counts = int(body["step"]), int(body["num_samples"])
+            except (ValueError, TypeError, KeyError):
+                return
+            if not line.endswith(b"\n"):
+                return
+            yield counts
+
+
+# ---- Verification: every sample of every epoch was trained exactly once ----
+
+_BLOCKS_SCHEMA = pa.schema(
+    [
+        pa.field("segment", pa.string()),
+        pa.field("block", pa.int64()),
+        pa.field("num_samples", pa.int64()),
+    ]
+)
+
+
+def _write_blocks(run: Path, dataset: Dataset, epochs: int) -> None:
+    """Write `blocks.parquet`: the blocks to train in each epoch."""
+    tables: list[pa.Table] = []
+    for segment in dataset.segments:
+        positions = segment.positions(TRAIN)
+        columns = {
+            "segment": pa.array([segment.manifest.id] * len(positions), pa.string()),
+            "block": segment.block_ids[positions],
+            "num_samples": segment.column("num_samples")[positions],
+        }
+        tables.append(pa.table(columns, _BLOCKS_SCHEMA))
+    table = pa.concat_tables(tables).replace_schema_metadata({"epochs": str(epochs)})
+    partial = run / f".{BLOCKS}.partial"  # it replaces an earlier one when the dataset has grown
+    pq.write_table(table, partial)
+    sync_file(partial)
+    partial.replace(run / BLOCKS)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LedgerReport:
+    """Result of `verify RUN`."""
+
+    num_steps: int
+    """Committed steps."""
+    num_samples: int
+    """Samples in them."""
+    num_expected_samples: int
+    """Samples of every epoch."""
+    problems: tuple[str, ...]
+    """One line each; empty if every sample of every epoch was trained exactly once."""
+
+
+def verify_run(run: Path) -> LedgerReport:
+    """Count in the ledger how often each sample of each epoch was trained.
+
+    Raises:
+        SchemaError: the folder has no run, or its files are damaged.
+    """
+    if not (run / BLOCKS).is_file():
+        raise SchemaError(f"folder has no run: {BLOCKS} is missing; train first", file=str(run))
+    expected = pq.read_table(run / BLOCKS)
+    epochs = int(expected.schema.metadata[b"epochs"])
+    entries = read_ledger(run / LEDGER)
+    metrics = read_metrics(run / METRICS)
+    steps = sorted({e.step for e in entries})
+    problems = list(_miscounted_blocks(expected, epochs, entries))
+    if steps != list(range(len(steps))):
+        missing = next(i for i, step in enumerate([*steps, -1]) if step != i)
+        problems.append(f"step {missing} is missing in the ledger, which has later ones")
+    if [m.step for m in metrics] != steps:
+        problems.append(f"metrics must have one line per step, got {len(metrics)} for {len(steps)}")
+    num_expected = epochs * int(expected["num_samples"].to_numpy().sum())
+    num_samples = sum(e.num_samples for e in entries)
+    if num_samples != num_expected:
+        problems.append(f"ledger must add up to {num_expected} samples, got {num_samples}")
+    return LedgerReport(
+        num_steps=len(steps),
+        num_samples=num_samples,
+        num_expected_samples=num_expected,
+        problems=tuple(problems),
+    )
+
+
+def read_ledger(path: Path) -> list[LedgerEntry]:
+    """Read `ledger.jsonl` without a torn last line.
+
+    Raises:
+        SchemaError: the file is missing, or a line other than the last is no entry.
+    """
+    try:
+        return read_lines(
+            path,
+            lambda body: LedgerEntry(**{**body, "blocks": tuple(body["blocks"])}),
+            "a ledger entry",
+        )
+    except OSError as error:
+        raise SchemaError("ledger is missing; this is no run", file=str(path)) from error
+
+
+def _miscounted_blocks(
+    expected: pa.Table, epochs: int, entries: Iterable[LedgerEntry]
+) -> Iterable[str]:
+    """Yield one line per epoch in which some block was not trained exactly once."""
+    keys = zip(expected["segment"].to_pylist(), expected["block"].to_pylist(), strict=True)
+    index_of = {key: index for index, key in enumerate(keys)}
+    counts = np.zeros((epochs, len(index_of)), np.int64)
+    num_unknown = 0
+    for entry in entries:
+        for block in entry.blocks:
+            index = index_of.get((entry.segment, block))
+            if index is None or not 0 <= entry.epoch < epochs:
+                num_unknown += 1
+            else:
+                counts[entry.epoch, index] += 1
+    if num_unknown:
+        yield f"{num_unknown} blocks of the ledger are not in the training range"
+    for epoch in range(epochs):
+        yield from _miscounts(counts[epoch], epoch)
+
+
+def _miscounts(counts: NDArray[np.int64], epoch: int) -> Iterable[str]:
+    missing, repeated = int((counts == 0).sum()), int((counts > 1).sum())
+    if missing or repeated:
+        yield (
+            f"epoch {epoch} must train each of {len(counts)} blocks once, "
+            f"got {missing} never and {repeated} more than once"
+        )

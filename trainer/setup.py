@@ -14,18 +14,18 @@ from schemas.config.train import WAIT
 from schemas.dataset import Dataset, open_dataset, segment_hashes, select_segments
 from schemas.errors import SchemaError
 from schemas.run_log import CHECKPOINTS, METRICS, RUN_FILE
-from trainer.checkpoint.load import newest_checkpoint, step_of, verified
+from trainer.checkpoint.load import newest_checkpoint, step_of, verify_checkpoint
 from trainer.checkpoint.manager import claim_leftovers
-from trainer.checkpoint.manifest import complete, set_aside
+from trainer.checkpoint.manifest import complete_checkpoints, set_aside
 from trainer.components import order_of
 from trainer.follow import FollowedDataset, FollowOptions
 from trainer.recovery import Drain, Watchdog
 from trainer.run import (
     RunIdentity,
+    check_no_run,
     check_run,
     has_run,
     read_identity,
-    refuse_run,
     start_run,
     steps_with_lines,
     write_dataset,
@@ -119,7 +119,7 @@ def open_run(
     may_start = options.follow or options.start_from is not None or not options.resume
     if has_run(run) or not may_start:
         if not options.resume:
-            refuse_run(run)
+            check_no_run(run)
         return _resume_run(job, dataset_path, run, options, drain, progress, watchdog)
     warm_start = None if options.start_from is None else open_warm_start(options.start_from)
     selected = _select_segments(warm_start, dataset_path, options)
@@ -216,16 +216,16 @@ def _check_same_start(
     """Raise SchemaError if a run was started with other options than the command has."""
     problem = None
     if options.start_from is not None and identity.origin is None:
-        problem = "a run that was started from another, got one that began from nothing"
+        problem = "was not started from another run, as --start-from requires"
     elif options.follow and identity.chosen:
-        problem = "one that follows its dataset, got one of chosen segments"
+        problem = "trains selected segments, and cannot --follow its dataset"
     elif options.segments is not None:
         named = select_segments(open_dataset(dataset_path), options.segments)
         if set(segment_hashes(named).values()) != set(identity.segments):
-            problem = f"of the segments {', '.join(options.segments)}, got one of others"
+            problem = f"trains other segments than {', '.join(options.segments)}"
     if problem is not None:
         raise SchemaError(
-            f"run to go on with must be {problem}; use another folder", file=str(run / RUN_FILE)
+            f"run to continue {problem}; use another folder", file=str(run / RUN_FILE)
         )
 
 
@@ -257,7 +257,7 @@ def resumable_checkpoint(run: Path) -> Path | None:
             of a warm start is missing.
     """
     origin = read_identity(run).origin
-    checkpoints = complete(run / CHECKPOINTS)
+    checkpoints = complete_checkpoints(run / CHECKPOINTS)
     if not checkpoints and origin is not None:
         raise SchemaError(
             "run must have the checkpoint that it began with, got none; "
@@ -276,7 +276,7 @@ def resumable_checkpoint(run: Path) -> Path | None:
             f"{_restart_hint(run, origin)}",
             file=str(file),
         )
-    verified(reached[-1], None)
+    verify_checkpoint(reached[-1])
     first, last = step_of(reached[-1]), step_of(checkpoints[-1])
     for checkpoint in checkpoints[len(reached) :]:
         set_aside(checkpoint)

@@ -3,25 +3,31 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Protocol, TypeVar
+from dataclasses import dataclass
+from functools import partial
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 from schemas.config.train import WAIT
 from schemas.errors import SchemaError
 from schemas.run_log import PHASES, StepMetric
 from trainer.components import Components
-from trainer.data.collate import Batch
-from trainer.data.microbatches import Microbatches, single_microbatch
-from trainer.gradient_sums import MicrobatchWorker, PartialSums
+from trainer.data.collate import Batch, Microbatches, single_microbatch
+from trainer.embedding.kernels.interface import Kernels, RowSums
+from trainer.embedding.module import Embedding
 
+T = TypeVar("T")
+B = TypeVar("B", Batch, Microbatches, contravariant=True)
 Clock = Callable[[], float]
 Watch = Callable[[str], AbstractContextManager[object]]
 """Maps a phase to a context that is entered for its duration."""
-B = TypeVar("B", Batch, Microbatches, contravariant=True)
 
 
 class PhaseTimer:
@@ -187,3 +193,234 @@ class WholeBatchStep:
         self._components.optimizer.step()
         self._components.embedding.update_from_backward()
         return self._loss.item()
+
+
+# ---- Gradients of microbatches, summed over a fixed binary tree ----
+#
+# Floating-point sums depend on their order, and a matrix product may round differently next to
+# other rows or on another number of threads. So each microbatch is computed alone by one thread,
+# its results are sums and never means, and sums are added over a binary tree whose leaves are the
+# microbatches 0 to num_leaves - 1: node (level, number) covers 2**level leaves from number *
+# 2**level on and is the sum of its two children; leaves beyond the last one are left out. A process
+# adds all nodes whose leaves it has and sends the remaining ones, `held`; every process that has
+# received all nodes completes the same tree with the same bits.
+#
+#     level 2         (2,0)
+#                    /     \
+#     level 1     (1,0)   (1,1)
+#                  / \     / \
+#     leaves      0   1   2   3      a process that has 0 1 2 sends (1,0) and (0,2)
+
+
+class Node(NamedTuple):
+    """A node of the tree."""
+
+    level: int
+    number: int
+
+    @property
+    def first(self) -> int:
+        """The first leaf under this node."""
+        return self.number << self.level
+
+    @property
+    def sibling(self) -> Node:
+        """The other child of the same parent."""
+        return Node(self.level, self.number ^ 1)
+
+    @property
+    def parent(self) -> Node:
+        """The sum of this node and its sibling."""
+        return Node(self.level + 1, self.number >> 1)
+
+
+class Tree(Generic[T]):
+    """Sums nodes pair by pair; thread-safe."""
+
+    def __init__(self, num_leaves: int, add: Callable[[T, T], T]) -> None:
+        """Create an empty tree.
+
+        Args:
+            num_leaves: microbatches of the whole step.
+            add: returns the sum of a left and a right value.
+        """
+        if num_leaves < 1:
+            raise ValueError(f"num_leaves must be at least 1, got {num_leaves}; add blocks")
+        self._num_leaves = num_leaves
+        self._add = add
+        self._lock = threading.Lock()
+        self._held: dict[Node, T] = {}
+
+    @property
+    def held(self) -> dict[Node, T]:
+        """The largest nodes of which all leaves were added."""
+        with self._lock:
+            return dict(self._held)
+
+    def add(self, node: Node, value: T) -> None:
+        """Add a node and every sum that it completes.
+
+        Args:
+            node: a leaf (0, i), or a sum computed by another process; each only once.
+            value: value of the node.
+        """
+        while not self._covers_all(node):
+            other = node.sibling
+            if other.first >= self._num_leaves:
+                node = node.parent  # no leaf to the right
+                continue
+            with self._lock:
+                other_value = self._held.pop(other, None)
+                if other_value is None:
+                    self._keep(node, value)
+                    return
+            left, right = (value, other_value)
+            if node.number > other.number:
+                left, right = right, left
+            value, node = self._add(left, right), node.parent
+        with self._lock:
+            self._keep(node, value)
+
+    def total(self) -> T:
+        """Return the sum of all leaves.
+
+        Raises:
+            ValueError: leaves are missing.
+        """
+        held = self.held
+        for node, value in held.items():
+            if self._covers_all(node):
+                return value
+        raise ValueError(
+            f"leaves are missing: the tree has {self._num_leaves}, nodes added: {sorted(held)}"
+        )
+
+    def _covers_all(self, node: Node) -> bool:
+        return node.number == 0 and 1 << node.level >= self._num_leaves
+
+    def _keep(self, node: Node, value: T) -> None:
+        if node in self._held:
+            raise ValueError(f"node was added twice: {tuple(node)}")
+        self._held[node] = value
+
+
+def leaves_of_node(node: Node, num_leaves: int) -> range:
+    """Return the leaves under a node of a tree of `num_leaves`.
+
+    Example:
+        >>> leaves_of_node(Node(2, 1), 7)
+        range(4, 7)
+    """
+    return range(node.first, min(node.first + (1 << node.level), num_leaves))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartialSums:
+    """Sums over some microbatches of a step.
+
+    Attributes:
+        loss: weighted logistic loss, summed over samples.
+        weight: sum of the sample weights.
+        dense: (number of dense parameters,) gradient of `loss`, all parameters concatenated.
+        rows: gradient of `loss` by embedding row.
+    """
+
+    loss: float
+    weight: float
+    dense: torch.Tensor
+    rows: RowSums
+
+    @property
+    def divisor(self) -> float:
+        """The weight, or 1 if all sample weights are 0."""
+        return self.weight or 1.0
+
+
+def add_partial_sums(kernels: Kernels, left: PartialSums, right: PartialSums) -> PartialSums:
+    """Return left + right."""
+    return PartialSums(
+        loss=left.loss + right.loss,
+        weight=left.weight + right.weight,
+        dense=left.dense + right.dense,
+        rows=kernels.merge(left.rows, right.rows),
+    )
+
+
+class MicrobatchWorker:
+    """Computes microbatches on a pool of threads; a context manager that owns the threads."""
+
+    def __init__(self, model: nn.Module, embedding: Embedding, kernels: Kernels) -> None:
+        """Create a pool of as many threads as torch uses.
+
+        Args:
+            model: maps a batch to (B,) logits; without state that changes between calls.
+            embedding: of the model.
+            kernels: add gradients of rows.
+        """
+        self._model = model
+        self._embedding = embedding
+        self._kernels = kernels
+        self._parameters = [p for p in model.parameters() if p.requires_grad]
+        self._pool = ThreadPoolExecutor(
+            torch.get_num_threads(), "microbatch", initializer=torch.set_num_threads, initargs=(1,)
+        )
+
+    def __enter__(self) -> MicrobatchWorker:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._pool.shutdown(cancel_futures=True)
+
+    def tree(self, num_leaves: int) -> Tree[PartialSums]:
+        """Return the empty tree of a step of `num_leaves` microbatches."""
+        return Tree(num_leaves, partial(add_partial_sums, self._kernels))
+
+    def compute(
+        self, microbatches: Microbatches, tree: Tree[PartialSums] | None = None
+    ) -> Tree[PartialSums]:
+        """Compute microbatches, whose rows are fetched, and add their sums to the step's tree."""
+        sums = tree or self.tree(microbatches.num_microbatches)
+
+        def add(numbered: tuple[int, Batch]) -> None:
+            number, batch = numbered
+            sums.add(Node(0, number), self._compute_one(batch))
+
+        for _ in self._pool.map(add, enumerate(microbatches.batches, microbatches.first)):
+            pass  # raises exceptions of the threads
+        return sums
+
+    def set_gradients(self, total: PartialSums) -> None:
+        """Set the gradient of each dense parameter to that of the mean loss of the step."""
+        mean = total.dense / total.divisor
+        sizes = [p.numel() for p in self._parameters]
+        for parameter, gradient in zip(self._parameters, mean.split(sizes), strict=True):
+            parameter.grad = gradient.view_as(parameter)
+
+    def _compute_one(self, batch: Batch) -> PartialSums:
+        loss = F.binary_cross_entropy_with_logits(
+            self._model(batch), batch.labels, weight=batch.weights, reduction="sum"
+        )
+        lookups = self._embedding.microbatch(batch)
+        gradients = torch.autograd.grad(
+            loss, [*self._parameters, *lookups.autograd_inputs], allow_unused=True
+        )
+        count = len(self._parameters)
+        lookups.set_gradients(gradients[count:])
+        return PartialSums(
+            loss=loss.item(),
+            weight=batch.weights.sum().item(),
+            dense=_flat(self._parameters, gradients[:count]),
+            rows=lookups.row_gradients(),
+        )
+
+
+def _flat(
+    parameters: Iterable[torch.Tensor], gradients: Iterable[torch.Tensor | None]
+) -> torch.Tensor:
+    """Concatenate gradients, zeros for None."""
+    return torch.cat(
+        [
+            torch.zeros_like(parameter).flatten() if gradient is None else gradient.flatten()
+            for parameter, gradient in zip(parameters, gradients, strict=True)
+        ]
+    )

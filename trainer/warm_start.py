@@ -26,22 +26,27 @@ from schemas.files import sha256_of
 from schemas.layout import MANIFEST
 from schemas.manifest import previous_names
 from schemas.run_log import CHECKPOINTS, RUN_FILE
-from trainer.checkpoint.agent import NewCheckpoint
 from trainer.checkpoint.format import RowsAndRecords
 from trainer.checkpoint.load import (
     check_model,
-    dense_of,
+    fingerprint_of,
     load_state,
-    made_of,
     newest_checkpoint,
+    read_dense,
     table_rows,
-    verified,
+    verify_checkpoint,
 )
-from trainer.checkpoint.manifest import DENSE, CheckpointManifest, complete, folder_of
+from trainer.checkpoint.manifest import (
+    DENSE_FILE,
+    CheckpointManifest,
+    NewCheckpoint,
+    complete_checkpoints,
+    folder_name,
+)
 from trainer.components import build_components, layouts_of
 from trainer.data.decode import spec_of
-from trainer.run import RunIdentity, check_meaning, read_identity
-from trainer.stores.api import Records, TableLayout
+from trainer.run import RunIdentity, check_schema, read_identity
+from trainer.stores.api import TableLayout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,7 +109,7 @@ def open_warm_start(run: Path) -> WarmStart:
             file=str(run),
         )
     return WarmStart(
-        run=run, checkpoint=checkpoint, manifest=verified(checkpoint, None), identity=identity
+        run=run, checkpoint=checkpoint, manifest=verify_checkpoint(checkpoint), identity=identity
     )
 
 
@@ -157,18 +162,18 @@ def write_initial_checkpoint(
     layouts = layouts_of(spec_of(dataset, job.train.dtype), job.train)
     tables = dataset.job.data.tables
     counts: dict[str, TableStart] = {}
-    fingerprint = made_of(job, dataset)
+    fingerprint = fingerprint_of(job, dataset)
     with NewCheckpoint(run / CHECKPOINTS, 0) as checkpoint:
-        checkpoint.arrays(DENSE, dense_of(start.checkpoint))
+        checkpoint.write_arrays(DENSE_FILE, read_dense(start.checkpoint))
         for table, layout in layouts.items():
             rows = _RowCounter(
                 used=rows_used(dataset, dataset.segments, table),
                 alive=rows_of_days(dataset, table, expire_days, start.trained),
             )
-            checkpoint.rows(table, layout, rows.kept_of(start, layout))
+            checkpoint.write_rows(table, layout, rows.kept_of(start, layout))
             old_num_rows = int(start.manifest.made_of["tables"][table]["num_rows"])
             counts[table] = rows.report(tables[table].num_rows - old_num_rows)
-        parts = {table: (f"{folder_of(0)}/{table}",) for table in layouts}
+        parts = {table: (f"{folder_name(0)}/{table}",) for table in layouts}
         checkpoint.finish(fingerprint, parts, {}, keep=1)
     return {
         "run": Path(os.path.relpath(start.run, run)).as_posix(),
@@ -249,15 +254,15 @@ class _RowCounter:
 
     def kept_of(self, start: WarmStart, layout: TableLayout) -> Iterator[RowsAndRecords]:
         """Yield the rows of a checkpoint that are kept, ascending."""
-        pieces = table_rows(start.checkpoint, start.manifest, layout).contents()
-        for rows, records in pieces:
+        chunks = table_rows(start.checkpoint, start.manifest, layout).contents()
+        for rows, records in chunks:
             keep = np.ones(len(rows), bool)
             if self._alive is not None:
                 keep = _isin_sorted(rows, self._alive)
             self._kept += int(keep.sum())
             self._dropped += int((~keep).sum())
             self._used_before += int(_isin_sorted(rows[keep], self._used).sum())
-            yield rows[keep], Records(records.values[keep], records.state[keep])
+            yield rows[keep], records.take(keep)
 
     def report(self, grown: int) -> TableStart:
         """Return the counts after all rows were written."""
@@ -283,13 +288,15 @@ def _isin_sorted(rows: NDArray[np.int64], ascending: NDArray[np.int64]) -> NDArr
 
 
 def _check_compatible(start: WarmStart, job: Job, dataset: Dataset) -> None:
-    check_meaning(start.run / RUN_FILE, start.identity, dataset)
+    check_schema(start.run / RUN_FILE, start.identity, dataset)
     file = start.checkpoint / MANIFEST
-    check_model(start.manifest.made_of, made_of(job, dataset), str(file))
+    check_model(start.manifest.made_of, fingerprint_of(job, dataset), str(file))
     spec = spec_of(dataset, job.train.dtype)
     components = build_components(spec, job.train)
-    dense = dense_of(start.checkpoint)
-    load_state(dense, components.model, components.optimizer, file=str(start.checkpoint / DENSE))
+    dense = read_dense(start.checkpoint)
+    load_state(
+        dense, components.model, components.optimizer, file=str(start.checkpoint / DENSE_FILE)
+    )
 
 
 def _remove_incomplete(run: Path) -> None:
@@ -298,11 +305,11 @@ def _remove_incomplete(run: Path) -> None:
     Raises:
         SchemaError: the folder holds other checkpoints.
     """
-    names = [folder.name for folder in complete(run / CHECKPOINTS)]
-    if names not in ([], [folder_of(0)]):
+    names = [folder.name for folder in complete_checkpoints(run / CHECKPOINTS)]
+    if names not in ([], [folder_name(0)]):
         raise SchemaError(
             f"output folder has checkpoints {', '.join(names[-3:])} without {RUN_FILE}; use "
             "another folder",
             file=str(run),
         )
-    shutil.rmtree(run / CHECKPOINTS / folder_of(0), ignore_errors=True)
+    shutil.rmtree(run / CHECKPOINTS / folder_name(0), ignore_errors=True)

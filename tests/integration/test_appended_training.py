@@ -20,7 +20,7 @@ from trainer.data.decode import spec_of
 from trainer.evaluate import evaluate_run
 from trainer.run import verify_run
 from trainer.setup import TrainOptions
-from trainer.train_run import train
+from trainer.train import train
 
 EVALUATION_FROM = datetime(2026, 1, 1, 0, 8)
 ROWS = (300, 200)

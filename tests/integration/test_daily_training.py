@@ -12,7 +12,7 @@ from pipelines.table.verify import verify
 from schemas.layout import JOB, SCHEMA
 from tests.pipelines.logs import IN_PROCESS
 from trainer.__main__ import main as trainer
-from trainer.checkpoint.load import dense_of, newest_checkpoint
+from trainer.checkpoint.load import newest_checkpoint, read_dense
 from trainer.run import verify_run
 
 DAYS = ("2022-05-01", "2022-05-02", "2022-05-03")
@@ -56,7 +56,7 @@ def bits_of(run: Path) -> dict[str, bytes]:
     newest = newest_checkpoint(run)
     assert newest is not None
     rows = {str(p.relative_to(newest)): p.read_bytes() for p in newest.rglob("*.npy")}
-    return rows | {name: array.tobytes() for name, array in dense_of(newest).items()}
+    return rows | {name: array.tobytes() for name, array in read_dense(newest).items()}
 
 
 @pytest.mark.slow

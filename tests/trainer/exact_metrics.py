@@ -7,17 +7,23 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from trainer.metrics import keyed_auc, loss_sums
+from trainer.metrics import auc_by_key, loss_sums
+
+
+def columns(*arrays: ArrayLike | None) -> list[NDArray[np.float64]]:
+    """Return float64 columns; ones for weights that are not given."""
+    ones = np.ones(len(np.asarray(arrays[0])))
+    return [ones if array is None else np.asarray(array, np.float64) for array in arrays]
 
 
 def normalized_entropy(
     labels: ArrayLike, logits: ArrayLike, weights: ArrayLike | None = None
 ) -> float:
-    return loss_sums(labels, logits, weights).normalized_entropy
+    return loss_sums(*columns(labels, logits, weights)).normalized_entropy
 
 
 def calibration(labels: ArrayLike, logits: ArrayLike, weights: ArrayLike | None = None) -> float:
-    return loss_sums(labels, logits, weights).calibration
+    return loss_sums(*columns(labels, logits, weights)).calibration
 
 
 def auc(labels: ArrayLike, scores: ArrayLike, weights: ArrayLike | None = None) -> float:
@@ -27,4 +33,5 @@ def auc(labels: ArrayLike, scores: ArrayLike, weights: ArrayLike | None = None) 
 def gauc(
     labels: ArrayLike, scores: ArrayLike, keys: NDArray[Any], weights: ArrayLike | None = None
 ) -> float:
-    return keyed_auc(labels, scores, keys, weights).mean
+    y, s, w = columns(labels, scores, weights)
+    return auc_by_key(y, s, keys, w).mean

@@ -19,7 +19,7 @@ from trainer.diff import compare_runs
 from trainer.recovery import Drain
 from trainer.run import verify_run
 from trainer.setup import TrainOptions
-from trainer.train_run import train
+from trainer.train import train
 
 ONCE = {"epochs": "1"}
 GROWING = [[(400, 50), (333, 30)], [(250, 0)], [(180, 40)], [(64, 0)], [(120, 60)]]

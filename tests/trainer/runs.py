@@ -13,15 +13,16 @@ from schemas.dataset import open_dataset
 from schemas.run_log import CHECKPOINTS, METRICS, RunSummary, read_metrics
 from tests.shared import make_once
 from tests.trainer.make_dataset import make_dataset, write_job
+from trainer.checkpoint.format import ROW_FILES
 from trainer.checkpoint.load import newest_checkpoint
-from trainer.checkpoint.manifest import ROW_FILES, read_checkpoint_manifest
+from trainer.checkpoint.manifest import read_checkpoint_manifest
 from trainer.components import Components, build_components, order_of
 from trainer.data.collate import Batch
 from trainer.data.decode import spec_of
 from trainer.data.reader import Reader
 from trainer.embedding.module import Embedding
 from trainer.setup import TrainOptions
-from trainer.train_run import train
+from trainer.train import train
 
 SEGMENTS = [[(400, 50), (333, 30)], [(250, 0)]]
 """Training and evaluation samples of each file of each segment."""

@@ -13,7 +13,7 @@ from schemas.config.job import load_job
 from schemas.dataset import open_dataset
 from schemas.layout import EVALUATION
 from tests.trainer.runs import parts_of, reader_of
-from trainer.checkpoint.load import load_checkpoint, verified
+from trainer.checkpoint.load import load_checkpoint, verify_checkpoint
 from trainer.components import uses_shared_features
 
 LAYERS = "bottom_layers: [16], top_layers: [16]"
@@ -45,7 +45,7 @@ def evaluation_logits(
 ) -> list[np.ndarray]:
     """Return the trainer's own logits of each batch of the evaluation split."""
     parts = parts_of(job, dataset)
-    load_checkpoint(checkpoint, verified(checkpoint, None), parts, with_optimizer=False)
+    load_checkpoint(checkpoint, verify_checkpoint(checkpoint), parts, with_optimizer=False)
     find_shared = not expanded and uses_shared_features(load_job(job).train)
     reader = reader_of(job, dataset, expanded=expanded, find_shared=find_shared)
     parts.model.eval()

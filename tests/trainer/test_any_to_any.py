@@ -14,7 +14,7 @@ from schemas.run_log import METRICS
 from tests.trainer.make_dataset import make_dataset, write_job
 from tests.trainer.runs import SEGMENTS, checkpoint_at, losses_of, rows_in, run_job
 from trainer.__main__ import main
-from trainer.checkpoint.load import dense_of, verified
+from trainer.checkpoint.load import read_dense, verify_checkpoint
 from trainer.checkpoint.manifest import read_checkpoint_manifest
 from trainer.evaluate import evaluate_run
 
@@ -56,9 +56,9 @@ def stopped(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str
 @pytest.mark.slow
 def test_stopped_runs_have_equal_checkpoints_of_several_parts(stopped: dict[str, Path]) -> None:
     found = {kind: checkpoint_at(run, STOP) for kind, run in stopped.items()}
-    rows, dense = rows_in(found["plain"]), dense_of(found["plain"])
+    rows, dense = rows_in(found["plain"]), read_dense(found["plain"])
     for kind, checkpoint in found.items():
-        for one, other in ((rows, rows_in(checkpoint)), (dense, dense_of(checkpoint))):
+        for one, other in ((rows, rows_in(checkpoint)), (dense, read_dense(checkpoint))):
             assert {n: a.tobytes() for n, a in one.items()} == {
                 n: a.tobytes() for n, a in other.items()
             }, kind
@@ -256,7 +256,7 @@ def test_damaged_file_is_refused_before_the_first_step_and_says_what_can_be_used
         without = [step for step, files in kept.items() if name not in files]
         advice = "remove this checkpoint to use the one before it"
         if not without:
-            advice = "no checkpoint before is whole without it; train again"
+            advice = "train again, as no checkpoint before it is complete"
         elif without[-1] != 12:
             advice = f"remove the checkpoints after {without[-1]:08d} to use that one"
         wanted = message.format(path=re.escape(str(path)), advice=advice)
@@ -265,7 +265,7 @@ def test_damaged_file_is_refused_before_the_first_step_and_says_what_can_be_used
         assert (run / METRICS).read_bytes() == metrics
         path.write_bytes(whole)
     assert len(tried) == 3 + 2 + 3  # own and older rows, dense state and plan
-    verified(newest, None)
+    verify_checkpoint(newest)
 
 
 def test_changed_byte_of_a_manifest_is_refused(stopped: dict[str, Path], tmp_path: Path) -> None:

@@ -18,8 +18,8 @@ from tests.trainer.processes import agents_of_run, is_gone, wait_for
 from tests.trainer.runs import rows_in
 from trainer.checkpoint.load import save_checkpoint
 from trainer.checkpoint.manager import CHECKPOINT_LOG
-from trainer.checkpoint.manifest import complete
-from trainer.checkpoint.snapshot import CopyMemory, memory_path
+from trainer.checkpoint.manifest import complete_checkpoints
+from trainer.checkpoint.snapshot import SnapshotMemory, memory_path
 from trainer.components import build_components, order_of
 from trainer.data.decode import spec_of
 from trainer.elastic.checkpoints import BackgroundCheckpoints
@@ -88,7 +88,7 @@ class OneReplica:
 
 
 def steps_of(run: Path) -> list[int]:
-    return [int(checkpoint.name) for checkpoint in complete(run / CHECKPOINTS)]
+    return [int(checkpoint.name) for checkpoint in complete_checkpoints(run / CHECKPOINTS)]
 
 
 def copied_of(run: Path) -> list[int]:
@@ -101,13 +101,13 @@ def test_everything_is_saved_while_another_holds_the_place_and_beside_again_then
     folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     replica = OneReplica(folder, tmp_path / "run")
-    other = CopyMemory(replica.memory)
+    other = SnapshotMemory(replica.memory)
     other.create(1)
     with caplog.at_level(logging.WARNING):
         replica.train(range(0, 10), writes=True)
     assert replica.whole == [4, 8]
     assert caplog.text.count("checkpoint is saved while training waits, ") == 1
-    assert "train_step=4: run must be trained by one process at a time, got " in caplog.text
+    assert "train_step=4: another process still trains the run after " in caplog.text
     other.remove()
     replica.train(range(10, 17), writes=True)
     assert replica.whole == [4, 8]

@@ -16,7 +16,11 @@ from tests.trainer.runs import run_job
 from trainer.__main__ import main
 from trainer.checkpoint.format import from_bytes, to_bytes
 from trainer.checkpoint.load import newest_checkpoint
-from trainer.checkpoint.manifest import DENSE, read_checkpoint_manifest, write_checkpoint_manifest
+from trainer.checkpoint.manifest import (
+    DENSE_FILE,
+    read_checkpoint_manifest,
+    write_checkpoint_manifest,
+)
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +72,7 @@ def state(run: Path) -> None:
 
 
 def dense(run: Path) -> None:
-    path = newest(run) / DENSE
+    path = newest(run) / DENSE_FILE
     arrays = {name: array.copy() for name, array in from_bytes(path.read_bytes()).items()}
     name = next(name for name in sorted(arrays) if name.startswith("model/"))
     arrays[name].reshape(-1)[0] += 1e-3

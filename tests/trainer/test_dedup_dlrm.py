@@ -11,14 +11,12 @@ from schemas.dataset import open_dataset
 from tests.trainer.make_dataset import write_job
 from tests.trainer.runs import reader_of, row_gradients
 from trainer.components import build_components
-from trainer.data.collate import Batch
+from trainer.data.collate import Batch, single_microbatch
 from trainer.data.decode import spec_of
-from trainer.data.lookup import inverse_of
-from trainer.data.microbatches import single_microbatch
-from trainer.data.shared_features import find_shared_features
+from trainer.data.lookup import find_shared_features, inverse_of
 from trainer.embedding.kernels.compiled import interactions_of
 from trainer.embedding.module import Embedding
-from trainer.models.dlrm import DedupDlrm, DlrmModel, top_columns
+from trainer.models.torchrec_models import DedupDlrm, DlrmModel, top_columns
 from trainer.step import loss_of
 
 

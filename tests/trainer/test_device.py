@@ -138,7 +138,6 @@ def elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
         "trainer.components.device_of",
         "trainer.evaluate.device_of",
         "trainer.train.device_of",
-        "trainer.train_run.device_of",
     ):
         monkeypatch.setattr(where, named)
     monkeypatch.setattr("trainer.device._pin", lambda value, device: there(value))

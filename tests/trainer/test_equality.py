@@ -16,9 +16,9 @@ import torch
 
 from tests.trainer.make_dataset import write_job
 from tests.trainer.runs import checkpoint_at, losses_of, parts_of, reader_of, row_gradients, run_job
-from trainer.checkpoint.load import load_checkpoint, verified
-from trainer.data.microbatches import single_microbatch
-from trainer.models.dlrm import DedupDlrm
+from trainer.checkpoint.load import load_checkpoint, verify_checkpoint
+from trainer.data.collate import single_microbatch
+from trainer.models.torchrec_models import DedupDlrm
 from trainer.step import loss_of
 
 MODELS = {
@@ -122,7 +122,7 @@ def test_one_float32_step_from_a_later_state_has_the_gradients_of_expanded(
         for expanded in (False, True):
             parts = parts_of(job, dataset)
             checkpoint = checkpoint_at(tmp_path / "run", step)
-            manifest = verified(checkpoint, None)
+            manifest = verify_checkpoint(checkpoint)
             load_checkpoint(checkpoint, manifest, parts, with_optimizer=False)
             batch = reader_of(job, dataset, expanded=expanded, find_shared=True).read(step)
             assert (batch.shared is None) == (not batch.groups) == expanded

@@ -20,7 +20,8 @@ from tests.trainer.stores import TableOf, whole
 from tests.trainer.test_metric_streams import session_auc_by_hand
 from trainer.components import Components
 from trainer.data.reader import Reader, prefetch
-from trainer.evaluate import Evaluation, columns_of, evaluate, evaluate_run
+from trainer.evaluate import evaluate, evaluate_run
+from trainer.metrics import Evaluation, columns_of
 from trainer.run import verify_run
 from trainer.step import PhaseTimer, train_batch
 
@@ -28,7 +29,7 @@ from trainer.step import PhaseTimer, train_batch
 def evaluate_now(job: Path, dataset: Path, components: Components, reader: Reader) -> Evaluation:
     columns = columns_of(open_dataset(dataset), load_job(job).train)
     batches = reader.evaluation_batches()
-    return evaluate(components.model, components.embedding, components.store, batches, columns)
+    return evaluate(components, batches, columns)
 
 
 def test_metrics_of_a_run_are_those_of_its_logits_sample_by_sample(

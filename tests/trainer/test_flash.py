@@ -19,8 +19,8 @@ from tests.trainer.processes import children_of, hold, is_gone, wait_for
 from tests.trainer.runs import checkpoint_at, losses_of, rows_in, run_job
 from trainer.__main__ import main
 from trainer.checkpoint.manager import CHECKPOINT_LOG, BackgroundSaver
-from trainer.checkpoint.manifest import complete
-from trainer.checkpoint.snapshot import CopyMemory, memory_path
+from trainer.checkpoint.manifest import complete_checkpoints
+from trainer.checkpoint.snapshot import SnapshotMemory, memory_path
 from trainer.diff import compare_runs
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -99,7 +99,7 @@ def kill_after_the_copy(job: Path, dataset: Path, run: Path, *options: str) -> i
     (agent,) = agents_of(trainer.pid)
     hold(agent)
     wait_for(lambda: has_copied(run) or trainer.poll() is not None)
-    assert complete(run / "checkpoints") == []
+    assert complete_checkpoints(run / "checkpoints") == []
     trainer.kill()
     assert trainer.wait() == -signal.SIGKILL
     return agent
@@ -116,7 +116,7 @@ def test_trainer_killed_after_the_copy_loses_nothing_that_its_agent_holds(
     assert len(list(memory.iterdir())) == 1
     os.kill(agent, signal.SIGCONT)
     wait_for(lambda: is_gone(agent))
-    assert [folder.name for folder in complete(run / "checkpoints")] == ["00000005"]
+    assert [folder.name for folder in complete_checkpoints(run / "checkpoints")] == ["00000005"]
     assert list(memory.iterdir()) == []
     arguments = ["train", str(job), "--dataset", str(dataset), "--output", str(run), "--resume"]
     assert main([*arguments, *KINDS[kind]]) == 0
@@ -137,7 +137,10 @@ def test_copy_of_a_trainer_and_an_agent_that_both_died_is_written_by_the_next_st
     strangers.write_bytes(b"x" * 4096)
     assert len(list(memory.iterdir())) == 2
     run_job(job, dataset, run, resume=True, steps=6)
-    assert [folder.name for folder in complete(run / "checkpoints")] == ["00000005", "00000006"]
+    assert [folder.name for folder in complete_checkpoints(run / "checkpoints")] == [
+        "00000005",
+        "00000006",
+    ]
     assert list(memory.iterdir()) == [strangers]
     run_job(job, dataset, run, resume=True)
     assert compare_runs(plain, run).difference is None
@@ -155,7 +158,7 @@ def test_leftovers_of_a_run_that_is_begun_again_are_cleared_and_not_used(
     for path in sorted(run.rglob("*"), reverse=True):
         path.unlink() if path.is_file() else path.rmdir()
     run_job(job, dataset, run, steps=3)
-    assert [folder.name for folder in complete(run / "checkpoints")] == ["00000003"]
+    assert [folder.name for folder in complete_checkpoints(run / "checkpoints")] == ["00000003"]
     assert list(memory.iterdir()) == []
 
 
@@ -171,7 +174,7 @@ def test_agent_that_is_killed_is_replaced_and_its_copy_is_written(
     wait_for(lambda: has_copied(run) or trainer.poll() is not None)
     os.kill(agent, signal.SIGKILL)
     assert trainer.wait() == 0
-    found = [int(folder.name) for folder in complete(run / "checkpoints")]
+    found = [int(folder.name) for folder in complete_checkpoints(run / "checkpoints")]
     assert found == [5, 10, 15, 20, 25, 30, 32]
     assert compare_runs(plain, run).difference is None
     assert list(memory.iterdir()) == []
@@ -204,7 +207,7 @@ def test_run_that_ends_by_an_error_leaves_its_copies_written_and_no_memory(
     with agent_held() as turn, pytest.raises(FailedError):
         run_job(job, dataset, run)
     monkeypatch.setattr(BackgroundSaver, "save", whole)
-    found = [int(folder.name) for folder in complete(run / "checkpoints")]
+    found = [int(folder.name) for folder in complete_checkpoints(run / "checkpoints")]
     assert found == ([5, 10] if late == "wait" else [5])
     assert list(memory.iterdir()) == []
     run_job(job, dataset, run, resume=True)
@@ -268,9 +271,9 @@ def test_training_goes_on_while_the_disk_is_full_and_the_next_checkpoint_has_eve
 
     monkeypatch.setattr(BackgroundSaver, "save", save)
     run_job(job, dataset, run, embedding=embedding)
-    found = [int(folder.name) for folder in complete(run / "checkpoints")]
+    found = [int(folder.name) for folder in complete_checkpoints(run / "checkpoints")]
     assert found == [5, 20, 25, 30, 32]
-    warning = "checkpoint is not written, the next one tries again: disk must have room for a "
+    warning = "checkpoint is not written, the next one tries again: no room on disk for a "
     assert caplog.text.count(warning) == 2
     assert compare_runs(plain, run).difference is None
     straight = tmp_path / "straight"
@@ -297,12 +300,12 @@ def test_last_checkpoint_on_a_full_disk_is_an_error(
 
     monkeypatch.setattr(BackgroundSaver, "save", save)
     message = (
-        f"disk must have room for a checkpoint, got File too large in {checkpoint_at(run, 32)}; "
-        "free some and train on with --resume, the checkpoints before are whole"
+        f"no room on disk for a checkpoint: File too large in {checkpoint_at(run, 32)}; free some "
+        "and continue with --resume, earlier checkpoints are complete"
     )
     with pytest.raises(SchemaError, match=f"^{re.escape(message)}$"):
         run_job(job, dataset, run)
-    assert [int(folder.name) for folder in complete(run / "checkpoints")][-1] == 30
+    assert [int(folder.name) for folder in complete_checkpoints(run / "checkpoints")][-1] == 30
     monkeypatch.setattr(BackgroundSaver, "save", whole)
     run_job(job, dataset, run, resume=True)
     assert compare_runs(plain, run).difference is None
@@ -311,12 +314,12 @@ def test_last_checkpoint_on_a_full_disk_is_an_error(
 def test_memory_too_small_is_refused_before_the_first_step(
     dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(memory: CopyMemory, num_bytes: int) -> None:
+    def full(memory: SnapshotMemory, num_bytes: int) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(CopyMemory, "reserve", full)
+    monkeypatch.setattr(SnapshotMemory, "reserve", full)
     job = job_of(tmp_path, tmp_path / "memory")
-    message = r"^memory for the copy of a checkpoint must have \d+ bytes, got \d+ free: No space "
+    message = r"^snapshots of checkpoints need \d+ bytes in .*, where \d+ are free: No space "
     with pytest.raises(SchemaError, match=message):
         run_job(job, dataset, tmp_path / "run")
     assert losses_of(tmp_path / "run").tolist() == []
@@ -332,16 +335,18 @@ def test_copy_that_outgrows_memory_goes_to_the_disk(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     memory, run = tmp_path / "memory", tmp_path / "run"
-    whole = CopyMemory.reserve
+    whole = SnapshotMemory.reserve
 
-    def reserve(self: CopyMemory, num_bytes: int) -> None:
+    def reserve(self: SnapshotMemory, num_bytes: int) -> None:
         if self.path.parent == memory and num_bytes > 0 and self._mapped is not None:
             raise OSError(28, "No space left on device")
         whole(self, num_bytes)
 
-    monkeypatch.setattr(CopyMemory, "reserve", reserve)
+    monkeypatch.setattr(SnapshotMemory, "reserve", reserve)
     run_job(job_of(tmp_path, memory), dataset, run, embedding="cached")
-    assert "copy of a checkpoint is more than memory holds, it goes to the disk; " in caplog.text
+    assert (
+        "snapshot of a checkpoint is larger than its memory and moves to the disk; " in caplog.text
+    )
     assert compare_runs(plain, run).difference is None
     assert list(memory.iterdir()) == []
     assert not [path for path in run.iterdir() if path.name.startswith("presage-")]

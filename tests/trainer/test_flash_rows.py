@@ -12,21 +12,26 @@ from hypothesis import strategies as st
 
 from schemas.errors import SchemaError
 from trainer.checkpoint import manifest as manifests
-from trainer.checkpoint.agent import MOST_PARTS, persist
-from trainer.checkpoint.format import RowPart, newest
+from trainer.checkpoint.agent import MAX_PARTS, write_snapshot
+from trainer.checkpoint.format import RowPart, merge_newest
 from trainer.checkpoint.load import CheckpointTable
-from trainer.checkpoint.manifest import alone, complete, read_checkpoint_manifest, verify_files
+from trainer.checkpoint.manifest import (
+    complete_checkpoints,
+    lock_checkpoints,
+    read_checkpoint_manifest,
+    verify_files,
+)
 from trainer.checkpoint.snapshot import (
     COMMITTED,
+    DATA_OFFSET,
     DENSE,
-    START,
-    About,
-    CopyMemory,
     Snapshot,
-    claim,
-    copy_to,
+    SnapshotHeader,
+    SnapshotMemory,
+    claim_memory,
+    commit_snapshot,
+    max_changed_rows,
     memory_path,
-    most_changed,
 )
 from trainer.embedding.changes import Changed, Changes, EvictedDirtyRows, UsedPositions
 from trainer.stores.api import GatheredRows, Records, TableLayout
@@ -153,11 +158,11 @@ def test_most_changed_counts_the_rows_of_each_interval(
         wanted = max(wanted, len(changed))
         if (step + 1) % every == 0:
             changed = set()
-    assert most_changed(distances, first, every) == wanted
+    assert max_changed_rows(distances, first, every) == wanted
 
 
 def snapshot_of(
-    memory: CopyMemory, step: int, since: int | None, rows: dict[str, dict[int, float]]
+    memory: SnapshotMemory, step: int, since: int | None, rows: dict[str, dict[int, float]]
 ) -> Snapshot:
     layouts = {"items": LAYOUT, "users": OTHER}
     changed: dict[str, list[Changed]] = {}
@@ -167,8 +172,8 @@ def snapshot_of(
         half = len(found) // 2
         parts = [slice(0, half), slice(half, None)]
         changed[table] = [Changed(found[p], GatheredRows(records_of(numbers[p]))) for p in parts]
-    about = About(train_step=step, since=since, made_of={"a": 1}, layouts=layouts)
-    size = copy_to(memory, about, {"w": np.arange(step)}, {}, changed)
+    about = SnapshotHeader(train_step=step, since=since, fingerprint={"a": 1}, layouts=layouts)
+    size = commit_snapshot(memory, about, {"w": np.arange(step)}, {}, changed)
     assert memory.state == COMMITTED
     assert size <= memory.num_bytes
     return Snapshot(memory)
@@ -180,7 +185,7 @@ def test_every_kept_checkpoint_has_the_rows_of_its_step_through_any_number_of_pa
     seed: int, keep: int, tmp_path: Path
 ) -> None:
     rng = np.random.default_rng(seed)
-    memory, checkpoints = CopyMemory(tmp_path / "memory"), tmp_path / "checkpoints"
+    memory, checkpoints = SnapshotMemory(tmp_path / "memory"), tmp_path / "checkpoints"
     memory.create(0)
     state: dict[str, dict[int, float]] = {"items": {}, "users": {}}
     at_step: dict[int, dict[str, dict[int, float]]] = {}
@@ -197,11 +202,11 @@ def test_every_kept_checkpoint_has_the_rows_of_its_step_through_any_number_of_pa
         at_step[step] = {table: dict(rows) for table, rows in state.items()}
         if rng.random() < 0.2:
             (checkpoints / f"{step:08d}.partial").mkdir(parents=True)  # a half-written one
-        persist(checkpoints, snapshot_of(memory, step, since, changed), keep=keep)
+        write_snapshot(checkpoints, snapshot_of(memory, step, since, changed), keep=keep)
         if since is not None and rng.random() < 0.1:
             break
         since = step
-        found = complete(checkpoints)
+        found = complete_checkpoints(checkpoints)
         assert [int(folder.name) for folder in found] == list(
             range(max(1, step - keep + 1), step + 1)
         )
@@ -220,7 +225,7 @@ def test_every_kept_checkpoint_has_the_rows_of_its_step_through_any_number_of_pa
                 assert values == [wanted[row] for row in rows]
                 some = np.array([*rows[:50], 1 << 40], np.int64)
                 assert store.fetch(some).state[:-1, 0].tolist() == values[:50]
-    assert 2 <= most <= MOST_PARTS
+    assert 2 <= most <= MAX_PARTS
     memory.remove()
 
 
@@ -234,7 +239,7 @@ def test_newest_takes_rows_of_the_first_stream_that_has_them(tmp_path: Path) -> 
         cuts = np.sort(rng.integers(0, len(rows), 5))
         pieces = zip(np.split(rows, cuts), np.split(values[:, None], cuts), strict=True)
         streams.append(iter([(r, Records(v, v)) for r, v in pieces]))
-    found = [(r, rec) for r, rec in newest(streams)]
+    found = [(r, rec) for r, rec in merge_newest(streams)]
     rows = np.concatenate([r for r, _ in found]).tolist()
     assert rows == sorted(wanted)
     assert np.concatenate([rec.values[:, 0] for _, rec in found]).tolist() == [
@@ -243,47 +248,47 @@ def test_newest_takes_rows_of_the_first_stream_that_has_them(tmp_path: Path) -> 
 
 
 def test_part_without_rows_is_read(tmp_path: Path) -> None:
-    memory = CopyMemory(tmp_path / "memory")
+    memory = SnapshotMemory(tmp_path / "memory")
     memory.create(0)
-    folder = persist(
+    folder = write_snapshot(
         tmp_path / "checkpoints",
         snapshot_of(memory, 3, None, {"items": {}, "users": {5: 1.5}}),
         keep=1,
     )
-    assert list(RowPart(folder / "items").pieces()) == []
+    assert list(RowPart(folder / "items").chunks()) == []
     assert Snapshot(memory).arrays(DENSE)["w"].tolist() == [0, 1, 2]
 
 
 def test_checkpoint_that_a_delta_adds_to_must_be_there(tmp_path: Path) -> None:
-    memory = CopyMemory(tmp_path / "memory")
+    memory = SnapshotMemory(tmp_path / "memory")
     memory.create(0)
     snapshot = snapshot_of(memory, 3, 2, {"items": {}, "users": {}})
-    with pytest.raises(SchemaError, match=r"^checkpoint must stay while the run adds to it, got "):
-        persist(tmp_path / "checkpoints", snapshot, keep=1)
+    with pytest.raises(SchemaError, match=r"^checkpoint that the new one builds on is missing in "):
+        write_snapshot(tmp_path / "checkpoints", snapshot, keep=1)
 
 
 def test_memory_of_a_run_is_claimed_when_nobody_holds_it(tmp_path: Path) -> None:
     path = memory_path(tmp_path, tmp_path / "run")
     assert path != memory_path(tmp_path, tmp_path / "other")
-    assert claim(path) is None
-    memory = CopyMemory(path)
+    assert claim_memory(path) is None
+    memory = SnapshotMemory(path)
     memory.create(5000)
-    assert path.stat().st_size >= START + 5000
+    assert path.stat().st_size >= DATA_OFFSET + 5000
     assert path.stat().st_mode & 0o777 == 0o600
-    with pytest.raises(SchemaError, match=r"^run must be trained by one process at a time, got "):
-        claim(path, wait_sec=0.2)
+    with pytest.raises(SchemaError, match=r"^another process still trains the run after "):
+        claim_memory(path, wait_sec=0.2)
     memory.close()
-    found = claim(path)
+    found = claim_memory(path)
     assert found is not None
     found.remove()
     assert list(tmp_path.iterdir()) == []
 
 
 def test_memory_that_is_too_small_names_the_missing_bytes(tmp_path: Path) -> None:
-    memory = CopyMemory(tmp_path / "memory")
+    memory = SnapshotMemory(tmp_path / "memory")
     with pytest.raises(
         SchemaError,
-        match=r"^memory for the copy of a checkpoint must have \d+ bytes, got \d+ free: .* in "
+        match=r"^snapshots of checkpoints need \d+ bytes in .*, where \d+ are free: "
         r".*; enlarge it, save more often \(train\.checkpoint\.every_steps\), or set "
         r"train\.checkpoint\.copy_to to a directory of a disk$",
     ):
@@ -292,17 +297,19 @@ def test_memory_that_is_too_small_names_the_missing_bytes(tmp_path: Path) -> Non
 
 
 def test_what_a_newer_checkpoint_supersedes_is_dropped(tmp_path: Path) -> None:
-    memory, checkpoints = CopyMemory(tmp_path / "memory"), tmp_path / "checkpoints"
+    memory, checkpoints = SnapshotMemory(tmp_path / "memory"), tmp_path / "checkpoints"
     memory.create(0)
-    persist(checkpoints, snapshot_of(memory, 4, None, {"items": {1: 1}, "users": {}}), keep=1)
+    early = snapshot_of(memory, 4, None, {"items": {1: 1}, "users": {}})
+    write_snapshot(checkpoints, early, keep=1)
     (checkpoints / "00000012.other.partial").mkdir()  # another process writes it
     (checkpoints / "00000008.other.partial").mkdir()
-    persist(checkpoints, snapshot_of(memory, 9, None, {"items": {1: 2}, "users": {}}), keep=1)
+    newer = snapshot_of(memory, 9, None, {"items": {1: 2}, "users": {}})
+    write_snapshot(checkpoints, newer, keep=1)
     for since in (None, 4):  # its base went with those that are not kept
         late = snapshot_of(memory, 8, since, {"items": {1: 3}, "users": {}})
-        assert persist(checkpoints, late, keep=1).name == "00000009"
+        assert write_snapshot(checkpoints, late, keep=1).name == "00000009"
     same = snapshot_of(memory, 9, None, {"items": {1: 4}, "users": {}})
-    assert persist(checkpoints, same, keep=1) == checkpoints / "00000009"
+    assert write_snapshot(checkpoints, same, keep=1) == checkpoints / "00000009"
     assert sorted(path.name for path in checkpoints.iterdir()) == [
         "00000009",
         "00000012.other.partial",
@@ -314,22 +321,22 @@ def test_who_holds_the_checkpoints_is_not_waited_for_for_ever(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(manifests, "LOCK_SEC", 0.1)
-    memory, checkpoints = CopyMemory(tmp_path / "memory"), tmp_path / "checkpoints"
+    memory, checkpoints = SnapshotMemory(tmp_path / "memory"), tmp_path / "checkpoints"
     memory.create(0)
     for step in (2, 4):
-        persist(
+        write_snapshot(
             checkpoints, snapshot_of(memory, step, None, {"items": {1: 1}, "users": {}}), keep=2
         )
-    with alone(checkpoints) as held:
+    with lock_checkpoints(checkpoints) as held:
         assert held
         delta = snapshot_of(memory, 6, 4, {"items": {}, "users": {}})
-        with pytest.raises(SchemaError, match="checkpoint must stay while the run adds to it"):
-            persist(checkpoints, delta, keep=2)
+        with pytest.raises(SchemaError, match="checkpoint that the new one builds on is missing"):
+            write_snapshot(checkpoints, delta, keep=2)
         whole = snapshot_of(memory, 6, None, {"items": {1: 1}, "users": {}})
-        persist(checkpoints, whole, keep=2)
-        assert [int(folder.name) for folder in complete(checkpoints)] == [2, 4, 6]
-    persist(checkpoints, snapshot_of(memory, 8, 6, {"items": {}, "users": {}}), keep=2)
-    assert [int(folder.name) for folder in complete(checkpoints)] == [6, 8]
+        write_snapshot(checkpoints, whole, keep=2)
+        assert [int(folder.name) for folder in complete_checkpoints(checkpoints)] == [2, 4, 6]
+    write_snapshot(checkpoints, snapshot_of(memory, 8, 6, {"items": {}, "users": {}}), keep=2)
+    assert [int(folder.name) for folder in complete_checkpoints(checkpoints)] == [6, 8]
 
 
 @pytest.mark.slow
@@ -338,38 +345,38 @@ def test_several_writers_leave_no_checkpoint_that_is_not_whole(keep: int, tmp_pa
     checkpoints = tmp_path / "checkpoints"
 
     def write(number: int) -> int:
-        rng, memory = np.random.default_rng([number, keep]), CopyMemory(tmp_path / str(number))
+        rng, memory = np.random.default_rng([number, keep]), SnapshotMemory(tmp_path / str(number))
         memory.create(0)
         step = done = 0
         while step < 300:
-            found = complete(checkpoints)
+            found = complete_checkpoints(checkpoints)
             newest = int(found[-1].name) if found else 0
             since = newest if found and rng.random() < 0.8 else None
             step = newest + int(rng.integers(1, 4))
             rows = {"items": {int(rng.integers(9)): float(step)}, "users": {}}
             with suppress(SchemaError):  # of a delta whose base went meanwhile
-                persist(checkpoints, snapshot_of(memory, step, since, rows), keep=keep)
+                write_snapshot(checkpoints, snapshot_of(memory, step, since, rows), keep=keep)
                 done += 1
         memory.remove()
         return done
 
     with ThreadPoolExecutor(4) as pool:
         assert min(pool.map(write, range(4))) > 0
-    found = complete(checkpoints)
+    found = complete_checkpoints(checkpoints)
     assert len(found) == keep
     for folder in found:
         verify_files(folder, read_checkpoint_manifest(folder))
 
 
 def test_memory_is_removed_by_those_alone_that_hold_it(tmp_path: Path) -> None:
-    trainer, agent, other = (CopyMemory(tmp_path / "memory") for _ in range(3))
+    trainer, agent, other = (SnapshotMemory(tmp_path / "memory") for _ in range(3))
     trainer.create(10)
     agent.inherit(os.dup(trainer.file))
     with pytest.raises(FileExistsError):
         other.create(10)
     trainer.close()
-    with pytest.raises(SchemaError, match="got another after 0 s"):
-        claim(other.path, wait_sec=0)
+    with pytest.raises(SchemaError, match="still trains the run after 0 s"):
+        claim_memory(other.path, wait_sec=0)
     agent.remove()
     assert not other.path.exists()
     trainer.create(10)

@@ -139,7 +139,7 @@ def test_resuming_a_grown_dataset_without_following_it_is_refused(
     pipeline.more()
     message = (
         f"dataset must be that of the run, got 2 segments for 1 in {tmp_path / 'run' / RUN_FILE}; "
-        "use --follow to go on with those that came since"
+        "use --follow to continue with the new ones"
     )
     with pytest.raises(SchemaError, match=f"^{re.escape(message)}$"):
         run_job(job, tmp_path / "dataset", tmp_path / "run", resume=True)

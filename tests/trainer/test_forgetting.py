@@ -26,8 +26,8 @@ from tests.trainer.make_dataset import make_dataset, write_job
 from tests.trainer.runs import SEGMENTS, reader_of, rows_in, run_job
 from trainer import erase as forgetting
 from trainer.__main__ import main
-from trainer.checkpoint.load import verified
-from trainer.checkpoint.manifest import complete, read_checkpoint_manifest
+from trainer.checkpoint.load import verify_checkpoint
+from trainer.checkpoint.manifest import complete_checkpoints, read_checkpoint_manifest
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +52,10 @@ def table_and_ids(trained: Path) -> tuple[str, list[int]]:
     """Return a hashed table and some ids that have rows in the newest checkpoint."""
     job = load_job(trained / "run" / "job.yaml")
     name = next(n for n, t in job.data.tables.items() if t.rows == "hash")
-    rows, ids = rows_of(complete(trained / "run" / CHECKPOINTS)[-1], name), np.arange(2000)
+    rows, ids = (
+        rows_of(complete_checkpoints(trained / "run" / CHECKPOINTS)[-1], name),
+        np.arange(2000),
+    )
     found = ids[np.isin(rows_of_ids(ids, name, job.data.tables[name]), rows)]
     return name, found[:3].tolist()
 
@@ -82,15 +85,15 @@ def test_forgotten_rows_are_in_no_checkpoint_and_the_others_are_as_they_were(
 ) -> None:
     run, (table, ids) = copied(trained, tmp_path), table_and_ids(trained)
     gone = np.unique([row_of(trained, table, i) for i in ids])
-    before = {f.name: rows_of(f, table) for f in complete(run / CHECKPOINTS)}
+    before = {f.name: rows_of(f, table) for f in complete_checkpoints(run / CHECKPOINTS)}
     assert len(before) > 1
     found = forget(run, ids, table, capsys)
     assert found["num_rows"] == len(gone)
-    after = {f.name: rows_of(f, table) for f in complete(run / CHECKPOINTS)}
+    after = {f.name: rows_of(f, table) for f in complete_checkpoints(run / CHECKPOINTS)}
     assert after.keys() == before.keys()
     for name, rows in before.items():
         assert np.array_equal(after[name], np.setdiff1d(rows, gone))
-        assert verified(run / CHECKPOINTS / name, None).train_step == int(name)
+        assert verify_checkpoint(run / CHECKPOINTS / name).train_step == int(name)
     for row in gone.tolist():
         assert any(np.isin(row, rows) for rows in before.values())
         places = files_with_id(run / CHECKPOINTS, row)
@@ -106,7 +109,7 @@ def test_row_of_a_large_number_is_in_no_byte_of_what_is_written(
 ) -> None:
     run, (table, _) = copied(trained, tmp_path), table_and_ids(trained)
     big, checkpoints = 7_305_946_128, run / CHECKPOINTS
-    part = read_checkpoint_manifest(complete(checkpoints)[-1]).parts[table][0]
+    part = read_checkpoint_manifest(complete_checkpoints(checkpoints)[-1]).parts[table][0]
     rows = np.load(checkpoints / part / "rows.npy")
     rows[-1] = big
     np.save(checkpoints / part / "rows.npy", rows)
@@ -134,7 +137,7 @@ def test_damaged_part_is_not_given_a_new_checksum(
     trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run, (table, _) = copied(trained, tmp_path), table_and_ids(trained)
-    newest = complete(run / CHECKPOINTS)[-1]
+    newest = complete_checkpoints(run / CHECKPOINTS)[-1]
     part = read_checkpoint_manifest(newest).parts[table][-1]
     path = run / CHECKPOINTS / part / "values.npy"
     data = bytearray(path.read_bytes())

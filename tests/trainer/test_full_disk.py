@@ -63,8 +63,8 @@ def test_checkpoint_on_a_full_disk_leaves_the_one_before_and_the_run_goes_on(
     run_job(job, dataset, run, steps=5)
     folder = checkpoint_at(run, 10)
     message = (
-        f"disk must have room for a checkpoint, got File too large in {folder}; free some and "
-        "train on with --resume, the checkpoints before are whole"
+        f"no room on disk for a checkpoint: File too large in {folder}; free some and continue "
+        "with --resume, earlier checkpoints are complete"
     )
     with largest_file(6_000), pytest.raises(SchemaError, match=f"^{re.escape(message)}$"):
         run_job(job, dataset, run, resume=True, steps=10)
@@ -83,8 +83,8 @@ def test_line_of_a_step_on_a_full_disk_is_refused_by_name_and_the_run_goes_on(
     run = tmp_path / "run"
     run_job(job, dataset, run, steps=3)
     message = (
-        f"disk must have room for the line of a step, got File too large in "
-        f"{run / 'metrics.jsonl'}; free some and train on with --resume"
+        f"no room on disk for the line of a step: File too large in {run / 'metrics.jsonl'}; free "
+        "some and continue with --resume"
     )
     with largest_file(2_000), pytest.raises(SchemaError, match=f"^{re.escape(message)}$"):
         run_job(job, dataset, run, resume=True)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from trainer.data.lookup import inverse_of
 from trainer.embedding.kernels.compiled import interactions_of
 from trainer.embedding.kernels.interface import Interactions, Vectors
-from trainer.models.dlrm import interact
+from trainer.models.torchrec_models import interact
 
 COMPILED, TORCH = interactions_of("compiled"), interactions_of("torch")
 

@@ -15,7 +15,7 @@ from tests.trainer.runs import final_rows, losses_of, parts_of, reader_of, run_j
 from trainer.components import uses_shared_features
 from trainer.embedding.kernels.compiled import kernels_of
 from trainer.embedding.kernels.interface import RowSums
-from trainer.gradient_sums import MicrobatchWorker, PartialSums
+from trainer.step import MicrobatchWorker, PartialSums
 
 ATTENTION = "{name: attention, history: clicked, target: item, top_layers: [16], num_heads: 2}"
 MODELS = {

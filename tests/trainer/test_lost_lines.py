@@ -17,13 +17,12 @@ from tests.trainer.daily import DATES, make_days
 from tests.trainer.make_dataset import make_dataset, write_job
 from tests.trainer.runs import SEGMENTS, checkpoint_at, run_job
 from tests.trainer.stores import largest_file
-from trainer.checkpoint.agent import NewCheckpoint
-from trainer.checkpoint.manifest import complete
+from trainer.checkpoint.manifest import NewCheckpoint, complete_checkpoints
 from trainer.diff import compare_runs
 from trainer.elastic.checkpoints import LogWriter
 from trainer.elastic.faults import Faults
 from trainer.elastic.launcher import LaunchOptions, train_replicas
-from trainer.run import cut_run, verify_run
+from trainer.run import truncate_logs, verify_run
 from trainer.setup import TrainOptions, resumable_checkpoint
 
 NUM_STEPS = 32
@@ -111,7 +110,7 @@ def test_resume_takes_the_newest_checkpoint_that_the_lines_reach(
     assert message in caplog.messages
     ahead = [f"{step:08d}.ahead" for step in (8, 12) if step > first]
     assert [path.name for path in sorted((stopped / CHECKPOINTS).glob("*.ahead"))] == ahead
-    cut_run(stopped, first)
+    truncate_logs(stopped, first)
     for name in (METRICS, LEDGER):
         assert sorted({*steps_in(stopped / name)}) == list(range(first))
 
@@ -155,10 +154,10 @@ def test_lines_that_reach_no_checkpoint_are_refused_and_the_advice_works(
         f"none in {stopped / file}; restore the file from a copy, or remove "
         f"{stopped / CHECKPOINTS} and use --resume to train again from step 0"
     )
-    before = sorted(p.name for p in complete(stopped / CHECKPOINTS))
+    before = sorted(p.name for p in complete_checkpoints(stopped / CHECKPOINTS))
     with pytest.raises(SchemaError, match=f"^{re.escape(message)}$"):
         resume(folder, stopped)
-    assert sorted(p.name for p in complete(stopped / CHECKPOINTS)) == before
+    assert sorted(p.name for p in complete_checkpoints(stopped / CHECKPOINTS)) == before
     shutil.rmtree(stopped / CHECKPOINTS)
     resume(folder, stopped)
     assert_whole(folder, stopped)
@@ -181,7 +180,7 @@ def test_damaged_checkpoint_that_the_lines_reach_leaves_the_newer_ones(
     dense.write_bytes(b"x")
     with pytest.raises(SchemaError, match="remove this checkpoint to use the one before it"):
         resume(folder, stopped)
-    assert [p.name for p in complete(stopped / CHECKPOINTS)][-1] == f"{12:08d}"
+    assert [p.name for p in complete_checkpoints(stopped / CHECKPOINTS)][-1] == f"{12:08d}"
     shutil.rmtree(checkpoint_at(stopped, 8))
     resume(folder, stopped)
     assert_whole(folder, stopped)

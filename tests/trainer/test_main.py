@@ -91,7 +91,7 @@ LEDGERS = {
     ),
     "a step is of no epoch": (
         lambda lines: [lines[0].replace('"epoch":0', '"epoch":9'), *lines[1:]],
-        "blocks must be of the training range, got 4 others",
+        "4 blocks of the ledger are not in the training range",
     ),
 }
 
@@ -118,7 +118,7 @@ def test_train_refuses_a_folder_that_holds_a_run(
     run: Path, job: Path, dataset: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(train_arguments(job, dataset, run)) == 1
-    error = f"error: output must hold no run, got one in {run}; use --resume or another folder"
+    error = f"error: output folder has a run already in {run}; use --resume or another folder"
     assert capsys.readouterr().err.strip() == error
 
 
@@ -161,7 +161,7 @@ def test_train_as_a_process_prints_one_object_and_no_trace(
     [
         (["train", "--output"], "manifest is missing"),
         (["evaluate", "--run"], "manifest is missing"),
-        (["train", "--follow", "--output"], "output must hold no run, got one"),
+        (["train", "--follow", "--output"], "output folder has a run already"),
     ],
 )
 def test_input_and_output_are_checked_before_torch_is_imported(

@@ -13,10 +13,10 @@ from numpy.typing import NDArray
 from tests.trainer.exact_metrics import auc, calibration, gauc, normalized_entropy
 from tests.trainer.test_metrics import pairwise_auc
 from trainer.metrics import (
+    GroupAuc,
     LossSums,
-    ScatteredAuc,
-    ScoreTable,
     SessionAuc,
+    StreamingAuc,
     loss_sums,
     ordered_bits,
 )
@@ -52,7 +52,7 @@ def whole(batches: list[tuple[Array, ...]]) -> tuple[Array, ...]:
 def test_streamed_sums_and_auc_equal_those_over_all_samples(
     batches: list[tuple[Array, ...]], most: int
 ) -> None:
-    sums, table = LossSums(), ScoreTable(most)
+    sums, table = LossSums(), StreamingAuc(most)
     for _, _, *found in batches:
         sums += loss_sums(*found)
         table.add(*found)
@@ -68,7 +68,7 @@ def test_streamed_sums_and_auc_equal_those_over_all_samples(
 def test_auc_of_scattered_keys_does_not_depend_on_files(
     batches: list[tuple[Array, ...]], most: int
 ) -> None:
-    groups = ScatteredAuc(most, num_files=3)
+    groups = GroupAuc(most, num_files=3)
     for keys, _, *found in batches:
         groups.add(keys, *found)
     keys, _, *columns = whole(batches)
@@ -120,7 +120,7 @@ def test_auc_of_more_scores_than_are_kept_is_within_its_stated_error(most: int) 
     scores = rng.normal(0, 2, 20_000)
     labels = (rng.random(20_000) < 1 / (1 + np.exp(-scores))).astype(float)
     weights = rng.exponential(1.0, 20_000)
-    table = ScoreTable(most)
+    table = StreamingAuc(most)
     for part in range(0, 20_000, 700):
         table.add(*(c[part : part + 700] for c in (labels, scores, weights)))
     assert 0 < abs(table.auc - auc(labels, scores, weights)) <= table.error
@@ -128,7 +128,7 @@ def test_auc_of_more_scores_than_are_kept_is_within_its_stated_error(most: int) 
 
 
 def test_auc_of_a_score_that_is_no_number_is_nan() -> None:
-    table = ScoreTable()
+    table = StreamingAuc()
     table.add(np.array([1.0, 0.0]), np.array([math.nan, 0.0]), np.ones(2))
     assert math.isnan(table.auc)
 

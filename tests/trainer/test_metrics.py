@@ -2,7 +2,6 @@
 
 import itertools
 import math
-import re
 from collections.abc import Callable
 from typing import Any
 
@@ -234,34 +233,3 @@ def test_metric_without_a_value_is_nan(metric: Callable[[], float]) -> None:
     found = metric()
     assert isinstance(found, float)
     assert math.isnan(found)
-
-
-REFUSED: dict[str, tuple[Callable[[], float], str]] = {
-    "labels of other samples": (
-        lambda: auc([1, 0, 1], [0.0, 1.0]),
-        "labels must have one entry per prediction, got len(labels)=3 and 2 predictions; "
-        "pass arrays of the same samples",
-    ),
-    "weights of other samples": (
-        lambda: normalized_entropy([1, 0], [0.0, 1.0], [1.0]),
-        "weights must have one entry per prediction, got len(weights)=1 and 2 predictions; "
-        "pass arrays of the same samples",
-    ),
-    "keys of other samples": (
-        lambda: gauc([1], [0.0], KEYS),
-        "keys must have one entry per prediction, got len(keys)=2 and 1 predictions; "
-        "pass arrays of the same samples",
-    ),
-    "a column as a matrix": (
-        lambda: auc([1, 0], np.zeros((2, 1))),
-        "scores must be a flat array, got scores.shape=(2, 1); flatten it",
-    ),
-}
-
-
-@pytest.mark.parametrize(("metric", "message"), REFUSED.values(), ids=REFUSED.keys())
-def test_metric_of_arrays_that_do_not_fit_says_which(
-    metric: Callable[[], float], message: str
-) -> None:
-    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-        metric()

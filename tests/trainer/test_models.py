@@ -22,7 +22,8 @@ from tests.trainer.model_samples import (
     gradients,
     random_samples,
 )
-from trainer.models import attention, dcn, deepfm, dlrm, wide_deep
+from trainer.models import attention, torchrec_models
+from trainer.models.torchrec_models import build_dlrm
 
 
 def collection() -> EmbeddingBagCollection:
@@ -37,7 +38,7 @@ DLRM_CONFIG = replace(CONFIG, model=ModelConfig(bottom_layers=(6,), top_layers=(
 def test_dlrm_of_a_deduplicated_batch_equals_torchrec_on_a_plain_one() -> None:
     samples = random_samples([0, 3, 9], [1, 0, 2, 1, 1])
     samples = replace(samples, dense=samples.dense.float())
-    model = dlrm.build(replace(DLRM_CONFIG, dtype="float32"), NUM_DENSE, collection())
+    model = build_dlrm(replace(DLRM_CONFIG, dtype="float32"), NUM_DENSE, collection())
     theirs = DLRM(collection(), NUM_DENSE, [6, DIM], [16, 4, 1])
     theirs.load_state_dict(model.dlrm.state_dict())
     plain = batch_of(samples, expanded=True)
@@ -53,7 +54,7 @@ def test_dlrm_of_a_deduplicated_batch_equals_torchrec_on_a_plain_one() -> None:
 
 def test_dlrm_deduplicated_equals_expanded() -> None:
     samples = random_samples([0, 3, 9], [1, 0, 2, 1, 1])
-    model = dlrm.build(DLRM_CONFIG, NUM_DENSE, PlainTables())
+    model = build_dlrm(DLRM_CONFIG, NUM_DENSE, PlainTables())
     expanded = model(batch_of(samples, expanded=True))
     assert expanded.dtype == torch.float64
     assert_equal_models((model, model(batch_of(samples))), (model, expanded))
@@ -61,7 +62,7 @@ def test_dlrm_deduplicated_equals_expanded() -> None:
 
 def test_dlrm_without_dense_features_learns_one_vector_for_all_samples() -> None:
     samples = random_samples([2, 6], [0, 1, 1], num_dense=0)
-    model = dlrm.build(DLRM_CONFIG, 0, PlainTables())
+    model = build_dlrm(DLRM_CONFIG, 0, PlainTables())
     vectors: list[Any] = []
     model.dlrm.get_submodule("dense_arch").register_forward_hook(
         lambda _, args, out: vectors.append(out)
@@ -78,10 +79,8 @@ def build_either(name: str, config: TrainConfig) -> nn.Module:
     if name == "attention":
         return attention.build(config, FEATURES, NUM_DENSE, PlainTables())
     if name == "wide_deep":
-        return wide_deep.build(config, FEATURES, NUM_DENSE, PlainTables())
-    return {"dlrm": dlrm, "dcn": dcn, "deepfm": deepfm}[name].build(
-        config, NUM_DENSE, PlainTables()
-    )
+        return torchrec_models.build_wide_deep(config, FEATURES, NUM_DENSE, PlainTables())
+    return getattr(torchrec_models, f"build_{name}")(config, NUM_DENSE, PlainTables())
 
 
 NAMES = ["dlrm", "dcn", "deepfm", "wide_deep", "attention"]
@@ -125,4 +124,4 @@ def test_dlrm_without_top_layers_is_refused() -> None:
     config = replace(DLRM_CONFIG, model=ModelConfig(top_layers=()))
     message = "top_layers must not be empty for dlrm; add a width"
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-        dlrm.build(config, NUM_DENSE, PlainTables())
+        build_dlrm(config, NUM_DENSE, PlainTables())

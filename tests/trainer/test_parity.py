@@ -19,8 +19,8 @@ from tests.trainer.runs import (
     run_job,
 )
 from trainer.checkpoint.format import to_bytes
-from trainer.checkpoint.load import load_cached
-from trainer.checkpoint.manifest import PLAN
+from trainer.checkpoint.load import read_cached
+from trainer.checkpoint.manifest import PLAN_FILE
 
 ATTENTION = "{name: attention, history: clicked, target: item, top_layers: [16], num_heads: 2}"
 
@@ -103,7 +103,7 @@ def test_baselines_have_the_bits_of_plain(
 
 def test_lru_without_a_size_is_refused_by_name(dataset: Path, tmp_path: Path) -> None:
     job = write_job(tmp_path / "job")
-    with pytest.raises(SchemaError, match=r"train\.cache\.rows must be given for --embedding lru"):
+    with pytest.raises(SchemaError, match=r"--embedding lru has no train\.cache\.rows"):
         run_job(job, dataset, tmp_path / "run", embedding="lru")
 
 
@@ -213,14 +213,14 @@ def test_train_resumed_with_another_embedding_needs_no_keyframe(
 def test_torn_keyframe_is_refused_by_name(dataset: Path, tmp_path: Path) -> None:
     job = write_job(tmp_path / "job")
     run_job(job, dataset, tmp_path / "run", embedding="cached", steps=3)
-    path = checkpoint_at(tmp_path / "run", 3) / PLAN
+    path = checkpoint_at(tmp_path / "run", 3) / PLAN_FILE
     path.write_bytes(to_bytes({"items/rows": np.arange(3)}))
     message = (
         f"file with the cache plan's state has other content in {path}; "
         "remove this checkpoint to use the one before it"
     )
     with pytest.raises(SchemaError, match=f"^{re.escape(message)}$"):
-        load_cached(path, ["items"])
+        read_cached(path, ["items"])
 
 
 @pytest.mark.slow

@@ -16,8 +16,8 @@ from tests.trainer.make_dataset import make_dataset, write_job
 from tests.trainer.runs import SEGMENTS, checkpoint_at, rows_in, run_job
 from trainer.__main__ import main
 from trainer.checkpoint.manifest import (
-    file_sum,
-    folder_of,
+    checksum_of,
+    folder_name,
     read_checkpoint_manifest,
     write_checkpoint_manifest,
 )
@@ -83,14 +83,14 @@ def drop_rows(run: Path, train_step: int, table: str) -> list[int]:
     checkpoint = checkpoint_at(run, train_step)
     manifest = read_checkpoint_manifest(checkpoint)
     held = rows_in(checkpoint)
-    part = f"{folder_of(train_step)}/{table}-less"
+    part = f"{folder_name(train_step)}/{table}-less"
     (checkpoint.parent / part).mkdir()
     keep = np.arange(len(held[f"{table}/rows.npy"])) % 3 > 0
     files = dict(manifest.files)
     for name in ("rows", "values", "state"):
         path = checkpoint.parent / part / f"{name}.npy"
         np.save(path, held[f"{table}/{name}.npy"][keep])
-        files[f"{part}/{name}.npy"] = file_sum(path)
+        files[f"{part}/{name}.npy"] = checksum_of(path)
     fields = {n: getattr(manifest, n) for n in manifest.__dataclass_fields__}
     parts = {**manifest.parts, table: (part,)}
     changed = type(manifest)(**{**fields, "parts": parts, "files": files})

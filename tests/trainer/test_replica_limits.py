@@ -26,7 +26,7 @@ from trainer.setup import TrainOptions
 LINE = (
     r"error: phase must end within 6 s, got phase='read', step=\d+, rank='(\d)' after \d+\.\d s; "
     r"see what each thread waits for in .*/stacks-\1.txt, raise train.limits.read if it is only "
-    r"slow, and train on with --resume"
+    r"slow, and continue with --resume"
 )
 
 

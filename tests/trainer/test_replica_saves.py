@@ -20,7 +20,7 @@ from tests.trainer.make_dataset import make_dataset, write_job
 from tests.trainer.processes import agents_of_run, hold, is_gone, is_stopped, wait_for
 from tests.trainer.runs import SEGMENTS, checkpoint_at, run_job
 from trainer.checkpoint.manager import CHECKPOINT_LOG
-from trainer.checkpoint.manifest import complete, read_checkpoint_manifest, verify_files
+from trainer.checkpoint.manifest import complete_checkpoints, read_checkpoint_manifest, verify_files
 from trainer.checkpoint.snapshot import memory_path
 from trainer.diff import compare_runs
 from trainer.elastic import checkpoints as room
@@ -66,7 +66,7 @@ def together(
 
 def steps_of(run: Path) -> list[int]:
     """Return the steps of the complete checkpoints of a run."""
-    return [int(checkpoint.name) for checkpoint in complete(run / CHECKPOINTS)]
+    return [int(checkpoint.name) for checkpoint in complete_checkpoints(run / CHECKPOINTS)]
 
 
 def copied_of(run: Path) -> list[int]:
@@ -82,7 +82,7 @@ def assert_whole(folder: Path, run: Path) -> list[str]:
     assert compare_runs(folder / "alone", run).difference is None
     assert verify_run(run).problems == ()
     wait_for(lambda: not memory_path(folder / "memory", run).exists())
-    found = complete(run / CHECKPOINTS)
+    found = complete_checkpoints(run / CHECKPOINTS)
     for checkpoint in found:
         verify_files(checkpoint, read_checkpoint_manifest(checkpoint))
     return [checkpoint.name for checkpoint in found]
@@ -211,6 +211,6 @@ def test_too_little_memory_is_said_before_the_first_step(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(room, "free_bytes", lambda _: 10)
-    shown = rf"must have \d+ bytes, got \d+ free: .* in {folder / 'memory'}; enlarge it"
+    shown = rf"need \d+ bytes in {folder / 'memory'}, where \d+ are free: .*; enlarge it"
     with pytest.raises(SchemaError, match=shown):
         together(folder, tmp_path / "run")

@@ -17,7 +17,7 @@ from tests.trainer.processes import PATIENCE
 from tests.trainer.runs import SEGMENTS, rows_in, run_job
 from tests.trainer.stores import kill_stores
 from trainer.checkpoint.manager import CHECKPOINT_LOG
-from trainer.checkpoint.manifest import DENSE, complete
+from trainer.checkpoint.manifest import DENSE_FILE, complete_checkpoints
 from trainer.diff import compare_runs
 from trainer.elastic.faults import Faults
 from trainer.elastic.launcher import LaunchOptions, LocalReplicas, start_replica, train_replicas
@@ -105,11 +105,11 @@ def test_replicas_that_share_stores_have_the_bits_of_one_process(
 
 def assert_checkpoints_as_alone(folder: Path, run: Path) -> None:
     """Assert that each checkpoint has all rows and dense parameters of its step."""
-    found = complete(run / CHECKPOINTS)
+    found = complete_checkpoints(run / CHECKPOINTS)
     assert [int(checkpoint.name) for checkpoint in found] == [12, 24, 32]
     for checkpoint in found:
         alone = folder / "alone" / CHECKPOINTS / checkpoint.name
-        assert (checkpoint / DENSE).read_bytes() == (alone / DENSE).read_bytes()
+        assert (checkpoint / DENSE_FILE).read_bytes() == (alone / DENSE_FILE).read_bytes()
         rows, wanted = rows_in(checkpoint), rows_in(alone)
         assert {name: array.tobytes() for name, array in rows.items()} == {
             name: array.tobytes() for name, array in wanted.items()
@@ -138,7 +138,7 @@ def test_where_all_die_at_once_the_run_goes_back(after: str, folder: Path, tmp_p
     to_stores = after.startswith("rows")
 
     def kill_all(metric: StepMetric, _: int) -> None:
-        ripe = metric.step >= 6 if to_stores else complete(run / CHECKPOINTS)
+        ripe = metric.step >= 6 if to_stores else complete_checkpoints(run / CHECKPOINTS)
         if not killed and ripe:
             killed.extend(attempts[-1].pids.values())
             for pid in killed:
@@ -189,7 +189,7 @@ def test_replicas_started_by_hand_tell_that_rows_are_lost(folder: Path, tmp_path
             started.append(start_replica(arguments))
 
     def kill_all(metric: StepMetric, _: int) -> None:
-        if not killed and metric.step > EVERY and complete(run / CHECKPOINTS):
+        if not killed and metric.step > EVERY and complete_checkpoints(run / CHECKPOINTS):
             killed.extend(replica.pid for replica in started)
             for replica in started:
                 replica.kill()

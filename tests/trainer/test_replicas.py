@@ -36,7 +36,7 @@ from trainer.elastic.faults import FaultInjector, Faults
 from trainer.elastic.membership import Agreement, Lighthouse, Member, Membership, ReplicaStatus
 from trainer.elastic.peer_state import PeerClient, PeerError
 from trainer.embedding.kernels.interface import RowSums
-from trainer.gradient_sums import Node, PartialSums
+from trainer.step import Node, PartialSums
 from trainer.stores.remote.connection import Access
 
 speeds = st.dictionaries(st.text("abcdef", min_size=1), st.floats(0.1, 10), min_size=1, max_size=5)

@@ -28,12 +28,11 @@ from tests.trainer.model_samples import (
 )
 from tests.trainer.runs import reader_of, row_gradients
 from trainer.components import build_components
-from trainer.data.collate import Batch
+from trainer.data.collate import Batch, single_microbatch
 from trainer.data.decode import spec_of
-from trainer.data.microbatches import single_microbatch
 from trainer.embedding.module import Embedding
-from trainer.models import dcn, deepfm, wide_deep
-from trainer.models.shared_compute import dense_part, first_layer
+from trainer.models import torchrec_models
+from trainer.models.shared_compute import dense_vectors, first_layer
 from trainer.step import loss_of
 
 ONE = ModelConfig(name="deepfm", bottom_layers=(6,), top_layers=(5,))
@@ -65,7 +64,7 @@ def test_dcn_of_a_deduplicated_batch_equals_torchrecs_on_a_plain_one(
     layers: int, dense: str
 ) -> None:
     config = replace(CONFIG, model=replace(DEEP, cross_layers=layers, cross_rank=5))
-    model = dcn.build(config, NUM_DENSE, PlainTables())
+    model = torchrec_models.build_dcn(config, NUM_DENSE, PlainTables())
     for bias in model.dcn.inter_arch.crossnet.bias:  # type: ignore[union-attr]
         nn.init.normal_(bias)  # type: ignore[arg-type]
     tables: Any = PlainTables()
@@ -80,7 +79,7 @@ def test_dcn_of_a_deduplicated_batch_equals_torchrecs_on_a_plain_one(
 
 @pytest.mark.parametrize("dense", ["by tuple", "by sample"])
 def test_deepfm_of_a_deduplicated_batch_equals_torchrecs_on_a_plain_one(dense: str) -> None:
-    model = deepfm.build(replace(CONFIG, model=ONE), NUM_DENSE, PlainTables())
+    model = torchrec_models.build_deepfm(replace(CONFIG, model=ONE), NUM_DENSE, PlainTables())
     tables: Any = PlainTables()
     theirs = SimpleDeepFMNN(NUM_DENSE, tables, 6, 5).double()
     theirs.load_state_dict(model.deepfm.state_dict())
@@ -94,7 +93,7 @@ def test_deepfm_of_a_deduplicated_batch_equals_torchrecs_on_a_plain_one(dense: s
 class PlainWideDeep(nn.Module):
     """The same model sample by sample, on another's parameters."""
 
-    def __init__(self, model: wide_deep.WideDeepModel, num_dense: int) -> None:
+    def __init__(self, model: torchrec_models.WideDeepModel, num_dense: int) -> None:
         super().__init__()
         self.wide, self.deep, self.embedding = model.wide, model.deep, model.embedding
         self.num_dense = num_dense
@@ -122,7 +121,7 @@ def test_wide_deep_of_a_deduplicated_batch_equals_its_formula(
     num_dense = 0 if dense == "none" else NUM_DENSE
     samples = replace(samples, dense=samples.dense[:, :num_dense])
     config = replace(CONFIG, model=ModelConfig(name="wide_deep", top_layers=top))
-    model = wide_deep.build(config, FEATURES, num_dense, PlainTables())
+    model = torchrec_models.build_wide_deep(config, FEATURES, num_dense, PlainTables())
     plain = batch_of(samples, expanded=True)
     theirs = PlainWideDeep(model, num_dense)
     for batch in (batch_of(samples), plain):
@@ -131,10 +130,10 @@ def test_wide_deep_of_a_deduplicated_batch_equals_its_formula(
 
 def test_dense_features_are_fed_once_per_tuple_where_it_decides_them() -> None:
     by_tuple, by_sample = batch_of(samples_of("by tuple")), batch_of(samples_of("by sample"))
-    part = dense_part(by_tuple, by_tuple.dense)
-    assert part.group == "user"
+    part = dense_vectors(by_tuple, by_tuple.dense)
+    assert part.name == "user"
     assert len(part.flat) == 4
-    assert dense_part(by_sample, by_sample.dense).group is None
+    assert dense_vectors(by_sample, by_sample.dense).name is None
 
 
 def results(model: Any, embedding: Embedding, batch: Batch) -> dict[str, torch.Tensor]:
@@ -177,19 +176,19 @@ def test_shared_parts_leave_logits_and_gradients_of_real_batches(
 
 
 def test_first_layer_of_an_mlp_and_the_rest_are_the_whole() -> None:
-    model = deepfm.build(replace(CONFIG, model=DEEP), NUM_DENSE, PlainTables())
+    model = torchrec_models.build_deepfm(replace(CONFIG, model=DEEP), NUM_DENSE, PlainTables())
     layers: Any = model.deepfm.inter_arch.deep_fm.dense_module
     first, rest = first_layer(layers)
     x = torch.randn(3, first.in_features, dtype=torch.float64)
     assert torch.equal(rest(first(x)), layers(x))
 
 
-@pytest.mark.parametrize(("name", "module"), [("dcn", dcn), ("deepfm", deepfm)])
-def test_model_without_top_layers_is_refused(name: str, module: Any) -> None:
-    config = replace(CONFIG, model=ModelConfig(top_layers=()))
+@pytest.mark.parametrize("name", ["dcn", "deepfm"])
+def test_model_without_top_layers_is_refused(name: Any) -> None:
+    config = replace(CONFIG, model=ModelConfig(name=name, top_layers=()))
     message = f"top_layers must not be empty for {name}; add a width"
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-        module.build(config, NUM_DENSE, PlainTables())
+        getattr(torchrec_models, f"build_{name}")(config, NUM_DENSE, PlainTables())
 
 
 def test_wide_deep_with_rows_of_one_number_is_refused() -> None:

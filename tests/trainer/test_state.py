@@ -11,7 +11,7 @@ from hypothesis.extra import numpy as hnp
 from torch import nn
 
 from schemas.errors import SchemaError
-from trainer.checkpoint.format import from_bytes, to_bytes, to_parts
+from trainer.checkpoint.format import from_bytes, to_buffers, to_bytes
 from trainer.checkpoint.load import load_state, state_of
 
 DTYPES = ["float64", "float32", "float16", "int64", "int32", "uint8", "bool"]
@@ -30,7 +30,7 @@ ARRAYS = st.dictionaries(
 @settings(max_examples=200)
 def test_arrays_come_back_from_their_bytes(arrays: dict[str, np.ndarray]) -> None:
     data = to_bytes(arrays)
-    assert data == b"".join(to_parts(arrays))
+    assert data == b"".join(to_buffers(arrays))
     assert int.from_bytes(data[:8], "little") % 64 == 56
     found = from_bytes(data)
     assert list(found) == list(arrays)
@@ -63,14 +63,16 @@ def test_every_changed_byte_and_every_cut_is_refused() -> None:
             from_bytes(damaged)
         with pytest.raises(SchemaError):
             from_bytes(data[:place])
-    with pytest.raises(SchemaError, match=rf"got {len(data) + 1}; it was cut or changed"):
+    with pytest.raises(
+        SchemaError, match=f"arrays have {len(data) + 1} bytes instead of {len(data)}; "
+    ):
         from_bytes(data + b"\0")
 
 
 def test_changed_array_is_refused_by_name() -> None:
     data = bytearray(to_bytes(SMALL))
     data[-2] ^= 4
-    message = r"^array 'b' must have 4 bytes of crc32 \d+, got 4 bytes of \d+ in state.bin; it was "
+    message = r"^array 'b' is damaged: 4 bytes of crc32 \d+ instead of 4 of \d+ in state.bin; "
     with pytest.raises(SchemaError, match=message):
         from_bytes(data, file="state.bin")
 
@@ -145,8 +147,8 @@ def test_state_with_other_names_prints_both_sides() -> None:
     arrays = state_of(model, optimizer)  # type: ignore[arg-type]
     arrays["model/3.weight"] = arrays.pop("model/2.weight")
     message = (
-        "state must be of the model, got 1 unknown arrays (model/3.weight) and 1 missing "
-        "(model/2.weight) in x; use the model that it was trained with"
+        "state is of another model: 1 unknown arrays (model/3.weight) and 1 missing "
+        "(model/2.weight) in x; use the model that was trained"
     )
     with pytest.raises(SchemaError, match=f"^{re.escape(message)}$"):
         load_state(arrays, model, optimizer, file="x")  # type: ignore[arg-type]

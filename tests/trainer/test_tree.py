@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.gradient_sums import Node, Tree, leaves_of_node
+from trainer.step import Node, Tree, leaves_of_node
 
 
 def by_hand(values: list[str]) -> str:

@@ -18,7 +18,7 @@ from tests.trainer.daily import DATES, IN_ORDER, make_days, run_days
 from tests.trainer.make_dataset import bytes_of, make_dataset, write_job
 from tests.trainer.runs import SEGMENTS, losses_of, parts_of, rows_in, run_job
 from trainer.__main__ import main
-from trainer.checkpoint.load import dense_of, newest_checkpoint
+from trainer.checkpoint.load import newest_checkpoint, read_dense
 from trainer.evaluate import evaluate_run
 from trainer.run import verify_run
 from trainer.warm_start import rows_used
@@ -47,7 +47,7 @@ def newest(run: Path) -> Path:
 
 def bits_of(run: Path) -> dict[str, bytes]:
     """Return the bytes of all rows and of the dense state that a run has left."""
-    found = rows_in(newest(run)) | dense_of(newest(run))
+    found = rows_in(newest(run)) | read_dense(newest(run))
     return {name: array.tobytes() for name, array in found.items()}
 
 
@@ -223,9 +223,9 @@ def test_other_runs_are_refused(small: tuple[Path, Path, Path], tmp_path: Path) 
         run_job(job, dataset, tmp_path / "c", start_from=tmp_path / "cut")
     with pytest.raises(SchemaError, match="dataset has no segment '2026-04-10'"):
         run_job(job, dataset, tmp_path / "d", start_from=old, segments=("2026-04-10",))
-    with pytest.raises(SchemaError, match="run to go on with must be of the segments"):
+    with pytest.raises(SchemaError, match="run to continue trains other segments than"):
         run_job(job, dataset, old, segments=(DATES[1],), resume=True)
-    with pytest.raises(SchemaError, match="output must hold no run, got one"):
+    with pytest.raises(SchemaError, match="output folder has a run already"):
         run_job(job, dataset, old, start_from=folder / DATES[1])
     with pytest.raises(ValueError, match="leave --follow out"):
         run_job(job, dataset, tmp_path / "e", start_from=old, follow=True)

@@ -29,7 +29,7 @@ from trainer.recovery import ActivePhase, Watchdog
 LINE = (
     r"error: phase must end within 6 s, got phase='(\w+)', step=(\d+), rank='0' after \d+\.\d s; "
     r"see what each thread waits for in (.*)/stacks-0.txt, raise train.limits.(\w+) if it is only "
-    r"slow, and train on with --resume"
+    r"slow, and continue with --resume"
 )
 
 
@@ -119,7 +119,7 @@ def test_phase_is_overdue_after_its_limit_and_the_innermost_counts() -> None:
     assert found == ActivePhase("drain", 7, 40.5, 100)
     assert watchdog.describe(found, None) == (
         "phase must end within 100 s, got phase='drain', step=7, rank='3' after 100.5 s; see what "
-        "each thread waits for above, raise train.limits.drain if it is only slow, and train on "
+        "each thread waits for above, raise train.limits.drain if it is only slow, and continue "
         "with --resume"
     )
 

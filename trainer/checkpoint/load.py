@@ -1,4 +1,4 @@
-"""Load the newest complete checkpoint, and check that it belongs to the run."""
+"""Save and load the state of training, and check that a checkpoint belongs to the run."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from schemas.errors import SchemaError, suggest_name
 from schemas.layout import MANIFEST
 from schemas.rows import initial_rows
 from schemas.run_log import CHECKPOINTS
-from trainer.checkpoint.agent import NewCheckpoint
-from trainer.checkpoint.format import RowPart, Spec, from_bytes, newest, spec_of_array
+from trainer.checkpoint.format import ArraySpec, RowPart, RowsAndRecords, from_bytes, read_parts
 from trainer.checkpoint.manifest import (
-    DENSE,
-    PLAN,
+    DENSE_FILE,
+    PLAN_FILE,
     CheckpointManifest,
-    complete,
-    folder_of,
+    NewCheckpoint,
+    complete_checkpoints,
+    folder_name,
     read_checkpoint_manifest,
     verify_files,
 )
@@ -35,51 +35,43 @@ from trainer.components import Components, layouts_of, order_of
 from trainer.data.decode import spec_of
 from trainer.embedding.cache import CachedRows, arrays_of_cached, cached_of
 from trainer.run import first_difference
-from trainer.stores.api import (
-    Records,
-    Store,
-    TableLayout,
-    WriteBack,
-)
+from trainer.stores.api import Records, Store, TableLayout, WriteBack
 
-# The dense state of training as named arrays: parameters, buffers, and the optimizer's numbers.
-#
-# `arrays.py` makes bytes of them and back. A checkpoint holds these bytes, and a replica that
-# joins gets them from a peer. Names are the model's own: a state that does not fit is told by
-# name.
+# ---- The dense state as named arrays ----
 #
 #     model/<parameter or buffer>
-#     optimizer/<parameter>/<number>     such as optimizer/top.0.weight/exp_avg
+#     optimizer/<parameter>/<key>     such as optimizer/top.0.weight/exp_avg
 #
-# Learning rates are not among them: they are the job's.
+# `format.py` converts them to bytes, for a checkpoint or for a replica that joins. Learning rates
+# are not part of the state: they are those of the job.
 
 MODEL, OPTIMIZER = "model/", "optimizer/"
-"""What names begin with."""
-_NUMBERS: dict[type[torch.optim.Optimizer], frozenset[str]] = {
+"""Prefixes of names."""
+_STATE_KEYS: dict[type[torch.optim.Optimizer], frozenset[str]] = {
     torch.optim.Adam: frozenset({"step", "exp_avg", "exp_avg_sq"}),
     torch.optim.SGD: frozenset(),
 }
-"""What optimizers keep for a parameter; others are taken as they are."""
+"""Keys of the state of each parameter; not checked for other optimizers."""
 
 
 def state_of(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Array]:
-    """Return the state by name; on the processor the arrays are views of what is trained.
+    """Return the state by name; in CPU memory the arrays are views of it.
 
     Args:
         model: dense parameters and buffers.
-        optimizer: of its parameters; None to leave it out.
+        optimizer: of the parameters; None to leave it out.
 
     Raises:
-        ValueError: the optimizer holds a parameter that is not the model's.
+        ValueError: the optimizer has a parameter that is not the model's.
     """
-    found = {f"{MODEL}{name}": _array(value) for name, value in model.state_dict().items()}
+    state = {f"{MODEL}{name}": _array(value) for name, value in model.state_dict().items()}
     if optimizer is not None:
         names = _parameter_names(model, optimizer)
-        for index, numbers in optimizer.state_dict()["state"].items():
-            for key, value in numbers.items():
+        for index, values in optimizer.state_dict()["state"].items():
+            for key, value in values.items():
                 if value is not None:
-                    found[f"{OPTIMIZER}{names[index]}/{key}"] = _array(value)
-    return found
+                    state[f"{OPTIMIZER}{names[index]}/{key}"] = _array(value)
+    return state
 
 
 def load_state(
@@ -89,22 +81,28 @@ def load_state(
     *,
     file: str | None = None,
 ) -> None:
-    """Load a state into a model and its optimizer, all of it or nothing.
+    """Load a state into a model and its optimizer, completely or not at all.
 
     Args:
         arrays: what `state_of` returned; copied.
-        model: of the same parameters.
+        model: with the same parameters.
         optimizer: of the same kind; None to leave it out.
-        file: where the arrays came from, for errors.
+        file: origin of the arrays, for errors.
 
     Raises:
-        SchemaError: the state is of another model or optimizer; the message prints both sides.
+        SchemaError: the state is of another model or optimizer; names the first difference.
     """
-    held = {f"{MODEL}{name}": _array(value) for name, value in model.state_dict().items()}
+    expected = {f"{MODEL}{name}": _array(value) for name, value in model.state_dict().items()}
     given = {name: array for name, array in arrays.items() if name.startswith(MODEL)}
-    _check_names(held.keys(), given.keys(), "model", file)
+    missing, unknown = sorted(expected.keys() - given), sorted(given.keys() - expected)
+    if missing or unknown:
+        raise SchemaError(
+            f"state is of another model: {len(unknown)} unknown arrays ({_shortened(unknown)}) and "
+            f"{len(missing)} missing ({_shortened(missing)}); use the model that was trained",
+            file=file,
+        )
     for name, array in given.items():
-        _check_spec(name, spec_of_array(held[name]), spec_of_array(array), file)
+        _check_spec(name, ArraySpec.of(expected[name]), array, file)
     state = None if optimizer is None else _optimizer_state(arrays, model, optimizer, file)
     model.load_state_dict({n.removeprefix(MODEL): _tensor(array) for n, array in given.items()})
     if optimizer is not None and state is not None:
@@ -117,72 +115,61 @@ def _optimizer_state(
     optimizer: torch.optim.Optimizer,
     file: str | None,
 ) -> dict[int, dict[str, Any]]:
-    """Return the state of an optimizer as its own `load_state_dict` takes it."""
+    """Return the state of an optimizer as its own `load_state_dict` expects it."""
     names = _parameter_names(model, optimizer)
     shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
     index_of = {name: index for index, name in enumerate(names)}
-    found: dict[int, dict[str, Any]] = {}
+    state: dict[int, dict[str, Any]] = {}
     for name, array in arrays.items():
         if not name.startswith(OPTIMIZER):
             continue
         parameter, _, key = name.removeprefix(OPTIMIZER).rpartition("/")
         if parameter not in index_of:
             raise SchemaError(
-                f"state must be of the optimizer's parameters, got {name!r}; "
+                f"optimizer has no parameter of the state {name!r}; "
                 f"{suggest_name(parameter, index_of)}",
                 file=file,
             )
         if array.ndim:
-            wanted = Spec(array.dtype, shapes[parameter])
-            _check_spec(name, wanted, spec_of_array(array), file)
-        found.setdefault(index_of[parameter], {})[key] = _tensor(array)
-    wanted_keys = _NUMBERS.get(type(optimizer))
-    for index, numbers in found.items():
-        if wanted_keys is not None and numbers.keys() != wanted_keys:
-            kind = type(optimizer).__name__
+            _check_spec(name, ArraySpec(array.dtype, shapes[parameter]), array, file)
+        state.setdefault(index_of[parameter], {})[key] = _tensor(array)
+    keys = _STATE_KEYS.get(type(optimizer))
+    for index, values in state.items():
+        if keys is not None and values.keys() != keys:
             raise SchemaError(
-                f"optimizer state of {names[index]!r} must be {_listed(wanted_keys)} for {kind}, "
-                f"got {_listed(numbers)}; use the optimizer that it was trained with",
+                f"optimizer state of {names[index]!r} must be {_shortened(keys)} for "
+                f"{type(optimizer).__name__}, got {_shortened(values)}; use the optimizer that it "
+                "was trained with",
                 file=file,
             )
-    return found
+    return state
 
 
 def _parameter_names(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
     """Return the name of each of the optimizer's parameters, in its own order."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    strangers = [tuple(p.shape) for p in held if id(p) not in names]
-    if strangers:
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    others = [tuple(p.shape) for p in parameters if id(p) not in names]
+    if others:
         raise ValueError(
-            f"optimizer must hold parameters of the model, got others of shapes {strangers[:3]}; "
-            "build it from model.parameters()"
+            f"optimizer has parameters that are not the model's, of shapes {others[:3]}; build it "
+            "from model.parameters()"
         )
-    return [names[id(parameter)] for parameter in held]
+    return [names[id(parameter)] for parameter in parameters]
 
 
-def _check_names(wanted: Any, got: Any, what: str, file: str | None) -> None:
-    missing, others = sorted(wanted - got), sorted(got - wanted)
-    if missing or others:
+def _check_spec(name: str, expected: ArraySpec, array: Array, file: str | None) -> None:
+    if expected != ArraySpec.of(array):
         raise SchemaError(
-            f"state must be of the {what}, got {len(others)} unknown arrays ({_listed(others)}) "
-            f"and {len(missing)} missing ({_listed(missing)}); "
-            f"use the {what} that it was trained with",
+            f"array {name!r} must be {expected}, got {ArraySpec.of(array)}; use the job that it "
+            "was trained with",
             file=file,
         )
 
 
-def _check_spec(name: str, wanted: Spec, got: Spec, file: str | None) -> None:
-    if wanted != got:
-        raise SchemaError(
-            f"array {name!r} must be {wanted}, got {got}; use the job that it was trained with",
-            file=file,
-        )
-
-
-def _listed(names: Any) -> str:
-    found = sorted(names)
-    return ", ".join(found[:3]) + (", ..." if len(found) > 3 else "") if found else "none"
+def _shortened(names: Iterable[str]) -> str:
+    ordered = sorted(names)
+    return ", ".join(ordered[:3]) + (", ..." if len(ordered) > 3 else "") if ordered else "none"
 
 
 def _array(value: Any) -> Array:
@@ -195,6 +182,9 @@ def _tensor(array: Array) -> torch.Tensor:
     return torch.from_numpy(np.array(array))
 
 
+# ---- The rows of a checkpoint ----
+
+
 class CheckpointTable:
     """The rows of one table of a checkpoint."""
 
@@ -203,7 +193,7 @@ class CheckpointTable:
 
         Args:
             layout: of the run.
-            folders: parts of the table, in a complete checkpoint; of a row the first holds.
+            folders: parts of the table in a complete checkpoint, the newest first.
         """
         self._layout = layout
         self._folders = folders
@@ -211,32 +201,43 @@ class CheckpointTable:
 
     @property
     def layout(self) -> TableLayout:
-        """What the rows look like."""
+        """Layout of the rows."""
         return self._layout
 
     def fetch(self, rows: NDArray[np.int64]) -> Records:
-        """Return copies of rows; a row that was never trained has its first values."""
+        """Return copies of rows; a row that was never trained has its initial values."""
         layout = self._layout
         values = initial_rows(
             rows, table=layout.table, seed=layout.seed, dim=layout.dim, dtype=layout.dtype
         )
         state = np.zeros((len(rows), layout.state_width), layout.dtype)
         for part in reversed(self._parts):
-            known, at = _found(part, rows)
-            values[known] = part.records.values[at[known]]
-            state[known] = part.records.state[at[known]]
+            is_in, positions = _positions_in(part, rows)
+            values[is_in] = part.records.values[positions[is_in]]
+            state[is_in] = part.records.state[positions[is_in]]
         return Records(values, state)
 
     def holds(self, rows: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Return which rows were ever trained."""
-        held = np.zeros(len(rows), bool)
+        holds = np.zeros(len(rows), bool)
         for part in self._parts:
-            held |= _found(part, rows)[0]
-        return held
+            holds |= _positions_in(part, rows)[0]
+        return holds
 
-    def contents(self) -> Iterator[tuple[NDArray[np.int64], Records]]:
-        """Yield all rows, ascending, and their records, in parts."""
-        return newest([RowPart(folder).pieces() for folder in self._folders])
+    def contents(self) -> Iterator[RowsAndRecords]:
+        """Yield all rows, ascending, and their records, in chunks."""
+        return read_parts(self._folders)
+
+
+def _positions_in(
+    part: RowPart, rows: NDArray[np.int64]
+) -> tuple[NDArray[np.bool_], NDArray[np.int64]]:
+    """Return which rows a part has, and their positions."""
+    positions = np.searchsorted(part.rows, rows)
+    is_in = np.zeros(len(rows), bool)
+    inside = positions < len(part.rows)
+    is_in[inside] = part.rows[positions[inside]] == rows[inside]
+    return is_in, positions
 
 
 class CheckpointRows:
@@ -254,36 +255,43 @@ class CheckpointRows:
         """Return copies of rows; `train_step` is ignored."""
         return {table: self.tables[table].fetch(ids) for table, ids in rows.items()}
 
-    def contents(self, table: str) -> Iterator[tuple[NDArray[np.int64], Records]]:
+    def contents(self, table: str) -> Iterator[RowsAndRecords]:
         """Yield all rows of a table, ascending, and their records, in chunks."""
         return self.tables[table].contents()
 
 
-def _found(part: RowPart, rows: NDArray[np.int64]) -> tuple[NDArray[np.bool_], NDArray[np.int64]]:
-    """Return which rows a part has, and where."""
-    at = np.searchsorted(part.rows, rows)
-    known = np.zeros(len(rows), bool)
-    inside = at < len(part.rows)
-    known[inside] = part.rows[at[inside]] == rows[inside]
-    return known, at
+def table_rows(
+    checkpoint: Path, manifest: CheckpointManifest, layout: TableLayout
+) -> CheckpointTable:
+    """Return the rows of one table of a checkpoint."""
+    parts = manifest.parts.get(layout.table, ())
+    return CheckpointTable(layout, [checkpoint.parent / part for part in parts])
 
 
-# What a checkpoint belongs to, and whether a run may go on with it; differences are named.
+def open_rows(checkpoint: Path, layouts: Mapping[str, TableLayout]) -> CheckpointRows:
+    """Return the rows of all tables of a checkpoint."""
+    manifest = read_checkpoint_manifest(checkpoint)
+    return CheckpointRows(
+        {table: table_rows(checkpoint, manifest, layout) for table, layout in layouts.items()}
+    )
+
+
+# ---- The fingerprint: what a checkpoint belongs to ----
 #
-# How many processes train or hold rows, what they cache and where rows lie is no part of it.
+# It does not contain the number of processes, the kind of stores, or where rows are cached.
 
-_ADVICE = "go on with the job and the dataset that it was trained with"
+_ADVICE = "continue with the job and the dataset that it was trained with"
 
 
-def made_of(job: Job, dataset: Dataset) -> dict[str, Any]:
-    """Return what the checkpoints of a run belong to, as it stands in their manifests."""
+def fingerprint_of(job: Job, dataset: Dataset) -> dict[str, Any]:
+    """Return the fingerprint of a run, which the manifests of its checkpoints contain."""
     order = order_of(job, dataset)
     try:
         index = dataset.index_for(order).manifest.id
     except SchemaError:
         index = None
     return {
-        **_model_of(job, dataset),
+        **_model_fingerprint(job, dataset),
         "segments": [s.manifest.id for s in dataset.segments],
         "segments_sha256": [r.manifest_sha256 for r in dataset.manifest.segments],
         "order": {
@@ -294,11 +302,16 @@ def made_of(job: Job, dataset: Dataset) -> dict[str, Any]:
             "seed": order.config.seed,
         },
         "index": index,
-        "cache": _of_cache(job.train.cache),
+        "cache": _cache_fingerprint(job.train.cache),
     }
 
 
-def _model_of(job: Job, dataset: Dataset) -> dict[str, Any]:
+def _model_fingerprint(job: Job, dataset: Dataset) -> dict[str, Any]:
+    """Return names only of the model and its optimizers.
+
+    `load_state` compares the layers of the model; a learning rate, eps or beta may change between
+    runs that start from each other (a resumed run compares all of `train`, see `run.py`).
+    """
     layouts = layouts_of(spec_of(dataset, job.train.dtype), job.train)
     tables = dataset.job.data.tables
     return {
@@ -320,99 +333,75 @@ def _model_of(job: Job, dataset: Dataset) -> dict[str, Any]:
     }
 
 
-def check_fits(
-    held: Mapping[str, Any], wanted: Mapping[str, Any], train_step: int, file: str
-) -> None:
-    """Refuse a checkpoint of something else.
-
-    Args:
-        held: what the checkpoint belongs to.
-        wanted: what the run is.
-        train_step: of the checkpoint.
-        file: its manifest.
-
-    Raises:
-        SchemaError: the first difference, by name, with both sides.
-    """
-    check_model(held, wanted, file)
-    _check_position(held, wanted, train_step, file)
-
-
-def check_model(held: Mapping[str, Any], wanted: Mapping[str, Any], file: str) -> None:
-    """Refuse a checkpoint of another model, whatever it was trained on.
-
-    Args:
-        held: what the checkpoint belongs to.
-        wanted: what it is to be used for.
-        file: its manifest.
-
-    Raises:
-        SchemaError: the first difference, by name, with both sides.
-    """
-    for name in ("model", "dense_optimizer", "sparse_optimizer", "features"):
-        _check(name, held.get(name), wanted[name], file)
-    _check_tables(held.get("tables", {}), wanted["tables"], file)
-
-
-def same_plan(held: Mapping[str, Any], cache: CacheConfig) -> bool:
-    """Say whether the plan of a checkpoint is one of the run's cache, which may go on with it."""
-    return held.get("cache") == _of_cache(cache)
-
-
-def _of_cache(cache: CacheConfig) -> dict[str, Any]:
+def _cache_fingerprint(cache: CacheConfig) -> dict[str, Any]:
     return {name: value for name, value in asdict(cache).items() if name != "files"}
 
 
-def _check(name: str, held: Any, wanted: Any, file: str) -> None:
-    different = first_difference(held, wanted, name)
-    if different is not None:
-        name, held, wanted = different
+def has_plan_of(manifest: CheckpointManifest, cache: CacheConfig) -> bool:
+    """Return whether a run with this cache can continue the plan of a checkpoint."""
+    return manifest.made_of.get("cache") == _cache_fingerprint(cache)
+
+
+def check_model(actual: Mapping[str, Any], expected: Mapping[str, Any], file: str) -> None:
+    """Check that a checkpoint is of the same model, trained on any dataset.
+
+    Args:
+        actual: fingerprint of the checkpoint.
+        expected: fingerprint of the run.
+        file: manifest of the checkpoint, for errors.
+
+    Raises:
+        SchemaError: they differ; names the first difference.
+    """
+    for name in ("model", "dense_optimizer", "sparse_optimizer", "features"):
+        _check(name, actual.get(name), expected[name], file)
+    tables = actual.get("tables", {})
+    _check("tables", sorted(tables), sorted(expected["tables"]), file)
+    for table, old in tables.items():
+        new = dict(expected["tables"][table])
+        if new["rows"] == old["rows"] == "identity" and new["num_rows"] > old["num_rows"]:
+            new["num_rows"] = old["num_rows"]  # a table may grow: its rows keep their meaning
+        _check(f"tables.{table}", old, new, file)
+
+
+def _check(name: str, actual: Any, expected: Any, file: str) -> None:
+    difference = first_difference(actual, expected, name)
+    if difference is not None:
+        name, actual, expected = difference
         raise SchemaError(
-            f"checkpoint must have {name}={wanted!r}, got {held!r}; {_ADVICE}", file=file
+            f"checkpoint must have {name}={expected!r}, got {actual!r}; {_ADVICE}", file=file
         )
 
 
-def _check_tables(held: Mapping[str, Any], wanted: Mapping[str, Any], file: str) -> None:
-    _check("tables", sorted(held), sorted(wanted), file)
-    for table, each in held.items():
-        now = dict(wanted[table])
-        if now["rows"] == each["rows"] == "identity" and now["num_rows"] > each["num_rows"]:
-            now["num_rows"] = each["num_rows"]  # more ids: rows keep their meaning
-        _check(f"tables.{table}", each, now, file)
-
-
 def _check_position(
-    held: Mapping[str, Any], wanted: Mapping[str, Any], train_step: int, file: str
+    actual: Mapping[str, Any], expected: Mapping[str, Any], train_step: int, file: str
 ) -> None:
-    """Refuse a dataset whose first steps are others than those that were trained."""
-    names, sums = held.get("segments", []), held.get("segments_sha256", [])
-    for number, (name, sha256) in enumerate(zip(names, sums, strict=True)):
-        now = wanted["segments"][number : number + 1]
+    """Check that the trained steps of a checkpoint are the first ones of the dataset."""
+    names, hashes = actual.get("segments", []), actual.get("segments_sha256", [])
+    for number, (name, sha256) in enumerate(zip(names, hashes, strict=True)):
+        now = expected["segments"][number : number + 1]
         _check(f"segments[{number}]", [name], now, file)
-        now = wanted["segments_sha256"][number]
+        now = expected["segments_sha256"][number]
         _check(f"segments[{number}].sha256", sha256[:12], now[:12], file)
-    order, now = held.get("order", {}), wanted["order"]
+    order, now = actual.get("order", {}), expected["order"]
     for key in ("blocks_per_batch", "shuffle", "seed"):
         _check(f"order.{key}", order.get(key), now[key], file)
-    if len(wanted["segments"]) == len(names):
+    if len(expected["segments"]) == len(names):
         _check("order.epochs", order.get("epochs"), now["epochs"], file)
-        if held.get("index") and wanted["index"]:
-            _check("index", held["index"], wanted["index"], file)
+        if actual.get("index") and expected["index"]:
+            _check("index", actual["index"], expected["index"], file)
         return
     steps = sum(-(-n // now["blocks_per_batch"]) for n in order["num_blocks"])
     if train_step > steps:
         raise SchemaError(
-            f"dataset may grow while its first epoch is trained, got {len(names)} segments of "
-            f"{steps} steps in the checkpoint of step {train_step} and {len(wanted['segments'])} "
-            "segments now; train the larger dataset as a new run",
+            f"dataset may grow only in the first epoch, which had {steps} steps on "
+            f"{len(names)} segments: the checkpoint is of step {train_step}, and the dataset has "
+            f"{len(expected['segments'])} segments; train the larger dataset as a new run",
             file=file,
         )
 
 
-# Checkpoints: dense parameters, both optimizers, and the rows that were ever trained.
-#
-# Here whole tables are written while training waits, at the end of a run that saves nowhere else,
-# and checkpoints of any kind are read; `flash/` writes them beside training.
+# ---- Save and load checkpoints ----
 
 _NO_ROWS = np.empty(0, np.int64)
 NextUseOf = Callable[[str, int, NDArray[np.int64]], NDArray[np.int64]]
@@ -426,44 +415,66 @@ def save_checkpoint(
     *,
     keep: int,
     cached: Mapping[str, CachedRows] | None = None,
-    made_of: Mapping[str, Any] | None = None,
+    fingerprint: Mapping[str, Any] | None = None,
 ) -> Path:
-    """Save the state before a step, all rows of it; flush the row source first.
+    """Write all state before a step; the row source must be flushed.
 
-    Where another process has saved it, or a later one, that stands, and is returned.
+    If another process has saved this step or a later one, that checkpoint is returned.
 
     Args:
         run: run folder.
         train_step: the next step to train.
         components: of the run.
-        keep: newest checkpoints that remain.
-        cached: where the plan stands, of a planned cache.
-        made_of: what the run is, from `flash.fits`.
+        keep: newest checkpoints to keep.
+        cached: state of the plan, of a planned cache.
+        fingerprint: of the run.
 
     Raises:
-        SchemaError: the disk is full; nothing is left of this checkpoint.
+        SchemaError: the disk is full; this checkpoint is removed.
     """
-    with NewCheckpoint(run / CHECKPOINTS, train_step) as writing:
-        writing.arrays(DENSE, state_of(components.model, components.optimizer))
+    with NewCheckpoint(run / CHECKPOINTS, train_step) as checkpoint:
+        state = state_of(components.model, components.optimizer)
+        checkpoint.write_arrays(DENSE_FILE, state)
         if cached:
-            writing.arrays(PLAN, arrays_of_cached(cached))
+            checkpoint.write_arrays(PLAN_FILE, arrays_of_cached(cached))
         store = components.store
         for table, layout in store.layouts.items():
-            writing.rows(table, layout, store.contents(table))
-        parts = {table: (f"{folder_of(train_step)}/{table}",) for table in store.layouts}
-        writing.finish(made_of or {}, parts, {}, keep=keep)
-    return writing.folder
+            checkpoint.write_rows(table, layout, store.contents(table))
+        parts = {table: (f"{folder_name(train_step)}/{table}",) for table in store.layouts}
+        checkpoint.finish(fingerprint or {}, parts, {}, keep=keep)
+    return checkpoint.folder
 
 
 def newest_checkpoint(run: Path) -> Path | None:
-    """Return the folder of the newest complete checkpoint, None when there is none."""
-    found = complete(run / CHECKPOINTS)
-    return found[-1] if found else None
+    """Return the folder of the newest complete checkpoint, None if there is none."""
+    complete = complete_checkpoints(run / CHECKPOINTS)
+    return complete[-1] if complete else None
 
 
 def step_of(checkpoint: Path | None) -> int:
-    """Return the step that training goes on at: 0 without a checkpoint."""
+    """Return the first step to train after a checkpoint, 0 without one."""
     return 0 if checkpoint is None else int(checkpoint.name)
+
+
+def verify_checkpoint(
+    checkpoint: Path, fingerprint: Mapping[str, Any] | None = None
+) -> CheckpointManifest:
+    """Verify every byte of a checkpoint and return its manifest.
+
+    Args:
+        checkpoint: folder of the checkpoint.
+        fingerprint: of the run that it must belong to; None for any run.
+
+    Raises:
+        SchemaError: a file is missing or has changed, or it does not belong to the run.
+    """
+    manifest = read_checkpoint_manifest(checkpoint)
+    if fingerprint is not None:
+        file = str(checkpoint / MANIFEST)
+        check_model(manifest.made_of, fingerprint, file)
+        _check_position(manifest.made_of, fingerprint, manifest.train_step, file)
+    verify_files(checkpoint, manifest)
+    return manifest
 
 
 def load_checkpoint(
@@ -480,10 +491,10 @@ def load_checkpoint(
 
     Args:
         checkpoint: folder of the checkpoint.
-        manifest: of it, from `verified`.
+        manifest: of the checkpoint, from `verify_checkpoint`.
         components: of the run.
-        next_use: when rows are used next, for stores that are ordered by it.
-        cached: rows that the cache holds; stores that are ordered by next use do without them.
+        next_use: next use of rows, for stores that are ordered by it.
+        cached: rows that the cache holds, which stores that are ordered by next use do not get.
         with_optimizer: load the state of the dense optimizer.
         with_rows: load the rows into the store.
 
@@ -494,8 +505,8 @@ def load_checkpoint(
         SchemaError: the state is of another model.
     """
     optimizer = components.optimizer if with_optimizer else None
-    dense = dense_of(checkpoint)
-    load_state(dense, components.model, optimizer, file=str(checkpoint / DENSE))
+    dense = read_dense(checkpoint)
+    load_state(dense, components.model, optimizer, file=str(checkpoint / DENSE_FILE))
     if with_rows:
         load_rows(checkpoint, manifest, components.store, next_use, cached)
     return manifest.train_step
@@ -508,62 +519,25 @@ def load_rows(
     next_use: NextUseOf | None = None,
     cached: Mapping[str, CachedRows] | None = None,
 ) -> None:
-    """Write the rows of a checkpoint into a store; arguments are those of `load_checkpoint`."""
-    train_step = manifest.train_step
-    held = {table: rows.rows[rows.is_cached] for table, rows in (cached or {}).items()}
+    """Write the rows of a checkpoint to a store; arguments as in `load_checkpoint`."""
+    cached_rows = {table: state.rows[state.is_cached] for table, state in (cached or {}).items()}
     for table, layout in store.layouts.items():
-        apart_from = held.get(table, _NO_ROWS) if next_use is not None else _NO_ROWS
-        for all_rows, all_records in table_rows(checkpoint, manifest, layout).contents():
-            rows, records, steps = all_rows, all_records, None
+        for rows, records in table_rows(checkpoint, manifest, layout).contents():
+            steps = None
             if next_use is not None:
-                apart = np.isin(rows, apart_from, invert=True)
-                rows = rows[apart]
-                records = Records(records.values[apart], records.state[apart])
-                steps = next_use(table, train_step, rows)
-            store.write(train_step - 1, {table: WriteBack(rows, records, steps)})
+                chosen = np.isin(rows, cached_rows.get(table, _NO_ROWS), invert=True)
+                rows, records = rows[chosen], records.take(chosen)
+                steps = next_use(table, manifest.train_step, rows)
+            store.write(manifest.train_step - 1, {table: WriteBack(rows, records, steps)})
 
 
-def verified(checkpoint: Path, wanted: Mapping[str, Any] | None) -> CheckpointManifest:
-    """Return the manifest of a checkpoint of which every byte is as it was written.
-
-    Args:
-        checkpoint: folder of the checkpoint.
-        wanted: what the run is, from `flash.fits`; None to take any.
-
-    Raises:
-        SchemaError: a file is missing or has changed, or it is the checkpoint of something else.
-    """
-    manifest = read_checkpoint_manifest(checkpoint)
-    if wanted is not None:
-        file = str(checkpoint / MANIFEST)
-        check_fits(manifest.made_of, wanted, manifest.train_step, file)
-    verify_files(checkpoint, manifest)
-    return manifest
-
-
-def dense_of(checkpoint: Path) -> dict[str, np.ndarray]:
+def read_dense(checkpoint: Path) -> dict[str, Array]:
     """Return the dense state of a checkpoint, by name."""
-    path = checkpoint / DENSE
+    path = checkpoint / DENSE_FILE
     return from_bytes(path.read_bytes(), file=str(path))
 
 
-def table_rows(
-    checkpoint: Path, manifest: CheckpointManifest, layout: TableLayout
-) -> CheckpointTable:
-    """Return the rows of one table of a checkpoint."""
-    parts = manifest.parts.get(layout.table, ())
-    return CheckpointTable(layout, [checkpoint.parent / part for part in parts])
-
-
-def open_rows(checkpoint: Path, layouts: Mapping[str, TableLayout]) -> CheckpointRows:
-    """Return the rows of all tables of a checkpoint."""
-    manifest = read_checkpoint_manifest(checkpoint)
-    return CheckpointRows(
-        {table: table_rows(checkpoint, manifest, layout) for table, layout in layouts.items()}
-    )
-
-
-def load_cached(path: Path, tables: Iterable[str]) -> dict[str, CachedRows]:
+def read_cached(path: Path, tables: Iterable[str]) -> dict[str, CachedRows]:
     """Return the state of the plan of each table; empty if the run had no planned cache.
 
     Args:

@@ -23,10 +23,10 @@ from trainer.checkpoint.snapshot import (
     COMMITTED,
     WAIT_SEC,
     WRITTEN,
-    About,
-    CopyMemory,
-    claim,
-    copy_to,
+    SnapshotHeader,
+    SnapshotMemory,
+    claim_memory,
+    commit_snapshot,
     memory_path,
 )
 from trainer.components import Components
@@ -42,35 +42,6 @@ CHECKPOINT_LOG = "checkpoints.jsonl"
 """File of the run with a line for each checkpoint that was due, saved or skipped."""
 _AGENT_EXIT_SEC = 10.0
 """Seconds to wait for the agent to exit."""
-
-
-class SavedState(Protocol):
-    """State of training that a checkpoint saves, read at a step boundary."""
-
-    def dense(self) -> Mapping[str, Array]:
-        """Return the dense state, by name."""
-        ...
-
-    def plan(self, train_step: int) -> Mapping[str, Array]:
-        """Return the state of the planned cache before a step, {} without one."""
-        ...
-
-    def changed(self, since: int) -> Mapping[str, list[Changed]]:
-        """Return by table the rows used by steps >= `since`, and their positions."""
-        ...
-
-    @property
-    def evicted_bytes(self) -> int:
-        """Bytes of the copies of evicted rows."""
-        ...
-
-    def made_of(self) -> Mapping[str, Any]:
-        """Return the fingerprint of the run for manifests."""
-        ...
-
-    def on_saved(self, train_step: int) -> None:
-        """Called when the checkpoint before `train_step` is on disk."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,8 +68,8 @@ class BackgroundSaver:
     def __init__(
         self,
         run: Path,
-        memory: CopyMemory,
-        state: SavedState,
+        memory: SnapshotMemory,
+        state: RunState,
         *,
         layouts: Mapping[str, TableLayout],
         first_step: int,
@@ -197,21 +168,19 @@ class BackgroundSaver:
             self._memory.close()  # the agent removes it when it has written the copy
 
     def _copy(self, train_step: int, plan: Mapping[str, Array]) -> int:
-        about = About(
+        header = SnapshotHeader(
             train_step=train_step,
             since=self._base_step,
-            made_of=self._state.made_of(),
+            fingerprint=self._state.fingerprint(),
             layouts=self._layouts,
         )
         changed = self._state.changed(0 if self._base_step is None else self._base_step)
-        arguments = about, self._state.dense(), plan, changed
+        arguments = header, self._state.dense(), plan, changed
         try:
-            num_bytes = copy_to(self._memory, *arguments)
-        except (
-            OSError
-        ):  # no room: more rows changed than in one interval, after a skipped checkpoint
+            num_bytes = commit_snapshot(self._memory, *arguments)
+        except OSError:  # no room, since a checkpoint was skipped: more rows changed
             self._move_to_disk()
-            num_bytes = copy_to(self._memory, *arguments)
+            num_bytes = commit_snapshot(self._memory, *arguments)
         self._pending, self._failed = train_step, None
         self._notify_agent(train_step)
         return num_bytes
@@ -219,12 +188,12 @@ class BackgroundSaver:
     def _move_to_disk(self) -> None:
         """Replace the shared-memory file by a file in the run folder."""
         logger.warning(
-            "copy of a checkpoint is more than memory holds, it goes to the disk; save more often, "
-            "or give it more memory directory=%s",
+            "snapshot of a checkpoint is larger than its memory and moves to the disk; save more "
+            "often, or enlarge the memory directory=%s",
             self._memory.path.parent,
         )
         self.close()
-        self._memory = CopyMemory(memory_path(self._run, self._run))
+        self._memory = SnapshotMemory(memory_path(self._run, self._run))
         self._memory.create(0)
         self._agent = self._start_agent()
 
@@ -294,13 +263,13 @@ def _stop_agent(agent: subprocess.Popen[bytes]) -> bool:
     try:
         agent.wait(_AGENT_EXIT_SEC)
     except subprocess.TimeoutExpired:
-        logger.warning("agent of checkpoints goes on writing pid=%s", agent.pid)
+        logger.warning("agent of checkpoints is still writing pid=%s", agent.pid)
         return False
     return True
 
 
-MadeOf = Callable[[], Mapping[str, Any]]
-"""Returns the fingerprint of the run (`load.made_of`)."""
+GetFingerprint = Callable[[], Mapping[str, Any]]
+"""Returns the fingerprint of the run (`load.fingerprint_of`)."""
 
 
 class Saver(Protocol):
@@ -340,7 +309,7 @@ def saver_of(
     config: CheckpointConfig,
     components: Components,
     source: RowSource,
-    made_of: MadeOf,
+    get_fingerprint: GetFingerprint,
     *,
     first_step: int,
     loaded: bool,
@@ -353,7 +322,7 @@ def saver_of(
         config: of the job.
         components: components of the run.
         source: of the embedding rows.
-        made_of: returns the fingerprint of the run.
+        get_fingerprint: returns the fingerprint of the run.
         first_step: first step to train.
         loaded: whether a checkpoint before that step was loaded.
         num_bytes: maps the steps between checkpoints to the bytes of the largest copy of rows.
@@ -362,12 +331,12 @@ def saver_of(
         SchemaError: there is too little memory for the copies.
     """
     if config.every_steps is None:
-        return FinalSaver(run, config, components, source, made_of, first_step)
+        return FinalSaver(run, config, components, source, get_fingerprint, first_step)
     layouts = components.store.layouts
     changes = Changes(layouts)
     source.track_changes(changes)
-    state = RunState(components, source, changes, made_of)
-    memory = CopyMemory(memory_path(Path(config.copy_to), run))
+    state = RunState(components, source, changes, get_fingerprint)
+    memory = SnapshotMemory(memory_path(Path(config.copy_to), run))
     saver = BackgroundSaver(
         run,
         memory,
@@ -398,7 +367,7 @@ def claim_leftovers(
     for directory in dict.fromkeys((config.copy_to, CheckpointConfig().copy_to, str(run))):
         if not Path(directory).is_dir():
             continue
-        memory = claim(memory_path(Path(directory), run), wait_sec=wait_sec)
+        memory = claim_memory(memory_path(Path(directory), run), wait_sec=wait_sec)
         if memory is None:
             continue
         if resume:
@@ -413,10 +382,14 @@ def dense_bytes(components: Components) -> int:
 
 
 class RunState:
-    """The state of a run of one process."""
+    """The state of a run that a checkpoint saves, read at a step boundary."""
 
     def __init__(
-        self, components: Components, source: RowSource, changes: Changes, made_of: MadeOf
+        self,
+        components: Components,
+        source: RowSource,
+        changes: Changes,
+        get_fingerprint: GetFingerprint,
     ) -> None:
         """Store the components.
 
@@ -424,12 +397,12 @@ class RunState:
             components: components of the run.
             source: of the embedding rows.
             changes: recorded by the source.
-            made_of: returns the fingerprint of the run.
+            get_fingerprint: returns the fingerprint of the run.
         """
         self._components = components
         self._source = source
         self._changes = changes
-        self._made_of = made_of
+        self._get_fingerprint = get_fingerprint
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="truncate")
         self._truncating: Future[None] | None = None
 
@@ -443,9 +416,9 @@ class RunState:
         """Bytes of the copies of evicted rows."""
         return self._changes.evicted_bytes
 
-    def made_of(self) -> Mapping[str, Any]:
+    def fingerprint(self) -> Mapping[str, Any]:
         """Return the fingerprint of the run."""
-        return self._made_of()
+        return self._get_fingerprint()
 
     def dense(self) -> Mapping[str, Array]:
         """Return the dense state, by name."""
@@ -527,14 +500,14 @@ class FinalSaver:
         config: CheckpointConfig,
         components: Components,
         source: RowSource,
-        made_of: MadeOf,
+        get_fingerprint: GetFingerprint,
         first_step: int,
     ) -> None:
         self._run = run
         self._config = config
         self._components = components
         self._source = source
-        self._made_of = made_of
+        self._get_fingerprint = get_fingerprint
         self._newest = first_step
 
     def after(self, train_step: int) -> None:
@@ -559,7 +532,7 @@ class FinalSaver:
             components,
             keep=self._config.keep,
             cached=source.cached(train_step) if isinstance(source, PlannedCache) else None,
-            made_of=self._made_of(),
+            fingerprint=self._get_fingerprint(),
         )
         components.store.notify_checkpoint(train_step)
         self._newest = train_step

@@ -1,77 +1,86 @@
-"""Manifests of checkpoints: their files and checksums."""
+"""Checkpoints on disk: written file by file, complete with their manifest, removed when stale.
+
+`checkpoints/<step>/` has the files that a checkpoint wrote. Its manifest also lists files of
+earlier checkpoints, with the rows that did not change since. A file is removed when no kept
+manifest lists it.
+"""
 
 from __future__ import annotations
 
 import fcntl
+import secrets
 import shutil
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
+from schemas.arrays import Array
 from schemas.errors import SchemaError
-from schemas.files import replace_bytes, sha256_of, sync_directory
+from schemas.files import replace_bytes, sha256_of, sync_directory, sync_file
 from schemas.layout import MANIFEST
 from schemas.manifest import decode_manifest, encode_manifest
+from schemas.run_log import LEDGER, METRICS
+from trainer.checkpoint.format import RowsAndRecords, to_buffers, write_part
+from trainer.stores.api import TableLayout
 
-# Which files make up a checkpoint, and which files of a run no kept checkpoint needs.
-#
-# `checkpoints/<step>/` holds what a checkpoint wrote; its manifest also lists files of earlier
-# ones: rows that did not change since are where they were. A file goes when no kept manifest
-# lists it.
-
-DENSE, PLAN = "dense.safetensors", "plan.safetensors"
-"""Named arrays of a checkpoint: the dense state, and where the plan of a planned cache stands."""
-ROW_FILES = "rows", "values", "state"
-"""Arrays of a part, row by row, rows ascending."""
+DENSE_FILE, PLAN_FILE = "dense.safetensors", "plan.safetensors"
+"""Files of a checkpoint: the dense state, and the state of the cache plan if there is one."""
 PARTIAL, AHEAD = ".partial", ".ahead"
-"""What the names of folders end with that are no complete checkpoints: being written, and newer
-than the lines of steps, which were lost."""
+"""Suffixes of folders that are no checkpoints: one that is being written, and one that is newer
+than the logs of a run whose last lines were lost."""
 LOCK_SEC = 10.0
-"""How long a process that completes a checkpoint waits for another that does."""
+"""Longest wait for another process that completes or removes a checkpoint."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FileSum:
-    """What a file must be."""
+class FileChecksum:
+    """Size and hash of a file."""
 
     num_bytes: int
-    """Its size."""
+    """Size."""
     sha256: str
-    """Of its bytes, hex."""
+    """Hash of the content, hex."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointManifest:
-    """One complete checkpoint. The state is the same for any number of processes."""
+    """One complete checkpoint, the same for any number of processes."""
 
     train_step: int
-    """The next step to train; all steps before are in it."""
+    """The next step to train; the state is that after all earlier steps."""
     made_of: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    """Dataset, index, tables, model and optimizers that it belongs to."""
+    """Fingerprint of dataset, index, tables, model and optimizers (`load.fingerprint_of`)."""
     parts: Mapping[str, tuple[str, ...]]
-    """By table, folders below `checkpoints/` with its rows; of a row in several the first holds."""
-    files: Mapping[str, FileSum]
-    """Every file that it needs, by path below `checkpoints/`."""
+    """By table, folders below `checkpoints/` with its rows, the newest first, which takes
+    precedence."""
+    files: Mapping[str, FileChecksum]
+    """Every file of the checkpoint, by path below `checkpoints/`."""
 
 
-def folder_of(train_step: int) -> str:
+def folder_name(train_step: int) -> str:
     """Return the name of a checkpoint's folder."""
     return f"{train_step:08d}"
 
 
-def complete(checkpoints: Path) -> list[Path]:
+def complete_checkpoints(checkpoints: Path) -> list[Path]:
     """Return the folders of complete checkpoints, oldest first."""
     if not checkpoints.is_dir():
         return []
-    found = (p for p in checkpoints.iterdir() if p.name.isdigit() and (p / MANIFEST).is_file())
-    return sorted(found)
+    return sorted(p for p in checkpoints.iterdir() if p.name.isdigit() and (p / MANIFEST).is_file())
+
+
+def newest_from(checkpoints: Path, train_step: int) -> Path | None:
+    """Return the newest complete checkpoint if it is of a step or a later one."""
+    complete = complete_checkpoints(checkpoints)
+    return complete[-1] if complete and int(complete[-1].name) >= train_step else None
 
 
 def write_checkpoint_manifest(folder: Path, manifest: CheckpointManifest) -> None:
-    """Write a manifest atomically, with a checksum of itself; the checkpoint is complete then."""
+    """Write a manifest with its own checksum, atomically; this completes the checkpoint."""
     replace_bytes(folder / MANIFEST, encode_manifest(manifest))
 
 
@@ -79,55 +88,55 @@ def read_checkpoint_manifest(folder: Path) -> CheckpointManifest:
     """Read the manifest of a checkpoint.
 
     Raises:
-        SchemaError: it is missing, changed, or of another release.
+        SchemaError: it is missing, damaged, or of another release.
     """
     path = folder / MANIFEST
     data = path.read_bytes() if path.is_file() else b""
-    return decode_manifest(CheckpointManifest, data, path, _without(folder, None))
+    return decode_manifest(CheckpointManifest, data, path, _alternative_to(folder, None))
 
 
-def file_sum(path: Path) -> FileSum:
+def checksum_of(path: Path) -> FileChecksum:
     """Return size and hash of a finished file."""
-    return FileSum(num_bytes=path.stat().st_size, sha256=sha256_of(path))
+    return FileChecksum(num_bytes=path.stat().st_size, sha256=sha256_of(path))
 
 
 def verify_files(folder: Path, manifest: CheckpointManifest) -> None:
     """Compare every byte of a checkpoint with its manifest.
 
     Raises:
-        SchemaError: a file is missing, cut or changed; names it, and the checkpoint to use instead.
+        SchemaError: a file is missing, truncated or changed; names the checkpoint to use instead.
     """
-    for name, wanted in manifest.files.items():
-        check_file(folder, name, wanted)
+    for name, expected in manifest.files.items():
+        check_file(folder, name, expected)
 
 
-def check_file(folder: Path, name: str, wanted: FileSum) -> None:
-    """Compare a file with what a checkpoint's manifest says of it.
+def check_file(folder: Path, name: str, expected: FileChecksum) -> None:
+    """Compare a file with the manifest of a checkpoint.
 
     Raises:
         SchemaError: as `verify_files`.
     """
     path = folder.parent / name
     size = path.stat().st_size if path.is_file() else None
-    if size != wanted.num_bytes:
-        got = "none" if size is None else str(size)
+    if size != expected.num_bytes:
         raise SchemaError(
-            f"file must have {wanted.num_bytes} bytes, got {got}; {_without(folder, name)}",
+            f"file must have {expected.num_bytes} bytes, got "
+            f"{'none' if size is None else size}; {_alternative_to(folder, name)}",
             file=str(path),
         )
     sha256 = sha256_of(path)
-    if sha256 != wanted.sha256:
+    if sha256 != expected.sha256:
         raise SchemaError(
-            f"file must have sha256 {wanted.sha256[:12]}, got {sha256[:12]}; "
-            f"{_without(folder, name)}",
+            f"file must have sha256 {expected.sha256[:12]}, got {sha256[:12]}; "
+            f"{_alternative_to(folder, name)}",
             file=str(path),
         )
 
 
-def _without(folder: Path, name: str | None) -> str:
-    """Return the advice that leads to the newest other checkpoint that does not need a file."""
-    before = [other for other in complete(folder.parent) if other.name < folder.name]
-    for nth, other in enumerate(reversed(before)):
+def _alternative_to(folder: Path, name: str | None) -> str:
+    """Return how to use the newest earlier checkpoint that does not need a damaged file."""
+    earlier = [other for other in complete_checkpoints(folder.parent) if other.name < folder.name]
+    for nth, other in enumerate(reversed(earlier)):
         try:
             needs = name is not None and name in read_checkpoint_manifest(other).files
         except SchemaError:
@@ -139,17 +148,147 @@ def _without(folder: Path, name: str | None) -> str:
     return "train again, as no checkpoint before it is complete"
 
 
+# ---- Write a checkpoint ----
+
+
+class NewCheckpoint:
+    """Writes a checkpoint under a temporary name and renames it when it is complete.
+
+    Several processes may do so for one run, since an agent outlives its trainer. The newest
+    complete checkpoint takes precedence; one that it supersedes is dropped without an error.
+    """
+
+    def __init__(self, checkpoints: Path, train_step: int) -> None:
+        """Store the arguments; the context creates the folder.
+
+        Args:
+            checkpoints: folder of the run.
+            train_step: the next step to train.
+        """
+        self._train_step = train_step
+        self._folder = checkpoints / folder_name(train_step)
+        unique = f"{folder_name(train_step)}.{secrets.token_hex(4)}{PARTIAL}"
+        self._partial = checkpoints / unique  # another process may write the same step
+
+    @property
+    def folder(self) -> Path:
+        """The complete checkpoint: this one, or the one that supersedes it."""
+        return newest_from(self._folder.parent, self._train_step) or self._folder
+
+    def __enter__(self) -> NewCheckpoint:
+        self._partial.mkdir(parents=True)
+        return self
+
+    def write_arrays(self, name: str, arrays: Mapping[str, Array]) -> None:
+        """Write named arrays as one file."""
+        with (self._partial / name).open("wb") as file:
+            for buffer in to_buffers(arrays):
+                file.write(buffer)
+
+    def write_rows(self, table: str, layout: TableLayout, chunks: Iterable[RowsAndRecords]) -> None:
+        """Write ascending rows as a part of their table."""
+        write_part(self._partial / table, layout, chunks)
+
+    def finish(
+        self,
+        fingerprint: Mapping[str, Any],
+        parts: Mapping[str, tuple[str, ...]],
+        older_files: Mapping[str, FileChecksum],
+        *,
+        keep: int,
+    ) -> None:
+        """Write the manifest after all files are on disk, which completes the checkpoint.
+
+        The logs of the run are synced first, so that a checkpoint that survives a power failure has
+        the lines of its steps.
+
+        Args:
+            fingerprint: of the manifest.
+            parts: of the manifest.
+            older_files: files of earlier checkpoints that it needs.
+            keep: newest checkpoints to keep.
+
+        Raises:
+            SchemaError: a file of an earlier checkpoint is missing.
+        """
+        files = dict(older_files)
+        for path in sorted(p for p in self._partial.rglob("*") if p.is_file()):
+            sync_file(path)
+            name = path.relative_to(self._partial).as_posix()
+            files[f"{self._folder.name}/{name}"] = checksum_of(path)
+        manifest = CheckpointManifest(
+            train_step=self._train_step, made_of=fingerprint, parts=parts, files=files
+        )
+        _sync_logs(self._folder.parent.parent)
+        write_checkpoint_manifest(self._partial, manifest)
+        self._complete(older_files, keep)
+
+    def _complete(self, older_files: Iterable[str], keep: int) -> None:
+        checkpoints = self._folder.parent
+        with lock_checkpoints(checkpoints) as is_locked:
+            if newest_from(checkpoints, self._train_step) is not None:
+                shutil.rmtree(self._partial, ignore_errors=True)
+                return
+            for path in map(checkpoints.joinpath, older_files):
+                if not is_locked or not path.is_file():  # without the lock it may be removed now
+                    raise missing_base(path)
+            shutil.rmtree(self._folder, ignore_errors=True)
+            self._partial.rename(self._folder)
+            sync_directory(checkpoints)
+            if is_locked:  # otherwise the next checkpoint does
+                remove_stale(checkpoints, keep)
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> bool:
+        if error is None:
+            return False
+        shutil.rmtree(self._partial, ignore_errors=True)
+        is_superseded = newest_from(self._folder.parent, self._train_step) is not None
+        if is_superseded and isinstance(error, (OSError, SchemaError)):
+            return True  # its files were removed as stale
+        if isinstance(error, OSError):
+            raise SchemaError(
+                f"no room on disk for a checkpoint: {error.strerror}; free some and continue with "
+                "--resume, earlier checkpoints are complete",
+                file=str(self._folder),
+            ) from error
+        return False
+
+
+def _sync_logs(run: Path) -> None:
+    """Flush the log lines of a run to disk, whichever process wrote them."""
+    for path in (run / METRICS, run / LEDGER):
+        if path.is_file():  # the initial checkpoint of a warm start comes before them
+            sync_file(path)
+    sync_directory(run)
+
+
+def missing_base(path: Path) -> SchemaError:
+    """Return the error for a missing file or folder of an earlier checkpoint."""
+    return SchemaError(
+        "checkpoint that the new one builds on is missing; continue the run with --resume",
+        file=str(path),
+    )
+
+
+# ---- Remove checkpoints ----
+
+
 @contextmanager
-def alone(checkpoints: Path) -> Iterator[bool]:
-    """Keep others from completing or removing checkpoints; yield False where one holds them."""
+def lock_checkpoints(checkpoints: Path) -> Iterator[bool]:
+    """Lock a folder of checkpoints; yield False if another process holds the lock too long."""
     with checkpoints.with_suffix(".lock").open("a") as file:
         deadline = time.monotonic() + LOCK_SEC
-        while not (held := _locked(file.fileno())) and time.monotonic() < deadline:
+        while not (is_locked := _try_lock(file.fileno())) and time.monotonic() < deadline:
             time.sleep(0.01)
-        yield held
+        yield is_locked
 
 
-def _locked(file: int) -> bool:
+def _try_lock(file: int) -> bool:
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -157,39 +296,33 @@ def _locked(file: int) -> bool:
     return True
 
 
-def newer_than(checkpoints: Path, train_step: int) -> Path | None:
-    """Return the newest complete checkpoint where it has all steps before one."""
-    found = complete(checkpoints)
-    return found[-1] if found and int(found[-1].name) >= train_step else None
-
-
 def set_aside(checkpoint: Path) -> None:
-    """Let a checkpoint count no more; `sweep` removes it when one of its step is complete again."""
+    """Rename a checkpoint so that it is not used; it is removed when its step is saved again."""
     aside = checkpoint.with_name(f"{checkpoint.name}{AHEAD}")
-    with alone(checkpoint.parent):
+    with lock_checkpoints(checkpoint.parent):
         shutil.rmtree(aside, ignore_errors=True)
         checkpoint.rename(aside)
         sync_directory(checkpoint.parent)
 
 
-def sweep(checkpoints: Path, keep: int) -> None:
+def remove_stale(checkpoints: Path, keep: int) -> None:
     """Remove all but the newest checkpoints, and every file that these do not need.
 
-    What is of later steps remains: another process may be writing it.
+    Files of later steps are kept: another process may be writing them.
 
     Args:
         checkpoints: folder of a run with a complete checkpoint.
-        keep: newest checkpoints that remain, at least one.
+        keep: newest checkpoints to keep, at least one.
     """
-    found = complete(checkpoints)
-    kept = found[-max(1, keep) :]
+    complete = complete_checkpoints(checkpoints)
+    kept = complete[-max(1, keep) :]
     newest = int(kept[-1].name)
     try:
-        needed = set(_needed(kept))
+        needed = set(_needed_files(kept))
     except SchemaError:
-        return  # what a damaged one needs is not known: all files stay
-    for old in found[: len(found) - len(kept)]:
-        (old / MANIFEST).unlink()  # first: what follows makes it incomplete
+        return  # a damaged checkpoint may need any file
+    for old in complete[: len(complete) - len(kept)]:
+        (old / MANIFEST).unlink()  # first, so that it is never complete without its files
     for folder in checkpoints.iterdir():
         step = folder.name.partition(".")[0]
         if not folder.is_dir() or (step.isdigit() and int(step) > newest):
@@ -203,7 +336,7 @@ def sweep(checkpoints: Path, keep: int) -> None:
         _remove_empty(folder)
 
 
-def _needed(kept: Iterable[Path]) -> Iterable[str]:
+def _needed_files(kept: Iterable[Path]) -> Iterable[str]:
     for folder in kept:
         yield f"{folder.name}/{MANIFEST}"
         yield from read_checkpoint_manifest(folder).files

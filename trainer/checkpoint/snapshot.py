@@ -1,4 +1,4 @@
-"""Copies of training state in shared memory, taken at a step boundary."""
+"""Snapshots of training state in shared memory, taken at a step boundary."""
 
 from __future__ import annotations
 
@@ -23,48 +23,49 @@ from schemas.dataset import Dataset
 from schemas.errors import SchemaError
 from schemas.oracle import NEVER
 from schemas.order import Order
-from trainer.checkpoint.format import Spec, spec_of_array
+from trainer.checkpoint.format import ROW_FILES, ArraySpec
 from trainer.embedding.changes import Changed
 from trainer.stores.api import Records, TableLayout
 from trainer.stores.remote.wire import record_bytes
 
-# Memory that outlives the process that filled it: a file in /dev/shm, or in another directory.
+# ---- Memory that outlives the process that filled it: a file in /dev/shm or on a disk ----
 #
-# The trainer fills it and commits; its agent writes what was committed to disk. The agent
-# inherits the open file and with it the trainer's lock, which holds while one of the two lives:
-# so others can tell a leftover, which they may remove, from memory in use, which they must not.
-# The file's name is that of the run.
+# The trainer fills and commits it; the agent writes committed snapshots to disk. The agent inherits
+# the open file, and with it the trainer's lock, which is held while one of the two runs. So another
+# process can tell leftover memory, which it may remove, from memory in use. The name of the file
+# depends on the run.
 
 FILLING, COMMITTED, WRITTEN, FAILED = 0, 1, 2, 3
-"""State of what lies in the memory."""
-START = 64
-"""Where the copy begins; the state stands before it."""
+"""State of a snapshot in memory."""
+DATA_OFFSET = 64
+"""Start of the snapshot; the state is before it."""
 WAIT_SEC = 60.0
-"""How long a start waits for the agent of the run before, which may still be writing."""
+"""Longest wait at the start of a run for the agent of an earlier process."""
 _PAGE = 4096
+_NOT_MAPPED = "memory is mapped before it is used"
 
 
 def memory_path(directory: Path, run: Path) -> Path:
-    """Return where a run's memory lies; no other run has the name."""
+    """Return the path of a run's memory, unique to the run."""
     name = hashlib.sha256(str(run.resolve()).encode()).hexdigest()[:16]
     return directory / f"presage-{os.getuid()}-{name}"
 
 
-class CopyMemory:
-    """The memory of a run, mapped."""
+class SnapshotMemory:
+    """The memory of a run's snapshots, mapped."""
 
     def __init__(self, path: Path) -> None:
-        """Remember the path; nothing is opened yet."""
+        """Store the path; nothing is opened yet."""
         self.path = path
         self._file = -1
         self._mapped: mmap.mmap | None = None
 
     def create(self, num_bytes: int) -> None:
-        """Make the memory and take its room.
+        """Create the memory and reserve its pages.
 
         Raises:
-            SchemaError: there is not enough; names the missing bytes.
-            FileExistsError: another process has made it.
+            SchemaError: there is too little; names the missing bytes.
+            FileExistsError: another process has created it.
         """
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         while True:
@@ -72,142 +73,141 @@ class CopyMemory:
             fcntl.flock(file, fcntl.LOCK_SH)
             if os.fstat(file).st_nlink:
                 break
-            os.close(file)  # who looked for leftovers was faster
+            os.close(file)  # another process removed it as a leftover before it was locked
         self._file = file
         try:
             self.reserve(num_bytes)
         except OSError as error:
             self.remove()
-            raise too_small(self.path.parent, START + num_bytes, error.strerror or "") from error
+            raise no_room(
+                self.path.parent, DATA_OFFSET + num_bytes, error.strerror or ""
+            ) from error
 
     def inherit(self, file: int) -> None:
-        """Map the memory that the parent of this process made.
-
-        Args:
-            file: number of the open file.
-        """
+        """Map the memory that the parent process created; `file` is its descriptor."""
         self._file = file
         self.remap()
 
     @property
     def file(self) -> int:
-        """Number of the open file."""
+        """Descriptor of the open file."""
         return self._file
 
     @property
     def num_bytes(self) -> int:
-        """Room for a copy."""
-        return os.fstat(self._file).st_size - START
+        """Capacity for a snapshot."""
+        return os.fstat(self._file).st_size - DATA_OFFSET
 
     def reserve(self, num_bytes: int) -> None:
-        """Have room for a copy of so many bytes, with pages of its own.
+        """Grow to a capacity of at least `num_bytes`, with allocated pages.
 
         Raises:
-            OSError: there is none; the memory is as it was.
+            OSError: there is no room; the memory is unchanged.
         """
-        held = os.fstat(self._file).st_size
-        wanted = -(-(START + num_bytes) // _PAGE) * _PAGE
-        if wanted > held:
+        old_size = os.fstat(self._file).st_size
+        size = -(-(DATA_OFFSET + num_bytes) // _PAGE) * _PAGE
+        if size > old_size:
             try:
-                os.posix_fallocate(self._file, held, wanted - held)
+                os.posix_fallocate(self._file, old_size, size - old_size)
             except OSError:
-                os.ftruncate(self._file, held)
+                os.ftruncate(self._file, old_size)
                 raise
-        if wanted > held or self._mapped is None:
+        if size > old_size or self._mapped is None:
             self.remap()
 
     def remap(self) -> None:
-        """Map all of the file, with its pages."""
+        """Map the whole file, with its pages."""
         flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
         self._mapped = mmap.mmap(self._file, 0, flags=flags)
 
     @property
     def bytes(self) -> NDArray[np.uint8]:
-        """Room for a copy, a view."""
-        assert self._mapped is not None, "memory is mapped before it is used"
-        return np.frombuffer(self._mapped, np.uint8)[START:]
+        """The bytes of a snapshot, a view."""
+        assert self._mapped is not None, _NOT_MAPPED
+        return np.frombuffer(self._mapped, np.uint8)[DATA_OFFSET:]
 
     @property
     def state(self) -> int:
         """One of `FILLING`, `COMMITTED`, `WRITTEN` and `FAILED`."""
-        assert self._mapped is not None, "memory is mapped before it is used"
+        assert self._mapped is not None, _NOT_MAPPED
         return self._mapped[0]
 
     @state.setter
     def state(self, state: int) -> None:
-        assert self._mapped is not None, "memory is mapped before it is used"
+        assert self._mapped is not None, _NOT_MAPPED
         self._mapped[0] = state
 
     def close(self) -> None:
-        """Let the memory go; the file stays."""
+        """Close the file, which stays."""
         self._mapped = None
         if self._file >= 0:
             os.close(self._file)
         self._file = -1
 
     def remove(self) -> None:
-        """Let the memory go, and give it back: it has its name while a lock of it is held."""
+        """Remove the file, before its lock is released, and close it."""
         if self._file >= 0 and os.fstat(self._file).st_nlink:
             self.path.unlink(missing_ok=True)
         self.close()
 
 
-def claim(path: Path, *, wait_sec: float = WAIT_SEC) -> CopyMemory | None:
-    """Return the memory that a run before left, None when there is none.
+def claim_memory(path: Path, *, wait_sec: float = WAIT_SEC) -> SnapshotMemory | None:
+    """Lock and return the memory that earlier processes left, None if there is none.
 
-    Waits for processes that still use it: an agent that finishes its work ends soon.
+    Waits while a process still uses it, such as an agent that writes its last snapshot.
 
     Raises:
         SchemaError: a process still uses it after the wait.
     """
     deadline = time.monotonic() + wait_sec
     while True:
-        found = CopyMemory(path)
+        memory = SnapshotMemory(path)
         try:
-            found._file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+            memory._file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         except FileNotFoundError:
             return None
         try:
-            fcntl.flock(found._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(memory._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            found.close()
+            memory.close()
         else:
-            held = os.fstat(found._file)
-            if held.st_nlink and held.st_size > START:
-                found.remap()
-                return found
-            found.remove()
+            stat = os.fstat(memory._file)
+            if stat.st_nlink and stat.st_size > DATA_OFFSET:
+                memory.remap()
+                return memory
+            memory.remove()
             return None
         if time.monotonic() > deadline:
             raise SchemaError(
-                f"run must be trained by one process at a time, got another after {wait_sec:g} s; "
-                "end it, or wait until it has written its checkpoint",
+                f"another process still trains the run after {wait_sec:g} s; end it, or wait until "
+                "it has written its checkpoint",
                 file=str(path),
             )
         time.sleep(0.05)
 
 
 def free_bytes(directory: Path) -> int:
-    """Return the bytes that may be taken in a directory."""
-    found = os.statvfs(directory)
-    return found.f_bavail * found.f_frsize
+    """Return the free bytes of the filesystem of a directory."""
+    stat = os.statvfs(directory)
+    return stat.f_bavail * stat.f_frsize
 
 
-def too_small(directory: Path, num_bytes: int, reason: str = "") -> SchemaError:
-    """Return the refusal of memory that does not hold a checkpoint's copy."""
+def no_room(directory: Path, num_bytes: int, reason: str = "") -> SchemaError:
+    """Return the error for a directory that has no room for a snapshot."""
     free = free_bytes(directory)
-    missing = f"{max(0, num_bytes - free)} are missing"
     return SchemaError(
-        f"memory for the copy of a checkpoint must have {num_bytes} bytes, got {free} free: "
-        f"{reason or missing} in {directory}; enlarge it, save more often (train.checkpoint."
-        "every_steps), or set train.checkpoint.copy_to to a directory of a disk"
+        f"snapshots of checkpoints need {num_bytes} bytes in {directory}, where {free} are free: "
+        f"{reason or f'{max(0, num_bytes - free)} are missing'}; enlarge it, save more often "
+        "(train.checkpoint.every_steps), or set train.checkpoint.copy_to to a directory of a disk"
     )
 
 
+# ---- The size of snapshots ----
+
 _KEYFRAME_BYTES = 48
-"""Of each row that a planned cache may hold."""
-_FEW = 1 << 20
-"""The header of a copy, and what arrays are rounded up by."""
+"""Bytes of the plan's state per row in a planned cache."""
+_OVERHEAD_BYTES = 1 << 20
+"""The header, and padding of arrays."""
 
 
 def copy_bytes(
@@ -218,91 +218,93 @@ def copy_bytes(
     every_steps: int,
     cache: CacheConfig | None,
 ) -> int:
-    """Return the bytes of the largest copy of rows that a run will make.
+    """Return the bytes of the rows in the largest snapshot of a run.
 
     Args:
         dataset: open dataset.
         order: of the run.
         layouts: tables by name.
-        steps: to be trained.
+        steps: to train.
         every_steps: steps between checkpoints.
-        cache: of a run that obeys a plan, whose state is copied, too.
+        cache: of a run with a cache plan, whose state is part of snapshots.
     """
-    total = _FEW
+    total = _OVERHEAD_BYTES
     try:
         index = dataset.index_for(order)
-    except SchemaError:  # only a plan needs one: all rows of the dataset may have changed
+    except SchemaError:  # without a plan no index is needed: all rows may change in one interval
         return total + sum(
             _num_rows(dataset, table) * record_bytes(layout) for table, layout in layouts.items()
         )
     for table, layout in layouts.items():
         distances = index.steps(table)
-        found = map(distances.__getitem__, steps)
-        total += most_changed(found, steps.start, every_steps) * record_bytes(layout)
+        changed = max_changed_rows(map(distances.__getitem__, steps), steps.start, every_steps)
+        total += changed * record_bytes(layout)
         if cache is not None:
-            found = map(distances.__getitem__, steps)
-            total += required_rows(found, cache) * _KEYFRAME_BYTES if cache.rows is None else 0
-            total += (cache.rows or 0) * _KEYFRAME_BYTES
+            rows = cache.rows
+            if rows is None:
+                rows = required_rows(map(distances.__getitem__, steps), cache)
+            total += rows * _KEYFRAME_BYTES
     return total
 
 
-def most_changed(
+def max_changed_rows(
     distances: Iterable[NDArray[np.integer]], first_step: int, every_steps: int
 ) -> int:
-    """Return the most rows that change between two checkpoints.
+    """Return the largest number of rows that change between two checkpoints.
 
     A row is counted at its last use before a checkpoint.
 
     Args:
-        distances: of each step from `first_step` on, to the next use of its rows.
-        first_step: the first one.
+        distances: of each step from `first_step` on, steps to the next use of each row.
+        first_step: the first step.
         every_steps: steps between checkpoints.
 
     Example:
         >>> steps = [np.array([1, 2]), np.array([2]), np.array([1, 1])]
-        >>> most_changed(steps, 0, 2), most_changed(steps, 0, 1)
+        >>> max_changed_rows(steps, 0, 2), max_changed_rows(steps, 0, 1)
         (2, 2)
     """
-    most = count = 0
-    for step, found in enumerate(distances, start=first_step):
-        left = every_steps - step % every_steps  # steps to the next checkpoint
-        count += int(((found == NEVER) | (found >= left)).sum())
-        if left == 1:
-            most, count = max(most, count), 0
-    return max(most, count)
+    largest = count = 0
+    for step, next_uses in enumerate(distances, start=first_step):
+        remaining = every_steps - step % every_steps  # steps to the next checkpoint
+        count += int(((next_uses == NEVER) | (next_uses >= remaining)).sum())
+        if remaining == 1:
+            largest, count = max(largest, count), 0
+    return max(largest, count)
 
 
 def _num_rows(dataset: Dataset, table: str) -> int:
     return sum(file.num_rows for s in dataset.segments for file in s.edge_files(table))
 
 
-# What lies in memory between the step boundary that it was copied at and the disk.
+# ---- The layout of a snapshot ----
 #
-# 8 bytes, little-endian: length of the header header: JSON; which arrays, where each lies, and
-# what the checkpoint's manifest will say arrays, each begun at a multiple of 64 bytes
+#     8 bytes, little-endian: length of the header
+#     header: JSON with the fields of `SnapshotHeader`, and type, shape and offset of each array
+#     arrays, each starting at a multiple of 64 bytes
 
-_ALIGNED = 64
+_ALIGNMENT = 64
 DENSE, PLAN, ROWS = "dense/", "plan/", "rows/"
-"""What the names of arrays begin with."""
+"""Prefixes of the names of arrays."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class About:
-    """What a copy is."""
+class SnapshotHeader:
+    """Description of a snapshot."""
 
     train_step: int
     """The next step to train."""
     since: int | None
-    """The checkpoint that it adds to; None: it is all there is."""
-    made_of: Mapping[str, Any]
-    """Of the manifest."""
+    """Step of the checkpoint that it builds on; None: it has all rows."""
+    fingerprint: Mapping[str, Any]
+    """Of the run, for the manifest."""
     layouts: Mapping[str, TableLayout]
     """Tables by name."""
 
 
-def copy_to(
-    memory: CopyMemory,
-    about: About,
+def commit_snapshot(
+    memory: SnapshotMemory,
+    header: SnapshotHeader,
     dense: Mapping[str, Array],
     plan: Mapping[str, Array],
     changed: Mapping[str, Sequence[Changed]],
@@ -310,115 +312,114 @@ def copy_to(
     """Copy a state into memory and commit it; return its bytes.
 
     Args:
-        memory: nothing in it is needed any more.
-        about: what it is.
+        memory: its previous snapshot is overwritten.
+        header: describes the state.
         dense: arrays by name.
         plan: arrays by name.
-        changed: by table, rows and where they lie.
+        changed: by table, rows and their positions.
 
     Raises:
         OSError: there is no room.
     """
     whole = {f"{DENSE}{name}": array for name, array in dense.items()}
     whole |= {f"{PLAN}{name}": array for name, array in plan.items()}
-    specs = {name: spec_of_array(array) for name, array in whole.items()}
+    specs = {name: ArraySpec.of(array) for name, array in whole.items()}
     for table, parts in changed.items():
-        specs |= _row_specs(table, about.layouts[table], sum(len(part.rows) for part in parts))
-    header, places, end = _header(about, specs)
+        specs |= _row_specs(table, header.layouts[table], sum(len(part.rows) for part in parts))
+    head, offsets, end = _encode_header(header, specs)
     memory.reserve(end)
     memory.state = FILLING
     data = memory.bytes
-    data[: len(header)] = np.frombuffer(header, np.uint8)
+    data[: len(head)] = np.frombuffer(head, np.uint8)
+    views = {name: _view(data, offsets[name], spec) for name, spec in specs.items()}
     for name, array in whole.items():
-        _view(data, places[name], specs[name])[...] = array
+        views[name][...] = array
     for table, parts in changed.items():
-        names = [f"{ROWS}{table}/{kind}" for kind in ("rows", "values", "state")]
-        rows, values, state = (_view(data, places[name], specs[name]) for name in names)
+        rows, values, state = (views[f"{ROWS}{table}/{name}"] for name in ROW_FILES)
         start = 0
         for part in parts:
             stop = start + len(part.rows)
             rows[start:stop] = part.rows
-            _gather(part.gathered.records.values, part.gathered.positions, values[start:stop])
-            _gather(part.gathered.records.state, part.gathered.positions, state[start:stop])
+            records, positions = part.gathered.records, part.gathered.positions
+            _gather(records.values, positions, values[start:stop])
+            _gather(records.state, positions, state[start:stop])
             start = stop
     memory.state = COMMITTED
     return end
 
 
 class Snapshot:
-    """A committed copy, read where it lies."""
+    """A committed snapshot, read in place."""
 
-    def __init__(self, memory: CopyMemory) -> None:
+    def __init__(self, memory: SnapshotMemory) -> None:
         """Read the header."""
         self._data = memory.bytes
         size = int.from_bytes(self._data[:8].tobytes(), "little")
         body = json.loads(self._data[8 : 8 + size].tobytes())
-        layouts = {table: TableLayout(**each) for table, each in body["layouts"].items()}
-        self.about = About(
+        self.header = SnapshotHeader(
             train_step=body["train_step"],
             since=body["since"],
-            made_of=body["made_of"],
-            layouts=layouts,
+            fingerprint=body["made_of"],
+            layouts={table: TableLayout(**each) for table, each in body["layouts"].items()},
         )
-        self._specs = {
-            name: (Spec(np.dtype(dtype), tuple(shape)), place)
-            for name, (dtype, shape, place) in body["arrays"].items()
+        self._arrays = {
+            name: (offset, ArraySpec(np.dtype(dtype), tuple(shape)))
+            for name, (dtype, shape, offset) in body["arrays"].items()
         }
 
     def arrays(self, prefix: str) -> dict[str, Array]:
-        """Return the arrays whose names begin with a prefix, without it."""
+        """Return the arrays whose names have a prefix, by name without it."""
         return {
-            name.removeprefix(prefix): _view(self._data, place, spec)
-            for name, (spec, place) in self._specs.items()
+            name.removeprefix(prefix): _view(self._data, offset, spec)
+            for name, (offset, spec) in self._arrays.items()
             if name.startswith(prefix)
         }
 
     def rows(self, table: str) -> tuple[NDArray[np.int64], Records]:
-        """Return a table's rows, in no order, and their records."""
-        found = self.arrays(f"{ROWS}{table}/")
-        return found["rows"], Records(found["values"], found["state"])
+        """Return the rows of a table, unordered, and their records."""
+        arrays = self.arrays(f"{ROWS}{table}/")
+        return arrays["rows"], Records(arrays["values"], arrays["state"])
 
 
-def _row_specs(table: str, layout: TableLayout, count: int) -> dict[str, Spec]:
+def _row_specs(table: str, layout: TableLayout, count: int) -> dict[str, ArraySpec]:
     dtype = np.dtype(layout.dtype)
     return {
-        f"{ROWS}{table}/rows": Spec(np.dtype(np.int64), (count,)),
-        f"{ROWS}{table}/values": Spec(dtype, (count, layout.dim)),
-        f"{ROWS}{table}/state": Spec(dtype, (count, layout.state_width)),
+        f"{ROWS}{table}/rows": ArraySpec(np.dtype(np.int64), (count,)),
+        f"{ROWS}{table}/values": ArraySpec(dtype, (count, layout.dim)),
+        f"{ROWS}{table}/state": ArraySpec(dtype, (count, layout.state_width)),
     }
 
 
-def _header(about: About, specs: Mapping[str, Spec]) -> tuple[bytes, dict[str, int], int]:
-    """Return the first bytes of a copy, where each array begins, and where the last one ends."""
-    offsets: dict[str, int] = {}
-    end = 0
-    for name, spec in specs.items():
-        offsets[name] = end
-        end += -(-spec.num_bytes // _ALIGNED) * _ALIGNED
-    room = 0
-    while True:  # places have more digits the longer the header is
-        places = {name: room + offset for name, offset in offsets.items()}
+def _encode_header(
+    header: SnapshotHeader, specs: Mapping[str, ArraySpec]
+) -> tuple[bytes, dict[str, int], int]:
+    """Return the first bytes of a snapshot, the offset of each array, and the end of the last."""
+    sizes = [-(-spec.num_bytes // _ALIGNMENT) * _ALIGNMENT for spec in specs.values()]
+    ends = np.cumsum([0, *sizes]).tolist()
+    reserved = 0
+    while True:  # offsets have more digits the longer the header is
+        offsets = {name: reserved + end for name, end in zip(specs, ends, strict=False)}
         body = {
-            "train_step": about.train_step,
-            "since": about.since,
-            "made_of": about.made_of,
-            "layouts": {table: asdict(layout) for table, layout in about.layouts.items()},
-            "arrays": {n: [str(s.dtype), s.shape, places[n]] for n, s in specs.items()},
+            "train_step": header.train_step,
+            "since": header.since,
+            "made_of": header.fingerprint,
+            "layouts": {table: asdict(layout) for table, layout in header.layouts.items()},
+            "arrays": {n: [str(s.dtype), s.shape, offsets[n]] for n, s in specs.items()},
         }
         text = json.dumps(body).encode()
-        if 8 + len(text) <= room:
-            return len(text).to_bytes(8, "little") + text, places, room + end
-        room = -(-(8 + len(text) + 16 * len(specs)) // _ALIGNED) * _ALIGNED
+        if 8 + len(text) <= reserved:
+            return len(text).to_bytes(8, "little") + text, offsets, reserved + ends[-1]
+        reserved = -(-(8 + len(text) + 16 * len(specs)) // _ALIGNMENT) * _ALIGNMENT
 
 
-def _view(data: NDArray[np.uint8], place: int, spec: Spec) -> Array:
-    return data[place : place + spec.num_bytes].view(spec.dtype).reshape(spec.shape)
+def _view(data: NDArray[np.uint8], offset: int, spec: ArraySpec) -> Array:
+    return data[offset : offset + spec.num_bytes].view(spec.dtype).reshape(spec.shape)
 
 
-def _gather(source: Array, places: NDArray[np.int32] | None, out: Array) -> None:
+def _gather(source: Array, positions: NDArray[np.int32] | None, out: Array) -> None:
     if not out.size:
         return
-    if places is None:
+    if positions is None:
         out[...] = source
     else:
-        np.take(source, places, axis=0, out=out, mode="clip")  # `raise` would copy twice
+        np.take(source, positions, axis=0, out=out, mode="clip")  # `raise` would copy twice

@@ -23,10 +23,9 @@ from schemas.files import CheckedFile
 from schemas.group_files import read_group
 from schemas.layout import EVALUATION, TRAIN, samples_path
 from schemas.order import Order, Step
-from trainer.data.collate import Batch, BlockRange, collate
+from trainer.data.collate import Batch, BlockRange, Microbatches, collate, make_microbatches
 from trainer.data.decode import SAMPLES, BatchSpec, BlockCounts, RowGroup, decode
 from trainer.data.lookup import Transpose, transpose
-from trainer.data.microbatches import Microbatches, make_microbatches
 
 CACHE_BYTES = 512 << 20
 """Decoded row groups that are kept; training order reads each row group from start to end."""

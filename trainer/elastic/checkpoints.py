@@ -18,15 +18,15 @@ from schemas.config.job import Job
 from schemas.config.train import CheckpointConfig
 from schemas.errors import SchemaError
 from schemas.run_log import LEDGER, METRICS, SPLITS, LedgerEntry, StepMetric, StepSplit, to_line
-from trainer.checkpoint.load import made_of, newest_checkpoint
+from trainer.checkpoint.load import fingerprint_of, newest_checkpoint
 from trainer.checkpoint.manager import BackgroundSaver, RunState, claim_leftovers, dense_bytes
 from trainer.checkpoint.snapshot import (
-    START,
-    CopyMemory,
+    DATA_OFFSET,
+    SnapshotMemory,
     copy_bytes,
     free_bytes,
     memory_path,
-    too_small,
+    no_room,
 )
 from trainer.components import build_components, layouts_of
 from trainer.data.decode import spec_of
@@ -58,8 +58,8 @@ def copy_bytes_of(job: Job, span: Span, first: int) -> int:
 def check_room(config: CheckpointConfig, num_bytes: int) -> None:
     """Raise SchemaError if the directory of copies has no room for `num_bytes`; 0: no copy."""
     directory = Path(config.copy_to)
-    if num_bytes and START + num_bytes > free_bytes(directory):
-        raise too_small(directory, START + num_bytes)
+    if num_bytes and DATA_OFFSET + num_bytes > free_bytes(directory):
+        raise no_room(directory, DATA_OFFSET + num_bytes)
 
 
 class ReplicaCheckpoints(Protocol):
@@ -364,12 +364,12 @@ class BackgroundCheckpoints:
         context = self._context
         claim_leftovers(self._run, self._config, resume=True, wait_sec=_HAND_OVER_SEC)
         newest = newest_step(self._run)
-        memory = CopyMemory(memory_path(Path(self._config.copy_to), self._run))
+        memory = SnapshotMemory(memory_path(Path(self._config.copy_to), self._run))
         state = ReplicaState(
             context.components,
             context.rows.source,
             self._changes,
-            lambda: made_of(context.job, context.span.dataset),
+            lambda: fingerprint_of(context.job, context.span.dataset),
         )
         saver = BackgroundSaver(
             self._run,

@@ -23,7 +23,7 @@ from schemas.order import Order
 from schemas.run_log import RENDEZVOUS, LedgerEntry
 from trainer.checkpoint.load import load_state, state_of
 from trainer.components import Components
-from trainer.data.microbatches import Microbatches
+from trainer.data.collate import Microbatches
 from trainer.data.reader import Reader
 from trainer.elastic.exchange import SumsShape
 from trainer.elastic.peer_state import ReplicaRows

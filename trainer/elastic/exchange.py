@@ -23,7 +23,7 @@ from schemas.run_log import StepSplit
 from trainer.elastic.membership import Agreement, Member, ReplicaOptions
 from trainer.elastic.peer_state import PeerClient, PeerError
 from trainer.embedding.kernels.interface import RowSums
-from trainer.gradient_sums import Node, PartialSums, Tree
+from trainer.step import Node, PartialSums, Tree
 
 SPLIT_AHEAD_STEPS = 2
 """Steps that splits are fixed in advance."""

@@ -39,7 +39,7 @@ from trainer.elastic.membership import Lighthouse
 from trainer.elastic.peer_state import REPLICAS
 from trainer.elastic.shared_rows import RETAINED_BYTES, launch_shared_stores
 from trainer.recovery import Drain, DrainInterrupt, Watchdog, resume_hint
-from trainer.run import cut_run, write_summary
+from trainer.run import truncate_logs, write_summary
 from trainer.runtime import close_pipes, end_children, start_child
 from trainer.setup import TrainOptions, first_checkpoint, open_run, with_rollbacks
 from trainer.stores.api import RowsLostError
@@ -297,7 +297,7 @@ def train_replicas(
 
     def attempt(checkpoint: Path | None) -> RunSummary:
         first = step_of(checkpoint)
-        cut_run(run, first)
+        truncate_logs(run, first)
         (run / SUMMARY).unlink(missing_ok=True)
         copy_bytes = copy_bytes_of(job, data.current(), first)
         if launch.count:

@@ -20,7 +20,7 @@ from schemas.arrays import Array
 from schemas.errors import SchemaError
 from schemas.files import replace_bytes
 from schemas.run_log import LedgerEntry, StepMetric
-from trainer.checkpoint.format import from_bytes, to_parts
+from trainer.checkpoint.format import from_bytes, to_bytes
 from trainer.embedding.cache import DirectSource, RowSource
 from trainer.embedding.changes import Changes
 from trainer.embedding.module import Embedding
@@ -136,7 +136,7 @@ class PeerServer(fl.FlightServerBase):
         """
         with self._changed:
             if self._num_waiting and (arrays := state_of()) is not None:
-                self._state = b"".join(to_parts(arrays))
+                self._state = to_bytes(arrays)
                 self._changed.notify_all()
 
     def cancel_waiters(self) -> None:

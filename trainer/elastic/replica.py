@@ -22,7 +22,7 @@ import torch
 
 from schemas.arrays import Array
 from schemas.config.train import SAVE, START, WAIT
-from trainer.data.microbatches import Microbatches
+from trainer.data.collate import Microbatches
 from trainer.elastic.checkpoints import LogWriter, ReplicaCheckpoints
 from trainer.elastic.context import DatasetRefusedError, Frontier, ReplicaContext
 from trainer.elastic.exchange import (
@@ -53,10 +53,17 @@ from trainer.elastic.peer_state import (
 )
 from trainer.embedding.kernels.compiled import kernels_of
 from trainer.follow import Span, next_action
-from trainer.gradient_sums import MicrobatchWorker, PartialSums, Tree
 from trainer.recovery import Drain, Watchdog
 from trainer.run import write_dataset
-from trainer.step import PhaseTimer, check_loss, metric_of, update_from_sums
+from trainer.step import (
+    MicrobatchWorker,
+    PartialSums,
+    PhaseTimer,
+    Tree,
+    check_loss,
+    metric_of,
+    update_from_sums,
+)
 
 T = TypeVar("T")
 

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from schemas.arrays import Array
 from schemas.cache_plan import Keyframe
 from schemas.config.train import StoresConfig, TrainConfig
-from trainer.checkpoint.load import load_rows, step_of, verified
+from trainer.checkpoint.load import load_rows, step_of, verify_checkpoint
 from trainer.elastic.peer_state import ROWS, rows_from_arrays, rows_to_arrays
 from trainer.embedding.cache import (
     CachedRows,
@@ -223,7 +223,7 @@ def launch_shared_stores(
     with opened as store:
         assert isinstance(store, RemoteStore), "there are store processes"
         if checkpoint is not None:
-            load_rows(checkpoint, verified(checkpoint, None), store)
+            load_rows(checkpoint, verify_checkpoint(checkpoint), store)
         token = run / STORE / TOKEN if num_processes else token_file_of(config.stores, job)
         yield SharedStores(
             addresses=tuple(store.members.addresses),

@@ -14,11 +14,11 @@ from schemas.dataset import Dataset
 from schemas.errors import SchemaError
 from schemas.run_log import PHASES
 from trainer.checkpoint.load import (
+    fingerprint_of,
     load_checkpoint,
-    made_of,
     newest_checkpoint,
     save_checkpoint,
-    verified,
+    verify_checkpoint,
 )
 from trainer.components import Components, build_components, layouts_of
 from trainer.data.decode import spec_of
@@ -42,7 +42,7 @@ from trainer.run import check_run, read_identity, write_dataset, write_summary
 from trainer.setup import TrainOptions, follow_options, selected_segments
 from trainer.step import Clock
 from trainer.stores.api import BehindError, RowsLostError
-from trainer.train_run import summary_of
+from trainer.train import summary_of
 from trainer.warm_start import steps_before
 
 _PAUSE_SEC = 0.05
@@ -112,7 +112,8 @@ def run_replica(
             write_buffer = WriteBuffer(store, rendezvous.retained_bytes)
             rows = SharedRows(write_buffer, components.embedding, planned, shared.first)
         stack.callback(rows.close)
-        first_step = _load_newest(run, components, made_of(job, dataset), with_rows=shared is None)
+        fingerprint = fingerprint_of(job, dataset)
+        first_step = _load_newest(run, components, fingerprint, with_rows=shared is None)
         poll_sec = config.follow.poll.total_seconds()
         agreed = extent_at_step(data.current().order, rendezvous.known, first_step)
         with watchdog(WAIT):
@@ -176,7 +177,7 @@ def _open_dataset(
 
 
 def _load_newest(
-    run: Path, components: Components, made_of: Mapping[str, Any], *, with_rows: bool
+    run: Path, components: Components, fingerprint: Mapping[str, Any], *, with_rows: bool
 ) -> int:
     """Load the newest checkpoint; return the first step to be trained.
 
@@ -185,7 +186,7 @@ def _load_newest(
     """
     while (checkpoint := newest_checkpoint(run)) is not None:
         try:
-            manifest = verified(checkpoint, made_of)
+            manifest = verify_checkpoint(checkpoint, fingerprint)
             return load_checkpoint(checkpoint, manifest, components, with_rows=with_rows)
         except (SchemaError, OSError):
             # another replica may have saved a newer checkpoint and deleted this one
@@ -262,6 +263,6 @@ def _save(context: ReplicaContext, train_step: int) -> None:
         train_step,
         components,
         keep=context.job.train.checkpoint.keep,
-        made_of=made_of(context.job, context.span.dataset),
+        fingerprint=fingerprint_of(context.job, context.span.dataset),
     )
     components.store.notify_checkpoint(train_step)

@@ -18,9 +18,8 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from schemas.config.train import TrainConfig
-from trainer.data.collate import Batch
+from trainer.data.collate import Batch, Microbatches, single_microbatch
 from trainer.data.lookup import take_unsorted
-from trainer.data.microbatches import Microbatches, single_microbatch
 from trainer.device import to_device, updates_in_place
 from trainer.embedding.cache import RowSource
 from trainer.embedding.kernels.compiled import kernels_of

@@ -13,8 +13,7 @@ from typing import Any, TypeVar
 import torch
 
 from trainer.data.collate import Batch
-from trainer.data.lookup import Inverse
-from trainer.data.shared_features import SharedFeatures
+from trainer.data.lookup import Inverse, SharedFeatures
 from trainer.embedding.kernels.interface import (
     ArenaRows,
     FeatureBags,

@@ -23,14 +23,14 @@ from schemas.config.job import TrainConfig
 from trainer.data.collate import Batch
 from trainer.models.shared_compute import (
     DENSE,
-    Part,
+    GroupVectors,
     columns_of,
-    dense_part,
+    dense_vectors,
     first_layer,
     linear_term,
-    parts_of,
-    sum_over_parts,
+    sum_over_groups,
     to_samples,
+    vectors_by_group,
 )
 
 FEED_FORWARD_RATIO = 4
@@ -41,7 +41,7 @@ POSITION_SCALE = 0.02
 
 
 class SequenceEmbedding(Protocol):
-    """The part of the embedding module that the model uses."""
+    """The methods of the embedding module that the model uses."""
 
     def __call__(self, kjt: KeyedJaggedTensor, /) -> KeyedTensor:
         """Return the pooled rows of each sample, (B, num_features * dim)."""
@@ -248,7 +248,7 @@ class AttentionModel(nn.Module):
         num_dense: int,
         embedding: nn.Module,
     ) -> None:
-        """Build the dense parts; see `build`."""
+        """Build the dense layers; see `build`."""
         super().__init__()
         model, dim = config.model, config.embedding_dim
         assert model.history is not None, "ModelConfig gives the attention model a history"
@@ -264,8 +264,8 @@ class AttentionModel(nn.Module):
         self.to(getattr(torch, config.dtype))  # before the embedding, which has its own dtype
         self.embedding = embedding
         self.dedup = model.dedup_compute and len(model.top_layers) > 0
-        parts = ([DENSE] if num_dense else []) + [*features, _HISTORY]
-        self._columns = columns_of(dict.fromkeys(parts, dim))
+        names = ([DENSE] if num_dense else []) + [*features, _HISTORY]
+        self._columns = columns_of(dict.fromkeys(names, dim))
 
     def forward(self, batch: Batch) -> torch.Tensor:
         """Return (B,) logits."""
@@ -273,24 +273,24 @@ class AttentionModel(nn.Module):
         if self.dedup and batch.groups:
             return self._forward_by_tuple(batch, embedding)
         pooled = embedding(batch.sparse).to_dict()
-        parts = [] if self.bottom is None else [self.bottom(batch.dense)]
-        parts += [pooled[feature] for feature in self.features]
-        parts.append(self._attend(batch, embedding, pooled[self.target]))
-        return self.top(torch.cat(parts, dim=1)).squeeze(1)
+        inputs = [] if self.bottom is None else [self.bottom(batch.dense)]
+        inputs += [pooled[feature] for feature in self.features]
+        inputs.append(self._attend(batch, embedding, pooled[self.target]))
+        return self.top(torch.cat(inputs, dim=1)).squeeze(1)
 
     def _forward_by_tuple(self, batch: Batch, embedding: SequenceEmbedding) -> torch.Tensor:
         """Return the logits; terms of the first top layer are computed once per tuple."""
         pooled = embedding.unique(batch.sparse)
         dense = None
         if self.bottom is not None:
-            inputs = dense_part(batch, batch.dense)
-            dense = Part(inputs.group, {DENSE: self.bottom(inputs.vectors[DENSE])})
+            inputs = dense_vectors(batch, batch.dense)
+            dense = GroupVectors(inputs.name, {DENSE: self.bottom(inputs.vectors[DENSE])})
         targets = to_samples(batch, batch.group_of[self.target], pooled[self.target])
-        history = Part(None, {_HISTORY: self._attend(batch, embedding, targets)})
-        parts = [*parts_of(batch, {f: pooled[f] for f in self.features}, dense), history]
+        history = GroupVectors(None, {_HISTORY: self._attend(batch, embedding, targets)})
+        groups = [*vectors_by_group(batch, {f: pooled[f] for f in self.features}, dense), history]
         first, rest = first_layer(self.top)
-        sums = sum_over_parts(
-            batch, parts, lambda part: linear_term(part, first.weight, self._columns)
+        sums = sum_over_groups(
+            batch, groups, lambda group: linear_term(group, first.weight, self._columns)
         )
         return rest(sums + first.bias).squeeze(1)
 

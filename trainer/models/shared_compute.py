@@ -25,19 +25,19 @@ from trainer.data.collate import Batch
 from trainer.data.lookup import take
 
 DENSE = "dense features"
-"""Key of dense features, or of the output of a bottom MLP, in `Part.vectors`."""
+"""Key of dense features, or of the output of a bottom MLP, in `GroupVectors.vectors`."""
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class GroupVectors:
     """Vectors per tuple of a dedup group, or per sample.
 
     Attributes:
-        group: dedup group; None: per sample.
+        name: of the dedup group; None: per sample.
         vectors: by feature, (num_tuples, width), or (num_samples, width).
     """
 
-    group: str | None
+    name: str | None
     vectors: Mapping[str, torch.Tensor]
 
     @property
@@ -46,7 +46,9 @@ class Part:
         return torch.cat(list(self.vectors.values()), dim=1)
 
 
-def parts_of(batch: Batch, pooled: Mapping[str, torch.Tensor], dense: Part | None) -> list[Part]:
+def vectors_by_group(
+    batch: Batch, pooled: Mapping[str, torch.Tensor], dense: GroupVectors | None
+) -> list[GroupVectors]:
     """Return the vectors of a batch by dedup group.
 
     Args:
@@ -56,13 +58,13 @@ def parts_of(batch: Batch, pooled: Mapping[str, torch.Tensor], dense: Part | Non
     """
     by_group: dict[str | None, dict[str, torch.Tensor]] = {}
     if dense is not None:
-        by_group[dense.group] = dict(dense.vectors)
+        by_group[dense.name] = dict(dense.vectors)
     for feature, vectors in pooled.items():
         by_group.setdefault(batch.group_of[feature], {})[feature] = vectors
-    return [Part(group, vectors) for group, vectors in by_group.items()]
+    return [GroupVectors(group, vectors) for group, vectors in by_group.items()]
 
 
-def dense_part(batch: Batch, dense: torch.Tensor) -> Part:
+def dense_vectors(batch: Batch, dense: torch.Tensor) -> GroupVectors:
     """Return dense features per tuple of the smallest group that determines them, or per sample.
 
     Args:
@@ -72,8 +74,8 @@ def dense_part(batch: Batch, dense: torch.Tensor) -> Part:
     for group, inverse in sorted(batch.groups.items(), key=lambda item: len(item[1].offsets)):
         by_tuple = inverse.unique_values(dense)
         if by_tuple is not None:
-            return Part(group, {DENSE: by_tuple})
-    return Part(None, {DENSE: dense})
+            return GroupVectors(group, {DENSE: by_tuple})
+    return GroupVectors(None, {DENSE: dense})
 
 
 def to_samples(batch: Batch, group: str | None, vectors: torch.Tensor) -> torch.Tensor:
@@ -81,17 +83,17 @@ def to_samples(batch: Batch, group: str | None, vectors: torch.Tensor) -> torch.
     return vectors if group is None else take(vectors, batch.groups[group])
 
 
-def sum_over_parts(
-    batch: Batch, parts: Sequence[Part], term_of: Callable[[Part], torch.Tensor]
+def sum_over_groups(
+    batch: Batch, groups: Sequence[GroupVectors], term_of: Callable[[GroupVectors], torch.Tensor]
 ) -> torch.Tensor:
-    """Return (num_samples, width), the sum of a term of each part.
+    """Return (num_samples, width), the sum of a term of each group.
 
     Args:
         batch: with its groups.
-        parts: at least one.
-        term_of: returns (num_tuples, width) of a part.
+        groups: at least one.
+        term_of: returns (num_tuples, width) of a group.
     """
-    first, *others = [to_samples(batch, part.group, term_of(part)) for part in parts]
+    first, *others = [to_samples(batch, group.name, term_of(group)) for group in groups]
     for other in others:
         first = first + other
     return first
@@ -112,17 +114,19 @@ def columns_of(widths: Mapping[str, int]) -> dict[str, slice]:
     return columns
 
 
-def linear_term(part: Part, weight: torch.Tensor, columns: Mapping[str, slice]) -> torch.Tensor:
-    """Return a part's term of a linear layer, (num_tuples, out_features), without the bias.
+def linear_term(
+    group: GroupVectors, weight: torch.Tensor, columns: Mapping[str, slice]
+) -> torch.Tensor:
+    """Return a group's term of a linear layer, (num_tuples, out_features), without the bias.
 
     Args:
-        part: input vectors.
+        group: input vectors.
         weight: (out_features, in_features).
         columns: by feature, its columns of `weight`.
     """
-    # one index per part: the gradient of each slice would have the size of the whole weight
-    indices = [torch.arange(columns[n].start, columns[n].stop) for n in part.vectors]
-    return F.linear(part.flat, weight.index_select(1, torch.cat(indices).to(weight.device)))
+    # one index per group: the gradient of each slice would have the size of the whole weight
+    indices = [torch.arange(columns[n].start, columns[n].stop) for n in group.vectors]
+    return F.linear(group.flat, weight.index_select(1, torch.cat(indices).to(weight.device)))
 
 
 def first_layer(layers: nn.Module) -> tuple[nn.Linear, Callable[[torch.Tensor], torch.Tensor]]:

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Protocol, TypeVar, runtime_checkable
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -69,9 +69,9 @@ class Records:
     values: Array
     state: Array
 
-    def take(self, positions: NDArray[np.integer]) -> Records:
-        """Return copies of the records at some positions."""
-        return Records(self.values[positions], self.state[positions])
+    def take(self, chosen: slice | NDArray[Any]) -> Records:
+        """Return some of the records: views of a slice, copies at positions or for a mask."""
+        return Records(self.values[chosen], self.state[chosen])
 
     def put(
         self, positions: NDArray[np.integer] | NDArray[np.bool_] | slice, records: Records
