@@ -369,10 +369,8 @@ def test_init_keeps_a_job_that_is_there(tmp_path: Path, capsys: pytest.CaptureFi
     (tmp_path / "log").mkdir()
     words = ["init", str(tmp_path / "log"), "--output", str(tmp_path / "job"), "--json"]
     assert main(words) == 1
-    assert (
-        "input must have files of a format of parquet, avro, jsonl, csv, got none"
-        in capsys.readouterr().err
-    )
+    message = "input must have files in one of the formats parquet, avro, jsonl, csv, got none"
+    assert message in capsys.readouterr().err
     shown_log(tmp_path / "log")
     assert main(words) == 0
     printed = capsys.readouterr().out
