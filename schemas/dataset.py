@@ -56,7 +56,7 @@ from schemas.manifest import (
 from schemas.oracle import from_gaps
 from schemas.order import Order
 
-_NO_TOMBSTONES = TOMBSTONES_SCHEMA.empty_table()
+_NO_TOMBSTONES = pa.Table.from_batches([], schema=TOMBSTONES_SCHEMA)  # `empty_table` imports pandas
 
 
 @dataclass(frozen=True)
