@@ -72,7 +72,7 @@ from trainer.stores.future_log import FutureLog, NextUseLookup
 from trainer.warm_start import steps_before, summary_of_origin
 
 READ_AHEAD = 2
-"""Batches that are read beside training."""
+"""Batches that the reader's thread prefetches."""
 REPLICA = "0"
 """Name of the only replica in the ledger."""
 
@@ -137,19 +137,21 @@ def train(
                     components = build_components(
                         spec, config, store, steps_before=steps_before(identity)
                     )
-                    start = _load_start(job, options, span, components, checkpoint, identity)
+                    first_step, source = _load_start(
+                        job, options, span, components, checkpoint, identity
+                    )
                 timer = PhaseTimer(clock, watchdog)
                 loop = TrainingLoop(
                     run, job, options, data, components, drain, watchdog, timer, on_step
                 )
-                span = loop.run(span, *start, loaded=checkpoint is not None)
+                span = loop.run(span, first_step, source, loaded=checkpoint is not None)
                 with (
                     drain.at_once(),
                     resume_hint(f"all steps are trained; evaluate {run} with --resume"),
                 ):
                     rows = _trained_rows(components, run)
                     evaluation = evaluate_components(job, span.dataset, components, watchdog, rows)
-                    return evaluation, start[1]
+                    return evaluation, source
 
         (evaluation, source), rollbacks = with_rollbacks(
             run, checkpoint, attempt, lambda: claim_leftovers(run, config.checkpoint, resume=True)
@@ -244,7 +246,7 @@ def summary_of(
 ) -> RunSummary:
     """Return the summary of a finished run."""
     metrics = read_metrics(run / METRICS)
-    timed = metrics[1:] or metrics
+    timed = metrics[1:] or metrics  # the first step includes the warm-up
     seconds = sum(m.num_samples / m.samples_per_sec for m in timed)
     has_cache = options.embedding != "plain"
     accesses = source.num_accesses
@@ -355,7 +357,7 @@ class TrainingLoop:
                 step += 1
                 with self._watchdog(SAVE):
                     self._saver.after(step)
-                if self._data.has_grown():
+                if self._data.has_grown():  # stop where the cache's plan can be extended
                     end = min(end, max(step, settle(source)))
         return step
 
@@ -418,7 +420,7 @@ def step_of(
 ) -> Iterator[tuple[Callable[[int], Any], Step[Any]]]:
     """Yield a function that reads the batch of a step, and what computes it.
 
-    A GPU computes whole batches: microbatches would leave it idle.
+    Batches are computed whole on a GPU or with `--fast`, otherwise in microbatches.
     """
     device = device_of(config.device)
     if options.fast or device.type != "cpu":

@@ -6,8 +6,8 @@ indexes are renamed to their final paths and the root is replaced. If the root c
 staging restarts on the new root, so concurrent commits all survive, and no reader sees a segment
 without its index.
 
-The second half of the module is about days: their segments, new versions of a day, and the seal of
-a complete dataset.
+The second half of the module decides whether a segment may be committed: to a sealed dataset, as
+another version of a day, or as a segment that deletions have compacted.
 """
 
 from __future__ import annotations
@@ -187,7 +187,10 @@ def link(path: Path, target: Path) -> None:
 
 
 def build_indexes(stage: Path, previous: Dataset | None, beam_args: list[str]) -> list[Reference]:
-    """Build the default index of a staged dataset, and those that the previous dataset has."""
+    """Build the default index of a staged dataset, and rebuild each complete one.
+
+    An index is complete if it covers all segments of the previous dataset.
+    """
     dataset = open_dataset(stage)
     orders = dict.fromkeys([default_order(dataset), *indexed_orders(dataset, previous)])
     building = stage / ".index.building"
@@ -224,7 +227,8 @@ def write_root(
 ) -> DatasetManifest:
     """Replace the root manifest; the job and the schema that it names exist at every moment.
 
-    A changed job or schema is first written next to the old one, and renamed after the manifest.
+    Both versions of a changed job or schema are first written as `<name>.<hash>`, which readers use
+    if the plain name has another hash (`verify_version`); the plain name is replaced last.
     """
     files = {dataset / JOB: job, dataset / SCHEMA: schema}
     if not (dataset / MANIFEST).exists():
@@ -258,7 +262,11 @@ def try_commit(
     indexes: list[Reference],
     lineage: Mapping[str, str],
 ) -> bool:
-    """Rename the segment and the indexes and replace the root; return False if it has changed."""
+    """Rename the segment and the indexes and replace the root.
+
+    Returns:
+        False if another commit has replaced the root since `root` was read.
+    """
     with locked(dataset):
         if read_root(dataset) != root:
             return False
@@ -315,7 +323,11 @@ POLL_SEC = 0.2
 
 
 def wait_for_predecessors(dataset: Path, position: int, progress: Callable[[str], None]) -> float:
-    """Wait until every smaller position has a segment; return the seconds waited."""
+    """Wait without a time-out until every smaller position has a segment.
+
+    Returns:
+        The seconds waited.
+    """
     started = time.perf_counter()
     missing = first_missing(read_root(dataset), position)
     if missing is None:
@@ -332,8 +344,8 @@ def first_missing(root: DatasetManifest | None, position: int) -> int | None:
     return next((p for p in range(position) if p not in taken), None)
 
 
-# Days. The position of a day is the number of days since 1970, so a late day finds its position
-# free, and days that are built concurrently or out of order have the same order.
+# Checks and lineage: the seal, versions of a day, compacted segments. The position of a day is the
+# number of days since 1970, so days that are built late or concurrently have the same order.
 
 
 def seal(dataset: Path, *, sealed: bool = True) -> DatasetManifest:
@@ -388,19 +400,23 @@ def segment_of_day(
     for reference in root.segments if root else ():
         if position_of(reference.id) == position:
             manifest = read_segment(dataset / SEGMENTS / reference.id, reference)
-            check_label(dataset, manifest, day)
+            check_day(dataset, manifest, day)
             return reference, manifest
     return None
 
 
-def check_label(dataset: Path, segment: SegmentManifest, day: str | None) -> None:
+def check_day(dataset: Path, segment: SegmentManifest, day: str | None) -> None:
     """Raise SchemaError if an existing segment has another day, or none."""
     if segment.day != day:
         raise SchemaError(
-            f"segment {segment.id} already exists for day {segment.day}, not {day}; give each day "
-            "its own files",
+            f"segment {segment.id} already exists {_with_day(segment.day)}, not {_with_day(day)}; "
+            "give each day its own files",
             file=str(dataset / MANIFEST),
         )
+
+
+def _with_day(day: str | None) -> str:
+    return f"for day {day}" if day else "without a day"
 
 
 def refuse_without_day(dataset: Path, root: DatasetManifest) -> None:
@@ -410,7 +426,7 @@ def refuse_without_day(dataset: Path, root: DatasetManifest) -> None:
     last = read_segment(dataset / SEGMENTS / root.segments[-1].id, root.segments[-1])
     if last.day is not None:
         raise SchemaError(
-            f"segment has no day, but the dataset has days, the last is {last.day}; use --day",
+            f"--day is required: the dataset's segments are daily, and the newest is {last.day}",
             file=str(dataset / MANIFEST),
         )
 
@@ -437,7 +453,9 @@ def updated_lineage(
     if day is not None:
         updated[f"{_DAY}{day}"] = segment_id
     if replaced is not None:
-        updated.pop(f"{_REPLACED}{segment_id}", None)  # an earlier version again
+        updated.pop(
+            f"{_REPLACED}{segment_id}", None
+        )  # it was replaced before, and is current again
         updated[f"{_REPLACED}{replaced.id}"] = segment_id
     return updated
 

@@ -17,7 +17,7 @@ from pipelines.context import BuildRequest
 from pipelines.quality.gate import check_limits, parse_schema, pass_gate
 from pipelines.table.commit import (
     NewSegment,
-    check_label,
+    check_day,
     check_replaceable,
     day_exists_error,
     find_segment,
@@ -223,7 +223,7 @@ def check_admissible(
     existing = find_segment(root, key)
     if existing is not None:
         manifest = read_segment(request.dataset / SEGMENTS / existing.id, existing)
-        check_label(request.dataset, manifest, request.day)
+        check_day(request.dataset, manifest, request.day)
     if existing is not None or root is None:
         return existing
     if not request.append:

@@ -94,7 +94,7 @@ def test_same_day_of_the_same_files_is_there_already(
     ("day", "files", "more", "message"),
     [
         (LATE, f"{LATE}-corrected", [], "use --replace to replace it by a new version"),
-        ("2026-01-03", LATE, [], f"already exists for day {LATE}, not 2026-01-03"),
+        ("2026-01-03", LATE, [], f"already exists for day {LATE}, not for day 2026-01-03"),
         (LATE, LATE, ["--position", "3"], "the day is the position"),
     ],
 )
@@ -115,7 +115,7 @@ def test_other_files_or_another_day_are_refused(
 
 def test_segment_without_a_day_is_refused_behind_days(logs: Path, days: Path) -> None:
     job, files = logs / "job" / "job.yaml", logs / f"{LATE}-corrected"
-    with pytest.raises(SchemaError, match="segment has no day, but the dataset has days"):
+    with pytest.raises(SchemaError, match="--day is required: the dataset"):
         build(addition(job, files, days))
     with pytest.raises(SystemExit):
         main(arguments(logs, days, "9 April", LATE))

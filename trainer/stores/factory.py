@@ -1,9 +1,14 @@
 """The choice of a run's store, and the store processes that a run may use.
 
 Store processes (`train.stores`, or `--stores` on this machine) hold all rows outside the trainer.
-Without them `--embedding` and `train.cache.files` choose memory, mapped files, or the log. A new
-kind of store implements `trainer.stores.api.Store`, is opened in `open_store`, and is a value of
-`train.cache.files`.
+Without them `--embedding` chooses:
+
+- `plain`: memory
+- `uncached` and `lru`: mapped files
+- `cached`: what `train.cache.files` names
+
+A new kind of store implements `trainer.stores.api.Store`, is opened in `open_store`, and is a value
+of `train.cache.files`.
 """
 
 from __future__ import annotations
