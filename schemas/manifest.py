@@ -437,7 +437,7 @@ def _check_ids(ids: Iterable[str], path: Path) -> None:
 # A segment that is rewritten without erased ids gets another id and hash. The lineage of the root
 # manifest maps the old ones to the new id, for runs that trained the old segment and for rebuilds.
 
-FORGOTTEN_PREFIX = "forgotten:"
+ERASED_PREFIX = "forgotten:"
 """Prefix of these keys in the lineage, before a segment id or the sha256 of a manifest."""
 
 
@@ -449,7 +449,7 @@ def previous_names(lineage: Mapping[str, str], segment_id: str) -> frozenset[str
         ['00000-a']
     """
     return frozenset(
-        name.removeprefix(FORGOTTEN_PREFIX)
+        name.removeprefix(ERASED_PREFIX)
         for name, now in lineage.items()
-        if name.startswith(FORGOTTEN_PREFIX) and now == segment_id
+        if name.startswith(ERASED_PREFIX) and now == segment_id
     )

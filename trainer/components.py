@@ -112,7 +112,11 @@ def table_specs(spec: BatchSpec) -> tuple[TableSpec, ...]:
 def dense_optimizer(
     config: DenseOptimizerConfig, parameters: list[nn.Parameter]
 ) -> torch.optim.Optimizer:
-    """Return the optimizer of the dense parameters."""
+    """Return the optimizer of the dense parameters.
+
+    Checkpoints contain its state but not its options, and replicas update independently: a schedule
+    of the learning rate must be a function of the step alone.
+    """
     kind = torch.optim.Adam if config.name == "adam" else torch.optim.SGD
     return kind(parameters, lr=config.learning_rate, fused=True)
 

@@ -39,7 +39,7 @@ from schemas.errors import SchemaError, pluralize
 from schemas.files import replace_bytes
 from schemas.layout import JOB, MANIFEST, SCHEMA, SEGMENTS
 from schemas.manifest import (
-    FORGOTTEN_PREFIX,
+    ERASED_PREFIX,
     DatasetManifest,
     InputFile,
     Reference,
@@ -480,12 +480,12 @@ def compacted_segment(root: DatasetManifest, key: str) -> Reference | None:
         SchemaError: the segment that replaced it is not in the dataset.
     """
     for name, segment_id in root.lineage.items():
-        if not (name.startswith(FORGOTTEN_PREFIX) and name.endswith(f"-{key}")):
+        if not (name.startswith(ERASED_PREFIX) and name.endswith(f"-{key}")):
             continue
         for reference in root.segments:
             if reference.id == segment_id:
                 return reference
-        raise _erased_input_error(name.removeprefix(FORGOTTEN_PREFIX))
+        raise _erased_input_error(name.removeprefix(ERASED_PREFIX))
     return None
 
 

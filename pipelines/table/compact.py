@@ -88,7 +88,7 @@ from schemas.layout import (
     samples_path,
 )
 from schemas.manifest import (
-    FORGOTTEN_PREFIX,
+    ERASED_PREFIX,
     Reference,
     SegmentManifest,
     hash_of,
@@ -376,10 +376,8 @@ def _updated_lineage(dataset: Dataset, renamed: Mapping[str, str | None]) -> dic
     for reference in dataset.manifest.segments:
         if reference.id in new_ids:
             for name in (reference.id, reference.manifest_sha256):
-                lineage[f"{FORGOTTEN_PREFIX}{name}"] = new_ids[reference.id]
-    return {
-        key: value for key, value in lineage.items() if value or key.startswith(FORGOTTEN_PREFIX)
-    }
+                lineage[f"{ERASED_PREFIX}{name}"] = new_ids[reference.id]
+    return {key: value for key, value in lineage.items() if value or key.startswith(ERASED_PREFIX)}
 
 
 # One segment
