@@ -338,7 +338,7 @@ def test_chosen_encoding_keeps_every_value_and_is_the_smallest_candidate(name: s
     assert str(back[name].to_pylist()) == str(table[name].to_pylist())
 
 
-def test_leaves_of_nested_columns_are_encoded_one_by_one() -> None:
+def test_microbatches_of_nested_columns_are_encoded_one_by_one() -> None:
     rng = np.random.default_rng(4)
     pairs = [{"id": i * 3, "tags": ["x" * 30] * (i % 3)} for i in range(5000)]
     table = pa.table(

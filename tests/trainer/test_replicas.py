@@ -111,7 +111,7 @@ def test_a_replica_slowed_by_half_has_half_within_ten_steps_and_the_log_says_so(
     assert len(logged) < 8, "a line where the split changes"
 
 
-def test_leaves_that_two_replicas_tell_count_for_one_of_them() -> None:
+def test_microbatches_that_two_replicas_tell_count_for_one_of_them() -> None:
     both = agreed(0, a=status(leaves=(0, 1)), b=status(leaves=(1, 2), since=1))
     kept, dropped = (SplitPlanner(name).assign(both, lambda _: 4) for name in "ab")
     assert (kept.dropped, dropped.dropped) == (False, True)
@@ -230,7 +230,7 @@ def test_faults_are_data() -> None:
     assert Faults.from_json(faults.to_json()) == faults
 
 
-def test_leaves_take_longer_by_a_factor_and_by_seconds_until_a_step(tmp_path: Path) -> None:
+def test_microbatches_take_longer_by_a_factor_and_by_seconds_until_a_step(tmp_path: Path) -> None:
     faults = Faults().slow(0, 3.0, step=2).pause(0, 0.25, until=4).pause(1, 9.0)
     injector = FaultInjector(faults, 0, tmp_path)
     found = [injector.delay_sec(step, 4, 0.5) for step in (0, 1, 2, 3, 4, 5)]

@@ -1,6 +1,6 @@
 """Cost of results that are bit-identical for any number of replicas.
 
-`python -m benchmarks.leaves [--json] [--datasets NAME,NAME] [--rounds N] [--steps N]
+`python -m benchmarks.microbatches [--json] [--datasets NAME,NAME] [--rounds N] [--steps N]
 [--shared-data DIR]`
 
 By default a step is computed in microbatches of one block each, and their gradients are added over
