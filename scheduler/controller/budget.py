@@ -12,7 +12,7 @@ from datetime import timedelta
 
 import numpy as np
 
-from scheduler.controller.events import FIRST_RULES
+from scheduler.controller.events import RULES_WITH_TIME_WEIGHT
 from scheduler.controller.state import Action, JobState, Runner, State
 from scheduler.model.grid import (
     BookedWorker,
@@ -233,7 +233,7 @@ def candidate_sizes(job: JobState, state: State) -> tuple[list[Sizes], list[floa
 def _with_urgency(contenders: Sequence[Contender], state: State) -> list[Options]:
     """Return the options of the jobs, weighted by how little time each still needs."""
     options = [contender[3] for contender in contenders]
-    if state.rules == FIRST_RULES:
+    if state.rules < RULES_WITH_TIME_WEIGHT:
         return options
     remaining_sec = np.array([contender[2][-1] for contender in contenders])
     runs = np.array([contender[0].sizes is not None for contender in contenders], bool)
@@ -246,8 +246,10 @@ def _with_sizes(
 ) -> tuple[JobState, Action]:
     budget = f"{state.budget.cpus:g} cores and {state.budget.memory:,} bytes"
     if sizes is None:
-        shorter = "" if state.rules == FIRST_RULES else ", or of the same with less time left,"
-        reason = f"jobs of higher priority{shorter} need its share of {budget}; it leaves and waits"
+        shorter = ", or of the same with less time left"
+        if state.rules < RULES_WITH_TIME_WEIGHT:
+            shorter = ""
+        reason = f"preempted by jobs of higher priority{shorter}, within {budget}; queued"
         job = replace(job, sizes=None, phase="waiting", correction=Correction())
         return job, Action(verb="wait", job=job.name, reason=reason)
     others = f", sharing the budget with {num_jobs - 1} more" if num_jobs > 1 else ""

@@ -17,11 +17,18 @@ Outcome = Literal["done", "left", "failed", "lost", "oom"]
 """How a process ended. `done`: its work is complete; `left`: it exited on request; `failed`: it
 reported that it cannot do its work; `lost`: it was killed, or its node failed; `oom`: it was killed
 for memory."""
-FIRST_RULES, SECOND_RULES, THIRD_RULES, RULES = 1, 2, 3, 4
-"""Versions of the decision rules; a log is replayed with those that it was written under. 1: time x
-cost, jobs in order of submission. 2: the time cost exponent, and shortest remaining time first. 3:
-cores are fitted to need. 4: memory is reduced in place, and the number of stores changes while a
-job trains."""
+# Versions of the decision rules; a log is replayed with those that it was written under.
+
+ORIGINAL_RULES = 1
+"""Sizes minimise time x cost; jobs run in order of submission."""
+RULES_WITH_TIME_WEIGHT = 2
+"""The time cost exponent; shortest remaining time first; spare memory is reclaimed."""
+RULES_WITH_FITTED_CORES = 3
+"""Booked cores are fitted to use."""
+RULES_WITH_ELASTIC_STORES = 4
+"""The number of stores changes while a job trains; memory is reduced in place."""
+RULES = RULES_WITH_ELASTIC_STORES
+"""The current version."""
 RunnerName = Literal["local", "flink", "dataflow"]
 """The Beam runner of segment jobs; `local` runs them in their own processes."""
 
@@ -51,9 +58,9 @@ class BudgetSet(Event):
 
     def __post_init__(self) -> None:
         """Check the version of the rules."""
-        if not FIRST_RULES <= self.rules <= RULES:
+        if not ORIGINAL_RULES <= self.rules <= RULES:
             raise ValueError(
-                f"rules must be in [{FIRST_RULES}, {RULES}], got {self.rules}; use the release "
+                f"rules must be in [{ORIGINAL_RULES}, {RULES}], got {self.rules}; use the release "
                 "that wrote the log"
             )
 

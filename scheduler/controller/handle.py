@@ -17,7 +17,7 @@ import numpy as np
 
 from scheduler.controller.budget import allocate, available_budget, booked_resources, remaining_work
 from scheduler.controller.events import (
-    FIRST_RULES,
+    RULES_WITH_TIME_WEIGHT,
     BudgetSet,
     Drained,
     Ended,
@@ -115,7 +115,7 @@ def _apply(state: State, event: Event) -> tuple[State, list[Action]]:
 
 
 def _set_budget(state: State, event: BudgetSet) -> State:
-    exponent = event.time_cost_exponent if event.rules > FIRST_RULES else 1.0
+    exponent = event.time_cost_exponent if event.rules >= RULES_WITH_TIME_WEIGHT else 1.0
     budget = replace(
         state.budget, cpus=event.cpus, memory=event.memory_bytes, time_cost_exponent=exponent
     )

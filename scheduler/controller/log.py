@@ -14,7 +14,7 @@ from types import MappingProxyType
 from typing import Any
 
 from scheduler.controller.events import (
-    FIRST_RULES,
+    ORIGINAL_RULES,
     BudgetSet,
     Drained,
     Ended,
@@ -85,7 +85,7 @@ def event_from_json(body: Mapping[str, Any]) -> Event:
     """
     fields = {_FIELDS_OF_LOG.get(n, n): value for n, value in body.items() if n != "event"}
     if body["event"] == "BudgetSet":
-        fields = {"rules": FIRST_RULES, **fields}
+        fields = {"rules": ORIGINAL_RULES, **fields}
     for name in fields.keys() & _PARSERS.keys():
         fields[name] = _PARSERS[name](fields[name])
     return EVENT_TYPES[body["event"]](**fields)

@@ -1,7 +1,8 @@
 """Start and stop processes until the pools of all jobs have their target sizes.
 
-Called after every event. Nothing is started that the budget does not hold beside the processes that
-still run, and a task (a segment, the coordinator, a replica, a store) never has two processes.
+Called after every event. A process is started only if its request fits the budget minus all live
+processes, terminating ones included. A task (a segment, the coordinator, a replica, a store) never
+has two processes.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from scheduler.controller.events import THIRD_RULES
+from scheduler.controller.events import RULES_WITH_ELASTIC_STORES
 from scheduler.controller.slots import stores_present, stores_ready, update_members
 from scheduler.controller.state import (
     Action,
@@ -21,7 +22,7 @@ from scheduler.controller.state import (
     WorkerBound,
     bound_workers,
 )
-from scheduler.model.grid import Sizes
+from scheduler.model.grid import MIB, Sizes, mib
 from scheduler.planner.correction import MEMORY_HEADROOM, MIN_GAIN, end_change
 from scheduler.planner.policy import counted
 
@@ -37,14 +38,15 @@ def reconcile(state: State) -> tuple[State, list[Action]]:
         cpus=state.budget.cpus - cpus,
         memory_bytes=state.budget.memory - memory,
         resizes=state.resizes,
-        elastic=state.rules > THIRD_RULES,
+        elastic=state.rules >= RULES_WITH_ELASTIC_STORES,
         runner=state.runner,
         booked_workers=sum(p.workers for j in state.jobs.values() for p in j.of_pool("segment")),
     )
     jobs: Mapping[str, JobState] = dict(state.jobs)
     for job in state.jobs.values():
         if job.phase in ("drained", "finished", "failed") and job.processes:
-            jobs[job.name] = _end_all(job, reconciler, f"the job has {job.phase}")
+            verb = "has" if job.phase == "failed" else "is"
+            jobs[job.name] = _end_all(job, reconciler, f"the job {verb} {job.phase}")
     for job in state.by_priority:
         reconciler.shortage = ""
         job = _end_settled_change(_reconcile_job(job, reconciler), state.now_sec)
@@ -66,7 +68,7 @@ class Reconciler:
     resizes: bool = False
     elastic: bool = False
     lacks_memory: bool = False
-    """Whether a process of any job lacks memory alone."""
+    """Whether a process was not started for lack of memory only (its cores fit)."""
     shortage: str = ""
     """What a process of the current job lacks."""
     actions: list[Action] = field(default_factory=list[Action])
@@ -80,9 +82,11 @@ class Reconciler:
         if self.fits(cpus, memory_bytes):
             return True
         self.lacks_memory |= self.fits(cpus, 0)
+        free_cpus, free_memory = max(0.0, self.cpus), max(0, self.memory_bytes)
         self.shortage = (
-            f"{task_id} needs cpus={cpus:g} and {memory_bytes:,} bytes; free are "
-            f"cpus={self.cpus:g} and {self.memory_bytes:,} bytes"
+            f"{task_id} needs {_count_cores(cpus)} and {mib(memory_bytes)}; only "
+            f"{_count_cores(free_cpus)} and {free_memory // MIB}MiB are free "
+            "(draining processes still count)"
         )
         return False
 
@@ -92,7 +96,7 @@ class Reconciler:
         return bound_workers(self.runner, wanted, self.booked_workers, self.now_sec)
 
     def end(self, job: JobState, process: Process, reason: str, *, stop: bool = False) -> JobState:
-        """Ask a process to leave, or stop it, unless it is leaving already."""
+        """Drain or kill a process, unless it is leaving already."""
         if process.status == "leaving":
             return job
         verb = "stop" if stop else "drain"
@@ -113,7 +117,7 @@ class Reconciler:
         return self._resize(job, raised, reason, {"memory_bytes": float(memory_bytes)})
 
     def lower_memory(self, job: JobState, process: Process, memory_bytes: int) -> JobState:
-        """Lower the memory of a process in place, if memory is a limit.
+        """Lower the memory of a process, if the driver supports in-place resize of Pod resources.
 
         The difference is free for others once the node has confirmed the resize.
         """
@@ -133,8 +137,8 @@ class Reconciler:
     def change_cpus(self, job: JobState, process: Process, cpus: float) -> JobState:
         """Change the cores of a running process in place, as far as they are free.
 
-        Where cores are limits, cores that it loses are free once the node has confirmed the
-        resize; elsewhere only the booking changes.
+        If the driver supports in-place resize of Pod resources, cores that it loses are free once
+        the node has confirmed the resize; otherwise only the booking changes.
         """
         refused_at = process.cpu_resize_refused_at
         early = refused_at is not None and self.now_sec < refused_at + RESIZE_RETRY_SEC
@@ -209,6 +213,10 @@ class Reconciler:
         return replace(job.with_process(process), attempts={**job.attempts, task_id: attempt})
 
 
+def _count_cores(cpus: float) -> str:
+    return "1 core" if cpus == 1.0 else f"{cpus:g} cores"
+
+
 def required_resources(job: JobState, pool: PoolName, workers: int = 1) -> tuple[float, int]:
     """Return the cores and bytes of one process; a coordinator beside replicas needs none."""
     config = job.snapshot.job.schedule
@@ -244,19 +252,26 @@ def _reconcile_job(job: JobState, reconciler: Reconciler) -> JobState:
         job = _end_all(job, reconciler, "the job is drained")
         return job if job.processes else replace(job, phase="drained")
     if job.sizes is None:
-        return _end_all(job, reconciler, "the job waits for budget")
+        return _end_all(job, reconciler, "the job is queued")
     sizes = job.sizes
     job = _resize_running(_reconcile_training(job, sizes, reconciler), reconciler)
     return _reconcile_segments(job, sizes, reconciler)
 
 
 def _end_all(job: JobState, reconciler: Reconciler, reason: str) -> JobState:
-    """End the replicas, which need the coordinator to save; then it, and then the stores."""
+    """Stop segment jobs; drain one pool per call, in the order replicas, coordinator, stores.
+
+    Replicas need the coordinator to save, and both need the stores.
+    """
     for process in job.of_pool("segment"):
         job = reconciler.end(job, process, reason, stop=True)
-    first = next(filter(None, map(job.of_pool, ("replica", "lead", "store"))), [])
-    for process in first:
-        job = reconciler.end(job, process, reason)
+    pools: tuple[PoolName, ...] = ("replica", "lead", "store")
+    for pool in pools:
+        processes = job.of_pool(pool)
+        for process in processes:
+            job = reconciler.end(job, process, reason)
+        if processes:
+            break
     return job
 
 
@@ -268,8 +283,8 @@ def _reconcile_training(job: JobState, sizes: Sizes, reconciler: Reconciler) -> 
         job = replace(job, num_stores=sizes.num_stores)
     job = _reconcile_stores(job, sizes, reconciler)
     coordinator = next(iter(job.of_pool("lead")), None)
-    if coordinator is not None and job.grouped and coordinator.cpus > 0:
-        why = "several replicas take over: it saves a checkpoint, and a new coordinator starts"
+    if coordinator is not None and job.grouped and coordinator.trains_alone:
+        why = "restarted as coordinator of several replicas, after a checkpoint"
         return reconciler.end(job, coordinator, why)
     more_memory = f"its memory becomes {job.replica_memory:,} bytes"
     if coordinator is not None and 0 < coordinator.memory_bytes < job.replica_memory:
@@ -281,12 +296,14 @@ def _reconcile_training(job: JobState, sizes: Sizes, reconciler: Reconciler) -> 
         return job
     ready = stores_ready(job) if job.stores else job.num_stores == len(job.running_stores)
     if coordinator is None and ready:
-        job = reconciler.start(job, "lead", 0, "the first segment is built")
+        verb = "restart" if "lead-0" in job.attempts else "start"
+        what = "coordinator" if job.grouped else "trainer"
+        job = reconciler.start(job, "lead", 0, f"{verb} the {what}")
     if not job.grouped or coordinator is None or coordinator.status != "running":
         return job
     for process in reversed(replicas):
         if process.number >= sizes.num_replicas:
-            why = f"{counted(sizes.num_replicas, 'replica')} suffice"
+            why = f"scaled down to {counted(sizes.num_replicas, 'replica')}"
             job = reconciler.end(job, process, why)
     short = [p for p in job.of_pool("replica") if p.memory_bytes < job.replica_memory]
     if short and all(p.status == "running" for p in job.of_pool("replica")):  # one by one
@@ -311,7 +328,7 @@ def _reconcile_stores(job: JobState, sizes: Sizes, reconciler: Reconciler) -> Jo
 def _resize_running(job: JobState, reconciler: Reconciler) -> JobState:
     """Give running trainers and stores the resources of new ones, as far as they can change."""
     for process in (*job.trainers, *job.of_pool("store")):
-        if process.pool == "lead" and process.cpus == 0:
+        if process.pool == "lead" and not process.trains_alone:
             continue  # a coordinator beside replicas, which computes nothing
         cpus, memory_bytes = required_resources(job, process.pool)
         job = reconciler.change_cpus(job, process, cpus)

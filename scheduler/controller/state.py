@@ -87,6 +87,11 @@ class Process:
         return self.memory_before is not None or self.cpus_before is not None
 
     @property
+    def trains_alone(self) -> bool:
+        """Whether it is a coordinator that trains itself, without replicas."""
+        return self.pool == "lead" and self.cpus > 0
+
+    @property
     def task_id(self) -> str:
         """`<pool>-<number>`: the name without the attempt."""
         return f"{self.pool}-{self.number}"

@@ -17,7 +17,12 @@ from scheduler.controller.budget import (
     remaining_work,
     sizes_as_values,
 )
-from scheduler.controller.events import FIRST_RULES, SECOND_RULES, THIRD_RULES, Stepped
+from scheduler.controller.events import (
+    RULES_WITH_ELASTIC_STORES,
+    RULES_WITH_FITTED_CORES,
+    RULES_WITH_TIME_WEIGHT,
+    Stepped,
+)
 from scheduler.controller.slots import move_hot_range, move_slots
 from scheduler.controller.state import Action, JobState, PoolName, Process, State, UsageWindow
 from scheduler.elasticity import (
@@ -52,6 +57,7 @@ from schemas.errors import PlanError
 PAUSE_SEC = 15.0
 """Cost of a change of sizes, in seconds that both pools are held without progress. Starting a
 replica takes 10 to 30 s on a busy machine, while the others continue to train."""
+CORES_REDUCED = "sizes not compared: cores were reduced, step times are being measured again"
 
 
 def run_tick(state: State) -> tuple[State, list[Action]]:
@@ -95,18 +101,19 @@ def _check_job(job: JobState, sizes: Sizes, state: State) -> tuple[JobState, lis
     except PlanError as error:
         return replace(job, verdict=f"no other size fits what is free: {error}"), actions
     if job.steps_suspect:
-        comparison = replace(comparison, best=comparison.current, gain=0.0)
+        comparison = replace(comparison, not_compared=CORES_REDUCED)
     watches = watch_memory(job, work, state.now_sec, budget, step_sec)
     verdict = decide_correction(job.correction, state.now_sec, comparison, watches)
     job = replace(job, correction=verdict.state, verdict=verdict.reason)
     job, changes = _apply_verdict(job, verdict, comparison)
     actions += changes
     others_wait = any(other.phase == "waiting" for other in state.jobs.values())
-    if state.rules > FIRST_RULES and job.correction.in_flight is None:
-        job, returns = reclaim_memory(job, sizes, work, watches, peaks=state.rules > THIRD_RULES)
+    if state.rules >= RULES_WITH_TIME_WEIGHT and job.correction.in_flight is None:
+        peaks = state.rules >= RULES_WITH_ELASTIC_STORES
+        job, returns = reclaim_memory(job, sizes, work, watches, peaks=peaks)
         job = replace(job, num_returns=job.num_returns + (others_wait and bool(returns)))
         actions += returns
-    if state.rules > SECOND_RULES and job.correction.in_flight is None:
+    if state.rules >= RULES_WITH_FITTED_CORES and job.correction.in_flight is None:
         before = job
         job, fits = fit_cores_to_need(job, budget, limits=state.resizes)
         fewer = job.replica_cpus < before.replica_cpus or job.store_cpus < before.store_cpus

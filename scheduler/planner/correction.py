@@ -10,6 +10,11 @@ Pure functions of the previous state and the current tick. The rules, in order:
    while the gain stays above MIN_LASTING_GAIN, so that a value that fluctuates around one bound
    neither acts nor restarts the count (hysteresis).
 6. A change that reverses the last one must save twice as much.
+
+The sizes that are compared (`compare_sizes`) are limited, too:
+
+- In one change a size at most doubles (MAX_GROWTH).
+- Only sizes whose predictions have narrow intervals, for both pools, are candidates.
 """
 
 from __future__ import annotations
@@ -51,6 +56,9 @@ MEMORY_HEADROOM = 1.1
 OOM_GROWTH = 1.5
 """Memory after an OOM kill over that before, at least."""
 
+NO_OTHER_FITS = "no other size within reach fits the limits and the budget"
+NO_OTHER_TRUSTED = "no other size within reach has a confident prediction"
+
 Pool = Literal["preprocessing", "training"]
 
 
@@ -66,6 +74,8 @@ class SizeComparison:
     """Share that the change saves; at most 0 if nothing is better."""
     confident: bool
     """Whether the prediction for the current sizes is trusted."""
+    not_compared: str = ""
+    """Why the current sizes were compared with no others; empty if they were."""
 
 
 def compare_sizes(
@@ -96,12 +106,15 @@ def compare_sizes(
     grid = find_candidates(snapshot, near, models, np.random.default_rng(SEED), largest_job)
     if served:
         grid = grid[grid.num_stores > 0]
+    not_compared = NO_OTHER_TRUSTED if _has_other(grid, current) else NO_OTHER_FITS
     grid = grid[_is_trusted(grid, snapshot, config, models)]
     predictions = predict_candidates(current.grid, snapshot, config, models)
     now = candidate_at(current.grid, predictions, config, 0)
     confident = bool(_is_trusted(current.grid, snapshot, config, models)[0])
-    if not len(grid):
-        return SizeComparison(current=now, best=now, gain=0.0, confident=confident)
+    if not _has_other(grid, current):
+        return SizeComparison(
+            current=now, best=now, gain=0.0, confident=confident, not_compared=not_compared
+        )
     predictions = predict_candidates(grid, snapshot, config, models)
     best = candidate_at(grid, predictions, config, int(preference(grid, predictions, config)[0]))
     if best.sizes != current:
@@ -112,6 +125,10 @@ def compare_sizes(
     return SizeComparison(
         current=now, best=best, gain=_gain(now, best, config), confident=confident
     )
+
+
+def _has_other(grid: Grid, current: Sizes) -> bool:
+    return len(grid) > 1 or (len(grid) == 1 and grid.sizes_at(0) != current)
 
 
 def _gain(current: Candidate, best: Candidate, config: ScheduleConfig) -> float:
@@ -244,6 +261,8 @@ def decide_correction(
         return Verdict(reset, None, f"the last change ended {since:.0f} s ago")
     if not comparison.confident:
         return Verdict(reset, None, "step or segment times cannot be predicted well enough to act")
+    if comparison.not_compared:
+        return Verdict(reset, None, comparison.not_compared)
     best, gain = comparison.best.sizes, comparison.gain
     if best == current or gain < MIN_LASTING_GAIN:
         return Verdict(reset, None, f"no change saves {MIN_LASTING_GAIN:.0%}")

@@ -125,6 +125,9 @@ def test_correct_without_confidence_does_not_act_and_says_why() -> None:
     assert verdict.change is None
     assert "cannot be predicted well enough" in verdict.reason
     assert ticks(*[seen(0.9, confident=False)] * 10) == []
+    alone = replace(seen(0.9), not_compared="no other size fits")
+    assert decide_correction(Correction(), 0.0, alone).reason == "no other size fits"
+    assert ticks(*[alone] * 10) == []
 
 
 def test_correct_that_takes_back_the_last_change_must_gain_twice_as_much() -> None:
@@ -318,6 +321,11 @@ def test_outlook_of_a_job_that_was_never_measured_has_no_confidence(known: Snaps
     assert not found.confident
     assert found.current.predicted_sec > 0
     assert found.best == found.current
+    assert found.not_compared == "no other size within reach has a confident prediction"
+    only = replace(ROOMY, training=TrainingPoolConfig(max_replicas=1, max_stores=0))
+    only = replace(only, preprocessing=replace(only.preprocessing, max_workers=1))
+    found = compare_sizes(known, only, fit_models(known, only), SMALL, pause_sec=10.0)
+    assert found.not_compared == "no other size within reach fits the limits and the budget"
 
 
 def test_outlook_never_doubles_a_size_twice(known: Snapshot) -> None:

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from scheduler.controller.events import FIRST_RULES, BudgetSet
+from scheduler.controller.events import ORIGINAL_RULES, BudgetSet
 from tests.scheduler.controller.bench import Bench
 from tests.scheduler.controller.world import GIB, submitted
 
@@ -23,7 +23,7 @@ def test_handle_of_a_job_with_much_less_left_lets_it_go_first_and_says_so() -> N
     found = bench.tell(submitted("second", 2, time_sec=bench.now))
     waits = next(a for a in found if (a.job, a.verb) == ("first", "wait"))
     assert waits.reason.startswith(
-        "jobs of higher priority, or of the same with less time left, need its share of 2 cores"
+        "preempted by jobs of higher priority, or of the same with less time left, within 2 cores"
     )
     assert ("second", "admit") in [(a.job, a.verb) for a in found]
 
@@ -39,7 +39,7 @@ def test_handle_of_less_left_never_passes_a_higher_priority() -> None:
 
 
 def test_handle_of_the_first_rules_lets_the_earliest_go_first() -> None:
-    assert verbs(replace(ONE, rules=FIRST_RULES), 2) == [("second", "wait")]
+    assert verbs(replace(ONE, rules=ORIGINAL_RULES), 2) == [("second", "wait")]
 
 
 def test_handle_that_began_a_shorter_job_does_not_go_back_to_the_longer_one() -> None:

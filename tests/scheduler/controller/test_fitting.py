@@ -5,10 +5,17 @@ from dataclasses import dataclass, replace
 import pytest
 
 from scheduler.controller.budget import remaining_work
-from scheduler.controller.events import SECOND_RULES, BudgetSet, Drained, Ended, Read, Resized
+from scheduler.controller.events import (
+    RULES_WITH_TIME_WEIGHT,
+    BudgetSet,
+    Drained,
+    Ended,
+    Read,
+    Resized,
+)
 from scheduler.controller.reconcile import RESIZE_RETRY_SEC, is_settled
 from scheduler.controller.state import Action, UsageWindow
-from scheduler.controller.tick import CORE_TICKS, MAX_READINGS, MIN_CPUS
+from scheduler.controller.tick import CORE_TICKS, CORES_REDUCED, MAX_READINGS, MIN_CPUS
 from scheduler.elasticity import GROWTH, HEADROOM, NEED_MARGIN, CoreReadings
 from scheduler.model.predict import training_setting
 from tests.scheduler.controller.bench import Bench
@@ -142,7 +149,7 @@ def test_look_without_readings_of_cores_changes_nothing() -> None:
 
 
 def test_look_of_older_rules_fits_no_cores() -> None:
-    bench = begun(replace(BUDGET, rules=SECOND_RULES))
+    bench = begun(replace(BUDGET, rules=RULES_WITH_TIME_WEIGHT))
     assert fits(Trainer(bench, work_sec=1.0, need=1.2).trains(3 * CORE_TICKS)) == []
 
 
@@ -297,3 +304,7 @@ def test_nothing_is_learned_of_steps_that_lack_cores() -> None:
     assert bench.job.sizes is not None
     setting = training_setting(left.snapshot, left.config, bench.job.sizes.grid)
     assert left.models.training.seconds(setting)[0] == pytest.approx(1.0, rel=0.05)
+    for number in range(1, 4):
+        bench.built(number)
+    bench.ticks(1)
+    assert bench.job.verdict == CORES_REDUCED

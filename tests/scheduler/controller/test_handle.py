@@ -243,10 +243,10 @@ def test_handle_of_jobs_that_share_a_budget_gives_to_the_important_one_and_says_
         ("first", "stop"),
         ("first", "drain"),
     ]
-    assert second[1].reason.startswith("jobs of higher priority, or of the same with less time")
+    assert second[1].reason.startswith("preempted by jobs of higher priority, or of the same")
     shortage = bench.state.jobs["second"].shortage
-    assert shortage.startswith("segment-0 needs cpus=1 and ")
-    assert "; free are cpus=0 and " in shortage
+    assert shortage.startswith("segment-0 needs 1 core and ")
+    assert "; only 0 cores and " in shortage
     first = bench.state.jobs["first"]
     found = [a for name in sorted(first.processes) for a in bench.at(Ended, name, outcome="left")]
     assert [(a.job, a.verb, a.process) for a in found] == [("second", "start", "segment-0.1")]

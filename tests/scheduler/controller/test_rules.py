@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from scheduler.controller.events import FIRST_RULES, RULES, BudgetSet, Event
+from scheduler.controller.events import ORIGINAL_RULES, RULES, BudgetSet, Event
 from scheduler.controller.handle import handle
 from scheduler.controller.log import (
     Log,
@@ -33,7 +33,7 @@ def sizes(budget: BudgetSet, schedule: str = "  priority: 0") -> Any:
 
 
 def test_handle_of_rules_before_the_exponent_takes_the_smallest_time_x_cost() -> None:
-    old, even = replace(LARGE, rules=FIRST_RULES), replace(LARGE, time_cost_exponent=1.0)
+    old, even = replace(LARGE, rules=ORIGINAL_RULES), replace(LARGE, time_cost_exponent=1.0)
     assert sizes(old) == sizes(even) != sizes(replace(LARGE, time_cost_exponent=8.0))
 
 
@@ -51,7 +51,7 @@ def test_event_of_a_budget_that_says_no_rules_has_the_first_ones() -> None:
     assert event_from_json(body) == LARGE
     assert body["rules"] == RULES
     del body["rules"], body["haste"]
-    assert event_from_json(body) == replace(LARGE, rules=FIRST_RULES)
+    assert event_from_json(body) == replace(LARGE, rules=ORIGINAL_RULES)
 
 
 @pytest.mark.slow
@@ -65,7 +65,7 @@ def test_replay_of_a_log_without_rules_gives_its_own_decisions(tmp_path: Path) -
             log.append(event, [to_decision(action, state.now_sec) for action in actions])
             return state, actions
 
-        first = replace(BUDGET, rules=FIRST_RULES)
+        first = replace(BUDGET, rules=ORIGINAL_RULES)
         run(World(jobs), State(), tell, np.random.default_rng(3), [first, *jobs])
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     for line in lines:

@@ -4,7 +4,14 @@ from dataclasses import replace
 
 import pytest
 
-from scheduler.controller.events import FIRST_RULES, THIRD_RULES, BudgetSet, Ended, Read, Resized
+from scheduler.controller.events import (
+    ORIGINAL_RULES,
+    RULES_WITH_FITTED_CORES,
+    BudgetSet,
+    Ended,
+    Read,
+    Resized,
+)
 from scheduler.controller.reconcile import RESIZE_RETRY_SEC
 from scheduler.controller.state import Action
 from scheduler.controller.tick import SPARE_TICKS
@@ -74,7 +81,7 @@ def test_look_at_memory_that_is_nearly_needed_gives_nothing_back() -> None:
 
 @pytest.mark.slow
 def test_look_of_the_first_rules_gives_nothing_back() -> None:
-    found = trains(begun(replace(BUDGET, rules=FIRST_RULES)), 3 * SPARE_TICKS)
+    found = trains(begun(replace(BUDGET, rules=ORIGINAL_RULES)), 3 * SPARE_TICKS)
     assert not [a for a in found if a.verb == "give back"]
 
 
@@ -170,7 +177,7 @@ def test_memory_of_a_running_trainer_is_not_for_others_before_it_is_confirmed() 
 
 
 def test_older_rules_take_nothing_from_who_runs() -> None:
-    bench = begun(replace(PODS, rules=THIRD_RULES))
+    bench = begun(replace(PODS, rules=RULES_WITH_FITTED_CORES))
     found = trains(bench, 2 * SPARE_TICKS)
     assert [a for a in found if a.verb == "give back"]
     assert not [a for a in found if a.verb == "resize" and "memory_bytes" in a.values]
