@@ -275,7 +275,7 @@ def load_fitted(root: Path, files: Mapping[str, str], data: DataConfig) -> Fitte
         data: the job's data section.
 
     Raises:
-        SchemaError: a file is missing or has changed.
+        SchemaError: a file is missing, has changed, or is of another release.
     """
     vocabularies: dict[str, Vocabulary] = {}
     for name, config in data.vocabularies.items():
@@ -285,7 +285,14 @@ def load_fitted(root: Path, files: Mapping[str, str], data: DataConfig) -> Fitte
     stats: dict[str, FittedStats] = {}
     for path in sorted(p for p in files if p.startswith(f"{FITTED_DIRECTORY}/")):
         body = json.loads(read_verified(root / path, files[path]))
-        stats |= from_json(dict[str, FittedStats], body)
+        try:
+            stats |= from_json(dict[str, FittedStats], body)
+        except ValueError as error:
+            raise SchemaError(
+                f"statistics are of another release: {error}; use that release or rebuild the "
+                "dataset",
+                file=str(root / path),
+            ) from error
     return FittedValues(vocabularies, stats)
 
 

@@ -345,8 +345,8 @@ class ChangesManifest:
     """Trained steps of the older checkpoint."""
     since_sha256: str
     """Hash of the older checkpoint's manifest."""
-    model: Mapping[str, Any]
-    """Manifest of the newer model, without `parts`."""
+    model: ModelManifest
+    """Manifest of the newer model; `parts` is empty."""
     files: Mapping[str, str]
     """File to its sha256."""
     num_changed: Mapping[str, int]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +21,10 @@ from numpy.typing import NDArray
 from schemas.errors import SchemaError
 from schemas.files import sha256_of
 from schemas.layout import MANIFEST
-from schemas.manifest import from_json
 from schemas.model import (
     PROGRAM,
     TEXTS,
     ChangesManifest,
-    ModelManifest,
     changed_batch,
     changed_path,
     changed_schema,
@@ -102,7 +100,7 @@ def publish(run: Path, output: Path, since_step: int, train_step: int | None = N
     manifest = ChangesManifest(
         since_step=older.manifest.train_step,
         since_sha256=sha256_of(older.checkpoint / MANIFEST),
-        model=asdict(manifest_of(newer)),
+        model=manifest_of(newer),
         files={p.relative_to(output).as_posix(): sha256_of(p) for p in files},
         num_changed={t: changed for t, (changed, _) in counts.items()},
         num_dropped={t: dropped for t, (_, dropped) in counts.items()},
@@ -133,7 +131,7 @@ def apply_changes(model: Path, changes: Path, output: Path) -> Published:
             f"checkpoint {lineage.checkpoint_sha256[:12]}; use that one, or publish since this",
             file=str(model),
         )
-    newer = from_json(ModelManifest, manifest.model)
+    newer = manifest.model
     with tempfile.TemporaryDirectory(dir=output.absolute().parent) as folder:
         members: dict[str, Path | bytes] = {n: changes / n for n in (PROGRAM, *TEXTS)}
         for table in newer.inputs.features_of:

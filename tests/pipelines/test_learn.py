@@ -209,6 +209,11 @@ def test_learned_files_are_verified_when_read(tmp_path: Path, data: DataConfig) 
     (tmp_path / path).write_bytes(content)
     digest = hashlib.sha256(content).hexdigest()
     assert load_fitted(tmp_path, {path: digest}, data).stats == numbers
+    newer = content.replace(b'"center"', b'"centre"')
+    (tmp_path / path).write_bytes(newer)
+    message = r"another release: missing key: user\.age_scale\.center in .*learned"
+    with pytest.raises(SchemaError, match=message):
+        load_fitted(tmp_path, {path: hashlib.sha256(newer).hexdigest()}, data)
     (tmp_path / path).write_bytes(content.replace(b"0.1", b"0.2"))
     with pytest.raises(SchemaError, match="file must have sha256"):
         load_fitted(tmp_path, {path: digest}, data)

@@ -11,6 +11,7 @@ import pytest
 
 from schemas.errors import SchemaError
 from schemas.layout import MANIFEST
+from schemas.manifest import canonical_json, hash_of
 from schemas.model import changed_path, open_changes
 from tests.trainer.make_dataset import make_dataset, write_job
 from tests.trainer.runs import SEGMENTS, checkpoint_at, rows_in, run_job
@@ -149,6 +150,13 @@ def test_folder_that_is_changed_or_not_one_is_refused(run: Path, tmp_path: Path)
     manifest = tmp_path / "changes" / MANIFEST
     manifest.write_text(manifest.read_text().replace('"since_step":8', '"since_step":9'))
     with pytest.raises(SchemaError, match="manifest does not match its checksum"):
+        open_changes(tmp_path / "changes")
+    body = json.loads(manifest.read_text())
+    del body["checksum"]
+    body["model"]["newer"] = 1
+    manifest.write_text(canonical_json({**body, "checksum": hash_of(body)}))
+    message = "another release: unknown key: model.newer in .*MANIFEST.json"
+    with pytest.raises(SchemaError, match=message):
         open_changes(tmp_path / "changes")
     message = "folder holds no published rows"
     with pytest.raises(SchemaError, match=re.escape(message)):
