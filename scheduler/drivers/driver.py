@@ -522,19 +522,23 @@ class StepTail:
 
     def _restart(self) -> None:
         self._offset = 0
+        self._last_line = b""
         self._num_samples = 0
 
     def read(self, job: str, time_sec: float) -> Stepped | None:
         """Return the steps since the last call, None if there are none."""
         steps: list[StepMetric] = []
         with suppress(FileNotFoundError), self._path.open("rb") as file:
-            if file.seek(0, os.SEEK_END) < self._offset:
+            # A restored run may have written more lines again than it had before.
+            file.seek(self._offset - len(self._last_line))
+            if file.read(len(self._last_line)) != self._last_line:
                 self._restart()
-            file.seek(self._offset)
+                file.seek(0)
             for line in file:
                 if not line.endswith(b"\n"):
                     break
                 self._offset += len(line)
+                self._last_line = line
                 with suppress(ValueError, TypeError):  # truncated while it was read
                     steps.append(StepMetric(**json.loads(line)))
         if not steps:

@@ -128,6 +128,10 @@ def test_step_tail_tells_whole_lines_once_and_begins_anew_when_the_run_went_back
     found = tail.read("a", 3.0)
     assert found is not None
     assert (found.next_step, found.num_samples) == (1, 100)
+    path.write_text(line(0, 90, 0.25) + "".join(lines[1:]))
+    found = tail.read("a", 4.0)
+    assert found is not None
+    assert (found.next_step, found.num_samples) == (4, 390)
 
 
 def finished_job(num_steps: int) -> JobState:
