@@ -83,8 +83,10 @@ def _fetch_flink(directory: Path) -> None:
         for member in tar:
             path = Path(member.name)
             if path.parent.name == "lib" and path.name.startswith(FLINK_JARS):
-                member.name = path.name
-                tar.extract(member, directory, filter="data")
+                content = tar.extractfile(member)  # `extract` has no filter before Python 3.11.4
+                assert content is not None, f"{member.name} must be a file"
+                with (directory / path.name).open("wb") as file:
+                    shutil.copyfileobj(content, file)
     archive.unlink()
 
 
