@@ -8,7 +8,7 @@ Source: RecD (MLSys 2023) for computing on unique rows.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
@@ -47,6 +47,23 @@ def dense_inputs(dense: torch.Tensor) -> torch.Tensor:
         dense: (n, num_dense).
     """
     return dense if dense.shape[1] else dense.new_ones(dense.shape[0], 1)
+
+
+def _vectors_by_tuple(
+    batch: Batch,
+    dense: torch.Tensor,
+    dense_arch: Callable[[torch.Tensor], torch.Tensor],
+    embedding: nn.Module,
+    features: Sequence[str],
+) -> list[GroupVectors]:
+    """Return the vectors of a batch by dedup group, first that of the dense features.
+
+    The dense MLP and the look-ups run once per unique tuple.
+    """
+    pooled = cast(Any, embedding).unique(batch.sparse)
+    inputs = dense_vectors(batch, dense)
+    bottom = GroupVectors(inputs.name, {DENSE: dense_arch(inputs.vectors[DENSE])})
+    return vectors_by_group(batch, {f: pooled[f] for f in features}, bottom)
 
 
 def _check_top_layers(model: ModelConfig) -> None:
@@ -290,11 +307,12 @@ class DcnModel(nn.Module):
         if not (self.dedup and batch.groups):
             return self.dcn(dense, batch.sparse).squeeze(1)
         sparse = self.dcn.sparse_arch
-        pooled = cast(Any, sparse.embedding_bag_collection).unique(batch.sparse)
-        inputs = dense_vectors(batch, dense)
-        bottom = GroupVectors(inputs.name, {DENSE: self.dcn.dense_arch(inputs.vectors[DENSE])})
-        groups = vectors_by_group(
-            batch, {f: pooled[f] for f in sparse.sparse_feature_names}, bottom
+        groups = _vectors_by_tuple(
+            batch,
+            dense,
+            self.dcn.dense_arch,
+            sparse.embedding_bag_collection,
+            sparse.sparse_feature_names,
         )
         return self.dcn.over_arch(self._crossed(batch, groups)).squeeze(1)
 
@@ -384,13 +402,11 @@ class DeepFmModel(nn.Module):
         if not (self.dedup and batch.groups):
             return self.deepfm(dense, batch.sparse).squeeze(1)
         inter, over = self.deepfm.inter_arch, cast(Any, self.deepfm.over_arch.model)[0]
-        pooled = cast(Any, self.deepfm.sparse_arch.embedding_bag_collection).unique(batch.sparse)
-        inputs = dense_vectors(batch, dense)
-        bottom = GroupVectors(inputs.name, {DENSE: self.deepfm.dense_arch(inputs.vectors[DENSE])})
         names = inter.sparse_feature_names
-        groups = vectors_by_group(batch, {f: pooled[f] for f in names}, bottom)
+        embedding = self.deepfm.sparse_arch.embedding_bag_collection
+        groups = _vectors_by_tuple(batch, dense, self.deepfm.dense_arch, embedding, names)
         first, rest = first_layer(inter.deep_fm.dense_module)
-        dim = bottom.vectors[DENSE].shape[1]
+        dim = groups[0].vectors[DENSE].shape[1]  # the dense features' group is the first
         columns = columns_of(dict.fromkeys((DENSE, *names), dim))
 
         def term_of(group: GroupVectors) -> torch.Tensor:
