@@ -1,7 +1,6 @@
 """A job whose processes are Pods of a real cluster: Pods, a node and the scheduler are lost."""
 
 import base64
-import json
 import os
 import signal
 from collections.abc import Sequence
@@ -106,8 +105,7 @@ def test_a_job_of_pods_that_are_lost_finishes_with_the_bits_of_an_undisturbed_on
     cluster.add_node(store.spec.node_name)
 
     scheduler = Scheduler(repository, words, tmp_path / "said-again")
-    assert scheduler.process.wait() == 0, scheduler.said.read_text()
-    jobs = json.loads(scheduler.said.read_text().splitlines()[-1])
+    jobs = scheduler.result()
     assert jobs["demo"]["phase"] == "finished"
     assert not api.list_namespaced_pod(namespace).items
     ends = [entry.event for entry in read_log(output / LOG) if isinstance(entry.event, Ended)]
@@ -209,8 +207,7 @@ def test_a_job_of_pods_with_addresses_of_their_own_loses_some_and_has_the_same_b
     scheduler.until(lambda: watched.pids("replica-1.2"))
     there = num_lines(steps)
     scheduler.until(lambda: num_lines(steps) > there)
-    assert scheduler.process.wait() == 0, scheduler.said.read_text()
-    jobs = json.loads(scheduler.said.read_text().splitlines()[-1])
+    jobs = scheduler.result()
     assert jobs["demo"]["phase"] == "finished"
     assert watched.addresses["store-0.1"] in before
     assert watched.addresses["replica-1.1"] != watched.addresses["replica-1.2"]

@@ -56,21 +56,26 @@ def write_jobs(repository: Path, folder: Path) -> list[Path]:
 class Scheduler:
     """`python -m scheduler run` in a process that can be killed."""
 
-    def __init__(self, repository: Path, words: list[str], said: Path) -> None:
-        self.said = said
-        with said.open("ab") as file:
+    def __init__(self, repository: Path, words: list[str], stem: Path) -> None:
+        self._stdout, self._stderr = stem.with_suffix(".stdout"), stem.with_suffix(".stderr")
+        with self._stdout.open("wb") as stdout, self._stderr.open("wb") as stderr:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "scheduler", "run", *words],
                 env={**os.environ, "PYTHONPATH": str(repository)},
-                stdout=file,
-                stderr=file,
+                stdout=stdout,
+                stderr=stderr,
             )
 
     def until(self, condition: Callable[[], object]) -> None:
         """Wait for a condition, however long it takes, unless the scheduler ends before."""
         while not condition():
-            assert self.process.poll() is None, self.said.read_text()
+            assert self.process.poll() is None, self._stderr.read_text()
             time.sleep(0.05)
+
+    def result(self) -> dict[str, dict[str, object]]:
+        """Wait until the scheduler ends without an error, and return the jobs that it prints."""
+        assert self.process.wait() == 0, self._stderr.read_text()
+        return json.loads(self._stdout.read_text())
 
 
 def pid_of(output: Path, job: str, name: str) -> int | None:
@@ -167,8 +172,7 @@ def test_jobs_whose_processes_and_scheduler_are_killed_finish_with_the_bits_of_u
         scheduler.process.wait()
 
     scheduler = Scheduler(repository, words, tmp_path / "said-again")
-    assert scheduler.process.wait() == 0, scheduler.said.read_text()
-    jobs = json.loads(scheduler.said.read_text().splitlines()[-1])
+    jobs = scheduler.result()
     assert {name: job["phase"] for name, job in jobs.items()} == {
         "demo": "finished",
         "urgent": "finished",

@@ -1,6 +1,5 @@
 """Segment jobs of a scheduled job on a Flink session cluster that another job uses, too."""
 
-import json
 import re
 import subprocess
 import sys
@@ -126,12 +125,11 @@ def test_job_on_a_cluster_that_is_shared_gets_the_slots_that_are_free_and_the_sa
         send(output, "demo", "segment-0.1")
         scheduler.until(lambda: jobs_of(rest, "segment-0-1-")[0]["state"] == "CANCELED")
         scheduler.until(lambda: pid_of(output, "demo", "segment-2.1"))
-        assert scheduler.process.wait() == 0, scheduler.said.read_text()
+        state = scheduler.result()["demo"]
         assert parallelism(rest, "segment-1-1-") == {2}
         assert parallelism(rest, "segment-2-1-") == {1}
         assert ask(rest, "/overview")["slots-available"] == SLOTS - 1
         release.touch()
-    state = json.loads(scheduler.said.read_text().splitlines()[-1])["demo"]
     assert (state["phase"], state["segments_built"]) == ("finished", 3)
     entries = read_log(output / LOG)
     reasons = {d.process: d.reason for e in entries for d in e.decisions if d.action == "start"}

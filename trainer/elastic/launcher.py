@@ -147,7 +147,6 @@ class LocalReplicas:
         """
         running, deadline = set(self._processes), math.inf
         while running or self._awaits_external(drain):
-            time.sleep(_POLL_SEC)
             poll()
             finished = self._run_is_finished()
             if (drain.asked or finished) and deadline == math.inf:
@@ -186,6 +185,7 @@ class LocalReplicas:
                 elif not drain.asked and (running or not self._run_is_finished()):
                     self._restart(number, status)
                     running.add(number)
+            time.sleep(_POLL_SEC)
         if not self._count and self._run_is_finished():
             time.sleep(self._linger_sec)  # until all replicas have agreed on the end
 
