@@ -283,7 +283,7 @@ def _summary(dataset: Dataset, result: BuildResult, wall_sec: float) -> dict[str
     directory = dataset.directory / SEGMENTS / result.reference.id
     manifest = read_segment(directory, result.reference)
     index_bytes = sum(i.manifest.oracle_bytes for i in dataset.indexes)
-    (events,) = (read_counts(s) for s in dataset.segments if s.manifest.id == manifest.id)
+    (events,) = (read_counts(s) for s in dataset.segments if s.id == manifest.id)
     versions = replaced_versions(dataset.manifest, manifest.id)
     path = f"{SEGMENTS}/{manifest.id}/rejects"
     return {
@@ -353,7 +353,7 @@ def warnings_of(dataset: Dataset, segment_id: str, split: SplitConfig) -> Iterat
         segment_id: of the segment that was built.
         split: of its job.
     """
-    (built,) = (s for s in dataset.segments if s.manifest.id == segment_id)
+    (built,) = (s for s in dataset.segments if s.id == segment_id)
     by_day = split.evaluation_last is not None
     segments = (built,) if by_day else dataset.segments
     splits = {name for segment in segments for name in segment.manifest.splits}

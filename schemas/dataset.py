@@ -77,6 +77,16 @@ class Segment:
     blocks: pa.Table
     tombstones: pa.Table = field(default_factory=lambda: _NO_TOMBSTONES)
 
+    @property
+    def id(self) -> str:
+        """Position in the dataset, and hash of job, schema and input."""
+        return self.manifest.id
+
+    @property
+    def day(self) -> str | None:
+        """Day of its logs, if it has one."""
+        return self.manifest.day
+
     def file(self, path: str, texts_as_codes: bool = False) -> CheckedFile:
         """Return a file of the segment; raise SchemaError if the segment does not list it."""
         entry = _entry(self.files, path, self.directory)
@@ -264,7 +274,7 @@ class Dataset:
         """Return the settings in which an index differs."""
         own = {name: getattr(index.manifest, name) for name in settings}
         different = [f"{name}={own[name]}" for name in settings if own[name] != settings[name]]
-        if index.manifest.segments != tuple(s.manifest.id for s in self.segments):
+        if index.manifest.segments != tuple(s.id for s in self.segments):
             different.append(f"an index of {len(index.manifest.segments)} segments")
         return different
 
@@ -272,7 +282,7 @@ class Dataset:
     def _segments_flag(self) -> str:
         if not self.unselected:
             return ""
-        return f" --segments {','.join(s.manifest.id for s in self.segments)}"
+        return f" --segments {','.join(s.id for s in self.segments)}"
 
 
 def _entry(files: dict[str, FileEntry], path: str, directory: Path) -> FileEntry:
@@ -444,7 +454,7 @@ def select_segments_by_hash(dataset: Dataset, manifest_hashes: Sequence[str]) ->
                 "version has replaced it: train a new run",
                 file=str(dataset.directory / MANIFEST),
             )
-    return _where(dataset, lambda segment: hashes[segment.manifest.id] in manifest_hashes)
+    return _where(dataset, lambda segment: hashes[segment.id] in manifest_hashes)
 
 
 def segment_hashes(dataset: Dataset) -> dict[str, str]:
@@ -463,14 +473,13 @@ def all_segment_hashes(dataset: Dataset) -> dict[str, frozenset[str]]:
 
 def _names_of(segment: Segment) -> tuple[str, ...]:
     """Return the id of a segment, and its day if it has one."""
-    manifest = segment.manifest
-    return (manifest.id,) if manifest.day is None else (manifest.id, manifest.day)
+    return (segment.id,) if segment.day is None else (segment.id, segment.day)
 
 
 def _where(dataset: Dataset, is_selected: Callable[[Segment], bool]) -> Dataset:
     selected = tuple(segment for segment in dataset.segments if is_selected(segment))
     unselected = tuple(segment for segment in dataset.segments if not is_selected(segment))
-    ids = {segment.manifest.id for segment in selected}
+    ids = {segment.id for segment in selected}
     root = dataset.manifest
     references = tuple(reference for reference in root.segments if reference.id in ids)
     return replace(

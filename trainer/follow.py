@@ -289,7 +289,7 @@ class FollowedDataset:
                     f"fewer than the {self._options.min_segments} segments of the run are visible"
                 )
             return None
-        ids = [s.manifest.id for s in span.dataset.segments]
+        ids = [s.id for s in span.dataset.segments]
         self.wait_reason = (
             f"{len(ids)} segments are committed, the last is {ids[-1]}, and the dataset is not "
             f"sealed; append segments, or run python -m pipelines seal {self._path}"

@@ -386,7 +386,7 @@ def _write_blocks(run: Path, dataset: Dataset, epochs: int) -> None:
     for segment in dataset.segments:
         positions = segment.positions(TRAIN)
         columns = {
-            "segment": pa.array([segment.manifest.id] * len(positions), pa.string()),
+            "segment": pa.array([segment.id] * len(positions), pa.string()),
             "block": segment.block_ids[positions],
             "num_samples": segment.column("num_samples")[positions],
         }

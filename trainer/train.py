@@ -437,7 +437,7 @@ def _ledger_entry(batch: Batch | Microbatches, dataset: Dataset, reader: Reader)
     return LedgerEntry(
         step=batch.step.train_step,
         epoch=batch.step.epoch,
-        segment=dataset.segments[batch.step.segment].manifest.id,
+        segment=dataset.segments[batch.step.segment].id,
         replica=REPLICA,
         blocks=tuple(reader.blocks_of(batch.step).tolist()),
         num_samples=batch.num_samples,

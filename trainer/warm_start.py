@@ -225,23 +225,23 @@ def rows_of_days(
     newest = max(_day_of(s) for s in (*dataset.segments, *earlier))
     oldest = newest - timedelta(days=num_days - 1)
     segments = (*dataset.segments, *dataset.unselected)
-    recent = [s for s in segments if s.manifest.day and oldest <= _day_of(s) <= newest]
+    recent = [s for s in segments if s.day and oldest <= _day_of(s) <= newest]
     return rows_used(dataset, recent, table)
 
 
 def _hashes(segment: Segment, lineage: Mapping[str, str]) -> frozenset[str]:
     """Return the hash of a segment's manifest, and those of its versions before erasures."""
-    return previous_names(lineage, segment.manifest.id) | {sha256_of(segment.directory / MANIFEST)}
+    return previous_names(lineage, segment.id) | {sha256_of(segment.directory / MANIFEST)}
 
 
 def _day_of(segment: Segment) -> date:
-    if segment.manifest.day is None:
+    if segment.day is None:
         raise SchemaError(
             "segment has no day, which --expire-days needs; leave it out, or build the dataset "
             "with --day",
             file=str(segment.directory / MANIFEST),
         )
-    return date.fromisoformat(segment.manifest.day)
+    return date.fromisoformat(segment.day)
 
 
 class _RowCounter:

@@ -234,7 +234,7 @@ def _total(table: str, results: Iterable[tuple[Any, int, int]]) -> tuple[str, in
 class _IndexTable(beam.DoFn):
     def __init__(self, root: Path, dataset: Dataset, order: Order, worker_entries: int) -> None:
         self.root, self.path, self.order = root, dataset.directory, order
-        self.ids = [s.manifest.id for s in dataset.segments]
+        self.ids = [s.id for s in dataset.segments]
         self.worker_entries = worker_entries
 
     def setup(self) -> None:

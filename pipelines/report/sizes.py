@@ -64,11 +64,11 @@ def flat_rows(
         model_inputs: whether to include the columns that transforms and sampling added.
     """
     data, columns = dataset.job.data, column_names(dataset, model_inputs)
-    defaults = {s.manifest.id: missing_column_defaults(dataset, s) for s in dataset.segments}
+    defaults = {s.id: missing_column_defaults(dataset, s) for s in dataset.segments}
     all_groups = [(s, f, g) for s in dataset.segments for f, g in row_groups(s)]
 
     def read(segment: Segment, file_index: int, row_group: int) -> pa.Table:
-        missing = defaults[segment.manifest.id]
+        missing = defaults[segment.id]
         return read_live_row_group(segment, file_index, row_group, data, missing).select(columns)
 
     num_samples = sum(s.manifest.num_samples for s in dataset.segments)

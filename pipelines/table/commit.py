@@ -207,7 +207,7 @@ def default_order(dataset: Dataset) -> Order:
 
 def indexed_orders(dataset: Dataset, previous: Dataset | None) -> Iterator[Order]:
     """Yield the orders of the indexes over all segments of the previous dataset."""
-    ids = tuple(s.manifest.id for s in previous.segments) if previous else ()
+    ids = tuple(s.id for s in previous.segments) if previous else ()
     for index in previous.indexes if previous else ():
         m = index.manifest
         if m.segments == ids:

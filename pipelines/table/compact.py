@@ -253,14 +253,14 @@ def _write_segments(
     request: CompactionRequest,
 ) -> dict[str, Reference | None]:
     """Write new versions of segments in order; return old id to the segment that replaces it."""
-    due_ids = {s.manifest.id for s in due}
+    due_ids = {s.id for s in due}
     requested = _requested_texts(dataset, request)
     gate = dataset.job.data.gate and replace(dataset.job.data.gate, action="warn")
     schema = parse_schema(_schema_bytes(dataset))
     rewritten: dict[str, Reference | None] = {}
     previous: Path | None = None
     for segment, reference in zip(dataset.segments, dataset.manifest.segments, strict=True):
-        manifest, building = segment.manifest, scratch / segment.manifest.id
+        manifest, building = segment.manifest, scratch / segment.id
         learned = with_blanked_files(manifest.learned, blanked)
         if manifest.id in due_ids:
             request.progress(f"segment {manifest.id}: rewriting")
@@ -362,7 +362,7 @@ def _remaining_tombstones(
 ) -> pa.Table:
     """Return the tombstones of segments that were not rewritten, under the new ids."""
     table = read_tombstones(dataset.directory, dataset.manifest.tombstones_sha256)
-    due_ids = {s.manifest.id for s in due}
+    due_ids = {s.id for s in due}
     remains = [segment not in due_ids for segment in table["segment"].to_pylist()]
     remaining = table.filter(pa.array(remains, pa.bool_()))
     ids = [renamed.get(segment) or segment for segment in remaining["segment"].to_pylist()]

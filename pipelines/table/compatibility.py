@@ -282,10 +282,10 @@ def refuse_same_input(
         replaced: the segment that the new one replaces.
     """
     for segment in dataset.segments:
-        is_replaced = replaced is not None and segment.manifest.id == replaced.id
+        is_replaced = replaced is not None and segment.id == replaced.id
         if not is_replaced and same_files(segment.manifest.listing, listing):
             raise SchemaError(
-                f"input files are already in the dataset, in segment {segment.manifest.id} of "
+                f"input files are already in the dataset, in segment {segment.id} of "
                 "another job; build a new dataset, or samples would count twice",
                 file=str(job),
             )
@@ -318,7 +318,7 @@ def new_segment(
     def validate(dataset: Dataset | None, num_before: int) -> str:
         if dataset is not None:
             if not request.append:
-                ids = [s.manifest.id for s in dataset.segments]
+                ids = [s.id for s in dataset.segments]
                 raise _not_empty_error(request.dataset, ids, key)
             refuse_sealed(dataset.manifest, request.dataset)
             check_compatible(dataset, job, features, request.job_path)

@@ -235,7 +235,7 @@ def _find_in_row_group(
     starts = offsets_of(samples[blocks])[:-1]
     block_index = np.searchsorted(starts, rows, side="right") - 1
     columns = {
-        "segment": np.full(len(rows), segment.manifest.id),
+        "segment": np.full(len(rows), segment.id),
         "block": segment.block_ids[blocks][block_index],
         "sample_index": rows - starts[block_index],
         "file_row": rows + first,
@@ -252,7 +252,7 @@ DIRECTORIES = ("rejects", "late")
 def expired_segments(dataset: Dataset, limit: datetime) -> frozenset[str]:
     """Return the ids of the segments with rejects or late events written before a time, UTC."""
     return frozenset(
-        segment.manifest.id
+        segment.id
         for segment in dataset.segments
         if any(p.stat().st_mtime <= limit.timestamp() for p in reject_files(segment))
     )

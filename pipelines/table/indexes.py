@@ -77,7 +77,7 @@ def _write(dataset: Dataset, order: Order, root: Path, beam_args: list[str], nam
     write_files(root / FILES, entries)
     manifest = IndexManifest(
         id=name,
-        segments=tuple(s.manifest.id for s in dataset.segments),
+        segments=tuple(s.id for s in dataset.segments),
         batch_samples=order.blocks_per_batch * dataset.job.data.block_samples,
         epochs=order.epochs,
         shuffle=order.config.shuffle,
@@ -177,7 +177,7 @@ def add_index(dataset: Dataset, order: Order, beam_args: list[str], attempt: str
     If a segment is committed in the meantime, an index of the whole dataset is built again.
     """
     root = dataset.directory
-    ids = [s.manifest.id for s in dataset.segments] if dataset.unselected else None
+    ids = [s.id for s in dataset.segments] if dataset.unselected else None
     while True:
         reference = build_index(dataset, order, root / f".index.{attempt}", beam_args)
         with locked_root(root) as manifest:

@@ -295,7 +295,7 @@ def _exclude_deleted(dataset: Dataset, segment: Segment) -> list[str]:
         return []
     return [
         f"WHERE NOT EXISTS (FROM read_parquet({_literal(tombstones_path(sha256))}) AS x "
-        f"WHERE x.segment = {_literal(segment.manifest.id)} AND x.block = s.{BLOCK} "
+        f"WHERE x.segment = {_literal(segment.id)} AND x.block = s.{BLOCK} "
         "AND x.file_row = s.file_row_number)"
     ]
 

@@ -52,7 +52,7 @@ def verify(path: Path) -> dict[str, Any]:
     problems: list[str] = []
     dataset = open_dataset(path)
     for segment in dataset.segments:
-        problems.extend(f"{segment.manifest.id}/{p}" for p in segment_problems(segment, dataset))
+        problems.extend(f"{segment.id}/{p}" for p in segment_problems(segment, dataset))
     sound = not problems
     problems.extend(type_problems(dataset))
     for index in dataset.indexes:
@@ -247,7 +247,7 @@ def type_problems(dataset: Dataset) -> Iterator[str]:
     for segment in dataset.segments:
         for name, kind in segment.manifest.columns.items():
             if kind != types[name]:
-                yield f"{segment.manifest.id}: column {name} is {kind}, elsewhere {types[name]}"
+                yield f"{segment.id}: column {name} is {kind}, elsewhere {types[name]}"
 
 
 def index_problems(index: Index, dataset: Dataset, sound: bool) -> Iterator[str]:
@@ -261,7 +261,7 @@ def index_problems(index: Index, dataset: Dataset, sound: bool) -> Iterator[str]
     damaged = find_damaged_files(index.directory, index.files)
     yield from damaged
     manifest = index.manifest
-    segment_ids = {s.manifest.id for s in dataset.segments}
+    segment_ids = {s.id for s in dataset.segments}
     if damaged or not sound or not segment_ids.issuperset(manifest.segments):
         return
     dataset = select_segments(dataset, manifest.segments)  # an index may cover only some

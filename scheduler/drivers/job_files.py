@@ -175,7 +175,7 @@ def read_load(paths: JobPaths, job: str, time_sec: float) -> LoadKnown | None:
         dataset = open_dataset(paths.dataset)
     except SchemaError:
         return None  # damaged: the trainer reports it in full
-    ids = tuple(segment.manifest.id for segment in dataset.segments)
+    ids = tuple(segment.id for segment in dataset.segments)
     matching = (
         index
         for index in dataset.indexes

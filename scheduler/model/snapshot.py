@@ -279,7 +279,7 @@ def _ahead(job: Job, index: Index | None) -> Lookahead | None:
 
 def _index(job: Job, dataset: Dataset) -> Index | None:
     """Return an index over all segments, preferably of the job's batch size."""
-    ids = tuple(segment.manifest.id for segment in dataset.segments)
+    ids = tuple(segment.id for segment in dataset.segments)
     whole = [index for index in dataset.indexes if index.manifest.segments == ids]
     same = [i for i in whole if i.manifest.batch_samples == job.train.batch_samples]
     return (same or whole or [None])[0]

@@ -53,7 +53,7 @@ def make_calm(folder: Path, repository: str) -> None:
 def test_retrain_of_days_in_order_goes_on_from_each_day_and_promotes_the_last(calm: Site) -> None:
     attempts, promoted = calm.state.attempts, calm.promoted
     assert [a.base for a in attempts] == [None, f"{ONE}.1", f"{TWO}.1"]
-    assert [s.manifest.day for s in open_dataset(calm.root / "dataset").segments] == DAYS[:3]
+    assert [s.day for s in open_dataset(calm.root / "dataset").segments] == DAYS[:3]
     assert (promoted["run"], promoted["date"]) == (f"{THREE}.1", THREE)
     for attempt in attempts:
         verified = calm.run("trainer", "verify", str(calm.root / "runs" / attempt.run))
@@ -155,10 +155,10 @@ def test_retrain_of_a_corrected_day_begins_before_it_and_promotes_its_new_versio
     done = site.retrain("--date", TWO, "--corrected")
     assert done.returncode == 0, done.stderr
     segments = open_dataset(site.root / "dataset").segments
-    assert [s.manifest.day for s in segments] == DAYS[:3]
+    assert [s.day for s in segments] == DAYS[:3]
     last = site.state.attempts[-1]
     assert (last.run, last.base) == (f"{TWO}.2", f"{ONE}.1")
-    assert last.segments == tuple(s.manifest.id for s in segments[1:])
+    assert last.segments == tuple(s.id for s in segments[1:])
     assert last.segment != calm.state.attempts[1].segment
     assert site.promoted["run"] == f"{TWO}.2"
     assert site.promoted["date"] == THREE

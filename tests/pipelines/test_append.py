@@ -126,10 +126,10 @@ def test_appended_index_has_the_bytes_of_one_that_is_built_at_once(
 
 def test_append_keeps_every_byte_of_the_segment_before(one: Path, two: Path) -> None:
     first = open_dataset(one / "dataset").segments[0]
-    assert bytes_of(two / SEGMENTS / first.manifest.id) == bytes_of(first.directory)
+    assert bytes_of(two / SEGMENTS / first.id) == bytes_of(first.directory)
     opened = open_dataset(two)
     assert [s.manifest.position for s in opened.segments] == [0, 1]
-    assert opened.indexes[0].manifest.segments == tuple(s.manifest.id for s in opened.segments)
+    assert opened.indexes[0].manifest.segments == tuple(s.id for s in opened.segments)
     assert verify(two)["problems"] == []
 
 

@@ -32,7 +32,7 @@ def two(one: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 def test_append_at_a_taken_position_is_refused_before_the_work(one: Path, two: Path) -> None:
-    taken = open_dataset(two).segments[1].manifest.id
+    taken = open_dataset(two).segments[1].id
     with pytest.raises(
         SchemaError,
         match=re.escape(

@@ -203,8 +203,8 @@ def test_a_build_inside_a_pipeline_gives_the_bytes_of_the_command(tmp_path: Path
             files = built["rejects"] | beam.Map(lambda reject: reject.file)
             assert_that(files, equal_to(["torn.parquet"] if attempt == 0 else []), "rejects")
             (segment,) = open_dataset(tmp_path / "expected").segments
-            assert_that(built["segment"], equal_to([segment.manifest.id]), "segment")
-        segments.append(segment.manifest.id)
+            assert_that(built["segment"], equal_to([segment.id]), "segment")
+        segments.append(segment.id)
         assert bytes_of(tmp_path / "dataset") == bytes_of(tmp_path / "expected")
     assert list((tmp_path / "dataset").glob(f"{INCOMING}*")) == []
 

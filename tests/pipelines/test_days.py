@@ -63,10 +63,10 @@ def arguments(logs: Path, dataset: Path, day: str, files: str) -> list[str]:
 @pytest.mark.slow
 def test_late_day_stands_between_the_others(days: Path) -> None:
     opened = open_dataset(days)
-    assert [s.manifest.day for s in opened.segments] == [FIRST, LATE, LAST]
+    assert [s.day for s in opened.segments] == [FIRST, LATE, LAST]
     apart = date.fromisoformat(FIRST) - date(1970, 1, 1)
     assert opened.segments[0].manifest.position == apart // timedelta(days=1)
-    ids = {s.manifest.day: s.manifest.id for s in opened.segments}
+    ids = {s.day: s.id for s in opened.segments}
     assert opened.manifest.lineage == {f"day:{day}": name for day, name in ids.items()}
     assert verify(days)["problems"] == []
 
@@ -140,7 +140,7 @@ def named_bytes(dataset: Path) -> dict[str, dict[str, bytes]]:
 def test_new_version_of_a_day_makes_the_dataset_of_the_corrected_days(
     logs: Path, days: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    old = open_dataset(days).segments[1].manifest.id
+    old = open_dataset(days).segments[1].id
     dataset = corrected(logs, days, tmp_path)
     assert json.loads(capsys.readouterr().out)["replaced"] == [old]
     job = logs / "job" / "job.yaml"
@@ -167,7 +167,7 @@ def test_prune_removes_what_was_replaced_and_nothing_else(
     logs: Path, days: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     dataset = corrected(logs, days, tmp_path)
-    named, old = named_bytes(dataset), open_dataset(days).segments[1].manifest.id
+    named, old = named_bytes(dataset), open_dataset(days).segments[1].id
     capsys.readouterr()
     assert main(["vacuum", str(dataset), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
@@ -244,9 +244,7 @@ def test_index_over_some_days_is_that_of_a_dataset_of_them(
         assert found.distances(table).values.tobytes() == expected.distances(table).values.tobytes()
     assert read_dataset(dataset).lineage == read_dataset(days).lineage
     assert verify(dataset)["problems"] == []
-    with pytest.raises(
-        SchemaError, match=re.escape(f"--segments {chosen.segments[0].manifest.id}")
-    ):
+    with pytest.raises(SchemaError, match=re.escape(f"--segments {chosen.segments[0].id}")):
         select_segments(chosen, (FIRST,)).index_for(
             select_segments(chosen, (FIRST,)).order(32, 1, "none", 0)
         )

@@ -253,7 +253,7 @@ def test_rewriting_drops_a_segment_of_which_nothing_is_left(
     left = len([s for s in gone[first.manifest.num_samples :] if s not in head])
     ids = ids_file(tmp_path, *sorted(head))
     found = run(capsys, str(dataset), "--ids", ids, "--rewrite")["rewritten"]
-    assert found["segments"][first.manifest.id] is None
+    assert found["segments"][first.id] is None
     assert len(open_dataset(dataset).segments) == bool(left)
     assert len(sessions(dataset)) == left
 
@@ -268,7 +268,7 @@ def test_rewriting_of_a_dataset_that_is_read_is_refused(
         with locked(part.directory, fcntl.LOCK_SH):
             assert main(["erase", str(dataset), "--rewrite"]) == 1
         assert capsys.readouterr().err == (
-            f"error: dataset is in use: a run has locked {part.manifest.id} in {dataset}; "
+            f"error: dataset is in use: a run has locked {part.id} in {dataset}; "
             "stop the run, or try again when it has ended\n"
         )
     assert bytes_of(dataset) == before

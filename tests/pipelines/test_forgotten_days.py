@@ -68,7 +68,7 @@ def test_rewritten_days_are_known_by_their_names_before(days: Path, left: Path) 
     for before, now in zip(read_dataset(days).segments, root.segments, strict=True):
         assert before.id != now.id
         assert previous_names(root.lineage, now.id) == {before.id, before.manifest_sha256}
-    named = {s.manifest.day: s.manifest.id for s in open_dataset(left).segments}
+    named = {s.day: s.id for s in open_dataset(left).segments}
     assert {day: root.lineage[f"day:{day}"] for day in (FIRST, LATE)} == named
     assert verify(left)["problems"] == []
 

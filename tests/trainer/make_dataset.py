@@ -378,7 +378,7 @@ def write_index(folder: Path, job: Job, name: str, ids: Sequence[str] = ()) -> R
     write_files(root / FILES, [describe_file(root, p) for p in files])
     manifest = IndexManifest(
         id=root.name,
-        segments=tuple(s.manifest.id for s in dataset.segments),
+        segments=tuple(s.id for s in dataset.segments),
         batch_samples=oracle.batch_samples,
         epochs=oracle.epochs,
         shuffle=oracle.order.shuffle,

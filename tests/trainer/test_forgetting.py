@@ -198,7 +198,7 @@ def entombed(dataset: Path, target: Path, positions: list[int]) -> tuple[Path, i
     counts = segment.column("num_samples")
     rows = [
         {
-            "segment": segment.manifest.id,
+            "segment": segment.id,
             "block": int(segment.block_ids[p]),
             "sample_index": i,
             "file_row": 0,

@@ -292,7 +292,7 @@ def fingerprint_of(job: Job, dataset: Dataset) -> dict[str, Any]:
         index = None
     return {
         **_model_fingerprint(job, dataset),
-        "segments": [s.manifest.id for s in dataset.segments],
+        "segments": [s.id for s in dataset.segments],
         "segments_sha256": [r.manifest_sha256 for r in dataset.manifest.segments],
         "order": {
             "num_blocks": list(order.num_blocks),
