@@ -190,7 +190,9 @@ def _input_folder(request: BuildRequest) -> Folder:
     if not folder.is_local:
         args = [] if in_process(request.beam_args) else request.beam_args
         runner_module("runner").use_options(args)
-    elif request.dataset.resolve().is_relative_to(Path(folder.root).resolve()):
+    elif (local := request.dataset.local) is not None and local.resolve().is_relative_to(
+        Path(folder.root).resolve()
+    ):
         raise SchemaError(
             f"output must lie outside the input, got {request.dataset} below {request.input_root}; "
             "choose another --output"

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import pairwise
 from pathlib import Path
 
@@ -16,17 +17,16 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from schemas.arrays import Jagged, concat, jagged_of, offsets_of
-from schemas.config.job import Job, load_job
+from schemas.config.job import Job, parse_stored_job
 from schemas.errors import SchemaError
-from schemas.features import FeatureSet, load_features
+from schemas.features import FeatureSet, parse_features
 from schemas.files import (
     CheckedFile,
     FileEntry,
     ListFiles,
     encode_parquet,
-    read_files,
+    parse_files,
     read_verified,
-    verify_file,
 )
 from schemas.layout import (
     BLOCK,
@@ -47,6 +47,7 @@ from schemas.layout import (
 from schemas.manifest import (
     DatasetManifest,
     IndexManifest,
+    Reference,
     SegmentManifest,
     previous_names,
     read_dataset,
@@ -55,6 +56,7 @@ from schemas.manifest import (
 )
 from schemas.oracle import from_gaps
 from schemas.order import Order
+from schemas.storage import Location
 
 _NO_TOMBSTONES = pa.Table.from_batches([], schema=TOMBSTONES_SCHEMA)  # `empty_table` imports pandas
 
@@ -64,28 +66,38 @@ class Segment:
     """One committed segment.
 
     Attributes:
-        directory: path of the segment.
+        directory: where it lies.
+        reference: its entry in the root manifest.
         manifest: its manifest.
-        files: path to entry of every file.
-        blocks: one row per block in training order, columns of `layout.blocks_schema`.
         tombstones: positions of its deleted samples, see `TOMBSTONES_SCHEMA`.
     """
 
-    directory: Path
+    directory: Location
+    reference: Reference
     manifest: SegmentManifest
-    files: dict[str, FileEntry]
-    blocks: pa.Table
     tombstones: pa.Table = field(default_factory=lambda: _NO_TOMBSTONES)
 
     @property
     def id(self) -> str:
         """Position in the dataset, and hash of job, schema and input."""
-        return self.manifest.id
+        return self.reference.id
 
     @property
     def day(self) -> str | None:
         """Day of its logs, if it has one."""
-        return self.manifest.day
+        return self.reference.day
+
+    @cached_property
+    def files(self) -> dict[str, FileEntry]:
+        """Path to entry of every file."""
+        path = self.directory / FILES
+        return parse_files(read_verified(path, self.manifest.files_sha256), path)
+
+    @cached_property
+    def blocks(self) -> pa.Table:
+        """One row per block in training order, with the columns of `layout.blocks_schema`."""
+        data = read_verified(self.directory / BLOCKS, self.manifest.blocks_sha256)
+        return pq.read_table(pa.BufferReader(data))
 
     def file(self, path: str, texts_as_codes: bool = False) -> CheckedFile:
         """Return a file of the segment; raise SchemaError if the segment does not list it."""
@@ -164,14 +176,18 @@ class Index:
     """One committed index.
 
     Attributes:
-        directory: path of the index.
+        directory: where it lies.
         manifest: its manifest.
-        files: path to entry of every file.
     """
 
-    directory: Path
+    directory: Location
     manifest: IndexManifest
-    files: dict[str, FileEntry]
+
+    @cached_property
+    def files(self) -> dict[str, FileEntry]:
+        """Path to entry of every file."""
+        path = self.directory / FILES
+        return parse_files(read_verified(path, self.manifest.files_sha256), path)
 
     def distance_files(self, table: str) -> list[CheckedFile]:
         """Return the files of a table's next uses, in the order of the steps."""
@@ -218,7 +234,7 @@ class Dataset:
         unselected: segments left out by `select_segments`.
     """
 
-    directory: Path
+    directory: Location
     manifest: DatasetManifest
     job: Job
     features: FeatureSet
@@ -285,7 +301,7 @@ class Dataset:
         return f" --segments {','.join(s.id for s in self.segments)}"
 
 
-def _entry(files: dict[str, FileEntry], path: str, directory: Path) -> FileEntry:
+def _entry(files: dict[str, FileEntry], path: str, directory: Location) -> FileEntry:
     if path not in files:
         raise SchemaError(
             f"file is not listed: {path!r}; rebuild the dataset", file=str(directory / FILES)
@@ -293,63 +309,65 @@ def _entry(files: dict[str, FileEntry], path: str, directory: Path) -> FileEntry
     return files[path]
 
 
-def versioned_path(path: Path, sha256: str) -> Path:
-    """Return the path of a copy of a root file with one content."""
-    return path.with_name(f"{path.name}.{sha256[:12]}")
+def version_name(name: str, sha256: str) -> str:
+    """Return the name of the job or schema file with a hash, in a dataset.
+
+    Example:
+        >>> version_name("job.yaml", "0123456789abcdef")
+        'job.yaml.0123456789ab'
+    """
+    return f"{name}.{sha256[:12]}"
 
 
-def verify_version(path: Path, sha256: str) -> Path:
-    """Return the path of a root file, or of its copy, with the content that the manifest names.
-
-    While the root manifest is replaced, the file may belong to the previous or next manifest; then
-    the copy beside it is used.
+def read_version(root: Location, name: str, sha256: str) -> bytes:
+    """Read the job or schema file that a root manifest names by its hash.
 
     Raises:
-        SchemaError: neither has the content.
+        SchemaError: it is missing or changed.
     """
-    try:
-        return verify_file(path, sha256)
-    except SchemaError:
-        if not versioned_path(path, sha256).exists():
-            raise
-    return verify_file(versioned_path(path, sha256), sha256)
+    return read_verified(root / version_name(name, sha256), sha256)
 
 
-def open_segment(
-    directory: Path, manifest: SegmentManifest, tombstones: pa.Table = _NO_TOMBSTONES
-) -> Segment:
-    """Open a segment whose manifest has been verified."""
-    files = read_files(verify_file(directory / FILES, manifest.files_sha256))
-    blocks = pq.read_table(verify_file(directory / BLOCKS, manifest.blocks_sha256), memory_map=True)
-    return Segment(directory, manifest, files, blocks, tombstones)
+_OPEN_THREADS = 16
 
 
-def open_dataset(path: str | Path) -> Dataset:
-    """Open a dataset. Data files are verified when they are read, everything else now.
+@lru_cache(maxsize=1 << 14)
+def committed_segment(directory: Location, reference: Reference) -> SegmentManifest:
+    """Read the manifest of a segment once: committed files do not change."""
+    return read_segment(directory, reference)
+
+
+def open_dataset(path: str | Path | Location) -> Dataset:
+    """Open a dataset.
+
+    The manifests, the job and the schema are verified now, other files when they are read.
 
     Raises:
         SchemaError: a file is missing or changed, or has another format.
     """
-    root = Path(path)
-    manifest = read_dataset(root)
-    job = load_job(verify_version(root / JOB, manifest.job_sha256), stored=True)
-    features = load_features(verify_version(root / SCHEMA, manifest.schema_sha256))
-    tombstones = read_tombstones(root, manifest.tombstones_sha256)
+    directory = Location.parse(path)
+    return open_root(directory, read_dataset(directory))
+
+
+def open_root(directory: Location, manifest: DatasetManifest) -> Dataset:
+    """Open one version of a dataset; raises as `open_dataset`."""
+    name = directory / version_name(JOB, manifest.job_sha256)
+    job = parse_stored_job(read_verified(name, manifest.job_sha256).decode(), str(name))
+    name = directory / version_name(SCHEMA, manifest.schema_sha256)
+    features = parse_features(read_verified(name, manifest.schema_sha256).decode(), str(name))
+    tombstones = read_tombstones(directory, manifest.tombstones_sha256)
+    places = [directory / SEGMENTS / r.directory for r in manifest.segments]
+    with ThreadPoolExecutor(_OPEN_THREADS) as pool:
+        manifests = list(pool.map(committed_segment, places, manifest.segments))
     segments = tuple(
-        open_segment(
-            root / SEGMENTS / r.id,
-            read_segment(root / SEGMENTS / r.id, r),
-            tombstones_of_segment(tombstones, r.id),
-        )
-        for r in manifest.segments
+        Segment(place, reference, segment, tombstones_of_segment(tombstones, reference.id))
+        for place, reference, segment in zip(places, manifest.segments, manifests, strict=True)
     )
-    indexes: list[Index] = []
-    for reference in manifest.indexes:
-        directory = root / reference.id
-        index = read_index(directory, reference)
-        files = read_files(verify_file(directory / FILES, index.files_sha256))
-        indexes.append(Index(directory, index, files))
-    return Dataset(root, manifest, job, features, segments, tuple(indexes))
+    indexes = tuple(
+        Index(directory / r.directory, read_index(directory / r.directory, r))
+        for r in manifest.indexes
+    )
+    return Dataset(directory, manifest, job, features, segments, indexes)
 
 
 # Deleted samples, in one small file that the root manifest names. Data files do not change and
@@ -372,7 +390,7 @@ def encode_tombstones(table: pa.Table) -> tuple[bytes, str]:
     return data, hashlib.sha256(data).hexdigest()
 
 
-def read_tombstones(root: Path, sha256: str | None) -> pa.Table:
+def read_tombstones(root: Location, sha256: str | None) -> pa.Table:
     """Read the tombstone file with a hash; no tombstones if it is None.
 
     Raises:

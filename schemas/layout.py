@@ -1,4 +1,4 @@
-"""Names, paths and Arrow schemas of the files of format 1; `FORMAT.md` explains each."""
+"""Names, paths and Arrow schemas of the files of format 2; `FORMAT.md` explains each."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import PurePosixPath
 
 import pyarrow as pa
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 
 MANIFEST = "MANIFEST.json"
 SCHEMA = "schema.pbtxt"
@@ -20,8 +20,8 @@ PLAIN_STATISTICS = "statistics.pbtxt"  # of segments written before 2026-11-23
 ANOMALIES = "anomalies.pbtxt"
 EVENTS = "events.parquet"
 TOMBSTONES = "tombstones"
-BUILDS = "builds.jsonl"
-"""Durations of builds; beside the root manifest, not part of the dataset."""
+BUILDS = "builds"
+"""Directory of the durations of builds, one file each; not part of the dataset."""
 
 BLOCK = "block"
 UNIQUE_INDEX = "unique_index"

@@ -2,7 +2,8 @@
 
 The root manifest names segments and indexes by the hash of their manifests, these name
 `files.parquet` and `blocks.parquet`, and those name every file. Each manifest has a checksum of
-itself. Manifests hold no clock, host or absolute path, so that equal inputs give equal bytes.
+itself. Manifests hold no clock, host or absolute path; those of segments and indexes depend on
+their content alone. The root is numbered, and committed by `schemas.versions`.
 """
 
 from __future__ import annotations
@@ -11,16 +12,17 @@ import hashlib
 import json
 import types
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from functools import cache
 from itertools import repeat
 from pathlib import Path
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from schemas.errors import SchemaError
-from schemas.files import replace_bytes
 from schemas.layout import FORMAT_VERSION, MANIFEST
 from schemas.paths import NAME, is_below
+from schemas.storage import Location
+from schemas.versions import Version, Versions, writer_id
 
 T = TypeVar("T")
 _CHECKSUM = "checksum"
@@ -127,7 +129,7 @@ def _encode(body: Mapping[str, Any], checksum: object, indent: int | None) -> by
     return f"{json.dumps(body, indent=indent, sort_keys=True)}\n".encode()
 
 
-def decode_manifest(kind: type[T], data: bytes, path: Path, remedy: str) -> T:
+def decode_manifest(kind: type[T], data: bytes, path: Location | Path, remedy: str) -> T:
     """Return the dataclass that `encode_manifest` encoded.
 
     Args:
@@ -165,7 +167,10 @@ def decode_manifest(kind: type[T], data: bytes, path: Path, remedy: str) -> T:
 
 def _check_format(kind: type, body: Mapping[str, Any]) -> None:
     for f in fields(kind):
-        if f.name == "format" and body.get("format") != f.default:
+        if f.name == "format" and body.get("format") not in (
+            f.default,
+            *f.metadata.get("older", ()),
+        ):
             raise ValueError(f"format must be {f.default}, got {body.get('format')!r}")
 
 
@@ -214,10 +219,11 @@ class TableCounts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SegmentManifest:
-    """Manifest of a segment; its file is written last."""
+    """Manifest of a segment; its file is written last.
 
-    id: str
-    """Position in the dataset and hash of job, schema and listing."""
+    Where the segment lies and which day it holds is in the root's `Reference`.
+    """
+
     num_samples: int
     """Samples, evaluation included."""
     num_sessions: int
@@ -252,15 +258,12 @@ class SegmentManifest:
     """Files of fitted values that its transforms used: path below the dataset to sha256."""
     num_source_rows: int | None = None
     """Rows of the log that gave samples; None if each sample has its own row."""
+    id: str | None = None
+    """Of format 1: its id in the dataset."""
     day: str | None = None
-    """Day of its logs, such as 2026-04-09, or None."""
-    format: int = FORMAT_VERSION
+    """Of format 1: day of its logs."""
+    format: int = field(default=FORMAT_VERSION, metadata={"older": (1,)})
     """Format version."""
-
-    @property
-    def position(self) -> int:
-        """Position in the dataset: segments are ordered by it, with gaps allowed."""
-        return position_of(self.id)
 
     @property
     def num_rows(self) -> int:
@@ -275,12 +278,30 @@ class SegmentManifest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reference:
-    """A part of the dataset, named by the hash of its manifest."""
+    """A segment or a part of an index, named by the hash of its manifest."""
 
     id: str
-    """Directory name."""
+    """Of a segment: its position in the dataset, `-`, and a hash of job, schema and listing."""
     manifest_sha256: str
     """Hash of its MANIFEST.json."""
+    path: str | None = None
+    """Directory, relative to that of all segments; None if it is the id."""
+    day: str | None = None
+    """Day of its logs, such as 2026-04-09."""
+    anomalies_sha256: str | None = None
+    """Hash of its anomalies, which depend on the segment before it, too."""
+    built_at: str | None = None
+    """When its rejects were written, ISO 8601 in UTC: they may be removed by age."""
+
+    @property
+    def directory(self) -> str:
+        """Name of its directory."""
+        return self.path or self.id
+
+    @property
+    def position(self) -> int:
+        """Position in the dataset: segments are ordered by it, with gaps allowed."""
+        return position_of(self.id)
 
 
 def position_of(segment_id: str) -> int:
@@ -297,6 +318,10 @@ def position_of(segment_id: str) -> int:
 class DatasetManifest:
     """The root: ordered segments and the indexes over them."""
 
+    writer: str
+    """Id of the process that wrote this version."""
+    parent_sha256: str | None = None
+    """Hash of the version before it."""
     name: str
     """Name of the job."""
     job_sha256: str
@@ -347,20 +372,18 @@ class IndexManifest:
     """Format version."""
 
 
-def write_manifest(
-    directory: Path, manifest: SegmentManifest | IndexManifest | DatasetManifest
-) -> str:
-    """Write a manifest atomically.
+def write_manifest(directory: Location, manifest: SegmentManifest | IndexManifest) -> str:
+    """Write the manifest of a complete directory.
 
     Returns:
         The sha256 of the written file, hex.
     """
     data = encode_manifest(manifest, indent=1)
-    replace_bytes(directory / MANIFEST, data)
+    (directory / MANIFEST).write_bytes(data)
     return hashlib.sha256(data).hexdigest()
 
 
-def read_segment(directory: Path, reference: Reference | None = None) -> SegmentManifest:
+def read_segment(directory: Location, reference: Reference | None = None) -> SegmentManifest:
     """Read a segment's manifest.
 
     Args:
@@ -371,7 +394,6 @@ def read_segment(directory: Path, reference: Reference | None = None) -> Segment
         SchemaError: it is missing or changed, or has another format.
     """
     manifest = _read(SegmentManifest, directory, reference)
-    _check_ids([manifest.id], directory / MANIFEST)
     for name in manifest.learned:
         if not is_below(name):
             raise SchemaError(
@@ -381,19 +403,78 @@ def read_segment(directory: Path, reference: Reference | None = None) -> Segment
     return manifest
 
 
-def read_dataset(directory: Path) -> DatasetManifest:
-    """Read the root manifest.
+@dataclass(frozen=True, slots=True)
+class Root:
+    """The newest version of a dataset's root manifest."""
+
+    version: Version
+    manifest: DatasetManifest
+
+
+def find_root(directory: Location | Path | str) -> Root | None:
+    """Read the newest root manifest; None if there is no dataset.
 
     Raises:
-        SchemaError: it is missing or changed, or has another format.
+        SchemaError: it is changed, or has another format.
     """
-    manifest = _read(DatasetManifest, directory)
-    ids = [reference.id for reference in (*manifest.segments, *manifest.indexes)]
-    _check_ids(ids, directory / MANIFEST)
+    directory = Location.parse(directory)
+    versions = Versions(directory)
+    version = versions.newest()
+    if version is None:
+        if (directory / MANIFEST).stat() is not None:
+            raise SchemaError(
+                f"dataset has format 1; run python -m pipelines migrate {directory}, without "
+                "rewriting data",
+                file=str(directory),
+            )
+        return None
+    return Root(version, parse_root(version, versions.path(version.number)))
+
+
+def parse_root(version: Version, path: Location) -> DatasetManifest:
+    """Return the manifest of a version; raise SchemaError if it has changed, or another format."""
+    manifest = decode_manifest(DatasetManifest, version.data, path, "rebuild the dataset")
+    references = (*manifest.segments, *manifest.indexes)
+    _check_ids([name for r in references for name in (r.id, r.directory)], path)
     return manifest
 
 
-def read_index(directory: Path, reference: Reference | None = None) -> IndexManifest:
+def read_root(directory: Location | Path | str) -> Root:
+    """Read the newest root manifest.
+
+    Raises:
+        SchemaError: there is no dataset, or its root is changed or has another format.
+    """
+    root = find_root(directory)
+    if root is None:
+        raise SchemaError(
+            "there is no dataset: no build was committed; build it, or correct the path",
+            file=str(directory),
+        )
+    return root
+
+
+def read_dataset(directory: Location | Path | str) -> DatasetManifest:
+    """Return the manifest of `read_root`."""
+    return read_root(directory).manifest
+
+
+def commit_root(
+    directory: Location, previous: Root | None, manifest: DatasetManifest
+) -> Root | None:
+    """Commit the root manifest that follows `previous`.
+
+    Returns:
+        The new root; None if another process was faster.
+    """
+    parent = None if previous is None else previous.version.sha256
+    manifest = replace(manifest, writer=writer_id(), parent_sha256=parent)
+    data = encode_manifest(manifest, indent=1)
+    version = Versions(directory).commit(previous and previous.version, data)
+    return None if version is None else Root(version, manifest)
+
+
+def read_index(directory: Location, reference: Reference | None = None) -> IndexManifest:
     """Read an index's manifest.
 
     Raises:
@@ -404,11 +485,11 @@ def read_index(directory: Path, reference: Reference | None = None) -> IndexMani
     return manifest
 
 
-def _read(kind: type[T], directory: Path, reference: Reference | None = None) -> T:
+def _read(kind: type[T], directory: Location, reference: Reference | None = None) -> T:
     path = directory / MANIFEST
     try:
         data = path.read_bytes()
-    except OSError as error:
+    except (FileNotFoundError, NotADirectoryError) as error:
         raise SchemaError(
             "manifest is missing; the build did not finish, or this is not a dataset",
             file=str(path),
@@ -423,7 +504,7 @@ def _read(kind: type[T], directory: Path, reference: Reference | None = None) ->
     return decode_manifest(kind, data, path, "rebuild the dataset")
 
 
-def _check_ids(ids: Iterable[str], path: Path) -> None:
+def _check_ids(ids: Iterable[str], path: Location) -> None:
     """Raise SchemaError if an id is not a plain folder name."""
     for name in ids:
         if not NAME.fullmatch(name):

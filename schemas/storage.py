@@ -217,6 +217,7 @@ class Location:
         Raises:
             StorageError: the store refuses, or the outcome is unknown after several attempts.
         """
+        error: Exception | None = None
         for attempt in range(CREATE_ATTEMPTS):
             error = self._try_create(data)
             if error is None:
@@ -291,6 +292,47 @@ class Location:
             while chunk := source.read(1 << 20):
                 target.write(chunk)
 
+    def move_from(self, source: Path) -> None:
+        """Move a local directory here, where nothing may be yet.
+
+        On a local disk the files appear at once, at a store one after the other.
+        """
+        if self.local is not None and self.local.parent.stat().st_dev == source.stat().st_dev:
+            with suppress(FileNotFoundError):
+                self.local.rmdir()
+            source.rename(self.local)
+            _sync_directory(self.local.parent)
+            return
+        for entry in Location.parse(source).entries():
+            (self / entry.path).upload(source / entry.path)
+
+    def copy_from(self, source: Location) -> None:
+        """Copy a file here; within one store without a transfer, on one local disk by a hard link.
+
+        Raises:
+            FileNotFoundError: it does not exist.
+        """
+        if self.local is not None and source.local is not None:
+            partial = _partial_path(self.local)
+            try:
+                os.link(source.local, partial)
+                partial.replace(self.local)
+            except FileNotFoundError:
+                raise
+            except OSError:  # another filesystem, or one without hard links
+                self.upload(source.local)
+            finally:
+                partial.unlink(missing_ok=True)
+        elif self._bucket == source._bucket:
+            store, target = self._object()
+            _call(self, lambda o: o.copy(store, source._object()[1], target))
+        else:
+            self.write_bytes(source.read_bytes())
+
+    @property
+    def _bucket(self) -> str:
+        return "" if self.local is not None else "/".join(self.url.split("/", 3)[:3])
+
     def entries(self, after: str | None = None) -> list[Entry]:
         """Return all files below this directory, sorted by path; none if it does not exist.
 
@@ -298,6 +340,18 @@ class Location:
             after: only files with greater paths, if not None.
         """
         return sorted(self._list(after), key=lambda entry: entry.path)
+
+    def children(self) -> list[str]:
+        """Return the sorted names of the files and directories directly below this directory."""
+        if self.local is not None:
+            with suppress(FileNotFoundError, NotADirectoryError):
+                names = (path.name for path in self.local.iterdir())
+                return sorted(name for name in names if not name.endswith(PARTIAL))
+            return []
+        store, path = self._object()
+        listed = _call(self, lambda o: o.list_with_delimiter(store, path or None))
+        paths = [*listed["common_prefixes"], *(item["path"] for item in listed["objects"])]
+        return sorted(name.rstrip("/").rpartition("/")[2] for name in paths)
 
     def _list(self, after: str | None = None, limit: int | None = None) -> list[Entry]:
         if self.local is not None:

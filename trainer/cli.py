@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 
 from schemas.paths import SINGLE_WRITER, SINGLE_WRITER_HELP, ArgumentParser
+from schemas.storage import Location
 
 TLS_NAME = "name in the others' certificates; default: the host of their address"
 
@@ -96,7 +97,7 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     run = commands.add_parser("train", help="train a job on a dataset")
     run.add_argument("job", type=Path, help="job file")
-    run.add_argument("--dataset", type=Path, required=True, help="dataset folder")
+    run.add_argument("--dataset", type=Location, required=True, help="path or URL")
     run.add_argument("--output", type=Path, required=True, help="run folder")
     run.add_argument("--steps", type=positive, help="stop before this step")
     run.add_argument("--embedding", choices=("plain", "cached", "lru", "uncached"), default="plain")
@@ -144,7 +145,7 @@ def build_parser() -> argparse.ArgumentParser:
     add_replica(commands.add_parser("replica", help="run one replica of train --replicas"))
     score = commands.add_parser("evaluate", help="metrics of a run on the evaluation split")
     score.add_argument("job", type=Path, help="job file")
-    score.add_argument("--dataset", type=Path, required=True, help="dataset folder")
+    score.add_argument("--dataset", type=Location, required=True, help="path or URL")
     score.add_argument("--run", type=Path, required=True, help="run folder")
     score.add_argument(
         "--segments", type=_names, metavar="ID,...", help="ids or days; default: those of the run"

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from schemas.config.job import TableConfig
 from schemas.config.train import TrainConfig
-from schemas.dataset import Dataset, verify_version
+from schemas.dataset import Dataset, read_version
 from schemas.errors import SchemaError
 from schemas.files import replace_bytes, sync_file
 from schemas.layout import BLOCKS, JOB, SCHEMA, TRAIN
@@ -151,8 +151,8 @@ def write_dataset(
 ) -> None:
     """Write the blocks to train, the schema and the identity; again if the dataset has grown."""
     _write_blocks(run, dataset, config.epochs)
-    schema = verify_version(dataset.directory / SCHEMA, dataset.manifest.schema_sha256)
-    replace_bytes(run / SCHEMA, schema.read_bytes())
+    schema = read_version(dataset.directory, SCHEMA, dataset.manifest.schema_sha256)
+    replace_bytes(run / SCHEMA, schema)
     identity = identity_of(dataset, config, follows=follows, chosen=chosen, origin=origin)
     replace_bytes(run / RUN_FILE, canonical_json(asdict(identity)).encode())
 

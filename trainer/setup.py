@@ -14,6 +14,7 @@ from schemas.config.train import WAIT
 from schemas.dataset import Dataset, open_dataset, segment_hashes, select_segments
 from schemas.errors import SchemaError
 from schemas.run_log import CHECKPOINTS, METRICS, RUN_FILE
+from schemas.storage import Location
 from trainer.checkpoint.load import newest_checkpoint, step_of, verify_checkpoint
 from trainer.checkpoint.manager import claim_leftovers
 from trainer.checkpoint.manifest import complete_checkpoints, set_aside
@@ -89,7 +90,7 @@ logger = logging.getLogger(__name__)
 def open_run(
     job_path: Path,
     job: Job,
-    dataset_path: Path,
+    dataset_path: Location,
     run: Path,
     options: TrainOptions,
     drain: Drain,
@@ -148,7 +149,7 @@ def open_run(
 
 def _resume_run(
     job: Job,
-    dataset_path: Path,
+    dataset_path: Location,
     run: Path,
     options: TrainOptions,
     drain: Drain,
@@ -197,7 +198,7 @@ def _report_missing_index(
 
 
 def _select_segments(
-    warm_start: WarmStart | None, dataset_path: Path, options: TrainOptions
+    warm_start: WarmStart | None, dataset_path: Location, options: TrainOptions
 ) -> tuple[str, ...] | None:
     """Return the hashes of the segments of a new run, None for all of the dataset."""
     if warm_start is None and options.segments is None:
@@ -211,7 +212,7 @@ def _select_segments(
 
 
 def _check_same_start(
-    run: Path, identity: RunIdentity, dataset_path: Path, options: TrainOptions
+    run: Path, identity: RunIdentity, dataset_path: Location, options: TrainOptions
 ) -> None:
     """Raise SchemaError if a run was started with other options than the command has."""
     problem = None

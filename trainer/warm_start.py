@@ -231,7 +231,7 @@ def rows_of_days(
 
 def _hashes(segment: Segment, lineage: Mapping[str, str]) -> frozenset[str]:
     """Return the hash of a segment's manifest, and those of its versions before erasures."""
-    return previous_names(lineage, segment.id) | {sha256_of(segment.directory / MANIFEST)}
+    return previous_names(lineage, segment.id) | {segment.reference.manifest_sha256}
 
 
 def _day_of(segment: Segment) -> date:

@@ -47,7 +47,7 @@ from pipelines.report.sizes import (
 )
 from pipelines.samples.event_join import add_counts, read_counts
 from pipelines.sources.rows import microseconds
-from pipelines.table.commit import default_order
+from pipelines.table.commit import anomalies_text_of, default_order
 from pipelines.table.indexes import PolicyReport, TableReport, policy_reports, table_report
 from pipelines.table.rows import row_groups, session_lengths
 from schemas.accesses import TableAccesses, TableLoad, index_load, indexed_steps
@@ -56,9 +56,8 @@ from schemas.cache_plan import Plan
 from schemas.config.job import SessionConfig
 from schemas.dataset import Dataset, Segment
 from schemas.errors import SchemaError
-from schemas.files import verify_file
 from schemas.group_files import read_group
-from schemas.layout import ANOMALIES, BLOCK, inverse_column, part_name
+from schemas.layout import BLOCK, inverse_column, part_name
 from schemas.manifest import GroupCounts
 from schemas.miss_ratio import EXACT_OPTIMAL, HitRateCurve, lru_curve, optimal_curve
 from schemas.run_log import (
@@ -415,8 +414,7 @@ def quality_facts(dataset: Dataset) -> QualityFacts:
 
 
 def _read_anomalies(segment: Segment) -> anomalies_pb2.Anomalies:
-    path = verify_file(segment.directory / ANOMALIES, segment.files[ANOMALIES].sha256)
-    return text_format.Parse(path.read_text("utf-8"), anomalies_pb2.Anomalies())
+    return text_format.Parse(anomalies_text_of(segment), anomalies_pb2.Anomalies())
 
 
 def _findings(anomalies: anomalies_pb2.Anomalies) -> Iterator[tuple[str, str, str]]:

@@ -1,114 +1,159 @@
-"""Remove what the root manifest no longer names: `pipelines vacuum`, and after a compaction."""
+"""Remove what no readable version of the root manifest names: `pipelines vacuum`.
+
+A file is kept if the newest version names it, or one that was superseded less than the given time
+ago; if a lease names its directory; and if it was written less than that time ago. Times are those
+of the store, so clocks of hosts do not matter. A directory of a segment is claimed before it is
+removed, so that no build can commit it any more.
+"""
 
 from __future__ import annotations
 
-import fcntl
-import shutil
-from pathlib import Path
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from datetime import datetime, timedelta
 from typing import Any
 
-from pipelines.scratch import locked, locked_root, remove_stale, remove_unlocked
-from pipelines.table.delete import remove_tombstones
-from schemas.dataset import Dataset, open_dataset
+from pipelines.table.commit import INDEX_PREFIX, claim
+from schemas.dataset import committed_segment, version_name
 from schemas.errors import SchemaError
-from schemas.fitted import VOCABULARIES
-from schemas.layout import SEGMENTS
-from schemas.manifest import DatasetManifest
+from schemas.fitted import FITTED_DIRECTORY, VOCABULARIES
+from schemas.layout import JOB, SCHEMA, SEGMENTS, TOMBSTONES, tombstones_path
+from schemas.leases import LEASES, live_leases, remove_expired
+from schemas.manifest import DatasetManifest, parse_root, read_root
+from schemas.storage import MANIFESTS, Entry, Location, store_time
+from schemas.versions import Versions, writer_id
+
+KEEP = timedelta(days=1)
+"""Time for which `vacuum` keeps what is not named, unless the command says another."""
+REFUSED_PREFIX = ".refused-"
+"""Names of the directories with the rejects of refused segments begin with it."""
+_FILE_DIRECTORIES = (TOMBSTONES, VOCABULARIES, FITTED_DIRECTORY)
 
 
-def vacuum(dataset: Path) -> dict[str, Any]:
-    """Remove segments and indexes that the root manifest does not name.
+@dataclass(slots=True)
+class _Named:
+    """What versions of the root name, relative to the dataset."""
 
-    Running builds have hidden names, and running trainers lock what they read: both are kept.
+    directories: set[str] = field(default_factory=set[str])
+    files: set[str] = field(default_factory=set[str])
+
+    def add(self, dataset: Location, manifest: DatasetManifest) -> None:
+        for reference in manifest.segments:
+            self.directories.add(f"{SEGMENTS}/{reference.directory}")
+            self.files |= committed_segment(
+                dataset / SEGMENTS / reference.directory, reference
+            ).learned.keys()
+        for index in manifest.indexes:
+            self.directories |= {f"{index.id}/{p.directory}" for p in index.parts.values()}
+        self.files |= {
+            version_name(JOB, manifest.job_sha256),
+            version_name(SCHEMA, manifest.schema_sha256),
+        }
+        if manifest.tombstones_sha256:
+            self.files.add(tombstones_path(manifest.tombstones_sha256))
+
+
+def vacuum(dataset: Location, older_than: timedelta = KEEP) -> dict[str, Any]:
+    """Remove segments, indexes and other files that no manifest names any more.
+
+    Args:
+        dataset: directory of the dataset.
+        older_than: time for which replaced versions and unfinished builds are kept.
 
     Returns:
-        `segments` and `indexes`, the names of what was removed, and `num_bytes`.
+        `segments` and `indexes`, the names of what was removed, `num_files` and `num_bytes`.
 
     Raises:
         SchemaError: there is no dataset.
     """
-    with locked_root(dataset) as root:  # a commit holds it from renaming a segment to naming it
-        sizes = [
-            [(directory.name, remove_unlocked(directory)) for directory in directories]
-            for directories in unnamed_directories(dataset, root)
-        ]
-    segments, indexes = ([(name, size) for name, size in s if size is not None] for s in sizes)
+    removed = remove_unnamed(dataset, older_than)
     return {
-        "segments": [name for name, _ in segments],
-        "indexes": [name for name, _ in indexes],
-        "num_bytes": sum(num_bytes for _, num_bytes in (*segments, *indexes)),
+        "segments": [p.partition("/")[2] for p in removed if p.startswith(f"{SEGMENTS}/")],
+        "indexes": [p for p in removed if p.startswith(INDEX_PREFIX)],
+        "num_files": sum(map(len, removed.values())),
+        "num_bytes": sum(entry.num_bytes for entries in removed.values() for entry in entries),
     }
 
 
-def unnamed_directories(dataset: Path, root: DatasetManifest) -> tuple[list[Path], list[Path]]:
-    """Return the sorted directories of segments and indexes that the root does not name."""
-    named = {reference.id for reference in (*root.segments, *root.indexes)}
-    segments, indexes = (
-        [d for d in sorted(parent.glob(pattern)) if d.is_dir() and d.name not in named]
-        for parent, pattern in ((dataset / SEGMENTS, "[!.]*"), (dataset, "index-*"))
-    )
-    return segments, indexes
+def remove_unnamed(dataset: Location, older_than: timedelta) -> dict[str, list[Entry]]:
+    """Remove as `vacuum`; return the removed directories and files with their entries."""
+    read_root(dataset)
+    now = store_time(dataset)
+    limit = now - older_than
+    leased = {name for lease in live_leases(dataset, now) for name in lease.directories}
+    named = _named_since(dataset, limit)
+    owner = f"vacuum {writer_id()}"
+    removed: dict[str, list[Entry]] = {}
+    for place, entries in _places(dataset):
+        is_old = all(entry.modified <= limit for entry in entries)
+        if not is_old or place in named.directories or place in named.files:
+            continue
+        if place.partition("/")[2] in leased:
+            continue
+        if place.startswith(f"{SEGMENTS}/"):
+            claim(dataset / place, owner)  # or somebody had claimed it, and died
+        dataset.remove([entry.path for entry in entries])
+        if "/" in place:
+            (dataset / place).remove_all()
+        removed[place] = entries
+    remove_expired(dataset, now)
+    return removed
 
 
-def remove_unnamed(directory: Path) -> int:
-    """Remove segments, indexes, vocabularies and scratch directories that no manifest names.
+def _named_since(dataset: Location, limit: datetime) -> _Named:
+    """Return what is named by the newest version and by those superseded after a time.
 
-    Scratch directories of running builds are locked and stay.
-
-    Returns:
-        The number of removed directories.
-
-    Raises:
-        SchemaError: a run has locked a directory in the meantime; all others are removed.
+    Older versions are retired.
     """
-    with locked_root(directory) as root:  # a commit holds it from renaming a segment to naming it
-        dataset = open_dataset(directory)
-        segments, indexes = unnamed_directories(directory, root)
-        unnamed = [*segments, *indexes]
-        in_use = [path for path in unnamed if remove_unlocked(path) is None]
-        refused = sorted(path for path in directory.glob(".refused-*") if path.is_dir())
-        for path in refused:
-            shutil.rmtree(path)
-        remove_vocabularies(dataset)
-        remove_tombstones(directory, {dataset.manifest.tombstones_sha256})
-        remove_stale(directory, ".index.*")
-    with locked(directory / SEGMENTS):
-        remove_stale(directory / SEGMENTS, ".*")
-    if in_use:
-        raise _in_use_error(directory, in_use[0])
-    return len(unnamed) + len(refused)
+    versions, named = Versions(dataset), _Named()
+    superseded: list[int] = []
+    written_after = True  # the version after the one at hand
+    for number in reversed(versions.all_numbers()):
+        entry = versions.path(number).stat()
+        if entry is None or not entry.num_bytes:
+            break  # this one and all before it are retired
+        version = versions.read(number) if written_after else None
+        if version is not None:
+            named.add(dataset, parse_root(version, versions.path(number)))
+        else:
+            superseded.append(number)
+        written_after = entry.modified > limit
+    versions.retire(superseded)
+    return named
 
 
-def remove_vocabularies(dataset: Dataset) -> None:
-    """Remove replaced files; later versions may belong to a running build, and stay."""
-    named = {p for s in dataset.segments for p in s.manifest.learned}
-    for name in dataset.job.data.vocabularies:
-        num_versions = sum(p.startswith(f"{VOCABULARIES}/{name}/") for p in named)
-        for path in sorted((dataset.directory / VOCABULARIES / name).glob("*.parquet")):
-            relative = str(path.relative_to(dataset.directory))
-            if relative not in named and int(path.name.partition("-")[0]) < num_versions:
-                path.unlink(missing_ok=True)
+def _places(dataset: Location) -> Iterator[tuple[str, list[Entry]]]:
+    """Yield what is removed as a whole with its files: directories, and single files."""
+    places: defaultdict[str, list[Entry]] = defaultdict(list)
+    for entry in dataset.entries():
+        parts = entry.path.split("/")
+        top = parts[0]
+        if top == SEGMENTS or top.startswith(INDEX_PREFIX):
+            places["/".join(parts[:2])].append(entry)
+        elif top.startswith(REFUSED_PREFIX):
+            places[top].append(entry)
+        elif top in _FILE_DIRECTORIES or _is_versioned(entry.path) or _is_probe(parts):
+            places[entry.path].append(entry)
+    yield from sorted(places.items())
 
 
-def check_unused(dataset: Dataset) -> None:
-    """Raise SchemaError if a run uses the dataset.
+def _is_versioned(path: str) -> bool:
+    return path.startswith((f"{JOB}.", f"{SCHEMA}."))
 
-    A run locks its segments and index, including versions that were replaced. Without locks on the
-    filesystem the dataset counts as used.
+
+def _is_probe(parts: list[str]) -> bool:
+    return parts[0] == MANIFESTS and parts[-1].startswith("probe-")
+
+
+def check_unused(dataset: Location) -> None:
+    """Raise SchemaError if a run holds a lease on the dataset.
+
+    Builds do not matter: their commits notice what was replaced.
     """
-    named = [opened.directory for opened in (*dataset.indexes, *dataset.segments)]
-    segments, indexes = unnamed_directories(dataset.directory, dataset.manifest)
-    for directory in (*named, *segments, *indexes):
-        try:
-            with locked(directory, fcntl.LOCK_EX | fcntl.LOCK_NB):
-                pass
-        except BlockingIOError as error:
-            raise _in_use_error(dataset.directory, directory) from error
-
-
-def _in_use_error(dataset: Path, directory: Path) -> SchemaError:
-    return SchemaError(
-        f"dataset is in use: a run has locked {directory.name}; stop the run, or try again when it "
-        "has ended",
-        file=str(dataset),
-    )
+    for lease in live_leases(dataset):
+        if lease.holder.startswith("run "):
+            raise SchemaError(
+                f"dataset is in use by {lease.holder}; stop it, or try again when it has ended",
+                file=str(dataset / LEASES),
+            )

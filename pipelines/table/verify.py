@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from pipelines.table.rows import (
     blocks_of_row_group,
@@ -125,7 +124,7 @@ def _bytes(segment: Segment, *directories: str) -> int:
 def num_rejects(segment: Segment) -> int:
     """Return the number of stored rejects."""
     paths = [path for path in segment.files if path.startswith("rejects/")]
-    return sum(pq.read_metadata(segment.directory / path).num_rows for path in paths)
+    return sum(segment.file(path).num_rows for path in paths)
 
 
 def stored_counts(

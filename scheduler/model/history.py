@@ -156,13 +156,17 @@ def read_history_beside(dataset: Dataset) -> History:
     Raises:
         SchemaError: a file is not valid.
     """
-    root = dataset.directory.resolve().parent
+    builds = tuple(
+        _parse_build(json.loads((dataset.directory / BUILDS / entry.path).read_bytes()))
+        for entry in (dataset.directory / BUILDS).entries()
+    )
+    if dataset.directory.local is None:
+        return History(builds)
+    root = dataset.directory.local.resolve().parent
     segments = {segment.manifest_sha256 for segment in dataset.manifest.segments}
     folders = sorted({path.parent for pattern in BESIDE for path in root.glob(pattern)})
     own = (folder for folder in folders if _trained(folder) & segments)
-    lines = dataset.directory / BUILDS
-    builds = read_lines(lines, _parse_build, "a build") if lines.is_file() else []
-    return History(tuple(builds), _runs(own, root))
+    return History(builds, _runs(own, root))
 
 
 def _trained(run: Path) -> set[str]:

@@ -48,8 +48,8 @@ from scheduler.retrain.records import (
 from schemas.config.schedule import RetrainConfig
 from schemas.errors import SchemaError
 from schemas.files import replace_bytes, sync_directory
-from schemas.layout import EVALUATION, MANIFEST, SEGMENTS
-from schemas.manifest import canonical_json, previous_names, read_dataset, read_segment
+from schemas.layout import EVALUATION, MANIFEST
+from schemas.manifest import canonical_json, find_root, previous_names
 from schemas.run_log import CHECKPOINTS, RUN_FILE
 
 EXIT_STOPPED = 143
@@ -425,21 +425,17 @@ def read_segments(root: Root) -> tuple[SegmentFact, ...]:
     Raises:
         SchemaError: the dataset is damaged.
     """
-    if not root.has_dataset:
+    if find_root(root.dataset) is None:
         return ()
-    dataset = read_dataset(root.dataset)
-    manifests = (
-        read_segment(root.dataset / SEGMENTS / reference.id, reference)
-        for reference in dataset.segments
-    )
+    dataset = open_dataset(root.dataset)
     return tuple(
         SegmentFact(
-            id=manifest.id,
-            day=manifest.day,
-            has_evaluation=manifest.splits.get(EVALUATION, (0, 0))[1] > 0,
-            former_ids=previous_names(dataset.lineage, manifest.id),
+            id=segment.id,
+            day=segment.day,
+            has_evaluation=segment.manifest.splits.get(EVALUATION, (0, 0))[1] > 0,
+            former_ids=previous_names(dataset.manifest.lineage, segment.id),
         )
-        for manifest in manifests
+        for segment in dataset.segments
     )
 
 
