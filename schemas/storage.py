@@ -10,6 +10,7 @@ store find, see `docs/storage.md`.
 from __future__ import annotations
 
 import errno
+import io
 import json
 import os
 import random
@@ -25,7 +26,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, BinaryIO, TypeVar
 from urllib.parse import unquote, urlsplit
 
 from schemas.errors import SchemaError
@@ -40,6 +41,8 @@ PARTIAL = ".partial"
 """Suffix of incomplete local files."""
 CREATE_ATTEMPTS = 8
 """Attempts of a conditional put whose outcome is unknown: about half a minute with the pauses."""
+_READ_BYTES = 4 << 20
+"""Bytes that an open file at a store reads at once."""
 RETRY_SEC, TIMEOUT_SEC, CONNECT_SEC = 90, 60, 10
 """Time for all attempts of a request, for one attempt, and for connecting."""
 MAX_RETRIES = 10
@@ -176,6 +179,17 @@ class Location:
                     file=self.url,
                 )
         return [memoryview(part) for part in parts]
+
+    def open(self) -> BinaryIO:
+        """Open a file for reading and seeking.
+
+        Raises:
+            FileNotFoundError: it does not exist.
+            StorageError: the store failed.
+        """
+        if self.local is not None:
+            return self.local.open("rb")
+        return io.BufferedReader(_RemoteFile(self), _READ_BYTES)
 
     def num_bytes(self) -> int | None:
         """Return the size of a file; None if it does not exist."""
@@ -403,6 +417,40 @@ class Location:
         """Return the client of the bucket, and the key."""
         parts = self.url.split("/", 3)
         return _client("/".join(parts[:3]), os.getpid()), parts[3] if len(parts) > 3 else ""
+
+
+class _RemoteFile(io.RawIOBase):
+    """A file at a store, read by ranges."""
+
+    def __init__(self, location: Location) -> None:
+        super().__init__()
+        size = location.num_bytes()
+        if size is None:
+            raise FileNotFoundError(errno.ENOENT, "no such object", location.url)
+        self._location, self._size, self._position = location, size, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._position
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        start = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._size}[whence]
+        self._position = max(0, start + offset)
+        return self._position
+
+    def readinto(self, buffer: Any) -> int:
+        end = min(self._size, self._position + len(buffer))
+        if end <= self._position:
+            return 0
+        (data,) = self._location.read_ranges([(self._position, end)])
+        buffer[: len(data)] = data
+        self._position = end
+        return len(data)
 
 
 class _RefusedError(StorageError):

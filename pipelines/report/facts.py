@@ -399,7 +399,7 @@ def quality_facts(dataset: Dataset) -> QualityFacts:
     labels = dataset.features.with_role("label")
     previous: Features | None = None
     for segment in dataset.segments[-MOST_SEGMENTS:]:
-        name = f"segment {segment.manifest.position}"
+        name = f"segment {segment.reference.position}"
         anomalies, statistics = _read_anomalies(segment), segment_statistics(segment)
         features = features_by_slice(statistics)
         segments.append(name)

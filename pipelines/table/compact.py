@@ -100,7 +100,6 @@ from schemas.manifest import (
     hash_of,
     read_root,
     read_segment,
-    shuffle_key_of,
     write_manifest,
 )
 from schemas.storage import Location

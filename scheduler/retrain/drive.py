@@ -46,6 +46,7 @@ from scheduler.retrain.records import (
     check_folder,
 )
 from schemas.config.schedule import RetrainConfig
+from schemas.dataset import open_dataset
 from schemas.errors import SchemaError
 from schemas.files import replace_bytes, sync_directory
 from schemas.layout import EVALUATION, MANIFEST
@@ -398,7 +399,7 @@ class Root:
     @property
     def has_dataset(self) -> bool:
         """Whether a first day was built."""
-        return (self.dataset / MANIFEST).is_file()
+        return find_root(self.dataset) is not None
 
     @property
     def processes(self) -> Path:
@@ -425,7 +426,7 @@ def read_segments(root: Root) -> tuple[SegmentFact, ...]:
     Raises:
         SchemaError: the dataset is damaged.
     """
-    if find_root(root.dataset) is None:
+    if not root.has_dataset:
         return ()
     dataset = open_dataset(root.dataset)
     return tuple(
