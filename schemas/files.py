@@ -76,9 +76,9 @@ def sync_file(path: Path) -> None:
         os.fsync(file.fileno())
 
 
-def describe_file(root: Location, path: str) -> FileEntry:
+def describe_file(root: Location | Path, path: str) -> FileEntry:
     """Flush a finished file to disk and return its entry; `path` is relative to `root`."""
-    data = _whole_file(root / path)
+    data = _whole_file(Location.parse(root) / path)
     offsets = _region_offsets(data) if path.endswith(".parquet") else (0, data.size)
     crcs = tuple(zlib.crc32(data[a:b]) for a, b in pairwise(offsets))
     return FileEntry(path, data.size, hashlib.sha256(data).hexdigest(), offsets, crcs)
@@ -106,7 +106,7 @@ def _region_offsets(data: pa.Buffer) -> tuple[int, ...]:
     return (0, *ends, data.size)
 
 
-def write_files(path: Location, entries: Iterable[FileEntry]) -> str:
+def write_files(path: Location | Path, entries: Iterable[FileEntry]) -> str:
     """Write `files.parquet`, sorted by path; return its sha256."""
     ordered = sorted(entries, key=lambda e: e.path)
     columns = {name: [getattr(e, name) for e in ordered] for name in FILES_SCHEMA.names}
@@ -124,11 +124,11 @@ def write_files(path: Location, entries: Iterable[FileEntry]) -> str:
         write_page_checksum=True,
     )
     data = sink.getvalue().to_pybytes()
-    path.write_bytes(data)
+    Location.parse(path).write_bytes(data)
     return hashlib.sha256(data).hexdigest()
 
 
-def parse_files(data: bytes, path: Location) -> dict[str, FileEntry]:
+def parse_files(data: bytes, path: Location | Path) -> dict[str, FileEntry]:
     """Return the entries of `files.parquet` by path, from its verified content.
 
     Raises:
@@ -171,7 +171,9 @@ class CheckedFile:
     by `prefetch`. Not thread-safe.
     """
 
-    def __init__(self, root: Location, entry: FileEntry, texts_as_codes: bool = False) -> None:
+    def __init__(
+        self, root: Location | Path, entry: FileEntry, texts_as_codes: bool = False
+    ) -> None:
         """Store the arguments; nothing is opened yet.
 
         Args:
@@ -180,9 +182,9 @@ class CheckedFile:
             texts_as_codes: read texts as Arrow dictionaries if their encoding allows it, so that
                 a reader hashes each distinct text once.
         """
-        self._root = root
+        self._root = Location.parse(root)
         self._texts_as_codes = texts_as_codes
-        self._path = root / entry.path
+        self._path = self._root / entry.path
         self._entry = entry
         self._data: pa.Buffer | None = None
         self._memory: mmap.mmap | None = None  # that `_data` views, of a remote file
@@ -351,8 +353,9 @@ def _dictionary_paths(metadata: pq.FileMetaData) -> list[str]:
     ]
 
 
-def find_damaged_files(root: Location, entries: Mapping[str, FileEntry]) -> list[str]:
+def find_damaged_files(root: Location | Path, entries: Mapping[str, FileEntry]) -> list[str]:
     """Return one line per file that is missing, truncated or changed."""
+    root = Location.parse(root)
     problems: list[str] = []
     for entry in entries.values():
         num_bytes = (root / entry.path).num_bytes()

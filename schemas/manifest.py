@@ -372,18 +372,18 @@ class IndexManifest:
     """Format version."""
 
 
-def write_manifest(directory: Location, manifest: SegmentManifest | IndexManifest) -> str:
+def write_manifest(directory: Location | Path, manifest: SegmentManifest | IndexManifest) -> str:
     """Write the manifest of a complete directory.
 
     Returns:
         The sha256 of the written file, hex.
     """
     data = encode_manifest(manifest, indent=1)
-    (directory / MANIFEST).write_bytes(data)
+    (Location.parse(directory) / MANIFEST).write_bytes(data)
     return hashlib.sha256(data).hexdigest()
 
 
-def read_segment(directory: Location, reference: Reference | None = None) -> SegmentManifest:
+def read_segment(directory: Location | Path, reference: Reference | None = None) -> SegmentManifest:
     """Read a segment's manifest.
 
     Args:
@@ -393,6 +393,7 @@ def read_segment(directory: Location, reference: Reference | None = None) -> Seg
     Raises:
         SchemaError: it is missing or changed, or has another format.
     """
+    directory = Location.parse(directory)
     manifest = _read(SegmentManifest, directory, reference)
     for name in manifest.learned:
         if not is_below(name):
@@ -460,7 +461,7 @@ def read_dataset(directory: Location | Path | str) -> DatasetManifest:
 
 
 def commit_root(
-    directory: Location, previous: Root | None, manifest: DatasetManifest
+    directory: Location | Path, previous: Root | None, manifest: DatasetManifest
 ) -> Root | None:
     """Commit the root manifest that follows `previous`.
 
@@ -470,16 +471,17 @@ def commit_root(
     parent = None if previous is None else previous.version.sha256
     manifest = replace(manifest, writer=writer_id(), parent_sha256=parent)
     data = encode_manifest(manifest, indent=1)
-    version = Versions(directory).commit(previous and previous.version, data)
+    version = Versions(Location.parse(directory)).commit(previous and previous.version, data)
     return None if version is None else Root(version, manifest)
 
 
-def read_index(directory: Location, reference: Reference | None = None) -> IndexManifest:
+def read_index(directory: Location | Path, reference: Reference | None = None) -> IndexManifest:
     """Read an index's manifest.
 
     Raises:
         SchemaError: it is missing or changed, or has another format.
     """
+    directory = Location.parse(directory)
     manifest = _read(IndexManifest, directory, reference)
     _check_ids([manifest.id, *manifest.segments], directory / MANIFEST)
     return manifest
