@@ -378,7 +378,3 @@ def table_report(
         hit_rate=chosen.hit_rate,
         peak_cache_rows=chosen.peak_cache_rows,
     )
-
-
-def build_parts(dataset, manifest, previous, beam_args):
-    return ()
