@@ -38,6 +38,7 @@ from schemas.paths import (
     SINGLE_WRITER_HELP,
     ArgumentParser,
     check_writable,
+    path_or_url,
 )
 
 DESCRIPTION = "Build, check and rewrite datasets."
@@ -145,10 +146,12 @@ def build_parser() -> argparse.ArgumentParser:
     command = commands.add_parser("report", help="write a page about a dataset and its runs")
     command.add_argument("dataset", type=Path, metavar="DATASET")
     command.add_argument("--html", type=Path, required=True, metavar="FILE.html")
-    command.add_argument("--runs", type=Path, metavar="DIR", help="a run, or a folder of runs")
+    command.add_argument(
+        "--runs", type=path_or_url, metavar="DIR", help="a run, or a folder of runs"
+    )
 
     command = commands.add_parser("score", help="score samples by an exported model")
-    command.add_argument("model", type=Path, metavar="MODEL", help="from `trainer export`")
+    command.add_argument("model", type=path_or_url, metavar="MODEL", help="from `trainer export`")
     command.add_argument("--dataset", type=Path, required=True, metavar="DATASET")
     command.add_argument("--output", type=Path, required=True, metavar="DIR")
     command.add_argument("--split", choices=("all", "evaluation", "train"), default="all")

@@ -21,6 +21,7 @@ from schemas.errors import SchemaError
 from schemas.files import replace_bytes
 from schemas.layout import FORMAT_VERSION, MANIFEST
 from schemas.paths import NAME, is_below
+from schemas.storage import Location
 
 T = TypeVar("T")
 _CHECKSUM = "checksum"
@@ -127,7 +128,7 @@ def _encode(body: Mapping[str, Any], checksum: object, indent: int | None) -> by
     return f"{json.dumps(body, indent=indent, sort_keys=True)}\n".encode()
 
 
-def decode_manifest(kind: type[T], data: bytes, path: Path, remedy: str) -> T:
+def decode_manifest(kind: type[T], data: bytes, path: Path | Location, remedy: str) -> T:
     """Return the dataclass that `encode_manifest` encoded.
 
     Args:

@@ -17,6 +17,7 @@ from types import MappingProxyType
 from typing import Any
 
 from schemas.errors import SchemaError
+from schemas.storage import Location
 
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_-]*")
 MOUNTS = Path("/proc/self/mountinfo")
@@ -88,6 +89,15 @@ def local_path(path: str | os.PathLike[str]) -> Path:
     raise SchemaError(
         f"path must be local, got {text!r}; mount or copy it, and give its local path"
     )
+
+
+def path_or_url(text: str) -> Path | Location:
+    """Return a local path as it is given, and the location of an object store: an argument type."""
+    try:
+        location = Location.parse(text)
+    except SchemaError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    return location if location.local is None else local_path(text)
 
 
 class ArgumentParser(argparse.ArgumentParser):

@@ -37,6 +37,7 @@ from schemas.files import replace_bytes, sha256_of
 from schemas.layout import EVALUATION, MANIFEST, SAMPLE_WEIGHT, TRAIN
 from schemas.manifest import canonical_json
 from schemas.model import ModelFile, open_model
+from schemas.storage import Location
 
 SCORE, SCORES = "score", "scores"
 SPLITS = {"all": (TRAIN, EVALUATION), "train": (TRAIN,), "evaluation": (EVALUATION,)}
@@ -48,7 +49,7 @@ Samples = tuple[str, pa.Table]
 class ScoreRequest:
     """Arguments of the command."""
 
-    model: Path
+    model: Path | Location
     """File of `python -m trainer export`."""
     dataset: Path
     """Directory of the dataset."""
@@ -97,7 +98,9 @@ def score(request: ScoreRequest) -> dict[str, Any]:
         )
     hashes = tuple(reference.manifest_sha256 for reference in dataset.manifest.segments)
     stage = ReadSamples(request.dataset.resolve(), hashes, columns, model.manifest.inputs.columns)
-    handler = ExportedModelHandler(request.model.resolve())
+    handler = ExportedModelHandler(
+        request.model if isinstance(request.model, Location) else request.model.resolve()
+    )
 
     def add_transforms(pipeline: beam.Pipeline) -> dict[str, beam.PCollection]:
         files = (
@@ -221,7 +224,7 @@ class LoadedModel:
 class ExportedModelHandler(ModelHandler[Samples, Samples, LoadedModel]):
     """Loads an exported model once per process and scores tables."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path | Location) -> None:
         """Store the path; each worker opens and verifies the file."""
         super().__init__()
         self._path = path

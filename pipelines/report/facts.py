@@ -70,6 +70,8 @@ from schemas.run_log import (
     read_metrics,
     read_summary,
 )
+from schemas.run_manifest import local_runs
+from schemas.storage import Location
 
 PLAN, BUILD = "plan.json", "build.json"
 PLAN_NUMBERS = (
@@ -87,7 +89,7 @@ SHOWN_LOSSES = 0.95
 """Share of the losses below the end of the axis."""
 
 
-def read_facts(dataset: Dataset, runs: Path | None) -> dict[str, Any]:
+def read_facts(dataset: Dataset, runs: Path | Location | None) -> dict[str, Any]:
     """Read everything that the page shows, one value per section.
 
     Args:
@@ -603,7 +605,7 @@ def loss_facts(runs: Sequence[Run]) -> LossFacts | None:
     )
 
 
-def read_runs(directory: Path | None) -> dict[str, Any]:
+def read_runs(directory: Path | Location | None) -> dict[str, Any]:
     """Read the finished runs of a directory, and the plan and build beside them.
 
     Returns:
@@ -615,10 +617,15 @@ def read_runs(directory: Path | None) -> dict[str, Any]:
     """
     if directory is None:
         return {"runs": [], "losses": None, "plan": None, "build": None}
-    if not directory.is_dir():
+    if isinstance(directory, Path) and not directory.is_dir():
         raise SchemaError(
             f"no such directory of runs: {directory}; train with --output below it, or omit --runs"
         )
+    with local_runs(directory, (SUMMARY, METRICS), (PLAN, BUILD)) as folder:
+        return _read_runs(folder)
+
+
+def _read_runs(directory: Path) -> dict[str, Any]:
     runs = find_runs(directory)
     plan = _read_output(directory / PLAN, PLAN_NUMBERS, ("confident", "reasons"))
     build = _read_output(directory / BUILD, BUILD_NUMBERS)

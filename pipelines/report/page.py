@@ -37,6 +37,7 @@ from pipelines.report.facts import (
 from schemas.dataset import open_dataset
 from schemas.errors import pluralize
 from schemas.files import replace_bytes
+from schemas.storage import Location
 
 MAX_LRU_POINTS = 400
 """Points of the drawn LRU curve."""
@@ -44,7 +45,7 @@ MAX_DOUBLINGS = 7
 """The last bar of the histogram has all sessions of at least 2**7 samples."""
 
 
-def write_report(dataset: Path, html: Path, runs: Path | None) -> None:
+def write_report(dataset: Path, html: Path, runs: Path | Location | None) -> None:
     """Write the page; the same files give the same bytes.
 
     Args:

@@ -23,6 +23,7 @@ from schemas.errors import SchemaError, suggest_name
 from schemas.features import FeatureSet, load_features
 from schemas.oracle import NEVER
 from schemas.paths import schema_path
+from schemas.storage import Location
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +142,7 @@ class Snapshot:
 
 
 def take_snapshot(
-    job: Path, dataset: Path | None, history: Path | None, *, allow_outside: bool = False
+    job: Path, dataset: Path | None, history: Path | Location | None, *, allow_outside: bool = False
 ) -> Snapshot:
     """Read the inputs of a plan.
 
