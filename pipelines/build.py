@@ -54,7 +54,7 @@ from pipelines.table.compatibility import (
 from pipelines.table.segment import finish_segment
 from pipelines.transforms.fit import publish_fitted, returned_files, stage_fitted
 from schemas.config.job import DataConfig, Job, SplitConfig, check_new_names, load_job
-from schemas.dataset import Dataset, Segment, open_dataset
+from schemas.dataset import Dataset, Segment, open_dataset, select_segments
 from schemas.errors import SchemaError
 from schemas.features import FeatureSet, load_features
 from schemas.layout import BUILDS, EVALUATION, MANIFEST, SEGMENTS, TRAIN, buffers_path, samples_path
@@ -282,8 +282,9 @@ def _report_rejects(
 def _summary(dataset: Dataset, result: BuildResult, wall_sec: float) -> dict[str, Any]:
     directory = dataset.directory / SEGMENTS / result.reference.id
     manifest = read_segment(directory, result.reference)
-    index_bytes = sum(i.manifest.oracle_bytes for i in dataset.indexes)
-    (events,) = (read_counts(s) for s in dataset.segments if s.id == manifest.id)
+    alone = select_segments(dataset, [manifest.id])
+    index_bytes = sum(alone.open_index(i).oracle_bytes for i in alone.complete_indexes())
+    (events,) = map(read_counts, alone.segments)
     versions = replaced_versions(dataset.manifest, manifest.id)
     path = f"{SEGMENTS}/{manifest.id}/rejects"
     return {

@@ -332,7 +332,7 @@ class FollowedDataset:
         if not self._options.planned:
             return []
         try:
-            return [span.dataset.index_for(span.order).directory]
+            return [part.directory for part in span.dataset.index_for(span.order).parts]
         except SchemaError as error:
             if not self._options.follow:
                 raise

@@ -192,9 +192,9 @@ def _report_missing_index(
     dataset: Dataset, job: Job, options: TrainOptions, progress: Callable[[str], None]
 ) -> None:
     """Report that no index of the dataset has the order of the run, where that is allowed."""
-    train, manifests = job.train, [index.manifest for index in dataset.indexes]
-    same = [(m.batch_samples, m.epochs) == (train.batch_samples, train.epochs) for m in manifests]
-    if options.embedding == "cached" or any(same) or not manifests:
+    train, indexes = job.train, dataset.complete_indexes()
+    same = [(i.batch_samples, i.epochs) == (train.batch_samples, train.epochs) for i in indexes]
+    if options.embedding == "cached" or any(same) or not indexes:
         return
     try:
         dataset.index_for(order_of(job, dataset))

@@ -47,10 +47,15 @@ from pipelines.report.sizes import (
 )
 from pipelines.samples.event_join import add_counts, read_counts
 from pipelines.sources.rows import microseconds
-from pipelines.table.commit import default_order
-from pipelines.table.indexes import PolicyReport, TableReport, policy_reports, table_report
+from pipelines.table.indexes import (
+    PolicyReport,
+    TableReport,
+    default_order,
+    policy_reports,
+    table_report,
+)
 from pipelines.table.rows import row_groups, session_lengths
-from schemas.accesses import TableAccesses, TableLoad, index_load, indexed_steps
+from schemas.accesses import NextUses, TableAccesses, TableLoad, index_load, indexed_steps
 from schemas.arrays import comparable, comparable_tuple, one_chunk, unique_tuples
 from schemas.cache_plan import Plan
 from schemas.config.job import SessionConfig
@@ -531,7 +536,8 @@ def oracle_facts(dataset: Dataset) -> OracleFacts | None:
     report, accesses = tables[largest], TableAccesses(dataset, largest, order)
     work = max(1, min(report.num_accesses, EXACT_OPTIMAL))
     points = int(np.clip(OPTIMAL_WORK // work, 8, 64))
-    steps = indexed_steps(dataset, dataset.index_for(order), largest, order)
+    next_uses = NextUses(dataset, dataset.index_for(order), largest, accesses.numbering)
+    steps = indexed_steps(accesses, next_uses)
     plan = [(len(s.numbers), int(s.fetch.sum()), s.resident_rows) for s in Plan(steps, cache)]
     return OracleFacts(
         tables=tables,

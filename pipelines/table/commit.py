@@ -1,10 +1,9 @@
-"""Commit a segment and its indexes, by one replacement of the dataset's root manifest.
+"""Commit a segment and its parts of indexes, by one replacement of the dataset's root manifest.
 
-The new dataset is staged first: a hidden directory with its own root manifest, whose `segments/`
-entries are links, and in which the indexes are built. Then, under the dataset's lock, segment and
-indexes are renamed to their final paths and the root is replaced. If the root changed meanwhile,
-staging restarts on the new root, so concurrent commits all survive, and no reader sees a segment
-without its index.
+The parts are built first, in a hidden directory. Then, under the dataset's lock, segment and parts
+are renamed to their final paths and the root is replaced. If the root changed meanwhile, this
+starts over on the new root, so concurrent commits all survive, and no reader sees a segment without
+its index.
 
 The second half of the module decides whether a segment may be committed: to a sealed dataset, as
 another version of a day, or as a segment that deletions have compacted.
@@ -12,10 +11,9 @@ another version of a day, or as a segment that deletions have compacted.
 
 from __future__ import annotations
 
-import os
 import shutil
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import date
 from hashlib import sha256
@@ -28,19 +26,32 @@ from pipelines.scratch import (
     locked,
     locked_root,
     remove_stale,
-    remove_unlocked,
     scratch_directory,
 )
-from pipelines.table.indexes import build_index
+from pipelines.table.indexes import (
+    IndexedSegment,
+    indexed_segments,
+    install_parts,
+    updated_indexes,
+)
 from pipelines.table.rows import write_view
 from pipelines.table.segment import directory_reference, set_segment_id
-from schemas.dataset import Dataset, open_dataset, read_tombstones, verify_version, versioned_path
+from schemas.config.job import parse_stored_job
+from schemas.dataset import (
+    Dataset,
+    open_dataset,
+    open_segment,
+    read_tombstones,
+    verify_version,
+    versioned_path,
+)
 from schemas.errors import SchemaError, pluralize
 from schemas.files import replace_bytes
 from schemas.layout import JOB, MANIFEST, SCHEMA, SEGMENTS
 from schemas.manifest import (
     ERASED_PREFIX,
     DatasetManifest,
+    IndexEntry,
     InputFile,
     Reference,
     SegmentManifest,
@@ -50,7 +61,6 @@ from schemas.manifest import (
     read_segment,
     write_manifest,
 )
-from schemas.order import Order
 
 MAX_POSITION = 99_999
 """Segment ids begin with the position in five digits."""
@@ -96,7 +106,7 @@ def find_segment(root: DatasetManifest | None, key: str) -> Reference | None:
 
 
 def commit_segment(request: BuildRequest, new: NewSegment) -> Reference:
-    """Add a complete segment to the dataset, with all indexes.
+    """Add a complete segment to the dataset, with its parts of all indexes.
 
     Returns:
         The segment; the existing one if another process committed this key.
@@ -122,10 +132,16 @@ def commit_segment(request: BuildRequest, new: NewSegment) -> Reference:
         lineage = updated_lineage(root.lineage if root else {}, request.day, segment_id, replaced)
         scratch = request.dataset / f".index.{request.attempt}"
         with scratch_directory(scratch, ".index.*"):
-            stage = scratch / "dataset"  # `build_index` locks the parent of its dataset
-            stage_dataset(stage, request.dataset, new, segments)
-            indexes = build_indexes(stage, dataset, request.beam_args)
-            if try_commit(request.dataset, new, stage, root, segments, indexes, lineage):
+            segment = open_segment(new.building, read_segment(new.building))
+            present = indexed_segments(dataset) if dataset else []
+            indexes = updated_indexes(
+                dataset,
+                parse_stored_job(new.job.decode(), JOB).data,
+                [s for s in present if s.reference in kept] + [IndexedSegment(reference, segment)],
+                scratch,
+                request.beam_args,
+            )
+            if try_commit(request.dataset, new, scratch, root, segments, indexes, lineage):
                 return reference
 
 
@@ -170,57 +186,13 @@ def free_position(segments: Iterable[Reference], position: int | None, dataset: 
     return position
 
 
-def stage_dataset(
-    stage: Path, dataset: Path, new: NewSegment, segments: Sequence[Reference]
-) -> None:
-    """Write the future dataset, with links to its segments."""
-    (stage / SEGMENTS).mkdir(parents=True)
-    for segment in segments:
-        name = new.building.name if segment.id.endswith(new.key) else segment.id
-        link(stage / SEGMENTS / segment.id, dataset / SEGMENTS / name)
-    write_root(stage, new.name, new.job, new.schema, segments, ())
-
-
-def link(path: Path, target: Path) -> None:
-    """Create a relative symbolic link, which remains valid if the dataset is moved."""
-    path.symlink_to(os.path.relpath(target, path.parent), target_is_directory=True)
-
-
-def build_indexes(stage: Path, previous: Dataset | None, beam_args: list[str]) -> list[Reference]:
-    """Build the default index of a staged dataset, and rebuild each complete one.
-
-    An index is complete if it covers all segments of the previous dataset.
-    """
-    dataset = open_dataset(stage)
-    orders = dict.fromkeys([default_order(dataset), *indexed_orders(dataset, previous)])
-    building = stage / ".index.building"
-    return [build_index(dataset, order, building, beam_args) for order in orders]
-
-
-def default_order(dataset: Dataset) -> Order:
-    """Return the order of the job's `data.oracle`."""
-    oracle = dataset.job.data.oracle
-    return dataset.order(
-        oracle.batch_samples, oracle.epochs, oracle.order.shuffle, oracle.order.seed
-    )
-
-
-def indexed_orders(dataset: Dataset, previous: Dataset | None) -> Iterator[Order]:
-    """Yield the orders of the indexes over all segments of the previous dataset."""
-    ids = tuple(s.id for s in previous.segments) if previous else ()
-    for index in previous.indexes if previous else ():
-        m = index.manifest
-        if m.segments == ids:
-            yield dataset.order(m.batch_samples, m.epochs, m.shuffle, m.seed)
-
-
 def write_root(
     dataset: Path,
     name: str,
     job: bytes,
     schema: bytes,
     segments: Sequence[Reference],
-    indexes: Sequence[Reference],
+    indexes: Sequence[IndexEntry],
     *,
     lineage: Mapping[str, str] | None = None,
     tombstones_sha256: str | None = None,
@@ -256,13 +228,13 @@ def write_root(
 def try_commit(
     dataset: Path,
     new: NewSegment,
-    stage: Path,
+    scratch: Path,
     root: DatasetManifest | None,
     segments: tuple[Reference, ...],
-    indexes: list[Reference],
+    indexes: Sequence[IndexEntry],
     lineage: Mapping[str, str],
 ) -> bool:
-    """Rename the segment and the indexes and replace the root.
+    """Rename the segment and the parts of indexes, and replace the root.
 
     Returns:
         False if another commit has replaced the root since `root` was read.
@@ -275,11 +247,7 @@ def try_commit(
             if segment.id.endswith(new.key):
                 shutil.rmtree(final, ignore_errors=True)  # of a killed attempt: not in the root
                 new.building.rename(final)
-        for index in indexes:
-            final = dataset / index.id
-            if not (final / MANIFEST).exists():
-                shutil.rmtree(final, ignore_errors=True)
-                (stage / index.id).rename(final)
+        install_parts(scratch, dataset, indexes)
         write_root(
             dataset,
             new.name,
@@ -291,18 +259,7 @@ def try_commit(
             tombstones_sha256=root.tombstones_sha256 if root else None,
         )
         write_view(dataset)
-        remove_indexes(dataset, keep={i.id for i in (*indexes, *(root.indexes if root else ()))})
     return True
-
-
-def remove_indexes(dataset: Path, keep: set[str]) -> None:
-    """Remove indexes that are neither in `keep` nor locked by a trainer.
-
-    `keep` has the indexes of this root and the previous one, which readers may just have opened.
-    """
-    for directory in dataset.glob("index-*"):
-        if directory.name not in keep:
-            remove_unlocked(directory)
 
 
 def finish_interrupted_commit(dataset: Path) -> None:

@@ -1,7 +1,7 @@
 """Rewrite segments without deleted samples: `pipelines erase --rewrite`.
 
-Everything is written next to the dataset first: the new segments, then a staged dataset of links in
-which all indexes are built. Then, under the dataset's lock, if its root has not changed, all
+Everything is written next to the dataset first: the new segments, then their parts of all indexes.
+Then, under the dataset's lock, if its root has not changed, all
 directories are renamed to their final paths and the root is replaced; the old files are removed. If
 the process dies before the root is replaced, the dataset is unchanged; if it dies after, the next
 run removes the old files.
@@ -41,7 +41,6 @@ from pipelines.sources.rejects import (
     write_rejects,
 )
 from pipelines.sources.rows import ORIGIN
-from pipelines.table.commit import build_indexes, link, write_root
 from pipelines.table.delete import (
     drop_rejects,
     expired_segments,
@@ -51,6 +50,12 @@ from pipelines.table.delete import (
     read_ids,
     remove_tombstones,
     write_tombstones,
+)
+from pipelines.table.indexes import (
+    IndexedSegment,
+    indexed_segments,
+    install_parts,
+    updated_indexes,
 )
 from pipelines.table.rows import (
     blocks_of_row_group,
@@ -68,6 +73,7 @@ from schemas.dataset import (
     Segment,
     merge_tombstones,
     open_dataset,
+    open_segment,
     read_tombstones,
     verify_version,
 )
@@ -79,7 +85,6 @@ from schemas.group_files import group_schema, read_group
 from schemas.layout import (
     BLOCK,
     EVENTS,
-    JOB,
     MANIFEST,
     SCHEMA,
     SEGMENTS,
@@ -89,10 +94,12 @@ from schemas.layout import (
 )
 from schemas.manifest import (
     ERASED_PREFIX,
+    IndexEntry,
     Reference,
     SegmentManifest,
     hash_of,
     read_segment,
+    shuffle_key_of,
     write_manifest,
 )
 
@@ -282,6 +289,7 @@ def _write_segments(
             text = pass_gate(building, previous, schema, gate, refused, request.progress)
             set_segment_id(building, manifest.id, text)
         new = rename_segment(manifest, building, learned)
+        new = replace(new, shuffle_key=shuffle_key_of(reference))  # steps keep their order
         building.rename(scratch / new.id)
         rewritten[manifest.id], previous = new, scratch / new.id
     return rewritten
@@ -309,17 +317,15 @@ def _schema_bytes(dataset: Dataset) -> bytes:
 
 def _build_indexes(
     dataset: Dataset, references: list[Reference], scratch: Path, request: CompactionRequest
-) -> list[Reference]:
-    """Build every index of the dataset for its new segments."""
-    stage = scratch / "dataset"
-    (stage / SEGMENTS).mkdir(parents=True)
-    for reference in references:
-        new = scratch / reference.id
-        old = dataset.directory / SEGMENTS / reference.id
-        link(stage / SEGMENTS / reference.id, new if new.exists() else old)
-    job = verify_version(dataset.directory / JOB, dataset.manifest.job_sha256).read_bytes()
-    write_root(stage, dataset.manifest.name, job, _schema_bytes(dataset), references, ())
-    return build_indexes(stage, dataset, request.beam_args)
+) -> tuple[IndexEntry, ...]:
+    """Build the parts of the dataset's indexes for its new segments."""
+    present = {s.reference: s for s in indexed_segments(dataset)}
+    segments = [
+        present.get(r)
+        or IndexedSegment(r, open_segment(scratch / r.id, read_segment(scratch / r.id)))
+        for r in references
+    ]
+    return updated_indexes(dataset, dataset.job.data, segments, scratch, request.beam_args)
 
 
 def _commit(
@@ -327,7 +333,7 @@ def _commit(
     renamed: Mapping[str, str | None],
     due: list[Segment],
     references: list[Reference],
-    indexes: list[Reference],
+    indexes: tuple[IndexEntry, ...],
     scratch: Path,
 ) -> bool:
     """Rename all directories and replace the root; return False if the root has changed."""
@@ -336,18 +342,17 @@ def _commit(
         if manifest != dataset.manifest:
             return False
         check_unused(dataset)  # a run may have started in the meantime
-        for final, source in [
-            *((root / SEGMENTS / r.id, scratch / r.id) for r in references),
-            *((root / i.id, scratch / "dataset" / i.id) for i in indexes),
-        ]:
+        for reference in references:
+            final, source = root / SEGMENTS / reference.id, scratch / reference.id
             if source.exists() and not (final / MANIFEST).exists():
                 shutil.rmtree(final, ignore_errors=True)  # of a killed attempt
                 source.rename(final)
+        install_parts(scratch, root, indexes)
         sha256 = write_tombstones(root, _remaining_tombstones(dataset, due, renamed))
         committed = replace(
             manifest,
             segments=tuple(references),
-            indexes=tuple(indexes),
+            indexes=indexes,
             lineage=_updated_lineage(dataset, renamed),
             tombstones_sha256=sha256,
         )

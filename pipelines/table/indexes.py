@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -24,88 +24,210 @@ from pipelines.oracle.index import (
 )
 from pipelines.oracle.numbering import WORKER_ENTRIES
 from pipelines.quality.segment_statistics import segment_statistics
-from pipelines.scratch import locked, locked_root, remove_partial, scratch_directory
-from pipelines.table.segment import describe_files, directory_reference
-from schemas.accesses import TableAccesses, TableHints, index_load, indexed_steps, write_hints
+from pipelines.scratch import locked_root, remove_partial, scratch_directory
+from pipelines.table.segment import describe_files
+from schemas.accesses import (
+    NextUses,
+    TableAccesses,
+    TableHints,
+    index_load,
+    indexed_steps,
+    num_unique_rows,
+    write_hints,
+)
 from schemas.cache_plan import Plan, cache_too_small, required_rows, summarize
+from schemas.config.job import DataConfig, OrderConfig
 from schemas.config.train import CacheConfig
-from schemas.dataset import Dataset, open_dataset, select_segments
+from schemas.dataset import Dataset, Segment, open_dataset, select_segments
 from schemas.files import sha256_of, write_files
-from schemas.layout import FILES, MANIFEST
-from schemas.manifest import IndexManifest, Reference, hash_of, write_manifest
+from schemas.layout import FILES, TRAIN
+from schemas.manifest import (
+    DatasetManifest,
+    IndexEntry,
+    IndexManifest,
+    Reference,
+    new_index,
+    shuffle_key_of,
+    write_manifest,
+)
 from schemas.miss_ratio import lru_curve
 from schemas.order import Order
 
 WORKER_BYTES = 4 << 20
-"""Bytes of access lists, over all epochs, per worker; an index with less is built in process."""
+"""Bytes of access lists, over all epochs, per worker; parts with less are built in process."""
 
 
-def index_id(dataset: Dataset, order: Order) -> str:
-    """Return the name of an index, a hash of its inputs."""
-    source = [r.manifest_sha256 for r in dataset.manifest.segments]
-    config = order.config
-    key = [source, order.blocks_per_batch, order.epochs, config.shuffle, config.seed]
-    return f"index-{hash_of(key)[:16]}"
+@dataclass(frozen=True, slots=True)
+class IndexedSegment:
+    """An open segment and its entry in the root manifest."""
+
+    reference: Reference
+    segment: Segment
 
 
-def build_index(dataset: Dataset, order: Order, building: Path, beam_args: list[str]) -> Reference:
-    """Build an index, unless it exists; return its reference for the root manifest.
+@dataclass(frozen=True, slots=True)
+class PartRequest:
+    """A part of an index to build.
+
+    Attributes:
+        root: directory to build it in, with the name of the part.
+        index: the index.
+        indexed: the segment.
+        order: order of the segment alone, over the distinct epochs.
+    """
+
+    root: Path
+    index: IndexEntry
+    indexed: IndexedSegment
+    order: Order
+
+
+def default_order(dataset: Dataset) -> Order:
+    """Return the order of the job's `data.oracle`."""
+    oracle = dataset.job.data.oracle
+    return dataset.order(
+        oracle.batch_samples, oracle.epochs, oracle.order.shuffle, oracle.order.seed
+    )
+
+
+def updated_indexes(
+    dataset: Dataset | None,
+    data: DataConfig,
+    segments: Sequence[IndexedSegment],
+    scratch: Path,
+    beam_args: list[str],
+) -> tuple[IndexEntry, ...]:
+    """Return the indexes of a new root, after building the parts that they lack.
+
+    The default index, and each index that has parts of all present segments, get parts of all new
+    ones; the others keep the parts of the segments that stay.
 
     Args:
-        dataset: an open dataset.
-        order: global order of the run.
-        building: hidden directory to build in, on the dataset's filesystem.
+        dataset: as it is now, if it exists.
+        data: data section of the new job.
+        segments: of the new root.
+        scratch: directory to build in; see `install_parts`.
         beam_args: Beam options.
     """
-    name = index_id(dataset, order)
-    final = dataset.directory / name
-    if not (final / MANIFEST).exists():
-        with scratch_directory(building, ".index.*"):
-            _write(dataset, order, building, beam_args, name)
-            with locked(dataset.directory):
-                if not (final / MANIFEST).exists():
-                    shutil.rmtree(final, ignore_errors=True)
-                    building.rename(final)
-    return directory_reference(final)
+    oracle = data.oracle
+    default = new_index(
+        oracle.batch_samples, oracle.epochs, oracle.order.shuffle, oracle.order.seed
+    )
+    complete, indexes = {default.settings}, {default.settings: default}
+    if dataset is not None:
+        complete |= {index.settings for index in dataset.complete_indexes()}
+        indexes |= {index.settings: index for index in dataset.manifest.indexes}
+    ids = {indexed.reference.id for indexed in segments}
+    for settings, index in indexes.items():
+        parts = {name: part for name, part in index.parts.items() if name in ids}
+        indexes[settings] = replace(index, parts=parts)
+    to_extend = [index for settings, index in indexes.items() if settings in complete]
+    extended = add_missing_parts(to_extend, segments, data, scratch, beam_args)
+    indexes |= {index.settings: index for index in extended}
+    return tuple(index for index in indexes.values() if index.parts)
 
 
-def _write(dataset: Dataset, order: Order, root: Path, beam_args: list[str], name: str) -> None:
-    totals = index_tables(dataset, order, root, beam_args) if dataset.job.data.tables else []
+def add_missing_parts(
+    indexes: Sequence[IndexEntry],
+    segments: Sequence[IndexedSegment],
+    data: DataConfig,
+    scratch: Path,
+    beam_args: list[str],
+) -> list[IndexEntry]:
+    """Build the parts that indexes lack, and return the indexes with them.
+
+    Existing parts are neither read nor changed; arguments as for `updated_indexes`.
+    """
+    requests = [
+        PartRequest(
+            scratch / index.id / indexed.reference.id,
+            index,
+            indexed,
+            order_of_part(index, indexed, data),
+        )
+        for index in indexes
+        for indexed in segments
+        if indexed.reference.id not in index.parts
+    ]
+    totals = index_tables(requests, beam_args)
+    parts = {index.id: dict(index.parts) for index in indexes}
+    for request in requests:
+        part = _finish_part(request, [t for t in totals if t.root == request.root])
+        parts[request.index.id][request.indexed.reference.id] = part
+    return [replace(index, parts=parts[index.id]) for index in indexes]
+
+
+def order_of_part(index: IndexEntry, indexed: IndexedSegment, data: DataConfig) -> Order:
+    """Return the order of a segment alone under the settings of an index."""
+    return Order(
+        num_blocks=(len(indexed.segment.positions(TRAIN)),),
+        blocks_per_batch=index.batch_samples // data.block_samples,
+        epochs=index.epochs,
+        config=_order_config(index),
+        shuffle_keys=(shuffle_key_of(indexed.reference),),
+    ).of_segment(0)
+
+
+def _order_config(index: IndexEntry) -> OrderConfig:
+    return OrderConfig(shuffle="none" if index.shuffle == "none" else "blocks", seed=index.seed)
+
+
+def _finish_part(request: PartRequest, totals: Sequence[TableTotals]) -> Reference:
+    """Write the manifest of a part whose tables are written."""
+    root, index, order = request.root, request.index, request.order
+    root.mkdir(parents=True, exist_ok=True)
     shutil.rmtree(root / SCRATCH, ignore_errors=True)
     remove_partial(root)
     entries = describe_files(root)
     write_files(root / FILES, entries)
     manifest = IndexManifest(
-        id=name,
-        segments=tuple(s.id for s in dataset.segments),
-        batch_samples=order.blocks_per_batch * dataset.job.data.block_samples,
-        epochs=order.epochs,
-        shuffle=order.config.shuffle,
-        seed=order.config.seed,
-        num_steps=order.num_steps,
-        num_rows={t.table: t.num_rows for t in totals},
+        segment_sha256=request.indexed.reference.manifest_sha256,
+        shuffle_key=None if index.shuffle == "none" else order.shuffle_keys[0],
+        batch_samples=index.batch_samples,
+        epochs=index.epochs,
+        shuffle=index.shuffle,
+        seed=index.seed,
+        num_steps=order.steps_per_epoch,
         num_accesses={t.table: t.num_entries for t in totals},
         oracle_bytes=sum(e.num_bytes for e in entries),
         files_sha256=sha256_of(root / FILES),
     )
-    write_manifest(root, manifest)
+    return Reference(id=root.name, manifest_sha256=write_manifest(root, manifest))
 
 
-def index_tables(
-    dataset: Dataset, order: Order, root: Path, beam_args: list[str]
-) -> list[TableTotals]:
-    """Write every table's part of an index, on Beam or in this process."""
-    size = order.epochs * sum(s.manifest.oracle_bytes for s in dataset.segments)
+def index_tables(requests: Sequence[PartRequest], beam_args: list[str]) -> list[TableTotals]:
+    """Write every table of the parts, on Beam or in this process."""
+    size = sum(r.order.epochs * r.indexed.segment.manifest.oracle_bytes for r in requests)
+    tables = [(r, t) for r in requests for t in sorted(r.indexed.segment.manifest.tables)]
+    if not tables:
+        return []
     if in_process(beam_args, is_small=size < WORKER_BYTES):
-        return [_index_table(dataset, order, root, t) for t in sorted(dataset.job.data.tables)]
-    return runner_module("build").run_index(dataset, order, root, beam_args, size // WORKER_BYTES)
+        return [_index_table(request, table) for request, table in tables]
+    tasks = [(r.root, r.indexed.segment.directory, r.order, table) for r, table in tables]
+    scratch = requests[0].root.parent.parent
+    return runner_module("build").run_index(tasks, scratch, beam_args, size // WORKER_BYTES)
 
 
-def _index_table(dataset: Dataset, order: Order, root: Path, table: str) -> TableTotals:
-    totals_or_plan = index_table(root, dataset, table, order, WORKER_ENTRIES)
+def _index_table(request: PartRequest, table: str) -> TableTotals:
+    segment = request.indexed.segment
+    totals_or_plan = index_table(request.root, segment, table, request.order, WORKER_ENTRIES)
     if isinstance(totals_or_plan, LinkingPlan):
         return totals_of(totals_or_plan, run_stages(totals_or_plan, LINKING_STAGES))
     return totals_or_plan
+
+
+def install_parts(scratch: Path, dataset: Path, indexes: Iterable[IndexEntry]) -> None:
+    """Rename the parts that were built in a scratch directory to their final paths.
+
+    The root manifest must not name them yet, and the caller holds its lock.
+    """
+    for index in indexes:
+        for part in index.parts.values():
+            source, final = (place / index.id / part.id for place in (scratch, dataset))
+            if source.exists():
+                shutil.rmtree(final, ignore_errors=True)  # of a killed attempt
+                final.parent.mkdir(exist_ok=True)
+                source.rename(final)
 
 
 def oracle(arguments: argparse.Namespace, beam_args: list[str], attempt: str) -> dict[str, Any]:
@@ -172,28 +294,50 @@ def at_least_one(value: int | None, default: int, option: str) -> int:
 
 
 def add_index(dataset: Dataset, order: Order, beam_args: list[str], attempt: str) -> Dataset:
-    """Build an index and add it to the root manifest; return the dataset with it.
+    """Build the parts of an index that segments lack; return the dataset with them.
 
-    If a segment is committed in the meantime, an index of the whole dataset is built again.
+    A segment that is committed in the meantime gets its part, too, unless segments are selected.
     """
     root = dataset.directory
+    scratch = root / f".index.{attempt}"
     ids = [s.id for s in dataset.segments] if dataset.unselected else None
+    index = dataset.index_entry(order)
     while True:
-        reference = build_index(dataset, order, root / f".index.{attempt}", beam_args)
-        with locked_root(root) as manifest:
-            has_segments = set(dataset.manifest.segments) <= set(manifest.segments)
-            is_current = ids is not None or manifest.segments == dataset.manifest.segments
-            if has_segments and is_current and (root / reference.id).is_dir():
-                if reference not in manifest.indexes:
-                    write_manifest(root, replace(manifest, indexes=(*manifest.indexes, reference)))
-                return open_segments(root, ids)
+        with scratch_directory(scratch, ".index.*"):
+            segments, data = indexed_segments(dataset), dataset.job.data
+            (extended,) = add_missing_parts([index], segments, data, scratch, beam_args)
+            with locked_root(root) as manifest:
+                _add_parts(root, manifest, extended, segments, scratch)
         dataset = open_segments(root, ids)
-        order = dataset.order(
-            order.blocks_per_batch * dataset.job.data.block_samples,
-            order.epochs,
-            order.config.shuffle,
-            order.config.seed,
-        )
+        index = dataset.index_entry(order)
+        if index in dataset.complete_indexes():
+            return dataset
+
+
+def indexed_segments(dataset: Dataset) -> list[IndexedSegment]:
+    """Return the segments of a dataset with their entries in the root manifest."""
+    return list(map(IndexedSegment, dataset.references, dataset.segments))
+
+
+def _add_parts(
+    root: Path,
+    manifest: DatasetManifest,
+    extended: IndexEntry,
+    segments: Sequence[IndexedSegment],
+    scratch: Path,
+) -> None:
+    """Add the parts that are still missing to the root manifest, whose lock the caller holds."""
+    indexes = {index.settings: index for index in manifest.indexes}
+    index = indexes.get(extended.settings, replace(extended, parts={}))
+    built = {
+        indexed.reference.id: extended.parts[indexed.reference.id]
+        for indexed in segments
+        if indexed.reference in manifest.segments and indexed.reference.id not in index.parts
+    }
+    if built:
+        install_parts(scratch, root, [replace(extended, parts=built)])
+        indexes[index.settings] = replace(index, parts={**index.parts, **built})
+        write_manifest(root, replace(manifest, indexes=tuple(indexes.values())))
 
 
 HOT_SHARES = (0.0001, 0.001, 0.01, 0.1, 0.5)
@@ -208,12 +352,12 @@ def sharding_hints(dataset: Dataset, order: Order) -> dict[str, TableHints]:
     Raises:
         SchemaError: the dataset has no index for this order; the message gives the command.
     """
-    index = dataset.index_for(order).manifest
+    index = dataset.index_for(order)
     values, bags, samples = _bags(dataset)
     hints: dict[str, TableHints] = {}
     for name, table in dataset.job.data.tables.items():
         accesses = TableAccesses(dataset, name, order)
-        num_accesses, num_unique = index.num_accesses[name], index.num_rows[name]
+        num_accesses, num_unique = index.num_accesses(name), len(accesses.rows)
         hints[name] = TableHints(
             feature_names=tuple(table.features),
             pooling_factors=tuple(
@@ -327,20 +471,20 @@ def policy_reports(
     Raises:
         SchemaError: the dataset has no index for this order; the message gives the command.
     """
-    ttl = policy_report(dataset, table, order, replace(cache, policy="ttl"))
+    index, accesses = dataset.index_for(order), TableAccesses(dataset, table, order)
+    next_uses = NextUses(dataset, index, table, accesses.numbering)
+    ttl = policy_report(accesses, next_uses, replace(cache, policy="ttl"))
     rows = cache.rows or max(1, ttl.peak_cache_rows or 0)
-    best = policy_report(dataset, table, order, replace(cache, policy="belady", rows=rows))
+    best = policy_report(accesses, next_uses, replace(cache, policy="belady", rows=rows))
     return {"ttl": ttl, "belady": best}
 
 
-def policy_report(dataset: Dataset, table: str, order: Order, cache: CacheConfig) -> PolicyReport:
+def policy_report(accesses: TableAccesses, next_uses: NextUses, cache: CacheConfig) -> PolicyReport:
     """Run one policy over one table."""
-    index = dataset.index_for(order)
-    distances = map(index.steps(table).__getitem__, range(order.num_steps))
-    required = required_rows(distances, cache)
+    required = required_rows(next_uses, cache)
     if cache.rows is not None and required > cache.rows:
         return PolicyReport(required, cache.rows, None, None, None, None)
-    summary = summarize(Plan(indexed_steps(dataset, index, table, order), cache))
+    summary = summarize(Plan(indexed_steps(accesses, next_uses), cache))
     return PolicyReport(
         required_rows=required,
         cache_rows=cache.rows,
@@ -366,14 +510,13 @@ def table_report(
     chosen = policies[cache.policy]
     if chosen.fetched_rows is None or chosen.hit_rate is None or chosen.peak_cache_rows is None:
         raise cache_too_small(cache, chosen.required_rows, table=table)
-    index = dataset.index_for(order).manifest
     manifests = [s.manifest for s in dataset.segments]  # older ones may lack a table
     counts = [m.tables[table] for m in manifests if table in m.tables]
     return TableReport(
         num_lookups=order.epochs * sum(c.num_lookups for c in counts),
         num_lookups_dedup=order.epochs * sum(c.num_lookups_dedup for c in counts),
-        num_accesses=index.num_accesses[table],
-        num_unique_rows=index.num_rows[table],
+        num_accesses=dataset.index_for(order).num_accesses(table),
+        num_unique_rows=num_unique_rows(dataset, table),
         fetched_rows=chosen.fetched_rows,
         hit_rate=chosen.hit_rate,
         peak_cache_rows=chosen.peak_cache_rows,

@@ -1,9 +1,10 @@
-"""Remove what the root manifest no longer names: `pipelines vacuum`, and after a compaction."""
+"""Remove what the root manifest does not name: `pipelines vacuum`, and after a compaction."""
 
 from __future__ import annotations
 
 import fcntl
 import shutil
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from schemas.manifest import DatasetManifest
 
 
 def vacuum(dataset: Path) -> dict[str, Any]:
-    """Remove segments and indexes that the root manifest does not name.
+    """Remove segments and parts of indexes that the root manifest does not name.
 
     Running builds have hidden names, and running trainers lock what they read: both are kept.
 
@@ -28,30 +29,37 @@ def vacuum(dataset: Path) -> dict[str, Any]:
         SchemaError: there is no dataset.
     """
     with locked_root(dataset) as root:  # a commit holds it from renaming a segment to naming it
-        sizes = [
-            [(directory.name, remove_unlocked(directory)) for directory in directories]
-            for directories in unnamed_directories(dataset, root)
-        ]
-    segments, indexes = ([(name, size) for name, size in s if size is not None] for s in sizes)
+        segments, parts = unnamed_directories(dataset, root)
+        sizes = {directory: remove_unlocked(directory) for directory in (*segments, *parts)}
+        remove_empty_indexes(dataset)
+    removed = {directory: size for directory, size in sizes.items() if size is not None}
     return {
-        "segments": [name for name, _ in segments],
-        "indexes": [name for name, _ in indexes],
-        "num_bytes": sum(num_bytes for _, num_bytes in (*segments, *indexes)),
+        "segments": [directory.name for directory in segments if directory in removed],
+        "indexes": [str(part.relative_to(dataset)) for part in parts if part in removed],
+        "num_bytes": sum(removed.values()),
     }
 
 
 def unnamed_directories(dataset: Path, root: DatasetManifest) -> tuple[list[Path], list[Path]]:
-    """Return the sorted directories of segments and indexes that the root does not name."""
-    named = {reference.id for reference in (*root.segments, *root.indexes)}
-    segments, indexes = (
-        [d for d in sorted(parent.glob(pattern)) if d.is_dir() and d.name not in named]
-        for parent, pattern in ((dataset / SEGMENTS, "[!.]*"), (dataset, "index-*"))
+    """Return the sorted segments and parts of indexes that the root does not name."""
+    named = {dataset / SEGMENTS / segment.id for segment in root.segments}
+    named |= {dataset / i.id / part.id for i in root.indexes for part in i.parts.values()}
+    segments, parts = (
+        [d for d in sorted(dataset.glob(pattern)) if d.is_dir() and d not in named]
+        for pattern in (f"{SEGMENTS}/[!.]*", "index-*/*")
     )
-    return segments, indexes
+    return segments, parts
+
+
+def remove_empty_indexes(dataset: Path) -> None:
+    """Remove the directories of indexes without parts."""
+    for directory in dataset.glob("index-*"):
+        with suppress(OSError):  # it is not empty
+            directory.rmdir()
 
 
 def remove_unnamed(directory: Path) -> int:
-    """Remove segments, indexes, vocabularies and scratch directories that no manifest names.
+    """Remove segments, parts of indexes, vocabularies and scratch data that no manifest names.
 
     Scratch directories of running builds are locked and stay.
 
@@ -66,6 +74,7 @@ def remove_unnamed(directory: Path) -> int:
         segments, indexes = unnamed_directories(directory, root)
         unnamed = [*segments, *indexes]
         in_use = [path for path in unnamed if remove_unlocked(path) is None]
+        remove_empty_indexes(directory)
         refused = sorted(path for path in directory.glob(".refused-*") if path.is_dir())
         for path in refused:
             shutil.rmtree(path)
@@ -93,12 +102,12 @@ def remove_vocabularies(dataset: Dataset) -> None:
 def check_unused(dataset: Dataset) -> None:
     """Raise SchemaError if a run uses the dataset.
 
-    A run locks its segments and index, including versions that were replaced. Without locks on the
-    filesystem the dataset counts as used.
+    A run locks its segments and their parts of the index, including versions that were replaced.
+    Without locks on the filesystem the dataset counts as used.
     """
-    named = [opened.directory for opened in (*dataset.indexes, *dataset.segments)]
-    segments, indexes = unnamed_directories(dataset.directory, dataset.manifest)
-    for directory in (*named, *segments, *indexes):
+    root = dataset.directory
+    segments = [p for p in sorted(root.glob(f"{SEGMENTS}/[!.]*")) if p.is_dir()]
+    for directory in (*segments, *sorted(root.glob("index-*/*"))):
         try:
             with locked(directory, fcntl.LOCK_EX | fcntl.LOCK_NB):
                 pass
