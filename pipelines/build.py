@@ -52,7 +52,7 @@ from pipelines.table.compatibility import (
 from pipelines.table.segment import finish_segment, local_directory, publish
 from pipelines.transforms.fit import publish_fitted, returned_files, stage_fitted
 from schemas.config.job import DataConfig, Job, SplitConfig, check_new_names, load_job
-from schemas.dataset import Dataset, Segment, open_dataset
+from schemas.dataset import Dataset, Segment, open_dataset, select_segments
 from schemas.errors import SchemaError
 from schemas.features import FeatureSet, load_features
 from schemas.layout import BUILDS, EVALUATION, MANIFEST, SEGMENTS, TRAIN, buffers_path, samples_path
@@ -348,7 +348,8 @@ def _report_rejects(
 def _summary(dataset: Dataset, result: BuildResult, wall_sec: float) -> dict[str, Any]:
     (segment,) = (s for s in dataset.segments if s.id == result.reference.id)
     manifest, events = segment.manifest, read_counts(segment)
-    index_bytes = sum(i.manifest.oracle_bytes for i in dataset.indexes)
+    alone = select_segments(dataset, [segment.id])
+    index_bytes = sum(alone.open_index(i).oracle_bytes for i in alone.complete_indexes())
     versions = replaced_versions(dataset.manifest, segment.id)
     path = f"{SEGMENTS}/{segment.directory.name}/rejects"
     return {

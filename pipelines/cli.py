@@ -37,6 +37,7 @@ from schemas.paths import (
     ALLOW_OUTSIDE_HELP,
     SINGLE_WRITER,
     ArgumentParser,
+    path_or_url,
 )
 from schemas.storage import Location
 
@@ -152,10 +153,12 @@ def build_parser() -> argparse.ArgumentParser:
     command = commands.add_parser("report", help="write a page about a dataset and its runs")
     command.add_argument("dataset", type=Location, metavar="DATASET")
     command.add_argument("--html", type=Location, required=True, metavar="FILE.html")
-    command.add_argument("--runs", type=Path, metavar="DIR", help="a run, or a folder of runs")
+    command.add_argument(
+        "--runs", type=path_or_url, metavar="DIR", help="a run, or a folder of runs"
+    )
 
     command = commands.add_parser("score", help="score samples by an exported model")
-    command.add_argument("model", type=Path, metavar="MODEL", help="from `trainer export`")
+    command.add_argument("model", type=path_or_url, metavar="MODEL", help="from `trainer export`")
     command.add_argument("--dataset", type=Location, required=True, metavar="DATASET")
     command.add_argument("--output", type=Location, required=True, metavar="DIR")
     command.add_argument("--split", choices=("all", "evaluation", "train"), default="all")
@@ -387,7 +390,7 @@ def _vacuum(arguments: argparse.Namespace, _: list[str]) -> int:
 
 
 def _migrate(arguments: argparse.Namespace, _: list[str]) -> int:
-    _print_result(arguments, migrate(arguments.dataset, _new_attempt()))
+    _print_result(arguments, migrate(arguments.dataset))
     return 0
 
 

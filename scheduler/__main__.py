@@ -57,6 +57,7 @@ from schemas.paths import (
     ArgumentParser,
     check_writable,
     import_variables,
+    path_or_url,
 )
 
 FILE_WIDTH = 160
@@ -118,7 +119,7 @@ def _add_plan_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("--dataset", type=Path, help="dataset with the sizes of the data")
     command.add_argument(
         "--history",
-        type=Path,
+        type=path_or_url,
         help="folder with finished runs and build.json files; default: beside --dataset",
     )
     command.add_argument(ALLOW_OUTSIDE, action="store_true", help=ALLOW_OUTSIDE_HELP)

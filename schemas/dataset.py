@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from schemas.arrays import Jagged, concat, jagged_of, offsets_of
 from schemas.config.job import Job, parse_stored_job
-from schemas.errors import SchemaError
+from schemas.errors import SchemaError, pluralize
 from schemas.features import FeatureSet, parse_features
 from schemas.files import (
     CheckedFile,
@@ -43,16 +43,20 @@ from schemas.layout import (
     index_path,
     num_unique_column,
     tombstones_path,
+    uses_path,
 )
 from schemas.manifest import (
     DatasetManifest,
+    IndexEntry,
     IndexManifest,
     Reference,
     SegmentManifest,
+    new_index,
     previous_names,
     read_dataset,
     read_index,
     read_segment,
+    shuffle_key_of,
 )
 from schemas.oracle import from_gaps
 from schemas.order import Order
@@ -170,10 +174,14 @@ class Segment:
             file.close()
         return rows
 
+    def edge_positions(self, table: str) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+        """Return the positions of the first and last training block that use each number."""
+        return _columns(self.edge_files(table), "first_position", "last_position")
+
 
 @dataclass(frozen=True)
-class Index:
-    """One committed index.
+class IndexPart:
+    """The part of an index for one segment.
 
     Attributes:
         directory: where it lies.
@@ -189,20 +197,67 @@ class Index:
         path = self.directory / FILES
         return parse_files(read_verified(path, self.manifest.files_sha256), path)
 
-    def distance_files(self, table: str) -> list[CheckedFile]:
-        """Return the files of a table's next uses, in the order of the steps."""
+    def steps(self, table: str) -> ListFiles:
+        """Return the int32 next-use distances of each step of the stored epochs, on demand.
+
+        They are those within segment and epoch, in ascending order of the segment's own numbers.
+        """
+        return ListFiles(self._files(lambda f: index_path(table, f)), step_distances)
+
+    def uses(self, table: str, epoch: int) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+        """Return the first and last step of the segment that uses each number in an epoch.
+
+        They are stored for shuffled epochs only; others follow from the segment's edges.
+        """
+        files = self._files(lambda f: uses_path(table, epoch, f))
+        return _columns(files, "first_step", "last_step")
+
+    def _files(self, path_of: Callable[[int], str]) -> list[CheckedFile]:
         files: list[CheckedFile] = []
-        while (path := index_path(table, len(files))) in self.files:
+        while (path := path_of(len(files))) in self.files:
             files.append(CheckedFile(self.directory, self.files[path]))
         return files
 
-    def steps(self, table: str) -> ListFiles:
-        """Return the int32 next-use distances of each step, decoded on demand."""
-        return ListFiles(self.distance_files(table), step_distances)
 
-    def distances(self, table: str) -> Jagged:
-        """Return the int32 next-use distances of each step, read at once."""
-        return concat([step_distances(file) for file in self.distance_files(table)])
+def _columns(
+    files: Sequence[CheckedFile], first: str, second: str
+) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+    """Return two int32 columns of consecutive files."""
+    offsets = offsets_of(np.array([file.num_rows for file in files], np.int64)).tolist()
+    columns = np.empty(offsets[-1], np.int32), np.empty(offsets[-1], np.int32)
+    for file, (start, end) in zip(files, pairwise(offsets), strict=True):
+        table = file.read([first, second])
+        for name, column in zip((first, second), columns, strict=True):
+            column[start:end] = table[name].to_numpy()
+        file.close()
+    return columns
+
+
+@dataclass(frozen=True)
+class Index:
+    """An index over the segments of a dataset, all or selected.
+
+    Attributes:
+        directory: directory that holds the parts.
+        entry: its settings, and the parts of all segments.
+        order: global order over the segments.
+        parts: the part of each segment, in dataset order.
+    """
+
+    directory: Location
+    entry: IndexEntry
+    order: Order
+    parts: tuple[IndexPart, ...]
+
+    @property
+    def oracle_bytes(self) -> int:
+        """Bytes of the parts."""
+        return sum(part.manifest.oracle_bytes for part in self.parts)
+
+    def num_accesses(self, table: str) -> int:
+        """Return the entries of a table, summed over all steps of the run."""
+        per_epoch = [sum(part.manifest.num_accesses.get(table, ())) for part in self.parts]
+        return sum(per_epoch) * (self.order.epochs // self.order.distinct_epochs)
 
 
 def access_lists(file: CheckedFile) -> Jagged:
@@ -230,7 +285,6 @@ class Dataset:
         job: job that it was built with.
         features: columns and their roles.
         segments: in order.
-        indexes: the first is the default.
         unselected: segments left out by `select_segments`.
     """
 
@@ -239,7 +293,6 @@ class Dataset:
     job: Job
     features: FeatureSet
     segments: tuple[Segment, ...]
-    indexes: tuple[Index, ...]
     unselected: tuple[Segment, ...] = ()
 
     def order(self, batch_samples: int, epochs: int, shuffle: str, seed: int) -> Order:
@@ -258,47 +311,69 @@ class Dataset:
             shuffle="blocks" if shuffle == "blocks" else "none", seed=seed
         )
         counts = tuple(len(s.positions("train")) for s in self.segments)
-        return Order(counts, batch_samples // block, epochs, config)
+        keys = tuple(shuffle_key_of(segment.reference) for segment in self.segments)
+        return Order(counts, batch_samples // block, epochs, config, keys)
+
+    def index_entry(self, order: Order) -> IndexEntry:
+        """Return the index with the settings of an order; one without parts if there is none."""
+        samples = order.blocks_per_batch * self.job.data.block_samples
+        new = new_index(samples, order.epochs, order.config.shuffle, order.config.seed)
+        return next((e for e in self.manifest.indexes if e.settings == new.settings), new)
+
+    def complete_indexes(self) -> list[IndexEntry]:
+        """Return the indexes that have a part of every segment; the default one comes first."""
+        ids = {segment.id for segment in self.segments}
+        return [entry for entry in self.manifest.indexes if ids <= entry.parts.keys()]
+
+    def open_index(self, entry: IndexEntry) -> Index:
+        """Open the parts of an index that has one of every segment.
+
+        Raises:
+            SchemaError: a file is missing or changed, or belongs to another segment.
+        """
+        directory = self.directory / entry.id
+        order = self.order(entry.batch_samples, entry.epochs, entry.shuffle, entry.seed)
+        parts: list[IndexPart] = []
+        for segment in (s.reference for s in self.segments):
+            reference = entry.parts[segment.id]
+            path = directory / reference.directory
+            manifest = _committed_part(path, reference)
+            if manifest.segment_sha256 != segment.manifest_sha256:
+                raise SchemaError(
+                    f"part must be of the segment {segment.id} with sha256 "
+                    f"{segment.manifest_sha256[:12]}, got {manifest.segment_sha256[:12]}; restore "
+                    "the dataset",
+                    file=str(path / MANIFEST),
+                )
+            parts.append(IndexPart(path, manifest))
+        return Index(directory, entry, order, tuple(parts))
 
     def index_for(self, order: Order) -> Index:
-        """Return the index of an order.
+        """Return the index of an order over the segments.
 
         Raises:
             SchemaError: it is not built; the message has the command that builds it.
         """
-        settings = {
-            "batch_samples": order.blocks_per_batch * self.job.data.block_samples,
-            "epochs": order.epochs,
-            "shuffle": order.config.shuffle,
-            "seed": order.config.seed,
-        }
-        closest: list[str] | None = None
-        for index in self.indexes:
-            different = self._differences(index, settings)
-            if not different:
-                return index
-            closest = min(closest or different, different, key=len)
+        entry = self.index_entry(order)
+        num_parts = sum(segment.id in entry.parts for segment in self.segments)
+        if num_parts == len(self.segments) and entry in self.manifest.indexes:
+            return self.open_index(entry)
+        names = ("batch_samples", "epochs", "shuffle", "seed")
+        settings = {name: getattr(entry, name) for name in names}
+        closest = [f"parts of {num_parts} of {pluralize(len(self.segments), 'segment')}"]
+        if not num_parts:
+            differences = [
+                [f"{n}={getattr(other, n)}" for n in names if getattr(other, n) != settings[n]]
+                for other in self.complete_indexes()
+            ]
+            closest = min(differences, key=len, default=["none"])
         expected = ", ".join(f"{name}={value}" for name, value in settings.items())
         flags = " ".join(f"--{n.replace('_', '-')} {value}" for n, value in settings.items())
         raise SchemaError(
-            f"dataset must have an index for {expected}, got {', '.join(closest or ['none'])}; run "
-            f"python -m pipelines oracle {self.directory} --reindex {flags}{self._segments_flag}",
+            f"dataset must have an index for {expected}, got {', '.join(closest)}; run "
+            f"python -m pipelines oracle {self.directory} --reindex {flags}",
             file=str(self.directory / MANIFEST),
         )
-
-    def _differences(self, index: Index, settings: Mapping[str, int | str]) -> list[str]:
-        """Return the settings in which an index differs."""
-        own = {name: getattr(index.manifest, name) for name in settings}
-        different = [f"{name}={own[name]}" for name in settings if own[name] != settings[name]]
-        if index.manifest.segments != tuple(s.id for s in self.segments):
-            different.append(f"an index of {len(index.manifest.segments)} segments")
-        return different
-
-    @property
-    def _segments_flag(self) -> str:
-        if not self.unselected:
-            return ""
-        return f" --segments {','.join(s.id for s in self.segments)}"
 
 
 def _entry(files: dict[str, FileEntry], path: str, directory: Location) -> FileEntry:
@@ -329,6 +404,12 @@ def read_version(root: Location, name: str, sha256: str) -> bytes:
 
 
 _OPEN_THREADS = 16
+
+
+@lru_cache(maxsize=1 << 14)
+def _committed_part(directory: Location, reference: Reference) -> IndexManifest:
+    """Read the manifest of a part of an index once."""
+    return read_index(directory, reference)
 
 
 @lru_cache(maxsize=1 << 14)
@@ -363,11 +444,7 @@ def open_root(directory: Location, manifest: DatasetManifest) -> Dataset:
         Segment(place, reference, segment, tombstones_of_segment(tombstones, reference.id))
         for place, reference, segment in zip(places, manifest.segments, manifests, strict=True)
     )
-    indexes = tuple(
-        Index(directory / r.directory, read_index(directory / r.directory, r))
-        for r in manifest.indexes
-    )
-    return Dataset(directory, manifest, job, features, segments, indexes)
+    return Dataset(directory, manifest, job, features, segments)
 
 
 # Deleted samples, in one small file that the root manifest names. Data files do not change and
@@ -435,7 +512,7 @@ def deleted_rows(
 
 
 # Selection of segments, as a dataset of their own, for daily training. Nothing is copied: steps
-# count from 0, and an index is used if it was built for exactly the selected segments.
+# count from 0.
 
 
 def select_segments(dataset: Dataset, names: Sequence[str]) -> Dataset:

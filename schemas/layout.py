@@ -173,15 +173,28 @@ def access_schema() -> pa.Schema:
 
 
 def index_path(table: str, file_index: int) -> str:
-    """Return a file of the index, relative to its directory."""
+    """Return a file of next uses, relative to the part of an index."""
     return str(PurePosixPath(table, part_name(file_index)))
 
 
-def index_schema() -> pa.Schema:
-    """Return the columns of an index file: one row per step.
+def uses_path(table: str, epoch: int, file_index: int) -> str:
+    """Return a file of first and last uses in a shuffled epoch, relative to the part."""
+    return str(PurePosixPath(table, f"uses-{epoch:05d}", part_name(file_index)))
 
-    `distances` has one next-use distance per entry of the step, in ascending order of row
-    numbers; 0 means not used again.
+
+USES_SCHEMA = pa.schema(
+    [
+        pa.field("first_step", pa.int32()),  # of the segment in the epoch
+        pa.field("last_step", pa.int32()),
+    ]
+)
+
+
+def index_schema() -> pa.Schema:
+    """Return the columns of an index file: one row per step of the stored epochs.
+
+    `distances` has one next-use distance per entry of the step, in ascending order of the segment's
+    row numbers; 0 means not used again in this segment and epoch.
     """
     return pa.schema(
         [pa.field("step", pa.int64()), pa.field("distances", pa.large_list(pa.int32()))]

@@ -1,6 +1,6 @@
 """Manifests: small JSON files that name everything below them by hash.
 
-The root manifest names segments and indexes by the hash of their manifests, these name
+The root manifest names segments and the parts of indexes by the hash of their manifests, these name
 `files.parquet` and `blocks.parquet`, and those name every file. Each manifest has a checksum of
 itself. Manifests hold no clock, host or absolute path; those of segments and indexes depend on
 their content alone. The root is numbered, and committed by `schemas.versions`.
@@ -12,7 +12,7 @@ import hashlib
 import json
 import types
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import cache
 from itertools import repeat
 from pathlib import Path
@@ -115,11 +115,18 @@ def encode_manifest(manifest: Any, indent: int | None = None) -> bytes:
     Keys that were added to a format later have the default None, and are left out while they are
     None: manifests without them keep their bytes.
     """
-    body = asdict(manifest)
-    for f in fields(manifest):
-        if f.default is None and body[f.name] is None:
-            del body[f.name]
+    body = _body_of(manifest)
     return _encode(body, hash_of(body), indent)
+
+
+def _body_of(value: Any) -> Any:
+    """Return the JSON value of dataclasses, without keys that are None by default."""
+    if is_dataclass(value):
+        items = [(f, getattr(value, f.name)) for f in fields(value)]
+        return {f.name: _body_of(v) for f, v in items if v is not None or f.default is not None}
+    if isinstance(value, Mapping):
+        return {name: _body_of(v) for name, v in value.items()}
+    return [_body_of(v) for v in value] if isinstance(value, list | tuple) else value
 
 
 def _encode(body: Mapping[str, Any], checksum: object, indent: int | None) -> bytes:
@@ -293,6 +300,9 @@ class Reference:
     built_at: str | None = None
     """When its rejects were written, ISO 8601 in UTC: they may be removed by age."""
 
+    shuffle_key: int | None = None
+    """Of a segment, the key of the order of its blocks, unless it is that of its hash."""
+
     @property
     def directory(self) -> str:
         """Name of its directory."""
@@ -302,6 +312,55 @@ class Reference:
     def position(self) -> int:
         """Position in the dataset: segments are ordered by it, with gaps allowed."""
         return position_of(self.id)
+
+
+def shuffle_key_of(segment: Reference) -> int:
+    """Return the shuffle key of a segment: its own, or the first 8 bytes of its manifest's hash.
+
+    Example:
+        >>> shuffle_key_of(Reference(id="00000-a", manifest_sha256="01" + "00" * 31))
+        1
+    """
+    if segment.shuffle_key is not None:
+        return segment.shuffle_key
+    return int.from_bytes(bytes.fromhex(segment.manifest_sha256[:16]), "little")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IndexEntry:
+    """The oracle's upper layer for one order, batch size and number of epochs.
+
+    Each segment has a part of its own; any selection of segments that have parts is indexed.
+    """
+
+    id: str
+    """Directory name: `index-` and a hash of the four settings below."""
+    batch_samples: int
+    """Samples of a full batch."""
+    epochs: int
+    """Passes over the training range."""
+    shuffle: str
+    """Order of blocks."""
+    seed: int
+    """Seed of the order."""
+    parts: Mapping[str, Reference] = field(default_factory=dict[str, Reference])
+    """Id of a segment to its part, whose `id` is a directory below that of the index."""
+
+    @property
+    def settings(self) -> tuple[int, int, str, int]:
+        """What identifies the index: samples of a batch, epochs, shuffle and seed."""
+        return self.batch_samples, self.epochs, self.shuffle, self.seed
+
+
+def new_index(batch_samples: int, epochs: int, shuffle: str, seed: int) -> IndexEntry:
+    """Return an index without parts."""
+    return IndexEntry(
+        id=f"index-{hash_of([batch_samples, epochs, shuffle, seed])[:16]}",
+        batch_samples=batch_samples,
+        epochs=epochs,
+        shuffle=shuffle,
+        seed=seed,
+    )
 
 
 def position_of(segment_id: str) -> int:
@@ -330,7 +389,7 @@ class DatasetManifest:
     """Hash of `schema.pbtxt`."""
     segments: tuple[Reference, ...]
     """Segments in order."""
-    indexes: tuple[Reference, ...] = ()
+    indexes: tuple[IndexEntry, ...] = ()
     """Indexes; the first is the default."""
     lineage: Mapping[str, str] = field(default_factory=dict)
     """Origin of the dataset: names and hashes, free form."""
@@ -344,12 +403,12 @@ class DatasetManifest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IndexManifest:
-    """The oracle's upper layer for one order, batch size and number of epochs."""
+    """The part of an index for one segment; it depends on nothing but segment and settings."""
 
-    id: str
-    """Directory name: `index-` and a hash of everything it was derived from."""
-    segments: tuple[str, ...]
-    """Segments that it covers, in order."""
+    segment_sha256: str
+    """Hash of the segment's manifest."""
+    shuffle_key: int | None = None
+    """Shuffle key of the segment; None if blocks are not shuffled."""
     batch_samples: int
     """Samples of a full batch."""
     epochs: int
@@ -359,13 +418,11 @@ class IndexManifest:
     seed: int
     """Seed of the order."""
     num_steps: int
-    """Steps."""
-    num_rows: Mapping[str, int]
-    """Table to distinct rows over all segments: the size of its numbering."""
-    num_accesses: Mapping[str, int]
-    """Table to entries, summed over steps."""
+    """Steps of the segment in an epoch."""
+    num_accesses: Mapping[str, tuple[int, ...]]
+    """Table to entries of each stored epoch, summed over steps."""
     oracle_bytes: int
-    """Bytes of the index."""
+    """Bytes of the part."""
     files_sha256: str
     """Hash of `files.parquet`."""
     format: int = FORMAT_VERSION
@@ -435,8 +492,9 @@ def find_root(directory: Location | Path | str) -> Root | None:
 def parse_root(version: Version, path: Location) -> DatasetManifest:
     """Return the manifest of a version; raise SchemaError if it has changed, or another format."""
     manifest = decode_manifest(DatasetManifest, version.data, path, "rebuild the dataset")
-    references = (*manifest.segments, *manifest.indexes)
-    _check_ids([name for r in references for name in (r.id, r.directory)], path)
+    parts = (part for index in manifest.indexes for part in index.parts.values())
+    references = [name for r in (*manifest.segments, *parts) for name in (r.id, r.directory)]
+    _check_ids([*references, *(index.id for index in manifest.indexes)], path)
     return manifest
 
 
@@ -482,9 +540,7 @@ def read_index(directory: Location | Path, reference: Reference | None = None) -
         SchemaError: it is missing or changed, or has another format.
     """
     directory = Location.parse(directory)
-    manifest = _read(IndexManifest, directory, reference)
-    _check_ids([manifest.id, *manifest.segments], directory / MANIFEST)
-    return manifest
+    return _read(IndexManifest, directory, reference)
 
 
 def _read(kind: type[T], directory: Location, reference: Reference | None = None) -> T:

@@ -91,6 +91,15 @@ def local_path(path: str | os.PathLike[str]) -> Path:
     )
 
 
+def path_or_url(text: str) -> Path | Location:
+    """Return a local path as it is given, and the location of an object store: an argument type."""
+    try:
+        location = Location.parse(text)
+    except SchemaError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    return location if location.local is None else local_path(text)
+
+
 class ArgumentParser(argparse.ArgumentParser):
     """A parser of paths by `local_path` and of locations by `Location.parse`; so its subparsers."""
 

@@ -46,6 +46,8 @@ _READ_BYTES = 4 << 20
 RETRY_SEC, TIMEOUT_SEC, CONNECT_SEC = 90, 60, 10
 """Time for all attempts of a request, for one attempt, and for connecting."""
 MAX_RETRIES = 10
+CHUNK_BYTES = 32 << 20
+"""Bytes in memory while a file is copied."""
 
 
 class StorageError(SchemaError):
@@ -190,6 +192,11 @@ class Location:
         if self.local is not None:
             return self.local.open("rb")
         return io.BufferedReader(_RemoteFile(self), _READ_BYTES)
+
+    def chunks(self, num_bytes: int) -> Iterator[memoryview]:
+        """Yield the bytes of a file of known size, in order; raises as `read_ranges`."""
+        for start in range(0, num_bytes, CHUNK_BYTES):
+            yield from self.read_ranges([(start, min(start + CHUNK_BYTES, num_bytes))])
 
     def num_bytes(self) -> int | None:
         """Return the size of a file; None if it does not exist."""
@@ -355,18 +362,6 @@ class Location:
         """
         return sorted(self._list(after), key=lambda entry: entry.path)
 
-    def children(self) -> list[str]:
-        """Return the sorted names of the files and directories directly below this directory."""
-        if self.local is not None:
-            with suppress(FileNotFoundError, NotADirectoryError):
-                names = (path.name for path in self.local.iterdir())
-                return sorted(name for name in names if not name.endswith(PARTIAL))
-            return []
-        store, path = self._object()
-        listed = _call(self, lambda o: o.list_with_delimiter(store, path or None))
-        paths = [*listed["common_prefixes"], *(item["path"] for item in listed["objects"])]
-        return sorted(name.rstrip("/").rpartition("/")[2] for name in paths)
-
     def _list(self, after: str | None = None, limit: int | None = None) -> list[Entry]:
         if self.local is not None:
             found = (e for e in _local_entries(self.local, "") if after is None or e.path > after)
@@ -387,6 +382,19 @@ class Location:
             return found
 
         return _call(self, collect)
+
+    def children(self) -> tuple[list[str], list[str]]:
+        """Return the names of the directories and of the files in this directory, each sorted."""
+        if self.local is not None:
+            found = [] if not self.local.is_dir() else list(self.local.iterdir())
+            folders = [path.name for path in found if path.is_dir()]
+            files = [p.name for p in found if p.is_file() and not p.name.endswith(PARTIAL)]
+        else:
+            store, path = self._object()
+            level = _call(self, lambda o: o.list_with_delimiter(store, path or None))
+            folders = [prefix.rpartition("/")[2] for prefix in level["common_prefixes"]]
+            files = [item["path"].rpartition("/")[2] for item in level["objects"]]
+        return sorted(folders), sorted(files)
 
     def remove(self, paths: Iterable[str]) -> None:
         """Delete files below this directory; those that do not exist are ignored."""
@@ -451,6 +459,43 @@ class _RemoteFile(io.RawIOBase):
         buffer[: len(data)] = data
         self._position = end
         return len(data)
+
+
+@contextmanager
+def local_copy(source: Path | Location) -> Generator[Path]:
+    """Yield a local path with a file or all files of a directory: itself, or a temporary copy.
+
+    Nothing is at the path if there is nothing at the source.
+    """
+    if isinstance(source, Path):
+        yield source
+        return
+    with tempfile.TemporaryDirectory(prefix="presage-") as folder:
+        target, entry = Path(folder) / source.name, source.stat()
+        files = [(source, target, entry)] if entry is not None else []
+        files += [(source / e.path, target / e.path, e) for e in source.entries()]
+        for location, path, entry in files:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with path.open("wb") as file:
+                for chunk in location.chunks(entry.num_bytes):
+                    file.write(chunk)
+        yield target
+
+
+@contextmanager
+def new_folder(target: Location) -> Generator[Path]:
+    """Yield a local folder to fill; after the body its files are at the target, MANIFEST.json last.
+
+    The target must be empty or missing. A local one is the folder itself, which is not created.
+    """
+    if target.local is not None:
+        yield target.local
+        return
+    with tempfile.TemporaryDirectory(prefix="presage-") as folder:
+        yield Path(folder)
+        entries = Location.parse(folder).entries()
+        for entry in sorted(entries, key=lambda entry: entry.path == "MANIFEST.json"):
+            (target / entry.path).upload(Path(folder) / entry.path)
 
 
 class _RefusedError(StorageError):

@@ -37,6 +37,8 @@ from schemas.run_log import (
     read_metrics,
     to_line,
 )
+from schemas.run_manifest import read_newest_manifest
+from schemas.storage import Location
 
 # ---- Identity: what must be equal for a run to be continued ----
 
@@ -95,13 +97,15 @@ def _ids_of(table: TableConfig) -> dict[str, Any]:
     return body if table.rows == "identity" else {**body, "num_rows": table.num_rows}
 
 
-def has_run(run: Path) -> bool:
-    """Return whether a folder contains a run."""
+def has_run(run: Path | Location) -> bool:
+    """Return whether a folder or URL contains a run."""
+    if isinstance(run, Location):
+        return read_newest_manifest(run) is not None
     return (run / RUN_FILE).is_file()
 
 
-def check_no_run(run: Path) -> None:
-    """Raise SchemaError if a folder contains a run."""
+def check_no_run(run: Path | Location) -> None:
+    """Raise SchemaError if a folder or URL contains a run."""
     if has_run(run):
         raise SchemaError(
             "output folder has a run already; use --resume or another folder", file=str(run)
@@ -318,11 +322,11 @@ def truncate_logs(run: Path, train_step: int) -> None:
         if name == SPLITS and not exists:
             continue
         lines = (run / name).read_bytes().splitlines(keepends=True) if exists else []
-        kept = [line for line in lines if _step_of(line) < train_step]
+        kept = [line for line in lines if step_of_line(line) < train_step]
         replace_bytes(run / name, b"".join(kept))
 
 
-def _step_of(line: bytes) -> float:
+def step_of_line(line: bytes) -> float:
     """Return the step of a line, infinity if it is torn or unreadable."""
     try:
         return int(json.loads(line)["step"]) if line.endswith(b"\n") else math.inf

@@ -8,9 +8,9 @@ so `--resume` never starts a second time.
 
 from __future__ import annotations
 
-import os
 import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import date, timedelta
 from pathlib import Path
@@ -26,6 +26,8 @@ from schemas.files import sha256_of
 from schemas.layout import MANIFEST
 from schemas.manifest import previous_names
 from schemas.run_log import CHECKPOINTS, RUN_FILE
+from schemas.run_manifest import local_run
+from schemas.storage import Location
 from trainer.checkpoint.format import RowsAndRecords
 from trainer.checkpoint.load import (
     check_model,
@@ -96,21 +98,26 @@ def steps_before(identity: RunIdentity) -> int:
     return int((identity.origin or {}).get("steps_before", 0))
 
 
-def open_warm_start(run: Path) -> WarmStart:
+@contextmanager
+def open_warm_start(source: Path | Location) -> Generator[WarmStart]:
     """Find the newest checkpoint of a run and verify its checksums.
 
     Raises:
-        SchemaError: the folder holds no run, or the checkpoint is missing or damaged.
+        SchemaError: there is no run, or the checkpoint is missing or damaged.
     """
-    identity, checkpoint = read_identity(run), newest_checkpoint(run)
-    if checkpoint is None:
-        raise SchemaError(
-            "run to start from has no checkpoint; train it to its end",
-            file=str(run),
+    with local_run(source, (RUN_FILE,), (None,)) as run:
+        identity, checkpoint = read_identity(run), newest_checkpoint(run)
+        if checkpoint is None:
+            raise SchemaError(
+                "run to start from has no checkpoint; train it to its end",
+                file=str(source),
+            )
+        yield WarmStart(
+            run=run,
+            checkpoint=checkpoint,
+            manifest=verify_checkpoint(checkpoint),
+            identity=identity,
         )
-    return WarmStart(
-        run=run, checkpoint=checkpoint, manifest=verify_checkpoint(checkpoint), identity=identity
-    )
 
 
 def untrained_segments(start: WarmStart, dataset: Dataset) -> tuple[str, ...]:
@@ -152,7 +159,7 @@ def write_initial_checkpoint(
             keeps all.
 
     Returns:
-        The lineage of the run, `origin` of `run.json`.
+        The lineage of the run, `origin` of `run.json` without `run`.
 
     Raises:
         SchemaError: model, optimizers or tables differ, or rows expire and a segment has no day.
@@ -176,7 +183,6 @@ def write_initial_checkpoint(
         parts = {table: (f"{folder_name(0)}/{table}",) for table in layouts}
         checkpoint.finish(fingerprint, parts, {}, keep=1)
     return {
-        "run": Path(os.path.relpath(start.run, run)).as_posix(),
         "train_step": start.manifest.train_step,
         "checkpoint_sha256": sha256_of(start.checkpoint / MANIFEST),
         "steps_before": start.steps_before,

@@ -97,7 +97,9 @@ def score(request: ScoreRequest) -> dict[str, Any]:
         )
     hashes = tuple(reference.manifest_sha256 for reference in dataset.manifest.segments)
     stage = ReadSamples(request.dataset, hashes, columns, model.manifest.inputs.columns)
-    handler = ExportedModelHandler(request.model.resolve())
+    handler = ExportedModelHandler(
+        request.model if isinstance(request.model, Location) else request.model.resolve()
+    )
 
     def add_transforms(pipeline: beam.Pipeline) -> dict[str, beam.PCollection]:
         files = (

@@ -156,7 +156,7 @@ def write_log(config: GeneratorConfig, directory: Location | Path) -> list[Locat
         ValueError: the directory contains Parquet files.
     """
     directory = Location.parse(directory)
-    if existing := [name for name in directory.children() if name.endswith(".parquet")]:
+    if existing := [name for name in directory.children()[1] if name.endswith(".parquet")]:
         raise ValueError(
             f"directory must hold no Parquet file, got directory={str(directory)!r} with "
             f"{existing[0]!r}; remove them or choose another directory"

@@ -149,7 +149,8 @@ def dataset_bytes(dataset: Dataset) -> int:
 def oracle_bytes(dataset: Dataset) -> int:
     """Return the bytes of access lists, edges and indexes."""
     segments = sum(s.manifest.oracle_bytes for s in dataset.segments)
-    return segments + sum(i.manifest.oracle_bytes for i in dataset.indexes)
+    indexes = map(dataset.open_index, dataset.complete_indexes())
+    return segments + sum(index.oracle_bytes for index in indexes)
 
 
 def derived_bytes(dataset: Dataset) -> int:

@@ -16,7 +16,7 @@ another version of a day, or as a segment that deletions have compacted.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from datetime import UTC, date, datetime
 from hashlib import sha256
@@ -24,10 +24,11 @@ from hashlib import sha256
 import pyarrow.compute as pc
 
 from pipelines.context import BuildRequest
-from pipelines.table.indexes import build_parts
-from pipelines.table.rows import VIEW, view_sql
+from pipelines.table.indexes import INDEX_PREFIX, PartBuilder, segment_of_part
+from pipelines.table.root import update_root, write_copies, write_version
 from pipelines.table.segment import directory_reference
-from schemas.dataset import Dataset, Segment, open_root, read_tombstones, version_name
+from schemas.config.job import parse_stored_job
+from schemas.dataset import Dataset, Segment, open_root, read_tombstones
 from schemas.errors import SchemaError, pluralize
 from schemas.files import read_verified
 from schemas.layout import ANOMALIES, JOB, MANIFEST, SCHEMA, SEGMENTS
@@ -43,17 +44,13 @@ from schemas.manifest import (
     find_root,
     position_of,
     previous_names,
-    read_root,
     read_segment,
 )
-from schemas.order import Order
 from schemas.storage import Location
-from schemas.versions import Versions, backoff
+from schemas.versions import backoff
 
 MAX_POSITION = 99_999
 """Segment ids begin with the position in five digits."""
-INDEX_PREFIX = "index-"
-"""Names of the directories of indexes begin with it."""
 CLAIM = "claim"
 """File of a directory that names the process that decides about it."""
 
@@ -70,6 +67,7 @@ class NewSegment:
         schema: content of the schema file.
         validate: called with the current dataset, if it exists, and the number of segments before
             this one; returns the anomalies to store, or raises if the segment is refused.
+        parts: builds its parts of indexes.
     """
 
     directory: Location
@@ -78,6 +76,7 @@ class NewSegment:
     job: bytes
     schema: bytes
     validate: Callable[[Dataset | None, int], str]
+    parts: PartBuilder
 
 
 def find_segment(root: DatasetManifest | None, key: str) -> Reference | None:
@@ -148,58 +147,11 @@ def _next_manifest(
         lineage=updated_lineage(old.lineage if old else {}, request.day, reference.id, replaced),
         tombstones_sha256=old.tombstones_sha256 if old else None,
     )
-    indexes = build_parts(request.dataset, manifest, dataset, request.beam_args)
+    segment = Segment(new.directory, reference, read_segment(new.directory, reference))
+    present = [s for s in (dataset.segments if dataset else ()) if s.reference in kept]
+    data = parse_stored_job(new.job.decode(), JOB).data
+    indexes = new.parts.updated_indexes(dataset, data, [*present, segment])
     return reference, replace(manifest, indexes=indexes)
-
-
-def update_root(
-    dataset: Location, change: Callable[[DatasetManifest], DatasetManifest]
-) -> DatasetManifest:
-    """Commit a change of the root manifest; repeat it on a root that was committed meanwhile.
-
-    Args:
-        dataset: directory of the dataset.
-        change: returns the new manifest; nothing is committed if it is the old one.
-
-    Returns:
-        The committed manifest.
-    """
-    for _ in backoff():
-        root = read_root(dataset)
-        manifest = change(root.manifest)
-        if manifest == root.manifest:
-            return manifest
-        committed = commit_root(dataset, root, manifest)
-        if committed is not None:
-            write_copies(dataset, committed)
-            return committed.manifest
-    raise AssertionError("`backoff` does not end")
-
-
-def write_version(dataset: Location, name: str, data: bytes) -> str:
-    """Write a job or schema file under a name with its hash; return the hash."""
-    digest = sha256(data).hexdigest()
-    (dataset / version_name(name, digest)).write_bytes(data)  # anew: `vacuum` goes by age
-    return digest
-
-
-def write_copies(dataset: Location, root: Root) -> None:
-    """Write the job, the schema and the views of the newest root under their plain names.
-
-    Readers do not use these copies; people do. Of several commits the newest one wins.
-    """
-    versions = Versions(dataset)
-    while True:
-        opened = open_root(dataset, root.manifest)
-        for name, digest in (
-            (JOB, root.manifest.job_sha256),
-            (SCHEMA, root.manifest.schema_sha256),
-        ):
-            (dataset / name).write_bytes((dataset / version_name(name, digest)).read_bytes())
-        (dataset / VIEW).write_bytes(view_sql(opened).encode())
-        if versions.newest_number() == root.version.number:
-            return
-        root = read_root(dataset)
 
 
 def write_anomalies(directory: Location, reference: Reference, text: str) -> Reference:
@@ -243,10 +195,14 @@ def discard(dataset: Location, directory: Location, owner: str) -> None:
 
 
 def remove_segment(dataset: Location, name: str) -> int:
-    """Remove the directory of a segment and its index parts; return their bytes."""
-    indexes = [child for child in dataset.children() if child.startswith(INDEX_PREFIX)]
-    sizes = [(dataset / index / name).remove_all() for index in indexes]
-    return sum(sizes) + (dataset / SEGMENTS / name).remove_all()
+    """Remove the directory of a segment and its parts of indexes; return their bytes."""
+    num_bytes = (dataset / SEGMENTS / name).remove_all()
+    for index in dataset.children()[0]:
+        if index.startswith(INDEX_PREFIX):
+            for part in (dataset / index).children()[0]:
+                if segment_of_part(part) == name:
+                    num_bytes += (dataset / index / part).remove_all()
+    return num_bytes
 
 
 def take_over(dataset: Location, key: str, owner: str) -> Location | None:
@@ -254,7 +210,7 @@ def take_over(dataset: Location, key: str, owner: str) -> Location | None:
     root = find_root(dataset)
     named = {s.directory for s in root.manifest.segments} if root else set()
     leased = {name for lease in live_leases(dataset) for name in lease.directories}
-    for name in (dataset / SEGMENTS).children():
+    for name in (dataset / SEGMENTS).children()[0]:
         if not name.startswith(f"{key}-") or name in named | leased:
             continue
         directory = dataset / SEGMENTS / name
@@ -302,23 +258,6 @@ def free_position(segments: Iterable[Reference], position: int | None, dataset: 
             file=str(dataset),
         )
     return position
-
-
-def default_order(dataset: Dataset) -> Order:
-    """Return the order of the job's `data.oracle`."""
-    oracle = dataset.job.data.oracle
-    return dataset.order(
-        oracle.batch_samples, oracle.epochs, oracle.order.shuffle, oracle.order.seed
-    )
-
-
-def indexed_orders(dataset: Dataset, previous: Dataset | None) -> Iterator[Order]:
-    """Yield the orders of the indexes over all segments of the previous dataset."""
-    ids = tuple(s.id for s in previous.segments) if previous else ()
-    for index in previous.indexes if previous else ():
-        m = index.manifest
-        if m.segments == ids:
-            yield dataset.order(m.batch_samples, m.epochs, m.shuffle, m.seed)
 
 
 POLL_SEC = 0.2

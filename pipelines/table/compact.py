@@ -37,12 +37,7 @@ from pipelines.sources.rejects import (
     write_rejects,
 )
 from pipelines.sources.rows import ORIGIN
-from pipelines.table.commit import (
-    anomalies_text_of,
-    discard,
-    write_anomalies,
-    write_copies,
-)
+from pipelines.table.commit import anomalies_text_of, discard, write_anomalies
 from pipelines.table.delete import (
     REJECT_PREFIXES,
     expired_segments,
@@ -51,7 +46,8 @@ from pipelines.table.delete import (
     read_ids,
     write_tombstones,
 )
-from pipelines.table.indexes import build_parts
+from pipelines.table.indexes import PartBuilder
+from pipelines.table.root import write_copies
 from pipelines.table.rows import (
     blocks_of_row_group,
     read_sample_column,
@@ -100,6 +96,7 @@ from schemas.manifest import (
     hash_of,
     read_root,
     read_segment,
+    shuffle_key_of,
     write_manifest,
 )
 from schemas.storage import Location
@@ -253,7 +250,9 @@ def _rewrite(
                 if new is None or new.id != old
             }
             manifest = _manifest_of(dataset, renamed, due, references, blanked)
-            indexes = build_parts(request.dataset, manifest, dataset, request.beam_args)
+            segments = [_opened(dataset, reference) for reference in references]
+            builder = PartBuilder(request.dataset, request.beam_args, request.work)
+            indexes = builder.updated_indexes(dataset, dataset.job.data, segments)
             check_unused(request.dataset)  # a run may have started in the meantime
             manifest = replace(manifest, indexes=indexes)
             committed = commit_root(request.dataset, root, manifest)
@@ -264,6 +263,11 @@ def _rewrite(
         return None
     write_copies(request.dataset, committed)
     return renamed
+
+
+def _opened(dataset: Dataset, reference: Reference) -> Segment:
+    directory = dataset.directory / SEGMENTS / reference.directory
+    return Segment(directory, reference, read_segment(directory, reference))
 
 
 def _write_segments(
@@ -301,7 +305,7 @@ def _write_segments(
             text = pass_gate(directory, previous, schema, gate, refused, request.progress)
         reference = _new_reference(segment.reference, directory, text)
         rewritten[segment.id] = reference
-        previous = Segment(directory, reference, read_segment(directory, reference))
+        previous = _opened(dataset, reference)
     return rewritten
 
 

@@ -27,6 +27,7 @@ from pipelines.table.commit import (
     same_files,
     segment_of_day,
 )
+from pipelines.table.indexes import PartBuilder
 from pipelines.transforms.fit import check_fitted_files
 from schemas.config.job import DataConfig, Job
 from schemas.dataset import Dataset, column_types, open_root
@@ -331,4 +332,5 @@ def new_segment(
         job=request.job_bytes or request.job_path.read_bytes(),
         schema=schema,
         validate=validate,
+        parts=PartBuilder(request.dataset, request.beam_args, request.work),
     )

@@ -17,7 +17,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from pipelines.table.commit import write_copies
+from pipelines.table.root import write_copies
 from pipelines.table.rows import blocks_of_row_group, read_sample_column, row_groups
 from schemas.arrays import flat_list, is_list, offsets_of, one_chunk
 from schemas.config.job import DataConfig

@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from typing import Any
 
-from pipelines.table.commit import INDEX_PREFIX, claim
+from pipelines.table.commit import claim
+from pipelines.table.indexes import INDEX_PREFIX, segment_of_part
 from schemas.dataset import committed_segment, version_name
 from schemas.errors import SchemaError
 from schemas.fitted import FITTED_DIRECTORY, VOCABULARIES
@@ -89,7 +90,8 @@ def remove_unnamed(dataset: Location, older_than: timedelta) -> dict[str, list[E
         is_old = all(entry.modified <= limit for entry in entries)
         if not is_old or place in named.directories or place in named.files:
             continue
-        if place.partition("/")[2] in leased:
+        directory = place.partition("/")[2]
+        if directory in leased or segment_of_part(directory) in leased:
             continue
         if place.startswith(f"{SEGMENTS}/"):
             claim(dataset / place, owner)  # or somebody had claimed it, and died

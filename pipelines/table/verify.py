@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +22,12 @@ from schemas.accesses import TableAccesses
 from schemas.arrays import comparable_tuple, is_list, numpy_of, unique_tuples, values_of
 from schemas.dataset import (
     Dataset,
-    Index,
+    IndexPart,
     Segment,
     column_types,
     missing_column_defaults,
     open_dataset,
     read_accesses,
-    select_segments,
     type_name,
 )
 from schemas.errors import SchemaError
@@ -36,9 +35,13 @@ from schemas.files import find_damaged_files
 from schemas.fitted import load_fitted
 from schemas.group_files import read_group
 from schemas.layout import BLOCK, DATA_DIRECTORIES, TRAIN, UNIQUE_INDEX, num_unique_column
-from schemas.manifest import GroupCounts, TableCounts
+from schemas.manifest import GroupCounts, IndexEntry, TableCounts
 from schemas.oracle import NextUseTracker, unique_per_block
+from schemas.order import Order
 from schemas.rows import ids_of, rows_of_ids
+
+SETTINGS = ("batch_samples", "epochs", "shuffle", "seed")
+"""Settings of an index that each of its parts repeats."""
 
 
 def verify(path: Path) -> dict[str, Any]:
@@ -54,8 +57,12 @@ def verify(path: Path) -> dict[str, Any]:
         problems.extend(f"{segment.id}/{p}" for p in segment_problems(segment, dataset))
     sound = not problems
     problems.extend(type_problems(dataset))
-    for index in dataset.indexes:
-        problems.extend(f"{index.manifest.id}/{p}" for p in index_problems(index, dataset, sound))
+    for index in dataset.manifest.indexes:
+        for segment in dataset.segments:
+            if segment.id in index.parts:
+                one = replace(dataset, segments=(segment,))
+                found = part_problems(one, index, sound)
+                problems.extend(f"{index.id}/{index.parts[segment.id].id}/{p}" for p in found)
     return {
         "num_samples": sum(s.manifest.num_samples for s in dataset.segments),
         "num_segments": len(dataset.segments),
@@ -249,52 +256,70 @@ def type_problems(dataset: Dataset) -> Iterator[str]:
                 yield f"{segment.id}: column {name} is {kind}, elsewhere {types[name]}"
 
 
-def index_problems(index: Index, dataset: Dataset, sound: bool) -> Iterator[str]:
-    """Yield the problems of an index, one line each.
+def part_problems(dataset: Dataset, entry: IndexEntry, sound: bool) -> Iterator[str]:
+    """Yield the problems of the part of an index for one segment, one line each.
 
     Args:
-        index: an open index.
-        dataset: its dataset.
+        dataset: the dataset with this segment alone.
+        entry: the index.
         sound: whether the segments have no problems, so next uses can be recomputed from them.
     """
-    damaged = find_damaged_files(index.directory, index.files)
-    yield from damaged
-    manifest = index.manifest
-    segment_ids = {s.id for s in dataset.segments}
-    if damaged or not sound or not segment_ids.issuperset(manifest.segments):
+    try:
+        index = dataset.open_index(entry)
+    except SchemaError as error:
+        yield str(error)
         return
-    dataset = select_segments(dataset, manifest.segments)  # an index may cover only some
-    order = dataset.order(manifest.batch_samples, manifest.epochs, manifest.shuffle, manifest.seed)
-    for table in dataset.job.data.tables:
-        accesses, stored = TableAccesses(dataset, table, order), index.steps(table)
-        uses, entries = NextUseTracker(len(accesses.rows)), 0
-        is_equal = len(stored) == order.num_steps
-        for train_step in range(order.num_steps - 1, -1, -1):
-            expected = uses.link(accesses.numbers(train_step), train_step)
-            entries += len(expected)
-            is_equal = is_equal and np.array_equal(stored[train_step], expected)
-        yield from index_count_problems(index, order.num_steps, table, entries, len(accesses.rows))
+    (part,), (segment,) = index.parts, dataset.segments
+    damaged = find_damaged_files(part.directory, part.files)
+    yield from damaged
+    if damaged or not sound:
+        return
+    order = index.order.of_segment(0)
+    manifest, num_accesses = part.manifest, dict[str, tuple[int, ...]]()
+    for table in sorted(segment.manifest.tables):
+        accesses = TableAccesses(dataset, table, order)
+        entries, is_equal = compare_uses(part, table, accesses, order)
+        num_accesses[table] = entries
         if not is_equal:
             yield f"{table}: next uses differ from the access lists"
-
-
-def index_count_problems(
-    index: Index, num_steps: int, table: str, entries: int, rows: int
-) -> Iterator[str]:
-    """Yield a line for each wrong field of an index's manifest about one table.
-
-    Args:
-        index: an open index.
-        num_steps: steps of its order.
-        table: name of the table.
-        entries: counted entries over all steps.
-        rows: counted distinct rows.
-    """
-    m = index.manifest
     yield from _differences(
         {
-            "num_steps": (m.num_steps, num_steps),
-            f"num_accesses.{table}": (m.num_accesses[table], entries),
-            f"num_rows.{table}": (m.num_rows[table], rows),
+            **{n: (getattr(manifest, n), getattr(entry, n)) for n in SETTINGS},
+            "num_steps": (manifest.num_steps, order.steps_per_epoch),
+            "num_accesses": (dict(manifest.num_accesses), num_accesses),
         }
     )
+
+
+def compare_uses(
+    part: IndexPart, table: str, accesses: TableAccesses, order: Order
+) -> tuple[tuple[int, ...], bool]:
+    """Compare the stored uses of a table with its access lists.
+
+    Args:
+        part: of one segment.
+        table: table name.
+        accesses: of the segment alone.
+        order: of the segment alone, over the stored epochs.
+
+    Returns:
+        The entries of each epoch, and whether all uses are equal.
+    """
+    stored, num_entries = part.steps(table), list[int]()
+    is_equal = len(stored) == order.num_steps
+    for epoch in range(order.epochs if is_equal else 0):
+        tracker = NextUseTracker(len(accesses.rows))
+        first, last = (np.full(len(accesses.rows), -1, np.int32) for _ in range(2))
+        num_entries.append(0)
+        for step in reversed(range(order.steps_per_epoch)):
+            train_step = epoch * order.steps_per_epoch + step
+            numbers = accesses.numbers(train_step)
+            num_entries[-1] += len(numbers)
+            expected = tracker.link(numbers, step)
+            is_equal = is_equal and np.array_equal(stored[train_step], expected)
+            first[numbers] = step
+            last[numbers[last[numbers] < 0]] = step
+        if order.config.shuffle != "none":
+            uses = part.uses(table, epoch)
+            is_equal = is_equal and all(map(np.array_equal, uses, (first, last)))
+    return tuple(num_entries), is_equal

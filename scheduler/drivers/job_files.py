@@ -17,7 +17,7 @@ from scheduler.controller.events import LoadKnown
 from scheduler.controller.slots import initial_slots, slots_of_range
 from scheduler.drivers.base import Endpoint
 from scheduler.model.snapshot import compute_lookahead
-from schemas.accesses import index_load
+from schemas.accesses import NextUses, index_load
 from schemas.config.job import load_job
 from schemas.dataset import open_dataset
 from schemas.errors import SchemaError
@@ -175,23 +175,15 @@ def read_load(paths: JobPaths, job: str, time_sec: float) -> LoadKnown | None:
         dataset = open_dataset(paths.dataset)
     except SchemaError:
         return None  # damaged: the trainer reports it in full
-    ids = tuple(segment.id for segment in dataset.segments)
-    matching = (
-        index
-        for index in dataset.indexes
-        if index.manifest.batch_samples == train.batch_samples and index.manifest.segments == ids
-    )
-    index = next(matching, None)
-    if index is None:
+    complete = dataset.complete_indexes()
+    entry = next((i for i in complete if i.batch_samples == train.batch_samples), None)
+    if entry is None:
         return None
-    manifest = index.manifest
-    order = dataset.order(train.batch_samples, manifest.epochs, manifest.shuffle, manifest.seed)
+    index = dataset.open_index(entry)
+    order = index.order
     slots = sum(index_load(dataset, table, order).slots for table in dataset.job.data.tables)
     assert not isinstance(slots, int), "a job has a table"
-    distances = (
-        (steps[step] for step in range(len(steps)))
-        for steps in map(index.steps, dataset.job.data.tables)
-    )
+    distances = (NextUses(dataset, index, table) for table in dataset.job.data.tables)
     touched = compute_lookahead(distances, train.cache).touched_rows
     ends = [(period + 1) * len(touched) // len(slots) - 1 for period in range(len(slots))]
     return LoadKnown(

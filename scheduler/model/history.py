@@ -29,6 +29,8 @@ from schemas.run_log import (
     read_metrics,
     read_summary,
 )
+from schemas.run_manifest import local_runs
+from schemas.storage import Location
 
 PAST_JOBS = "jobs.jsonl"
 
@@ -128,14 +130,19 @@ class History:
     jobs: tuple[PastJob, ...] = ()
 
 
-def read_history(directory: Path) -> History:
-    """Read every build and finished run below a folder.
+def read_history(directory: Path | Location) -> History:
+    """Read every build and finished run below a folder or URL.
 
     Raises:
         SchemaError: the folder is missing, or a file in it is not valid.
     """
-    if not directory.is_dir():
+    if isinstance(directory, Path) and not directory.is_dir():
         raise SchemaError("history is not a folder; check the path", file=str(directory))
+    with local_runs(directory, (SUMMARY, METRICS), (BUILD, PAST_JOBS)) as folder:
+        return _read_history(folder)
+
+
+def _read_history(directory: Path) -> History:
     read = (_read_build(path) for path in sorted(directory.rglob(BUILD)))
     builds = tuple(record for record in read if record is not None)
     folders = [path.parent for path in sorted(directory.rglob(SUMMARY))]

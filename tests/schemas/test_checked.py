@@ -9,13 +9,13 @@ import pyarrow as pa
 import pytest
 
 from pipelines.clustering.layout import Encodings, open_writer
-from schemas.dataset import Dataset, open_dataset
+from schemas.dataset import Dataset, Index, open_dataset
 from schemas.errors import SchemaError
 from schemas.files import CheckedFile, describe_file, find_damaged_files, read_files
 from tests.schemas.tiny import write_dataset
 
 SEGMENT = "segments/00000-tiny"
-# Verified when the dataset is opened.
+# Verified when the dataset and its index are opened.
 OPENED = (
     "MANIFEST.json",
     "job.yaml",
@@ -23,8 +23,8 @@ OPENED = (
     f"{SEGMENT}/MANIFEST.json",
     f"{SEGMENT}/blocks.parquet",
     f"{SEGMENT}/files.parquet",
-    "index-tiny/MANIFEST.json",
-    "index-tiny/files.parquet",
+    "index-tiny/00000-tiny/MANIFEST.json",
+    "index-tiny/00000-tiny/files.parquet",
 )
 # Verified as they are read.
 READ = (
@@ -42,6 +42,11 @@ def root(tmp_path: Path) -> Path:
     path = tmp_path / "tiny"
     write_dataset(path, num_segments=1)
     return path
+
+
+def open_with_index(root: Path) -> Index:
+    dataset = open_dataset(root)
+    return dataset.open_index(dataset.manifest.indexes[0])
 
 
 def changed(data: bytes, seed: int, count: int) -> list[bytes]:
@@ -80,11 +85,11 @@ def test_open_dataset_refuses_any_changed_byte_by_name(root: Path, name: str) ->
     for bad in changed(good, 1, 60):
         path.write_bytes(bad)
         with pytest.raises(SchemaError) as caught:
-            open_dataset(root)
+            open_with_index(root)
         assert caught.value.file == str(path)
         assert "; " in str(caught.value)
     path.write_bytes(good)
-    open_dataset(root)
+    open_with_index(root)
 
 
 def test_open_dataset_refuses_a_changed_space_of_the_root_manifest(root: Path) -> None:
@@ -138,7 +143,7 @@ def test_read_row_group_refuses_its_own_region_and_the_footer_only(root: Path) -
 def test_open_dataset_without_a_file_raises(root: Path, name: str) -> None:
     (root / name).unlink()
     with pytest.raises(SchemaError) as caught:
-        open_dataset(root)
+        open_with_index(root)
     assert caught.value.file == str(root / name)
 
 
@@ -167,7 +172,7 @@ def test_read_of_a_cut_or_missing_file_raises(root: Path, fault, message: str) -
 
 def test_regions_cover_each_file_without_a_gap(root: Path) -> None:
     dataset: Dataset = open_dataset(root)
-    for part in (*dataset.segments, *dataset.indexes):
+    for part in (*dataset.segments, *open_with_index(root).parts):
         for entry in part.files.values():
             assert entry.region_offsets[0] == 0
             assert entry.region_offsets[-1] == entry.num_bytes

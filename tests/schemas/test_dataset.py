@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from schemas.accesses import TableAccesses, indexed_steps
-from schemas.dataset import Dataset, open_dataset
+from schemas.accesses import NextUses, TableAccesses, indexed_steps, num_unique_rows
+from schemas.dataset import Dataset, open_dataset, select_segments
 from schemas.errors import SchemaError
 from schemas.layout import JOB
 from schemas.manifest import read_dataset, write_manifest
@@ -99,21 +99,21 @@ def rows_of_steps(table: str) -> list[list[int]]:
 @pytest.mark.parametrize("table", TABLES)
 def test_indexed_steps_equal_the_look_ups_of_the_samples(dataset: Dataset, table: str) -> None:
     order = dataset.order(32, 2, "none", 0)
-    index = dataset.index_for(order)
-    rows = TableAccesses(dataset, table, order).rows
+    index, accesses = dataset.index_for(order), TableAccesses(dataset, table, order)
+    rows = accesses.rows
     expected = rows_of_steps(table)
     distance_of = [
         dict(zip(step, later, strict=True))
         for step, later in zip(expected, next_use(expected), strict=True)
     ]
-    steps = list(indexed_steps(dataset, index, table, order))
-    assert len(steps) == len(expected) == index.manifest.num_steps
+    steps = list(indexed_steps(accesses, NextUses(dataset, index, table)))
+    assert len(steps) == len(expected) == index.order.num_steps
     for step, (numbers, distances) in enumerate(steps):
         assert (np.diff(numbers) > 0).all()
         assert sorted(rows[numbers].tolist()) == expected[step]
         assert [distance_of[step][row] for row in rows[numbers].tolist()] == distances.tolist()
-    assert sum(len(numbers) for numbers, _ in steps) == index.manifest.num_accesses[table]
-    assert len(rows) == index.manifest.num_rows[table] == len(set().union(*expected))
+    assert sum(len(numbers) for numbers, _ in steps) == index.num_accesses(table)
+    assert len(rows) == num_unique_rows(dataset, table) == len(set().union(*expected))
 
 
 def test_accesses_follow_a_shuffled_order(dataset: Dataset) -> None:
@@ -152,14 +152,23 @@ def test_index_for_another_order_names_the_command_that_builds_it(
         dataset.index_for(dataset.order(64, 2, "none", 0))
 
 
-def test_index_over_other_segments_is_not_taken(dataset: Dataset) -> None:
-    order = dataset.order(32, 2, "none", 0)
-    assert dataset.index_for(order) is dataset.indexes[0]
-    message = r"^dataset must have an index for batch_samples=32.* got an index of 2 segments in "
-    with pytest.raises(SchemaError, match=message):
-        replace(dataset, segments=dataset.segments[:1]).index_for(order)
+def test_index_needs_a_part_of_each_selected_segment(dataset: Dataset) -> None:
+    order, (entry,) = dataset.order(32, 2, "none", 0), dataset.manifest.indexes
+    assert dataset.index_for(order).entry == entry
+    one, other = (segment.id for segment in dataset.segments)
+    fewer = replace(entry, parts={other: entry.parts[other]})
+    fewer = replace(dataset, manifest=replace(dataset.manifest, indexes=(fewer,)))
+    selected = select_segments(fewer, [other])
+    (part,) = selected.index_for(selected.order(32, 2, "none", 0)).parts
+    assert part.directory == dataset.directory / "index-tiny" / other
+    for name, got in ((one, "none"), (None, "parts of 1 of 2 segments")):
+        lacking = fewer if name is None else select_segments(fewer, [name])
+        message = rf"^dataset must have an index for batch_samples=32.* got {got} in "
+        with pytest.raises(SchemaError, match=message):
+            lacking.index_for(lacking.order(32, 2, "none", 0))
+    without = replace(dataset, manifest=replace(dataset.manifest, indexes=()))
     with pytest.raises(SchemaError, match=r"^dataset must have an index for .* got none in "):
-        replace(dataset, indexes=()).index_for(order)
+        without.index_for(order)
 
 
 def test_order_of_a_batch_that_cuts_blocks_raises(dataset: Dataset) -> None:

@@ -19,6 +19,7 @@ from schemas.manifest import (
     TableCounts,
     canonical_json,
     hash_of,
+    new_index,
     read_dataset,
     read_index,
     read_segment,
@@ -43,15 +44,14 @@ SEGMENT = SegmentManifest(
     files_sha256="4",
 )
 INDEX = IndexManifest(
-    id="index-1",
-    segments=("00000-abc",),
+    segment_sha256="6",
+    shuffle_key=2**64 - 1,
     batch_samples=32,
     epochs=2,
     shuffle="blocks",
     seed=7,
     num_steps=4,
-    num_rows={"items": 5},
-    num_accesses={"items": 11},
+    num_accesses={"items": (11, 12)},
     oracle_bytes=12,
     files_sha256="5",
 )
@@ -60,7 +60,12 @@ DATASET = DatasetManifest(
     job_sha256="1",
     schema_sha256="2",
     segments=(Reference(id="00000-abc", manifest_sha256="6"),),
-    indexes=(Reference(id="index-1", manifest_sha256="7"),),
+    indexes=(
+        replace(
+            new_index(32, 2, "blocks", 7),
+            parts={"00000-abc": Reference(id="00000-abc", manifest_sha256="7")},
+        ),
+    ),
     lineage={"log": "8"},
 )
 READERS = {
@@ -108,12 +113,12 @@ def body_of(directory: Path, manifest) -> dict[str, object]:
 OTHER_RELEASE = "manifest is of another release: {} in {}; use that release or rebuild the dataset"
 CHANGES = {
     "another format": (
-        lambda body: {**body, "format": 2},
-        "format must be 1, got 2",
+        lambda body: {**body, "format": 3},
+        "format must be 2, got 3",
     ),
     "no format": (
         lambda body: {key: value for key, value in body.items() if key != "format"},
-        "format must be 1, got None",
+        "format must be 2, got None",
     ),
     "unknown key": (
         lambda body: {**body, "zebra": 1},
@@ -135,7 +140,7 @@ def test_manifest_of_another_release_is_refused_by_name(
 @CASES
 def test_manifest_without_a_key_is_refused_by_name(tmp_path: Path, manifest, read) -> None:
     body = body_of(tmp_path, manifest)
-    for key in sorted(body.keys() - {"format"}):
+    for key in sorted(body.keys() - {"format", "shuffle_key"}):
         path = write_body(tmp_path, {k: v for k, v in body.items() if k != key})
         pattern = re.escape(OTHER_RELEASE.format(f"missing key: {key}", path))
         with pytest.raises(SchemaError, match=pattern):
@@ -212,11 +217,13 @@ def test_ids_and_paths_that_lead_elsewhere_are_refused(tmp_path: Path) -> None:
     write_manifest(tmp_path, replace(SEGMENT, learned={"../x": "0f"}))
     with pytest.raises(SchemaError, match="path leads out of the dataset"):
         read_segment(tmp_path)
-    named = (Reference(id=elsewhere, manifest_sha256="0f"),)
-    for part in ({"segments": named}, {"indexes": named}):
+    named = Reference(id=elsewhere, manifest_sha256="0f")
+    index = new_index(32, 1, "none", 0)
+    for part in (
+        {"segments": (named,)},
+        {"indexes": (replace(index, id=elsewhere),)},
+        {"indexes": (replace(index, parts={"00000-abc": named}),)},
+    ):
         write_manifest(tmp_path, replace(DATASET, **part))
         with pytest.raises(SchemaError, match="id must consist of letters"):
             read_dataset(tmp_path)
-    write_manifest(tmp_path, replace(INDEX, segments=(elsewhere,)))
-    with pytest.raises(SchemaError, match="id must consist of letters"):
-        read_index(tmp_path)

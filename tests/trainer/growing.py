@@ -41,7 +41,6 @@ def make_versions(
             folder / f"version-{n}",
             job,
             segments[:n],
-            index=f"index-small-{n}",
             finished=n == len(segments),
         )
         for n in range(1, len(segments) + 1)
@@ -64,7 +63,7 @@ def _grown_versions(folder: Path) -> None:
 
 
 def commit(version: Path, dataset: Path) -> None:
-    """Make a dataset what a version is, its root last, without the indexes of those before.
+    """Make a dataset what a version is, its root last.
 
     It may be read meanwhile.
     """
@@ -73,7 +72,8 @@ def commit(version: Path, dataset: Path) -> None:
         replace_bytes(dataset / name, (version / name).read_bytes())
     root = read_dataset(version)
     segments = [Path(SEGMENTS) / reference.id for reference in root.segments]
-    for place in (*segments, *(Path(index.id) for index in root.indexes)):
+    parts = [Path(i.id) / part.id for i in root.indexes for part in i.parts.values()]
+    for place in (*segments, *parts):
         if not (dataset / place).exists():
             shutil.copytree(version / place, dataset / place)
     replace_bytes(dataset / MANIFEST, (version / MANIFEST).read_bytes())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import zip_longest
 from pathlib import Path
 
@@ -11,10 +12,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from schemas.accesses import TableAccesses
-from schemas.arrays import Jagged, large_list, offsets_of, unique_tuples
+from schemas.arrays import large_list, offsets_of, unique_tuples
 from schemas.config.job import Job, load_job
-from schemas.dataset import open_dataset, select_segments
+from schemas.dataset import open_dataset
 from schemas.files import describe_file, sha256_of, write_files
 from schemas.layout import (
     BLOCK,
@@ -31,21 +31,21 @@ from schemas.layout import (
     blocks_schema,
     edges_path,
     group_path,
-    index_path,
-    index_schema,
     inverse_column,
     num_unique_column,
     samples_path,
 )
 from schemas.manifest import (
     DatasetManifest,
-    IndexManifest,
     Reference,
     SegmentManifest,
+    TableCounts,
+    new_index,
     write_manifest,
 )
-from schemas.oracle import first_and_last, next_use, number_by_first_use, to_gaps, unique_per_block
+from schemas.oracle import first_and_last, number_by_first_use, to_gaps, unique_per_block
 from schemas.rows import rows_of_ids
+from tests.schemas.parts import write_index
 
 BLOCK_SAMPLES = 16
 BLOCKS_PER_ROW_GROUP = 3
@@ -178,7 +178,6 @@ def make_dataset(
     segments: list[list[tuple[int, int]]],
     seed: int = 0,
     *,
-    index: str = "index-small",
     finished: bool = False,
     days: Sequence[str | None] = (),
 ) -> Path:
@@ -189,7 +188,6 @@ def make_dataset(
         job_path: from `write_job`.
         segments: for each segment and file the training and the evaluation samples.
         seed: of the samples.
-        index: name of the index.
         finished: whether no segment follows.
         days: of the segments, none for those beyond.
     """
@@ -208,14 +206,11 @@ def make_dataset(
         segments=references,
     )
     write_manifest(folder, manifest)
-    indexes = (write_index(folder, job, index),)
-    whole = {**_fields(manifest), "indexes": indexes, "finished": finished}
-    write_manifest(folder, DatasetManifest(**whole))
+    oracle = job.data.oracle
+    index = new_index(oracle.batch_samples, oracle.epochs, oracle.order.shuffle, oracle.order.seed)
+    index = write_index(open_dataset(folder), replace(index, id="index-small"))
+    write_manifest(folder, replace(manifest, indexes=(index,), finished=finished))
     return folder
-
-
-def _fields(manifest: DatasetManifest) -> dict[str, object]:
-    return {name: getattr(manifest, name) for name in manifest.__dataclass_fields__}
 
 
 def _write_segment(
@@ -242,8 +237,7 @@ def _write_segment(
         sorted(rows, key=lambda r: r["split"] != "train"), blocks_schema(job.data.groups)
     )
     pq.write_table(blocks, root / BLOCKS)
-    for name in job.data.tables:
-        _write_access(root, job, name, parts)
+    tables = {name: _write_access(root, job, name, parts) for name in job.data.tables}
     entries = [
         describe_file(root, str(p.relative_to(root)))
         for p in sorted(root.rglob("*.parquet"))
@@ -263,7 +257,7 @@ def _write_segment(
         oracle_bytes=0,
         splits={"train": (0, num_train), "evaluation": (num_train, len(splits) - num_train)},
         groups={},
-        tables={},
+        tables=tables,
         listing=(),
         job_sha256="",
         schema_sha256="",
@@ -326,7 +320,7 @@ def _write_row_groups(path: Path, table: pa.Table, block: np.ndarray) -> None:
 
 def _write_access(
     root: Path, job: Job, name: str, parts: list[tuple[pa.Table, np.ndarray, np.ndarray]]
-) -> None:
+) -> TableCounts:
     rows: list[np.ndarray] = []
     blocks: list[np.ndarray] = []
     num_blocks = 0
@@ -353,43 +347,8 @@ def _write_access(
     pq.write_table(
         pa.table({"row": row_of_number, "first_position": first, "last_position": last}), path
     )
-
-
-def write_index(folder: Path, job: Job, name: str, ids: Sequence[str] = ()) -> Reference:
-    """Write an index over all segments, or over some; naming it in the root is the caller's."""
-    dataset = select_segments(open_dataset(folder), ids) if ids else open_dataset(folder)
-    oracle = job.data.oracle
-    order = dataset.order(
-        oracle.batch_samples, oracle.epochs, oracle.order.shuffle, oracle.order.seed
-    )
-    root = folder / name
-    num_rows: dict[str, int] = {}
-    num_accesses: dict[str, int] = {}
-    for table in job.data.tables:
-        accesses = TableAccesses(dataset, table, order)
-        distances = next_use(list(accesses.steps()), len(accesses.rows))
-        num_rows[table], num_accesses[table] = len(accesses.rows), sum(map(len, distances))
-        lists = Jagged(np.concatenate(distances), offsets_of(np.array([*map(len, distances)])))
-        path = root / index_path(table, 0)
-        path.parent.mkdir(parents=True)
-        column = large_list(lists.values, lists.offsets)
-        pq.write_table(pa.table([np.arange(order.num_steps), column], index_schema()), path)
-    files = sorted(str(p.relative_to(root)) for p in root.rglob("*.parquet"))
-    write_files(root / FILES, [describe_file(root, p) for p in files])
-    manifest = IndexManifest(
-        id=root.name,
-        segments=tuple(s.id for s in dataset.segments),
-        batch_samples=oracle.batch_samples,
-        epochs=oracle.epochs,
-        shuffle=oracle.order.shuffle,
-        seed=oracle.order.seed,
-        num_steps=order.num_steps,
-        num_rows=num_rows,
-        num_accesses=num_accesses,
-        oracle_bytes=0,
-        files_sha256=sha256_of(root / FILES),
-    )
-    return Reference(id=root.name, manifest_sha256=write_manifest(root, manifest))
+    num_unique = len(row_of_number)
+    return TableCounts(num_lookups=0, num_lookups_dedup=0, num_unique_rows=num_unique)
 
 
 def bytes_of(path: Path) -> str:

@@ -160,7 +160,7 @@ def test_train_refuses_a_changed_byte_by_name(
         run_job(job, copy, tmp_path / "run")
 
 
-@pytest.mark.parametrize("folder", ["", "segments/00001-small", "index-small"])
+@pytest.mark.parametrize("folder", ["", "segments/00001-small", "index-small/00001-small"])
 def test_train_refuses_a_missing_manifest_by_name(
     folder: str, job: Path, dataset: Path, tmp_path: Path
 ) -> None:

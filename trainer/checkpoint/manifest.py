@@ -53,7 +53,7 @@ class CheckpointManifest:
     train_step: int
     """The next step to train; the state is that after all earlier steps."""
     made_of: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    """Fingerprint of dataset, index, tables, model and optimizers (`load.fingerprint_of`)."""
+    """Fingerprint of dataset, tables, model and optimizers (`load.fingerprint_of`)."""
     parts: Mapping[str, tuple[str, ...]]
     """By table, folders below `checkpoints/` with its rows, the newest first, which takes
     precedence."""
