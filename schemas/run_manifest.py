@@ -36,7 +36,7 @@ from schemas.run_log import (
     STORE_OWNER,
     SUMMARY,
 )
-from schemas.storage import CHUNK_BYTES, MANIFESTS, Location
+from schemas.storage import CHUNK_BYTES, MANIFESTS, Location, copy_errors_name
 
 OBJECTS = "files"
 """Directory of the objects: `files/<number>-<writer>/<path in the run>`."""
@@ -277,7 +277,8 @@ def local_run(
     with tempfile.TemporaryDirectory(prefix="presage-run-") as parent:
         folder = Path(parent) / run.name
         fetch_run(run, folder, files, tuple(checkpoints))
-        yield folder
+        with copy_errors_name(run, folder):
+            yield folder
 
 
 @contextmanager
@@ -303,7 +304,8 @@ def local_runs(
         folder = Path(parent) / directory.name
         folder.mkdir()
         _fetch_runs(directory, folder, run_files, other_files)
-        yield folder
+        with copy_errors_name(directory, folder):
+            yield folder
 
 
 def _fetch_runs(

@@ -462,6 +462,17 @@ class _RemoteFile(io.RawIOBase):
 
 
 @contextmanager
+def copy_errors_name(source: Location, copy: Path) -> Generator[None]:
+    """Let errors of files of a temporary copy name them at their source."""
+    try:
+        yield
+    except SchemaError as error:
+        if error.file is not None and error.file.startswith(str(copy)):
+            error.file = f"{source}{error.file.removeprefix(str(copy))}"
+        raise
+
+
+@contextmanager
 def local_copy(source: Path | Location) -> Generator[Path]:
     """Yield a local path with a file or all files of a directory: itself, or a temporary copy.
 
@@ -479,7 +490,8 @@ def local_copy(source: Path | Location) -> Generator[Path]:
             with path.open("wb") as file:
                 for chunk in location.chunks(entry.num_bytes):
                     file.write(chunk)
-        yield target
+        with copy_errors_name(source, target):
+            yield target
 
 
 @contextmanager

@@ -56,7 +56,9 @@ logger = logging.getLogger(__name__)
 POLL_SEC = 0.5
 """Interval of looking for a new complete checkpoint."""
 MERGED_BYTES = 4 << 20
-"""Objects of a log up to this size are uploaded again, joined with at least as many new bytes."""
+"""Smaller objects of a log are joined with new lines when these have more than half of their bytes.
+So each object has at least twice the bytes of the next one, or this size: there are few of them,
+and a byte is uploaded some ten times at most."""
 _UPLOADS = 4
 """Files that are uploaded at once."""
 _STAGE = ".upload"
@@ -123,7 +125,6 @@ def work_folder(
     Raises:
         SchemaError: as `open_output`.
     """
-    check_conditional_put(output)
     key = hashlib.sha256(output.url.encode()).hexdigest()[:16]
     folder = work / f"{output.name}-{key}"
     work.mkdir(parents=True, exist_ok=True)
@@ -144,6 +145,8 @@ def _prepare(
 ) -> RunManifest | None:
     folder.mkdir(exist_ok=True)
     newest = read_newest_manifest(output)
+    if newest is None:
+        check_conditional_put(output)
     continued = read_newest_manifest(Location.parse(folder))
     if not resume:
         check_no_run(output)
@@ -317,7 +320,9 @@ class RunUploader:
                 if not line.endswith(b"\n") or not (is_final or step_of_line(line) < train_step):
                     break
                 end += len(line)
-            while kept and end > start and kept[-1].num_bytes <= min(end - start, MERGED_BYTES):
+            while (
+                kept and end > start and kept[-1].num_bytes < min(2 * (end - start), MERGED_BYTES)
+            ):
                 start -= kept[-1].num_bytes
                 kept = kept[:-1]
             file.seek(start)
