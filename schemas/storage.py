@@ -11,27 +11,21 @@ from __future__ import annotations
 
 import errno
 import io
-import json
 import os
-import random
-import re
 import shutil
 import tempfile
-import threading
 import time
 import uuid
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from datetime import UTC, datetime, timedelta
-from functools import lru_cache
+from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar
-from urllib.parse import unquote, urlsplit
+from typing import Any, BinaryIO
+from urllib.parse import unquote
 
-from schemas.errors import SchemaError
-
-T = TypeVar("T")
+from schemas.errors import StorageError
+from schemas.store_client import ATTEMPTS, RETRY_SEC, RefusedError, call, pause, store_of
 
 SCHEMES = ("file", "s3", "gs", "az", "memory")
 """Schemes of URLs; text without a scheme is a local path."""
@@ -39,19 +33,12 @@ MANIFESTS = "_manifests"
 """Directory of the numbered manifests that commit a dataset, a run or a root of days."""
 PARTIAL = ".partial"
 """Suffix of incomplete local files."""
-CREATE_ATTEMPTS = 8
-"""Attempts of a conditional put whose outcome is unknown: about half a minute with the pauses."""
+PART_BYTES, MAX_PARTS = 8 << 20, 9_000
+"""Smallest part of an upload, and the most parts; S3 takes 10,000."""
 _READ_BYTES = 4 << 20
 """Bytes that an open file at a store reads at once."""
-RETRY_SEC, TIMEOUT_SEC, CONNECT_SEC = 90, 60, 10
-"""Time for all attempts of a request, for one attempt, and for connecting."""
-MAX_RETRIES = 10
 CHUNK_BYTES = 32 << 20
 """Bytes in memory while a file is copied."""
-
-
-class StorageError(SchemaError):
-    """A store cannot be reached, or refuses a request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,11 +76,16 @@ class Location:
         if isinstance(text, Location):
             return text
         text = os.fspath(text)
+        if not text or "\0" in text:
+            raise StorageError(f"path is empty or has a null byte: {text!r}; name a directory")
         scheme, separator, rest = text.partition("://")
         if not separator and text.startswith("file:/"):
             scheme, separator, rest = "file", "://", text.removeprefix("file:")
         if not separator:
-            return cls(os.path.normpath(Path(text).absolute()))
+            scheme, separator, rest = text.partition(":/")
+            if separator and scheme in SCHEMES:
+                raise StorageError(f"URL lacks a slash; write {scheme}://{rest}", file=text)
+            return cls(_absolute(text))
         if scheme not in SCHEMES:
             known = ", ".join(f"{name}://" for name in SCHEMES)
             raise StorageError(f"scheme is unknown: {scheme!r}; use a path or {known}", file=text)
@@ -103,10 +95,13 @@ class Location:
                 raise StorageError(
                     f"file URL names a host: {host!r}; write file:///PATH", file=text
                 )
-            return cls(os.path.normpath("/" + unquote(path)))
-        if not urlsplit(text).netloc:
+            return cls.parse("/" + unquote(path))
+        bucket, *parts = rest.split("/")
+        if not bucket or bucket != bucket.strip():
             raise StorageError(f"URL has no bucket; write {scheme}://BUCKET/PATH", file=text)
-        return cls(text.rstrip("/"))
+        if ".." in parts:
+            raise StorageError("URL contains '..'; write the path without it", file=text)
+        return cls(f"{scheme}://" + "/".join([bucket, *(p for p in parts if p not in ("", "."))]))
 
     def __truediv__(self, name: str) -> Location:
         """Return a location below this one."""
@@ -135,7 +130,9 @@ class Location:
 
     @property
     def parent(self) -> Location:
-        """The location that contains this one."""
+        """The location that contains this one; a bucket or root directory contains itself."""
+        if self.url.count("/") == 2 and self.local is None:
+            return self
         return Location(self.url.rpartition("/")[0] or "/")
 
     @property
@@ -152,7 +149,7 @@ class Location:
         """
         if self.local is not None:
             return self.local.read_bytes()
-        return _call(self, lambda o: bytes(o.get(*self._object()).bytes()))
+        return call(self.url, lambda o: bytes(o.get(*self._object()).bytes()))
 
     def read_text(self) -> str:
         """Read a whole file as UTF-8; raises as `read_bytes`."""
@@ -172,8 +169,7 @@ class Location:
             with self.local.open("rb") as file:
                 parts = [os.pread(file.fileno(), end - start, start) for start, end in ranges]
         else:
-            starts, ends = [start for start, _ in ranges], [end for _, end in ranges]
-            parts = _call(self, lambda o: o.get_ranges(*self._object(), starts=starts, ends=ends))
+            parts = self._get_ranges(ranges)
         for part, (start, end) in zip(parts, ranges, strict=True):
             if len(part) != end - start:
                 raise StorageError(
@@ -198,6 +194,20 @@ class Location:
         for start in range(0, num_bytes, CHUNK_BYTES):
             yield from self.read_ranges([(start, min(start + CHUNK_BYTES, num_bytes))])
 
+    def _get_ranges(self, ranges: Sequence[tuple[int, int]]) -> list[Any]:
+        """Read byte ranges of an object; empty ones are not requested."""
+        if self.url.startswith("memory://"):  # its client panics beyond the end
+            data = self.read_bytes()
+            return [data[start:end] for start, end in ranges]
+        full = [(start, end) for start, end in ranges if start < end]
+        if not full:
+            return [b""] * len(ranges)
+        starts, ends = [start for start, _ in full], [end for _, end in full]
+        found = iter(
+            call(self.url, lambda o: o.get_ranges(*self._object(), starts=starts, ends=ends))
+        )
+        return [next(found) if start < end else b"" for start, end in ranges]
+
     def num_bytes(self) -> int | None:
         """Return the size of a file; None if it does not exist."""
         entry = self.stat()
@@ -208,7 +218,7 @@ class Location:
         with suppress(FileNotFoundError, NotADirectoryError):
             if self.local is not None:
                 return _local_entry(self.local, "") if self.local.is_file() else None
-            meta = _call(self, lambda o: o.head(*self._object()))
+            meta = call(self.url, lambda o: o.head(*self._object()))
             return Entry("", meta["size"], meta["last_modified"])
         return None
 
@@ -219,7 +229,7 @@ class Location:
     def write_bytes(self, data: bytes) -> None:
         """Write a file atomically and durably; replaces one that exists."""
         if self.local is None:
-            _call(self, lambda o: o.put(*self._object(), data))
+            call(self.url, lambda o: o.put(*self._object(), data))
             return
         with _partial_file(self.local, data) as partial:
             partial.replace(self.local)
@@ -238,50 +248,40 @@ class Location:
         Raises:
             StorageError: the store refuses, or the outcome is unknown after several attempts.
         """
-        error: Exception | None = None
-        for attempt in range(CREATE_ATTEMPTS):
+        error, ends = "", time.monotonic() + RETRY_SEC
+        for attempt in range(ATTEMPTS):
             error = self._try_create(data)
             if error is None:
                 return True
             with suppress(FileNotFoundError, StorageError):
                 return self.read_bytes() == data
-            _pause(attempt)
+            if time.monotonic() > ends:
+                break
+            pause(attempt)
         raise StorageError(
-            f"outcome of a conditional put is unknown after {CREATE_ATTEMPTS} attempts: {error}; "
-            "run the command again when the store is reachable",
+            f"outcome of a conditional put is unknown: {error}; run the command again when the "
+            "store is reachable",
             file=self.url,
         )
 
-    def _try_create(self, data: bytes) -> Exception | None:
-        """Return None if the file was created, and the error if that is refused or unknown."""
+    def _try_create(self, data: bytes) -> str | None:
+        """Return None if the file was created, else why that is refused or unknown."""
         if self.local is not None:
-            try:
-                with _partial_file(self.local, data) as partial:
-                    os.link(partial, self.local)
-            except FileExistsError as error:
-                return error
-            except OSError as error:
-                raise StorageError(
-                    f"file cannot be created: {error.strerror}; commits need a filesystem with "
-                    "hard links",
-                    file=self.url,
-                ) from error
-            _sync_directory(self.local.parent)
-            return None
+            return _link_new(self.local, data)
         try:
-            _call(
-                self,
+            call(
+                self.url,
                 lambda o: o.put(*self._object(), data, mode="create", use_multipart=False),
                 conditional=True,
             )
-        except _RefusedError:
+        except RefusedError:
             raise
         except FileNotFoundError as error:
             raise StorageError(
                 "store refuses to write; check bucket and key", file=self.url
             ) from error
         except StorageError as error:
-            return error
+            return error.message.partition(";")[0]
         return None
 
     @contextmanager
@@ -307,7 +307,8 @@ class Location:
     def upload(self, path: Path) -> None:
         """Copy a local file here, in parts if it is large."""
         if self.local is None:
-            _call(self, lambda o: o.put(*self._object(), path))
+            part_bytes = max(PART_BYTES, path.stat().st_size // MAX_PARTS + 1)
+            call(self.url, lambda o: o.put(*self._object(), path, chunk_size=part_bytes))
             return
         with self.new_file() as partial, path.open("rb") as source, partial.open("wb") as target:
             while chunk := source.read(1 << 20):
@@ -346,7 +347,7 @@ class Location:
                 partial.unlink(missing_ok=True)
         elif self._bucket == source._bucket:
             store, target = self._object()
-            _call(self, lambda o: o.copy(store, source._object()[1], target))
+            call(self.url, lambda o: o.copy(store, source._object()[1], target))
         else:
             self.write_bytes(source.read_bytes())
 
@@ -373,15 +374,15 @@ class Location:
         def collect(obstore: Any) -> list[Entry]:
             found: list[Entry] = []
             for page in obstore.list(store, path or None, offset=offset, chunk_size=1000):
-                found += [
-                    Entry(item["path"][len(prefix) :], item["size"], item["last_modified"])
-                    for item in page
-                ]
+                for item in page:
+                    name = item["path"][len(prefix) :]
+                    if after is None or name > after:  # emulators ignore the offset
+                        found.append(Entry(name, item["size"], item["last_modified"]))
                 if limit is not None and len(found) >= limit:
                     break
             return found
 
-        return _call(self, collect)
+        return call(self.url, collect)
 
     def children(self) -> tuple[list[str], list[str]]:
         """Return the names of the directories and of the files in this directory, each sorted."""
@@ -391,7 +392,7 @@ class Location:
             files = [p.name for p in found if p.is_file() and not p.name.endswith(PARTIAL)]
         else:
             store, path = self._object()
-            level = _call(self, lambda o: o.list_with_delimiter(store, path or None))
+            level = call(self.url, lambda o: o.list_with_delimiter(store, path or None))
             folders = [prefix.rpartition("/")[2] for prefix in level["common_prefixes"]]
             files = [item["path"].rpartition("/")[2] for item in level["objects"]]
         return sorted(folders), sorted(files)
@@ -407,11 +408,11 @@ class Location:
         for start in range(0, len(names), 1000):
             chunk = names[start : start + 1000]
             try:
-                _call(self, lambda o, chunk=chunk: o.delete(store, chunk))
+                call(self.url, lambda o, chunk=chunk: o.delete(store, chunk))
             except FileNotFoundError:
                 for name in chunk:
                     with suppress(FileNotFoundError):
-                        _call(self, lambda o, name=name: o.delete(store, name))
+                        call(self.url, lambda o, name=name: o.delete(store, name))
 
     def remove_all(self) -> int:
         """Delete every file below this directory; return their bytes."""
@@ -424,7 +425,7 @@ class Location:
     def _object(self) -> tuple[Any, str]:
         """Return the client of the bucket, and the key."""
         parts = self.url.split("/", 3)
-        return _client("/".join(parts[:3]), os.getpid()), parts[3] if len(parts) > 3 else ""
+        return store_of("/".join(parts[:3])), parts[3] if len(parts) > 3 else ""
 
 
 class _RemoteFile(io.RawIOBase):
@@ -510,72 +511,17 @@ def new_folder(target: Location) -> Generator[Path]:
             (target / entry.path).upload(Path(folder) / entry.path)
 
 
-class _RefusedError(StorageError):
-    """Another attempt would be refused, too."""
-
-
-class _ConflictError(StorageError):
-    """A condition was not met, or the store says so of a request without a condition."""
-
-
-def _call(location: Location, action: Callable[[Any], T], *, conditional: bool = False) -> T:
-    """Call functions of obstore, which repeats failed requests; raise its errors as ours.
-
-    Args:
-        location: for errors.
-        action: called with the module `obstore`.
-        conditional: whether the request has a condition that may not be met.
-
-    Raises:
-        FileNotFoundError: there is no such file.
-        StorageError: the store failed, or refuses the request.
-    """
-    import obstore
-    from obstore import exceptions as e
-
-    for attempt in range(CREATE_ATTEMPTS):
-        try:
-            return action(obstore)
-        except FileNotFoundError as error:
-            if "NoSuchBucket" in str(error):
-                raise _RefusedError(
-                    "bucket does not exist; create it", file=location.url
-                ) from error
-            raise FileNotFoundError(errno.ENOENT, "no such object", location.url) from None
-        except (e.AlreadyExistsError, e.PreconditionError) as error:
-            if conditional or attempt == CREATE_ATTEMPTS - 1:
-                raise _ConflictError(_cause(error), file=location.url) from error
-            _pause(attempt)
-        except (e.PermissionDeniedError, e.UnauthenticatedError) as error:
-            raise _RefusedError(
-                f"store refuses access: {_cause(error)}; check the credentials", file=location.url
-            ) from error
-        except (e.InvalidPathError, e.NotSupportedError, ValueError) as error:
-            raise _RefusedError(f"store refuses: {_cause(error)}", file=location.url) from error
-        except e.BaseError as error:
-            raise StorageError(
-                f"store failed: {_cause(error)}; try again when it is reachable", file=location.url
-            ) from error
-    raise AssertionError("the last attempt returns or raises")
-
-
-def _pause(attempt: int) -> None:
-    time.sleep(random.uniform(0.5, 1.0) * min(8.0, 0.1 * 2**attempt))
-
-
-def _cause(error: Exception) -> str:
-    """Return code and message of a store's reply, or the first line of an error."""
-    text = str(error)
-    code, message = (re.search(f"<{tag}>(.*?)</{tag}>", text) for tag in ("Code", "Message"))
-    if code:
-        return f"{code[1]}: {message[1]}" if message else code[1]
-    lines = [line for line in text.splitlines() if line.strip()]
-    return lines[0].strip()[:300] if lines else type(error).__name__
-
-
-def _probe(directory: Location) -> Location:
-    """Return the location of a new file, which is no manifest."""
-    return directory / MANIFESTS / f"probe-{uuid.uuid4().hex}"
+@contextmanager
+def _probe(directory: Location) -> Generator[Location]:
+    """Yield the location of a new file, which is no manifest; remove it after the body."""
+    probe = directory / MANIFESTS / f"probe-{uuid.uuid4().hex}"
+    try:
+        yield probe
+    except BaseException:
+        with suppress(StorageError):
+            probe.parent.remove([probe.name])
+        raise
+    probe.parent.remove([probe.name])
 
 
 def check_conditional_put(directory: Location) -> None:
@@ -584,11 +530,8 @@ def check_conditional_put(directory: Location) -> None:
     Raises:
         StorageError: two puts of one name, each on condition that it is absent, both succeeded.
     """
-    probe = _probe(directory)
-    try:
+    with _probe(directory) as probe:
         first, second = probe.create(b"first"), probe.create(b"second")
-    finally:
-        probe.parent.remove([probe.name])
     if not first or second:
         raise StorageError(
             "store ignores the condition of a conditional put, so a concurrent commit could be "
@@ -599,88 +542,20 @@ def check_conditional_put(directory: Location) -> None:
 
 def store_time(directory: Location) -> datetime:
     """Return the time by the clock of the store, to the second, as `Entry.modified` has it."""
-    probe = _probe(directory)
-    try:
+    with _probe(directory) as probe:
         probe.write_bytes(b"time")
         entry = probe.stat()
-    finally:
-        probe.parent.remove([probe.name])
     if entry is None:
         raise StorageError("store has lost a file just written; use another store", file=probe.url)
     return entry.modified
 
 
-# Clients of object stores.
-
-_MEMORY: dict[str, Any] = {}
-_MEMORY_LOCK = threading.Lock()
-
-
-@lru_cache(maxsize=64)
-def _client(root: str, process_id: int) -> Any:
-    """Return the client of a bucket; clients do not survive a fork, hence one per process."""
-    from obstore.store import GCSStore, MemoryStore, from_url
-
-    if root.startswith("memory://"):
-        with _MEMORY_LOCK:
-            return _MEMORY.setdefault(root, MemoryStore())
-    client: dict[str, Any] = {"timeout": f"{TIMEOUT_SEC}s", "connect_timeout": f"{CONNECT_SEC}s"}
-    endpoint = _endpoint(root.partition("://")[0])
-    if endpoint.startswith("http://"):
-        client["allow_http"] = True
-    settings: dict[str, Any] = {
-        "client_options": client,
-        "retry_config": {
-            "max_retries": MAX_RETRIES,
-            "retry_timeout": timedelta(seconds=RETRY_SEC),
-            "backoff": {
-                "init_backoff": timedelta(milliseconds=100),
-                "max_backoff": timedelta(seconds=5),
-                "base": 2,
-            },
-        },
-    }
-    if root.startswith("gs://") and endpoint:
-        key = {"gcs_base_url": endpoint, "disable_oauth": True}
-        key |= {name: "" for name in ("client_email", "private_key", "private_key_id")}
-        bucket = root.removeprefix("gs://")
-        return GCSStore(bucket, config={"service_account_key": json.dumps(key)}, **settings)
-    if root.startswith("s3://"):
-        if endpoint:
-            settings["endpoint"] = endpoint
-        provider = _profile_credentials()
-        if provider is not None:
-            settings["credential_provider"] = provider
-    return from_url(root, **settings)
-
-
-def _endpoint(scheme: str) -> str:
-    """Return the endpoint that the store's own tools read from the environment, or ''."""
-    names = {
-        "s3": ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT"),
-        "gs": ("STORAGE_EMULATOR_HOST",),
-        "az": ("AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT"),
-    }
-    return next((os.environ[n] for n in names.get(scheme, ()) if os.environ.get(n)), "")
-
-
-def _profile_credentials() -> Any:
-    """Return a provider of the AWS profile, if keys are in none of the variables of AWS.
-
-    Only boto3 reads profiles, SSO and assumed roles; without it the client asks the container or
-    the instance for credentials.
-    """
-    if os.environ.get("AWS_ACCESS_KEY_ID") or os.environ.get("AWS_WEB_IDENTITY_TOKEN_FILE"):
-        return None
-    try:
-        from obstore.auth.boto3 import Boto3CredentialProvider
-
-        return Boto3CredentialProvider()
-    except (ImportError, ValueError):
-        return None
-
-
 # Local files.
+
+
+def _absolute(path: str) -> str:
+    """Return an absolute path without `..`, and without the second slash that POSIX allows."""
+    return "/" + os.path.normpath(Path(path).absolute()).lstrip("/")
 
 
 def _partial_path(target: Path) -> Path:
@@ -701,6 +576,23 @@ def _partial_file(target: Path, data: bytes) -> Generator[Path]:
         yield partial
     finally:
         partial.unlink(missing_ok=True)
+
+
+def _link_new(target: Path, data: bytes) -> str | None:
+    """Create a complete file under a name; return None, or why the name is taken."""
+    with _partial_file(target, data) as partial:
+        try:
+            os.link(partial, target)
+        except FileExistsError as error:
+            return str(error)
+        except OSError as error:
+            raise StorageError(
+                f"file cannot be created: {error.strerror}; commits need a filesystem with hard "
+                "links",
+                file=str(target),
+            ) from error
+    _sync_directory(target.parent)
+    return None
 
 
 def _sync_directory(directory: Path) -> None:
