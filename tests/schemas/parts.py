@@ -1,6 +1,5 @@
 """Indexes, written by the rules of `FORMAT.md` step by step, and small datasets of access lists."""
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +13,7 @@ from schemas.arrays import Jagged, large_list, offsets_of
 from schemas.config.job import parse_stored_job
 from schemas.dataset import Dataset, Segment
 from schemas.features import FeatureSet
-from schemas.files import FileEntry, describe_file, write_files
+from schemas.files import FileEntry, describe_file, sha256_of, write_files
 from schemas.manifest import (
     DatasetManifest,
     IndexEntry,
@@ -28,23 +27,20 @@ from schemas.manifest import (
 )
 from schemas.oracle import first_and_last, number_by_first_use, to_gaps
 from schemas.order import Order
+from schemas.storage import Location
 from tests.schemas.reference import next_use
 
 
 def write_index(dataset: Dataset, entry: IndexEntry) -> IndexEntry:
     """Write a part of an index for each segment; returns the index with them."""
-    parts = {
-        segment.id: write_part(dataset, entry, segment, reference)
-        for segment, reference in zip(dataset.segments, dataset.references, strict=True)
-    }
+    parts = {segment.id: write_part(dataset, entry, segment) for segment in dataset.segments}
     return replace(entry, parts={**entry.parts, **parts})
 
 
-def write_part(
-    dataset: Dataset, entry: IndexEntry, segment: Segment, reference: Reference
-) -> Reference:
+def write_part(dataset: Dataset, entry: IndexEntry, segment: Segment) -> Reference:
     """Write the part of one segment, the next uses in two files."""
-    root = dataset.directory / entry.id / segment.id
+    root = Path(dataset.directory / entry.id / segment.id)
+    reference = segment.reference
     is_shuffled = entry.shuffle != "none"
     alone = replace(dataset, segments=(segment,))
     epochs = entry.epochs if is_shuffled else 1
@@ -69,7 +65,7 @@ def write_part(
                 names.append(layout.uses_path(table, epoch, file))
                 write(root / names[-1], pa.table([first[rows], last[rows]], layout.USES_SCHEMA))
     root.mkdir(parents=True, exist_ok=True)
-    write_files(root / layout.FILES, [describe_file(root, name) for name in sorted(names)])
+    entries = [describe_file(root, name) for name in sorted(names)]
     manifest = IndexManifest(
         segment_sha256=reference.manifest_sha256,
         shuffle_key=shuffle_key_of(reference) if is_shuffled else None,
@@ -80,7 +76,7 @@ def write_part(
         num_steps=order.steps_per_epoch,
         num_accesses=num_accesses,
         oracle_bytes=0,
-        files_sha256=hashlib.sha256((root / layout.FILES).read_bytes()).hexdigest(),
+        files_sha256=write_files(root / layout.FILES, entries),
     )
     return Reference(id=root.name, manifest_sha256=write_manifest(root, manifest))
 
@@ -140,23 +136,26 @@ def write_lists(
         settings: samples of a batch, epochs, shuffle and seed.
         keys: shuffle keys of segments.
     """
-    opened = [_write_segment(root, number, lists) for number, lists in enumerate(segments)]
-    references = tuple(
-        Reference(id=s.id, manifest_sha256=sha256, shuffle_key=keys.get(number))
-        for number, (s, sha256) in enumerate(opened)
+    opened = tuple(
+        _write_segment(root, number, lists, keys.get(number))
+        for number, lists in enumerate(segments)
     )
     manifest = DatasetManifest(
-        name="lists", job_sha256="", schema_sha256="", segments=references, indexes=()
+        writer="test",
+        name="lists",
+        job_sha256="",
+        schema_sha256="",
+        segments=tuple(segment.reference for segment in opened),
     )
     job = parse_stored_job(JOB, "job.yaml")
-    dataset = Dataset(root, manifest, job, FeatureSet(()), tuple(s for s, _ in opened))
+    dataset = Dataset(Location.parse(root), manifest, job, FeatureSet(()), opened)
     index = write_index(dataset, new_index(*settings))
     return replace(dataset, manifest=replace(manifest, indexes=(index,)))
 
 
 def _write_segment(
-    root: Path, number: int, lists: Sequence[np.ndarray] | None
-) -> tuple[Segment, str]:
+    root: Path, number: int, lists: Sequence[np.ndarray] | None, shuffle_key: int | None
+) -> Segment:
     directory = root / layout.SEGMENTS / f"{number:05d}-lists"
     directory.mkdir(parents=True)
     files: dict[str, FileEntry] = {}
@@ -176,8 +175,8 @@ def _write_segment(
         files[path] = describe_file(directory, path)
         counts = {"num_lookups": 0, "num_lookups_dedup": 0, "num_unique_rows": len(rows)}
         tables["items"] = TableCounts(**counts)
+    write(directory / layout.BLOCKS, layout.blocks_schema([]).empty_table())
     manifest = SegmentManifest(
-        id=directory.name,
         num_samples=0,
         num_sessions=0,
         num_rejects=0,
@@ -190,9 +189,10 @@ def _write_segment(
         listing=(),
         job_sha256=str([len(rows) for rows in blocks]),
         schema_sha256="",
-        blocks_sha256="",
-        files_sha256=str([entry.sha256 for entry in files.values()]),
+        blocks_sha256=sha256_of(directory / layout.BLOCKS),
+        files_sha256=write_files(directory / layout.FILES, list(files.values())),
         columns={} if lists is None else {"item_id": "int64"},
     )
     sha256 = write_manifest(directory, manifest)
-    return Segment(directory, manifest, files, layout.blocks_schema([]).empty_table()), sha256
+    reference = Reference(id=directory.name, manifest_sha256=sha256, shuffle_key=shuffle_key)
+    return Segment(Location.parse(directory), reference, manifest)

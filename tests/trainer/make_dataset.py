@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import zip_longest
 from pathlib import Path
@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 
 from schemas.arrays import large_list, offsets_of, unique_tuples
 from schemas.config.job import Job, load_job
-from schemas.dataset import open_dataset
+from schemas.dataset import open_root, version_name
 from schemas.files import describe_file, sha256_of, write_files
 from schemas.layout import (
     BLOCK,
@@ -40,11 +40,14 @@ from schemas.manifest import (
     Reference,
     SegmentManifest,
     TableCounts,
+    commit_root,
     new_index,
+    read_root,
     write_manifest,
 )
 from schemas.oracle import first_and_last, number_by_first_use, to_gaps, unique_per_block
 from schemas.rows import rows_of_ids
+from schemas.storage import Location
 from tests.schemas.parts import write_index
 
 BLOCK_SAMPLES = 16
@@ -192,25 +195,39 @@ def make_dataset(
         days: of the segments, none for those beyond.
     """
     job = load_job(job_path)
-    for name in (JOB, SCHEMA):
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_bytes((job_path.parent / name).read_bytes())
+    hashes = [_write_version(folder, job_path.parent / name) for name in (JOB, SCHEMA)]
     references = tuple(
         _write_segment(folder, job, index, files, seed + 100 * index, day)
         for index, (files, day) in enumerate(zip_longest(segments, days[: len(segments)]))
     )
     manifest = DatasetManifest(
+        writer="test",
         name=job.name,
-        job_sha256=sha256_of(folder / JOB),
-        schema_sha256=sha256_of(folder / SCHEMA),
+        job_sha256=hashes[0],
+        schema_sha256=hashes[1],
         segments=references,
+        finished=finished,
     )
-    write_manifest(folder, manifest)
     oracle = job.data.oracle
     index = new_index(oracle.batch_samples, oracle.epochs, oracle.order.shuffle, oracle.order.seed)
-    index = write_index(open_dataset(folder), replace(index, id="index-small"))
-    write_manifest(folder, replace(manifest, indexes=(index,), finished=finished))
+    index = write_index(open_root(Location.parse(folder), manifest), index)
+    commit_root(folder, None, replace(manifest, indexes=(index,)))
     return folder
+
+
+def _write_version(folder: Path, source: Path) -> str:
+    """Write a job or schema file as the root names it, and a copy; return its hash."""
+    sha256 = sha256_of(source)
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in (source.name, version_name(source.name, sha256)):
+        (folder / name).write_bytes(source.read_bytes())
+    return sha256
+
+
+def change_root(dataset: Path, change: Callable[[DatasetManifest], DatasetManifest]) -> None:
+    """Commit a change of the root manifest."""
+    root = read_root(dataset)
+    assert commit_root(dataset, root, change(root.manifest)) is not None
 
 
 def _write_segment(
@@ -243,12 +260,10 @@ def _write_segment(
         for p in sorted(root.rglob("*.parquet"))
         if p.name not in (BLOCKS, FILES)
     ]
-    write_files(root / FILES, entries)
+    files_sha256 = write_files(root / FILES, entries)
     splits = blocks["split"].to_pylist()
     num_train = splits.count("train")
     manifest = SegmentManifest(
-        id=root.name,
-        day=day,
         num_samples=sum(a + b for a, b in files),
         num_sessions=0,
         num_rejects=0,
@@ -262,9 +277,9 @@ def _write_segment(
         job_sha256="",
         schema_sha256="",
         blocks_sha256=sha256_of(root / BLOCKS),
-        files_sha256=sha256_of(root / FILES),
+        files_sha256=files_sha256,
     )
-    return Reference(id=root.name, manifest_sha256=write_manifest(root, manifest))
+    return Reference(id=root.name, manifest_sha256=write_manifest(root, manifest), day=day)
 
 
 def _write_file(
