@@ -28,6 +28,7 @@ from rich.console import Console, RenderableType
 
 from scheduler import doctor
 from scheduler.controller.log import describe_job, jobs_summary, recover, replay_summary
+from scheduler.doctor_url import examine_url
 from scheduler.drivers.beam_runners import segment_runner
 from scheduler.drivers.driver import DriverOptions
 from scheduler.drivers.job_files import CommandFlags
@@ -317,6 +318,8 @@ def _replay(arguments: argparse.Namespace) -> None:
 def _doctor(arguments: argparse.Namespace) -> None:
     machine = doctor.machine_of(arguments, os.environ, sys.path, sys.version_info[:2], time.time())
     findings = doctor.examine(machine)
+    if arguments.url is not None:
+        findings += examine_url(arguments.url)
     if arguments.json:
         print(json.dumps(doctor.findings_to_json(findings)))
     else:

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 from urllib.parse import unquote
 
-from schemas.errors import StorageError
+from schemas.errors import SchemaError, StorageError
 from schemas.store_client import ATTEMPTS, RETRY_SEC, RefusedError, call, pause, store_of
 
 SCHEMES = ("file", "s3", "gs", "az", "memory")

@@ -59,6 +59,8 @@ def forward(
                 f"<{root}><ETag>x</ETag></{root}>".encode() if status == 200 else content,
             )
         return 204, {}, b""
+    if "x-goog-copy-source" in headers:
+        return _copy(connection, bucket, key, headers)
     if method == "PUT":
         return _upload(connection, bucket, key, headers, body)
     return send(connection, method, path, headers, body)
@@ -80,6 +82,17 @@ def _upload(
     path = f"/upload/storage/v1/b/{bucket}/o?{urlencode(query)}"
     status, _, content = send(connection, "POST", path, own, body)
     return status, {"ETag": '"x"'}, _NO_BUCKET if status == 404 else content
+
+
+def _copy(
+    connection: http.client.HTTPConnection, bucket: str, key: str, headers: Mapping[str, str]
+) -> Reply:
+    """Copy an object by the JSON API."""
+    from_bucket, _, from_key = headers["x-goog-copy-source"].partition("/")
+    path = f"/storage/v1/b/{from_bucket}/o/{from_key}/rewriteTo/b/{bucket}/o/{key}"
+    own = {"Host": headers["Host"], "Content-Length": "0"}
+    status, _, content = send(connection, "POST", path, own, b"")
+    return status, {}, content
 
 
 def _list(
