@@ -430,12 +430,12 @@ def warnings_of(dataset: Dataset, segment_id: str, split: SplitConfig) -> Iterat
         earlier, later = ("a longer", "a shorter") if by_day else ("an earlier", "a later")
         if EVALUATION not in splits:
             yield (
-                f"no sample is for evaluation: {_time_range(segments, time)}{_split_key(split)}; "
+                f"no sample is for evaluation: {_time_range(built, time)}{_split_key(split)}; "
                 f"set it to {earlier} time, or to null to train on all samples"
             )
         if TRAIN not in splits:
             yield (
-                f"no sample is for training: {_time_range(segments, time)}{_split_key(split)}; "
+                f"no sample is for training: {_time_range(built, time)}{_split_key(split)}; "
                 f"set it to {later} time, or append segments that are before it"
             )
     labels = dataset.features.with_role("label")
@@ -495,8 +495,8 @@ def _split_key(split: SplitConfig) -> str:
     return f"data.split.evaluation_from is {split.evaluation_from}"
 
 
-def _time_range(segments: tuple[Segment, ...], time: str) -> str:
-    ranges = [pc.min_max(column).as_py() for s in segments for column in _times(s, time)]
+def _time_range(segment: Segment, time: str) -> str:
+    ranges = [pc.min_max(column).as_py() for column in _times(segment, time)]
     if not ranges:
         return ""  # the time is in a group, or in the SQL only
     first, last = min(f["min"] for f in ranges), max(f["max"] for f in ranges)

@@ -295,6 +295,14 @@ class Dataset:
     segments: tuple[Segment, ...]
     unselected: tuple[Segment, ...] = ()
 
+    @cached_property
+    def column_types(self) -> Mapping[str, str]:
+        """Type of every column of any segment, selected or not."""
+        types: dict[str, str] = {}
+        for segment in (*self.unselected, *self.segments):
+            types.update(segment.manifest.columns)
+        return types
+
     def order(self, batch_samples: int, epochs: int, shuffle: str, seed: int) -> Order:
         """Return the global order of a run over the training range.
 
@@ -612,12 +620,9 @@ def type_from_name(name: str) -> pa.DataType:
         raise SchemaError(f"unknown column type: {name!r}; rebuild the dataset") from error
 
 
-def column_types(dataset: Dataset) -> dict[str, str]:
+def column_types(dataset: Dataset) -> Mapping[str, str]:
     """Return the type of every column of any segment, selected or not."""
-    types: dict[str, str] = {}
-    for segment in (*dataset.unselected, *dataset.segments):
-        types.update(segment.manifest.columns)
-    return types
+    return dataset.column_types
 
 
 def missing_column_defaults(dataset: Dataset, segment: Segment) -> dict[str, pa.Scalar]:

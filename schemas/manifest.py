@@ -263,6 +263,8 @@ class SegmentManifest:
     """Column of samples, groups and transforms to the name of its Arrow type."""
     learned: Mapping[str, str] = field(default_factory=dict[str, str])
     """Files of fitted values that its transforms used: path below the dataset to sha256."""
+    directories: tuple[str, ...] | None = None
+    """Directories of its data files, such as `samples` and `tuples/user`; None in format 1."""
     num_source_rows: int | None = None
     """Rows of the log that gave samples; None if each sample has its own row."""
     id: str | None = None

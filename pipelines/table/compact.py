@@ -54,7 +54,12 @@ from pipelines.table.rows import (
     row_groups,
     tuples_of_samples,
 )
-from pipelines.table.segment import finish_segment, local_directory, publish
+from pipelines.table.segment import (
+    directories_of,
+    finish_segment,
+    local_directory,
+    publish,
+)
 from pipelines.table.vacuum import check_unused, remove_unnamed
 from schemas.arrays import comparable_tuple, hash_keys, is_list, one_chunk
 from schemas.config.job import DataConfig, Job
@@ -115,6 +120,7 @@ REWRITTEN_FIELDS = (
     "blocks_sha256",
     "files_sha256",
     "columns",
+    "directories",
     "learned",
 )
 """Fields of a segment's manifest that come from the new files."""
@@ -479,6 +485,8 @@ def copy_segment(
     for path in (BLOCKS, *entries):
         (directory / path).copy_from(segment.directory / path)
     changed: dict[str, Any] = {} if with_rejects else {"num_rejects": 0}
+    if segment.manifest.directories is not None:
+        changed["directories"] = directories_of(entries.values())
     changed["files_sha256"] = write_files(directory / FILES, entries.values())
     manifest = replace(
         segment.manifest,

@@ -317,8 +317,10 @@ def _owner_table(segment: Segment, group: str) -> str:
 
 
 def _has(segment: Segment, *folders: str) -> bool:
-    prefix = "/".join(folders) + "/"
-    return any(path.startswith(prefix) for path in segment.files)
+    directory = "/".join(folders)
+    if segment.manifest.directories is not None:
+        return directory in segment.manifest.directories
+    return any(path.startswith(f"{directory}/") for path in segment.files)
 
 
 def _files(segment: Segment, *folders: str, numbered: bool = False) -> str:

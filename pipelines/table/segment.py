@@ -182,6 +182,7 @@ def finish_segment(
         schema_sha256=hashes[1],
         blocks_sha256=sha256_of(root / BLOCKS),
         files_sha256=files_sha256,
+        directories=directories_of(entries),
         columns=stored_columns(root, results[0].file_index, groups),
         learned=learned,
     )
@@ -199,6 +200,11 @@ def stored_columns(root: Path, file_index: int, groups: Iterable[str]) -> dict[s
     fields = [f for f in schema_of(samples_path(file_index)) if f.name not in hidden]
     fields += [f for g in groups for f in group_schema(schema_of, g, file_index)]
     return {f.name: type_name(f.type) for f in fields}
+
+
+def directories_of(entries: Iterable[FileEntry]) -> tuple[str, ...]:
+    """Return the sorted directories that contain files."""
+    return tuple(sorted({entry.path.rpartition("/")[0] for entry in entries} - {""}))
 
 
 def sum_bytes(entries: Sequence[FileEntry], *prefixes: str) -> int:
