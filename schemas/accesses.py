@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import count
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any
@@ -381,16 +382,19 @@ def allocate(count: int) -> NDArray[np.int32]:
 
 
 def indexed_steps(
-    accesses: TableAccesses, next_uses: NextUses
+    dataset: Dataset, index: Index, table: str
 ) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int32]]]:
     """Yield each step's ascending numbers and next-use distances."""
-    return (accesses.entries(step, distances) for step, distances in enumerate(next_uses))
+    accesses = TableAccesses(dataset, table, index.order)
+    next_uses = NextUses(dataset, index, table, accesses.numbering)
+    return map(accesses.entries, count(), next_uses)
 
 
 def index_load(dataset: Dataset, table: str, order: Order) -> TableLoad:
     """Return the load of a table; raise SchemaError if the dataset has no index of the order."""
     index, accesses = dataset.index_for(order), TableAccesses(dataset, table, order)
-    steps = indexed_steps(accesses, NextUses(dataset, index, table, accesses.numbering))
+    next_uses = NextUses(dataset, index, table, accesses.numbering)
+    steps = zip(accesses.steps(), next_uses, strict=True)  # counts need no common order
     return table_load(steps, accesses.rows, order.num_steps)
 
 

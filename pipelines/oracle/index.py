@@ -10,7 +10,7 @@ epoch are linked; `schemas.accesses.NextUses` links segments and epochs when an 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -177,31 +177,36 @@ class MappedLists:
 
 
 class EpochTracker:
-    """Next uses within each epoch, and first and last ones, for iterating over steps backwards."""
+    """Next uses within each epoch, for iterating over all steps backwards.
 
-    def __init__(self, order: Order, num_numbers: int) -> None:
-        """Create a tracker of numbers in [0, num_numbers) in the order of a segment alone."""
-        self._order, self._num_numbers = order, num_numbers
-        self._uses: dict[int, tuple[NDArray[np.int32], NDArray[np.int32]]] = {}  # by epoch
+    It writes the first and last uses in shuffled epochs; others follow from the segment's edges.
+    """
+
+    def __init__(self, plan: LinkingPlan, ranges: Mapping[int, tuple[int, int]]) -> None:
+        """Create a tracker.
+
+        Args:
+            plan: plan of the table.
+            ranges: indexes of consecutive ranges, and the numbers of each, counted from the first.
+        """
+        self._plan, self._ranges = plan, ranges
+        self._num_numbers = max(end for _, end in ranges.values())
+        self._epoch = plan.order.epochs
 
     def link(self, numbers: NDArray[np.integer], train_step: int) -> NDArray[np.int32]:
         """Return the next-use distances of a step's numbers in its epoch, and record this use."""
-        epoch, _, step = self._order.locate(train_step)
-        if epoch not in self._uses:
-            self._tracker = NextUseTracker(self._num_numbers)
-            first, last = (np.empty(self._num_numbers, np.int32) for _ in range(2))
-            self._uses[epoch] = first, last
-        first, last = self._uses[epoch]
+        epoch, _, step = self._plan.order.locate(train_step)
+        if epoch != self._epoch:
+            self._epoch, self._tracker = epoch, NextUseTracker(self._num_numbers)
+            self._first, self._last = (np.empty(self._num_numbers, np.int32) for _ in range(2))
         distances = self._tracker.link(numbers, step)
-        first[numbers] = step
-        last[numbers[distances == NEVER]] = step
+        self._first[numbers] = step
+        self._last[numbers[distances == NEVER]] = step
+        if step == 0 and self._plan.order.config.shuffle != "none":
+            for index, (start, end) in self._ranges.items():
+                first, last = self._first[start:end], self._last[start:end]
+                write_uses_file(self._plan.root, self._plan.table, epoch, index, first, last)
         return distances
-
-    def write(self, root: Path, table: str, file_index: int, numbers: slice) -> None:
-        """Write first and last uses in shuffled epochs to a file each; others follow from edges."""
-        if self._order.config.shuffle != "none":
-            for epoch, (first, last) in self._uses.items():
-                write_uses_file(root, table, epoch, file_index, first[numbers], last[numbers])
 
 
 def link_range(plan: LinkingPlan, task: LinkTask) -> tuple[LinkTask, NDArray[np.int32]]:
@@ -210,7 +215,8 @@ def link_range(plan: LinkingPlan, task: LinkTask) -> tuple[LinkTask, NDArray[np.
     Returns:
         The task, and the entries of the range in each step.
     """
-    lists, uses = MappedLists(plan), EpochTracker(plan.order, task.end - task.first)
+    lists = MappedLists(plan)
+    uses = EpochTracker(plan, {task.index: (0, task.end - task.first)})
     counts = np.zeros(plan.order.num_steps, np.int32)
 
     def batches() -> Iterator[Columns]:
@@ -224,7 +230,6 @@ def link_range(plan: LinkingPlan, task: LinkTask) -> tuple[LinkTask, NDArray[np.
             yield {"distances": concat_lists(distances[::-1]).values}
 
     write_batches(plan.scratch_path("links", task.index), batches(), _LINKS)
-    uses.write(plan.root, plan.table, task.index, slice(None))
     return task, counts
 
 
@@ -343,7 +348,7 @@ def link_in_memory(plan: LinkingPlan) -> TableTotals:
     lists, order = concat([access_lists(file) for file in plan.files]), plan.order
     bins = count_bins(lists, plan.num_numbers)
     range_bounds = number_range_bounds(bins * order.epochs, plan.num_numbers)
-    uses = EpochTracker(order, plan.num_numbers)
+    uses = EpochTracker(plan, dict(enumerate(pairwise(range_bounds))))
     distances: list[NDArray[np.int32]] = []
     for train_step in range(order.num_steps - 1, -1, -1):
         blocks = lists.take(order.step(train_step).positions)
@@ -354,6 +359,4 @@ def link_in_memory(plan: LinkingPlan) -> TableTotals:
     for file_index, (start, end) in enumerate(pairwise(bounds)):
         steps = concat_lists(distances[start:end])
         write_index_file(plan.root, plan.table, file_index, start, steps)
-    for file_index, (first, end) in enumerate(pairwise(range_bounds)):
-        uses.write(plan.root, plan.table, file_index, slice(first, end))
     return totals_of(plan, [entries_per_epoch(order, 0, concat_lists(distances).lengths)])

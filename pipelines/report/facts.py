@@ -56,7 +56,7 @@ from pipelines.table.indexes import (
     table_report,
 )
 from pipelines.table.rows import row_groups, session_lengths
-from schemas.accesses import NextUses, TableAccesses, TableLoad, index_load, indexed_steps
+from schemas.accesses import TableAccesses, TableLoad, index_load, indexed_steps
 from schemas.arrays import comparable, comparable_tuple, one_chunk, unique_tuples
 from schemas.cache_plan import Plan
 from schemas.config.job import SessionConfig
@@ -535,8 +535,7 @@ def oracle_facts(dataset: Dataset) -> OracleFacts | None:
     report, accesses = tables[largest], TableAccesses(dataset, largest, order)
     work = max(1, min(report.num_accesses, EXACT_OPTIMAL))
     points = int(np.clip(OPTIMAL_WORK // work, 8, 64))
-    next_uses = NextUses(dataset, dataset.index_for(order), largest, accesses.numbering)
-    steps = indexed_steps(accesses, next_uses)
+    steps = indexed_steps(dataset, dataset.index_for(order), largest)
     plan = [(len(s.numbers), int(s.fetch.sum()), s.resident_rows) for s in Plan(steps, cache)]
     return OracleFacts(
         tables=tables,

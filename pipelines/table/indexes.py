@@ -8,6 +8,7 @@ import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
+from itertools import count
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -35,7 +36,6 @@ from schemas.accesses import (
     TableAccesses,
     TableHints,
     index_load,
-    indexed_steps,
     num_unique_rows,
     write_hints,
 )
@@ -515,7 +515,7 @@ def policy_report(accesses: TableAccesses, next_uses: NextUses, cache: CacheConf
     required = required_rows(next_uses, cache)
     if cache.rows is not None and required > cache.rows:
         return PolicyReport(required, cache.rows, None, None, None, None)
-    summary = summarize(Plan(indexed_steps(accesses, next_uses), cache))
+    summary = summarize(Plan(map(accesses.entries, count(), next_uses), cache))
     return PolicyReport(
         required_rows=required,
         cache_rows=cache.rows,

@@ -1,9 +1,11 @@
 """A run that follows a real pipeline, each in its own process, and what may happen to both."""
 
+import json
 import re
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +13,7 @@ import pytest
 from pipelines.cli import main
 from schemas.dataset import open_dataset
 from schemas.layout import MANIFEST
-from schemas.manifest import read_dataset
+from schemas.manifest import read_dataset, write_manifest
 from tests.conftest import REPOSITORY
 from tests.pipelines.appending import changed
 from tests.pipelines.logs import IN_PROCESS, write_log
@@ -100,19 +102,24 @@ def append(job: Path, log: Path, dataset: Path, *more: str) -> int:
 
 
 @pytest.mark.slow
-def test_index_that_is_held_outlasts_any_number_of_segments(
-    job: Path, logs: list[Path], dataset: Path
+def test_part_of_an_index_that_is_held_outlasts_vacuum(
+    job: Path, logs: list[Path], dataset: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (index,) = open_dataset(dataset).indexes
+    opened = open_dataset(dataset)
+    (part,) = opened.open_index(opened.manifest.indexes[0]).parts
     held = ReadLocks()
-    held.replace(index.directory)
-    for log in logs[1:4]:
+    held.replace(part.directory)
+    for log in logs[1:3]:
         assert append(job, log, dataset) == 0
-    assert (index.directory / MANIFEST).exists()
-    assert len(list(dataset.glob("index-*"))) == 3  # held, of the root before, of the root
+    write_manifest(dataset, replace(read_dataset(dataset), indexes=()))
+    assert main(["vacuum", str(dataset)]) == 0
+    assert list(dataset.glob("index-*/*")) == [part.directory]
     held.replace()
-    assert append(job, logs[4], dataset) == 0
-    assert not index.directory.exists()
+    capsys.readouterr()
+    assert main(["vacuum", str(dataset), "--json"]) == 0
+    name = f"{part.directory.parent.name}/{part.directory.name}"
+    assert json.loads(capsys.readouterr().out)["indexes"] == [name]
+    assert not list(dataset.glob("index-*"))
 
 
 @pytest.mark.slow

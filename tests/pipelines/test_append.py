@@ -14,9 +14,11 @@ import pytest
 
 from pipelines.build import build
 from pipelines.cli import main
+from pipelines.oracle.index import index_table
 from pipelines.table.rows import expand, read_samples
 from pipelines.table.verify import verify
-from schemas.dataset import open_dataset
+from schemas.accesses import indexed_steps
+from schemas.dataset import Segment, open_dataset
 from schemas.errors import SchemaError
 from schemas.layout import JOB, SEGMENTS
 from schemas.manifest import read_dataset, write_manifest
@@ -107,21 +109,40 @@ def test_index_of_two_segments_equals_brute_force(
     opened = open_dataset(dataset)
     index = opened.index_for(opened.order(32, epochs, "none", 0))
     expected = brute_force(dataset, table, epochs)
-    assert index.manifest.num_steps == len(expected)
-    assert np.array_equal(index.distances(table).values, np.concatenate(expected))
-    assert index.distances(table).lengths.tolist() == [len(e) for e in expected]
+    steps = indexed_steps(opened, index, table)
+    assert [d.tolist() for _, d in steps] == [e.tolist() for e in expected]
 
 
 def test_appended_index_has_the_bytes_of_one_that_is_built_at_once(
     one: Path, two: Path, tmp_path: Path
 ) -> None:
     dataset = copy_of(two, tmp_path / "dataset")
-    index = open_dataset(dataset).indexes[0]
-    before = bytes_of(index.directory)
-    shutil.rmtree(index.directory)
+    before = bytes_of(dataset)
+    for index in dataset.glob("index-*"):
+        shutil.rmtree(index)
     write_manifest(dataset, replace(read_dataset(dataset), indexes=()))
     assert main(["oracle", str(dataset), "--reindex", IN_PROCESS]) == 0
-    assert bytes_of(index.directory) == before
+    assert bytes_of(dataset) == before
+
+
+def test_append_indexes_the_new_segment_only(
+    one: Path, two: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    indexed = list[tuple[str, str]]()
+
+    def index_and_note(root: Path, segment: Segment, table: str, *rest: object) -> object:
+        indexed.append((segment.directory.name, table))
+        return index_table(root, segment, table, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr("pipelines.table.indexes.index_table", index_and_note)
+    dataset = copy_of(two, tmp_path / "dataset")
+    before = {p: p.read_bytes() for p in dataset.glob("index-*/*/**/*") if p.is_file()}
+    build(addition(one / "job" / "job.yaml", one / "log-2", dataset))
+    (building,) = {directory for directory, _ in indexed}
+    assert building.startswith(".")
+    assert len(indexed) == len(open_dataset(dataset).job.data.tables)
+    assert {p: p.read_bytes() for p in before} == before
+    assert verify(dataset)["problems"] == []
 
 
 def test_append_keeps_every_byte_of_the_segment_before(one: Path, two: Path) -> None:
@@ -129,7 +150,7 @@ def test_append_keeps_every_byte_of_the_segment_before(one: Path, two: Path) -> 
     assert bytes_of(two / SEGMENTS / first.id) == bytes_of(first.directory)
     opened = open_dataset(two)
     assert [s.manifest.position for s in opened.segments] == [0, 1]
-    assert opened.indexes[0].manifest.segments == tuple(s.id for s in opened.segments)
+    assert opened.manifest.indexes[0].parts.keys() == {s.id for s in opened.segments}
     assert verify(two)["problems"] == []
 
 
@@ -218,10 +239,9 @@ def test_append_extends_every_index_that_the_dataset_has(one: Path, tmp_path: Pa
     assert main(["oracle", str(dataset), "--reindex", "--epochs", "2", IN_PROCESS]) == 0
     build(addition(one / "job" / "job.yaml", one / "log-1", dataset))
     opened = open_dataset(dataset)
-    assert sorted(i.manifest.epochs for i in opened.indexes) == [1, 2]
-    assert {len(i.manifest.segments) for i in opened.indexes} == {2}
+    assert [i.epochs for i in opened.complete_indexes()] == [1, 2]
     build(addition(one / "job" / "job.yaml", one / "log-2", dataset))
-    assert len(list(dataset.glob("index-*"))) == 4  # those of this root and of the one before
+    assert len(list(dataset.glob("index-*/*"))) == 6
     assert verify(dataset)["problems"] == []
 
 

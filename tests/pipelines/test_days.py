@@ -15,6 +15,7 @@ import pytest
 from pipelines.build import build
 from pipelines.cli import main
 from pipelines.table.verify import verify
+from schemas.accesses import indexed_steps
 from schemas.dataset import open_dataset, select_segments
 from schemas.errors import SchemaError
 from schemas.layout import MANIFEST, SEGMENTS
@@ -26,9 +27,9 @@ from tests.pipelines.test_kills import DRIVER
 FIRST, LATE, LAST = "2026-01-01", "2026-01-02", "2026-01-04"
 POINTS = {
     "before it is judged": ("table.commit", "set_segment_id", 0),
-    "before its index": ("table.commit", "build_index", 0),
-    "between its name and the root": ("table.commit", "write_root", 1),
-    "after the root": ("table.commit", "remove_indexes", 0),
+    "before its index": ("table.commit", "updated_indexes", 0),
+    "between its name and the root": ("table.commit", "write_root", 0),
+    "after the root": ("table.commit", "write_view", 0),
 }
 
 
@@ -132,7 +133,8 @@ def corrected(logs: Path, days: Path, folder: Path) -> Path:
 def named_bytes(dataset: Path) -> dict[str, dict[str, bytes]]:
     """Return every byte of what the root names."""
     root = read_dataset(dataset)
-    places = [f"{SEGMENTS}/{s.id}" for s in root.segments] + [i.id for i in root.indexes]
+    places = [f"{SEGMENTS}/{s.id}" for s in root.segments]
+    places += [f"{i.id}/{part.id}" for i in root.indexes for part in i.parts.values()]
     return {place: bytes_of(dataset / place) for place in places}
 
 
@@ -226,28 +228,43 @@ def test_replacement_that_is_killed_leaves_one_version(
 
 
 @pytest.mark.slow
-def test_index_over_some_days_is_that_of_a_dataset_of_them(
+def test_index_of_selected_days_is_that_of_a_dataset_of_them(
     logs: Path, days: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    dataset = copy_of(days, tmp_path / "dataset")
-    given = ["oracle", str(dataset), "--reindex", "--segments", f"{FIRST},{LATE}", "--json"]
-    assert main(given) == 0
-    assert json.loads(capsys.readouterr().out)["num_steps"] > 0
     apart, job = tmp_path / "apart", logs / "job" / "job.yaml"
     build(replace(request(job, logs / FIRST, apart), day=FIRST))
     build(replace(addition(job, logs / LATE, apart), day=LATE))
-    expected = open_dataset(apart).indexes[0]
-    chosen = select_segments(open_dataset(dataset), (LATE, FIRST))
-    order = chosen.order(32, 1, "none", 0)
-    found = chosen.index_for(order)
-    for table in chosen.job.data.tables:
-        assert found.distances(table).values.tobytes() == expected.distances(table).values.tobytes()
+    both = [open_dataset(apart), select_segments(open_dataset(days), (LATE, FIRST))]
+    for table in both[0].job.data.tables:
+        found = []
+        for dataset in both:
+            index = dataset.index_for(dataset.order(32, 1, "none", 0))
+            steps = indexed_steps(dataset, index, table)
+            found.append([(numbers.tolist(), later.tolist()) for numbers, later in steps])
+        assert found[0] == found[1]
+    reports = []
+    for words in ([str(apart)], [str(days), "--segments", f"{FIRST},{LATE}"]):
+        assert main(["oracle", *words, "--json"]) == 0
+        reports.append(json.loads(capsys.readouterr().out))
+    assert reports[0] == reports[1]
+
+
+@pytest.mark.slow
+def test_reindex_of_selected_days_builds_their_parts_alone(
+    days: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    dataset = copy_of(days, tmp_path / "dataset")
+    words = ["oracle", str(dataset), "--epochs", "2", "--json"]
+    assert main([*words, "--reindex", "--segments", f"{FIRST},{LATE}"]) == 0
+    (index,) = (i for i in read_dataset(dataset).indexes if i.epochs == 2)
+    assert len(index.parts) == 2
+    before = bytes_of(dataset / index.id)
+    assert main(words) == 1
+    assert "got parts of 2 of 3 segments in" in capsys.readouterr().err
+    assert main([*words, "--reindex"]) == 0
+    assert bytes_of(dataset / index.id).items() > before.items()
     assert read_dataset(dataset).lineage == read_dataset(days).lineage
     assert verify(dataset)["problems"] == []
-    with pytest.raises(SchemaError, match=re.escape(f"--segments {chosen.segments[0].id}")):
-        select_segments(chosen, (FIRST,)).index_for(
-            select_segments(chosen, (FIRST,)).order(32, 1, "none", 0)
-        )
 
 
 HELD = ("split: {evaluation_from: 2026-01-01 00:08:00}", "split: {evaluation_last: 1433m}")

@@ -264,11 +264,12 @@ def test_rewriting_of_a_dataset_that_is_read_is_refused(
     dataset = copy_of(two, tmp_path / "dataset")
     run(capsys, str(dataset), "--ids", ids_file(tmp_path, ID))
     before, opened = bytes_of(dataset), open_dataset(dataset)
-    for part in (opened.indexes[0], opened.segments[1]):
+    index = opened.open_index(opened.manifest.indexes[0])
+    for part in (index.parts[0], opened.segments[1]):
         with locked(part.directory, fcntl.LOCK_SH):
             assert main(["erase", str(dataset), "--rewrite"]) == 1
         assert capsys.readouterr().err == (
-            f"error: dataset is in use: a run has locked {part.id} in {dataset}; "
+            f"error: dataset is in use: a run has locked {part.directory.name} in {dataset}; "
             "stop the run, or try again when it has ended\n"
         )
     assert bytes_of(dataset) == before
@@ -313,7 +314,7 @@ sys.exit(main(sys.argv[1:]))
 
 POINTS = {
     "between two segments": ("compact", "compact_segment", 1),
-    "before the index": ("compact", "build_indexes", 0),
+    "before the index": ("compact", "updated_indexes", 0),
     "before the root": ("compact", "write_manifest", 0),
     "after the root, before old files go": ("compact", "remove_unnamed", 0),
 }

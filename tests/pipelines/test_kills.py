@@ -53,10 +53,10 @@ os.execv(sys.executable, [sys.executable, "-m", "pipelines", *sys.argv[1:]])
 POINTS = {
     "before the segment is finished": ("build", "finish_segment", 0),
     "before it is judged": ("table.commit", "set_segment_id", 0),
-    "before its index": ("table.commit", "build_index", 0),
-    "between its name and the root": ("table.commit", "write_root", 1),
-    "before the root, the new job beside the old": ("table.commit", "write_manifest", 1),
-    "after the root, before the new job has its name": ("table.commit", "remove_indexes", 0),
+    "before its index": ("table.commit", "updated_indexes", 0),
+    "between its name and the root": ("table.commit", "write_root", 0),
+    "before the root, the new job beside the old": ("table.commit", "write_manifest", 0),
+    "after the root, before the view": ("table.commit", "write_view", 0),
 }
 SHORT = ("between its name and the root",)
 
@@ -104,7 +104,7 @@ def test_append_that_is_killed_leaves_a_dataset_and_can_be_run_again(
     assert done.returncode == -signal.SIGKILL, done.stderr.decode()
     found = verify(dataset)
     assert found["problems"] == []
-    expected = one / ("both" if function == "remove_indexes" else "dataset")
+    expected = one / ("both" if function == "write_view" else "dataset")
     assert open_dataset(dataset).manifest == open_dataset(expected).manifest
     build(appended(one, dataset))
     assert_equal_datasets(dataset, one / "both")

@@ -66,7 +66,7 @@ def test_build_of_a_finished_dataset_keeps_its_other_indexes(tmp_path: Path) -> 
     dataset = built(tmp_path)
     assert main(["oracle", str(dataset), "--reindex", "--epochs", "2", IN_PROCESS]) == 0
     before = bytes_of(dataset)
-    assert len(open_dataset(dataset).indexes) == 2
+    assert len(open_dataset(dataset).complete_indexes()) == 2
     build(request(tmp_path / "job" / "job.yaml", tmp_path / "log", dataset))
     assert bytes_of(dataset) == before
 

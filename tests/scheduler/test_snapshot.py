@@ -139,17 +139,11 @@ def test_facts_of_dataset_hold_what_the_plan_of_the_run_needs(
     facts: DataFacts, built: Path, job: Job
 ) -> None:
     dataset = open_dataset(built / "dataset")
-    index, cache = dataset.indexes[0], job.train.cache
-    order = dataset.order(
-        index.manifest.batch_samples,
-        index.manifest.epochs,
-        index.manifest.shuffle,
-        index.manifest.seed,
-    )
-    assert index.manifest.batch_samples == job.train.batch_samples
+    index, cache = dataset.open_index(dataset.manifest.indexes[0]), job.train.cache
+    order = index.order
+    assert index.entry.batch_samples == job.train.batch_samples
     plans = [
-        summarize(Plan(indexed_steps(dataset, index, table, order), cache))
-        for table in job.data.tables
+        summarize(Plan(indexed_steps(dataset, index, table), cache)) for table in job.data.tables
     ]
     assert facts.window_rows == sum(found.peak_cache_rows for found in plans)
     fetched = sum(found.fetched_rows for found in plans)

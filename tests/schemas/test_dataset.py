@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from schemas.accesses import NextUses, TableAccesses, indexed_steps, num_unique_rows
+from schemas.accesses import TableAccesses, indexed_steps, num_unique_rows
 from schemas.dataset import Dataset, open_dataset, select_segments
 from schemas.errors import SchemaError
 from schemas.layout import JOB
@@ -99,14 +99,14 @@ def rows_of_steps(table: str) -> list[list[int]]:
 @pytest.mark.parametrize("table", TABLES)
 def test_indexed_steps_equal_the_look_ups_of_the_samples(dataset: Dataset, table: str) -> None:
     order = dataset.order(32, 2, "none", 0)
-    index, accesses = dataset.index_for(order), TableAccesses(dataset, table, order)
-    rows = accesses.rows
+    index = dataset.index_for(order)
+    rows = TableAccesses(dataset, table, order).rows
     expected = rows_of_steps(table)
     distance_of = [
         dict(zip(step, later, strict=True))
         for step, later in zip(expected, next_use(expected), strict=True)
     ]
-    steps = list(indexed_steps(accesses, NextUses(dataset, index, table)))
+    steps = list(indexed_steps(dataset, index, table))
     assert len(steps) == len(expected) == index.order.num_steps
     for step, (numbers, distances) in enumerate(steps):
         assert (np.diff(numbers) > 0).all()

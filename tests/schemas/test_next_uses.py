@@ -39,7 +39,7 @@ def check(dataset: Dataset, segments: list[list[np.ndarray] | None]) -> None:
     next_uses = NextUses(dataset, index, "items", accesses.numbering)
     steps = rows_of_steps(dataset, segments)
     expected = reference.next_use(steps)
-    found = list(indexed_steps(accesses, next_uses))
+    found = list(indexed_steps(dataset, index, "items"))
     assert len(found) == len(next_uses) == len(steps)
     for (numbers, distances), rows, later in zip(found, steps, expected, strict=True):
         assert (np.diff(numbers) > 0).all()

@@ -172,7 +172,7 @@ def test_train_refuses_a_missing_manifest_by_name(
         "the build did not finish, or this is not a dataset"
     )
     with pytest.raises(SchemaError, match=f"^{re.escape(message)}$"):
-        run_job(job, copy, tmp_path / "run")
+        run_job(job, copy, tmp_path / "run", embedding="cached")
 
 
 def test_decode_refuses_blocks_that_lie_elsewhere(dataset: Path) -> None:
