@@ -2,22 +2,20 @@
 
 A run at a local path is a folder. At an object store it is `_manifests/<n>.json` and the objects
 that these name below `files/`. The newest manifest is the state of the run: each file of the
-folder as one or several objects, joined. A trainer commits the next state by creating the manifest
-with the next number (`Location.create`), so of two trainers of one run only one commits. Manifests
-stay, since a number must not be created twice; objects that the newest one does not name are
-deleted, so a reader that misses one reads the newest manifest again.
+folder as one or several objects, joined. A trainer commits the next state as the next version
+(`schemas.versions`), so of two trainers of one run only one commits. Objects that the newest one
+does not name are deleted, so a reader that misses one reads the newest manifest again.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import re
 import tempfile
 from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -37,6 +35,7 @@ from schemas.run_log import (
     SUMMARY,
 )
 from schemas.storage import CHUNK_BYTES, MANIFESTS, Location, copy_errors_name
+from schemas.versions import Version, Versions
 
 OBJECTS = "files"
 """Directory of the objects: `files/<number>-<writer>/<path in the run>`."""
@@ -46,7 +45,7 @@ SMALL_FILES = (RUN_FILE, BLOCKS, SCHEMA, JOB, STORE_OWNER, SUMMARY)
 """Other files of a run beside its checkpoints. `run.json` is replaced last when the dataset has
 grown, and so is read first."""
 RUN_MANIFEST_FORMAT = 1
-_NUMBERED = re.compile(r"(\d{8})\.json")
+_REMEDY = "use another copy of the run"
 _FETCHES = 8
 """Files that are fetched at once."""
 
@@ -65,28 +64,16 @@ class RunObject:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunManifest:
-    """One committed state of a run."""
+    """One state of a run."""
 
-    number: int
-    """Position in the history of the run, from 0."""
-    parent: str | None
-    """Hash of the manifest before it, hex; None for the first."""
     writer: str
     """Id of the process that wrote it."""
+    parent_sha256: str | None = None
+    """Hash of the version before it."""
     files: Mapping[str, tuple[RunObject, ...]]
     """Path in the run to the objects whose bytes, joined, are the file."""
     format: int = RUN_MANIFEST_FORMAT
     """Version of this format."""
-
-    @property
-    def path(self) -> str:
-        """Path below the run's URL."""
-        return f"{MANIFESTS}/{self.number:08d}.json"
-
-    @property
-    def sha256(self) -> str:
-        """Hash of its bytes, hex."""
-        return hashlib.sha256(encode_manifest(self)).hexdigest()
 
     @property
     def objects(self) -> frozenset[str]:
@@ -94,30 +81,46 @@ class RunManifest:
         return frozenset(each.name for objects in self.files.values() for each in objects)
 
 
-def read_newest_manifest(run: Location) -> RunManifest | None:
-    """Return the newest manifest of a run; None if there is none.
+@dataclass(frozen=True, slots=True)
+class RunState:
+    """A committed state of a run: a version, and the manifest in it."""
+
+    version: Version
+    manifest: RunManifest
+
+
+def read_newest_state(run: Location) -> RunState | None:
+    """Return the newest state of a run; None if there is none.
 
     Raises:
-        SchemaError: it is damaged, or of another release.
+        SchemaError: its manifest is damaged, or of another release.
         StorageError: the store failed.
     """
-    location = _newest_location(run)
-    if location is None:
+    versions = Versions(run)
+    version = versions.newest()
+    if version is None:
         return None
-    data = location.read_bytes()
-    manifest = decode_manifest(RunManifest, data, location, "use another copy of the run")
+    location = versions.path(version.number)
+    manifest = decode_manifest(RunManifest, version.data, location, _REMEDY)
     for path in (*manifest.files, *manifest.objects):
         if not is_below(path):
-            raise SchemaError(
-                f"path leads out of the run: {path!r}; use another copy of the run",
-                file=str(location),
-            )
-    return manifest
+            raise SchemaError(f"path leads out of the run: {path!r}; {_REMEDY}", file=str(location))
+    return RunState(version, manifest)
 
 
-def _newest_location(run: Location) -> Location | None:
-    names = [entry.path for entry in (run / MANIFESTS).entries() if _NUMBERED.fullmatch(entry.path)]
-    return run / MANIFESTS / names[-1] if names else None
+def commit_state(
+    run: Location, previous: RunState | None, manifest: RunManifest
+) -> RunState | None:
+    """Commit the state that follows `previous`; return None if another process was faster.
+
+    Raises:
+        StorageError: the store failed, or ignores the condition.
+    """
+    parent = None if previous is None else previous.version.sha256
+    manifest = replace(manifest, parent_sha256=parent)
+    data = encode_manifest(manifest)
+    version = Versions(run).commit(None if previous is None else previous.version, data)
+    return None if version is None else RunState(version, manifest)
 
 
 # Fetch files.
@@ -131,7 +134,7 @@ def fetch_run(
     folder: Path,
     files: Collection[str] | str,
     checkpoints: Iterable[int | None] = (),
-) -> RunManifest:
+) -> RunState:
     """Make a folder contain files of a run, verified; those that it has already stay.
 
     The manifests of all checkpoints are fetched, too. Files of the run's state that the newest
@@ -144,7 +147,7 @@ def fetch_run(
         checkpoints: steps of checkpoints whose files are fetched; None for the newest.
 
     Returns:
-        The manifest of the state that was fetched.
+        The state that was fetched.
 
     Raises:
         SchemaError: there is no run, or an object is missing or has changed.
@@ -153,16 +156,15 @@ def fetch_run(
     missing: FileNotFoundError | None = None
     last_number = -1
     while True:
-        manifest = read_newest_manifest(run)
-        if manifest is None:
+        state = read_newest_state(run)
+        if state is None:
             raise SchemaError("found no run; train first", file=str(run))
-        if missing is not None and manifest.number == last_number:
+        manifest = state.manifest
+        if missing is not None and state.version.number == last_number:
             raise SchemaError(
-                f"object of the run is missing: {missing.filename}; restore it, or use another "
-                "copy of the run",
-                file=str(run / manifest.path),
+                f"object of the run is missing: {missing.filename}; {_REMEDY}", file=str(run)
             ) from missing
-        last_number = manifest.number
+        last_number = state.version.number
         try:
             _remove_others(folder, manifest)
             if files == ALL:
@@ -174,7 +176,7 @@ def fetch_run(
         except FileNotFoundError as error:  # deleted, as a newer state was committed meanwhile
             missing = error
         else:
-            return manifest
+            return state
 
 
 def _is_manifest(name: str) -> bool:
@@ -212,9 +214,7 @@ def _fetch_file(run: Location, manifest: RunManifest, folder: Path, name: str) -
     objects = manifest.files.get(name)
     if objects is None:
         raise SchemaError(
-            f"manifest of the run lacks a file of a checkpoint: {name}; use another copy of the "
-            "run",
-            file=str(run / manifest.path),
+            f"state of the run lacks a file of a checkpoint: {name}; {_REMEDY}", file=str(run)
         )
     path = folder / name
     if path.is_file() and path.stat().st_size == sum(each.num_bytes for each in objects):
@@ -246,8 +246,7 @@ def _copy_object(run: Location, each: RunObject, target: BinaryIO) -> None:
         target.write(data)
     if digest.hexdigest() != each.sha256:
         raise SchemaError(
-            f"object must have sha256 {each.sha256[:12]}, got {digest.hexdigest()[:12]}; restore "
-            "it, or use another copy of the run",
+            f"object must have sha256 {each.sha256[:12]}, got {digest.hexdigest()[:12]}; {_REMEDY}",
             file=str(source),
         )
 
@@ -324,9 +323,9 @@ def _fetch_runs(
 
 
 def _has_run_manifest(directory: Location) -> bool:
-    newest = _newest_location(directory)
+    newest = Versions(directory).newest()
     try:
-        body = json.loads(b"null" if newest is None else newest.read_bytes())
+        body = json.loads(b"null" if newest is None else newest.data)
     except ValueError:
         return False
     return isinstance(body, dict) and "files" in body

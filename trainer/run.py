@@ -37,7 +37,7 @@ from schemas.run_log import (
     read_metrics,
     to_line,
 )
-from schemas.run_manifest import read_newest_manifest
+from schemas.run_manifest import read_newest_state
 from schemas.storage import Location
 
 # ---- Identity: what must be equal for a run to be continued ----
@@ -100,7 +100,7 @@ def _ids_of(table: TableConfig) -> dict[str, Any]:
 def has_run(run: Path | Location) -> bool:
     """Return whether a folder or URL contains a run."""
     if isinstance(run, Location):
-        return read_newest_manifest(run) is not None
+        return read_newest_state(run) is not None
     return (run / RUN_FILE).is_file()
 
 

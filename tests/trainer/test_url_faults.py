@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from schemas.run_manifest import read_newest_manifest
+from schemas.run_manifest import read_newest_state
 from schemas.storage import Location, _client
 from tests.object_store import Faults, fault_proxy, new_url, s3_environment, s3_server
 from tests.shared import make_once
@@ -71,12 +71,12 @@ def pause(step: int, drain: object) -> None:
 
 
 SCRIPTS = {
-    "replies are dropped": [("PUT", "drop_reply"), ("_manifests/00000001", "drop_reply")],
-    "a commit is answered by 503": [("PUT /bucket", "error_before"), ("00000001", "error_after")],
+    "replies are dropped": [("PUT", "drop_reply"), ("_manifests/00000002", "drop_reply")],
+    "a commit is answered by 503": [("PUT /bucket", "error_before"), ("00000002", "error_after")],
     "a commit is answered by 409": [
         ("PUT", "conflict_before"),
-        ("_manifests/00000001", "conflict_before"),
-        ("_manifests/00000001", "conflict_before"),
+        ("_manifests/00000002", "conflict_before"),
+        ("_manifests/00000002", "conflict_before"),
     ],
     "connections are reset": [("PUT", "reset"), ("DELETE", "reset"), ("GET", "reset")],
 }
@@ -118,7 +118,7 @@ def test_killed_trainers_and_empty_machines_do_not_show(
     faults.latency_sec = draws.choice((0.0, 0.005, 0.02))
     work: list[str] = []
     for attempt in range(8):
-        has_run = read_newest_manifest(Location.parse(url)) is not None
+        has_run = read_newest_state(Location.parse(url)) is not None
         work = ["--work", str(tmp_path / f"work{attempt}")]
         more = [*work, *(["--resume"] if has_run else [])]
         process = started(job, dataset, url, *more)
@@ -153,3 +153,16 @@ def test_of_two_trainers_one_goes_on(
     check_objects(url)
     check_equal(url, folder / "run", tmp_path / "copy")
     assert len({newest_of(url).writer}) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("more", [[], ["--embedding", "cached", "--stores", "2"]])
+def test_replicas_of_one_machine_train_at_a_url(
+    more: list[str], folder: Path, job: Path, dataset: Path, url: str, tmp_path: Path
+) -> None:
+    words = ["--replicas", "2", "--work", str(tmp_path / "work"), *more]
+    trained(job, dataset, url, *words, "--steps", "10")
+    words = ["--replicas", "2", "--work", str(tmp_path / "elsewhere"), *more]
+    trained(job, dataset, url, *words, "--resume")
+    check_equal(url, folder / "run", tmp_path / "copy")

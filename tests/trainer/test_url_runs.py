@@ -6,6 +6,7 @@ import itertools
 import json
 import shutil
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,14 +25,22 @@ from schemas.run_manifest import (
     RunObject,
     fetch_run,
     local_run,
-    read_newest_manifest,
+    read_newest_state,
 )
 from schemas.storage import MANIFESTS, Location, StorageError
+from schemas.versions import Versions
 from tests.shared import hard_links, make_once
 from tests.trainer.daily import DATES, make_days, run_days
 from tests.trainer.make_dataset import write_job
 from tests.trainer.runs import rows_in, run_job, small_dataset
-from tests.trainer.url_runs import check_equal, check_objects, memory_url, newest_of, train_at
+from tests.trainer.url_runs import (
+    check_equal,
+    check_objects,
+    memory_url,
+    newest_of,
+    newest_state,
+    train_at,
+)
 from trainer.__main__ import main
 from trainer.checkpoint import upload
 from trainer.checkpoint.load import newest_checkpoint, verify_checkpoint
@@ -82,7 +91,7 @@ def finished_url(folder: Path) -> str:
 
 
 def upload_state(run: Path, url: str) -> None:
-    newest = read_newest_manifest(Location.parse(url))
+    newest = read_newest_state(Location.parse(url))
     RunUploader(run, Location.parse(url), newest).commit()
 
 
@@ -137,7 +146,7 @@ def test_work_folder_of_an_older_state_is_replaced(
     folder: Path, job: Path, dataset: Path, url: str, tmp_path: Path
 ) -> None:
     for work, step in (("a", 6), ("b", 13), ("a", 18)):
-        resume = read_newest_manifest(Location.parse(url)) is not None
+        resume = read_newest_state(Location.parse(url)) is not None
         with pytest.raises(DrainInterrupt):
             train_at(url, tmp_path / work, job, dataset, on_step=stop_at(step), resume=resume)
     train_at(url, tmp_path / "b", job, dataset, resume=True)
@@ -179,7 +188,7 @@ def test_each_file_is_uploaded_once_and_deleted_when_no_checkpoint_needs_it(
         while step % 4 == 1 and step > 1 and name not in newest_of(url).files:
             time.sleep(0.01)
         if step > 4:
-            numbers.add(newest_of(url).number)
+            numbers.add(newest_state(url).version.number)
 
     monkeypatch.setattr(Location, "upload", record)
     train_at(url, tmp_path / "work", job, dataset, on_step=wait_for_commit)
@@ -244,9 +253,9 @@ def test_of_two_writers_one_commits_and_the_other_leaves_nothing(
 ) -> None:
     first, second = (RunUploader(folder / "run", Location.parse(url), None) for _ in range(2))
     first.commit()
-    with pytest.raises(SchemaError, match=r"^another process trains this run: it has committed "):
+    with pytest.raises(SchemaError, match=r"^another process trains this run, and has committed "):
         second.commit()
-    assert newest_of(url).number == 0
+    assert newest_state(url).version.number == 1
     check_equal(url, folder / "run", tmp_path / "copy")
 
 
@@ -460,19 +469,18 @@ def test_reader_whose_objects_are_deleted_meanwhile_reads_the_newer_state(
     folder: Path, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     upload_state(folder / "run", url)
-    original, old = Location.chunks, newest_of(url)
+    original, old = Location.chunks, newest_state(url)
 
     def replace_meanwhile(self: Location, num_bytes: int) -> Any:
         monkeypatch.undo()
         (Location.parse(url) / OBJECTS).remove_all()
-        newer = RunUploader(folder / "run", Location.parse(url), None)
-        newer._newest = RunManifest(number=0, parent=None, writer="a", files={})
-        newer.commit()
+        nothing = replace(old, manifest=RunManifest(writer="a", files={}))
+        RunUploader(folder / "run", Location.parse(url), nothing).commit()
         return original(self, num_bytes)
 
     monkeypatch.setattr(Location, "chunks", replace_meanwhile)
     fetched = fetch_run(Location.parse(url), tmp_path / "copy", ALL)
-    assert fetched.number == old.number + 1
+    assert fetched.version.number == old.version.number + 1
     assert compare_runs(tmp_path / "copy", folder / "run").difference is None
 
 
@@ -500,7 +508,7 @@ def test_manifest_that_leads_out_of_the_run_is_refused(url: str, tmp_path: Path)
         {"a": (RunObject(name="../b", num_bytes=1, sha256="c"),)},
         {"a": (RunObject(name="/b", num_bytes=1, sha256="c"),)},
     ):
-        manifest = RunManifest(number=0, parent=None, writer="a", files=files)
-        (Location.parse(url) / manifest.path).write_bytes(encode_manifest(manifest))
+        manifest = RunManifest(writer="a", files=files)
+        Versions(Location.parse(url)).path(1).write_bytes(encode_manifest(manifest))
         with pytest.raises(SchemaError, match="path leads out of the run"):
             fetch_run(Location.parse(url), tmp_path / "copy", ALL)

@@ -10,8 +10,9 @@ from typing import Any
 
 from schemas.config.job import load_job
 from schemas.run_log import RunSummary
-from schemas.run_manifest import ALL, OBJECTS, RunManifest, fetch_run, read_newest_manifest
-from schemas.storage import MANIFESTS, Location
+from schemas.run_manifest import ALL, OBJECTS, RunManifest, RunState, fetch_run, read_newest_state
+from schemas.storage import Location
+from schemas.versions import Versions
 from trainer.checkpoint.upload import open_output
 from trainer.diff import compare_runs
 from trainer.recovery import Drain
@@ -51,7 +52,12 @@ def train_at(
 
 def newest_of(url: str) -> RunManifest:
     """Return the newest manifest of a run."""
-    newest = read_newest_manifest(Location.parse(url))
+    return newest_state(url).manifest
+
+
+def newest_state(url: str) -> RunState:
+    """Return the newest state of a run."""
+    newest = read_newest_state(Location.parse(url))
     assert newest is not None, "the run was committed"
     return newest
 
@@ -60,9 +66,8 @@ def check_objects(url: str) -> None:
     """Check that the objects at a URL are those that the newest manifest names, and no others."""
     output, newest = Location.parse(url), newest_of(url)
     assert {f"{OBJECTS}/{e.path}" for e in (output / OBJECTS).entries()} == newest.objects
-    names = [entry.path for entry in (output / MANIFESTS).entries()]
-    numbers = [name for name in names if not name.startswith("probe-")]  # of a killed process
-    assert numbers == [f"{number:08d}.json" for number in range(newest.number + 1)]
+    number = newest_state(url).version.number
+    assert Versions(output).all_numbers() == list(range(1, number + 1))
 
 
 def check_equal(url: str, run: Path, copy: Path) -> None:

@@ -15,10 +15,9 @@ import fcntl
 import hashlib
 import logging
 import os
-import secrets
 import shutil
 import threading
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -28,7 +27,6 @@ from schemas.config.train import CheckpointConfig
 from schemas.errors import SchemaError
 from schemas.files import sha256_of
 from schemas.layout import MANIFEST
-from schemas.manifest import encode_manifest
 from schemas.run_log import CHECKPOINT_LOG, CHECKPOINTS
 from schemas.run_manifest import (
     ALL,
@@ -37,11 +35,14 @@ from schemas.run_manifest import (
     SMALL_FILES,
     RunManifest,
     RunObject,
+    RunState,
+    commit_state,
     fetch_run,
     matching_objects,
-    read_newest_manifest,
+    read_newest_state,
 )
-from schemas.storage import MANIFESTS, Location, StorageError, check_conditional_put
+from schemas.storage import Location, StorageError
+from schemas.versions import Versions, writer_id
 from trainer.checkpoint.manager import claim_leftovers
 from trainer.checkpoint.manifest import (
     complete_checkpoints,
@@ -114,13 +115,13 @@ def _end_run(drain: Drain) -> None:
 @contextmanager
 def work_folder(
     output: Location, work: Path, config: CheckpointConfig, *, resume: bool
-) -> Generator[tuple[Path, RunManifest | None]]:
+) -> Generator[tuple[Path, RunState | None]]:
     """Lock the work folder of a URL and make it contain the newest state of the run.
 
     A folder that has continued from that state stays as it is.
 
     Yields:
-        The folder, and the newest manifest of the URL, None for a new run.
+        The folder, and the newest state of the URL, None for a new run.
 
     Raises:
         SchemaError: as `open_output`.
@@ -142,12 +143,10 @@ def work_folder(
 
 def _prepare(
     folder: Path, output: Location, config: CheckpointConfig, *, resume: bool
-) -> RunManifest | None:
+) -> RunState | None:
     folder.mkdir(exist_ok=True)
-    newest = read_newest_manifest(output)
-    if newest is None:
-        check_conditional_put(output)
-    continued = read_newest_manifest(Location.parse(folder))
+    newest = read_newest_state(output)
+    continued = read_newest_state(Location.parse(folder))
     if not resume:
         check_no_run(output)
         if has_run(folder):
@@ -161,8 +160,8 @@ def _prepare(
         return newest
     if newest is None:
         raise SchemaError(
-            f"run is missing, and the work folder {folder} has manifest "
-            f"{continued.number if continued else 0} of it; restore the run, or remove the folder",
+            f"run is missing, and the work folder {folder} has continued it; restore the run, or "
+            "remove the folder",
             file=str(output),
         )
     claim_leftovers(folder, config, resume=False)
@@ -171,14 +170,11 @@ def _prepare(
     return newest
 
 
-def _record(folder: Path, manifest: RunManifest) -> None:
-    """Keep in a work folder the manifest that it continues from."""
-    local = Location.parse(folder)
-    old = [
-        e.path for e in (local / MANIFESTS).entries() if f"{MANIFESTS}/{e.path}" != manifest.path
-    ]
-    (local / manifest.path).write_bytes(encode_manifest(manifest))
-    (local / MANIFESTS).remove(old)
+def _record(folder: Path, state: RunState) -> None:
+    """Keep in a work folder the state that it continues from."""
+    path = Versions(Location.parse(folder)).path(state.version.number)
+    path.write_bytes(state.version.data)
+    path.parent.remove(e.path for e in path.parent.entries() if e.path != path.name)
 
 
 # ---- Upload and commit ----
@@ -195,7 +191,7 @@ class RunUploader:
         self,
         run: Path,
         output: Location,
-        newest: RunManifest | None,
+        newest: RunState | None,
         on_error: Callable[[], None] = lambda: None,
     ) -> None:
         """Store the arguments; the context starts the thread.
@@ -203,12 +199,12 @@ class RunUploader:
         Args:
             run: folder of the run.
             output: URL of the run.
-            newest: manifest that the folder continues from; None for a new run.
+            newest: state that the folder continues from; None for a new run.
             on_error: called in the thread if a commit fails; the context raises the error.
         """
         self._run, self._output, self._newest = run, output, newest
         self._on_error = on_error
-        self._writer = secrets.token_hex(8)
+        self._writer = writer_id()
         self._inodes: dict[str, int] = {}  # of the logs whose committed lines were compared
         self._committed: str | None = None  # newest checkpoint of this process's last commit
         self._error: Exception | None = None
@@ -266,28 +262,23 @@ class RunUploader:
         stage = self._run / _STAGE
         shutil.rmtree(stage, ignore_errors=True)
         stage.mkdir()
-        number = 0 if self._newest is None else self._newest.number + 1
-        state = _State(stage, self._newest, f"{OBJECTS}/{number:08d}-{self._writer}")
+        number = 1 if self._newest is None else self._newest.version.number + 1
+        files = {} if self._newest is None else self._newest.manifest.files
+        state = _NewState(stage, files, f"{OBJECTS}/{number:08d}-{self._writer}")
         is_first = self._committed is None
         with lock_checkpoints(self._run / CHECKPOINTS) as is_locked:
             if not is_locked:
                 raise FileNotFoundError("checkpoints are being written")
             checkpoint = self._collect(state)
-        if is_first or self._newest is None or state.files != self._newest.files:
+        if is_first or state.files != files:
             self._upload(state)
-            manifest = RunManifest(
-                number=number,
-                parent=None if self._newest is None else self._newest.sha256,
-                writer=self._writer,
-                files=state.files,
-            )
-            self._create(manifest, state)
-            self._remove_replaced(manifest, sweep=is_first)
-            self._newest = manifest
+            self._commit(state)
+            if is_first:
+                self._remove_leftovers()
         self._committed = checkpoint
         shutil.rmtree(stage)
 
-    def _collect(self, state: _State) -> str:
+    def _collect(self, state: _NewState) -> str:
         """Add the files of the run to a state; return the name of the newest checkpoint or ''."""
         run = self._run
         for name in SMALL_FILES:
@@ -305,10 +296,10 @@ class RunUploader:
                 self._collect_log(state, name, step)
         return folders[-1].name if folders else ""
 
-    def _collect_log(self, state: _State, name: str, train_step: int) -> None:
+    def _collect_log(self, state: _NewState, name: str, train_step: int) -> None:
         """Add the lines of a log that were committed, and the later ones of steps before one."""
         is_final = name == CHECKPOINT_LOG  # its lines are never replaced
-        kept = () if self._newest is None else self._newest.files.get(name, ())
+        kept = state.old_files.get(name, ())
         with (self._run / name).open("rb") as file:
             inode = os.fstat(file.fileno()).st_ino
             if self._inodes.get(name) != inode:  # the file was replaced
@@ -328,7 +319,7 @@ class RunUploader:
             file.seek(start)
             state.add_part(name, kept, file.read(end - start))
 
-    def _upload(self, state: _State) -> None:
+    def _upload(self, state: _NewState) -> None:
         def upload(pair: tuple[Path, str]) -> None:
             path, name = pair
             (self._output / name).upload(path)
@@ -337,47 +328,59 @@ class RunUploader:
             for _ in pool.map(upload, state.uploads):
                 pass
 
-    def _create(self, manifest: RunManifest, state: _State) -> None:
-        if (self._output / manifest.path).create(encode_manifest(manifest)):
-            _record(self._run, manifest)
-            return
-        self._output.remove([name for _, name in state.uploads])
-        raise SchemaError(
-            f"another process trains this run: it has committed state {manifest.number}; this one "
-            "ends",
-            file=str(self._output),
-        )
+    def _commit(self, state: _NewState) -> None:
+        """Commit an uploaded state, and delete what it replaces."""
+        old = self._newest
+        manifest = RunManifest(writer=self._writer, files=state.files)
+        new = commit_state(self._output, old, manifest)
+        if new is None:
+            self._output.remove([name for _, name in state.uploads])
+            raise SchemaError(
+                "another process trains this run, and has committed a state since; this one ends",
+                file=str(self._output),
+            )
+        _record(self._run, new)
+        self._newest = new
+        if old is not None:
+            with _log_errors():
+                self._output.remove(sorted(old.manifest.objects - manifest.objects))
+                Versions(self._output).retire([old.version.number])
 
-    def _remove_replaced(self, manifest: RunManifest, *, sweep: bool) -> None:
-        """Delete the objects of the state before, and with `sweep` those that others left.
-
-        An attempt at a number that is taken was not committed, and cannot be any more.
-        """
-        names = set() if self._newest is None else set(self._newest.objects)
-        try:
-            if sweep:
-                entries = (self._output / OBJECTS).entries()
-                before = f"{manifest.number + 1:08d}"
-                names |= {f"{OBJECTS}/{e.path}" for e in entries if e.path < before}
-            self._output.remove(sorted(names - manifest.objects))
-        except StorageError as error:
-            logger.warning("replaced files are not deleted; the next start does: %s", error)
+    def _remove_leftovers(self) -> None:
+        """Delete objects that others left at numbers that are taken: nobody can commit them."""
+        assert self._newest is not None, "a state was committed"
+        after = f"{self._newest.version.number + 1:08d}"
+        with _log_errors():
+            entries = (self._output / OBJECTS).entries()
+            names = {f"{OBJECTS}/{entry.path}" for entry in entries if entry.path < after}
+            self._output.remove(sorted(names - self._newest.manifest.objects))
 
 
-class _State:
+@contextmanager
+def _log_errors() -> Generator[None]:
+    try:
+        yield
+    except StorageError as error:
+        logger.warning("replaced files are not deleted; the next start does: %s", error)
+
+
+class _NewState:
     """The files of a run at one moment, and those to upload, pinned by links."""
 
-    def __init__(self, stage: Path, newest: RunManifest | None, prefix: str) -> None:
+    def __init__(
+        self, stage: Path, old_files: Mapping[str, tuple[RunObject, ...]], prefix: str
+    ) -> None:
         """Start empty.
 
         Args:
             stage: empty directory for links, on the filesystem of the run.
-            newest: manifest whose objects are used again.
+            old_files: of the state before, whose objects are used again.
             prefix: of the names of new objects.
         """
         self.files: dict[str, tuple[RunObject, ...]] = {}
         self.uploads: list[tuple[Path, str]] = []  # local path, name of the object
-        self._stage, self._newest, self._prefix = stage, newest, prefix
+        self.old_files = old_files
+        self._stage, self._prefix = stage, prefix
 
     def add(self, name: str, path: Path, sha256: str | None = None) -> None:
         """Add a file that is replaced as a whole; `sha256` is computed if it is None."""
@@ -390,7 +393,7 @@ class _State:
             num_bytes=link.stat().st_size,
             sha256=sha256_of(link) if sha256 is None else sha256,
         )
-        old = () if self._newest is None else self._newest.files.get(name, ())
+        old = self.old_files.get(name, ())
         if [(each.num_bytes, each.sha256) for each in old] == [(new.num_bytes, new.sha256)]:
             link.unlink()
             self.files[name] = old
