@@ -118,7 +118,8 @@ def _translate(error: BaseException, url: str) -> tuple[BaseException, bool]:
     obstore maps the status of some replies to classes of errors, but not that of a listing.
     """
     text, code = str(error), _code(error)
-    if isinstance(error, FileNotFoundError) and code in MISSING_OBJECT:
+    is_missing = isinstance(error, FileNotFoundError) and code in MISSING_OBJECT
+    if is_missing or "(code: NoSuchKey)" in text:  # the latter of one of several deletions
         return FileNotFoundError(errno.ENOENT, "no such object", url), False
     if code in ("NoSuchBucket", "ContainerNotFound"):
         return RefusedError("bucket does not exist; create it", file=url), False

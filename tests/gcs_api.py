@@ -101,8 +101,9 @@ def _list(
     headers: Mapping[str, str],
     query: Mapping[str, str],
 ) -> Reply:
-    """List objects in pages, after an offset."""
-    path = f"/{bucket}?{urlencode({'prefix': query.get('prefix', '')})}"
+    """List objects in pages, after an offset; with a delimiter, those of one level."""
+    prefix = query.get("prefix", "")
+    path = f"/{bucket}?{urlencode({'prefix': prefix})}"
     status, own, content = send(connection, "GET", path, headers, b"")
     if status != 200:
         return 404, {}, _NO_BUCKET
@@ -111,6 +112,12 @@ def _list(
     entries = {entry.findtext("Key") or "": entry for entry in root.findall("Contents")}
     for entry in entries.values():
         root.remove(entry)
+    if "delimiter" in query:
+        parts = {key: key.removeprefix(prefix).partition("/") for key in entries}
+        for name in sorted({first for first, slash, _ in parts.values() if slash}):
+            level = ElementTree.SubElement(root, "CommonPrefixes")
+            ElementTree.SubElement(level, "Prefix").text = f"{prefix}{name}/"
+        entries = {key: entry for key, entry in entries.items() if not parts[key][1]}
     following = sorted(key for key in entries if key > after)
     page = following[: int(query.get("max-keys", 1000))]
     root.extend(entries[key] for key in page)

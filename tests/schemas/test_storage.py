@@ -6,6 +6,7 @@ import json
 import os
 import pickle
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -29,6 +30,8 @@ from schemas.storage import (
     Location,
     StorageError,
     check_conditional_put,
+    local_copy,
+    new_folder,
     store_time,
 )
 from tests.fault_proxy import FAULTS, Faults
@@ -156,6 +159,53 @@ def test_removed_files_are_gone_and_missing_ones_are_ignored(root: Location) -> 
     assert (root / "b").remove_all() == 6
     assert (root.entries(), root.exists()) == ([], False)
     assert root.remove_all() == 0
+
+
+def test_files_that_two_processes_remove_at_once_are_gone(root: Location) -> None:
+    names = [f"{number:03}" for number in range(200)]
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda name: (root / name).write_bytes(b"x"), names))
+        list(pool.map(lambda _: root.remove(names), range(4)))
+    assert root.entries() == []
+
+
+def test_children_are_those_of_one_level(root: Location) -> None:
+    assert root.children() == ([], [])
+    for name in ("b", "a/c", "a/d/e", "f/g"):
+        (root / name).write_bytes(b"x")
+    assert root.children() == (["a", "f"], ["b"])
+    assert (root / "a").children() == (["d"], ["c"])
+
+
+def test_copies_of_files_and_directories_are_equal(
+    root: Location, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("schemas.storage.CHUNK_BYTES", 3)
+    with new_folder(root / "a") as folder:
+        folder.mkdir(exist_ok=True, parents=True)
+        (folder / "b").mkdir()
+        for name, data in (("MANIFEST.json", b"{}"), ("b/c", b"1234567"), ("d", b"")):
+            (folder / name).write_bytes(data)
+    assert paths((root / "a").entries()) == ["MANIFEST.json", "b/c", "d"]
+    assert b"".join((root / "a/b/c").chunks(7)) == b"1234567"
+    with local_copy(root / "a") as folder, local_copy(root / "a/b/c") as file:
+        assert (folder / "b" / "c").read_bytes() == file.read_bytes() == b"1234567"
+        assert (folder / "d").read_bytes() == b""
+    with local_copy(root / "none") as folder:
+        assert not folder.exists()
+    with local_copy(tmp_path) as folder:
+        assert folder == tmp_path
+
+
+def test_error_of_a_copy_names_its_source(root: Location) -> None:
+    (root / "a/b").write_bytes(b"x")
+
+    def fail() -> None:
+        with local_copy(root / "a") as folder:
+            raise SchemaError("file is damaged; restore it", file=str(folder / "b"))
+
+    with pytest.raises(SchemaError, match=re.escape(f"file is damaged in {root}/a/b; restore it")):
+        fail()
 
 
 def test_large_file_is_uploaded_in_parts(root: Location, tmp_path: Path) -> None:

@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from schemas.run_manifest import read_newest_state
-from schemas.storage import Location, _client
-from tests.object_store import Faults, fault_proxy, new_url, s3_environment, s3_server
+from schemas.storage import Location
+from tests.fault_proxy import Faults
+from tests.object_store import Store
 from tests.shared import make_once
 from tests.trainer.make_dataset import write_job
 from tests.trainer.processes import ended, started, trained
@@ -24,13 +25,6 @@ PAUSE_SEC = 0.02
 """Of each step, so that several uploads begin while a run trains."""
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The endpoint of an S3 server."""
-    with s3_server(tmp_path_factory.mktemp("s3")) as endpoint:
-        yield endpoint
-
-
 @pytest.fixture
 def faults() -> Faults:
     """The faults of the proxy: none yet."""
@@ -38,15 +32,13 @@ def faults() -> Faults:
 
 
 @pytest.fixture
-def url(server: str, faults: Faults, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+def url(s3_store: Store, faults: Faults, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """A new URL behind the proxy, as this process and its children see it."""
-    with fault_proxy(server, faults) as endpoint:
-        for name, value in s3_environment(endpoint).items():
+    monkeypatch.setattr(upload, "POLL_SEC", 0.01)
+    with s3_store.behind_proxy(faults) as store:
+        for name, value in store.environment.items():
             monkeypatch.setenv(name, value)
-        monkeypatch.setattr(upload, "POLL_SEC", 0.01)
-        _client.cache_clear()
-        yield new_url()
-        _client.cache_clear()
+        yield store.new_url()
 
 
 def _folder_run(folder: Path) -> None:

@@ -41,7 +41,7 @@ def train_at(
     with open_output(Location.parse(url), work, config, resume=resume, drain=drain) as run:
         return train(
             job,
-            dataset,
+            Location.parse(dataset),
             run,
             TrainOptions(output=Location.parse(url), **options),
             clock=lambda: float(next(ticks)),
