@@ -380,7 +380,7 @@ class Dataset:
         raise SchemaError(
             f"dataset must have an index for {expected}, got {', '.join(closest)}; run "
             f"python -m pipelines oracle {self.directory} --reindex {flags}",
-            file=str(self.directory / MANIFEST),
+            file=str(self.directory),
         )
 
 
@@ -538,7 +538,7 @@ def select_segments(dataset: Dataset, names: Sequence[str]) -> Dataset:
             known = ", ".join(_names_of(segment)[-1] for segment in dataset.segments[-3:])
             raise SchemaError(
                 f"dataset has no segment {name!r}; the last are {known}",
-                file=str(dataset.directory / MANIFEST),
+                file=str(dataset.directory),
             )
     return _where(dataset, lambda segment: not set(_names_of(segment)).isdisjoint(names))
 
@@ -555,7 +555,7 @@ def select_segments_by_hash(dataset: Dataset, manifest_hashes: Sequence[str]) ->
             raise SchemaError(
                 f"dataset has no segment with sha256 {sha256[:12]}, which the run trained; a new "
                 "version has replaced it: train a new run",
-                file=str(dataset.directory / MANIFEST),
+                file=str(dataset.directory),
             )
     return _where(dataset, lambda segment: hashes[segment.id] in manifest_hashes)
 

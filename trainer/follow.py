@@ -22,7 +22,7 @@ from schemas.config.job import Job
 from schemas.config.train import TrainConfig
 from schemas.dataset import Dataset, open_dataset, select_segments_by_hash
 from schemas.errors import PlanError, SchemaError
-from schemas.layout import MANIFEST, TRAIN
+from schemas.layout import TRAIN
 from schemas.leases import Lease
 from schemas.manifest import DatasetManifest, read_dataset
 from schemas.order import Order
@@ -380,7 +380,7 @@ def check_continues(old: DatasetManifest, new: DatasetManifest, path: Location) 
     Raises:
         SchemaError: it has another job or schema, another segment, or fewer segments.
     """
-    file = str(path / MANIFEST)
+    file = str(path)
     for name in ("name", "job_sha256", "schema_sha256"):
         before, now = getattr(old, name), getattr(new, name)
         if before != now:

@@ -1,4 +1,4 @@
-"""Child processes, progress output, polling of pipes, and locks on folders that are being read."""
+"""Child processes, progress output, and polling of pipes."""
 
 from __future__ import annotations
 

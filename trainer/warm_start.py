@@ -140,7 +140,7 @@ def untrained_segments(start: WarmStart, dataset: Dataset) -> tuple[str, ...]:
         raise SchemaError(
             f"dataset has no segment that {start.run.name} did not train; append a day, or name "
             "--segments",
-            file=str(dataset.directory / MANIFEST),
+            file=str(dataset.directory),
         )
     return tuple(untrained)
 

@@ -323,7 +323,7 @@ def refuse_sealed(root: DatasetManifest, dataset: Location) -> None:
         raise SchemaError(
             f"dataset is sealed after {pluralize(len(root.segments), 'segment')}; run "
             f"python -m pipelines unseal {dataset}, or build a new dataset",
-            file=str(dataset / MANIFEST),
+            file=str(dataset),
         )
 
 
@@ -363,7 +363,7 @@ def check_day(dataset: Location, segment: Reference, day: str | None) -> None:
         raise SchemaError(
             f"segment {segment.id} already exists {_with_day(segment.day)}, not {_with_day(day)}; "
             "give each day its own files",
-            file=str(dataset / MANIFEST),
+            file=str(dataset),
         )
 
 
@@ -377,7 +377,7 @@ def refuse_without_day(dataset: Location, root: DatasetManifest) -> None:
         raise SchemaError(
             "--day is required: the dataset's segments are daily, and the newest is "
             f"{root.segments[-1].day}",
-            file=str(dataset / MANIFEST),
+            file=str(dataset),
         )
 
 
@@ -391,7 +391,7 @@ def day_exists_error(dataset: Location, segment: Reference) -> SchemaError:
     return SchemaError(
         f"day already exists: {segment.day}, in segment {segment.id} from other files; use "
         "--replace to replace it by a new version",
-        file=str(dataset / MANIFEST),
+        file=str(dataset),
     )
 
 
@@ -464,10 +464,10 @@ def check_replaceable(
         raise SchemaError(
             f"segment with tombstones cannot be replaced: {segment.id}; run python -m pipelines "
             f"erase {dataset} --rewrite, and remove the ids from the new files",
-            file=str(dataset / MANIFEST),
+            file=str(dataset),
         )
     if previous_names(root.lineage, segment.id) and same_files(manifest.listing, listing):
-        raise _erased_input_error(segment.id, dataset / MANIFEST)
+        raise _erased_input_error(segment.id, dataset)
 
 
 def _erased_input_error(segment_id: str, file: Location | None = None) -> SchemaError:

@@ -133,7 +133,7 @@ def test_finished_dataset_takes_no_segment_until_it_is_opened_again(
     capsys.readouterr()
     assert append(job, logs[2], dataset) == 1
     message = (
-        f"error: dataset is sealed after 2 segments in {dataset / MANIFEST}; "
+        f"error: dataset is sealed after 2 segments in {dataset}; "
         f"run python -m pipelines unseal {dataset}, or build a new dataset"
     )
     assert capsys.readouterr().err.splitlines()[-1] == message

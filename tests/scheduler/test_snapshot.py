@@ -23,6 +23,7 @@ from schemas.config.job import Job, load_job
 from schemas.dataset import open_dataset
 from schemas.rows import rows_of_ids
 from schemas.run_log import RUN_FILE
+from schemas.storage import Location
 from tests.scheduler.made import write_job, write_run
 
 
@@ -44,7 +45,7 @@ def built(demo_job: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     request = BuildRequest(
         job_path=demo_job,
         input_root=root / "log",
-        dataset=root / "dataset",
+        dataset=Location.parse(root / "dataset"),
         beam_args=[],
         attempt="a",
     )
@@ -255,7 +256,7 @@ def test_main_plan_with_a_changed_byte_refuses_the_dataset(
 ) -> None:
     dataset = open_dataset(built / "dataset")
     changed = tmp_path / "dataset"
-    for path in sorted(dataset.directory.rglob("*")):
+    for path in sorted(Path(dataset.directory).rglob("*")):
         target = changed / path.relative_to(dataset.directory)
         if path.is_file():
             target.parent.mkdir(parents=True, exist_ok=True)

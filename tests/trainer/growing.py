@@ -57,8 +57,8 @@ def grown_versions() -> list[Path]:
 
 
 def _grown_versions(folder: Path) -> None:
-    job = write_job(folder / "job", **ONCE)
-    with_keys(job, "follow: {poll: 20ms}\n  stores: {timeout: 60s}")
+    job = write_job(folder / "job", **ONCE, poll="20ms")
+    with_keys(job, "stores: {timeout: 60s}")
     run_job(job, make_versions(folder, job)[-1], folder / "whole")
 
 

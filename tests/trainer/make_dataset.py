@@ -81,6 +81,7 @@ train:
   kernels: {kernels}
   cache: {{policy: {policy}, lookahead: {lookahead}, rows: {rows}, files: {files}}}
   checkpoint: {{every_steps: {every_steps}, keep: 20, late: wait{checkpoint}}}
+  follow: {{poll: {poll}}}
 """
 
 _ROLES = {
@@ -111,6 +112,7 @@ _DEFAULTS = {
     "rows": "null",
     "every_steps": "null",
     "files": "log",
+    "poll": "1ms",
 }
 
 

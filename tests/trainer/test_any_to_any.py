@@ -11,6 +11,7 @@ import pytest
 from schemas.errors import SchemaError
 from schemas.layout import MANIFEST
 from schemas.run_log import METRICS
+from schemas.storage import Location
 from tests.trainer.make_dataset import make_dataset, write_job
 from tests.trainer.runs import SEGMENTS, checkpoint_at, losses_of, rows_in, run_job
 from trainer.__main__ import main
@@ -94,7 +95,8 @@ def test_evaluation_reads_a_checkpoint_of_several_parts(
     whole, run = tmp_path / "whole", stopped["a log by time to live"]
     job = write_job(tmp_path / "job", dtype="float32")
     run_job(job, dataset, whole, steps=STOP)
-    assert evaluate_run(job, dataset, run) == evaluate_run(job, dataset, whole)
+    place = Location.parse(dataset)
+    assert evaluate_run(job, place, run) == evaluate_run(job, place, whole)
     arguments = ["evaluate", str(job), "--dataset", str(dataset), "--run", str(run), "--json"]
     assert main(arguments) == 0
 
