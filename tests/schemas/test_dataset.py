@@ -8,20 +8,21 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from schemas import layout
 from schemas.accesses import TableAccesses, indexed_steps, num_unique_rows
 from schemas.dataset import Dataset, open_dataset, select_segments
 from schemas.errors import SchemaError
-from schemas.layout import JOB
-from schemas.manifest import read_dataset, write_manifest
+from schemas.manifest import commit_root, read_root
 from tests.schemas.reference import next_use
 from tests.schemas.tiny import (
     GROUPS,
+    JOB,
     PLACES,
     TABLES,
     lookups_of,
     samples_of,
-    sha256,
     write_dataset,
+    write_version,
 )
 
 
@@ -54,10 +55,10 @@ def test_dataset_with_a_name_that_is_no_name_of_a_folder_opens(root: Path, tmp_p
     """Builds before the rule for names left such datasets."""
     old = tmp_path / "old"
     shutil.copytree(root, old)
-    job = (root / JOB).read_text().replace("name: tiny", "name: clicks of May")
-    (old / JOB).write_text(job)
-    named = replace(read_dataset(root), name="clicks of May", job_sha256=sha256(old / JOB))
-    write_manifest(old, named)
+    job = write_version(old, layout.JOB, JOB.replace("name: tiny", "name: clicks of May"))
+    previous = read_root(old)
+    named = replace(previous.manifest, name="clicks of May", job_sha256=job)
+    assert commit_root(old, previous, named) is not None
     assert open_dataset(old).job.name == "clicks of May"
 
 
@@ -198,11 +199,9 @@ def test_part_that_a_segment_lacks_raises(dataset: Dataset, call, message: str) 
 
 def test_open_dataset_of_an_unfinished_build_raises(root: Path, tmp_path: Path) -> None:
     copy = tmp_path / "unfinished"
-    shutil.copytree(root, copy)
-    (copy / "MANIFEST.json").unlink()
+    shutil.copytree(root, copy, ignore=shutil.ignore_patterns("_manifests"))
     message = (
-        f"manifest is missing in {copy / 'MANIFEST.json'}; "
-        "the build did not finish, or this is not a dataset"
+        f"there is no dataset: no build was committed in {copy}; build it, or correct the path"
     )
     with pytest.raises(SchemaError, match=f"^{re.escape(message)}$"):
         open_dataset(copy)

@@ -1,5 +1,6 @@
 """Manifests: read back equal, equal bytes for equal values, unknown keys refused."""
 
+import hashlib
 import json
 import re
 from dataclasses import replace
@@ -18,6 +19,8 @@ from schemas.manifest import (
     SegmentManifest,
     TableCounts,
     canonical_json,
+    commit_root,
+    encode_manifest,
     hash_of,
     new_index,
     read_dataset,
@@ -27,7 +30,6 @@ from schemas.manifest import (
 )
 
 SEGMENT = SegmentManifest(
-    id="00000-abc",
     num_samples=3,
     num_sessions=2,
     num_rejects=1,
@@ -56,6 +58,7 @@ INDEX = IndexManifest(
     files_sha256="5",
 )
 DATASET = DatasetManifest(
+    writer="one",
     name="tiny",
     job_sha256="1",
     schema_sha256="2",
@@ -76,36 +79,62 @@ READERS = {
 CASES = pytest.mark.parametrize(("manifest", "read"), READERS.values(), ids=READERS.keys())
 
 
+def path_of(directory: Path, manifest: object) -> Path:
+    """Return the file of a manifest: of the root, its first version."""
+    is_root = isinstance(manifest, DatasetManifest)
+    return directory / ("_manifests/00000001.json" if is_root else "MANIFEST.json")
+
+
+def write(directory: Path, manifest: object) -> bytes:
+    """Write a manifest as it is; returns its content."""
+    data = encode_manifest(manifest, indent=1)
+    path_of(directory, manifest).parent.mkdir(exist_ok=True)
+    path_of(directory, manifest).write_bytes(data)
+    return data
+
+
 @CASES
 def test_manifest_is_read_back_equal(tmp_path: Path, manifest, read) -> None:
-    write_manifest(tmp_path, manifest)
+    data = write(tmp_path, manifest)
     assert read(tmp_path) == manifest
+    assert write(tmp_path, read(tmp_path)) == data
 
 
-@CASES
-def test_manifest_has_one_encoding_and_leaves_no_other_file(tmp_path: Path, manifest, read) -> None:
-    first = write_manifest(tmp_path, manifest)
-    data = (tmp_path / "MANIFEST.json").read_bytes()
-    assert write_manifest(tmp_path, read(tmp_path)) == first
-    assert (tmp_path / "MANIFEST.json").read_bytes() == data
-    assert [path.name for path in tmp_path.iterdir()] == ["MANIFEST.json"]
+def test_manifest_of_a_directory_is_written_with_its_hash(tmp_path: Path) -> None:
+    for manifest in (SEGMENT, INDEX):
+        sha256 = write_manifest(tmp_path, manifest)
+        data = (tmp_path / "MANIFEST.json").read_bytes()
+        assert data == write(tmp_path, manifest)
+        assert sha256 == hashlib.sha256(data).hexdigest()
+        assert [path.name for path in tmp_path.iterdir()] == ["MANIFEST.json"]
+
+
+def test_committed_root_names_its_writer_and_its_parent(tmp_path: Path) -> None:
+    first = commit_root(tmp_path, None, DATASET)
+    assert first is not None
+    data = (tmp_path / "_manifests/00000001.json").read_bytes()
+    assert read_dataset(tmp_path) == replace(DATASET, writer=first.manifest.writer)
+    assert commit_root(tmp_path, None, DATASET) is None
+    second = commit_root(tmp_path, first, replace(DATASET, finished=True))
+    assert second is not None
+    assert second.manifest.parent_sha256 == hashlib.sha256(data).hexdigest()
+    assert read_dataset(tmp_path) == second.manifest
 
 
 def test_num_blocks_counts_all_splits() -> None:
     assert SEGMENT.num_blocks == 3
 
 
-def write_body(directory: Path, body: dict[str, object]) -> Path:
+def write_body(directory: Path, manifest: object, body: dict[str, object]) -> Path:
     """Write values with the right checksum, as another release would."""
     body = {**body, "checksum": hash_of(body)}
-    path = directory / "MANIFEST.json"
+    path = path_of(directory, manifest)
     path.write_text(json.dumps(body, indent=1, sort_keys=True) + "\n")
     return path
 
 
-def body_of(directory: Path, manifest) -> dict[str, object]:
-    write_manifest(directory, manifest)
-    body = json.loads((directory / "MANIFEST.json").read_bytes())
+def body_of(directory: Path, manifest: object) -> dict[str, object]:
+    body = json.loads(write(directory, manifest))
     del body["checksum"]
     return body
 
@@ -132,7 +161,7 @@ CHANGES = {
 def test_manifest_of_another_release_is_refused_by_name(
     tmp_path: Path, manifest, read, change, message: str
 ) -> None:
-    path = write_body(tmp_path, change(body_of(tmp_path, manifest)))
+    path = write_body(tmp_path, manifest, change(body_of(tmp_path, manifest)))
     with pytest.raises(SchemaError, match=f"^{re.escape(OTHER_RELEASE.format(message, path))}$"):
         read(tmp_path)
 
@@ -140,8 +169,8 @@ def test_manifest_of_another_release_is_refused_by_name(
 @CASES
 def test_manifest_without_a_key_is_refused_by_name(tmp_path: Path, manifest, read) -> None:
     body = body_of(tmp_path, manifest)
-    for key in sorted(body.keys() - {"format", "shuffle_key"}):
-        path = write_body(tmp_path, {k: v for k, v in body.items() if k != key})
+    for key in sorted(body.keys() - {"format", "shuffle_key", "parent_sha256"}):
+        path = write_body(tmp_path, manifest, {k: v for k, v in body.items() if k != key})
         pattern = re.escape(OTHER_RELEASE.format(f"missing key: {key}", path))
         with pytest.raises(SchemaError, match=pattern):
             read(tmp_path)
@@ -150,7 +179,7 @@ def test_manifest_without_a_key_is_refused_by_name(tmp_path: Path, manifest, rea
 def test_nested_key_that_is_unknown_is_refused_by_name(tmp_path: Path) -> None:
     body = body_of(tmp_path, SEGMENT)
     body["groups"]["user"]["mode"] = "fast"  # type: ignore[index]
-    path = write_body(tmp_path, body)
+    path = write_body(tmp_path, SEGMENT, body)
     message = OTHER_RELEASE.format("unknown key: groups.user.mode", path)
     with pytest.raises(SchemaError, match=f"^{re.escape(message)}$"):
         read_segment(tmp_path)
@@ -158,7 +187,7 @@ def test_nested_key_that_is_unknown_is_refused_by_name(tmp_path: Path) -> None:
 
 def test_read_segment_compares_with_what_the_root_says(tmp_path: Path) -> None:
     sha256 = write_manifest(tmp_path, SEGMENT)
-    wanted = Reference(id=SEGMENT.id, manifest_sha256=sha256)
+    wanted = Reference(id="00000-abc", manifest_sha256=sha256)
     assert read_segment(tmp_path, wanted) == SEGMENT
     other = write_manifest(tmp_path, replace(SEGMENT, num_rejects=2))
     message = (
@@ -181,10 +210,12 @@ NO_MANIFESTS = {
 
 @pytest.mark.parametrize("data", NO_MANIFESTS.values(), ids=NO_MANIFESTS.keys())
 def test_file_that_is_no_manifest_is_refused_by_name(tmp_path: Path, data: bytes) -> None:
-    path = tmp_path / "MANIFEST.json"
-    path.write_bytes(data)
-    with pytest.raises(SchemaError, match=f"^manifest .* in {re.escape(str(path))}; restore"):
-        read_dataset(tmp_path)
+    for manifest, read in READERS.values():
+        path = path_of(tmp_path, manifest)
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(data)
+        with pytest.raises(SchemaError, match=f"^manifest .* in {re.escape(str(path))}; restore"):
+            read(tmp_path)
 
 
 def test_canonical_json_sorts_keys_and_refuses_nan() -> None:
@@ -211,9 +242,6 @@ def test_replace_bytes_that_cannot_be_written_leaves_the_old_file(
 
 def test_ids_and_paths_that_lead_elsewhere_are_refused(tmp_path: Path) -> None:
     elsewhere = "00000-/../../x"
-    write_manifest(tmp_path, replace(SEGMENT, id=elsewhere))
-    with pytest.raises(SchemaError, match="id must consist of letters"):
-        read_segment(tmp_path)
     write_manifest(tmp_path, replace(SEGMENT, learned={"../x": "0f"}))
     with pytest.raises(SchemaError, match="path leads out of the dataset"):
         read_segment(tmp_path)
@@ -221,9 +249,10 @@ def test_ids_and_paths_that_lead_elsewhere_are_refused(tmp_path: Path) -> None:
     index = new_index(32, 1, "none", 0)
     for part in (
         {"segments": (named,)},
+        {"segments": (replace(named, id="00000-abc", path=elsewhere),)},
         {"indexes": (replace(index, id=elsewhere),)},
         {"indexes": (replace(index, parts={"00000-abc": named}),)},
     ):
-        write_manifest(tmp_path, replace(DATASET, **part))
+        write(tmp_path, replace(DATASET, **part))
         with pytest.raises(SchemaError, match="id must consist of letters"):
             read_dataset(tmp_path)

@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 
 from schemas import layout
 from schemas.arrays import Jagged, comparable_tuple, large_list, unique_tuples
-from schemas.dataset import open_dataset
+from schemas.dataset import open_root, version_name
 from schemas.files import describe_file, write_files
 from schemas.hashing import hash_rows
 from schemas.manifest import (
@@ -21,12 +21,14 @@ from schemas.manifest import (
     Reference,
     SegmentManifest,
     TableCounts,
+    commit_root,
     hash_of,
     new_index,
     write_manifest,
 )
 from schemas.miss_ratio import OptimalCache
 from schemas.oracle import first_and_last, number_by_first_use, to_gaps, unique_per_block
+from schemas.storage import Location
 from tests.schemas.parts import write_index
 
 JOB = """\
@@ -226,10 +228,10 @@ def write_segment(root: Path, seed: int) -> Reference:
         for path in directory.rglob("*")
         if path.is_file() and path.name != layout.BLOCKS
     )
-    write_files(directory / layout.FILES, [describe_file(directory, name) for name in names])
+    entries = [describe_file(directory, name) for name in names]
+    files_sha256 = write_files(directory / layout.FILES, entries)
     unique = {g: sum(len(b[f"groups/{g}"]) for b in blocks.values()) for g in GROUPS}
     manifest = SegmentManifest(
-        id=directory.name,
         num_samples=70,
         num_sessions=7,
         num_rejects=0,
@@ -253,7 +255,7 @@ def write_segment(root: Path, seed: int) -> Reference:
         job_sha256=hash_of(JOB),
         schema_sha256=hashlib.sha256(SCHEMA.encode()).hexdigest(),
         blocks_sha256=sha256(directory / layout.BLOCKS),
-        files_sha256=sha256(directory / layout.FILES),
+        files_sha256=files_sha256,
     )
     return Reference(id=directory.name, manifest_sha256=write_manifest(directory, manifest))
 
@@ -266,18 +268,23 @@ def merge_blocks(numbers: Jagged, positions: np.ndarray) -> np.ndarray:
 def write_dataset(root: Path, num_segments: int = 2) -> None:
     """Write a whole dataset, with an index of batches of two blocks over two unshuffled epochs."""
     root.mkdir(parents=True)
-    (root / layout.JOB).write_text(JOB)
-    (root / layout.SCHEMA).write_text(SCHEMA)
     manifest = DatasetManifest(
+        writer="test",
         name="tiny",
-        job_sha256=sha256(root / layout.JOB),
-        schema_sha256=sha256(root / layout.SCHEMA),
+        job_sha256=write_version(root, layout.JOB, JOB),
+        schema_sha256=write_version(root, layout.SCHEMA, SCHEMA),
         segments=tuple(write_segment(root, seed) for seed in range(num_segments)),
     )
-    write_manifest(root, manifest)
     index = replace(new_index(32, 2, "none", 0), id="index-tiny")
-    index = write_index(open_dataset(root), index)
-    write_manifest(root, replace(manifest, indexes=(index,)))
+    index = write_index(open_root(Location.parse(root), manifest), index)
+    commit_root(root, None, replace(manifest, indexes=(index,)))
+
+
+def write_version(root: Path, name: str, text: str) -> str:
+    """Write a job or schema file under the name of its content; returns its hash."""
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    (root / version_name(name, digest)).write_text(text)
+    return digest
 
 
 def optimal_hit_rates(accesses: np.ndarray, capacities: Iterable[int]) -> np.ndarray:
