@@ -117,7 +117,7 @@ def _fit(arguments: argparse.Namespace) -> None:
 
 def _add_plan_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("job", type=Path, metavar="JOB", help="job file")
-    command.add_argument("--dataset", type=Path, help="dataset with the sizes of the data")
+    command.add_argument("--dataset", type=Location, help="dataset with the sizes of the data")
     command.add_argument(
         "--history",
         type=path_or_url,

@@ -39,10 +39,12 @@ class LeaseRecord:
     """A lease that is valid.
 
     Attributes:
+        id: name of its file.
         holder: who holds it, for messages.
         directories: names of the directories that must not be removed.
     """
 
+    id: str
     holder: str
     directories: frozenset[str]
 
@@ -65,6 +67,11 @@ class Lease:
         self._body = _Body(file, holder, expiry_sec)
         self._thread: threading.Thread | None = None
         self._finalizer = weakref.finalize(self, _release, self._body, os.getpid())
+
+    @property
+    def id(self) -> str:
+        """Name of its file."""
+        return self._body.file.name
 
     def hold(self, directories: Iterable[str]) -> None:
         """Name the directories that must not be removed, instead of those before."""
@@ -174,7 +181,7 @@ def _parse(path: Location) -> tuple[LeaseRecord, float, str]:
     try:
         body = json.loads(data)
         names = frozenset(str(name) for name in body["directories"])
-        record = LeaseRecord(str(body["holder"]), names)
+        record = LeaseRecord(path.name, str(body["holder"]), names)
         return record, float(body["expiry_sec"]), str(body["process"])
     except (ValueError, KeyError, TypeError) as error:
         raise SchemaError(

@@ -270,8 +270,9 @@ def local_run(
     Raises:
         SchemaError: as `fetch_run`; a local run is not checked.
     """
-    if isinstance(run, Path):
-        yield run
+    run = Location.parse(run)
+    if run.local is not None:
+        yield run.local
         return
     with tempfile.TemporaryDirectory(prefix="presage-run-") as parent:
         folder = Path(parent) / run.name
@@ -294,8 +295,9 @@ def local_runs(
     Raises:
         SchemaError: as `fetch_run`; a local directory is not checked.
     """
-    if isinstance(directory, Path):
-        yield directory
+    directory = Location.parse(directory)
+    if directory.local is not None:
+        yield directory.local
         return
     if not directory.exists():
         raise SchemaError("directory of runs is empty; check the URL", file=str(directory))

@@ -479,8 +479,9 @@ def local_copy(source: Path | Location) -> Generator[Path]:
 
     Nothing is at the path if there is nothing at the source.
     """
-    if isinstance(source, Path):
-        yield source
+    source = Location.parse(source)
+    if source.local is not None:
+        yield source.local
         return
     with tempfile.TemporaryDirectory(prefix="presage-") as folder:
         target, entry = Path(folder) / source.name, source.stat()

@@ -143,7 +143,11 @@ class Snapshot:
 
 
 def take_snapshot(
-    job: Path, dataset: Path | None, history: Path | Location | None, *, allow_outside: bool = False
+    job: Path,
+    dataset: Path | Location | None,
+    history: Path | Location | None,
+    *,
+    allow_outside: bool = False,
 ) -> Snapshot:
     """Read the inputs of a plan.
 

@@ -14,8 +14,9 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from scheduler.retrain.records import STATE
+from scheduler.retrain.log import read_state
 from schemas.dataset import open_dataset
+from schemas.storage import Location
 from tests.integration.days import DAYS, Site, make_site
 from tests.shared import make_once
 
@@ -68,10 +69,10 @@ def test_retrain_of_days_in_order_goes_on_from_each_day_and_promotes_the_last(ca
 
 
 def test_retrain_of_a_day_that_is_done_changes_nothing_and_says_so(calm: Site) -> None:
-    before = (calm.root / STATE).read_bytes()
+    before = read_state(Location.parse(calm.root))
     done = calm.retrain("--date", TWO)
     assert (done.returncode, done.stdout) == (0, f"{TWO} is done: {TWO}.1 is promoted\n")
-    assert (calm.root / STATE).read_bytes() == before
+    assert read_state(Location.parse(calm.root)) == before
 
 
 def test_retrain_list_shows_each_day(calm: Site) -> None:
