@@ -60,6 +60,7 @@ from schemas.paths import (
     import_variables,
     path_or_url,
 )
+from schemas.storage import Location
 
 FILE_WIDTH = 160
 """Columns of tables that are not printed to a terminal."""

@@ -52,7 +52,7 @@ from schemas.errors import SchemaError
 from schemas.layout import EVALUATION, MANIFEST
 from schemas.manifest import canonical_json, find_root, previous_names
 from schemas.run_log import CHECKPOINTS, RUN_FILE
-from schemas.run_manifest import read_newest_manifest
+from schemas.run_manifest import read_newest_state
 from schemas.storage import Location
 from schemas.versions import Versions
 
@@ -425,7 +425,7 @@ class Root:
     def has_run(self, name: str) -> bool:
         """Return whether a run was started, so that it can be resumed."""
         run = self.run(name)
-        return (run / RUN_FILE).stat() is not None or read_newest_manifest(run) is not None
+        return (run / RUN_FILE).stat() is not None or read_newest_state(run) is not None
 
 
 def read_segments(root: Root) -> tuple[SegmentFact, ...]:
@@ -472,13 +472,14 @@ def newest_checkpoint(root: Root, run: str) -> tuple[str, str]:
         SchemaError: there is none.
     """
     place = root.run(run)
-    manifest = None if place.local is not None else read_newest_manifest(place)
-    if manifest is None:
+    state = None if place.local is not None else read_newest_state(place)
+    if state is None:
         folders, _ = (place / CHECKPOINTS).children()
         hashes = {name: _manifest_hash(place / CHECKPOINTS / name) for name in folders}
     else:
-        found = (_CHECKPOINT_MANIFEST.fullmatch(name) for name in manifest.files)
-        hashes = {m[1]: manifest.files[m[0]][0].sha256 for m in found if m}
+        files = state.manifest.files
+        found = (_CHECKPOINT_MANIFEST.fullmatch(name) for name in files)
+        hashes = {m[1]: files[m[0]][0].sha256 for m in found if m}
     complete = {name: digest for name, digest in hashes.items() if digest and name.isdigit()}
     if not complete:
         raise SchemaError("run has no checkpoint; train it with --again", file=str(place))

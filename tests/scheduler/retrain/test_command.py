@@ -41,7 +41,7 @@ REFUSED = {
     "no date": (["--date", "monday"], "day must be a date, got 'monday'; write 2026-04-09"),
     "no output": (
         ["--date", ONE],
-        "neither --output nor schedule.retrain.output is set; name the root folder",
+        "neither --output nor schedule.retrain.output is set; name the root",
     ),
     "no input": (
         ["--date", ONE, "--output", "root"],
@@ -196,8 +196,7 @@ def test_command_of_each_stage_says_what_is_done(tmp_path: Path) -> None:
     assert command("train", root, segments=("a", "b")) == [*train, *end]
     warm = command("train", root, segments=("a", "b"), base=f"{ONE}.1")
     assert warm == [*train, *start, *end]
-    root.run(f"{TWO}.1").mkdir(parents=True)
-    (root.run(f"{TWO}.1") / RUN_FILE).touch()
+    (root.run(f"{TWO}.1") / RUN_FILE).write_bytes(b"")
     warm = command("train", root, segments=("a", "b"), base=f"{ONE}.1")
     assert warm == [*train, *start, "--resume", *end]
     evaluate = ["trainer", "evaluate", "job.yaml", "--dataset", dataset, "--run"]
