@@ -146,7 +146,7 @@ def test_index_for_another_order_names_the_command_that_builds_it(
 ) -> None:
     message = (
         "dataset must have an index for batch_samples=64, epochs=2, shuffle=none, seed=0, got "
-        f"batch_samples=32 in {root / 'MANIFEST.json'}; run python -m pipelines oracle {root} "
+        f"batch_samples=32 in {root}; run python -m pipelines oracle {root} "
         "--reindex --batch-samples 64 --epochs 2 --shuffle none --seed 0"
     )
     with pytest.raises(SchemaError, match=f"^{re.escape(message)}$"):

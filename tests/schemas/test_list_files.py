@@ -21,6 +21,9 @@ class InMemory:
     def num_rows(self) -> int:
         return len(self.lists)
 
+    def prefetch(self) -> None:
+        """Nothing is at a store."""
+
     def close(self) -> None:
         """Nothing is mapped."""
 
