@@ -34,7 +34,8 @@ ATTEMPTS = 8
 """Attempts of a request whose outcome is unknown, or that was in conflict with another."""
 RETRY_SEC, TIMEOUT_SEC, READ_SEC, CONNECT_SEC = 90, 300, 30, 10
 """Time for all attempts of a request, for one of them, without any byte, and for connecting."""
-MAX_RETRIES = 10
+MAX_RETRIES = 50
+"""More than fit into that time."""
 METADATA_SEC = 1.0
 """Time in which the credentials service of a virtual machine must accept a connection."""
 METADATA_ADDRESS = "http://169.254.169.254"
@@ -207,7 +208,7 @@ def open_store(root: str, endpoint: str) -> Any:
     backoff = {
         "init_backoff": timedelta(milliseconds=100),
         "max_backoff": timedelta(seconds=5),
-        "base": 2,
+        "base": 4,  # a pause is drawn from [0.1 s, base x the last]; below e they do not grow
     }
     retry = {
         "max_retries": MAX_RETRIES,
