@@ -38,13 +38,14 @@ from schemas.layout import BLOCK, DATA_DIRECTORIES, TRAIN, UNIQUE_INDEX, num_uni
 from schemas.manifest import GroupCounts, IndexEntry, TableCounts
 from schemas.oracle import NextUseTracker, unique_per_block
 from schemas.order import Order
+from schemas.storage import Location
 from schemas.rows import ids_of, rows_of_ids
 
 SETTINGS = ("batch_samples", "epochs", "shuffle", "seed")
 """Settings of an index that each of its parts repeats."""
 
 
-def verify(path: Path) -> dict[str, Any]:
+def verify(path: Path | Location) -> dict[str, Any]:
     """Verify a dataset.
 
     Returns:

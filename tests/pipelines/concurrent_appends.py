@@ -12,13 +12,18 @@ import uuid
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from pipelines.build import build
+from pipelines.table.vacuum import vacuum
+from pipelines.table.verify import verify
 from schemas import leases
 from schemas.dataset import open_dataset
 from schemas.errors import SchemaError
+from schemas.layout import SEGMENTS
+from schemas.leases import LEASES
 from schemas.manifest import read_dataset
 from schemas.storage import Location
 from tests.pipelines.appending import addition
@@ -68,14 +73,11 @@ def prepare(folder: Path, dataset: Location, writers: int, rounds: int) -> Appen
     return appends
 
 
-def append(appends: Appends, writer: int, number: int, *, is_first: bool = False) -> str:
-    """Append a log, or build the first segment; return the id of the segment."""
-    attempt = uuid.uuid4().hex[:12]
-    request = addition(
-        appends.job, appends.log(writer, number), appends.dataset.local or Path(), attempt=attempt
-    )
-    request = replace(request, dataset=appends.dataset, append=not is_first)
-    return build(request)["segment"]
+def append(appends: Appends, writer: int, number: int) -> str:
+    """Append a log; return the id of the segment."""
+    log, attempt = appends.log(writer, number), uuid.uuid4().hex[:12]
+    request = addition(appends.job, log, Path(), attempt=attempt)
+    return build(replace(request, dataset=appends.dataset))["segment"]
 
 
 def write_rounds(
@@ -125,7 +127,8 @@ def run_writers(
         kills: seconds after the start when a random writer is killed.
         seed: of the choice.
     """
-    context = multiprocessing.get_context("fork")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])
 
     def start(writer: int) -> BaseProcess:
         arguments = (appends, writer, range(rounds), environment, writer % 2)
@@ -150,18 +153,36 @@ def run_writers(
     assert all(process.exitcode == 0 for process in processes.values()), "see *.traceback"
 
 
+def first_segment(appends: Appends) -> None:
+    """Build the dataset of a log of its own."""
+    write_log(appends.folder / "log-0-first", NUM_ROWS, 0, num_files=1)
+    request = addition(appends.job, appends.folder / "log-0-first", Path(), attempt="first")
+    build(replace(request, dataset=appends.dataset, append=False))
+
+
 def check(appends: Appends, writers: int, rounds: int) -> None:
     """Check that each acknowledged append is in the dataset exactly once, and nothing else is."""
     root = read_dataset(appends.dataset)
     acknowledged = appends.acknowledgements()
     assert len(acknowledged) == writers * rounds
     ids = [segment.id for segment in root.segments]
-    keys = sorted(name.partition("-")[2] for name in ids)
-    assert keys == sorted({*keys}), "no log is in the dataset twice"
-    wanted = sorted(segment.partition("-")[2] for segment in acknowledged.values())
-    first = ids[0].partition("-")[2]
-    assert sorted([*wanted, first]) == keys
+    keys = [name.partition("-")[2] for name in ids]
+    assert len(keys) == len(set(keys)), "no log is in the dataset twice"
+    wanted = {segment.partition("-")[2] for segment in acknowledged.values()}
+    assert wanted | {keys[0]} == set(keys), "nothing but what was acknowledged, and the first"
     assert [segment.position for segment in root.segments] == list(range(len(ids)))
-    dataset = open_dataset(appends.dataset)
-    num_rows = sum(s.manifest.num_rows + s.manifest.num_rejects for s in dataset.segments)
-    assert num_rows >= NUM_ROWS * len(ids)
+    listed = [f.sha256 for s in open_dataset(appends.dataset).segments for f in s.manifest.listing]
+    assert len(listed) == len(set(listed)) == len(ids)
+
+
+def check_nothing_else(dataset: Location) -> None:
+    """Vacuum as after the leases of killed processes have expired; check what is left."""
+    (dataset / LEASES).remove_all()
+    vacuum(dataset, timedelta())
+    root = read_dataset(dataset)
+    directories, _ = (dataset / SEGMENTS).children()
+    assert directories == sorted(segment.directory for segment in root.segments)
+    for index in root.indexes:
+        parts, _ = (dataset / index.id).children()
+        assert parts == sorted(part.directory for part in index.parts.values())
+    assert verify(dataset)["problems"] == []
