@@ -182,7 +182,7 @@ def build_job(job: Path, log: Path, dataset: Path) -> dict[str, Any]:
     return build(
         BuildRequest(
             job_path=job,
-            input_root=Location.parse(log),
+            input_root=log,
             dataset=Location.parse(dataset),
             beam_args=[],
             attempt="benchmark",

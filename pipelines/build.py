@@ -49,6 +49,7 @@ from pipelines.table.compatibility import (
     new_segment,
     refused_path,
 )
+from pipelines.table.root import write_copies
 from pipelines.table.segment import finish_segment, local_directory, publish
 from pipelines.transforms.fit import publish_fitted, returned_files, stage_fitted
 from schemas.config.job import DataConfig, Job, SplitConfig, check_new_names, load_job
@@ -146,6 +147,7 @@ def build_segment(request: BuildRequest, job: Job, features: FeatureSet) -> Buil
     existing = check_admissible(request, job, features, key, listing)
     if existing is not None:
         request.progress(f"segment {existing.id}: exists already, nothing to build")
+        write_copies(request.dataset, read_root(request.dataset))  # a killed build has not
         return BuildResult(existing, built=False)
     with Lease(request.dataset, f"build {request.attempt}") as lease:
         directory = take_over(request.dataset, key, request.attempt)

@@ -123,8 +123,8 @@ def _preview(request: BuildRequest, input_root: Path | str, rows: int) -> dict[s
     request = replace(request, listing=tuple(listing))
     request, job = with_groups(request, job, features)
     context = prepare(request, job, features)
-    request.dataset.mkdir()
-    root = request.dataset / "segment"
+    root = Path(request.dataset / "segment")
+    root.mkdir(parents=True)
     context = replace(context, segment_root=root, shuffle_by="memory")
     return {"job": job.name, "input": str(input_root), **_run_stages(context, copies)}
 

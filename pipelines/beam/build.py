@@ -36,10 +36,11 @@ from pipelines.table.compact import StoredPart
 from pipelines.transforms.apply import fit_inputs
 from pipelines.transforms.fit import LEARNED
 from schemas.config.job import TableConfig
-from schemas.dataset import open_segment
+from schemas.dataset import Segment, committed_segment
 from schemas.features import FeatureSet
-from schemas.manifest import read_segment
+from schemas.manifest import Reference
 from schemas.order import Order
+from schemas.storage import Location
 
 
 def segment_pipeline(
@@ -92,8 +93,8 @@ def run_segment(context: BuildContext, beam_args: list[str]) -> Mapping[str, lis
     return run_pipeline(add_transforms, beam_args, context.segment_root, context.num_parts)
 
 
-TableTask = tuple[Path, Path, Order, str]
-"""Directories of a part and its segment, order of the segment alone, and table to index."""
+TableTask = tuple[Path, Location, Reference, Order, str]
+"""Directory of a part, segment with its reference and its order alone, and table to index."""
 
 
 def run_index(
@@ -243,8 +244,8 @@ class _IndexTable(beam.DoFn):
         keep_freed_memory()
 
     def process(self, task: TableTask) -> Iterator[Any]:
-        root, directory, order, table = task
-        segment = open_segment(directory, read_segment(directory))
+        root, directory, reference, order, table = task
+        segment = Segment(directory, reference, committed_segment(directory, reference))
         totals_or_plan = index_table(root, segment, table, order, self.worker_entries)
         if isinstance(totals_or_plan, LinkingPlan):
             yield str(root / table), totals_or_plan

@@ -251,7 +251,7 @@ def index_tables(
         return []
     if in_process(beam_args, is_small=size < WORKER_BYTES):
         return [_index_table(request, table) for request, table in tables]
-    tasks = [(r.root, r.segment.directory, r.order, table) for r, table in tables]
+    tasks = [(r.root, r.segment.directory, r.segment.reference, r.order, t) for r, t in tables]
     return runner_module("build").run_index(tasks, scratch, beam_args, size // WORKER_BYTES)
 
 

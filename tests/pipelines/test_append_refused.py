@@ -44,7 +44,7 @@ def test_append_at_a_taken_position_is_refused_before_the_work(one: Path, two: P
 
 
 def test_append_to_no_dataset_is_refused(one: Path, tmp_path: Path) -> None:
-    with pytest.raises(SchemaError, match=r"^manifest is missing in "):
+    with pytest.raises(SchemaError, match=r"^there is no dataset: no build was committed in "):
         build(addition(one / "job" / "job.yaml", one / "log-1", tmp_path / "none"))
     assert not (tmp_path / "none").exists()
 

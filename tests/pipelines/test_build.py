@@ -17,6 +17,7 @@ from pipelines.table.verify import verify
 from schemas.dataset import open_dataset
 from schemas.errors import SchemaError
 from schemas.layout import MANIFEST
+from schemas.storage import Location
 from tests.pipelines.appending import addition
 from tests.pipelines.logs import (
     IN_PROCESS,
@@ -39,7 +40,7 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def read_back(dataset: Path, target: Path) -> list[tuple[object, ...]]:
-    expand(dataset, target)
+    expand(Location.parse(dataset), Location.parse(target))
     rows = pq.read_table(target).to_pylist()
     return sorted(
         (r["session"], r["time"], r["user"], tuple(r["history"]), r["item"], r["label"])

@@ -136,7 +136,7 @@ def test_graph_that_the_launcher_sends_builds_the_bytes_of_the_command(
         image = next(o for o in options.read_text().split() if o.startswith("--sdk_container_im"))
         (pool,) = sent["environment"]["workerPools"]
         assert pool["workerHarnessContainerImage"] == image.partition("=")[2]
-        assert not (dataset / "MANIFEST.json").exists()
+        assert not (dataset / "_manifests").exists()
         run(repository, variables, python, "-c", RUN, tmp_path / "pipeline.pb")
     build = ["build", shipped / "job.yaml", "--input", log, "--output", tmp_path / "by-command"]
     run(repository, {}, sys.executable, "-m", "pipelines", *build)

@@ -25,6 +25,7 @@ from pipelines.table.verify import verify
 from schemas.dataset import open_dataset
 from schemas.layout import SEGMENTS
 from schemas.manifest import read_dataset
+from schemas.storage import Location
 from tests.id_search import files_with_id
 from tests.pipelines.appending import addition
 from tests.pipelines.logs import IN_PROCESS, bytes_of, copy_of, raw_rows, request, write_job
@@ -233,7 +234,7 @@ def test_rewriting_waits_for_the_age_of_tombstones(
     two: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     dataset = copy_of(two, tmp_path / "dataset")
-    vacuum(dataset)  # the index from before the second segment
+    vacuum(Location.parse(dataset))  # the index from before the second segment
     run(capsys, str(dataset), "--ids", ids_file(tmp_path, ID))
     before = bytes_of(dataset)
     assert (

@@ -22,6 +22,7 @@ from pipelines.table.rows import content_hash, expand
 from pipelines.table.verify import verify
 from schemas.dataset import open_dataset
 from schemas.errors import SchemaError
+from schemas.storage import Location
 from tests.pipelines.logs import IN_PROCESS
 from tests.pipelines.test_rows import by_view
 
@@ -120,7 +121,7 @@ def test_star_keeps_every_value_of_the_types_it_holds(
     assert result["num_sessions"] == len(set(SESSION.tolist()))
     assert result["bytes_before"] == sum(f.stat().st_size for f in folder.rglob("*.parquet"))
     assert verify(tmp_path / "out")["problems"] == []
-    expand(tmp_path / "out", tmp_path / "x.parquet")
+    expand(Location.parse(tmp_path / "out"), Location.parse(tmp_path / "x.parquet"))
     rows = pq.read_table(tmp_path / "x.parquet")
     assert rows.column_names == list(HELD)
     assert in_session_order(rows, "session_id", "time")
@@ -243,7 +244,7 @@ def test_rows_without_time_keep_their_order_in_a_session(
     for layout in ("star", "flat"):
         result = run(capsys, folder, tmp_path / layout, "--layout", layout, "--session", "visit")
         assert result["time"] is None
-    expand(tmp_path / "star", tmp_path / "x.parquet")
+    expand(Location.parse(tmp_path / "star"), Location.parse(tmp_path / "x.parquet"))
     star = pq.read_table(tmp_path / "x.parquet")
     assert star.column_names == ["visit", "n", "row_time"]
     assert in_session_order(star, "visit", "n")

@@ -34,6 +34,7 @@ from pipelines.samples.sql_rejects import map_rows
 from pipelines.sources.rows import ORIGIN
 from schemas.errors import SchemaError
 from schemas.layout import PLAIN_STATISTICS, STATISTICS
+from schemas.storage import Location
 
 FLOATS = st.lists(st.floats(allow_nan=False, allow_infinity=False), max_size=30)
 
@@ -202,4 +203,4 @@ def test_damaged_statistics_are_refused_by_name(tmp_path: Path, damage: slice) -
     write_statistics(tmp_path, statistics_text([Slice("segment", 3, {}, {})]))
     (tmp_path / STATISTICS).write_bytes((tmp_path / STATISTICS).read_bytes()[damage])
     with pytest.raises(SchemaError, match=r"statistics cannot be read: .*statistics\.pbtxt\.zst"):
-        read_statistics(tmp_path / STATISTICS)
+        read_statistics(Location.parse(tmp_path / STATISTICS))

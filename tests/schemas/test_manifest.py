@@ -121,6 +121,16 @@ def test_committed_root_names_its_writer_and_its_parent(tmp_path: Path) -> None:
     assert read_dataset(tmp_path) == second.manifest
 
 
+def test_dataset_of_format_1_is_refused_with_the_command_that_migrates_it(tmp_path: Path) -> None:
+    (tmp_path / "MANIFEST.json").write_text("{}")
+    message = (
+        f"dataset has format 1 in {tmp_path}; run python -m pipelines migrate {tmp_path}, without "
+        "rewriting data"
+    )
+    with pytest.raises(SchemaError, match=f"^{re.escape(message)}$"):
+        read_dataset(tmp_path)
+
+
 def test_num_blocks_counts_all_splits() -> None:
     assert SEGMENT.num_blocks == 3
 
