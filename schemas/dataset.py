@@ -37,7 +37,6 @@ from schemas.layout import (
     SCHEMA,
     SEGMENTS,
     TOMBSTONES_SCHEMA,
-    TRAIN,
     access_path,
     edges_path,
     index_path,
@@ -654,19 +653,6 @@ def read_with_defaults(
 def constant_column(value: pa.Scalar, num_rows: int) -> pa.Array:
     """Return a column with one value, or null, in every row."""
     return pa.repeat(value, num_rows) if value.is_valid else pa.nulls(num_rows, value.type)
-
-
-def read_accesses(
-    dataset: Dataset, segment: Segment, table: str
-) -> tuple[Jagged, NDArray[np.int64]]:
-    """Return a segment's access lists of a table and the row of each dense number.
-
-    A segment that was built before any feature of the table was declared has no accesses.
-    """
-    if not has_accesses(dataset, segment, table):
-        empty = np.empty(0, np.int64)
-        return Jagged(empty, np.zeros(len(segment.positions(TRAIN)) + 1, np.int64)), empty
-    return segment.access(table), segment.rows(table)
 
 
 def has_accesses(dataset: Dataset, segment: Segment, table: str) -> bool:

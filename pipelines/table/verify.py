@@ -19,27 +19,28 @@ from pipelines.table.rows import (
 )
 from pipelines.table.segment import split_ranges, sum_bytes
 from schemas.accesses import TableAccesses
-from schemas.arrays import comparable_tuple, is_list, numpy_of, unique_tuples, values_of
+from schemas.arrays import Jagged, comparable_tuple, is_list, numpy_of, unique_tuples, values_of
 from schemas.dataset import (
     Dataset,
     IndexPart,
     Segment,
+    access_lists,
     column_types,
+    has_accesses,
     missing_column_defaults,
     open_dataset,
-    read_accesses,
     type_name,
 )
 from schemas.errors import SchemaError
-from schemas.files import find_damaged_files
+from schemas.files import ListFiles, find_damaged_files
 from schemas.fitted import load_fitted
 from schemas.group_files import read_group
 from schemas.layout import BLOCK, DATA_DIRECTORIES, TRAIN, UNIQUE_INDEX, num_unique_column
 from schemas.manifest import GroupCounts, IndexEntry, TableCounts
 from schemas.oracle import NextUseTracker, unique_per_block
 from schemas.order import Order
-from schemas.storage import Location
 from schemas.rows import ids_of, rows_of_ids
+from schemas.storage import Location
 
 SETTINGS = ("batch_samples", "epochs", "shuffle", "seed")
 """Settings of an index that each of its parts repeats."""
@@ -180,12 +181,19 @@ def stored_counts(
         t: TableCounts(
             num_lookups=lookups[t],
             num_lookups_dedup=stored_lookups[t],
-            num_unique_rows=len(read_accesses(dataset, segment, t)[1]),
+            num_unique_rows=num_rows_of(dataset, segment, t),
         )
         for t in data.tables
         if t in segment.manifest.tables
     }
     return groups, tables, types
+
+
+def num_rows_of(dataset: Dataset, segment: Segment, table: str) -> int:
+    """Return the distinct rows of a table in a segment."""
+    if not has_accesses(dataset, segment, table):
+        return 0
+    return sum(file.num_rows for file in segment.edge_files(table))
 
 
 def num_values(column: pa.ChunkedArray) -> int:
@@ -210,42 +218,75 @@ def _group_problems(
 
 
 def _access_problems(segment: Segment, dataset: Dataset) -> Iterator[str]:
+    """Compare the access lists with the samples, one row group after the other."""
     training = segment.positions(TRAIN)
-    looked_up = _training_lookups(segment, dataset)
-    for name, table in dataset.job.data.tables.items():
-        ids, positions = looked_up[name]
-        expected = unique_per_block(rows_of_ids(ids, name, table), positions, len(training))
-        accesses, row_of = read_accesses(dataset, segment, name)
-        rows = row_of[accesses.values]
-        blocks = np.repeat(np.arange(accesses.num_rows), accesses.lengths)
-        same_lengths = np.array_equal(accesses.offsets, expected.offsets)
-        if not same_lengths or not np.array_equal(
-            rows[np.lexsort((rows, blocks))], expected.values
-        ):
-            yield f"access/{name}: rows differ from those that the samples look up"
+    stored = {t: _StoredAccesses(dataset, segment, t) for t in dataset.job.data.tables}
+    different = {name for name, each in stored.items() if len(each) != len(training)}
+    for positions, lookups in _training_lookups(segment, dataset):
+        for name in stored.keys() - different:
+            ids, blocks = lookups[name]
+            rows = rows_of_ids(ids, name, dataset.job.data.tables[name])
+            expected = unique_per_block(rows, blocks, len(positions))
+            if not stored[name].equal(positions, expected):
+                different.add(name)
+    yield from (
+        f"access/{name}: rows differ from those that the samples look up"
+        for name in dataset.job.data.tables
+        if name in different
+    )
 
 
-def _training_lookups(
-    segment: Segment, dataset: Dataset
-) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    """Return for each table the ids that training samples look up, and their blocks' positions."""
+class _StoredAccesses:
+    """The stored access lists of a table as rows; decoded file by file."""
+
+    def __init__(self, dataset: Dataset, segment: Segment, table: str) -> None:
+        self._num_blocks = len(segment.positions(TRAIN))
+        self._lists: ListFiles | None = None
+        if has_accesses(dataset, segment, table):
+            self._lists = ListFiles(segment.access_files(table), access_lists)
+            self._rows = segment.rows(table)
+
+    def __len__(self) -> int:
+        return self._num_blocks if self._lists is None else len(self._lists)
+
+    def equal(self, positions: np.ndarray, expected: Jagged) -> bool:
+        """Return whether the rows of blocks are the expected ones, which ascend in each block."""
+        if self._lists is None:
+            return not len(expected.values)
+        bounds = expected.offsets.tolist()
+        for index, position in enumerate(positions.tolist()):
+            rows = np.sort(self._rows[self._lists[position]])
+            if not np.array_equal(rows, expected.values[bounds[index] : bounds[index + 1]]):
+                return False
+        return True
+
+
+Lookups = dict[str, tuple[np.ndarray, np.ndarray]]
+"""By table the ids that samples look up, and the index of the block of each."""
+
+
+def _training_lookups(segment: Segment, dataset: Dataset) -> Iterator[tuple[np.ndarray, Lookups]]:
+    """Yield the training positions of the blocks of each row group, and their look-ups."""
     data = dataset.job.data
     first_position = segment.positions(TRAIN)[:1].sum()
     is_training = np.isin(np.arange(segment.blocks.num_rows), segment.positions(TRAIN))
-    ids: dict[str, list[np.ndarray]] = {t: [np.empty(0, np.int64)] for t in data.tables}
-    positions: dict[str, list[np.ndarray]] = {t: [np.empty(0, np.int64)] for t in data.tables}
     defaults = missing_column_defaults(dataset, segment)
     for file_index, row_group in row_groups(segment):
         chosen = np.flatnonzero(blocks_of_row_group(segment, file_index, row_group))
         if not is_training[chosen[0]]:
             continue
         samples = read_joined_row_group(segment, file_index, row_group, data, defaults)
-        position = np.repeat(chosen - first_position, segment.column("num_samples")[chosen])
+        block = np.repeat(np.arange(len(chosen)), segment.column("num_samples")[chosen])
+        ids: dict[str, list[np.ndarray]] = {t: [np.empty(0, np.int64)] for t in data.tables}
+        blocks: dict[str, list[np.ndarray]] = {t: [np.empty(0, np.int64)] for t in data.tables}
         for feature, table in data.table_of_feature.items():
             values, offsets = values_of(samples[feature])
             ids[table].append(ids_of(values))
-            positions[table].append(np.repeat(position, np.diff(offsets)))
-    return {t: (np.concatenate(ids[t]), np.concatenate(positions[t])) for t in data.tables}
+            blocks[table].append(np.repeat(block, np.diff(offsets)))
+        yield (
+            chosen - first_position,
+            {t: (np.concatenate(ids[t]), np.concatenate(blocks[t])) for t in data.tables},
+        )
 
 
 def type_problems(dataset: Dataset) -> Iterator[str]:
