@@ -239,7 +239,8 @@ class CheckedFile:
 
     def _reserve(self) -> pa.Buffer:
         """Reserve addresses for a remote file; memory is used for what is fetched."""
-        self._memory = mmap.mmap(-1, self._entry.num_bytes)
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        self._memory = mmap.mmap(-1, self._entry.num_bytes, flags)
         return pa.py_buffer(self._memory)
 
     def _missing_error(self) -> SchemaError:
