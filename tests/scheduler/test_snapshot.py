@@ -261,7 +261,7 @@ def test_main_plan_with_a_changed_byte_refuses_the_dataset(
         if path.is_file():
             target.parent.mkdir(parents=True, exist_ok=True)
             target.write_bytes(path.read_bytes())
-    manifest = changed / "segments" / dataset.segments[0].id / "MANIFEST.json"
+    manifest = changed / "segments" / dataset.segments[0].directory.name / "MANIFEST.json"
     manifest.write_bytes(manifest.read_bytes().replace(b'"num_samples": 5', b'"num_samples": 6'))
     assert main(["plan", str(demo_job), "--dataset", str(changed)]) == 1
     assert "manifest must have sha256" in capsys.readouterr().err
