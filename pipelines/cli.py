@@ -43,7 +43,7 @@ from schemas.storage import Location
 
 DESCRIPTION = "Build, check and rewrite datasets."
 WRITTEN = ("build", "append", "seal", "unseal", "vacuum", "rewrite", "erase", "score", "oracle")
-"""Commands that once needed `--single-writer` on a network filesystem."""
+"""Commands that accept `--single-writer`, which has no effect."""
 _RENAMED = {
     "finish": "seal",
     "prune": "vacuum",

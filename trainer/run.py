@@ -396,10 +396,9 @@ def _write_blocks(run: Path, dataset: Dataset, epochs: int) -> None:
         }
         tables.append(pa.table(columns, _BLOCKS_SCHEMA))
     table = pa.concat_tables(tables).replace_schema_metadata({"epochs": str(epochs)})
-    partial = run / f".{BLOCKS}.partial"  # it replaces an earlier one when the dataset has grown
-    pq.write_table(table, partial)
-    sync_file(partial)
-    partial.replace(run / BLOCKS)
+    with Location.parse(run / BLOCKS).new_file() as path:  # replaces one of a smaller dataset
+        pq.write_table(table, path)
+        sync_file(path)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

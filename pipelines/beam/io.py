@@ -10,7 +10,7 @@ Arguments of several transforms:
     dataset: directory of the dataset.
     append: whether the dataset must exist.
     num_parts: ranges of keys, processed in parallel; the rows of each fit a worker.
-    single_writer: whether no other process writes to the dataset, for a network filesystem.
+    single_writer: without effect; a dataset may have several writers.
     allow_outside: whether the schema may be outside the folder of the job file.
 """
 

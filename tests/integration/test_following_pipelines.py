@@ -11,17 +11,21 @@ from pathlib import Path
 import pytest
 
 from pipelines.cli import main
+from schemas.config.job import load_job
 from schemas.dataset import open_dataset
 from schemas.layout import MANIFEST
-from schemas.manifest import read_dataset, write_manifest
+from schemas.manifest import find_root, read_dataset
+from schemas.storage import Location
 from tests.conftest import REPOSITORY
 from tests.pipelines.appending import changed
 from tests.pipelines.logs import IN_PROCESS, write_log
 from tests.trainer.held import held_by
+from tests.trainer.make_dataset import change_root
 from tests.trainer.processes import ended, num_steps, started, trained, until
 from trainer.diff import compare_runs
+from trainer.follow import FollowedDataset, FollowOptions
+from trainer.recovery import Drain
 from trainer.run import verify_run
-from trainer.runtime import ReadLocks
 
 LOGS = (300, 200, 260, 180, 240)
 """Rows of the log of each segment; its number is the seed."""
@@ -68,7 +72,7 @@ def test_follower_of_a_real_pipeline_killed_and_resumed_has_the_bits_of_one_on_t
     cached = ("--embedding", "cached", "--follow")
     follower = started(job, dataset, run, *cached)  # before there is a dataset
     builder = pipeline(job, logs, dataset)
-    until(builder, (dataset / MANIFEST).exists)
+    until(builder, lambda: find_root(dataset) is not None)
     victim = started(job, dataset, killed, *cached, module=held_by(tmp_path / "pipe", 7))
     until(victim, lambda: num_steps(killed) == 8)
     victim.send_signal(signal.SIGKILL)
@@ -102,24 +106,27 @@ def append(job: Path, log: Path, dataset: Path, *more: str) -> int:
 
 
 @pytest.mark.slow
-def test_part_of_an_index_that_is_held_outlasts_vacuum(
+def test_what_a_run_reads_outlasts_vacuum(
     job: Path, logs: list[Path], dataset: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    opened = open_dataset(dataset)
-    (part,) = opened.open_index(opened.manifest.indexes[0]).parts
-    held = ReadLocks()
-    held.replace(part.directory)
-    for log in logs[1:3]:
-        assert append(job, log, dataset) == 0
-    write_manifest(dataset, replace(read_dataset(dataset), indexes=()))
-    assert main(["vacuum", str(dataset)]) == 0
-    assert list(dataset.glob("index-*/*")) == [part.directory]
-    held.replace()
+    how = FollowOptions(follow=True, stop=None, planned=True)
+    run = FollowedDataset(Location.parse(dataset), load_job(job), how, Drain())
+    span = run.wait_for(0)
+    (part,) = span.dataset.index_for(span.order).parts
+    kept = [Path(span.dataset.segments[0].directory), Path(part.directory)]
+    assert append(job, logs[1], dataset) == 0
+    change_root(dataset, lambda root: replace(root, segments=root.segments[1:], indexes=()))
+    vacuum = ["vacuum", str(dataset), "--older-than", "0s", "--json"]
     capsys.readouterr()
-    assert main(["vacuum", str(dataset), "--json"]) == 0
-    name = f"{part.directory.parent.name}/{part.directory.name}"
-    assert json.loads(capsys.readouterr().out)["indexes"] == [name]
-    assert not list(dataset.glob("index-*"))
+    assert main(vacuum) == 0
+    assert all((directory / MANIFEST).exists() for directory in kept)
+    removed = json.loads(capsys.readouterr().out)
+    assert removed["segments"] == []
+    assert len(removed["indexes"]) == 1, "the part of the second segment"
+    del run
+    assert main(vacuum) == 0
+    assert json.loads(capsys.readouterr().out)["segments"] == [kept[0].name]
+    assert not any(directory.exists() for directory in kept)
 
 
 @pytest.mark.slow
@@ -154,5 +161,5 @@ def test_finished_dataset_takes_no_segment_until_it_is_opened_again(
 
 def test_seal_of_no_dataset_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["seal", str(tmp_path)]) == 1
-    assert re.match(r"error: manifest is missing in", capsys.readouterr().err)
+    assert re.match(r"error: there is no dataset", capsys.readouterr().err)
     assert list(tmp_path.iterdir()) == []

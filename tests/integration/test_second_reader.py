@@ -105,8 +105,27 @@ def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def root_of(dataset: Path) -> dict[str, Any]:
+    """The newest version of the root; each names the hash of the one before."""
+    versions = sorted((dataset / "_manifests").glob("*.json"))
+    assert [path.name for path in versions] == [f"{n + 1:08d}.json" for n in range(len(versions))]
+    bodies = [body_of(path) for path in versions]
+    for path, body in zip(versions, bodies[1:], strict=False):
+        assert body["parent_sha256"] == hashlib.sha256(path.read_bytes()).hexdigest()
+    return bodies[-1]
+
+
 def manifest(directory: Path, sha256: str | None = None) -> dict[str, Any]:
-    data = (directory / "MANIFEST.json").read_bytes()
+    return body_of(directory / "MANIFEST.json", sha256)
+
+
+def directory_of(dataset: Path, reference: dict[str, Any]) -> Path:
+    """The directory of a segment."""
+    return dataset / "segments" / reference.get("path", reference["id"])
+
+
+def body_of(path: Path, sha256: str | None = None) -> dict[str, Any]:
+    data = path.read_bytes()
     assert sha256 in (None, hashlib.sha256(data).hexdigest())
     body = json.loads(data)
     assert data.decode() == json.dumps(body, indent=1, sort_keys=True) + "\n"
@@ -118,8 +137,8 @@ def manifest(directory: Path, sha256: str | None = None) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def segment(log: Path) -> Path:
-    (reference,) = manifest(log / "dataset")["segments"]
-    return log / "dataset" / "segments" / reference["id"]
+    (reference,) = root_of(log / "dataset")["segments"]
+    return directory_of(log / "dataset", reference)
 
 
 def samples_of(log: Path) -> pl.DataFrame:
@@ -184,13 +203,19 @@ def numbers_of_blocks(segment: Path, table: str) -> list[list[int]]:
 @pytest.mark.slow
 def test_every_byte_is_covered_by_the_root(log: Path) -> None:
     root = log / "dataset"
-    top = manifest(root)
+    top = root_of(root)
+    covered = {root / name for name in ("job.yaml", "schema.pbtxt", "view.sql")}  # copies
+    covered |= {p for name in ("_manifests", "builds") for p in (root / name).iterdir()}
     for name, key in (("job.yaml", "job_sha256"), ("schema.pbtxt", "schema_sha256")):
-        assert hashlib.sha256((root / name).read_bytes()).hexdigest() == top[key]
-    covered = {
-        root / n for n in ("MANIFEST.json", "job.yaml", "schema.pbtxt", "view.sql", "builds.jsonl")
-    }
-    parts = [(root / "segments" / r["id"], r) for r in top["segments"]]
+        path = root / f"{name}.{top[key][:12]}"
+        assert hashlib.sha256(path.read_bytes()).hexdigest() == top[key]
+        covered.add(path)
+    parts = [(directory_of(root, r), r) for r in top["segments"]]
+    for directory, reference in parts:
+        anomalies = directory / f"anomalies-{reference['anomalies_sha256'][:12]}.pbtxt"
+        digest = hashlib.sha256(anomalies.read_bytes()).hexdigest()
+        assert digest == reference["anomalies_sha256"]
+        covered |= {anomalies, directory / "claim"}
     parts += [(root / i["id"] / r["id"], r) for i in top["indexes"] for r in i["parts"].values()]
     for directory, reference in parts:
         body = manifest(directory, reference["manifest_sha256"])
@@ -280,8 +305,8 @@ def shuffled(reference: dict[str, Any], num_blocks: int, epoch: int) -> list[int
 def steps_of(dataset: Path, table: str) -> list[list[list[list[int]]]]:
     """The entries of each step in the segment's own numbers, by segment and epoch."""
     steps: list[list[list[list[int]]]] = []
-    for reference in manifest(dataset)["segments"]:
-        numbers = numbers_of_blocks(dataset / "segments" / reference["id"], table)
+    for reference in root_of(dataset)["segments"]:
+        numbers = numbers_of_blocks(directory_of(dataset, reference), table)
         steps.append([])
         for epoch in (0, 1):
             order = shuffled(reference, len(numbers), epoch)
@@ -305,7 +330,7 @@ def next_uses(steps: list[list[int]]) -> list[list[int]]:
 def test_part_of_the_index_equals_a_walk_over_each_shuffled_epoch(log: Path, table: str) -> None:
     dataset = log / "dataset"
     ((first, second),) = steps_of(dataset, table)
-    top = manifest(dataset)
+    top = root_of(dataset)
     (index,), (segment,) = top["indexes"], top["segments"]
     directory = dataset / index["id"] / index["parts"][segment["id"]]["id"]
     found = pl.read_parquet(directory / table / "*.parquet")
@@ -346,14 +371,14 @@ def two(log: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.slow
 @pytest.mark.parametrize("table", LOOKUPS)
 def test_next_uses_of_two_segments_follow_from_their_parts(two: Path, table: str) -> None:
-    top, steps = manifest(two), steps_of(two, table)
+    top, steps = root_of(two), steps_of(two, table)
     (index,) = top["indexes"]
     rows: list[list[int]] = []
     distances: list[list[list[int]]] = []
     uses: list[list[list[tuple[int, int]]]] = []
     for segment in top["segments"]:
         part = two / index["id"] / index["parts"][segment["id"]]["id"] / table
-        edges = pl.read_parquet(two / "segments" / segment["id"] / "edges" / table / "*.parquet")
+        edges = pl.read_parquet(directory_of(two, segment) / "edges" / table / "*.parquet")
         rows.append(edges["row"].to_list())
         distances.append(pl.read_parquet(part / "*.parquet")["distances"].to_list())
         files = [pl.read_parquet(part / f"uses-{epoch:05d}" / "*.parquet") for epoch in (0, 1)]

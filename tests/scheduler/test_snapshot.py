@@ -175,10 +175,10 @@ def test_plan_right_after_a_build_finds_it_and_the_runs_beside_the_dataset(
     shutil.copytree(built / "dataset", dataset)
     assert take_snapshot(demo_job, dataset, None).history == History()
     printed = json.loads((built / "build.json").read_text())
-    record_build_speed(dataset, printed, [])
+    record_build_speed(Location.parse(dataset), printed, [])
     workers = ["--direct_num_workers=2", "--direct_running_mode=multi_processing"]
-    record_build_speed(dataset, {**printed, "rows_per_sec": 100.0}, workers)
-    record_build_speed(dataset, {**printed, "built": False}, [])
+    record_build_speed(Location.parse(dataset), {**printed, "rows_per_sec": 100.0}, workers)
+    record_build_speed(Location.parse(dataset), {**printed, "built": False}, [])
     trained = [segment.manifest_sha256 for segment in open_dataset(dataset).manifest.segments]
     write_trained_run(tmp_path / "run", trained)
     write_trained_run(tmp_path / "runs" / "first", trained)
@@ -261,7 +261,7 @@ def test_main_plan_with_a_changed_byte_refuses_the_dataset(
         if path.is_file():
             target.parent.mkdir(parents=True, exist_ok=True)
             target.write_bytes(path.read_bytes())
-    manifest = changed / "segments" / dataset.segments[0].id / "MANIFEST.json"
+    manifest = changed / "segments" / dataset.segments[0].directory.name / "MANIFEST.json"
     manifest.write_bytes(manifest.read_bytes().replace(b'"num_samples": 5', b'"num_samples": 6'))
     assert main(["plan", str(demo_job), "--dataset", str(changed)]) == 1
     assert "manifest must have sha256" in capsys.readouterr().err

@@ -6,6 +6,7 @@ import itertools
 import json
 import shutil
 import time
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import pytest
 
 from pipelines.report.facts import read_runs
 from scheduler.model.history import BUILD, read_history
+from schemas.config.train import CheckpointConfig
 from schemas.errors import SchemaError
 from schemas.manifest import encode_manifest
 from schemas.run_log import CHECKPOINT_LOG, CHECKPOINTS, LEDGER, METRICS, RUN_FILE
@@ -45,7 +47,7 @@ from trainer.__main__ import main
 from trainer.checkpoint import upload
 from trainer.checkpoint.load import newest_checkpoint, verify_checkpoint
 from trainer.checkpoint.manifest import complete_checkpoints
-from trainer.checkpoint.upload import MERGED_BYTES, RunUploader
+from trainer.checkpoint.upload import MERGED_BYTES, RunUploader, work_folder
 from trainer.diff import compare_runs
 from trainer.recovery import Drain, DrainInterrupt
 from trainer.run import read_identity
@@ -287,6 +289,16 @@ def test_work_folder_serves_one_process(job: Path, dataset: Path, url: str, tmp_
 
     with pytest.raises(DrainInterrupt):
         train_at(url, tmp_path / "work", job, dataset, on_step=start_second)
+
+
+def test_work_folders_of_runs_with_similar_names_are_apart(url: str, tmp_path: Path) -> None:
+    outputs = [Location.parse(f"{url}/{name}") for name in ("a.1", "a.2", "b/a.1")]
+    with ExitStack() as opened:
+        folders = {
+            opened.enter_context(work_folder(output, tmp_path, CheckpointConfig(), resume=True))[0]
+            for output in outputs
+        }
+    assert len(folders) == len(outputs)
 
 
 def test_failed_upload_ends_the_run_and_the_work_folder_continues(

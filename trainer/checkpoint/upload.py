@@ -129,7 +129,7 @@ def work_folder(
     key = hashlib.sha256(output.url.encode()).hexdigest()[:16]
     folder = work / f"{output.name}-{key}"
     work.mkdir(parents=True, exist_ok=True)
-    with folder.with_suffix(".lock").open("a") as lock:
+    with folder.with_name(f"{folder.name}.lock").open("a") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -22,6 +22,7 @@ from scheduler.drivers.job_files import (
 )
 from schemas.config.job import load_job
 from schemas.features import load_features
+from schemas.storage import Location
 from tests.scheduler.made import write_job
 from trainer.__main__ import build_parser as trainer_parser
 
@@ -140,7 +141,7 @@ def test_commands_of_pipelines_parse_and_the_last_segment_ends_the_dataset(
         ["--direct_num_workers=2", "--direct_running_mode=multi_processing"],
     ]
     made = parser.parse_args(generate_command(paths.job_file, paths.folder)[3:])
-    assert (made.command, made.output) == ("generate", paths.folder)
+    assert (made.command, made.output) == ("generate", Location.parse(paths.folder))
 
 
 def test_prepare_stores_lists_owners_and_discard_removes_the_rest(paths: JobPaths) -> None:
