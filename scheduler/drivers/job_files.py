@@ -32,7 +32,8 @@ class CommandFlags:
     """Flags that commands of our packages get besides paths.
 
     Attributes:
-        single_writer: whether nothing else writes there, as the user asserts (network filesystems).
+        single_writer: whether nothing else writes to runs and stores there, as the user asserts
+            (network filesystems); datasets may have several writers.
         allow_outside: whether the job's schema may be outside the folder of the job file.
     """
 
@@ -41,13 +42,13 @@ class CommandFlags:
 
     @property
     def write(self) -> list[str]:
-        """Flags of commands that write."""
+        """Flags of commands that write a run or a store."""
         return [SINGLE_WRITER] if self.single_writer else []
 
     @property
     def build(self) -> list[str]:
         """Flags of commands that build."""
-        return [*self.write, *([ALLOW_OUTSIDE] if self.allow_outside else [])]
+        return [ALLOW_OUTSIDE] if self.allow_outside else []
 
 
 NO_FLAGS = CommandFlags()
