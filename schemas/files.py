@@ -54,15 +54,6 @@ def replace_bytes(path: Path | Location, data: bytes) -> None:
     Location.parse(path).write_bytes(data)
 
 
-def sync_directory(directory: Path) -> None:
-    """Flush the names in a folder to disk, such as renamed files."""
-    file = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(file)
-    finally:
-        os.close(file)
-
-
 def encode_parquet(table: pa.Table) -> bytes:
     """Return a small table as the bytes of a Parquet file."""
     sink = pa.BufferOutputStream()

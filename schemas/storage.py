@@ -25,14 +25,20 @@ from typing import Any, BinaryIO
 from urllib.parse import unquote
 
 from schemas.errors import SchemaError, StorageError
+from schemas.local_files import (
+    PARTIAL,
+    link_new,
+    list_files,
+    partial_file,
+    partial_path,
+    sync_directory,
+)
 from schemas.store_client import ATTEMPTS, RETRY_SEC, RefusedError, call, pause, store_of
 
 SCHEMES = ("file", "s3", "gs", "az", "memory")
 """Schemes of URLs; text without a scheme is a local path."""
 MANIFESTS = "_manifests"
 """Directory of the numbered manifests that commit a dataset, a run or a root of days."""
-PARTIAL = ".partial"
-"""Suffix of incomplete local files."""
 PART_BYTES, MAX_PARTS = 8 << 20, 9_000
 """Smallest part of an upload, and the most parts; S3 takes 10,000."""
 _READ_BYTES = 4 << 20
@@ -217,7 +223,7 @@ class Location:
         """Return size and time of a file; None if it does not exist."""
         with suppress(FileNotFoundError, NotADirectoryError):
             if self.local is not None:
-                return _local_entry(self.local, "") if self.local.is_file() else None
+                return _local_entry("", self.local.stat()) if self.local.is_file() else None
             meta = call(self.url, lambda o: o.head(*self._object()))
             return Entry("", meta["size"], meta["last_modified"])
         return None
@@ -231,9 +237,9 @@ class Location:
         if self.local is None:
             call(self.url, lambda o: o.put(*self._object(), data))
             return
-        with _partial_file(self.local, data) as partial:
+        with partial_file(self.local, data) as partial:
             partial.replace(self.local)
-        _sync_directory(self.local.parent)
+        sync_directory(self.local.parent)
 
     def create(self, data: bytes) -> bool:
         """Write a file that must not exist; of several writers exactly one succeeds.
@@ -267,7 +273,7 @@ class Location:
     def _try_create(self, data: bytes) -> str | None:
         """Return None if the file was created, else why that is refused or unknown."""
         if self.local is not None:
-            return _link_new(self.local, data)
+            return link_new(self.local, data)
         try:
             call(
                 self.url,
@@ -292,7 +298,7 @@ class Location:
         Local files are renamed and not flushed to disk.
         """
         if self.local is not None:
-            partial = _partial_path(self.local)
+            partial = partial_path(self.local)
             try:
                 yield partial
                 partial.replace(self.local)
@@ -323,10 +329,11 @@ class Location:
             with suppress(FileNotFoundError):
                 self.local.rmdir()
             source.rename(self.local)
-            _sync_directory(self.local.parent)
+            sync_directory(self.local.parent)
             return
         for entry in Location.parse(source).entries():
             (self / entry.path).upload(source / entry.path)
+        shutil.rmtree(source)
 
     def copy_from(self, source: Location) -> None:
         """Copy a file here; within one store without a transfer, on one local disk by a hard link.
@@ -335,7 +342,7 @@ class Location:
             FileNotFoundError: it does not exist.
         """
         if self.local is not None and source.local is not None:
-            partial = _partial_path(self.local)
+            partial = partial_path(self.local)
             try:
                 os.link(source.local, partial)
                 partial.replace(self.local)
@@ -365,7 +372,8 @@ class Location:
 
     def _list(self, after: str | None = None, limit: int | None = None) -> list[Entry]:
         if self.local is not None:
-            found = (e for e in _local_entries(self.local, "") if after is None or e.path > after)
+            entries = (_local_entry(*found) for found in list_files(self.local))
+            found = (entry for entry in entries if after is None or entry.path > after)
             return [entry for _, entry in zip(range(limit or 1 << 60), found, strict=False)]
         store, path = self._object()
         prefix = f"{path}/" if path else ""
@@ -551,74 +559,10 @@ def store_time(directory: Location) -> datetime:
     return entry.modified
 
 
-# Local files.
-
-
 def _absolute(path: str) -> str:
     """Return an absolute path without `..`, and without the second slash that POSIX allows."""
     return "/" + os.path.normpath(Path(path).absolute()).lstrip("/")
 
 
-def _partial_path(target: Path) -> Path:
-    """Return a path beside a file that no other process uses; create the directory."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    return target.with_name(f".{target.name[:200]}.{uuid.uuid4().hex}{PARTIAL}")
-
-
-@contextmanager
-def _partial_file(target: Path, data: bytes) -> Generator[Path]:
-    """Write and flush a file beside the target; remove it after the body."""
-    partial = _partial_path(target)
-    try:
-        with partial.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        yield partial
-    finally:
-        partial.unlink(missing_ok=True)
-
-
-def _link_new(target: Path, data: bytes) -> str | None:
-    """Create a complete file under a name; return None, or why the name is taken."""
-    with _partial_file(target, data) as partial:
-        try:
-            os.link(partial, target)
-        except FileExistsError as error:
-            return str(error)
-        except OSError as error:
-            raise StorageError(
-                f"file cannot be created: {error.strerror}; commits need a filesystem with hard "
-                "links",
-                file=str(target),
-            ) from error
-    _sync_directory(target.parent)
-    return None
-
-
-def _sync_directory(directory: Path) -> None:
-    handle = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def _local_entry(path: Path, name: str) -> Entry:
-    status = path.stat()
-    return Entry(name, status.st_size, datetime.fromtimestamp(status.st_mtime, UTC))
-
-
-def _local_entries(directory: Path, prefix: str) -> Iterator[Entry]:
-    """Yield the complete files below a directory; files that vanish meanwhile are left out."""
-    try:
-        names = sorted(path.name for path in directory.iterdir())
-    except (FileNotFoundError, NotADirectoryError):
-        return
-    for name in names:
-        path = directory / name
-        if path.is_dir():
-            yield from _local_entries(path, f"{prefix}{name}/")
-        elif not name.endswith(PARTIAL):
-            with suppress(FileNotFoundError):
-                yield _local_entry(path, f"{prefix}{name}")
+def _local_entry(path: str, status: os.stat_result) -> Entry:
+    return Entry(path, status.st_size, datetime.fromtimestamp(status.st_mtime, UTC))

@@ -108,7 +108,7 @@ def call(url: str, action: Callable[[Any], T], *, conditional: bool = False) -> 
             if found is error:
                 raise
             if not again or attempt == ATTEMPTS - 1:
-                raise found from error
+                raise found from (None if isinstance(found, FileNotFoundError) else error)
         pause(attempt)
     raise AssertionError("the last attempt returns or raises")
 

@@ -24,8 +24,8 @@ from schemas.config.job import TableConfig, load_job
 from schemas.config.train import CheckpointConfig
 from schemas.errors import SchemaError, suggest_name
 from schemas.features import load_features
-from schemas.files import sync_directory
 from schemas.layout import JOB, SCHEMA
+from schemas.local_files import sync_directory
 from schemas.rows import ids_of, rows_of_ids
 from schemas.run_log import CHECKPOINTS
 from schemas.storage import Location

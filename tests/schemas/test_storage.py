@@ -38,7 +38,8 @@ from tests.fault_proxy import FAULTS, Faults
 from tests.object_store import BUCKET, SECRET_KEY, Store, gcs_server
 
 STORES = {"s3": "s3_store", "gs": "gcs_store", "az": "azure_store"}
-PLACES = ("file", "memory", *STORES)
+ALL_STORES = [pytest.param(name, marks=[pytest.mark.slow] * (name != "s3")) for name in STORES]
+PLACES = ["file", "memory", *ALL_STORES]
 pytestmark = pytest.mark.timeout(1800)  # the first test may build a server
 NUM_WRITERS = 16
 
@@ -62,7 +63,7 @@ def root(
     return connect(request.getfixturevalue(STORES[request.param]), monkeypatch)
 
 
-@pytest.fixture(params=STORES)
+@pytest.fixture(params=ALL_STORES)
 def store(request: pytest.FixtureRequest) -> Store:
     """Each real store."""
     return request.getfixturevalue(STORES[request.param])
@@ -167,6 +168,43 @@ def test_files_that_two_processes_remove_at_once_are_gone(root: Location) -> Non
         list(pool.map(lambda name: (root / name).write_bytes(b"x"), names))
         list(pool.map(lambda _: root.remove(names), range(4)))
     assert root.entries() == []
+
+
+def test_copied_file_is_equal_and_independent(root: Location, tmp_path: Path) -> None:
+    data = random.Random(8).randbytes(10_000)
+    (root / "a" / "source").write_bytes(data)
+    (root / "b" / "copy").copy_from(root / "a" / "source")
+    (root / "b" / "copy").copy_from(root / "a" / "source")
+    (root / "a" / "source").write_bytes(b"changed")
+    assert (root / "b" / "copy").read_bytes() == data
+    outside = Location.parse(tmp_path / "outside")
+    outside.copy_from(root / "b" / "copy")
+    (root / "c").copy_from(outside)
+    assert (root / "c").read_bytes() == outside.read_bytes() == data
+    with pytest.raises(FileNotFoundError):
+        (root / "d").copy_from(root / "none")
+    (tmp_path / "folder" / "sub").mkdir(parents=True)
+    (tmp_path / "folder" / "sub" / "file").write_bytes(b"moved")
+    (root / "e").move_from(tmp_path / "folder")
+    assert (root / "e" / "sub" / "file").read_bytes() == b"moved"
+    assert not (tmp_path / "folder").exists()
+    assert paths(root.entries()) == ["a/source", "b/copy", "c", "e/sub/file"]
+
+
+def test_open_file_is_read_and_sought(root: Location, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("schemas.storage._READ_BYTES", 100)
+    data = random.Random(9).randbytes(1_000)
+    (root / "file").write_bytes(data)
+    rng = random.Random(10)
+    with (root / "file").open() as file:
+        for _ in range(50):
+            start, size = rng.randrange(1_100), rng.randrange(300)
+            assert file.seek(start) == start
+            assert file.read(size) == data[start : start + size]
+        assert file.seek(-10, os.SEEK_END) == 990
+        assert file.read() == data[-10:]
+    with pytest.raises(FileNotFoundError):
+        (root / "none").open()
 
 
 def test_children_are_those_of_one_level(root: Location) -> None:

@@ -20,8 +20,9 @@ from typing import Any
 
 from schemas.arrays import Array
 from schemas.errors import SchemaError
-from schemas.files import replace_bytes, sha256_of, sync_directory, sync_file
+from schemas.files import replace_bytes, sha256_of, sync_file
 from schemas.layout import MANIFEST
+from schemas.local_files import sync_directory
 from schemas.manifest import decode_manifest, encode_manifest
 from schemas.run_log import LEDGER, METRICS
 from trainer.checkpoint.format import RowsAndRecords, to_buffers, write_part
