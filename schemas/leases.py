@@ -125,6 +125,7 @@ def _release(body: _Body, process_id: int) -> None:
     if process_id == os.getpid():  # not in a child that was forked
         with suppress(StorageError, OSError):
             body.file.parent.remove([body.file.name])
+            body.file.parent.prune()
 
 
 def process_identity() -> str:

@@ -7,6 +7,7 @@ import uuid
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import BinaryIO
 
 from schemas.errors import StorageError
 
@@ -22,10 +23,11 @@ def partial_path(target: Path) -> Path:
 
 def _make_directory(directory: Path) -> None:
     """Create a directory and its parents; flush the name of each that is new."""
-    if not directory.is_dir():
+    while not directory.is_dir():
         _make_directory(directory.parent)
-        directory.mkdir(exist_ok=True)
-        sync_directory(directory.parent)
+        with suppress(FileNotFoundError):  # its parent was empty, and was removed
+            directory.mkdir(exist_ok=True)
+            sync_directory(directory.parent)
 
 
 @contextmanager
@@ -33,13 +35,22 @@ def partial_file(target: Path, data: bytes) -> Generator[Path]:
     """Write and flush a file beside the target; remove it after the body."""
     partial = partial_path(target)
     try:
-        with partial.open("wb") as file:
+        with _new_file(partial) as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
         yield partial
     finally:
         partial.unlink(missing_ok=True)
+
+
+def _new_file(path: Path) -> BinaryIO:
+    """Open a new file; its empty directory may be removed at the same time, and is made again."""
+    while True:
+        try:
+            return path.open("wb")
+        except FileNotFoundError:
+            _make_directory(path.parent)
 
 
 def link_new(target: Path, data: bytes) -> str | None:

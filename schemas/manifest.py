@@ -478,6 +478,10 @@ def find_root(directory: Location | Path | str) -> Root | None:
         SchemaError: it is changed, or has another format.
     """
     directory = Location.parse(directory)
+    if directory.local is not None and directory.local.is_file():
+        raise SchemaError(
+            "dataset must be a directory, got a file; choose another", file=str(directory)
+        )
     versions = Versions(directory)
     version = versions.newest()
     if version is None:

@@ -422,6 +422,16 @@ class Location:
                     with suppress(FileNotFoundError):
                         call(self.url, lambda o, name=name: o.delete(store, name))
 
+    def prune(self) -> None:
+        """Remove this local directory if it is empty, and then the one that contains it.
+
+        A process that writes a file there meanwhile makes the directory again.
+        """
+        if self.local is not None:
+            with suppress(OSError):  # it is not empty, or was removed
+                self.local.rmdir()
+                self.local.parent.rmdir()
+
     def remove_all(self) -> int:
         """Delete every file below this directory; return their bytes."""
         entries = self.entries()

@@ -192,6 +192,7 @@ def discard(dataset: Location, directory: Location, owner: str) -> None:
         named = {s.directory for s in root.manifest.segments} if root else set()
         if directory.name not in named:
             remove_segment(dataset, directory.name)
+            directory.parent.prune()
 
 
 def remove_segment(dataset: Location, name: str) -> int:
