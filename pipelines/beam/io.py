@@ -348,7 +348,7 @@ def _segment_request(
     check_new_names(parsed, path, is_new=find_root(target) is None)
     request = BuildRequest(
         job_path=path,
-        input_root=".",  # there are no files
+        input_root=path.parent / ".nowhere",  # there are no files
         dataset=target,
         beam_args=["--direct_num_workers=1"],  # of the index, which the last worker builds
         attempt=uuid.uuid4().hex[:12],

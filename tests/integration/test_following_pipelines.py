@@ -1,6 +1,7 @@
 """A run that follows a real pipeline, each in its own process, and what may happen to both."""
 
 import json
+import os
 import re
 import signal
 import subprocess
@@ -105,12 +106,17 @@ def append(job: Path, log: Path, dataset: Path, *more: str) -> int:
     return main([*words, IN_PROCESS, *more])
 
 
+def following(job: Path, dataset: Path) -> FollowedDataset:
+    """Return what a run reads a dataset by."""
+    how = FollowOptions(follow=True, stop=None, planned=True)
+    return FollowedDataset(Location.parse(dataset), load_job(job), how, Drain())
+
+
 @pytest.mark.slow
 def test_what_a_run_reads_outlasts_vacuum(
     job: Path, logs: list[Path], dataset: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    how = FollowOptions(follow=True, stop=None, planned=True)
-    run = FollowedDataset(Location.parse(dataset), load_job(job), how, Drain())
+    run = following(job, dataset)
     span = run.wait_for(0)
     (part,) = span.dataset.index_for(span.order).parts
     kept = [Path(span.dataset.segments[0].directory), Path(part.directory)]
@@ -127,6 +133,23 @@ def test_what_a_run_reads_outlasts_vacuum(
     assert main(vacuum) == 0
     assert json.loads(capsys.readouterr().out)["segments"] == [kept[0].name]
     assert not any(directory.exists() for directory in kept)
+
+
+@pytest.mark.slow
+def test_rewriting_is_refused_while_a_run_reads(
+    job: Path, dataset: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = following(job, dataset)
+    run.wait_for(0)
+    capsys.readouterr()
+    assert main(["erase", str(dataset), "--rewrite"]) == 1
+    message = (
+        rf"error: dataset is in use by run \S+:{os.getpid()} in {re.escape(str(dataset))}/_leases; "
+        "stop it, or try again when it has ended\n"
+    )
+    assert re.fullmatch(message, capsys.readouterr().err)
+    del run
+    assert main(["erase", str(dataset), "--rewrite"]) == 0
 
 
 @pytest.mark.slow

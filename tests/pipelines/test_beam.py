@@ -113,6 +113,13 @@ def test_a_job_without_declared_columns_is_refused_when_the_pipeline_is_made(
         WriteDataset(job, tmp_path / "dataset", name="day-1")
 
 
+def test_dataset_of_rows_may_lie_below_the_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    WriteDataset(write_job(tmp_path / "job"), "dataset", name="day-1")
+
+
 def sorted_rows(tables: list[pa.Table]) -> list[str]:
     return sorted(str(row) for table in tables for row in table.to_pylist())
 
