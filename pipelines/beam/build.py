@@ -280,7 +280,7 @@ class IndexTables(beam.PTransform):
         return (indexed[_DONE], totals) | "join tables" >> beam.Flatten()
 
 
-def _totals(_: str, results: Iterable[tuple[LinkingPlan, int, Any]]) -> TableTotals:
+def _totals(_key: str, results: Iterable[tuple[LinkingPlan, int, Any]]) -> TableTotals:
     plans, _, entries = zip(*results, strict=True)
     return totals_of(plans[0], entries)
 
