@@ -356,7 +356,7 @@ def test_exactly_one_writer_succeeds_through_drawn_faults(
     with store.behind_proxy(faults) as behind:
         root = connect(behind, monkeypatch)
         faults.rates = dict.fromkeys(FAULTS, 0.08)
-        files = [root / str(number) for number in range(6)]
+        files = [root / str(number) for number in range(3)]
         with ThreadPoolExecutor(NUM_WRITERS) as pool:
             results = [
                 list(pool.map(lambda n, file=file: file.create(f"{n}".encode()), range(16)))
@@ -603,6 +603,37 @@ def test_machine_without_credentials_says_so_at_once(
         root.entries()
     assert time.monotonic() - start < 5
     assert one_line(error, f"{scheme}://without-credentials").endswith("; see docs/storage.md")
+
+
+@pytest.mark.parametrize(
+    ("scheme", "variables", "message"),
+    [
+        ("gs", {"GOOGLE_APPLICATION_CREDENTIALS": "{folder}/none"}, "none"),
+        ("gs", {"GOOGLE_APPLICATION_CREDENTIALS": "{folder}/external.json"}, "external_account"),
+        ("gs", {"GOOGLE_APPLICATION_CREDENTIALS": "{folder}/torn.json"}, "ecode"),
+        ("s3", {"AWS_ACCESS_KEY_ID": "alone"}, "SecretAccessKey"),
+        ("az", {"AZURE_STORAGE_KEY": "a2V5"}, "Account"),
+        ("az", {"AZURE_STORAGE_KEY": "no base64", "AZURE_STORAGE_ACCOUNT": "account"}, "nvalid"),
+    ],
+)
+def test_incomplete_credentials_are_named_in_one_line(
+    scheme: str,
+    variables: dict[str, str],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (tmp_path / "external.json").write_text('{"type": "external_account"}')
+    (tmp_path / "torn.json").write_text('{"type": "autho')
+    no_credentials(monkeypatch, scheme)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value.format(folder=tmp_path))
+    store_client.open_store.cache_clear()
+    with pytest.raises(StorageError, match=message) as error:
+        Location.parse(f"{scheme}://incomplete/x").entries()
+    text = one_line(error, f"{scheme}://incomplete")
+    assert text.startswith("store cannot be used: ")
+    assert text.endswith("; see docs/storage.md")
 
 
 def test_credentials_of_the_machine_are_asked_for(
