@@ -18,8 +18,9 @@ from pipelines.report.facts import read_runs
 from scheduler.model.history import BUILD, read_history
 from schemas.config.train import CheckpointConfig
 from schemas.errors import SchemaError
+from schemas.files import replace_bytes
 from schemas.manifest import encode_manifest
-from schemas.run_log import CHECKPOINT_LOG, CHECKPOINTS, LEDGER, METRICS, RUN_FILE
+from schemas.run_log import CHECKPOINT_LOG, CHECKPOINTS, LEDGER, METRICS, RUN_FILE, SUMMARY
 from schemas.run_manifest import (
     ALL,
     OBJECTS,
@@ -147,10 +148,17 @@ def test_run_continues_in_its_work_folder_without_fetching(
 def test_work_folder_of_an_older_state_is_replaced(
     folder: Path, job: Path, dataset: Path, url: str, tmp_path: Path
 ) -> None:
-    for work, step in (("a", 6), ("b", 13), ("a", 18)):
+    steps: list[int] = []
+
+    def stop(step: int, drain: Drain) -> None:
+        steps.append(step)
+        stop_at(last_step)(step, drain)
+
+    for work, last_step in (("a", 6), ("b", 13), ("a", 18)):  # noqa: B007 # read by `stop`
         resume = read_newest_state(Location.parse(url)) is not None
         with pytest.raises(DrainInterrupt):
-            train_at(url, tmp_path / work, job, dataset, on_step=stop_at(step), resume=resume)
+            train_at(url, tmp_path / work, job, dataset, on_step=stop, resume=resume)
+    assert steps == list(range(19)), "each continues where the one before has ended"
     train_at(url, tmp_path / "b", job, dataset, resume=True)
     check_equal(url, folder / "run", tmp_path / "copy")
 
@@ -234,6 +242,44 @@ def test_large_objects_of_a_log_are_not_uploaded_again(url: str, tmp_path: Path)
     assert [each.num_bytes for each in newest_of(url).files[CHECKPOINT_LOG]] == [
         MERGED_BYTES + 2
     ] * 3
+
+
+def test_log_that_was_replaced_is_uploaded_again_from_the_first_difference(
+    url: str, tmp_path: Path
+) -> None:
+    (tmp_path / RUN_FILE).write_text("{}")
+    log, uploader = tmp_path / CHECKPOINT_LOG, RunUploader(tmp_path, Location.parse(url), None)
+    lines = [b"%03d\n" % number for number in range(40)]
+    for end in (30, 38, 40):
+        log.write_bytes(b"".join(lines[:end]))
+        uploader.commit()
+    first, *_ = newest_of(url).files[CHECKPOINT_LOG]
+    replace_bytes(log, b"".join([*lines[:32], b"abc\n" * 3]))
+    uploader.commit()
+    objects = newest_of(url).files[CHECKPOINT_LOG]
+    assert objects[0] == first
+    joined = b"".join((Location.parse(url) / each.name).read_bytes() for each in objects)
+    assert joined == log.read_bytes()
+
+
+def test_fetched_folder_has_the_files_of_the_state_alone(
+    folder: Path, url: str, tmp_path: Path
+) -> None:
+    earlier = hard_links(folder / "run", tmp_path / "earlier")
+    shutil.rmtree(complete_checkpoints(earlier / CHECKPOINTS)[-1])
+    (earlier / SUMMARY).unlink()
+    upload_state(earlier, url)
+    later = hard_links(folder / "run", tmp_path / "later")
+    replace_bytes(later / RUN_FILE, (later / RUN_FILE).read_bytes().swapcase())
+    fetch_run(Location.parse(url), later, ALL)
+    fetch_run(Location.parse(url), tmp_path / "empty", ALL)
+    assert contents_of(later) == contents_of(tmp_path / "empty")
+    assert compare_runs(later, folder / "run").difference is not None
+
+
+def contents_of(run: Path) -> dict[str, bytes]:
+    entries = Location.parse(run).entries()
+    return {e.path: (run / e.path).read_bytes() for e in entries if e.path != "checkpoints.lock"}
 
 
 def test_torn_lines_and_lines_of_steps_after_the_checkpoint_are_not_committed(
