@@ -177,7 +177,8 @@ def test_plan_right_after_a_build_finds_it_and_the_runs_beside_the_dataset(
     printed = json.loads((built / "build.json").read_text())
     record_build_speed(Location.parse(dataset), printed, [])
     workers = ["--direct_num_workers=2", "--direct_running_mode=multi_processing"]
-    record_build_speed(Location.parse(dataset), {**printed, "rows_per_sec": 100.0}, workers)
+    later = {**printed, "segment": "00001-later", "rows_per_sec": 100.0}
+    record_build_speed(Location.parse(dataset), later, workers)
     record_build_speed(Location.parse(dataset), {**printed, "built": False}, [])
     trained = [segment.manifest_sha256 for segment in open_dataset(dataset).manifest.segments]
     write_trained_run(tmp_path / "run", trained)
