@@ -137,7 +137,8 @@ def test_replicas_that_are_asked_before_their_first_step_leave_a_run_that_goes_o
     folder: Path, tmp_path: Path
 ) -> None:
     run, job, drain = tmp_path / "run", folder / "job.yaml", Drain()
-    paths, launch = (job, folder / "dataset", run), LaunchOptions(count=2)
+    paths = (job, Location.parse(folder / "dataset"), run)
+    launch = LaunchOptions(count=2)
     with pytest.raises(DrainInterrupt, match=r"^SIGTERM$") as found:
         train_replicas(
             *paths,
