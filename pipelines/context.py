@@ -22,6 +22,9 @@ from schemas.manifest import InputFile
 from schemas.paths import schema_path
 from schemas.storage import Location
 
+INCOMING = "incoming"
+"""Directory below a dataset, or a work directory, into which pipelines of users write parts."""
+
 
 @dataclass(frozen=True, slots=True)
 class BuildRequest:

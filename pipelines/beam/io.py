@@ -19,6 +19,7 @@ from __future__ import annotations
 import shutil
 import uuid
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,7 @@ from pipelines.beam.transforms import REJECTED, EachReject, ReadRows
 from pipelines.beam.transforms import MakeSamples as _SamplesBySql
 from pipelines.build import discarded_on_error, finish_segment_files, segment_hashes
 from pipelines.clustering.part import LOOKUPS
-from pipelines.context import BuildContext, BuildRequest
+from pipelines.context import INCOMING, BuildContext, BuildRequest
 from pipelines.executor import SourceRows
 from pipelines.prepare import prepare
 from pipelines.samples.statements import job_steps
@@ -69,8 +70,6 @@ from schemas.paths import schema_path
 from schemas.storage import Location
 
 SEGMENT = "segment"
-INCOMING = "incoming"
-"""Directory below a dataset, or a work directory, into which pipelines write their parts."""
 ROWS = "rows"
 
 
@@ -495,6 +494,8 @@ def commit_pending(
             new = new_segment(request, job, features, key, directory)
             reference = commit_segment(request, new)
     shutil.rmtree(incoming, ignore_errors=True)
+    with suppress(OSError):  # another pipeline writes its parts there
+        incoming.parent.rmdir()
     return reference.id
 
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from typing import Any
 
+from pipelines.context import INCOMING
 from pipelines.table.commit import claim
 from pipelines.table.indexes import INDEX_PREFIX, segment_of_part
 from schemas.dataset import committed_segment, version_name
@@ -79,6 +80,7 @@ def vacuum(dataset: Location, older_than: timedelta = KEEP) -> dict[str, Any]:
 
 def remove_unnamed(dataset: Location, older_than: timedelta) -> dict[str, list[Entry]]:
     """Remove as `vacuum`; return the removed directories and files with their entries."""
+    # Pipelines of users hold no lease: their parts are kept for a day.
     read_root(dataset)
     now = store_time(dataset)
     limit = now - older_than
@@ -87,7 +89,8 @@ def remove_unnamed(dataset: Location, older_than: timedelta) -> dict[str, list[E
     owner = f"vacuum {writer_id()}"
     removed: dict[str, list[Entry]] = {}
     for place, entries in _places(dataset):
-        is_old = all(entry.modified <= limit for entry in entries)
+        kept_since = min(limit, now - KEEP) if place.startswith(f"{INCOMING}/") else limit
+        is_old = all(entry.modified <= kept_since for entry in entries)
         if not is_old or place in named.directories or place in named.files:
             continue
         directory = place.partition("/")[2]
@@ -131,7 +134,7 @@ def _places(dataset: Location) -> Iterator[tuple[str, list[Entry]]]:
     for entry in dataset.entries():
         parts = entry.path.split("/")
         top = parts[0]
-        if top == SEGMENTS or top.startswith(INDEX_PREFIX):
+        if top in (SEGMENTS, INCOMING) or top.startswith(INDEX_PREFIX):
             places["/".join(parts[:2])].append(entry)
         elif top.startswith(REFUSED_PREFIX):
             places[top].append(entry)
