@@ -10,7 +10,15 @@ from pipelines.cli import main
 from pipelines.table.verify import verify
 from schemas.dataset import open_dataset
 from schemas.errors import SchemaError
-from tests.pipelines.logs import IN_PROCESS, built, bytes_of, request, write_job, write_log
+from tests.pipelines.logs import (
+    IN_PROCESS,
+    built,
+    bytes_of,
+    request,
+    unnamed_places,
+    write_job,
+    write_log,
+)
 
 
 @pytest.mark.slow
@@ -31,6 +39,7 @@ def test_build_of_another_job_that_was_faster_is_not_replaced(
     slow = request(job, tmp_path / "first", dataset)
     with pytest.raises(SchemaError, match="output must be empty or hold the same segment, got"):
         build(slow)
+    assert unnamed_places(dataset) == []
     build(request(job, tmp_path / "second", dataset))
     assert verify(dataset)["problems"] == []
 
