@@ -45,6 +45,7 @@ def migrate(dataset: Location) -> dict[str, Any]:
     newest = Versions(dataset).newest()
     if newest is not None:
         num_segments = len(json.loads(newest.data)["segments"])
+        dataset.remove([MANIFEST])  # left by a migration that was killed
         return {"migrated": False, "num_segments": num_segments}
     old = _read_root(dataset)
     job_bytes, schema_bytes = (

@@ -22,6 +22,7 @@ from pipelines.table.rows import content_hash, expand
 from pipelines.table.verify import verify
 from schemas.dataset import open_dataset
 from schemas.errors import SchemaError
+from schemas.manifest import find_root
 from schemas.storage import Location
 from tests.pipelines.logs import IN_PROCESS
 from tests.pipelines.test_rows import by_view
@@ -95,7 +96,7 @@ def refused(
     assert main(["rewrite", str(folder), "--output", str(output), *more]) == 1
     printed = capsys.readouterr()
     assert printed.out == ""
-    assert not output.exists() or not any(output.iterdir())
+    assert [path for path in output.rglob("*") if path.is_file()] == []
     assert not list(output.parent.glob(f".{output.name}.*"))
     return printed.err.splitlines()[-1]
 
@@ -441,7 +442,8 @@ def test_output_appears_only_after_the_rows_were_compared(
     folder = folder_of(tmp_path, columns(), num_files=1)
 
     def compare(*_: object) -> None:
-        assert not (tmp_path / "out").exists()
+        assert find_root(tmp_path / "out") is None
+        assert not list((tmp_path / "out").glob("*.parquet"))
         raise SchemaError("compared")
 
     monkeypatch.setattr("pipelines.rewrite.command._check_equal", compare)

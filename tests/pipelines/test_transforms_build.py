@@ -26,7 +26,14 @@ from schemas.errors import SchemaError
 from schemas.fitted import load_fitted
 from schemas.storage import Location
 from tests.pipelines import transform_jobs as jobs
-from tests.pipelines.logs import beam_request, bytes_of, copy_of, request, reverse_listings
+from tests.pipelines.logs import (
+    beam_request,
+    bytes_of,
+    copy_of,
+    request,
+    reverse_listings,
+    unnamed_places,
+)
 
 
 def built(directory: Path, seed: int = 0, num_files: int = 3) -> Path:
@@ -223,7 +230,11 @@ def test_segments_that_learn_at_once_do_not_both_enter(
 
     def overtaken(*args: Any) -> Any:
         monkeypatch.setattr(build_module, "new_segment", new_segment)
-        build(fast)
+        with pytest.raises(SchemaError, match="vocabularies are being extended by another build"):
+            build(fast)
+        with monkeypatch.context() as patch:  # both have looked for the other at the same time
+            patch.setattr(build_module, "refuse_extended_vocabularies", lambda *_: None)
+            build(fast)
         return new_segment(*args)
 
     monkeypatch.setattr(build_module, "new_segment", overtaken)
@@ -231,6 +242,7 @@ def test_segments_that_learn_at_once_do_not_both_enter(
     with pytest.raises(SchemaError, match=message):
         build(slow)
     assert len(open_dataset(dataset).segments) == 2
+    assert unnamed_places(dataset) == []
     build(slow)  # again: on top of the other
     assert vocabulary(dataset, 2)[: len(vocabulary(dataset, 1))] == vocabulary(dataset, 1)
     assert verify(dataset)["problems"] == []
@@ -306,7 +318,7 @@ def test_nothing_to_learn_from_is_said_by_name_and_leaves_nothing(tmp_path: Path
     job.write_text(job.read_text().replace("2026-01-01 00:08:00", "2020-01-01"))
     with pytest.raises(SchemaError, match="has no numbers in the training range"):
         build(request(job, log, tmp_path / "dataset"))
-    assert not (tmp_path / "dataset" / "_manifests").exists()
+    assert bytes_of(tmp_path / "dataset") == {}
     assert not (tmp_path / "dataset" / "learned").exists()
 
 
@@ -318,7 +330,7 @@ def test_transform_that_gives_no_finite_number_is_named_with_its_value(tmp_path:
     job.write_text(text.replace("ln(1 + len(recent))", "CAST('inf' AS DOUBLE) * len(recent)"))
     with pytest.raises(SchemaError, match=r"transform 'num_recent' must give finite numbers, got"):
         build(request(job, log, tmp_path / "dataset"))
-    assert not (tmp_path / "dataset" / "_manifests").exists()
+    assert bytes_of(tmp_path / "dataset") == {}
 
 
 def test_manifest_holds_the_whole_hash_of_each_file(dataset: Path) -> None:
