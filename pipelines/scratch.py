@@ -2,18 +2,11 @@
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from schemas.storage import PARTIAL
-
-
-def partial_path(target: Path) -> Path:
-    """Return a unique temporary path next to a file; create the directory."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    return target.with_name(f".{target.name}.{uuid.uuid4().hex}{PARTIAL}")
+from schemas.local_files import PARTIAL, partial_path
 
 
 @contextmanager
