@@ -210,11 +210,14 @@ class TableAccesses:
         self.rows = self.numbering.rows
         if cache is None:
             cache = decoded_cache_for(order, DECODED_CACHE_BYTES)
-        self._lists = [
-            ListFiles(segment.access_files(table), _decode_narrow, cache) if uses else None
-            for segment, uses in zip(dataset.segments, self.numbering.is_used, strict=True)
-        ]
-        self._order = order
+        self._segments, self._table, self._order, self._cache = (
+            dataset.segments,
+            table,
+            order,
+            cache,
+        )
+        self._lists: dict[int, ListFiles] = {}  # by segment, opened on demand
+        self._segment = 0  # the only one with a decoded file besides those of the cache
 
     def numbers(self, train_step: int) -> NDArray[np.int64]:
         """Return the ascending numbers of a step's rows, its entries."""
@@ -239,14 +242,23 @@ class TableAccesses:
     def _numbers(self, train_step: int) -> tuple[NDArray[np.int64], bool]:
         """Return a step's numbers by those of its segment, and whether they surely ascend."""
         step = self._order.step(train_step)
-        lists = self._lists[step.segment]
-        if lists is None:
+        if not self.numbering.is_used[step.segment]:
             return np.empty(0, np.int64), True
+        lists = self._lists_of(step.segment)
         own = union([lists[p] for p in np.sort(step.positions).tolist()])
         numbers = self.numbering.maps[step.segment]
         if numbers is None:
             return own.astype(np.int64), True
         return numbers[own].astype(np.int64), False
+
+    def _lists_of(self, segment: int) -> ListFiles:
+        if segment not in self._lists:
+            files = self._segments[segment].access_files(self._table)
+            self._lists[segment] = ListFiles(files, _decode_narrow, self._cache)
+        if segment != self._segment and self._segment in self._lists:
+            self._lists[self._segment].release()
+        self._segment = segment
+        return self._lists[segment]
 
     def steps(self) -> Iterator[NDArray[np.int64]]:
         """Yield the entries of each step of the run."""

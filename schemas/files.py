@@ -454,6 +454,10 @@ class ListFiles:
         self._cache = DecodedFileCache(0) if cache is None else cache
         self._owner = self._cache.add_owner()
         self._first = offsets_of(np.array(list(map(_num_rows, files)), np.int64))
+        self.release()
+
+    def release(self) -> None:
+        """Drop the decoded file that was used last; the cache keeps its own."""
         self._open = (-1, Jagged(np.empty(0, np.int64), np.zeros(1, np.int64)))
 
     def __len__(self) -> int:
@@ -466,11 +470,6 @@ class ListFiles:
         lists = self._file(file_index)
         row = index - int(self._first[file_index])
         return lists.values[lists.offsets[row] : lists.offsets[row + 1]]
-
-    def lengths(self) -> Array:
-        """Return the length of each list; decodes every file."""
-        lengths = [self._file(file_index).lengths for file_index in range(len(self._files))]
-        return np.concatenate([np.empty(0, np.int64), *lengths])
 
     def _file(self, file_index: int) -> Jagged:
         if self._open[0] != file_index:

@@ -196,6 +196,18 @@ def test_positions_decide_the_order_whoever_comes_first(one: Path, tmp_path: Pat
             build(addition(job, one / log, dataset, position))
     forth, back = (bytes_of(tmp_path / name) for name in orders)
     assert forth == back
+    alone = read_dataset(build_alone(one, tmp_path / "alone")).indexes[0].parts
+    for name in orders:
+        parts = read_dataset(tmp_path / name).indexes[0].parts
+        hashes = {segment.partition("-")[2]: p.manifest_sha256 for segment, p in parts.items()}
+        (key,) = (segment.partition("-")[2] for segment in alone)
+        assert [hashes[key]] == [part.manifest_sha256 for part in alone.values()]
+
+
+def build_alone(one: Path, dataset: Path) -> Path:
+    """Build a dataset of the last log alone."""
+    build(request(one / "job" / "job.yaml", one / "log-2", dataset))
+    return dataset
 
 
 @pytest.mark.slow

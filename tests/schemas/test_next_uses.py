@@ -1,14 +1,19 @@
 """Next uses over any selection of segments equal those of the concatenated steps."""
 
+import weakref
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from schemas import accesses
 from schemas.accesses import NextUses, TableAccesses, indexed_steps, num_unique_rows
-from schemas.dataset import Dataset, select_segments
+from schemas.arrays import Jagged
+from schemas.dataset import Dataset, select_segments, step_distances
 from schemas.errors import SchemaError
+from schemas.files import CheckedFile
 from tests.schemas import reference
 from tests.schemas.parts import write_lists
 
@@ -35,15 +40,15 @@ def rows_of_steps(dataset: Dataset, segments: list[list[np.ndarray] | None]) -> 
 def check(dataset: Dataset, segments: list[list[np.ndarray] | None]) -> None:
     """Compare every step of a run with the next uses in its list of steps."""
     index = dataset.open_index(dataset.manifest.indexes[0])
-    accesses = TableAccesses(dataset, "items", index.order)
-    next_uses = NextUses(dataset, index, "items", accesses.numbering)
+    accessed = TableAccesses(dataset, "items", index.order)
+    next_uses = NextUses(dataset, index, "items", accessed.numbering)
     steps = rows_of_steps(dataset, segments)
     expected = reference.next_use(steps)
     found = list(indexed_steps(dataset, index, "items"))
     assert len(found) == len(next_uses) == len(steps)
     for (numbers, distances), rows, later in zip(found, steps, expected, strict=True):
         assert (np.diff(numbers) > 0).all()
-        of_row = dict(zip(accesses.rows[numbers].tolist(), distances.tolist(), strict=True))
+        of_row = dict(zip(accessed.rows[numbers].tolist(), distances.tolist(), strict=True))
         assert of_row == dict(zip(rows, later, strict=True))
     assert index.num_accesses("items") == sum(map(len, steps))
     assert num_unique_rows(dataset, "items") == len(set().union(*steps))
@@ -76,6 +81,29 @@ def test_next_uses_in_a_temporary_file_are_the_same(
     dataset = write_lists(tmp_path / "dataset", segments, (32, 2, "none", 0))
     monkeypatch.setattr("schemas.accesses.HEAP_BYTES", 0)
     check(dataset, segments)
+
+
+def test_accesses_and_next_uses_keep_one_decoded_file_each(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    segments = [[np.array([3, 5]), np.array([5])], [np.array([3])], [np.array([4, 5])]]
+    dataset = write_lists(tmp_path / "dataset", segments, (16, 2, "none", 0))
+    decoded = list[weakref.ref[np.ndarray]]()
+
+    def remember(decode: Callable[[CheckedFile], Jagged]) -> Callable[[CheckedFile], Jagged]:
+        def decode_and_remember(file: CheckedFile) -> Jagged:
+            lists = decode(file)
+            decoded.append(weakref.ref(lists.values))
+            return lists
+
+        return decode_and_remember
+
+    monkeypatch.setattr("schemas.accesses._decode_narrow", remember(accesses._decode_narrow))
+    monkeypatch.setattr("schemas.dataset.step_distances", remember(step_distances))
+    steps = indexed_steps(dataset, dataset.open_index(dataset.manifest.indexes[0]), "items")
+    for _ in steps:
+        assert sum(each() is not None for each in decoded) <= 2
+    assert len(decoded) >= 2 * 2 * 3
 
 
 def test_run_of_one_segment_and_epoch_has_the_stored_distances(tmp_path: Path) -> None:
