@@ -317,6 +317,7 @@ def finish_segment_files(
         context.data,
         context.features,
         learned,
+        context.num_parts,
     )
 
 

@@ -265,6 +265,10 @@ class SegmentManifest:
     """Files of fitted values that its transforms used: path below the dataset to sha256."""
     directories: tuple[str, ...] | None = None
     """Directories of its data files, such as `samples` and `tuples/user`; None in format 1."""
+    partition_key: str | None = None
+    """Column whose hash assigns a sample to a part; None in format 1."""
+    num_parts: int | None = None
+    """Parts that the hash was divided into, empty ones included; None in format 1."""
     num_source_rows: int | None = None
     """Rows of the log that gave samples; None if each sample has its own row."""
     id: str | None = None

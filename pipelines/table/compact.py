@@ -442,6 +442,7 @@ def compact_segment(
             data,
             features,
             learned,
+            old.num_parts,
         )
         fields = {field: getattr(new, field) for field in REWRITTEN_FIELDS}
         manifest = replace(old, **fields, id=None, day=None, format=FORMAT_VERSION)

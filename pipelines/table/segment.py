@@ -137,6 +137,7 @@ def finish_segment(
     data: DataConfig,
     features: FeatureSet,
     learned: Mapping[str, str],
+    num_parts: int | None,
 ) -> SegmentManifest:
     """Complete a segment whose parts are written; its manifest is written last.
 
@@ -150,6 +151,7 @@ def finish_segment(
         data: the job's data section.
         features: declared columns.
         learned: files of fitted parameters in the dataset, path to sha256.
+        num_parts: parts that the hash of the session key was divided into.
     """
     num_samples, num_rows = sum(r.num_samples for r in results), sum(r.num_rows for r in results)
     for scratch in (LOOKUPS, SHUFFLE):
@@ -183,6 +185,8 @@ def finish_segment(
         blocks_sha256=sha256_of(root / BLOCKS),
         files_sha256=files_sha256,
         directories=directories_of(entries),
+        partition_key=None if num_parts is None else data.session.key,
+        num_parts=num_parts,
         columns=stored_columns(root, results[0].file_index, groups),
         learned=learned,
     )
