@@ -83,7 +83,18 @@ def remove_unnamed(dataset: Location, older_than: timedelta) -> dict[str, list[E
     """Remove as `vacuum`; return the removed directories and files with their entries."""
     read_root(dataset)  # raises if there is no dataset, before anything is written
     now = store_time(dataset)
-    limit, owner = now - older_than, f"vacuum {writer_id()}".encode()
+    unnamed = _claim_unnamed(dataset, now - older_than, now)
+    for place, entries in unnamed.items():
+        dataset.remove([entry.path for entry in entries])
+        if "/" in place:
+            (dataset / place).remove_all()
+    remove_expired(dataset, now)
+    return unnamed
+
+
+def _claim_unnamed(dataset: Location, limit: datetime, now: datetime) -> dict[str, list[Entry]]:
+    """Return the directories and files to remove, which no build can commit any more."""
+    owner = f"vacuum {writer_id()}".encode()
     for _ in backoff():
         root = read_root(dataset)
         unnamed = _find_unnamed(dataset, limit, now)
@@ -92,13 +103,8 @@ def remove_unnamed(dataset: Location, older_than: timedelta) -> dict[str, list[E
             (dataset / place / CLAIM).write_bytes(owner)
         # A build that was suspended since it claimed its directory cannot commit on the old root.
         if not segments or commit_root(dataset, root, root.manifest) is not None:
-            break
-    for place, entries in unnamed.items():
-        dataset.remove([entry.path for entry in entries])
-        if "/" in place:
-            (dataset / place).remove_all()
-    remove_expired(dataset, now)
-    return unnamed
+            return unnamed
+    raise AssertionError("`backoff` does not end")
 
 
 def _find_unnamed(dataset: Location, limit: datetime, now: datetime) -> dict[str, list[Entry]]:
