@@ -173,7 +173,13 @@ def read_statistics(segment: Location) -> statistics_pb2.DatasetFeatureStatistic
         SchemaError: the file is missing or damaged.
     """
     path = segment / STATISTICS
-    return parse_statistics(path, path.read_bytes())
+    try:
+        return parse_statistics(path, path.read_bytes())
+    except FileNotFoundError as error:
+        raise SchemaError(
+            "statistics are missing; another process has removed the segment, build it again",
+            file=str(path),
+        ) from error
 
 
 def parse_statistics(path: Location, data: bytes) -> statistics_pb2.DatasetFeatureStatisticsList:

@@ -85,7 +85,7 @@ def _read_root(dataset: Location) -> dict[str, Any]:
         checksum = body.pop("checksum")
     except FileNotFoundError as error:
         raise SchemaError("there is no dataset; correct the path", file=str(dataset)) from error
-    except (ValueError, KeyError, AttributeError) as error:
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
         raise SchemaError("manifest is damaged; restore it", file=str(path)) from error
     if body.get("format") != 1 or hash_of(body) != checksum:
         raise SchemaError("manifest must be intact and of format 1; restore it", file=str(path))

@@ -2,8 +2,9 @@
 
 A file is kept if the newest version names it, or one that was superseded less than the given time
 ago; if a lease names its directory; and if it was written less than that time ago. Times are those
-of the store, so clocks of hosts do not matter. A directory of a segment is claimed before it is
-removed, so that no build can commit it any more.
+of the store, so clocks of hosts do not matter. Before directories of segments are removed, they are
+claimed, and a version of the root without changes is committed: a build whose lease has expired can
+neither claim its directory any more nor commit on the root before.
 """
 
 from __future__ import annotations
@@ -15,16 +16,16 @@ from datetime import datetime, timedelta
 from typing import Any
 
 from pipelines.context import INCOMING
-from pipelines.table.commit import claim
+from pipelines.table.commit import CLAIM
 from pipelines.table.indexes import INDEX_PREFIX, segment_of_part
 from schemas.dataset import committed_segment, version_name
 from schemas.errors import SchemaError
 from schemas.fitted import FITTED_DIRECTORY, VOCABULARIES
 from schemas.layout import JOB, SCHEMA, SEGMENTS, TOMBSTONES, tombstones_path
 from schemas.leases import LEASES, live_leases, remove_expired
-from schemas.manifest import DatasetManifest, parse_root, read_root
+from schemas.manifest import DatasetManifest, commit_root, parse_root, read_root
 from schemas.storage import MANIFESTS, Entry, Location, store_time
-from schemas.versions import Versions, writer_id
+from schemas.versions import Versions, backoff, writer_id
 
 KEEP = timedelta(days=1)
 """Time for which `vacuum` keeps what is not named, unless the command says another."""
@@ -80,30 +81,51 @@ def vacuum(dataset: Location, older_than: timedelta = KEEP) -> dict[str, Any]:
 
 def remove_unnamed(dataset: Location, older_than: timedelta) -> dict[str, list[Entry]]:
     """Remove as `vacuum`; return the removed directories and files with their entries."""
-    # Pipelines of users hold no lease: their parts are kept for a day.
-    read_root(dataset)
+    read_root(dataset)  # raises if there is no dataset, before anything is written
     now = store_time(dataset)
-    limit = now - older_than
-    leased = {name for lease in live_leases(dataset, now) for name in lease.directories}
-    named = _named_since(dataset, limit)
-    owner = f"vacuum {writer_id()}"
-    removed: dict[str, list[Entry]] = {}
-    for place, entries in _places(dataset):
-        kept_since = min(limit, now - KEEP) if place.startswith(f"{INCOMING}/") else limit
-        is_old = all(entry.modified <= kept_since for entry in entries)
-        if not is_old or place in named.directories or place in named.files:
-            continue
-        directory = place.partition("/")[2]
-        if directory in leased or segment_of_part(directory) in leased:
-            continue
-        if place.startswith(f"{SEGMENTS}/"):
-            claim(dataset / place, owner)  # or somebody had claimed it, and died
+    unnamed = _claim_unnamed(dataset, now - older_than, now)
+    for place, entries in unnamed.items():
         dataset.remove([entry.path for entry in entries])
         if "/" in place:
             (dataset / place).remove_all()
-        removed[place] = entries
     remove_expired(dataset, now)
-    return removed
+    return unnamed
+
+
+def _claim_unnamed(dataset: Location, limit: datetime, now: datetime) -> dict[str, list[Entry]]:
+    """Return the directories and files to remove, which no build can commit any more."""
+    owner = f"vacuum {writer_id()}".encode()
+    for _ in backoff():
+        root = read_root(dataset)
+        unnamed = _find_unnamed(dataset, limit, now)
+        segments = [place for place in unnamed if place.startswith(f"{SEGMENTS}/")]
+        for place in segments:
+            (dataset / place / CLAIM).write_bytes(owner)
+        # A build that was suspended since it claimed its directory cannot commit on the old root.
+        if not segments or commit_root(dataset, root, root.manifest) is not None:
+            return unnamed
+    raise AssertionError("`backoff` does not end")
+
+
+def _find_unnamed(dataset: Location, limit: datetime, now: datetime) -> dict[str, list[Entry]]:
+    """Return the directories and files to remove, with their entries.
+
+    Pipelines of users hold no lease: their parts are kept for a day.
+    """
+    leased = {name for lease in live_leases(dataset, now) for name in lease.directories}
+    named = _named_since(dataset, limit)
+    unnamed: dict[str, list[Entry]] = {}
+    for place, entries in _places(dataset):
+        directory = place.partition("/")[2]
+        kept_since = min(limit, now - KEEP) if place.startswith(f"{INCOMING}/") else limit
+        files = [entry for entry in entries if entry.path != f"{place}/{CLAIM}"] or entries
+        if place in named.directories or place in named.files:
+            continue
+        if directory in leased or segment_of_part(directory) in leased:
+            continue
+        if all(entry.modified <= kept_since for entry in files):
+            unnamed[place] = entries
+    return unnamed
 
 
 def _named_since(dataset: Location, limit: datetime) -> _Named:

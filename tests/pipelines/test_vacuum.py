@@ -11,6 +11,7 @@ import pytest
 from pipelines import build as build_module
 from pipelines.build import build
 from pipelines.cli import main
+from pipelines.table import commit as commit_module
 from pipelines.table.commit import claim, seal, take_over
 from pipelines.table.vacuum import vacuum
 from pipelines.table.verify import verify
@@ -159,22 +160,26 @@ def test_build_in_progress_is_not_swept(
     assert unnamed_places(dataset) == []
 
 
+@pytest.mark.parametrize("function", ["_next_manifest", "claim", "commit_root"])
 def test_build_that_was_swept_in_spite_of_its_lease_commits_nothing(
-    one: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    one: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, function: str
 ) -> None:
     """A host that is suspended for longer than its lease is valid."""
     dataset = copy_of(one / "dataset", tmp_path / "dataset")
-    before, commit = bytes_of(dataset), build_module.commit_segment
+    before, call = bytes_of(dataset), getattr(commit_module, function)
 
     def late(*arguments: object) -> object:
+        monkeypatch.setattr(commit_module, function, call)
         age(dataset / "_leases", 2 * HOUR)
         vacuum(Location.parse(dataset), timedelta())
-        return commit(*arguments)  # type: ignore[arg-type]
+        return call(*arguments)
 
-    monkeypatch.setattr(build_module, "commit_segment", late)
+    monkeypatch.setattr(commit_module, function, late)
     with pytest.raises(SchemaError):
         build(addition(one / "job" / "job.yaml", one / "log-1", dataset))
     assert bytes_of(dataset) == before
+    assert verify(dataset)["problems"] == []
+    build(addition(one / "job" / "job.yaml", one / "log-1", dataset, attempt="again"))
     assert verify(dataset)["problems"] == []
 
 
