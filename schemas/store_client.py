@@ -199,7 +199,7 @@ def store_of(root: str) -> Any:
 def open_store(root: str, endpoint: str) -> Any:
     """Return the client of a bucket at an endpoint, or at the store's own if that is ''."""
     scheme = root.partition("://")[0]
-    client = {
+    client: Any = {
         "timeout": f"{TIMEOUT_SEC}s",
         "read_timeout": f"{READ_SEC}s",
         "connect_timeout": f"{CONNECT_SEC}s",
@@ -210,7 +210,7 @@ def open_store(root: str, endpoint: str) -> Any:
         "max_backoff": timedelta(seconds=5),
         "base": 4,  # a pause is drawn from [0.1 s, base x the last]; below e they do not grow
     }
-    retry = {
+    retry: Any = {
         "max_retries": MAX_RETRIES,
         "retry_timeout": timedelta(seconds=RETRY_SEC),
         "backoff": backoff,

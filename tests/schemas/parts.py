@@ -98,9 +98,9 @@ def uses_of(
                 last[number] = step
         distances += next_use(steps)
         count = len(first)
-        uses.append(
-            tuple(np.array([of[n] for n in range(count)], np.int32) for of in (first, last))
-        )
+        steps_of = (np.array([of[n] for n in range(count)], np.int32) for of in (first, last))
+        first_steps, last_steps = steps_of
+        uses.append((first_steps, last_steps))
     return distances, uses
 
 

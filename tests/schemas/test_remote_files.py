@@ -57,8 +57,9 @@ def test_dataset_at_a_store_is_read_as_on_disk(tmp_path: Path) -> None:
                 for d in (here, there)
             ]
             for step in range(order.num_steps):
-                assert np.array_equal(*(accesses.numbers(step) for accesses, _ in pairs))
-                assert np.array_equal(*(uses[step] for _, uses in pairs))
+                (numbers, uses), (others, other_uses) = pairs
+                assert np.array_equal(numbers.numbers(step), others.numbers(step))
+                assert np.array_equal(uses[step], other_uses[step])
 
 
 def test_entry_of_a_file_does_not_depend_on_its_place(written: tuple[Path, FileEntry]) -> None:
