@@ -191,7 +191,7 @@ def test_side_tables_are_tables_in_sql_when_they_are_small(
     monkeypatch.setattr(lookups, "BROADCAST_BYTES", 1000)
     message = "side 'users' must be at most 1000 bytes to be a table in SQL, got "
     with pytest.raises(SchemaError, match=re.escape(message)):
-        build(replace(made, dataset=tmp_path / "large"))
+        build(replace(made, dataset=Location.parse(tmp_path / "large")))
 
 
 def test_join_in_sql_that_loses_the_order_of_samples_is_found_out(
