@@ -6,6 +6,7 @@ import glob
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -144,7 +145,9 @@ def read_samples(dataset: Dataset, model_inputs: bool = False) -> Iterator[pa.Ta
             yield rows.select(columns)
 
 
-def expand(dataset_path: Location, output: Location, model_inputs: bool = False) -> int:
+def expand(
+    dataset_path: Location | Path, output: Location | Path, model_inputs: bool = False
+) -> int:
     """Write all samples of a dataset to one Parquet file; return their number.
 
     Args:
@@ -155,6 +158,7 @@ def expand(dataset_path: Location, output: Location, model_inputs: bool = False)
     Raises:
         SchemaError: the output is a directory, or the dataset does not match its manifests.
     """
+    output = Location.parse(output)
     if output.local is not None and output.local.is_dir():
         raise SchemaError(f"output is a directory: {output}; name a file in it")
     tables = read_samples(open_dataset(dataset_path), model_inputs)

@@ -74,7 +74,7 @@ def _hold_and_die(path: Path) -> None:
 def test_lease_of_a_dead_process_of_this_machine_is_no_lease(
     root: Location, tmp_path: Path
 ) -> None:
-    child = multiprocessing.get_context("fork").Process(target=_hold_and_die, args=(tmp_path,))
+    child = multiprocessing.get_context("spawn").Process(target=_hold_and_die, args=(tmp_path,))
     child.start()
     child.join()
     assert len((root / LEASES).entries()) == 1

@@ -120,7 +120,7 @@ def _hold(root: Location, path: Path) -> None:
 def test_root_that_another_process_owns_is_refused_until_it_dies(
     root: Location, tmp_path: Path
 ) -> None:
-    holder = multiprocessing.get_context("fork").Process(
+    holder = multiprocessing.get_context("spawn").Process(
         target=_hold, args=(root, tmp_path / "held")
     )
     holder.start()
