@@ -23,6 +23,7 @@ from pipelines.context import BuildRequest
 from pipelines.demo_log.log import GeneratorConfig, write_log
 from schemas.config.job import load_job
 from schemas.run_log import StepMetric
+from schemas.storage import Location
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 SHARED_DATA = REPOSITORY.parent / "shared" / "data"
@@ -180,7 +181,11 @@ def build_job(job: Path, log: Path, dataset: Path) -> dict[str, Any]:
     """Build a dataset on the local runner and return what `build --json` prints."""
     return build(
         BuildRequest(
-            job_path=job, input_root=log, dataset=dataset, beam_args=[], attempt="benchmark"
+            job_path=job,
+            input_root=log,
+            dataset=Location.parse(dataset),
+            beam_args=[],
+            attempt="benchmark",
         )
     )
 

@@ -32,6 +32,7 @@ from benchmarks.logs import (
 )
 from schemas.config.job import load_job
 from schemas.run_log import METRICS, StepMetric, read_metrics
+from schemas.storage import Location
 from trainer.setup import TrainOptions
 from trainer.train import train
 
@@ -43,7 +44,7 @@ def train_steps(job: Path, dataset: Path, run: Path, steps: int, *, fast: bool) 
     """Train some steps and return their metrics."""
     train(
         job,
-        dataset,
+        Location.parse(dataset),
         run,
         TrainOptions(fast=fast, steps=steps),
         clock=time.perf_counter,

@@ -20,7 +20,7 @@ from pipelines.oracle.index import LINKING_STAGES, LinkingPlan
 from pipelines.oracle.numbering import lookups_path
 from pipelines.report.sizes import dataset_bytes
 from pipelines.shuffle import encode_tables
-from pipelines.table.indexes import add_index
+from pipelines.table.indexes import PartBuilder, add_index
 from pipelines.table.segment import sum_bytes
 from schemas.arrays import Jagged
 from schemas.config.job import OrderConfig
@@ -73,8 +73,7 @@ def _plan(root: Path, num_blocks: int, table: str, num_rows: int) -> tuple[str, 
         order=Order((num_blocks,), 1, 1, OrderConfig()),
         table=table,
         num_numbers=num_rows,
-        files=(tuple(files),),
-        maps=(),
+        files=tuple(files),
     )
     return table, plan
 
@@ -106,7 +105,11 @@ def run_beam_stages(columns: list[np.ndarray], batch: int, root: Path) -> float:
         numbered = blocks | "number" >> NumberAccesses(root, names, num_parts)
         plans = numbered | "plan" >> beam.MapTuple(lambda t, n: _plan(root, num_blocks, t, n))
         linked = plans | "link" >> RunStages(LINKING_STAGES, spread=True)
-        return {"entries": linked | "count" >> beam.MapTuple(lambda _, d: sum(r for *_, r in d))}
+        return {
+            "entries": linked
+            | "count"
+            >> beam.MapTuple(lambda _, results: sum(int(entries.sum()) for *_, entries in results))
+        }
 
     start = time.perf_counter()
     run_pipeline(make, [], root, num_tasks=len(columns) - 3)
@@ -134,21 +137,21 @@ def measure_bytes(name: str, shared_data: Path, scratch: Path) -> dict[str, Any]
     dataset = open_dataset(scratch / "dataset")
     block = dataset.job.data.block_samples
     order = dataset.order(-(-BATCH_SAMPLES // block) * block, 1, "none", 0)
-    dataset = add_index(dataset, order, [], "benchmark")
+    dataset = add_index(dataset, order, PartBuilder(dataset.directory, []))
     index = dataset.index_for(order)
     sizes = {
         part: sum(sum_bytes(list(s.files.values()), f"{part}/") for s in dataset.segments)
         for part in ("access", "edges")
     }
-    entries = sum(index.manifest.num_accesses.values())
+    entries = sum(map(index.num_accesses, dataset.job.data.tables))
     size = dataset_bytes(dataset)
-    together = sizes["access"] + index.manifest.oracle_bytes
+    together = sizes["access"] + index.oracle_bytes
     return {
-        "batch_samples": index.manifest.batch_samples,
+        "batch_samples": index.entry.batch_samples,
         "entries": entries,
         "dataset": size,
         **sizes,
-        "index": index.manifest.oracle_bytes,
+        "index": index.oracle_bytes,
         "bytes_per_entry": round(together / entries, 3),
         "goal_bytes_per_entry": GOAL_BYTES_PER_ENTRY,
         "share_of_dataset": round(together / size, 4),

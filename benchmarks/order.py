@@ -35,6 +35,7 @@ from benchmarks.logs import (
 from pipelines.table.rows import expand
 from schemas.dataset import open_dataset
 from schemas.layout import TRAIN
+from schemas.storage import Location
 from trainer.setup import TrainOptions
 from trainer.train import train
 
@@ -99,7 +100,10 @@ def measure(name: str, log: Path, seeds: int, scratch: Path) -> dict[str, Any]:
         scratch: directory for all files.
     """
     samples = scratch / "samples.parquet"
-    expand(build_dataset(job_path(name), log, scratch / "as-shipped"), samples)
+    expand(
+        Location.parse(build_dataset(job_path(name), log, scratch / "as-shipped")),
+        Location.parse(samples),
+    )
     datasets = {
         order: build_dataset(
             write_variant(job_path(name), samples, order, scratch / str(index)),
@@ -116,7 +120,7 @@ def measure(name: str, log: Path, seeds: int, scratch: Path) -> dict[str, Any]:
             job = with_seed(body, dataset.parent / "seeded.yaml", seed)
             summary = train(
                 job,
-                dataset,
+                Location.parse(dataset),
                 dataset.parent / f"run-{seed}",
                 TrainOptions(),
                 clock=time.perf_counter,

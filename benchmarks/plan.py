@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.logs import SHARED_DATA, build_dataset, job_path, raw_log, write_result
-from schemas.accesses import indexed_steps
+from schemas.accesses import NextUses, indexed_steps, num_unique_rows
 from schemas.cache_plan import Plan, PlanStep, required_rows, summarize
 from schemas.config.train import CacheConfig
 from schemas.dataset import Dataset, open_dataset
@@ -146,7 +146,7 @@ def plan_alone(dataset: Dataset, order: Order, caches: Mapping[str, CacheConfig]
     for name, cache in caches.items():
         seconds, accesses, fetched = 0.0, 0, 0
         for table in dataset.job.data.tables:
-            steps = list(indexed_steps(dataset, index, table, order))
+            steps = list(indexed_steps(dataset, index, table))
             start = time.thread_time()
             summary = summarize(Plan(steps, cache))
             seconds += time.thread_time() - start
@@ -167,9 +167,8 @@ def caches_of(dataset: Dataset, order: Order) -> dict[str, CacheConfig]:
     belady = replace(dataset.job.train.cache, policy="belady")
     required = 1
     for table in dataset.job.data.tables:
-        steps = indexed_steps(dataset, index, table, order)
-        required = max(required, required_rows((distances for _, distances in steps), belady))
-    share = int(CACHE_SHARE * max(index.manifest.num_rows.values()))
+        required = max(required, required_rows(NextUses(dataset, index, table), belady))
+    share = int(CACHE_SHARE * max(num_unique_rows(dataset, t) for t in dataset.job.data.tables))
     return {
         "ttl": replace(dataset.job.train.cache, policy="ttl", rows=None),
         "belady": replace(belady, rows=max(required, share)),

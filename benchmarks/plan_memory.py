@@ -6,8 +6,7 @@ The files of one table are written as by a build: N rows of 8 bytes, 16,384 unif
 step. Each task runs in a separate process, which reports its memory at the start and its peak.
 `ours` is the trainer's plan (Belady, a cache of 5 % of the rows), which decodes files step by step;
 the peer is the same plan over fully decoded lists and next uses. `join` merges the dictionaries of
-two segments that share half of their rows, by slot ranges on disk as in an index, and in memory as
-in a reader.
+two segments that share half of their rows, as a reader does.
 """
 
 from __future__ import annotations
@@ -28,7 +27,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.logs import write_result
-from pipelines.executor import keep_freed_memory
 from pipelines.oracle.files import (
     concat_lists,
     split_into_files,
@@ -36,22 +34,23 @@ from pipelines.oracle.files import (
     write_edges_file,
     write_index_file,
 )
-from pipelines.oracle.index import merge_numberings
-from pipelines.oracle.numbering import WORKER_ENTRIES
-from schemas.accesses import indexed_steps, merge_dictionaries
+from schemas.accesses import NextUses, indexed_steps, merge_dictionaries
 from schemas.arrays import Jagged
 from schemas.cache_plan import Plan, summarize
 from schemas.config.job import OrderConfig
 from schemas.config.train import CacheConfig
-from schemas.dataset import Dataset, Index, Segment
-from schemas.files import FileEntry, describe_file
+from schemas.dataset import Dataset, Index, IndexPart, Segment
+from schemas.files import describe_file, sha256_of, write_files
+from schemas.layout import FILES
+from schemas.manifest import Reference
 from schemas.oracle import next_use
 from schemas.order import Order
+from schemas.storage import Location
 
 TABLE, STEP_ACCESSES, CACHE_SHARE = "items", 16_384, 0.05
 
 
-def write_files(root: Path, num_rows: int, num_accesses: int) -> None:
+def write_tables(root: Path, num_rows: int, num_accesses: int) -> None:
     """Write a segment with its index, and the edges of a second segment."""
     rng = np.random.default_rng(0)
     count = num_accesses // STEP_ACCESSES
@@ -68,6 +67,10 @@ def write_files(root: Path, num_rows: int, num_accesses: int) -> None:
     rows = rng.integers(0, 1 << 62, num_rows + num_rows // 2)
     write_edges(root / "segment", rows[:num_rows])
     write_edges(root / "second", rng.permutation(rows[num_rows // 2 :]))
+    for name in ("segment", "index", "second"):
+        place = root / name
+        paths = [path.relative_to(place).as_posix() for path in place.rglob("*.parquet")]
+        write_files(place / FILES, [describe_file(place, path) for path in paths])
 
 
 def write_edges(root: Path, rows: NDArray[np.int64]) -> None:
@@ -78,28 +81,27 @@ def write_edges(root: Path, rows: NDArray[np.int64]) -> None:
         write_edges_file(root, TABLE, index, part, zeros, zeros)
 
 
-def files_of(root: Path) -> dict[str, FileEntry]:
-    """Describe all files below a directory."""
-    paths = [path.relative_to(root).as_posix() for path in root.rglob("*.parquet")]
-    return {path: describe_file(root, path) for path in paths}
+def manifest_of(root: Path) -> Any:
+    """Return a manifest with the fields that plans read."""
+    return SimpleNamespace(columns={}, files_sha256=sha256_of(root / FILES))
 
 
 def segment_of(root: Path) -> Segment:
     """Return a segment with the fields that plans read."""
-    manifest: Any = SimpleNamespace(columns={})
-    blocks: Any = None
-    return Segment(root, manifest, files_of(root), blocks)
+    reference = Reference(id="00000-a", manifest_sha256="")
+    return Segment(Location.parse(root), reference, manifest_of(root))
 
 
-def open_files(root: Path) -> tuple[Dataset, Index, Order]:
-    """Return a dataset with the fields that plans read, its index and its order."""
-    segment, manifest = segment_of(root / "segment"), cast(Any, None)
-    index = Index(root / "index", manifest, files_of(root / "index"))
-    num_steps = len(index.steps(TABLE))
+def open_files(root: Path) -> tuple[Dataset, Index]:
+    """Return a dataset with the fields that plans read, and its index."""
+    place, anything = Location.parse(root), cast(Any, None)
+    part = IndexPart(place / "index", manifest_of(root / "index"))
+    order = Order((len(part.steps(TABLE)),), 1, 1, OrderConfig())
     job = SimpleNamespace(data=SimpleNamespace(tables={TABLE: SimpleNamespace(features=())}))
     features = SimpleNamespace(features=())
-    dataset = Dataset(root, manifest, cast(Any, job), cast(Any, features), (segment,), (index,))
-    return dataset, index, Order((num_steps,), 1, 1, OrderConfig())
+    segments = (segment_of(root / "segment"),)
+    dataset = Dataset(place, anything, cast(Any, job), cast(Any, features), segments)
+    return dataset, Index(place / "index", anything, order, (part,))
 
 
 def count_fetched_rows(steps: Iterable[tuple[Any, Any]], num_rows: int) -> int:
@@ -110,32 +112,24 @@ def count_fetched_rows(steps: Iterable[tuple[Any, Any]], num_rows: int) -> int:
 
 def plan_streaming(root: Path, num_rows: int) -> int:
     """Plan as the trainer does."""
-    dataset, index, order = open_files(root)
-    return count_fetched_rows(indexed_steps(dataset, index, TABLE, order), num_rows)
+    dataset, index = open_files(root)
+    return count_fetched_rows(indexed_steps(dataset, index, TABLE), num_rows)
 
 
 def plan_decoded(root: Path, num_rows: int) -> int:
     """Plan over fully decoded lists and next uses."""
-    dataset, index, order = open_files(root)
-    lists, distances = dataset.segments[0].access(TABLE), index.distances(TABLE)
+    dataset, index = open_files(root)
+    lists, distances = dataset.segments[0].access(TABLE), list(NextUses(dataset, index, TABLE))
 
     def row(jagged: Jagged, step: int) -> NDArray[Any]:
         return jagged.values[jagged.offsets[step] : jagged.offsets[step + 1]]
 
-    steps = ((row(lists, s), row(distances, s)) for s in range(order.num_steps))
+    steps = ((row(lists, s), distances[s]) for s in range(index.order.num_steps))
     return count_fetched_rows(steps, num_rows)
 
 
-def merge_on_disk(root: Path, _: int) -> int:
-    """Merge dictionaries as in an index."""
-    segments = [segment_of(root / name) for name in ("segment", "second")]
-    with tempfile.TemporaryDirectory(dir=root) as maps:
-        paths = [Path(maps) / str(index) for index in range(2)]
-        return merge_numberings([s.edge_files(TABLE) for s in segments], paths, WORKER_ENTRIES // 2)
-
-
-def merge_in_memory(root: Path, _: int) -> int:
-    """Merge dictionaries as in a reader."""
+def merge_rows(root: Path, _: int) -> int:
+    """Merge dictionaries as a reader does."""
     segments = [segment_of(root / name) for name in ("segment", "second")]
     return len(merge_dictionaries([segment.rows(TABLE) for segment in segments])[1])
 
@@ -143,8 +137,7 @@ def merge_in_memory(root: Path, _: int) -> int:
 TASKS: dict[str, Callable[[Path, int], int]] = {
     "ours": plan_streaming,
     "decoded whole": plan_decoded,
-    "join on disk": merge_on_disk,
-    "join in memory": merge_in_memory,
+    "join": merge_rows,
 }
 
 
@@ -164,8 +157,6 @@ def run_in_process(task: str, root: Path, num_rows: int) -> dict[str, float]:
 
 def run_task(task: str, root: Path, num_rows: int) -> dict[str, float]:
     """Run one task in this process."""
-    if task == "join on disk":
-        keep_freed_memory()  # as in workers
     before, start = process_memory("VmRSS"), time.perf_counter()
     result = TASKS[task](root, num_rows)
     seconds, peak = time.perf_counter() - start, process_memory("VmHWM")
@@ -186,11 +177,10 @@ def measure(num_rows: int, num_accesses: int) -> dict[str, Any]:
         num_accesses: over all steps, including repeated accesses of a step.
     """
     with tempfile.TemporaryDirectory() as name:
-        write_files(Path(name), num_rows, num_accesses)
+        write_tables(Path(name), num_rows, num_accesses)
         details = {task: run_in_process(task, Path(name), num_rows) for task in TASKS}
     plans = {details[task]["result"] for task in ("ours", "decoded whole")}
-    merges = {details[task]["result"] for task in ("join on disk", "join in memory")}
-    assert len(plans) == len(merges) == 1, "both plans and both merges must be equal"
+    assert len(plans) == 1, "both plans must be equal"
     ours, peer = details["ours"]["added_mib"], details["decoded whole"]["added_mib"]
     ratio = round(peer / ours, 2)
     return {

@@ -36,6 +36,7 @@ from schemas.config.job import load_job
 from schemas.config.train import TrainConfig
 from schemas.dataset import open_dataset
 from schemas.rows import initial_rows
+from schemas.storage import Location
 from trainer.components import build_components, dense_optimizer
 from trainer.data.collate import Batch, features_of_tables
 from trainer.data.decode import BatchSpec, spec_of
@@ -126,7 +127,7 @@ def run_replica(config: ProcessConfig, connection: Connection) -> None:
     job, dataset = load_job(config.job), open_dataset(config.dataset)
     spec, choice = spec_of(dataset, job.train.dtype), TrainOptions(steps=config.num_steps)
     components = build_components(spec, job.train)
-    data = FollowedDataset(config.dataset, job, follow_options(choice), Drain())
+    data = FollowedDataset(Location.parse(config.dataset), job, follow_options(choice), Drain())
     data.wait_for(0)
     frontier = Frontier(data, data.refresh(), Drain(), poll_sec=1.0)
     rows = MemoryRows(components.store, components.embedding)

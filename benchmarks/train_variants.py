@@ -48,6 +48,7 @@ from benchmarks.train_sides import (
 )
 from schemas.config.train import ModelConfig, TrainConfig
 from schemas.dataset import Dataset
+from schemas.layout import SEGMENTS
 from trainer.components import Components, build_components, dense_optimizer
 from trainer.data.collate import Batch, features_of_tables, single_microbatch
 from trainer.data.decode import BatchSpec, spec_of
@@ -436,4 +437,5 @@ def measure_reading(
 
 def _segment_bytes(dataset: Dataset) -> int:
     """Return the bytes of all segments, including evaluation samples."""
-    return sum(f.stat().st_size for f in (dataset.directory / "segments").rglob("*.parquet"))
+    entries = (dataset.directory / SEGMENTS).entries()
+    return sum(entry.num_bytes for entry in entries if entry.path.endswith(".parquet"))

@@ -7,11 +7,10 @@ List inputs -> read rows -> make samples by SQL -> cluster by session -> write p
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import date
-from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
@@ -27,7 +26,6 @@ from pipelines.progress import counted_rows, is_stopped, report_progress
 from pipelines.quality.gate import GateError, keep_rejects
 from pipelines.quality.segment_statistics import segment_statistics
 from pipelines.samples.event_join import read_counts, write_counts
-from pipelines.scratch import scratch_directory
 from pipelines.sources.rejects import (
     RejectCounts,
     count_segment_rejects,
@@ -38,10 +36,11 @@ from pipelines.sources.rejects import (
 )
 from pipelines.table.commit import (
     commit_segment,
-    finish_interrupted_commit,
+    discard,
     position_of_day,
     replaced_versions,
     seal,
+    take_over,
     wait_for_predecessors,
 )
 from pipelines.table.compatibility import (
@@ -49,24 +48,27 @@ from pipelines.table.compatibility import (
     identity_of,
     new_segment,
     refused_path,
-    uncommitted_segments,
 )
-from pipelines.table.segment import finish_segment
+from pipelines.table.root import write_copies
+from pipelines.table.segment import finish_segment, local_directory, publish
 from pipelines.transforms.fit import publish_fitted, returned_files, stage_fitted
 from schemas.config.job import DataConfig, Job, SplitConfig, check_new_names, load_job
-from schemas.dataset import Dataset, Segment, open_dataset
+from schemas.dataset import Dataset, Segment, open_dataset, select_segments
 from schemas.errors import SchemaError
 from schemas.features import FeatureSet, load_features
 from schemas.layout import BUILDS, EVALUATION, MANIFEST, SEGMENTS, TRAIN, buffers_path, samples_path
+from schemas.leases import Lease, live_leases
 from schemas.manifest import (
     InputFile,
     Reference,
     SegmentManifest,
     canonical_json,
+    find_root,
     hash_of,
-    read_dataset,
+    read_root,
     read_segment,
 )
+from schemas.storage import Location, StorageError
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,9 +103,8 @@ def build(request: BuildRequest) -> dict[str, Any]:
     if request.day is not None:
         request = replace(request, position=position_of_day(date.fromisoformat(request.day)))
     if request.append:
-        read_dataset(request.dataset)  # raises if the directory holds no dataset
+        read_root(request.dataset)  # raises if the directory holds no dataset
     request, job = with_groups(request, job, features)
-    request.dataset.mkdir(parents=True, exist_ok=True)
     result = build_segment(request, job, features)
     if request.final:
         seal(request.dataset)
@@ -121,7 +122,7 @@ def load_request(request: BuildRequest) -> tuple[Job, FeatureSet]:
         SchemaError: the job file or the schema is invalid.
     """
     job = load_job(request.job_path)
-    check_new_names(job, request.job_path, request.dataset)
+    check_new_names(job, request.job_path, is_new=find_root(request.dataset) is None)
     if request.day is not None:
         split = job.data.split.for_day(date.fromisoformat(request.day))
         job = replace(job, data=replace(job.data, split=split))
@@ -145,28 +146,96 @@ def build_segment(request: BuildRequest, job: Job, features: FeatureSet) -> Buil
     hashes, key = segment_hashes(job, features, listing)
     existing = check_admissible(request, job, features, key, listing)
     if existing is not None:
-        finish_interrupted_commit(request.dataset)
         request.progress(f"segment {existing.id}: exists already, nothing to build")
+        write_copies(request.dataset, read_root(request.dataset))  # a killed build has not
         return BuildResult(existing, built=False)
-    building = request.dataset / SEGMENTS / f".{key}.{request.attempt}"
-    shuffle_by = choose_shuffle(request.beam_args, listing)
-    context = replace(context, segment_root=building, shuffle_by=shuffle_by)
-    with scratch_directory(building, ".*", lambda: uncommitted_segments(request.dataset, key)):
-        if (building / MANIFEST).exists():
+    with Lease(request.dataset, f"build {request.attempt}") as lease:
+        directory = take_over(request.dataset, key, request.attempt)
+        if directory is not None:
+            lease.hold([directory.name])
             request.progress("segment finished by an attempt that died: taken over")
         else:
+            directory = request.dataset / SEGMENTS / f"{key}-{request.attempt}"
+            lease.hold([directory.name, *vocabulary_leases(job.data)])
+            refuse_extended_vocabularies(request.dataset, directory.name, job.data)
+        with discarded_on_error(request, directory):
+            return _build_and_commit(request, job, context, key, hashes, directory)
+
+
+def _build_and_commit(
+    request: BuildRequest,
+    job: Job,
+    context: BuildContext,
+    key: str,
+    hashes: tuple[str, str],
+    directory: Location,
+) -> BuildResult:
+    if (directory / MANIFEST).stat() is None:
+        with local_directory(directory, request.work) as building:
+            shuffle_by = choose_shuffle(request.beam_args, context.listing)
+            context = replace(context, segment_root=building, shuffle_by=shuffle_by)
             _write_segment(request, context, key, hashes)
-        rejects, manifest = count_segment_rejects(building), read_segment(building)
-        position = request.position if request.in_order else None
-        waited_sec = wait_for_predecessors(request.dataset, position or 0, request.progress)
-        try:
-            reference = commit_segment(request, new_segment(request, job, features, key, building))
-        except GateError:
-            _report_rejects(request, rejects, manifest, refused_path(request.dataset, key))
-            raise
-    _report_rejects(request, rejects, manifest, request.dataset / SEGMENTS / reference.id)
+            publish(building, directory)
+    request.check(directory, job)
+    rejects, manifest = count_segment_rejects(directory), read_segment(directory)
+    position = request.position if request.in_order else None
+    waited_sec = wait_for_predecessors(
+        request.dataset, position or 0, request.wait_sec, request.progress
+    )
+    try:
+        new = new_segment(request, job, context.features, key, directory)
+        reference = commit_segment(request, new)
+    except GateError:
+        _report_rejects(request, rejects, manifest, refused_path(request.dataset, key))
+        raise
+    committed = request.dataset / SEGMENTS / reference.directory
+    _report_rejects(request, rejects, manifest, committed)
     request.progress(f"segment {reference.id} committed")
     return BuildResult(reference, True, waited_sec, rejects)
+
+
+@contextmanager
+def discarded_on_error(request: BuildRequest, directory: Location) -> Iterator[None]:
+    """Discard a directory after the body, unless it is committed.
+
+    After an OSError or an interrupt a complete directory is kept, for the next attempt.
+    """
+    try:
+        yield
+    except (OSError, KeyboardInterrupt, StorageError):
+        with suppress(OSError, StorageError):
+            if (directory / MANIFEST).stat() is None:
+                discard(request.dataset, directory, request.attempt)
+        raise
+    except BaseException:
+        discard(request.dataset, directory, request.attempt)
+        raise
+    discard(request.dataset, directory, request.attempt)  # another process committed the same key
+
+
+VOCABULARIES_LEASE = "vocabularies"
+"""Name in the lease of a build that may extend vocabularies."""
+
+
+def vocabulary_leases(data: DataConfig) -> tuple[str, ...]:
+    """Return what a lease names, besides directories, if a job has vocabularies."""
+    return (VOCABULARIES_LEASE,) if data.vocabularies else ()
+
+
+def refuse_extended_vocabularies(dataset: Location, own: str, data: DataConfig) -> None:
+    """Raise SchemaError if another build may extend the vocabularies of a dataset meanwhile.
+
+    The commit would refuse the slower one of both.
+    """
+    if not data.vocabularies:
+        return
+    for lease in live_leases(dataset):
+        if VOCABULARIES_LEASE in lease.directories and own not in lease.directories:
+            raise SchemaError(
+                f"vocabularies are being extended by another build, {lease.holder}; run this build "
+                "when it has ended",
+                file=str(dataset),
+            )
 
 
 def segment_hashes(
@@ -180,7 +249,7 @@ def segment_hashes(
 def _write_segment(
     request: BuildRequest, context: BuildContext, key: str, hashes: tuple[str, str]
 ) -> None:
-    """Run the pipeline and finish the segment in its hidden directory."""
+    """Run the pipeline and finish the segment in its local directory."""
     building = context.segment_root
     stage_fitted(request.dataset, context.learned, building)
     with (
@@ -215,7 +284,7 @@ def _stopped_error(
     size = sum(file.num_bytes for file in context.listing)
     refused = refused_path(request.dataset, key)
     number_reject_files(context.segment_root)
-    keep_rejects(context.segment_root, refused)
+    keep_rejects(Location.parse(context.segment_root), refused)
     lines = "\n".join(summary_lines(rejects, 0, f"{refused}/rejects"))
     return GateError(
         f"every one of the first {rejects.num_rejects:,} rows was rejected; the build stopped "
@@ -240,7 +309,6 @@ def finish_segment_files(
     write_counts(building, values["events"])
     finish_segment(
         building,
-        f"00000-{key}",
         parts,
         rejects,
         dict(values["tables"]),
@@ -249,6 +317,7 @@ def finish_segment_files(
         context.data,
         context.features,
         learned,
+        context.num_parts,
     )
 
 
@@ -273,22 +342,22 @@ def check_usable(parts: list[PartResult], rejects: RejectCounts, data: DataConfi
 
 
 def _report_rejects(
-    request: BuildRequest, rejects: RejectCounts, manifest: SegmentManifest, folder: Path
+    request: BuildRequest, rejects: RejectCounts, manifest: SegmentManifest, folder: Location
 ) -> None:
     for line in summary_lines(rejects, manifest.num_rows, f"{folder}/rejects"):
         request.progress(line)
 
 
 def _summary(dataset: Dataset, result: BuildResult, wall_sec: float) -> dict[str, Any]:
-    directory = dataset.directory / SEGMENTS / result.reference.id
-    manifest = read_segment(directory, result.reference)
-    index_bytes = sum(i.manifest.oracle_bytes for i in dataset.indexes)
-    (events,) = (read_counts(s) for s in dataset.segments if s.manifest.id == manifest.id)
-    versions = replaced_versions(dataset.manifest, manifest.id)
-    path = f"{SEGMENTS}/{manifest.id}/rejects"
+    (segment,) = (s for s in dataset.segments if s.id == result.reference.id)
+    manifest, events = segment.manifest, read_counts(segment)
+    alone = select_segments(dataset, [segment.id])
+    index_bytes = sum(alone.open_index(i).oracle_bytes for i in alone.complete_indexes())
+    versions = replaced_versions(dataset.manifest, segment.id)
+    path = f"{SEGMENTS}/{segment.directory.name}/rejects"
     return {
-        "segment": manifest.id,
-        **({"day": manifest.day, "replaced": versions} if manifest.day else {}),
+        "segment": segment.id,
+        **({"day": segment.day, "replaced": versions} if segment.day else {}),
         "built": result.built,
         "num_samples": manifest.num_samples,
         "num_sessions": manifest.num_sessions,
@@ -316,8 +385,10 @@ def _summary(dataset: Dataset, result: BuildResult, wall_sec: float) -> dict[str
 _SPEED_FIELDS = ("segment", "num_samples", "startup_sec", "rows_per_sec")
 
 
-def record_build_speed(dataset: Path, result: Mapping[str, Any], beam_args: Sequence[str]) -> None:
-    """Append the speed of a local build to a file beside the manifests.
+def record_build_speed(
+    dataset: Location, result: Mapping[str, Any], beam_args: Sequence[str]
+) -> None:
+    """Write the speed of a local build to a file beside the manifests.
 
     `python -m scheduler plan JOB --dataset DATASET` reads the file. No manifest names it, and it
     may be deleted.
@@ -335,8 +406,8 @@ def record_build_speed(dataset: Path, result: Mapping[str, Any], beam_args: Sequ
         return
     speed = {name: result[name] for name in _SPEED_FIELDS}
     line = canonical_json({**speed, "num_workers": workers})
-    with (dataset / BUILDS).open("ab") as file:
-        file.write(f"{line}\n".encode())
+    path = dataset / BUILDS / f"{result['segment']}.json"
+    path.write_bytes(f"{line}\n".encode())
 
 
 # Warnings about the job after a build.
@@ -353,7 +424,7 @@ def warnings_of(dataset: Dataset, segment_id: str, split: SplitConfig) -> Iterat
         segment_id: of the segment that was built.
         split: of its job.
     """
-    (built,) = (s for s in dataset.segments if s.manifest.id == segment_id)
+    (built,) = (s for s in dataset.segments if s.id == segment_id)
     by_day = split.evaluation_last is not None
     segments = (built,) if by_day else dataset.segments
     splits = {name for segment in segments for name in segment.manifest.splits}
@@ -362,12 +433,12 @@ def warnings_of(dataset: Dataset, segment_id: str, split: SplitConfig) -> Iterat
         earlier, later = ("a longer", "a shorter") if by_day else ("an earlier", "a later")
         if EVALUATION not in splits:
             yield (
-                f"no sample is for evaluation: {_time_range(segments, time)}{_split_key(split)}; "
+                f"no sample is for evaluation: {_time_range(built, time)}{_split_key(split)}; "
                 f"set it to {earlier} time, or to null to train on all samples"
             )
         if TRAIN not in splits:
             yield (
-                f"no sample is for training: {_time_range(segments, time)}{_split_key(split)}; "
+                f"no sample is for training: {_time_range(built, time)}{_split_key(split)}; "
                 f"set it to {later} time, or append segments that are before it"
             )
     labels = dataset.features.with_role("label")
@@ -375,11 +446,11 @@ def warnings_of(dataset: Dataset, segment_id: str, split: SplitConfig) -> Iterat
     numbers = (f.num_stats for f in statistics if f.path.step[0] == labels[0])
     yield from label_warnings(labels, next(((n.min, n.max) for n in numbers), None))
     factors = {name: group.dedup_factor for name, group in built.manifest.groups.items()}
-    yield from group_warnings(factors, dataset.job.data.groups, built.directory)
+    yield from group_warnings(factors, dataset.job.data.groups, built.files)
 
 
 def group_warnings(
-    factors: Mapping[str, float], groups: Mapping[str, Sequence[str]], segment: Path
+    factors: Mapping[str, float], groups: Mapping[str, Sequence[str]], files: Iterable[str]
 ) -> Iterator[str]:
     """Yield a line for each group that saves nothing.
 
@@ -388,12 +459,12 @@ def group_warnings(
     Args:
         factors: group to dedup factor.
         groups: columns of each.
-        segment: directory of the segment that holds them.
+        files: of the segment that holds them.
     """
     for name, factor in factors.items():
         if factor >= LEAST_DEDUP_FACTOR:
             continue
-        if not any((segment / buffers_path(c, 0)).parent.is_dir() for c in groups[name]):
+        if not any(buffers_path(c, 0) in files for c in groups[name]):
             yield (
                 f"group {name!r} hardly repeats: its dedup factor is {factor:.3g}, so "
                 "it saves nothing and costs its inverse indices; remove it from data.groups, its "
@@ -427,8 +498,8 @@ def _split_key(split: SplitConfig) -> str:
     return f"data.split.evaluation_from is {split.evaluation_from}"
 
 
-def _time_range(segments: tuple[Segment, ...], time: str) -> str:
-    ranges = [pc.min_max(column).as_py() for s in segments for column in _times(s, time)]
+def _time_range(segment: Segment, time: str) -> str:
+    ranges = [pc.min_max(column).as_py() for column in _times(segment, time)]
     if not ranges:
         return ""  # the time is in a group, or in the SQL only
     first, last = min(f["min"] for f in ranges), max(f["max"] for f in ranges)

@@ -25,8 +25,9 @@ from pipelines.quality.gate import GateError
 from pipelines.table.commit import seal
 from pipelines.table.delete import EraseRequest, erase
 from pipelines.table.indexes import oracle
+from pipelines.table.migrate import migrate
 from pipelines.table.rows import expand
-from pipelines.table.vacuum import vacuum
+from pipelines.table.vacuum import KEEP, vacuum
 from pipelines.table.verify import verify
 from schemas.config.job import load_job
 from schemas.config.parse import parse_duration
@@ -35,24 +36,14 @@ from schemas.paths import (
     ALLOW_OUTSIDE,
     ALLOW_OUTSIDE_HELP,
     SINGLE_WRITER,
-    SINGLE_WRITER_HELP,
     ArgumentParser,
-    check_writable,
+    path_or_url,
 )
+from schemas.storage import Location
 
 DESCRIPTION = "Build, check and rewrite datasets."
-WRITTEN = {
-    "build": "output",
-    "append": "dataset",
-    "seal": "dataset",
-    "unseal": "dataset",
-    "vacuum": "dataset",
-    "rewrite": "output",
-    "erase": "dataset",
-    "score": "output",
-    "oracle": "dataset",
-}
-"""For each command that writes to a shared directory: the argument that names the directory."""
+WRITTEN = ("build", "append", "seal", "unseal", "vacuum", "rewrite", "erase", "score", "oracle")
+"""Commands that accept `--single-writer`, which has no effect."""
 _RENAMED = {
     "finish": "seal",
     "prune": "vacuum",
@@ -70,7 +61,7 @@ def build_parser() -> argparse.ArgumentParser:
 
     command = commands.add_parser("generate", help="write the synthetic log of a job")
     command.add_argument("job", type=Path, metavar="JOB")
-    command.add_argument("--output", type=Path, required=True, metavar="DIR")
+    command.add_argument("--output", type=Location, required=True, metavar="DIR")
     command.add_argument("--num-samples", type=int, metavar="N")
 
     command = commands.add_parser("init", help="write a first job for the files of a folder")
@@ -83,15 +74,22 @@ def build_parser() -> argparse.ArgumentParser:
 
     command = commands.add_parser("build", help="build a dataset from raw files")
     _add_segment_options(command)
-    command.add_argument("--output", type=Path, required=True, metavar="DATASET")
+    command.add_argument("--output", type=Location, required=True, metavar="DATASET")
 
     command = commands.add_parser("append", help="add one more segment to a dataset")
     _add_segment_options(command)
-    command.add_argument("--dataset", type=Path, required=True, metavar="DATASET")
+    command.add_argument("--dataset", type=Location, required=True, metavar="DATASET")
     command.add_argument(
         "--replace", action="store_true", help="replace the current version of the day"
     )
     command.add_argument("--position", type=int, metavar="N", help="position; default: last")
+    command.add_argument(
+        "--wait",
+        type=parse_duration,
+        default=timedelta(hours=1),
+        metavar="TIME",
+        help="maximum time for which --in-order waits",
+    )
     command.add_argument(
         "--in-order",
         action="store_true",
@@ -99,24 +97,34 @@ def build_parser() -> argparse.ArgumentParser:
     )
 
     command = commands.add_parser("seal", help="mark a dataset complete: append is refused")
-    command.add_argument("dataset", type=Path, metavar="DATASET")
+    command.add_argument("dataset", type=Location, metavar="DATASET")
 
     command = commands.add_parser("unseal", help="remove the mark: append is allowed again")
-    command.add_argument("dataset", type=Path, metavar="DATASET")
+    command.add_argument("dataset", type=Location, metavar="DATASET")
 
-    command = commands.add_parser("vacuum", help="remove segments and indexes that were replaced")
-    command.add_argument("dataset", type=Path, metavar="DATASET")
+    command = commands.add_parser("vacuum", help="remove what no manifest names any more")
+    command.add_argument("dataset", type=Location, metavar="DATASET")
+    command.add_argument(
+        "--older-than",
+        type=parse_duration,
+        default=KEEP,
+        metavar="TIME",
+        help="keep what was replaced, or left by a killed build, less than so long ago",
+    )
+
+    command = commands.add_parser("migrate", help="bring a dataset of format 1 to format 2")
+    command.add_argument("dataset", type=Location, metavar="DATASET")
 
     command = commands.add_parser("rewrite", help="make a Parquet dataset smaller; keep all rows")
     command.add_argument("folder", type=Path, metavar="DIR")
-    command.add_argument("--output", type=Path, required=True, metavar="DATASET")
+    command.add_argument("--output", type=Location, required=True, metavar="DATASET")
     command.add_argument("--layout", choices=("star", "flat"), default="star")
     command.add_argument("--session", metavar="COLUMN", help="session key; default: by name")
     command.add_argument("--time", metavar="COLUMN", help="session order; default: by name")
     command.add_argument("--label", metavar="COLUMN", help="label, to train on the result")
 
     command = commands.add_parser("erase", help="delete the samples of some ids")
-    command.add_argument("dataset", type=Path, metavar="DATASET")
+    command.add_argument("dataset", type=Location, metavar="DATASET")
     command.add_argument("--ids", type=Path, metavar="FILE", help="text or Parquet file of ids")
     command.add_argument("--column", metavar="NAME", help="of the ids; the session key by default")
     command.add_argument("--rewrite", action="store_true", help="remove them from all files")
@@ -135,27 +143,29 @@ def build_parser() -> argparse.ArgumentParser:
     )
 
     command = commands.add_parser("verify", help="recompute counts and checksums")
-    command.add_argument("dataset", type=Path, metavar="DATASET")
+    command.add_argument("dataset", type=Location, metavar="DATASET")
 
     command = commands.add_parser("expand", help="write the samples back, one row each")
-    command.add_argument("dataset", type=Path, metavar="DATASET")
-    command.add_argument("--output", type=Path, required=True, metavar="FILE.parquet")
+    command.add_argument("dataset", type=Location, metavar="DATASET")
+    command.add_argument("--output", type=Location, required=True, metavar="FILE.parquet")
     command.add_argument("--model-inputs", action="store_true", help="with transformed columns")
 
     command = commands.add_parser("report", help="write a page about a dataset and its runs")
-    command.add_argument("dataset", type=Path, metavar="DATASET")
-    command.add_argument("--html", type=Path, required=True, metavar="FILE.html")
-    command.add_argument("--runs", type=Path, metavar="DIR", help="a run, or a folder of runs")
+    command.add_argument("dataset", type=Location, metavar="DATASET")
+    command.add_argument("--html", type=Location, required=True, metavar="FILE.html")
+    command.add_argument(
+        "--runs", type=path_or_url, metavar="DIR", help="a run, or a folder of runs"
+    )
 
     command = commands.add_parser("score", help="score samples by an exported model")
-    command.add_argument("model", type=Path, metavar="MODEL", help="from `trainer export`")
-    command.add_argument("--dataset", type=Path, required=True, metavar="DATASET")
-    command.add_argument("--output", type=Path, required=True, metavar="DIR")
+    command.add_argument("model", type=path_or_url, metavar="MODEL", help="from `trainer export`")
+    command.add_argument("--dataset", type=Location, required=True, metavar="DATASET")
+    command.add_argument("--output", type=Location, required=True, metavar="DIR")
     command.add_argument("--split", choices=("all", "evaluation", "train"), default="all")
     command.add_argument("--segments", type=_names, metavar="ID,...", help="ids or days")
 
     command = commands.add_parser("oracle", help="predict the cache, and build other indexes")
-    command.add_argument("dataset", type=Path, metavar="DATASET")
+    command.add_argument("dataset", type=Location, metavar="DATASET")
     command.add_argument("--reindex", action="store_true", help="build an index for these settings")
     command.add_argument("--segments", type=_names, metavar="ID,...", help="ids or days")
     command.add_argument("--batch-samples", type=int, metavar="N")
@@ -167,9 +177,18 @@ def build_parser() -> argparse.ArgumentParser:
     command.add_argument(
         "--hints", type=Path, metavar="FILE", help="write TorchRec's planner hints"
     )
+    for name in ("build", "append", "erase"):
+        commands.choices[name].add_argument(
+            "--work",
+            type=Path,
+            metavar="DIR",
+            help="for local files of a dataset at a URL; workers of a runner must share it",
+        )
     for name in WRITTEN:
-        command = commands.choices[name]
-        command.add_argument(SINGLE_WRITER, action="store_true", help=SINGLE_WRITER_HELP)
+        # without effect: commits no longer depend on locks
+        commands.choices[name].add_argument(
+            SINGLE_WRITER, action="store_true", help=argparse.SUPPRESS
+        )
     for name, command in commands.choices.items():
         if name not in _WITHOUT_JSON:
             command.add_argument("--json", action="store_true")
@@ -228,9 +247,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     if beam_args and arguments.command not in _WITH_BEAM:
         parser.error(f"unrecognized arguments: {' '.join(beam_args)}")
     try:
-        if arguments.command in WRITTEN and getattr(arguments, "reindex", True):
-            directory = getattr(arguments, WRITTEN[arguments.command])
-            check_writable(directory, single_writer=arguments.single_writer)
         return _COMMANDS[arguments.command](arguments, beam_args)
     except GateError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -287,6 +303,7 @@ def _append(arguments: argparse.Namespace, beam_args: list[str]) -> int:
         position=arguments.position,
         replaces=arguments.replace,
         in_order=arguments.in_order,
+        wait_sec=arguments.wait.total_seconds(),
     )
 
 
@@ -301,6 +318,7 @@ def _build_segment(arguments: argparse.Namespace, beam_args: list[str], **settin
         allow_outside=arguments.allow_outside,
         final=arguments.final,
         day=arguments.day,
+        work=arguments.work,
         progress=_progress,
         **settings,
     )
@@ -367,7 +385,12 @@ def _seal(arguments: argparse.Namespace, _: list[str]) -> int:
 
 
 def _vacuum(arguments: argparse.Namespace, _: list[str]) -> int:
-    _print_result(arguments, vacuum(arguments.dataset))
+    _print_result(arguments, vacuum(arguments.dataset, arguments.older_than))
+    return 0
+
+
+def _migrate(arguments: argparse.Namespace, _: list[str]) -> int:
+    _print_result(arguments, migrate(arguments.dataset))
     return 0
 
 
@@ -393,6 +416,7 @@ def _erase(arguments: argparse.Namespace, beam_args: list[str]) -> int:
             at=now,
             beam_args=beam_args,
             attempt=_new_attempt(),
+            work=arguments.work,
             progress=_progress,
         )
         result["rewritten"] = module.compact_dataset(compaction)
@@ -455,6 +479,7 @@ _COMMANDS = {
     "seal": _seal,
     "unseal": _seal,
     "vacuum": _vacuum,
+    "migrate": _migrate,
     "rewrite": _rewrite,
     "erase": _erase,
     "verify": _verify,

@@ -20,6 +20,10 @@ from schemas.errors import SchemaError
 from schemas.features import FeatureSet
 from schemas.manifest import InputFile
 from schemas.paths import schema_path
+from schemas.storage import Location
+
+INCOMING = "incoming"
+"""Directory below a dataset, or a work directory, into which pipelines of users write parts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,16 +42,21 @@ class BuildRequest:
         day: label of the segment, such as 2026-04-09, which also determines its position.
         replaces: whether the segment may replace another version of its day.
         in_order: commit only after all segments before `position`.
+        wait_sec: maximum time for which `in_order` waits.
+        work: local directory for the files of a segment until they are uploaded; must be shared by
+            all workers of a distributed runner. The system's temporary directory when None.
         final: seal the dataset after this segment.
         progress: called with each progress message, one line.
         listing: input files; listed when None.
         job_bytes: the dataset's job file; the content of `job_path` when None.
         allow_outside: whether the job's schema may be outside the folder of the job file.
+        check: called with the complete segment and its job before it is committed; raises to
+            refuse it.
     """
 
     job_path: Path
     input_root: Path | str
-    dataset: Path
+    dataset: Location
     beam_args: list[str]
     attempt: str
     check_sql: bool = False
@@ -56,11 +65,14 @@ class BuildRequest:
     day: str | None = None
     replaces: bool = False
     in_order: bool = False
+    wait_sec: float = 3600.0
+    work: Path | None = None
     final: bool = False
     progress: Callable[[str], None] = lambda _: None
     listing: tuple[InputFile, ...] | None = None
     job_bytes: bytes | None = None
     allow_outside: bool = False
+    check: Callable[[Location, Job], None] = lambda *_: None
 
     def schema_path(self, job: Job) -> Path:
         """Return the path of the job's schema; raise SchemaError if it is outside the folder."""

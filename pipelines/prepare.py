@@ -34,6 +34,7 @@ from schemas.config.job import Job
 from schemas.errors import SchemaError
 from schemas.features import FeatureSet
 from schemas.manifest import InputFile
+from schemas.storage import Location
 
 PART_INPUT_BYTES = 28 << 20
 """Input bytes of one part: a part's samples fit a worker of 2 GiB even when they take 20 times as
@@ -187,12 +188,16 @@ def _input_folder(request: BuildRequest) -> Folder:
         SchemaError: the output lies in the input.
     """
     folder = folder_of(request.input_root)
-    if not folder.is_local:
+    if folder.needs_beam:
         args = [] if in_process(request.beam_args) else request.beam_args
         runner_module("runner").use_options(args)
-    elif request.dataset.resolve().is_relative_to(Path(folder.root).resolve()):
+    elif folder.is_local and _is_below(request.dataset, Path(folder.root)):
         raise SchemaError(
             f"output must lie outside the input, got {request.dataset} below {request.input_root}; "
             "choose another --output"
         )
     return folder
+
+
+def _is_below(dataset: Location, folder: Path) -> bool:
+    return dataset.local is not None and dataset.local.resolve().is_relative_to(folder.resolve())

@@ -53,6 +53,7 @@ from schemas.arrays import is_list, one_chunk
 from schemas.config.job import GateConfig
 from schemas.errors import SchemaError
 from schemas.layout import EVALUATION, REJECTS_SCHEMA, TRAIN
+from schemas.storage import Location
 
 NUM_SAMPLES = 10
 """Number of samples shown."""
@@ -95,7 +96,7 @@ def preview(
         request = BuildRequest(
             job_path=job_path,
             input_root=str(Path(scratch, "input")),
-            dataset=Path(scratch, "dataset"),
+            dataset=Location.parse(Path(scratch, "dataset")),
             beam_args=["--runner", IN_PROCESS],
             attempt="preview",
             day=day,
@@ -122,8 +123,8 @@ def _preview(request: BuildRequest, input_root: Path | str, rows: int) -> dict[s
     request = replace(request, listing=tuple(listing))
     request, job = with_groups(request, job, features)
     context = prepare(request, job, features)
-    request.dataset.mkdir()
-    root = request.dataset / "segment"
+    root = Path(request.dataset / "segment")
+    root.mkdir(parents=True)
     context = replace(context, segment_root=root, shuffle_by="memory")
     return {"job": job.name, "input": str(input_root), **_run_stages(context, copies)}
 
@@ -404,7 +405,7 @@ def notes_of(
     notes.extend(_split_notes(context, figures["splits"], num_samples, whole))
     if num_samples:
         factors = {name: group["dedup_factor"] for name, group in figures["groups"].items()}
-        notes.extend(group_warnings(factors, data.groups, context.segment_root))
+        notes.extend(group_warnings(factors, data.groups, files=()))
     labels = context.features.with_role("label")
     extremes = None
     if len(labels) == 1 and pc.count(samples.rows[labels[0]]).as_py() > 1:

@@ -28,6 +28,7 @@ from rich.console import Console, RenderableType
 
 from scheduler import doctor
 from scheduler.controller.log import describe_job, jobs_summary, recover, replay_summary
+from scheduler.doctor_url import examine_url
 from scheduler.drivers.beam_runners import segment_runner
 from scheduler.drivers.driver import DriverOptions
 from scheduler.drivers.job_files import CommandFlags
@@ -57,7 +58,9 @@ from schemas.paths import (
     ArgumentParser,
     check_writable,
     import_variables,
+    path_or_url,
 )
+from schemas.storage import Location
 
 FILE_WIDTH = 160
 """Columns of tables that are not printed to a terminal."""
@@ -115,10 +118,10 @@ def _fit(arguments: argparse.Namespace) -> None:
 
 def _add_plan_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("job", type=Path, metavar="JOB", help="job file")
-    command.add_argument("--dataset", type=Path, help="dataset with the sizes of the data")
+    command.add_argument("--dataset", type=Location, help="dataset with the sizes of the data")
     command.add_argument(
         "--history",
-        type=Path,
+        type=path_or_url,
         help="folder with finished runs and build.json files; default: beside --dataset",
     )
     command.add_argument(ALLOW_OUTSIDE, action="store_true", help=ALLOW_OUTSIDE_HELP)
@@ -316,6 +319,8 @@ def _replay(arguments: argparse.Namespace) -> None:
 def _doctor(arguments: argparse.Namespace) -> None:
     machine = doctor.machine_of(arguments, os.environ, sys.path, sys.version_info[:2], time.time())
     findings = doctor.examine(machine)
+    if arguments.url is not None:
+        findings += examine_url(arguments.url)
     if arguments.json:
         print(json.dumps(doctor.findings_to_json(findings)))
     else:

@@ -488,6 +488,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     )
     command.add_argument("--port", type=int, default=0, help="of the status page; default: any")
     command.add_argument("--cluster", type=Path, metavar="FILE", help="configuration of a cluster")
+    command.add_argument("--url", help="URL or path of datasets and runs, to be checked as well")
     command.add_argument(
         "--need",
         action="append",

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from schemas.errors import SchemaError
-from schemas.files import sync_directory
+from schemas.local_files import sync_directory
 from schemas.manifest import canonical_json
 
 

@@ -1,7 +1,9 @@
 """Accesses of a whole dataset, step by step over all segments; statistics for sharding planners.
 
 Steps are decoded on demand. Memory per table: 8 bytes per row for the row of each number, with
-several segments 4 bytes per row and segment for their numbers, and one or more decoded files.
+several segments 4 bytes per row and segment for their numbers, and one or more decoded files. Next
+uses that cross segments or epochs are in a temporary file of 4 bytes per row and segment, for
+shuffled blocks also per epoch.
 """
 
 from __future__ import annotations
@@ -9,19 +11,21 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import count
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from schemas.arrays import Array, Jagged
-from schemas.dataset import Dataset, Index, Segment, access_lists, has_accesses
+from schemas.arrays import Array, Jagged, offsets_of
+from schemas.dataset import Dataset, Index, access_lists, has_accesses
 from schemas.errors import SchemaError
 from schemas.files import CheckedFile, DecodedFileCache, ListFiles
 from schemas.hashing import NUM_SLOTS, slot_of_row
 from schemas.manifest import from_json
-from schemas.oracle import NEVER, number_by_appearance, sort_each, union
+from schemas.oracle import NEVER, number_by_appearance, union
 from schemas.order import Order
 
 REUSE_BINS = 32
@@ -88,6 +92,42 @@ MERGE_CHUNK_ROWS = 1 << 21
 """Rows that `merge_dictionaries` processes at once."""
 
 
+class RowNumbering:
+    """Numbers of a table's rows over the segments of a dataset, by first use.
+
+    Attributes:
+        rows: (num_unique_rows,) int64, the table row of each number.
+        is_used: for each segment whether it uses the table.
+        counts: for each segment the number of its rows.
+        maps: for each segment the number of each of its own numbers; None if they are equal.
+    """
+
+    def __init__(self, dataset: Dataset, table: str) -> None:
+        """Read the rows of the segments and merge them."""
+        self.is_used = [has_accesses(dataset, segment, table) for segment in dataset.segments]
+        used = [s for s, uses in zip(dataset.segments, self.is_used, strict=True) if uses]
+        rows = [segment.rows(table) for segment in used] or [np.empty(0, np.int64)]
+        self.rows, maps = rows[0], list[Array]()
+        if len(rows) > 1:
+            maps, self.rows = merge_dictionaries(rows)
+        counts, of_used = iter(map(len, rows)), iter([None, *maps[1:]])
+        self.counts = [next(counts) if uses else 0 for uses in self.is_used]
+        self.maps = [next(of_used) if uses else None for uses in self.is_used]
+
+    def of_segment(self, segment: int) -> Array | slice:
+        """Return the number of each of a segment's own numbers, to index an array."""
+        numbers = self.maps[segment]
+        return slice(self.counts[segment]) if numbers is None else numbers
+
+
+def num_unique_rows(dataset: Dataset, table: str) -> int:
+    """Return the number of distinct rows of a table over all segments."""
+    used = [segment for segment in dataset.segments if has_accesses(dataset, segment, table)]
+    if len(used) == 1:
+        return used[0].manifest.tables[table].num_unique_rows
+    return len(RowNumbering(dataset, table).rows)
+
+
 def merge_dictionaries(rows: Sequence[NDArray[np.int64]]) -> tuple[list[Array], NDArray[np.int64]]:
     """Merge the numberings of several segments by first use, one slot range at a time.
 
@@ -145,11 +185,17 @@ class TableAccesses:
     """Accesses of one table under one order. Not thread-safe.
 
     Attributes:
+        numbering: numbers of the rows.
         rows: (num_unique_rows,) int64, the table row of each number.
     """
 
     def __init__(
-        self, dataset: Dataset, table: str, order: Order, cache: DecodedFileCache | None = None
+        self,
+        dataset: Dataset,
+        table: str,
+        order: Order,
+        cache: DecodedFileCache | None = None,
+        numbering: RowNumbering | None = None,
     ) -> None:
         """Read the row of each number; access lists are read on demand.
 
@@ -158,40 +204,61 @@ class TableAccesses:
             table: table name.
             order: global order of the run.
             cache: cache of decoded files, which tables may share.
+            numbering: that of the dataset, if it is known.
         """
-        used = [has_accesses(dataset, segment, table) for segment in dataset.segments]
-        rows = [
-            segment.rows(table) if uses else np.empty(0, np.int64)
-            for segment, uses in zip(dataset.segments, used, strict=True)
-        ]
-        maps: list[Array | None] = [None]
-        if len(rows) > 1:
-            maps[:], self.rows = merge_dictionaries(rows)
-        else:
-            self.rows = rows[0]
+        self.numbering = RowNumbering(dataset, table) if numbering is None else numbering
+        self.rows = self.numbering.rows
         if cache is None:
             cache = decoded_cache_for(order, DECODED_CACHE_BYTES)
-        self._lists = [
-            _lists_of(segment, table, numbers, len(self.rows), cache) if uses else None
-            for segment, numbers, uses in zip(dataset.segments, maps, used, strict=True)
-        ]
-        self._order = order
-
-    @property
-    def list_lengths(self) -> list[NDArray[np.int64]]:
-        """For each segment the number of distinct rows of each training block."""
-        return [
-            np.zeros(num_blocks, np.int64) if lists is None else lists.lengths()
-            for lists, num_blocks in zip(self._lists, self._order.num_blocks, strict=True)
-        ]
+        self._segments, self._table, self._order, self._cache = (
+            dataset.segments,
+            table,
+            order,
+            cache,
+        )
+        self._lists: dict[int, ListFiles] = {}  # by segment, opened on demand
+        self._segment = 0  # the only one with a decoded file besides those of the cache
 
     def numbers(self, train_step: int) -> NDArray[np.int64]:
         """Return the ascending numbers of a step's rows, its entries."""
+        numbers, is_ascending = self._numbers(train_step)
+        return numbers if is_ascending else np.sort(numbers)
+
+    def entries(
+        self, train_step: int, distances: NDArray[np.int32]
+    ) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
+        """Return the ascending numbers of a step's rows, and their next-use distances.
+
+        Args:
+            train_step: the step.
+            distances: those of `NextUses`, in ascending order of the segment's own numbers.
+        """
+        numbers, is_ascending = self._numbers(train_step)
+        if is_ascending:
+            return numbers, distances
+        order = np.argsort(numbers)
+        return numbers[order], distances[order]
+
+    def _numbers(self, train_step: int) -> tuple[NDArray[np.int64], bool]:
+        """Return a step's numbers by those of its segment, and whether they surely ascend."""
         step = self._order.step(train_step)
-        lists = self._lists[step.segment]
-        if lists is None:
-            return np.empty(0, np.int64)
-        return union([lists[p] for p in np.sort(step.positions).tolist()]).astype(np.int64)
+        if not self.numbering.is_used[step.segment]:
+            return np.empty(0, np.int64), True
+        lists = self._lists_of(step.segment)
+        own = union([lists[p] for p in np.sort(step.positions).tolist()])
+        numbers = self.numbering.maps[step.segment]
+        if numbers is None:
+            return own.astype(np.int64), True
+        return numbers[own].astype(np.int64), False
+
+    def _lists_of(self, segment: int) -> ListFiles:
+        if segment not in self._lists:
+            files = self._segments[segment].access_files(self._table)
+            self._lists[segment] = ListFiles(files, _decode_narrow, self._cache)
+        if segment != self._segment and self._segment in self._lists:
+            self._lists[self._segment].release()
+        self._segment = segment
+        return self._lists[segment]
 
     def steps(self) -> Iterator[NDArray[np.int64]]:
         """Yield the entries of each step of the run."""
@@ -199,37 +266,148 @@ class TableAccesses:
             yield self.numbers(train_step)
 
 
-def _lists_of(
-    segment: Segment, table: str, numbers: Array | None, num_rows: int, cache: DecodedFileCache
-) -> ListFiles:
-    """Return a segment's access lists in the dataset's numbers."""
+def _decode_narrow(file: CheckedFile) -> Jagged:
+    """Decode a file of access lists, in int32 if the numbers fit."""
+    lists = access_lists(file)
+    dtype = smallest_int_type(int(lists.values.max(initial=0)) + 1)
+    return Jagged(lists.values.astype(dtype, copy=False), lists.offsets)
 
-    def decode(file: CheckedFile) -> Jagged:
-        lists = access_lists(file)
-        if numbers is None:
-            return Jagged(
-                lists.values.astype(smallest_int_type(num_rows), copy=False), lists.offsets
-            )
-        # the order of first use in the dataset differs from that in the segment
-        return sort_each(Jagged(numbers[lists.values], lists.offsets))
 
-    return ListFiles(segment.access_files(table), decode, cache)
+HEAP_BYTES = 64 << 20
+"""Next uses beyond the segment that are kept in memory; more are in a temporary file."""
+
+
+class NextUses:
+    """Next uses of a table's rows over a whole run, step by step. Not thread-safe.
+
+    The parts of the index have the next uses within a segment and an epoch. The next use of a row
+    after its last one there follows from the first uses in all later segments and epochs, in one
+    pass from the last to the first. If blocks are not shuffled, one pass serves all epochs: each is
+    the one before, shifted by its steps.
+
+    The last uses of a segment and epoch are in the order of step and number: the i-th distance
+    `NEVER` of its lists belongs to the i-th row in this order, so no access list is read.
+    """
+
+    def __init__(
+        self, dataset: Dataset, index: Index, table: str, numbering: RowNumbering | None = None
+    ) -> None:
+        """Link segments and epochs; distances within them are read on demand.
+
+        Args:
+            dataset: open dataset.
+            index: opened by the dataset.
+            table: table name.
+            numbering: that of the dataset, if it is known.
+        """
+        self._order, self._parts, self._table = index.order, index.parts, table
+        self._opened: tuple[int, ListFiles] | None = None
+        # by segment and distinct epoch: the step of the next use after the last one, in the order
+        # of last uses, and the first entry of each step
+        self._later: dict[tuple[int, int], tuple[NDArray[np.int32], NDArray[np.int64]]] = {}
+        if len(index.parts) > 1 or index.order.epochs > 1:
+            self._link(dataset, RowNumbering(dataset, table) if numbering is None else numbering)
+
+    def __len__(self) -> int:
+        """Return the number of steps."""
+        return self._order.num_steps
+
+    def __getitem__(self, train_step: int) -> NDArray[np.int32]:
+        """Return the distances of a step's entries, in ascending order of the segment's numbers."""
+        epoch, segment, step = self._order.locate(train_step)
+        lists = self._lists(segment)
+        if not len(lists):
+            return np.empty(0, np.int32)
+        stored = min(epoch, self._order.distinct_epochs - 1)
+        distances = lists[stored * self._order.steps_per_segment[segment] + step]
+        if not self._later:
+            return distances
+        distances = distances.copy()
+        distances[distances == NEVER] = self._distances_beyond(train_step, epoch, segment, step)
+        return distances
+
+    def __iter__(self) -> Iterator[NDArray[np.int32]]:
+        """Yield the distances of each step."""
+        return map(self.__getitem__, range(len(self)))
+
+    def _lists(self, segment: int) -> ListFiles:
+        if self._opened is None or self._opened[0] != segment:
+            self._opened = segment, self._parts[segment].steps(self._table)
+        return self._opened[1]
+
+    def _distances_beyond(
+        self, train_step: int, epoch: int, segment: int, step: int
+    ) -> NDArray[np.int32]:
+        """Return the distances of the rows whose last use in segment and epoch is in a step."""
+        stored = min(epoch, self._order.distinct_epochs - 1)
+        origin = (epoch - stored) * self._order.steps_per_epoch  # from which `later` counts
+        later, starts = self._later[segment, stored]
+        later = later[starts[step] : starts[step + 1]]
+        is_used = (later != NEVER) & (later < len(self) - origin)
+        return np.where(is_used, later - np.int32(train_step - origin), np.int32(NEVER))
+
+    def _link(self, dataset: Dataset, numbering: RowNumbering) -> None:
+        """Go through the segments and distinct epochs from the last to the first."""
+        order = self._order
+        used = [s for s, uses in enumerate(numbering.is_used) if uses]
+        free = allocate(sum(numbering.counts) * order.distinct_epochs)
+        next_step = np.full(len(numbering.rows), NEVER, np.int32)  # of each row
+        if order.distinct_epochs < order.epochs:  # first uses in the epoch that follows
+            for segment in reversed(used):
+                first, _ = self._uses(dataset, segment, 0)
+                start = order.steps_per_epoch + order.first_step(segment)
+                next_step[numbering.of_segment(segment)] = first + start
+        for epoch in reversed(range(order.distinct_epochs)):
+            for segment in reversed(used):
+                first, last = self._uses(dataset, segment, epoch)
+                numbers = numbering.of_segment(segment)
+                later, free = np.split(free, [len(first)])
+                later[:] = next_step[numbers][stable_order(last)]
+                counts = np.bincount(last, minlength=order.steps_per_segment[segment])
+                self._later[segment, epoch] = later, offsets_of(counts)
+                start = epoch * order.steps_per_epoch + order.first_step(segment)
+                next_step[numbers] = first + start
+
+    def _uses(
+        self, dataset: Dataset, segment: int, epoch: int
+    ) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+        """Return the first and last step of the segment that uses each of its numbers."""
+        if self._order.config.shuffle != "none":
+            return self._parts[segment].uses(self._table, epoch)
+        first, last = dataset.segments[segment].edge_positions(self._table)
+        per_batch = self._order.blocks_per_batch
+        return first // per_batch, last // per_batch
+
+
+def stable_order(values: NDArray[np.int32]) -> NDArray[np.int64]:
+    """Return the stable ascending order of non-negative values."""
+    narrow = values.max(initial=0) < 1 << 16  # 16 bits: a radix sort
+    return np.argsort(values.astype(np.uint16) if narrow else values, kind="stable")
+
+
+def allocate(count: int) -> NDArray[np.int32]:
+    """Return an array in memory, or in a temporary file if it is larger than `HEAP_BYTES`."""
+    if 4 * count <= HEAP_BYTES:
+        return np.empty(count, np.int32)
+    with TemporaryFile() as file:  # the mapping keeps it after it is closed
+        return np.memmap(file, np.int32, "w+", shape=(count,))
 
 
 def indexed_steps(
-    dataset: Dataset, index: Index, table: str, order: Order
+    dataset: Dataset, index: Index, table: str
 ) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int32]]]:
-    """Yield each step's ascending numbers and next-use distances; `index` is that of `order`."""
-    distances = index.steps(table)
-    for train_step, numbers in enumerate(TableAccesses(dataset, table, order).steps()):
-        yield numbers, distances[train_step]
+    """Yield each step's ascending numbers and next-use distances."""
+    accesses = TableAccesses(dataset, table, index.order)
+    next_uses = NextUses(dataset, index, table, accesses.numbering)
+    return map(accesses.entries, count(), next_uses)
 
 
 def index_load(dataset: Dataset, table: str, order: Order) -> TableLoad:
     """Return the load of a table; raise SchemaError if the dataset has no index of the order."""
-    accesses = TableAccesses(dataset, table, order)
-    distances = map(dataset.index_for(order).steps(table).__getitem__, range(order.num_steps))
-    return table_load(zip(accesses.steps(), distances, strict=True), accesses.rows, order.num_steps)
+    index, accesses = dataset.index_for(order), TableAccesses(dataset, table, order)
+    next_uses = NextUses(dataset, index, table, accesses.numbering)
+    steps = zip(accesses.steps(), next_uses, strict=True)  # counts need no common order
+    return table_load(steps, accesses.rows, order.num_steps)
 
 
 # Statistics of tables for TorchRec's sharding planner: a JSON file written by `pipelines`.

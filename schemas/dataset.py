@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import pairwise
 from pathlib import Path
 
@@ -16,17 +17,16 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from schemas.arrays import Jagged, concat, jagged_of, offsets_of
-from schemas.config.job import Job, load_job
-from schemas.errors import SchemaError
-from schemas.features import FeatureSet, load_features
+from schemas.config.job import Job, parse_stored_job
+from schemas.errors import SchemaError, pluralize
+from schemas.features import FeatureSet, parse_features
 from schemas.files import (
     CheckedFile,
     FileEntry,
     ListFiles,
     encode_parquet,
-    read_files,
+    parse_files,
     read_verified,
-    verify_file,
 )
 from schemas.layout import (
     BLOCK,
@@ -37,24 +37,29 @@ from schemas.layout import (
     SCHEMA,
     SEGMENTS,
     TOMBSTONES_SCHEMA,
-    TRAIN,
     access_path,
     edges_path,
     index_path,
     num_unique_column,
     tombstones_path,
+    uses_path,
 )
 from schemas.manifest import (
     DatasetManifest,
+    IndexEntry,
     IndexManifest,
+    Reference,
     SegmentManifest,
+    new_index,
     previous_names,
     read_dataset,
     read_index,
     read_segment,
+    shuffle_key_of,
 )
 from schemas.oracle import from_gaps
 from schemas.order import Order
+from schemas.storage import Location
 
 _NO_TOMBSTONES = pa.Table.from_batches([], schema=TOMBSTONES_SCHEMA)  # `empty_table` imports pandas
 
@@ -64,18 +69,38 @@ class Segment:
     """One committed segment.
 
     Attributes:
-        directory: path of the segment.
+        directory: where it lies.
+        reference: its entry in the root manifest.
         manifest: its manifest.
-        files: path to entry of every file.
-        blocks: one row per block in training order, columns of `layout.blocks_schema`.
         tombstones: positions of its deleted samples, see `TOMBSTONES_SCHEMA`.
     """
 
-    directory: Path
+    directory: Location
+    reference: Reference
     manifest: SegmentManifest
-    files: dict[str, FileEntry]
-    blocks: pa.Table
     tombstones: pa.Table = field(default_factory=lambda: _NO_TOMBSTONES)
+
+    @property
+    def id(self) -> str:
+        """Position in the dataset, and hash of job, schema and input."""
+        return self.reference.id
+
+    @property
+    def day(self) -> str | None:
+        """Day of its logs, if it has one."""
+        return self.reference.day
+
+    @cached_property
+    def files(self) -> dict[str, FileEntry]:
+        """Path to entry of every file."""
+        path = self.directory / FILES
+        return parse_files(read_verified(path, self.manifest.files_sha256), path)
+
+    @cached_property
+    def blocks(self) -> pa.Table:
+        """One row per block in training order, with the columns of `layout.blocks_schema`."""
+        data = read_verified(self.directory / BLOCKS, self.manifest.blocks_sha256)
+        return pq.read_table(pa.BufferReader(data))
 
     def file(self, path: str, texts_as_codes: bool = False) -> CheckedFile:
         """Return a file of the segment; raise SchemaError if the segment does not list it."""
@@ -148,35 +173,90 @@ class Segment:
             file.close()
         return rows
 
+    def edge_positions(self, table: str) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+        """Return the positions of the first and last training block that use each number."""
+        return _columns(self.edge_files(table), "first_position", "last_position")
+
 
 @dataclass(frozen=True)
-class Index:
-    """One committed index.
+class IndexPart:
+    """The part of an index for one segment.
 
     Attributes:
-        directory: path of the index.
+        directory: where it lies.
         manifest: its manifest.
-        files: path to entry of every file.
     """
 
-    directory: Path
+    directory: Location
     manifest: IndexManifest
-    files: dict[str, FileEntry]
 
-    def distance_files(self, table: str) -> list[CheckedFile]:
-        """Return the files of a table's next uses, in the order of the steps."""
+    @cached_property
+    def files(self) -> dict[str, FileEntry]:
+        """Path to entry of every file."""
+        path = self.directory / FILES
+        return parse_files(read_verified(path, self.manifest.files_sha256), path)
+
+    def steps(self, table: str) -> ListFiles:
+        """Return the int32 next-use distances of each step of the stored epochs, on demand.
+
+        They are those within segment and epoch, in ascending order of the segment's own numbers.
+        """
+        return ListFiles(self._files(lambda f: index_path(table, f)), step_distances)
+
+    def uses(self, table: str, epoch: int) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+        """Return the first and last step of the segment that uses each number in an epoch.
+
+        They are stored for shuffled epochs only; others follow from the segment's edges.
+        """
+        files = self._files(lambda f: uses_path(table, epoch, f))
+        return _columns(files, "first_step", "last_step")
+
+    def _files(self, path_of: Callable[[int], str]) -> list[CheckedFile]:
         files: list[CheckedFile] = []
-        while (path := index_path(table, len(files))) in self.files:
+        while (path := path_of(len(files))) in self.files:
             files.append(CheckedFile(self.directory, self.files[path]))
         return files
 
-    def steps(self, table: str) -> ListFiles:
-        """Return the int32 next-use distances of each step, decoded on demand."""
-        return ListFiles(self.distance_files(table), step_distances)
 
-    def distances(self, table: str) -> Jagged:
-        """Return the int32 next-use distances of each step, read at once."""
-        return concat([step_distances(file) for file in self.distance_files(table)])
+def _columns(
+    files: Sequence[CheckedFile], first: str, second: str
+) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+    """Return two int32 columns of consecutive files."""
+    offsets = offsets_of(np.array([file.num_rows for file in files], np.int64)).tolist()
+    columns = np.empty(offsets[-1], np.int32), np.empty(offsets[-1], np.int32)
+    for file, (start, end) in zip(files, pairwise(offsets), strict=True):
+        table = file.read([first, second])
+        for name, column in zip((first, second), columns, strict=True):
+            column[start:end] = table[name].to_numpy()
+        file.close()
+    return columns
+
+
+@dataclass(frozen=True)
+class Index:
+    """An index over the segments of a dataset, all or selected.
+
+    Attributes:
+        directory: directory that holds the parts.
+        entry: its settings, and the parts of all segments.
+        order: global order over the segments.
+        parts: the part of each segment, in dataset order.
+    """
+
+    directory: Location
+    entry: IndexEntry
+    order: Order
+    parts: tuple[IndexPart, ...]
+
+    @property
+    def oracle_bytes(self) -> int:
+        """Bytes of the parts."""
+        return sum(part.manifest.oracle_bytes for part in self.parts)
+
+    def num_accesses(self, table: str) -> int:
+        """Return the entries of a table, summed over all steps of the run."""
+        per_epoch = [sum(part.manifest.num_accesses.get(table, ())) for part in self.parts]
+        return sum(per_epoch) * (self.order.epochs // self.order.distinct_epochs)
 
 
 def access_lists(file: CheckedFile) -> Jagged:
@@ -204,17 +284,23 @@ class Dataset:
         job: job that it was built with.
         features: columns and their roles.
         segments: in order.
-        indexes: the first is the default.
         unselected: segments left out by `select_segments`.
     """
 
-    directory: Path
+    directory: Location
     manifest: DatasetManifest
     job: Job
     features: FeatureSet
     segments: tuple[Segment, ...]
-    indexes: tuple[Index, ...]
     unselected: tuple[Segment, ...] = ()
+
+    @cached_property
+    def column_types(self) -> Mapping[str, str]:
+        """Type of every column of any segment, selected or not."""
+        types: dict[str, str] = {}
+        for segment in (*self.unselected, *self.segments):
+            types.update(segment.manifest.columns)
+        return types
 
     def order(self, batch_samples: int, epochs: int, shuffle: str, seed: int) -> Order:
         """Return the global order of a run over the training range.
@@ -232,50 +318,72 @@ class Dataset:
             shuffle="blocks" if shuffle == "blocks" else "none", seed=seed
         )
         counts = tuple(len(s.positions("train")) for s in self.segments)
-        return Order(counts, batch_samples // block, epochs, config)
+        keys = tuple(shuffle_key_of(segment.reference) for segment in self.segments)
+        return Order(counts, batch_samples // block, epochs, config, keys)
+
+    def index_entry(self, order: Order) -> IndexEntry:
+        """Return the index with the settings of an order; one without parts if there is none."""
+        samples = order.blocks_per_batch * self.job.data.block_samples
+        new = new_index(samples, order.epochs, order.config.shuffle, order.config.seed)
+        return next((e for e in self.manifest.indexes if e.settings == new.settings), new)
+
+    def complete_indexes(self) -> list[IndexEntry]:
+        """Return the indexes that have a part of every segment; the default one comes first."""
+        ids = {segment.id for segment in self.segments}
+        return [entry for entry in self.manifest.indexes if ids <= entry.parts.keys()]
+
+    def open_index(self, entry: IndexEntry) -> Index:
+        """Open the parts of an index that has one of every segment.
+
+        Raises:
+            SchemaError: a file is missing or changed, or belongs to another segment.
+        """
+        directory = self.directory / entry.id
+        order = self.order(entry.batch_samples, entry.epochs, entry.shuffle, entry.seed)
+        parts: list[IndexPart] = []
+        for segment in (s.reference for s in self.segments):
+            reference = entry.parts[segment.id]
+            path = directory / reference.directory
+            manifest = _committed_part(path, reference)
+            if manifest.segment_sha256 != segment.manifest_sha256:
+                raise SchemaError(
+                    f"part must be of the segment {segment.id} with sha256 "
+                    f"{segment.manifest_sha256[:12]}, got {manifest.segment_sha256[:12]}; restore "
+                    "the dataset",
+                    file=str(path / MANIFEST),
+                )
+            parts.append(IndexPart(path, manifest))
+        return Index(directory, entry, order, tuple(parts))
 
     def index_for(self, order: Order) -> Index:
-        """Return the index of an order.
+        """Return the index of an order over the segments.
 
         Raises:
             SchemaError: it is not built; the message has the command that builds it.
         """
-        settings = {
-            "batch_samples": order.blocks_per_batch * self.job.data.block_samples,
-            "epochs": order.epochs,
-            "shuffle": order.config.shuffle,
-            "seed": order.config.seed,
-        }
-        closest: list[str] | None = None
-        for index in self.indexes:
-            different = self._differences(index, settings)
-            if not different:
-                return index
-            closest = min(closest or different, different, key=len)
+        entry = self.index_entry(order)
+        num_parts = sum(segment.id in entry.parts for segment in self.segments)
+        if num_parts == len(self.segments) and entry in self.manifest.indexes:
+            return self.open_index(entry)
+        names = ("batch_samples", "epochs", "shuffle", "seed")
+        settings = {name: getattr(entry, name) for name in names}
+        closest = [f"parts of {num_parts} of {pluralize(len(self.segments), 'segment')}"]
+        if not num_parts:
+            differences = [
+                [f"{n}={getattr(other, n)}" for n in names if getattr(other, n) != settings[n]]
+                for other in self.complete_indexes()
+            ]
+            closest = min(differences, key=len, default=["none"])
         expected = ", ".join(f"{name}={value}" for name, value in settings.items())
         flags = " ".join(f"--{n.replace('_', '-')} {value}" for n, value in settings.items())
         raise SchemaError(
-            f"dataset must have an index for {expected}, got {', '.join(closest or ['none'])}; run "
-            f"python -m pipelines oracle {self.directory} --reindex {flags}{self._segments_flag}",
-            file=str(self.directory / MANIFEST),
+            f"dataset must have an index for {expected}, got {', '.join(closest)}; run "
+            f"python -m pipelines oracle {self.directory} --reindex {flags}",
+            file=str(self.directory),
         )
 
-    def _differences(self, index: Index, settings: Mapping[str, int | str]) -> list[str]:
-        """Return the settings in which an index differs."""
-        own = {name: getattr(index.manifest, name) for name in settings}
-        different = [f"{name}={own[name]}" for name in settings if own[name] != settings[name]]
-        if index.manifest.segments != tuple(s.manifest.id for s in self.segments):
-            different.append(f"an index of {len(index.manifest.segments)} segments")
-        return different
 
-    @property
-    def _segments_flag(self) -> str:
-        if not self.unselected:
-            return ""
-        return f" --segments {','.join(s.manifest.id for s in self.segments)}"
-
-
-def _entry(files: dict[str, FileEntry], path: str, directory: Path) -> FileEntry:
+def _entry(files: dict[str, FileEntry], path: str, directory: Location) -> FileEntry:
     if path not in files:
         raise SchemaError(
             f"file is not listed: {path!r}; rebuild the dataset", file=str(directory / FILES)
@@ -283,63 +391,67 @@ def _entry(files: dict[str, FileEntry], path: str, directory: Path) -> FileEntry
     return files[path]
 
 
-def versioned_path(path: Path, sha256: str) -> Path:
-    """Return the path of a copy of a root file with one content."""
-    return path.with_name(f"{path.name}.{sha256[:12]}")
+def version_name(name: str, sha256: str) -> str:
+    """Return the name of the job or schema file with a hash, in a dataset.
+
+    Example:
+        >>> version_name("job.yaml", "0123456789abcdef")
+        'job.yaml.0123456789ab'
+    """
+    return f"{name}.{sha256[:12]}"
 
 
-def verify_version(path: Path, sha256: str) -> Path:
-    """Return the path of a root file, or of its copy, with the content that the manifest names.
-
-    While the root manifest is replaced, the file may belong to the previous or next manifest; then
-    the copy beside it is used.
+def read_version(root: Location, name: str, sha256: str) -> bytes:
+    """Read the job or schema file that a root manifest names by its hash.
 
     Raises:
-        SchemaError: neither has the content.
+        SchemaError: it is missing or changed.
     """
-    try:
-        return verify_file(path, sha256)
-    except SchemaError:
-        if not versioned_path(path, sha256).exists():
-            raise
-    return verify_file(versioned_path(path, sha256), sha256)
+    return read_verified(root / version_name(name, sha256), sha256)
 
 
-def open_segment(
-    directory: Path, manifest: SegmentManifest, tombstones: pa.Table = _NO_TOMBSTONES
-) -> Segment:
-    """Open a segment whose manifest has been verified."""
-    files = read_files(verify_file(directory / FILES, manifest.files_sha256))
-    blocks = pq.read_table(verify_file(directory / BLOCKS, manifest.blocks_sha256), memory_map=True)
-    return Segment(directory, manifest, files, blocks, tombstones)
+_OPEN_THREADS = 16
 
 
-def open_dataset(path: str | Path) -> Dataset:
-    """Open a dataset. Data files are verified when they are read, everything else now.
+@lru_cache(maxsize=1 << 14)
+def _committed_part(directory: Location, reference: Reference) -> IndexManifest:
+    """Read the manifest of a part of an index once."""
+    return read_index(directory, reference)
+
+
+@lru_cache(maxsize=1 << 14)
+def committed_segment(directory: Location, reference: Reference) -> SegmentManifest:
+    """Read the manifest of a segment once: committed files do not change."""
+    return read_segment(directory, reference)
+
+
+def open_dataset(path: str | Path | Location) -> Dataset:
+    """Open a dataset.
+
+    The manifests, the job and the schema are verified now, other files when they are read.
 
     Raises:
         SchemaError: a file is missing or changed, or has another format.
     """
-    root = Path(path)
-    manifest = read_dataset(root)
-    job = load_job(verify_version(root / JOB, manifest.job_sha256), stored=True)
-    features = load_features(verify_version(root / SCHEMA, manifest.schema_sha256))
-    tombstones = read_tombstones(root, manifest.tombstones_sha256)
+    directory = Location.parse(path)
+    return open_root(directory, read_dataset(directory))
+
+
+def open_root(directory: Location, manifest: DatasetManifest) -> Dataset:
+    """Open one version of a dataset; raises as `open_dataset`."""
+    name = directory / version_name(JOB, manifest.job_sha256)
+    job = parse_stored_job(read_verified(name, manifest.job_sha256).decode(), str(name))
+    name = directory / version_name(SCHEMA, manifest.schema_sha256)
+    features = parse_features(read_verified(name, manifest.schema_sha256).decode(), str(name))
+    tombstones = read_tombstones(directory, manifest.tombstones_sha256)
+    places = [directory / SEGMENTS / r.directory for r in manifest.segments]
+    with ThreadPoolExecutor(_OPEN_THREADS) as pool:
+        manifests = list(pool.map(committed_segment, places, manifest.segments))
     segments = tuple(
-        open_segment(
-            root / SEGMENTS / r.id,
-            read_segment(root / SEGMENTS / r.id, r),
-            tombstones_of_segment(tombstones, r.id),
-        )
-        for r in manifest.segments
+        Segment(place, reference, segment, tombstones_of_segment(tombstones, reference.id))
+        for place, reference, segment in zip(places, manifest.segments, manifests, strict=True)
     )
-    indexes: list[Index] = []
-    for reference in manifest.indexes:
-        directory = root / reference.id
-        index = read_index(directory, reference)
-        files = read_files(verify_file(directory / FILES, index.files_sha256))
-        indexes.append(Index(directory, index, files))
-    return Dataset(root, manifest, job, features, segments, tuple(indexes))
+    return Dataset(directory, manifest, job, features, segments)
 
 
 # Deleted samples, in one small file that the root manifest names. Data files do not change and
@@ -362,7 +474,7 @@ def encode_tombstones(table: pa.Table) -> tuple[bytes, str]:
     return data, hashlib.sha256(data).hexdigest()
 
 
-def read_tombstones(root: Path, sha256: str | None) -> pa.Table:
+def read_tombstones(root: Location, sha256: str | None) -> pa.Table:
     """Read the tombstone file with a hash; no tombstones if it is None.
 
     Raises:
@@ -407,7 +519,7 @@ def deleted_rows(
 
 
 # Selection of segments, as a dataset of their own, for daily training. Nothing is copied: steps
-# count from 0, and an index is used if it was built for exactly the selected segments.
+# count from 0.
 
 
 def select_segments(dataset: Dataset, names: Sequence[str]) -> Dataset:
@@ -425,7 +537,7 @@ def select_segments(dataset: Dataset, names: Sequence[str]) -> Dataset:
             known = ", ".join(_names_of(segment)[-1] for segment in dataset.segments[-3:])
             raise SchemaError(
                 f"dataset has no segment {name!r}; the last are {known}",
-                file=str(dataset.directory / MANIFEST),
+                file=str(dataset.directory),
             )
     return _where(dataset, lambda segment: not set(_names_of(segment)).isdisjoint(names))
 
@@ -442,9 +554,9 @@ def select_segments_by_hash(dataset: Dataset, manifest_hashes: Sequence[str]) ->
             raise SchemaError(
                 f"dataset has no segment with sha256 {sha256[:12]}, which the run trained; a new "
                 "version has replaced it: train a new run",
-                file=str(dataset.directory / MANIFEST),
+                file=str(dataset.directory),
             )
-    return _where(dataset, lambda segment: hashes[segment.manifest.id] in manifest_hashes)
+    return _where(dataset, lambda segment: hashes[segment.id] in manifest_hashes)
 
 
 def segment_hashes(dataset: Dataset) -> dict[str, str]:
@@ -463,14 +575,13 @@ def all_segment_hashes(dataset: Dataset) -> dict[str, frozenset[str]]:
 
 def _names_of(segment: Segment) -> tuple[str, ...]:
     """Return the id of a segment, and its day if it has one."""
-    manifest = segment.manifest
-    return (manifest.id,) if manifest.day is None else (manifest.id, manifest.day)
+    return (segment.id,) if segment.day is None else (segment.id, segment.day)
 
 
 def _where(dataset: Dataset, is_selected: Callable[[Segment], bool]) -> Dataset:
     selected = tuple(segment for segment in dataset.segments if is_selected(segment))
     unselected = tuple(segment for segment in dataset.segments if not is_selected(segment))
-    ids = {segment.manifest.id for segment in selected}
+    ids = {segment.id for segment in selected}
     root = dataset.manifest
     references = tuple(reference for reference in root.segments if reference.id in ids)
     return replace(
@@ -508,12 +619,9 @@ def type_from_name(name: str) -> pa.DataType:
         raise SchemaError(f"unknown column type: {name!r}; rebuild the dataset") from error
 
 
-def column_types(dataset: Dataset) -> dict[str, str]:
+def column_types(dataset: Dataset) -> Mapping[str, str]:
     """Return the type of every column of any segment, selected or not."""
-    types: dict[str, str] = {}
-    for segment in (*dataset.unselected, *dataset.segments):
-        types.update(segment.manifest.columns)
-    return types
+    return dataset.column_types
 
 
 def missing_column_defaults(dataset: Dataset, segment: Segment) -> dict[str, pa.Scalar]:
@@ -545,19 +653,6 @@ def read_with_defaults(
 def constant_column(value: pa.Scalar, num_rows: int) -> pa.Array:
     """Return a column with one value, or null, in every row."""
     return pa.repeat(value, num_rows) if value.is_valid else pa.nulls(num_rows, value.type)
-
-
-def read_accesses(
-    dataset: Dataset, segment: Segment, table: str
-) -> tuple[Jagged, NDArray[np.int64]]:
-    """Return a segment's access lists of a table and the row of each dense number.
-
-    A segment that was built before any feature of the table was declared has no accesses.
-    """
-    if not has_accesses(dataset, segment, table):
-        empty = np.empty(0, np.int64)
-        return Jagged(empty, np.zeros(len(segment.positions(TRAIN)) + 1, np.int64)), empty
-    return segment.access(table), segment.rows(table)
 
 
 def has_accesses(dataset: Dataset, segment: Segment, table: str) -> bool:

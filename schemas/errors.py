@@ -36,6 +36,10 @@ class SchemaError(Exception):
         return f"{problem} in {where}{separator}{advice}"
 
 
+class StorageError(SchemaError):
+    """A store cannot be reached, or refuses a request."""
+
+
 class PlanError(Exception):
     """No plan fits the given limits.
 

@@ -91,23 +91,38 @@ def load_features(path: Path) -> FeatureSet:
         SchemaError: the file is missing or invalid, or a role is unknown.
     """
     try:
-        proto = text_format.Parse(path.read_text(encoding="utf-8"), schema_pb2.Schema())
-    except (OSError, UnicodeDecodeError, text_format.ParseError) as error:
-        raise SchemaError(
-            f"schema must be a tensorflow-metadata Schema in text form, got {error}; "
-            "see docs/job.md",
-            file=str(path),
-        ) from error
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise _not_a_schema(error, str(path)) from error
+    return parse_features(text, str(path))
+
+
+def parse_features(text: str, name: str) -> FeatureSet:
+    """Parse the content of `schema.pbtxt`; `name` is used in errors.
+
+    Raises:
+        SchemaError: it is invalid, or a role is unknown.
+    """
+    try:
+        proto = text_format.Parse(text, schema_pb2.Schema())
+    except text_format.ParseError as error:
+        raise _not_a_schema(error, name) from error
     except RecursionError as error:
         raise SchemaError(
-            "schema must list features, got braces nested too deeply; see docs/job.md",
-            file=str(path),
+            "schema must list features, got braces nested too deeply; see docs/job.md", file=name
         ) from error
     try:
         return _features_of(proto)
     except SchemaError as error:
-        error.file = str(path)
+        error.file = name
         raise
+
+
+def _not_a_schema(error: Exception, name: str) -> SchemaError:
+    return SchemaError(
+        f"schema must be a tensorflow-metadata Schema in text form, got {error}; see docs/job.md",
+        file=name,
+    )
 
 
 def _features_of(proto: schema_pb2.Schema) -> FeatureSet:

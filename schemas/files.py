@@ -7,11 +7,14 @@ checksum, which is verified before anything in the region is used.
 from __future__ import annotations
 
 import hashlib
+import mmap
 import os
 import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 
@@ -23,6 +26,7 @@ from schemas.arrays import Array, Jagged, offsets_of
 from schemas.errors import SchemaError
 from schemas.layout import FILES_SCHEMA
 from schemas.paths import is_below
+from schemas.storage import Location
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,23 +49,9 @@ class FileEntry:
     region_crc32: tuple[int, ...]
 
 
-def replace_bytes(path: Path, data: bytes) -> None:
-    """Replace a file atomically: readers see the old bytes or the new ones."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    with partial.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)
-
-
-def sync_directory(directory: Path) -> None:
-    """Flush the names in a folder to disk, such as renamed files."""
-    file = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(file)
-    finally:
-        os.close(file)
+def replace_bytes(path: Path | Location, data: bytes) -> None:
+    """Replace a file atomically and durably: readers see the old bytes or the new ones."""
+    Location.parse(path).write_bytes(data)
 
 
 def encode_parquet(table: pa.Table) -> bytes:
@@ -77,14 +67,21 @@ def sync_file(path: Path) -> None:
         os.fsync(file.fileno())
 
 
-def describe_file(root: Path, path: str) -> FileEntry:
+def describe_file(root: Location | Path, path: str) -> FileEntry:
     """Flush a finished file to disk and return its entry; `path` is relative to `root`."""
-    sync_file(root / path)
-    with pa.memory_map(str(root / path)) as source:
-        data = source.read_buffer()
+    data = _whole_file(Location.parse(root) / path)
     offsets = _region_offsets(data) if path.endswith(".parquet") else (0, data.size)
     crcs = tuple(zlib.crc32(data[a:b]) for a, b in pairwise(offsets))
     return FileEntry(path, data.size, hashlib.sha256(data).hexdigest(), offsets, crcs)
+
+
+def _whole_file(location: Location) -> pa.Buffer:
+    """Return a finished file, mapped and flushed to disk if it is local."""
+    if location.local is None:
+        return pa.py_buffer(location.read_bytes())
+    sync_file(location.local)
+    with pa.memory_map(location.url) as source:
+        return source.read_buffer()
 
 
 def _region_offsets(data: pa.Buffer) -> tuple[int, ...]:
@@ -100,28 +97,35 @@ def _region_offsets(data: pa.Buffer) -> tuple[int, ...]:
     return (0, *ends, data.size)
 
 
-def write_files(path: Path, entries: Iterable[FileEntry]) -> None:
-    """Write `files.parquet`, sorted by path."""
+def write_files(path: Location | Path, entries: Iterable[FileEntry]) -> str:
+    """Write `files.parquet`, sorted by path; return its sha256."""
     ordered = sorted(entries, key=lambda e: e.path)
     columns = {name: [getattr(e, name) for e in ordered] for name in FILES_SCHEMA.names}
     table = pa.table(
         {k: [list(x) if isinstance(x, tuple) else x for x in v] for k, v in columns.items()},
         FILES_SCHEMA,
     )
+    sink = pa.BufferOutputStream()
     pq.write_table(
         table,
-        path,
+        sink,
         compression="zstd",
         use_dictionary=False,  # all values are distinct
         write_statistics=False,
         write_page_checksum=True,
     )
-    sync_file(path)
+    data = sink.getvalue().to_pybytes()
+    Location.parse(path).write_bytes(data)
+    return hashlib.sha256(data).hexdigest()
 
 
-def read_files(path: Path) -> dict[str, FileEntry]:
-    """Return the entries of `files.parquet` by path; the caller must have verified the file."""
-    rows = pq.read_table(path, memory_map=True).to_pylist()
+def parse_files(data: bytes, path: Location | Path) -> dict[str, FileEntry]:
+    """Return the entries of `files.parquet` by path, from its verified content.
+
+    Raises:
+        SchemaError: a path leads out of the directory.
+    """
+    rows = pq.read_table(pa.BufferReader(data)).to_pylist()
     for row in rows:
         if not is_below(row["path"]):
             raise SchemaError(
@@ -140,13 +144,27 @@ def read_files(path: Path) -> dict[str, FileEntry]:
     }
 
 
+_PREFETCH_THREADS = 4
+_KEPT_REGIONS = 2
+"""Regions of a remote file in memory, besides its footer and those that are being fetched."""
+
+
+@cache
+def _prefetch_pool(process_id: int) -> ThreadPoolExecutor:
+    """Return the threads that fetch ahead; threads do not survive a fork, hence one pool each."""
+    return ThreadPoolExecutor(_PREFETCH_THREADS, thread_name_prefix=f"prefetch-{process_id}")
+
+
 class CheckedFile:
     """One Parquet file, opened at its first read; each region is verified before its first use.
 
-    Not thread-safe.
+    A local file is mapped. Of a file at a store, regions are fetched when they are read, or ahead
+    by `prefetch`. Not thread-safe.
     """
 
-    def __init__(self, root: Path, entry: FileEntry, texts_as_codes: bool = False) -> None:
+    def __init__(
+        self, root: Location | Path, entry: FileEntry, texts_as_codes: bool = False
+    ) -> None:
         """Store the arguments; nothing is opened yet.
 
         Args:
@@ -155,23 +173,38 @@ class CheckedFile:
             texts_as_codes: read texts as Arrow dictionaries if their encoding allows it, so that
                 a reader hashes each distinct text once.
         """
-        self._root = root
+        self._root = Location.parse(root)
         self._texts_as_codes = texts_as_codes
-        self._path = root / entry.path
+        self._path = self._root / entry.path
         self._entry = entry
         self._data: pa.Buffer | None = None
+        self._memory: mmap.mmap | None = None  # that `_data` views, of a remote file
         self._parquet: pq.ParquetFile | None = None
-        self._verified: set[int] = set()
+        self._verified: dict[int, None] = {}  # regions in the order of their verification
+        self._fetching: dict[int, Future[memoryview]] = {}
 
-    def __reduce__(self) -> tuple[type[CheckedFile], tuple[Path, FileEntry, bool]]:
-        """Pickle the path and entry: each process opens and verifies the file itself."""
+    def __reduce__(self) -> tuple[type[CheckedFile], tuple[Location, FileEntry, bool]]:
+        """Pickle the location and entry: each process opens and verifies the file itself."""
         return CheckedFile, (self._root, self._entry, self._texts_as_codes)
+
+    def prefetch(self, row_group: int | None = None) -> None:
+        """Fetch a row group of a remote file, or the whole file, in the background."""
+        if self._path.local is not None:
+            return
+        regions = range(self._footer) if row_group is None else [row_group]
+        for region in (*regions, self._footer):
+            if region not in self._verified and region not in self._fetching:
+                pool = _prefetch_pool(os.getpid())
+                self._fetching[region] = pool.submit(self._fetch, region)
+
+    @property
+    def _footer(self) -> int:
+        return len(self._entry.region_crc32) - 1
 
     def _open(self) -> pq.ParquetFile:
         if self._parquet is None:
-            self._data = self._map()
-            footer = len(self._entry.region_crc32) - 1
-            self._verify(footer)
+            self._data = self._map() if self._path.local is not None else self._reserve()
+            self._verify(self._footer)
             self._parquet = pq.ParquetFile(pa.BufferReader(self._data))
             if self._texts_as_codes and (paths := _dictionary_paths(self._parquet.metadata)):
                 self._parquet = pq.ParquetFile(
@@ -183,12 +216,10 @@ class CheckedFile:
 
     def _map(self) -> pa.Buffer:
         try:
-            with pa.memory_map(str(self._path)) as source:
+            with pa.memory_map(self._path.url) as source:
                 data = source.read_buffer()
         except OSError as error:
-            raise SchemaError(
-                "file is missing; restore it or rebuild the dataset", file=str(self._path)
-            ) from error
+            raise self._missing_error() from error
         if data.size != self._entry.num_bytes:
             raise SchemaError(
                 f"file must have {self._entry.num_bytes} bytes, got {data.size}; "
@@ -197,11 +228,33 @@ class CheckedFile:
             )
         return data
 
+    def _reserve(self) -> pa.Buffer:
+        """Reserve addresses for a remote file; memory is used for what is fetched."""
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        self._memory = mmap.mmap(-1, self._entry.num_bytes, flags)
+        return pa.py_buffer(self._memory)
+
+    def _missing_error(self) -> SchemaError:
+        return SchemaError(
+            "file is missing; restore it or rebuild the dataset", file=str(self._path)
+        )
+
+    def _fetch(self, region: int) -> memoryview:
+        start, end = self._entry.region_offsets[region : region + 2]
+        try:
+            (data,) = self._path.read_ranges([(start, end)])
+        except FileNotFoundError as error:
+            raise self._missing_error() from error
+        return data
+
     def _verify(self, region: int) -> None:
         if region in self._verified:
             return
         assert self._data is not None, "the file is not mapped"
         start, end = self._entry.region_offsets[region : region + 2]
+        if self._memory is not None:
+            future = self._fetching.pop(region, None)
+            self._memory[start:end] = self._fetch(region) if future is None else future.result()
         crc32 = zlib.crc32(self._data[start:end])
         if crc32 != self._entry.region_crc32[region]:
             raise SchemaError(
@@ -209,17 +262,35 @@ class CheckedFile:
                 f"got {crc32}; restore the file or rebuild the dataset",
                 file=str(self._path),
             )
-        self._verified.add(region)
+        self._verified[region] = None
+
+    def _release_regions(self) -> None:
+        """Give back the memory of all but the last fetched regions."""
+        if self._memory is None:
+            return
+        data_regions = [region for region in self._verified if region != self._footer]
+        for region in data_regions[:-_KEPT_REGIONS]:
+            start, end = self._entry.region_offsets[region : region + 2]
+            start, end = -(-start // mmap.PAGESIZE), end // mmap.PAGESIZE
+            if end > start:
+                size = (end - start) * mmap.PAGESIZE
+                self._memory.madvise(mmap.MADV_DONTNEED, start * mmap.PAGESIZE, size)
+            del self._verified[region]
 
     def close(self) -> None:
-        """Release the mapped memory; the next read opens and verifies the file again."""
-        self._data = self._parquet = None
+        """Release the memory; the next read opens and verifies the file again."""
+        self._data = self._parquet = self._memory = None
         self._verified.clear()
 
     @property
     def schema(self) -> pa.Schema:
         """Arrow columns of the file."""
         return self._open().schema_arrow
+
+    @property
+    def metadata(self) -> pq.FileMetaData:
+        """Footer of the file."""
+        return self._open().metadata
 
     @property
     def num_row_groups(self) -> int:
@@ -246,6 +317,7 @@ class CheckedFile:
         """
         parquet = self._open()
         self._verify(row_group)
+        self._release_regions()
         return parquet.read_row_group(row_group, columns=columns, use_threads=False)
 
     def read(self, columns: Sequence[str] | None = None) -> pa.Table:
@@ -255,6 +327,7 @@ class CheckedFile:
             SchemaError: the file is missing, truncated or changed.
         """
         parquet = self._open()
+        self.prefetch()
         for region in range(len(self._entry.region_crc32)):
             self._verify(region)
         return parquet.read(columns=columns, use_threads=False)
@@ -272,23 +345,22 @@ def _dictionary_paths(metadata: pq.FileMetaData) -> list[str]:
     ]
 
 
-def find_damaged_files(root: Path, entries: Mapping[str, FileEntry]) -> list[str]:
+def find_damaged_files(root: Location | Path, entries: Mapping[str, FileEntry]) -> list[str]:
     """Return one line per file that is missing, truncated or changed."""
+    root = Location.parse(root)
     problems: list[str] = []
     for entry in entries.values():
-        path = root / entry.path
-        if not path.is_file():
+        num_bytes = (root / entry.path).num_bytes()
+        if num_bytes is None:
             problems.append(f"{entry.path}: missing")
-        elif path.stat().st_size != entry.num_bytes:
-            problems.append(
-                f"{entry.path}: {path.stat().st_size} bytes instead of {entry.num_bytes}"
-            )
-        elif sha256_of(path) != entry.sha256:
+        elif num_bytes != entry.num_bytes:
+            problems.append(f"{entry.path}: {num_bytes} bytes instead of {entry.num_bytes}")
+        elif sha256_of(root / entry.path) != entry.sha256:
             problems.append(f"{entry.path}: content has changed")
     return problems
 
 
-def read_verified(path: Path, sha256: str) -> bytes:
+def read_verified(path: Location | Path, sha256: str) -> bytes:
     """Read a file and compare it with its hash.
 
     Raises:
@@ -296,7 +368,7 @@ def read_verified(path: Path, sha256: str) -> bytes:
     """
     try:
         data = path.read_bytes()
-    except OSError as error:
+    except (FileNotFoundError, NotADirectoryError) as error:
         raise SchemaError(
             "file is missing; restore it or rebuild the dataset", file=str(path)
         ) from error
@@ -310,16 +382,20 @@ def read_verified(path: Path, sha256: str) -> bytes:
     return data
 
 
-def verify_file(path: Path, sha256: str) -> Path:
-    """Return the path of a file after comparing it with its hash; raises as `read_verified`."""
-    read_verified(path, sha256)
-    return path
-
-
-def sha256_of(path: Path) -> str:
+def sha256_of(path: Location | Path) -> str:
     """Return the sha256 of a file, hex."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    location = Location.parse(path)
+    if location.local is not None:
+        with location.local.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    digest, size = hashlib.sha256(), location.num_bytes() or 0
+    for start in range(0, size, _HASH_BYTES):
+        (data,) = location.read_ranges([(start, min(size, start + _HASH_BYTES))])
+        digest.update(data)
+    return digest.hexdigest()
+
+
+_HASH_BYTES = 64 << 20
 
 
 # List columns over consecutive Parquet files, such as access lists, decoded file by file on demand.
@@ -378,6 +454,10 @@ class ListFiles:
         self._cache = DecodedFileCache(0) if cache is None else cache
         self._owner = self._cache.add_owner()
         self._first = offsets_of(np.array(list(map(_num_rows, files)), np.int64))
+        self.release()
+
+    def release(self) -> None:
+        """Drop the decoded file that was used last; the cache keeps its own."""
         self._open = (-1, Jagged(np.empty(0, np.int64), np.zeros(1, np.int64)))
 
     def __len__(self) -> int:
@@ -391,15 +471,12 @@ class ListFiles:
         row = index - int(self._first[file_index])
         return lists.values[lists.offsets[row] : lists.offsets[row + 1]]
 
-    def lengths(self) -> Array:
-        """Return the length of each list; decodes every file."""
-        lengths = [self._file(file_index).lengths for file_index in range(len(self._files))]
-        return np.concatenate([np.empty(0, np.int64), *lengths])
-
     def _file(self, file_index: int) -> Jagged:
         if self._open[0] != file_index:
             lists = self._cache.get(self._owner, file_index)
             if lists is None:
+                if file_index + 1 < len(self._files):
+                    self._files[file_index + 1].prefetch()
                 lists = self._decode(self._files[file_index])
                 self._files[file_index].close()
                 self._cache.put(self._owner, file_index, lists)

@@ -28,6 +28,7 @@ from schemas.errors import SchemaError
 from schemas.files import encode_parquet, read_verified
 from schemas.hashing import as_bits, hash_rows
 from schemas.manifest import canonical_json, from_json
+from schemas.storage import Location
 
 # Append-only vocabularies: a permanent row for each value. Rows below `oov_rows` are for values
 # without an entry, by hash; entries follow in the order in which they were appended. Each version
@@ -266,7 +267,7 @@ def stats_path(data: bytes) -> str:
     return str(PurePosixPath(FITTED_DIRECTORY, f"{hashlib.sha256(data).hexdigest()[:12]}.json"))
 
 
-def load_fitted(root: Path, files: Mapping[str, str], data: DataConfig) -> FittedValues:
+def load_fitted(root: Path | Location, files: Mapping[str, str], data: DataConfig) -> FittedValues:
     """Read and verify fitted values.
 
     Args:
@@ -296,7 +297,9 @@ def load_fitted(root: Path, files: Mapping[str, str], data: DataConfig) -> Fitte
     return FittedValues(vocabularies, stats)
 
 
-def load_vocabulary_versions(root: Path, files: Mapping[str, str], name: str) -> list[pa.Table]:
+def load_vocabulary_versions(
+    root: Path | Location, files: Mapping[str, str], name: str
+) -> list[pa.Table]:
     """Read the versions of one vocabulary, in order; see `load_fitted`."""
     paths = sorted(p for p in files if p.startswith(f"{VOCABULARIES}/{name}/"))
     buffers = [pa.py_buffer(read_verified(root / p, files[p])) for p in paths]

@@ -1,4 +1,4 @@
-"""Names, paths and Arrow schemas of the files of format 1; `FORMAT.md` explains each."""
+"""Names, paths and Arrow schemas of the files of format 2; `FORMAT.md` explains each."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import PurePosixPath
 
 import pyarrow as pa
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 
 MANIFEST = "MANIFEST.json"
 SCHEMA = "schema.pbtxt"
@@ -20,8 +20,8 @@ PLAIN_STATISTICS = "statistics.pbtxt"  # of segments written before 2026-11-23
 ANOMALIES = "anomalies.pbtxt"
 EVENTS = "events.parquet"
 TOMBSTONES = "tombstones"
-BUILDS = "builds.jsonl"
-"""Durations of builds; beside the root manifest, not part of the dataset."""
+BUILDS = "builds"
+"""Directory of the durations of builds, one file each; not part of the dataset."""
 
 BLOCK = "block"
 UNIQUE_INDEX = "unique_index"
@@ -173,15 +173,28 @@ def access_schema() -> pa.Schema:
 
 
 def index_path(table: str, file_index: int) -> str:
-    """Return a file of the index, relative to its directory."""
+    """Return a file of next uses, relative to the part of an index."""
     return str(PurePosixPath(table, part_name(file_index)))
 
 
-def index_schema() -> pa.Schema:
-    """Return the columns of an index file: one row per step.
+def uses_path(table: str, epoch: int, file_index: int) -> str:
+    """Return a file of first and last uses in a shuffled epoch, relative to the part."""
+    return str(PurePosixPath(table, f"uses-{epoch:05d}", part_name(file_index)))
 
-    `distances` has one next-use distance per entry of the step, in ascending order of row
-    numbers; 0 means not used again.
+
+USES_SCHEMA = pa.schema(
+    [
+        pa.field("first_step", pa.int32()),  # of the segment in the epoch
+        pa.field("last_step", pa.int32()),
+    ]
+)
+
+
+def index_schema() -> pa.Schema:
+    """Return the columns of an index file: one row per step of the stored epochs.
+
+    `distances` has one next-use distance per entry of the step, in ascending order of the segment's
+    row numbers; 0 means not used again in this segment and epoch.
     """
     return pa.schema(
         [pa.field("step", pa.int64()), pa.field("distances", pa.large_list(pa.int32()))]

@@ -1,8 +1,9 @@
 """Manifests: small JSON files that name everything below them by hash.
 
-The root manifest names segments and indexes by the hash of their manifests, these name
+The root manifest names segments and the parts of indexes by the hash of their manifests, these name
 `files.parquet` and `blocks.parquet`, and those name every file. Each manifest has a checksum of
-itself. Manifests hold no clock, host or absolute path, so that equal inputs give equal bytes.
+itself. Manifests hold no clock, host or absolute path; those of segments and indexes depend on
+their content alone. The root is numbered, and committed by `schemas.versions`.
 """
 
 from __future__ import annotations
@@ -11,16 +12,17 @@ import hashlib
 import json
 import types
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import cache
 from itertools import repeat
 from pathlib import Path
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from schemas.errors import SchemaError
-from schemas.files import replace_bytes
 from schemas.layout import FORMAT_VERSION, MANIFEST
 from schemas.paths import NAME, is_below
+from schemas.storage import Location
+from schemas.versions import Version, Versions, writer_id
 
 T = TypeVar("T")
 _CHECKSUM = "checksum"
@@ -113,11 +115,18 @@ def encode_manifest(manifest: Any, indent: int | None = None) -> bytes:
     Keys that were added to a format later have the default None, and are left out while they are
     None: manifests without them keep their bytes.
     """
-    body = asdict(manifest)
-    for f in fields(manifest):
-        if f.default is None and body[f.name] is None:
-            del body[f.name]
+    body = _body_of(manifest)
     return _encode(body, hash_of(body), indent)
+
+
+def _body_of(value: Any) -> Any:
+    """Return the JSON value of dataclasses, without keys that are None by default."""
+    if is_dataclass(value):
+        items = [(f, getattr(value, f.name)) for f in fields(value)]
+        return {f.name: _body_of(v) for f, v in items if v is not None or f.default is not None}
+    if isinstance(value, Mapping):
+        return {name: _body_of(v) for name, v in value.items()}
+    return [_body_of(v) for v in value] if isinstance(value, list | tuple) else value
 
 
 def _encode(body: Mapping[str, Any], checksum: object, indent: int | None) -> bytes:
@@ -127,7 +136,7 @@ def _encode(body: Mapping[str, Any], checksum: object, indent: int | None) -> by
     return f"{json.dumps(body, indent=indent, sort_keys=True)}\n".encode()
 
 
-def decode_manifest(kind: type[T], data: bytes, path: Path, remedy: str) -> T:
+def decode_manifest(kind: type[T], data: bytes, path: Location | Path, remedy: str) -> T:
     """Return the dataclass that `encode_manifest` encoded.
 
     Args:
@@ -165,7 +174,10 @@ def decode_manifest(kind: type[T], data: bytes, path: Path, remedy: str) -> T:
 
 def _check_format(kind: type, body: Mapping[str, Any]) -> None:
     for f in fields(kind):
-        if f.name == "format" and body.get("format") != f.default:
+        if f.name == "format" and body.get("format") not in (
+            f.default,
+            *f.metadata.get("older", ()),
+        ):
             raise ValueError(f"format must be {f.default}, got {body.get('format')!r}")
 
 
@@ -214,10 +226,11 @@ class TableCounts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SegmentManifest:
-    """Manifest of a segment; its file is written last."""
+    """Manifest of a segment; its file is written last.
 
-    id: str
-    """Position in the dataset and hash of job, schema and listing."""
+    Where the segment lies and which day it holds is in the root's `Reference`.
+    """
+
     num_samples: int
     """Samples, evaluation included."""
     num_sessions: int
@@ -250,17 +263,20 @@ class SegmentManifest:
     """Column of samples, groups and transforms to the name of its Arrow type."""
     learned: Mapping[str, str] = field(default_factory=dict[str, str])
     """Files of fitted values that its transforms used: path below the dataset to sha256."""
+    directories: tuple[str, ...] | None = None
+    """Directories of its data files, such as `samples` and `tuples/user`; None in format 1."""
+    partition_key: str | None = None
+    """Column whose hash assigns a sample to a part; None in format 1."""
+    num_parts: int | None = None
+    """Parts that the hash was divided into, empty ones included; None in format 1."""
     num_source_rows: int | None = None
     """Rows of the log that gave samples; None if each sample has its own row."""
+    id: str | None = None
+    """Of format 1: its id in the dataset."""
     day: str | None = None
-    """Day of its logs, such as 2026-04-09, or None."""
-    format: int = FORMAT_VERSION
+    """Of format 1: day of its logs."""
+    format: int = field(default=FORMAT_VERSION, metadata={"older": (1,)})
     """Format version."""
-
-    @property
-    def position(self) -> int:
-        """Position in the dataset: segments are ordered by it, with gaps allowed."""
-        return position_of(self.id)
 
     @property
     def num_rows(self) -> int:
@@ -275,12 +291,82 @@ class SegmentManifest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reference:
-    """A part of the dataset, named by the hash of its manifest."""
+    """A segment or a part of an index, named by the hash of its manifest."""
 
     id: str
-    """Directory name."""
+    """Of a segment: its position in the dataset, `-`, and a hash of job, schema and listing."""
     manifest_sha256: str
     """Hash of its MANIFEST.json."""
+    path: str | None = None
+    """Directory, relative to that of all segments; None if it is the id."""
+    day: str | None = None
+    """Day of its logs, such as 2026-04-09."""
+    anomalies_sha256: str | None = None
+    """Hash of its anomalies, which depend on the segment before it, too."""
+    built_at: str | None = None
+    """When its rejects were written, ISO 8601 in UTC: they may be removed by age."""
+
+    shuffle_key: int | None = None
+    """Of a segment, the key of the order of its blocks, unless it is that of its hash."""
+
+    @property
+    def directory(self) -> str:
+        """Name of its directory."""
+        return self.path or self.id
+
+    @property
+    def position(self) -> int:
+        """Position in the dataset: segments are ordered by it, with gaps allowed."""
+        return position_of(self.id)
+
+
+def shuffle_key_of(segment: Reference) -> int:
+    """Return the shuffle key of a segment: its own, or the first 8 bytes of its manifest's hash.
+
+    Example:
+        >>> shuffle_key_of(Reference(id="00000-a", manifest_sha256="01" + "00" * 31))
+        1
+    """
+    if segment.shuffle_key is not None:
+        return segment.shuffle_key
+    return int.from_bytes(bytes.fromhex(segment.manifest_sha256[:16]), "little")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IndexEntry:
+    """The oracle's upper layer for one order, batch size and number of epochs.
+
+    Each segment has a part of its own; any selection of segments that have parts is indexed.
+    """
+
+    id: str
+    """Directory name: `index-` and a hash of the four settings below."""
+    batch_samples: int
+    """Samples of a full batch."""
+    epochs: int
+    """Passes over the training range."""
+    shuffle: str
+    """Order of blocks."""
+    seed: int
+    """Seed of the order."""
+    parts: Mapping[str, Reference] = field(default_factory=dict[str, Reference])
+    """Id of a segment to its part, whose `id` is a directory below that of the index."""
+
+    @property
+    def settings(self) -> tuple[int, int, str, int]:
+        """What identifies the index: samples of a batch, epochs, shuffle and seed."""
+        return self.batch_samples, self.epochs, self.shuffle, self.seed
+
+
+def new_index(batch_samples: int, epochs: int, shuffle: str, seed: int) -> IndexEntry:
+    """Return an index without parts."""
+    return IndexEntry(
+        id=f"index-{hash_of([batch_samples, epochs, shuffle, seed])[:16]}",
+        batch_samples=batch_samples,
+        epochs=epochs,
+        shuffle=shuffle,
+        seed=seed,
+    )
 
 
 def position_of(segment_id: str) -> int:
@@ -297,6 +383,10 @@ def position_of(segment_id: str) -> int:
 class DatasetManifest:
     """The root: ordered segments and the indexes over them."""
 
+    writer: str
+    """Id of the process that wrote this version."""
+    parent_sha256: str | None = None
+    """Hash of the version before it."""
     name: str
     """Name of the job."""
     job_sha256: str
@@ -305,7 +395,7 @@ class DatasetManifest:
     """Hash of `schema.pbtxt`."""
     segments: tuple[Reference, ...]
     """Segments in order."""
-    indexes: tuple[Reference, ...] = ()
+    indexes: tuple[IndexEntry, ...] = ()
     """Indexes; the first is the default."""
     lineage: Mapping[str, str] = field(default_factory=dict)
     """Origin of the dataset: names and hashes, free form."""
@@ -319,12 +409,12 @@ class DatasetManifest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IndexManifest:
-    """The oracle's upper layer for one order, batch size and number of epochs."""
+    """The part of an index for one segment; it depends on nothing but segment and settings."""
 
-    id: str
-    """Directory name: `index-` and a hash of everything it was derived from."""
-    segments: tuple[str, ...]
-    """Segments that it covers, in order."""
+    segment_sha256: str
+    """Hash of the segment's manifest."""
+    shuffle_key: int | None = None
+    """Shuffle key of the segment; None if blocks are not shuffled."""
     batch_samples: int
     """Samples of a full batch."""
     epochs: int
@@ -334,33 +424,29 @@ class IndexManifest:
     seed: int
     """Seed of the order."""
     num_steps: int
-    """Steps."""
-    num_rows: Mapping[str, int]
-    """Table to distinct rows over all segments: the size of its numbering."""
-    num_accesses: Mapping[str, int]
-    """Table to entries, summed over steps."""
+    """Steps of the segment in an epoch."""
+    num_accesses: Mapping[str, tuple[int, ...]]
+    """Table to entries of each stored epoch, summed over steps."""
     oracle_bytes: int
-    """Bytes of the index."""
+    """Bytes of the part."""
     files_sha256: str
     """Hash of `files.parquet`."""
     format: int = FORMAT_VERSION
     """Format version."""
 
 
-def write_manifest(
-    directory: Path, manifest: SegmentManifest | IndexManifest | DatasetManifest
-) -> str:
-    """Write a manifest atomically.
+def write_manifest(directory: Location | Path, manifest: SegmentManifest | IndexManifest) -> str:
+    """Write the manifest of a complete directory.
 
     Returns:
         The sha256 of the written file, hex.
     """
     data = encode_manifest(manifest, indent=1)
-    replace_bytes(directory / MANIFEST, data)
+    (Location.parse(directory) / MANIFEST).write_bytes(data)
     return hashlib.sha256(data).hexdigest()
 
 
-def read_segment(directory: Path, reference: Reference | None = None) -> SegmentManifest:
+def read_segment(directory: Location | Path, reference: Reference | None = None) -> SegmentManifest:
     """Read a segment's manifest.
 
     Args:
@@ -370,8 +456,8 @@ def read_segment(directory: Path, reference: Reference | None = None) -> Segment
     Raises:
         SchemaError: it is missing or changed, or has another format.
     """
+    directory = Location.parse(directory)
     manifest = _read(SegmentManifest, directory, reference)
-    _check_ids([manifest.id], directory / MANIFEST)
     for name in manifest.learned:
         if not is_below(name):
             raise SchemaError(
@@ -381,34 +467,97 @@ def read_segment(directory: Path, reference: Reference | None = None) -> Segment
     return manifest
 
 
-def read_dataset(directory: Path) -> DatasetManifest:
-    """Read the root manifest.
+@dataclass(frozen=True, slots=True)
+class Root:
+    """The newest version of a dataset's root manifest."""
+
+    version: Version
+    manifest: DatasetManifest
+
+
+def find_root(directory: Location | Path | str) -> Root | None:
+    """Read the newest root manifest; None if there is no dataset.
 
     Raises:
-        SchemaError: it is missing or changed, or has another format.
+        SchemaError: it is changed, or has another format.
     """
-    manifest = _read(DatasetManifest, directory)
-    ids = [reference.id for reference in (*manifest.segments, *manifest.indexes)]
-    _check_ids(ids, directory / MANIFEST)
+    directory = Location.parse(directory)
+    if directory.local is not None and directory.local.is_file():
+        raise SchemaError(
+            "dataset must be a directory, got a file; choose another", file=str(directory)
+        )
+    versions = Versions(directory)
+    version = versions.newest()
+    if version is None:
+        if (directory / MANIFEST).stat() is not None:
+            raise SchemaError(
+                f"dataset has format 1; run python -m pipelines migrate {directory}, without "
+                "rewriting data",
+                file=str(directory),
+            )
+        return None
+    return Root(version, parse_root(version, versions.path(version.number)))
+
+
+def parse_root(version: Version, path: Location) -> DatasetManifest:
+    """Return the manifest of a version; raise SchemaError if it has changed, or another format."""
+    manifest = decode_manifest(DatasetManifest, version.data, path, "rebuild the dataset")
+    parts = (part for index in manifest.indexes for part in index.parts.values())
+    references = [name for r in (*manifest.segments, *parts) for name in (r.id, r.directory)]
+    _check_ids([*references, *(index.id for index in manifest.indexes)], path)
     return manifest
 
 
-def read_index(directory: Path, reference: Reference | None = None) -> IndexManifest:
+def read_root(directory: Location | Path | str) -> Root:
+    """Read the newest root manifest.
+
+    Raises:
+        SchemaError: there is no dataset, or its root is changed or has another format.
+    """
+    root = find_root(directory)
+    if root is None:
+        raise SchemaError(
+            "there is no dataset: no build was committed; build it, or correct the path",
+            file=str(directory),
+        )
+    return root
+
+
+def read_dataset(directory: Location | Path | str) -> DatasetManifest:
+    """Return the manifest of `read_root`."""
+    return read_root(directory).manifest
+
+
+def commit_root(
+    directory: Location | Path, previous: Root | None, manifest: DatasetManifest
+) -> Root | None:
+    """Commit the root manifest that follows `previous`.
+
+    Returns:
+        The new root; None if another process was faster.
+    """
+    parent = None if previous is None else previous.version.sha256
+    manifest = replace(manifest, writer=writer_id(), parent_sha256=parent)
+    data = encode_manifest(manifest, indent=1)
+    version = Versions(Location.parse(directory)).commit(previous and previous.version, data)
+    return None if version is None else Root(version, manifest)
+
+
+def read_index(directory: Location | Path, reference: Reference | None = None) -> IndexManifest:
     """Read an index's manifest.
 
     Raises:
         SchemaError: it is missing or changed, or has another format.
     """
-    manifest = _read(IndexManifest, directory, reference)
-    _check_ids([manifest.id, *manifest.segments], directory / MANIFEST)
-    return manifest
+    directory = Location.parse(directory)
+    return _read(IndexManifest, directory, reference)
 
 
-def _read(kind: type[T], directory: Path, reference: Reference | None = None) -> T:
+def _read(kind: type[T], directory: Location, reference: Reference | None = None) -> T:
     path = directory / MANIFEST
     try:
         data = path.read_bytes()
-    except OSError as error:
+    except (FileNotFoundError, NotADirectoryError) as error:
         raise SchemaError(
             "manifest is missing; the build did not finish, or this is not a dataset",
             file=str(path),
@@ -423,7 +572,7 @@ def _read(kind: type[T], directory: Path, reference: Reference | None = None) ->
     return decode_manifest(kind, data, path, "rebuild the dataset")
 
 
-def _check_ids(ids: Iterable[str], path: Path) -> None:
+def _check_ids(ids: Iterable[str], path: Location) -> None:
     """Raise SchemaError if an id is not a plain folder name."""
     for name in ids:
         if not NAME.fullmatch(name):

@@ -25,8 +25,10 @@ import hashlib
 import io
 import json
 import re
+import weakref
 import zipfile
 from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any, cast
@@ -43,6 +45,7 @@ from schemas.layout import JOB, MANIFEST, SCHEMA
 from schemas.manifest import decode_manifest, encode_manifest
 from schemas.model_inputs import ModelInputs, build_inputs
 from schemas.rows import initial_rows
+from schemas.storage import Location, local_copy
 
 # Safe loading of programs. `torch.export.load` unpickles custom objects, example inputs and tensors
 # that are not stored as plain bytes, and evaluates symbolic sizes. A program with any of the
@@ -182,7 +185,9 @@ def rows_paths(table: str) -> tuple[str, str]:
     return f"rows/{table}/rows.npy", f"rows/{table}/values.npy"
 
 
-def write_model(path: Path, manifest: ModelManifest, members: Mapping[str, Path | bytes]) -> None:
+def write_model(
+    path: Location, manifest: ModelManifest, members: Mapping[str, Path | bytes]
+) -> None:
     """Write a model file atomically.
 
     Args:
@@ -190,16 +195,11 @@ def write_model(path: Path, manifest: ModelManifest, members: Mapping[str, Path 
         manifest: its manifest; `parts` is computed from `members`.
         members: other members, by name.
     """
-    partial = path.with_name(f".{path.name}.partial")
     parts: dict[str, ModelMember] = {}
-    try:
-        with zipfile.ZipFile(partial, "w", zipfile.ZIP_STORED) as archive:
-            for name, content in sorted(members.items()):
-                parts[name] = _add(archive, name, content)
-            _add(archive, MANIFEST, encode_manifest(replace(manifest, parts=parts)))
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
+    with path.new_file() as partial, zipfile.ZipFile(partial, "w", zipfile.ZIP_STORED) as archive:
+        for name, content in sorted(members.items()):
+            parts[name] = _add(archive, name, content)
+        _add(archive, MANIFEST, encode_manifest(replace(manifest, parts=parts)))
 
 
 def _add(archive: zipfile.ZipFile, name: str, content: Path | bytes) -> ModelMember:
@@ -216,9 +216,12 @@ def _add(archive: zipfile.ZipFile, name: str, content: Path | bytes) -> ModelMem
 class ModelFile:
     """An exported model whose bytes have been verified; see `open_model`."""
 
-    def __init__(self, path: Path, manifest: ModelManifest, offsets: Mapping[str, int]) -> None:
+    def __init__(
+        self, path: Path, manifest: ModelManifest, offsets: Mapping[str, int], copy: ExitStack
+    ) -> None:
         self.path, self.manifest = path, manifest
         self._offsets = offsets
+        weakref.finalize(self, copy.close)
         self._rows = {t: self._mapped(rows_paths(t)) for t in manifest.inputs.features_of}
 
     def read(self, name: str) -> bytes:
@@ -267,12 +270,22 @@ class ModelFile:
         return rows, values
 
 
-def open_model(path: Path) -> ModelFile:
-    """Open an exported model and verify every byte.
+def open_model(source: Path | Location) -> ModelFile:
+    """Open an exported model and verify every byte; from a URL, in a temporary copy.
 
     Raises:
         SchemaError: it is missing, damaged or of another format, or its program is unsafe.
     """
+    with ExitStack() as copy:
+        path = copy.enter_context(local_copy(source))
+        manifest, offsets = _verify_model(path)
+        model = ModelFile(path, manifest, offsets, copy.pop_all())
+        check_program(model.program, file=str(path))
+        return model
+
+
+def _verify_model(path: Path) -> tuple[ModelManifest, dict[str, int]]:
+    """Return the manifest of a model, and the offset of each member."""
     try:
         with zipfile.ZipFile(path) as archive, path.open("rb") as file:
             data = archive.read(MANIFEST)
@@ -293,9 +306,7 @@ def open_model(path: Path) -> ModelFile:
         raise SchemaError(
             f"model is not a complete archive: {error}; {_ADVICE}", file=str(path)
         ) from error
-    model = ModelFile(path, manifest, offsets)
-    check_program(model.program, file=str(path))
-    return model
+    return manifest, offsets
 
 
 def _offset(file: IO[bytes], info: zipfile.ZipInfo) -> int:

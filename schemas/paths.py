@@ -17,6 +17,7 @@ from types import MappingProxyType
 from typing import Any
 
 from schemas.errors import SchemaError
+from schemas.storage import Location
 
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_-]*")
 MOUNTS = Path("/proc/self/mountinfo")
@@ -90,8 +91,17 @@ def local_path(path: str | os.PathLike[str]) -> Path:
     )
 
 
+def path_or_url(text: str) -> Path | Location:
+    """Return a local path as it is given, and the location of an object store: an argument type."""
+    try:
+        location = Location.parse(text)
+    except SchemaError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    return location if location.local is None else local_path(text)
+
+
 class ArgumentParser(argparse.ArgumentParser):
-    """A parser that reads arguments of `type=Path` by `local_path`; so do its subparsers."""
+    """A parser of paths by `local_path` and of locations by `Location.parse`; so its subparsers."""
 
     def __init__(
         self, *args: Any, renamed: Mapping[str, str] = MappingProxyType({}), **kwargs: Any
@@ -106,6 +116,7 @@ class ArgumentParser(argparse.ArgumentParser):
         super().__init__(*args, **kwargs)
         self._renamed = renamed
         self.register("type", Path, _path_argument)
+        self.register("type", Location, _location_argument)
 
     # the overloads of the base have one generic type for the namespace
     def parse_known_args(  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -125,6 +136,13 @@ class ArgumentParser(argparse.ArgumentParser):
 def _path_argument(text: str) -> Path:
     try:
         return local_path(text)
+    except SchemaError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def _location_argument(text: str) -> Location:
+    try:
+        return Location.parse(text)
     except SchemaError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
 

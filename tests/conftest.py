@@ -11,13 +11,16 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from tests import fork_server
+from tests.object_store import Store, shared_store
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # must be set before torch is imported
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # the workers of the tests use all cores
 STARTED = time.monotonic()
 BUILD_TIMEOUT_SEC = 1800
-"""Timeout of a test whose fixture may have to build the servers of a cluster."""
+"""Timeout of a test whose fixture may have to build servers."""
+SERVERS = {"cluster", "s3_store", "gcs_store", "azure_store"}
+"""Fixtures that build servers."""
 
 # The same examples in every run, and no deadline: speed is measured by benchmarks.
 settings.register_profile(
@@ -40,6 +43,24 @@ def pytest_configure() -> None:
 def pytest_unconfigure() -> None:
     """Remove the directory of the fork server."""
     fork_server.end_session()
+
+
+@pytest.fixture(scope="session")
+def s3_store() -> Store:
+    """An S3 store that all tests share; each works in a `new_url()` of its own."""
+    return shared_store("s3")
+
+
+@pytest.fixture(scope="session")
+def gcs_store() -> Store:
+    """The same for Google Cloud Storage."""
+    return shared_store("gs")
+
+
+@pytest.fixture(scope="session")
+def azure_store() -> Store:
+    """The same for Azure."""
+    return shared_store("az")
 
 
 @pytest.fixture(scope="session")
@@ -67,7 +88,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Order the tests by `--draw`, or files with many slow tests first to balance the workers.
 
-    Also extend the timeout of tests with a cluster, and skip tests marked `gpu` without a driver.
+    Also extend the timeout of tests with servers, and skip tests marked `gpu` without a driver.
     """
     seed = config.getoption("draw")
     slow = Counter(item.path for item in items if item.get_closest_marker("slow"))
@@ -76,7 +97,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     else:
         items.sort(key=lambda item: hashlib.sha256(f"{seed} {item.nodeid}".encode()).digest())
     for item in items:
-        if "cluster" in getattr(item, "fixturenames", ()):
+        if SERVERS & set(getattr(item, "fixturenames", ())):
             item.add_marker(pytest.mark.timeout(BUILD_TIMEOUT_SEC))
     if shutil.which("nvidia-smi"):
         return

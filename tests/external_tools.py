@@ -94,3 +94,34 @@ def _build_go_program(folder: Path, name: str, module: str) -> None:
     if result.returncode != 0:
         pytest.skip(f"needs the Go modules of {name}: {errors}")
     (unfinished / name).replace(folder / name)
+
+
+def install_npm_packages(name: str, source: Path) -> Path:
+    """Install the packages of a `package-lock.json`; return the folder of their programs.
+
+    Args:
+        name: of the package that is used, in messages and in the cache.
+        source: folder with `package.json` and `package-lock.json`.
+
+    Raises:
+        Skipped: npm is missing, or the packages cannot be downloaded; the latter not on CI.
+        RuntimeError: the packages cannot be downloaded, on CI.
+    """
+    if shutil.which("npm") is None:
+        pytest.skip(f"needs npm to install {name}, and there is none on PATH")
+    lock = source / "package-lock.json"
+    folder = cache_folder() / f"{name}-{hashlib.sha256(lock.read_bytes()).hexdigest()[:16]}"
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "lock").open("w") as lock_file:
+        fcntl.flock(lock_file, fcntl.LOCK_EX)
+        if not (folder / "installed").exists():
+            for file in ("package.json", lock.name):
+                shutil.copy(source / file, folder)
+            words = ["npm", "ci", "--ignore-scripts", "--no-audit", "--no-fund"]
+            result = subprocess.run(words, cwd=folder, capture_output=True, text=True, check=False)
+            if result.returncode and os.environ.get("CI"):
+                raise RuntimeError(f"{name} must be installed, got: {result.stderr[-1000:]}")
+            if result.returncode:
+                pytest.skip(f"needs {name}, which cannot be installed: {result.stderr[-300:]}")
+            (folder / "installed").touch()
+    return folder / "node_modules" / ".bin"

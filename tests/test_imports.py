@@ -12,7 +12,7 @@ PACKAGES = ("schemas", "pipelines", "trainer", "scheduler")
 OURS = {*PACKAGES, "benchmarks", "tests"}
 BEAM = {"apache_beam"}
 TORCH = {"fbgemm_gpu", "torch", "torchft", "torchmetrics", "torchrec"}
-OF_SCHEMAS = {"google", "numpy", "pyarrow", "tensorflow_metadata", "yaml"}
+OF_SCHEMAS = {"google", "numpy", "obstore", "pyarrow", "tensorflow_metadata", "yaml"}
 FORBIDDEN = {"pipelines": TORCH, "trainer": BEAM, "scheduler": BEAM | TORCH}
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 

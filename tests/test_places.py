@@ -1,4 +1,4 @@
-"""Where commands may write: every one of every package refuses unsafe places before it does."""
+"""Where datasets and runs may lie: unsafe places are refused before anything is written."""
 
 from __future__ import annotations
 
@@ -10,40 +10,36 @@ import pytest
 from pipelines import cli as pipelines
 from scheduler import __main__ as scheduler
 from schemas import paths
+from schemas.storage import Location
 from tests.scheduler.made import write_job
 from trainer import __main__ as trainer
 
 Main = Callable[[Sequence[str]], int]
-WRITING: tuple[tuple[Main, str], ...] = (
-    (pipelines.main, "build JOB --input log --output PLACE"),
-    (pipelines.main, "append JOB --input log --dataset PLACE"),
-    (pipelines.main, "seal PLACE"),
-    (pipelines.main, "vacuum PLACE"),
-    (pipelines.main, "rewrite parquet --output PLACE"),
-    (pipelines.main, "erase PLACE --rewrite"),
-    (pipelines.main, "score model --dataset dataset --output PLACE"),
-    (pipelines.main, "oracle PLACE --reindex"),
+LOCKING: tuple[tuple[Main, str], ...] = (
     (trainer.main, "train JOB --dataset dataset --output PLACE"),
     (trainer.main, "erase PLACE --ids ids --table users"),
     (trainer.main, "store --directory PLACE --token-file token"),
     (scheduler.main, "run JOB --output PLACE"),
     (scheduler.main, "run JOB --output PLACE --dry-run"),
-    (scheduler.main, "retrain JOB --date 2026-01-01 --input log --output PLACE"),
 )
-ONLY_PATHS: tuple[tuple[Main, str], ...] = (
-    (pipelines.main, "generate JOB --output PLACE"),
-    (pipelines.main, "expand dataset --output PLACE"),
-    (pipelines.main, "report dataset --html PLACE"),
+"""Commands that write to a folder under a lock."""
+LOCAL: tuple[tuple[Main, str], ...] = (*LOCKING[2:], (scheduler.main, "status PLACE"))
+"""Commands that take no URL."""
+ANYWHERE: tuple[tuple[Main, str], ...] = (
+    (pipelines.main, "append JOB --input log --dataset PLACE"),
+    (pipelines.main, "seal PLACE"),
+    (pipelines.main, "vacuum PLACE"),
+    (pipelines.main, "erase PLACE --rewrite"),
+    (pipelines.main, "expand PLACE --output samples"),
+    (pipelines.main, "report PLACE --html report.html"),
     (pipelines.main, "verify PLACE"),
     (pipelines.main, "oracle PLACE"),
-    (trainer.main, "verify PLACE"),
+    (pipelines.main, "oracle PLACE --reindex"),
     (trainer.main, "evaluate JOB --dataset PLACE --run run"),
-    (trainer.main, "train JOB --dataset PLACE --output run"),
-    (trainer.main, "export run --output PLACE"),
-    (trainer.main, "publish run --since 1 --output PLACE"),
+    (trainer.main, "train JOB --dataset PLACE --output run --single-writer"),
     (scheduler.main, "plan JOB --dataset PLACE"),
-    (scheduler.main, "status PLACE"),
 )
+"""Commands that take a dataset at a path or a URL."""
 
 
 @pytest.fixture(autouse=True)
@@ -69,8 +65,8 @@ def told(main: Main, line: str, job: str, place: str) -> int:
     return main([{"JOB": job, "PLACE": place}.get(word, word) for word in line.split()])
 
 
-@pytest.mark.parametrize(("main", "line"), WRITING, ids=[line for _, line in WRITING])
-def test_network_filesystem_is_refused_by_every_command_that_writes(
+@pytest.mark.parametrize(("main", "line"), LOCKING, ids=[line for _, line in LOCKING])
+def test_network_filesystem_is_refused_by_every_command_that_locks(
     main: Main, line: str, job: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert told(main, line, job, "data") == 1
@@ -83,9 +79,7 @@ def test_network_filesystem_is_refused_by_every_command_that_writes(
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(
-    ("main", "line"), [*WRITING, *ONLY_PATHS], ids=[line for _, line in (*WRITING, *ONLY_PATHS)]
-)
+@pytest.mark.parametrize(("main", "line"), LOCAL, ids=[line for _, line in LOCAL])
 def test_url_is_refused_in_one_line_and_nothing_is_written(
     main: Main, line: str, job: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -93,4 +87,19 @@ def test_url_is_refused_in_one_line_and_nothing_is_written(
         told(main, line, job, "s3://bucket/x")
     last = capsys.readouterr().err.splitlines()[-1]
     assert "path must be local, got 's3://bucket/x'; mount" in last
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("place", ["data", "memory://nothing/data"])
+@pytest.mark.parametrize(("main", "line"), ANYWHERE, ids=[line for _, line in ANYWHERE])
+def test_dataset_may_lie_anywhere_and_one_that_is_missing_is_named(
+    main: Main, line: str, place: str, job: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert told(main, line, job, place) == 1
+    where = Location.parse(place)
+    assert capsys.readouterr().err == (
+        f"error: there is no dataset: no build was committed in {where}; build it, or correct the "
+        "path\n"
+    )
+    assert where.entries() == []
     assert list(tmp_path.iterdir()) == []

@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -23,9 +24,12 @@ if __name__ == "__main__":
 
 from schemas.config.job import load_job
 from schemas.errors import PlanError, SchemaError, pluralize
+from schemas.layout import BLOCKS
 from schemas.manifest import read_dataset
 from schemas.paths import check_writable, import_variables
-from schemas.run_log import EXIT_BEHIND, EXIT_LOST_ROWS
+from schemas.run_log import EXIT_BEHIND, EXIT_LOST_ROWS, LEDGER, METRICS, RUN_FILE
+from schemas.run_manifest import local_run
+from schemas.storage import Location
 from trainer.cli import WRITTEN, build_parser
 from trainer.recovery import Drain, DrainInterrupt
 from trainer.run import check_no_run
@@ -64,11 +68,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if arguments.command in WRITTEN:
             folder = getattr(arguments, WRITTEN[arguments.command])
+            if isinstance(folder, Location):
+                folder = _work(arguments)
             check_writable(folder, single_writer=arguments.single_writer)
         return command(arguments)
     except (SchemaError, PlanError, ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
+
+
+def _work(arguments: argparse.Namespace) -> Path:
+    """Return the directory of local copies of runs at URLs."""
+    if arguments.work is not None:
+        return arguments.work
+    home = os.environ.get("XDG_CACHE_HOME")
+    cache = Path(home) if home else Path.home() / ".cache"
+    is_writable = os.access(next(p for p in (cache, *cache.parents) if p.exists()), os.W_OK)
+    return (cache if is_writable else Path(tempfile.gettempdir())) / "presage" / "runs"
 
 
 def _set_threads(job: Path) -> None:
@@ -120,6 +136,7 @@ def _train_until(drain: Drain, arguments: argparse.Namespace) -> int:
     if not arguments.resume:
         check_no_run(arguments.output)
     from schemas.run_log import to_line
+    from trainer.checkpoint.upload import open_output
     from trainer.elastic.faults import Faults
     from trainer.elastic.launcher import LaunchOptions, train_replicas
     from trainer.runtime import show_progress
@@ -136,11 +153,16 @@ def _train_until(drain: Drain, arguments: argparse.Namespace) -> int:
         follow=arguments.follow,
         fast=arguments.fast,
         start_from=arguments.start_from,
+        output=arguments.output if isinstance(arguments.output, Location) else None,
         segments=arguments.segments,
         expire_days=arguments.expire_days,
     )
-    paths = (arguments.job, arguments.dataset, arguments.output)
-    with show_progress() as on_step:
+    config, work = load_job(arguments.job).train.checkpoint, _work(arguments)
+    with (
+        show_progress() as on_step,
+        open_output(arguments.output, work, config, resume=arguments.resume, drain=drain) as run,
+    ):
+        paths = (arguments.job, arguments.dataset, run)
         if arguments.replicas != 1:
             launch = LaunchOptions(
                 count=arguments.replicas,
@@ -149,7 +171,7 @@ def _train_until(drain: Drain, arguments: argparse.Namespace) -> int:
                 faults=Faults.from_json(arguments.faults),
             )
             if not arguments.replicas:
-                print(_BY_HAND.format(run=arguments.output), file=sys.stderr)
+                print(_BY_HAND.format(run=run), file=sys.stderr)
             summary = train_replicas(
                 *paths, options, launch, on_step, drain, progress=_print_progress
             )
@@ -224,7 +246,8 @@ def _evaluate(arguments: argparse.Namespace) -> int:
     from trainer.evaluate import evaluate_run
 
     _set_threads(arguments.job)
-    evaluation = evaluate_run(arguments.job, arguments.dataset, arguments.run, arguments.segments)
+    with local_run(arguments.run, (RUN_FILE,), (None,)) as run:
+        evaluation = evaluate_run(arguments.job, arguments.dataset, run, arguments.segments)
     _show(arguments, json.dumps(asdict(evaluation), sort_keys=True))
     _warn_if_useless(evaluation.ne)
     return 0
@@ -233,7 +256,8 @@ def _evaluate(arguments: argparse.Namespace) -> int:
 def _verify(arguments: argparse.Namespace) -> int:
     from trainer.run import verify_run
 
-    report = verify_run(arguments.run)
+    with local_run(arguments.run, (BLOCKS, LEDGER, METRICS)) as run:
+        report = verify_run(run)
     _show(arguments, json.dumps(asdict(report), sort_keys=True))
     for problem in report.problems:
         print(f"{problem}; continue with --resume, or train again", file=sys.stderr)
@@ -251,7 +275,11 @@ def _verify(arguments: argparse.Namespace) -> int:
 def _diff(arguments: argparse.Namespace) -> int:
     from trainer.diff import compare_runs
 
-    comparison = compare_runs(arguments.run, arguments.other)
+    with (
+        local_run(arguments.run, (METRICS,), (None,)) as run,
+        local_run(arguments.other, (METRICS,), (None,)) as other,
+    ):
+        comparison = compare_runs(run, other)
     _show(arguments, json.dumps(asdict(comparison), sort_keys=True))
     if comparison.difference is not None:
         print(
@@ -277,7 +305,7 @@ def _export(arguments: argparse.Namespace) -> int:
 def _erase(arguments: argparse.Namespace) -> int:
     from trainer.erase import erase_ids
 
-    summary = erase_ids(arguments.run, arguments.ids, arguments.table)
+    summary = erase_ids(arguments.run, arguments.ids, arguments.table, _work(arguments))
     _show(arguments, json.dumps(summary))
     return 0
 

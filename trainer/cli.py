@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from schemas.paths import SINGLE_WRITER, SINGLE_WRITER_HELP, ArgumentParser
+from schemas.paths import SINGLE_WRITER, SINGLE_WRITER_HELP, ArgumentParser, path_or_url
+from schemas.storage import Location
 
 TLS_NAME = "name in the others' certificates; default: the host of their address"
 
@@ -68,17 +69,17 @@ def add_export(commands: argparse._SubParsersAction[ArgumentParser]) -> None:
     export = commands.add_parser("export", help="one CPU artifact of a run's model, to serve")
     publish = commands.add_parser("publish", help="rows that changed between two checkpoints")
     for command in (export, publish):
-        command.add_argument("run", type=Path, help="run folder")
+        command.add_argument("run", type=path_or_url, help="run")
         command.add_argument(
             "--checkpoint", type=not_negative, help="step of the checkpoint; default: the newest"
         )
     publish.add_argument("--since", type=not_negative, required=True, help="older checkpoint")
-    publish.add_argument("--output", type=Path, required=True, help="new folder")
+    publish.add_argument("--output", type=path_or_url, required=True, help="new folder")
     apply = commands.add_parser("apply", help="apply published rows to an exported model")
-    apply.add_argument("model", type=Path, help="file from export")
-    apply.add_argument("--changes", type=Path, required=True, help="folder from publish")
+    apply.add_argument("model", type=path_or_url, help="file from export")
+    apply.add_argument("--changes", type=path_or_url, required=True, help="folder from publish")
     for command in (export, apply):
-        command.add_argument("--output", type=Path, required=True, help="file")
+        command.add_argument("--output", type=path_or_url, required=True, help="file")
     for command in (export, publish, apply):
         command.add_argument("--json", action="store_true", help="one JSON object on stdout")
 
@@ -96,8 +97,8 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     run = commands.add_parser("train", help="train a job on a dataset")
     run.add_argument("job", type=Path, help="job file")
-    run.add_argument("--dataset", type=Path, required=True, help="dataset folder")
-    run.add_argument("--output", type=Path, required=True, help="run folder")
+    run.add_argument("--dataset", type=Location, required=True, help="path or URL")
+    run.add_argument("--output", type=path_or_url, required=True, help="run folder or URL")
     run.add_argument("--steps", type=positive, help="stop before this step")
     run.add_argument("--embedding", choices=("plain", "cached", "lru", "uncached"), default="plain")
     run.add_argument("--expanded", action="store_true", help="undo the deduplication")
@@ -109,7 +110,7 @@ def build_parser() -> argparse.ArgumentParser:
     run.add_argument("--resume", action="store_true", help="continue from the newest checkpoint")
     run.add_argument(
         "--start-from",
-        type=Path,
+        type=path_or_url,
         metavar="RUN",
         help="start from the checkpoint of a finished run, on segments that it did not train",
     )
@@ -144,21 +145,29 @@ def build_parser() -> argparse.ArgumentParser:
     add_replica(commands.add_parser("replica", help="run one replica of train --replicas"))
     score = commands.add_parser("evaluate", help="metrics of a run on the evaluation split")
     score.add_argument("job", type=Path, help="job file")
-    score.add_argument("--dataset", type=Path, required=True, help="dataset folder")
-    score.add_argument("--run", type=Path, required=True, help="run folder")
+    score.add_argument("--dataset", type=Location, required=True, help="path or URL")
+    score.add_argument("--run", type=path_or_url, required=True, help="run")
     score.add_argument(
         "--segments", type=_names, metavar="ID,...", help="ids or days; default: those of the run"
     )
     check = commands.add_parser("verify", help="every sample of every epoch trained exactly once")
-    check.add_argument("run", type=Path, help="run folder")
+    check.add_argument("run", type=path_or_url, help="run")
     diff = commands.add_parser("diff", help="compare two runs bit by bit")
-    diff.add_argument("run", type=Path, help="run folder")
-    diff.add_argument("other", type=Path, help="run folder")
+    diff.add_argument("run", type=path_or_url, help="run")
+    diff.add_argument("other", type=path_or_url, help="run")
     add_export(commands)
     erase = commands.add_parser("erase", help="remove the rows of some ids from a run")
-    erase.add_argument("run", type=Path, help="run folder")
+    erase.add_argument("run", type=path_or_url, help="run")
     erase.add_argument("--ids", type=Path, required=True, help="text file, one id per line")
     erase.add_argument("--table", required=True, help="embedding table of the ids")
+    for command in (run, erase):
+        command.add_argument(
+            "--work",
+            type=Path,
+            metavar="DIR",
+            help="directory for the local copy of a run at a URL; default: presage/runs in the "
+            "cache directory of the user",
+        )
     add_store(commands.add_parser("store", help="serve rows to trainers, over Arrow Flight"))
     move = commands.add_parser("migrate-slots", help="move slots between stores of a run")
     move.add_argument("--from", dest="givers", required=True, help="address of the source store")

@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from schemas.accesses import TableAccesses, decoded_cache_for
+from schemas.accesses import NextUses, TableAccesses, decoded_cache_for
 from schemas.cache_plan import Keyframe, Plan, check_cache_size
 from schemas.config.job import Job
 from schemas.config.train import CacheConfig, DenseOptimizerConfig, TrainConfig
@@ -169,8 +169,9 @@ def plans_of(
     """Return the cache plan of each table from a step on.
 
     Plans stream: in memory are, for a whole table, 8 bytes per row of the dataset and 4 more per
-    row of the plan so far, with several segments also 4 per row of a segment; per table a file of
-    access lists and one of next uses; and `DECODED_BYTES` of access lists of all tables together.
+    row of the plan so far, with several segments also 4 per row of a segment, and again 4 in a
+    temporary file; per table a file of access lists and one of next uses; and `DECODED_BYTES` of
+    access lists of all tables together.
 
     A plan continues from its keyframe. Without one it starts with an empty cache, as that of a run
     whose first step this is. Neither reads the steps before.
@@ -191,21 +192,17 @@ def plans_of(
     """
     index, end = dataset.index_for(order), order.num_steps if end_step is None else end_step
     to_train = range(first_step, end)
-    next_uses = {table: index.steps(table) for table in tables}
+    decoded = decoded_cache_for(order, DECODED_BYTES)
+    accesses = {table: TableAccesses(dataset, table, order, decoded) for table in tables}
+    next_uses = {t: NextUses(dataset, index, t, a.numbering) for t, a in accesses.items()}
 
     def distances(table: str) -> Iterator[NDArray[np.int32]]:
-        steps = next_uses[table]
-        return (
-            clip_to_horizon(steps[step].astype(np.int32, copy=False), step, end)
-            for step in to_train
-        )
+        return (clip_to_horizon(next_uses[table][step], step, end) for step in to_train)
 
     check_cache_size({table: distances(table) for table in next_uses}, config)
-    decoded = decoded_cache_for(order, DECODED_BYTES)
     plans: dict[str, TablePlan] = {}
-    for table in next_uses:
-        accesses = TableAccesses(dataset, table, order, decoded)
-        steps = zip(map(accesses.numbers, to_train), distances(table), strict=True)
+    for table, of_table in accesses.items():
+        steps = map(of_table.entries, to_train, distances(table))
         plan = Plan(steps, config, first_step=first_step, start=(starts or {}).get(table))
-        plans[table] = TablePlan(plan, accesses.rows, plan.keyframe)
+        plans[table] = TablePlan(plan, of_table.rows, plan.keyframe)
     return plans

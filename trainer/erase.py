@@ -21,12 +21,14 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from schemas.config.job import TableConfig, load_job
+from schemas.config.train import CheckpointConfig
 from schemas.errors import SchemaError, suggest_name
 from schemas.features import load_features
-from schemas.files import sync_directory
 from schemas.layout import JOB, SCHEMA
+from schemas.local_files import sync_directory
 from schemas.rows import ids_of, rows_of_ids
 from schemas.run_log import CHECKPOINTS
+from schemas.storage import Location
 from trainer.checkpoint.format import RowPart, RowsAndRecords, from_bytes, select, write_part
 from trainer.checkpoint.manager import claim_leftovers
 from trainer.checkpoint.manifest import (
@@ -41,6 +43,7 @@ from trainer.checkpoint.manifest import (
     remove_stale,
     write_checkpoint_manifest,
 )
+from trainer.checkpoint.upload import RunUploader, work_folder
 from trainer.run import read_identity
 from trainer.stores.api import TableLayout
 from trainer.stores.factory import STORE
@@ -48,12 +51,32 @@ from trainer.stores.factory import STORE
 Rows = NDArray[np.int64]
 
 
-def erase_ids(run: Path, path: Path, table: str) -> dict[str, Any]:
+def erase_ids(source: Path | Location, path: Path, table: str, work: Path) -> dict[str, Any]:
     """Erase the rows of the ids in a file; see `erase_rows`.
+
+    At a URL the state without them is committed, and files with them are deleted; a process that
+    trains the run ends.
+
+    Args:
+        source: path or URL of the run.
+        path: file of ids.
+        table: embedding table of the ids.
+        work: directory of work folders, for a URL.
 
     Raises:
         SchemaError: as `erase_rows` and `read_ids`.
+        StorageError: the store failed; running the command again erases the rest.
     """
+    if isinstance(source, Path):
+        return _erase_ids(source, path, table)
+    with work_folder(source, work, CheckpointConfig(), resume=True) as (run, newest):
+        summary = _erase_ids(run, path, table)
+        RunUploader(run, source, newest).commit()
+        shutil.rmtree(run)
+    return summary
+
+
+def _erase_ids(run: Path, path: Path, table: str) -> dict[str, Any]:
     read_identity(run)  # raises SchemaError if the folder holds no run
     config = table_of(load_job(run / JOB, stored=True).data.tables, table, run)
     types = {f.name: f.type for f in load_features(run / SCHEMA).features}

@@ -13,6 +13,7 @@ from schemas.dataset import Dataset, open_dataset, select_segments, select_segme
 from schemas.errors import SchemaError
 from schemas.layout import MANIFEST
 from schemas.run_log import RUN_FILE
+from schemas.storage import Location
 from trainer.checkpoint.load import (
     check_model,
     fingerprint_of,
@@ -37,7 +38,7 @@ from trainer.stores.api import RowReader
 
 
 def evaluate_run(
-    job_path: Path, dataset_path: Path, run: Path, segments: Sequence[str] | None = None
+    job_path: Path, dataset_path: Location, run: Path, segments: Sequence[str] | None = None
 ) -> Evaluation:
     """Evaluate the newest checkpoint of a run.
 

@@ -41,7 +41,9 @@ from schemas.model_inputs import (
     rows_key,
     weights_key,
 )
-from schemas.run_log import CHECKPOINTS
+from schemas.run_log import CHECKPOINTS, RUN_FILE
+from schemas.run_manifest import local_run
+from schemas.storage import Location
 from trainer.checkpoint.format import NpyFile
 from trainer.checkpoint.load import (
     CheckpointTable,
@@ -137,21 +139,27 @@ def open_source(run: Path, train_step: int | None = None) -> Source:
     return Source(run, job, spec, checkpoint, verify_checkpoint(checkpoint))
 
 
-def export_run(run: Path, output: Path, train_step: int | None = None) -> Exported:
+def export_run(
+    run: Path | Location, output: Path | Location, train_step: int | None = None
+) -> Exported:
     """Write the model of a run to one file.
 
     Args:
-        run: run folder.
-        output: path of the model.
+        run: path or URL of the run.
+        output: path or URL of the model.
         train_step: of the checkpoint; None: the newest.
 
     Raises:
         SchemaError: the run or the checkpoint is missing or damaged, or the output is a folder.
     """
-    if output.is_dir():
+    target = Location.parse(output)
+    if target.local is not None and target.local.is_dir():
         raise SchemaError(f"output is a folder: {output}; name a file in it")
-    source = open_source(run, train_step)
-    with tempfile.TemporaryDirectory(dir=output.absolute().parent) as folder:
+    with (
+        local_run(run, (RUN_FILE, JOB, SCHEMA), (train_step,)) as run_folder,
+        tempfile.TemporaryDirectory(dir=target.local and target.local.parent) as folder,
+    ):
+        source = open_source(run_folder, train_step)
         members: dict[str, Path | bytes] = {PROGRAM: program_of(source), **texts_of(source)}
         num_rows: dict[str, int] = {}
         for table in source.inputs.features_of:
@@ -160,12 +168,12 @@ def export_run(run: Path, output: Path, train_step: int | None = None) -> Export
             dim = source.job.train.embedding_dim
             num_rows[table] = write_rows(chunks, paths, dim, source.spec.dtype)
             members |= dict(zip(rows_paths(table), paths, strict=True))
-        write_model(output, manifest_of(source), members)
+        write_model(target, manifest_of(source), members)
     return Exported(
         file=str(output),
         train_step=source.manifest.train_step,
         num_rows=num_rows,
-        num_bytes=output.stat().st_size,
+        num_bytes=target.num_bytes() or 0,
     )
 
 

@@ -6,10 +6,12 @@ so that every step keeps its index; the last span is of a sealed dataset.
 
 from __future__ import annotations
 
+import os
+import socket
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Literal
 
 import numpy as np
@@ -20,13 +22,15 @@ from schemas.config.job import Job
 from schemas.config.train import TrainConfig
 from schemas.dataset import Dataset, open_dataset, select_segments_by_hash
 from schemas.errors import PlanError, SchemaError
-from schemas.layout import MANIFEST, TRAIN
+from schemas.layout import TRAIN
+from schemas.leases import Lease
 from schemas.manifest import DatasetManifest, read_dataset
 from schemas.order import Order
+from schemas.storage import Location
+from schemas.versions import Versions
 from trainer.components import order_of, plans_of
 from trainer.embedding.cache import PlannedCache, RowSource, TablePlan
 from trainer.recovery import Drain
-from trainer.runtime import ReadLocks
 from trainer.stores.api import Store
 from trainer.stores.future_log import FutureLog, NextUseLookup
 
@@ -173,7 +177,7 @@ class FollowedDataset:
 
     def __init__(
         self,
-        path: Path,
+        path: Location,
         job: Job,
         options: FollowOptions,
         drain: Drain,
@@ -196,16 +200,24 @@ class FollowedDataset:
         self._drain = drain
         self._progress = progress
         self._check = check
-        self._newest_locks = ReadLocks()  # of the newest span
-        self._used_locks = ReadLocks()  # of the span that `use` returned
-        self._last_stamp: object = None  # of the root manifest
+        self._lease = Lease(path, f"run {socket.gethostname()}:{os.getpid()}")
+        self._used: tuple[str, ...] = ()  # directories of the span that `use` returned
+        self._last_stamp = 0  # number of the root manifest that was read
+        self._next_look_sec = 0.0
+        self._versions = Versions(path)
         self._span: Span | None = None
         self.wait_reason = ""  # why all known steps are trained
 
     def has_grown(self) -> bool:
-        """Return whether the root manifest was replaced since it was read; one `stat` call."""
-        span = self._span
-        return span is not None and not span.horizon.is_final and self._stamp() != self._last_stamp
+        """Return whether the root manifest was replaced since it was read.
+
+        The store is asked at most once in `train.follow.poll`.
+        """
+        span, now_sec = self._span, time.monotonic()
+        if span is None or span.horizon.is_final or now_sec < self._next_look_sec:
+            return False
+        self._next_look_sec = now_sec + self._job.train.follow.poll.total_seconds()
+        return self._stamp() != self._last_stamp
 
     def current(self) -> Span:
         """Return the newest span that was opened, which begins with all earlier ones."""
@@ -228,7 +240,7 @@ class FollowedDataset:
         )
 
     def use(self, extent: DatasetExtent) -> Span:
-        """Return the span of an agreed extent, and lock the indexes that it is read from.
+        """Return the span of an agreed extent, whose files are kept from being removed.
 
         Args:
             extent: no more than is committed.
@@ -237,7 +249,7 @@ class FollowedDataset:
             PlanError: the dataset has grown after it was sealed.
         """
         span = self.current()
-        self._used_locks.replace(*self._index_folders(span))
+        self._used = directories_of(span.dataset)
         return replace(span, horizon=horizon_of(span.order, extent, self._options.stop))
 
     def wait_for(self, train_step: int, before_wait: Callable[[], None] = lambda: None) -> Span:
@@ -272,7 +284,7 @@ class FollowedDataset:
     def _try_open(self) -> Span | None:
         """Return the newest span; None, with `wait_reason`, while there is nothing to train."""
         previous = self._span
-        if self._options.follow and previous is None and self._last_stamp is None:
+        if self._options.follow and previous is None and not self._last_stamp:
             self.wait_reason = f"{self._path} does not exist yet"
             return None
         try:
@@ -289,7 +301,7 @@ class FollowedDataset:
                     f"fewer than the {self._options.min_segments} segments of the run are visible"
                 )
             return None
-        ids = [s.manifest.id for s in span.dataset.segments]
+        ids = [s.id for s in span.dataset.segments]
         self.wait_reason = (
             f"{len(ids)} segments are committed, the last is {ids[-1]}, and the dataset is not "
             f"sealed; append segments, or run python -m pipelines seal {self._path}"
@@ -311,9 +323,11 @@ class FollowedDataset:
                 if self._span is None:
                     self._check(dataset)
                 span = self._span_of(dataset)
-                indexes = [] if span is None else self._index_folders(span)
-                segments = () if span is None else span.dataset.segments
-                self._newest_locks.replace(*indexes, *(s.directory for s in segments))
+                if span is not None and self._options.planned:
+                    self._check_index(span)
+                self._lease.hold({*directories_of(dataset), *self._used})
+                if read_dataset(self._path) != root:
+                    continue  # something may have been removed before the lease was held
             except SchemaError:
                 if read_dataset(self._path) == root:
                     raise
@@ -328,23 +342,22 @@ class FollowedDataset:
         extent = DatasetExtent(num_segments=len(dataset.segments), finished=finished)
         return Span(dataset, order, horizon_of(order, extent, self._options.stop))
 
-    def _index_folders(self, span: Span) -> list[Path]:
-        if not self._options.planned:
-            return []
+    def _check_index(self, span: Span) -> None:
         try:
-            return [span.dataset.index_for(span.order).directory]
+            span.dataset.index_for(span.order)
         except SchemaError as error:
             if not self._options.follow:
                 raise
             raise _NoIndexError(error, finished=span.dataset.manifest.finished) from error
 
-    def _stamp(self) -> object:
-        """Return what changes when the root manifest is replaced; None if it is missing."""
-        try:
-            stat = (self._path / MANIFEST).stat()
-        except FileNotFoundError:
-            return None
-        return stat.st_ino, stat.st_mtime_ns, stat.st_size
+    def _stamp(self) -> int:
+        """Return the number of the newest root manifest; 0 if there is none."""
+        return self._versions.newest_number()
+
+
+def directories_of(dataset: Dataset) -> tuple[str, ...]:
+    """Return the names of the directories of a dataset's segments, by which leases keep them."""
+    return tuple(segment.directory.name for segment in dataset.segments)
 
 
 class _NoIndexError(Exception):
@@ -356,7 +369,7 @@ class _NoIndexError(Exception):
         self.finished = finished
 
 
-def check_continues(old: DatasetManifest, new: DatasetManifest, path: Path) -> None:
+def check_continues(old: DatasetManifest, new: DatasetManifest, path: Location) -> None:
     """Check that a dataset is an earlier one with more segments after it.
 
     Args:
@@ -367,7 +380,7 @@ def check_continues(old: DatasetManifest, new: DatasetManifest, path: Path) -> N
     Raises:
         SchemaError: it has another job or schema, another segment, or fewer segments.
     """
-    file = str(path / MANIFEST)
+    file = str(path)
     for name in ("name", "job_sha256", "schema_sha256"):
         before, now = getattr(old, name), getattr(new, name)
         if before != now:

@@ -8,6 +8,7 @@ from pathlib import Path
 from schemas.config.job import load_job
 from schemas.dataset import open_dataset
 from schemas.order import Order
+from schemas.storage import Location
 from trainer.components import order_of
 from trainer.data.collate import Batch
 from trainer.data.decode import spec_of
@@ -49,9 +50,9 @@ def evaluation_batches(
 
 
 def _open_reader(
-    job_path: Path | str, dataset_path: Path | str, *, expanded: bool
+    job_path: Path | str, dataset_path: Path | str | Location, *, expanded: bool
 ) -> tuple[Reader, Order]:
-    job, dataset = load_job(Path(job_path)), open_dataset(Path(dataset_path))
+    job, dataset = load_job(Path(job_path)), open_dataset(dataset_path)
     order = order_of(job, dataset)
     spec = spec_of(dataset, job.train.dtype)
     transpose = kernels_of(job.train.kernels).transpose

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from schemas.errors import SchemaError
 from schemas.files import sha256_of
-from schemas.layout import MANIFEST
+from schemas.layout import JOB, MANIFEST, SCHEMA
 from schemas.model import (
     PROGRAM,
     TEXTS,
@@ -38,6 +38,9 @@ from schemas.model import (
     write_changes_manifest,
     write_model,
 )
+from schemas.run_log import RUN_FILE
+from schemas.run_manifest import local_run
+from schemas.storage import Location, local_copy, new_folder
 from trainer.checkpoint.format import RowsAndRecords, merge_newest, read_parts
 from trainer.export import (
     Source,
@@ -67,23 +70,39 @@ class Published:
     """Rows by table that the newer checkpoint no longer has."""
 
 
-def publish(run: Path, output: Path, since_step: int, train_step: int | None = None) -> Published:
+def publish(
+    run: Path | Location,
+    output: Path | Location,
+    since_step: int,
+    train_step: int | None = None,
+) -> Published:
     """Write the rows that changed between two checkpoints of a run, and the newer program.
 
     Args:
-        run: run folder.
-        output: new or empty folder.
+        run: path or URL of the run.
+        output: new or empty folder, or its URL.
         since_step: of the older checkpoint.
-        train_step: of the newer one; None: the merge_newest.
+        train_step: of the newer one; None: the newest.
 
     Raises:
         SchemaError: a checkpoint is missing or damaged, or the folder is not empty.
     """
-    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+    target = Location.parse(output)
+    if target.exists():
         raise SchemaError(
             "output folder is not empty; name another",
             file=str(output),
         )
+    files = (RUN_FILE, JOB, SCHEMA)
+    with (
+        local_run(run, files, (since_step, train_step)) as run_folder,
+        new_folder(target) as folder,
+    ):
+        manifest = _publish(run_folder, folder, since_step, train_step)
+    return _published(output, manifest)
+
+
+def _publish(run: Path, output: Path, since_step: int, train_step: int | None) -> ChangesManifest:
     older, newer = open_source(run, since_step), open_source(run, train_step)
     if older.manifest.train_step > newer.manifest.train_step:
         raise SchemaError(
@@ -106,22 +125,31 @@ def publish(run: Path, output: Path, since_step: int, train_step: int | None = N
         num_dropped={t: dropped for t, (_, dropped) in counts.items()},
     )
     write_changes_manifest(output, manifest)
-    return _published(output, manifest, newer.manifest.train_step)
+    return manifest
 
 
-def apply_changes(model: Path, changes: Path, output: Path) -> Published:
+def apply_changes(
+    model: Path | Location, changes: Path | Location, output: Path | Location
+) -> Published:
     """Write the newer model from an older one and published changes.
 
     Args:
         model: export of the older checkpoint.
         changes: folder from `publish`.
-        output: path of the newer model.
+        output: path or URL of the newer model.
 
     Raises:
         SchemaError: a file is missing or damaged, or the changes are relative to another model.
     """
-    if output.is_dir():
+    target = Location.parse(output)
+    if target.local is not None and target.local.is_dir():
         raise SchemaError(f"output is a folder: {output}; name a file in it")
+    with local_copy(changes) as folder:
+        manifest = _apply_changes(model, folder, target)
+    return _published(output, manifest)
+
+
+def _apply_changes(model: Path | Location, changes: Path, output: Location) -> ChangesManifest:
     older, manifest = open_model(model), open_changes(changes)
     lineage = older.manifest.lineage
     if lineage.checkpoint_sha256 != manifest.since_sha256:
@@ -132,7 +160,7 @@ def apply_changes(model: Path, changes: Path, output: Path) -> Published:
             file=str(model),
         )
     newer = manifest.model
-    with tempfile.TemporaryDirectory(dir=output.absolute().parent) as folder:
+    with tempfile.TemporaryDirectory(dir=output.local and output.local.parent) as folder:
         members: dict[str, Path | bytes] = {n: changes / n for n in (PROGRAM, *TEXTS)}
         for table in newer.inputs.features_of:
             merged = _merge_rows(older.stored_rows(table), changes, table)
@@ -140,14 +168,14 @@ def apply_changes(model: Path, changes: Path, output: Path) -> Published:
             write_rows(merged, paths, newer.dim, newer.inputs.dtype)
             members |= dict(zip(rows_paths(table), paths, strict=True))
         write_model(output, newer, members)
-    return _published(output, manifest, newer.lineage.train_step)
+    return manifest
 
 
-def _published(output: Path, manifest: ChangesManifest, train_step: int) -> Published:
+def _published(output: Path | Location, manifest: ChangesManifest) -> Published:
     return Published(
         output=str(output),
         since_step=manifest.since_step,
-        train_step=train_step,
+        train_step=manifest.model.lineage.train_step,
         num_changed=manifest.num_changed,
         num_dropped=manifest.num_dropped,
     )

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from schemas.config.job import TableConfig
 from schemas.config.train import TrainConfig
-from schemas.dataset import Dataset, verify_version
+from schemas.dataset import Dataset, read_version
 from schemas.errors import SchemaError
 from schemas.files import replace_bytes, sync_file
 from schemas.layout import BLOCKS, JOB, SCHEMA, TRAIN
@@ -37,6 +37,8 @@ from schemas.run_log import (
     read_metrics,
     to_line,
 )
+from schemas.run_manifest import read_newest_state
+from schemas.storage import Location
 
 # ---- Identity: what must be equal for a run to be continued ----
 
@@ -95,13 +97,15 @@ def _ids_of(table: TableConfig) -> dict[str, Any]:
     return body if table.rows == "identity" else {**body, "num_rows": table.num_rows}
 
 
-def has_run(run: Path) -> bool:
-    """Return whether a folder contains a run."""
+def has_run(run: Path | Location) -> bool:
+    """Return whether a folder or URL contains a run."""
+    if isinstance(run, Location):
+        return read_newest_state(run) is not None
     return (run / RUN_FILE).is_file()
 
 
-def check_no_run(run: Path) -> None:
-    """Raise SchemaError if a folder contains a run."""
+def check_no_run(run: Path | Location) -> None:
+    """Raise SchemaError if a folder or URL contains a run."""
     if has_run(run):
         raise SchemaError(
             "output folder has a run already; use --resume or another folder", file=str(run)
@@ -151,8 +155,8 @@ def write_dataset(
 ) -> None:
     """Write the blocks to train, the schema and the identity; again if the dataset has grown."""
     _write_blocks(run, dataset, config.epochs)
-    schema = verify_version(dataset.directory / SCHEMA, dataset.manifest.schema_sha256)
-    replace_bytes(run / SCHEMA, schema.read_bytes())
+    schema = read_version(dataset.directory, SCHEMA, dataset.manifest.schema_sha256)
+    replace_bytes(run / SCHEMA, schema)
     identity = identity_of(dataset, config, follows=follows, chosen=chosen, origin=origin)
     replace_bytes(run / RUN_FILE, canonical_json(asdict(identity)).encode())
 
@@ -318,11 +322,11 @@ def truncate_logs(run: Path, train_step: int) -> None:
         if name == SPLITS and not exists:
             continue
         lines = (run / name).read_bytes().splitlines(keepends=True) if exists else []
-        kept = [line for line in lines if _step_of(line) < train_step]
+        kept = [line for line in lines if step_of_line(line) < train_step]
         replace_bytes(run / name, b"".join(kept))
 
 
-def _step_of(line: bytes) -> float:
+def step_of_line(line: bytes) -> float:
     """Return the step of a line, infinity if it is torn or unreadable."""
     try:
         return int(json.loads(line)["step"]) if line.endswith(b"\n") else math.inf
@@ -386,16 +390,15 @@ def _write_blocks(run: Path, dataset: Dataset, epochs: int) -> None:
     for segment in dataset.segments:
         positions = segment.positions(TRAIN)
         columns = {
-            "segment": pa.array([segment.manifest.id] * len(positions), pa.string()),
+            "segment": pa.array([segment.id] * len(positions), pa.string()),
             "block": segment.block_ids[positions],
             "num_samples": segment.column("num_samples")[positions],
         }
         tables.append(pa.table(columns, _BLOCKS_SCHEMA))
     table = pa.concat_tables(tables).replace_schema_metadata({"epochs": str(epochs)})
-    partial = run / f".{BLOCKS}.partial"  # it replaces an earlier one when the dataset has grown
-    pq.write_table(table, partial)
-    sync_file(partial)
-    partial.replace(run / BLOCKS)
+    with Location.parse(run / BLOCKS).new_file() as path:  # replaces one of a smaller dataset
+        pq.write_table(table, path)
+        sync_file(path)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

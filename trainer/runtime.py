@@ -1,23 +1,18 @@
-"""Child processes, progress output, polling of pipes, and locks on folders that are being read."""
+"""Child processes, progress output, and polling of pipes."""
 
 from __future__ import annotations
 
-import fcntl
 import os
 import select
 import subprocess
 import sys
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from pathlib import Path
 from typing import IO, Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from schemas.errors import SchemaError
-from schemas.layout import MANIFEST
 from schemas.paths import import_variables
 from schemas.run_log import StepMetric
 
@@ -105,54 +100,3 @@ def is_readable(file: IO[Any], timeout_sec: float) -> bool:
     poll = select.poll()
     poll.register(file, select.POLLIN)
     return bool(poll.poll(1000.0 * timeout_sec))
-
-
-class ReadLocks:
-    """Shared locks on folders that are being read, which keep them from being removed.
-
-    Locks end with this object and with the process. On a filesystem without locks, an index is kept
-    until the second segment after it.
-    """
-
-    def __init__(self) -> None:
-        """Start without locks."""
-        self._handles: list[int] = []
-        weakref.finalize(self, _release, self._handles)
-
-    def replace(self, *folders: Path) -> None:
-        """Lock these folders and release the previous ones.
-
-        Raises:
-            SchemaError: a folder is missing or being removed.
-        """
-        previous = self._handles.copy()
-        self._handles.clear()
-        try:
-            for folder in folders:
-                self._handles.append(_lock(folder))
-        finally:
-            _release(previous)
-
-
-def _release(handles: list[int]) -> None:
-    while handles:
-        os.close(handles.pop())
-
-
-def _lock(folder: Path) -> int:
-    try:
-        handle = os.open(folder, os.O_RDONLY)
-    except OSError as error:
-        raise SchemaError(
-            "folder is missing while it is read; open the dataset again",
-            file=str(folder),
-        ) from error
-    with suppress(OSError):
-        fcntl.flock(handle, fcntl.LOCK_SH)  # waits for a process that is removing it
-    if not (folder / MANIFEST).is_file():
-        os.close(handle)
-        raise SchemaError(
-            "folder was removed while it was opened; open the dataset again",
-            file=str(folder),
-        )
-    return handle

@@ -12,6 +12,8 @@ import torch
 from schemas.arrays import Array
 from schemas.errors import SchemaError
 from schemas.model import ModelFile, open_model
+from schemas.paths import path_or_url
+from schemas.storage import Location
 
 
 class Served:
@@ -59,10 +61,10 @@ def probabilities(logits: Array) -> Array:
     return 1 / (1 + np.exp(-logits.astype(np.float64)))
 
 
-def load(path: Path | str) -> Served:
+def load(path: Path | Location | str) -> Served:
     """Open an exported model and verify its checksums.
 
     Raises:
         SchemaError: the file is missing or damaged, or of another format or torch version.
     """
-    return Served(open_model(Path(path)))
+    return Served(open_model(path_or_url(path) if isinstance(path, str) else path))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -14,6 +15,7 @@ from schemas.config.train import WAIT
 from schemas.dataset import Dataset, open_dataset, segment_hashes, select_segments
 from schemas.errors import SchemaError
 from schemas.run_log import CHECKPOINTS, METRICS, RUN_FILE
+from schemas.storage import Location
 from trainer.checkpoint.load import newest_checkpoint, step_of, verify_checkpoint
 from trainer.checkpoint.manager import claim_leftovers
 from trainer.checkpoint.manifest import complete_checkpoints, set_aside
@@ -58,8 +60,10 @@ class TrainOptions:
     """Train on committed segments while later ones are built, until the dataset is sealed."""
     fast: bool = False
     """Compute all samples of a step at once; equal to microbatches up to rounding."""
-    start_from: Path | None = None
+    start_from: Path | Location | None = None
     """Run whose newest checkpoint a new run starts from."""
+    output: Location | None = None
+    """URL of the run; None if it stays in its folder."""
     segments: tuple[str, ...] | None = None
     """Ids or days of the segments to train on; None for all that are not trained yet."""
     expire_days: int | None = None
@@ -89,7 +93,7 @@ logger = logging.getLogger(__name__)
 def open_run(
     job_path: Path,
     job: Job,
-    dataset_path: Path,
+    dataset_path: Location,
     run: Path,
     options: TrainOptions,
     drain: Drain,
@@ -121,18 +125,22 @@ def open_run(
         if not options.resume:
             check_no_run(run)
         return _resume_run(job, dataset_path, run, options, drain, progress, watchdog)
-    warm_start = None if options.start_from is None else open_warm_start(options.start_from)
-    selected = _select_segments(warm_start, dataset_path, options)
-    data = FollowedDataset(
-        dataset_path, job, follow_options(options, selected=selected), drain, progress
-    )
-    with watchdog(WAIT):
-        dataset = data.wait_for(0).dataset
-    drain.check()
-    _report_missing_index(dataset, job, options, progress)
-    origin: dict[str, Any] | None = None
-    if warm_start is not None:
-        origin = write_initial_checkpoint(warm_start, run, job, dataset, options.expire_days)
+    with ExitStack() as opened:
+        warm_start = None
+        if options.start_from is not None:
+            warm_start = opened.enter_context(open_warm_start(options.start_from))
+        selected = _select_segments(warm_start, dataset_path, options)
+        data = FollowedDataset(
+            dataset_path, job, follow_options(options, selected=selected), drain, progress
+        )
+        with watchdog(WAIT):
+            dataset = data.wait_for(0).dataset
+        drain.check()
+        _report_missing_index(dataset, job, options, progress)
+        origin: dict[str, Any] | None = None
+        if warm_start is not None:
+            origin = write_initial_checkpoint(warm_start, run, job, dataset, options.expire_days)
+            origin["run"] = _name_of_origin(run, options)
     start_run(
         run,
         job_path,
@@ -148,7 +156,7 @@ def open_run(
 
 def _resume_run(
     job: Job,
-    dataset_path: Path,
+    dataset_path: Location,
     run: Path,
     options: TrainOptions,
     drain: Drain,
@@ -184,9 +192,9 @@ def _report_missing_index(
     dataset: Dataset, job: Job, options: TrainOptions, progress: Callable[[str], None]
 ) -> None:
     """Report that no index of the dataset has the order of the run, where that is allowed."""
-    train, manifests = job.train, [index.manifest for index in dataset.indexes]
-    same = [(m.batch_samples, m.epochs) == (train.batch_samples, train.epochs) for m in manifests]
-    if options.embedding == "cached" or any(same) or not manifests:
+    train, indexes = job.train, dataset.complete_indexes()
+    same = [(i.batch_samples, i.epochs) == (train.batch_samples, train.epochs) for i in indexes]
+    if options.embedding == "cached" or any(same) or not indexes:
         return
     try:
         dataset.index_for(order_of(job, dataset))
@@ -196,8 +204,19 @@ def _report_missing_index(
         )
 
 
+def _name_of_origin(run: Path, options: TrainOptions) -> str:
+    """Return the run that a run starts from: as seen from its folder, or a whole path or URL."""
+    start = options.start_from
+    assert start is not None, "the run starts from another one"
+    if isinstance(start, Location):
+        return str(start)
+    return Path(
+        os.path.relpath(start, run) if options.output is None else start.absolute()
+    ).as_posix()
+
+
 def _select_segments(
-    warm_start: WarmStart | None, dataset_path: Path, options: TrainOptions
+    warm_start: WarmStart | None, dataset_path: Location, options: TrainOptions
 ) -> tuple[str, ...] | None:
     """Return the hashes of the segments of a new run, None for all of the dataset."""
     if warm_start is None and options.segments is None:
@@ -211,7 +230,7 @@ def _select_segments(
 
 
 def _check_same_start(
-    run: Path, identity: RunIdentity, dataset_path: Path, options: TrainOptions
+    run: Path, identity: RunIdentity, dataset_path: Location, options: TrainOptions
 ) -> None:
     """Raise SchemaError if a run was started with other options than the command has."""
     problem = None
@@ -293,7 +312,7 @@ def _restart_hint(run: Path, origin: Mapping[str, Any] | None) -> str:
     """Return how to train a run again from its start."""
     if origin is None:
         return f"remove {run / CHECKPOINTS} and use --resume to train again from step 0"
-    old = os.path.normpath(run / origin["run"])
+    old = origin["run"] if "://" in origin["run"] else os.path.normpath(run / origin["run"])
     return f"begin again in another folder with --start-from {old}"
 
 

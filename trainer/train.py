@@ -18,6 +18,7 @@ from schemas.dataset import Dataset
 from schemas.errors import PlanError, SchemaError
 from schemas.order import Order
 from schemas.run_log import METRICS, LedgerEntry, RunSummary, StepMetric, read_metrics
+from schemas.storage import Location
 from trainer.checkpoint.load import (
     fingerprint_of,
     has_plan_of,
@@ -79,7 +80,7 @@ REPLICA = "0"
 
 def train(
     job_path: Path,
-    dataset_path: Path,
+    dataset_path: Location,
     run: Path,
     options: TrainOptions,
     *,
@@ -437,7 +438,7 @@ def _ledger_entry(batch: Batch | Microbatches, dataset: Dataset, reader: Reader)
     return LedgerEntry(
         step=batch.step.train_step,
         epoch=batch.step.epoch,
-        segment=dataset.segments[batch.step.segment].manifest.id,
+        segment=dataset.segments[batch.step.segment].id,
         replica=REPLICA,
         blocks=tuple(reader.blocks_of(batch.step).tolist()),
         num_samples=batch.num_samples,

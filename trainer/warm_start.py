@@ -8,9 +8,9 @@ so `--resume` never starts a second time.
 
 from __future__ import annotations
 
-import os
 import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import date, timedelta
 from pathlib import Path
@@ -26,6 +26,8 @@ from schemas.files import sha256_of
 from schemas.layout import MANIFEST
 from schemas.manifest import previous_names
 from schemas.run_log import CHECKPOINTS, RUN_FILE
+from schemas.run_manifest import local_run
+from schemas.storage import Location
 from trainer.checkpoint.format import RowsAndRecords
 from trainer.checkpoint.load import (
     check_model,
@@ -96,21 +98,26 @@ def steps_before(identity: RunIdentity) -> int:
     return int((identity.origin or {}).get("steps_before", 0))
 
 
-def open_warm_start(run: Path) -> WarmStart:
+@contextmanager
+def open_warm_start(source: Path | Location) -> Generator[WarmStart]:
     """Find the newest checkpoint of a run and verify its checksums.
 
     Raises:
-        SchemaError: the folder holds no run, or the checkpoint is missing or damaged.
+        SchemaError: there is no run, or the checkpoint is missing or damaged.
     """
-    identity, checkpoint = read_identity(run), newest_checkpoint(run)
-    if checkpoint is None:
-        raise SchemaError(
-            "run to start from has no checkpoint; train it to its end",
-            file=str(run),
+    with local_run(source, (RUN_FILE,), (None,)) as run:
+        identity, checkpoint = read_identity(run), newest_checkpoint(run)
+        if checkpoint is None:
+            raise SchemaError(
+                "run to start from has no checkpoint; train it to its end",
+                file=str(source),
+            )
+        yield WarmStart(
+            run=run,
+            checkpoint=checkpoint,
+            manifest=verify_checkpoint(checkpoint),
+            identity=identity,
         )
-    return WarmStart(
-        run=run, checkpoint=checkpoint, manifest=verify_checkpoint(checkpoint), identity=identity
-    )
 
 
 def untrained_segments(start: WarmStart, dataset: Dataset) -> tuple[str, ...]:
@@ -133,7 +140,7 @@ def untrained_segments(start: WarmStart, dataset: Dataset) -> tuple[str, ...]:
         raise SchemaError(
             f"dataset has no segment that {start.run.name} did not train; append a day, or name "
             "--segments",
-            file=str(dataset.directory / MANIFEST),
+            file=str(dataset.directory),
         )
     return tuple(untrained)
 
@@ -152,7 +159,7 @@ def write_initial_checkpoint(
             keeps all.
 
     Returns:
-        The lineage of the run, `origin` of `run.json`.
+        The lineage of the run, `origin` of `run.json` without `run`.
 
     Raises:
         SchemaError: model, optimizers or tables differ, or rows expire and a segment has no day.
@@ -176,7 +183,6 @@ def write_initial_checkpoint(
         parts = {table: (f"{folder_name(0)}/{table}",) for table in layouts}
         checkpoint.finish(fingerprint, parts, {}, keep=1)
     return {
-        "run": Path(os.path.relpath(start.run, run)).as_posix(),
         "train_step": start.manifest.train_step,
         "checkpoint_sha256": sha256_of(start.checkpoint / MANIFEST),
         "steps_before": start.steps_before,
@@ -225,23 +231,23 @@ def rows_of_days(
     newest = max(_day_of(s) for s in (*dataset.segments, *earlier))
     oldest = newest - timedelta(days=num_days - 1)
     segments = (*dataset.segments, *dataset.unselected)
-    recent = [s for s in segments if s.manifest.day and oldest <= _day_of(s) <= newest]
+    recent = [s for s in segments if s.day and oldest <= _day_of(s) <= newest]
     return rows_used(dataset, recent, table)
 
 
 def _hashes(segment: Segment, lineage: Mapping[str, str]) -> frozenset[str]:
     """Return the hash of a segment's manifest, and those of its versions before erasures."""
-    return previous_names(lineage, segment.manifest.id) | {sha256_of(segment.directory / MANIFEST)}
+    return previous_names(lineage, segment.id) | {segment.reference.manifest_sha256}
 
 
 def _day_of(segment: Segment) -> date:
-    if segment.manifest.day is None:
+    if segment.day is None:
         raise SchemaError(
             "segment has no day, which --expire-days needs; leave it out, or build the dataset "
             "with --day",
             file=str(segment.directory / MANIFEST),
         )
-    return date.fromisoformat(segment.manifest.day)
+    return date.fromisoformat(segment.day)
 
 
 class _RowCounter:

@@ -47,13 +47,13 @@ from pipelines.sources.rows import ORIGIN, InputSplit, microseconds
 from pipelines.stages import good_side_rows, read_rows, split_file
 from pipelines.transforms.apply import inputs_of
 from schemas.arrays import is_list, one_chunk
-from schemas.config.job import SAMPLES, DataConfig, Job, load_job
+from schemas.config.job import SAMPLES, DataConfig, Job, parse_stored_job
 from schemas.config.transforms import TransformConfig
+from schemas.dataset import read_version
 from schemas.errors import SchemaError
 from schemas.features import FeatureSet
-from schemas.files import verify_file
-from schemas.layout import JOB, MANIFEST
-from schemas.manifest import read_dataset
+from schemas.layout import JOB
+from schemas.manifest import find_root
 
 INPUT_BYTES = 256 << 20
 """Maximum bytes of input files to read, except for key columns and if one key has more."""
@@ -82,13 +82,12 @@ def with_groups(request: BuildRequest, job: Job, features: FeatureSet) -> tuple[
     if not job.data.has_auto_groups:
         return request, job
     text = request.job_path.read_text(encoding="utf-8")
-    if (request.dataset / MANIFEST).exists():
-        path = verify_file(request.dataset / JOB, read_dataset(request.dataset).job_sha256)
-        existing = load_job(path, stored=True)
+    root = find_root(request.dataset)
+    if root is not None:
+        job_bytes = read_version(request.dataset, JOB, root.manifest.job_sha256)
+        existing = parse_stored_job(job_bytes.decode(), str(request.dataset / JOB))
         named = named_groups(job, existing.data.groups)
-        if named == existing:
-            job_bytes = path.read_bytes()
-        else:
+        if named != existing:
             job_bytes = rewritten(text, named.data, {}).encode()
         return replace(request, job_bytes=job_bytes), named
     ungrouped = replace(job, data=replace(job.data, groups={}))

@@ -36,9 +36,11 @@ from pipelines.table.compact import StoredPart
 from pipelines.transforms.apply import fit_inputs
 from pipelines.transforms.fit import LEARNED
 from schemas.config.job import TableConfig
-from schemas.dataset import Dataset, open_dataset, select_segments
+from schemas.dataset import Segment, committed_segment
 from schemas.features import FeatureSet
+from schemas.manifest import Reference
 from schemas.order import Order
+from schemas.storage import Location
 
 
 def segment_pipeline(
@@ -91,21 +93,24 @@ def run_segment(context: BuildContext, beam_args: list[str]) -> Mapping[str, lis
     return run_pipeline(add_transforms, beam_args, context.segment_root, context.num_parts)
 
 
+TableTask = tuple[Path, Location, Reference, Order, str]
+"""Directory of a part, segment with its reference and its order alone, and table to index."""
+
+
 def run_index(
-    dataset: Dataset, order: Order, root: Path, beam_args: list[str], num_tasks: int
+    tasks: Sequence[TableTask], scratch: Path, beam_args: list[str], num_tasks: int
 ) -> list[TableTotals]:
-    """Index all tables of a dataset on Beam.
+    """Index tables in parts of indexes on Beam.
 
     Args:
-        dataset: an open dataset.
-        order: global order of the run.
-        root: directory of the index being built.
+        tasks: at least one.
+        scratch: directory that contains the parts.
         beam_args: Beam options.
         num_tasks: tasks that can run in parallel; with 0 each table is indexed by one worker.
     """
-    stage = IndexTables(root, dataset, order, spread=num_tasks > 0)
+    stage = IndexTables(tasks, spread=num_tasks > 0)
     return run_pipeline(
-        lambda p: {"tables": p | "IndexTables" >> stage}, beam_args, root, 1 + num_tasks
+        lambda p: {"tables": p | "IndexTables" >> stage}, beam_args, scratch, 1 + num_tasks
     )["tables"]
 
 
@@ -232,46 +237,41 @@ def _total(table: str, results: Iterable[tuple[Any, int, int]]) -> tuple[str, in
 
 
 class _IndexTable(beam.DoFn):
-    def __init__(self, root: Path, dataset: Dataset, order: Order, worker_entries: int) -> None:
-        self.root, self.path, self.order = root, dataset.directory, order
-        self.ids = [s.manifest.id for s in dataset.segments]
+    def __init__(self, worker_entries: int) -> None:
         self.worker_entries = worker_entries
 
     def setup(self) -> None:
         keep_freed_memory()
-        self.dataset = select_segments(open_dataset(self.path), self.ids)
 
-    def process(self, table: str) -> Iterator[Any]:
-        totals_or_plan = index_table(
-            self.root, self.dataset, table, self.order, self.worker_entries
-        )
+    def process(self, task: TableTask) -> Iterator[Any]:
+        root, directory, reference, order, table = task
+        segment = Segment(directory, reference, committed_segment(directory, reference))
+        totals_or_plan = index_table(root, segment, table, order, self.worker_entries)
         if isinstance(totals_or_plan, LinkingPlan):
-            yield table, totals_or_plan
+            yield str(root / table), totals_or_plan
         else:
             yield beam.pvalue.TaggedOutput(_DONE, totals_or_plan)
 
 
 class IndexTables(beam.PTransform):
-    """Begin a pipeline with the index of a dataset for one order: `TableTotals` of each table."""
+    """Begin a pipeline with tables in parts of indexes: `TableTotals` of each."""
 
-    def __init__(self, root: Path, dataset: Dataset, order: Order, spread: bool) -> None:
+    def __init__(self, tasks: Sequence[TableTask], spread: bool) -> None:
         """Store the settings.
 
         Args:
-            root: directory of the index being built.
-            dataset: an open dataset.
-            order: global order of the run.
+            tasks: at least one.
             spread: whether to distribute the stages of large tables over workers.
         """
         super().__init__()
-        self.root, self.dataset, self.order, self.spread = root, dataset, order, spread
+        self.tasks, self.spread = tasks, spread
 
     def expand(self, input_or_inputs: Any) -> beam.PCollection:
         """Index tables that fit a worker in one task, others in stages."""
-        stage = _IndexTable(self.root, self.dataset, self.order, WORKER_ENTRIES)
+        stage = _IndexTable(WORKER_ENTRIES)
         indexed = (
             input_or_inputs
-            | "list tables" >> beam.Create(sorted(self.dataset.job.data.tables))
+            | "list tables" >> beam.Create(self.tasks)
             | "spread tables" >> beam.Reshuffle()
             | "index tables" >> beam.ParDo(stage).with_outputs(_DONE, main=_PLANS)
         )
@@ -280,9 +280,8 @@ class IndexTables(beam.PTransform):
         return (indexed[_DONE], totals) | "join tables" >> beam.Flatten()
 
 
-def _totals(table: str, results: Iterable[tuple[LinkingPlan, int, int]]) -> TableTotals:
+def _totals(_key: str, results: Iterable[tuple[LinkingPlan, int, Any]]) -> TableTotals:
     plans, _, entries = zip(*results, strict=True)
-    assert plans[0].table == table, "a plan is of one table"
     return totals_of(plans[0], entries)
 
 

@@ -10,7 +10,7 @@ Arguments of several transforms:
     dataset: directory of the dataset.
     append: whether the dataset must exist.
     num_parts: ranges of keys, processed in parallel; the rows of each fit a worker.
-    single_writer: whether no other process writes to the dataset, for a network filesystem.
+    single_writer: without effect; a dataset may have several writers.
     allow_outside: whether the schema may be outside the folder of the job file.
 """
 
@@ -19,7 +19,7 @@ from __future__ import annotations
 import shutil
 import uuid
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -34,19 +34,20 @@ from pipelines.beam.build import segment_of_rows, segment_pipeline
 from pipelines.beam.runner import shuffle_of
 from pipelines.beam.transforms import REJECTED, EachReject, ReadRows
 from pipelines.beam.transforms import MakeSamples as _SamplesBySql
-from pipelines.build import finish_segment_files, segment_hashes
-from pipelines.context import BuildContext, BuildRequest
+from pipelines.build import discarded_on_error, finish_segment_files, segment_hashes
+from pipelines.clustering.part import LOOKUPS
+from pipelines.context import INCOMING, BuildContext, BuildRequest
 from pipelines.executor import SourceRows
 from pipelines.prepare import prepare
 from pipelines.samples.statements import job_steps
-from pipelines.scratch import locked, scratch_directory
+from pipelines.shuffle import SHUFFLE
 from pipelines.sources.formats import empty_rows
 from pipelines.sources.listing import folder_of, list_inputs
 from pipelines.sources.rejects import BUILD_REJECTS_SCHEMA, Reject
 from pipelines.sources.rows import ORIGIN, InputSplit, typed_chunks
 from pipelines.stages import REJECTS, SAMPLES
 from pipelines.table.commit import commit_segment
-from pipelines.table.compatibility import check_admissible, new_segment, uncommitted_segments
+from pipelines.table.compatibility import check_admissible, new_segment
 from pipelines.table.rows import (
     ContentHash,
     column_names,
@@ -56,18 +57,19 @@ from pipelines.table.rows import (
     row_groups,
     row_hashes,
 )
+from pipelines.table.segment import local_directory, publish
 from pipelines.transforms.fit import fitted_files, stage_fitted
 from schemas.config.job import Job, check_new_names, load_job
 from schemas.dataset import missing_column_defaults, open_dataset
 from schemas.errors import SchemaError, suggest_name, suggest_name_or
 from schemas.features import FeatureSet, load_features
-from schemas.layout import MANIFEST, SEGMENTS
-from schemas.manifest import InputFile, hash_of
-from schemas.paths import check_writable, local_path, schema_path
+from schemas.layout import SEGMENTS
+from schemas.leases import Lease
+from schemas.manifest import InputFile, find_root, hash_of
+from schemas.paths import schema_path
+from schemas.storage import Location
 
 SEGMENT = "segment"
-INCOMING = ".incoming"
-"""Prefix of the directories below a dataset into which pipelines write their parts."""
 ROWS = "rows"
 
 
@@ -180,7 +182,7 @@ class ReadDataset(beam.PTransform):
             model_inputs: whether to add the columns that transforms and sampling made.
         """
         super().__init__()
-        self._path, self._model_inputs = local_path(dataset).resolve(), model_inputs
+        self._path, self._model_inputs = Location.parse(dataset), model_inputs
 
     @property
     def schema(self) -> pa.Schema:
@@ -204,7 +206,7 @@ class ReadDataset(beam.PTransform):
 
 
 class _ReadRowGroup(beam.DoFn):
-    def __init__(self, path: Path, model_inputs: bool) -> None:
+    def __init__(self, path: Location, model_inputs: bool) -> None:
         self.path, self.model_inputs = path, model_inputs
 
     def setup(self) -> None:
@@ -307,7 +309,7 @@ class MakeSamples(beam.PTransform):
         request = BuildRequest(
             job_path=path,
             input_root=unused,
-            dataset=path.parent,
+            dataset=Location.parse(path.parent),
             beam_args=[],
             attempt="",
             listing=(_unread_file(parsed, path, name),),
@@ -341,12 +343,11 @@ def _segment_request(
 ) -> tuple[BuildRequest, Job, FeatureSet]:
     """Check the job and the target; return the request of a segment without files."""
     path, parsed, features = _load_job(job, allow_outside)
-    target = local_path(dataset).resolve()
-    check_writable(target, single_writer=single_writer)
-    check_new_names(parsed, path, target)
+    target = Location.parse(dataset)
+    check_new_names(parsed, path, is_new=find_root(target) is None)
     request = BuildRequest(
         job_path=path,
-        input_root=target / INCOMING,
+        input_root=path.parent / ".nowhere",  # there are no files
         dataset=target,
         beam_args=["--direct_num_workers=1"],  # of the index, which the last worker builds
         attempt=uuid.uuid4().hex[:12],
@@ -359,6 +360,21 @@ def _segment_request(
 def _check_num_parts(num_parts: int) -> None:
     if num_parts < 1:
         raise ValueError(f"num_parts must be at least 1, got {num_parts}; leave it out")
+
+
+def incoming_directory(request: BuildRequest) -> Path:
+    """Return the directory for the parts, which all workers must share.
+
+    Raises:
+        SchemaError: the dataset is not local, and there is no work directory.
+    """
+    base = request.work or request.dataset.local
+    if base is None:
+        raise SchemaError(
+            "work must name a directory that all workers share, since the dataset is not local",
+            file=str(request.dataset),
+        )
+    return base / INCOMING / request.attempt
 
 
 def _unread_file(job: Job, path: Path, name: str) -> InputFile:
@@ -380,15 +396,14 @@ def _start_build(
     pipeline: beam.Pipeline, request: BuildRequest, job: Job, context: BuildContext
 ) -> PendingSegment:
     """Make the directory of a segment's parts; return the segment."""
-    request.dataset.mkdir(parents=True, exist_ok=True)
-    root = request.dataset / f"{INCOMING}.{request.attempt}"
+    root = incoming_directory(request)
     context = replace(
         context,
         segment_root=root,
         learned=fitted_files(request.dataset),
         shuffle_by=shuffle_of(pipeline.options),
     )
-    root.mkdir()
+    root.mkdir(parents=True)
     stage_fitted(request.dataset, context.learned, root)
     return PendingSegment(request, job, context)
 
@@ -463,29 +478,48 @@ def commit_pending(
     hashes, key = segment_hashes(job, features, listing)
     reference = check_admissible(request, job, features, key, listing)
     if reference is None:
-        building = request.dataset / SEGMENTS / f".{key}.{request.attempt}"
+        # A step may run twice, even at the same time: each run finishes a copy of its own.
+        request = replace(request, attempt=f"{request.attempt}-{uuid.uuid4().hex[:6]}")
+        directory = request.dataset / SEGMENTS / f"{key}-{request.attempt}"
         with (
-            ExitStack() as locks,
-            scratch_directory(building, ".*", lambda: uncommitted_segments(request.dataset, key)),
+            Lease(request.dataset, f"build {request.attempt}") as lease,
+            discarded_on_error(request, directory),
         ):
-            if not (building / MANIFEST).exists():
-                _check_parts(incoming)
-                locks.enter_context(locked(incoming))
-                if not (incoming / MANIFEST).exists():
-                    finish_segment_files(request, pending.context, key, hashes, values)
-                incoming.rename(building)  # atomic, and the lock moves with the directory
-            reference = commit_segment(request, new_segment(request, job, features, key, building))
+            lease.hold([directory.name])
+            with local_directory(directory, request.work) as building:
+                _copy_parts(incoming, building)
+                context = replace(pending.context, segment_root=building)
+                finish_segment_files(request, context, key, hashes, values)
+                publish(building, directory)
+            new = new_segment(request, job, features, key, directory)
+            reference = commit_segment(request, new)
     shutil.rmtree(incoming, ignore_errors=True)
+    with suppress(OSError):  # another pipeline writes its parts there
+        incoming.parent.rmdir()
     return reference.id
 
 
-def _check_parts(incoming: Path) -> None:
-    """Refuse if a failed attempt moved the parts and another build deleted them."""
+def _copy_parts(incoming: Path, building: Path) -> None:
+    """Copy the parts that a pipeline wrote, by hard links where that is possible.
+
+    Raises:
+        SchemaError: another run of this step has committed and removed them.
+    """
+    source, target = Location.parse(incoming), Location.parse(building)
+    try:
+        for entry in source.entries():
+            if entry.path.partition("/")[0] not in (SHUFFLE, LOOKUPS):
+                (target / entry.path).copy_from(source / entry.path)
+    except FileNotFoundError as error:
+        raise _no_parts_error(incoming) from error
     if not incoming.is_dir():
-        raise SchemaError(
-            "parts of the segment are missing; run the pipeline again",
-            file=str(incoming),
-        )
+        raise _no_parts_error(incoming)
+
+
+def _no_parts_error(incoming: Path) -> SchemaError:
+    return SchemaError(
+        "parts of the segment are missing; run the pipeline again", file=str(incoming)
+    )
 
 
 # Rows from a user's pipeline. They have no file and no position: a hash of their values replaces

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import importlib
 import io
-import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import apache_beam as beam
@@ -22,7 +22,6 @@ import pyarrow.parquet as pq
 from apache_beam.ml.inference.base import ModelHandler, RunInference
 
 from pipelines.beam.runner import run_pipeline
-from pipelines.scratch import atomic_write
 from pipelines.table.rows import blocks_of_row_group, read_joined_row_group
 from schemas.dataset import (
     Dataset,
@@ -33,10 +32,11 @@ from schemas.dataset import (
     select_segments_by_hash,
 )
 from schemas.errors import SchemaError
-from schemas.files import replace_bytes, sha256_of
+from schemas.files import sha256_of
 from schemas.layout import EVALUATION, MANIFEST, SAMPLE_WEIGHT, TRAIN
 from schemas.manifest import canonical_json
 from schemas.model import ModelFile, open_model
+from schemas.storage import Location
 
 SCORE, SCORES = "score", "scores"
 SPLITS = {"all": (TRAIN, EVALUATION), "train": (TRAIN,), "evaluation": (EVALUATION,)}
@@ -50,9 +50,9 @@ class ScoreRequest:
 
     model: Path
     """File of `python -m trainer export`."""
-    dataset: Path
+    dataset: Location
     """Directory of the dataset."""
-    output: Path
+    output: Location
     """New or empty directory."""
     split: str
     """One of `SPLITS`."""
@@ -79,8 +79,8 @@ def score(request: ScoreRequest) -> dict[str, Any]:
         SchemaError: model and dataset do not match, the output is not empty, or the pipeline
             failed.
     """
-    output = request.output.resolve()
-    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+    output = request.output
+    if output.exists():
         raise SchemaError(
             "output must be a new or empty directory, got one with files; name another",
             file=str(request.output),
@@ -96,8 +96,10 @@ def score(request: ScoreRequest) -> dict[str, Any]:
             file=str(request.dataset),
         )
     hashes = tuple(reference.manifest_sha256 for reference in dataset.manifest.segments)
-    stage = ReadSamples(request.dataset.resolve(), hashes, columns, model.manifest.inputs.columns)
-    handler = ExportedModelHandler(request.model.resolve())
+    stage = ReadSamples(request.dataset, hashes, columns, model.manifest.inputs.columns)
+    handler = ExportedModelHandler(
+        request.model if isinstance(request.model, Location) else request.model.resolve()
+    )
 
     def add_transforms(pipeline: beam.Pipeline) -> dict[str, beam.PCollection]:
         files = (
@@ -110,11 +112,11 @@ def score(request: ScoreRequest) -> dict[str, Any]:
         )
         return {"files": files}
 
-    output.mkdir(parents=True, exist_ok=True)
     try:
-        outputs = run_pipeline(add_transforms, list(request.beam_args), output, len(groups))
+        with TemporaryDirectory(prefix="presage-score-") as work:
+            outputs = run_pipeline(add_transforms, list(request.beam_args), Path(work), len(groups))
     except BaseException:
-        shutil.rmtree(output, ignore_errors=True)  # it was empty
+        output.remove_all()  # it was empty
         raise
     files = dict(sorted(outputs["files"]))
     body = {
@@ -123,7 +125,7 @@ def score(request: ScoreRequest) -> dict[str, Any]:
         "split": request.split,
         "files": files,
     }
-    replace_bytes(output / MANIFEST, canonical_json(body).encode())
+    (output / MANIFEST).write_bytes(canonical_json(body).encode())
     count = sum(entry["num_samples"] for entry in files.values())
     return {"num_samples": count, "num_files": len(files), "output": str(request.output)}
 
@@ -172,7 +174,7 @@ class ReadSamples(beam.DoFn):
     """Row groups to the samples of a split, with the columns that are needed."""
 
     def __init__(
-        self, path: Path, hashes: tuple[str, ...], kept: Sequence[str], read: Sequence[str]
+        self, path: Location, hashes: tuple[str, ...], kept: Sequence[str], read: Sequence[str]
     ) -> None:
         """Store the settings; `hashes` are those of the segments' manifests."""
         self.path, self.hashes, self.kept, self.read = path, hashes, tuple(kept), tuple(read)
@@ -284,7 +286,7 @@ def scored(samples: pa.Table, model: LoadedModel) -> pa.Table:
 class WriteScores(beam.DoFn):
     """Writes one file per row group; idempotent."""
 
-    def __init__(self, output: Path) -> None:
+    def __init__(self, output: Location) -> None:
         """Store the output directory."""
         self.output = output
 
@@ -292,6 +294,7 @@ class WriteScores(beam.DoFn):
         """Yield the name, size and hash of the file."""
         name, table = element
         path = self.output / SCORES / name
-        with atomic_write(path) as partial:
+        with path.new_file() as partial:
             pq.write_table(table, partial, compression="zstd", write_page_checksum=True)
-        yield f"{SCORES}/{name}", {"num_samples": table.num_rows, "sha256": sha256_of(path)}
+            digest = sha256_of(partial)
+        yield f"{SCORES}/{name}", {"num_samples": table.num_rows, "sha256": digest}

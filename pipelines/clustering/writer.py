@@ -30,7 +30,6 @@ from pipelines.clustering.layout import (
 )
 from pipelines.clustering.star import Clustered, Star, cluster, sort_keys, to_star
 from pipelines.samples.tuples import Tuples, concat_tuples, drop_unused_tuples, hash_session_keys
-from pipelines.scratch import partial_path
 from schemas.arrays import offsets_of
 from schemas.config.job import DataConfig
 from schemas.fitted import FittedValues
@@ -43,6 +42,7 @@ from schemas.layout import (
     num_unique_column,
     samples_path,
 )
+from schemas.local_files import partial_path
 
 LAYOUT_SAMPLES = TRIAL_ROWS
 """Approximate number of samples from which the layout is chosen."""

@@ -37,6 +37,7 @@ from pipelines.demo_log.sessions import (
     generate_chunk,
     start_time_us,
 )
+from schemas.storage import Location
 
 HISTORIES = ("clicked_items", "clicked_brands", "viewed_items")
 DENSE = (
@@ -144,7 +145,7 @@ def generate(config: GeneratorConfig) -> Iterator[pa.RecordBatch]:
         yield from batches
 
 
-def write_log(config: GeneratorConfig, directory: Path) -> list[Path]:
+def write_log(config: GeneratorConfig, directory: Location | Path) -> list[Location]:
     """Write the log as `log-00000.parquet` and so on; return the files in order of time.
 
     Args:
@@ -154,11 +155,11 @@ def write_log(config: GeneratorConfig, directory: Path) -> list[Path]:
     Raises:
         ValueError: the directory contains Parquet files.
     """
-    directory.mkdir(parents=True, exist_ok=True)
-    if existing := sorted(directory.glob("*.parquet")):
+    directory = Location.parse(directory)
+    if existing := [name for name in directory.children()[1] if name.endswith(".parquet")]:
         raise ValueError(
             f"directory must hold no Parquet file, got directory={str(directory)!r} with "
-            f"{existing[0].name!r}; remove them or choose another directory"
+            f"{existing[0]!r}; remove them or choose another directory"
         )
     num_groups = -(-config.num_samples // config.batch_samples)
     num_files = min(config.num_files, num_groups)
@@ -167,7 +168,10 @@ def write_log(config: GeneratorConfig, directory: Path) -> list[Path]:
     for file_index in range(num_files):
         path = directory / f"log-{file_index:05d}.parquet"
         end, begin = (num_groups * (file_index + k) // num_files for k in (1, 0))
-        with pq.ParquetWriter(path, LOG_SCHEMA, compression="zstd") as writer:
+        with (
+            path.new_file() as partial,
+            pq.ParquetWriter(partial, LOG_SCHEMA, compression="zstd") as writer,
+        ):
             for _ in range(end - begin):
                 writer.write_batch(next(batches))
         paths.append(path)

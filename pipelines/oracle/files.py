@@ -18,11 +18,13 @@ from schemas.arrays import Jagged, large_list, offsets_of
 from schemas.layout import (
     BLOCK,
     EDGES_SCHEMA,
+    USES_SCHEMA,
     access_path,
     access_schema,
     edges_path,
     index_path,
     index_schema,
+    uses_path,
 )
 from schemas.oracle import to_gaps
 
@@ -85,6 +87,19 @@ def write_index_file(
         "distances": large_list(distances.values.astype(np.int32), distances.offsets),
     }
     write_file(root, index_path(table, file_index), pa.table(columns).cast(index_schema()))
+
+
+def write_uses_file(
+    root: Path,
+    table: str,
+    epoch: int,
+    file_index: int,
+    first: NDArray[np.int32],
+    last: NDArray[np.int32],
+) -> None:
+    """Write the first and last step in a shuffled epoch that use consecutive numbers."""
+    uses = pa.table({"first_step": pa.array(first), "last_step": pa.array(last)})
+    write_file(root, uses_path(table, epoch, file_index), uses.cast(USES_SCHEMA))
 
 
 def concat_lists(lists: Sequence[NDArray[np.generic]]) -> Jagged:

@@ -7,11 +7,9 @@ counts, string domains, `drift_comparator` (against the previous segment), `skew
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import log2
-from pathlib import Path
 from typing import TypeVar
 
 from google.protobuf import text_format
@@ -22,7 +20,7 @@ from pipelines.quality.segment_statistics import (
     LABEL_DELAY_SEC,
     SAMPLES_PER_SESSION,
     read_statistics,
-    statistics_path,
+    segment_statistics,
 )
 from pipelines.sources.rejects import (
     SHOWN_CHARACTERS,
@@ -34,9 +32,11 @@ from pipelines.sources.rejects import (
     sort_key,
 )
 from schemas.config.job import GateConfig
+from schemas.dataset import Segment
 from schemas.errors import SchemaError
-from schemas.layout import ANOMALIES, EVALUATION, TRAIN
+from schemas.layout import ANOMALIES, EVALUATION, STATISTICS, TRAIN
 from schemas.manifest import read_segment
+from schemas.storage import Location
 
 Key = TypeVar("Key")
 Feature = statistics_pb2.FeatureNameStatistics
@@ -512,37 +512,37 @@ def parse_schema(text: bytes) -> schema_pb2.Schema:
 
 
 def pass_gate(
-    building: Path,
-    previous: Path | None,
+    directory: Location,
+    previous: Segment | None,
     schema: schema_pb2.Schema,
     gate: GateConfig | None,
-    refused: Path,
+    refused: Location,
     progress: Callable[[str], None],
 ) -> str:
     """Check a segment that has been built.
 
     Args:
-        building: directory of the segment.
-        previous: directory of the previous segment, None for the first one.
+        directory: of the segment.
+        previous: the segment before it, None for the first one.
         schema: declared columns with their constraints.
         gate: the job's `data.gate`; without one, only too many rejects refuse the segment.
         refused: directory for statistics, anomalies and rejects of a refused segment.
         progress: called with each finding of a segment that is not refused.
 
     Returns:
-        The text of `anomalies.pbtxt`.
+        The text of its anomalies.
 
     Raises:
         GateError: the segment exceeds a limit, and the gate's action is `fail`.
     """
-    rejects = count_segment_rejects(building)
+    rejects = count_segment_rejects(directory)
     findings, distances = check_segment(
         schema,
         gate,
-        read_statistics(statistics_path(building)),
-        read_statistics(statistics_path(previous)) if previous else None,
+        read_statistics(directory),
+        segment_statistics(previous) if previous else None,
         rejects,
-        read_segment(building).num_rows,
+        read_segment(directory).num_rows,
     )
     if gate is None:
         fails = any(finding.short == MANY_REJECTS for finding in findings)
@@ -551,9 +551,9 @@ def pass_gate(
     severity = "ERROR" if fails else "WARNING"
     text = anomalies_text(rejects, findings, distances, severity)
     if fails:
-        keep_rejects(building, refused)
-        shutil.copy(statistics_path(building), refused)
-        (refused / ANOMALIES).write_text(text, encoding="utf-8")
+        keep_rejects(directory, refused)
+        (refused / STATISTICS).copy_from(directory / STATISTICS)
+        (refused / ANOMALIES).write_bytes(text.encode())
         limit = " (data.gate.max_reject_fraction)" if gate is None else ""
         lines = "\n".join(map(str, findings))
         raise GateError(
@@ -562,15 +562,12 @@ def pass_gate(
         )
     for finding in findings:
         progress(f"warning: {finding}")
-    shutil.rmtree(refused, ignore_errors=True)
+    refused.remove_all()
     return text
 
 
-def keep_rejects(building: Path, refused: Path) -> None:
+def keep_rejects(directory: Location, refused: Location) -> None:
     """Copy the rejects of a segment that is not committed."""
-    shutil.rmtree(refused, ignore_errors=True)
-    refused.mkdir()
-    for path in reject_files(building):
-        target = refused / path.relative_to(building)
-        target.parent.mkdir(exist_ok=True)
-        shutil.copy(path, target)
+    refused.remove_all()
+    for entry in reject_files(directory):
+        (refused / entry.path).copy_from(directory / entry.path)

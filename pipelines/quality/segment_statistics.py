@@ -29,8 +29,9 @@ from schemas.config.job import DataConfig
 from schemas.dataset import Segment
 from schemas.errors import SchemaError
 from schemas.features import FeatureSet
-from schemas.files import verify_file
+from schemas.files import read_verified
 from schemas.layout import EVALUATION, PLAIN_STATISTICS, STATISTICS, TRAIN
+from schemas.storage import Location
 
 SHOWN_VALUES = 20
 """Frequent values in `top_values`."""
@@ -165,20 +166,29 @@ def write_statistics(segment: Path, text: str) -> None:
     (segment / STATISTICS).write_bytes(codec.compress(text.encode(), asbytes=True))
 
 
-def statistics_path(segment: Path) -> Path:
-    """Return the file of a segment's statistics, which was not compressed before 2026-11-23."""
-    plain = segment / PLAIN_STATISTICS
-    return plain if plain.exists() else segment / STATISTICS
-
-
-def read_statistics(path: Path) -> statistics_pb2.DatasetFeatureStatisticsList:
-    """Read a compressed or an uncompressed file of statistics.
+def read_statistics(segment: Location) -> statistics_pb2.DatasetFeatureStatisticsList:
+    """Read the statistics of a complete segment, which is not committed yet.
 
     Raises:
-        SchemaError: the file is damaged.
+        SchemaError: the file is missing or damaged.
+    """
+    path = segment / STATISTICS
+    try:
+        return parse_statistics(path, path.read_bytes())
+    except FileNotFoundError as error:
+        raise SchemaError(
+            "statistics are missing; another process has removed the segment, build it again",
+            file=str(path),
+        ) from error
+
+
+def parse_statistics(path: Location, data: bytes) -> statistics_pb2.DatasetFeatureStatisticsList:
+    """Parse the content of a compressed or an uncompressed file of statistics.
+
+    Raises:
+        SchemaError: it is damaged.
     """
     try:
-        data = path.read_bytes()
         if path.name == STATISTICS:
             data = pa.CompressedInputStream(pa.py_buffer(data), "zstd").read()
         text = data.decode()
@@ -200,7 +210,7 @@ def segment_statistics(segment: Segment) -> statistics_pb2.DatasetFeatureStatist
     """
     name = PLAIN_STATISTICS if PLAIN_STATISTICS in segment.files else STATISTICS
     path = segment.directory / name
-    return read_statistics(verify_file(path, segment.files[name].sha256))
+    return parse_statistics(path, read_verified(path, segment.files[name].sha256))
 
 
 # Statistics of training and evaluation samples.

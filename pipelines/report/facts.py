@@ -47,8 +47,14 @@ from pipelines.report.sizes import (
 )
 from pipelines.samples.event_join import add_counts, read_counts
 from pipelines.sources.rows import microseconds
-from pipelines.table.commit import default_order
-from pipelines.table.indexes import PolicyReport, TableReport, policy_reports, table_report
+from pipelines.table.commit import anomalies_text_of
+from pipelines.table.indexes import (
+    PolicyReport,
+    TableReport,
+    default_order,
+    policy_reports,
+    table_report,
+)
 from pipelines.table.rows import row_groups, session_lengths
 from schemas.accesses import TableAccesses, TableLoad, index_load, indexed_steps
 from schemas.arrays import comparable, comparable_tuple, one_chunk, unique_tuples
@@ -56,9 +62,8 @@ from schemas.cache_plan import Plan
 from schemas.config.job import SessionConfig
 from schemas.dataset import Dataset, Segment
 from schemas.errors import SchemaError
-from schemas.files import verify_file
 from schemas.group_files import read_group
-from schemas.layout import ANOMALIES, BLOCK, inverse_column, part_name
+from schemas.layout import BLOCK, inverse_column, part_name
 from schemas.manifest import GroupCounts
 from schemas.miss_ratio import EXACT_OPTIMAL, HitRateCurve, lru_curve, optimal_curve
 from schemas.run_log import (
@@ -70,6 +75,8 @@ from schemas.run_log import (
     read_metrics,
     read_summary,
 )
+from schemas.run_manifest import local_runs
+from schemas.storage import Location
 
 PLAN, BUILD = "plan.json", "build.json"
 PLAN_NUMBERS = (
@@ -87,7 +94,7 @@ SHOWN_LOSSES = 0.95
 """Share of the losses below the end of the axis."""
 
 
-def read_facts(dataset: Dataset, runs: Path | None) -> dict[str, Any]:
+def read_facts(dataset: Dataset, runs: Path | Location | None) -> dict[str, Any]:
     """Read everything that the page shows, one value per section.
 
     Args:
@@ -400,7 +407,7 @@ def quality_facts(dataset: Dataset) -> QualityFacts:
     labels = dataset.features.with_role("label")
     previous: Features | None = None
     for segment in dataset.segments[-MOST_SEGMENTS:]:
-        name = f"segment {segment.manifest.position}"
+        name = f"segment {segment.reference.position}"
         anomalies, statistics = _read_anomalies(segment), segment_statistics(segment)
         features = features_by_slice(statistics)
         segments.append(name)
@@ -415,8 +422,7 @@ def quality_facts(dataset: Dataset) -> QualityFacts:
 
 
 def _read_anomalies(segment: Segment) -> anomalies_pb2.Anomalies:
-    path = verify_file(segment.directory / ANOMALIES, segment.files[ANOMALIES].sha256)
-    return text_format.Parse(path.read_text("utf-8"), anomalies_pb2.Anomalies())
+    return text_format.Parse(anomalies_text_of(segment), anomalies_pb2.Anomalies())
 
 
 def _findings(anomalies: anomalies_pb2.Anomalies) -> Iterator[tuple[str, str, str]]:
@@ -529,7 +535,7 @@ def oracle_facts(dataset: Dataset) -> OracleFacts | None:
     report, accesses = tables[largest], TableAccesses(dataset, largest, order)
     work = max(1, min(report.num_accesses, EXACT_OPTIMAL))
     points = int(np.clip(OPTIMAL_WORK // work, 8, 64))
-    steps = indexed_steps(dataset, dataset.index_for(order), largest, order)
+    steps = indexed_steps(dataset, dataset.index_for(order), largest)
     plan = [(len(s.numbers), int(s.fetch.sum()), s.resident_rows) for s in Plan(steps, cache)]
     return OracleFacts(
         tables=tables,
@@ -603,7 +609,7 @@ def loss_facts(runs: Sequence[Run]) -> LossFacts | None:
     )
 
 
-def read_runs(directory: Path | None) -> dict[str, Any]:
+def read_runs(directory: Path | Location | None) -> dict[str, Any]:
     """Read the finished runs of a directory, and the plan and build beside them.
 
     Returns:
@@ -615,10 +621,15 @@ def read_runs(directory: Path | None) -> dict[str, Any]:
     """
     if directory is None:
         return {"runs": [], "losses": None, "plan": None, "build": None}
-    if not directory.is_dir():
+    if isinstance(directory, Path) and not directory.is_dir():
         raise SchemaError(
             f"no such directory of runs: {directory}; train with --output below it, or omit --runs"
         )
+    with local_runs(directory, (SUMMARY, METRICS), (PLAN, BUILD)) as folder:
+        return _read_runs(folder)
+
+
+def _read_runs(directory: Path) -> dict[str, Any]:
     runs = find_runs(directory)
     plan = _read_output(directory / PLAN, PLAN_NUMBERS, ("confident", "reasons"))
     build = _read_output(directory / BUILD, BUILD_NUMBERS)

@@ -36,7 +36,7 @@ from pipelines.report.facts import (
 )
 from schemas.dataset import open_dataset
 from schemas.errors import pluralize
-from schemas.files import replace_bytes
+from schemas.storage import Location
 
 MAX_LRU_POINTS = 400
 """Points of the drawn LRU curve."""
@@ -44,7 +44,9 @@ MAX_DOUBLINGS = 7
 """The last bar of the histogram has all sessions of at least 2**7 samples."""
 
 
-def write_report(dataset: Path, html: Path, runs: Path | None) -> None:
+def write_report(
+    dataset: Location | Path, html: Location | Path, runs: Path | Location | None
+) -> None:
     """Write the page; the same files give the same bytes.
 
     Args:
@@ -56,8 +58,7 @@ def write_report(dataset: Path, html: Path, runs: Path | None) -> None:
         SchemaError: the dataset or a run is damaged, or `runs` contains nothing to show.
     """
     page = render(read_facts(open_dataset(dataset), runs))
-    html.parent.mkdir(parents=True, exist_ok=True)
-    replace_bytes(html, page.encode())
+    Location.parse(html).write_bytes(page.encode())
 
 
 def render(facts: Mapping[str, Any]) -> str:

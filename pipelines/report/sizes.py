@@ -18,9 +18,19 @@ from pipelines.clustering.layout import (
     choose_encodings,
     open_writer,
 )
+from pipelines.table.commit import anomalies_name
 from pipelines.table.rows import column_names, read_live_row_group, row_groups
-from schemas.dataset import Dataset, Segment, missing_column_defaults
-from schemas.layout import DATA_DIRECTORIES, SEGMENTS, window_columns
+from schemas.dataset import Dataset, Segment, missing_column_defaults, version_name
+from schemas.layout import (
+    BLOCKS,
+    DATA_DIRECTORIES,
+    FILES,
+    JOB,
+    MANIFEST,
+    SCHEMA,
+    tombstones_path,
+    window_columns,
+)
 
 MAX_BYTES = 1 << 30
 """Bytes of expanded rows in memory; of a larger dataset a share of the row groups is read."""
@@ -64,11 +74,11 @@ def flat_rows(
         model_inputs: whether to include the columns that transforms and sampling added.
     """
     data, columns = dataset.job.data, column_names(dataset, model_inputs)
-    defaults = {s.manifest.id: missing_column_defaults(dataset, s) for s in dataset.segments}
+    defaults = {s.id: missing_column_defaults(dataset, s) for s in dataset.segments}
     all_groups = [(s, f, g) for s in dataset.segments for f, g in row_groups(s)]
 
     def read(segment: Segment, file_index: int, row_group: int) -> pa.Table:
-        missing = defaults[segment.manifest.id]
+        missing = defaults[segment.id]
         return read_live_row_group(segment, file_index, row_group, data, missing).select(columns)
 
     num_samples = sum(s.manifest.num_samples for s in dataset.segments)
@@ -139,7 +149,8 @@ def dataset_bytes(dataset: Dataset) -> int:
 def oracle_bytes(dataset: Dataset) -> int:
     """Return the bytes of access lists, edges and indexes."""
     segments = sum(s.manifest.oracle_bytes for s in dataset.segments)
-    return segments + sum(i.manifest.oracle_bytes for i in dataset.indexes)
+    indexes = map(dataset.open_index, dataset.complete_indexes())
+    return segments + sum(index.oracle_bytes for index in indexes)
 
 
 def derived_bytes(dataset: Dataset) -> int:
@@ -170,23 +181,31 @@ def file_metadata(
     for segment in dataset.segments:
         for path in segment.files:
             if path.startswith(directories):
-                yield pq.read_metadata(segment.directory / path)
+                yield segment.file(path).metadata
 
 
 def folder_bytes(dataset: Dataset) -> int:
     """Return the bytes of every file of a dataset except the oracle's.
 
-    These are manifests, job, schema, views, the fitted values of transforms, and everything but
-    `access/` and `edges/` of the segments that the root names; `index-*` is left out.
+    These are the root manifest, job, schema, the fitted values of transforms, deleted samples, and
+    everything but `access/` and `edges/` of the segments that the root names.
     """
-    paths = [p for p in dataset.directory.iterdir() if p.name != SEGMENTS and _is_counted(p)]
-    paths += [p for s in dataset.segments for p in s.directory.iterdir() if _is_counted(p)]
-    files = [f for p in paths for f in (p.rglob("*") if p.is_dir() else [p])]
-    return sum(f.stat().st_size for f in files if f.is_file())
-
-
-def _is_counted(path: Path) -> bool:
-    return path.name not in ("access", "edges") and not path.name.startswith((".", "index-"))
+    root, manifest = dataset.directory, dataset.manifest
+    named = {
+        version_name(JOB, manifest.job_sha256),
+        version_name(SCHEMA, manifest.schema_sha256),
+        *(path for segment in dataset.segments for path in segment.manifest.learned),
+    }
+    if manifest.tombstones_sha256:
+        named.add(tombstones_path(manifest.tombstones_sha256))
+    files = [entry for segment in dataset.segments for entry in segment.files.values()]
+    total = sum(e.num_bytes for e in files if not e.path.startswith(("access/", "edges/")))
+    total += sum((root / path).num_bytes() or 0 for path in named)
+    return total + sum(
+        (segment.directory / name).num_bytes() or 0
+        for segment in dataset.segments
+        for name in (MANIFEST, FILES, BLOCKS, anomalies_name(segment.reference))
+    )
 
 
 def bytes_by_table(dataset: Dataset) -> dict[str, int]:

@@ -12,6 +12,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
 import numpy as np
@@ -37,7 +38,7 @@ from pipelines.rewrite.input import (
 from pipelines.samples.sql import LIST_INDEX
 from pipelines.samples.statements import Steps
 from pipelines.samples.tuples import Tuples, concat_tuples, hash_session_keys, partition_tuples
-from pipelines.scratch import atomic_write, remove_partial, scratch_directory
+from pipelines.scratch import atomic_write, remove_partial
 from pipelines.shuffle import SHUFFLE, partition_of_key
 from pipelines.sources.listing import folder_of
 from pipelines.sources.rejects import rejects_from_table, sorted_rejects
@@ -52,20 +53,23 @@ from pipelines.table.rows import (
     tuples_of_samples,
     value_hashes,
 )
-from schemas.config.job import DataConfig, SamplesConfig, SessionConfig
-from schemas.dataset import Dataset, Segment, open_dataset
+from pipelines.table.segment import directory_reference
+from schemas.config.job import DataConfig, Job, SamplesConfig, SessionConfig
+from schemas.dataset import Segment
 from schemas.errors import SchemaError, suggest_name
 from schemas.features import FeatureSet
-from schemas.files import sync_directory, sync_file
+from schemas.files import sync_file
 from schemas.group_files import read_group
 from schemas.layout import part_name, samples_path
+from schemas.manifest import read_segment
+from schemas.storage import Location
 
 KEY, TIME = "_key", "_time"
 """Temporary columns that order the rows."""
 HIDDEN = (ORIGIN, LIST_INDEX, KEY, TIME)
 """Names that no column of the input may have."""
 ROWS = "rows"
-"""Directory of the rewritten rows in the scratch directory, renamed to the output at the end."""
+"""Directory of the rewritten rows in a temporary directory, moved to the output at the end."""
 ROW_TIME = "row_time"
 """Column added to a star schema whose rows have no time: a constant."""
 
@@ -87,7 +91,7 @@ class RewriteRequest:
     """
 
     folder: Path
-    output: Path
+    output: Location
     layout: Literal["star", "flat"]
     session: str | None
     time: str | None
@@ -112,12 +116,13 @@ def rewrite(request: RewriteRequest) -> dict[str, Any]:
             f"--label must come with --layout star, got --layout {request.layout!r}; leave it out: "
             "a flat file keeps every column as it is"
         )
-    if request.output.exists() and any(request.output.iterdir()):
+    if request.output.exists():
         raise SchemaError(
             "output must be empty, got a directory with files; choose another --output",
             file=str(request.output),
         )
-    if request.output.resolve().is_relative_to(request.folder.resolve()):
+    output = request.output.local
+    if output is not None and output.resolve().is_relative_to(request.folder.resolve()):
         raise SchemaError(
             f"output must lie outside the input, got {request.output} below {request.folder}; "
             "choose another --output"
@@ -134,15 +139,13 @@ def rewrite(request: RewriteRequest) -> dict[str, Any]:
         )
     order = f"by {rows.time}" if rows.time else "in the order of the files"
     request.progress(f"session key: {rows.session}; rows of a session {order}")
-    building = request.output.parent / f".{request.output.name}.{request.attempt}"
-    with scratch_directory(building, f".{request.output.name}.*"):
+    beside = None if output is None else output.parent
+    if beside is not None:
+        beside.mkdir(parents=True, exist_ok=True)
+    prefix = f".{request.output.name}."
+    with TemporaryDirectory(prefix=prefix, dir=beside) as name:
         write = _write_star if request.layout == "star" else _write_flat
-        result = write(request, rows, building)
-        if request.output.exists():
-            request.output.rmdir()
-        (building / ROWS).rename(request.output)
-        sync_directory(request.output.parent)
-    return result
+        return write(request, rows, Path(name))
 
 
 def _result(
@@ -220,6 +223,7 @@ def _write_flat(request: RewriteRequest, rows: Rows, building: Path) -> dict[str
     request.progress("comparing all rows with the input")
     _check_equal(content_hash(decoded(b) for b in rows.batches()), content)
     num_bytes = sum(p.num_bytes for p in parts)
+    request.output.move_from(target)
     return _result(request, rows, content, num_bytes, sum(p.num_sessions for p in parts))
 
 
@@ -354,28 +358,33 @@ def write_flat_part(path: Path, table: pa.Table) -> None:
 
 
 def _write_star(request: RewriteRequest, rows: Rows, building: Path) -> dict[str, Any]:
-    """Build a dataset below `building`, and compare it with the input."""
+    """Build a dataset that is committed if it equals the input; `building` is for the job."""
     types = {f.name: star_type(f.name, f.type) for f in rows.schema}
     check_microseconds(rows)
     job_folder = building / "job"
     job_folder.mkdir()
     write_job(job_folder, request, rows, types)
+    contents: list[ContentHash] = []
+
+    def check(directory: Location, job: Job) -> None:
+        request.progress("comparing all rows with the input")
+        segment = Segment(directory, directory_reference(directory), read_segment(directory))
+        content = sum(star_hashes(segment, job.data, rows.schema.names), ContentHash())
+        _check_equal(content_hash(b.cast(_star_schema(b, types)) for b in rows.batches()), content)
+        contents.append(content)
+
     summary = _build(
         BuildRequest(
             job_path=job_folder / "job.yaml",
             input_root=rows.folder,
-            dataset=building / ROWS,
+            dataset=request.output,
             beam_args=request.beam_args,
             attempt=request.attempt,
             progress=request.progress,
+            check=check,
         )
     )
-    dataset = open_dataset(building / ROWS)
-    names = rows.schema.names
-    request.progress("comparing all rows with the input")
-    content = sum(star_hashes(dataset, names), ContentHash())
-    _check_equal(content_hash(b.cast(_star_schema(b, types)) for b in rows.batches()), content)
-    result = _result(request, rows, content, summary["dataset_bytes"], summary["num_sessions"])
+    result = _result(request, rows, contents[0], summary["dataset_bytes"], summary["num_sessions"])
     return {**result, "groups": summary["groups"]}
 
 
@@ -400,18 +409,16 @@ def _star_schema(table: pa.Table, types: Mapping[str, str]) -> pa.Schema:
     return pa.schema([(n, arrow_type(types[n])) for n in table.column_names])
 
 
-def star_hashes(dataset: Dataset, columns: list[str]) -> Iterator[ContentHash]:
+def star_hashes(segment: Segment, data: DataConfig, columns: list[str]) -> Iterator[ContentHash]:
     """Yield the content hash of each row group; each tuple is hashed once.
 
     Args:
-        dataset: an open dataset.
+        segment: a complete segment.
+        data: of its job.
         columns: of the samples, those to hash.
     """
-    for segment in dataset.segments:
-        for file_index, row_group in row_groups(segment):
-            yield hash_of_values(
-                _row_group_hashes(segment, file_index, row_group, dataset.job.data, columns)
-            )
+    for file_index, row_group in row_groups(segment):
+        yield hash_of_values(_row_group_hashes(segment, file_index, row_group, data, columns))
 
 
 def _row_group_hashes(

@@ -22,6 +22,7 @@ from schemas.config.sources import SourceConfig
 from schemas.errors import SchemaError, suggest_name
 from schemas.manifest import InputFile
 from schemas.paths import local_path
+from schemas.storage import SCHEMES, Location
 
 _BLOCK_BYTES = 8 << 20
 
@@ -41,6 +42,11 @@ class Folder:
         """Whether the root is a local path."""
         return "://" not in self.root
 
+    @property
+    def needs_beam(self) -> bool:
+        """Whether only Beam's filesystems know the root."""
+        return not self.is_local and self._location is None
+
     def full_path(self, path: str) -> str:
         """Return the path or the URL of a file."""
         return str(Path(self.root) / path) if self.is_local else f"{self.root.rstrip('/')}/{path}"
@@ -53,7 +59,7 @@ class Folder:
         Raises:
             SchemaError: it cannot be listed.
         """
-        sizes = dict(self._local_files() if self.is_local else _remote().list_files(self.root))
+        sizes = dict(self._local_files() if self.is_local else self._remote_files())
         return {
             path: sizes[path]
             for path in sorted(sizes)
@@ -73,6 +79,23 @@ class Folder:
                 if (folder / file).is_file():
                     yield (folder / file).relative_to(root).as_posix(), None
 
+    @property
+    def _location(self) -> Location | None:
+        """The root if it is at a store that `schemas.storage` knows; Beam knows others."""
+        scheme = self.root.partition("://")[0]
+        return Location.parse(self.root) if scheme in SCHEMES else None
+
+    def _remote_files(self) -> Iterator[tuple[str, int | None]]:
+        location = self._location
+        if location is None:
+            yield from _remote().list_files(self.root)
+            return
+        entries = location.entries()
+        if not entries:
+            raise SchemaError("input must be a directory, got none; check --input", file=self.root)
+        for entry in entries:
+            yield entry.path, entry.num_bytes
+
     def is_link(self, path: str) -> bool:
         """Return whether the path of a file contains a symbolic link."""
         root = Path(self.root)
@@ -90,6 +113,11 @@ class Folder:
         """
         if self.is_local:
             return Path(self.root, path).stat().st_size
+        if self._location is not None:
+            size = (self._location / path).num_bytes()
+            if size is None:
+                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
+            return size
         return _remote().file_size(self.full_path(path), path)
 
     def open(self, path: str) -> BinaryIO:
@@ -100,6 +128,8 @@ class Folder:
         """
         if self.is_local:
             return Path(self.root, path).open("rb")
+        if self._location is not None:
+            return (self._location / path).open()
         self.size(path)  # some filesystems report a missing file at the first read only
         return _remote().open_file(self.full_path(path))
 

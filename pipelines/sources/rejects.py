@@ -8,7 +8,7 @@ workers and any order. The launcher gets counts by kind of reason and a few exam
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import reduce
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ import pyarrow.parquet as pq
 from pipelines.scratch import atomic_write
 from schemas.layout import REJECTS_SCHEMA, rejects_path
 from schemas.manifest import InputFile
+from schemas.storage import Entry, Location
 
 BUILD_REJECTS_SCHEMA = REJECTS_SCHEMA.append(pa.field("rows_unknown", pa.bool_()))
 """Columns of `rejects/*.parquet`, and whether a reject stands for an unknown number of rows."""
@@ -355,17 +356,19 @@ def write_rejects(root: Path, range_key: int, tables: Iterable[pa.Table]) -> Rej
 
 def number_reject_files(root: Path) -> None:
     """Rename the files of `write_rejects` to their numbers; can be repeated after a crash."""
-    files = list(reject_files(root))
-    unnumbered = [path for path in files if path.name.startswith(_UNNUMBERED)]
+    files = [entry.path for entry in reject_files(Location.parse(root))]
+    unnumbered = [path for path in files if path.startswith(f"{_DIRECTORY}/{_UNNUMBERED}")]
     for number, path in enumerate(unnumbered, len(files) - len(unnumbered)):
-        path.rename(root / rejects_path(number))
+        (root / path).rename(root / rejects_path(number))
 
 
-def reject_files(root: Path) -> Iterator[Path]:
-    """Yield the files of a segment's rejects, sorted."""
-    yield from sorted((root / _DIRECTORY).glob("*.parquet"))
+def reject_files(root: Location) -> list[Entry]:
+    """Return the files of a segment's rejects, sorted, with paths relative to the segment."""
+    entries = (root / _DIRECTORY).entries()
+    return [replace(e, path=f"{_DIRECTORY}/{e.path}") for e in entries]
 
 
-def count_segment_rejects(root: Path) -> RejectCounts:
+def count_segment_rejects(root: Location) -> RejectCounts:
     """Count the rejects of a segment from its files."""
-    return merge_counts(count_rejects(pq.read_table(path)) for path in reject_files(root))
+    contents = ((root / entry.path).read_bytes() for entry in reject_files(root))
+    return merge_counts(count_rejects(pq.read_table(pa.BufferReader(data))) for data in contents)

@@ -1,10 +1,13 @@
-"""Commit a segment and its indexes, by one replacement of the dataset's root manifest.
+"""Commit a segment with its index parts, by one new version of the dataset's root manifest.
 
-The new dataset is staged first: a hidden directory with its own root manifest, whose `segments/`
-entries are links, and in which the indexes are built. Then, under the dataset's lock, segment and
-indexes are renamed to their final paths and the root is replaced. If the root changed meanwhile,
-staging restarts on the new root, so concurrent commits all survive, and no reader sees a segment
-without its index.
+A build writes into a directory of its own, `segments/<key>-<attempt>/`, which is never renamed. The
+commit is a conditional put of the next version of the root: of several builds that commit at once
+one succeeds, the others read the new root, repeat the checks and try again. What is written before
+does not depend on the position of the segment, so nothing is built twice.
+
+Of a complete directory exactly one process decides: the build that commits it, a later build of the
+same key that takes it over, or `vacuum`, by creating the file `claim` in it. A build that fails
+discards its directory only if it has the claim and no root names it.
 
 The second half of the module decides whether a segment may be committed: to a sealed dataset, as
 another version of a day, or as a segment that deletions have compacted.
@@ -12,48 +15,44 @@ another version of a day, or as a segment that deletions have compacted.
 
 from __future__ import annotations
 
-import os
-import shutil
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from datetime import date
+from datetime import UTC, date, datetime
 from hashlib import sha256
-from pathlib import Path
 
 import pyarrow.compute as pc
 
 from pipelines.context import BuildRequest
-from pipelines.scratch import (
-    locked,
-    locked_root,
-    remove_stale,
-    remove_unlocked,
-    scratch_directory,
-)
-from pipelines.table.indexes import build_index
-from pipelines.table.rows import write_view
-from pipelines.table.segment import directory_reference, set_segment_id
-from schemas.dataset import Dataset, open_dataset, read_tombstones, verify_version, versioned_path
+from pipelines.table.indexes import INDEX_PREFIX, PartBuilder, segment_of_part
+from pipelines.table.root import update_root, write_copies, write_version
+from pipelines.table.segment import directory_reference
+from schemas.config.job import parse_stored_job
+from schemas.dataset import Dataset, Segment, open_root, read_tombstones
 from schemas.errors import SchemaError, pluralize
-from schemas.files import replace_bytes
-from schemas.layout import JOB, MANIFEST, SCHEMA, SEGMENTS
+from schemas.files import read_verified
+from schemas.layout import ANOMALIES, JOB, MANIFEST, SCHEMA, SEGMENTS
+from schemas.leases import live_leases
 from schemas.manifest import (
     ERASED_PREFIX,
     DatasetManifest,
     InputFile,
     Reference,
+    Root,
     SegmentManifest,
+    commit_root,
+    find_root,
     position_of,
     previous_names,
-    read_dataset,
     read_segment,
-    write_manifest,
 )
-from schemas.order import Order
+from schemas.storage import Location
+from schemas.versions import backoff
 
 MAX_POSITION = 99_999
 """Segment ids begin with the position in five digits."""
+CLAIM = "claim"
+"""File of a directory that names the process that decides about it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,26 +60,23 @@ class NewSegment:
     """A complete segment that is to be added to a dataset.
 
     Attributes:
-        building: its hidden directory, with its manifest.
+        directory: where it lies, with its manifest.
         key: hash of input and job, the suffix of its id.
         name: name of the job.
         job: content of the job file.
         schema: content of the schema file.
         validate: called with the current dataset, if it exists, and the number of segments before
             this one; returns the anomalies to store, or raises if the segment is refused.
+        parts: builds its parts of indexes.
     """
 
-    building: Path
+    directory: Location
     key: str
     name: str
     job: bytes
     schema: bytes
     validate: Callable[[Dataset | None, int], str]
-
-
-def read_root(dataset: Path) -> DatasetManifest | None:
-    """Return the root manifest, or None if there is no dataset."""
-    return read_dataset(dataset) if (dataset / MANIFEST).exists() else None
+    parts: PartBuilder
 
 
 def find_segment(root: DatasetManifest | None, key: str) -> Reference | None:
@@ -102,35 +98,130 @@ def commit_segment(request: BuildRequest, new: NewSegment) -> Reference:
         The segment; the existing one if another process committed this key.
 
     Raises:
-        SchemaError: its position is taken, or `new.validate` refuses it.
+        SchemaError: its position is taken, `new.validate` refuses it, or another process has
+            claimed its directory.
     """
-    while True:
-        root = read_root(request.dataset)
-        existing = find_segment(root, new.key)
+    for _ in backoff():
+        root = find_root(request.dataset)
+        existing = find_segment(root and root.manifest, new.key)
         if existing is not None:
             return existing
-        replaced = replaced_version(root, request, new.building)
-        kept = tuple(s for s in (root.segments if root else ()) if s != replaced)
-        position = free_position(kept, request.position, request.dataset)
-        dataset = open_dataset(request.dataset) if root else None
-        num_before = sum(position_of(s.id) < position for s in kept)
-        anomalies = new.validate(dataset, num_before)
-        segment_id = f"{position:05d}-{new.key}"
-        set_segment_id(new.building, segment_id, anomalies, request.day)
-        reference = replace(directory_reference(new.building), id=segment_id)
-        segments = (*kept[:num_before], reference, *kept[num_before:])
-        lineage = updated_lineage(root.lineage if root else {}, request.day, segment_id, replaced)
-        scratch = request.dataset / f".index.{request.attempt}"
-        with scratch_directory(scratch, ".index.*"):
-            stage = scratch / "dataset"  # `build_index` locks the parent of its dataset
-            stage_dataset(stage, request.dataset, new, segments)
-            indexes = build_indexes(stage, dataset, request.beam_args)
-            if try_commit(request.dataset, new, stage, root, segments, indexes, lineage):
-                return reference
+        reference, manifest = _next_manifest(request, new, root)
+        if not claim(new.directory, request.attempt):
+            raise SchemaError(
+                "directory of the segment was claimed by another process; run the command again",
+                file=str(new.directory),
+            )
+        committed = commit_root(request.dataset, root, manifest)
+        if committed is not None:
+            write_copies(request.dataset, committed)
+            return reference
+    raise AssertionError("`backoff` does not end")
+
+
+def _next_manifest(
+    request: BuildRequest, new: NewSegment, root: Root | None
+) -> tuple[Reference, DatasetManifest]:
+    """Return the new segment's reference, and the root with it; writes what the root names."""
+    old = None if root is None else root.manifest
+    replaced = replaced_version(old, request, new.directory)
+    kept = tuple(s for s in (old.segments if old else ()) if s != replaced)
+    position = free_position(kept, request.position, request.dataset)
+    dataset = open_root(request.dataset, old) if old else None
+    num_before = sum(s.position < position for s in kept)
+    anomalies = new.validate(dataset, num_before)
+    reference = replace(
+        directory_reference(new.directory),
+        id=f"{position:05d}-{new.key}",
+        path=new.directory.name,
+        day=request.day,
+        built_at=datetime.now(UTC).isoformat(timespec="seconds"),
+    )
+    reference = write_anomalies(new.directory, reference, anomalies)
+    manifest = DatasetManifest(
+        writer="",
+        name=new.name,
+        job_sha256=write_version(request.dataset, JOB, new.job),
+        schema_sha256=write_version(request.dataset, SCHEMA, new.schema),
+        segments=(*kept[:num_before], reference, *kept[num_before:]),
+        lineage=updated_lineage(old.lineage if old else {}, request.day, reference.id, replaced),
+        tombstones_sha256=old.tombstones_sha256 if old else None,
+    )
+    segment = Segment(new.directory, reference, read_segment(new.directory, reference))
+    present = [s for s in (dataset.segments if dataset else ()) if s.reference in kept]
+    data = parse_stored_job(new.job.decode(), JOB).data
+    indexes = new.parts.updated_indexes(dataset, data, [*present, segment])
+    return reference, replace(manifest, indexes=indexes)
+
+
+def write_anomalies(directory: Location, reference: Reference, text: str) -> Reference:
+    """Write the anomalies of a segment; return its reference with their hash."""
+    reference = replace(reference, anomalies_sha256=sha256(text.encode()).hexdigest())
+    (directory / anomalies_name(reference)).write_bytes(text.encode())
+    return reference
+
+
+def anomalies_text_of(segment: Segment) -> str:
+    """Return the text of a segment's anomalies.
+
+    Raises:
+        SchemaError: the file is missing or changed.
+    """
+    path = segment.directory / anomalies_name(segment.reference)
+    digest = segment.reference.anomalies_sha256 or segment.files[ANOMALIES].sha256
+    return read_verified(path, digest).decode()
+
+
+def anomalies_name(segment: Reference) -> str:
+    """Return the file of a segment's anomalies, in its directory."""
+    digest = segment.anomalies_sha256
+    return ANOMALIES if digest is None else f"anomalies-{digest[:12]}.pbtxt"
+
+
+def claim(directory: Location, owner: str) -> bool:
+    """Decide about a complete directory; return False if another process has decided."""
+    return (directory / CLAIM).create(owner.encode())
+
+
+def discard(dataset: Location, directory: Location, owner: str) -> None:
+    """Remove a directory that is not committed, unless another process has claimed it."""
+    root = find_root(dataset)
+    named = {s.directory for s in root.manifest.segments} if root else set()
+    if directory.name not in named and claim(directory, owner):
+        root = find_root(dataset)  # the own commit may have succeeded without a reply
+        named = {s.directory for s in root.manifest.segments} if root else set()
+        if directory.name not in named:
+            remove_segment(dataset, directory.name)
+            directory.parent.prune()
+
+
+def remove_segment(dataset: Location, name: str) -> int:
+    """Remove the directory of a segment and its parts of indexes; return their bytes."""
+    num_bytes = (dataset / SEGMENTS / name).remove_all()
+    for index in dataset.children()[0]:
+        if index.startswith(INDEX_PREFIX):
+            for part in (dataset / index).children()[0]:
+                if segment_of_part(part) == name:
+                    num_bytes += (dataset / index / part).remove_all()
+    return num_bytes
+
+
+def take_over(dataset: Location, key: str, owner: str) -> Location | None:
+    """Claim a complete directory of the key that a killed attempt has left, if there is one."""
+    root = find_root(dataset)
+    named = {s.directory for s in root.manifest.segments} if root else set()
+    leased = {name for lease in live_leases(dataset) for name in lease.directories}
+    for name in (dataset / SEGMENTS).children()[0]:
+        if not name.startswith(f"{key}-") or name in named | leased:
+            continue
+        directory = dataset / SEGMENTS / name
+        if (directory / MANIFEST).stat() is not None and claim(directory, owner):
+            return directory
+    return None
 
 
 def replaced_version(
-    root: DatasetManifest | None, request: BuildRequest, building: Path
+    root: DatasetManifest | None, request: BuildRequest, directory: Location
 ) -> Reference | None:
     """Return the version of the day that the segment replaces, if there is one.
 
@@ -142,18 +233,18 @@ def replaced_version(
         return None
     reference, manifest = version
     if not request.replaces:
-        raise day_exists_error(request.dataset, manifest)
-    check_replaceable(request.dataset, root, manifest, read_segment(building).listing)
+        raise day_exists_error(request.dataset, reference)
+    check_replaceable(request.dataset, root, reference, manifest, read_segment(directory).listing)
     return reference
 
 
-def free_position(segments: Iterable[Reference], position: int | None, dataset: Path) -> int:
+def free_position(segments: Iterable[Reference], position: int | None, dataset: Location) -> int:
     """Return the requested position, or the next one if None.
 
     Raises:
         SchemaError: the position is taken, or outside [0, 99999].
     """
-    taken = {position_of(s.id): s.id for s in segments}
+    taken = {s.position: s.id for s in segments}
     if position is None:
         position = max(taken, default=-1) + 1
     if position in taken:
@@ -170,177 +261,44 @@ def free_position(segments: Iterable[Reference], position: int | None, dataset: 
     return position
 
 
-def stage_dataset(
-    stage: Path, dataset: Path, new: NewSegment, segments: Sequence[Reference]
-) -> None:
-    """Write the future dataset, with links to its segments."""
-    (stage / SEGMENTS).mkdir(parents=True)
-    for segment in segments:
-        name = new.building.name if segment.id.endswith(new.key) else segment.id
-        link(stage / SEGMENTS / segment.id, dataset / SEGMENTS / name)
-    write_root(stage, new.name, new.job, new.schema, segments, ())
-
-
-def link(path: Path, target: Path) -> None:
-    """Create a relative symbolic link, which remains valid if the dataset is moved."""
-    path.symlink_to(os.path.relpath(target, path.parent), target_is_directory=True)
-
-
-def build_indexes(stage: Path, previous: Dataset | None, beam_args: list[str]) -> list[Reference]:
-    """Build the default index of a staged dataset, and rebuild each complete one.
-
-    An index is complete if it covers all segments of the previous dataset.
-    """
-    dataset = open_dataset(stage)
-    orders = dict.fromkeys([default_order(dataset), *indexed_orders(dataset, previous)])
-    building = stage / ".index.building"
-    return [build_index(dataset, order, building, beam_args) for order in orders]
-
-
-def default_order(dataset: Dataset) -> Order:
-    """Return the order of the job's `data.oracle`."""
-    oracle = dataset.job.data.oracle
-    return dataset.order(
-        oracle.batch_samples, oracle.epochs, oracle.order.shuffle, oracle.order.seed
-    )
-
-
-def indexed_orders(dataset: Dataset, previous: Dataset | None) -> Iterator[Order]:
-    """Yield the orders of the indexes over all segments of the previous dataset."""
-    ids = tuple(s.manifest.id for s in previous.segments) if previous else ()
-    for index in previous.indexes if previous else ():
-        m = index.manifest
-        if m.segments == ids:
-            yield dataset.order(m.batch_samples, m.epochs, m.shuffle, m.seed)
-
-
-def write_root(
-    dataset: Path,
-    name: str,
-    job: bytes,
-    schema: bytes,
-    segments: Sequence[Reference],
-    indexes: Sequence[Reference],
-    *,
-    lineage: Mapping[str, str] | None = None,
-    tombstones_sha256: str | None = None,
-) -> DatasetManifest:
-    """Replace the root manifest; the job and the schema that it names exist at every moment.
-
-    Both versions of a changed job or schema are first written as `<name>.<hash>`, which readers use
-    if the plain name has another hash (`verify_version`); the plain name is replaced last.
-    """
-    files = {dataset / JOB: job, dataset / SCHEMA: schema}
-    if not (dataset / MANIFEST).exists():
-        for path, data in files.items():
-            replace_bytes(path, data)
-    changed = {p: d for p, d in files.items() if p.read_bytes() != d}
-    for path, data in changed.items():
-        for version in (path.read_bytes(), data):
-            replace_bytes(versioned_path(path, sha256(version).hexdigest()), version)
-    manifest = DatasetManifest(
-        name=name,
-        job_sha256=sha256(job).hexdigest(),
-        schema_sha256=sha256(schema).hexdigest(),
-        segments=tuple(segments),
-        indexes=tuple(indexes),
-        lineage=dict(lineage or {}),
-        tombstones_sha256=tombstones_sha256,
-    )
-    write_manifest(dataset, manifest)
-    for path, data in changed.items():
-        replace_bytes(path, data)
-    return manifest
-
-
-def try_commit(
-    dataset: Path,
-    new: NewSegment,
-    stage: Path,
-    root: DatasetManifest | None,
-    segments: tuple[Reference, ...],
-    indexes: list[Reference],
-    lineage: Mapping[str, str],
-) -> bool:
-    """Rename the segment and the indexes and replace the root.
-
-    Returns:
-        False if another commit has replaced the root since `root` was read.
-    """
-    with locked(dataset):
-        if read_root(dataset) != root:
-            return False
-        for segment in segments:
-            final = dataset / SEGMENTS / segment.id
-            if segment.id.endswith(new.key):
-                shutil.rmtree(final, ignore_errors=True)  # of a killed attempt: not in the root
-                new.building.rename(final)
-        for index in indexes:
-            final = dataset / index.id
-            if not (final / MANIFEST).exists():
-                shutil.rmtree(final, ignore_errors=True)
-                (stage / index.id).rename(final)
-        write_root(
-            dataset,
-            new.name,
-            new.job,
-            new.schema,
-            segments,
-            indexes,
-            lineage=lineage,
-            tombstones_sha256=root.tombstones_sha256 if root else None,
-        )
-        write_view(dataset)
-        remove_indexes(dataset, keep={i.id for i in (*indexes, *(root.indexes if root else ()))})
-    return True
-
-
-def remove_indexes(dataset: Path, keep: set[str]) -> None:
-    """Remove indexes that are neither in `keep` nor locked by a trainer.
-
-    `keep` has the indexes of this root and the previous one, which readers may just have opened.
-    """
-    for directory in dataset.glob("index-*"):
-        if directory.name not in keep:
-            remove_unlocked(directory)
-
-
-def finish_interrupted_commit(dataset: Path) -> None:
-    """Complete the commit of a process that died after it replaced the root."""
-    with locked_root(dataset) as root:
-        remove_stale(dataset, ".index.*")
-        for name, sha256 in ((JOB, root.job_sha256), (SCHEMA, root.schema_sha256)):
-            version = verify_version(dataset / name, sha256)
-            if version.name != name:
-                replace_bytes(dataset / name, version.read_bytes())
-        write_view(dataset)
-    with locked(dataset / SEGMENTS):
-        remove_stale(dataset / SEGMENTS, ".*")
-
-
 POLL_SEC = 0.2
 """Polling interval."""
 
 
-def wait_for_predecessors(dataset: Path, position: int, progress: Callable[[str], None]) -> float:
-    """Wait without a time-out until every smaller position has a segment.
+def wait_for_predecessors(
+    dataset: Location, position: int, limit_sec: float, progress: Callable[[str], None]
+) -> float:
+    """Wait until every smaller position has a segment.
 
     Returns:
         The seconds waited.
+
+    Raises:
+        SchemaError: a smaller position has none after `limit_sec`.
     """
     started = time.perf_counter()
-    missing = first_missing(read_root(dataset), position)
-    if missing is None:
-        return 0.0
-    progress(f"segment built; waiting for the segment at position {missing}")
-    while first_missing(read_root(dataset), position) is not None:
+    reported = False
+    while True:
+        root = find_root(dataset)
+        missing = first_missing(root and root.manifest, position)
+        waited_sec = time.perf_counter() - started
+        if missing is None:
+            return waited_sec if reported else 0.0
+        if waited_sec > limit_sec:
+            raise SchemaError(
+                f"position {missing} has no segment after {limit_sec:g} s; build it, then run this "
+                "command again: it takes over the segment that is built",
+                file=str(dataset),
+            )
+        if not reported:
+            progress(f"segment built; waiting for the segment at position {missing}")
+            reported = True
         time.sleep(POLL_SEC)
-    return time.perf_counter() - started
 
 
 def first_missing(root: DatasetManifest | None, position: int) -> int | None:
     """Return the first smaller position without a segment, if there is one."""
-    taken = {position_of(s.id) for s in (root.segments if root else ())}
+    taken = {s.position for s in (root.segments if root else ())}
     return next((p for p in range(position) if p not in taken), None)
 
 
@@ -348,7 +306,7 @@ def first_missing(root: DatasetManifest | None, position: int) -> int | None:
 # number of days since 1970, so days that are built late or concurrently have the same order.
 
 
-def seal(dataset: Path, *, sealed: bool = True) -> DatasetManifest:
+def seal(dataset: Location, *, sealed: bool = True) -> DatasetManifest:
     """Set or clear the mark in the root manifest that no segment follows.
 
     Returns:
@@ -357,20 +315,16 @@ def seal(dataset: Path, *, sealed: bool = True) -> DatasetManifest:
     Raises:
         SchemaError: there is no dataset.
     """
-    with locked_root(dataset) as root:
-        if root.finished != sealed:
-            root = replace(root, finished=sealed)
-            write_manifest(dataset, root)
-    return root
+    return update_root(dataset, lambda root: replace(root, finished=sealed))
 
 
-def refuse_sealed(root: DatasetManifest, dataset: Path) -> None:
+def refuse_sealed(root: DatasetManifest, dataset: Location) -> None:
     """Raise SchemaError if the dataset is sealed: a run that follows it may have ended."""
     if root.finished:
         raise SchemaError(
             f"dataset is sealed after {pluralize(len(root.segments), 'segment')}; run "
             f"python -m pipelines unseal {dataset}, or build a new dataset",
-            file=str(dataset / MANIFEST),
+            file=str(dataset),
         )
 
 
@@ -389,7 +343,7 @@ def position_of_day(day: date) -> int:
 
 
 def segment_of_day(
-    dataset: Path, root: DatasetManifest | None, day: str
+    dataset: Location, root: DatasetManifest | None, day: str
 ) -> tuple[Reference, SegmentManifest] | None:
     """Return the segment of a day, if there is one.
 
@@ -399,19 +353,18 @@ def segment_of_day(
     position = position_of_day(date.fromisoformat(day))
     for reference in root.segments if root else ():
         if position_of(reference.id) == position:
-            manifest = read_segment(dataset / SEGMENTS / reference.id, reference)
-            check_day(dataset, manifest, day)
-            return reference, manifest
+            check_day(dataset, reference, day)
+            return reference, read_segment(dataset / SEGMENTS / reference.directory, reference)
     return None
 
 
-def check_day(dataset: Path, segment: SegmentManifest, day: str | None) -> None:
+def check_day(dataset: Location, segment: Reference, day: str | None) -> None:
     """Raise SchemaError if an existing segment has another day, or none."""
     if segment.day != day:
         raise SchemaError(
             f"segment {segment.id} already exists {_with_day(segment.day)}, not {_with_day(day)}; "
             "give each day its own files",
-            file=str(dataset / MANIFEST),
+            file=str(dataset),
         )
 
 
@@ -419,15 +372,13 @@ def _with_day(day: str | None) -> str:
     return f"for day {day}" if day else "without a day"
 
 
-def refuse_without_day(dataset: Path, root: DatasetManifest) -> None:
+def refuse_without_day(dataset: Location, root: DatasetManifest) -> None:
     """Raise SchemaError for a segment without a day if the last segment of the dataset has one."""
-    if not root.segments:
-        return
-    last = read_segment(dataset / SEGMENTS / root.segments[-1].id, root.segments[-1])
-    if last.day is not None:
+    if root.segments and root.segments[-1].day is not None:
         raise SchemaError(
-            f"--day is required: the dataset's segments are daily, and the newest is {last.day}",
-            file=str(dataset / MANIFEST),
+            "--day is required: the dataset's segments are daily, and the newest is "
+            f"{root.segments[-1].day}",
+            file=str(dataset),
         )
 
 
@@ -436,12 +387,12 @@ def same_files(one: tuple[InputFile, ...], other: tuple[InputFile, ...]) -> bool
     return sorted(f.sha256 for f in one) == sorted(f.sha256 for f in other)
 
 
-def day_exists_error(dataset: Path, segment: SegmentManifest) -> SchemaError:
+def day_exists_error(dataset: Location, segment: Reference) -> SchemaError:
     """Return the error for a second version of a day without `--replace`."""
     return SchemaError(
         f"day already exists: {segment.day}, in segment {segment.id} from other files; use "
         "--replace to replace it by a new version",
-        file=str(dataset / MANIFEST),
+        file=str(dataset),
     )
 
 
@@ -490,9 +441,10 @@ def compacted_segment(root: DatasetManifest, key: str) -> Reference | None:
 
 
 def check_replaceable(
-    dataset: Path,
+    dataset: Location,
     root: DatasetManifest,
-    segment: SegmentManifest,
+    segment: Reference,
+    manifest: SegmentManifest,
     listing: tuple[InputFile, ...],
 ) -> None:
     """Refuse a new version of a day that could restore deleted samples.
@@ -501,6 +453,7 @@ def check_replaceable(
         dataset: directory of the dataset.
         root: its root manifest.
         segment: the present version.
+        manifest: its manifest.
         listing: input of the new version.
 
     Raises:
@@ -512,13 +465,13 @@ def check_replaceable(
         raise SchemaError(
             f"segment with tombstones cannot be replaced: {segment.id}; run python -m pipelines "
             f"erase {dataset} --rewrite, and remove the ids from the new files",
-            file=str(dataset / MANIFEST),
+            file=str(dataset),
         )
-    if previous_names(root.lineage, segment.id) and same_files(segment.listing, listing):
-        raise _erased_input_error(segment.id, dataset / MANIFEST)
+    if previous_names(root.lineage, segment.id) and same_files(manifest.listing, listing):
+        raise _erased_input_error(segment.id, dataset)
 
 
-def _erased_input_error(segment_id: str, file: Path | None = None) -> SchemaError:
+def _erased_input_error(segment_id: str, file: Location | None = None) -> SchemaError:
     return SchemaError(
         f"input has the files of segment {segment_id}, from which ids were erased; remove these "
         "ids from the files",

@@ -1,16 +1,13 @@
 """Rewrite segments without deleted samples: `pipelines erase --rewrite`.
 
-Everything is written next to the dataset first: the new segments, then a staged dataset of links in
-which all indexes are built. Then, under the dataset's lock, if its root has not changed, all
-directories are renamed to their final paths and the root is replaced; the old files are removed. If
-the process dies before the root is replaced, the dataset is unchanged; if it dies after, the next
-run removes the old files.
+The new segments and their index parts are written into directories of their own. Then the root is
+committed, if it has not changed since, and everything that no manifest names is removed. If the
+process dies before the commit, the dataset is unchanged; if it dies after it, the next run removes
+the old files.
 """
 
 from __future__ import annotations
 
-import os
-import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
@@ -31,7 +28,6 @@ from pipelines.quality.gate import parse_schema, pass_gate
 from pipelines.samples.event_join import write_late
 from pipelines.samples.sql import LIST_INDEX
 from pipelines.samples.tuples import Tuples, distinct_rows, drop_unused_tuples, hash_column
-from pipelines.scratch import locked_root, scratch_directory
 from pipelines.sources.rejects import (
     Reject,
     RejectCounts,
@@ -41,25 +37,29 @@ from pipelines.sources.rejects import (
     write_rejects,
 )
 from pipelines.sources.rows import ORIGIN
-from pipelines.table.commit import build_indexes, link, write_root
+from pipelines.table.commit import anomalies_text_of, discard, write_anomalies
 from pipelines.table.delete import (
-    drop_rejects,
+    REJECT_PREFIXES,
     expired_segments,
     id_column,
     id_type,
-    keep_times,
     read_ids,
-    remove_tombstones,
     write_tombstones,
 )
+from pipelines.table.indexes import PartBuilder
+from pipelines.table.root import write_copies
 from pipelines.table.rows import (
     blocks_of_row_group,
     read_sample_column,
     row_groups,
     tuples_of_samples,
-    write_view,
 )
-from pipelines.table.segment import finish_segment, set_segment_id
+from pipelines.table.segment import (
+    directories_of,
+    finish_segment,
+    local_directory,
+    publish,
+)
 from pipelines.table.vacuum import check_unused, remove_unnamed
 from schemas.arrays import comparable_tuple, hash_keys, is_list, one_chunk
 from schemas.config.job import DataConfig, Job
@@ -68,18 +68,22 @@ from schemas.dataset import (
     Segment,
     merge_tombstones,
     open_dataset,
+    open_root,
     read_tombstones,
-    verify_version,
+    read_version,
 )
 from schemas.errors import SchemaError
 from schemas.features import FeatureSet
-from schemas.files import replace_bytes
+from schemas.files import sha256_of, write_files
 from schemas.fitted import VOCABULARIES, encode_table, load_vocabulary_versions, version_path
 from schemas.group_files import group_schema, read_group
 from schemas.layout import (
+    ANOMALIES,
     BLOCK,
+    BLOCKS,
     EVENTS,
-    JOB,
+    FILES,
+    FORMAT_VERSION,
     MANIFEST,
     SCHEMA,
     SEGMENTS,
@@ -87,17 +91,22 @@ from schemas.layout import (
     late_path,
     samples_path,
 )
+from schemas.leases import Lease
 from schemas.manifest import (
     ERASED_PREFIX,
+    DatasetManifest,
     Reference,
-    SegmentManifest,
+    Root,
+    commit_root,
     hash_of,
+    read_root,
     read_segment,
+    shuffle_key_of,
     write_manifest,
 )
+from schemas.storage import Location
+from schemas.versions import backoff
 
-SCRATCH_PATTERN = ".forget.*"
-"""Names of scratch directories."""
 REWRITTEN_FIELDS = (
     "num_samples",
     "num_sessions",
@@ -111,9 +120,10 @@ REWRITTEN_FIELDS = (
     "blocks_sha256",
     "files_sha256",
     "columns",
+    "directories",
     "learned",
 )
-"""Fields of a segment's manifest that come from the new files; the id is new, too."""
+"""Fields of a segment's manifest that come from the new files."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,10 +140,11 @@ class CompactionRequest:
         at: current time, UTC.
         beam_args: Beam options.
         attempt: name of this attempt, unique among concurrent ones.
+        work: local directory for new segments until they are uploaded, see `BuildRequest`.
         progress: called with each progress message, one line.
     """
 
-    dataset: Path
+    dataset: Location
     older_than: timedelta | None
     ids: Path | None
     column: str | None
@@ -141,6 +152,7 @@ class CompactionRequest:
     at: datetime
     beam_args: list[str]
     attempt: str
+    work: Path | None = None
     progress: Callable[[str], None] = lambda _: None
 
 
@@ -154,28 +166,28 @@ def compact_dataset(request: CompactionRequest) -> dict[str, Any]:
     Raises:
         SchemaError: a run uses the dataset, or no sample would be left.
     """
-    while True:
-        dataset = open_dataset(request.dataset)
-        check_unused(dataset)
+    for _ in backoff():
+        root = read_root(request.dataset)
+        dataset = open_root(request.dataset, root.manifest)
+        check_unused(request.dataset)
         due = due_segments(dataset, request)
         expired: frozenset[str] = frozenset()
         if request.rejects_older_than is not None:
             expired = expired_segments(dataset, request.at - request.rejects_older_than)
         renamed: dict[str, str | None] | None = {}
         if due or expired:
-            renamed = _rewrite(dataset, due, expired, request)
+            renamed = _rewrite(root, dataset, due, expired, request)
         if renamed is None:
-            continue  # another process replaced the root
+            continue  # another process has committed
         num_removed = 0
         if due:
             remaining = open_dataset(request.dataset).segments
             num_removed = sum(s.manifest.num_samples for s in dataset.segments)
             num_removed -= sum(s.manifest.num_samples for s in remaining)
-        return {
-            "segments": renamed,
-            "num_samples": num_removed,
-            "removed": remove_unnamed(request.dataset),
-        }
+        removed = remove_unnamed(request.dataset, timedelta())
+        check_unused(request.dataset)  # a run that started meanwhile has kept the old files
+        return {"segments": renamed, "num_samples": num_removed, "removed": len(removed)}
+    raise AssertionError("`backoff` does not end")
 
 
 def due_segments(dataset: Dataset, request: CompactionRequest) -> list[Segment]:
@@ -219,29 +231,49 @@ def _has_text_in_rejects(segment: Segment, texts: frozenset[str]) -> bool:
 
 
 def _rewrite(
-    dataset: Dataset, due: list[Segment], expired: frozenset[str], request: CompactionRequest
+    root: Root,
+    dataset: Dataset,
+    due: list[Segment],
+    expired: frozenset[str],
+    request: CompactionRequest,
 ) -> dict[str, str | None] | None:
-    """Rewrite segments and replace the root; return None if the root has changed."""
-    scratch = request.dataset / SEGMENTS / f".forget.{request.attempt}"
-    with scratch_directory(scratch, SCRATCH_PATTERN):
-        blanked = blank_vocabularies(dataset) if due else {}
-        rewritten = _write_segments(dataset, due, expired, blanked, scratch, request)
-        references = [r for r in rewritten.values() if r is not None]
-        if not references:
-            raise SchemaError(
-                "all samples of the dataset are deleted; remove the dataset itself",
-                file=str(request.dataset),
-            )
-        write_vocabularies(request.dataset, blanked)
-        indexes = _build_indexes(dataset, references, scratch, request)
-        renamed = {
-            old: None if new is None else new.id
-            for old, new in rewritten.items()
-            if new is None or new.id != old
-        }
-        if not _commit(dataset, renamed, due, references, indexes, scratch):
-            return None
+    """Rewrite segments and commit; return None if another process has committed meanwhile."""
+    blanked = blank_vocabularies(dataset) if due else {}
+    names = [f"erase-{request.attempt}-{reference.id}" for reference in root.manifest.segments]
+    with Lease(request.dataset, f"erase {request.attempt}") as lease:
+        lease.hold(names)
+        try:
+            rewritten = _write_segments(dataset, due, expired, blanked, request)
+            references = [r for r in rewritten.values() if r is not None]
+            if not references:
+                raise SchemaError(
+                    "all samples of the dataset are deleted; remove the dataset itself",
+                    file=str(request.dataset),
+                )
+            renamed = {
+                old: None if new is None else new.id
+                for old, new in rewritten.items()
+                if new is None or new.id != old
+            }
+            manifest = _manifest_of(dataset, renamed, due, references, blanked)
+            segments = [_opened(dataset, reference) for reference in references]
+            builder = PartBuilder(request.dataset, request.beam_args, request.work)
+            indexes = builder.updated_indexes(dataset, dataset.job.data, segments)
+            check_unused(request.dataset)  # a run may have started in the meantime
+            manifest = replace(manifest, indexes=indexes)
+            committed = commit_root(request.dataset, root, manifest)
+        finally:
+            for name in names:
+                discard(request.dataset, request.dataset / SEGMENTS / name, request.attempt)
+    if committed is None:
+        return None
+    write_copies(request.dataset, committed)
     return renamed
+
+
+def _opened(dataset: Dataset, reference: Reference) -> Segment:
+    directory = dataset.directory / SEGMENTS / reference.directory
+    return Segment(directory, reference, read_segment(directory, reference))
 
 
 def _write_segments(
@@ -249,42 +281,57 @@ def _write_segments(
     due: list[Segment],
     expired: frozenset[str],
     blanked: BlankedVocabularies,
-    scratch: Path,
     request: CompactionRequest,
 ) -> dict[str, Reference | None]:
     """Write new versions of segments in order; return old id to the segment that replaces it."""
-    due_ids = {s.manifest.id for s in due}
+    due_ids = {s.id for s in due}
     requested = _requested_texts(dataset, request)
     gate = dataset.job.data.gate and replace(dataset.job.data.gate, action="warn")
     schema = parse_schema(_schema_bytes(dataset))
+    refused = request.dataset / f".refused-{request.attempt}"
     rewritten: dict[str, Reference | None] = {}
-    previous: Path | None = None
-    for segment, reference in zip(dataset.segments, dataset.manifest.segments, strict=True):
-        manifest, building = segment.manifest, scratch / segment.manifest.id
-        learned = with_blanked_files(manifest.learned, blanked)
-        if manifest.id in due_ids:
-            request.progress(f"segment {manifest.id}: rewriting")
+    previous: Segment | None = None
+    for segment in dataset.segments:
+        directory = request.dataset / SEGMENTS / f"erase-{request.attempt}-{segment.id}"
+        learned = with_blanked_files(segment.manifest.learned, blanked)
+        if segment.id in due_ids:
+            request.progress(f"segment {segment.id}: rewriting")
             deleted = requested | deleted_texts(dataset, segment)
-            texts = None if manifest.id in expired else deleted
-            args = request.beam_args
-            if not compact_segment(dataset, segment, building, texts, learned, args):
-                rewritten[manifest.id] = None
+            texts = None if segment.id in expired else deleted
+            if not compact_segment(dataset, segment, directory, texts, learned, request):
+                rewritten[segment.id] = None
                 continue
-        elif manifest.id in expired or learned != dict(manifest.learned):
-            link_segment(segment, building)
+        elif segment.id in expired or learned != dict(segment.manifest.learned):
+            copy_segment(segment, directory, learned, with_rejects=segment.id not in expired)
         else:
-            rewritten[manifest.id], previous = reference, segment.directory
+            rewritten[segment.id], previous = segment.reference, segment
             continue
-        if manifest.id in expired and manifest.id not in due_ids:
-            drop_rejects(building)
-        if manifest.id in expired | due_ids:
-            refused = scratch / "refused"
-            text = pass_gate(building, previous, schema, gate, refused, request.progress)
-            set_segment_id(building, manifest.id, text)
-        new = rename_segment(manifest, building, learned)
-        building.rename(scratch / new.id)
-        rewritten[manifest.id], previous = new, scratch / new.id
+        text = anomalies_text_of(segment)
+        if segment.id in expired | due_ids:
+            text = pass_gate(directory, previous, schema, gate, refused, request.progress)
+        reference = _new_reference(segment.reference, directory, text)
+        rewritten[segment.id] = reference
+        previous = _opened(dataset, reference)
     return rewritten
+
+
+def _new_reference(old: Reference, directory: Location, anomalies: str) -> Reference:
+    """Write the anomalies of a rewritten segment; return its reference.
+
+    The new id has the position of the old one, and a hash of the old id and the new content, from
+    which nothing about the deleted samples can be derived.
+    """
+    new = read_segment(directory)
+    position, _, key = old.id.partition("-")
+    content = [key, new.blocks_sha256, new.files_sha256, dict(new.learned)]
+    reference = replace(
+        old,
+        id=f"{position}-{hash_of(content)[:12]}",
+        manifest_sha256=sha256_of(directory / MANIFEST),
+        path=directory.name,
+        shuffle_key=shuffle_key_of(old),
+    )
+    return write_anomalies(directory, reference, anomalies)
 
 
 def deleted_texts(dataset: Dataset, segment: Segment) -> frozenset[str]:
@@ -303,58 +350,26 @@ def deleted_texts(dataset: Dataset, segment: Segment) -> frozenset[str]:
 
 
 def _schema_bytes(dataset: Dataset) -> bytes:
-    path = dataset.directory / SCHEMA
-    return verify_version(path, dataset.manifest.schema_sha256).read_bytes()
+    return read_version(dataset.directory, SCHEMA, dataset.manifest.schema_sha256)
 
 
-def _build_indexes(
-    dataset: Dataset, references: list[Reference], scratch: Path, request: CompactionRequest
-) -> list[Reference]:
-    """Build every index of the dataset for its new segments."""
-    stage = scratch / "dataset"
-    (stage / SEGMENTS).mkdir(parents=True)
-    for reference in references:
-        new = scratch / reference.id
-        old = dataset.directory / SEGMENTS / reference.id
-        link(stage / SEGMENTS / reference.id, new if new.exists() else old)
-    job = verify_version(dataset.directory / JOB, dataset.manifest.job_sha256).read_bytes()
-    write_root(stage, dataset.manifest.name, job, _schema_bytes(dataset), references, ())
-    return build_indexes(stage, dataset, request.beam_args)
-
-
-def _commit(
+def _manifest_of(
     dataset: Dataset,
     renamed: Mapping[str, str | None],
     due: list[Segment],
     references: list[Reference],
-    indexes: list[Reference],
-    scratch: Path,
-) -> bool:
-    """Rename all directories and replace the root; return False if the root has changed."""
-    root = dataset.directory
-    with locked_root(root) as manifest:
-        if manifest != dataset.manifest:
-            return False
-        check_unused(dataset)  # a run may have started in the meantime
-        for final, source in [
-            *((root / SEGMENTS / r.id, scratch / r.id) for r in references),
-            *((root / i.id, scratch / "dataset" / i.id) for i in indexes),
-        ]:
-            if source.exists() and not (final / MANIFEST).exists():
-                shutil.rmtree(final, ignore_errors=True)  # of a killed attempt
-                source.rename(final)
-        sha256 = write_tombstones(root, _remaining_tombstones(dataset, due, renamed))
-        committed = replace(
-            manifest,
-            segments=tuple(references),
-            indexes=tuple(indexes),
-            lineage=_updated_lineage(dataset, renamed),
-            tombstones_sha256=sha256,
-        )
-        write_manifest(root, committed)
-        write_view(root)
-        remove_tombstones(root, {sha256})
-    return True
+    blanked: BlankedVocabularies,
+) -> DatasetManifest:
+    """Return the root without its indexes, after writing the files that it names."""
+    for path, content in blanked.values():
+        (dataset.directory / path).write_bytes(content)
+    tombstones = _remaining_tombstones(dataset, due, renamed)
+    return replace(
+        dataset.manifest,
+        segments=tuple(references),
+        lineage=_updated_lineage(dataset, renamed),
+        tombstones_sha256=write_tombstones(dataset.directory, tombstones),
+    )
 
 
 def _remaining_tombstones(
@@ -362,7 +377,7 @@ def _remaining_tombstones(
 ) -> pa.Table:
     """Return the tombstones of segments that were not rewritten, under the new ids."""
     table = read_tombstones(dataset.directory, dataset.manifest.tombstones_sha256)
-    due_ids = {s.manifest.id for s in due}
+    due_ids = {s.id for s in due}
     remains = [segment not in due_ids for segment in table["segment"].to_pylist()]
     remaining = table.filter(pa.array(remains, pa.bool_()))
     ids = [renamed.get(segment) or segment for segment in remaining["segment"].to_pylist()]
@@ -386,21 +401,21 @@ def _updated_lineage(dataset: Dataset, renamed: Mapping[str, str | None]) -> dic
 def compact_segment(
     dataset: Dataset,
     segment: Segment,
-    building: Path,
+    directory: Location,
     texts: frozenset[str] | None,
     learned: Mapping[str, str],
-    beam_args: list[str],
+    request: CompactionRequest,
 ) -> bool:
-    """Write a segment without its deleted samples, except its final id and anomalies.
+    """Write a segment without its deleted samples.
 
     Args:
         dataset: an open dataset.
         segment: the segment to rewrite.
-        building: directory to write to.
+        directory: of the new segment.
         texts: ids as texts; lines of `rejects/` and `late/` that contain one are removed; None
             removes all lines.
         learned: files of fitted parameters, path to sha256.
-        beam_args: Beam options.
+        request: for the runner and the place of local files.
 
     Returns:
         Whether a sample is left; otherwise nothing is written.
@@ -409,27 +424,30 @@ def compact_segment(
     parts = remaining_parts(segment, data)
     if not parts:
         return False
-    building.mkdir(parents=True)
     features = stored_features(dataset.features, segment)
     layout = choose_segment_layout(parts[0], data, num_parts=len(parts))
     rewrite_parts = runner_module("build").rewrite_parts
-    results = rewrite_parts(building, parts, layout, features, data.tables, beam_args)
-    rejects = _copy_rejects(segment, building, texts)
-    _copy_late_events(segment, building, texts)
-    m = segment.manifest
-    finish_segment(
-        building,
-        m.id,
-        deserialize_results(results["parts"]),
-        rejects,
-        dict(results["tables"]),
-        m.listing,
-        (m.job_sha256, m.schema_sha256),
-        data,
-        features,
-        learned,
-    )
-    keep_times(segment, building)
+    old = segment.manifest
+    with local_directory(directory, request.work) as building:
+        results = rewrite_parts(building, parts, layout, features, data.tables, request.beam_args)
+        rejects = _copy_rejects(segment, building, texts)
+        _copy_late_events(segment, building, texts)
+        new = finish_segment(
+            building,
+            deserialize_results(results["parts"]),
+            rejects,
+            dict(results["tables"]),
+            old.listing,
+            (old.job_sha256, old.schema_sha256),
+            data,
+            features,
+            learned,
+            old.num_parts,
+        )
+        fields = {field: getattr(new, field) for field in REWRITTEN_FIELDS}
+        manifest = replace(old, **fields, id=None, day=None, format=FORMAT_VERSION)
+        write_manifest(Location.parse(building), manifest)
+        publish(building, directory)
     return True
 
 
@@ -456,30 +474,30 @@ def _copy_late_events(segment: Segment, building: Path, texts: frozenset[str] | 
             write_late(building, int(number), _remaining_lines(segment, path, texts))
 
 
-def link_segment(segment: Segment, building: Path) -> None:
-    """Create hard links to the files of a segment, and a copy of its manifest."""
-    for path in sorted(p for p in segment.directory.rglob("*") if p.is_file()):
-        target = building / path.relative_to(segment.directory)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        if path.name == MANIFEST:
-            shutil.copy(path, target)
-        else:
-            os.link(path, target)
-
-
-def rename_segment(old: SegmentManifest, building: Path, learned: Mapping[str, str]) -> Reference:
-    """Write the final manifest of a rewritten segment; return its reference.
-
-    The new id has the position of the old one, and a hash of the old id and the new content, from
-    which nothing about the deleted samples can be derived.
-    """
-    new = replace(read_segment(building), learned=dict(learned))
-    position, _, key = old.id.partition("-")
-    content = [key, new.blocks_sha256, new.files_sha256, dict(learned)]
-    segment_id = f"{position}-{hash_of(content)[:12]}"
-    fields = {field: getattr(new, field) for field in REWRITTEN_FIELDS}
-    sha256 = write_manifest(building, replace(old, id=segment_id, **fields))
-    return Reference(id=segment_id, manifest_sha256=sha256)
+def copy_segment(
+    segment: Segment, directory: Location, learned: Mapping[str, str], *, with_rejects: bool
+) -> None:
+    """Copy the files of a segment, with or without its rejects and late events."""
+    entries = {
+        path: entry
+        for path, entry in segment.files.items()
+        if path != ANOMALIES and (with_rejects or not path.startswith(REJECT_PREFIXES))
+    }
+    for path in (BLOCKS, *entries):
+        (directory / path).copy_from(segment.directory / path)
+    changed: dict[str, Any] = {} if with_rejects else {"num_rejects": 0}
+    if segment.manifest.directories is not None:
+        changed["directories"] = directories_of(entries.values())
+    changed["files_sha256"] = write_files(directory / FILES, entries.values())
+    manifest = replace(
+        segment.manifest,
+        **changed,
+        learned=dict(learned),
+        id=None,
+        day=None,
+        format=FORMAT_VERSION,
+    )
+    write_manifest(directory, manifest)
 
 
 def stored_data(job: Job, segment: Segment) -> DataConfig:
@@ -638,11 +656,3 @@ def _flatten(values: pa.Array) -> pa.Array:
     flat = values.flatten() if is_list(values.type) else values
     kind = pa.int64() if pa.types.is_integer(flat.type) else pa.string()
     return flat.drop_null().cast(kind)
-
-
-def write_vocabularies(dataset: Path, blanked: BlankedVocabularies) -> None:
-    """Write the new files next to the old ones."""
-    for path, content in blanked.values():
-        (dataset / path).parent.mkdir(parents=True, exist_ok=True)
-        if not (dataset / path).exists():
-            replace_bytes(dataset / path, content)

@@ -8,7 +8,7 @@ have a default for them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -22,19 +22,26 @@ from pipelines.table.commit import (
     day_exists_error,
     find_segment,
     free_position,
-    read_root,
     refuse_sealed,
     refuse_without_day,
     same_files,
     segment_of_day,
 )
-from pipelines.transforms.fit import check_fitted_files, fitted_files_match
+from pipelines.table.indexes import PartBuilder
+from pipelines.transforms.fit import check_fitted_files
 from schemas.config.job import DataConfig, Job
-from schemas.dataset import Dataset, column_types, open_dataset
+from schemas.dataset import Dataset, column_types, open_root
 from schemas.errors import SchemaError, suggest_name_or
 from schemas.features import Feature, FeatureSet
-from schemas.layout import MANIFEST, SEGMENTS
-from schemas.manifest import DatasetManifest, InputFile, Reference, SegmentManifest, read_segment
+from schemas.manifest import (
+    DatasetManifest,
+    InputFile,
+    Reference,
+    SegmentManifest,
+    find_root,
+    read_segment,
+)
+from schemas.storage import Location
 
 PER_SEGMENT_KEYS = frozenset(
     {"sources", "sides", "samples", "split", "on_error", "generate", "schema", "gate"}
@@ -219,11 +226,11 @@ def check_admissible(
         SchemaError: the dataset has other content or settings, or the same input.
     """
     check_limits(parse_schema(request.schema_path(job).read_bytes()))
-    root = read_root(request.dataset)
+    found = find_root(request.dataset)
+    root = None if found is None else found.manifest
     existing = find_segment(root, key)
     if existing is not None:
-        manifest = read_segment(request.dataset / SEGMENTS / existing.id, existing)
-        check_day(request.dataset, manifest, request.day)
+        check_day(request.dataset, existing, request.day)
     if existing is not None or root is None:
         return existing
     if not request.append:
@@ -232,14 +239,14 @@ def check_admissible(
     if version is not None and not request.replaces:
         if same_files(version[1].listing, listing):
             return version[0]
-        raise day_exists_error(request.dataset, version[1])
+        raise day_exists_error(request.dataset, version[0])
     if version is not None:
-        check_replaceable(request.dataset, root, version[1], listing)
+        check_replaceable(request.dataset, root, *version, listing)
     replaced = None if version is None else version[0]
     refuse_sealed(root, request.dataset)
     others = [s for s in root.segments if s != replaced]
     free_position(others, request.position, request.dataset)
-    dataset = open_dataset(request.dataset)
+    dataset = open_root(request.dataset, root)
     check_compatible(dataset, job, features, request.job_path)
     refuse_same_input(dataset, listing, request.job_path, replaced)
     return None
@@ -259,7 +266,7 @@ def version_of_day(
     return segment_of_day(request.dataset, root, request.day)
 
 
-def _not_empty_error(dataset: Path, segments: list[str], key: str) -> SchemaError:
+def _not_empty_error(dataset: Location, segments: list[str], key: str) -> SchemaError:
     return SchemaError(
         f"output must be empty or hold the same segment, got {segments} instead of one of "
         f"{key}; append to it, or choose another --output",
@@ -282,59 +289,48 @@ def refuse_same_input(
         replaced: the segment that the new one replaces.
     """
     for segment in dataset.segments:
-        is_replaced = replaced is not None and segment.manifest.id == replaced.id
+        is_replaced = replaced is not None and segment.id == replaced.id
         if not is_replaced and same_files(segment.manifest.listing, listing):
             raise SchemaError(
-                f"input files are already in the dataset, in segment {segment.manifest.id} of "
+                f"input files are already in the dataset, in segment {segment.id} of "
                 "another job; build a new dataset, or samples would count twice",
                 file=str(job),
             )
 
 
-def uncommitted_segments(dataset: Path, key: str) -> Iterator[Path]:
-    """Yield complete, uncommitted directories of the same segment, left by killed attempts."""
-    root = read_root(dataset)
-    named = {s.id for s in root.segments} if root else set()
-    for pattern in (f".{key}.*", f"*-{key}"):
-        for directory in sorted((dataset / SEGMENTS).glob(pattern)):
-            if directory.name in named or not (directory / MANIFEST).exists():
-                continue
-            if fitted_files_match(read_segment(directory).learned, dataset):
-                yield directory
-
-
-def refused_path(dataset: Path, key: str) -> Path:
+def refused_path(dataset: Location, key: str) -> Location:
     """Return the directory for statistics and rejects of a segment that fails the gate."""
     return dataset / f".refused-{key}"
 
 
 def new_segment(
-    request: BuildRequest, job: Job, features: FeatureSet, key: str, building: Path
+    request: BuildRequest, job: Job, features: FeatureSet, key: str, directory: Location
 ) -> NewSegment:
     """Return a segment to commit; its `validate` repeats the checks against the current dataset."""
-    manifest = read_segment(building)
+    manifest = read_segment(directory)
     schema = request.schema_path(job).read_bytes()
 
     def validate(dataset: Dataset | None, num_before: int) -> str:
         if dataset is not None:
             if not request.append:
-                ids = [s.manifest.id for s in dataset.segments]
+                ids = [s.id for s in dataset.segments]
                 raise _not_empty_error(request.dataset, ids, key)
             refuse_sealed(dataset.manifest, request.dataset)
             check_compatible(dataset, job, features, request.job_path)
             check_types(dataset, manifest.columns, request.job_path)
             check_fitted_files(manifest.learned, request.dataset)
-        earlier = dataset.segments[num_before - 1].directory if dataset and num_before else None
+        earlier = dataset.segments[num_before - 1] if dataset and num_before else None
         refused = refused_path(request.dataset, key)
         return pass_gate(
-            building, earlier, parse_schema(schema), job.data.gate, refused, request.progress
+            directory, earlier, parse_schema(schema), job.data.gate, refused, request.progress
         )
 
     return NewSegment(
-        building=building,
+        directory=directory,
         key=key,
         name=job.name,
         job=request.job_bytes or request.job_path.read_bytes(),
         schema=schema,
         validate=validate,
+        parts=PartBuilder(request.dataset, request.beam_args, request.work),
     )

@@ -6,12 +6,8 @@ changes. The module also finds and removes expired rejects and late events.
 
 from __future__ import annotations
 
-import os
-import shutil
-from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import dataclass, replace
-from datetime import datetime
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +17,8 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from pipelines.scratch import locked_root
-from pipelines.table.rows import blocks_of_row_group, read_sample_column, row_groups, write_view
+from pipelines.table.root import write_copies
+from pipelines.table.rows import blocks_of_row_group, read_sample_column, row_groups
 from schemas.arrays import flat_list, is_list, offsets_of, one_chunk
 from schemas.config.job import DataConfig
 from schemas.dataset import (
@@ -31,14 +27,15 @@ from schemas.dataset import (
     column_types,
     encode_tombstones,
     merge_tombstones,
-    open_dataset,
+    open_root,
     read_tombstones,
     type_from_name,
 )
 from schemas.errors import SchemaError, suggest_name
-from schemas.files import read_files, replace_bytes, sha256_of, write_files
-from schemas.layout import ANOMALIES, FILES, TOMBSTONES, TOMBSTONES_SCHEMA, tombstones_path
-from schemas.manifest import read_segment, write_manifest
+from schemas.layout import TOMBSTONES_SCHEMA, tombstones_path
+from schemas.manifest import Root, commit_root, read_root
+from schemas.storage import Location
+from schemas.versions import backoff
 
 ROLES = ("kept", "sparse")
 """Roles of columns that may hold ids; the session key may have any role."""
@@ -55,7 +52,7 @@ class EraseRequest:
         at: current time, UTC.
     """
 
-    dataset: Path
+    dataset: Location
     ids: Path
     column: str | None
     at: datetime
@@ -73,25 +70,33 @@ def erase(request: EraseRequest) -> dict[str, Any]:
     Raises:
         SchemaError: the dataset, the column or the file of ids is not valid.
     """
-    while True:
-        dataset = open_dataset(request.dataset)
+    for _ in backoff():
+        root = read_root(request.dataset)
+        dataset = open_root(request.dataset, root.manifest)
         column = id_column(dataset, request.column)
         ids = read_ids(request.ids, column, id_type(dataset, column))
         new = find_tombstones(dataset, column, ids, request.at)
         old = read_tombstones(dataset.directory, dataset.manifest.tombstones_sha256)
         table = merge_tombstones([old, new])
-        if replace_tombstones(dataset, table):
-            break
-    return {
-        "column": column,
-        "num_ids": len(ids),
-        "num_samples": new.num_rows,
-        "num_tombstones": count_samples(table),
-        "segments": {
-            name: count_samples(table.filter(pc.equal(table["segment"], name)))
-            for name in sorted(set(table["segment"].to_pylist()))
-        },
-    }
+        sha256 = write_tombstones(request.dataset, table)
+        committed: Root | None = root
+        if sha256 != root.manifest.tombstones_sha256:
+            manifest = replace(root.manifest, tombstones_sha256=sha256)
+            committed = commit_root(request.dataset, root, manifest)
+        if committed is None:
+            continue
+        write_copies(request.dataset, committed)
+        return {
+            "column": column,
+            "num_ids": len(ids),
+            "num_samples": new.num_rows,
+            "num_tombstones": count_samples(table),
+            "segments": {
+                name: count_samples(table.filter(pc.equal(table["segment"], name)))
+                for name in sorted(set(table["segment"].to_pylist()))
+            },
+        }
+    raise AssertionError("`backoff` does not end")
 
 
 def count_samples(table: pa.Table) -> int:
@@ -235,7 +240,7 @@ def _find_in_row_group(
     starts = offsets_of(samples[blocks])[:-1]
     block_index = np.searchsorted(starts, rows, side="right") - 1
     columns = {
-        "segment": np.full(len(rows), segment.manifest.id),
+        "segment": np.full(len(rows), segment.id),
         "block": segment.block_ids[blocks][block_index],
         "sample_index": rows - starts[block_index],
         "file_row": rows + first,
@@ -246,80 +251,29 @@ def _find_in_row_group(
     return pa.table({**arrays, "forgotten_at": times}).cast(TOMBSTONES_SCHEMA)
 
 
-DIRECTORIES = ("rejects", "late")
+REJECT_PREFIXES = ("rejects/", "late/")
+"""Paths of the files with rejects and late events begin with one of these."""
 
 
 def expired_segments(dataset: Dataset, limit: datetime) -> frozenset[str]:
     """Return the ids of the segments with rejects or late events written before a time, UTC."""
     return frozenset(
-        segment.manifest.id
+        segment.id
         for segment in dataset.segments
-        if any(p.stat().st_mtime <= limit.timestamp() for p in reject_files(segment))
+        if built_at(segment) <= limit and any(p.startswith(REJECT_PREFIXES) for p in segment.files)
     )
 
 
-def reject_files(segment: Segment) -> Iterator[Path]:
-    """Yield the files of rejects and late events of a segment."""
-    for path in segment.files:
-        if path.startswith(tuple(f"{name}/" for name in DIRECTORIES)):
-            yield segment.directory / path
+def built_at(segment: Segment) -> datetime:
+    """Return when the rejects of a segment were written, UTC; long ago if that is not known."""
+    text = segment.reference.built_at
+    return datetime.fromisoformat(text) if text else datetime.min.replace(tzinfo=UTC)
 
 
-def keep_times(segment: Segment, building: Path) -> None:
-    """Copy the modification times of rejects and late events from a segment to its new version."""
-    for old in reject_files(segment):
-        new = building / old.relative_to(segment.directory)
-        if new.exists():
-            os.utime(new, ns=(old.stat().st_atime_ns, old.stat().st_mtime_ns))
-
-
-def drop_rejects(building: Path) -> None:
-    """Remove rejects and late events from a segment that consists of links to another's files.
-
-    The anomalies, which quote some rejects, become a file of their own, for the caller to rewrite.
-    """
-    for name in DIRECTORIES:
-        shutil.rmtree(building / name, ignore_errors=True)
-    for name in (ANOMALIES, FILES):  # replaces the links
-        replace_bytes(building / name, (building / name).read_bytes())
-    entries = read_files(building / FILES)
-    kept = [entries[path] for path in sorted(entries) if path.split("/")[0] not in DIRECTORIES]
-    write_files(building / FILES, kept)
-    manifest = read_segment(building)
-    changed = {"num_rejects": 0, "files_sha256": sha256_of(building / FILES)}
-    write_manifest(building, replace(manifest, **changed))
-
-
-def replace_tombstones(dataset: Dataset, table: pa.Table) -> bool:
-    """Write tombstones and replace the root; return False if the root has changed."""
-    root = dataset.directory
-    with locked_root(root) as manifest:
-        if manifest != dataset.manifest:
-            return False
-        sha256 = write_tombstones(root, table)
-        if sha256 != manifest.tombstones_sha256:
-            write_manifest(root, replace(manifest, tombstones_sha256=sha256))
-            write_view(root)
-        remove_tombstones(root, {sha256, manifest.tombstones_sha256})
-    return True
-
-
-def write_tombstones(root: Path, table: pa.Table) -> str | None:
+def write_tombstones(dataset: Location, table: pa.Table) -> str | None:
     """Write a file of tombstones; return its hash, or None if there are no tombstones."""
     if not table.num_rows:
         return None
     data, sha256 = encode_tombstones(table)
-    path = root / tombstones_path(sha256)
-    path.parent.mkdir(exist_ok=True)
-    replace_bytes(path, data)
+    (dataset / tombstones_path(sha256)).write_bytes(data)
     return sha256
-
-
-def remove_tombstones(root: Path, kept: set[str | None]) -> None:
-    """Remove all files of tombstones except those with the given hashes."""
-    names = {tombstones_path(sha256) for sha256 in kept if sha256}
-    for path in sorted((root / TOMBSTONES).glob("*")):
-        if f"{TOMBSTONES}/{path.name}" not in names:
-            path.unlink(missing_ok=True)
-    with suppress(OSError):  # it does not exist, or is not empty
-        (root / TOMBSTONES).rmdir()

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import argparse
 import shutil
+import uuid
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
+from itertools import count
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -24,85 +28,236 @@ from pipelines.oracle.index import (
 )
 from pipelines.oracle.numbering import WORKER_ENTRIES
 from pipelines.quality.segment_statistics import segment_statistics
-from pipelines.scratch import locked, locked_root, remove_partial, scratch_directory
-from pipelines.table.segment import describe_files, directory_reference
-from schemas.accesses import TableAccesses, TableHints, index_load, indexed_steps, write_hints
+from pipelines.scratch import remove_partial
+from pipelines.table.root import update_root
+from pipelines.table.segment import describe_files, publish
+from schemas.accesses import (
+    NextUses,
+    TableAccesses,
+    TableHints,
+    index_load,
+    num_unique_rows,
+    write_hints,
+)
 from schemas.cache_plan import Plan, cache_too_small, required_rows, summarize
+from schemas.config.job import DataConfig, OrderConfig
 from schemas.config.train import CacheConfig
-from schemas.dataset import Dataset, open_dataset, select_segments
-from schemas.files import sha256_of, write_files
-from schemas.layout import FILES, MANIFEST
-from schemas.manifest import IndexManifest, Reference, hash_of, write_manifest
+from schemas.dataset import Dataset, Segment, open_dataset, select_segments
+from schemas.files import write_files
+from schemas.layout import FILES, TRAIN
+from schemas.leases import Lease
+from schemas.manifest import (
+    DatasetManifest,
+    IndexEntry,
+    IndexManifest,
+    Reference,
+    new_index,
+    read_dataset,
+    shuffle_key_of,
+    write_manifest,
+)
 from schemas.miss_ratio import lru_curve
 from schemas.order import Order
+from schemas.storage import Location
 
+INDEX_PREFIX = "index-"
+"""Names of the directories of indexes begin with it."""
 WORKER_BYTES = 4 << 20
-"""Bytes of access lists, over all epochs, per worker; an index with less is built in process."""
+"""Bytes of access lists, over all epochs, per worker; parts with less are built in process."""
 
 
-def index_id(dataset: Dataset, order: Order) -> str:
-    """Return the name of an index, a hash of its inputs."""
-    source = [r.manifest_sha256 for r in dataset.manifest.segments]
-    config = order.config
-    key = [source, order.blocks_per_batch, order.epochs, config.shuffle, config.seed]
-    return f"index-{hash_of(key)[:16]}"
+@dataclass(frozen=True, slots=True)
+class PartRequest:
+    """A part of an index to build.
 
-
-def build_index(dataset: Dataset, order: Order, building: Path, beam_args: list[str]) -> Reference:
-    """Build an index, unless it exists; return its reference for the root manifest.
-
-    Args:
-        dataset: an open dataset.
-        order: global order of the run.
-        building: hidden directory to build in, on the dataset's filesystem.
-        beam_args: Beam options.
+    Attributes:
+        root: local directory to build it in.
+        index: the index.
+        segment: the segment.
+        order: order of the segment alone, over the distinct epochs.
     """
-    name = index_id(dataset, order)
-    final = dataset.directory / name
-    if not (final / MANIFEST).exists():
-        with scratch_directory(building, ".index.*"):
-            _write(dataset, order, building, beam_args, name)
-            with locked(dataset.directory):
-                if not (final / MANIFEST).exists():
-                    shutil.rmtree(final, ignore_errors=True)
-                    building.rename(final)
-    return directory_reference(final)
+
+    root: Path
+    index: IndexEntry
+    segment: Segment
+    order: Order
 
 
-def _write(dataset: Dataset, order: Order, root: Path, beam_args: list[str], name: str) -> None:
-    totals = index_tables(dataset, order, root, beam_args) if dataset.job.data.tables else []
+def default_order(dataset: Dataset) -> Order:
+    """Return the order of the job's `data.oracle`."""
+    oracle = dataset.job.data.oracle
+    return dataset.order(
+        oracle.batch_samples, oracle.epochs, oracle.order.shuffle, oracle.order.seed
+    )
+
+
+def segment_of_part(part: str) -> str:
+    """Return the directory name of the segment that a part's directory name begins with.
+
+    Example:
+        >>> segment_of_part("0123456789ab-cdef01234567_89abcd")
+        '0123456789ab-cdef01234567'
+    """
+    return part.rpartition("_")[0]
+
+
+class PartBuilder:
+    """Builds parts of indexes, each once, in directories that no other process uses.
+
+    A commit that is repeated takes the parts that were built before.
+    """
+
+    def __init__(self, dataset: Location, beam_args: list[str], work: Path | None = None) -> None:
+        """Build nothing yet.
+
+        Args:
+            dataset: directory of the dataset.
+            beam_args: Beam options.
+            work: local directory for parts until they are uploaded, see `BuildRequest`.
+        """
+        self._dataset = dataset
+        self._beam_args = beam_args
+        self._work = work
+        self._suffix = uuid.uuid4().hex[:6]
+        self._built: dict[tuple[str, str], Reference] = {}
+
+    def updated_indexes(
+        self, dataset: Dataset | None, data: DataConfig, segments: Sequence[Segment]
+    ) -> tuple[IndexEntry, ...]:
+        """Return the indexes of a new root, after building the parts that they lack.
+
+        The default index, and each index that has parts of all present segments, get parts of all
+        new ones; the others keep the parts of the segments that stay.
+
+        Args:
+            dataset: as it is now, if it exists.
+            data: data section of the new job.
+            segments: of the new root.
+        """
+        oracle = data.oracle
+        default = new_index(
+            oracle.batch_samples, oracle.epochs, oracle.order.shuffle, oracle.order.seed
+        )
+        complete, indexes = {default.settings}, {default.settings: default}
+        if dataset is not None:
+            complete |= {index.settings for index in dataset.complete_indexes()}
+            indexes |= {index.settings: index for index in dataset.manifest.indexes}
+        ids = {segment.id for segment in segments}
+        for settings, index in indexes.items():
+            parts = {name: part for name, part in index.parts.items() if name in ids}
+            indexes[settings] = replace(index, parts=parts)
+        to_extend = [index for settings, index in indexes.items() if settings in complete]
+        extended = self.add_missing(to_extend, segments, data)
+        indexes |= {index.settings: index for index in extended}
+        return tuple(index for index in indexes.values() if index.parts)
+
+    def add_missing(
+        self, indexes: Sequence[IndexEntry], segments: Sequence[Segment], data: DataConfig
+    ) -> list[IndexEntry]:
+        """Build the parts that indexes lack, and return the indexes with them.
+
+        Existing parts are neither read nor changed; arguments as for `updated_indexes`.
+        """
+        missing = [(i, s) for i in indexes for s in segments if s.id not in i.parts]
+        self._build([(i, s) for i, s in missing if self._key(i, s) not in self._built], data)
+        parts = {index.id: dict(index.parts) for index in indexes}
+        for index, segment in missing:
+            parts[index.id][segment.id] = self._built[self._key(index, segment)]
+        return [replace(index, parts=parts[index.id]) for index in indexes]
+
+    @staticmethod
+    def _key(index: IndexEntry, segment: Segment) -> tuple[str, str]:
+        return index.id, segment.directory.name
+
+    def _build(self, missing: Sequence[tuple[IndexEntry, Segment]], data: DataConfig) -> None:
+        if not missing:
+            return
+        with ExitStack() as stack:
+            local = self._dataset.local
+            if local is None:
+                scratch = TemporaryDirectory(prefix="presage-index-", dir=self._work)
+                local = Path(stack.enter_context(scratch))
+            requests = [
+                PartRequest(
+                    local / index.id / f"{segment.directory.name}_{self._suffix}",
+                    index,
+                    segment,
+                    order_of_part(index, segment, data),
+                )
+                for index, segment in missing
+            ]
+            totals = index_tables(requests, local, self._beam_args)
+            for request in requests:
+                part = _finish_part(request, [t for t in totals if t.root == request.root])
+                publish(request.root, self._dataset / request.index.id / request.root.name)
+                self._built[self._key(request.index, request.segment)] = part
+
+    def discard_unused(self) -> None:
+        """Remove the parts that were built and that the root does not name."""
+        named = {
+            (index.id, part.directory)
+            for index in read_dataset(self._dataset).indexes
+            for part in index.parts.values()
+        }
+        for (index, _), part in self._built.items():
+            if (index, part.directory) not in named:
+                (self._dataset / index / part.directory).remove_all()
+
+
+def order_of_part(index: IndexEntry, segment: Segment, data: DataConfig) -> Order:
+    """Return the order of a segment alone under the settings of an index."""
+    return Order(
+        num_blocks=(len(segment.positions(TRAIN)),),
+        blocks_per_batch=index.batch_samples // data.block_samples,
+        epochs=index.epochs,
+        config=_order_config(index),
+        shuffle_keys=(shuffle_key_of(segment.reference),),
+    ).of_segment(0)
+
+
+def _order_config(index: IndexEntry) -> OrderConfig:
+    return OrderConfig(shuffle="none" if index.shuffle == "none" else "blocks", seed=index.seed)
+
+
+def _finish_part(request: PartRequest, totals: Sequence[TableTotals]) -> Reference:
+    """Write the manifest of a part whose tables are written."""
+    root, index, order = request.root, request.index, request.order
+    root.mkdir(parents=True, exist_ok=True)
     shutil.rmtree(root / SCRATCH, ignore_errors=True)
     remove_partial(root)
     entries = describe_files(root)
-    write_files(root / FILES, entries)
     manifest = IndexManifest(
-        id=name,
-        segments=tuple(s.manifest.id for s in dataset.segments),
-        batch_samples=order.blocks_per_batch * dataset.job.data.block_samples,
-        epochs=order.epochs,
-        shuffle=order.config.shuffle,
-        seed=order.config.seed,
-        num_steps=order.num_steps,
-        num_rows={t.table: t.num_rows for t in totals},
+        segment_sha256=request.segment.reference.manifest_sha256,
+        shuffle_key=None if index.shuffle == "none" else order.shuffle_keys[0],
+        batch_samples=index.batch_samples,
+        epochs=index.epochs,
+        shuffle=index.shuffle,
+        seed=index.seed,
+        num_steps=order.steps_per_epoch,
         num_accesses={t.table: t.num_entries for t in totals},
         oracle_bytes=sum(e.num_bytes for e in entries),
-        files_sha256=sha256_of(root / FILES),
+        files_sha256=write_files(root / FILES, entries),
     )
-    write_manifest(root, manifest)
+    return Reference(id=root.name, manifest_sha256=write_manifest(root, manifest))
 
 
 def index_tables(
-    dataset: Dataset, order: Order, root: Path, beam_args: list[str]
+    requests: Sequence[PartRequest], scratch: Path, beam_args: list[str]
 ) -> list[TableTotals]:
-    """Write every table's part of an index, on Beam or in this process."""
-    size = order.epochs * sum(s.manifest.oracle_bytes for s in dataset.segments)
+    """Write every table of the parts, on Beam or in this process; `scratch` holds the parts."""
+    size = sum(r.order.epochs * r.segment.manifest.oracle_bytes for r in requests)
+    tables = [(r, t) for r in requests for t in sorted(r.segment.manifest.tables)]
+    if not tables:
+        return []
     if in_process(beam_args, is_small=size < WORKER_BYTES):
-        return [_index_table(dataset, order, root, t) for t in sorted(dataset.job.data.tables)]
-    return runner_module("build").run_index(dataset, order, root, beam_args, size // WORKER_BYTES)
+        return [_index_table(request, table) for request, table in tables]
+    tasks = [(r.root, r.segment.directory, r.segment.reference, r.order, t) for r, t in tables]
+    return runner_module("build").run_index(tasks, scratch, beam_args, size // WORKER_BYTES)
 
 
-def _index_table(dataset: Dataset, order: Order, root: Path, table: str) -> TableTotals:
-    totals_or_plan = index_table(root, dataset, table, order, WORKER_ENTRIES)
+def _index_table(request: PartRequest, table: str) -> TableTotals:
+    segment = request.segment
+    totals_or_plan = index_table(request.root, segment, table, request.order, WORKER_ENTRIES)
     if isinstance(totals_or_plan, LinkingPlan):
         return totals_of(totals_or_plan, run_stages(totals_or_plan, LINKING_STAGES))
     return totals_or_plan
@@ -129,7 +284,9 @@ def oracle(arguments: argparse.Namespace, beam_args: list[str], attempt: str) ->
         config.order.seed if arguments.seed is None else arguments.seed,
     )
     if arguments.reindex:
-        dataset = add_index(dataset, order, beam_args, attempt)
+        with Lease(dataset.directory, f"oracle {attempt}") as lease:
+            lease.hold([segment.directory.name for segment in dataset.segments])
+            dataset = add_index(dataset, order, PartBuilder(dataset.directory, beam_args))
     if arguments.hints is not None:
         write_hints(arguments.hints, sharding_hints(dataset, order))
     cache = replace(
@@ -144,7 +301,7 @@ def oracle(arguments: argparse.Namespace, beam_args: list[str], attempt: str) ->
     return {"num_steps": order.num_steps, "lookahead": lookahead, "tables": tables}
 
 
-def open_segments(path: Path, segments: Sequence[str] | None) -> Dataset:
+def open_segments(path: Location, segments: Sequence[str] | None) -> Dataset:
     """Open a dataset, or some of its segments."""
     dataset = open_dataset(path)
     return dataset if segments is None else select_segments(dataset, segments)
@@ -171,29 +328,47 @@ def at_least_one(value: int | None, default: int, option: str) -> int:
     return default if value is None else value
 
 
-def add_index(dataset: Dataset, order: Order, beam_args: list[str], attempt: str) -> Dataset:
-    """Build an index and add it to the root manifest; return the dataset with it.
+def add_index(dataset: Dataset, order: Order, builder: PartBuilder) -> Dataset:
+    """Build the parts of an index that segments lack; return the dataset with them.
 
-    If a segment is committed in the meantime, an index of the whole dataset is built again.
+    A segment that is committed in the meantime gets its part, too, unless segments are selected.
     """
     root = dataset.directory
-    ids = [s.manifest.id for s in dataset.segments] if dataset.unselected else None
-    while True:
-        reference = build_index(dataset, order, root / f".index.{attempt}", beam_args)
-        with locked_root(root) as manifest:
-            has_segments = set(dataset.manifest.segments) <= set(manifest.segments)
-            is_current = ids is not None or manifest.segments == dataset.manifest.segments
-            if has_segments and is_current and (root / reference.id).is_dir():
-                if reference not in manifest.indexes:
-                    write_manifest(root, replace(manifest, indexes=(*manifest.indexes, reference)))
-                return open_segments(root, ids)
+    ids = [s.id for s in dataset.segments] if dataset.unselected else None
+    index = dataset.index_entry(order)
+    while index not in dataset.complete_indexes():
+        (extended,) = builder.add_missing([index], dataset.segments, dataset.job.data)
+        segments = dataset.segments
+
+        def with_parts(
+            manifest: DatasetManifest,
+            extended: IndexEntry = extended,
+            segments: Sequence[Segment] = segments,
+        ) -> DatasetManifest:
+            return _with_parts(manifest, extended, segments)
+
+        update_root(root, with_parts)
         dataset = open_segments(root, ids)
-        order = dataset.order(
-            order.blocks_per_batch * dataset.job.data.block_samples,
-            order.epochs,
-            order.config.shuffle,
-            order.config.seed,
-        )
+        index = dataset.index_entry(order)
+    builder.discard_unused()
+    return dataset
+
+
+def _with_parts(
+    manifest: DatasetManifest, extended: IndexEntry, segments: Sequence[Segment]
+) -> DatasetManifest:
+    """Return the root manifest with the parts that it still lacks."""
+    indexes = {index.settings: index for index in manifest.indexes}
+    index = indexes.get(extended.settings, replace(extended, parts={}))
+    built = {
+        segment.id: extended.parts[segment.id]
+        for segment in segments
+        if segment.reference in manifest.segments and segment.id not in index.parts
+    }
+    if not built:
+        return manifest
+    indexes[index.settings] = replace(index, parts={**index.parts, **built})
+    return replace(manifest, indexes=tuple(indexes.values()))
 
 
 HOT_SHARES = (0.0001, 0.001, 0.01, 0.1, 0.5)
@@ -208,12 +383,12 @@ def sharding_hints(dataset: Dataset, order: Order) -> dict[str, TableHints]:
     Raises:
         SchemaError: the dataset has no index for this order; the message gives the command.
     """
-    index = dataset.index_for(order).manifest
+    index = dataset.index_for(order)
     values, bags, samples = _bags(dataset)
     hints: dict[str, TableHints] = {}
     for name, table in dataset.job.data.tables.items():
         accesses = TableAccesses(dataset, name, order)
-        num_accesses, num_unique = index.num_accesses[name], index.num_rows[name]
+        num_accesses, num_unique = index.num_accesses(name), len(accesses.rows)
         hints[name] = TableHints(
             feature_names=tuple(table.features),
             pooling_factors=tuple(
@@ -327,20 +502,20 @@ def policy_reports(
     Raises:
         SchemaError: the dataset has no index for this order; the message gives the command.
     """
-    ttl = policy_report(dataset, table, order, replace(cache, policy="ttl"))
+    index, accesses = dataset.index_for(order), TableAccesses(dataset, table, order)
+    next_uses = NextUses(dataset, index, table, accesses.numbering)
+    ttl = policy_report(accesses, next_uses, replace(cache, policy="ttl"))
     rows = cache.rows or max(1, ttl.peak_cache_rows or 0)
-    best = policy_report(dataset, table, order, replace(cache, policy="belady", rows=rows))
+    best = policy_report(accesses, next_uses, replace(cache, policy="belady", rows=rows))
     return {"ttl": ttl, "belady": best}
 
 
-def policy_report(dataset: Dataset, table: str, order: Order, cache: CacheConfig) -> PolicyReport:
+def policy_report(accesses: TableAccesses, next_uses: NextUses, cache: CacheConfig) -> PolicyReport:
     """Run one policy over one table."""
-    index = dataset.index_for(order)
-    distances = map(index.steps(table).__getitem__, range(order.num_steps))
-    required = required_rows(distances, cache)
+    required = required_rows(next_uses, cache)
     if cache.rows is not None and required > cache.rows:
         return PolicyReport(required, cache.rows, None, None, None, None)
-    summary = summarize(Plan(indexed_steps(dataset, index, table, order), cache))
+    summary = summarize(Plan(map(accesses.entries, count(), next_uses), cache))
     return PolicyReport(
         required_rows=required,
         cache_rows=cache.rows,
@@ -366,14 +541,13 @@ def table_report(
     chosen = policies[cache.policy]
     if chosen.fetched_rows is None or chosen.hit_rate is None or chosen.peak_cache_rows is None:
         raise cache_too_small(cache, chosen.required_rows, table=table)
-    index = dataset.index_for(order).manifest
     manifests = [s.manifest for s in dataset.segments]  # older ones may lack a table
     counts = [m.tables[table] for m in manifests if table in m.tables]
     return TableReport(
         num_lookups=order.epochs * sum(c.num_lookups for c in counts),
         num_lookups_dedup=order.epochs * sum(c.num_lookups_dedup for c in counts),
-        num_accesses=index.num_accesses[table],
-        num_unique_rows=index.num_rows[table],
+        num_accesses=dataset.index_for(order).num_accesses(table),
+        num_unique_rows=num_unique_rows(dataset, table),
         fetched_rows=chosen.fetched_rows,
         hit_rate=chosen.hit_rate,
         peak_cache_rows=chosen.peak_cache_rows,

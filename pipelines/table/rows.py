@@ -5,6 +5,7 @@ from __future__ import annotations
 import glob
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -35,7 +36,6 @@ from schemas.dataset import (
     type_name,
 )
 from schemas.errors import SchemaError
-from schemas.files import replace_bytes
 from schemas.group_files import read_group
 from schemas.hashing import splitmix64
 from schemas.layout import (
@@ -49,6 +49,7 @@ from schemas.layout import (
     tombstones_path,
     window_columns,
 )
+from schemas.storage import Location
 
 
 def row_groups(segment: Segment) -> list[tuple[int, int]]:
@@ -144,7 +145,9 @@ def read_samples(dataset: Dataset, model_inputs: bool = False) -> Iterator[pa.Ta
             yield rows.select(columns)
 
 
-def expand(dataset_path: Path, output: Path, model_inputs: bool = False) -> int:
+def expand(
+    dataset_path: Location | Path, output: Location | Path, model_inputs: bool = False
+) -> int:
     """Write all samples of a dataset to one Parquet file; return their number.
 
     Args:
@@ -155,19 +158,19 @@ def expand(dataset_path: Path, output: Path, model_inputs: bool = False) -> int:
     Raises:
         SchemaError: the output is a directory, or the dataset does not match its manifests.
     """
-    if output.is_dir():
+    output = Location.parse(output)
+    if output.local is not None and output.local.is_dir():
         raise SchemaError(f"output is a directory: {output}; name a file in it")
-    writer: pq.ParquetWriter | None = None
-    partial = output.with_name(f".{output.name}.partial")
+    tables = read_samples(open_dataset(dataset_path), model_inputs)
+    first = next(tables)  # a committed segment has samples
     count = 0
-    for table in read_samples(open_dataset(dataset_path), model_inputs):
-        if writer is None:
-            writer = pq.ParquetWriter(partial, table.schema, compression="zstd")
-        writer.write_table(table)
-        count += table.num_rows
-    assert writer is not None, "a committed segment has samples"
-    writer.close()
-    partial.replace(output)
+    with (
+        output.new_file() as path,
+        pq.ParquetWriter(path, first.schema, compression="zstd") as writer,
+    ):
+        for table in chain([first], tables):
+            writer.write_table(table)
+            count += table.num_rows
     return count
 
 
@@ -212,7 +215,7 @@ def segment_session_lengths(segment: Segment, data: DataConfig) -> NDArray[np.in
 
 # `view.sql`: DuckDB views of a dataset that join the star schema to one row per sample. They are
 # `samples`, the columns of the job's SQL, and `model_inputs`, which has the columns of transforms,
-# too. Paths are relative to the dataset: `cd DATASET && duckdb -init view.sql`. The file is
+# too. Local paths are relative to the dataset: `cd DATASET && duckdb -init view.sql`. The file is
 # derived from the manifests; no hash covers it, and readers of the format ignore it.
 
 VIEW = "view.sql"
@@ -223,11 +226,6 @@ _SQL_TYPES = {
     "float": "FLOAT", "double": "DOUBLE", "bool": "BOOLEAN", "string": "VARCHAR",
     "timestamp[us]": "TIMESTAMP",
 }  # fmt: skip
-
-
-def write_view(dataset: Path) -> None:
-    """Write the views of a committed dataset."""
-    replace_bytes(dataset / VIEW, view_sql(open_dataset(dataset)).encode())
 
 
 def view_sql(dataset: Dataset) -> str:
@@ -293,9 +291,12 @@ def _exclude_deleted(dataset: Dataset, segment: Segment) -> list[str]:
     sha256 = dataset.manifest.tombstones_sha256
     if sha256 is None or not segment.tombstones.num_rows:
         return []
+    path = tombstones_path(sha256)
+    if dataset.directory.local is None:
+        path = f"{dataset.directory}/{path}"
     return [
-        f"WHERE NOT EXISTS (FROM read_parquet({_literal(tombstones_path(sha256))}) AS x "
-        f"WHERE x.segment = {_literal(segment.manifest.id)} AND x.block = s.{BLOCK} "
+        f"WHERE NOT EXISTS (FROM read_parquet({_literal(path)}) AS x "
+        f"WHERE x.segment = {_literal(segment.id)} AND x.block = s.{BLOCK} "
         "AND x.file_row = s.file_row_number)"
     ]
 
@@ -320,12 +321,16 @@ def _owner_table(segment: Segment, group: str) -> str:
 
 
 def _has(segment: Segment, *folders: str) -> bool:
-    prefix = "/".join(folders) + "/"
-    return any(path.startswith(prefix) for path in segment.files)
+    directory = "/".join(folders)
+    if segment.manifest.directories is not None:
+        return directory in segment.manifest.directories
+    return any(path.startswith(f"{directory}/") for path in segment.files)
 
 
 def _files(segment: Segment, *folders: str, numbered: bool = False) -> str:
-    path = "/".join((SEGMENTS, segment.directory.name, *map(glob.escape, folders), "*.parquet"))
+    local = segment.directory.local is not None
+    root = f"{SEGMENTS}/{segment.directory.name}" if local else segment.directory.url
+    path = "/".join((root, *map(glob.escape, folders), "*.parquet"))
     return f"read_parquet({_literal(path)}{', file_row_number = true' if numbered else ''})"
 
 

@@ -1,15 +1,18 @@
 """Write the manifest of a segment from the results of its parts.
 
-A segment is built in a hidden directory beside its final path, and its manifest is written last;
-`commit.py` adds it to the dataset. If the process dies before, the dataset is unchanged.
+The files of a segment are written to a local directory, its manifest last. For a dataset on a local
+disk that is the directory of the segment; otherwise the files are uploaded to it. `commit.py` adds
+the segment to the dataset: if the process dies before, the dataset is unchanged.
 """
 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -17,7 +20,6 @@ import pyarrow.parquet as pq
 from pipelines.clustering.layout import DICTIONARY, Encodings, open_writer
 from pipelines.clustering.part import LOOKUPS, PartResult
 from pipelines.clustering.writer import merge_blocks
-from pipelines.quality.gate import anomalies_text
 from pipelines.quality.segment_statistics import segment_slices, statistics_text, write_statistics
 from pipelines.scratch import remove_partial
 from pipelines.shuffle import SHUFFLE
@@ -25,10 +27,9 @@ from pipelines.sources.rejects import RejectCounts, number_reject_files
 from schemas.config.job import DataConfig
 from schemas.dataset import type_name
 from schemas.features import FeatureSet
-from schemas.files import FileEntry, describe_file, read_files, sha256_of, sync_file, write_files
+from schemas.files import FileEntry, describe_file, sha256_of, sync_file, write_files
 from schemas.group_files import group_schema
 from schemas.layout import (
-    ANOMALIES,
     BLOCK,
     BLOCKS,
     DATA_DIRECTORIES,
@@ -45,9 +46,9 @@ from schemas.manifest import (
     Reference,
     SegmentManifest,
     TableCounts,
-    read_segment,
     write_manifest,
 )
+from schemas.storage import Location
 
 
 def split_ranges(blocks: pa.Table) -> dict[str, tuple[int, int]]:
@@ -89,13 +90,45 @@ def table_counts(
 
 def describe_files(root: Path) -> list[FileEntry]:
     """Return the entry of every file of a directory, except its manifest and indexes of files."""
-    paths = sorted(str(p.relative_to(root)) for p in root.rglob("*") if p.is_file())
-    return [describe_file(root, p) for p in paths if p not in (BLOCKS, FILES, MANIFEST)]
+    location = Location.parse(root)
+    paths = (entry.path for entry in location.entries())
+    return [describe_file(location, p) for p in paths if p not in (BLOCKS, FILES, MANIFEST)]
+
+
+@contextmanager
+def local_directory(directory: Location, work: Path | None) -> Iterator[Path]:
+    """Yield a local directory for a segment: its own if it is local, otherwise a temporary one.
+
+    Args:
+        directory: of the segment.
+        work: where temporary directories are made; the system's choice if None.
+    """
+    if directory.local is not None:
+        directory.local.mkdir(parents=True)
+        yield directory.local
+        return
+    with TemporaryDirectory(prefix="presage-build-", dir=work) as name:
+        yield Path(name)
+
+
+_UPLOADS = 8
+
+
+def publish(root: Path, directory: Location) -> None:
+    """Upload the files of a complete segment or index part, its manifest last.
+
+    Nothing is done if it was written in place.
+    """
+    if directory.local == root:
+        return
+    paths = [entry.path for entry in Location.parse(root).entries() if entry.path != MANIFEST]
+    with ThreadPoolExecutor(_UPLOADS) as pool:
+        list(pool.map(lambda path: (directory / path).upload(root / path), paths))
+    (directory / MANIFEST).upload(root / MANIFEST)
 
 
 def finish_segment(
     root: Path,
-    segment_id: str,
     results: Sequence[PartResult],
     rejects: RejectCounts,
     num_unique_rows: Mapping[str, int],
@@ -104,12 +137,12 @@ def finish_segment(
     data: DataConfig,
     features: FeatureSet,
     learned: Mapping[str, str],
+    num_parts: int | None,
 ) -> SegmentManifest:
     """Complete a segment whose parts are written; its manifest is written last.
 
     Args:
         root: directory of the segment being built.
-        segment_id: final name.
         results: results of all parts in order, at least one.
         rejects: counts of rejected rows, written by `write_rejects`.
         num_unique_rows: distinct rows by table.
@@ -118,6 +151,7 @@ def finish_segment(
         data: the job's data section.
         features: declared columns.
         learned: files of fitted parameters in the dataset, path to sha256.
+        num_parts: parts that the hash of the session key was divided into.
     """
     num_samples, num_rows = sum(r.num_samples for r in results), sum(r.num_rows for r in results)
     for scratch in (LOOKUPS, SHUFFLE):
@@ -131,12 +165,10 @@ def finish_segment(
     number_reject_files(root)
     text = statistics_text(segment_slices([r.slices for r in results], data, features))
     write_statistics(root, text)
-    (root / ANOMALIES).write_text(anomalies_text(rejects), encoding="utf-8")
     groups = list(results[0].groups)
     entries = describe_files(root)
-    write_files(root / FILES, entries)
+    files_sha256 = write_files(Location.parse(root / FILES), entries)
     manifest = SegmentManifest(
-        id=segment_id,
         num_samples=num_samples,
         num_sessions=sum(r.num_sessions for r in results),
         num_rejects=rejects.num_rejects,
@@ -151,11 +183,14 @@ def finish_segment(
         job_sha256=hashes[0],
         schema_sha256=hashes[1],
         blocks_sha256=sha256_of(root / BLOCKS),
-        files_sha256=sha256_of(root / FILES),
+        files_sha256=files_sha256,
+        directories=directories_of(entries),
+        partition_key=None if num_parts is None else data.session.key,
+        num_parts=num_parts,
         columns=stored_columns(root, results[0].file_index, groups),
         learned=learned,
     )
-    write_manifest(root, manifest)
+    write_manifest(Location.parse(root), manifest)
     return manifest
 
 
@@ -171,35 +206,16 @@ def stored_columns(root: Path, file_index: int, groups: Iterable[str]) -> dict[s
     return {f.name: type_name(f.type) for f in fields}
 
 
+def directories_of(entries: Iterable[FileEntry]) -> tuple[str, ...]:
+    """Return the sorted directories that contain files."""
+    return tuple(sorted({entry.path.rpartition("/")[0] for entry in entries} - {""}))
+
+
 def sum_bytes(entries: Sequence[FileEntry], *prefixes: str) -> int:
     """Return the bytes of all files whose paths have one of the prefixes."""
     return sum(e.num_bytes for e in entries if e.path.startswith(prefixes))
 
 
-def set_segment_id(
-    root: Path, segment_id: str, anomalies: str, day: str | None = None
-) -> SegmentManifest:
-    """Set the id, the anomalies and the day of a complete segment that is not committed.
-
-    Args:
-        root: directory of the segment.
-        segment_id: new id.
-        anomalies: text of `anomalies.pbtxt`.
-        day: label of the segment, if any.
-    """
-    manifest = read_segment(root)
-    is_same = (manifest.id, manifest.day) == (segment_id, day)
-    if is_same and (root / ANOMALIES).read_text(encoding="utf-8") == anomalies:
-        return manifest
-    (root / ANOMALIES).write_text(anomalies, encoding="utf-8")
-    entries = read_files(root / FILES)
-    entries[ANOMALIES] = describe_file(root, ANOMALIES)
-    write_files(root / FILES, [entries[path] for path in sorted(entries)])
-    manifest = replace(manifest, id=segment_id, day=day, files_sha256=sha256_of(root / FILES))
-    write_manifest(root, manifest)
-    return manifest
-
-
-def directory_reference(directory: Path) -> Reference:
-    """Return the reference of a committed segment or index."""
+def directory_reference(directory: Location) -> Reference:
+    """Return the reference of a complete segment, or part of an index."""
     return Reference(id=directory.name, manifest_sha256=sha256_of(directory / MANIFEST))

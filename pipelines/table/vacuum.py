@@ -1,114 +1,186 @@
-"""Remove what the root manifest no longer names: `pipelines vacuum`, and after a compaction."""
+"""Remove what no readable version of the root manifest names: `pipelines vacuum`.
+
+A file is kept if the newest version names it, or one that was superseded less than the given time
+ago; if a lease names its directory; and if it was written less than that time ago. Times are those
+of the store, so clocks of hosts do not matter. Before directories of segments are removed, they are
+claimed, and a version of the root without changes is committed: a build whose lease has expired can
+neither claim its directory any more nor commit on the root before.
+"""
 
 from __future__ import annotations
 
-import fcntl
-import shutil
-from pathlib import Path
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from datetime import datetime, timedelta
 from typing import Any
 
-from pipelines.scratch import locked, locked_root, remove_stale, remove_unlocked
-from pipelines.table.delete import remove_tombstones
-from schemas.dataset import Dataset, open_dataset
+from pipelines.context import INCOMING
+from pipelines.table.commit import CLAIM
+from pipelines.table.indexes import INDEX_PREFIX, segment_of_part
+from schemas.dataset import committed_segment, version_name
 from schemas.errors import SchemaError
-from schemas.fitted import VOCABULARIES
-from schemas.layout import SEGMENTS
-from schemas.manifest import DatasetManifest
+from schemas.fitted import FITTED_DIRECTORY, VOCABULARIES
+from schemas.layout import JOB, SCHEMA, SEGMENTS, TOMBSTONES, tombstones_path
+from schemas.leases import LEASES, live_leases, remove_expired
+from schemas.manifest import DatasetManifest, commit_root, parse_root, read_root
+from schemas.storage import MANIFESTS, Entry, Location, store_time
+from schemas.versions import Versions, backoff, writer_id
+
+KEEP = timedelta(days=1)
+"""Time for which `vacuum` keeps what is not named, unless the command says another."""
+REFUSED_PREFIX = ".refused-"
+"""Names of the directories with the rejects of refused segments begin with it."""
+_FILE_DIRECTORIES = (TOMBSTONES, VOCABULARIES, FITTED_DIRECTORY)
 
 
-def vacuum(dataset: Path) -> dict[str, Any]:
-    """Remove segments and indexes that the root manifest does not name.
+@dataclass(slots=True)
+class _Named:
+    """What versions of the root name, relative to the dataset."""
 
-    Running builds have hidden names, and running trainers lock what they read: both are kept.
+    directories: set[str] = field(default_factory=set[str])
+    files: set[str] = field(default_factory=set[str])
+
+    def add(self, dataset: Location, manifest: DatasetManifest) -> None:
+        for reference in manifest.segments:
+            self.directories.add(f"{SEGMENTS}/{reference.directory}")
+            self.files |= committed_segment(
+                dataset / SEGMENTS / reference.directory, reference
+            ).learned.keys()
+        for index in manifest.indexes:
+            self.directories |= {f"{index.id}/{p.directory}" for p in index.parts.values()}
+        self.files |= {
+            version_name(JOB, manifest.job_sha256),
+            version_name(SCHEMA, manifest.schema_sha256),
+        }
+        if manifest.tombstones_sha256:
+            self.files.add(tombstones_path(manifest.tombstones_sha256))
+
+
+def vacuum(dataset: Location, older_than: timedelta = KEEP) -> dict[str, Any]:
+    """Remove segments, indexes and other files that no manifest names any more.
+
+    Args:
+        dataset: directory of the dataset.
+        older_than: time for which replaced versions and unfinished builds are kept.
 
     Returns:
-        `segments` and `indexes`, the names of what was removed, and `num_bytes`.
+        `segments` and `indexes`, the names of what was removed, `num_files` and `num_bytes`.
 
     Raises:
         SchemaError: there is no dataset.
     """
-    with locked_root(dataset) as root:  # a commit holds it from renaming a segment to naming it
-        sizes = [
-            [(directory.name, remove_unlocked(directory)) for directory in directories]
-            for directories in unnamed_directories(dataset, root)
-        ]
-    segments, indexes = ([(name, size) for name, size in s if size is not None] for s in sizes)
+    removed = remove_unnamed(dataset, older_than)
     return {
-        "segments": [name for name, _ in segments],
-        "indexes": [name for name, _ in indexes],
-        "num_bytes": sum(num_bytes for _, num_bytes in (*segments, *indexes)),
+        "segments": [p.partition("/")[2] for p in removed if p.startswith(f"{SEGMENTS}/")],
+        "indexes": [p for p in removed if p.startswith(INDEX_PREFIX)],
+        "num_files": sum(map(len, removed.values())),
+        "num_bytes": sum(entry.num_bytes for entries in removed.values() for entry in entries),
     }
 
 
-def unnamed_directories(dataset: Path, root: DatasetManifest) -> tuple[list[Path], list[Path]]:
-    """Return the sorted directories of segments and indexes that the root does not name."""
-    named = {reference.id for reference in (*root.segments, *root.indexes)}
-    segments, indexes = (
-        [d for d in sorted(parent.glob(pattern)) if d.is_dir() and d.name not in named]
-        for parent, pattern in ((dataset / SEGMENTS, "[!.]*"), (dataset, "index-*"))
-    )
-    return segments, indexes
+def remove_unnamed(dataset: Location, older_than: timedelta) -> dict[str, list[Entry]]:
+    """Remove as `vacuum`; return the removed directories and files with their entries."""
+    read_root(dataset)  # raises if there is no dataset, before anything is written
+    now = store_time(dataset)
+    unnamed = _claim_unnamed(dataset, now - older_than, now)
+    for place, entries in unnamed.items():
+        dataset.remove([entry.path for entry in entries])
+        if "/" in place:
+            (dataset / place).remove_all()
+    remove_expired(dataset, now)
+    return unnamed
 
 
-def remove_unnamed(directory: Path) -> int:
-    """Remove segments, indexes, vocabularies and scratch directories that no manifest names.
+def _claim_unnamed(dataset: Location, limit: datetime, now: datetime) -> dict[str, list[Entry]]:
+    """Return the directories and files to remove, which no build can commit any more."""
+    owner = f"vacuum {writer_id()}".encode()
+    for _ in backoff():
+        root = read_root(dataset)
+        unnamed = _find_unnamed(dataset, limit, now)
+        segments = [place for place in unnamed if place.startswith(f"{SEGMENTS}/")]
+        for place in segments:
+            (dataset / place / CLAIM).write_bytes(owner)
+        # A build that was suspended since it claimed its directory cannot commit on the old root.
+        if not segments or commit_root(dataset, root, root.manifest) is not None:
+            return unnamed
+    raise AssertionError("`backoff` does not end")
 
-    Scratch directories of running builds are locked and stay.
 
-    Returns:
-        The number of removed directories.
+def _find_unnamed(dataset: Location, limit: datetime, now: datetime) -> dict[str, list[Entry]]:
+    """Return the directories and files to remove, with their entries.
 
-    Raises:
-        SchemaError: a run has locked a directory in the meantime; all others are removed.
+    Pipelines of users hold no lease: their parts are kept for a day.
     """
-    with locked_root(directory) as root:  # a commit holds it from renaming a segment to naming it
-        dataset = open_dataset(directory)
-        segments, indexes = unnamed_directories(directory, root)
-        unnamed = [*segments, *indexes]
-        in_use = [path for path in unnamed if remove_unlocked(path) is None]
-        refused = sorted(path for path in directory.glob(".refused-*") if path.is_dir())
-        for path in refused:
-            shutil.rmtree(path)
-        remove_vocabularies(dataset)
-        remove_tombstones(directory, {dataset.manifest.tombstones_sha256})
-        remove_stale(directory, ".index.*")
-    with locked(directory / SEGMENTS):
-        remove_stale(directory / SEGMENTS, ".*")
-    if in_use:
-        raise _in_use_error(directory, in_use[0])
-    return len(unnamed) + len(refused)
+    leased = {name for lease in live_leases(dataset, now) for name in lease.directories}
+    named = _named_since(dataset, limit)
+    unnamed: dict[str, list[Entry]] = {}
+    for place, entries in _places(dataset):
+        directory = place.partition("/")[2]
+        kept_since = min(limit, now - KEEP) if place.startswith(f"{INCOMING}/") else limit
+        files = [entry for entry in entries if entry.path != f"{place}/{CLAIM}"] or entries
+        if place in named.directories or place in named.files:
+            continue
+        if directory in leased or segment_of_part(directory) in leased:
+            continue
+        if all(entry.modified <= kept_since for entry in files):
+            unnamed[place] = entries
+    return unnamed
 
 
-def remove_vocabularies(dataset: Dataset) -> None:
-    """Remove replaced files; later versions may belong to a running build, and stay."""
-    named = {p for s in dataset.segments for p in s.manifest.learned}
-    for name in dataset.job.data.vocabularies:
-        num_versions = sum(p.startswith(f"{VOCABULARIES}/{name}/") for p in named)
-        for path in sorted((dataset.directory / VOCABULARIES / name).glob("*.parquet")):
-            relative = str(path.relative_to(dataset.directory))
-            if relative not in named and int(path.name.partition("-")[0]) < num_versions:
-                path.unlink(missing_ok=True)
+def _named_since(dataset: Location, limit: datetime) -> _Named:
+    """Return what is named by the newest version and by those superseded after a time.
 
-
-def check_unused(dataset: Dataset) -> None:
-    """Raise SchemaError if a run uses the dataset.
-
-    A run locks its segments and index, including versions that were replaced. Without locks on the
-    filesystem the dataset counts as used.
+    Older versions are retired.
     """
-    named = [opened.directory for opened in (*dataset.indexes, *dataset.segments)]
-    segments, indexes = unnamed_directories(dataset.directory, dataset.manifest)
-    for directory in (*named, *segments, *indexes):
-        try:
-            with locked(directory, fcntl.LOCK_EX | fcntl.LOCK_NB):
-                pass
-        except BlockingIOError as error:
-            raise _in_use_error(dataset.directory, directory) from error
+    versions, named = Versions(dataset), _Named()
+    superseded: list[int] = []
+    written_after = True  # the version after the one at hand
+    for number in reversed(versions.all_numbers()):
+        entry = versions.path(number).stat()
+        if entry is None or not entry.num_bytes:
+            break  # this one and all before it are retired
+        version = versions.read(number) if written_after else None
+        if version is not None:
+            named.add(dataset, parse_root(version, versions.path(number)))
+        else:
+            superseded.append(number)
+        written_after = entry.modified > limit
+    versions.retire(superseded)
+    return named
 
 
-def _in_use_error(dataset: Path, directory: Path) -> SchemaError:
-    return SchemaError(
-        f"dataset is in use: a run has locked {directory.name}; stop the run, or try again when it "
-        "has ended",
-        file=str(dataset),
-    )
+def _places(dataset: Location) -> Iterator[tuple[str, list[Entry]]]:
+    """Yield what is removed as a whole with its files: directories, and single files."""
+    places: defaultdict[str, list[Entry]] = defaultdict(list)
+    for entry in dataset.entries():
+        parts = entry.path.split("/")
+        top = parts[0]
+        if top in (SEGMENTS, INCOMING) or top.startswith(INDEX_PREFIX):
+            places["/".join(parts[:2])].append(entry)
+        elif top.startswith(REFUSED_PREFIX):
+            places[top].append(entry)
+        elif top in _FILE_DIRECTORIES or _is_versioned(entry.path) or _is_probe(parts):
+            places[entry.path].append(entry)
+    yield from sorted(places.items())
+
+
+def _is_versioned(path: str) -> bool:
+    return path.startswith((f"{JOB}.", f"{SCHEMA}."))
+
+
+def _is_probe(parts: list[str]) -> bool:
+    return parts[0] == MANIFESTS and parts[-1].startswith("probe-")
+
+
+def check_unused(dataset: Location) -> None:
+    """Raise SchemaError if a run holds a lease on the dataset.
+
+    Builds do not matter: their commits notice what was replaced.
+    """
+    for lease in live_leases(dataset):
+        if lease.holder.startswith("run "):
+            raise SchemaError(
+                f"dataset is in use by {lease.holder}; stop it, or try again when it has ended",
+                file=str(dataset / LEASES),
+            )

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from pipelines.table.rows import (
     blocks_of_row_group,
@@ -20,29 +19,34 @@ from pipelines.table.rows import (
 )
 from pipelines.table.segment import split_ranges, sum_bytes
 from schemas.accesses import TableAccesses
-from schemas.arrays import comparable_tuple, is_list, numpy_of, unique_tuples, values_of
+from schemas.arrays import Jagged, comparable_tuple, is_list, numpy_of, unique_tuples, values_of
 from schemas.dataset import (
     Dataset,
-    Index,
+    IndexPart,
     Segment,
+    access_lists,
     column_types,
+    has_accesses,
     missing_column_defaults,
     open_dataset,
-    read_accesses,
-    select_segments,
     type_name,
 )
 from schemas.errors import SchemaError
-from schemas.files import find_damaged_files
+from schemas.files import ListFiles, find_damaged_files
 from schemas.fitted import load_fitted
 from schemas.group_files import read_group
 from schemas.layout import BLOCK, DATA_DIRECTORIES, TRAIN, UNIQUE_INDEX, num_unique_column
-from schemas.manifest import GroupCounts, TableCounts
+from schemas.manifest import GroupCounts, IndexEntry, TableCounts
 from schemas.oracle import NextUseTracker, unique_per_block
+from schemas.order import Order
 from schemas.rows import ids_of, rows_of_ids
+from schemas.storage import Location
+
+SETTINGS = ("batch_samples", "epochs", "shuffle", "seed")
+"""Settings of an index that each of its parts repeats."""
 
 
-def verify(path: Path) -> dict[str, Any]:
+def verify(path: Path | Location) -> dict[str, Any]:
     """Verify a dataset.
 
     Returns:
@@ -52,11 +56,15 @@ def verify(path: Path) -> dict[str, Any]:
     problems: list[str] = []
     dataset = open_dataset(path)
     for segment in dataset.segments:
-        problems.extend(f"{segment.manifest.id}/{p}" for p in segment_problems(segment, dataset))
+        problems.extend(f"{segment.id}/{p}" for p in segment_problems(segment, dataset))
     sound = not problems
     problems.extend(type_problems(dataset))
-    for index in dataset.indexes:
-        problems.extend(f"{index.manifest.id}/{p}" for p in index_problems(index, dataset, sound))
+    for index in dataset.manifest.indexes:
+        for segment in dataset.segments:
+            if segment.id in index.parts:
+                one = replace(dataset, segments=(segment,))
+                found = part_problems(one, index, sound)
+                problems.extend(f"{index.id}/{index.parts[segment.id].id}/{p}" for p in found)
     return {
         "num_samples": sum(s.manifest.num_samples for s in dataset.segments),
         "num_segments": len(dataset.segments),
@@ -125,7 +133,7 @@ def _bytes(segment: Segment, *directories: str) -> int:
 def num_rejects(segment: Segment) -> int:
     """Return the number of stored rejects."""
     paths = [path for path in segment.files if path.startswith("rejects/")]
-    return sum(pq.read_metadata(segment.directory / path).num_rows for path in paths)
+    return sum(segment.file(path).num_rows for path in paths)
 
 
 def stored_counts(
@@ -173,12 +181,19 @@ def stored_counts(
         t: TableCounts(
             num_lookups=lookups[t],
             num_lookups_dedup=stored_lookups[t],
-            num_unique_rows=len(read_accesses(dataset, segment, t)[1]),
+            num_unique_rows=num_rows_of(dataset, segment, t),
         )
         for t in data.tables
         if t in segment.manifest.tables
     }
     return groups, tables, types
+
+
+def num_rows_of(dataset: Dataset, segment: Segment, table: str) -> int:
+    """Return the distinct rows of a table in a segment."""
+    if not has_accesses(dataset, segment, table):
+        return 0
+    return sum(file.num_rows for file in segment.edge_files(table))
 
 
 def num_values(column: pa.ChunkedArray) -> int:
@@ -203,42 +218,75 @@ def _group_problems(
 
 
 def _access_problems(segment: Segment, dataset: Dataset) -> Iterator[str]:
+    """Compare the access lists with the samples, one row group after the other."""
     training = segment.positions(TRAIN)
-    looked_up = _training_lookups(segment, dataset)
-    for name, table in dataset.job.data.tables.items():
-        ids, positions = looked_up[name]
-        expected = unique_per_block(rows_of_ids(ids, name, table), positions, len(training))
-        accesses, row_of = read_accesses(dataset, segment, name)
-        rows = row_of[accesses.values]
-        blocks = np.repeat(np.arange(accesses.num_rows), accesses.lengths)
-        same_lengths = np.array_equal(accesses.offsets, expected.offsets)
-        if not same_lengths or not np.array_equal(
-            rows[np.lexsort((rows, blocks))], expected.values
-        ):
-            yield f"access/{name}: rows differ from those that the samples look up"
+    stored = {t: _StoredAccesses(dataset, segment, t) for t in dataset.job.data.tables}
+    different = {name for name, each in stored.items() if len(each) != len(training)}
+    for positions, lookups in _training_lookups(segment, dataset):
+        for name in stored.keys() - different:
+            ids, blocks = lookups[name]
+            rows = rows_of_ids(ids, name, dataset.job.data.tables[name])
+            expected = unique_per_block(rows, blocks, len(positions))
+            if not stored[name].equal(positions, expected):
+                different.add(name)
+    yield from (
+        f"access/{name}: rows differ from those that the samples look up"
+        for name in dataset.job.data.tables
+        if name in different
+    )
 
 
-def _training_lookups(
-    segment: Segment, dataset: Dataset
-) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    """Return for each table the ids that training samples look up, and their blocks' positions."""
+class _StoredAccesses:
+    """The stored access lists of a table as rows; decoded file by file."""
+
+    def __init__(self, dataset: Dataset, segment: Segment, table: str) -> None:
+        self._num_blocks = len(segment.positions(TRAIN))
+        self._lists: ListFiles | None = None
+        if has_accesses(dataset, segment, table):
+            self._lists = ListFiles(segment.access_files(table), access_lists)
+            self._rows = segment.rows(table)
+
+    def __len__(self) -> int:
+        return self._num_blocks if self._lists is None else len(self._lists)
+
+    def equal(self, positions: np.ndarray, expected: Jagged) -> bool:
+        """Return whether the rows of blocks are the expected ones, which ascend in each block."""
+        if self._lists is None:
+            return not len(expected.values)
+        bounds = expected.offsets.tolist()
+        for index, position in enumerate(positions.tolist()):
+            rows = np.sort(self._rows[self._lists[position]])
+            if not np.array_equal(rows, expected.values[bounds[index] : bounds[index + 1]]):
+                return False
+        return True
+
+
+Lookups = dict[str, tuple[np.ndarray, np.ndarray]]
+"""By table the ids that samples look up, and the index of the block of each."""
+
+
+def _training_lookups(segment: Segment, dataset: Dataset) -> Iterator[tuple[np.ndarray, Lookups]]:
+    """Yield the training positions of the blocks of each row group, and their look-ups."""
     data = dataset.job.data
     first_position = segment.positions(TRAIN)[:1].sum()
     is_training = np.isin(np.arange(segment.blocks.num_rows), segment.positions(TRAIN))
-    ids: dict[str, list[np.ndarray]] = {t: [np.empty(0, np.int64)] for t in data.tables}
-    positions: dict[str, list[np.ndarray]] = {t: [np.empty(0, np.int64)] for t in data.tables}
     defaults = missing_column_defaults(dataset, segment)
     for file_index, row_group in row_groups(segment):
         chosen = np.flatnonzero(blocks_of_row_group(segment, file_index, row_group))
         if not is_training[chosen[0]]:
             continue
         samples = read_joined_row_group(segment, file_index, row_group, data, defaults)
-        position = np.repeat(chosen - first_position, segment.column("num_samples")[chosen])
+        block = np.repeat(np.arange(len(chosen)), segment.column("num_samples")[chosen])
+        ids: dict[str, list[np.ndarray]] = {t: [np.empty(0, np.int64)] for t in data.tables}
+        blocks: dict[str, list[np.ndarray]] = {t: [np.empty(0, np.int64)] for t in data.tables}
         for feature, table in data.table_of_feature.items():
             values, offsets = values_of(samples[feature])
             ids[table].append(ids_of(values))
-            positions[table].append(np.repeat(position, np.diff(offsets)))
-    return {t: (np.concatenate(ids[t]), np.concatenate(positions[t])) for t in data.tables}
+            blocks[table].append(np.repeat(block, np.diff(offsets)))
+        yield (
+            chosen - first_position,
+            {t: (np.concatenate(ids[t]), np.concatenate(blocks[t])) for t in data.tables},
+        )
 
 
 def type_problems(dataset: Dataset) -> Iterator[str]:
@@ -247,55 +295,73 @@ def type_problems(dataset: Dataset) -> Iterator[str]:
     for segment in dataset.segments:
         for name, kind in segment.manifest.columns.items():
             if kind != types[name]:
-                yield f"{segment.manifest.id}: column {name} is {kind}, elsewhere {types[name]}"
+                yield f"{segment.id}: column {name} is {kind}, elsewhere {types[name]}"
 
 
-def index_problems(index: Index, dataset: Dataset, sound: bool) -> Iterator[str]:
-    """Yield the problems of an index, one line each.
+def part_problems(dataset: Dataset, entry: IndexEntry, sound: bool) -> Iterator[str]:
+    """Yield the problems of the part of an index for one segment, one line each.
 
     Args:
-        index: an open index.
-        dataset: its dataset.
+        dataset: the dataset with this segment alone.
+        entry: the index.
         sound: whether the segments have no problems, so next uses can be recomputed from them.
     """
-    damaged = find_damaged_files(index.directory, index.files)
-    yield from damaged
-    manifest = index.manifest
-    segment_ids = {s.manifest.id for s in dataset.segments}
-    if damaged or not sound or not segment_ids.issuperset(manifest.segments):
+    try:
+        index = dataset.open_index(entry)
+    except SchemaError as error:
+        yield str(error)
         return
-    dataset = select_segments(dataset, manifest.segments)  # an index may cover only some
-    order = dataset.order(manifest.batch_samples, manifest.epochs, manifest.shuffle, manifest.seed)
-    for table in dataset.job.data.tables:
-        accesses, stored = TableAccesses(dataset, table, order), index.steps(table)
-        uses, entries = NextUseTracker(len(accesses.rows)), 0
-        is_equal = len(stored) == order.num_steps
-        for train_step in range(order.num_steps - 1, -1, -1):
-            expected = uses.link(accesses.numbers(train_step), train_step)
-            entries += len(expected)
-            is_equal = is_equal and np.array_equal(stored[train_step], expected)
-        yield from index_count_problems(index, order.num_steps, table, entries, len(accesses.rows))
+    (part,), (segment,) = index.parts, dataset.segments
+    damaged = find_damaged_files(part.directory, part.files)
+    yield from damaged
+    if damaged or not sound:
+        return
+    order = index.order.of_segment(0)
+    manifest, num_accesses = part.manifest, dict[str, tuple[int, ...]]()
+    for table in sorted(segment.manifest.tables):
+        accesses = TableAccesses(dataset, table, order)
+        entries, is_equal = compare_uses(part, table, accesses, order)
+        num_accesses[table] = entries
         if not is_equal:
             yield f"{table}: next uses differ from the access lists"
-
-
-def index_count_problems(
-    index: Index, num_steps: int, table: str, entries: int, rows: int
-) -> Iterator[str]:
-    """Yield a line for each wrong field of an index's manifest about one table.
-
-    Args:
-        index: an open index.
-        num_steps: steps of its order.
-        table: name of the table.
-        entries: counted entries over all steps.
-        rows: counted distinct rows.
-    """
-    m = index.manifest
     yield from _differences(
         {
-            "num_steps": (m.num_steps, num_steps),
-            f"num_accesses.{table}": (m.num_accesses[table], entries),
-            f"num_rows.{table}": (m.num_rows[table], rows),
+            **{n: (getattr(manifest, n), getattr(entry, n)) for n in SETTINGS},
+            "num_steps": (manifest.num_steps, order.steps_per_epoch),
+            "num_accesses": (dict(manifest.num_accesses), num_accesses),
         }
     )
+
+
+def compare_uses(
+    part: IndexPart, table: str, accesses: TableAccesses, order: Order
+) -> tuple[tuple[int, ...], bool]:
+    """Compare the stored uses of a table with its access lists.
+
+    Args:
+        part: of one segment.
+        table: table name.
+        accesses: of the segment alone.
+        order: of the segment alone, over the stored epochs.
+
+    Returns:
+        The entries of each epoch, and whether all uses are equal.
+    """
+    stored, num_entries = part.steps(table), list[int]()
+    is_equal = len(stored) == order.num_steps
+    for epoch in range(order.epochs if is_equal else 0):
+        tracker = NextUseTracker(len(accesses.rows))
+        first, last = (np.full(len(accesses.rows), -1, np.int32) for _ in range(2))
+        num_entries.append(0)
+        for step in reversed(range(order.steps_per_epoch)):
+            train_step = epoch * order.steps_per_epoch + step
+            numbers = accesses.numbers(train_step)
+            num_entries[-1] += len(numbers)
+            expected = tracker.link(numbers, step)
+            is_equal = is_equal and np.array_equal(stored[train_step], expected)
+            first[numbers] = step
+            last[numbers[last[numbers] < 0]] = step
+        if order.config.shuffle != "none":
+            uses = part.uses(table, epoch)
+            is_equal = is_equal and all(map(np.array_equal, uses, (first, last)))
+    return tuple(num_entries), is_equal

@@ -36,6 +36,7 @@ from pipelines.sources.rows import ORIGIN
 from pipelines.transforms.apply import FitInput, apply_transforms, fit_inputs
 from schemas.arrays import is_list, numpy_of, one_chunk
 from schemas.config.job import SAMPLES, DataConfig
+from schemas.dataset import committed_segment
 from schemas.errors import SchemaError
 from schemas.files import read_verified, replace_bytes
 from schemas.fitted import (
@@ -53,8 +54,9 @@ from schemas.fitted import (
     version_path,
 )
 from schemas.hashing import splitmix64
-from schemas.layout import MANIFEST, SEGMENTS
-from schemas.manifest import read_dataset, read_segment
+from schemas.layout import SEGMENTS
+from schemas.manifest import find_root
+from schemas.storage import Location
 
 SAMPLE_SIZE = 1 << 16
 """Values from which quantiles are computed: all of a smaller log; of a larger one a rank is off by
@@ -394,13 +396,12 @@ def _write(root: Path, path: str, content: bytes, files: dict[str, str]) -> None
 # Files in the dataset and in a segment being built.
 
 
-def fitted_files(dataset: Path) -> dict[str, str]:
+def fitted_files(dataset: Location) -> dict[str, str]:
     """Return the files of fitted transforms of all segments of a dataset, path to sha256."""
-    if not (dataset / MANIFEST).exists():
-        return {}
+    root = find_root(dataset)
     files: dict[str, str] = {}
-    for reference in read_dataset(dataset).segments:
-        files |= read_segment(dataset / SEGMENTS / reference.id, reference).learned
+    for reference in root.manifest.segments if root else ():
+        files |= committed_segment(dataset / SEGMENTS / reference.directory, reference).learned
     return dict(sorted(files.items()))
 
 
@@ -409,7 +410,7 @@ def load_staged(root: Path, files: Mapping[str, str], data: DataConfig) -> Fitte
     return load_fitted(root / LEARNED, files, data)
 
 
-def stage_fitted(dataset: Path, files: Mapping[str, str], building: Path) -> None:
+def stage_fitted(dataset: Location, files: Mapping[str, str], building: Path) -> None:
     """Copy files of earlier segments, verified, into the directory of a segment being built."""
     for path, digest in files.items():
         target = building / LEARNED / path
@@ -417,12 +418,11 @@ def stage_fitted(dataset: Path, files: Mapping[str, str], building: Path) -> Non
         replace_bytes(target, read_verified(dataset / path, digest))
 
 
-def publish_fitted(building: Path, dataset: Path, files: Mapping[str, str]) -> None:
-    """Move the files of a segment into the dataset; names contain the hash of the content."""
+def publish_fitted(building: Path, dataset: Location, files: Mapping[str, str]) -> None:
+    """Copy the files of a segment into the dataset; names contain the hash of the content."""
     for path, digest in files.items():
-        if not (dataset / path).exists():
-            (dataset / path).parent.mkdir(parents=True, exist_ok=True)
-            replace_bytes(dataset / path, read_verified(building / LEARNED / path, digest))
+        if (dataset / path).stat() is None:
+            (dataset / path).write_bytes(read_verified(building / LEARNED / path, digest))
     shutil.rmtree(building / LEARNED, ignore_errors=True)
 
 
@@ -432,13 +432,13 @@ def returned_files(values: Mapping[str, Sequence[Any]], base: Mapping[str, str])
     return dict(files)
 
 
-def fitted_files_match(files: Mapping[str, str], dataset: Path) -> bool:
+def fitted_files_match(files: Mapping[str, str], dataset: Location) -> bool:
     """Return whether the files of a segment extend those of the dataset, or the reverse."""
     existing = fitted_files(dataset).items()
     return files.items() <= existing or existing <= files.items()
 
 
-def check_fitted_files(files: Mapping[str, str], dataset: Path) -> None:
+def check_fitted_files(files: Mapping[str, str], dataset: Location) -> None:
     """Check that no concurrent build has added files.
 
     Raises:

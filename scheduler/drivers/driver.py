@@ -56,8 +56,7 @@ from scheduler.model.history import PAST_JOBS, format_past_job
 from scheduler.model.predict import fit_models, summarize_job
 from schemas.config.job import parse_stored_job
 from schemas.errors import SchemaError
-from schemas.layout import MANIFEST
-from schemas.manifest import position_of, read_dataset
+from schemas.manifest import find_root
 from schemas.run_log import (
     EXIT_BEHIND,
     EXIT_HUNG,
@@ -494,11 +493,11 @@ def is_cluster_failure(line: str) -> bool:
 
 def is_built(paths: JobPaths, number: int) -> bool:
     """Return whether a segment is committed; for the last one, whether the dataset is sealed."""
-    if not (paths.dataset / MANIFEST).exists():
+    root = find_root(paths.dataset)
+    if root is None:
         return False
-    root = read_dataset(paths.dataset)
-    committed = any(position_of(segment.id) == number for segment in root.segments)
-    return committed and (number + 1 < paths.num_segments or root.finished)
+    committed = any(segment.position == number for segment in root.manifest.segments)
+    return committed and (number + 1 < paths.num_segments or root.manifest.finished)
 
 
 def _build_figures(output: str) -> tuple[int, float]:

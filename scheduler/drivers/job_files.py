@@ -17,7 +17,7 @@ from scheduler.controller.events import LoadKnown
 from scheduler.controller.slots import initial_slots, slots_of_range
 from scheduler.drivers.base import Endpoint
 from scheduler.model.snapshot import compute_lookahead
-from schemas.accesses import index_load
+from schemas.accesses import NextUses, index_load
 from schemas.config.job import load_job
 from schemas.dataset import open_dataset
 from schemas.errors import SchemaError
@@ -32,7 +32,8 @@ class CommandFlags:
     """Flags that commands of our packages get besides paths.
 
     Attributes:
-        single_writer: whether nothing else writes there, as the user asserts (network filesystems).
+        single_writer: whether nothing else writes to runs and stores there, as the user asserts
+            (network filesystems); datasets may have several writers.
         allow_outside: whether the job's schema may be outside the folder of the job file.
     """
 
@@ -41,13 +42,13 @@ class CommandFlags:
 
     @property
     def write(self) -> list[str]:
-        """Flags of commands that write."""
+        """Flags of commands that write a run or a store."""
         return [SINGLE_WRITER] if self.single_writer else []
 
     @property
     def build(self) -> list[str]:
         """Flags of commands that build."""
-        return [*self.write, *([ALLOW_OUTSIDE] if self.allow_outside else [])]
+        return [ALLOW_OUTSIDE] if self.allow_outside else []
 
 
 NO_FLAGS = CommandFlags()
@@ -175,23 +176,15 @@ def read_load(paths: JobPaths, job: str, time_sec: float) -> LoadKnown | None:
         dataset = open_dataset(paths.dataset)
     except SchemaError:
         return None  # damaged: the trainer reports it in full
-    ids = tuple(segment.manifest.id for segment in dataset.segments)
-    matching = (
-        index
-        for index in dataset.indexes
-        if index.manifest.batch_samples == train.batch_samples and index.manifest.segments == ids
-    )
-    index = next(matching, None)
-    if index is None:
+    complete = dataset.complete_indexes()
+    entry = next((i for i in complete if i.batch_samples == train.batch_samples), None)
+    if entry is None:
         return None
-    manifest = index.manifest
-    order = dataset.order(train.batch_samples, manifest.epochs, manifest.shuffle, manifest.seed)
+    index = dataset.open_index(entry)
+    order = index.order
     slots = sum(index_load(dataset, table, order).slots for table in dataset.job.data.tables)
     assert not isinstance(slots, int), "a job has a table"
-    distances = (
-        (steps[step] for step in range(len(steps)))
-        for steps in map(index.steps, dataset.job.data.tables)
-    )
+    distances = (NextUses(dataset, index, table) for table in dataset.job.data.tables)
     touched = compute_lookahead(distances, train.cache).touched_rows
     ends = [(period + 1) * len(touched) // len(slots) - 1 for period in range(len(slots))]
     return LoadKnown(

@@ -29,6 +29,8 @@ from schemas.run_log import (
     read_metrics,
     read_summary,
 )
+from schemas.run_manifest import local_runs
+from schemas.storage import Location
 
 PAST_JOBS = "jobs.jsonl"
 
@@ -128,14 +130,19 @@ class History:
     jobs: tuple[PastJob, ...] = ()
 
 
-def read_history(directory: Path) -> History:
-    """Read every build and finished run below a folder.
+def read_history(directory: Path | Location) -> History:
+    """Read every build and finished run below a folder or URL.
 
     Raises:
         SchemaError: the folder is missing, or a file in it is not valid.
     """
-    if not directory.is_dir():
+    if isinstance(directory, Path) and not directory.is_dir():
         raise SchemaError("history is not a folder; check the path", file=str(directory))
+    with local_runs(directory, (SUMMARY, METRICS), (BUILD, PAST_JOBS)) as folder:
+        return _read_history(folder)
+
+
+def _read_history(directory: Path) -> History:
     read = (_read_build(path) for path in sorted(directory.rglob(BUILD)))
     builds = tuple(record for record in read if record is not None)
     folders = [path.parent for path in sorted(directory.rglob(SUMMARY))]
@@ -156,13 +163,17 @@ def read_history_beside(dataset: Dataset) -> History:
     Raises:
         SchemaError: a file is not valid.
     """
-    root = dataset.directory.resolve().parent
+    builds = tuple(
+        _parse_build(json.loads((dataset.directory / BUILDS / entry.path).read_bytes()))
+        for entry in (dataset.directory / BUILDS).entries()
+    )
+    if dataset.directory.local is None:
+        return History(builds)
+    root = dataset.directory.local.resolve().parent
     segments = {segment.manifest_sha256 for segment in dataset.manifest.segments}
     folders = sorted({path.parent for pattern in BESIDE for path in root.glob(pattern)})
     own = (folder for folder in folders if _trained(folder) & segments)
-    lines = dataset.directory / BUILDS
-    builds = read_lines(lines, _parse_build, "a build") if lines.is_file() else []
-    return History(tuple(builds), _runs(own, root))
+    return History(builds, _runs(own, root))
 
 
 def _trained(run: Path) -> set[str]:

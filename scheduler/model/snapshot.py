@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from scheduler.model.fit import Ints
 from scheduler.model.history import History, read_history, read_history_beside
+from schemas.accesses import NextUses, num_unique_rows
 from schemas.cache_plan import required_rows
 from schemas.config.job import Job, load_job
 from schemas.config.train import CacheConfig
@@ -23,6 +24,7 @@ from schemas.errors import SchemaError, suggest_name
 from schemas.features import FeatureSet, load_features
 from schemas.oracle import NEVER
 from schemas.paths import schema_path
+from schemas.storage import Location
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +143,11 @@ class Snapshot:
 
 
 def take_snapshot(
-    job: Path, dataset: Path | None, history: Path | None, *, allow_outside: bool = False
+    job: Path,
+    dataset: Path | Location | None,
+    history: Path | Location | None,
+    *,
+    allow_outside: bool = False,
 ) -> Snapshot:
     """Read the inputs of a plan.
 
@@ -222,14 +228,14 @@ def facts_of_dataset(job: Job, dataset: Dataset) -> DataFacts:
             file=str(dataset.directory),
         )
     index = _index(job, dataset)
-    ahead = _ahead(job, index)
+    ahead = _ahead(job, dataset, index)
     lookups = sum(
         manifest.tables[name].num_lookups_dedup
         for manifest in manifests
         for name in job.data.tables
         if name in manifest.tables
     )
-    table_rows = {name: _touched(job, dataset, index, name) for name in job.data.tables}
+    table_rows = {name: num_unique_rows(dataset, name) for name in job.data.tables}
     return DataFacts(
         num_samples=num_samples,
         num_train_samples=num_train,
@@ -267,30 +273,19 @@ def _largest_session(segment: Segment) -> int:
     return int((sums[ends + 1] - sums[starts]).max())
 
 
-def _ahead(job: Job, index: Index | None) -> Lookahead | None:
+def _ahead(job: Job, dataset: Dataset, index: Index | None) -> Lookahead | None:
     """Return the lookahead of a run; None without an index of the job's batch size."""
-    if index is None or index.manifest.batch_samples != job.train.batch_samples:
+    if index is None or index.entry.batch_samples != job.train.batch_samples:
         return None
-    return compute_lookahead(
-        (map(steps.__getitem__, range(len(steps))) for steps in map(index.steps, job.data.tables)),
-        job.train.cache,
-    )
+    tables = (NextUses(dataset, index, table) for table in job.data.tables)
+    return compute_lookahead(tables, job.train.cache)
 
 
 def _index(job: Job, dataset: Dataset) -> Index | None:
     """Return an index over all segments, preferably of the job's batch size."""
-    ids = tuple(segment.manifest.id for segment in dataset.segments)
-    whole = [index for index in dataset.indexes if index.manifest.segments == ids]
-    same = [i for i in whole if i.manifest.batch_samples == job.train.batch_samples]
-    return (same or whole or [None])[0]
-
-
-def _touched(job: Job, dataset: Dataset, index: Index | None, table: str) -> int:
-    """Return the distinct rows of a table; without an index, an upper bound."""
-    if index is not None and table in index.manifest.num_rows:
-        return index.manifest.num_rows[table]
-    counts = [s.manifest.tables[table] for s in dataset.segments if table in s.manifest.tables]
-    return min(job.data.tables[table].num_rows, sum(c.num_unique_rows for c in counts))
+    whole = dataset.complete_indexes()
+    same = [index for index in whole if index.batch_samples == job.train.batch_samples]
+    return dataset.open_index((same or whole)[0]) if whole else None
 
 
 def _rows_per_step(
@@ -298,10 +293,10 @@ def _rows_per_step(
 ) -> float:
     """Return the distinct rows of a batch, scaled in proportion from the index's batch size."""
     batch = job.train.batch_samples
-    if index is None or index.manifest.num_steps == 0:
+    if index is None or index.order.num_steps == 0:
         return min(float(sum(table_rows.values())), lookups_per_sample * batch)
-    per_step = sum(index.manifest.num_accesses.values()) / index.manifest.num_steps
-    return per_step * max(1.0, batch / index.manifest.batch_samples)
+    per_step = sum(map(index.num_accesses, table_rows)) / index.order.num_steps
+    return per_step * max(1.0, batch / index.entry.batch_samples)
 
 
 def _row_bytes(dataset: Dataset, num_samples: int) -> float:

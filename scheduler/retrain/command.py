@@ -14,18 +14,15 @@ from rich.table import Table
 from scheduler.drivers.base import stop_signals
 from scheduler.drivers.children import ThisMachine
 from scheduler.drivers.job_files import CommandFlags
-from scheduler.files import directory_lock
 from scheduler.retrain.decide import EXIT_REFUSED, DayRequest, Finished
 from scheduler.retrain.drive import RetrainContext, Root, read_pointer, retrain_day
+from scheduler.retrain.log import Log, read_state
 from scheduler.retrain.records import (
-    STATE,
     Attempt,
-    Log,
     State,
     days_between,
     folder_of_day,
     parse_days,
-    read_state,
 )
 from schemas.config.job import Job, load_job
 from schemas.errors import PlanError, SchemaError
@@ -34,9 +31,8 @@ from schemas.paths import (
     ALLOW_OUTSIDE_HELP,
     SINGLE_WRITER,
     SINGLE_WRITER_HELP,
-    check_writable,
-    local_path,
 )
+from schemas.storage import Location
 
 COLUMNS = ("day", "segment", "version", "run", "NE", "AUC", "calibration", "promoted", "why not")
 
@@ -155,9 +151,9 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     )
     command.add_argument(
         "--output",
-        type=Path,
+        type=Location,
         metavar="ROOT",
-        help="root folder; default: schedule.retrain.output",
+        help="path or URL; default: schedule.retrain.output",
     )
     command.add_argument(
         "--corrected", action="store_true", help="replace existing segments of the days"
@@ -176,7 +172,7 @@ def read_log_state(arguments: argparse.Namespace) -> State:
         PlanError: no root is given.
     """
     root = _root_of(arguments, load_job(arguments.job))
-    return read_state(root.folder / STATE)
+    return read_state(root.location)
 
 
 def retrain(arguments: argparse.Namespace, today: date, progress: Callable[[str], None]) -> Outcome:
@@ -196,12 +192,8 @@ def retrain(arguments: argparse.Namespace, today: date, progress: Callable[[str]
     days, root = _days(arguments, today), _root_of(arguments, job)
     _check_split(job, arguments.job)
     folders = {day: _input_of(arguments, job, day, len(days)) for day in days}
-    check_writable(root.folder, single_writer=arguments.single_writer)
     results: list[tuple[str, Finished]] = []
-    lock = directory_lock(
-        root.folder, "another retraining uses this folder", "wait for it, or stop it"
-    )
-    with lock, Log(root.folder / STATE) as log, stop_signals() as stopped:
+    with Log(root.location) as log, stop_signals() as stopped:
         context = RetrainContext(
             job_file=arguments.job.resolve(),
             root=root,
@@ -232,10 +224,12 @@ def _days(arguments: argparse.Namespace, today: date) -> list[str]:
 def _root_of(arguments: argparse.Namespace, job: Job) -> Root:
     configured = job.schedule.retrain.output
     if arguments.output is not None:
-        return Root(arguments.output.resolve())
+        return Root(arguments.output)
     if configured is None:
-        raise PlanError("neither --output nor schedule.retrain.output is set; name the root folder")
-    return Root((arguments.job.parent / local_path(configured)).resolve())
+        raise PlanError("neither --output nor schedule.retrain.output is set; name the root")
+    if "://" in configured:
+        return Root(Location.parse(configured))
+    return Root(Location.parse((arguments.job.parent / configured).resolve()))
 
 
 def _input_of(arguments: argparse.Namespace, job: Job, day: str, num_days: int) -> str:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-import shutil
+import re
+import tempfile
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -32,6 +33,7 @@ from scheduler.retrain.decide import (
     newest_day,
     next_action,
 )
+from scheduler.retrain.log import Log, read_state
 from scheduler.retrain.records import (
     Attempt,
     Begun,
@@ -39,18 +41,20 @@ from scheduler.retrain.records import (
     Done,
     Failed,
     Judged,
-    Log,
     Promoted,
     Removed,
     Started,
     check_folder,
 )
 from schemas.config.schedule import RetrainConfig
+from schemas.dataset import open_dataset
 from schemas.errors import SchemaError
-from schemas.files import replace_bytes, sync_directory
-from schemas.layout import EVALUATION, MANIFEST, SEGMENTS
-from schemas.manifest import canonical_json, previous_names, read_dataset, read_segment
+from schemas.layout import EVALUATION, MANIFEST
+from schemas.manifest import canonical_json, find_root, previous_names
 from schemas.run_log import CHECKPOINTS, RUN_FILE
+from schemas.run_manifest import read_newest_state
+from schemas.storage import Location
+from schemas.versions import Versions
 
 EXIT_STOPPED = 143
 """Exit status of a command that a signal stopped."""
@@ -95,6 +99,7 @@ def retrain_day(context: RetrainContext, request: DayRequest, source: str) -> Fi
         check_folder(source, request.day)
     for run in before.removed:
         remove_run(context.root, run)
+    write_pointer(context.root)  # an earlier command may have died before it did
     while not context.stopped():
         state, dataset = context.log.state, read_segments(context.root)
         action = next_action(request, before, state, dataset, context.config)
@@ -236,24 +241,24 @@ def _judge(
 
 
 def _promote(context: RetrainContext, attempt: Attempt) -> None:
-    """Replace the pointer and log it; may be repeated."""
+    """Log the promotion, and replace the pointer."""
     path, checkpoint = newest_checkpoint(context.root, attempt.run)
     evaluate, compare = attempt.results["evaluate"], attempt.results.get("compare")
     assert attempt.judged is not None, "a promoted run was judged"
-    write_pointer(
-        context.root,
-        {
-            "run": attempt.run,
-            "date": newest_day(context.log.state, read_segments(context.root), attempt.run),
-            "checkpoint": path,
-            "checkpoint_sha256": checkpoint,
-            "evaluated_on": list(attempt.started["evaluate"].segments),
-            "metrics": evaluate,
-            "before": {"run": attempt.compared_with, "metrics": compare},
-            "judged_sec": attempt.judged.time_sec,
-        },
+    pointer = {
+        "run": attempt.run,
+        "date": newest_day(context.log.state, read_segments(context.root), attempt.run),
+        "checkpoint": path,
+        "checkpoint_sha256": checkpoint,
+        "evaluated_on": list(attempt.started["evaluate"].segments),
+        "metrics": evaluate,
+        "before": {"run": attempt.compared_with, "metrics": compare},
+        "judged_sec": attempt.judged.time_sec,
+    }
+    context.log.append(
+        Promoted(time_sec=context.clock(), run=attempt.run, checkpoint=checkpoint, pointer=pointer)
     )
-    context.log.append(Promoted(time_sec=context.clock(), run=attempt.run, checkpoint=checkpoint))
+    write_pointer(context.root)
     context.progress(f"{attempt.run}: promoted")
 
 
@@ -295,7 +300,7 @@ def sizes_of(job_file: Path, root: Root, *, allow_outside: bool = False) -> Size
     """
     dataset = root.dataset if root.has_dataset else None
     snapshot = _snapshot_of_one_day(
-        take_snapshot(job_file, dataset, root.folder, allow_outside=allow_outside), root
+        take_snapshot(job_file, dataset, root.location, allow_outside=allow_outside), root
     )
     schedule, machine = snapshot.job.schedule, machine_budget()
     own = schedule.budget
@@ -382,41 +387,45 @@ POINTER = "PROMOTED"
 
 @dataclass(frozen=True, slots=True)
 class Root:
-    """Paths of a retrained job.
+    """Places of a retrained job.
 
     Attributes:
-        folder: the root.
+        location: the root.
     """
 
-    folder: Path
+    location: Location
 
     @property
-    def dataset(self) -> Path:
+    def dataset(self) -> Location:
         """The dataset of all days."""
-        return self.folder / "dataset"
+        return self.location / "dataset"
 
     @property
     def has_dataset(self) -> bool:
         """Whether a first day was built."""
-        return (self.dataset / MANIFEST).is_file()
+        return find_root(self.dataset) is not None
 
     @property
     def processes(self) -> Path:
-        """Folder of pids and output of processes."""
-        return self.folder / "processes"
+        """Local folder of pids and output of processes."""
+        if self.location.local is not None:
+            return self.location.local / "processes"
+        name = hashlib.sha256(self.location.url.encode()).hexdigest()[:16]
+        return Path(tempfile.gettempdir()) / "presage" / "retrain" / name
 
     @property
-    def pointer(self) -> Path:
+    def pointer(self) -> Location:
         """File with the promoted run."""
-        return self.folder / POINTER
+        return self.location / POINTER
 
-    def run(self, name: str) -> Path:
-        """Return the folder of a run."""
-        return self.folder / "runs" / name
+    def run(self, name: str) -> Location:
+        """Return the place of a run."""
+        return self.location / "runs" / name
 
     def has_run(self, name: str) -> bool:
         """Return whether a run was started, so that it can be resumed."""
-        return (self.run(name) / RUN_FILE).is_file()
+        run = self.run(name)
+        return (run / RUN_FILE).stat() is not None or read_newest_state(run) is not None
 
 
 def read_segments(root: Root) -> tuple[SegmentFact, ...]:
@@ -427,19 +436,15 @@ def read_segments(root: Root) -> tuple[SegmentFact, ...]:
     """
     if not root.has_dataset:
         return ()
-    dataset = read_dataset(root.dataset)
-    manifests = (
-        read_segment(root.dataset / SEGMENTS / reference.id, reference)
-        for reference in dataset.segments
-    )
+    dataset = open_dataset(root.dataset)
     return tuple(
         SegmentFact(
-            id=manifest.id,
-            day=manifest.day,
-            has_evaluation=manifest.splits.get(EVALUATION, (0, 0))[1] > 0,
-            former_ids=previous_names(dataset.lineage, manifest.id),
+            id=segment.id,
+            day=segment.day,
+            has_evaluation=segment.manifest.splits.get(EVALUATION, (0, 0))[1] > 0,
+            former_ids=previous_names(dataset.manifest.lineage, segment.id),
         )
-        for manifest in manifests
+        for segment in dataset.segments
     )
 
 
@@ -466,21 +471,44 @@ def newest_checkpoint(root: Root, run: str) -> tuple[str, str]:
     Raises:
         SchemaError: there is none.
     """
-    folder = root.run(run) / CHECKPOINTS
-    manifests = sorted(
-        (path for path in folder.glob(f"*/{MANIFEST}") if path.parent.name.isdigit()),
-        key=lambda path: int(path.parent.name),
-    )
-    if not manifests:
-        raise SchemaError("run has no checkpoint; train it with --again", file=str(root.run(run)))
-    path = manifests[-1].parent.relative_to(root.folder).as_posix()
-    return path, hashlib.sha256(manifests[-1].read_bytes()).hexdigest()
+    place = root.run(run)
+    state = None if place.local is not None else read_newest_state(place)
+    if state is None:
+        folders, _ = (place / CHECKPOINTS).children()
+        hashes = {name: _manifest_hash(place / CHECKPOINTS / name) for name in folders}
+    else:
+        files = state.manifest.files
+        found = (_CHECKPOINT_MANIFEST.fullmatch(name) for name in files)
+        hashes = {m[1]: files[m[0]][0].sha256 for m in found if m}
+    complete = {name: digest for name, digest in hashes.items() if digest and name.isdigit()}
+    if not complete:
+        raise SchemaError("run has no checkpoint; train it with --again", file=str(place))
+    newest = max(complete, key=int)
+    return f"runs/{run}/{CHECKPOINTS}/{newest}", complete[newest]
 
 
-def write_pointer(root: Root, body: Mapping[str, Any]) -> None:
-    """Replace the pointer atomically and durably."""
-    replace_bytes(root.pointer, f"{canonical_json(body)}\n".encode())
-    sync_directory(root.folder)
+_CHECKPOINT_MANIFEST = re.compile(rf"{CHECKPOINTS}/([0-9]+)/{re.escape(MANIFEST)}")
+
+
+def _manifest_hash(checkpoint: Location) -> str | None:
+    try:
+        return hashlib.sha256((checkpoint / MANIFEST).read_bytes()).hexdigest()
+    except FileNotFoundError:
+        return None
+
+
+def write_pointer(root: Root) -> None:
+    """Replace the pointer by the last promotion in the log, if it differs.
+
+    Of several processes the one that writes last reads the newest log.
+    """
+    while True:
+        newest = Versions(root.location).newest_number()
+        body = read_state(root.location).pointer
+        if body is not None and read_pointer(root) != body:
+            root.pointer.write_bytes(f"{canonical_json(body)}\n".encode())
+        if Versions(root.location).newest_number() == newest:
+            return
 
 
 def read_pointer(root: Root) -> dict[str, Any] | None:
@@ -490,7 +518,7 @@ def read_pointer(root: Root) -> dict[str, Any] | None:
         SchemaError: it is no JSON.
     """
     try:
-        return json.loads(root.pointer.read_text(encoding="utf-8"))
+        return json.loads(root.pointer.read_bytes())
     except FileNotFoundError:
         return None
     except ValueError as error:
@@ -499,11 +527,9 @@ def read_pointer(root: Root) -> dict[str, Any] | None:
 
 def save_build(root: Root, run: str, result: Mapping[str, Any]) -> None:
     """Store the measurements of a build for the next plan."""
-    folder = root.folder / "builds" / run
-    folder.mkdir(parents=True, exist_ok=True)
-    replace_bytes(folder / BUILD, f"{canonical_json(result)}\n".encode())
+    (root.location / "builds" / run / BUILD).write_bytes(f"{canonical_json(result)}\n".encode())
 
 
 def remove_run(root: Root, run: str) -> None:
-    """Remove the folder of a run, or the rest of it after an interrupted removal."""
-    shutil.rmtree(root.run(run), ignore_errors=True)
+    """Remove a run, or the rest of it after an interrupted removal."""
+    root.run(run).remove_all()

@@ -1,19 +1,15 @@
-"""The log of retrained days, and the state that its records add up to."""
+"""The records of retrained days, and the state that they add up to."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from datetime import date, timedelta
 from pathlib import Path
-from typing import Any, Literal, Self, get_args
+from typing import Any, Literal, get_args
 
-from scheduler.files import AppendLog, whole_bytes
-from schemas.errors import PlanError, SchemaError
+from schemas.errors import PlanError
 
-STATE = "state.jsonl"
-"""File name of the log in the root."""
 DATE = "{date}"
 """Placeholder of the day in the name of a folder."""
 RANGE = ".."
@@ -178,6 +174,8 @@ class Promoted(Record):
 
     checkpoint: str
     """Hash of the manifest of its checkpoint."""
+    pointer: Mapping[str, Any] | None = None
+    """Content of the pointer; None in records of an earlier release."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -322,6 +320,8 @@ class State:
     """Promoted runs, oldest first."""
     removed: frozenset[str] = frozenset()
     """Runs whose folders are removed."""
+    pointer: Mapping[str, Any] | None = None
+    """Content of the pointer after the last promotion."""
 
     def attempt(self, run: str) -> Attempt:
         """Return the attempt of a run."""
@@ -359,7 +359,7 @@ def apply_record(state: State, record: Record) -> State:
     )
     state = replace(state, attempts=attempts)
     if isinstance(record, Promoted):
-        return replace(state, promoted=(*state.promoted, record.run))
+        return replace(state, promoted=(*state.promoted, record.run), pointer=record.pointer)
     if isinstance(record, Removed):
         return replace(state, removed=state.removed | {record.run})
     return state
@@ -383,56 +383,3 @@ def _apply_to_attempt(attempt: Attempt, record: Record) -> Attempt:
             return replace(attempt, closed=record, pending=None)
         case _:
             return attempt
-
-
-class Log(AppendLog):
-    """The log, opened for appending, and its state; a context."""
-
-    def __init__(self, path: Path) -> None:
-        """Create a log; the context reads it."""
-        super().__init__(path)
-        self._path = path
-        self.state = State()
-
-    def __enter__(self) -> Self:
-        """Read the log, after an incomplete last line is cut off.
-
-        Raises:
-            SchemaError: another line is invalid.
-        """
-        super().__enter__()
-        try:
-            self.state = read_state(self._path)
-        except BaseException:
-            self.__exit__()
-            raise
-        return self
-
-    def append(self, record: Record) -> None:
-        """Append a record durably, and apply it to the state."""
-        state = apply_record(self.state, record)
-        self.write([record_to_json(record)])
-        self.state = state
-
-
-def read_state(path: Path) -> State:
-    """Return the state of a log, without an incomplete last line; a missing log is empty.
-
-    Raises:
-        SchemaError: another line is invalid, or of a run that was never started.
-    """
-    if not path.exists():
-        return State()
-    content = path.read_bytes()
-    whole, _ = whole_bytes(content)
-    state = State()
-    for number, line in enumerate(content[:whole].splitlines(), start=1):
-        try:
-            state = apply_record(state, record_from_json(json.loads(line)))
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
-            raise SchemaError(
-                f"line is no record: {line[:80]!r} ({error!r}); restore the file",
-                file=str(path),
-                location=str(number),
-            ) from error
-    return state

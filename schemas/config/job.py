@@ -24,7 +24,7 @@ from schemas.config.transforms import (
 )
 from schemas.errors import SchemaError, check_at_least, check_positive, suggest_name
 from schemas.hashing import MAX_ROW
-from schemas.layout import MANIFEST, SAMPLE_WEIGHT
+from schemas.layout import SAMPLE_WEIGHT
 from schemas.paths import NAME, check_names
 
 MAX_GROUPS = 8
@@ -373,15 +373,15 @@ def parse_stored_job(text: str, name: str) -> Job:
     return _checked(parse_yaml(text, name, Job, accept_renamed=True), name)
 
 
-def check_new_names(job: Job, path: Path, dataset: Path | None = None) -> None:
+def check_new_names(job: Job, path: Path, *, is_new: bool = True) -> None:
     """Raise SchemaError if the job's name or a side table's name cannot be a file name.
 
     Args:
         job: the job.
         path: its file, for the error.
-        dataset: its dataset; if it exists already, its names are accepted.
+        is_new: False if its dataset exists already: names of older releases are accepted then.
     """
-    if dataset is not None and (dataset / MANIFEST).exists():
+    if not is_new:
         return
     try:
         check_names("data.sides", job.data.sides)

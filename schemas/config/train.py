@@ -184,7 +184,7 @@ class FollowConfig:
     """Training on committed segments while later ones are built."""
 
     poll: timedelta = timedelta(seconds=1)
-    """Interval of polling the dataset while there is nothing to train."""
+    """Shortest time between two looks at the dataset, beside training too."""
 
     def __post_init__(self) -> None:
         check_positive(self, "poll")

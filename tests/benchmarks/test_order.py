@@ -20,20 +20,21 @@ from benchmarks.order import (  # fmt: skip
 )
 from pipelines.table.rows import content_hash, expand
 from schemas.dataset import open_dataset
+from schemas.storage import Location
 from tests.pipelines import logs
 
 
 @pytest.mark.slow
 def test_variants_hold_the_same_samples_in_their_orders(tmp_path: Path) -> None:
     shipped = logs.built(tmp_path)
-    expand(shipped, tmp_path / "samples.parquet")
+    expand(Location.parse(shipped), Location.parse(tmp_path / "samples.parquet"))
     job = tmp_path / "job" / "job.yaml"
     found = {}
     for place, order in enumerate(ORDERS):
         folder = tmp_path / str(place)
         write_variant(job, tmp_path / "samples.parquet", order, folder, seed=3)
         dataset = build_dataset(folder / "job.yaml", folder / "log", folder / "dataset")
-        expand(dataset, folder / "x.parquet")
+        expand(Location.parse(dataset), Location.parse(folder / "x.parquet"))
         found[order] = pq.read_table(folder / "x.parquet").drop_columns(["order_key"])
         assert training_samples(dataset) == training_samples(shipped)
         assert open_dataset(dataset).job.train.seed == 3

@@ -16,7 +16,9 @@ import pyarrow as pa
 import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 
-from scheduler.retrain.records import STATE, State, read_state
+from scheduler.retrain.log import read_state
+from scheduler.retrain.records import State
+from schemas.storage import Location
 from tests.integration.small_demo import write_small_demo
 
 DAYS = [f"2026-01-0{i}" for i in range(1, 5)]
@@ -59,7 +61,7 @@ class Site:
 
     @property
     def state(self) -> State:
-        return read_state(self.root / STATE)
+        return read_state(Location.parse(self.root))
 
     @property
     def promoted(self) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from pipelines.build import build
 from schemas.config.job import load_job
 from schemas.dataset import open_dataset
 from schemas.run_log import METRICS, StepMetric, read_metrics
+from schemas.storage import Location
 from tests.pipelines.appending import DEFAULT, EXTRA, addition, changed
 from tests.pipelines.logs import SCHEMA, raw_rows, request, samples_of, write_log
 from tests.trainer.runs import final_rows, losses_of, reader_of, run_job
@@ -142,7 +143,14 @@ def test_run_that_died_in_the_second_segment_and_was_resumed_has_the_bits_of_an_
     ticks, run = count(), tmp_path / "run"
     options = TrainOptions(embedding=embedding)
     with pytest.raises(StoppedError):
-        train(job, dataset, run, options, clock=lambda: float(next(ticks)), on_step=end)
+        train(
+            job,
+            Location.parse(dataset),
+            run,
+            options,
+            clock=lambda: float(next(ticks)),
+            on_step=end,
+        )
     assert len(losses_of(run)) == stop + 1 < order.num_steps
     run_job(job, dataset, run, embedding=embedding, resume=True)
     assert_same_run(plain, run)
@@ -160,7 +168,7 @@ def test_evaluation_covers_the_evaluation_ranges_of_both_segments(
         labels = np.concatenate([b.labels.numpy() for b in mine])
         found = sorted(zip(keys.tolist(), labels.tolist(), strict=True))
         assert found == sorted((s[0], s[-1]) for s in expected)
-    evaluation = evaluate_run(job, dataset, plain)
+    evaluation = evaluate_run(job, Location.parse(dataset), plain)
     assert evaluation.num_samples == sum(map(len, samples))
     assert evaluation.ne is not None
 

@@ -1,25 +1,32 @@
 """A run that follows a real pipeline, each in its own process, and what may happen to both."""
 
+import json
+import os
 import re
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from pipelines.cli import main
+from schemas.config.job import load_job
 from schemas.dataset import open_dataset
 from schemas.layout import MANIFEST
-from schemas.manifest import read_dataset
+from schemas.manifest import find_root, read_dataset
+from schemas.storage import Location
 from tests.conftest import REPOSITORY
 from tests.pipelines.appending import changed
 from tests.pipelines.logs import IN_PROCESS, write_log
 from tests.trainer.held import held_by
+from tests.trainer.make_dataset import change_root
 from tests.trainer.processes import ended, num_steps, started, trained, until
 from trainer.diff import compare_runs
+from trainer.follow import FollowedDataset, FollowOptions
+from trainer.recovery import Drain
 from trainer.run import verify_run
-from trainer.runtime import ReadLocks
 
 LOGS = (300, 200, 260, 180, 240)
 """Rows of the log of each segment; its number is the seed."""
@@ -66,7 +73,7 @@ def test_follower_of_a_real_pipeline_killed_and_resumed_has_the_bits_of_one_on_t
     cached = ("--embedding", "cached", "--follow")
     follower = started(job, dataset, run, *cached)  # before there is a dataset
     builder = pipeline(job, logs, dataset)
-    until(builder, (dataset / MANIFEST).exists)
+    until(builder, lambda: find_root(dataset) is not None)
     victim = started(job, dataset, killed, *cached, module=held_by(tmp_path / "pipe", 7))
     until(victim, lambda: num_steps(killed) == 8)
     victim.send_signal(signal.SIGKILL)
@@ -99,20 +106,50 @@ def append(job: Path, log: Path, dataset: Path, *more: str) -> int:
     return main([*words, IN_PROCESS, *more])
 
 
+def following(job: Path, dataset: Path) -> FollowedDataset:
+    """Return what a run reads a dataset by."""
+    how = FollowOptions(follow=True, stop=None, planned=True)
+    return FollowedDataset(Location.parse(dataset), load_job(job), how, Drain())
+
+
 @pytest.mark.slow
-def test_index_that_is_held_outlasts_any_number_of_segments(
-    job: Path, logs: list[Path], dataset: Path
+def test_what_a_run_reads_outlasts_vacuum(
+    job: Path, logs: list[Path], dataset: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (index,) = open_dataset(dataset).indexes
-    held = ReadLocks()
-    held.replace(index.directory)
-    for log in logs[1:4]:
-        assert append(job, log, dataset) == 0
-    assert (index.directory / MANIFEST).exists()
-    assert len(list(dataset.glob("index-*"))) == 3  # held, of the root before, of the root
-    held.replace()
-    assert append(job, logs[4], dataset) == 0
-    assert not index.directory.exists()
+    run = following(job, dataset)
+    span = run.wait_for(0)
+    (part,) = span.dataset.index_for(span.order).parts
+    kept = [Path(span.dataset.segments[0].directory), Path(part.directory)]
+    assert append(job, logs[1], dataset) == 0
+    change_root(dataset, lambda root: replace(root, segments=root.segments[1:], indexes=()))
+    vacuum = ["vacuum", str(dataset), "--older-than", "0s", "--json"]
+    capsys.readouterr()
+    assert main(vacuum) == 0
+    assert all((directory / MANIFEST).exists() for directory in kept)
+    removed = json.loads(capsys.readouterr().out)
+    assert removed["segments"] == []
+    assert len(removed["indexes"]) == 1, "the part of the second segment"
+    del run
+    assert main(vacuum) == 0
+    assert json.loads(capsys.readouterr().out)["segments"] == [kept[0].name]
+    assert not any(directory.exists() for directory in kept)
+
+
+@pytest.mark.slow
+def test_rewriting_is_refused_while_a_run_reads(
+    job: Path, dataset: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = following(job, dataset)
+    run.wait_for(0)
+    capsys.readouterr()
+    assert main(["erase", str(dataset), "--rewrite"]) == 1
+    message = (
+        rf"error: dataset is in use by run \S+:{os.getpid()} in {re.escape(str(dataset))}/_leases; "
+        "stop it, or try again when it has ended\n"
+    )
+    assert re.fullmatch(message, capsys.readouterr().err)
+    del run
+    assert main(["erase", str(dataset), "--rewrite"]) == 0
 
 
 @pytest.mark.slow
@@ -126,7 +163,7 @@ def test_finished_dataset_takes_no_segment_until_it_is_opened_again(
     capsys.readouterr()
     assert append(job, logs[2], dataset) == 1
     message = (
-        f"error: dataset is sealed after 2 segments in {dataset / MANIFEST}; "
+        f"error: dataset is sealed after 2 segments in {dataset}; "
         f"run python -m pipelines unseal {dataset}, or build a new dataset"
     )
     assert capsys.readouterr().err.splitlines()[-1] == message
@@ -147,5 +184,5 @@ def test_finished_dataset_takes_no_segment_until_it_is_opened_again(
 
 def test_seal_of_no_dataset_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["seal", str(tmp_path)]) == 1
-    assert re.match(r"error: manifest is missing in", capsys.readouterr().err)
+    assert re.match(r"error: there is no dataset", capsys.readouterr().err)
     assert list(tmp_path.iterdir()) == []

@@ -14,8 +14,9 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from scheduler.retrain.records import STATE
+from scheduler.retrain.log import read_state
 from schemas.dataset import open_dataset
+from schemas.storage import Location
 from tests.integration.days import DAYS, Site, make_site
 from tests.shared import make_once
 
@@ -53,7 +54,7 @@ def make_calm(folder: Path, repository: str) -> None:
 def test_retrain_of_days_in_order_goes_on_from_each_day_and_promotes_the_last(calm: Site) -> None:
     attempts, promoted = calm.state.attempts, calm.promoted
     assert [a.base for a in attempts] == [None, f"{ONE}.1", f"{TWO}.1"]
-    assert [s.manifest.day for s in open_dataset(calm.root / "dataset").segments] == DAYS[:3]
+    assert [s.day for s in open_dataset(calm.root / "dataset").segments] == DAYS[:3]
     assert (promoted["run"], promoted["date"]) == (f"{THREE}.1", THREE)
     for attempt in attempts:
         verified = calm.run("trainer", "verify", str(calm.root / "runs" / attempt.run))
@@ -68,10 +69,10 @@ def test_retrain_of_days_in_order_goes_on_from_each_day_and_promotes_the_last(ca
 
 
 def test_retrain_of_a_day_that_is_done_changes_nothing_and_says_so(calm: Site) -> None:
-    before = (calm.root / STATE).read_bytes()
+    before = read_state(Location.parse(calm.root))
     done = calm.retrain("--date", TWO)
     assert (done.returncode, done.stdout) == (0, f"{TWO} is done: {TWO}.1 is promoted\n")
-    assert (calm.root / STATE).read_bytes() == before
+    assert read_state(Location.parse(calm.root)) == before
 
 
 def test_retrain_list_shows_each_day(calm: Site) -> None:
@@ -155,10 +156,10 @@ def test_retrain_of_a_corrected_day_begins_before_it_and_promotes_its_new_versio
     done = site.retrain("--date", TWO, "--corrected")
     assert done.returncode == 0, done.stderr
     segments = open_dataset(site.root / "dataset").segments
-    assert [s.manifest.day for s in segments] == DAYS[:3]
+    assert [s.day for s in segments] == DAYS[:3]
     last = site.state.attempts[-1]
     assert (last.run, last.base) == (f"{TWO}.2", f"{ONE}.1")
-    assert last.segments == tuple(s.manifest.id for s in segments[1:])
+    assert last.segments == tuple(s.id for s in segments[1:])
     assert last.segment != calm.state.attempts[1].segment
     assert site.promoted["run"] == f"{TWO}.2"
     assert site.promoted["date"] == THREE

@@ -69,7 +69,9 @@ class Scheduler:
     def until(self, condition: Callable[[], object]) -> None:
         """Wait for a condition, however long it takes, unless the scheduler ends before."""
         while not condition():
-            assert self.process.poll() is None, self._stderr.read_text()
+            ended = self.process.poll() is not None
+            if ended:
+                assert condition(), self._stderr.read_text()
             time.sleep(0.05)
 
     def result(self) -> dict[str, dict[str, object]]:

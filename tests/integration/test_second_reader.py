@@ -5,6 +5,7 @@ What it finds is compared with the raw log.
 
 import hashlib
 import json
+import shutil
 import zlib
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -104,8 +105,27 @@ def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def root_of(dataset: Path) -> dict[str, Any]:
+    """The newest version of the root; each names the hash of the one before."""
+    versions = sorted((dataset / "_manifests").glob("*.json"))
+    assert [path.name for path in versions] == [f"{n + 1:08d}.json" for n in range(len(versions))]
+    bodies = [body_of(path) for path in versions]
+    for path, body in zip(versions, bodies[1:], strict=False):
+        assert body["parent_sha256"] == hashlib.sha256(path.read_bytes()).hexdigest()
+    return bodies[-1]
+
+
 def manifest(directory: Path, sha256: str | None = None) -> dict[str, Any]:
-    data = (directory / "MANIFEST.json").read_bytes()
+    return body_of(directory / "MANIFEST.json", sha256)
+
+
+def directory_of(dataset: Path, reference: dict[str, Any]) -> Path:
+    """The directory of a segment."""
+    return dataset / "segments" / reference.get("path", reference["id"])
+
+
+def body_of(path: Path, sha256: str | None = None) -> dict[str, Any]:
+    data = path.read_bytes()
     assert sha256 in (None, hashlib.sha256(data).hexdigest())
     body = json.loads(data)
     assert data.decode() == json.dumps(body, indent=1, sort_keys=True) + "\n"
@@ -117,8 +137,8 @@ def manifest(directory: Path, sha256: str | None = None) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def segment(log: Path) -> Path:
-    (reference,) = manifest(log / "dataset")["segments"]
-    return log / "dataset" / "segments" / reference["id"]
+    (reference,) = root_of(log / "dataset")["segments"]
+    return directory_of(log / "dataset", reference)
 
 
 def samples_of(log: Path) -> pl.DataFrame:
@@ -183,14 +203,20 @@ def numbers_of_blocks(segment: Path, table: str) -> list[list[int]]:
 @pytest.mark.slow
 def test_every_byte_is_covered_by_the_root(log: Path) -> None:
     root = log / "dataset"
-    top = manifest(root)
+    top = root_of(root)
+    covered = {root / name for name in ("job.yaml", "schema.pbtxt", "view.sql")}  # copies
+    covered |= {p for name in ("_manifests", "builds") for p in (root / name).iterdir()}
     for name, key in (("job.yaml", "job_sha256"), ("schema.pbtxt", "schema_sha256")):
-        assert hashlib.sha256((root / name).read_bytes()).hexdigest() == top[key]
-    covered = {
-        root / n for n in ("MANIFEST.json", "job.yaml", "schema.pbtxt", "view.sql", "builds.jsonl")
-    }
-    parts = [(root / "segments" / r["id"], r) for r in top["segments"]]
-    parts += [(root / r["id"], r) for r in top["indexes"]]
+        path = root / f"{name}.{top[key][:12]}"
+        assert hashlib.sha256(path.read_bytes()).hexdigest() == top[key]
+        covered.add(path)
+    parts = [(directory_of(root, r), r) for r in top["segments"]]
+    for directory, reference in parts:
+        anomalies = directory / f"anomalies-{reference['anomalies_sha256'][:12]}.pbtxt"
+        digest = hashlib.sha256(anomalies.read_bytes()).hexdigest()
+        assert digest == reference["anomalies_sha256"]
+        covered |= {anomalies, directory / "claim"}
+    parts += [(root / i["id"] / r["id"], r) for i in top["indexes"] for r in i["parts"].values()]
     for directory, reference in parts:
         body = manifest(directory, reference["manifest_sha256"])
         covered.add(directory / "MANIFEST.json")
@@ -269,28 +295,108 @@ def test_access_and_edges_equal_the_look_ups_of_the_star(segment: Path, table: s
     assert edges["last_position"].to_list() == [users[n][-1] for n in range(len(rows))]
 
 
-@pytest.mark.parametrize("table", LOOKUPS)
-def test_index_equals_a_walk_over_the_shuffled_steps(log: Path, segment: Path, table: str) -> None:
-    numbers = numbers_of_blocks(segment, table)
-    steps: list[list[int]] = []
-    for epoch in (0, 1):
-        key = mix(mix(mix(5) + epoch & MASK) + 0 & MASK)
-        order = sorted(range(len(numbers)), key=lambda position, key=key: mix(position ^ key))
-        for start in range(0, len(order), 2):
-            steps.append(sorted(set().union(*(numbers[p] for p in order[start : start + 2]))))
+def shuffled(reference: dict[str, Any], num_blocks: int, epoch: int) -> list[int]:
+    """The training blocks of a segment in the order of an epoch."""
+    own = int.from_bytes(bytes.fromhex(reference["manifest_sha256"])[:8], "little")
+    key = mix(mix(mix(5) + epoch & MASK) + reference.get("shuffle_key", own) & MASK)
+    return sorted(range(num_blocks), key=lambda position: mix(position ^ key))
+
+
+def steps_of(dataset: Path, table: str) -> list[list[list[list[int]]]]:
+    """The entries of each step in the segment's own numbers, by segment and epoch."""
+    steps: list[list[list[list[int]]]] = []
+    for reference in root_of(dataset)["segments"]:
+        numbers = numbers_of_blocks(directory_of(dataset, reference), table)
+        steps.append([])
+        for epoch in (0, 1):
+            order = shuffled(reference, len(numbers), epoch)
+            batches = [order[start : start + 2] for start in range(0, len(order), 2)]
+            merged = [sorted(set().union(*(numbers[p] for p in batch))) for batch in batches]
+            steps[-1].append(merged)
+    return steps
+
+
+def next_uses(steps: list[list[int]]) -> list[list[int]]:
+    """Walk backwards over steps: the distance of each entry's next use, 0 without one."""
     expected: list[list[int]] = []
     seen: dict[int, int] = {}
     for step in range(len(steps) - 1, -1, -1):
-        expected.append([seen.get(number, step) - step for number in steps[step]])
+        expected.append([seen.get(entry, step) - step for entry in steps[step]])
         seen.update(dict.fromkeys(steps[step], step))
-    (reference,) = manifest(log / "dataset")["indexes"]
-    directory = log / "dataset" / reference["id"]
+    return expected[::-1]
+
+
+@pytest.mark.parametrize("table", LOOKUPS)
+def test_part_of_the_index_equals_a_walk_over_each_shuffled_epoch(log: Path, table: str) -> None:
+    dataset = log / "dataset"
+    ((first, second),) = steps_of(dataset, table)
+    top = root_of(dataset)
+    (index,), (segment,) = top["indexes"], top["segments"]
+    directory = dataset / index["id"] / index["parts"][segment["id"]]["id"]
     found = pl.read_parquet(directory / table / "*.parquet")
-    assert found["step"].to_list() == list(range(len(steps)))
-    assert found["distances"].to_list() == expected[::-1]
-    body = manifest(directory)
-    assert (body["batch_samples"], body["epochs"], body["shuffle"], body["seed"]) == (
+    assert found["step"].to_list() == list(range(len(first) + len(second)))
+    assert found["distances"].to_list() == next_uses(first) + next_uses(second)
+    for epoch, steps in enumerate((first, second)):
+        uses = pl.read_parquet(directory / table / f"uses-{epoch:05d}" / "*.parquet")
+        users: dict[int, list[int]] = {}
+        for step, entries in enumerate(steps):
+            for number in entries:
+                users.setdefault(number, []).append(step)
+        assert uses["first_step"].to_list() == [users[n][0] for n in range(len(users))]
+        assert uses["last_step"].to_list() == [users[n][-1] for n in range(len(users))]
+    body = manifest(directory, index["parts"][segment["id"]]["manifest_sha256"])
+    assert [body[key] for key in ("batch_samples", "epochs", "shuffle", "seed")] == [
         *(128, 2, "blocks", 5),
-    )
-    assert body["num_accesses"][table] == sum(len(step) for step in steps)
-    assert body["num_rows"][table] == len(seen)
+    ]
+    assert body["num_accesses"][table] == [sum(map(len, each)) for each in (first, second)]
+    assert body["num_steps"] == len(first)
+    assert body["segment_sha256"] == segment["manifest_sha256"]
+
+
+@pytest.fixture(scope="module")
+def two(log: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The dataset with a second segment."""
+    folder = tmp_path_factory.mktemp("two")
+    shutil.copytree(log / "dataset", folder / "dataset")
+    job = (log / "job.yaml").read_text().replace("num_samples: 3000, seed: 2", "num_samples: 900")
+    (folder / "job.yaml").write_text(job)
+    shutil.copy(log / "schema.pbtxt", folder)
+    job, output = str(folder / "job.yaml"), str(folder / "log")
+    assert main(["generate", job, "--output", output]) == 0
+    words = ["append", str(log / "job.yaml"), "--input", output, "--dataset"]
+    assert main([*words, str(folder / "dataset"), IN_PROCESS]) == 0
+    return folder / "dataset"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("table", LOOKUPS)
+def test_next_uses_of_two_segments_follow_from_their_parts(two: Path, table: str) -> None:
+    top, steps = root_of(two), steps_of(two, table)
+    (index,) = top["indexes"]
+    rows: list[list[int]] = []
+    distances: list[list[list[int]]] = []
+    uses: list[list[list[tuple[int, int]]]] = []
+    for segment in top["segments"]:
+        part = two / index["id"] / index["parts"][segment["id"]]["id"] / table
+        edges = pl.read_parquet(directory_of(two, segment) / "edges" / table / "*.parquet")
+        rows.append(edges["row"].to_list())
+        distances.append(pl.read_parquet(part / "*.parquet")["distances"].to_list())
+        files = [pl.read_parquet(part / f"uses-{epoch:05d}" / "*.parquet") for epoch in (0, 1)]
+        uses.append([list(file.iter_rows()) for file in files])
+    pairs = [(epoch, s) for epoch in (0, 1) for s in (0, 1)]
+    starts = [0, *accumulate(len(steps[s][epoch]) for epoch, s in pairs)]
+    found: list[list[int]] = []
+    later: dict[int, int] = {}
+    for (epoch, s), start in reversed(list(zip(pairs, starts, strict=False))):
+        by_last = sorted(range(len(rows[s])), key=lambda n: (uses[s][epoch][n][1], n))
+        after = iter([later.get(rows[s][n], 0) for n in by_last])
+        num_steps = len(steps[s][epoch])
+        stored = distances[s][epoch * num_steps : (epoch + 1) * num_steps]
+        linked = [
+            [d or max(0, next(after) - start - step) for d in each]
+            for step, each in enumerate(stored)
+        ]
+        found = linked + found
+        later |= {row: start + uses[s][epoch][n][0] for n, row in enumerate(rows[s])}
+    run = [[rows[s][n] for n in step] for epoch, s in pairs for step in steps[s][epoch]]
+    assert found == next_uses(run)

@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 from pipelines.clustering.part import lookups_table
 from pipelines.executor import keep_freed_memory
 from pipelines.oracle.files import run_stages
-from pipelines.oracle.index import LINKING_STAGES, LinkingPlan
+from pipelines.oracle.index import LINKING_STAGES, LinkingPlan, totals_of
 from pipelines.oracle.numbering import (
     NUMBERING_STAGES,
     WORKER_ENTRIES,
@@ -66,10 +66,9 @@ def main(root: Path) -> None:
         order=order,
         table="items",
         num_numbers=num_rows,
-        files=(tuple(CheckedFile(root, describe_file(root, path)) for path in paths),),
-        maps=(),
+        files=tuple(CheckedFile(root, describe_file(root, path)) for path in paths),
     )
-    entries = sum(run_stages(linking, LINKING_STAGES))
+    entries = sum(totals_of(linking, run_stages(linking, LINKING_STAGES)).num_entries)
     found = {"num_rows": num_rows, "num_entries": entries, "peak_bytes": peak_bytes()}
     sys.stdout.write(json.dumps(found) + "\n")
 

@@ -16,7 +16,15 @@ import pytest
 
 from pipelines.build import build
 from pipelines.context import BuildRequest
-from schemas.layout import BUILDS
+from pipelines.table.commit import CLAIM
+from pipelines.table.indexes import INDEX_PREFIX
+from schemas.dataset import version_name
+from schemas.fitted import FITTED_DIRECTORY, VOCABULARIES
+from schemas.layout import JOB as JOB_FILE
+from schemas.layout import SCHEMA as SCHEMA_FILE
+from schemas.layout import SEGMENTS, tombstones_path
+from schemas.manifest import DatasetManifest, encode_manifest, find_root, read_dataset
+from schemas.storage import MANIFESTS, Location
 
 IN_PROCESS = "--runner=InProcess"
 """Option of a command: the executor in this process, which gives the bytes of any runner."""
@@ -105,7 +113,7 @@ def request(job: Path, log: Path | str, dataset: Path) -> BuildRequest:
     return BuildRequest(
         job_path=job,
         input_root=log,
-        dataset=dataset,
+        dataset=Location.parse(dataset),
         beam_args=[IN_PROCESS],
         attempt="test",
     )
@@ -141,10 +149,66 @@ def copy_of(dataset: Path, target: Path) -> Path:
     return Path(shutil.copytree(dataset, target))
 
 
-def bytes_of(directory: Path) -> dict[str, bytes]:
-    """Return every file below a directory by its relative path; times are no part of a dataset."""
-    files = (p for p in sorted(directory.rglob("*")) if p.is_file() and p.name != BUILDS)
-    return {str(p.relative_to(directory)): p.read_bytes() for p in files}
+def bytes_of(directory: Path | Location) -> dict[str, bytes]:
+    """Return the content of a dataset, which is equal for equal inputs; of others every file.
+
+    Directories of segments and parts of indexes are under the ids of segments, and the newest root
+    is under `_manifests`, without its writer, attempts and times.
+    """
+    directory = Path(directory)
+    files = {
+        p.relative_to(directory).as_posix(): p
+        for p in sorted(directory.rglob("*"))
+        if p.is_file() and p.name != CLAIM
+    }
+    root = find_root(directory) if (directory / MANIFESTS).exists() else None
+    if root is None:
+        return {name: path.read_bytes() for name, path in files.items()}
+    manifest = root.manifest
+    places = {f"{SEGMENTS}/{s.directory}": f"{SEGMENTS}/{s.id}" for s in manifest.segments}
+    for index in manifest.indexes:
+        places |= {f"{index.id}/{p.directory}": f"{index.id}/{s}" for s, p in index.parts.items()}
+    named = {
+        version_name(JOB_FILE, manifest.job_sha256),
+        version_name(SCHEMA_FILE, manifest.schema_sha256),
+    }
+    if manifest.tombstones_sha256 is not None:
+        named.add(tombstones_path(manifest.tombstones_sha256))
+    found = {MANIFESTS: encode_manifest(without_attempts(manifest))}
+    for name, path in files.items():
+        place = "/".join(name.split("/")[:2])
+        if place in places:
+            found[places[place] + name.removeprefix(place)] = path.read_bytes()
+        elif name in named or name.startswith((VOCABULARIES, FITTED_DIRECTORY)):
+            found[name] = path.read_bytes()
+    return found
+
+
+def without_attempts(manifest: DatasetManifest) -> DatasetManifest:
+    """Return a root without what differs between builds of the same dataset."""
+    segments = tuple(replace(s, path=None, built_at=None) for s in manifest.segments)
+    indexes = tuple(
+        replace(i, parts={s: replace(part, id=s, path=None) for s, part in i.parts.items()})
+        for i in manifest.indexes
+    )
+    return replace(manifest, writer="", parent_sha256=None, segments=segments, indexes=indexes)
+
+
+def segment_directory(dataset: Path, number: int = 0) -> Path:
+    """Return the directory of a segment, by its number in the dataset."""
+    return dataset / SEGMENTS / read_dataset(dataset).segments[number].directory
+
+
+def unnamed_places(dataset: Path) -> list[str]:
+    """Return the directories of segments and parts of indexes that the root does not name."""
+    found = {p.relative_to(dataset).as_posix() for p in dataset.glob(f"{SEGMENTS}/*")}
+    found |= {p.relative_to(dataset).as_posix() for p in dataset.glob(f"{INDEX_PREFIX}*/*")}
+    root = find_root(dataset)
+    for segment in root.manifest.segments if root else ():
+        found.discard(f"{SEGMENTS}/{segment.directory}")
+    for index in root.manifest.indexes if root else ():
+        found -= {f"{index.id}/{part.directory}" for part in index.parts.values()}
+    return sorted(found)
 
 
 def samples_of(rows: pa.Table) -> list[tuple[object, ...]]:

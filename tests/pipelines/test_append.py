@@ -14,14 +14,17 @@ import pytest
 
 from pipelines.build import build
 from pipelines.cli import main
+from pipelines.oracle.index import index_table
 from pipelines.table.rows import expand, read_samples
 from pipelines.table.verify import verify
-from schemas.dataset import open_dataset
+from schemas.accesses import TableAccesses, indexed_steps
+from schemas.dataset import Segment, open_dataset, version_name
 from schemas.errors import SchemaError
 from schemas.layout import JOB, SEGMENTS
-from schemas.manifest import read_dataset, write_manifest
+from schemas.manifest import commit_root, read_dataset, read_root
 from schemas.oracle import next_use
 from schemas.rows import rows_of_ids
+from schemas.storage import Location
 from tests.pipelines.appending import DEFAULT, EXTRA, addition, changed, with_logs
 from tests.pipelines.logs import (
     IN_PROCESS,
@@ -58,16 +61,16 @@ def test_dataset_with_a_name_that_is_no_name_of_a_folder_is_appended_to(
     with pytest.raises(SchemaError, match=r"got 'of May' in .*; rename it"):
         build(request(job, one / "log-1", tmp_path / "new"))
     assert not (tmp_path / "new").exists()
-    (dataset / JOB).write_bytes(job.read_bytes())
-    sha256 = hashlib.sha256(job.read_bytes()).hexdigest()
-    write_manifest(dataset, replace(read_dataset(dataset), name="of May", job_sha256=sha256))
+    sha256, root = hashlib.sha256(job.read_bytes()).hexdigest(), read_root(dataset)
+    (dataset / version_name(JOB, sha256)).write_bytes(job.read_bytes())
+    assert commit_root(dataset, root, replace(root.manifest, name="of May", job_sha256=sha256))
     build(addition(job, one / "log-1", dataset))
     assert verify(dataset)["problems"] == []
     assert len(open_dataset(dataset).segments) == 2
 
 
-def brute_force(dataset: Path, table: str, epochs: int) -> list[np.ndarray]:
-    """Return the next-use distances of each step from the samples themselves, in stored order."""
+def brute_force(dataset: Path, table: str, epochs: int) -> list[dict[int, int]]:
+    """Return the next-use distance of each row of each step, from the samples themselves."""
     opened = open_dataset(dataset)
     data = opened.job.data
     rows_per_step: list[set[int]] = []
@@ -87,13 +90,12 @@ def brute_force(dataset: Path, table: str, epochs: int) -> list[np.ndarray]:
             known = [i for i in ids if i is not None]
             found = rows_of_ids(np.array(known, np.int64), table, data.tables[table])
             rows_per_step.append(set(found.tolist()))
-    steps = rows_per_step * epochs
-    number: dict[int, int] = {}
-    for segment in opened.segments:  # first use: positions in order, rows of a block ascending
-        for row in segment.rows(table).tolist():
-            number.setdefault(row, len(number))
-    numbered = [np.sort(np.array([number[r] for r in step], np.int64)) for step in steps]
-    return next_use(numbered, len(number))
+    rows = np.array(sorted(set().union(*rows_per_step)), np.int64)
+    steps = [np.searchsorted(rows, sorted(step)) for step in rows_per_step * epochs]
+    return [
+        dict(zip(rows[step].tolist(), distances.tolist(), strict=True))
+        for step, distances in zip(steps, next_use(steps, len(rows)), strict=True)
+    ]
 
 
 @pytest.mark.slow
@@ -105,38 +107,65 @@ def test_index_of_two_segments_equals_brute_force(
     dataset = copy_of(two, tmp_path / "dataset")
     assert main(["oracle", str(dataset), "--reindex", "--epochs", str(epochs), IN_PROCESS]) == 0
     opened = open_dataset(dataset)
-    index = opened.index_for(opened.order(32, epochs, "none", 0))
-    expected = brute_force(dataset, table, epochs)
-    assert index.manifest.num_steps == len(expected)
-    assert np.array_equal(index.distances(table).values, np.concatenate(expected))
-    assert index.distances(table).lengths.tolist() == [len(e) for e in expected]
+    order = opened.order(32, epochs, "none", 0)
+    index, accesses = opened.index_for(order), TableAccesses(opened, table, order)
+    found = [
+        dict(zip(accesses.rows[numbers].tolist(), distances.tolist(), strict=True))
+        for numbers, distances in indexed_steps(opened, index, table)
+    ]
+    assert found == brute_force(dataset, table, epochs)
+    assert index.order.num_steps == len(found)
+    assert index.num_accesses(table) == sum(map(len, found))
 
 
 def test_appended_index_has_the_bytes_of_one_that_is_built_at_once(
     one: Path, two: Path, tmp_path: Path
 ) -> None:
     dataset = copy_of(two, tmp_path / "dataset")
-    index = open_dataset(dataset).indexes[0]
-    before = bytes_of(index.directory)
-    shutil.rmtree(index.directory)
-    write_manifest(dataset, replace(read_dataset(dataset), indexes=()))
+    before, root = bytes_of(dataset), read_root(dataset)
+    for index in root.manifest.indexes:
+        shutil.rmtree(dataset / index.id)
+    assert commit_root(dataset, root, replace(root.manifest, indexes=()))
     assert main(["oracle", str(dataset), "--reindex", IN_PROCESS]) == 0
-    assert bytes_of(index.directory) == before
+    assert bytes_of(dataset) == before
+
+
+def test_append_indexes_the_new_segment_only(
+    one: Path, two: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    indexed = list[tuple[str, str]]()
+
+    def index_and_note(root: Path, segment: Segment, table: str, *rest: object) -> object:
+        indexed.append((segment.directory.name, table))
+        return index_table(root, segment, table, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr("pipelines.table.indexes.index_table", index_and_note)
+    dataset = copy_of(two, tmp_path / "dataset")
+    before = {p: p.read_bytes() for p in dataset.glob("index-*/*/**/*") if p.is_file()}
+    build(addition(one / "job" / "job.yaml", one / "log-2", dataset))
+    opened = open_dataset(dataset)
+    new = opened.segments[2].directory.name
+    assert sorted(indexed) == sorted((new, table) for table in opened.job.data.tables)
+    assert {p: p.read_bytes() for p in before} == before
+    assert verify(dataset)["problems"] == []
 
 
 def test_append_keeps_every_byte_of_the_segment_before(one: Path, two: Path) -> None:
-    first = open_dataset(one / "dataset").segments[0]
-    assert bytes_of(two / SEGMENTS / first.manifest.id) == bytes_of(first.directory)
+    old, new = bytes_of(one / "dataset"), bytes_of(two)
+    kept = {path for path in old if path.startswith((f"{SEGMENTS}/", "index-"))}
+    assert kept
+    assert {path: old[path] for path in kept} == {path: new[path] for path in kept}
     opened = open_dataset(two)
-    assert [s.manifest.position for s in opened.segments] == [0, 1]
-    assert opened.indexes[0].manifest.segments == tuple(s.manifest.id for s in opened.segments)
+    assert [s.reference.position for s in opened.segments] == [0, 1]
+    (index,) = opened.manifest.indexes
+    assert list(index.parts) == [s.id for s in opened.segments]
     assert verify(two)["problems"] == []
 
 
 def test_samples_of_two_segments_are_those_of_both_logs(
     one: Path, two: Path, tmp_path: Path
 ) -> None:
-    expand(two, tmp_path / "all.parquet")
+    expand(Location.parse(two), Location.parse(tmp_path / "all.parquet"))
     rows = pq.read_table(tmp_path / "all.parquet").to_pylist()
     names = ("session", "time", "user", "history", "item", "label")
     found = sorted(tuple(tuple(r[n]) if n == "history" else r[n] for n in names) for r in rows)
@@ -165,9 +194,20 @@ def test_positions_decide_the_order_whoever_comes_first(one: Path, tmp_path: Pat
         dataset = copy_of(one / "dataset", tmp_path / name)
         for position, log in segments:
             build(addition(job, one / log, dataset, position))
-    found = [open_dataset(tmp_path / name) for name in orders]
-    assert found[0].manifest.segments == found[1].manifest.segments
-    assert found[0].manifest.indexes[0] == found[1].manifest.indexes[0]
+    forth, back = (bytes_of(tmp_path / name) for name in orders)
+    assert forth == back
+    alone = read_dataset(build_alone(one, tmp_path / "alone")).indexes[0].parts
+    for name in orders:
+        parts = read_dataset(tmp_path / name).indexes[0].parts
+        hashes = {segment.partition("-")[2]: p.manifest_sha256 for segment, p in parts.items()}
+        (key,) = (segment.partition("-")[2] for segment in alone)
+        assert [hashes[key]] == [part.manifest_sha256 for part in alone.values()]
+
+
+def build_alone(one: Path, dataset: Path) -> Path:
+    """Build a dataset of the last log alone."""
+    build(request(one / "job" / "job.yaml", one / "log-2", dataset))
+    return dataset
 
 
 @pytest.mark.slow
@@ -218,10 +258,13 @@ def test_append_extends_every_index_that_the_dataset_has(one: Path, tmp_path: Pa
     assert main(["oracle", str(dataset), "--reindex", "--epochs", "2", IN_PROCESS]) == 0
     build(addition(one / "job" / "job.yaml", one / "log-1", dataset))
     opened = open_dataset(dataset)
-    assert sorted(i.manifest.epochs for i in opened.indexes) == [1, 2]
-    assert {len(i.manifest.segments) for i in opened.indexes} == {2}
+    assert sorted(i.epochs for i in opened.complete_indexes()) == [1, 2]
+    before = {path for path in dataset.glob("index-*/*")}
+    assert len(before) == 4
     build(addition(one / "job" / "job.yaml", one / "log-2", dataset))
-    assert len(list(dataset.glob("index-*"))) == 4  # those of this root and of the one before
+    assert sorted(i.epochs for i in open_dataset(dataset).complete_indexes()) == [1, 2]
+    added = set(dataset.glob("index-*/*")) - before
+    assert len(added) == 2  # parts of the new segment alone
     assert verify(dataset)["problems"] == []
 
 
@@ -242,7 +285,7 @@ def test_added_columns_are_answered_by_segments_that_were_built_before(
     )
     build(addition(job, one / "log-1", dataset))
     assert verify(dataset)["problems"] == []
-    expand(dataset, tmp_path / "all.parquet")
+    expand(Location.parse(dataset), Location.parse(tmp_path / "all.parquet"))
     rows = pq.read_table(tmp_path / "all.parquet")
     old = open_dataset(dataset).segments[0].manifest.num_samples
     assert set(rows["price"].to_pylist()[:old]) == {answer}

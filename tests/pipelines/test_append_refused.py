@@ -32,7 +32,7 @@ def two(one: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 def test_append_at_a_taken_position_is_refused_before_the_work(one: Path, two: Path) -> None:
-    taken = open_dataset(two).segments[1].manifest.id
+    taken = open_dataset(two).segments[1].id
     with pytest.raises(
         SchemaError,
         match=re.escape(
@@ -44,7 +44,7 @@ def test_append_at_a_taken_position_is_refused_before_the_work(one: Path, two: P
 
 
 def test_append_to_no_dataset_is_refused(one: Path, tmp_path: Path) -> None:
-    with pytest.raises(SchemaError, match=r"^manifest is missing in "):
+    with pytest.raises(SchemaError, match=r"^there is no dataset: no build was committed in "):
         build(addition(one / "job" / "job.yaml", one / "log-1", tmp_path / "none"))
     assert not (tmp_path / "none").exists()
 

@@ -38,6 +38,7 @@ from schemas.config.job import load_job
 from schemas.dataset import open_dataset
 from schemas.errors import SchemaError
 from schemas.features import load_features
+from schemas.storage import Location
 from tests import real_logs
 from tests.pipelines import test_executor
 from tests.pipelines.logs import bytes_of, request, samples_of, write_job, write_log
@@ -84,7 +85,7 @@ def test_dataset_names_the_groups_and_puts_transforms_where_their_inputs_are(
 
 def test_dataset_holds_the_same_samples_as_with_named_groups(dataset: Path, tmp_path: Path) -> None:
     rows = write_log(tmp_path / "log", 3000)
-    expand(dataset, tmp_path / "x.parquet")
+    expand(Location.parse(dataset), Location.parse(tmp_path / "x.parquet"))
     result = pq.read_table(tmp_path / "x.parquet").to_pylist()
     names = ("session", "time", "user", "history", "item", "label")
     assert sorted(
@@ -442,7 +443,7 @@ def test_groups_are_chosen_from_the_samples_that_a_build_makes(
     sample = sample_sessions(dataclasses.replace(context, segment_root=tmp_path / "scratch"))
     assert sample is not None
     build(dataclasses.replace(asked, beam_args=["--runner=InProcess"]))
-    expand(tmp_path / "dataset", tmp_path / "rows.parquet")
+    expand(Location.parse(tmp_path / "dataset"), Location.parse(tmp_path / "rows.parquet"))
     rows = pq.read_table(tmp_path / "rows.parquet")
     if data.split.evaluation_from is not None:
         end = pa.scalar(data.split.evaluation_from, pa.timestamp("us"))

@@ -13,6 +13,7 @@ from pipelines.build import build
 from pipelines.table.rows import expand
 from schemas.dataset import open_dataset
 from schemas.errors import SchemaError
+from schemas.storage import Location
 from tests.pipelines.logs import COLUMNS, raw_rows, request, samples_of, write_job
 
 Rows = list[dict[str, object]]
@@ -36,7 +37,7 @@ def rejects_of(dataset: Path) -> Rows:
 
 
 def expanded(dataset: Path, target: Path) -> list[tuple[object, ...]]:
-    expand(dataset, target)
+    expand(Location.parse(dataset), Location.parse(target))
     return sorted(
         (r["session"], r["time"], r["user"], tuple(r["history"]), r["item"], r["label"])
         for r in pq.read_table(target).to_pylist()
@@ -95,7 +96,7 @@ def test_bad_row_ends_the_build_when_the_job_says_so(tmp_path: Path) -> None:
     whole = f"{reason} in log-0.parquet:{position}; repair the row, or set data.on_error: reject"
     with pytest.raises(SchemaError, match="^" + re.escape(whole) + "$"):
         build(request(job, tmp_path / "log", tmp_path / "dataset"))
-    assert not (tmp_path / "dataset" / "MANIFEST.json").exists()
+    assert not (tmp_path / "dataset" / "_manifests").exists()
 
 
 def truncated(path: Path) -> None:
@@ -165,7 +166,7 @@ def test_file_with_one_byte_changed_ends_the_build_or_loses_a_row_group(tmp_path
     )
     with pytest.raises(SchemaError, match=message):
         build(request(write_job(tmp_path / "job"), tmp_path / "log", tmp_path / "dataset"))
-    assert not (tmp_path / "dataset" / "MANIFEST.json").exists()
+    assert not (tmp_path / "dataset" / "_manifests").exists()
     job = write_job(tmp_path / "job", on_error="reject_files")
     build(request(job, tmp_path / "log", tmp_path / "dataset"))
     rejects = rejects_of(tmp_path / "dataset")
@@ -280,4 +281,4 @@ def test_wrong_job_is_refused_before_or_without_a_commit(
     message = message.replace("JOB", str(job))
     with pytest.raises(SchemaError, match=re.escape(message)):
         build(request(job, tmp_path / "log", tmp_path / "dataset"))
-    assert not (tmp_path / "dataset" / "MANIFEST.json").exists()
+    assert not (tmp_path / "dataset" / "_manifests").exists()

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,6 @@ from apache_beam.yaml import yaml_transform
 
 from pipelines.beam import io as committing
 from pipelines.beam.io import (
-    INCOMING,
     BuildDataset,
     MakeSamples,
     ReadDataset,
@@ -33,16 +33,20 @@ from pipelines.beam.io import (
 )
 from pipelines.beam.yaml import rows_of_table, tables_of_rows
 from pipelines.build import build
+from pipelines.context import INCOMING
 from pipelines.table.rows import read_samples
+from pipelines.table.vacuum import vacuum
 from pipelines.table.verify import verify
 from schemas.dataset import open_dataset
 from schemas.errors import SchemaError
-from schemas.layout import MANIFEST
+from schemas.manifest import find_root
+from schemas.storage import Location
 from tests.pipelines.logs import (
     bytes_of,
     raw_rows,
     request,
     samples_of,
+    unnamed_places,
     write_job,
     write_log,
 )
@@ -111,6 +115,13 @@ def test_a_job_without_declared_columns_is_refused_when_the_pipeline_is_made(
     job = write_job(tmp_path / "job", columns="{}")
     with pytest.raises(SchemaError, match="job must have one source that declares its columns"):
         WriteDataset(job, tmp_path / "dataset", name="day-1")
+
+
+def test_dataset_of_rows_may_lie_below_the_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    WriteDataset(write_job(tmp_path / "job"), "dataset", name="day-1")
 
 
 def sorted_rows(tables: list[pa.Table]) -> list[str]:
@@ -203,8 +214,8 @@ def test_a_build_inside_a_pipeline_gives_the_bytes_of_the_command(tmp_path: Path
             files = built["rejects"] | beam.Map(lambda reject: reject.file)
             assert_that(files, equal_to(["torn.parquet"] if attempt == 0 else []), "rejects")
             (segment,) = open_dataset(tmp_path / "expected").segments
-            assert_that(built["segment"], equal_to([segment.manifest.id]), "segment")
-        segments.append(segment.manifest.id)
+            assert_that(built["segment"], equal_to([segment.id]), "segment")
+        segments.append(segment.id)
         assert bytes_of(tmp_path / "dataset") == bytes_of(tmp_path / "expected")
     assert list((tmp_path / "dataset").glob(f"{INCOMING}*")) == []
 
@@ -312,45 +323,42 @@ def uncommitted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Commit]
     return folder / "dataset", lambda: committing.commit_pending(*waiting[0])
 
 
-class Renames:
-    """Counts renames, and lets one of them fail."""
-
-    def __init__(self, failing: int) -> None:
-        self.count, self.failing, self.rename = 0, failing, os.rename
-
-    def __call__(self, *arguments: Any, **options: Any) -> None:
-        self.count += 1
-        if self.count == self.failing + 1:
-            raise OSError(5, "Input/output error", str(arguments[0]))
-        self.rename(*arguments, **options)
-
-
 @pytest.mark.slow
-def test_rename_that_fails_once_anywhere_loses_nothing_and_the_retry_completes(
-    uncommitted: tuple[Path, Commit], tmp_path: Path
+def test_write_that_fails_once_anywhere_loses_nothing_and_the_retry_completes(
+    uncommitted: tuple[Path, Commit], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     dataset, commit = uncommitted
     shutil.copytree(dataset, tmp_path / "before")
-    wanted: dict[str, bytes] = {}
+    written: list[Location] = []
     failing = -1  # first none does
-    while True:
+
+    def fails_once(write: Callable[[Location, bytes], Any]) -> Callable[[Location, bytes], Any]:
+        def wrapped(location: Location, data: bytes) -> Any:
+            written.append(location)
+            if len(written) == failing + 1:
+                raise OSError(5, "Input/output error", str(location))
+            return write(location, data)
+
+        return wrapped
+
+    for name in ("write_bytes", "create"):
+        monkeypatch.setattr(Location, name, fails_once(getattr(Location, name)))
+    wanted: dict[str, bytes] = {}
+    num_written = 0
+    while failing <= num_written:
         shutil.rmtree(dataset)
         shutil.copytree(tmp_path / "before", dataset)
-        renames = Renames(failing)
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(os, "rename", renames)
-            try:
-                commit()
-            except OSError:
-                pass
-            else:
-                if failing >= 0:
-                    break  # there was no rename of this number
+        written.clear()
+        with suppress(OSError):
+            commit()
+        num_written = len(written)
         commit()
         wanted = wanted or bytes_of(dataset)
-        assert bytes_of(dataset) == wanted, f"rename {failing} failed"
+        assert bytes_of(dataset) == wanted, f"write {failing} failed"
         failing += 1
-    assert failing > 2
+    assert failing > 8
+    vacuum(Location.parse(dataset), timedelta())
+    assert unnamed_places(dataset) == []
     assert open_dataset(dataset).segments[0].manifest.num_samples == len(samples_of(ROWS))
     assert verify(dataset)["problems"] == []
 
@@ -363,4 +371,4 @@ def test_commit_whose_parts_are_gone_is_refused_instead_of_committing_what_is_le
     (dataset / "segments").mkdir(parents=True)
     with pytest.raises(SchemaError, match="parts of the segment are missing"):
         commit()
-    assert not (dataset / MANIFEST).exists()
+    assert find_root(dataset) is None

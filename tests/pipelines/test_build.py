@@ -16,7 +16,8 @@ from pipelines.table.rows import expand, read_samples
 from pipelines.table.verify import verify
 from schemas.dataset import open_dataset
 from schemas.errors import SchemaError
-from schemas.layout import MANIFEST
+from schemas.manifest import find_root, read_dataset
+from schemas.storage import MANIFESTS, Location
 from tests.pipelines.appending import addition
 from tests.pipelines.logs import (
     IN_PROCESS,
@@ -27,6 +28,7 @@ from tests.pipelines.logs import (
     request,
     reverse_listings,
     samples_of,
+    unnamed_places,
     write_job,
     write_log,
 )
@@ -39,7 +41,7 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def read_back(dataset: Path, target: Path) -> list[tuple[object, ...]]:
-    expand(dataset, target)
+    expand(Location.parse(dataset), Location.parse(target))
     rows = pq.read_table(target).to_pylist()
     return sorted(
         (r["session"], r["time"], r["user"], tuple(r["history"]), r["item"], r["label"])
@@ -171,29 +173,30 @@ def test_committed_files_are_synced_before_the_root_manifest(
 ) -> None:
     """Otherwise a power cut right after the commit leaves a root that names empty files."""
     synced: dict[tuple[int, int], int] = {}
-    sync, replaced = os.fsync, Path.replace
+    sync, create = os.fsync, Location.create
     lost: list[str] = []
-    committed: list[Path] = []
+    committed: list[Location] = []
 
     def record(file: int) -> None:
         sync(file)
         status = os.fstat(file)
         synced[status.st_dev, status.st_ino] = status.st_mtime_ns
 
-    def replace(path: Path, target: Path) -> Path:
-        if target == tmp_path / "dataset" / MANIFEST:
-            for name in bytes_of(target.parent):
-                status = (target.parent / name).stat()
-                if synced.get((status.st_dev, status.st_ino)) != status.st_mtime_ns:
-                    lost.append(name)
+    def create_synced(target: Location, data: bytes) -> bool:
+        if target.parent.name == MANIFESTS and target.name.endswith(".json"):
+            for path in (tmp_path / "dataset").rglob("*"):
+                status = path.stat()
+                is_synced = synced.get((status.st_dev, status.st_ino)) == status.st_mtime_ns
+                if path.is_file() and not is_synced:
+                    lost.append(str(path))
             committed.append(target)
-        return replaced(path, target)
+        return create(target, data)
 
     monkeypatch.setattr(os, "fsync", record)
-    monkeypatch.setattr(Path, "replace", replace)
-    built(tmp_path)
-    assert [name for name in lost if not name.startswith(".")] == []
-    assert len(committed) == 1
+    monkeypatch.setattr(Location, "create", create_synced)
+    dataset = built(tmp_path)
+    assert lost == []
+    assert committed == [Location.parse(dataset / MANIFESTS / "00000001.json")]
 
 
 def test_build_into_a_finished_dataset_changes_nothing(dataset: Path, tmp_path: Path) -> None:
@@ -217,14 +220,16 @@ def test_build_that_dies_before_the_commit_leaves_nothing_and_can_be_run_again(
 ) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(
-            "pipelines.table.commit.write_root", lambda *_: (_ for _ in ()).throw(OSError)
+            "pipelines.table.commit.commit_root", lambda *_: (_ for _ in ()).throw(OSError)
         )
         with pytest.raises(OSError, match=r"^$"):
             built(tmp_path)
-    left = {Path(path).parts[:2] for path in bytes_of(tmp_path / "dataset")}
-    assert all(place.startswith(".") for _, place in left)  # finished, for the next attempt
+    assert find_root(tmp_path / "dataset") is None
+    finished = [p for p in unnamed_places(tmp_path / "dataset") if p.startswith("segments/")]
     build(request(tmp_path / "job" / "job.yaml", tmp_path / "log", tmp_path / "dataset"))
     assert bytes_of(tmp_path / "dataset") == bytes_of(dataset)
+    reference = read_dataset(tmp_path / "dataset").segments[0]
+    assert finished == [f"segments/{reference.directory}"]  # finished, for the next attempt
 
 
 @pytest.mark.slow

@@ -44,6 +44,7 @@ from schemas.config.job import (
 )
 from schemas.dataset import open_dataset
 from schemas.layout import STATISTICS
+from schemas.storage import Location
 from tests.pipelines.logs import request, samples_of, write_job
 from tests.pipelines.logs import write_log as write_small_log
 from tests.pipelines.test_build import read_back
@@ -305,7 +306,7 @@ def test_a_part_in_pieces_holds_the_same_samples_in_the_same_blocks(
     build(request(job, tmp_path / "log", tmp_path / "pieces"))
     assert not verify(tmp_path / "pieces")["problems"]
     assert read_back(tmp_path / "pieces", tmp_path / "pieces.parquet") == samples_of(rows)
-    expand(tmp_path / "whole", tmp_path / "whole.parquet")
+    expand(Location.parse(tmp_path / "whole"), Location.parse(tmp_path / "whole.parquet"))
     assert pq.read_table(tmp_path / "pieces.parquet") == pq.read_table(tmp_path / "whole.parquet")
     whole, cut = (open_dataset(tmp_path / d).segments[0] for d in ("whole", "pieces"))
     assert whole.blocks.drop_columns(["row_group"]) == cut.blocks.drop_columns(["row_group"])

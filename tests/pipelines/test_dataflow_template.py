@@ -8,16 +8,19 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Mapping
 from importlib import util
 from pathlib import Path
 from types import ModuleType
+from urllib.parse import quote
+from urllib.request import urlopen
 
 import pytest
 
 from pipelines.beam.runner import SHUFFLES
 from tests.external_tools import install_environment
+from tests.object_store import gcs_server
 from tests.pipelines.logs import bytes_of
-from tests.pipelines.storage import Storage, storage
 
 BUCKET = "shop-presage"
 RUN = """
@@ -116,26 +119,54 @@ def test_graph_that_the_launcher_sends_builds_the_bytes_of_the_command(
         f"--template_location={tmp_path / 'job.json'}",  # as Google's launcher adds
         *options.read_text().split(),
     ]
-    with storage(tmp_path / "buckets", tmp_path) as bucket:
-        run(repository, bucket, python, repository / "deploy" / "dataflow" / "template.py", *words)
-        (staged,) = [name for name in bucket.names(BUCKET) if name.endswith("/pipeline.pb")]
-        (tmp_path / "pipeline.pb").write_bytes(bucket.read(BUCKET, staged))
+    with gcs_server(tmp_path, tmp_path / "buckets") as endpoint:
+        variables = google_environment(endpoint, tmp_path)
+        run(
+            repository,
+            variables,
+            python,
+            repository / "deploy" / "dataflow" / "template.py",
+            *words,
+        )
+        objects = f"{endpoint}/storage/v1/b/{BUCKET}/o"
+        names = [item["name"] for item in json.loads(fetch(objects))["items"]]
+        (staged,) = [name for name in names if name.endswith("/pipeline.pb")]
+        (tmp_path / "pipeline.pb").write_bytes(fetch(f"{objects}/{quote(staged, '')}?alt=media"))
         sent = json.loads((tmp_path / "job.json").read_text())
         image = next(o for o in options.read_text().split() if o.startswith("--sdk_container_im"))
         (pool,) = sent["environment"]["workerPools"]
         assert pool["workerHarnessContainerImage"] == image.partition("=")[2]
-        assert not (dataset / "MANIFEST.json").exists()
-        run(repository, bucket, python, "-c", RUN, tmp_path / "pipeline.pb")
+        assert not (dataset / "_manifests").exists()
+        run(repository, variables, python, "-c", RUN, tmp_path / "pipeline.pb")
     build = ["build", shipped / "job.yaml", "--input", log, "--output", tmp_path / "by-command"]
-    run(repository, None, sys.executable, "-m", "pipelines", *build)
+    run(repository, {}, sys.executable, "-m", "pipelines", *build)
     assert bytes_of(dataset) == bytes_of(tmp_path / "by-command")
 
 
-def run(repository: Path, bucket: Storage | None, *words: str | Path) -> None:
-    known = bucket.environment if bucket else {}
+def google_environment(endpoint: str, folder: Path) -> dict[str, str]:
+    """Return the variables by which Google's clients find an emulator, and look for no service.
+
+    The credentials are those of a user whose token nobody checks, and nobody renews before 2099.
+    """
+    keys = dict.fromkeys(("client_id", "client_secret", "refresh_token", "token"), "nobody")
+    user = {"type": "authorized_user", **keys, "expiry": "2099-01-01T00:00:00Z"}
+    (folder / "credentials.json").write_text(json.dumps(user))
+    return {
+        "STORAGE_EMULATOR_HOST": endpoint,
+        "GOOGLE_APPLICATION_CREDENTIALS": str(folder / "credentials.json"),
+        "NO_GCE_CHECK": "true",
+    }
+
+
+def fetch(url: str) -> bytes:
+    with urlopen(url) as reply:
+        return reply.read()
+
+
+def run(repository: Path, variables: Mapping[str, str], *words: str | Path) -> None:
     done = subprocess.run(
         [str(word) for word in words],
-        env=os.environ | known | {"PYTHONPATH": str(repository)},
+        env=os.environ | variables | {"PYTHONPATH": str(repository)},
         capture_output=True,
         text=True,
         check=False,

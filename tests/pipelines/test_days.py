@@ -14,21 +14,34 @@ import pytest
 
 from pipelines.build import build
 from pipelines.cli import main
+from pipelines.table.indexes import segment_of_part
+from pipelines.table.vacuum import vacuum
 from pipelines.table.verify import verify
+from schemas.accesses import indexed_steps
 from schemas.dataset import open_dataset, select_segments
 from schemas.errors import SchemaError
 from schemas.layout import MANIFEST, SEGMENTS
 from schemas.manifest import read_dataset
+from schemas.storage import Location
 from tests.pipelines.appending import addition, changed
-from tests.pipelines.logs import IN_PROCESS, bytes_of, copy_of, request, write_job, write_log
+from tests.pipelines.logs import (
+    IN_PROCESS,
+    bytes_of,
+    copy_of,
+    request,
+    unnamed_places,
+    without_attempts,
+    write_job,
+    write_log,
+)
 from tests.pipelines.test_kills import DRIVER
 
 FIRST, LATE, LAST = "2026-01-01", "2026-01-02", "2026-01-04"
 POINTS = {
-    "before it is judged": ("table.commit", "set_segment_id", 0),
-    "before its index": ("table.commit", "build_index", 0),
-    "between its name and the root": ("table.commit", "write_root", 1),
-    "after the root": ("table.commit", "remove_indexes", 0),
+    "before it is judged": ("table.compatibility", "pass_gate", 0),
+    "before its index": ("table.indexes", "index_tables", 0),
+    "before the root": ("table.commit", "commit_root", 0),
+    "after the root": ("table.commit", "write_copies", 0),
 }
 
 
@@ -63,10 +76,10 @@ def arguments(logs: Path, dataset: Path, day: str, files: str) -> list[str]:
 @pytest.mark.slow
 def test_late_day_stands_between_the_others(days: Path) -> None:
     opened = open_dataset(days)
-    assert [s.manifest.day for s in opened.segments] == [FIRST, LATE, LAST]
+    assert [s.day for s in opened.segments] == [FIRST, LATE, LAST]
     apart = date.fromisoformat(FIRST) - date(1970, 1, 1)
-    assert opened.segments[0].manifest.position == apart // timedelta(days=1)
-    ids = {s.manifest.day: s.manifest.id for s in opened.segments}
+    assert opened.segments[0].reference.position == apart // timedelta(days=1)
+    ids = {s.day: s.id for s in opened.segments}
     assert opened.manifest.lineage == {f"day:{day}": name for day, name in ids.items()}
     assert verify(days)["problems"] == []
 
@@ -129,18 +142,11 @@ def corrected(logs: Path, days: Path, folder: Path) -> Path:
     return dataset
 
 
-def named_bytes(dataset: Path) -> dict[str, dict[str, bytes]]:
-    """Return every byte of what the root names."""
-    root = read_dataset(dataset)
-    places = [f"{SEGMENTS}/{s.id}" for s in root.segments] + [i.id for i in root.indexes]
-    return {place: bytes_of(dataset / place) for place in places}
-
-
 @pytest.mark.slow
 def test_new_version_of_a_day_makes_the_dataset_of_the_corrected_days(
     logs: Path, days: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    old = open_dataset(days).segments[1].manifest.id
+    old = open_dataset(days).segments[1].id
     dataset = corrected(logs, days, tmp_path)
     assert json.loads(capsys.readouterr().out)["replaced"] == [old]
     job = logs / "job" / "job.yaml"
@@ -148,7 +154,8 @@ def test_new_version_of_a_day_makes_the_dataset_of_the_corrected_days(
     build(replace(request(job, logs / FIRST, anew), day=FIRST))
     for day, files in ((LATE, f"{LATE}-corrected"), (LAST, LAST)):
         build(replace(addition(job, logs / files, anew), day=day))
-    assert read_dataset(dataset).segments[1:2] == read_dataset(anew).segments[1:2]
+    ours, theirs = (without_attempts(read_dataset(path)) for path in (dataset, anew))
+    assert ours.segments[1:2] == theirs.segments[1:2]
     # the last day was judged beside another day before: its anomalies tell, nothing else does
     assert [s.manifest.files_sha256 for s in open_dataset(dataset).segments[:2]] == [
         s.manifest.files_sha256 for s in open_dataset(anew).segments[:2]
@@ -158,27 +165,30 @@ def test_new_version_of_a_day_makes_the_dataset_of_the_corrected_days(
     new = read_dataset(dataset).segments[1].id
     lineage = read_dataset(dataset).lineage
     assert (lineage[f"day:{LATE}"], lineage[f"replaced:{old}"]) == (new, new)
-    assert (dataset / SEGMENTS / old / MANIFEST).exists()
+    before = read_dataset(days).segments[1].directory  # readers of the old root go on
+    assert (dataset / SEGMENTS / before / MANIFEST).exists()
     assert verify(dataset)["problems"] == []
 
 
 @pytest.mark.slow
-def test_prune_removes_what_was_replaced_and_nothing_else(
+def test_vacuum_removes_what_was_replaced_and_nothing_else(
     logs: Path, days: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     dataset = corrected(logs, days, tmp_path)
-    named, old = named_bytes(dataset), open_dataset(days).segments[1].manifest.id
+    named, old = bytes_of(dataset), open_dataset(days).segments[1].directory.name
     capsys.readouterr()
-    assert main(["vacuum", str(dataset), "--json"]) == 0
+    nothing = {"segments": [], "indexes": [], "num_files": 0, "num_bytes": 0}
+    assert main(["vacuum", str(dataset), "--json"]) == 0  # it was replaced less than a day ago
+    assert json.loads(capsys.readouterr().out) == nothing
+    assert main(["vacuum", str(dataset), "--older-than", "0s", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["segments"] == [old]
+    assert [segment_of_part(part.partition("/")[2]) for part in found["indexes"]] == [old]
     assert found["num_bytes"] > 0
-    assert named_bytes(dataset) == named
-    assert {p.name for p in (dataset / SEGMENTS).iterdir()} == {
-        s.id for s in read_dataset(dataset).segments
-    }
-    assert main(["vacuum", str(dataset), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out) == {"segments": [], "indexes": [], "num_bytes": 0}
+    assert bytes_of(dataset) == named
+    assert unnamed_places(dataset) == []
+    assert main(["vacuum", str(dataset), "--older-than", "0s", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == nothing
     assert verify(dataset)["problems"] == []
 
 
@@ -190,7 +200,8 @@ def test_version_that_comes_back_is_the_one_that_was_there(
     new = read_dataset(dataset).segments[1].id
     assert main([*arguments(logs, dataset, LATE, LATE), "--replace"]) == 0
     root = read_dataset(dataset)
-    assert root.segments == read_dataset(days).segments
+    before = without_attempts(read_dataset(days))
+    assert without_attempts(root).segments == before.segments
     assert root.lineage[f"replaced:{new}"] == root.segments[1].id
     assert f"replaced:{root.segments[1].id}" not in root.lineage
     assert verify(dataset)["problems"] == []
@@ -220,36 +231,50 @@ def test_replacement_that_is_killed_leaves_one_version(
     assert verify(dataset)["problems"] == []
     assert (root.segments == old.segments) == (point != "after the root")
     assert main(given) == 0
-    again = corrected(logs, days, tmp_path / "again")
-    assert named_bytes(dataset) == named_bytes(again)
-    assert read_dataset(dataset) == read_dataset(again)
+    assert bytes_of(dataset) == bytes_of(corrected(logs, days, tmp_path / "again"))
+    vacuum(Location.parse(dataset), timedelta())
+    assert unnamed_places(dataset) == []
+    assert verify(dataset)["problems"] == []
 
 
 @pytest.mark.slow
-def test_index_over_some_days_is_that_of_a_dataset_of_them(
+def test_index_of_selected_days_is_that_of_a_dataset_of_them(
     logs: Path, days: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    dataset = copy_of(days, tmp_path / "dataset")
-    given = ["oracle", str(dataset), "--reindex", "--segments", f"{FIRST},{LATE}", "--json"]
-    assert main(given) == 0
-    assert json.loads(capsys.readouterr().out)["num_steps"] > 0
     apart, job = tmp_path / "apart", logs / "job" / "job.yaml"
     build(replace(request(job, logs / FIRST, apart), day=FIRST))
     build(replace(addition(job, logs / LATE, apart), day=LATE))
-    expected = open_dataset(apart).indexes[0]
-    chosen = select_segments(open_dataset(dataset), (LATE, FIRST))
-    order = chosen.order(32, 1, "none", 0)
-    found = chosen.index_for(order)
-    for table in chosen.job.data.tables:
-        assert found.distances(table).values.tobytes() == expected.distances(table).values.tobytes()
+    both = [open_dataset(apart), select_segments(open_dataset(days), (LATE, FIRST))]
+    for table in both[0].job.data.tables:
+        found = []
+        for dataset in both:
+            index = dataset.index_for(dataset.order(32, 1, "none", 0))
+            steps = indexed_steps(dataset, index, table)
+            found.append([(numbers.tolist(), later.tolist()) for numbers, later in steps])
+        assert found[0] == found[1]
+    reports = []
+    for words in ([str(apart)], [str(days), "--segments", f"{FIRST},{LATE}"]):
+        assert main(["oracle", *words, "--json"]) == 0
+        reports.append(json.loads(capsys.readouterr().out))
+    assert reports[0] == reports[1]
+
+
+@pytest.mark.slow
+def test_reindex_of_selected_days_builds_their_parts_alone(
+    days: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    dataset = copy_of(days, tmp_path / "dataset")
+    words = ["oracle", str(dataset), "--epochs", "2", "--json"]
+    assert main([*words, "--reindex", "--segments", f"{FIRST},{LATE}"]) == 0
+    (index,) = (i for i in read_dataset(dataset).indexes if i.epochs == 2)
+    assert len(index.parts) == 2
+    before = bytes_of(dataset / index.id)
+    assert main(words) == 1
+    assert "got parts of 2 of 3 segments in" in capsys.readouterr().err
+    assert main([*words, "--reindex"]) == 0
+    assert bytes_of(dataset / index.id).items() > before.items()
     assert read_dataset(dataset).lineage == read_dataset(days).lineage
     assert verify(dataset)["problems"] == []
-    with pytest.raises(
-        SchemaError, match=re.escape(f"--segments {chosen.segments[0].manifest.id}")
-    ):
-        select_segments(chosen, (FIRST,)).index_for(
-            select_segments(chosen, (FIRST,)).order(32, 1, "none", 0)
-        )
 
 
 HELD = ("split: {evaluation_from: 2026-01-01 00:08:00}", "split: {evaluation_last: 1433m}")

@@ -20,6 +20,7 @@ from pipelines.build import build
 from pipelines.cli import main
 from pipelines.executor import keep_freed_memory
 from pipelines.samples import lookups
+from schemas.storage import Location
 from tests import real_logs
 from tests.pipelines import logs, test_joins, test_streams, transform_jobs
 from tests.pipelines.logs import beam_request, bytes_of
@@ -111,7 +112,9 @@ def test_a_build_in_process_has_the_bytes_of_the_local_runner(
     monkeypatch.setattr("pipelines.prepare.PART_INPUT_BYTES", size // 3)  # three parts
     monkeypatch.setattr(lookups, "BROADCAST_BYTES", broadcast)
     by_beam = beam_request(job, tmp_path / "input", tmp_path / "beam")
-    in_process = replace(by_beam, dataset=tmp_path / "here", beam_args=["--runner=InProcess"])
+    in_process = replace(
+        by_beam, dataset=Location.parse(tmp_path / "here"), beam_args=["--runner=InProcess"]
+    )
     assert without_times(build(in_process)) == without_times(build(by_beam))
     assert bytes_of(tmp_path / "here") == bytes_of(tmp_path / "beam")
 

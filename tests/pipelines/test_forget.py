@@ -1,6 +1,5 @@
 """Forgetting: weight 0 at once, no byte left after the rewriting, one dataset or the other."""
 
-import fcntl
 import json
 import os
 import re
@@ -18,16 +17,24 @@ import pytest
 
 from pipelines.build import build
 from pipelines.cli import main
-from pipelines.scratch import locked
 from pipelines.table.rows import read_samples
 from pipelines.table.vacuum import vacuum
 from pipelines.table.verify import verify
 from schemas.dataset import open_dataset
-from schemas.layout import SEGMENTS
+from schemas.leases import Lease
 from schemas.manifest import read_dataset
+from schemas.storage import MANIFESTS, Location
 from tests.id_search import files_with_id
 from tests.pipelines.appending import addition
-from tests.pipelines.logs import IN_PROCESS, bytes_of, copy_of, raw_rows, request, write_job
+from tests.pipelines.logs import (
+    IN_PROCESS,
+    bytes_of,
+    copy_of,
+    raw_rows,
+    request,
+    unnamed_places,
+    write_job,
+)
 from tests.shared import with_long
 
 ID = 7_305_946_128
@@ -144,7 +151,7 @@ def test_forget_leaves_samples_out_at_once_and_touches_no_data_file(
     assert sessions(dataset) == kept
     assert verify(dataset)["problems"] == []
     after = bytes_of(dataset)
-    assert {p for p in before if after[p] != before[p]} == {"MANIFEST.json", "view.sql"}
+    assert {p for p in before if after[p] != before[p]} == {MANIFESTS}
     (added,) = after.keys() - before.keys()
     assert added.startswith("tombstones/")
     assert files_with_id(dataset / "tombstones", ID) == []
@@ -233,7 +240,7 @@ def test_rewriting_waits_for_the_age_of_tombstones(
     two: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     dataset = copy_of(two, tmp_path / "dataset")
-    vacuum(dataset)  # the index from before the second segment
+    vacuum(Location.parse(dataset))  # the index from before the second segment
     run(capsys, str(dataset), "--ids", ids_file(tmp_path, ID))
     before = bytes_of(dataset)
     assert (
@@ -253,7 +260,7 @@ def test_rewriting_drops_a_segment_of_which_nothing_is_left(
     left = len([s for s in gone[first.manifest.num_samples :] if s not in head])
     ids = ids_file(tmp_path, *sorted(head))
     found = run(capsys, str(dataset), "--ids", ids, "--rewrite")["rewritten"]
-    assert found["segments"][first.manifest.id] is None
+    assert found["segments"][first.id] is None
     assert len(open_dataset(dataset).segments) == bool(left)
     assert len(sessions(dataset)) == left
 
@@ -263,15 +270,16 @@ def test_rewriting_of_a_dataset_that_is_read_is_refused(
 ) -> None:
     dataset = copy_of(two, tmp_path / "dataset")
     run(capsys, str(dataset), "--ids", ids_file(tmp_path, ID))
-    before, opened = bytes_of(dataset), open_dataset(dataset)
-    for part in (opened.indexes[0], opened.segments[1]):
-        with locked(part.directory, fcntl.LOCK_SH):
-            assert main(["erase", str(dataset), "--rewrite"]) == 1
-        assert capsys.readouterr().err == (
-            f"error: dataset is in use: a run has locked {part.manifest.id} in {dataset}; "
-            "stop the run, or try again when it has ended\n"
-        )
+    before = bytes_of(dataset)
+    with Lease(Location.parse(dataset), "run runs/1") as lease:
+        lease.hold([segment.directory.name for segment in open_dataset(dataset).segments])
+        assert main(["erase", str(dataset), "--rewrite"]) == 1
+    assert capsys.readouterr().err == (
+        f"error: dataset is in use by run runs/1 in {dataset}/_leases; "
+        "stop it, or try again when it has ended\n"
+    )
     assert bytes_of(dataset) == before
+    assert len(run(capsys, str(dataset), "--rewrite")["rewritten"]["segments"]) == 2
 
 
 REFUSED = {
@@ -313,8 +321,8 @@ sys.exit(main(sys.argv[1:]))
 
 POINTS = {
     "between two segments": ("compact", "compact_segment", 1),
-    "before the index": ("compact", "build_indexes", 0),
-    "before the root": ("compact", "write_manifest", 0),
+    "before the index": ("indexes", "index_tables", 0),
+    "before the root": ("compact", "commit_root", 0),
     "after the root, before old files go": ("compact", "remove_unnamed", 0),
 }
 
@@ -337,6 +345,4 @@ def test_rewriting_that_is_killed_leaves_a_dataset_and_can_be_run_again(
     assert verify(dataset)["problems"] == []
     for value in (ID, ID + 1):
         assert files_with_id(dataset, value) == []
-    assert sorted(p.name for p in (dataset / SEGMENTS).iterdir()) == sorted(
-        s.id for s in read_dataset(dataset).segments
-    )
+    assert unnamed_places(dataset) == []

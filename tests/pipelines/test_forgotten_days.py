@@ -1,24 +1,22 @@
 """What was forgotten in a day does not come back, and leaves its older versions, too."""
 
-import fcntl
 import json
-import os
-import time
 from dataclasses import replace
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
 
 from pipelines.build import build
 from pipelines.cli import main
-from pipelines.scratch import locked
 from pipelines.table.verify import verify
 from schemas.dataset import open_dataset
-from schemas.layout import SEGMENTS, rejects_path
-from schemas.manifest import previous_names, read_dataset
+from schemas.leases import Lease
+from schemas.manifest import commit_root, previous_names, read_dataset, read_root
+from schemas.storage import Location
 from tests.id_search import files_with_id
 from tests.pipelines.appending import addition
-from tests.pipelines.logs import bytes_of, copy_of, request
+from tests.pipelines.logs import bytes_of, copy_of, request, segment_directory
 from tests.pipelines.test_days import FIRST, LAST, LATE
 from tests.pipelines.test_forget import ID, ids_file, job_of, log_with, run, sessions
 
@@ -68,7 +66,7 @@ def test_rewritten_days_are_known_by_their_names_before(days: Path, left: Path) 
     for before, now in zip(read_dataset(days).segments, root.segments, strict=True):
         assert before.id != now.id
         assert previous_names(root.lineage, now.id) == {before.id, before.manifest_sha256}
-    named = {s.manifest.day: s.manifest.id for s in open_dataset(left).segments}
+    named = {s.day: s.id for s in open_dataset(left).segments}
     assert {day: root.lineage[f"day:{day}"] for day in (FIRST, LATE)} == named
     assert verify(left)["problems"] == []
 
@@ -102,7 +100,7 @@ def test_new_version_of_a_rewritten_day_ends_the_old_one_for_good(
     assert append(logs, dataset, LATE, NEW, "--replace") == 0
     assert append(logs, dataset, LATE, LATE, "--replace") == 1
     assert "from which ids were erased; remove these ids from the files" in capsys.readouterr().err
-    assert main(["vacuum", str(dataset)]) == 0
+    assert main(["vacuum", str(dataset), "--older-than", "0s"]) == 0
     assert append(logs, dataset, LAST, NEW) == 1  # its files are in the dataset
     assert files_with_id(dataset, ID) == []
     assert verify(dataset)["problems"] == []
@@ -118,8 +116,8 @@ def test_day_with_tombstones_is_not_replaced(
     assert append(logs, dataset, LATE, NEW, "--replace") == 1
     assert capsys.readouterr().err.splitlines()[-1] == (
         f"error: segment with tombstones cannot be replaced: {old} in "
-        f"{dataset / 'MANIFEST.json'}; run python -m pipelines erase {dataset} --rewrite, and "
-        "remove the ids from the new files"
+        f"{dataset}; run python -m pipelines erase {dataset} --rewrite, and remove the ids from "
+        "the new files"
     )
     assert bytes_of(dataset) == before
     assert append(logs, dataset, LAST, LAST) == 0  # a new day may come
@@ -134,13 +132,14 @@ def test_old_version_of_a_day_goes_with_the_rewriting_unless_a_run_holds_it(
     logs: Path, days: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     dataset = copy_of(days, tmp_path / "dataset")
-    old = dataset / SEGMENTS / read_dataset(dataset).segments[1].id
+    old = segment_directory(dataset, 1)
     assert append(logs, dataset, LATE, NEW, "--replace") == 0
     ids, segments = ids_file(tmp_path, ID), read_dataset(dataset).segments
-    with locked(old, fcntl.LOCK_SH):
-        assert main(["vacuum", str(dataset)]) == 0
+    with Lease(Location.parse(dataset), "run runs/1") as lease:
+        lease.hold([old.name])
+        assert main(["vacuum", str(dataset), "--older-than", "0s"]) == 0
         assert main(["erase", str(dataset), "--ids", ids, "--rewrite"]) == 1
-        assert f"a run has locked {old.name}" in capsys.readouterr().err
+        assert "dataset is in use by run runs/1 in " in capsys.readouterr().err
     assert read_dataset(dataset).segments == segments
     assert files_with_id(old, ID)
     run(capsys, str(dataset), "--rewrite")
@@ -157,8 +156,8 @@ def test_day_of_which_nothing_was_left_does_not_come_again(
 ) -> None:
     dataset = copy_of(days, tmp_path / "dataset")
     assert append(logs, dataset, LATE, NEW, "--replace") == 0
-    first = open_dataset(dataset).segments[0].manifest
-    gone = sessions(dataset)[: first.num_samples]
+    first = open_dataset(dataset).segments[0]
+    gone = sessions(dataset)[: first.manifest.num_samples]
     run(capsys, str(dataset), "--ids", ids_file(tmp_path, *sorted(set(gone))), "--rewrite")
     if len(open_dataset(dataset).segments) == 1:
         assert f"day:{FIRST}" not in read_dataset(dataset).lineage
@@ -171,12 +170,13 @@ def rejects_in(dataset: Path) -> list[str]:
     return [p for s in open_dataset(dataset).segments for p in s.files if p.startswith("rejects/")]
 
 
-def aged(dataset: Path, place: int, days_ago: float) -> Path:
-    """Let the rejects of a segment be so old; return its directory."""
-    directory = dataset / SEGMENTS / read_dataset(dataset).segments[place].id
-    when = time.time() - days_ago * 86_400
-    os.utime(directory / rejects_path(0), (when, when))
-    return directory
+def aged(dataset: Path, place: int, days_ago: float) -> None:
+    """Let the rejects of a segment be so old."""
+    root = read_root(dataset)
+    when = (datetime.now(UTC) - timedelta(days=days_ago)).isoformat(timespec="seconds")
+    segments = list(root.manifest.segments)
+    segments[place] = replace(segments[place], built_at=when)
+    assert commit_root(dataset, root, replace(root.manifest, segments=tuple(segments)))
 
 
 @pytest.mark.slow
@@ -184,11 +184,9 @@ def test_rejects_go_after_their_own_time(
     days: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     dataset = copy_of(days, tmp_path / "dataset")
-    assert main(["vacuum", str(dataset)]) == 0
     for place, days_ago in ((0, 40), (1, 20)):
         aged(dataset, place, days_ago)
-    capsys.readouterr()
-    before = bytes_of(dataset)
+    before, kept = bytes_of(dataset), read_dataset(dataset).segments[1]
     found = run(capsys, str(dataset), "--rejects-older-than", "60d")["rewritten"]
     assert (found["segments"], bytes_of(dataset)) == ({}, before)
     shown = files_with_id(dataset, ID)
@@ -196,12 +194,13 @@ def test_rejects_go_after_their_own_time(
     samples = sessions(dataset)
     found = run(capsys, str(dataset), "--rejects-older-than", "30d")["rewritten"]
     assert list(found["segments"]) == [read_dataset(days).segments[0].id]
-    assert read_dataset(dataset).segments[1] == read_dataset(days).segments[1]
+    assert read_dataset(dataset).segments[1] == kept
     first, second = open_dataset(dataset).segments
     assert not any(
-        "rejects" in name or "anomalies" in name for name in files_with_id(first.directory, ID)
+        "rejects" in name or "anomalies" in name
+        for name in files_with_id(Path(first.directory), ID)
     )
-    assert any("rejects" in name for name in files_with_id(second.directory, ID))
+    assert any("rejects" in name for name in files_with_id(Path(second.directory), ID))
     assert (sessions(dataset), verify(dataset)["problems"]) == (samples, [])
 
 

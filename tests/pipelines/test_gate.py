@@ -25,11 +25,21 @@ from pipelines.quality.column_statistics import (
 )
 from pipelines.quality.gate import infinity_norm, jensen_shannon
 from pipelines.quality.segment_statistics import RANKED_VALUES, segment_statistics
+from pipelines.table.commit import anomalies_text_of
 from pipelines.table.verify import verify
 from schemas.dataset import open_dataset
 from schemas.errors import SchemaError
-from schemas.layout import ANOMALIES, SEGMENTS
-from tests.pipelines.logs import IN_PROCESS, SCHEMA, bytes_of, copy_of, raw_rows, request, write_job
+from schemas.layout import ANOMALIES
+from tests.pipelines.logs import (
+    IN_PROCESS,
+    SCHEMA,
+    bytes_of,
+    copy_of,
+    raw_rows,
+    request,
+    unnamed_places,
+    write_job,
+)
 
 SHARES = st.dictionaries(st.integers(0, 9), st.integers(1, 50), min_size=1).map(
     lambda counts: {k: c / sum(counts.values()) for k, c in counts.items()}
@@ -241,7 +251,7 @@ def test_gate_keeps_a_segment_out_and_says_why(
     assert message in text
     left = {k: v for k, v in bytes_of(target).items() if not k.startswith(".refused-")}
     assert left == bytes_of(dataset)
-    assert not list((target / SEGMENTS).glob(".*"))
+    assert unnamed_places(target) == []
 
 
 @pytest.mark.slow
@@ -254,8 +264,8 @@ def test_gate_that_warns_lets_the_segment_in_and_forgets_the_refusal(
         assert append(job, target, log) == code
     assert "warning: segment: label rate must change by at most 0.001" in capsys.readouterr().err
     segment = open_dataset(target).segments[1]
-    text = (segment.directory / ANOMALIES).read_text()
-    info = text_format.Parse(text, anomalies_pb2.Anomalies()).dataset_anomaly_info
+    proto = text_format.Parse(anomalies_text_of(segment), anomalies_pb2.Anomalies())
+    info = proto.dataset_anomaly_info
     assert info.severity == anomalies_pb2.AnomalyInfo.WARNING
     assert verify(target)["problems"] == []
     assert not list(target.glob(".refused-*"))
@@ -273,8 +283,7 @@ def test_gate_lets_a_like_segment_pass_and_writes_what_it_measured(
     log = write_rows(tmp_path / "next", NEXT)
     build(replace(request(job, log, target), append=True))
     segment = open_dataset(target).segments[1]
-    text = segment.directory / ANOMALIES
-    proto = text_format.Parse(text.read_text(), anomalies_pb2.Anomalies())
+    proto = text_format.Parse(anomalies_text_of(segment), anomalies_pb2.Anomalies())
     assert not proto.anomaly_info
     (info,) = proto.drift_skew_info
     measured = [*info.drift_measurements, *info.skew_measurements]
@@ -292,8 +301,9 @@ def test_gate_of_a_first_build_leaves_no_dataset(
     arguments = ["build", str(job), "--input", str(first), "--output", str(dataset)]
     assert main(arguments) == REFUSED
     assert "segment: must have at least 100000 samples, got " in capsys.readouterr().err
-    with pytest.raises(SchemaError, match=r"^manifest is missing"):
+    with pytest.raises(SchemaError, match=r"^there is no dataset: no build was committed in "):
         open_dataset(dataset)
+    assert unnamed_places(dataset) == []
 
 
 @pytest.mark.parametrize(

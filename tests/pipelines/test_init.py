@@ -28,6 +28,7 @@ from pipelines.table.verify import verify
 from schemas.config.job import TableConfig, load_job
 from schemas.rows import rows_of_ids
 from schemas.run_log import SUMMARY, read_summary
+from schemas.storage import Location
 from trainer.__main__ import main as trainer_main
 
 NUM_ROWS = 400
@@ -210,7 +211,7 @@ def built(job: Path, log: Path, dataset: Path) -> dict[str, object]:
         BuildRequest(
             job_path=job,
             input_root=log,
-            dataset=dataset,
+            dataset=Location.parse(dataset),
             beam_args=["--runner=InProcess"],
             attempt="test",
         )
@@ -274,7 +275,7 @@ def test_a_first_job_of_csv_has_lists_times_and_a_side_table(
 def test_values_of_a_first_job_are_those_of_the_log(
     shop: tuple[Path, dict[str, object]], tmp_path: Path
 ) -> None:
-    expand(shop[0] / "dataset", tmp_path / "x.parquet")
+    expand(Location.parse(shop[0] / "dataset"), Location.parse(tmp_path / "x.parquet"))
     samples = sorted(pq.read_table(tmp_path / "x.parquet").to_pylist(), key=lambda r: r["time"])
     for i, (sample, row) in enumerate(zip(samples, rows(), strict=True)):
         assert (sample["user_id"], sample["item_id"]) == (row["user_id"], row["item_id"])
@@ -320,7 +321,7 @@ def test_types_and_split_are_those_of_most_rows(
     assert why in (tmp_path / "job" / "schema.pbtxt").read_text()
     result = built(tmp_path / "job" / "job.yaml", tmp_path / "log", tmp_path / "dataset")
     assert (result["num_samples"], result["num_rejects"]) == (3999, 1)
-    expand(tmp_path / "dataset", tmp_path / "x.parquet")
+    expand(Location.parse(tmp_path / "dataset"), Location.parse(tmp_path / "x.parquet"))
     assert pq.read_table(tmp_path / "x.parquet")["price"].null_count == 27
 
 

@@ -21,6 +21,7 @@ from pipelines.sources.rows import ORIGIN
 from pipelines.table.rows import expand
 from schemas.config.sources import JoinConfig, SideConfig
 from schemas.errors import SchemaError
+from schemas.storage import Location
 from tests.pipelines.logs import bytes_of, request
 
 # Look-ups.
@@ -129,7 +130,7 @@ def expected(root: Path) -> list[tuple[Any, ...]]:
 
 
 def samples_of(dataset: Path, target: Path) -> list[tuple[Any, ...]]:
-    expand(dataset, target)
+    expand(Location.parse(dataset), Location.parse(target))
     names = ["session", "time", "user", "item", "label", "price", "tags", "level", "user_name"]
     rows = pq.read_table(target, columns=names).to_pylist()
     result = [tuple(tuple(v) if isinstance(v, list) else v for v in r.values()) for r in rows]
@@ -190,7 +191,7 @@ def test_side_tables_are_tables_in_sql_when_they_are_small(
     monkeypatch.setattr(lookups, "BROADCAST_BYTES", 1000)
     message = "side 'users' must be at most 1000 bytes to be a table in SQL, got "
     with pytest.raises(SchemaError, match=re.escape(message)):
-        build(replace(made, dataset=tmp_path / "large"))
+        build(replace(made, dataset=Location.parse(tmp_path / "large")))
 
 
 def test_join_in_sql_that_loses_the_order_of_samples_is_found_out(
@@ -229,7 +230,7 @@ def test_key_twice_without_time_is_refused_with_both_places(
     )
     with pytest.raises(SchemaError, match="^" + re.escape(message) + "$"):
         build(request(write_job(tmp_path / "job"), root, tmp_path / "dataset"))
-    assert not (tmp_path / "dataset" / "MANIFEST.json").exists()
+    assert not (tmp_path / "dataset" / "_manifests").exists()
 
 
 @pytest.mark.slow
@@ -430,6 +431,6 @@ train: {batch_samples: 32}
         }.items()
     )
     build(request(written(tmp_path / "job", job, schema), tmp_path / "input", tmp_path / "dataset"))
-    expand(tmp_path / "dataset", tmp_path / "x.parquet")
+    expand(Location.parse(tmp_path / "dataset"), Location.parse(tmp_path / "x.parquet"))
     rows = pq.read_table(tmp_path / "x.parquet").to_pylist()
     assert {r["user"]: r["age"] for r in rows} == {u: u + 30 for u in range(-30, 10)}

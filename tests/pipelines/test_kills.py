@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -16,12 +17,24 @@ from pipelines.clustering import part
 from pipelines.clustering.star import check_num_blocks
 from pipelines.context import BuildRequest
 from pipelines.scratch import atomic_write
-from pipelines.table.rows import VIEW
+from pipelines.table.rows import VIEW, view_sql
+from pipelines.table.vacuum import vacuum
 from pipelines.table.verify import verify
-from schemas.dataset import open_dataset
+from schemas.dataset import open_dataset, open_root
 from schemas.errors import SchemaError
-from schemas.layout import JOB, MANIFEST, SEGMENTS
-from tests.pipelines.logs import IN_PROCESS, built, bytes_of, copy_of, request, write_job, write_log
+from schemas.layout import JOB
+from schemas.manifest import find_root, read_dataset
+from schemas.storage import Location
+from tests.pipelines.logs import (
+    IN_PROCESS,
+    built,
+    bytes_of,
+    copy_of,
+    request,
+    unnamed_places,
+    write_job,
+    write_log,
+)
 from tests.trainer.processes import children_of
 
 PATIENCE_SEC = 500.0
@@ -52,13 +65,14 @@ os.execv(sys.executable, [sys.executable, "-m", "pipelines", *sys.argv[1:]])
 
 POINTS = {
     "before the segment is finished": ("build", "finish_segment", 0),
-    "before it is judged": ("table.commit", "set_segment_id", 0),
-    "before its index": ("table.commit", "build_index", 0),
-    "between its name and the root": ("table.commit", "write_root", 1),
-    "before the root, the new job beside the old": ("table.commit", "write_manifest", 1),
-    "after the root, before the new job has its name": ("table.commit", "remove_indexes", 0),
+    "before it is judged": ("table.compatibility", "pass_gate", 0),
+    "before its index": ("table.indexes", "index_tables", 0),
+    "before it is claimed": ("table.commit", "claim", 0),
+    "before the root": ("table.commit", "commit_root", 0),
+    "after the root, before the copies of the new job": ("table.commit", "write_copies", 0),
 }
-SHORT = ("between its name and the root",)
+SHORT = ("before it is claimed", "before the root")
+TAKEN_OVER = ("before it is judged", "before its index", "before it is claimed")
 
 
 @pytest.fixture(scope="module")
@@ -104,22 +118,25 @@ def test_append_that_is_killed_leaves_a_dataset_and_can_be_run_again(
     assert done.returncode == -signal.SIGKILL, done.stderr.decode()
     found = verify(dataset)
     assert found["problems"] == []
-    expected = one / ("both" if function == "remove_indexes" else "dataset")
-    assert open_dataset(dataset).manifest == open_dataset(expected).manifest
-    build(appended(one, dataset))
+    expected = one / ("both" if function == "write_copies" else "dataset")
+    assert bytes_of(dataset) == bytes_of(expected)
+    said: list[str] = []
+    build(replace(appended(one, dataset), progress=said.append))
+    is_taken_over = "segment finished by an attempt that died: taken over" in said
+    assert is_taken_over == (point in TAKEN_OVER)
     assert_equal_datasets(dataset, one / "both")
 
 
 def assert_equal_datasets(found: Path, expected: Path) -> None:
-    """Compare what the roots name, byte for byte, and that nothing else is left but versions."""
+    """Compare what the roots name, byte for byte, and that `vacuum` removes everything else."""
     assert verify(found)["problems"] == []
-    assert open_dataset(found).manifest == open_dataset(expected).manifest
-    named = {s.id for s in open_dataset(found).manifest.segments}
-    assert {p.name for p in (found / SEGMENTS).iterdir()} == named
-    assert bytes_of(found / SEGMENTS) == bytes_of(expected / SEGMENTS)
-    assert not [p for p in found.iterdir() if p.name.startswith(".index")]
-    assert (found / VIEW).read_bytes() == (expected / VIEW).read_bytes()
+    assert bytes_of(found) == bytes_of(expected)
+    assert (found / VIEW).read_text() == view_sql(open_dataset(found))
     assert (found / JOB).read_bytes() == (expected / JOB).read_bytes()
+    vacuum(Location.parse(found), timedelta())
+    assert unnamed_places(found) == []
+    assert bytes_of(found) == bytes_of(expected)
+    assert verify(found)["problems"] == []
 
 
 @pytest.mark.chaos
@@ -160,7 +177,7 @@ def test_worker_process_that_is_killed_ends_the_build_and_a_rerun_gives_the_same
         text=True,
     )
     deadline = time.monotonic() + PATIENCE_SEC
-    while not list(dataset.glob("segments/.*/shuffle/*")):  # some worker has written
+    while not list(dataset.glob("segments/*/shuffle/*")):  # some worker has written
         assert running.poll() is None
         assert time.monotonic() < deadline
         time.sleep(0.02)
@@ -168,7 +185,7 @@ def test_worker_process_that_is_killed_ends_the_build_and_a_rerun_gives_the_same
     _, err = running.communicate(timeout=PATIENCE_SEC)
     assert running.returncode == 1
     assert "error: pipeline must finish, got " in err
-    assert not (dataset / MANIFEST).exists()
+    assert find_root(dataset) is None
     build(request(job, tmp_path / "log", dataset))
     build(request(job, tmp_path / "log", tmp_path / "clean"))
     assert bytes_of(dataset) == bytes_of(tmp_path / "clean")
@@ -183,7 +200,7 @@ def test_append_on_a_full_disk_ends_in_one_line_and_can_be_run_again(
     one: Path, tmp_path: Path, limit: int
 ) -> None:
     dataset = copy_of(one / "dataset", tmp_path / "dataset")
-    before = open_dataset(dataset).manifest
+    before = bytes_of(dataset)
     done = subprocess.run(
         [sys.executable, "-c", LIMITED.format(limit=limit), *command(one, dataset)],
         capture_output=True,
@@ -193,7 +210,7 @@ def test_append_on_a_full_disk_ends_in_one_line_and_can_be_run_again(
     assert done.returncode == 1
     assert done.stderr.strip().splitlines()[-1].startswith("error: ")
     assert "File too large" in done.stderr
-    assert open_dataset(dataset).manifest == before
+    assert bytes_of(dataset) == before
     assert verify(dataset)["problems"] == []
     build(appended(one, dataset))
     assert_equal_datasets(dataset, one / "both")
@@ -233,14 +250,13 @@ def test_two_who_write_one_file_at_once_leave_one_whole_file(tmp_path: Path) -> 
 
 
 def test_reader_of_the_root_before_finds_its_job(one: Path, tmp_path: Path) -> None:
-    dataset = copy_of(one / "both", tmp_path / "dataset")
-    old = (one / "dataset" / MANIFEST).read_bytes()
-    for index in (one / "dataset").glob("index-*"):
-        copy_of(index, dataset / index.name) if not (dataset / index.name).exists() else None
+    dataset = one / "both"
     assert (dataset / JOB).read_bytes() == (one / "job-1" / "job.yaml").read_bytes()
-    (dataset / MANIFEST).write_bytes(old)
-    assert open_dataset(dataset).job.schedule.priority == 0
-    assert verify(dataset)["problems"] == []
+    assert open_dataset(dataset).job.schedule.priority == 3
+    before = read_dataset(one / "dataset")
+    opened = open_root(Location.parse(dataset), before)
+    assert opened.job.schedule.priority == 0
+    assert opened.open_index(before.indexes[0]).parts
 
 
 def test_part_with_more_blocks_than_ids_is_refused_by_name() -> None:

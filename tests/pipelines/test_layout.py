@@ -48,6 +48,7 @@ from schemas.errors import SchemaError
 from schemas.files import CheckedFile
 from schemas.group_files import group_schema, read_group
 from schemas.layout import BLOCK, DATA_DIRECTORIES, UNIQUE_INDEX, window_columns
+from schemas.storage import Location
 from tests.pipelines.logs import bytes_of, request
 from tests.pipelines.shifting import STORAGES, built_in_every_layout
 
@@ -229,7 +230,11 @@ def test_layouts_change_bytes_and_nothing_else(
     assert verify(other)["problems"] == []
     tables = []
     for index, dataset in enumerate((plain, other)):
-        expand(dataset, tmp_path / f"{index}.parquet", model_inputs=True)
+        expand(
+            Location.parse(dataset),
+            Location.parse(tmp_path / f"{index}.parquet"),
+            model_inputs=True,
+        )
         tables.append(pq.read_table(tmp_path / f"{index}.parquet"))
     assert same(*tables)
     (left,), (right,) = (open_dataset(d).segments for d in (plain, other))

@@ -30,6 +30,7 @@ from pipelines.transforms.fit import (
 from schemas.config.job import DataConfig, load_job
 from schemas.errors import SchemaError
 from schemas.fitted import FittedStats, FittedValues, encode_stats, load_fitted, stats_path
+from schemas.storage import Location
 from tests.pipelines import transform_jobs as jobs
 
 
@@ -222,4 +223,4 @@ def test_learned_files_are_verified_when_read(tmp_path: Path, data: DataConfig) 
         load_fitted(tmp_path, {path: digest}, data)
     none = replace(data, vocabularies={}, transforms={})
     assert load_fitted(tmp_path, {}, none) == FittedValues()
-    assert fitted_files(tmp_path) == {}
+    assert fitted_files(Location.parse(tmp_path)) == {}

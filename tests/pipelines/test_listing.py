@@ -181,10 +181,6 @@ def test_object_that_is_damaged_or_gone_is_rejected_by_name(
             "hdfs://host/log",
             "Beam has no filesystem for hdfs:// in hdfs://host/log; install Beam with its extra",
         ),
-        (
-            "s3://bucket/log",
-            "Beam has no filesystem for s3:// in s3://bucket/log; install Beam with its extra",
-        ),
     ],
 )
 def test_url_that_leads_nowhere_is_refused(

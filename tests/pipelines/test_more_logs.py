@@ -7,6 +7,7 @@ import pytest
 
 from pipelines.table.rows import expand
 from pipelines.table.verify import verify
+from schemas.storage import Location
 from tests import real_logs
 
 pytestmark = pytest.mark.slow  # two builds of several seconds
@@ -18,7 +19,7 @@ def samples_of(name: str, shared_data: Path, directory: Path) -> tuple[dict, pl.
     """Return what the build of a shipped job printed, and its samples."""
     dataset, result = real_logs.built(name, shared_data)
     assert verify(dataset)["problems"] == []
-    expand(dataset, directory / "x.parquet")
+    expand(Location.parse(dataset), Location.parse(directory / "x.parquet"))
     return result, pl.read_parquet(directory / "x.parquet")
 
 

@@ -3,9 +3,7 @@
 import json
 import subprocess
 import sys
-from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
 
 import numpy as np
 import pyarrow as pa
@@ -16,15 +14,12 @@ from pipelines.build import build
 from pipelines.cli import main
 from pipelines.clustering.part import lookups_table
 from pipelines.oracle import files
-from pipelines.oracle import index as stitching
 from pipelines.oracle.files import run_stages
-from pipelines.oracle.index import merge_numberings, number_range_bounds
+from pipelines.oracle.index import number_range_bounds
 from pipelines.oracle.numbering import NUMBERING_STAGES, NumberingPlan, lookups_path, number_table
 from pipelines.table.verify import verify
-from schemas.accesses import merge_dictionaries
 from schemas.arrays import Jagged, jagged_of, offsets_of
 from schemas.dataset import open_dataset
-from schemas.files import CheckedFile
 from schemas.layout import FILE_SHIFT, access_path, edges_path
 from schemas.oracle import from_gaps
 from tests.fork_server import without_forking
@@ -38,12 +33,12 @@ FEW_ENTRIES = 60
 def small_files(patch: pytest.MonkeyPatch) -> None:
     patch.setattr("pipelines.prepare.PART_INPUT_BYTES", 4_000)
     patch.setattr("pipelines.oracle.files.ENTRIES_PER_FILE", 150)
+    patch.setattr("pipelines.oracle.index.RANGE_ENTRIES", 100)  # cuts files, too
 
 
 def in_rounds(patch: pytest.MonkeyPatch) -> None:
     patch.setattr("pipelines.beam.build.WORKER_ENTRIES", FEW_ENTRIES)
     patch.setattr("pipelines.table.indexes.WORKER_ENTRIES", FEW_ENTRIES)
-    patch.setattr("pipelines.oracle.index.RANGE_ENTRIES", 100)
     patch.setattr("pipelines.table.indexes.WORKER_BYTES", 1 << 12)
 
 
@@ -114,7 +109,11 @@ def test_reindex_of_several_epochs_in_rounds_gives_the_bytes_of_one_made_at_once
     in_rounds(monkeypatch)
     assert main(["oracle", str(second), *words, "--json"]) == 0
     assert bytes_of(first) == bytes_of(second)
-    assert len(open_dataset(first).indexes) == 2
+    dataset = open_dataset(first)
+    assert len(dataset.complete_indexes()) == 2
+    (part, _) = dataset.open_index(dataset.manifest.indexes[1]).parts
+    ranges = {e: sum(f"items/uses-{e:05d}/" in p for p in part.files) for e in range(3)}
+    assert all((count > 4) == (shuffle == "blocks") for count in ranges.values())
     assert not verify(first)["problems"]
 
 
@@ -195,40 +194,3 @@ def test_oracle_prints_the_load_of_each_table(
         assert sum(load["reuse"]) + load["never"] == table["num_accesses"]
         assert load["never"] == table["num_unique_rows"]
         assert 0 < load["most_rows_per_step"] <= table["num_unique_rows"]
-
-
-@dataclass
-class InMemory:
-    """A file of edges."""
-
-    rows: np.ndarray
-
-    @property
-    def num_rows(self) -> int:
-        return len(self.rows)
-
-    def read(self, columns: list[str]) -> pa.Table:
-        assert columns == ["row"]
-        return pa.table({"row": self.rows})
-
-
-@pytest.mark.parametrize("window", [3, 1 << 21])
-@pytest.mark.parametrize("seed", range(5))
-def test_maps_by_ranges_of_slots_are_those_made_in_memory(
-    seed: int, window: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(stitching, "WINDOW", window)
-    rng = np.random.default_rng(seed)
-    universe = rng.integers(0, 2**62, 60)
-    segments = [rng.permutation(universe)[: rng.integers(1, 50)] for _ in range(3)]
-    files = [
-        [InMemory(part) for part in np.array_split(rows, rng.integers(1, 4))] for rows in segments
-    ]
-    files.insert(1, [])  # a segment from before the table was declared
-    maps = [tmp_path / "maps" / str(segment) for segment in range(4)]
-    edges = cast("list[list[CheckedFile]]", files)
-    numbers, rows = merge_dictionaries(segments)
-    assert merge_numberings(edges, maps, worker_rows=7) == len(rows)
-    for path, expected in zip([maps[0], *maps[2:]], numbers, strict=True):
-        assert np.load(path).tolist() == expected.tolist()
-    assert sorted(path.name for path in (tmp_path / "maps").iterdir()) == ["0", "2", "3"]

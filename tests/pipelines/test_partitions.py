@@ -29,6 +29,7 @@ from schemas.config.job import load_job
 from schemas.config.sources import SourceConfig
 from schemas.errors import SchemaError
 from schemas.features import load_features
+from schemas.storage import Location
 
 TYPES = {
     "int64": ["1", "-20", "0", "__HIVE_DEFAULT_PARTITION__"],
@@ -182,8 +183,8 @@ def job_of(directory: Path, more: str, columns: dict[str, str]) -> Path:
 def prepared(job_path: Path, log: Path) -> tuple[BuildContext, list[str]]:
     messages: list[str] = []
     request = BuildRequest(
-        job_path=job_path, input_root=log, dataset=job_path.parent / "out", beam_args=[],
-        attempt="a", progress=messages.append,
+        job_path=job_path, input_root=log, dataset=Location.parse(job_path.parent / "out"),
+        beam_args=[], attempt="a", progress=messages.append,
     )  # fmt: skip
     job = load_job(job_path)
     return prepare(request, job, load_features(job_path.parent / job.data.schema)), messages
@@ -245,7 +246,7 @@ data:
     path.write_text(job)
     command = ["build", str(path), "--input", str(log), "--output", str(tmp_path / "out")]
     assert main([*command, "--runner=InProcess"]) == 0
-    expand(tmp_path / "out", tmp_path / "x.parquet")
+    expand(Location.parse(tmp_path / "out"), Location.parse(tmp_path / "x.parquet"))
     rows = pq.read_table(tmp_path / "x.parquet").sort_by("x").to_pylist()
     assert [(row["x"], row["day"].day) for row in rows] == [(1, 1), (2, 2), (10, 1), (20, 2)]
 

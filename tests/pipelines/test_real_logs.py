@@ -10,6 +10,7 @@ import pytest
 
 from pipelines.table.rows import expand
 from pipelines.table.verify import verify
+from schemas.storage import Location
 from tests import real_logs
 
 
@@ -38,7 +39,7 @@ def test_mind_expands_to_an_independent_parse(
     mind: tuple[Path, dict[str, object]], shared_data: Path, tmp_path: Path
 ) -> None:
     dataset, result = mind
-    expand(dataset, tmp_path / "x.parquet")
+    expand(Location.parse(dataset), Location.parse(tmp_path / "x.parquet"))
     rows = pl.read_parquet(tmp_path / "x.parquet")
     assert rows.columns == ["impression_id", "user_id", "time", "history", "item", "label"]
     actual = Counter((i, u, t, tuple(h), a, c) for i, u, t, h, a, c in rows.iter_rows())
@@ -52,7 +53,7 @@ def test_mind_is_ten_times_smaller_than_its_rows_shuffled(
     mind: tuple[Path, dict[str, object]], tmp_path: Path
 ) -> None:
     dataset, result = mind
-    expand(dataset, tmp_path / "x.parquet")
+    expand(Location.parse(dataset), Location.parse(tmp_path / "x.parquet"))
     rows = pl.read_parquet(tmp_path / "x.parquet").sample(fraction=1, shuffle=True, seed=0)
     pq.write_table(
         rows.to_arrow(), tmp_path / "shuffled.parquet", compression="zstd", compression_level=3
@@ -74,7 +75,7 @@ def test_ebnerd_joins_each_impression_with_the_history_before_it(
     dataset, result = real_logs.built("ebnerd", shared_data)
     assert (result["num_samples"], result["num_sessions"], result["num_rejects"]) == (
         10_848, 485, 0)  # fmt: skip
-    expand(dataset, tmp_path / "x.parquet")
+    expand(Location.parse(dataset), Location.parse(tmp_path / "x.parquet"))
     rows = pl.read_parquet(tmp_path / "x.parquet")
     assert rows.columns == [
         "impression_id", "user_id", "session_id", "time", "history", "item", "label"]  # fmt: skip

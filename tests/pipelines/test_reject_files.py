@@ -40,6 +40,7 @@ from schemas.errors import SchemaError
 from schemas.features import load_features
 from schemas.layout import REJECTS_SCHEMA
 from schemas.manifest import InputFile
+from schemas.storage import Location
 from tests.pipelines.logs import bytes_of, raw_rows, request, write_job
 
 LARGE, HALF = 200 << 20, 20 << 20
@@ -104,7 +105,10 @@ def test_files_are_the_same_however_rejects_are_found_and_hold_each_once(tmp_pat
 def test_counts_by_kind_are_those_of_plain_python(tmp_path: Path) -> None:
     rejects = some_rejects(3, 400)
     written(tmp_path, [rejects_table(rejects)])
-    counts, distinct = count_segment_rejects(tmp_path), sorted(set(rejects), key=sort_key)
+    counts, distinct = (
+        count_segment_rejects(Location.parse(tmp_path)),
+        sorted(set(rejects), key=sort_key),
+    )
     assert counts.num_rejects == len(distinct)
     places = [(r.file, r.position) for r in distinct]
     unknown = sum(position is None for _, position in places)
@@ -179,7 +183,7 @@ def test_too_many_rejects_keep_the_segment_out_with_exit_code_3(
     )
     assert "data.gate.max_reject_fraction" in errors
     (refused,) = (tmp_path / "dataset").rglob(".refused-*")
-    counts = count_segment_rejects(refused)
+    counts = count_segment_rejects(Location.parse(refused))
     assert counts.num_rows == 24 < counts.num_rejects
     assert f"see {refused}/rejects" in errors
     job.write_text(job.read_text().replace("  on_error:", "  gate: {action: warn}\n  on_error:"))

@@ -21,10 +21,10 @@ from pipelines.report.facts import (
 )
 from pipelines.report.page import render
 from pipelines.report.sizes import flat_rows
+from pipelines.table.commit import anomalies_name
 from pipelines.table.rows import read_samples, session_lengths
 from schemas.dataset import open_dataset
 from schemas.errors import SchemaError
-from schemas.layout import ANOMALIES
 from tests.pipelines.appending import addition, changed
 from tests.pipelines.logs import (
     SCHEMA,
@@ -117,7 +117,8 @@ def test_page_of_many_segments_says_which_are_left_out(tmp_path: Path) -> None:
 
 def test_changed_anomalies_are_refused(tmp_path: Path) -> None:
     dataset = open_dataset(built(tmp_path))
-    (dataset.segments[0].directory / ANOMALIES).write_text("# changed\n")
+    segment = dataset.segments[0]
+    (segment.directory / anomalies_name(segment.reference)).write_bytes(b"# changed\n")
     with pytest.raises(SchemaError, match=r"^file must have sha256 "):
         quality_facts(dataset)
 

@@ -22,6 +22,8 @@ from pipelines.table.rows import content_hash, expand
 from pipelines.table.verify import verify
 from schemas.dataset import open_dataset
 from schemas.errors import SchemaError
+from schemas.manifest import find_root
+from schemas.storage import Location
 from tests.pipelines.logs import IN_PROCESS
 from tests.pipelines.test_rows import by_view
 
@@ -94,7 +96,7 @@ def refused(
     assert main(["rewrite", str(folder), "--output", str(output), *more]) == 1
     printed = capsys.readouterr()
     assert printed.out == ""
-    assert not output.exists() or not any(output.iterdir())
+    assert [path for path in output.rglob("*") if path.is_file()] == []
     assert not list(output.parent.glob(f".{output.name}.*"))
     return printed.err.splitlines()[-1]
 
@@ -120,7 +122,7 @@ def test_star_keeps_every_value_of_the_types_it_holds(
     assert result["num_sessions"] == len(set(SESSION.tolist()))
     assert result["bytes_before"] == sum(f.stat().st_size for f in folder.rglob("*.parquet"))
     assert verify(tmp_path / "out")["problems"] == []
-    expand(tmp_path / "out", tmp_path / "x.parquet")
+    expand(Location.parse(tmp_path / "out"), Location.parse(tmp_path / "x.parquet"))
     rows = pq.read_table(tmp_path / "x.parquet")
     assert rows.column_names == list(HELD)
     assert in_session_order(rows, "session_id", "time")
@@ -243,7 +245,7 @@ def test_rows_without_time_keep_their_order_in_a_session(
     for layout in ("star", "flat"):
         result = run(capsys, folder, tmp_path / layout, "--layout", layout, "--session", "visit")
         assert result["time"] is None
-    expand(tmp_path / "star", tmp_path / "x.parquet")
+    expand(Location.parse(tmp_path / "star"), Location.parse(tmp_path / "x.parquet"))
     star = pq.read_table(tmp_path / "x.parquet")
     assert star.column_names == ["visit", "n", "row_time"]
     assert in_session_order(star, "visit", "n")
@@ -440,7 +442,8 @@ def test_output_appears_only_after_the_rows_were_compared(
     folder = folder_of(tmp_path, columns(), num_files=1)
 
     def compare(*_: object) -> None:
-        assert not (tmp_path / "out").exists()
+        assert find_root(tmp_path / "out") is None
+        assert not list((tmp_path / "out").glob("*.parquet"))
         raise SchemaError("compared")
 
     monkeypatch.setattr("pipelines.rewrite.command._check_equal", compare)

@@ -15,6 +15,7 @@ import pytest
 from pipelines.build import build
 from pipelines.table.rows import VIEW, ContentHash, content_hash, expand, value_hashes, view_sql
 from schemas.dataset import open_dataset
+from schemas.storage import Location
 from tests import real_logs
 from tests.pipelines.appending import DEFAULT, EXTRA, addition, changed
 from tests.pipelines.logs import SCHEMA, built, bytes_of, request, write_log
@@ -35,7 +36,11 @@ def by_view(dataset: Path, name: str) -> pa.Table:
 
 def check(dataset: Path, scratch: Path) -> None:
     for name, model_inputs in (("samples", False), ("model_inputs", True)):
-        expand(dataset, scratch / "x.parquet", model_inputs=model_inputs)
+        expand(
+            Location.parse(dataset),
+            Location.parse(scratch / "x.parquet"),
+            model_inputs=model_inputs,
+        )
         expected, found = pq.read_table(scratch / "x.parquet"), by_view(dataset, name)
         assert found.column_names == expected.column_names
         assert content_hash([found]) == content_hash([expected])

@@ -14,6 +14,7 @@ from pipelines.cli import main
 from schemas.dataset import open_dataset
 from schemas.errors import SchemaError
 from schemas.layout import MANIFEST
+from schemas.storage import Location
 from tests.trainer.exact_metrics import auc, normalized_entropy
 from tests.trainer.make_dataset import make_dataset, write_job
 from tests.trainer.runs import SEGMENTS, checkpoint_at, run_job
@@ -52,7 +53,7 @@ def test_metrics_of_the_scores_are_those_of_evaluate(made: Path) -> None:
     assert found.column_names == ["session", "clicked_flag", "sample_weight", SCORE]
     labels, weights, scores = (found[n].to_numpy() for n in found.column_names[1:])
     scored = (labels.astype(np.float64), np.log(scores / (1 - scores)), weights.astype(np.float64))
-    wanted = evaluate_run(made / "job" / "job.yaml", made / "dataset", made / "run")
+    wanted = evaluate_run(made / "job" / "job.yaml", Location.parse(made / "dataset"), made / "run")
     assert len(scores) == wanted.num_samples == 80
     assert auc(*scored) == pytest.approx(wanted.auc, rel=1e-12)
     assert normalized_entropy(*scored) == pytest.approx(wanted.ne, rel=1e-12)
@@ -113,7 +114,7 @@ def test_scores_of_single_segments_are_those_of_all(made: Path) -> None:
 
 
 def test_segment_that_was_replaced_is_not_read(made: Path) -> None:
-    stage = ReadSamples(made / "dataset", ("0" * 64,), (), ())
+    stage = ReadSamples(Location.parse(made / "dataset"), ("0" * 64,), (), ())
     message = "a segment was replaced while the dataset was scored in "
     with pytest.raises(SchemaError, match=re.escape(message)):
         stage.setup()

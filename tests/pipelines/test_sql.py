@@ -32,6 +32,7 @@ from schemas.config.parse import position_in_value
 from schemas.config.sources import SqlLimitsConfig
 from schemas.errors import SchemaError
 from schemas.features import load_features
+from schemas.storage import Location
 from tests.pipelines.logs import request, write_job, write_log
 
 # Errors have line and column in the job file.
@@ -251,7 +252,7 @@ def test_workers_below_none_are_refused() -> None:
 
 def test_samples_are_not_written_over_a_directory(tmp_path: Path) -> None:
     with pytest.raises(SchemaError, match="output is a directory"):
-        expand(tmp_path / "dataset", tmp_path)
+        expand(Location.parse(tmp_path / "dataset"), Location.parse(tmp_path))
 
 
 # One statement over many keys yields what it yields for each key alone.

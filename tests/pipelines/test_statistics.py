@@ -24,8 +24,8 @@ from pipelines.quality.column_statistics import (
 )
 from pipelines.quality.segment_statistics import (
     Slice,
+    parse_statistics,
     read_statistics,
-    statistics_path,
     statistics_text,
     write_statistics,
 )
@@ -34,6 +34,7 @@ from pipelines.samples.sql_rejects import map_rows
 from pipelines.sources.rows import ORIGIN
 from schemas.errors import SchemaError
 from schemas.layout import PLAIN_STATISTICS, STATISTICS
+from schemas.storage import Location
 
 FLOATS = st.lists(st.floats(allow_nan=False, allow_infinity=False), max_size=30)
 
@@ -190,11 +191,12 @@ def test_statistics_are_read_back_compressed_and_as_older_segments_have_them(
     text = statistics_text([Slice("segment", 3, table_statistics(pa.table({"a": [1, 2, 2]})), {})])
     write_statistics(tmp_path, text)
     assert (tmp_path / STATISTICS).stat().st_size < len(text) / 2
-    proto = read_statistics(statistics_path(tmp_path))
+    proto = read_statistics(Location.parse(tmp_path))
     assert proto == text_format.Parse(text, statistics_pb2.DatasetFeatureStatisticsList())
     (tmp_path / STATISTICS).unlink()
     (tmp_path / PLAIN_STATISTICS).write_text(text)
-    assert read_statistics(statistics_path(tmp_path)) == proto
+    plain = Location.parse(tmp_path / PLAIN_STATISTICS)
+    assert parse_statistics(plain, plain.read_bytes()) == proto
 
 
 @pytest.mark.parametrize("damage", [slice(5, None), slice(None, -9)])
@@ -202,4 +204,4 @@ def test_damaged_statistics_are_refused_by_name(tmp_path: Path, damage: slice) -
     write_statistics(tmp_path, statistics_text([Slice("segment", 3, {}, {})]))
     (tmp_path / STATISTICS).write_bytes((tmp_path / STATISTICS).read_bytes()[damage])
     with pytest.raises(SchemaError, match=r"statistics cannot be read: .*statistics\.pbtxt\.zst"):
-        read_statistics(tmp_path / STATISTICS)
+        read_statistics(Location.parse(tmp_path))

@@ -25,6 +25,7 @@ from schemas.config.job import load_job
 from schemas.dataset import open_dataset
 from schemas.errors import SchemaError
 from schemas.manifest import InputFile
+from schemas.storage import Location
 from tests.pipelines.logs import bytes_of, request
 
 JOB = """
@@ -122,7 +123,7 @@ def seconds(time: datetime | None) -> int | None:
 
 
 def samples_of(dataset: Path, target: Path) -> list[tuple[Any, ...]]:
-    expand(dataset, target)
+    expand(Location.parse(dataset), Location.parse(target))
     result = []
     for r in pq.read_table(target).to_pylist():
         second, at = seconds(r["time"]), seconds(r["label_time"])

@@ -24,8 +24,16 @@ from pipelines.table.verify import verify
 from schemas.dataset import open_dataset
 from schemas.errors import SchemaError
 from schemas.fitted import load_fitted
+from schemas.storage import Location
 from tests.pipelines import transform_jobs as jobs
-from tests.pipelines.logs import beam_request, bytes_of, copy_of, request, reverse_listings
+from tests.pipelines.logs import (
+    beam_request,
+    bytes_of,
+    copy_of,
+    request,
+    reverse_listings,
+    unnamed_places,
+)
 
 
 def built(directory: Path, seed: int = 0, num_files: int = 3) -> Path:
@@ -49,7 +57,7 @@ def expected_rows(
 
 @pytest.mark.slow
 def test_model_inputs_are_those_of_plain_python(dataset: Path, tmp_path: Path) -> None:
-    expand(dataset, tmp_path / "x.parquet", model_inputs=True)
+    expand(Location.parse(dataset), Location.parse(tmp_path / "x.parquet"), model_inputs=True)
     rows = pq.read_table(tmp_path / "x.parquet").to_pylist()
     training = [r for r in rows if str(r["time"]) < "2026-01-01 00:08"]
     assert 500 < len(training) < len(rows)
@@ -89,7 +97,7 @@ def test_model_inputs_are_those_of_plain_python(dataset: Path, tmp_path: Path) -
 def test_expand_without_model_inputs_leaves_out_what_was_made(
     dataset: Path, tmp_path: Path
 ) -> None:
-    expand(dataset, tmp_path / "x.parquet")
+    expand(Location.parse(dataset), Location.parse(tmp_path / "x.parquet"))
     wanted = {"session", "time", "user", "city", "age", "history", "item", "price", "label"}
     assert set(pq.read_table(tmp_path / "x.parquet").column_names) == wanted
 
@@ -199,7 +207,7 @@ def test_later_segment_appends_and_keeps_every_row_and_number(tmp_path: Path) ->
     second = open_dataset(dataset).segments[1].manifest.learned
     assert set(first.items()) < set(second.items())
     assert [p.split("-")[0] for p in set(second) - set(first)] == ["vocabularies/items/00001"]
-    expand(dataset, tmp_path / "x.parquet", model_inputs=True)
+    expand(Location.parse(dataset), Location.parse(tmp_path / "x.parquet"), model_inputs=True)
     rows = {v: i + 4 for i, v in enumerate(new)}
     table = pq.read_table(tmp_path / "x.parquet", columns=["item", "item_row"]).to_pylist()
     for row in table[open_dataset(dataset).segments[0].manifest.num_samples :]:
@@ -222,7 +230,11 @@ def test_segments_that_learn_at_once_do_not_both_enter(
 
     def overtaken(*args: Any) -> Any:
         monkeypatch.setattr(build_module, "new_segment", new_segment)
-        build(fast)
+        with pytest.raises(SchemaError, match="vocabularies are being extended by another build"):
+            build(fast)
+        with monkeypatch.context() as patch:  # both have looked for the other at the same time
+            patch.setattr(build_module, "refuse_extended_vocabularies", lambda *_: None)
+            build(fast)
         return new_segment(*args)
 
     monkeypatch.setattr(build_module, "new_segment", overtaken)
@@ -230,6 +242,7 @@ def test_segments_that_learn_at_once_do_not_both_enter(
     with pytest.raises(SchemaError, match=message):
         build(slow)
     assert len(open_dataset(dataset).segments) == 2
+    assert unnamed_places(dataset) == []
     build(slow)  # again: on top of the other
     assert vocabulary(dataset, 2)[: len(vocabulary(dataset, 1))] == vocabulary(dataset, 1)
     assert verify(dataset)["problems"] == []
@@ -305,7 +318,7 @@ def test_nothing_to_learn_from_is_said_by_name_and_leaves_nothing(tmp_path: Path
     job.write_text(job.read_text().replace("2026-01-01 00:08:00", "2020-01-01"))
     with pytest.raises(SchemaError, match="has no numbers in the training range"):
         build(request(job, log, tmp_path / "dataset"))
-    assert not (tmp_path / "dataset" / "MANIFEST.json").exists()
+    assert bytes_of(tmp_path / "dataset") == {}
     assert not (tmp_path / "dataset" / "learned").exists()
 
 
@@ -317,7 +330,7 @@ def test_transform_that_gives_no_finite_number_is_named_with_its_value(tmp_path:
     job.write_text(text.replace("ln(1 + len(recent))", "CAST('inf' AS DOUBLE) * len(recent)"))
     with pytest.raises(SchemaError, match=r"transform 'num_recent' must give finite numbers, got"):
         build(request(job, log, tmp_path / "dataset"))
-    assert not (tmp_path / "dataset" / "MANIFEST.json").exists()
+    assert bytes_of(tmp_path / "dataset") == {}
 
 
 def test_manifest_holds_the_whole_hash_of_each_file(dataset: Path) -> None:

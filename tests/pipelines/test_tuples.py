@@ -31,6 +31,7 @@ from schemas.dataset import open_dataset
 from schemas.errors import SchemaError
 from schemas.features import FeatureSet, load_features
 from schemas.layout import SAMPLE_WEIGHT
+from schemas.storage import Location
 from tests.pipelines.logs import bytes_of, raw_rows, request, write_job, write_log
 from trainer.data.decode import spec_of
 
@@ -212,7 +213,11 @@ def test_build_keeps_the_same_samples_however_the_log_is_cut_into_files(
     rows = []
     for files in (1, 4):
         dataset = build_of(tmp_path / str(files), f"{{negatives: 0.4, unit: {unit}}}", files)
-        expand(dataset, tmp_path / f"{files}.parquet", model_inputs=True)
+        expand(
+            Location.parse(dataset),
+            Location.parse(tmp_path / f"{files}.parquet"),
+            model_inputs=True,
+        )
         rows.append(sorted(map(str, pq.read_table(tmp_path / f"{files}.parquet").to_pylist())))
     assert rows[0] == rows[1]
     assert bytes_of(dataset) == bytes_of(
@@ -225,8 +230,8 @@ def test_weight_column_is_read_by_the_trainer_and_left_out_of_the_original_sampl
     tmp_path: Path,
 ) -> None:
     dataset = build_of(tmp_path, "{negatives: 0.4, unit: sample}", 2, worth=True)
-    expand(dataset, tmp_path / "original.parquet")
-    expand(dataset, tmp_path / "inputs.parquet", model_inputs=True)
+    expand(Location.parse(dataset), Location.parse(tmp_path / "original.parquet"))
+    expand(Location.parse(dataset), Location.parse(tmp_path / "inputs.parquet"), model_inputs=True)
     original = pq.read_table(tmp_path / "original.parquet")
     inputs = pq.read_table(tmp_path / "inputs.parquet")
     assert SAMPLE_WEIGHT not in original.column_names

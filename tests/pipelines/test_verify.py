@@ -1,6 +1,7 @@
 """`verify` and `oracle`: what a dataset claims about itself is recomputed by other means."""
 
 import json
+import shutil
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -17,10 +18,18 @@ from pipelines.table.verify import verify
 from schemas.accesses import read_hints
 from schemas.dataset import open_dataset
 from schemas.errors import SchemaError
-from schemas.files import describe_file, read_files, sha256_of, write_files
-from schemas.layout import FILES, MANIFEST, SEGMENTS
-from schemas.manifest import DatasetManifest, read_dataset, read_segment, write_manifest
-from tests.pipelines.logs import IN_PROCESS, built, copy_of
+from schemas.files import describe_file, parse_files, sha256_of, write_files
+from schemas.layout import FILES, SEGMENTS
+from schemas.manifest import (
+    SegmentManifest,
+    commit_root,
+    read_dataset,
+    read_root,
+    read_segment,
+    write_manifest,
+)
+from schemas.storage import MANIFESTS
+from tests.pipelines.logs import IN_PROCESS, built, copy_of, segment_directory
 from tests.schemas import reference
 
 
@@ -32,21 +41,24 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def rewritten(dataset: Path, path: str, change: Callable[[pa.Table], pa.Table]) -> None:
     """Change the content of a segment's file and mend every checksum above it."""
-    root = read_dataset(dataset)
-    segment = dataset / SEGMENTS / root.segments[0].id
+    segment = segment_directory(dataset)
     file = pq.ParquetFile(segment / path)
     groups = [file.read_row_group(i) for i in range(file.num_row_groups)]
     with pq.ParquetWriter(segment / path, file.schema_arrow) as writer:
         for table in groups:
             writer.write_table(change(table))
-    entries = read_files(segment / FILES)
+    entries = parse_files((segment / FILES).read_bytes(), segment / FILES)
     entries[path] = describe_file(segment, path)
     write_files(segment / FILES, entries.values())
-    manifest = replace(read_segment(segment), files_sha256=sha256_of(segment / FILES))
-    write_manifest(segment, manifest)
-    mended = replace(root.segments[0], manifest_sha256=sha256_of(segment / MANIFEST))
-    fields = {f: getattr(root, f) for f in DatasetManifest.__dataclass_fields__}
-    write_manifest(dataset, DatasetManifest(**{**fields, "segments": (mended,)}))
+    mended(dataset, replace(read_segment(segment), files_sha256=sha256_of(segment / FILES)))
+
+
+def mended(dataset: Path, manifest: SegmentManifest) -> None:
+    """Change the manifest of the only segment, and commit a root with its hash."""
+    root = read_root(dataset)
+    sha256 = write_manifest(segment_directory(dataset), manifest)
+    reference = replace(root.manifest.segments[0], manifest_sha256=sha256)
+    assert commit_root(dataset, root, replace(root.manifest, segments=(reference,)))
 
 
 @pytest.mark.slow
@@ -76,7 +88,8 @@ def test_verify_of_a_damaged_dataset_ends_with_the_number_of_problems(
 
 
 def test_verify_names_every_file_in_which_a_byte_has_changed(dataset: Path, tmp_path: Path) -> None:
-    segment = next((dataset / SEGMENTS).iterdir())
+    segment = segment_directory(dataset)
+    (segment_id,) = (s.id for s in read_dataset(dataset).segments)
     data_files = [p for p in segment.rglob("*") if p.parent != segment and p.is_file()]
     for number, file in enumerate(sorted(data_files)):
         copy = copy_of(dataset, tmp_path / str(number))
@@ -85,7 +98,7 @@ def test_verify_names_every_file_in_which_a_byte_has_changed(dataset: Path, tmp_
         data[len(data) // 2] ^= 1
         damaged.write_bytes(data)
         (problem,) = verify(copy)["problems"]
-        assert problem == f"{segment.name}/{file.relative_to(segment)}: content has changed"
+        assert problem == f"{segment_id}/{file.relative_to(segment)}: content has changed"
 
 
 def swap_first_items(table: pa.Table) -> pa.Table:
@@ -142,8 +155,8 @@ def test_verify_finds_wrong_content_under_right_checksums(
 
 def test_dataset_without_its_manifest_is_refused_by_name(dataset: Path, tmp_path: Path) -> None:
     copy = copy_of(dataset, tmp_path / "dataset")
-    (copy / MANIFEST).unlink()
-    with pytest.raises(SchemaError, match=r"manifest is missing in .*; the build did not finish"):
+    shutil.rmtree(copy / MANIFESTS)
+    with pytest.raises(SchemaError, match=r"there is no dataset: no build was committed in "):
         open_dataset(copy)
     assert main(["verify", str(copy)]) == 1
 
@@ -280,9 +293,7 @@ def test_verify_counts_again_what_a_manifest_claims(
 ) -> None:
     change, problem = CLAIMS[case]
     copy = copy_of(dataset, tmp_path / "dataset")
-    root = read_dataset(copy)
-    directory = copy / SEGMENTS / root.segments[0].id
-    manifest = read_segment(directory)
+    manifest = read_segment(segment_directory(copy))
     if "groups." in problem:
         user = replace(manifest.groups["user"], **change)
         manifest = replace(manifest, groups={"user": user})
@@ -291,9 +302,7 @@ def test_verify_counts_again_what_a_manifest_claims(
         manifest = replace(manifest, tables={**manifest.tables, "items": items})
     else:
         manifest = replace(manifest, **change)
-    write_manifest(directory, manifest)
-    mended = replace(root.segments[0], manifest_sha256=sha256_of(directory / MANIFEST))
-    write_manifest(copy, replace(root, segments=(mended,)))
+    mended(copy, manifest)
     problems = verify(copy)["problems"]
     assert any(f"MANIFEST.json: {problem}" in p for p in problems), problems
 

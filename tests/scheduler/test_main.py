@@ -141,7 +141,7 @@ def test_main_plan_with_missing_paths_names_them(
     assert fail(["plan", str(job), "--history", str(nowhere)], capsys) == (
         f"history is not a folder in {nowhere}; check the path"
     )
-    assert "manifest is missing" in fail(["plan", str(job), "--dataset", str(nowhere)], capsys)
+    assert "there is no dataset" in fail(["plan", str(job), "--dataset", str(nowhere)], capsys)
     assert "job file must be readable" in fail(["plan", str(nowhere)], capsys)
 
 

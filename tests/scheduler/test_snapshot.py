@@ -23,6 +23,7 @@ from schemas.config.job import Job, load_job
 from schemas.dataset import open_dataset
 from schemas.rows import rows_of_ids
 from schemas.run_log import RUN_FILE
+from schemas.storage import Location
 from tests.scheduler.made import write_job, write_run
 
 
@@ -44,7 +45,7 @@ def built(demo_job: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     request = BuildRequest(
         job_path=demo_job,
         input_root=root / "log",
-        dataset=root / "dataset",
+        dataset=Location.parse(root / "dataset"),
         beam_args=[],
         attempt="a",
     )
@@ -139,17 +140,11 @@ def test_facts_of_dataset_hold_what_the_plan_of_the_run_needs(
     facts: DataFacts, built: Path, job: Job
 ) -> None:
     dataset = open_dataset(built / "dataset")
-    index, cache = dataset.indexes[0], job.train.cache
-    order = dataset.order(
-        index.manifest.batch_samples,
-        index.manifest.epochs,
-        index.manifest.shuffle,
-        index.manifest.seed,
-    )
-    assert index.manifest.batch_samples == job.train.batch_samples
+    index, cache = dataset.open_index(dataset.manifest.indexes[0]), job.train.cache
+    order = index.order
+    assert index.entry.batch_samples == job.train.batch_samples
     plans = [
-        summarize(Plan(indexed_steps(dataset, index, table, order), cache))
-        for table in job.data.tables
+        summarize(Plan(indexed_steps(dataset, index, table), cache)) for table in job.data.tables
     ]
     assert facts.window_rows == sum(found.peak_cache_rows for found in plans)
     fetched = sum(found.fetched_rows for found in plans)
@@ -180,10 +175,11 @@ def test_plan_right_after_a_build_finds_it_and_the_runs_beside_the_dataset(
     shutil.copytree(built / "dataset", dataset)
     assert take_snapshot(demo_job, dataset, None).history == History()
     printed = json.loads((built / "build.json").read_text())
-    record_build_speed(dataset, printed, [])
+    record_build_speed(Location.parse(dataset), printed, [])
     workers = ["--direct_num_workers=2", "--direct_running_mode=multi_processing"]
-    record_build_speed(dataset, {**printed, "rows_per_sec": 100.0}, workers)
-    record_build_speed(dataset, {**printed, "built": False}, [])
+    later = {**printed, "segment": "00001-later", "rows_per_sec": 100.0}
+    record_build_speed(Location.parse(dataset), later, workers)
+    record_build_speed(Location.parse(dataset), {**printed, "built": False}, [])
     trained = [segment.manifest_sha256 for segment in open_dataset(dataset).manifest.segments]
     write_trained_run(tmp_path / "run", trained)
     write_trained_run(tmp_path / "runs" / "first", trained)
@@ -261,12 +257,12 @@ def test_main_plan_with_a_changed_byte_refuses_the_dataset(
 ) -> None:
     dataset = open_dataset(built / "dataset")
     changed = tmp_path / "dataset"
-    for path in sorted(dataset.directory.rglob("*")):
+    for path in sorted(Path(dataset.directory).rglob("*")):
         target = changed / path.relative_to(dataset.directory)
         if path.is_file():
             target.parent.mkdir(parents=True, exist_ok=True)
             target.write_bytes(path.read_bytes())
-    manifest = changed / "segments" / dataset.segments[0].manifest.id / "MANIFEST.json"
+    manifest = changed / "segments" / dataset.segments[0].directory.name / "MANIFEST.json"
     manifest.write_bytes(manifest.read_bytes().replace(b'"num_samples": 5', b'"num_samples": 6'))
     assert main(["plan", str(demo_job), "--dataset", str(changed)]) == 1
     assert "manifest must have sha256" in capsys.readouterr().err

@@ -1,5 +1,6 @@
 """Checksums cover every byte of a dataset; a changed byte is refused with the name of its file."""
 
+import hashlib
 import re
 import shutil
 from pathlib import Path
@@ -9,22 +10,23 @@ import pyarrow as pa
 import pytest
 
 from pipelines.clustering.layout import Encodings, open_writer
-from schemas.dataset import Dataset, open_dataset
+from schemas.dataset import IndexPart, Segment, committed_segment, open_dataset, version_name
 from schemas.errors import SchemaError
-from schemas.files import CheckedFile, describe_file, find_damaged_files, read_files
-from tests.schemas.tiny import write_dataset
+from schemas.files import CheckedFile, describe_file, find_damaged_files, parse_files
+from schemas.manifest import read_dataset
+from tests.schemas.tiny import JOB, SCHEMA, write_dataset
 
 SEGMENT = "segments/00000-tiny"
-# Verified when the dataset is opened.
+# Verified when the dataset and its index are opened.
 OPENED = (
-    "MANIFEST.json",
-    "job.yaml",
-    "schema.pbtxt",
+    "_manifests/00000001.json",
+    version_name("job.yaml", hashlib.sha256(JOB.encode()).hexdigest()),
+    version_name("schema.pbtxt", hashlib.sha256(SCHEMA.encode()).hexdigest()),
     f"{SEGMENT}/MANIFEST.json",
     f"{SEGMENT}/blocks.parquet",
     f"{SEGMENT}/files.parquet",
-    "index-tiny/MANIFEST.json",
-    "index-tiny/files.parquet",
+    "index-tiny/00000-tiny/MANIFEST.json",
+    "index-tiny/00000-tiny/files.parquet",
 )
 # Verified as they are read.
 READ = (
@@ -42,6 +44,17 @@ def root(tmp_path: Path) -> Path:
     path = tmp_path / "tiny"
     write_dataset(path, num_segments=1)
     return path
+
+
+def open_with_index(root: Path) -> list[Segment | IndexPart]:
+    """Return segment and part of the index, with the tables of their files."""
+    committed_segment.cache_clear()  # manifests of committed segments are read once per process
+    dataset = open_dataset(root)
+    index = dataset.open_index(dataset.manifest.indexes[0])
+    assert all(segment.blocks.num_rows for segment in dataset.segments)
+    parts = [*dataset.segments, *index.parts]
+    assert all(part.files for part in parts)
+    return parts
 
 
 def changed(data: bytes, seed: int, count: int) -> list[bytes]:
@@ -80,15 +93,15 @@ def test_open_dataset_refuses_any_changed_byte_by_name(root: Path, name: str) ->
     for bad in changed(good, 1, 60):
         path.write_bytes(bad)
         with pytest.raises(SchemaError) as caught:
-            open_dataset(root)
+            open_with_index(root)
         assert caught.value.file == str(path)
         assert "; " in str(caught.value)
     path.write_bytes(good)
-    open_dataset(root)
+    open_with_index(root)
 
 
 def test_open_dataset_refuses_a_changed_space_of_the_root_manifest(root: Path) -> None:
-    path = root / "MANIFEST.json"
+    path = root / "_manifests/00000001.json"
     good = path.read_bytes()
     spaces = [place for place, byte in enumerate(good) if chr(byte).isspace()]
     message = f"manifest does not match its checksum in {path}; restore it or rebuild the dataset"
@@ -101,7 +114,7 @@ def test_open_dataset_refuses_a_changed_space_of_the_root_manifest(root: Path) -
 @pytest.mark.parametrize("name", READ)
 def test_read_refuses_any_changed_byte_by_name(root: Path, name: str) -> None:
     segment = open_dataset(root).segments[0]
-    path = segment.directory / name
+    path = root / SEGMENT / name
     good = path.read_bytes()
     for bad in changed(good, 2, 60):
         path.write_bytes(bad)
@@ -115,7 +128,7 @@ def test_read_refuses_any_changed_byte_by_name(root: Path, name: str) -> None:
 def test_read_row_group_refuses_its_own_region_and_the_footer_only(root: Path) -> None:
     segment = open_dataset(root).segments[0]
     name = "samples/00000.parquet"
-    path, entry = segment.directory / name, segment.files[name]
+    path, entry = root / SEGMENT / name, segment.files[name]
     good = path.read_bytes()
     assert len(entry.region_crc32) == segment.file(name).num_row_groups + 1 == 3
     for region in range(3):
@@ -138,7 +151,7 @@ def test_read_row_group_refuses_its_own_region_and_the_footer_only(root: Path) -
 def test_open_dataset_without_a_file_raises(root: Path, name: str) -> None:
     (root / name).unlink()
     with pytest.raises(SchemaError) as caught:
-        open_dataset(root)
+        open_with_index(root)
     assert caught.value.file == str(root / name)
 
 
@@ -157,7 +170,7 @@ FAULTS = {
 @pytest.mark.parametrize(("fault", "message"), FAULTS.values(), ids=FAULTS.keys())
 def test_read_of_a_cut_or_missing_file_raises(root: Path, fault, message: str) -> None:
     segment = open_dataset(root).segments[0]
-    path = segment.directory / "samples/00000.parquet"
+    path = root / SEGMENT / "samples/00000.parquet"
     size = path.stat().st_size
     fault(path)
     whole = message.format(path=path, size=size, less=size - 1)
@@ -166,8 +179,7 @@ def test_read_of_a_cut_or_missing_file_raises(root: Path, fault, message: str) -
 
 
 def test_regions_cover_each_file_without_a_gap(root: Path) -> None:
-    dataset: Dataset = open_dataset(root)
-    for part in (*dataset.segments, *dataset.indexes):
+    for part in open_with_index(root):
         for entry in part.files.values():
             assert entry.region_offsets[0] == 0
             assert entry.region_offsets[-1] == entry.num_bytes
@@ -177,7 +189,8 @@ def test_regions_cover_each_file_without_a_gap(root: Path) -> None:
 
 def test_read_files_gives_back_what_was_described(root: Path) -> None:
     directory = root / SEGMENT
-    found = read_files(directory / "files.parquet")
+    path = directory / "files.parquet"
+    found = parse_files(path.read_bytes(), path)
     listed = {p.relative_to(directory).as_posix() for p in directory.rglob("*") if p.is_file()}
     assert set(found) == listed - {"MANIFEST.json", "files.parquet", "blocks.parquet"}
     assert list(found) == sorted(found)
@@ -188,7 +201,7 @@ def test_read_files_gives_back_what_was_described(root: Path) -> None:
 def test_verify_whole_names_each_problem(root: Path) -> None:
     segment = open_dataset(root).segments[0]
     assert find_damaged_files(segment.directory, segment.files) == []
-    cut, gone, other = (segment.directory / name for name in READ[:3])
+    cut, gone, other = (root / SEGMENT / name for name in READ[:3])
     cut.write_bytes(cut.read_bytes()[:-1])
     gone.unlink()
     data = bytearray(other.read_bytes())
@@ -207,7 +220,9 @@ def test_verify_whole_names_each_problem(root: Path) -> None:
 def test_two_writings_of_a_dataset_have_the_same_bytes(root: Path, tmp_path: Path) -> None:
     again = tmp_path / "again"
     write_dataset(again, num_segments=1)
-    assert (again / "MANIFEST.json").read_bytes() == (root / "MANIFEST.json").read_bytes()
+    names = [name for name in OPENED if not name.startswith("_manifests")]
+    assert [(again / n).read_bytes() for n in names] == [(root / n).read_bytes() for n in names]
+    assert read_dataset(again).segments == read_dataset(root).segments
 
 
 def test_dataset_can_be_moved(root: Path, tmp_path: Path) -> None:

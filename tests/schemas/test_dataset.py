@@ -8,20 +8,21 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from schemas.accesses import TableAccesses, indexed_steps
-from schemas.dataset import Dataset, open_dataset
+from schemas import layout
+from schemas.accesses import TableAccesses, indexed_steps, num_unique_rows
+from schemas.dataset import Dataset, open_dataset, select_segments
 from schemas.errors import SchemaError
-from schemas.layout import JOB
-from schemas.manifest import read_dataset, write_manifest
+from schemas.manifest import commit_root, read_root
 from tests.schemas.reference import next_use
 from tests.schemas.tiny import (
     GROUPS,
+    JOB,
     PLACES,
     TABLES,
     lookups_of,
     samples_of,
-    sha256,
     write_dataset,
+    write_version,
 )
 
 
@@ -54,10 +55,10 @@ def test_dataset_with_a_name_that_is_no_name_of_a_folder_opens(root: Path, tmp_p
     """Builds before the rule for names left such datasets."""
     old = tmp_path / "old"
     shutil.copytree(root, old)
-    job = (root / JOB).read_text().replace("name: tiny", "name: clicks of May")
-    (old / JOB).write_text(job)
-    named = replace(read_dataset(root), name="clicks of May", job_sha256=sha256(old / JOB))
-    write_manifest(old, named)
+    job = write_version(old, layout.JOB, JOB.replace("name: tiny", "name: clicks of May"))
+    previous = read_root(old)
+    named = replace(previous.manifest, name="clicks of May", job_sha256=job)
+    assert commit_root(old, previous, named) is not None
     assert open_dataset(old).job.name == "clicks of May"
 
 
@@ -106,14 +107,14 @@ def test_indexed_steps_equal_the_look_ups_of_the_samples(dataset: Dataset, table
         dict(zip(step, later, strict=True))
         for step, later in zip(expected, next_use(expected), strict=True)
     ]
-    steps = list(indexed_steps(dataset, index, table, order))
-    assert len(steps) == len(expected) == index.manifest.num_steps
+    steps = list(indexed_steps(dataset, index, table))
+    assert len(steps) == len(expected) == index.order.num_steps
     for step, (numbers, distances) in enumerate(steps):
         assert (np.diff(numbers) > 0).all()
         assert sorted(rows[numbers].tolist()) == expected[step]
         assert [distance_of[step][row] for row in rows[numbers].tolist()] == distances.tolist()
-    assert sum(len(numbers) for numbers, _ in steps) == index.manifest.num_accesses[table]
-    assert len(rows) == index.manifest.num_rows[table] == len(set().union(*expected))
+    assert sum(len(numbers) for numbers, _ in steps) == index.num_accesses(table)
+    assert len(rows) == num_unique_rows(dataset, table) == len(set().union(*expected))
 
 
 def test_accesses_follow_a_shuffled_order(dataset: Dataset) -> None:
@@ -145,21 +146,30 @@ def test_index_for_another_order_names_the_command_that_builds_it(
 ) -> None:
     message = (
         "dataset must have an index for batch_samples=64, epochs=2, shuffle=none, seed=0, got "
-        f"batch_samples=32 in {root / 'MANIFEST.json'}; run python -m pipelines oracle {root} "
+        f"batch_samples=32 in {root}; run python -m pipelines oracle {root} "
         "--reindex --batch-samples 64 --epochs 2 --shuffle none --seed 0"
     )
     with pytest.raises(SchemaError, match=f"^{re.escape(message)}$"):
         dataset.index_for(dataset.order(64, 2, "none", 0))
 
 
-def test_index_over_other_segments_is_not_taken(dataset: Dataset) -> None:
-    order = dataset.order(32, 2, "none", 0)
-    assert dataset.index_for(order) is dataset.indexes[0]
-    message = r"^dataset must have an index for batch_samples=32.* got an index of 2 segments in "
-    with pytest.raises(SchemaError, match=message):
-        replace(dataset, segments=dataset.segments[:1]).index_for(order)
+def test_index_needs_a_part_of_each_selected_segment(dataset: Dataset) -> None:
+    order, (entry,) = dataset.order(32, 2, "none", 0), dataset.manifest.indexes
+    assert dataset.index_for(order).entry == entry
+    one, other = (segment.id for segment in dataset.segments)
+    fewer = replace(entry, parts={other: entry.parts[other]})
+    fewer = replace(dataset, manifest=replace(dataset.manifest, indexes=(fewer,)))
+    selected = select_segments(fewer, [other])
+    (part,) = selected.index_for(selected.order(32, 2, "none", 0)).parts
+    assert part.directory == dataset.directory / "index-tiny" / other
+    for name, got in ((one, "none"), (None, "parts of 1 of 2 segments")):
+        lacking = fewer if name is None else select_segments(fewer, [name])
+        message = rf"^dataset must have an index for batch_samples=32.* got {got} in "
+        with pytest.raises(SchemaError, match=message):
+            lacking.index_for(lacking.order(32, 2, "none", 0))
+    without = replace(dataset, manifest=replace(dataset.manifest, indexes=()))
     with pytest.raises(SchemaError, match=r"^dataset must have an index for .* got none in "):
-        replace(dataset, indexes=()).index_for(order)
+        without.index_for(order)
 
 
 def test_order_of_a_batch_that_cuts_blocks_raises(dataset: Dataset) -> None:
@@ -189,11 +199,9 @@ def test_part_that_a_segment_lacks_raises(dataset: Dataset, call, message: str) 
 
 def test_open_dataset_of_an_unfinished_build_raises(root: Path, tmp_path: Path) -> None:
     copy = tmp_path / "unfinished"
-    shutil.copytree(root, copy)
-    (copy / "MANIFEST.json").unlink()
+    shutil.copytree(root, copy, ignore=shutil.ignore_patterns("_manifests"))
     message = (
-        f"manifest is missing in {copy / 'MANIFEST.json'}; "
-        "the build did not finish, or this is not a dataset"
+        f"there is no dataset: no build was committed in {copy}; build it, or correct the path"
     )
     with pytest.raises(SchemaError, match=f"^{re.escape(message)}$"):
         open_dataset(copy)

@@ -21,6 +21,9 @@ class InMemory:
     def num_rows(self) -> int:
         return len(self.lists)
 
+    def prefetch(self) -> None:
+        """Nothing is at a store."""
+
     def close(self) -> None:
         """Nothing is mapped."""
 
@@ -43,7 +46,6 @@ def test_lists_in_any_order_are_those_of_the_whole(most_bytes: int) -> None:
     expected = [values for file in FILES for values in file]
     lists = opened([InMemory(file) for file in FILES], DecodedFileCache(most_bytes))
     assert len(lists) == 6
-    assert lists.lengths().tolist() == list(map(len, expected))
     for index in np.random.default_rng(0).integers(0, 6, 60).tolist():
         assert lists[index].tolist() == expected[index]
 

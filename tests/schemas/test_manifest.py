@@ -1,5 +1,6 @@
 """Manifests: read back equal, equal bytes for equal values, unknown keys refused."""
 
+import hashlib
 import json
 import re
 from dataclasses import replace
@@ -18,7 +19,10 @@ from schemas.manifest import (
     SegmentManifest,
     TableCounts,
     canonical_json,
+    commit_root,
+    encode_manifest,
     hash_of,
+    new_index,
     read_dataset,
     read_index,
     read_segment,
@@ -26,7 +30,6 @@ from schemas.manifest import (
 )
 
 SEGMENT = SegmentManifest(
-    id="00000-abc",
     num_samples=3,
     num_sessions=2,
     num_rejects=1,
@@ -43,24 +46,29 @@ SEGMENT = SegmentManifest(
     files_sha256="4",
 )
 INDEX = IndexManifest(
-    id="index-1",
-    segments=("00000-abc",),
+    segment_sha256="6",
+    shuffle_key=2**64 - 1,
     batch_samples=32,
     epochs=2,
     shuffle="blocks",
     seed=7,
     num_steps=4,
-    num_rows={"items": 5},
-    num_accesses={"items": 11},
+    num_accesses={"items": (11, 12)},
     oracle_bytes=12,
     files_sha256="5",
 )
 DATASET = DatasetManifest(
+    writer="one",
     name="tiny",
     job_sha256="1",
     schema_sha256="2",
     segments=(Reference(id="00000-abc", manifest_sha256="6"),),
-    indexes=(Reference(id="index-1", manifest_sha256="7"),),
+    indexes=(
+        replace(
+            new_index(32, 2, "blocks", 7),
+            parts={"00000-abc": Reference(id="00000-abc", manifest_sha256="7")},
+        ),
+    ),
     lineage={"log": "8"},
 )
 READERS = {
@@ -71,36 +79,72 @@ READERS = {
 CASES = pytest.mark.parametrize(("manifest", "read"), READERS.values(), ids=READERS.keys())
 
 
+def path_of(directory: Path, manifest: object) -> Path:
+    """Return the file of a manifest: of the root, its first version."""
+    is_root = isinstance(manifest, DatasetManifest)
+    return directory / ("_manifests/00000001.json" if is_root else "MANIFEST.json")
+
+
+def write(directory: Path, manifest: object) -> bytes:
+    """Write a manifest as it is; returns its content."""
+    data = encode_manifest(manifest, indent=1)
+    path_of(directory, manifest).parent.mkdir(exist_ok=True)
+    path_of(directory, manifest).write_bytes(data)
+    return data
+
+
 @CASES
 def test_manifest_is_read_back_equal(tmp_path: Path, manifest, read) -> None:
-    write_manifest(tmp_path, manifest)
+    data = write(tmp_path, manifest)
     assert read(tmp_path) == manifest
+    assert write(tmp_path, read(tmp_path)) == data
 
 
-@CASES
-def test_manifest_has_one_encoding_and_leaves_no_other_file(tmp_path: Path, manifest, read) -> None:
-    first = write_manifest(tmp_path, manifest)
-    data = (tmp_path / "MANIFEST.json").read_bytes()
-    assert write_manifest(tmp_path, read(tmp_path)) == first
-    assert (tmp_path / "MANIFEST.json").read_bytes() == data
-    assert [path.name for path in tmp_path.iterdir()] == ["MANIFEST.json"]
+def test_manifest_of_a_directory_is_written_with_its_hash(tmp_path: Path) -> None:
+    for manifest in (SEGMENT, INDEX):
+        sha256 = write_manifest(tmp_path, manifest)
+        data = (tmp_path / "MANIFEST.json").read_bytes()
+        assert data == write(tmp_path, manifest)
+        assert sha256 == hashlib.sha256(data).hexdigest()
+        assert [path.name for path in tmp_path.iterdir()] == ["MANIFEST.json"]
+
+
+def test_committed_root_names_its_writer_and_its_parent(tmp_path: Path) -> None:
+    first = commit_root(tmp_path, None, DATASET)
+    assert first is not None
+    data = (tmp_path / "_manifests/00000001.json").read_bytes()
+    assert read_dataset(tmp_path) == replace(DATASET, writer=first.manifest.writer)
+    assert commit_root(tmp_path, None, DATASET) is None
+    second = commit_root(tmp_path, first, replace(DATASET, finished=True))
+    assert second is not None
+    assert second.manifest.parent_sha256 == hashlib.sha256(data).hexdigest()
+    assert read_dataset(tmp_path) == second.manifest
+
+
+def test_dataset_of_format_1_is_refused_with_the_command_that_migrates_it(tmp_path: Path) -> None:
+    (tmp_path / "MANIFEST.json").write_text("{}")
+    message = (
+        f"dataset has format 1 in {tmp_path}; run python -m pipelines migrate {tmp_path}, without "
+        "rewriting data"
+    )
+    with pytest.raises(SchemaError, match=f"^{re.escape(message)}$"):
+        read_dataset(tmp_path)
 
 
 def test_num_blocks_counts_all_splits() -> None:
     assert SEGMENT.num_blocks == 3
 
 
-def write_body(directory: Path, body: dict[str, object]) -> Path:
+def write_body(directory: Path, manifest: object, body: dict[str, object]) -> Path:
     """Write values with the right checksum, as another release would."""
     body = {**body, "checksum": hash_of(body)}
-    path = directory / "MANIFEST.json"
+    path = path_of(directory, manifest)
     path.write_text(json.dumps(body, indent=1, sort_keys=True) + "\n")
     return path
 
 
-def body_of(directory: Path, manifest) -> dict[str, object]:
-    write_manifest(directory, manifest)
-    body = json.loads((directory / "MANIFEST.json").read_bytes())
+def body_of(directory: Path, manifest: object) -> dict[str, object]:
+    body = json.loads(write(directory, manifest))
     del body["checksum"]
     return body
 
@@ -108,12 +152,12 @@ def body_of(directory: Path, manifest) -> dict[str, object]:
 OTHER_RELEASE = "manifest is of another release: {} in {}; use that release or rebuild the dataset"
 CHANGES = {
     "another format": (
-        lambda body: {**body, "format": 2},
-        "format must be 1, got 2",
+        lambda body: {**body, "format": 3},
+        "format must be 2, got 3",
     ),
     "no format": (
         lambda body: {key: value for key, value in body.items() if key != "format"},
-        "format must be 1, got None",
+        "format must be 2, got None",
     ),
     "unknown key": (
         lambda body: {**body, "zebra": 1},
@@ -127,7 +171,7 @@ CHANGES = {
 def test_manifest_of_another_release_is_refused_by_name(
     tmp_path: Path, manifest, read, change, message: str
 ) -> None:
-    path = write_body(tmp_path, change(body_of(tmp_path, manifest)))
+    path = write_body(tmp_path, manifest, change(body_of(tmp_path, manifest)))
     with pytest.raises(SchemaError, match=f"^{re.escape(OTHER_RELEASE.format(message, path))}$"):
         read(tmp_path)
 
@@ -135,8 +179,8 @@ def test_manifest_of_another_release_is_refused_by_name(
 @CASES
 def test_manifest_without_a_key_is_refused_by_name(tmp_path: Path, manifest, read) -> None:
     body = body_of(tmp_path, manifest)
-    for key in sorted(body.keys() - {"format"}):
-        path = write_body(tmp_path, {k: v for k, v in body.items() if k != key})
+    for key in sorted(body.keys() - {"format", "shuffle_key", "parent_sha256"}):
+        path = write_body(tmp_path, manifest, {k: v for k, v in body.items() if k != key})
         pattern = re.escape(OTHER_RELEASE.format(f"missing key: {key}", path))
         with pytest.raises(SchemaError, match=pattern):
             read(tmp_path)
@@ -145,7 +189,7 @@ def test_manifest_without_a_key_is_refused_by_name(tmp_path: Path, manifest, rea
 def test_nested_key_that_is_unknown_is_refused_by_name(tmp_path: Path) -> None:
     body = body_of(tmp_path, SEGMENT)
     body["groups"]["user"]["mode"] = "fast"  # type: ignore[index]
-    path = write_body(tmp_path, body)
+    path = write_body(tmp_path, SEGMENT, body)
     message = OTHER_RELEASE.format("unknown key: groups.user.mode", path)
     with pytest.raises(SchemaError, match=f"^{re.escape(message)}$"):
         read_segment(tmp_path)
@@ -153,7 +197,7 @@ def test_nested_key_that_is_unknown_is_refused_by_name(tmp_path: Path) -> None:
 
 def test_read_segment_compares_with_what_the_root_says(tmp_path: Path) -> None:
     sha256 = write_manifest(tmp_path, SEGMENT)
-    wanted = Reference(id=SEGMENT.id, manifest_sha256=sha256)
+    wanted = Reference(id="00000-abc", manifest_sha256=sha256)
     assert read_segment(tmp_path, wanted) == SEGMENT
     other = write_manifest(tmp_path, replace(SEGMENT, num_rejects=2))
     message = (
@@ -176,10 +220,12 @@ NO_MANIFESTS = {
 
 @pytest.mark.parametrize("data", NO_MANIFESTS.values(), ids=NO_MANIFESTS.keys())
 def test_file_that_is_no_manifest_is_refused_by_name(tmp_path: Path, data: bytes) -> None:
-    path = tmp_path / "MANIFEST.json"
-    path.write_bytes(data)
-    with pytest.raises(SchemaError, match=f"^manifest .* in {re.escape(str(path))}; restore"):
-        read_dataset(tmp_path)
+    for manifest, read in READERS.values():
+        path = path_of(tmp_path, manifest)
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(data)
+        with pytest.raises(SchemaError, match=f"^manifest .* in {re.escape(str(path))}; restore"):
+            read(tmp_path)
 
 
 def test_canonical_json_sorts_keys_and_refuses_nan() -> None:
@@ -206,17 +252,17 @@ def test_replace_bytes_that_cannot_be_written_leaves_the_old_file(
 
 def test_ids_and_paths_that_lead_elsewhere_are_refused(tmp_path: Path) -> None:
     elsewhere = "00000-/../../x"
-    write_manifest(tmp_path, replace(SEGMENT, id=elsewhere))
-    with pytest.raises(SchemaError, match="id must consist of letters"):
-        read_segment(tmp_path)
     write_manifest(tmp_path, replace(SEGMENT, learned={"../x": "0f"}))
     with pytest.raises(SchemaError, match="path leads out of the dataset"):
         read_segment(tmp_path)
-    named = (Reference(id=elsewhere, manifest_sha256="0f"),)
-    for part in ({"segments": named}, {"indexes": named}):
-        write_manifest(tmp_path, replace(DATASET, **part))
+    named = Reference(id=elsewhere, manifest_sha256="0f")
+    index = new_index(32, 1, "none", 0)
+    for part in (
+        {"segments": (named,)},
+        {"segments": (replace(named, id="00000-abc", path=elsewhere),)},
+        {"indexes": (replace(index, id=elsewhere),)},
+        {"indexes": (replace(index, parts={"00000-abc": named}),)},
+    ):
+        write(tmp_path, replace(DATASET, **part))
         with pytest.raises(SchemaError, match="id must consist of letters"):
             read_dataset(tmp_path)
-    write_manifest(tmp_path, replace(INDEX, segments=(elsewhere,)))
-    with pytest.raises(SchemaError, match="id must consist of letters"):
-        read_index(tmp_path)

@@ -19,6 +19,7 @@ from schemas.manifest import canonical_json, hash_of
 from schemas.model import PROGRAM, Lineage, ModelManifest, open_model, rows_paths, write_model
 from schemas.model_inputs import MIN_SAMPLES, PADDING, ModelInputs, build_inputs
 from schemas.rows import initial_rows
+from schemas.storage import Location
 
 INPUTS = ModelInputs(
     dense=("price",),
@@ -91,7 +92,7 @@ def model(tmp_path: Path) -> Path:
     for table, rows in ROWS.items():
         contents = (npy(rows), npy(values_of(table)))
         members |= dict(zip(rows_paths(table), contents, strict=True))
-    write_model(tmp_path / "written", manifest, members)
+    write_model(Location.parse(tmp_path / "written"), manifest, members)
     return tmp_path / "written"
 
 

@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -10,31 +10,26 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from schemas import layout
-from schemas.accesses import merge_dictionaries
-from schemas.arrays import Jagged, comparable_tuple, large_list, offsets_of, unique_tuples
-from schemas.config.job import OrderConfig
+from schemas.arrays import Jagged, comparable_tuple, large_list, unique_tuples
+from schemas.dataset import open_root, version_name
 from schemas.files import describe_file, write_files
 from schemas.hashing import hash_rows
 from schemas.manifest import (
     DatasetManifest,
     GroupCounts,
-    IndexManifest,
     InputFile,
     Reference,
     SegmentManifest,
     TableCounts,
+    commit_root,
     hash_of,
+    new_index,
     write_manifest,
 )
 from schemas.miss_ratio import OptimalCache
-from schemas.oracle import (
-    first_and_last,
-    next_use,
-    number_by_first_use,
-    to_gaps,
-    unique_per_block,
-)
-from schemas.order import Order
+from schemas.oracle import first_and_last, number_by_first_use, to_gaps, unique_per_block
+from schemas.storage import Location
+from tests.schemas.parts import write_index
 
 JOB = """\
 name: tiny
@@ -219,8 +214,8 @@ def sha256(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-def write_segment(root: Path, seed: int) -> tuple[Reference, dict[str, tuple[Jagged, np.ndarray]]]:
-    """Write one segment; returns its reference, and numbers and rows by table."""
+def write_segment(root: Path, seed: int) -> Reference:
+    """Write one segment."""
     samples = samples_of(seed)
     directory = root / layout.SEGMENTS / f"{seed:05d}-tiny"
     directory.mkdir(parents=True)
@@ -233,10 +228,10 @@ def write_segment(root: Path, seed: int) -> tuple[Reference, dict[str, tuple[Jag
         for path in directory.rglob("*")
         if path.is_file() and path.name != layout.BLOCKS
     )
-    write_files(directory / layout.FILES, [describe_file(directory, name) for name in names])
+    entries = [describe_file(directory, name) for name in names]
+    files_sha256 = write_files(directory / layout.FILES, entries)
     unique = {g: sum(len(b[f"groups/{g}"]) for b in blocks.values()) for g in GROUPS}
     manifest = SegmentManifest(
-        id=directory.name,
         num_samples=70,
         num_sessions=7,
         num_rejects=0,
@@ -260,9 +255,9 @@ def write_segment(root: Path, seed: int) -> tuple[Reference, dict[str, tuple[Jag
         job_sha256=hash_of(JOB),
         schema_sha256=hashlib.sha256(SCHEMA.encode()).hexdigest(),
         blocks_sha256=sha256(directory / layout.BLOCKS),
-        files_sha256=sha256(directory / layout.FILES),
+        files_sha256=files_sha256,
     )
-    return Reference(id=directory.name, manifest_sha256=write_manifest(directory, manifest)), oracle
+    return Reference(id=directory.name, manifest_sha256=write_manifest(directory, manifest))
 
 
 def merge_blocks(numbers: Jagged, positions: np.ndarray) -> np.ndarray:
@@ -270,76 +265,26 @@ def merge_blocks(numbers: Jagged, positions: np.ndarray) -> np.ndarray:
     return np.unique(numbers.take(positions).values)
 
 
-def entries_of(
-    parts: list[tuple[Jagged, np.ndarray]], order: Order
-) -> tuple[list[np.ndarray], int]:
-    """The ascending numbers of each step, and how many numbers there are."""
-    maps, rows = merge_dictionaries([part_rows for _, part_rows in parts])
-    steps: list[np.ndarray] = []
-    for train_step in range(order.num_steps):
-        step = order.step(train_step)
-        numbers = parts[step.segment][0]
-        stitched = Jagged(maps[step.segment][numbers.values], numbers.offsets)
-        steps.append(merge_blocks(stitched, step.positions))
-    return steps, len(rows)
-
-
-def write_index(
-    root: Path, segments: tuple[str, ...], oracles: list[dict[str, tuple[Jagged, np.ndarray]]]
-) -> Reference:
-    """Write the index of batches of two blocks over two unshuffled epochs."""
-    order = Order((NUM_TRAIN,) * len(segments), 2, 2, OrderConfig())
-    directory = root / "index-tiny"
-    names: list[str] = []
-    num_rows: dict[str, int] = {}
-    num_accesses: dict[str, int] = {}
-    for table in TABLES:
-        steps, num_rows[table] = entries_of([oracle[table] for oracle in oracles], order)
-        distances = next_use(steps, num_rows[table])
-        offsets = offsets_of(np.array([len(d) for d in distances]))
-        num_accesses[table] = int(offsets[-1])
-        whole = pa.table(
-            [pa.array(range(order.num_steps)), large_list(np.concatenate(distances), offsets)],
-            layout.index_schema(),
-        )
-        half = order.num_steps // 2
-        for part, rows in enumerate((whole.slice(0, half), whole.slice(half))):
-            names.append(layout.index_path(table, part))
-            (directory / names[-1]).parent.mkdir(parents=True, exist_ok=True)
-            pq.write_table(rows, directory / names[-1])
-    write_files(directory / layout.FILES, [describe_file(directory, name) for name in names])
-    manifest = IndexManifest(
-        id=directory.name,
-        segments=segments,
-        batch_samples=32,
-        epochs=2,
-        shuffle="none",
-        seed=0,
-        num_steps=order.num_steps,
-        num_rows=num_rows,
-        num_accesses=num_accesses,
-        oracle_bytes=0,
-        files_sha256=sha256(directory / layout.FILES),
-    )
-    return Reference(id=directory.name, manifest_sha256=write_manifest(directory, manifest))
-
-
 def write_dataset(root: Path, num_segments: int = 2) -> None:
-    """Write a whole dataset."""
+    """Write a whole dataset, with an index of batches of two blocks over two unshuffled epochs."""
     root.mkdir(parents=True)
-    (root / layout.JOB).write_text(JOB)
-    (root / layout.SCHEMA).write_text(SCHEMA)
-    written = [write_segment(root, seed) for seed in range(num_segments)]
-    references = tuple(reference for reference, _ in written)
-    index = write_index(root, tuple(r.id for r in references), [oracle for _, oracle in written])
     manifest = DatasetManifest(
+        writer="test",
         name="tiny",
-        job_sha256=sha256(root / layout.JOB),
-        schema_sha256=sha256(root / layout.SCHEMA),
-        segments=references,
-        indexes=(index,),
+        job_sha256=write_version(root, layout.JOB, JOB),
+        schema_sha256=write_version(root, layout.SCHEMA, SCHEMA),
+        segments=tuple(write_segment(root, seed) for seed in range(num_segments)),
     )
-    write_manifest(root, manifest)
+    index = replace(new_index(32, 2, "none", 0), id="index-tiny")
+    index = write_index(open_root(Location.parse(root), manifest), index)
+    commit_root(root, None, replace(manifest, indexes=(index,)))
+
+
+def write_version(root: Path, name: str, text: str) -> str:
+    """Write a job or schema file under the name of its content; returns its hash."""
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    (root / version_name(name, digest)).write_text(text)
+    return digest
 
 
 def optimal_hit_rates(accesses: np.ndarray, capacities: Iterable[int]) -> np.ndarray:

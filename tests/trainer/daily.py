@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
-from schemas.config.job import load_job
-from schemas.manifest import read_dataset, write_manifest
 from schemas.run_log import RunSummary
-from tests.trainer.make_dataset import make_dataset, write_index, write_job
+from tests.trainer.make_dataset import make_dataset, write_job
 from tests.trainer.runs import run_job
 
 DAYS = [[(400, 50), (333, 30)], [(250, 40)], [(180, 40)]]
@@ -18,17 +15,13 @@ IN_ORDER = {"epochs": "1", "shuffle": "none"}
 
 
 def make_days(folder: Path, **changes: str) -> tuple[Path, Path]:
-    """Write a job and its dataset of three days, with an index over each day alone.
+    """Write a job and its dataset of three days.
 
     Returns:
         (the job file, the dataset).
     """
     job_path = write_job(folder / "job", **{**IN_ORDER, **changes})
-    dataset = make_dataset(folder / "dataset", job_path, DAYS, days=DATES)
-    job, root = load_job(job_path), read_dataset(dataset)
-    made = [write_index(dataset, job, f"index-{s.id}", (s.id,)) for s in root.segments]
-    write_manifest(dataset, replace(root, indexes=(*root.indexes, *made)))
-    return job_path, dataset
+    return job_path, make_dataset(folder / "dataset", job_path, DAYS, days=DATES)
 
 
 def run_days(

@@ -7,10 +7,10 @@ from collections.abc import Callable
 from itertools import count
 from pathlib import Path
 
-from schemas.files import replace_bytes
-from schemas.layout import JOB, MANIFEST, SCHEMA, SEGMENTS
-from schemas.manifest import read_dataset
+from schemas.layout import JOB, SCHEMA, SEGMENTS
+from schemas.manifest import commit_root, find_root, read_dataset
 from schemas.run_log import RunSummary, StepMetric
+from schemas.storage import Location
 from tests.shared import make_once
 from tests.trainer.make_dataset import make_dataset, write_job
 from tests.trainer.processes import with_keys
@@ -41,7 +41,6 @@ def make_versions(
             folder / f"version-{n}",
             job,
             segments[:n],
-            index=f"index-small-{n}",
             finished=n == len(segments),
         )
         for n in range(1, len(segments) + 1)
@@ -58,25 +57,25 @@ def grown_versions() -> list[Path]:
 
 
 def _grown_versions(folder: Path) -> None:
-    job = write_job(folder / "job", **ONCE)
-    with_keys(job, "follow: {poll: 20ms}\n  stores: {timeout: 60s}")
+    job = write_job(folder / "job", **ONCE, poll="20ms")
+    with_keys(job, "stores: {timeout: 60s}")
     run_job(job, make_versions(folder, job)[-1], folder / "whole")
 
 
 def commit(version: Path, dataset: Path) -> None:
-    """Make a dataset what a version is, its root last, without the indexes of those before.
+    """Make a dataset what a version is, its root last.
 
     It may be read meanwhile.
     """
-    (dataset / SEGMENTS).mkdir(parents=True, exist_ok=True)
-    for name in (JOB, SCHEMA):
-        replace_bytes(dataset / name, (version / name).read_bytes())
-    root = read_dataset(version)
+    root, old = read_dataset(version), find_root(dataset)
     segments = [Path(SEGMENTS) / reference.id for reference in root.segments]
-    for place in (*segments, *(Path(index.id) for index in root.indexes)):
+    parts = [Path(i.id) / part.id for i in root.indexes for part in i.parts.values()]
+    for place in (*segments, *parts):
         if not (dataset / place).exists():
             shutil.copytree(version / place, dataset / place)
-    replace_bytes(dataset / MANIFEST, (version / MANIFEST).read_bytes())
+    for path in (*version.glob(f"{JOB}*"), *version.glob(f"{SCHEMA}*")):
+        shutil.copy(path, dataset)
+    assert commit_root(dataset, old, root) is not None
 
 
 class Pipeline:
@@ -131,7 +130,7 @@ def follow_job(
     ticks = count()
     return train(
         job,
-        dataset,
+        Location.parse(dataset),
         run,
         TrainOptions(follow=True, **options),  # type: ignore[arg-type]
         clock=lambda: next(ticks) + pipeline.paused,

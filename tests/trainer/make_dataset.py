@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import zip_longest
 from pathlib import Path
 
@@ -11,10 +12,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from schemas.accesses import TableAccesses
-from schemas.arrays import Jagged, large_list, offsets_of, unique_tuples
+from schemas.arrays import large_list, offsets_of, unique_tuples
 from schemas.config.job import Job, load_job
-from schemas.dataset import open_dataset, select_segments
+from schemas.dataset import open_root, version_name
 from schemas.files import describe_file, sha256_of, write_files
 from schemas.layout import (
     BLOCK,
@@ -31,21 +31,24 @@ from schemas.layout import (
     blocks_schema,
     edges_path,
     group_path,
-    index_path,
-    index_schema,
     inverse_column,
     num_unique_column,
     samples_path,
 )
 from schemas.manifest import (
     DatasetManifest,
-    IndexManifest,
     Reference,
     SegmentManifest,
+    TableCounts,
+    commit_root,
+    new_index,
+    read_root,
     write_manifest,
 )
-from schemas.oracle import first_and_last, next_use, number_by_first_use, to_gaps, unique_per_block
+from schemas.oracle import first_and_last, number_by_first_use, to_gaps, unique_per_block
 from schemas.rows import rows_of_ids
+from schemas.storage import Location
+from tests.schemas.parts import write_index
 
 BLOCK_SAMPLES = 16
 BLOCKS_PER_ROW_GROUP = 3
@@ -78,6 +81,7 @@ train:
   kernels: {kernels}
   cache: {{policy: {policy}, lookahead: {lookahead}, rows: {rows}, files: {files}}}
   checkpoint: {{every_steps: {every_steps}, keep: 20, late: wait{checkpoint}}}
+  follow: {{poll: {poll}}}
 """
 
 _ROLES = {
@@ -108,6 +112,7 @@ _DEFAULTS = {
     "rows": "null",
     "every_steps": "null",
     "files": "log",
+    "poll": "1ms",
 }
 
 
@@ -178,7 +183,6 @@ def make_dataset(
     segments: list[list[tuple[int, int]]],
     seed: int = 0,
     *,
-    index: str = "index-small",
     finished: bool = False,
     days: Sequence[str | None] = (),
 ) -> Path:
@@ -189,33 +193,43 @@ def make_dataset(
         job_path: from `write_job`.
         segments: for each segment and file the training and the evaluation samples.
         seed: of the samples.
-        index: name of the index.
         finished: whether no segment follows.
         days: of the segments, none for those beyond.
     """
     job = load_job(job_path)
-    for name in (JOB, SCHEMA):
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_bytes((job_path.parent / name).read_bytes())
+    hashes = [_write_version(folder, job_path.parent / name) for name in (JOB, SCHEMA)]
     references = tuple(
         _write_segment(folder, job, index, files, seed + 100 * index, day)
         for index, (files, day) in enumerate(zip_longest(segments, days[: len(segments)]))
     )
     manifest = DatasetManifest(
+        writer="test",
         name=job.name,
-        job_sha256=sha256_of(folder / JOB),
-        schema_sha256=sha256_of(folder / SCHEMA),
+        job_sha256=hashes[0],
+        schema_sha256=hashes[1],
         segments=references,
+        finished=finished,
     )
-    write_manifest(folder, manifest)
-    indexes = (write_index(folder, job, index),)
-    whole = {**_fields(manifest), "indexes": indexes, "finished": finished}
-    write_manifest(folder, DatasetManifest(**whole))
+    oracle = job.data.oracle
+    index = new_index(oracle.batch_samples, oracle.epochs, oracle.order.shuffle, oracle.order.seed)
+    index = write_index(open_root(Location.parse(folder), manifest), index)
+    commit_root(folder, None, replace(manifest, indexes=(index,)))
     return folder
 
 
-def _fields(manifest: DatasetManifest) -> dict[str, object]:
-    return {name: getattr(manifest, name) for name in manifest.__dataclass_fields__}
+def _write_version(folder: Path, source: Path) -> str:
+    """Write a job or schema file as the root names it, and a copy; return its hash."""
+    sha256 = sha256_of(source)
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in (source.name, version_name(source.name, sha256)):
+        (folder / name).write_bytes(source.read_bytes())
+    return sha256
+
+
+def change_root(dataset: Path, change: Callable[[DatasetManifest], DatasetManifest]) -> None:
+    """Commit a change of the root manifest."""
+    root = read_root(dataset)
+    assert commit_root(dataset, root, change(root.manifest)) is not None
 
 
 def _write_segment(
@@ -242,19 +256,16 @@ def _write_segment(
         sorted(rows, key=lambda r: r["split"] != "train"), blocks_schema(job.data.groups)
     )
     pq.write_table(blocks, root / BLOCKS)
-    for name in job.data.tables:
-        _write_access(root, job, name, parts)
+    tables = {name: _write_access(root, job, name, parts) for name in job.data.tables}
     entries = [
         describe_file(root, str(p.relative_to(root)))
         for p in sorted(root.rglob("*.parquet"))
         if p.name not in (BLOCKS, FILES)
     ]
-    write_files(root / FILES, entries)
+    files_sha256 = write_files(root / FILES, entries)
     splits = blocks["split"].to_pylist()
     num_train = splits.count("train")
     manifest = SegmentManifest(
-        id=root.name,
-        day=day,
         num_samples=sum(a + b for a, b in files),
         num_sessions=0,
         num_rejects=0,
@@ -263,14 +274,14 @@ def _write_segment(
         oracle_bytes=0,
         splits={"train": (0, num_train), "evaluation": (num_train, len(splits) - num_train)},
         groups={},
-        tables={},
+        tables=tables,
         listing=(),
         job_sha256="",
         schema_sha256="",
         blocks_sha256=sha256_of(root / BLOCKS),
-        files_sha256=sha256_of(root / FILES),
+        files_sha256=files_sha256,
     )
-    return Reference(id=root.name, manifest_sha256=write_manifest(root, manifest))
+    return Reference(id=root.name, manifest_sha256=write_manifest(root, manifest), day=day)
 
 
 def _write_file(
@@ -326,7 +337,7 @@ def _write_row_groups(path: Path, table: pa.Table, block: np.ndarray) -> None:
 
 def _write_access(
     root: Path, job: Job, name: str, parts: list[tuple[pa.Table, np.ndarray, np.ndarray]]
-) -> None:
+) -> TableCounts:
     rows: list[np.ndarray] = []
     blocks: list[np.ndarray] = []
     num_blocks = 0
@@ -353,43 +364,8 @@ def _write_access(
     pq.write_table(
         pa.table({"row": row_of_number, "first_position": first, "last_position": last}), path
     )
-
-
-def write_index(folder: Path, job: Job, name: str, ids: Sequence[str] = ()) -> Reference:
-    """Write an index over all segments, or over some; naming it in the root is the caller's."""
-    dataset = select_segments(open_dataset(folder), ids) if ids else open_dataset(folder)
-    oracle = job.data.oracle
-    order = dataset.order(
-        oracle.batch_samples, oracle.epochs, oracle.order.shuffle, oracle.order.seed
-    )
-    root = folder / name
-    num_rows: dict[str, int] = {}
-    num_accesses: dict[str, int] = {}
-    for table in job.data.tables:
-        accesses = TableAccesses(dataset, table, order)
-        distances = next_use(list(accesses.steps()), len(accesses.rows))
-        num_rows[table], num_accesses[table] = len(accesses.rows), sum(map(len, distances))
-        lists = Jagged(np.concatenate(distances), offsets_of(np.array([*map(len, distances)])))
-        path = root / index_path(table, 0)
-        path.parent.mkdir(parents=True)
-        column = large_list(lists.values, lists.offsets)
-        pq.write_table(pa.table([np.arange(order.num_steps), column], index_schema()), path)
-    files = sorted(str(p.relative_to(root)) for p in root.rglob("*.parquet"))
-    write_files(root / FILES, [describe_file(root, p) for p in files])
-    manifest = IndexManifest(
-        id=root.name,
-        segments=tuple(s.manifest.id for s in dataset.segments),
-        batch_samples=oracle.batch_samples,
-        epochs=oracle.epochs,
-        shuffle=oracle.order.shuffle,
-        seed=oracle.order.seed,
-        num_steps=order.num_steps,
-        num_rows=num_rows,
-        num_accesses=num_accesses,
-        oracle_bytes=0,
-        files_sha256=sha256_of(root / FILES),
-    )
-    return Reference(id=root.name, manifest_sha256=write_manifest(root, manifest))
+    num_unique = len(row_of_number)
+    return TableCounts(num_lookups=0, num_lookups_dedup=0, num_unique_rows=num_unique)
 
 
 def bytes_of(path: Path) -> str:

@@ -27,7 +27,7 @@ def with_keys(job: Path, keys: str) -> Path:
 def started(
     job: Path,
     dataset: Path,
-    run: Path,
+    run: Path | str,
     *arguments: str,
     own_group: bool = False,
     module: Sequence[str] = ("trainer",),
@@ -54,7 +54,7 @@ def ended(process: subprocess.Popen[str]) -> tuple[int, str]:
     return process.returncode, said
 
 
-def trained(job: Path, dataset: Path, run: Path, *arguments: str) -> None:
+def trained(job: Path, dataset: Path, run: Path | str, *arguments: str) -> None:
     """Train to the end."""
     status, said = ended(started(job, dataset, run, *arguments))
     assert status == 0, said

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from schemas.run_log import RunSummary, StepMetric
+from schemas.storage import Location
 from tests.trainer.growing import commit
 from tests.trainer.processes import num_steps, wait_for
 from tests.trainer.runs import checkpoint_at
@@ -100,7 +101,7 @@ class Together:
             count=count, heartbeat_sec=2.0, faults=faults or Faults(), start=start
         )
         given = TrainOptions(follow=True, **options)  # type: ignore[arg-type]
-        paths = (self.job, self.dataset, self.run)
+        paths = (self.job, Location.parse(self.dataset), self.run)
         watching = threading.Thread(target=watch)
         self._ended.clear()
         watching.start()

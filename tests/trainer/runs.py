@@ -11,6 +11,7 @@ import torch
 from schemas.config.job import load_job
 from schemas.dataset import open_dataset
 from schemas.run_log import CHECKPOINTS, METRICS, RunSummary, read_metrics
+from schemas.storage import Location
 from tests.shared import make_once
 from tests.trainer.make_dataset import make_dataset, write_job
 from trainer.checkpoint.format import ROW_FILES
@@ -33,7 +34,7 @@ def run_job(job: Path, dataset: Path, run: Path, **options: object) -> RunSummar
     ticks = count()
     return train(
         job,
-        dataset,
+        Location.parse(dataset),
         run,
         TrainOptions(**options),  # type: ignore[arg-type]
         clock=lambda: float(next(ticks)),

@@ -11,6 +11,7 @@ import pytest
 from schemas.errors import SchemaError
 from schemas.layout import MANIFEST
 from schemas.run_log import METRICS
+from schemas.storage import Location
 from tests.trainer.make_dataset import make_dataset, write_job
 from tests.trainer.runs import SEGMENTS, checkpoint_at, losses_of, rows_in, run_job
 from trainer.__main__ import main
@@ -18,7 +19,7 @@ from trainer.checkpoint.load import read_dense, verify_checkpoint
 from trainer.checkpoint.manifest import read_checkpoint_manifest
 from trainer.evaluate import evaluate_run
 
-STOP, END = 13, 17
+STOP, END = 15, 17
 KINDS: dict[str, tuple[dict[str, str], dict[str, Any]]] = {
     "plain": ({}, {}),
     "a log by time to live": ({}, {"embedding": "cached"}),
@@ -94,7 +95,8 @@ def test_evaluation_reads_a_checkpoint_of_several_parts(
     whole, run = tmp_path / "whole", stopped["a log by time to live"]
     job = write_job(tmp_path / "job", dtype="float32")
     run_job(job, dataset, whole, steps=STOP)
-    assert evaluate_run(job, dataset, run) == evaluate_run(job, dataset, whole)
+    place = Location.parse(dataset)
+    assert evaluate_run(job, place, run) == evaluate_run(job, place, whole)
     arguments = ["evaluate", str(job), "--dataset", str(dataset), "--run", str(run), "--json"]
     assert main(arguments) == 0
 
@@ -257,7 +259,7 @@ def test_damaged_file_is_refused_before_the_first_step_and_says_what_can_be_used
         advice = "remove this checkpoint to use the one before it"
         if not without:
             advice = "train again, as no checkpoint before it is complete"
-        elif without[-1] != 12:
+        elif without[-1] != STOP - 1:
             advice = f"remove the checkpoints after {without[-1]:08d} to use that one"
         wanted = message.format(path=re.escape(str(path)), advice=advice)
         with pytest.raises(SchemaError, match=wanted):

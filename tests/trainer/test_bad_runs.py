@@ -142,7 +142,7 @@ def test_batch_that_differs_from_the_index_is_said_or_refused_with_both_numbers(
     )
     message = (
         "dataset must have an index for batch_samples=32, epochs=1, shuffle=blocks, seed=5, got "
-        f"batch_samples=64 in {dataset / MANIFEST}; run python -m pipelines oracle {dataset} "
+        f"batch_samples=64 in {dataset}; run python -m pipelines oracle {dataset} "
         "--reindex --batch-samples 32 --epochs 1 --shuffle blocks --seed 5"
     )
     given = ["train", str(other), "--dataset", str(dataset), "--steps", "1", "--output"]

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from schemas.errors import SchemaError
+from schemas.storage import Location
 from tests.trainer.drawn_faults import CHANCES, draw
 from tests.trainer.make_dataset import make_dataset, write_job
 from tests.trainer.runs import SEGMENTS, run_job
@@ -48,7 +49,9 @@ def test_drawn_faults_do_not_show(seed: int, folder: Path, tmp_path: Path) -> No
     for attempt in range(len(faults.schedule) + 1):
         options = TrainOptions(resume=attempt > 0)
         try:
-            train_replicas(job, folder / "dataset", run, options, launch, lambda *_: None)
+            train_replicas(
+                job, Location.parse(folder / "dataset"), run, options, launch, lambda *_: None
+            )
             break
         except SchemaError:  # there is room again when the next attempt begins
             if not any(fault.kind == "fill_disk" for fault in faults.schedule):

@@ -14,6 +14,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from schemas.config.train import DenseOptimizerConfig, TrainConfig
 from schemas.errors import SchemaError
 from schemas.run_log import SUMMARY, read_summary
+from schemas.storage import Location
 from tests.trainer.elsewhere import DEVICE, Elsewhere, MixedDevicesError, OnElsewhere, there
 from tests.trainer.make_dataset import make_dataset, write_job
 from tests.trainer.runs import final_rows, losses_of, reader_of, run_job
@@ -110,7 +111,7 @@ def test_device_that_is_not_there_is_refused_before_anything_starts(
         run_job(job, dataset, tmp_path / "run")
     assert not (tmp_path / "run").exists()
     with pytest.raises(SchemaError, match=f"^{re.escape(message)}$"):
-        evaluate_run(job, dataset, tmp_path / "run")
+        evaluate_run(job, Location.parse(dataset), tmp_path / "run")
 
 
 @pytest.fixture
@@ -162,7 +163,7 @@ def test_run_elsewhere_meets_no_tensor_of_the_processor(
     with OnElsewhere() as mode:
         run_job(cuda, few, run, embedding=embedding, steps=2)
         summary = run_job(cuda, few, run, embedding=embedding, resume=True)
-        found = evaluate_run(cuda, few, run)
+        found = evaluate_run(cuda, Location.parse(few), run)
     assert mode.num_calls > 1000
     assert summary.ne == pytest.approx(read_summary(tmp_path / "run-cpu" / SUMMARY).ne, rel=1e-9)
     assert found.ne == summary.ne

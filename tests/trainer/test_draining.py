@@ -125,7 +125,7 @@ def test_run_that_is_asked_to_end_while_it_evaluates_has_all_its_steps(
 @pytest.mark.slow
 def test_run_that_waits_for_the_pipeline_ends_when_asked_and_goes_on_later(tmp_path: Path) -> None:
     job = write_job(tmp_path / "job", epochs="1")
-    version = make_dataset(tmp_path / "first", job, SEGMENT, index="index-small-1")
+    version = make_dataset(tmp_path / "first", job, SEGMENT)
     run, dataset = tmp_path / "run", tmp_path / "dataset"
     arguments = ("--embedding", "cached", "--follow")
     process = started(job, dataset, run, *arguments, "--json")

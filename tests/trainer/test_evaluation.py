@@ -13,6 +13,7 @@ from schemas.config.job import load_job
 from schemas.dataset import open_dataset
 from schemas.layout import BLOCK, EVALUATION, TRAIN
 from schemas.manifest import canonical_json
+from schemas.storage import Location
 from tests.trainer.exact_metrics import auc, calibration, gauc, normalized_entropy
 from tests.trainer.make_dataset import write_job
 from tests.trainer.runs import parts_of, reader_of, run_job
@@ -63,7 +64,7 @@ def test_evaluation_reads_each_sample_of_its_split_once_and_no_other(
     stored: list[np.ndarray] = []
     for segment in open_dataset(dataset).segments:
         held_back = segment.block_ids[segment.positions(EVALUATION)]
-        files = sorted((segment.directory / "samples").glob("*.parquet"))
+        files = sorted(Path(segment.directory / "samples").glob("*.parquet"))
         table = pa.concat_tables([pq.read_table(file) for file in files])
         chosen = np.isin(table[BLOCK].to_numpy(), held_back)
         stored.append(table["price"].to_numpy()[chosen])
@@ -83,7 +84,7 @@ def test_gauc_of_another_key_groups_by_it(key: str, dataset: Path, tmp_path: Pat
     text = job.read_text().replace("  kernels:", f"  metrics: {{gauc_key: {key}}}\n  kernels:")
     job.write_text(text)
     run_job(job, dataset, tmp_path / "run")
-    found = evaluate_run(job, dataset, tmp_path / "run")
+    found = evaluate_run(job, Location.parse(dataset), tmp_path / "run")
     assert found.session_auc is not None
     assert found.gauc != found.session_auc
 

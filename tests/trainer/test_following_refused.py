@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -9,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from schemas.errors import PlanError, SchemaError
-from schemas.layout import MANIFEST
-from schemas.manifest import DatasetManifest, read_dataset, write_manifest
+from schemas.manifest import DatasetManifest, read_dataset
 from schemas.run_log import METRICS, RUN_FILE, StepMetric, read_metrics
+from schemas.storage import MANIFESTS
 from tests.trainer.growing import (
     GROWING,
     ONCE,
@@ -24,7 +25,7 @@ from tests.trainer.growing import (
     make_versions,
     stopping_at,
 )
-from tests.trainer.make_dataset import write_job
+from tests.trainer.make_dataset import change_root, write_job
 from tests.trainer.runs import run_job
 from trainer.checkpoint.load import newest_checkpoint
 from trainer.run import verify_run
@@ -49,8 +50,8 @@ def whole(versions: list[Path]) -> Path:
 
 
 def changed(dataset: Path, **changes: object) -> None:
-    """Write the root manifest with other values."""
-    write_manifest(dataset, replace(read_dataset(dataset), **changes))  # type: ignore[arg-type]
+    """Commit the root manifest with other values."""
+    change_root(dataset, lambda root: replace(root, **changes))  # type: ignore[arg-type]
 
 
 def other_segment(root: DatasetManifest) -> dict[str, object]:
@@ -62,17 +63,17 @@ REPLACED = {
     "another segment": (
         other_segment,
         "segment 0 of the dataset changed while it was followed: from 00000-small to 00000-other "
-        "in {manifest}; restore it, or train a new run on the dataset",
+        "in {dataset}; restore it, or train a new run on the dataset",
     ),
     "fewer segments": (
         lambda root: {"segments": root.segments[:1]},
         "segment 1 of the dataset changed while it was followed: from 00001-small to None "
-        "in {manifest}; restore it, or train a new run on the dataset",
+        "in {dataset}; restore it, or train a new run on the dataset",
     ),
     "another schema": (
         lambda root: {"schema_sha256": "f" * 64},
         "schema_sha256 of the dataset changed while it was followed: from {schema} to ffffffffffff "
-        "in {manifest}; train a new run on it",
+        "in {dataset}; train a new run on it",
     ),
 }
 
@@ -95,9 +96,7 @@ def test_dataset_that_was_replaced_is_refused_and_a_restored_one_gone_on_with(
         if metric.step == 8:
             changed(dataset, **change(read_dataset(dataset)))
 
-    text = message.format(
-        manifest=dataset / MANIFEST, schema=read_dataset(versions[0]).schema_sha256[:12]
-    )
+    text = message.format(dataset=dataset, schema=read_dataset(versions[0]).schema_sha256[:12])
     with pytest.raises(SchemaError, match=f"^{re.escape(text)}$"):
         follow_job(job, dataset, run, pipeline, on_step=on_step, embedding="cached")
     newest = newest_checkpoint(run)
@@ -119,11 +118,11 @@ def test_dataset_that_is_gone_is_refused_by_name(
 
     def on_step(metric: StepMetric, num_steps: int) -> None:
         if metric.step == 5:
-            (tmp_path / "dataset" / MANIFEST).unlink()
+            shutil.rmtree(tmp_path / "dataset" / MANIFESTS)
 
     message = (
-        f"manifest is missing in {tmp_path / 'dataset' / MANIFEST}; the build did not "
-        "finish, or this is not a dataset"
+        f"there is no dataset: no build was committed in {tmp_path / 'dataset'}; build it, or "
+        "correct the path"
     )
     with pytest.raises(SchemaError, match=f"^{re.escape(message)}$"):
         follow_job(job, tmp_path / "dataset", tmp_path / "run", pipeline, on_step=on_step)

@@ -17,12 +17,11 @@ from schemas.config.job import load_job
 from schemas.dataset import encode_tombstones, merge_tombstones, open_dataset
 from schemas.errors import SchemaError
 from schemas.layout import tombstones_path
-from schemas.manifest import write_manifest
 from schemas.rows import rows_of_ids
 from schemas.run_log import CHECKPOINTS
 from tests.id_search import files_with_id
 from tests.schemas.reference import hash_text
-from tests.trainer.make_dataset import make_dataset, write_job
+from tests.trainer.make_dataset import change_root, make_dataset, write_job
 from tests.trainer.runs import SEGMENTS, reader_of, rows_in, run_job
 from trainer import erase as forgetting
 from trainer.__main__ import main
@@ -198,7 +197,7 @@ def entombed(dataset: Path, target: Path, positions: list[int]) -> tuple[Path, i
     counts = segment.column("num_samples")
     rows = [
         {
-            "segment": segment.manifest.id,
+            "segment": segment.id,
             "block": int(segment.block_ids[p]),
             "sample_index": i,
             "file_row": 0,
@@ -214,7 +213,7 @@ def entombed(dataset: Path, target: Path, positions: list[int]) -> tuple[Path, i
     path = target / tombstones_path(sha256)
     path.parent.mkdir()
     path.write_bytes(data)
-    write_manifest(target, replace(opened.manifest, tombstones_sha256=sha256))
+    change_root(target, lambda root: replace(root, tombstones_sha256=sha256))
     return target, len(rows)
 
 

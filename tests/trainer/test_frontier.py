@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from schemas.config.job import load_job
+from schemas.config.train import FollowConfig
 from schemas.errors import PlanError
+from schemas.storage import Location
 from tests.trainer.growing import commit, grown_versions
 from trainer.elastic.context import DatasetRefusedError, Frontier
 from trainer.follow import (
@@ -48,8 +52,10 @@ class Member:
         self._left = iter(versions)
         self.see()
         job = load_job(versions[0].parent / "job" / "job.yaml")
+        at_once = replace(job.train, follow=FollowConfig(poll=timedelta(microseconds=1)))
+        job = replace(job, train=at_once)
         how = FollowOptions(follow=True, stop=None, planned=True)
-        data = FollowedDataset(dataset, job, how, Drain())
+        data = FollowedDataset(Location.parse(dataset), job, how, Drain())
         data.wait_for(0)
         self.frontier = Frontier(data, FIRST, Drain(), 0.01)
         self._last = self.horizon.end_step

@@ -13,6 +13,7 @@ import pytest
 
 from schemas.errors import SchemaError
 from schemas.run_log import CHECKPOINTS, LEDGER, METRICS, LedgerEntry, StepMetric, to_line
+from schemas.storage import Location
 from tests.trainer.daily import DATES, make_days
 from tests.trainer.make_dataset import make_dataset, write_job
 from tests.trainer.runs import SEGMENTS, checkpoint_at, run_job
@@ -53,7 +54,7 @@ def resume_together(folder: Path, run: Path, faults: Faults | None = None) -> No
     launch = LaunchOptions(count=2, heartbeat_sec=2.0, faults=faults or Faults())
     options = TrainOptions(resume=faults is None)
     job = folder / "job" / "job.yaml"
-    train_replicas(job, folder / "dataset", run, options, launch, lambda *_: None)
+    train_replicas(job, Location.parse(folder / "dataset"), run, options, launch, lambda *_: None)
 
 
 def assert_whole(folder: Path, run: Path) -> None:

@@ -159,8 +159,8 @@ def test_train_as_a_process_prints_one_object_and_no_trace(
 @pytest.mark.parametrize(
     ("command", "error"),
     [
-        (["train", "--output"], "manifest is missing"),
-        (["evaluate", "--run"], "manifest is missing"),
+        (["train", "--output"], "there is no dataset"),
+        (["evaluate", "--run"], "there is no dataset"),
         (["train", "--follow", "--output"], "output folder has a run already"),
     ],
 )

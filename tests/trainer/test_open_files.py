@@ -11,10 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from schemas.layout import MANIFEST
 from tests.trainer.make_dataset import make_dataset, write_job
 from tests.trainer.runs import SEGMENTS, run_job
-from trainer.runtime import ReadLocks, is_readable
+from trainer.runtime import is_readable
 
 MANY = 1100
 """More files than `select` can tell apart."""
@@ -42,21 +41,6 @@ def test_training_leaves_no_file_open(tmp_path: Path) -> None:
     run_job(job, dataset, tmp_path / "first")  # opens what is opened once
     before = num_open()
     run_job(job, dataset, tmp_path / "second")
-    assert num_open() == before
-
-
-@pytest.mark.slow
-def test_held_holds_the_latest_folders_until_it_goes(tmp_path: Path) -> None:
-    folders = [tmp_path / name for name in "abc"]
-    for folder in folders:
-        folder.mkdir()
-        (folder / MANIFEST).touch()
-    before, held = num_open(), ReadLocks()
-    held.replace(*folders)
-    assert num_open() == before + 3
-    held.replace(folders[0])
-    assert num_open() == before + 1
-    del held
     assert num_open() == before
 
 

@@ -29,7 +29,7 @@ PLANS = {
     "ttl of 2 steps": {"lookahead": "2"},
     "ttl of 3 steps": {"lookahead": "3"},
     "ttl of 50 steps": {"lookahead": "50"},
-    "belady in a small cache": {"policy": "belady", "rows": "204", "every_steps": "7"},
+    "belady in a small cache": {"policy": "belady", "rows": "205", "every_steps": "7"},
     "belady without a limit": {"policy": "belady"},
 }
 
@@ -122,7 +122,7 @@ def test_train_with_beladys_plan_fetches_less_the_more_room_it_has(
     dataset: Path, tmp_path: Path
 ) -> None:
     fetched = []
-    for rows in ("204", "null"):  # items are 206, and 204 of them in one window
+    for rows in ("205", "null"):  # items are 206, and 205 of them in one window
         job = write_job(tmp_path / rows, policy="belady", rows=rows)
         summary = run_job(job, dataset, tmp_path / f"run-{rows}", embedding="cached")
         fetched.append(summary.fetched_rows)
@@ -162,7 +162,7 @@ def num_rows(run: Path) -> int:
 def test_train_resumed_has_the_bits_of_a_run_that_never_stopped(
     embedding: str, policy: str, stop: int, dataset: Path, tmp_path: Path
 ) -> None:
-    rows = "null" if (embedding, policy) == ("cached", "ttl") else "204"
+    rows = "null" if (embedding, policy) == ("cached", "ttl") else "205"
     job = write_job(tmp_path / "job", dtype="float32", every_steps="5", policy=policy, rows=rows)
     straight, resumed = plain_run(dtype="float32"), tmp_path / "resumed"
     run_job(job, dataset, resumed, embedding=embedding, steps=stop)
@@ -177,7 +177,7 @@ def test_train_resumed_has_the_bits_of_a_run_that_never_stopped(
 def test_train_resumed_reads_what_a_run_that_never_stopped_reads(
     files: str, policy: str, dataset: Path, tmp_path: Path
 ) -> None:
-    rows = {"ttl": "null", "belady": "204"}[policy]
+    rows = {"ttl": "null", "belady": "205"}[policy]
     job = write_job(
         tmp_path / "job",
         dtype="float32",
@@ -202,7 +202,7 @@ def test_train_resumed_reads_what_a_run_that_never_stopped_reads(
 def test_train_resumed_with_another_embedding_needs_no_keyframe(
     dataset: Path, tmp_path: Path
 ) -> None:
-    job = write_job(tmp_path / "job", dtype="float32", rows="204", policy="belady")
+    job = write_job(tmp_path / "job", dtype="float32", rows="205", policy="belady")
     plain = plain_run(dtype="float32")
     for embedding, stop in (("cached", 7), ("lru", 12), ("cached", 20), ("uncached", None)):
         run_job(job, dataset, tmp_path / "run", embedding=embedding, steps=stop, resume=stop != 7)

@@ -160,19 +160,29 @@ def test_train_refuses_a_changed_byte_by_name(
         run_job(job, copy, tmp_path / "run")
 
 
-@pytest.mark.parametrize("folder", ["", "segments/00001-small", "index-small"])
+def test_train_refuses_a_missing_dataset_by_name(job: Path, tmp_path: Path) -> None:
+    message = (
+        f"there is no dataset: no build was committed in {tmp_path / 'dataset'}; "
+        "build it, or correct the path"
+    )
+    with pytest.raises(SchemaError, match=f"^{re.escape(message)}$"):
+        run_job(job, tmp_path / "dataset", tmp_path / "run")
+
+
+@pytest.mark.parametrize("pattern", ["segments/00001-small", "index-*/00001-small"])
 def test_train_refuses_a_missing_manifest_by_name(
-    folder: str, job: Path, dataset: Path, tmp_path: Path
+    pattern: str, job: Path, dataset: Path, tmp_path: Path
 ) -> None:
     copy = tmp_path / "dataset"
     shutil.copytree(dataset, copy)
-    (copy / folder / MANIFEST).unlink()
+    (folder,) = copy.glob(pattern)
+    (folder / MANIFEST).unlink()
     message = (
-        f"manifest is missing in {copy / folder / MANIFEST}; "
+        f"manifest is missing in {folder / MANIFEST}; "
         "the build did not finish, or this is not a dataset"
     )
     with pytest.raises(SchemaError, match=f"^{re.escape(message)}$"):
-        run_job(job, copy, tmp_path / "run")
+        run_job(job, copy, tmp_path / "run", embedding="cached")
 
 
 def test_decode_refuses_blocks_that_lie_elsewhere(dataset: Path) -> None:

@@ -11,6 +11,7 @@ import pytest
 
 from schemas.errors import SchemaError
 from schemas.run_log import LEDGER, RunSummary, StepMetric
+from schemas.storage import Location
 from tests.shared import with_long
 from tests.trainer.make_dataset import make_dataset, write_job
 from tests.trainer.processes import PATIENCE
@@ -41,7 +42,9 @@ def together(
     launch = LaunchOptions(count=count, heartbeat_sec=2.0, faults=faults or Faults())
     given = TrainOptions(**options)  # type: ignore[arg-type]
     job = folder / "job" / "job.yaml"
-    return train_replicas(job, folder / "dataset", run, given, launch, lambda *_: None)
+    return train_replicas(
+        job, Location.parse(folder / "dataset"), run, given, launch, lambda *_: None
+    )
 
 
 def assert_as_alone(folder: Path, run: Path) -> None:
@@ -109,7 +112,7 @@ def test_one_that_was_away_computes_leaves_again(what: str, folder: Path, tmp_pa
     faults = AWAY[what].pause(0, PAUSE_SEC)  # who stays, so that the other is back in time
     launch = LaunchOptions(count=2, heartbeat_sec=1.0, faults=faults)
     job, dataset = folder / "job" / "job.yaml", folder / "dataset"
-    train_replicas(job, dataset, run, TrainOptions(), launch, look)
+    train_replicas(job, Location.parse(dataset), run, TrainOptions(), launch, look)
     assert_as_alone(folder, run)
     assert back, "it came back and computed leaves"
 
@@ -128,7 +131,7 @@ def test_replicas_that_are_killed_too_often_are_given_up(folder: Path, tmp_path:
     with pytest.raises(SchemaError, match="replica 0 ended too often: signal 9"):
         train_replicas(
             folder / "job" / "job.yaml",
-            folder / "dataset",
+            Location.parse(folder / "dataset"),
             tmp_path / "run",
             TrainOptions(),
             LaunchOptions(count=2, restarts=0),
@@ -146,7 +149,7 @@ def test_replicas_that_are_started_by_hand_find_each_other(folder: Path, tmp_pat
             started.append(start_replica(arguments))
 
     launch = LaunchOptions(count=0, heartbeat_sec=2.0)
-    paths = (folder / "job" / "job.yaml", folder / "dataset", run)
+    paths = (folder / "job" / "job.yaml", Location.parse(folder / "dataset"), run)
     train_replicas(*paths, TrainOptions(), launch, lambda *_: None, on_start=start)
     assert [replica.wait(PATIENCE) for replica in started] == [0, 0]
     assert_as_alone(folder, run)
@@ -169,7 +172,7 @@ def test_a_run_that_is_asked_to_end_ends_and_goes_on(folder: Path, tmp_path: Pat
     slowly = Faults().pause(0, PAUSE_SEC, until=20).pause(1, PAUSE_SEC, until=20)
     launch = LaunchOptions(count=2, heartbeat_sec=2.0, faults=slowly)
     with pytest.raises(DrainInterrupt) as asked:
-        train_replicas(job, dataset, run, TrainOptions(), launch, ask, drain)
+        train_replicas(job, Location.parse(dataset), run, TrainOptions(), launch, ask, drain)
     assert "--resume" in asked.value.message
     together(folder, run, 2, resume=True)
     assert_as_alone(folder, run)

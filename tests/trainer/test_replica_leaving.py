@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from schemas.run_log import LEDGER, SUMMARY, StepMetric
+from schemas.storage import Location
 from tests.trainer.make_dataset import make_dataset, write_job
 from tests.trainer.processes import ended, num_steps, started, trained, until
 from tests.trainer.test_draining import SEGMENT
@@ -63,7 +64,7 @@ def train_and(
         do(replicas[0], metric.step)
 
     launch = LaunchOptions(count=2, heartbeat_sec=heartbeat_sec, restarts=0)
-    paths = (folder / "job.yaml", folder / "dataset", run)
+    paths = (folder / "job.yaml", Location.parse(folder / "dataset"), run)
     train_replicas(*paths, TrainOptions(), launch, on_step, on_start=replicas.append)
 
 
@@ -136,7 +137,8 @@ def test_replicas_that_are_asked_before_their_first_step_leave_a_run_that_goes_o
     folder: Path, tmp_path: Path
 ) -> None:
     run, job, drain = tmp_path / "run", folder / "job.yaml", Drain()
-    paths, launch = (job, folder / "dataset", run), LaunchOptions(count=2)
+    paths = (job, Location.parse(folder / "dataset"), run)
+    launch = LaunchOptions(count=2)
     with pytest.raises(DrainInterrupt, match=r"^SIGTERM$") as found:
         train_replicas(
             *paths,

@@ -13,6 +13,7 @@ import pytest
 
 from schemas.config.train import LimitsConfig
 from schemas.errors import SchemaError
+from schemas.storage import Location
 from tests.trainer.make_dataset import make_dataset, write_job
 from tests.trainer.processes import trained, with_keys
 from tests.trainer.test_draining import SEGMENT, with_a_fifo
@@ -64,7 +65,7 @@ def together(folder: Path, run: Path, stuck: Sequence[str]) -> None:
         return start_replica([command, str(beside(folder, run, number)), *given])
 
     launch = LaunchOptions(count=2, heartbeat_sec=2.0, start=start)
-    paths = (folder / "job.yaml", folder / "dataset", run)
+    paths = (folder / "job.yaml", Location.parse(folder / "dataset"), run)
     train_replicas(*paths, TrainOptions(), launch, lambda *_: None)
 
 

@@ -15,6 +15,7 @@ import pytest
 
 from schemas.errors import SchemaError
 from schemas.run_log import CHECKPOINTS
+from schemas.storage import Location
 from tests.shared import with_long
 from tests.trainer.make_dataset import make_dataset, write_job
 from tests.trainer.processes import agents_of_run, hold, is_gone, is_stopped, wait_for
@@ -60,7 +61,7 @@ def together(
         restarts=restarts,
     )
     given = TrainOptions(**options)  # type: ignore[arg-type]
-    paths = (folder / "job" / "job.yaml", folder / "dataset", run)
+    paths = (folder / "job" / "job.yaml", Location.parse(folder / "dataset"), run)
     train_replicas(*paths, given, launch, lambda *_: None, on_start=on_start)
 
 

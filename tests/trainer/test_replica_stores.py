@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from schemas.run_log import CHECKPOINTS, EXIT_LOST_ROWS, LEDGER, RunSummary, StepMetric
+from schemas.storage import Location
 from tests.shared import with_long
 from tests.trainer.make_dataset import make_dataset, write_job
 from tests.trainer.processes import PATIENCE
@@ -72,7 +73,9 @@ def together(
 
     job, dataset = folder / "job" / "job.yaml", folder / "dataset"
     options = TrainOptions(embedding=embedding, stores=2)
-    return train_replicas(job, dataset, run, options, launch, act, on_start=on_start)
+    return train_replicas(
+        job, Location.parse(dataset), run, options, launch, act, on_start=on_start
+    )
 
 
 def assert_as_alone(folder: Path, run: Path) -> None:
@@ -208,4 +211,6 @@ def test_replicas_without_stores_are_told_to_share_some(folder: Path, tmp_path: 
     with pytest.raises(
         ValueError, match="need store processes to share rows outside memory; use --stores"
     ):
-        train_replicas(job, dataset, tmp_path / "run", options, launch, lambda *_: None)
+        train_replicas(
+            job, Location.parse(dataset), tmp_path / "run", options, launch, lambda *_: None
+        )

@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 
 from schemas.errors import SchemaError
-from schemas.manifest import read_dataset, write_manifest
+from schemas.manifest import read_dataset
 from schemas.run_log import LEDGER
 from tests.shared import with_long
 from tests.trainer.growing import GROWING, ONCE, assert_equal, commit, grown_versions, make_versions
-from tests.trainer.make_dataset import write_job
+from tests.trainer.make_dataset import change_root, write_job
 from tests.trainer.processes import (
     ended,
     num_steps,
@@ -214,13 +214,14 @@ def seen_by_another(run: Path, dataset: Path) -> Path:
 def test_a_dataset_that_was_replaced_ends_the_run_when_it_is_saved(
     together: Together, versions: list[Path], whole: Path
 ) -> None:
-    root = read_dataset(versions[1])
-    other = replace(root.segments[0], id="00000-other")
+    other = replace(read_dataset(versions[1]).segments[0], id="00000-other")
 
     def change(step: int) -> None:
         together.more()
         together.until(lambda: num_steps(together.run) == 16)
-        write_manifest(together.dataset, replace(root, segments=(other, *root.segments[1:])))
+        change_root(
+            together.dataset, lambda root: replace(root, segments=(other, *root.segments[1:]))
+        )
 
     with pytest.raises(SchemaError, match=r"replica \d failed with status 1"):
         together.train(change, (12,))

@@ -13,9 +13,10 @@ import pytest
 from schemas.dataset import open_dataset, select_segments
 from schemas.errors import SchemaError
 from schemas.layout import JOB
-from schemas.manifest import Reference, read_dataset, read_segment, write_manifest
+from schemas.manifest import DatasetManifest, read_segment, write_manifest
+from schemas.storage import Location
 from tests.trainer.daily import DATES, IN_ORDER, make_days, run_days
-from tests.trainer.make_dataset import bytes_of, make_dataset, write_job
+from tests.trainer.make_dataset import bytes_of, change_root, make_dataset, write_job
 from tests.trainer.runs import SEGMENTS, losses_of, parts_of, rows_in, run_job
 from trainer.__main__ import main
 from trainer.checkpoint.load import newest_checkpoint, read_dense
@@ -101,15 +102,19 @@ def test_run_takes_the_segments_that_are_left(
 
 def forgotten(dataset: Path, segment_id: str) -> Path:
     """Give a segment another name and another hash, as `pipelines erase --rewrite` does."""
-    root, place = read_dataset(dataset), dataset / "segments"
-    manifest, name = read_segment(place / segment_id), f"{segment_id.partition('-')[0]}-left"
+    place, name = dataset / "segments", f"{segment_id.partition('-')[0]}-left"
     (place / segment_id).rename(place / name)
-    sha256 = write_manifest(place / name, replace(manifest, id=name))
-    new = Reference(id=name, manifest_sha256=sha256)
-    (old,) = [s for s in root.segments if s.id == segment_id]
-    now = {f"forgotten:{each}": name for each in (old.id, old.manifest_sha256)}
-    segments = tuple(new if s == old else s for s in root.segments)
-    write_manifest(dataset, replace(root, segments=segments, lineage={**root.lineage, **now}))
+    manifest = read_segment(place / name)
+    sha256 = write_manifest(place / name, replace(manifest, num_rejects=manifest.num_rejects + 1))
+
+    def change(root: DatasetManifest) -> DatasetManifest:
+        (old,) = [s for s in root.segments if s.id == segment_id]
+        new = replace(old, id=name, manifest_sha256=sha256)
+        now = {f"forgotten:{each}": name for each in (old.id, old.manifest_sha256)}
+        segments = tuple(new if s == old else s for s in root.segments)
+        return replace(root, segments=segments, lineage={**root.lineage, **now})
+
+    change_root(dataset, change)
     return dataset
 
 
@@ -264,13 +269,14 @@ def test_evaluation_is_of_the_segments_that_are_named(
 ) -> None:
     job, dataset, folder = small
     run, old = folder / DATES[1], folder / DATES[0]
-    own = evaluate_run(job, dataset, run)
+    place = Location.parse(dataset)
+    own = evaluate_run(job, place, run)
     assert own.num_samples == 40
-    assert own == evaluate_run(job, dataset, run, (DATES[1],))
+    assert own == evaluate_run(job, place, run, (DATES[1],))
     assert json.loads((run / "summary.json").read_text())["ne"] == own.ne
-    later = evaluate_run(job, dataset, old, ("00002-small",))
+    later = evaluate_run(job, place, old, ("00002-small",))
     assert later.num_samples == 40
-    assert later.ne != evaluate_run(job, dataset, run, (DATES[2],)).ne
+    assert later.ne != evaluate_run(job, place, run, (DATES[2],)).ne
     arguments = ["evaluate", str(job), "--dataset", str(dataset), "--run", str(old), "--json"]
     assert main([*arguments, "--segments", "2026-04-09,2026-04-11"]) == 0
     assert json.loads(capsys.readouterr().out)["num_samples"] == 80

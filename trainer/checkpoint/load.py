@@ -286,13 +286,9 @@ _ADVICE = "continue with the job and the dataset that it was trained with"
 def fingerprint_of(job: Job, dataset: Dataset) -> dict[str, Any]:
     """Return the fingerprint of a run, which the manifests of its checkpoints contain."""
     order = order_of(job, dataset)
-    try:
-        index = dataset.index_for(order).manifest.id
-    except SchemaError:
-        index = None
     return {
         **_model_fingerprint(job, dataset),
-        "segments": [s.manifest.id for s in dataset.segments],
+        "segments": [s.id for s in dataset.segments],
         "segments_sha256": [r.manifest_sha256 for r in dataset.manifest.segments],
         "order": {
             "num_blocks": list(order.num_blocks),
@@ -301,7 +297,6 @@ def fingerprint_of(job: Job, dataset: Dataset) -> dict[str, Any]:
             "shuffle": order.config.shuffle,
             "seed": order.config.seed,
         },
-        "index": index,
         "cache": _cache_fingerprint(job.train.cache),
     }
 
@@ -388,8 +383,6 @@ def _check_position(
         _check(f"order.{key}", order.get(key), now[key], file)
     if len(expected["segments"]) == len(names):
         _check("order.epochs", order.get("epochs"), now["epochs"], file)
-        if actual.get("index") and expected["index"]:
-            _check("index", actual["index"], expected["index"], file)
         return
     steps = sum(-(-n // now["blocks_per_batch"]) for n in order["num_blocks"])
     if train_step > steps:

@@ -17,6 +17,7 @@ from schemas.arrays import Array
 from schemas.config.train import CheckpointConfig
 from schemas.errors import SchemaError
 from schemas.manifest import canonical_json
+from schemas.run_log import CHECKPOINT_LOG
 from trainer.checkpoint.agent import recover
 from trainer.checkpoint.load import save_checkpoint, state_of
 from trainer.checkpoint.snapshot import (
@@ -38,8 +39,6 @@ from trainer.stores.future_log import FutureLog
 
 logger = logging.getLogger(__name__)
 
-CHECKPOINT_LOG = "checkpoints.jsonl"
-"""File of the run with a line for each checkpoint that was due, saved or skipped."""
 _AGENT_EXIT_SEC = 10.0
 """Seconds to wait for the agent to exit."""
 

@@ -20,8 +20,9 @@ from typing import Any
 
 from schemas.arrays import Array
 from schemas.errors import SchemaError
-from schemas.files import replace_bytes, sha256_of, sync_directory, sync_file
+from schemas.files import replace_bytes, sha256_of, sync_file
 from schemas.layout import MANIFEST
+from schemas.local_files import sync_directory
 from schemas.manifest import decode_manifest, encode_manifest
 from schemas.run_log import LEDGER, METRICS
 from trainer.checkpoint.format import RowsAndRecords, to_buffers, write_part
@@ -53,7 +54,7 @@ class CheckpointManifest:
     train_step: int
     """The next step to train; the state is that after all earlier steps."""
     made_of: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    """Fingerprint of dataset, index, tables, model and optimizers (`load.fingerprint_of`)."""
+    """Fingerprint of dataset, tables, model and optimizers (`load.fingerprint_of`)."""
     parts: Mapping[str, tuple[str, ...]]
     """By table, folders below `checkpoints/` with its rows, the newest first, which takes
     precedence."""

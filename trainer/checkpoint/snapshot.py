@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from schemas.accesses import NextUses
 from schemas.arrays import Array
 from schemas.cache_plan import required_rows
 from schemas.config.train import CacheConfig
@@ -236,7 +237,7 @@ def copy_bytes(
             _num_rows(dataset, table) * record_bytes(layout) for table, layout in layouts.items()
         )
     for table, layout in layouts.items():
-        distances = index.steps(table)
+        distances = NextUses(dataset, index, table)
         changed = max_changed_rows(map(distances.__getitem__, steps), steps.start, every_steps)
         total += changed * record_bytes(layout)
         if cache is not None:

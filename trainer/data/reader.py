@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from schemas.dataset import Dataset, Segment, missing_column_defaults, read_with_defaults
 from schemas.files import CheckedFile
 from schemas.group_files import read_group
-from schemas.layout import EVALUATION, TRAIN, samples_path
+from schemas.layout import DATA_DIRECTORIES, EVALUATION, TRAIN, part_name, samples_path
 from schemas.order import Order, Step
 from trainer.data.collate import Batch, BlockRange, Microbatches, collate, make_microbatches
 from trainer.data.decode import SAMPLES, BatchSpec, BlockCounts, RowGroup, decode
@@ -29,6 +29,9 @@ from trainer.data.lookup import Transpose, transpose
 
 CACHE_BYTES = 512 << 20
 """Decoded row groups that are kept; training order reads each row group from start to end."""
+
+AHEAD_STEPS, AHEAD_ROW_GROUPS = 16, 2
+"""Row groups at a store are fetched so many steps before they are read, at most so many at once."""
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -95,6 +98,7 @@ class Reader:
         self._absent = [missing_column_defaults(dataset, s) for s in dataset.segments]
         self._files: dict[tuple[int, str], CheckedFile] = {}
         self._decoded: OrderedDict[tuple[int, int, int], RowGroup] = OrderedDict()
+        self._is_remote = any(s.directory.local is None for s in dataset.segments)
 
     def read(self, train_step: int) -> Batch:
         """Return the batch of a step.
@@ -104,7 +108,9 @@ class Reader:
         """
         step = self._order.step(train_step)
         train = self._segments[step.segment].segment.positions(TRAIN)
-        return self._assemble(step, train[step.positions])
+        batch = self._assemble(step, train[step.positions])
+        self._fetch_ahead(train_step + 1)
+        return batch
 
     def read_microbatches(
         self,
@@ -126,6 +132,7 @@ class Reader:
         train = self._segments[step.segment].segment.positions(TRAIN)
         chosen = range(len(step.positions))[run]
         batches = [self._assemble(step, train[step.positions[i : i + 1]]) for i in chosen]
+        self._fetch_ahead(train_step + 1)
         return make_microbatches(step, chosen.start, batches, rows, self._transpose)
 
     def evaluation_batches(self) -> Iterator[Batch]:
@@ -189,6 +196,35 @@ class Reader:
         ):
             self._decoded.popitem(last=False)
         return decoded
+
+    def _fetch_ahead(self, first_step: int) -> None:
+        """Begin to fetch the next row groups that are not in memory, if files are at a store."""
+        if not self._is_remote:
+            return
+        ahead: dict[tuple[int, int, int], None] = {}
+        for train_step in range(first_step, min(first_step + AHEAD_STEPS, self._order.num_steps)):
+            step = self._order.step(train_step)
+            blocks = self._segments[step.segment]
+            for position in blocks.segment.positions(TRAIN)[step.positions].tolist():
+                key = (step.segment, int(blocks.file[position]), int(blocks.row_group[position]))
+                if key not in self._decoded:
+                    ahead[key] = None
+            if len(ahead) >= AHEAD_ROW_GROUPS:
+                break
+        for segment, file, row_group in islice(ahead, AHEAD_ROW_GROUPS):
+            for path in self._paths(segment, file):
+                self._file(segment, path).prefetch(row_group)
+
+    def _paths(self, segment: int, file: int) -> list[str]:
+        """Return the files that the row groups of one part are decoded from."""
+        owners = {"samples", *self._spec.groups, *self._spec.columns}
+        paths = (path.split("/") for path in self._segments[segment].segment.files)
+        return [
+            "/".join(parts)
+            for parts in paths
+            if f"{parts[0]}/" in DATA_DIRECTORIES and parts[-1] == part_name(file)
+            if parts[-2] in owners  # `samples`, a group, or the feature of buffers
+        ]
 
     def _file(self, segment: int, path: str) -> CheckedFile:
         if (segment, path) not in self._files:

@@ -461,7 +461,7 @@ class ReplicaContext:
         return LedgerEntry(
             step=train_step,
             epoch=step.epoch,
-            segment=segment.manifest.id,
+            segment=segment.id,
             replica=replica,
             blocks=tuple(blocks[microbatches].tolist()),
             num_samples=int(self._samples(train_step)[microbatches].sum()),

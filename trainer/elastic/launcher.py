@@ -28,6 +28,7 @@ from schemas.run_log import (
     StepMetric,
     read_summary,
 )
+from schemas.storage import Location
 from trainer.checkpoint.load import newest_checkpoint, step_of
 from trainer.checkpoint.manager import claim_leftovers
 from trainer.components import layouts_of
@@ -249,7 +250,7 @@ class LaunchOptions:
 
 def train_replicas(
     job_path: Path,
-    dataset_path: Path,
+    dataset_path: Location,
     run: Path,
     options: TrainOptions,
     launch: LaunchOptions,
@@ -312,7 +313,7 @@ def train_replicas(
             lighthouse = Lighthouse(launch.host, launch.port, launch.heartbeat_sec)
             rendezvous = Rendezvous(
                 job=str(job_path.resolve()),
-                dataset=str(dataset_path.resolve()),
+                dataset=str(dataset_path),
                 lighthouse=stack.enter_context(lighthouse).address,
                 heartbeat_sec=launch.heartbeat_sec,
                 embedding=options.embedding,

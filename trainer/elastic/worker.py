@@ -13,6 +13,7 @@ from schemas.config.train import SAVE, START, WAIT, LimitsConfig
 from schemas.dataset import Dataset
 from schemas.errors import SchemaError
 from schemas.run_log import PHASES
+from schemas.storage import Location
 from trainer.checkpoint.load import (
     fingerprint_of,
     load_checkpoint,
@@ -95,7 +96,7 @@ def run_replica(
         drain.on_request = watchdog.drain
         starting = stack.enter_context(ExitStack())
         with watchdog(WAIT):
-            dataset_path = Path(rendezvous.dataset)
+            dataset_path = Location.parse(rendezvous.dataset)
             data = _open_dataset(run, dataset_path, job, train_options, drain, progress)
         dataset = data.current().dataset
         spec = spec_of(dataset, config.dtype)
@@ -152,7 +153,7 @@ def run_replica(
 
 def _open_dataset(
     run: Path,
-    dataset: Path,
+    dataset: Location,
     job: Job,
     options: TrainOptions,
     drain: Drain,

@@ -23,6 +23,7 @@ from pathlib import Path
 from schemas.config.train import StoresConfig, TrainConfig
 from schemas.files import replace_bytes
 from schemas.manifest import canonical_json
+from schemas.run_log import STORE_OWNER
 from trainer.stores.api import Store, TableLayout
 from trainer.stores.future_log import log_store
 from trainer.stores.local import memory_store, mmap_store
@@ -32,8 +33,6 @@ from trainer.stores.remote.processes import TOKEN, StoreProcesses
 
 STORE = "store"
 """Folder of the run for rows outside of memory."""
-OWNER = "store.json"
-"""File of the run with the id under which store processes hold its rows."""
 
 
 @contextmanager
@@ -125,7 +124,7 @@ def store_access(config: StoresConfig, job: Path, token_file: Path | None = None
 
 def run_owner(run: Path) -> str:
     """Return the id of a run for store processes, created on first use."""
-    path = run / OWNER
+    path = run / STORE_OWNER
     if not path.is_file():
         replace_bytes(path, canonical_json({"owner": secrets.token_hex(8)}).encode())
     return str(json.loads(path.read_text(encoding="utf-8"))["owner"])

@@ -22,6 +22,7 @@ from scheduler.drivers.job_files import (
 )
 from schemas.config.job import load_job
 from schemas.features import load_features
+from schemas.storage import Location
 from tests.scheduler.made import write_job
 from trainer.__main__ import build_parser as trainer_parser
 
@@ -59,11 +60,11 @@ def test_commands_of_trainers_parse(paths: JobPaths) -> None:
     assert parser.parse_args(move_command(paths, (), (2,), 1)[3:]).slots == "0:4096"
 
 
-def test_single_writer_flag_is_passed_to_commands_that_write(paths: JobPaths) -> None:
+def test_flags_are_passed_to_the_commands_that_need_them(paths: JobPaths) -> None:
     told = replace(paths, flags=CommandFlags(single_writer=True, allow_outside=True))
     for number in (0, 1):
         found, _ = pipelines_parser().parse_known_args(segment_command(told, number, 1)[3:])
-        assert (found.single_writer, found.allow_outside) == (True, True)
+        assert (found.single_writer, found.allow_outside) == (False, True)
         found, _ = pipelines_parser().parse_known_args(segment_command(paths, number, 1)[3:])
         assert (found.single_writer, found.allow_outside) == (False, False)
     parser = trainer_parser()
@@ -140,7 +141,7 @@ def test_commands_of_pipelines_parse_and_the_last_segment_ends_the_dataset(
         ["--direct_num_workers=2", "--direct_running_mode=multi_processing"],
     ]
     made = parser.parse_args(generate_command(paths.job_file, paths.folder)[3:])
-    assert (made.command, made.output) == ("generate", paths.folder)
+    assert (made.command, made.output) == ("generate", Location.parse(paths.folder))
 
 
 def test_prepare_stores_lists_owners_and_discard_removes_the_rest(paths: JobPaths) -> None:

@@ -11,9 +11,11 @@ from scheduler.drivers.job_files import NO_FLAGS, CommandFlags
 from scheduler.planner.machine_sizes import machine_budget
 from scheduler.retrain.command import run_rows
 from scheduler.retrain.drive import Root, command_of, sizes_of
-from scheduler.retrain.records import STATE, Attempt, Log, Started
+from scheduler.retrain.log import Log, read_state
+from scheduler.retrain.records import Attempt, Started, State
 from schemas.config.schedule import RetrainConfig
 from schemas.run_log import RUN_FILE
+from schemas.storage import Location
 from tests.scheduler.made import write_job
 from tests.scheduler.retrain.world import World, good_but_for
 
@@ -39,7 +41,7 @@ REFUSED = {
     "no date": (["--date", "monday"], "day must be a date, got 'monday'; write 2026-04-09"),
     "no output": (
         ["--date", ONE],
-        "neither --output nor schedule.retrain.output is set; name the root folder",
+        "neither --output nor schedule.retrain.output is set; name the root",
     ),
     "no input": (
         ["--date", ONE, "--output", "root"],
@@ -83,7 +85,7 @@ def test_main_retrain_of_a_day_without_a_folder_begins_nothing(
         f"error: input of {ONE} is no folder: {tmp_path / 'logs' / ONE}; wait for "
         "the logs, or set --input\n"
     )
-    assert (tmp_path / "root" / STATE).read_bytes() == b""
+    assert read_state(Location.parse(tmp_path / "root")) == State()
 
 
 @pytest.fixture
@@ -120,7 +122,7 @@ def test_main_retrain_list_prints_a_line_for_each_run(
     world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     job = job_of(tmp_path)
-    with Log(tmp_path / "root" / STATE) as log:
+    with Log(Location.parse(tmp_path / "root")) as log:
         for record in world.records:
             log.append(record)
     words = ["retrain", str(job), "--output", str(tmp_path / "root"), "--list"]
@@ -139,7 +141,7 @@ def test_main_retrain_list_prints_a_line_for_each_run(
 
 def test_sizes_of_a_first_day_are_those_of_the_plan_within_this_machine(tmp_path: Path) -> None:
     schedule = "  budget: {cpus: 1000, memory: 1000GiB}\n  training: {min_replicas: 1}"
-    sizes = sizes_of(job_of(tmp_path, schedule), Root(tmp_path))
+    sizes = sizes_of(job_of(tmp_path, schedule), Root(Location.parse(tmp_path)))
     assert 1 <= sizes.workers <= machine_budget().cpus
     assert 1 <= sizes.num_replicas <= machine_budget().cpus
     assert re.match(r"1 segment job x \d+ workers?, \d+ replicas? and 0 stores: ", sizes.summary)
@@ -154,17 +156,22 @@ def command(stage: str, root: Root, flags: CommandFlags = NO_FLAGS, **more: obje
     return command_of(started, attempt, Path("job.yaml"), root, config, flags)[2:]
 
 
-def test_word_of_a_single_writer_is_handed_to_what_writes(tmp_path: Path) -> None:
-    root, flags = Root(tmp_path), CommandFlags(single_writer=True, allow_outside=True)
+def test_word_of_a_single_writer_is_handed_to_what_writes_a_run(tmp_path: Path) -> None:
+    root, flags = (
+        Root(Location.parse(tmp_path)),
+        CommandFlags(single_writer=True, allow_outside=True),
+    )
     both = ["--single-writer", "--allow-outside"]
-    assert command("append", root, flags)[-2:] == both
+    append = command("append", root, flags)
+    assert append[-1] == "--allow-outside"
+    assert "--single-writer" not in append, "a dataset may have several writers"
     assert command("train", root, flags, segments=("a",))[-1] == "--single-writer"
     evaluate = command("evaluate", root, flags, segments=("a",))
     assert not set(both) & set(evaluate), "it writes nothing"
 
 
 def test_command_of_each_stage_says_what_is_done(tmp_path: Path) -> None:
-    root = Root(tmp_path)
+    root = Root(Location.parse(tmp_path))
     dataset, runs = str(root.dataset), tmp_path / "runs"
     workers = ["--direct_num_workers=2", "--direct_running_mode=multi_processing"]
     source = ["--input", "logs", "--day", TWO, "--json", *workers]
@@ -191,8 +198,7 @@ def test_command_of_each_stage_says_what_is_done(tmp_path: Path) -> None:
     assert command("train", root, segments=("a", "b")) == [*train, *end]
     warm = command("train", root, segments=("a", "b"), base=f"{ONE}.1")
     assert warm == [*train, *start, *end]
-    root.run(f"{TWO}.1").mkdir(parents=True)
-    (root.run(f"{TWO}.1") / RUN_FILE).touch()
+    (root.run(f"{TWO}.1") / RUN_FILE).write_bytes(b"")
     warm = command("train", root, segments=("a", "b"), base=f"{ONE}.1")
     assert warm == [*train, *start, "--resume", *end]
     evaluate = ["trainer", "evaluate", "job.yaml", "--dataset", dataset, "--run"]

@@ -1,34 +1,44 @@
-"""The log, the lock and the pointer on disk: truncation, exclusion, atomic replacement."""
+"""The log and the pointer of a root: one owner at a time, nothing lost, nothing appended late."""
 
-import os
+import json
+import multiprocessing
 import re
-import subprocess
-import sys
+import socket
+import threading
+import time
+from contextlib import suppress
 from dataclasses import replace
 from functools import reduce
 from pathlib import Path
 
 import pytest
 
-from scheduler.files import LOCK, directory_lock
 from scheduler.retrain.drive import Root, newest_checkpoint, read_pointer, write_pointer
+from scheduler.retrain.log import KEPT_VERSIONS, OLD_LOG, Log, read_state
 from scheduler.retrain.records import (
     KINDS,
-    STATE,
     Begun,
-    Log,
+    Promoted,
     State,
     apply_record,
-    read_state,
     record_from_json,
     record_to_json,
 )
 from schemas.config.schedule import RetrainConfig
 from schemas.errors import SchemaError
 from schemas.layout import MANIFEST
+from schemas.leases import LEASES
+from schemas.storage import Location
+from schemas.versions import Versions
 from tests.scheduler.retrain.world import World, good_but_for
 
 DAYS = [f"2026-01-0{i}" for i in range(1, 5)]
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Location:
+    """An empty root."""
+    return Location.parse(tmp_path / "root")
 
 
 @pytest.fixture
@@ -48,108 +58,148 @@ def world() -> World:
     return world
 
 
-def test_records_that_are_written_are_read(world: World, tmp_path: Path) -> None:
-    with Log(tmp_path / STATE) as log:
+def test_records_that_are_written_are_read(world: World, root: Location) -> None:
+    with Log(root) as log:
         for record in world.records:
             log.append(record)
-    assert read_state(tmp_path / STATE) == world.state == log.state
+    assert read_state(root) == world.state == log.state
+    with Log(root) as log:
+        assert log.state == world.state
     assert [record_from_json(record_to_json(record)) for record in world.records] == world.records
 
 
-def test_log_that_is_cut_anywhere_is_that_of_its_whole_lines(world: World, tmp_path: Path) -> None:
-    path = tmp_path / STATE
-    with Log(path) as log:
-        for record in world.records[:12]:
+def test_log_keeps_a_bounded_number_of_versions(world: World, root: Location) -> None:
+    with Log(root) as log:
+        for record in world.records:
             log.append(record)
-    content = path.read_bytes()
-    ends = [0, *(i + 1 for i, byte in enumerate(content) if byte == ord("\n"))]
-    for cut in range(0, len(content) + 1, 29):
-        # The newline alone may be missing: the line before it is whole.
-        num = sum(end <= cut for end in ends) - 1 + (cut + 1 in ends)
-        path.write_bytes(content[:cut])
-        assert read_state(path) == reduce(apply_record, world.records[:num], State())
-        with Log(path) as log:
-            for record in world.records[num:12]:
-                log.append(record)
-        assert path.read_bytes() == content
+    versions = Versions(root)
+    numbers = versions.all_numbers()
+    assert len(numbers) == len(world.records) + 1
+    assert len([n for n in numbers if versions.read(n)]) == KEPT_VERSIONS
 
 
-def test_log_with_a_damaged_line_is_refused_by_place(world: World, tmp_path: Path) -> None:
-    path = tmp_path / STATE
-    with Log(path) as log:
-        for record in world.records[:3]:
+def test_log_of_an_earlier_release_is_continued(world: World, tmp_path: Path) -> None:
+    lines = [json.dumps(record_to_json(record)) for record in world.records]
+    (tmp_path / OLD_LOG).write_text("\n".join([*lines[:5], '{"kind": "be']))
+    root = Location.parse(tmp_path)
+    assert read_state(root) == reduce(apply_record, world.records[:5], State())
+    with Log(root) as log:
+        for record in world.records[5:]:
             log.append(record)
-    lines = path.read_text().splitlines(keepends=True)
-    path.write_text("".join([lines[0], '{"kind": "nothing"}\n', lines[2]]))
+    assert read_state(root) == world.state
+
+
+def test_record_that_is_damaged_is_refused_by_place(world: World, tmp_path: Path) -> None:
+    bodies = [record_to_json(world.records[0]), {"kind": "nothing"}]
+    (tmp_path / OLD_LOG).write_text("".join(f"{json.dumps(body)}\n" for body in bodies))
     message = (
-        "line is no record: b'{\"kind\": \"nothing\"}' (KeyError('nothing')) in "
-        f"{path}:2; restore the file"
+        "record is not valid: \"{'kind': 'nothing'}\" (KeyError('nothing')) in "
+        f"{tmp_path}:2; restore the log"
     )
-    with pytest.raises(SchemaError) as error, Log(path):
+    with pytest.raises(SchemaError) as error, Log(Location.parse(tmp_path)):
         pass
     assert str(error.value) == message
 
 
-def test_log_of_a_run_that_was_never_begun_is_refused(world: World, tmp_path: Path) -> None:
-    path = tmp_path / STATE
-    with Log(path) as log, pytest.raises(KeyError):
+def test_log_of_a_run_that_was_never_begun_is_refused(world: World, root: Location) -> None:
+    with Log(root) as log, pytest.raises(KeyError):
         log.append(world.records[1])
-    assert path.read_bytes() == b""
+    assert read_state(root) == State()
     assert isinstance(world.records[0], Begun)
-    with Log(path) as log:
+    with Log(root) as log:
         log.append(replace(world.records[0], run="a.1"))
-    assert read_state(path).attempts[0].run == "a.1"
+    assert read_state(root).attempts[0].run == "a.1"
 
 
-PROBLEM, ADVICE = "another retraining uses this folder", "wait for it, or stop it"
-HOLD = "import sys, time; from scheduler.files import directory_lock; from pathlib import Path\n"
-HOLD += "with directory_lock(Path(sys.argv[1]), '', ''): print('held', flush=True); time.sleep(600)"
+def _hold(root: Location, path: Path) -> None:
+    with Log(root):
+        path.write_text("held")
+        time.sleep(600)
 
 
-def test_root_that_another_process_holds_is_refused_with_its_pid(
-    repository: Path, tmp_path: Path
+def test_root_that_another_process_owns_is_refused_until_it_dies(
+    root: Location, tmp_path: Path
 ) -> None:
-    holder = subprocess.Popen(
-        [sys.executable, "-c", HOLD, str(tmp_path)],
-        env={**os.environ, "PYTHONPATH": str(repository)},
-        stdout=subprocess.PIPE,
+    holder = multiprocessing.get_context("spawn").Process(
+        target=_hold, args=(root, tmp_path / "held")
     )
+    holder.start()
     try:
-        assert holder.stdout is not None
-        assert holder.stdout.readline() == b"held\n"
+        while not (tmp_path / "held").exists():
+            time.sleep(0.01)
         message = (
-            f"another retraining uses this folder: pid {holder.pid} in {tmp_path}; "
+            f"another retraining uses this root: {socket.gethostname()}:{holder.pid} in {root}; "
             "wait for it, or stop it"
         )
-        with pytest.raises(SchemaError) as error, directory_lock(tmp_path, PROBLEM, ADVICE):
+        with pytest.raises(SchemaError) as error, Log(root):
             pass
         assert str(error.value) == message
     finally:
         holder.kill()
-        holder.communicate()
-    with directory_lock(tmp_path, PROBLEM, ADVICE):  # whoever was killed holds nothing
-        assert (tmp_path / LOCK).read_text() == f"{os.getpid()}\n"
+        holder.join()
+    with Log(root):  # whoever was killed owns nothing
+        pass
 
 
-def test_pointer_that_is_written_is_read_and_none_is_none(tmp_path: Path) -> None:
-    root = Root(tmp_path)
-    assert read_pointer(root) is None
-    write_pointer(root, {"run": "a.1", "metrics": {"ne": 0.5}})
-    assert read_pointer(root) == {"run": "a.1", "metrics": {"ne": 0.5}}
-    assert [path.name for path in tmp_path.iterdir()] == ["PROMOTED"]
-    root.pointer.write_text("{")
-    message = f"pointer is not JSON in {root.pointer}; restore it"
+def test_owner_whose_lease_has_ended_cannot_append_any_more(world: World, root: Location) -> None:
+    with Log(root) as first:
+        first.append(world.records[0])
+        (root / LEASES).remove(
+            [entry.path for entry in (root / LEASES).entries()]
+        )  # as if suspended
+        with Log(root) as second:
+            second.append(world.records[1])
+            message = f"another retraining has taken over this root in {root}; repeat the command"
+            with pytest.raises(SchemaError, match=re.escape(message)):
+                first.append(world.records[1])
+    assert read_state(root) == reduce(apply_record, world.records[:2], State())
+
+
+def test_of_processes_that_begin_at_once_one_becomes_the_owner(root: Location) -> None:
+    won: list[int] = []
+    over = threading.Event()
+
+    def own(number: int) -> None:
+        with suppress(SchemaError), Log(root):
+            won.append(number)
+            over.wait()
+
+    threads = [threading.Thread(target=own, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    while len(won) + sum(not thread.is_alive() for thread in threads) < 8:
+        time.sleep(0.01)
+    assert len(won) == 1
+    over.set()
+    for thread in threads:
+        thread.join()
+
+
+def test_pointer_is_that_of_the_last_promotion(world: World, root: Location) -> None:
+    place = Root(root)
+    with Log(root) as log:
+        write_pointer(place)
+        assert read_pointer(place) is None
+        for record in world.records:
+            log.append(record)
+    write_pointer(place)
+    (last,) = [r for r in world.records if isinstance(r, Promoted)][-1:]
+    assert read_pointer(place) == last.pointer
+    place.pointer.write_bytes(b"{}")  # of a process that was suspended before it wrote
+    write_pointer(place)
+    assert read_pointer(place) == last.pointer
+    place.pointer.write_bytes(b"{")
+    message = f"pointer is not JSON in {place.pointer}; restore it"
     with pytest.raises(SchemaError) as error:
-        read_pointer(root)
+        read_pointer(place)
     assert str(error.value) == message
 
 
 def test_checkpoint_of_a_run_is_its_newest_complete_one(tmp_path: Path) -> None:
-    root = Root(tmp_path)
-    for step in ("9", "10", "11"):
-        (root.run("a.1") / "checkpoints" / step).mkdir(parents=True)
+    root = Root(Location.parse(tmp_path))
+    (root.run("a.1") / "checkpoints" / "11" / "x").write_bytes(b"")  # without a manifest
     for step in ("9", "10"):
-        (root.run("a.1") / "checkpoints" / step / MANIFEST).write_text(step)
+        (root.run("a.1") / "checkpoints" / step / MANIFEST).write_bytes(step.encode())
     place, digest = newest_checkpoint(root, "a.1")
     assert place == "runs/a.1/checkpoints/10"
     assert digest == "4a44dc15364204a80fe80e9039455cc1608281820fe2b24f1e5233ade6af1dd5"

@@ -132,7 +132,7 @@ class World:
             case Promote(run):
                 self.pointer = run
                 self.moment(left)
-                yield Promoted(time_sec=0.0, run=run, checkpoint=run)
+                yield Promoted(time_sec=0.0, run=run, checkpoint=run, pointer={"run": run})
             case Close():
                 pending = self.state.attempt(step.run).pending
                 self.ended |= {pending.process} if pending else set()

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from schemas.arrays import Array
 from schemas.errors import SchemaError
-from schemas.files import sync_directory
+from schemas.local_files import sync_directory
 from trainer.stores.api import TableLayout
 from trainer.stores.remote.ownership import Ranges, ShardControl, control_from_json
 from trainer.stores.remote.wire import layouts_from_json, record_width

@@ -1,4 +1,4 @@
-"""Builds that meet in one directory, were killed there, or meet what should not be there."""
+"""Builds that meet in one directory, or meet what should not be there."""
 
 from pathlib import Path
 
@@ -7,36 +7,18 @@ import pytest
 from pipelines import build as module
 from pipelines.build import build
 from pipelines.cli import main
-from pipelines.scratch import locked
 from pipelines.table.verify import verify
 from schemas.dataset import open_dataset
 from schemas.errors import SchemaError
-from schemas.layout import SEGMENTS
-from tests.pipelines.logs import IN_PROCESS, built, bytes_of, request, write_job, write_log
-
-
-def left_behind(dataset: Path) -> list[Path]:
-    """Return workplaces as a killed build leaves them."""
-    places = [dataset / SEGMENTS / ".00000-dead.1", dataset / ".index.1"]
-    for place in places:
-        place.mkdir(parents=True)
-        (place / "00000.partial").write_bytes(b"half")
-    return places
-
-
-@pytest.mark.slow
-def test_build_removes_what_a_killed_one_left(tmp_path: Path) -> None:
-    left_behind(tmp_path / "a" / "dataset")
-    assert bytes_of(built(tmp_path / "a")) == bytes_of(built(tmp_path / "b"))
-
-
-@pytest.mark.slow
-def test_build_leaves_the_workplaces_of_others_alone(tmp_path: Path) -> None:
-    segment, index = left_behind(tmp_path / "dataset")
-    with locked(segment), locked(index):
-        built(tmp_path)
-    assert segment.is_dir()
-    assert index.is_dir()
+from tests.pipelines.logs import (
+    IN_PROCESS,
+    built,
+    bytes_of,
+    request,
+    unnamed_places,
+    write_job,
+    write_log,
+)
 
 
 @pytest.mark.slow
@@ -57,6 +39,7 @@ def test_build_of_another_job_that_was_faster_is_not_replaced(
     slow = request(job, tmp_path / "first", dataset)
     with pytest.raises(SchemaError, match="output must be empty or hold the same segment, got"):
         build(slow)
+    assert unnamed_places(dataset) == []
     build(request(job, tmp_path / "second", dataset))
     assert verify(dataset)["problems"] == []
 
@@ -66,7 +49,7 @@ def test_build_of_a_finished_dataset_keeps_its_other_indexes(tmp_path: Path) -> 
     dataset = built(tmp_path)
     assert main(["oracle", str(dataset), "--reindex", "--epochs", "2", IN_PROCESS]) == 0
     before = bytes_of(dataset)
-    assert len(open_dataset(dataset).indexes) == 2
+    assert len(open_dataset(dataset).complete_indexes()) == 2
     build(request(tmp_path / "job" / "job.yaml", tmp_path / "log", dataset))
     assert bytes_of(dataset) == before
 
@@ -76,7 +59,9 @@ def test_build_into_a_file_is_one_line(tmp_path: Path, capsys: pytest.CaptureFix
     (tmp_path / "dataset").write_text("taken")
     arguments = ["--input", str(tmp_path / "log"), "--output", str(tmp_path / "dataset")]
     assert main(["build", str(write_job(tmp_path / "job")), *arguments]) == 1
-    error = f"error: [Errno 17] File exists: '{tmp_path / 'dataset'}'"
+    error = (
+        f"error: dataset must be a directory, got a file in {tmp_path / 'dataset'}; choose another"
+    )
     assert capsys.readouterr().err.strip() == error
 
 

@@ -1,0 +1,201 @@
+"""Leases: files by which a process keeps what it reads or writes from being removed.
+
+A lease names directories of a dataset, and expires unless its holder renews it. Age and expiry are
+measured by the clock of the store that holds the file, so clocks of hosts may differ. A process
+that dies leaves a lease that ends by itself, on the same machine at once. A process that may not
+write, for instance with read-only credentials, reads without a lease and relies on the time for
+which `vacuum` keeps what was replaced.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import threading
+import uuid
+import weakref
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from pathlib import Path
+
+from schemas.errors import SchemaError
+from schemas.storage import Location, StorageError, store_time
+
+LEASES = "_leases"
+"""Directory of leases."""
+EXPIRY_SEC = 600
+"""Time after its last renewal for which a lease is valid."""
+RENEWALS = 4
+"""Renewals within this time."""
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseRecord:
+    """A lease that is valid.
+
+    Attributes:
+        id: name of its file.
+        holder: who holds it, for messages.
+        directories: names of the directories that must not be removed.
+    """
+
+    id: str
+    holder: str
+    directories: frozenset[str]
+
+
+class Lease:
+    """A lease that a thread renews until it is released or the process ends.
+
+    After a fork the child has no lease. Errors of renewals are logged: the holder goes on.
+    """
+
+    def __init__(self, directory: Location, holder: str, expiry_sec: float = EXPIRY_SEC) -> None:
+        """Hold nothing yet.
+
+        Args:
+            directory: of the dataset.
+            holder: who holds it, for messages.
+            expiry_sec: time after a renewal for which the lease is valid.
+        """
+        file = directory / LEASES / f"{uuid.uuid4().hex}.json"
+        self._body = _Body(file, holder, expiry_sec)
+        self._thread: threading.Thread | None = None
+        self._finalizer = weakref.finalize(self, _release, self._body, os.getpid())
+
+    @property
+    def id(self) -> str:
+        """Name of its file."""
+        return self._body.file.name
+
+    def hold(self, directories: Iterable[str]) -> None:
+        """Name the directories that must not be removed, instead of those before."""
+        self._body.directories = tuple(sorted(set(directories)))
+        self._body.write()
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._body.renew, daemon=True)
+            self._thread.start()
+
+    def release(self) -> None:
+        """End the lease."""
+        self._finalizer()
+
+    def __enter__(self) -> Lease:
+        """Return this lease, which ends with the context."""
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.release()
+
+
+class _Body:
+    """The file of a lease; not the lease itself, which ends when nobody refers to it."""
+
+    def __init__(self, file: Location, holder: str, expiry_sec: float) -> None:
+        self.file = file
+        self.directories: tuple[str, ...] = ()
+        self.ended = threading.Event()
+        self._holder = holder
+        self._expiry_sec = expiry_sec
+
+    def write(self) -> None:
+        body = {
+            "holder": self._holder,
+            "directories": self.directories,
+            "expiry_sec": self._expiry_sec,
+            "process": process_identity(),
+        }
+        try:
+            self.file.write_bytes(json.dumps(body).encode())
+        except (StorageError, OSError) as error:
+            logger.warning("lease cannot be written file=%s error=%s", self.file, error)
+
+    def renew(self) -> None:
+        while not self.ended.wait(self._expiry_sec / RENEWALS):
+            self.write()
+
+
+def _release(body: _Body, process_id: int) -> None:
+    body.ended.set()
+    if process_id == os.getpid():  # not in a child that was forked
+        with suppress(StorageError, OSError):
+            body.file.parent.remove([body.file.name])
+            body.file.parent.prune()
+
+
+def process_identity() -> str:
+    """Return the boot, the namespace of process ids, the id and the start of this process."""
+    return _identity_of(os.getpid()) or ""
+
+
+def _identity_of(process_id: int) -> str | None:
+    """Return what identifies a process on this machine; None if it has ended."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        namespace = Path("/proc/self/ns/pid").readlink()
+        fields = Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if fields[0] == "Z" else f"{boot} {namespace} {process_id} {fields[19]}"
+
+
+def is_dead(identity: str) -> bool:
+    """Return whether a process of this machine has ended; False if that cannot be known."""
+    own, other = process_identity().split(), identity.split()
+    if len(other) != len(own) or own[:2] != other[:2] or not other[2].isdigit():
+        return False
+    return _identity_of(int(other[2])) != identity
+
+
+def live_leases(directory: Location, now: datetime | None = None) -> list[LeaseRecord]:
+    """Return the leases that have not expired.
+
+    Args:
+        directory: of the dataset.
+        now: time by the clock of the store; read if None.
+
+    Raises:
+        SchemaError: a lease is not readable.
+    """
+    entries = (directory / LEASES).entries()
+    if entries and now is None:
+        now = store_time(directory)
+    leases: list[LeaseRecord] = []
+    for entry in entries:
+        try:
+            record, expiry_sec, process = _parse(directory / LEASES / entry.path)
+        except FileNotFoundError:  # it was released meanwhile
+            continue
+        assert now is not None, "read above"
+        if now <= entry.modified + timedelta(seconds=expiry_sec) and not is_dead(process):
+            leases.append(record)
+    return leases
+
+
+def _parse(path: Location) -> tuple[LeaseRecord, float, str]:
+    data = path.read_bytes()
+    try:
+        body = json.loads(data)
+        names = frozenset(str(name) for name in body["directories"])
+        record = LeaseRecord(path.name, str(body["holder"]), names)
+        return record, float(body["expiry_sec"]), str(body["process"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise SchemaError(
+            f"lease is not readable: {error}; remove the file if no process uses the dataset",
+            file=str(path),
+        ) from error
+
+
+def remove_expired(directory: Location, now: datetime) -> None:
+    """Remove leases that expired at least a day ago."""
+    old = [
+        entry.path
+        for entry in (directory / LEASES).entries()
+        if entry.modified < now - timedelta(days=1, seconds=EXPIRY_SEC)
+    ]
+    (directory / LEASES).remove(old)

@@ -1,0 +1,101 @@
+"""Files on a local disk or NFS: atomic and durable writes, exclusive creation, listing."""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import BinaryIO
+
+from schemas.errors import StorageError
+
+PARTIAL = ".partial"
+"""Suffix of incomplete files."""
+
+
+def partial_path(target: Path) -> Path:
+    """Return a path beside a file that no other process uses; create the directory."""
+    _make_directory(target.parent)
+    return target.with_name(f".{target.name[:60]}.{uuid.uuid4().hex}{PARTIAL}")
+
+
+def _make_directory(directory: Path) -> None:
+    """Create a directory and its parents; flush the name of each that is new."""
+    while not directory.is_dir():
+        _make_directory(directory.parent)
+        with suppress(FileNotFoundError):  # its parent was empty, and was removed
+            directory.mkdir(exist_ok=True)
+            sync_directory(directory.parent)
+
+
+@contextmanager
+def partial_file(target: Path, data: bytes) -> Generator[Path]:
+    """Write and flush a file beside the target; remove it after the body."""
+    partial = partial_path(target)
+    try:
+        with _new_file(partial) as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        yield partial
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def _new_file(path: Path) -> BinaryIO:
+    """Open a new file; its empty directory may be removed at the same time, and is made again."""
+    while True:
+        try:
+            return path.open("wb")
+        except FileNotFoundError:
+            _make_directory(path.parent)
+
+
+def link_new(target: Path, data: bytes) -> str | None:
+    """Create a complete file under a name; return None, or why the name is taken.
+
+    Raises:
+        StorageError: the filesystem has no hard links.
+    """
+    with partial_file(target, data) as partial:
+        try:
+            os.link(partial, target)
+        except FileExistsError as error:
+            return str(error)
+        except OSError as error:
+            raise StorageError(
+                f"file cannot be created: {error.strerror}; commits need a filesystem with hard "
+                "links",
+                file=str(target),
+            ) from error
+    sync_directory(target.parent)
+    return None
+
+
+def sync_directory(directory: Path) -> None:
+    """Flush the names in a directory to disk, such as renamed files."""
+    handle = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def list_files(directory: Path, prefix: str = "") -> Iterator[tuple[str, os.stat_result]]:
+    """Yield path and status of each complete file below a directory; none if it does not exist.
+
+    Files that another process removes meanwhile are left out.
+    """
+    try:
+        names = sorted(path.name for path in directory.iterdir())
+    except (FileNotFoundError, NotADirectoryError):
+        return
+    for name in names:
+        path = directory / name
+        if path.is_dir():
+            yield from list_files(path, f"{prefix}{name}/")
+        elif not name.endswith(PARTIAL):
+            with suppress(FileNotFoundError):
+                yield f"{prefix}{name}", path.stat()

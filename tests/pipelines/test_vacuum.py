@@ -1,0 +1,190 @@
+"""What `vacuum` keeps: what roots name, leases, what is young; and nothing that was claimed."""
+
+import os
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+
+from pipelines import build as build_module
+from pipelines.build import build
+from pipelines.cli import main
+from pipelines.table import commit as commit_module
+from pipelines.table.commit import claim, seal, take_over
+from pipelines.table.vacuum import vacuum
+from pipelines.table.verify import verify
+from schemas.dataset import open_dataset, open_root
+from schemas.errors import SchemaError
+from schemas.layout import SEGMENTS
+from schemas.leases import Lease
+from schemas.manifest import read_dataset
+from schemas.storage import MANIFESTS, Location
+from tests.pipelines.appending import addition, with_logs
+from tests.pipelines.logs import bytes_of, copy_of, segment_directory, unnamed_places
+
+KEY = "0123456789ab"
+HOUR = 3600.0
+
+
+@pytest.fixture(scope="module")
+def one(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with job, three logs and a dataset of the first; not to be changed."""
+    return with_logs(tmp_path_factory.mktemp("one"))
+
+
+@pytest.fixture
+def dataset(one: Path, tmp_path: Path) -> Path:
+    """A dataset of one segment, written an hour ago, with a complete copy that nothing names."""
+    dataset = copy_of(one / "dataset", tmp_path / "dataset")
+    copy_of(segment_directory(dataset), dataset / SEGMENTS / f"{KEY}-dead")
+    (dataset / SEGMENTS / f"{KEY}-dead" / "claim").unlink()
+    age(dataset, HOUR)
+    return dataset
+
+
+def age(directory: Path, seconds: float) -> None:
+    """Let all files below a directory be so much older."""
+    for path in directory.rglob("*"):
+        then = path.stat().st_mtime - seconds
+        os.utime(path, (then, then))
+
+
+LEFT = [f"{SEGMENTS}/{KEY}-dead"]
+
+
+def test_unnamed_segment_is_kept_for_the_given_time(dataset: Path) -> None:
+    before = bytes_of(dataset)
+    for seconds, left in ((2 * HOUR, LEFT), (HOUR / 2, [])):
+        vacuum(Location.parse(dataset), timedelta(seconds=seconds))
+        assert unnamed_places(dataset) == left
+    assert bytes_of(dataset) == before
+    assert verify(dataset)["problems"] == []
+
+
+def test_one_young_file_keeps_its_directory(dataset: Path) -> None:
+    (dataset / LEFT[0] / "samples" / "00001.parquet").write_bytes(b"half")
+    vacuum(Location.parse(dataset), timedelta(seconds=HOUR / 2))
+    assert unnamed_places(dataset) == LEFT
+
+
+@pytest.mark.parametrize("offset", [-2 * HOUR, 2 * HOUR])
+def test_clock_of_the_store_decides(
+    dataset: Path, monkeypatch: pytest.MonkeyPatch, offset: float
+) -> None:
+    """Files have the time of the store; that of the host may be wrong by hours."""
+    now = time.time
+    monkeypatch.setattr(time, "time", lambda: now() + offset)
+    vacuum(Location.parse(dataset), timedelta(seconds=HOUR * 1.5))
+    assert unnamed_places(dataset) == LEFT
+    vacuum(Location.parse(dataset), timedelta(seconds=HOUR / 2))
+    assert unnamed_places(dataset) == []
+
+
+def test_lease_keeps_what_a_run_reads(dataset: Path) -> None:
+    location = Location.parse(dataset)
+    with Lease(location, "run runs/1") as lease:
+        lease.hold([f"{KEY}-dead"])
+        age(dataset, 2 * HOUR)
+        for path in (dataset / "_leases").iterdir():  # renewed meanwhile
+            os.utime(path)
+        vacuum(location, timedelta())
+        assert unnamed_places(dataset) == LEFT
+    vacuum(location, timedelta())
+    assert unnamed_places(dataset) == []
+
+
+def test_lease_that_nobody_renews_expires(dataset: Path) -> None:
+    location = Location.parse(dataset)
+    with Lease(location, "run runs/1", expiry_sec=HOUR) as lease:
+        lease.hold([f"{KEY}-dead"])
+        vacuum(location, timedelta())
+        assert unnamed_places(dataset) == LEFT
+        age(dataset / "_leases", 2 * HOUR)
+        vacuum(location, timedelta())
+        assert unnamed_places(dataset) == []
+
+
+def test_replaced_root_keeps_what_it_names_for_the_given_time(dataset: Path) -> None:
+    location, before = Location.parse(dataset), read_dataset(dataset)
+    seal(location)
+    vacuum(location, timedelta(seconds=HOUR / 2))  # it was replaced a moment ago
+    first = dataset / MANIFESTS / "00000001.json"
+    assert first.stat().st_size
+    assert len(open_root(location, before).segments) == 1
+    vacuum(location, timedelta())
+    assert first.stat().st_size == 0  # its number is never used again
+    assert read_dataset(dataset).finished
+    assert verify(dataset)["problems"] == []
+
+
+def test_directory_is_claimed_once(dataset: Path) -> None:
+    location = Location.parse(dataset)
+    directory = location / LEFT[0]
+    assert take_over(location, KEY, "one") == directory
+    assert take_over(location, KEY, "two") is None
+    assert not claim(directory, "two")
+    assert claim(directory, "one")  # its own claim again, after a reply was lost
+
+
+def test_leased_or_incomplete_directory_is_not_taken_over(dataset: Path) -> None:
+    location = Location.parse(dataset)
+    with Lease(location, "build other") as lease:
+        lease.hold([f"{KEY}-dead"])
+        assert take_over(location, KEY, "one") is None
+    (dataset / LEFT[0] / "MANIFEST.json").unlink()
+    assert take_over(location, KEY, "one") is None
+
+
+def sweeping(dataset: Path, call: Callable[..., object]) -> Callable[..., object]:
+    """Return a function that sweeps a dataset before it calls another."""
+
+    def swept(*arguments: object) -> object:
+        vacuum(Location.parse(dataset), timedelta())
+        return call(*arguments)
+
+    return swept
+
+
+@pytest.mark.parametrize("function", ["finish_segment", "new_segment", "commit_segment"])
+def test_build_in_progress_is_not_swept(
+    one: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, function: str
+) -> None:
+    dataset = copy_of(one / "dataset", tmp_path / "dataset")
+    swept = sweeping(dataset, getattr(build_module, function))
+    monkeypatch.setattr(build_module, function, swept)
+    build(addition(one / "job" / "job.yaml", one / "log-1", dataset))
+    assert len(open_dataset(dataset).segments) == 2
+    assert verify(dataset)["problems"] == []
+    assert unnamed_places(dataset) == []
+
+
+@pytest.mark.parametrize("function", ["_next_manifest", "claim", "commit_root"])
+def test_build_that_was_swept_in_spite_of_its_lease_commits_nothing(
+    one: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, function: str
+) -> None:
+    """A host that is suspended for longer than its lease is valid."""
+    dataset = copy_of(one / "dataset", tmp_path / "dataset")
+    before, call = bytes_of(dataset), getattr(commit_module, function)
+
+    def late(*arguments: object) -> object:
+        monkeypatch.setattr(commit_module, function, call)
+        age(dataset / "_leases", 2 * HOUR)
+        vacuum(Location.parse(dataset), timedelta())
+        return call(*arguments)
+
+    monkeypatch.setattr(commit_module, function, late)
+    with pytest.raises(SchemaError):
+        build(addition(one / "job" / "job.yaml", one / "log-1", dataset))
+    assert bytes_of(dataset) == before
+    assert verify(dataset)["problems"] == []
+    build(addition(one / "job" / "job.yaml", one / "log-1", dataset, attempt="again"))
+    assert verify(dataset)["problems"] == []
+
+
+def test_vacuum_of_no_dataset_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["vacuum", str(tmp_path / "none")]) == 1
+    assert capsys.readouterr().err.startswith("error: there is no dataset: no build was committed")

@@ -1,0 +1,198 @@
+"""Indexes, written by the rules of `FORMAT.md` step by step, and small datasets of access lists."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from schemas import layout
+from schemas.arrays import Jagged, large_list, offsets_of
+from schemas.config.job import parse_stored_job
+from schemas.dataset import Dataset, Segment
+from schemas.features import FeatureSet
+from schemas.files import FileEntry, describe_file, sha256_of, write_files
+from schemas.manifest import (
+    DatasetManifest,
+    IndexEntry,
+    IndexManifest,
+    Reference,
+    SegmentManifest,
+    TableCounts,
+    new_index,
+    shuffle_key_of,
+    write_manifest,
+)
+from schemas.oracle import first_and_last, number_by_first_use, to_gaps
+from schemas.order import Order
+from schemas.storage import Location
+from tests.schemas.reference import next_use
+
+
+def write_index(dataset: Dataset, entry: IndexEntry) -> IndexEntry:
+    """Write a part of an index for each segment; returns the index with them."""
+    parts = {segment.id: write_part(dataset, entry, segment) for segment in dataset.segments}
+    return replace(entry, parts={**entry.parts, **parts})
+
+
+def write_part(dataset: Dataset, entry: IndexEntry, segment: Segment) -> Reference:
+    """Write the part of one segment, the next uses in two files."""
+    root = Path(dataset.directory / entry.id / segment.id)
+    reference = segment.reference
+    is_shuffled = entry.shuffle != "none"
+    alone = replace(dataset, segments=(segment,))
+    epochs = entry.epochs if is_shuffled else 1
+    order = alone.order(entry.batch_samples, epochs, entry.shuffle, entry.seed)
+    num_accesses: dict[str, tuple[int, ...]] = {}
+    names: list[str] = []
+    for table in segment.manifest.tables:
+        distances, uses = uses_of(segment.access(table), order)
+        per_epoch = np.array([len(step) for step in distances], int).reshape(epochs, -1).sum(axis=1)
+        num_accesses[table] = tuple(per_epoch.tolist())
+        half = (len(distances) + 1) // 2
+        for file, (start, end) in enumerate([(0, half), (half, len(distances))]):
+            steps = distances[start:end]
+            flat = np.array([d for step in steps for d in step], np.int32)
+            lists = large_list(flat, offsets_of(np.array(list(map(len, steps)), np.int64)))
+            columns = [pa.array(np.arange(start, end)), lists]
+            names.append(layout.index_path(table, file))
+            write(root / names[-1], pa.table(columns, layout.index_schema()))
+        for epoch, (first, last) in enumerate(uses if is_shuffled else []):
+            half = len(first) // 2
+            for file, rows in enumerate((slice(0, half), slice(half, None))):
+                names.append(layout.uses_path(table, epoch, file))
+                write(root / names[-1], pa.table([first[rows], last[rows]], layout.USES_SCHEMA))
+    root.mkdir(parents=True, exist_ok=True)
+    entries = [describe_file(root, name) for name in sorted(names)]
+    manifest = IndexManifest(
+        segment_sha256=reference.manifest_sha256,
+        shuffle_key=shuffle_key_of(reference) if is_shuffled else None,
+        batch_samples=entry.batch_samples,
+        epochs=entry.epochs,
+        shuffle=entry.shuffle,
+        seed=entry.seed,
+        num_steps=order.steps_per_epoch,
+        num_accesses=num_accesses,
+        oracle_bytes=0,
+        files_sha256=write_files(root / layout.FILES, entries),
+    )
+    return Reference(id=root.name, manifest_sha256=write_manifest(root, manifest))
+
+
+def uses_of(
+    lists: Jagged, order: Order
+) -> tuple[list[list[int]], list[tuple[np.ndarray, np.ndarray]]]:
+    """The distances of each step within its epoch; first and last step of each number."""
+    distances: list[list[int]] = []
+    uses: list[tuple[np.ndarray, np.ndarray]] = []
+    for epoch in range(order.epochs):
+        first, last = {}, {}
+        steps: list[list[int]] = []
+        for step in range(order.steps_per_epoch):
+            positions = order.step(epoch * order.steps_per_epoch + step).positions
+            steps.append(np.unique(lists.take(positions).values).tolist())
+            for number in steps[-1]:
+                first.setdefault(number, step)
+                last[number] = step
+        distances += next_use(steps)
+        count = len(first)
+        steps_of = (np.array([of[n] for n in range(count)], np.int32) for of in (first, last))
+        first_steps, last_steps = steps_of
+        uses.append((first_steps, last_steps))
+    return distances, uses
+
+
+def write(path: Path, table: pa.Table) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pq.write_table(table, path)
+
+
+JOB = """\
+name: lists
+data:
+  sources: {log: {files: "*.parquet", format: parquet}}
+  samples: {map: SELECT * FROM log}
+  session: {key: session_id, time: time}
+  tables:
+    items: {features: [item_id], num_rows: 50, rows: identity}
+  block_samples: 16
+"""
+
+
+def write_lists(
+    root: Path,
+    segments: Sequence[Sequence[np.ndarray] | None],
+    settings: tuple[int, int, str, int],
+    keys: Mapping[int, int] = {},
+) -> Dataset:
+    """Write access lists, edges and an index of one table, without samples.
+
+    Args:
+        root: a new directory.
+        segments: for each segment the distinct ascending rows of its blocks; None if it was built
+            before the table was declared.
+        settings: samples of a batch, epochs, shuffle and seed.
+        keys: shuffle keys of segments.
+    """
+    opened = tuple(
+        _write_segment(root, number, lists, keys.get(number))
+        for number, lists in enumerate(segments)
+    )
+    manifest = DatasetManifest(
+        writer="test",
+        name="lists",
+        job_sha256="",
+        schema_sha256="",
+        segments=tuple(segment.reference for segment in opened),
+    )
+    job = parse_stored_job(JOB, "job.yaml")
+    dataset = Dataset(Location.parse(root), manifest, job, FeatureSet(()), opened)
+    index = write_index(dataset, new_index(*settings))
+    return replace(dataset, manifest=replace(manifest, indexes=(index,)))
+
+
+def _write_segment(
+    root: Path, number: int, lists: Sequence[np.ndarray] | None, shuffle_key: int | None
+) -> Segment:
+    directory = root / layout.SEGMENTS / f"{number:05d}-lists"
+    directory.mkdir(parents=True)
+    files: dict[str, FileEntry] = {}
+    tables: dict[str, TableCounts] = {}
+    blocks = [] if lists is None else lists
+    if lists is not None:
+        offsets = offsets_of(np.array(list(map(len, lists)), np.int64))
+        values = np.concatenate([np.empty(0, np.int64), *lists])
+        numbers, rows = number_by_first_use(Jagged(values, offsets))
+        gaps = large_list(to_gaps(numbers), numbers.offsets)
+        path = layout.access_path("items", 0)
+        write(directory / path, pa.table([np.arange(len(lists)), gaps], layout.access_schema()))
+        files[path] = describe_file(directory, path)
+        edges = [rows, *first_and_last(numbers, len(rows))]
+        path = layout.edges_path("items", 0)
+        write(directory / path, pa.table(edges, layout.EDGES_SCHEMA))
+        files[path] = describe_file(directory, path)
+        counts = {"num_lookups": 0, "num_lookups_dedup": 0, "num_unique_rows": len(rows)}
+        tables["items"] = TableCounts(**counts)
+    write(directory / layout.BLOCKS, layout.blocks_schema([]).empty_table())
+    manifest = SegmentManifest(
+        num_samples=0,
+        num_sessions=0,
+        num_rejects=0,
+        input_bytes=0,
+        dataset_bytes=0,
+        oracle_bytes=0,
+        splits={"train": (0, len(blocks))},
+        groups={},
+        tables=tables,
+        listing=(),
+        job_sha256=str([len(rows) for rows in blocks]),
+        schema_sha256="",
+        blocks_sha256=sha256_of(directory / layout.BLOCKS),
+        files_sha256=write_files(directory / layout.FILES, list(files.values())),
+        columns={} if lists is None else {"item_id": "int64"},
+    )
+    sha256 = write_manifest(directory, manifest)
+    reference = Reference(id=directory.name, manifest_sha256=sha256, shuffle_key=shuffle_key)
+    return Segment(Location.parse(directory), reference, manifest)

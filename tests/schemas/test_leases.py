@@ -1,0 +1,127 @@
+"""Leases: valid while renewed, by the clock of the store; dead holders of this machine at once."""
+
+import gc
+import json
+import multiprocessing
+import os
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+
+from schemas.errors import SchemaError
+from schemas.leases import LEASES, Lease, is_dead, live_leases, process_identity, remove_expired
+from schemas.storage import Location, store_time
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Location:
+    """An empty directory."""
+    return Location.parse(tmp_path)
+
+
+def held(root: Location) -> list[frozenset[str]]:
+    return [lease.directories for lease in live_leases(root)]
+
+
+def test_lease_names_what_its_holder_uses_until_it_is_released(root: Location) -> None:
+    with Lease(root, "run a") as lease:
+        assert held(root) == []
+        lease.hold(["x", "y"])
+        assert held(root) == [frozenset({"x", "y"})]
+        lease.hold(["z"])
+        assert held(root) == [frozenset({"z"})]
+        assert [record.holder for record in live_leases(root)] == ["run a"]
+    assert held(root) == []
+    assert (root / LEASES).entries() == []
+
+
+def test_lease_ends_with_its_last_reference(root: Location) -> None:
+    lease = Lease(root, "run")
+    lease.hold(["x"])
+    assert held(root)
+    del lease
+    gc.collect()
+    assert held(root) == []
+
+
+def test_lease_expires_by_the_clock_of_the_store(root: Location) -> None:
+    with Lease(root, "run", expiry_sec=100) as lease:
+        lease.hold(["x"])
+        now = store_time(root)
+        assert live_leases(root, now + timedelta(seconds=99))
+        assert not live_leases(root, now + timedelta(seconds=101))
+
+
+def test_holder_renews_its_lease(root: Location) -> None:
+    with Lease(root, "run", expiry_sec=0.4) as lease:
+        lease.hold(["x"])
+        (entry,) = (root / LEASES).entries()
+        deadline = time.monotonic() + 30
+        while (root / LEASES).entries()[0].modified == entry.modified:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        assert held(root)
+
+
+def _hold_and_die(path: Path) -> None:
+    lease = Lease(Location.parse(path), "run")
+    lease.hold(["x"])
+    os._exit(0)
+
+
+def test_lease_of_a_dead_process_of_this_machine_is_no_lease(
+    root: Location, tmp_path: Path
+) -> None:
+    child = multiprocessing.get_context("spawn").Process(target=_hold_and_die, args=(tmp_path,))
+    child.start()
+    child.join()
+    assert len((root / LEASES).entries()) == 1
+    assert held(root) == []
+
+
+def test_child_of_a_fork_does_not_release_the_lease(root: Location) -> None:
+    with Lease(root, "run") as lease:
+        lease.hold(["x"])
+        child = multiprocessing.get_context("fork").Process(target=lease.release)
+        child.start()
+        child.join()
+        assert held(root)
+
+
+def test_process_of_another_machine_is_not_taken_for_dead() -> None:
+    own = process_identity()
+    assert not is_dead(own)
+    boot, namespace, process_id, start = own.split()
+    assert is_dead(f"{boot} {namespace} {process_id} 1")  # another process had the id before
+    assert not is_dead(f"x {namespace} {process_id} {start}")
+    assert not is_dead(f"{boot} pid:[1] {process_id} {start}")
+    assert not is_dead("")
+    assert not is_dead("a b c d")
+
+
+@pytest.mark.parametrize("data", [b"", b"[]", b"{}", b'{"holder": 1, "directories": 2}', b"\xff"])
+def test_file_that_is_no_lease_is_refused_by_name(root: Location, data: bytes) -> None:
+    (root / LEASES / "x.json").write_bytes(data)
+    with pytest.raises(SchemaError, match=r"lease is not readable: .* in .*/x\.json; remove"):
+        live_leases(root)
+
+
+def test_lease_that_cannot_be_written_is_logged(
+    root: Location, caplog: pytest.LogCaptureFixture
+) -> None:
+    (root / LEASES).write_bytes(b"a file is in the way")
+    with Lease(root, "run") as lease:
+        lease.hold(["x"])
+    assert "lease cannot be written" in caplog.text
+
+
+def test_expired_leases_are_removed_after_a_day(root: Location) -> None:
+    body = {"holder": "x", "directories": [], "expiry_sec": 1, "process": ""}
+    (root / LEASES / "x.json").write_bytes(json.dumps(body).encode())
+    now = store_time(root)
+    remove_expired(root, now + timedelta(hours=23))
+    assert len((root / LEASES).entries()) == 1
+    remove_expired(root, now + timedelta(days=2))
+    assert (root / LEASES).entries() == []

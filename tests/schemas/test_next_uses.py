@@ -1,0 +1,127 @@
+"""Next uses over any selection of segments equal those of the concatenated steps."""
+
+import weakref
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from schemas import accesses
+from schemas.accesses import NextUses, TableAccesses, indexed_steps, num_unique_rows
+from schemas.arrays import Jagged
+from schemas.dataset import Dataset, select_segments, step_distances
+from schemas.errors import SchemaError
+from schemas.files import CheckedFile
+from tests.schemas import reference
+from tests.schemas.parts import write_lists
+
+
+def random_segments(rng: np.random.Generator, num_segments: int) -> list[list[np.ndarray] | None]:
+    """Blocks of a few rows of 40, some without a row; one segment in eight lacks the table."""
+    segments: list[list[np.ndarray] | None] = []
+    for _ in range(num_segments):
+        blocks = [rng.integers(0, 40, rng.integers(0, 9)) for _ in range(rng.integers(0, 8))]
+        segments.append([np.unique(rows) for rows in blocks] if rng.random() < 0.9 else None)
+    return segments
+
+
+def rows_of_steps(dataset: Dataset, segments: list[list[np.ndarray] | None]) -> list[list[int]]:
+    """The ascending rows of each step of the run, by the segments' lists alone."""
+    (entry,) = dataset.manifest.indexes
+    order = dataset.order(entry.batch_samples, entry.epochs, entry.shuffle, entry.seed)
+    chosen = [segments[int(s.id.split("-")[0])] or [] for s in dataset.segments]
+    steps = map(order.step, range(order.num_steps))
+    blocks = ([chosen[s.segment][p].tolist() for p in s.positions.tolist()] for s in steps)
+    return [sorted({row for rows in step for row in rows}) for step in blocks]
+
+
+def check(dataset: Dataset, segments: list[list[np.ndarray] | None]) -> None:
+    """Compare every step of a run with the next uses in its list of steps."""
+    index = dataset.open_index(dataset.manifest.indexes[0])
+    accessed = TableAccesses(dataset, "items", index.order)
+    next_uses = NextUses(dataset, index, "items", accessed.numbering)
+    steps = rows_of_steps(dataset, segments)
+    expected = reference.next_use(steps)
+    found = list(indexed_steps(dataset, index, "items"))
+    assert len(found) == len(next_uses) == len(steps)
+    for (numbers, distances), rows, later in zip(found, steps, expected, strict=True):
+        assert (np.diff(numbers) > 0).all()
+        of_row = dict(zip(accessed.rows[numbers].tolist(), distances.tolist(), strict=True))
+        assert of_row == dict(zip(rows, later, strict=True))
+    assert index.num_accesses("items") == sum(map(len, steps))
+    assert num_unique_rows(dataset, "items") == len(set().union(*steps))
+    at_random = np.random.default_rng(1).permutation(len(steps))[:5].tolist()
+    assert all(np.array_equal(next_uses[t], list(next_uses)[t]) for t in at_random)
+
+
+@pytest.mark.parametrize("shuffle", ["none", "blocks"])
+@pytest.mark.parametrize("epochs", [1, 2, 3])
+def test_next_uses_equal_those_of_the_concatenated_steps(
+    tmp_path: Path, epochs: int, shuffle: str
+) -> None:
+    rng = np.random.default_rng(epochs)
+    for num_segments in (1, 2, 3, 5):
+        segments = random_segments(rng, num_segments)
+        keys = {0: 2**64 - 1} if num_segments == 3 else {}
+        settings = (16 * int(rng.integers(1, 4)), epochs, shuffle, 7)
+        dataset = write_lists(tmp_path / str(num_segments), segments, settings, keys)
+        check(dataset, segments)
+        for _ in range(3):
+            names = [s.id for s in dataset.segments if rng.random() < 0.6]
+            if names:
+                check(select_segments(dataset, names), segments)
+
+
+def test_next_uses_in_a_temporary_file_are_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    segments = random_segments(np.random.default_rng(5), 4)
+    dataset = write_lists(tmp_path / "dataset", segments, (32, 2, "none", 0))
+    monkeypatch.setattr("schemas.accesses.HEAP_BYTES", 0)
+    check(dataset, segments)
+
+
+def test_accesses_and_next_uses_keep_one_decoded_file_each(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    segments = [[np.array([3, 5]), np.array([5])], [np.array([3])], [np.array([4, 5])]]
+    dataset = write_lists(tmp_path / "dataset", segments, (16, 2, "none", 0))
+    decoded = list[weakref.ref[np.ndarray]]()
+
+    def remember(decode: Callable[[CheckedFile], Jagged]) -> Callable[[CheckedFile], Jagged]:
+        def decode_and_remember(file: CheckedFile) -> Jagged:
+            lists = decode(file)
+            decoded.append(weakref.ref(lists.values))
+            return lists
+
+        return decode_and_remember
+
+    monkeypatch.setattr("schemas.accesses._decode_narrow", remember(accesses._decode_narrow))
+    monkeypatch.setattr("schemas.dataset.step_distances", remember(step_distances))
+    steps = indexed_steps(dataset, dataset.open_index(dataset.manifest.indexes[0]), "items")
+    for _ in steps:
+        assert sum(each() is not None for each in decoded) <= 2
+    assert len(decoded) >= 2 * 2 * 3
+
+
+def test_run_of_one_segment_and_epoch_has_the_stored_distances(tmp_path: Path) -> None:
+    segments = [[np.array([3, 5]), np.array([5]), np.array([3, 4])], [np.array([3])]]
+    dataset = write_lists(tmp_path / "dataset", segments, (16, 1, "none", 0))
+    alone = select_segments(dataset, [dataset.segments[0].id])
+    index = alone.open_index(alone.manifest.indexes[0])
+    stored = index.parts[0].steps("items")
+    found = NextUses(alone, index, "items")
+    assert [step.tolist() for step in found] == [stored[t].tolist() for t in range(3)]
+    assert [step.tolist() for step in found] == [[2, 1], [0], [0, 0]]
+
+
+def test_part_of_another_segment_is_refused(tmp_path: Path) -> None:
+    segments = [[np.array([3, 5])], [np.array([3, 4])]]
+    dataset = write_lists(tmp_path / "dataset", segments, (16, 1, "none", 0))
+    (entry,) = dataset.manifest.indexes
+    one, other = (s.id for s in dataset.segments)
+    swapped = replace(entry, parts={one: entry.parts[other], other: entry.parts[one]})
+    with pytest.raises(SchemaError, match=r"^part must be of the segment 00000-lists with sha256 "):
+        dataset.open_index(swapped)
