@@ -10,15 +10,24 @@ does not name are deleted, so a reader that misses one reads the newest manifest
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import tempfile
-from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import (
+    Callable,
+    Collection,
+    Generator,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeVar
 
 from schemas.errors import SchemaError
 from schemas.layout import BLOCKS, JOB, MANIFEST, SCHEMA
@@ -37,6 +46,7 @@ from schemas.run_log import (
 from schemas.storage import CHUNK_BYTES, MANIFESTS, Location, copy_errors_name
 from schemas.versions import Version, Versions
 
+T = TypeVar("T")
 OBJECTS = "files"
 """Directory of the objects: `files/<number>-<writer>/<path in the run>`."""
 LOGS = (METRICS, LEDGER, SPLITS, CHECKPOINT_LOG)
@@ -96,7 +106,10 @@ def read_newest_state(run: Location) -> RunState | None:
         SchemaError: its manifest is damaged, or of another release.
         StorageError: the store failed.
     """
-    versions = Versions(run)
+    return _newest_state(Versions(run))
+
+
+def _newest_state(versions: Versions) -> RunState | None:
     version = versions.newest()
     if version is None:
         return None
@@ -153,30 +166,44 @@ def fetch_run(
         SchemaError: there is no run, or an object is missing or has changed.
         StorageError: the store failed.
     """
-    missing: FileNotFoundError | None = None
-    last_number = -1
-    while True:
-        state = read_newest_state(run)
+
+    def fetch(state: RunState | None) -> RunState:
         if state is None:
             raise SchemaError("found no run; train first", file=str(run))
         manifest = state.manifest
-        if missing is not None and state.version.number == last_number:
-            raise SchemaError(
-                f"object of the run is missing: {missing.filename}; {_REMEDY}", file=str(run)
-            ) from missing
-        last_number = state.version.number
-        try:
-            _remove_others(folder, manifest)
-            if files == ALL:
-                _fetch_files(run, manifest, folder, manifest.files)
-            else:
-                wanted = [name for name in manifest.files if name in files or _is_manifest(name)]
-                _fetch_files(run, manifest, folder, wanted)
-                _fetch_files(run, manifest, folder, _files_of(folder, manifest, checkpoints))
-        except FileNotFoundError as error:  # deleted, as a newer state was committed meanwhile
-            missing = error
+        _remove_others(folder, manifest)
+        if files == ALL:
+            _fetch_files(run, manifest, folder, manifest.files)
         else:
-            return state
+            wanted = [name for name in manifest.files if name in files or _is_manifest(name)]
+            _fetch_files(run, manifest, folder, wanted)
+            _fetch_files(run, manifest, folder, _files_of(folder, manifest, checkpoints))
+        return state
+
+    return _read_newest(Versions(run), fetch)
+
+
+def _read_newest(versions: Versions, read: Callable[[RunState | None], T]) -> T:
+    """Return what `read` makes of the newest state.
+
+    It is called again if an object was deleted because a newer state was committed meanwhile.
+
+    Raises:
+        SchemaError: an object of the newest state is missing.
+    """
+    missing, last_number = None, -1
+    while True:
+        state = _newest_state(versions)
+        number = 0 if state is None else state.version.number
+        if missing is not None and number == last_number:
+            raise SchemaError(
+                f"object of the run is missing: {missing.filename}; {_REMEDY}",
+                file=str(versions.directory),
+            ) from missing
+        try:
+            return read(state)
+        except FileNotFoundError as error:
+            missing, last_number = error, number
 
 
 def _is_manifest(name: str) -> bool:
@@ -331,3 +358,100 @@ def _has_run_manifest(directory: Location) -> bool:
     except ValueError:
         return False
     return isinstance(body, dict) and "files" in body
+
+
+# Read single files of a run that is being trained.
+
+
+def read_run_file(run: Location, name: str) -> bytes | None:
+    """Return a file of a run at a path or URL; None if it does not exist.
+
+    Raises:
+        SchemaError: an object is missing or has changed.
+        StorageError: the store failed.
+    """
+    if run.local is not None:
+        try:
+            return (run.local / name).read_bytes()
+        except FileNotFoundError:
+            return None
+
+    def read(state: RunState | None) -> bytes | None:
+        objects = None if state is None else state.manifest.files.get(name)
+        if objects is None:
+            return None
+        data = io.BytesIO()
+        for each in objects:
+            _copy_object(run, each, data)
+        return data.getvalue()
+
+    return _read_newest(Versions(run), read)
+
+
+class RunLogTail:
+    """Reads the new lines of a log of a run at a path or URL.
+
+    A run that is restored to an older checkpoint writes the lines of later steps again, in other
+    bytes. Then the log is read again from its first line.
+    """
+
+    def __init__(self, run: Location, name: str) -> None:
+        """Start before the first line.
+
+        Args:
+            run: path or URL of the run, which need not exist yet.
+            name: of the log.
+        """
+        self._run, self._name = run, name
+        self._versions = Versions(run)
+        self._number = 0  # of the state that was read last
+        self._offset = 0
+        self._last_line = b""
+
+    def read(self) -> tuple[list[bytes], bool]:
+        """Return complete lines, each with its newline, and whether they begin with the first one.
+
+        Returns:
+            The lines since the last call; all lines and True if others replaced those.
+
+        Raises:
+            SchemaError: the state of the run is damaged.
+            StorageError: the store failed.
+        """
+        data = self._read_from(self._offset - len(self._last_line))
+        if data is None:
+            return [], False
+        restarted = not data.startswith(self._last_line)
+        if restarted:
+            self._offset, self._last_line, self._number = 0, b"", 0
+            data = self._read_from(0) or b""
+        new = data[len(self._last_line) : data.rfind(b"\n") + 1]
+        lines = new.splitlines(keepends=True)
+        self._offset += len(new)
+        self._last_line = lines[-1] if lines else self._last_line
+        return lines, restarted
+
+    def _read_from(self, start: int) -> bytes | None:
+        """Return the bytes of the log from an offset on; None if its state was read before."""
+        if self._run.local is None:
+            if self._versions.newest_number() == self._number:
+                return None
+            return _read_newest(self._versions, partial(self._read_state, start))
+        try:
+            with (self._run.local / self._name).open("rb") as file:
+                file.seek(start)
+                return file.read()
+        except FileNotFoundError:
+            return b""
+
+    def _read_state(self, start: int, state: RunState | None) -> bytes:
+        if state is None:
+            return b""
+        parts: list[memoryview] = []
+        end = 0
+        for each in state.manifest.files.get(self._name, ()):
+            first, end = max(0, start - end), end + each.num_bytes
+            if first < each.num_bytes:
+                parts += (self._run / each.name).read_ranges([(first, each.num_bytes)])
+        self._number = state.version.number
+        return b"".join(parts)
