@@ -60,7 +60,7 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True)
 
     command = commands.add_parser("generate", help="write the synthetic log of a job")
-    command.add_argument("job", type=Path, metavar="JOB")
+    command.add_argument("job", type=path_or_url, metavar="JOB", help="job file, or its URL")
     command.add_argument("--output", type=Location, required=True, metavar="DIR")
     command.add_argument("--num-samples", type=int, metavar="N")
 
@@ -196,7 +196,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def _add_log_options(command: argparse.ArgumentParser) -> None:
-    command.add_argument("job", type=Path, metavar="JOB")
+    command.add_argument("job", type=path_or_url, metavar="JOB", help="job file, or its URL")
     command.add_argument("--input", required=True, metavar="DIR", help="a directory or a URL")
     command.add_argument(
         "--day",

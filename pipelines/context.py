@@ -31,7 +31,7 @@ class BuildRequest:
     """The arguments of a build.
 
     Attributes:
-        job_path: the job file.
+        job_path: the job file, or its URL.
         input_root: directory of raw files, or its URL.
         dataset: directory of the dataset.
         beam_args: Beam options.
@@ -54,7 +54,7 @@ class BuildRequest:
             refuse it.
     """
 
-    job_path: Path
+    job_path: Path | Location
     input_root: Path | str
     dataset: Location
     beam_args: list[str]
@@ -74,8 +74,8 @@ class BuildRequest:
     allow_outside: bool = False
     check: Callable[[Location, Job], None] = lambda *_: None
 
-    def schema_path(self, job: Job) -> Path:
-        """Return the path of the job's schema; raise SchemaError if it is outside the folder."""
+    def schema_path(self, job: Job) -> Path | Location:
+        """Return the path or URL of the schema; raise SchemaError if it is outside the folder."""
         return schema_path(self.job_path, job.data.schema, allow_outside=self.allow_outside)
 
 

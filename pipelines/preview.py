@@ -64,7 +64,7 @@ OTHER_ROWS = 10_000
 
 
 def preview(
-    job_path: Path,
+    job_path: Path | Location,
     input_root: Path | str,
     *,
     rows: int = 1000,

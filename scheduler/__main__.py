@@ -117,7 +117,7 @@ def _fit(arguments: argparse.Namespace) -> None:
 
 
 def _add_plan_arguments(command: argparse.ArgumentParser) -> None:
-    command.add_argument("job", type=Path, metavar="JOB", help="job file")
+    command.add_argument("job", type=path_or_url, metavar="JOB", help="job file, or its URL")
     command.add_argument("--dataset", type=Location, help="dataset with the sizes of the data")
     command.add_argument(
         "--history",
@@ -169,7 +169,9 @@ def _simulate(arguments: argparse.Namespace) -> None:
 
 
 def _add_run_arguments(command: argparse.ArgumentParser) -> None:
-    command.add_argument("jobs", type=Path, nargs="+", metavar="JOB", help="job files")
+    command.add_argument(
+        "jobs", type=path_or_url, nargs="+", metavar="JOB", help="job files, or their URLs"
+    )
     command.add_argument(
         "--input",
         action="append",

@@ -15,6 +15,7 @@ from tensorflow_metadata.proto.v0 import schema_pb2
 
 from schemas.errors import SchemaError, suggest_name, suggest_name_or
 from schemas.paths import is_below
+from schemas.storage import Location
 
 Role = Literal["sparse", "dense", "label", "weight", "label_time", "kept"]
 ROLES: tuple[str, ...] = get_args(Role)
@@ -84,14 +85,14 @@ class FeatureSet:
         return labels[0]
 
 
-def load_features(path: Path) -> FeatureSet:
+def load_features(path: Path | Location) -> FeatureSet:
     """Read `schema.pbtxt`.
 
     Raises:
         SchemaError: the file is missing or invalid, or a role is unknown.
     """
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_bytes().decode()
     except (OSError, UnicodeDecodeError) as error:
         raise _not_a_schema(error, str(path)) from error
     return parse_features(text, str(path))

@@ -11,13 +11,15 @@ import argparse
 import os
 import re
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path, PurePosixPath
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 from schemas.errors import SchemaError
 from schemas.storage import Location
+
+T = TypeVar("T")
 
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_-]*")
 MOUNTS = Path("/proc/self/mountinfo")
@@ -91,17 +93,38 @@ def local_path(path: str | os.PathLike[str]) -> Path:
     )
 
 
-def path_or_url(text: str) -> Path | Location:
-    """Return a local path as it is given, and the location of an object store: an argument type."""
-    try:
-        location = Location.parse(text)
-    except SchemaError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
+def path_or_url(text: str | Path | Location) -> Path | Location:
+    """Return a local path as it is given, and the location of an object store: an argument type.
+
+    Raises:
+        StorageError: the scheme is unknown, or the URL has no bucket.
+    """
+    if not isinstance(text, str):
+        return text
+    location = Location.parse(text)
     return location if location.local is None else local_path(text)
 
 
+def resolve_beside(file: Path | Location, name: str) -> Path | Location:
+    """Return a path or URL that a file contains; a relative path starts at the file's folder.
+
+    Example:
+        >>> resolve_beside(Path("jobs/job.yaml"), "schema.pbtxt")
+        PosixPath('jobs/schema.pbtxt')
+        >>> str(resolve_beside(Location("s3://bucket/jobs/job.yaml"), "../schema.pbtxt"))
+        's3://bucket/schema.pbtxt'
+    """
+    if "://" in name or Path(name).is_absolute():
+        return path_or_url(name)
+    if isinstance(file, Path) or file.local is not None:
+        return Path(file).parent / name
+    scheme, _, folder = file.parent.url.partition("://")
+    bucket, _, key = folder.partition("/")
+    return Location(f"{scheme}://{bucket}{os.path.normpath(PurePosixPath('/', key, name))}")
+
+
 class ArgumentParser(argparse.ArgumentParser):
-    """A parser of paths by `local_path` and of locations by `Location.parse`; so its subparsers."""
+    """A parser of types `Path`, `Location` and `path_or_url`, in its subparsers, too."""
 
     def __init__(
         self, *args: Any, renamed: Mapping[str, str] = MappingProxyType({}), **kwargs: Any
@@ -115,8 +138,9 @@ class ArgumentParser(argparse.ArgumentParser):
         """
         super().__init__(*args, **kwargs)
         self._renamed = renamed
-        self.register("type", Path, _path_argument)
-        self.register("type", Location, _location_argument)
+        self.register("type", Path, _argument_type(local_path))
+        self.register("type", Location, _argument_type(Location.parse))
+        self.register("type", path_or_url, _argument_type(path_or_url))
 
     # the overloads of the base have one generic type for the namespace
     def parse_known_args(  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -133,38 +157,36 @@ class ArgumentParser(argparse.ArgumentParser):
         return super().parse_known_args(words, namespace)
 
 
-def _path_argument(text: str) -> Path:
-    try:
-        return local_path(text)
-    except SchemaError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
+def _argument_type(parse: Callable[[str], T]) -> Callable[[str], T]:
+    def parse_argument(text: str) -> T:
+        try:
+            return parse(text)
+        except SchemaError as error:
+            raise argparse.ArgumentTypeError(str(error)) from error
+
+    return parse_argument
 
 
-def _location_argument(text: str) -> Location:
-    try:
-        return Location.parse(text)
-    except SchemaError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
-
-
-def schema_path(job_file: Path, schema: str, *, allow_outside: bool = False) -> Path:
-    """Return the path of a job's `data.schema`. Symbolic links are followed.
+def schema_path(
+    job_file: Path | Location, schema: str, *, allow_outside: bool = False
+) -> Path | Location:
+    """Return the path or URL of a job's `data.schema`. Symbolic links are followed.
 
     Args:
         job_file: the job file.
-        schema: relative to its folder.
+        schema: relative to its folder, or a whole path or URL.
         allow_outside: whether it may be outside that folder.
 
     Raises:
         SchemaError: it is outside the folder.
     """
-    if not allow_outside and not is_below(os.path.normpath(schema)):
+    if not allow_outside and ("://" in schema or not is_below(os.path.normpath(schema))):
         raise SchemaError(
             f"data.schema must be in the folder of the job file, got {schema!r}; copy it there, "
             f"or give {ALLOW_OUTSIDE}",
             file=str(job_file),
         )
-    return job_file.parent / schema
+    return resolve_beside(job_file, schema)
 
 
 def check_writable(path: Path, *, single_writer: bool = False, mounts: str | None = None) -> None:

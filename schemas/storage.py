@@ -141,6 +141,10 @@ class Location:
             return self
         return Location(self.url.rpartition("/")[0] or "/")
 
+    def resolve(self) -> Location:
+        """Return this location, with the symbolic links of a local path followed."""
+        return self if self.local is None else Location(str(self.local.resolve()))
+
     @property
     def local(self) -> Path | None:
         """Path of a local location; None at an object store."""

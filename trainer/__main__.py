@@ -22,7 +22,7 @@ if __name__ == "__main__":
             "`presage`, or start in another folder"
         )
 
-from schemas.config.job import load_job
+from schemas.config.job import Job, load_job
 from schemas.errors import PlanError, SchemaError, pluralize
 from schemas.layout import BLOCKS
 from schemas.manifest import read_dataset
@@ -87,18 +87,19 @@ def _work(arguments: argparse.Namespace) -> Path:
     return (cache if is_writable else Path(tempfile.gettempdir())) / "presage" / "runs"
 
 
-def _set_threads(job: Path) -> None:
+def _set_threads(job: Job) -> None:
     import torch
 
-    num_threads = load_job(job).train.num_threads
+    num_threads = job.train.num_threads
     torch.set_num_threads(num_threads or len(os.sched_getaffinity(0)))
 
 
-def _check_inputs(arguments: argparse.Namespace, *, may_follow: bool = False) -> None:
-    """Raise SchemaError for an unreadable job or dataset before the slow import of torch."""
-    load_job(arguments.job)
+def _check_inputs(arguments: argparse.Namespace, *, may_follow: bool = False) -> Job:
+    """Return the job; raise SchemaError for a bad job or dataset before torch is imported."""
+    job = load_job(arguments.job)
     if not may_follow:
         read_dataset(arguments.dataset)
+    return job
 
 
 def _train(arguments: argparse.Namespace) -> int:
@@ -132,7 +133,7 @@ def _print_interrupt(interrupt: DrainInterrupt) -> str:
 
 
 def _train_until(drain: Drain, arguments: argparse.Namespace) -> int:
-    _check_inputs(arguments, may_follow=arguments.follow)
+    job = _check_inputs(arguments, may_follow=arguments.follow)
     if not arguments.resume:
         check_no_run(arguments.output)
     from schemas.run_log import to_line
@@ -143,7 +144,7 @@ def _train_until(drain: Drain, arguments: argparse.Namespace) -> int:
     from trainer.setup import TrainOptions
     from trainer.train import train
 
-    _set_threads(arguments.job)
+    _set_threads(job)
     options = TrainOptions(
         embedding=arguments.embedding,
         expanded=arguments.expanded,
@@ -157,10 +158,12 @@ def _train_until(drain: Drain, arguments: argparse.Namespace) -> int:
         segments=arguments.segments,
         expire_days=arguments.expire_days,
     )
-    config, work = load_job(arguments.job).train.checkpoint, _work(arguments)
+    work = _work(arguments)
     with (
         show_progress() as on_step,
-        open_output(arguments.output, work, config, resume=arguments.resume, drain=drain) as run,
+        open_output(
+            arguments.output, work, job.train.checkpoint, resume=arguments.resume, drain=drain
+        ) as run,
     ):
         paths = (arguments.job, arguments.dataset, run)
         if arguments.replicas != 1:
@@ -242,10 +245,10 @@ def _replica_until(drain: Drain, arguments: argparse.Namespace) -> int:
 
 
 def _evaluate(arguments: argparse.Namespace) -> int:
-    _check_inputs(arguments)
+    job = _check_inputs(arguments)
     from trainer.evaluate import evaluate_run
 
-    _set_threads(arguments.job)
+    _set_threads(job)
     with local_run(arguments.run, (RUN_FILE,), (None,)) as run:
         evaluation = evaluate_run(arguments.job, arguments.dataset, run, arguments.segments)
     _show(arguments, json.dumps(asdict(evaluation), sort_keys=True))

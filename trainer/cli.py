@@ -96,7 +96,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     run = commands.add_parser("train", help="train a job on a dataset")
-    run.add_argument("job", type=Path, help="job file")
+    run.add_argument("job", type=path_or_url, help="job file, or its URL")
     run.add_argument("--dataset", type=Location, required=True, help="path or URL")
     run.add_argument("--output", type=path_or_url, required=True, help="run folder or URL")
     run.add_argument("--steps", type=positive, help="stop before this step")
@@ -144,7 +144,7 @@ def build_parser() -> argparse.ArgumentParser:
     run.add_argument("--faults", default="[]", help="faults to inject into replicas, as JSON")
     add_replica(commands.add_parser("replica", help="run one replica of train --replicas"))
     score = commands.add_parser("evaluate", help="metrics of a run on the evaluation split")
-    score.add_argument("job", type=Path, help="job file")
+    score.add_argument("job", type=path_or_url, help="job file, or its URL")
     score.add_argument("--dataset", type=Location, required=True, help="path or URL")
     score.add_argument("--run", type=path_or_url, required=True, help="run")
     score.add_argument(

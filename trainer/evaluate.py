@@ -38,7 +38,10 @@ from trainer.stores.api import RowReader
 
 
 def evaluate_run(
-    job_path: Path, dataset_path: Location, run: Path, segments: Sequence[str] | None = None
+    job_path: Path | Location,
+    dataset_path: Location,
+    run: Path,
+    segments: Sequence[str] | None = None,
 ) -> Evaluation:
     """Evaluate the newest checkpoint of a run.
 

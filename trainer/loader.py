@@ -20,7 +20,7 @@ READ_AHEAD = 2
 
 
 def training_batches(
-    job: Path | str, dataset: Path | str, *, first_step: int = 0, expanded: bool = False
+    job: Path | Location | str, dataset: Path | str, *, first_step: int = 0, expanded: bool = False
 ) -> Iterator[Batch]:
     """Yield the batches of every epoch in the job's order, read in another thread.
 
@@ -38,7 +38,7 @@ def training_batches(
 
 
 def evaluation_batches(
-    job: Path | str, dataset: Path | str, *, expanded: bool = False
+    job: Path | Location | str, dataset: Path | str, *, expanded: bool = False
 ) -> Iterator[Batch]:
     """Yield the samples of the evaluation split once, in stored order.
 
@@ -50,9 +50,9 @@ def evaluation_batches(
 
 
 def _open_reader(
-    job_path: Path | str, dataset_path: Path | str | Location, *, expanded: bool
+    job_path: Path | Location | str, dataset_path: Path | str | Location, *, expanded: bool
 ) -> tuple[Reader, Order]:
-    job, dataset = load_job(Path(job_path)), open_dataset(dataset_path)
+    job, dataset = load_job(job_path), open_dataset(dataset_path)
     order = order_of(job, dataset)
     spec = spec_of(dataset, job.train.dtype)
     transpose = kernels_of(job.train.kernels).transpose

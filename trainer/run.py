@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -114,7 +113,7 @@ def check_no_run(run: Path | Location) -> None:
 
 def start_run(
     run: Path,
-    job: Path,
+    job: Path | Location,
     dataset: Dataset,
     config: TrainConfig,
     *,
@@ -138,7 +137,7 @@ def start_run(
     """
     check_no_run(run)
     run.mkdir(parents=True, exist_ok=True)
-    shutil.copyfile(job, run / JOB)
+    (run / JOB).write_bytes(job.read_bytes())
     for name in (METRICS, LEDGER):
         (run / name).write_text("", encoding="utf-8")
     write_dataset(run, dataset, config, follows=follows, chosen=chosen, origin=origin)

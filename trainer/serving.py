@@ -67,4 +67,4 @@ def load(path: Path | Location | str) -> Served:
     Raises:
         SchemaError: the file is missing or damaged, or of another format or torch version.
     """
-    return Served(open_model(path_or_url(path) if isinstance(path, str) else path))
+    return Served(open_model(path_or_url(path)))

@@ -91,7 +91,7 @@ logger = logging.getLogger(__name__)
 
 
 def open_run(
-    job_path: Path,
+    job_path: Path | Location,
     job: Job,
     dataset_path: Location,
     run: Path,

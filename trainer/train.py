@@ -79,7 +79,7 @@ REPLICA = "0"
 
 
 def train(
-    job_path: Path,
+    job_path: Path | Location,
     dataset_path: Location,
     run: Path,
     options: TrainOptions,

@@ -81,7 +81,7 @@ def with_groups(request: BuildRequest, job: Job, features: FeatureSet) -> tuple[
     """
     if not job.data.has_auto_groups:
         return request, job
-    text = request.job_path.read_text(encoding="utf-8")
+    text = request.job_path.read_bytes().decode()
     root = find_root(request.dataset)
     if root is not None:
         job_bytes = read_version(request.dataset, JOB, root.manifest.job_sha256)

@@ -66,11 +66,13 @@ from schemas.features import FeatureSet, load_features
 from schemas.layout import SEGMENTS
 from schemas.leases import Lease
 from schemas.manifest import InputFile, find_root, hash_of
-from schemas.paths import schema_path
+from schemas.paths import path_or_url, schema_path
 from schemas.storage import Location
 
 SEGMENT = "segment"
 ROWS = "rows"
+_NOWHERE = Path("/.presage-nowhere")
+"""Folder of inputs and outputs that a request must name but does not use."""
 
 
 class BuildDataset(beam.PTransform):
@@ -305,18 +307,21 @@ class MakeSamples(beam.PTransform):
         super().__init__()
         _check_num_parts(num_parts)
         path, parsed, features = _load_job(job, allow_outside)
-        unused = path.parent / ".nowhere"  # no file is read, none is written
         request = BuildRequest(
             job_path=path,
-            input_root=unused,
-            dataset=Location.parse(path.parent),
+            input_root=_NOWHERE / "input",
+            dataset=Location.parse(_NOWHERE / "dataset"),
             beam_args=[],
             attempt="",
             listing=(_unread_file(parsed, path, name),),
         )
         context = prepare(request, parsed, features)
         self._context = replace(
-            context, segment_root=unused, num_parts=num_parts, shuffle_by="tables", has_files=False
+            context,
+            segment_root=_NOWHERE,
+            num_parts=num_parts,
+            shuffle_by="tables",
+            has_files=False,
         )
 
     def expand(self, input_or_inputs: Any) -> dict[str, Any]:
@@ -331,8 +336,8 @@ class MakeSamples(beam.PTransform):
         }
 
 
-def _load_job(job: str | Path, allow_outside: bool) -> tuple[Path, Job, FeatureSet]:
-    path = Path(job).resolve()
+def _load_job(job: str | Path, allow_outside: bool) -> tuple[Path | Location, Job, FeatureSet]:
+    path = path_or_url(job).resolve()
     parsed = load_job(path)
     schema = schema_path(path, parsed.data.schema, allow_outside=allow_outside)
     return path, parsed, load_features(schema)
@@ -347,7 +352,7 @@ def _segment_request(
     check_new_names(parsed, path, is_new=find_root(target) is None)
     request = BuildRequest(
         job_path=path,
-        input_root=path.parent / ".nowhere",  # there are no files
+        input_root=_NOWHERE / "input",
         dataset=target,
         beam_args=["--direct_num_workers=1"],  # of the index, which the last worker builds
         attempt=uuid.uuid4().hex[:12],
@@ -377,7 +382,7 @@ def incoming_directory(request: BuildRequest) -> Path:
     return base / INCOMING / request.attempt
 
 
-def _unread_file(job: Job, path: Path, name: str) -> InputFile:
+def _unread_file(job: Job, path: Path | Location, name: str) -> InputFile:
     """Return the file that stands for the rows of a job's only source, which must be declared."""
     data = job.data
     source = data.sources[data.sample_source]

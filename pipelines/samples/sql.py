@@ -20,6 +20,7 @@ from schemas.config.job import DataConfig
 from schemas.config.parse import position_in_value
 from schemas.config.sources import SqlLimitsConfig
 from schemas.errors import SchemaError
+from schemas.storage import Location
 
 _thread_local = threading.local()  # a connection takes 20 ms to open; one per thread is kept
 
@@ -85,11 +86,11 @@ class SqlError(SchemaError):
         super().__init__(message)
         self.key, self.position = key, position
 
-    def in_file(self, job: Path) -> SchemaError:
+    def in_file(self, job: Path | Location) -> SchemaError:
         """Return the error with the line and the column in the job file."""
         location = None
         if self.position is not None:
-            location = position_in_value(job.read_text(encoding="utf-8"), self.key, self.position)
+            location = position_in_value(job.read_bytes().decode(), self.key, self.position)
         return SchemaError(self.message, file=str(job), location=location)
 
 

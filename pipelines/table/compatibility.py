@@ -68,7 +68,9 @@ def identity_of(data: DataConfig) -> dict[str, Any]:
     return identity
 
 
-def check_compatible(dataset: Dataset, job: Job, features: FeatureSet, path: Path) -> None:
+def check_compatible(
+    dataset: Dataset, job: Job, features: FeatureSet, path: Path | Location
+) -> None:
     """Refuse a job whose segment could not be read together with the segments of the dataset.
 
     Args:
@@ -92,7 +94,7 @@ def check_compatible(dataset: Dataset, job: Job, features: FeatureSet, path: Pat
         )
 
 
-def check_types(dataset: Dataset, columns: Mapping[str, str], path: Path) -> None:
+def check_types(dataset: Dataset, columns: Mapping[str, str], path: Path | Location) -> None:
     """Refuse a segment whose columns have other Arrow types than those of the dataset.
 
     Args:
@@ -131,7 +133,7 @@ def flatten(value: object, key: str = "data") -> dict[str, Any]:
     return flat
 
 
-def check_features(old: FeatureSet, new: FeatureSet, path: Path) -> frozenset[str]:
+def check_features(old: FeatureSet, new: FeatureSet, path: Path | Location) -> frozenset[str]:
     """Compare declared columns; return the names of added ones.
 
     Raises:
@@ -152,7 +154,7 @@ def check_features(old: FeatureSet, new: FeatureSet, path: Path) -> frozenset[st
     return frozenset(f.name for f in added)
 
 
-def _check_same(old: Feature, new: Feature, path: Path) -> None:
+def _check_same(old: Feature, new: Feature, path: Path | Location) -> None:
     for key in ("type", "role", "is_list", "default"):
         old_value, new_value = getattr(old, key), getattr(new, key)
         if old_value != new_value:
@@ -163,7 +165,7 @@ def _check_same(old: Feature, new: Feature, path: Path) -> None:
             )
 
 
-def _check_added(feature: Feature, path: Path) -> None:
+def _check_added(feature: Feature, path: Path | Location) -> None:
     if feature.required or feature.role == "label":
         reason = "is required" if feature.required else "is the label"
         raise SchemaError(
@@ -277,7 +279,7 @@ def _not_empty_error(dataset: Location, segments: list[str], key: str) -> Schema
 def refuse_same_input(
     dataset: Dataset,
     listing: tuple[InputFile, ...],
-    job: Path,
+    job: Path | Location,
     replaced: Reference | None = None,
 ) -> None:
     """Raise SchemaError if a segment, except `replaced`, has the same input files.

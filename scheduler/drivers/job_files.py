@@ -23,8 +23,9 @@ from schemas.dataset import open_dataset
 from schemas.errors import SchemaError
 from schemas.files import replace_bytes
 from schemas.hashing import NUM_SLOTS
-from schemas.paths import ALLOW_OUTSIDE, SINGLE_WRITER, import_variables
+from schemas.paths import ALLOW_OUTSIDE, SINGLE_WRITER, import_variables, resolve_beside
 from schemas.run_log import STORE_ADDRESS
+from schemas.storage import Location
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,13 +60,13 @@ class JobPaths:
     """Paths of one job.
 
     Attributes:
-        job_file: the job file.
+        job_file: the job file, or its URL.
         folder: of everything else.
         num_segments: segments of its input.
         flags: of the commands of its processes.
     """
 
-    job_file: Path
+    job_file: Path | Location
     folder: Path
     num_segments: int
     flags: CommandFlags = NO_FLAGS
@@ -139,9 +140,9 @@ def prepare_stores(
         stores["token_file"] = endpoint.token_file
         stores["certificates"] = endpoint.certificate_file
         stores["certificate_name"] = endpoint.name
-    body: Any = yaml.safe_load(paths.job_file.read_text(encoding="utf-8"))
+    body: Any = yaml.safe_load(paths.job_file.read_bytes())
     schema = load_job(paths.job_file).data.schema
-    body["data"]["schema"] = str((paths.job_file.parent / schema).resolve())
+    body["data"]["schema"] = str(resolve_beside(paths.job_file, schema).resolve())
     train = body["train"] = body.get("train") or {}
     kept = {k: v for k, v in (train.get("stores") or {}).items() if k in ("timeout", "replicas")}
     train["stores"] = {**kept, **stores, "elastic": True}
@@ -209,7 +210,7 @@ def module_command(name: str) -> list[str]:
     return [sys.executable, "-m", name]
 
 
-def generate_command(job_file: Path, output: Path) -> list[str]:
+def generate_command(job_file: Path | Location, output: Path) -> list[str]:
     """Return the command that writes a job's synthetic log."""
     return [*module_command("pipelines"), "generate", str(job_file), "--output", str(output)]
 

@@ -27,6 +27,7 @@ from schemas.config.schedule import BudgetConfig, ScheduleConfig
 from schemas.errors import PlanError, SchemaError
 from schemas.files import replace_bytes
 from schemas.paths import local_path
+from schemas.storage import Location
 
 PLATFORM = "platform"
 """File in the scheduler's folder with the identity of the platform."""
@@ -36,7 +37,7 @@ PLATFORM = "platform"
 class RunRequest:
     """The arguments of `scheduler run`."""
 
-    job_files: Sequence[Path]
+    job_files: Sequence[Path | Location]
     """The jobs."""
     inputs: Mapping[str, Path]
     """Folders of raw files by job name."""
@@ -53,7 +54,7 @@ class RunRequest:
     """Flags of the commands of all processes."""
 
 
-def inputs_of(words: Sequence[str], job_files: Sequence[Path]) -> dict[str, Path]:
+def inputs_of(words: Sequence[str], job_files: Sequence[Path | Location]) -> dict[str, Path]:
     """Return folders of raw files by job name.
 
     Args:
@@ -220,7 +221,7 @@ def _submissions(
 
 
 def check_driver(
-    driver: str | None, cluster: Path | None, job_files: Sequence[Path], output: Path
+    driver: str | None, cluster: Path | None, job_files: Sequence[Path | Location], output: Path
 ) -> None:
     """Raise unless the driver, the cluster file and the jobs fit together.
 

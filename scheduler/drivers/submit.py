@@ -29,6 +29,7 @@ from schemas.errors import SchemaError
 from schemas.features import load_features
 from schemas.files import replace_bytes
 from schemas.paths import schema_path
+from schemas.storage import Location
 
 HISTORY = "history"
 """Folder in the scheduler's folder with the measurements of finished jobs."""
@@ -38,7 +39,7 @@ CODECS = {".gz": "gzip", ".zst": "zstd"}
 
 
 def submit(
-    job_file: Path,
+    job_file: Path | Location,
     inputs: Mapping[str, Path],
     output: Path,
     time_sec: float,
@@ -97,7 +98,7 @@ def submit(
     submitted = Submitted(
         time_sec=time_sec,
         job=job.name,
-        document=job_file.read_text(encoding="utf-8"),
+        document=job_file.read_bytes().decode(),
         facts=snapshot.facts,
         history=snapshot.history,
         num_segments=len(segments),
@@ -106,7 +107,7 @@ def submit(
     return submitted, JobPaths(job_file.resolve(), folder.resolve(), len(segments), flags)
 
 
-def _generate_log(job: Job, job_file: Path, folder: Path) -> Path:
+def _generate_log(job: Job, job_file: Path | Location, folder: Path) -> Path:
     """Return the synthetic log of a job, written on the first call."""
     if job.data.generate is None:
         raise SchemaError(

@@ -143,7 +143,7 @@ class Snapshot:
 
 
 def take_snapshot(
-    job: Path,
+    job: Path | Location,
     dataset: Path | Location | None,
     history: Path | Location | None,
     *,

@@ -31,6 +31,8 @@ from schemas.paths import (
     ALLOW_OUTSIDE_HELP,
     SINGLE_WRITER,
     SINGLE_WRITER_HELP,
+    path_or_url,
+    resolve_beside,
 )
 from schemas.storage import Location
 
@@ -138,7 +140,7 @@ class Outcome:
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
-    command.add_argument("job", type=Path, metavar="JOB", help="job file")
+    command.add_argument("job", type=path_or_url, metavar="JOB", help="job file, or its URL")
     command.add_argument("--date", metavar="D|D1..D2", help="a date, `yesterday`, or a range")
     command.add_argument("--from", dest="first", metavar="D1", help="first day of a range")
     command.add_argument(
@@ -227,9 +229,7 @@ def _root_of(arguments: argparse.Namespace, job: Job) -> Root:
         return Root(arguments.output)
     if configured is None:
         raise PlanError("neither --output nor schedule.retrain.output is set; name the root")
-    if "://" in configured:
-        return Root(Location.parse(configured))
-    return Root(Location.parse((arguments.job.parent / configured).resolve()))
+    return Root(Location.parse(resolve_beside(arguments.job, configured).resolve()))
 
 
 def _input_of(arguments: argparse.Namespace, job: Job, day: str, num_days: int) -> str:
@@ -239,12 +239,12 @@ def _input_of(arguments: argparse.Namespace, job: Job, day: str, num_days: int) 
             "neither --input nor schedule.retrain.input is set; name the folder of the raw files"
         )
     if arguments.input is None and configured is not None and "://" not in configured:
-        configured = str(arguments.job.resolve().parent / configured)
+        configured = str(resolve_beside(arguments.job.resolve(), configured))
     folder = folder_of_day(arguments.input or configured or "", day, num_days)
     return folder if "://" in folder else str(Path(folder).resolve())
 
 
-def _check_split(job: Job, path: Path) -> None:
+def _check_split(job: Job, path: Path | Location) -> None:
     if job.data.split.evaluation_last is None and job.data.split.evaluation_from is None:
         raise SchemaError(
             "data.split has no evaluation split to judge models on; write "

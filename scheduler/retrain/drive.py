@@ -64,7 +64,7 @@ EXIT_STOPPED = 143
 class RetrainContext:
     """Dependencies of one command."""
 
-    job_file: Path
+    job_file: Path | Location
     root: Root
     config: RetrainConfig
     flags: CommandFlags
@@ -291,7 +291,7 @@ class Sizes:
     """The plan in one line."""
 
 
-def sizes_of(job_file: Path, root: Root, *, allow_outside: bool = False) -> Sizes:
+def sizes_of(job_file: Path | Location, root: Root, *, allow_outside: bool = False) -> Sizes:
     """Return the sizes of the best plan for a mean day of the dataset.
 
     Raises:
@@ -335,7 +335,7 @@ def _snapshot_of_one_day(snapshot: Snapshot, root: Root) -> Snapshot:
 def command_of(
     started: Started,
     attempt: Attempt,
-    job_file: Path,
+    job_file: Path | Location,
     root: Root,
     config: RetrainConfig,
     flags: CommandFlags,
@@ -353,7 +353,7 @@ def command_of(
     return [*evaluate, "--json"]
 
 
-def _append(started: Started, attempt: Attempt, job_file: Path, root: Root) -> list[str]:
+def _append(started: Started, attempt: Attempt, job_file: Path | Location, root: Root) -> list[str]:
     source = ["--input", attempt.input, "--day", attempt.day, "--json"]
     source += local_runner_options(started.workers)
     if not root.has_dataset:
@@ -365,7 +365,9 @@ def _append(started: Started, attempt: Attempt, job_file: Path, root: Root) -> l
     return [*append, *replace_flag, *source]
 
 
-def _train(started: Started, job_file: Path, root: Root, config: RetrainConfig) -> list[str]:
+def _train(
+    started: Started, job_file: Path | Location, root: Root, config: RetrainConfig
+) -> list[str]:
     train = [*module_command("trainer"), "train", str(job_file), "--dataset", str(root.dataset)]
     train += ["--output", str(root.run(started.run)), "--segments", ",".join(started.segments)]
     if started.base is not None:

@@ -25,7 +25,8 @@ from schemas.config.transforms import (
 from schemas.errors import SchemaError, check_at_least, check_positive, suggest_name
 from schemas.hashing import MAX_ROW
 from schemas.layout import SAMPLE_WEIGHT
-from schemas.paths import NAME, check_names
+from schemas.paths import NAME, check_names, path_or_url
+from schemas.storage import Location
 
 MAX_GROUPS = 8
 MAX_BLOCK_SAMPLES = 1 << 16
@@ -351,17 +352,18 @@ class Job:
     """Resources."""
 
 
-def load_job(path: str | Path, *, stored: bool = False) -> Job:
+def load_job(path: str | Path | Location, *, stored: bool = False) -> Job:
     """Read and check a job file.
 
     Args:
-        path: the job file.
+        path: the job file, or its URL.
         stored: whether it is the copy in a dataset or run, which may hold keys of older releases.
 
     Raises:
         SchemaError: a key or value is invalid; names the file and line.
+        StorageError: the store of the URL failed.
     """
-    return _checked(read_yaml(Path(path), Job, accept_renamed=stored), str(path))
+    return _checked(read_yaml(path_or_url(path), Job, accept_renamed=stored), str(path))
 
 
 def parse_stored_job(text: str, name: str) -> Job:
@@ -373,7 +375,7 @@ def parse_stored_job(text: str, name: str) -> Job:
     return _checked(parse_yaml(text, name, Job, accept_renamed=True), name)
 
 
-def check_new_names(job: Job, path: Path, *, is_new: bool = True) -> None:
+def check_new_names(job: Job, path: Path | Location, *, is_new: bool = True) -> None:
     """Raise SchemaError if the job's name or a side table's name cannot be a file name.
 
     Args:

@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 import yaml
 
 from schemas.errors import SchemaError, suggest_name
+from schemas.storage import Location
 
 T = TypeVar("T")
 
@@ -79,7 +80,7 @@ def parse_size(text: str) -> int:
     return int(Fraction(match[1]) * _BYTES[match[2]])
 
 
-def read_yaml(path: Path, kind: type[T], *, accept_renamed: bool = False) -> T:
+def read_yaml(path: Path | Location, kind: type[T], *, accept_renamed: bool = False) -> T:
     """Read one YAML file into a dataclass.
 
     Args:
@@ -91,9 +92,10 @@ def read_yaml(path: Path, kind: type[T], *, accept_renamed: bool = False) -> T:
 
     Raises:
         SchemaError: the file cannot be read, or a key or value does not match its declaration.
+        StorageError: the store of its URL failed.
     """
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_bytes().decode()
     except (OSError, UnicodeDecodeError) as error:
         raise SchemaError(
             f"job file must be readable text, got {error}; check the path", file=str(path)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from schemas.run_log import METRICS
+from schemas.storage import Location
 from tests.conftest import REPOSITORY
 from tests.fork_server import forked_children
 
@@ -25,7 +26,7 @@ def with_keys(job: Path, keys: str) -> Path:
 
 
 def started(
-    job: Path,
+    job: Path | Location,
     dataset: Path,
     run: Path | str,
     *arguments: str,
@@ -54,7 +55,7 @@ def ended(process: subprocess.Popen[str]) -> tuple[int, str]:
     return process.returncode, said
 
 
-def trained(job: Path, dataset: Path, run: Path | str, *arguments: str) -> None:
+def trained(job: Path | Location, dataset: Path, run: Path | str, *arguments: str) -> None:
     """Train to the end."""
     status, said = ended(started(job, dataset, run, *arguments))
     assert status == 0, said

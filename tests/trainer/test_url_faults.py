@@ -153,8 +153,9 @@ def test_of_two_trainers_one_goes_on(
 def test_replicas_of_one_machine_train_at_a_url(
     more: list[str], folder: Path, job: Path, dataset: Path, url: str, tmp_path: Path
 ) -> None:
+    (job_url := Location.parse(f"{url}-job/job.yaml")).upload(job)
     words = ["--replicas", "2", "--work", str(tmp_path / "work"), *more]
-    trained(job, dataset, url, *words, "--steps", "10")
+    trained(job_url, dataset, url, *words, "--steps", "10")
     words = ["--replicas", "2", "--work", str(tmp_path / "elsewhere"), *more]
-    trained(job, dataset, url, *words, "--resume")
+    trained(job_url, dataset, url, *words, "--resume")
     check_equal(url, folder / "run", tmp_path / "copy")

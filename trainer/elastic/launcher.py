@@ -249,7 +249,7 @@ class LaunchOptions:
 
 
 def train_replicas(
-    job_path: Path,
+    job_path: Path | Location,
     dataset_path: Location,
     run: Path,
     options: TrainOptions,

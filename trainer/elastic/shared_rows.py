@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from schemas.arrays import Array
 from schemas.cache_plan import Keyframe
 from schemas.config.train import StoresConfig, TrainConfig
+from schemas.storage import Location
 from trainer.checkpoint.load import load_rows, step_of, verify_checkpoint
 from trainer.elastic.peer_state import ROWS, rows_from_arrays, rows_to_arrays
 from trainer.embedding.cache import (
@@ -192,7 +193,7 @@ class SharedStores:
 @contextmanager
 def launch_shared_stores(
     run: Path,
-    job: Path,
+    job: Path | Location,
     config: TrainConfig,
     layouts: Mapping[str, TableLayout],
     num_processes: int | None,
@@ -237,7 +238,7 @@ def launch_shared_stores(
 def open_shared(
     shared: SharedStores,
     run: Path,
-    job: Path,
+    job: Path | Location,
     config: StoresConfig,
     layouts: Mapping[str, TableLayout],
 ) -> RemoteStore:

@@ -12,6 +12,7 @@ from schemas.config.job import Job, load_job
 from schemas.config.train import SAVE, START, WAIT, LimitsConfig
 from schemas.dataset import Dataset
 from schemas.errors import SchemaError
+from schemas.paths import path_or_url
 from schemas.run_log import PHASES
 from schemas.storage import Location
 from trainer.checkpoint.load import (
@@ -79,7 +80,7 @@ def run_replica(
     """
     name = f"replica {options.number}"
     rendezvous = read_rendezvous(run)
-    job_path, shared = Path(rendezvous.job), rendezvous.shared
+    job_path, shared = path_or_url(rendezvous.job), rendezvous.shared
     train_options = TrainOptions(
         steps=rendezvous.steps,
         expanded=rendezvous.expanded,

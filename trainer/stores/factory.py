@@ -21,9 +21,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from schemas.config.train import StoresConfig, TrainConfig
+from schemas.errors import SchemaError
 from schemas.files import replace_bytes
 from schemas.manifest import canonical_json
+from schemas.paths import resolve_beside
 from schemas.run_log import STORE_OWNER
+from schemas.storage import Location
 from trainer.stores.api import Store, TableLayout
 from trainer.stores.future_log import log_store
 from trainer.stores.local import memory_store, mmap_store
@@ -41,7 +44,7 @@ def open_store(
     layouts: Mapping[str, TableLayout],
     config: TrainConfig,
     *,
-    job: Path,
+    job: Path | Location,
     embedding: str,
     num_processes: int | None,
 ) -> Iterator[Store]:
@@ -97,12 +100,24 @@ def _open_processes(
     )
 
 
-def token_file_of(config: StoresConfig, job: Path) -> Path:
-    """Return the token file of the job's store processes."""
-    return job.parent / str(config.token_file)
+def token_file_of(config: StoresConfig, job: Path | Location) -> Path:
+    """Return the token file of the job's store processes.
+
+    Raises:
+        SchemaError: it is at a URL, where others could read it.
+    """
+    path = resolve_beside(job, str(config.token_file))
+    if isinstance(path, Location):
+        raise SchemaError(
+            f"train.stores.token_file must be a local path, got {path}; write an absolute path",
+            file=str(job),
+        )
+    return path
 
 
-def store_access(config: StoresConfig, job: Path, token_file: Path | None = None) -> Access:
+def store_access(
+    config: StoresConfig, job: Path | Location, token_file: Path | None = None
+) -> Access:
     """Return the address settings and credentials of store processes.
 
     Args:
@@ -116,7 +131,7 @@ def store_access(config: StoresConfig, job: Path, token_file: Path | None = None
     authorities = config.certificates
     access = read_access(
         token_file or token_file_of(config, job),
-        None if authorities is None else job.parent / authorities,
+        None if authorities is None else resolve_beside(job, authorities),
         config.certificate_name,
     )
     return replace(access, timeout_sec=config.timeout.total_seconds(), elastic=config.elastic)

@@ -22,6 +22,7 @@ import pyarrow.flight as fl
 from schemas.errors import SchemaError
 from schemas.files import replace_bytes
 from schemas.run_log import STORE_ADDRESS
+from schemas.storage import Location
 from trainer.stores.api import (
     BEHIND,
     BUSY,
@@ -103,7 +104,9 @@ class Access:
 
 
 def read_access(
-    token_file: Path, authorities: Path | None = None, certificate_name: str | None = None
+    token_file: Path,
+    authorities: Path | Location | None = None,
+    certificate_name: str | None = None,
 ) -> Access:
     """Return the credentials of calls to stores.
 
