@@ -199,6 +199,13 @@ def _add_log_options(command: argparse.ArgumentParser) -> None:
     command.add_argument("job", type=path_or_url, metavar="JOB", help="job file, or its URL")
     command.add_argument("--input", required=True, metavar="DIR", help="a directory or a URL")
     command.add_argument(
+        "--only",
+        action="append",
+        default=[],
+        metavar="PATH",
+        help="read this file of --input, and others that are named so; default: all",
+    )
+    command.add_argument(
         "--day",
         type=_day,
         metavar="DATE",
@@ -312,6 +319,7 @@ def _build_segment(arguments: argparse.Namespace, beam_args: list[str], **settin
     request = BuildRequest(
         job_path=arguments.job,
         input_root=arguments.input,
+        only=tuple(arguments.only),
         beam_args=beam_args,
         attempt=_new_attempt(),
         check_sql=arguments.check_sql,
@@ -348,6 +356,7 @@ def _preview(arguments: argparse.Namespace, _: list[str]) -> int:
     result = preview(
         arguments.job,
         arguments.input,
+        only=tuple(arguments.only),
         rows=arguments.rows,
         day=arguments.day,
         allow_outside=arguments.allow_outside,

@@ -47,6 +47,7 @@ class BuildRequest:
             all workers of a distributed runner. The system's temporary directory when None.
         final: seal the dataset after this segment.
         progress: called with each progress message, one line.
+        only: paths below `input_root` of the files to read; all when empty.
         listing: input files; listed when None.
         job_bytes: the dataset's job file; the content of `job_path` when None.
         allow_outside: whether the job's schema may be outside the folder of the job file.
@@ -69,6 +70,7 @@ class BuildRequest:
     work: Path | None = None
     final: bool = False
     progress: Callable[[str], None] = lambda _: None
+    only: tuple[str, ...] = ()
     listing: tuple[InputFile, ...] | None = None
     job_bytes: bytes | None = None
     allow_outside: bool = False

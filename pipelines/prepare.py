@@ -187,7 +187,7 @@ def _input_folder(request: BuildRequest) -> Folder:
     Raises:
         SchemaError: the output lies in the input.
     """
-    folder = folder_of(request.input_root)
+    folder = folder_of(request.input_root, request.only)
     if folder.needs_beam:
         args = [] if in_process(request.beam_args) else request.beam_args
         runner_module("runner").use_options(args)

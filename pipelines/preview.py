@@ -39,6 +39,7 @@ from pipelines.samples.sql import LIST_INDEX
 from pipelines.samples.tuples import Tuples, in_evaluation
 from pipelines.sources.formats import Excerpt, copy_excerpt
 from pipelines.sources.listing import (
+    Folder,
     find_files,
     folder_of,
     undeclared_partitions,
@@ -67,6 +68,7 @@ def preview(
     job_path: Path | Location,
     input_root: Path | str,
     *,
+    only: tuple[str, ...] = (),
     rows: int = 1000,
     day: str | None = None,
     allow_outside: bool = False,
@@ -77,6 +79,7 @@ def preview(
     Args:
         job_path: the job file.
         input_root: directory of raw files, or its URL.
+        only: paths below it of the files to read; all when empty.
         rows: rows to read of the sample source.
         day: label of the segment, for a job whose split needs one.
         allow_outside: whether the job's schema may be outside the folder of the job file.
@@ -103,13 +106,13 @@ def preview(
             allow_outside=allow_outside,
             progress=progress,
         )
-        result = _preview(request, input_root, rows)
+        result = _preview(request, folder_of(input_root, only), rows)
     return {**result, "wall_sec": round(time.perf_counter() - started, 3)}
 
 
-def _preview(request: BuildRequest, input_root: Path | str, rows: int) -> dict[str, Any]:
+def _preview(request: BuildRequest, folder: Folder, rows: int) -> dict[str, Any]:
     job, features = load_request(request)
-    data, folder = job.data, folder_of(input_root)
+    data = job.data
     files = find_files(folder, data.inputs)
     all_files = [file for name in files for file in files[name]]
     broadcast_sides(data, all_files)  # raises where a build of all files would
@@ -126,7 +129,7 @@ def _preview(request: BuildRequest, input_root: Path | str, rows: int) -> dict[s
     root = Path(request.dataset / "segment")
     root.mkdir(parents=True)
     context = replace(context, segment_root=root, shuffle_by="memory")
-    return {"job": job.name, "input": str(input_root), **_run_stages(context, copies)}
+    return {"job": job.name, "input": folder.root, **_run_stages(context, copies)}
 
 
 def _run_stages(context: BuildContext, copies: Mapping[str, Excerpt]) -> dict[str, Any]:

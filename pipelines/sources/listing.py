@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import date
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from types import ModuleType
 from typing import BinaryIO
 from urllib.parse import unquote
@@ -21,7 +21,7 @@ from pipelines.sources.rows import RawRows, arrow_type
 from schemas.config.sources import SourceConfig
 from schemas.errors import SchemaError, suggest_name
 from schemas.manifest import InputFile
-from schemas.paths import local_path
+from schemas.paths import is_below, local_path
 from schemas.storage import SCHEMES, Location
 
 _BLOCK_BYTES = 8 << 20
@@ -33,9 +33,11 @@ class Folder:
 
     Attributes:
         root: a local path, or a URL such as `gs://bucket/logs`.
+        only: the files to list; all of the directory tree when empty.
     """
 
     root: str
+    only: tuple[str, ...] = ()
 
     @property
     def is_local(self) -> bool:
@@ -52,19 +54,36 @@ class Folder:
         return str(Path(self.root) / path) if self.is_local else f"{self.root.rstrip('/')}/{path}"
 
     def files(self) -> Mapping[str, int | None]:
-        """Return all files in the directory tree, with their sizes if the listing has them.
+        """Return the files in the directory tree, with their sizes if the listing has them.
 
         Names that begin with a dot are left out: tools keep unfinished files under them.
 
         Raises:
-            SchemaError: it cannot be listed.
+            SchemaError: it cannot be listed, or has no such file as one of `only`.
         """
-        sizes = dict(self._local_files() if self.is_local else self._remote_files())
+        if self.only:
+            sizes = dict(self._only_files())
+        else:
+            sizes = dict(self._local_files() if self.is_local else self._remote_files())
         return {
             path: sizes[path]
             for path in sorted(sizes)
             if not any(part.startswith(".") for part in path.split("/"))
         }
+
+    def _only_files(self) -> Iterator[tuple[str, int | None]]:
+        for name in self.only:
+            path = PurePosixPath(name).as_posix()
+            try:
+                if not is_below(path) or (self.is_local and not Path(self.root, path).is_file()):
+                    raise FileNotFoundError(errno.ENOENT, "no such file", path)
+                yield path, None if self.is_local else self.size(path)
+            except FileNotFoundError as error:
+                raise SchemaError(
+                    f"input has no file {name!r}; write the path of one with --only, relative to "
+                    "--input",
+                    file=self.root,
+                ) from error
 
     def _local_files(self) -> Iterator[tuple[str, None]]:
         root = Path(self.root)
@@ -160,10 +179,10 @@ def _remote() -> ModuleType:
     return importlib.import_module("pipelines.beam.runner")  # imports Beam: for URLs only
 
 
-def folder_of(root: str | Path) -> Folder:
+def folder_of(root: str | Path, only: tuple[str, ...] = ()) -> Folder:
     """Return the folder of a path or a URL; a `file://` URL becomes a local path."""
     text = str(root)
-    return Folder(str(local_path(text)) if text.startswith("file:") else text)
+    return Folder(str(local_path(text)) if text.startswith("file:") else text, only)
 
 
 def first_line(error: BaseException) -> str:

@@ -2,8 +2,9 @@
 """Files of a source: globs, links, other filesystems, files that appear and disappear."""
 
 import io
+import random
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,12 @@ import pytest
 from apache_beam.io.filesystem import BeamIOError, CompressionTypes, FileMetadata, FileSystem
 
 from pipelines.build import build
+from pipelines.cli import main
 from pipelines.sources.listing import Folder, folder_of, glob_regex, list_inputs
 from schemas.config.sources import SourceConfig
 from schemas.errors import SchemaError
+from schemas.manifest import read_dataset
+from schemas.storage import Location
 from tests.pipelines.logs import bytes_of, raw_rows, request, write_job, write_log
 
 GLOBS: dict[str, tuple[str, list[str], list[str]]] = {
@@ -189,3 +193,91 @@ def test_url_that_leads_nowhere_is_refused(
     box["box://bucket/x/a"] = b""
     with pytest.raises(SchemaError, match="^" + re.escape(message) + "$"):
         build(request(write_job(tmp_path / "job"), root, tmp_path / "dataset"))
+
+
+# Some files of an input (`--only`).
+
+FILES = ("a.parquet", "day/b.parquet", "day/c.parquet", "day/side.parquet", "notes.txt", ".tmp")
+SOURCES = {
+    "log": SourceConfig(files="**/[abc].parquet", format="parquet"),
+    "side": SourceConfig(files="day/side.parquet", format="parquet"),
+}
+
+
+@pytest.fixture(params=["folder", "memory", "box"])
+def make_input(
+    request: pytest.FixtureRequest, box: dict[str, bytes], tmp_path: Path
+) -> Callable[[str, Iterable[str]], str]:
+    """Write files into a new folder or URL and return it."""
+
+    def write(name: str, paths: Iterable[str]) -> str:
+        root = {"memory": f"memory://{tmp_path.name}/", "box": "box://bucket/"}.get(
+            request.param, f"{tmp_path}/"
+        )
+        for path in paths:
+            if request.param == "box":
+                box[f"{root}{name}/{path}"] = path.encode()
+            elif request.param == "memory":
+                Location.parse(f"{root}{name}/{path}").write_bytes(path.encode())
+            else:
+                (tmp_path / name / path).parent.mkdir(parents=True, exist_ok=True)
+                (tmp_path / name / path).write_text(path)
+        return root + name
+
+    return write
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_files_named_by_only_are_listed_as_if_there_were_no_others(
+    seed: int, make_input: Callable[[str, Iterable[str]], str]
+) -> None:
+    draws = random.Random(seed)
+    others = draws.sample(FILES[1:], draws.randrange(len(FILES)))
+    only = ("a.parquet", "day/side.parquet", *others)
+    whole = folder_of(make_input("whole", FILES), only)
+    part = folder_of(make_input("part", set(only)))
+    assert list(whole.files()) == list(part.files())
+    assert list_inputs(whole, SOURCES) == list_inputs(part, SOURCES)
+    assert folder_of(whole.root, ("./day//b.parquet",)).files().keys() == {"day/b.parquet"}
+
+
+@pytest.mark.parametrize("name", ["b.parquet", "day", "../whole/a.parquet", "/etc/hostname", ""])
+def test_only_names_files_of_the_input(
+    name: str, make_input: Callable[[str, Iterable[str]], str]
+) -> None:
+    root = make_input("whole", FILES)
+    message = f"input has no file {name!r} in {root}; write the path of one with --only"
+    with pytest.raises(SchemaError, match=re.escape(message)):
+        list_inputs(folder_of(root, ("a.parquet", name)), SOURCES)
+
+
+def test_source_without_a_file_of_only_is_named(tmp_path: Path) -> None:
+    write_log(tmp_path / "log")
+    with pytest.raises(SchemaError, match=r"no file of source 'side' matches 'day/side\.parquet'"):
+        list_inputs(folder_of(tmp_path / "log", ("log-0.parquet",)), {"side": SOURCES["side"]})
+
+
+@pytest.mark.slow
+def test_segments_of_some_files_are_those_of_folders_with_these_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_log(tmp_path / "log", num_files=4)
+    segments = [["log-2.parquet", "log-0.parquet"], ["log-1.parquet"]]
+    job = str(write_job(tmp_path / "job"))
+    for number, names in enumerate(segments):
+        folder = tmp_path / f"part-{number}"
+        folder.mkdir()
+        for name in names:
+            (folder / name).hardlink_to(tmp_path / "log" / name)
+        only = [word for name in names for word in ("--only", name)]
+        inputs = {"whole": ["--input", f"{tmp_path}/log", *only], "parts": ["--input", f"{folder}"]}
+        for dataset, words in inputs.items():
+            target = ["append", job, "--dataset"] if number else ["build", job, "--output"]
+            assert main([*target, f"{tmp_path}/{dataset}", *words]) == 0
+        for words in inputs.values():
+            assert main(["preview", job, *words, "--json"]) == 0
+    assert bytes_of(tmp_path / "whole") == bytes_of(tmp_path / "parts")
+    capsys.readouterr()
+    words = ["--input", f"{tmp_path}/log", "--only", "log-1.parquet"]
+    assert main(["append", job, "--dataset", f"{tmp_path}/whole", *words, "--json"]) == 0
+    assert len(read_dataset(tmp_path / "whole").segments) == 2, "the segment is there already"
