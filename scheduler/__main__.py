@@ -264,7 +264,11 @@ def _retrain(arguments: argparse.Namespace) -> int:
         else:
             _print_wide(render_table(state))
         return 0
-    outcome = retraining.retrain(arguments, datetime.now(UTC).date(), _progress)
+    now = datetime.now(UTC)
+    if arguments.rollback is not None:
+        outcome = retraining.rollback(arguments, now.timestamp())
+    else:
+        outcome = retraining.retrain(arguments, now.date(), _progress)
     if arguments.json:
         print(json.dumps(outcome.to_json()))
     for _, result in outcome.days:

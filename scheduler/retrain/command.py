@@ -15,8 +15,15 @@ from scheduler.drivers.base import stop_signals
 from scheduler.drivers.children import ThisMachine
 from scheduler.drivers.job_files import CommandFlags
 from scheduler.retrain.decide import EXIT_REFUSED, DayRequest, Finished
-from scheduler.retrain.drive import RetrainContext, Root, read_pointer, retrain_day
-from scheduler.retrain.log import Log, read_state
+from scheduler.retrain.drive import (
+    RetrainContext,
+    Root,
+    check_input,
+    read_pointer,
+    retrain_day,
+    write_pointer,
+)
+from scheduler.retrain.log import Log, read_state, roll_back
 from scheduler.retrain.records import (
     Attempt,
     State,
@@ -55,7 +62,7 @@ def run_rows(state: State) -> list[dict[str, Any]]:
                 "ne": None if metrics is None else metrics.ne,
                 "auc": None if metrics is None else metrics.auc,
                 "calibration": None if metrics is None else metrics.calibration,
-                "promoted": attempt.promoted is not None,
+                "promoted": attempt.promoted is not None and attempt.rolled_back is None,
                 "is_last_good": attempt.run == state.last_good,
                 "is_removed": attempt.run in state.removed,
                 "why_not": why_not(attempt),
@@ -77,6 +84,8 @@ def version_of(state: State, attempt: Attempt) -> int | None:
 
 def why_not(attempt: Attempt) -> str:
     """Return why a run is not promoted; empty if it is."""
+    if attempt.rolled_back is not None:
+        return f"rolled back with {attempt.rolled_back.run}"
     if attempt.promoted is not None:
         return ""
     if attempt.closed is not None:
@@ -163,6 +172,9 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("--again", action="store_true", help="train and judge refused days again")
     command.add_argument(SINGLE_WRITER, action="store_true", help=SINGLE_WRITER_HELP)
     command.add_argument(ALLOW_OUTSIDE, action="store_true", help=ALLOW_OUTSIDE_HELP)
+    command.add_argument(
+        "--rollback", metavar="RUN", help="withdraw a promoted run and those that started from it"
+    )
     command.add_argument("--list", action="store_true", help="list all runs")
 
 
@@ -175,6 +187,27 @@ def read_log_state(arguments: argparse.Namespace) -> State:
     """
     root = _root_of(arguments, load_job(arguments.job))
     return read_state(root.location)
+
+
+def rollback(arguments: argparse.Namespace, now: float) -> Outcome:
+    """Withdraw the promotion of a run, also while another host retrains a day.
+
+    Args:
+        arguments: of the command line.
+        now: seconds since the epoch.
+
+    Raises:
+        PlanError: no root is given, or the run cannot be withdrawn.
+        SchemaError: the job or the log is damaged.
+    """
+    if arguments.date is not None or arguments.first is not None:
+        raise ValueError("--rollback and --date exclude each other; give one of them")
+    root = _root_of(arguments, load_job(arguments.job))
+    state = roll_back(root.location, arguments.rollback, now)
+    write_pointer(root)
+    message = f"{arguments.rollback} is rolled back: {state.last_good} is promoted"
+    day = state.attempt(arguments.rollback).day
+    return Outcome([(day, Finished(0, message))], read_pointer(root))
 
 
 def retrain(arguments: argparse.Namespace, today: date, progress: Callable[[str], None]) -> Outcome:
@@ -194,6 +227,10 @@ def retrain(arguments: argparse.Namespace, today: date, progress: Callable[[str]
     days, root = _days(arguments, today), _root_of(arguments, job)
     _check_split(job, arguments.job)
     folders = {day: _input_of(arguments, job, day, len(days)) for day in days}
+    requests = [
+        DayRequest(day=day, corrected=arguments.corrected, again=arguments.again) for day in days
+    ]
+    check_input(read_state(root.location), requests[0], folders[days[0]])  # nothing is written yet
     results: list[tuple[str, Finished]] = []
     with Log(root.location) as log, stop_signals() as stopped:
         context = RetrainContext(
@@ -206,10 +243,9 @@ def retrain(arguments: argparse.Namespace, today: date, progress: Callable[[str]
             stopped=stopped,
             progress=progress,
         )
-        for day in days:
-            request = DayRequest(day=day, corrected=arguments.corrected, again=arguments.again)
-            result = retrain_day(context, request, folders[day])
-            results.append((day, result))
+        for request in requests:
+            result = retrain_day(context, request, folders[request.day])
+            results.append((request.day, result))
             if result.status not in (0, EXIT_REFUSED):
                 break
     return Outcome(results, read_pointer(root))

@@ -6,8 +6,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from scheduler.retrain.records import Attempt, Failed, Metrics, Stage, Started, State
+from scheduler.retrain.records import (
+    Attempt,
+    Failed,
+    Metrics,
+    Stage,
+    Started,
+    State,
+    started_from,
+)
 from schemas.config.schedule import ModelGateConfig, RetrainConfig
+from schemas.errors import PlanError
 from schemas.run_log import EXIT_BEHIND, EXIT_HUNG, EXIT_LOST_ROWS
 
 
@@ -193,6 +202,9 @@ def next_action(
         config: of the job file.
     """
     for attempt in state.attempts:
+        if attempt.is_open and (rolled_back := _rolled_back_bases(attempt, state)):
+            reason = f"{', '.join(rolled_back)} was rolled back"
+            return Close(attempt.run, final=False, status=0, reason=reason)
         if attempt.is_open and attempt.judged is not None:
             return Promote(attempt.run)
     attempts = state.of_day(request.day)
@@ -222,6 +234,21 @@ def removable(state: State, keep: int | None) -> list[str]:
         and attempt.run not in state.removed
         and (attempt.closed is not None or index < oldest)
     ]
+
+
+def check_rollback(state: State, run: str) -> None:
+    """Raise PlanError unless the promotion of a run can be withdrawn."""
+    if run not in state.promoted:
+        known = ", ".join(state.promoted) or "none"
+        raise PlanError(f"run is not promoted: {run}; promoted are: {known}")
+    withdrawn = started_from(state, run)
+    left = [other for other in state.promoted if other not in withdrawn]
+    previous = state.attempt(left[-1]).promoted if left else None
+    if previous is None or previous.run in state.removed or previous.pointer is None:
+        raise PlanError(
+            f"no promoted run before {run} is left to roll back to; correct its day, or train a "
+            "newer one"
+        )
 
 
 def _needs_new_attempt(request: DayRequest, before: State, latest: Attempt) -> bool:
@@ -269,6 +296,12 @@ def _continue(
     if stage == "train" and stage not in attempt.started:
         return _first_train(attempt, state, dataset, config)
     return _start(attempt, stage, state, dataset)
+
+
+def _rolled_back_bases(attempt: Attempt, state: State) -> list[str]:
+    """Return the runs that an attempt starts from or is compared with and that are withdrawn."""
+    bases = {started.base for started in attempt.started.values()}
+    return sorted(a.run for a in state.attempts if a.rolled_back is not None and a.run in bases)
 
 
 def _rewritten(attempt: Attempt, dataset: Sequence[SegmentFact]) -> list[str]:
@@ -363,6 +396,9 @@ def _judge(attempt: Attempt, config: RetrainConfig) -> Action:
 def _finished(attempt: Attempt) -> Finished:
     if attempt.closed is not None:
         return Finished(attempt.closed.status, f"{attempt.day} is done: {attempt.closed.reason}")
+    if attempt.rolled_back is not None:
+        message = f"{attempt.day} was rolled back: {attempt.run}; --again trains it again"
+        return Finished(EXIT_REFUSED, message)
     if attempt.judged is not None and attempt.was_refused:
         reasons = "; ".join(attempt.judged.reasons)
         current = attempt.judged.against or "nothing"

@@ -44,6 +44,7 @@ from scheduler.retrain.records import (
     Promoted,
     Removed,
     Started,
+    State,
     check_folder,
 )
 from schemas.config.schedule import RetrainConfig
@@ -95,8 +96,7 @@ def retrain_day(context: RetrainContext, request: DayRequest, source: str) -> Fi
         PlanError: no sizes fit, or the folder is missing.
     """
     before = context.log.state
-    if request.corrected or not before.of_day(request.day):
-        check_folder(source, request.day)
+    check_input(before, request, source)
     for run in before.removed:
         remove_run(context.root, run)
     write_pointer(context.root)  # an earlier command may have died before it did
@@ -119,9 +119,15 @@ def retrain_day(context: RetrainContext, request: DayRequest, source: str) -> Fi
             case Close():
                 _close(context, action)
             case Remove(run):
-                context.log.append(Removed(time_sec=context.clock(), run=run))
-                remove_run(context.root, run)
+                if context.log.append(Removed(time_sec=context.clock(), run=run)):
+                    remove_run(context.root, run)
     return Finished(EXIT_STOPPED, f"{request.day}: stopped; repeat the command to continue")
+
+
+def check_input(state: State, request: DayRequest, source: str) -> None:
+    """Raise PlanError if a day that is to be built has no folder."""
+    if request.corrected or not state.of_day(request.day):
+        check_folder(source, request.day)
 
 
 def _begin(context: RetrainContext, request: DayRequest, run: str, source: str) -> None:
@@ -169,7 +175,9 @@ def _await(context: RetrainContext, started: Started) -> None:
             started, attempt, context.job_file, context.root, context.config, context.flags
         )
         context.processes.start(name, command)
-    _until_ended(context, name, context.stopped)
+    _until_ended(
+        context, name, lambda: context.stopped() or context.log.is_rolled_back(started.base)
+    )
     result = parse_result(context.processes.output(name))
     if result is None:
         status = context.processes.exit_status(name).status
@@ -255,11 +263,12 @@ def _promote(context: RetrainContext, attempt: Attempt) -> None:
         "before": {"run": attempt.compared_with, "metrics": compare},
         "judged_sec": attempt.judged.time_sec,
     }
-    context.log.append(
-        Promoted(time_sec=context.clock(), run=attempt.run, checkpoint=checkpoint, pointer=pointer)
+    promoted = Promoted(
+        time_sec=context.clock(), run=attempt.run, checkpoint=checkpoint, pointer=pointer
     )
-    write_pointer(context.root)
-    context.progress(f"{attempt.run}: promoted")
+    if context.log.append(promoted):
+        write_pointer(context.root)
+        context.progress(f"{attempt.run}: promoted")
 
 
 def _close(context: RetrainContext, action: Close) -> None:
@@ -500,7 +509,7 @@ def _manifest_hash(checkpoint: Location) -> str | None:
 
 
 def write_pointer(root: Root) -> None:
-    """Replace the pointer by the last promotion in the log, if it differs.
+    """Replace the pointer by that of the log, if it differs.
 
     Of several processes the one that writes last reads the newest log.
     """

@@ -3,7 +3,8 @@
 The log is a numbered manifest with all records: a record is appended by committing the next version
 (`schemas.versions`). One process at a time owns the log. It holds a lease, and each version names
 the lease of its owner: another process takes over once that lease has ended, and the earlier owner,
-if it was only suspended, cannot append any more.
+if it was only suspended, cannot append any more. A rollback alone is appended beside the owner,
+which reads it before its next record.
 """
 
 from __future__ import annotations
@@ -11,13 +12,16 @@ from __future__ import annotations
 import json
 import os
 import socket
+import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 from scheduler.files import whole_bytes
+from scheduler.retrain.decide import check_rollback
 from scheduler.retrain.records import (
     Record,
+    RolledBack,
     State,
     apply_record,
     record_from_json,
@@ -33,6 +37,8 @@ OLD_LOG = "state.jsonl"
 """File of the records in a root of an earlier release, one JSON object a line."""
 EXPIRY_SEC = 60
 """Time after which another host takes over from one that does not renew its lease."""
+READ_SEC = 20
+"""Time between two looks for a rollback while a stage runs."""
 KEPT_VERSIONS = 8
 """Versions that are not emptied."""
 
@@ -63,6 +69,7 @@ class Log:
         self._lease = Lease(root, f"{socket.gethostname()}:{os.getpid()}", EXPIRY_SEC)
         self._newest: Version | None = None
         self._records: tuple[Mapping[str, Any], ...] = ()
+        self._read_again_at = 0.0  # on the monotonic clock
         self.state = State()
 
     def __enter__(self) -> Self:
@@ -103,19 +110,39 @@ class Log:
         self.state = state
         return True
 
-    def append(self, record: Record) -> None:
+    def append(self, record: Record) -> bool:
         """Append a record durably, and apply it to the state.
+
+        Returns:
+            Whether it was appended; if not, the state has a rollback that was recorded meanwhile,
+            and the next record is to be decided again.
 
         Raises:
             SchemaError: another process has taken over.
         """
         state = apply_record(self.state, record)
-        if not self._commit(self._newest, (*self._records, record_to_json(record))):
+        if self._commit(self._newest, (*self._records, record_to_json(record))):
+            self.state = state
+            return True
+        newest = self._versions.newest()
+        manifest = None if newest is None else _decode(self._versions, newest)
+        if manifest is None or manifest.owner != self._lease.id:
             raise SchemaError(
                 "another retraining has taken over this root; repeat the command to see its result",
                 file=str(self._root),
             )
-        self.state = state
+        self.state = _state_of(manifest.records, self._root)
+        self._newest, self._records = newest, manifest.records
+        return False
+
+    def is_rolled_back(self, run: str | None) -> bool:
+        """Return whether a run is rolled back; others' records are read every `READ_SEC`."""
+        if run is None or self._newest is None or time.monotonic() < self._read_again_at:
+            return False
+        self._read_again_at = time.monotonic() + READ_SEC
+        if self._versions.newest_number() == self._newest.number:
+            return False
+        return any(a.run == run and a.rolled_back for a in read_state(self._root).attempts)
 
     def _commit(self, previous: Version | None, records: tuple[Mapping[str, Any], ...]) -> bool:
         manifest = LogManifest(
@@ -128,9 +155,51 @@ class Log:
         if version is None:
             return False
         self._newest, self._records = version, records
-        if version.number > KEPT_VERSIONS:
-            self._versions.retire([version.number - KEPT_VERSIONS])
+        _retire(self._versions, version)
         return True
+
+
+def roll_back(root: Location, run: str, now: float) -> State:
+    """Withdraw the promotion of a run, and of all runs that started from it; return the state.
+
+    Nothing is done if it was withdrawn before. The owner of the log goes on: it closes an attempt
+    that started from such a run, and starts a new one.
+
+    Args:
+        root: of the days.
+        run: a promoted run.
+        now: seconds since the epoch.
+
+    Raises:
+        PlanError: the run is not promoted, or no earlier one is left.
+        SchemaError: the log is damaged.
+    """
+    versions = Versions(root)
+    for _ in backoff():
+        newest = versions.newest()
+        manifest = None if newest is None else _decode(versions, newest)
+        state = State() if manifest is None else _state_of(manifest.records, root)
+        if any(a.run == run and a.rolled_back is not None for a in state.attempts):
+            return state
+        check_rollback(state, run)
+        assert manifest is not None, "it has a promoted run"
+        record = RolledBack(time_sec=now, run=run)
+        manifest = replace(
+            manifest,
+            records=(*manifest.records, record_to_json(record)),
+            writer=writer_id(),
+            parent_sha256=None if newest is None else newest.sha256,
+        )
+        version = versions.commit(newest, encode_manifest(manifest))
+        if version is not None:
+            _retire(versions, version)
+            return apply_record(state, record)
+    raise AssertionError("`backoff` does not end")
+
+
+def _retire(versions: Versions, newest: Version) -> None:
+    if newest.number > KEPT_VERSIONS:
+        versions.retire([newest.number - KEPT_VERSIONS])
 
 
 def read_state(root: Location) -> State:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from datetime import date, timedelta
-from pathlib import Path
 from typing import Any, Literal, get_args
 
 from schemas.errors import PlanError
+from schemas.storage import Location
 
 DATE = "{date}"
 """Placeholder of the day in the name of a folder."""
@@ -83,8 +83,9 @@ def folder_of_day(template: str, day: str, num_days: int) -> str:
 
 
 def check_folder(folder: str, day: str) -> None:
-    """Raise PlanError for a missing local folder; URLs are checked by the pipelines."""
-    if "://" not in folder and not Path(folder).is_dir():
+    """Raise PlanError if a folder is missing, or if no file is below a URL."""
+    location = Location.parse(folder)
+    if not (location.exists() if location.local is None else location.local.is_dir()):
         raise PlanError(f"input of {day} is no folder: {folder}; wait for the logs, or set --input")
 
 
@@ -179,6 +180,11 @@ class Promoted(Record):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RolledBack(Record):
+    """The promotion of the run was withdrawn, and with it that of all runs that started from it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Closed(Record):
     """An attempt ended without a verdict."""
 
@@ -196,7 +202,7 @@ class Removed(Record):
 
 KINDS: Mapping[str, type[Record]] = {
     kind.__name__.lower(): kind
-    for kind in (Begun, Started, Done, Failed, Judged, Promoted, Closed, Removed)
+    for kind in (Begun, Started, Done, Failed, Judged, Promoted, RolledBack, Closed, Removed)
 }
 
 
@@ -254,6 +260,7 @@ class Attempt:
     failures: tuple[Failed, ...] = ()
     judged: Judged | None = None
     promoted: Promoted | None = None
+    rolled_back: RolledBack | None = None
     closed: Closed | None = None
 
     @property
@@ -271,8 +278,8 @@ class Attempt:
 
     @property
     def was_refused(self) -> bool:
-        """Whether the gate has refused its run."""
-        return self.judged is not None and not self.judged.passed
+        """Whether the gate has refused its run, or its promotion was withdrawn."""
+        return self.rolled_back is not None or (self.judged is not None and not self.judged.passed)
 
     @property
     def compared_with(self) -> str | None:
@@ -317,11 +324,11 @@ class State:
     attempts: tuple[Attempt, ...] = ()
     """Oldest first."""
     promoted: tuple[str, ...] = ()
-    """Promoted runs, oldest first."""
+    """Promoted runs that were not rolled back, oldest first."""
     removed: frozenset[str] = frozenset()
     """Runs whose folders are removed."""
     pointer: Mapping[str, Any] | None = None
-    """Content of the pointer after the last promotion."""
+    """Content of the pointer after the last promotion or rollback."""
 
     def attempt(self, run: str) -> Attempt:
         """Return the attempt of a run."""
@@ -362,7 +369,34 @@ def apply_record(state: State, record: Record) -> State:
         return replace(state, promoted=(*state.promoted, record.run), pointer=record.pointer)
     if isinstance(record, Removed):
         return replace(state, removed=state.removed | {record.run})
+    if isinstance(record, RolledBack):
+        return _roll_back(state, record)
     return state
+
+
+def started_from(state: State, run: str) -> tuple[str, ...]:
+    """Return the run, and all attempts whose training starts from it or from one of them."""
+    runs = (run,)
+    for attempt in state.attempts:
+        if attempt.base in runs:
+            runs += (attempt.run,)
+    return runs
+
+
+def _roll_back(state: State, record: RolledBack) -> State:
+    """Withdraw the promotions of a run and of those that started from it."""
+    runs = started_from(state, record.run)
+    promoted = tuple(run for run in state.promoted if run not in runs)
+    last = state.attempt(promoted[-1]).promoted if promoted else None
+    return replace(
+        state,
+        attempts=tuple(
+            replace(a, rolled_back=record) if a.run in runs and a.promoted else a
+            for a in state.attempts
+        ),
+        promoted=promoted,
+        pointer=None if last is None else last.pointer,
+    )
 
 
 def _apply_to_attempt(attempt: Attempt, record: Record) -> Attempt:

@@ -7,6 +7,7 @@ import pytest
 
 from scheduler.retrain.records import check_folder, days_between, folder_of_day, parse_days
 from schemas.errors import PlanError
+from schemas.storage import Location
 
 TODAY = date(2026, 3, 2)
 
@@ -56,7 +57,11 @@ def test_folder_of_day_takes_the_day_for_its_place() -> None:
 
 def test_check_folder_of_one_that_is_not_there_is_refused(tmp_path: object) -> None:
     check_folder(str(tmp_path), "2026-04-09")
-    check_folder("gs://bucket/none", "2026-04-09")
+    url = "memory://days/logs"
+    with pytest.raises(PlanError, match=f"^input of 2026-04-09 is no folder: {url}; wait for"):
+        check_folder(url, "2026-04-09")
+    (Location.parse(url) / "part.parquet").write_bytes(b"")
+    check_folder(url, "2026-04-09")
     message = (
         f"input of 2026-04-09 is no folder: {tmp_path}/none; wait for the logs, or set --input"
     )

@@ -2,14 +2,17 @@
 
 from collections.abc import Sequence
 from contextlib import suppress
+from copy import deepcopy
 from dataclasses import replace
+from itertools import product
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scheduler.retrain.decide import newest_day, trained_segments
+from scheduler.retrain.decide import check_rollback, newest_day, trained_segments
 from schemas.config.schedule import RetrainConfig
+from schemas.errors import PlanError
 from tests.scheduler.retrain.world import KilledError, World, good_but_for
 
 ONE, TWO, THREE, FOUR = (f"2026-01-0{i}" for i in range(1, 5))
@@ -262,19 +265,19 @@ def test_law_a_promoted_run_knows_each_segment_of_the_dataset_once_and_no_other(
 ) -> None:
     world = World(quality=good_but_for(*bad))
     for (day, change), limit in zip(requests, lives, strict=False):
-        before = world.pointer
+        before = world.state.last_good
         corrected = change == 2 and day in world.segments
         world.versions[day] = world.versions.get(day, 1) + corrected
         with suppress(KilledError):  # and nobody asks for that day again
             world.retrain(day, corrected=corrected, lives=limit)
-        if world.pointer == before:
+        run, own = world.state.last_good, list[str]()
+        if run == before:
             continue
-        run, own = world.pointer, list[str]()
         while run is not None:
             attempt = world.state.attempt(run)
             own, run = [*attempt.segments, *own], attempt.base
         assert sorted(own) == sorted(world.segments.values())
-        assert not known(world) & bad
+        assert not trained_segments(world.state, world.state.last_good) & bad
 
 
 def test_retrain_after_forgetting_goes_on_from_the_last_run_and_trains_nothing_twice() -> None:
@@ -302,3 +305,112 @@ def test_retrain_that_was_killed_before_a_forgetting_begins_its_day_anew(lives: 
     assert world.pointer == latest.run
     assert latest.base == f"{ONE}.1"
     assert {s.removesuffix("-left") for s in latest.segments} == {f"{TWO}-v1"}
+
+
+def lineage(world: World, run: str | None) -> tuple[tuple[str, tuple[str, ...]], ...]:
+    """Days and segments that a run and the runs before it have trained, in order."""
+    if run is None:
+        return ()
+    attempt = world.state.attempt(run)
+    return (*lineage(world, attempt.base), (attempt.day, attempt.segments))
+
+
+def serial_outcome(world: World) -> object:
+    """What a world comes to, whatever its attempts are called."""
+    verdicts = {
+        a.day: (a.promoted is not None, a.was_refused, lineage(world, a.run))
+        for a in world.state.attempts
+        if a.closed is None or a.closed.final
+    }
+    promoted = [lineage(world, run) for run in world.state.promoted]
+    return verdicts, promoted, lineage(world, world.pointer), world.segments
+
+
+LAST = {"the next day": (FOUR, 0), "a corrected day": (TWO, 2), "a day that is done": (THREE, 0)}
+QUALITIES = ((), (f"{FOUR}-v1",), (f"{THREE}-v1",), (f"{TWO}-v2",))
+
+
+@pytest.mark.parametrize("request_of_day", LAST.values(), ids=LAST.keys())
+@pytest.mark.parametrize("refused_days", ["train", "skip"])
+def test_law_a_rollback_while_a_day_trains_comes_before_or_after_it(
+    request_of_day: tuple[str, int], refused_days: str
+) -> None:
+    config = RetrainConfig(refused_days=refused_days, keep=None)  # pyright: ignore[reportArgumentType]: of a table
+    num_meanwhile = 0
+    for bad in QUALITIES:
+        before = after_days(World(config=config, quality=good_but_for(*bad)), ONE, TWO, THREE)
+        for run in before.state.promoted:
+            first, last = deepcopy(before), deepcopy(before)
+            first.roll_back(run)
+            run_requests(first, [request_of_day], [])
+            run_requests(last, [request_of_day], [])
+            last.roll_back(run)
+            for moment, kill in product(range(12), (None, 3, 6)):
+                world = deepcopy(before)
+                world.rollback_of, world.rollback_after = run, len(before.records) + moment
+                run_requests(world, [request_of_day], [] if kill is None else [kill])
+                if world.rollback_after is None:
+                    num_meanwhile += 1
+                else:  # the day was over
+                    world.roll_back(run)
+                assert serial_outcome(world) in (serial_outcome(first), serial_outcome(last))
+    assert num_meanwhile > 100 or request_of_day == LAST["a day that is done"]
+
+
+def test_rollback_of_a_run_goes_back_to_the_one_before_and_trains_its_days_again() -> None:
+    world = after_days(World(), ONE, TWO, THREE)
+    assert world.roll_back(f"{TWO}.1")
+    assert (world.pointer, world.state.promoted) == (f"{ONE}.1", (f"{ONE}.1",))
+    for day in (TWO, THREE):
+        found = world.retrain(day)
+        message = f"{day} was rolled back: {day}.1; --again trains it again"
+        assert (found.status, found.message) == (3, message)
+    world.retrain(FOUR)
+    last = world.state.attempts[-1]
+    assert (last.base, last.segments) == (f"{ONE}.1", tuple(f"{d}-v1" for d in DAYS[1:]))
+    assert world.pointer == f"{FOUR}.1"
+
+
+def test_rollback_is_not_undone_by_a_correction_that_changes_nothing() -> None:
+    world = after_days(World(), ONE, TWO)
+    world.roll_back(f"{TWO}.1")
+    found = world.retrain(TWO, corrected=True)
+    assert (found.status, world.pointer) == (3, f"{ONE}.1")
+    assert f"nothing has changed since {TWO}.1 was refused" in found.message
+    assert world.retrain(TWO, again=True).status == 0
+    assert world.pointer == f"{TWO}.3"
+
+
+def test_rollback_of_what_is_not_promoted_or_has_nothing_before_it_is_refused() -> None:
+    world = after_days(World(config=RetrainConfig(keep=2)), ONE, TWO, THREE)
+    message = f"run is not promoted: {FOUR}.1; promoted are: {ONE}.1, {TWO}.1, {THREE}.1"
+    with pytest.raises(PlanError) as error:
+        check_rollback(world.state, f"{FOUR}.1")
+    assert str(error.value) == message
+    for run in (f"{ONE}.1", f"{TWO}.1"):  # ONE.1 was removed
+        with pytest.raises(PlanError, match=f"^no promoted run before {run} is left to roll back"):
+            check_rollback(world.state, run)
+    check_rollback(world.state, f"{THREE}.1")
+
+
+MONTH = [f"2026-03-{i:02d}" for i in range(1, 32)]
+
+
+@pytest.mark.parametrize("taken_over_after", range(0, 300, 37))
+def test_backfill_of_a_month_that_another_host_continues_trains_each_day_once(
+    taken_over_after: int,
+) -> None:
+    """A late day and the files of one that change, in between, as if they had come before it."""
+    world, late = World(), MONTH[4]
+    with suppress(KilledError):
+        for day in MONTH[:4] + MONTH[5:]:
+            world.retrain(day, lives=taken_over_after - len(world.records))
+    world.retrain(late)  # on the other host, which closes what is unfinished
+    for day in MONTH:
+        assert world.retrain(day).status == 0
+    trained = [s for _, segments in lineage(world, world.pointer) for s in segments]
+    assert sorted(trained) == [f"{day}-v1" for day in MONTH]
+    world.versions[MONTH[9]] = 2
+    world.retrain(MONTH[9], corrected=True)
+    trained = [s for _, segments in lineage(world, world.pointer) for s in segments]
+    assert sorted(trained) == [f"{day}-v{1 + (day == MONTH[9])}" for day in MONTH]

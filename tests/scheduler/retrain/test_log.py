@@ -6,6 +6,7 @@ import re
 import socket
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from functools import reduce
@@ -14,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from scheduler.retrain.drive import Root, newest_checkpoint, read_pointer, write_pointer
-from scheduler.retrain.log import KEPT_VERSIONS, OLD_LOG, Log, read_state
+from scheduler.retrain.log import KEPT_VERSIONS, OLD_LOG, Log, read_state, roll_back
 from scheduler.retrain.records import (
     KINDS,
     Begun,
@@ -25,7 +26,7 @@ from scheduler.retrain.records import (
     record_to_json,
 )
 from schemas.config.schedule import RetrainConfig
-from schemas.errors import SchemaError
+from schemas.errors import PlanError, SchemaError
 from schemas.layout import MANIFEST
 from schemas.leases import LEASES
 from schemas.storage import Location
@@ -43,9 +44,9 @@ def root(tmp_path: Path) -> Location:
 
 @pytest.fixture
 def world() -> World:
-    """Days of every kind: promoted, turned down, failed, corrected, removed."""
+    """Days of every kind: promoted, turned down, failed, corrected, removed, rolled back."""
     world = World(
-        config=RetrainConfig(keep=1),
+        config=RetrainConfig(keep=2),
         quality=good_but_for(f"{DAYS[1]}-v1"),
         failing={f"{DAYS[2]}.1.train.1": (-9, "killed")},
     )
@@ -54,6 +55,8 @@ def world() -> World:
     world.versions[DAYS[1]] = 2
     world.retrain(DAYS[1], corrected=True)
     world.retrain(DAYS[1], corrected=True)
+    world.retrain(DAYS[3])
+    assert world.roll_back(f"{DAYS[3]}.1")
     assert {type(record) for record in world.records} == set(KINDS.values())
     return world
 
@@ -155,6 +158,35 @@ def test_owner_whose_lease_has_ended_cannot_append_any_more(world: World, root: 
     assert read_state(root) == reduce(apply_record, world.records[:2], State())
 
 
+def test_owner_reads_a_rollback_before_its_next_record(root: Location) -> None:
+    world = World()
+    for day in DAYS[:2]:
+        world.retrain(day)
+    run, previous = f"{DAYS[1]}.1", f"{DAYS[0]}.1"
+    begun = replace(world.records[0], run=f"{DAYS[2]}.1")
+    with Log(root) as log:
+        for record in world.records:
+            log.append(record)
+        assert not log.is_rolled_back(run)
+        with ThreadPoolExecutor(4) as pool:  # four that want the same: one record
+            states = list(pool.map(lambda now: roll_back(root, run, float(now)), range(4)))
+        assert {state.promoted for state in states} == {(previous,)}
+        assert log.state.last_good == run
+        log._read_again_at = 0.0  # as if some time had passed
+        assert log.is_rolled_back(run)
+        assert not log.append(begun)
+        assert log.state == states[0] == read_state(root)
+        assert log.state.pointer == {"run": previous}
+        assert log.append(begun)
+    write_pointer(Root(root))
+    assert read_pointer(Root(root)) == {"run": previous}
+    assert [a.run for a in read_state(root).attempts] == [previous, run, f"{DAYS[2]}.1"]
+    message = f"run is not promoted: {DAYS[2]}.1; promoted are: {previous}"
+    with pytest.raises(PlanError) as error:
+        roll_back(root, f"{DAYS[2]}.1", 0.0)
+    assert str(error.value) == message
+
+
 def test_of_processes_that_begin_at_once_one_becomes_the_owner(root: Location) -> None:
     won: list[int] = []
     over = threading.Event()
@@ -183,7 +215,7 @@ def test_pointer_is_that_of_the_last_promotion(world: World, root: Location) -> 
         for record in world.records:
             log.append(record)
     write_pointer(place)
-    (last,) = [r for r in world.records if isinstance(r, Promoted)][-1:]
+    last = [r for r in world.records if isinstance(r, Promoted)][-2]  # the newest is rolled back
     assert read_pointer(place) == last.pointer
     place.pointer.write_bytes(b"{}")  # of a process that was suspended before it wrote
     write_pointer(place)

@@ -16,6 +16,7 @@ from scheduler.retrain.decide import (
     Remove,
     Run,
     SegmentFact,
+    check_rollback,
     next_action,
     trained_segments,
 )
@@ -29,11 +30,13 @@ from scheduler.retrain.records import (
     Promoted,
     Record,
     Removed,
+    RolledBack,
     Started,
     State,
     apply_record,
 )
 from schemas.config.schedule import RetrainConfig
+from schemas.errors import PlanError
 
 GOOD = Metrics(num_samples=1000, ne=0.9, auc=0.7, calibration=1.0)
 BAD = Metrics(num_samples=1000, ne=1.5, auc=0.4, calibration=3.0)
@@ -66,6 +69,9 @@ class World:
     """Names that the segment of a day had before ids were forgotten in it."""
     pointer: str | None = None
     folders: set[str] = field(default_factory=set)
+    rollback_after: int | None = None
+    """Number of records after which another host withdraws a run."""
+    rollback_of: str = ""
     ended: set[str] = field(default_factory=set)
     """Processes that were ended because a day was closed."""
 
@@ -92,6 +98,7 @@ class World:
         """Bring a day to its end, unless the command is killed after so many things it did."""
         asked, before = DayRequest(day=day, corrected=corrected, again=again), self.state
         left = iter(range(lives))
+        self.write_pointer()
         while True:
             step = next_action(asked, before, self.state, self.dataset(), self.config)
             if isinstance(step, Finished):
@@ -99,8 +106,28 @@ class World:
             for record in self.carry_out(step, asked, left):
                 if next(left, None) is None:
                     raise KilledError
-                self.records.append(record)
-                self.state = apply_record(self.state, record)
+                if self.rollback_after == len(self.records):
+                    self.rollback_after = None
+                    if self.roll_back(self.rollback_of):
+                        break  # the record is late, and the next one is decided again
+                self.append(record)
+
+    def append(self, record: Record) -> None:
+        self.records.append(record)
+        self.state = apply_record(self.state, record)
+
+    def roll_back(self, run: str) -> bool:
+        """Withdraw a run, as another host does; return whether that is possible."""
+        try:
+            check_rollback(self.state, run)
+        except PlanError:
+            return False
+        self.append(RolledBack(time_sec=0.0, run=run))
+        self.write_pointer()
+        return True
+
+    def write_pointer(self) -> None:
+        self.pointer = None if self.state.pointer is None else self.state.pointer["run"]
 
     def carry_out(self, step: object, asked: DayRequest, left: Iterator[int]) -> Iterator[Record]:
         """Do what a step says; what is done to the disk is a moment of its own."""
@@ -130,9 +157,9 @@ class World:
                     time_sec=0.0, run=run, passed=not reasons, reasons=reasons, against=against
                 )
             case Promote(run):
-                self.pointer = run
-                self.moment(left)
                 yield Promoted(time_sec=0.0, run=run, checkpoint=run, pointer={"run": run})
+                self.moment(left)
+                self.write_pointer()
             case Close():
                 pending = self.state.attempt(step.run).pending
                 self.ended |= {pending.process} if pending else set()
