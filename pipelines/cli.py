@@ -116,7 +116,7 @@ def build_parser() -> argparse.ArgumentParser:
     command.add_argument("dataset", type=Location, metavar="DATASET")
 
     command = commands.add_parser("rewrite", help="make a Parquet dataset smaller; keep all rows")
-    command.add_argument("folder", type=Path, metavar="DIR")
+    command.add_argument("folder", metavar="DIR", help="a directory or a URL")
     command.add_argument("--output", type=Location, required=True, metavar="DATASET")
     command.add_argument("--layout", choices=("star", "flat"), default="star")
     command.add_argument("--session", metavar="COLUMN", help="session key; default: by name")

@@ -40,7 +40,7 @@ from pipelines.samples.statements import Steps
 from pipelines.samples.tuples import Tuples, concat_tuples, hash_session_keys, partition_tuples
 from pipelines.scratch import atomic_write, remove_partial
 from pipelines.shuffle import SHUFFLE, partition_of_key
-from pipelines.sources.listing import folder_of
+from pipelines.sources.listing import Folder, folder_of
 from pipelines.sources.rejects import rejects_from_table, sorted_rejects
 from pipelines.sources.rows import ORIGIN, arrow_type
 from pipelines.stages import REJECTS
@@ -79,7 +79,7 @@ class RewriteRequest:
     """Arguments of the command.
 
     Attributes:
-        folder: directory with Parquet files.
+        folder: path or URL of a directory with Parquet files.
         output: directory to write; new or empty.
         layout: `star` for a dataset, `flat` for plain Parquet with the same schema.
         session: the session key; guessed when None.
@@ -90,7 +90,7 @@ class RewriteRequest:
         progress: called with each progress message, one line.
     """
 
-    folder: Path
+    folder: str
     output: Location
     layout: Literal["star", "flat"]
     session: str | None
@@ -121,15 +121,15 @@ def rewrite(request: RewriteRequest) -> dict[str, Any]:
             "output must be empty, got a directory with files; choose another --output",
             file=str(request.output),
         )
-    output = request.output.local
-    if output is not None and output.resolve().is_relative_to(request.folder.resolve()):
+    folder = folder_of(request.folder)
+    if _is_below(request.output, folder):
         raise SchemaError(
             f"output must lie outside the input, got {request.output} below {request.folder}; "
             "choose another --output"
         )
-    rows = inspect_rows(request.folder, request.session, request.time)
+    rows = inspect_rows(folder, request.session, request.time)
     if not rows.has_rows():
-        raise SchemaError("input must have rows, got none", file=str(rows.folder))
+        raise SchemaError("input must have rows, got none", file=folder.root)
     if rows.partitions:
         columns = ", ".join(f"{name} ({kind})" for name, kind in rows.partitions.items())
         request.progress(f"columns from folder names: {columns}")
@@ -139,13 +139,19 @@ def rewrite(request: RewriteRequest) -> dict[str, Any]:
         )
     order = f"by {rows.time}" if rows.time else "in the order of the files"
     request.progress(f"session key: {rows.session}; rows of a session {order}")
-    beside = None if output is None else output.parent
+    local = request.output.local
+    beside = None if local is None else local.parent
     if beside is not None:
         beside.mkdir(parents=True, exist_ok=True)
     prefix = f".{request.output.name}."
     with TemporaryDirectory(prefix=prefix, dir=beside) as name:
         write = _write_star if request.layout == "star" else _write_flat
         return write(request, rows, Path(name))
+
+
+def _is_below(output: Location, folder: Folder) -> bool:
+    root = folder.root if folder.needs_beam else Location.parse(folder.root).resolve().url
+    return f"{output.resolve()}/".startswith(f"{root}/")
 
 
 def _result(
@@ -196,7 +202,7 @@ def _write_flat(request: RewriteRequest, rows: Rows, building: Path) -> dict[str
     target = building / ROWS
     target.mkdir()
     context = BuildContext(
-        folder=folder_of(rows.folder),
+        folder=rows.folder,
         segment_root=target,
         listing=rows.listing,
         data=data,
@@ -216,7 +222,7 @@ def _write_flat(request: RewriteRequest, rows: Rows, building: Path) -> dict[str
         raise SchemaError(f"{reject}; replace or remove the file")
     parts: list[FlatPart] = values["parts"]
     if not parts:
-        raise SchemaError("input must have rows, got none", file=str(rows.folder))
+        raise SchemaError("input must have rows, got none", file=rows.folder.root)
     shutil.rmtree(target / SHUFFLE, ignore_errors=True)
     remove_partial(target)
     content = sum((p.content for p in parts), ContentHash())
@@ -376,7 +382,7 @@ def _write_star(request: RewriteRequest, rows: Rows, building: Path) -> dict[str
     summary = _build(
         BuildRequest(
             job_path=job_folder / "job.yaml",
-            input_root=rows.folder,
+            input_root=rows.folder.root,
             dataset=request.output,
             beam_args=request.beam_args,
             attempt=request.attempt,
@@ -466,7 +472,7 @@ def write_job(
         **({"partitions": {n: types[n] for n in rows.partitions}} if rows.partitions else {}),
     }
     body = {
-        "name": re.sub(r"[^A-Za-z0-9_-]+", "_", request.folder.resolve().name) or "rewritten",
+        "name": re.sub(r"[^A-Za-z0-9_-]+", "_", _name(rows.folder)) or "rewritten",
         "data": {
             "sources": {SOURCE: source},
             "samples": {"map": f"SELECT *{constant} FROM {SOURCE}"},
@@ -478,6 +484,10 @@ def write_job(
     }
     text = yaml.safe_dump(body, sort_keys=False, allow_unicode=True, width=1 << 20)
     (directory / "job.yaml").write_text(text, encoding="utf-8")
+
+
+def _name(folder: Folder) -> str:
+    return Path(folder.root).resolve().name if folder.is_local else Path(folder.root).name
 
 
 def _role(name: str, type_: str, label: str | None, time: str | None) -> str:

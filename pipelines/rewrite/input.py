@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -13,7 +12,6 @@ import pyarrow.parquet as pq
 
 from pipelines.sources.listing import (
     Folder,
-    folder_of,
     glob_regex,
     infer_partitions,
     list_inputs,
@@ -61,7 +59,7 @@ class Rows:
         ignored: one of these.
     """
 
-    folder: Path
+    folder: Folder
     listing: tuple[InputFile, ...]
     schema: pa.Schema
     session: str
@@ -82,7 +80,7 @@ class Rows:
 
     def has_rows(self) -> bool:
         """Tell whether any file has a row."""
-        return any(pq.read_metadata(self.folder / f.path).num_rows for f in self.listing)
+        return any(open_parquet(self.folder, f.path).metadata.num_rows for f in self.listing)
 
     def batches(self) -> Iterator[pa.Table]:
         """Yield the rows in batches, independent of row groups.
@@ -93,7 +91,7 @@ class Rows:
         for file in self.listing:
             values = typed_partitions(file.path, self.partitions)
             try:
-                opened = pq.ParquetFile(self.folder / file.path, page_checksum_verification=True)
+                opened = open_parquet(self.folder, file.path)
                 for batch in opened.iter_batches(BATCH_ROWS, use_threads=False):
                     rows = RawRows(pa.Table.from_batches([batch]))
                     table = with_partitions(rows, values, self.schema.names).table
@@ -103,11 +101,16 @@ class Rows:
                 raise _unreadable(file.path, error) from error
 
 
-def inspect_rows(folder: Path, session: str | None, time: str | None) -> Rows:
+def open_parquet(folder: Folder, path: str) -> pq.ParquetFile:
+    """Open a file whose pages are verified when they are read."""
+    return pq.ParquetFile(folder.arrow_file(path), page_checksum_verification=True)
+
+
+def inspect_rows(folder: Folder, session: str | None, time: str | None) -> Rows:
     """Return the files of a dataset, its columns, and the columns that order it.
 
     Args:
-        folder: a directory with Parquet files at any depth.
+        folder: with Parquet files at any depth.
         session: the session key, or None to guess it.
         time: the time, or None to guess it; without one the rows keep the order of the files.
 
@@ -115,8 +118,8 @@ def inspect_rows(folder: Path, session: str | None, time: str | None) -> Rows:
         SchemaError: there is no file, a file would be skipped, files have different columns, a
             column is missing or has a wrong type, or folder names contradict the rows.
     """
-    listing = list_inputs(folder_of(folder), {SOURCE: SourceConfig(files=FILES, format="parquet")})
-    ignored = _ignored_files(folder_of(folder))
+    listing = list_inputs(folder, {SOURCE: SourceConfig(files=FILES, format="parquet")})
+    ignored = _ignored_files(folder)
     file_schema = _common_schema(folder, listing)
     inferred = infer_partitions([f.path for f in listing])
     for name in inferred.keys() & set(file_schema.names):
@@ -138,7 +141,8 @@ def _ignored_files(folder: Folder) -> list[str]:
     Raises:
         SchemaError: one is Parquet under another name, or the folder belongs to a table format.
     """
-    marker = next((m for m in TABLE_FORMATS if Path(folder.root, m).is_dir()), None)
+    top = {path.partition("/")[0] for path in folder.all_files()}
+    marker = next((m for m in TABLE_FORMATS if m in top), None)
     paths = list(folder.files())
     if marker is not None or any(p.endswith(".metadata.json") for p in paths):
         raise SchemaError(
@@ -169,7 +173,7 @@ def _ignored_files(folder: Folder) -> list[str]:
 
 
 def _check_partition(
-    folder: Path, listing: Iterable[InputFile], name: str, kind: pa.DataType
+    folder: Folder, listing: Iterable[InputFile], name: str, kind: pa.DataType
 ) -> None:
     """Refuse files with other values in a column than their folder name has."""
     value_type = kind.value_type if pa.types.is_dictionary(kind) else kind
@@ -195,12 +199,12 @@ def _unreadable(path: str, error: BaseException) -> SchemaError:
     return SchemaError(f"file cannot be read as Parquet: {text}; replace or remove it", file=path)
 
 
-def _common_schema(folder: Path, listing: Iterable[InputFile]) -> pa.Schema:
+def _common_schema(folder: Folder, listing: Iterable[InputFile]) -> pa.Schema:
     first: pa.Schema | None = None
     first_path = ""
     for file in listing:
         try:
-            schema = pq.read_schema(folder / file.path)
+            schema = open_parquet(folder, file.path).schema_arrow
         except (OSError, pa.ArrowException) as error:
             raise _unreadable(file.path, error) from error
         if len(set(schema.names)) < len(schema.names):
@@ -252,9 +256,9 @@ def check_microseconds(rows: Rows) -> None:
                 )
 
 
-def _columns(folder: Path, path: str, names: list[str]) -> list[pa.ChunkedArray]:
+def _columns(folder: Folder, path: str, names: list[str]) -> list[pa.ChunkedArray]:
     try:
-        return pq.ParquetFile(folder / path).read(columns=names).columns
+        return open_parquet(folder, path).read(columns=names).columns
     except (OSError, pa.ArrowException) as error:
         raise _unreadable(path, error) from error
 

@@ -61,15 +61,16 @@ class Folder:
         Raises:
             SchemaError: it cannot be listed, or has no such file as one of `only`.
         """
-        if self.only:
-            sizes = dict(self._only_files())
-        else:
-            sizes = dict(self._local_files() if self.is_local else self._remote_files())
+        sizes = dict(self._only_files()) if self.only else self.all_files()
         return {
             path: sizes[path]
             for path in sorted(sizes)
             if not any(part.startswith(".") for part in path.split("/"))
         }
+
+    def all_files(self) -> Mapping[str, int | None]:
+        """Return the files of the directory tree under any name; raises as `files`."""
+        return dict(self._local_files() if self.is_local else self._remote_files())
 
     def _only_files(self) -> Iterator[tuple[str, int | None]]:
         for name in self.only:

@@ -38,7 +38,7 @@ OLD_LOG = "state.jsonl"
 EXPIRY_SEC = 60
 """Time after which another host takes over from one that does not renew its lease."""
 READ_SEC = 20
-"""Time between two looks for a rollback while a stage runs."""
+"""Time between two checks for a rollback while a stage runs."""
 KEPT_VERSIONS = 8
 """Versions that are not emptied."""
 

@@ -2,6 +2,7 @@
 
 import json
 import re
+import uuid
 from datetime import UTC, date, datetime, time
 from decimal import Decimal
 from itertools import pairwise
@@ -18,6 +19,7 @@ from pipelines.cli import main
 from pipelines.rewrite.command import decoded
 from pipelines.rewrite.input import check_microseconds, inspect_rows
 from pipelines.sources.formats import read_split
+from pipelines.sources.listing import Folder
 from pipelines.table.rows import content_hash, expand
 from pipelines.table.verify import verify
 from schemas.dataset import open_dataset
@@ -80,7 +82,11 @@ def folder_of(directory: Path, columns: dict[str, pa.Array], num_files: int = 3)
 
 
 def run(
-    capsys: pytest.CaptureFixture[str], folder: Path, output: Path, *more: str, beam: bool = False
+    capsys: pytest.CaptureFixture[str],
+    folder: Path | Location,
+    output: Path | Location,
+    *more: str,
+    beam: bool = False,
 ) -> dict[str, Any]:
     more = more if beam else (IN_PROCESS, *more)
     assert main(["rewrite", str(folder), "--output", str(output), *more, "--json"]) == 0
@@ -130,6 +136,62 @@ def test_star_keeps_every_value_of_the_types_it_holds(
     assert content_hash([rows]) == content_hash([wide])
     assert result["content_hash"] == str(content_hash([rows]))
     assert content_hash([by_view(tmp_path / "out", "samples")]) == content_hash([rows])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["star", "flat"])
+@pytest.mark.parametrize(("from_url", "to_url"), [(True, True), (True, False), (False, True)])
+def test_rewrite_at_a_url_is_that_on_disk(
+    layout: str, from_url: bool, to_url: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = folder_of(tmp_path, HELD)
+    bucket = Location.parse(f"memory://{uuid.uuid4().hex}")
+    for entry in Location.parse(folder).entries():
+        (bucket / "in" / entry.path).upload(folder / entry.path)
+    source = bucket / "in" if from_url else Location.parse(folder)
+    target = bucket / "out" if to_url else Location.parse(tmp_path / "out")
+    expected = run(capsys, folder, tmp_path / "expected", "--layout", layout)
+    assert run(capsys, source, target, "--layout", layout) == expected
+    if layout == "flat":
+        files = {entry.path: (target / entry.path).read_bytes() for entry in target.entries()}
+        assert files == {"00000.parquet": (tmp_path / "expected" / "00000.parquet").read_bytes()}
+    else:
+        assert verify(target)["problems"] == []
+        expand(target, tmp_path / "x.parquet")
+        rows = pq.read_table(tmp_path / "x.parquet")
+        assert str(content_hash([rows])) == expected["content_hash"]
+
+
+def test_rewrite_at_a_url_is_refused_like_on_disk(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = folder_of(tmp_path, columns(), num_files=1)
+    bucket = Location.parse(f"memory://{uuid.uuid4().hex}")
+    (bucket / "in" / "part-0.parquet").upload(folder / "part-0.parquet")
+
+    def message(output: Location) -> str:
+        assert main(["rewrite", str(bucket / "in"), "--output", str(output)]) == 1
+        return capsys.readouterr().err.splitlines()[-1]
+
+    inside = bucket / "in" / "out"
+    assert message(inside) == (
+        f"error: output must lie outside the input, got {inside} below {bucket / 'in'}; choose "
+        "another --output"
+    )
+    (bucket / "out" / "mine").write_bytes(b"x")
+    assert message(bucket / "out") == (
+        "error: output must be empty, got a directory with files in "
+        f"{bucket / 'out'}; choose another --output"
+    )
+    (bucket / "in" / ".hoodie" / "hoodie.properties").write_bytes(b"")
+    assert message(bucket / "other").startswith(
+        "error: folder belongs to a table format (.hoodie), whose log"
+    )
+    (bucket / "in").remove([".hoodie/hoodie.properties"])
+    data = bytearray((folder / "part-0.parquet").read_bytes())
+    (bucket / "in" / "part-0.parquet").write_bytes(bytes(data[:-10]))
+    assert "file cannot be read as Parquet" in message(bucket / "other")
+    assert not (bucket / "other").exists()
 
 
 @pytest.mark.slow
@@ -216,7 +278,7 @@ def test_times_that_a_star_cannot_hold_are_refused_by_column(
 ) -> None:
     times = pa.array([1_000 * i for i in range(NUM)], pa.timestamp("ns"))
     folder = folder_of(tmp_path / "whole", {"session_id": HELD["session_id"], "ts": times})
-    check_microseconds(inspect_rows(folder, None, None))
+    check_microseconds(inspect_rows(Folder(str(folder)), None, None))
     finer = pa.array([1_000 * i + (i == 500) for i in range(NUM)], pa.timestamp("ns"))
     folder = folder_of(tmp_path / "finer", {"session_id": HELD["session_id"], "ts": finer})
     assert refused(capsys, folder, tmp_path / "out") == (
