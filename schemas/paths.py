@@ -12,11 +12,12 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path, PurePosixPath
 from types import MappingProxyType
 from typing import Any, TypeVar
 
-from schemas.errors import SchemaError
+from schemas.errors import SchemaError, StorageError
 from schemas.storage import Location
 
 T = TypeVar("T")
@@ -121,6 +122,29 @@ def resolve_beside(file: Path | Location, name: str) -> Path | Location:
     scheme, _, folder = file.parent.url.partition("://")
     bucket, _, key = folder.partition("/")
     return Location(f"{scheme}://{bucket}{os.path.normpath(PurePosixPath('/', key, name))}")
+
+
+def parse_store_address(text: str) -> str:
+    """Return the address of a store process in its only form: clients compare addresses as text.
+
+    Raises:
+        ValueError: it is none.
+
+    Example:
+        >>> parse_store_address("s3://bucket//run/stores/0/address")
+        's3://bucket/run/stores/0/address'
+    """
+    if re.fullmatch(r"grpc(\+tls)?://[^/]+:\d+|file:///.+", text):
+        return text
+    with suppress(StorageError):
+        location = Location.parse(text)
+        if location.local is None and location.parent != location:
+            return location.url
+    raise ValueError(
+        "must be grpc://host:port, grpc+tls://host:port, file:///path or a URL such as "
+        f"s3://bucket/path, got {text!r}; use the address that the store announced, or where it "
+        "publishes it"
+    )
 
 
 class ArgumentParser(argparse.ArgumentParser):

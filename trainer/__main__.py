@@ -326,6 +326,7 @@ def _store(arguments: argparse.Namespace) -> int:
 
     options = StoreOptions(
         directory=arguments.directory,
+        address_file=arguments.address_file,
         access=read_access(arguments.token_file, arguments.trusted, arguments.tls_name),
         host=arguments.host,
         port=arguments.port,

@@ -5,7 +5,13 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from schemas.paths import SINGLE_WRITER, SINGLE_WRITER_HELP, ArgumentParser, path_or_url
+from schemas.paths import (
+    SINGLE_WRITER,
+    SINGLE_WRITER_HELP,
+    ArgumentParser,
+    parse_store_address,
+    path_or_url,
+)
 from schemas.storage import Location
 
 TLS_NAME = "name in the others' certificates; default: the host of their address"
@@ -27,6 +33,12 @@ def add_replica(parser: argparse.ArgumentParser) -> None:
 def add_store(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `store`."""
     parser.add_argument("--directory", type=Path, required=True, help="folder of its log")
+    parser.add_argument(
+        "--address-file",
+        type=path_or_url,
+        metavar="LOCATION",
+        help="file or URL at which it publishes its address; default: DIRECTORY/address",
+    )
     parser.add_argument(
         "--token-file", type=Path, required=True, help="token that callers must send"
     )
@@ -170,8 +182,10 @@ def build_parser() -> argparse.ArgumentParser:
         )
     add_store(commands.add_parser("store", help="serve rows to trainers, over Arrow Flight"))
     move = commands.add_parser("migrate-slots", help="move slots between stores of a run")
-    move.add_argument("--from", dest="givers", required=True, help="address of the source store")
-    move.add_argument("--to", required=True, help="address of the target store")
+    move.add_argument(
+        "--from", dest="givers", type=_addresses, required=True, help="address of the source store"
+    )
+    move.add_argument("--to", type=_address, required=True, help="address of the target store")
     move.add_argument("--slots", required=True, help="START:END of 4,096[,...]")
     move.add_argument(
         "--served",
@@ -183,7 +197,11 @@ def build_parser() -> argparse.ArgumentParser:
     )
     restart = commands.add_parser("restart-store", help="restart a store process")
     for command in (kill, restart):
-        command.add_argument("address", help="grpc://host:port, grpc+tls://host:port or file://")
+        command.add_argument(
+            "address",
+            type=_address,
+            help="grpc://host:port, grpc+tls://host:port, or the file or URL of its --address-file",
+        )
     for command in (move, kill, restart):
         command.add_argument("--token-file", type=Path, required=True, help="of the stores")
         command.add_argument("--trusted", type=Path, help="authorities of the stores, PEM")
@@ -200,6 +218,17 @@ def build_parser() -> argparse.ArgumentParser:
         command = commands.choices[name]
         command.add_argument(SINGLE_WRITER, action="store_true", help=SINGLE_WRITER_HELP)
     return parser
+
+
+def _address(text: str) -> str:
+    try:
+        return parse_store_address(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def _addresses(text: str) -> str:
+    return ",".join(map(_address, text.split(",")))
 
 
 def _names(text: str) -> tuple[str, ...]:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass, field, fields
 from datetime import timedelta
 from typing import Literal
 
 from schemas.errors import check_at_least, check_positive
+from schemas.paths import parse_store_address
 
 WAIT, SAVE, EVALUATE, START, DRAIN = "wait", "save", "evaluate", "start", "drain"
 """Activities of a trainer besides the phases of a step."""
@@ -119,8 +119,9 @@ class StoresConfig:
     """
 
     addresses: tuple[str, ...] = ()
-    """`grpc://host:port` or `grpc+tls://host:port` of each, or `file:///DIRECTORY/address`, where a
-    store that may move writes its address; together they serve every slot `replicas` times."""
+    """`grpc://host:port` or `grpc+tls://host:port` of each, or where a store that may move
+    publishes that: `file:///DIRECTORY/address`, or a URL such as `s3://bucket/run/stores/0/address`.
+    Together they serve every slot `replicas` times."""
     token_file: str | None = None
     """File with the stores' token, relative to the job file."""
     certificates: str | None = None
@@ -136,12 +137,11 @@ class StoresConfig:
     only with all of its stores."""
 
     def __post_init__(self) -> None:
-        for address in self.addresses:
-            if re.fullmatch(r"grpc(\+tls)?://[^/]+:\d+|file:///.+", address) is None:
-                raise ValueError(
-                    "addresses must be grpc://host:port, grpc+tls://host:port or file:///path, "
-                    f"got {address!r}; use the address that the store announced"
-                )
+        try:
+            addresses = tuple(map(parse_store_address, self.addresses))
+        except ValueError as error:
+            raise ValueError(f"addresses {error}") from error
+        object.__setattr__(self, "addresses", addresses)
         if self.addresses and self.token_file is None:
             raise ValueError("addresses are given without token_file; name the stores' token file")
         if self.replicas not in (1, 2):

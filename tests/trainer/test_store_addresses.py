@@ -1,9 +1,11 @@
-"""Stores that come back at another address: who knows them by a file finds them again."""
+"""Stores that come back at another address: who knows them by a file or URL finds them again."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,9 +13,13 @@ import numpy as np
 import pytest
 
 from schemas.config.train import StoresConfig, TrainConfig
-from schemas.errors import SchemaError
+from schemas.errors import SchemaError, StorageError
 from schemas.run_log import STORE_ADDRESS
+from schemas.storage import Location
+from tests.conftest import REPOSITORY
+from tests.object_store import Store
 from tests.trainer.certificates import make_certificate
+from tests.trainer.processes import PATIENCE
 from tests.trainer.stores import (
     ACCESS,
     LAYOUT,
@@ -24,22 +30,33 @@ from tests.trainer.stores import (
     start_store,
     whole,
 )
+from trainer.__main__ import main
 from trainer.elastic.shared_rows import launch_shared_stores, open_shared
 from trainer.stores.remote.connection import (
     FILE,
     Access,
     StoreConnection,
     publish_address,
-    read_access,
     resolve_address,
 )
-from trainer.stores.remote.processes import migrate_slots
-
-HALF = ((0, 2048),)
 
 
 def file_of(directory: Path) -> str:
     return f"{FILE}{directory / STORE_ADDRESS}"
+
+
+@pytest.fixture(params=["file", "s3"])
+def published(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Callable[[str], tuple[str, list[str]]]:
+    """The address of a store of some name in the folder of the test, and its options for that."""
+    if request.param == "file":
+        return lambda name: (file_of(tmp_path / name), [])
+    s3_store = request.getfixturevalue("s3_store")
+    for name, value in s3_store.environment.items():
+        monkeypatch.setenv(name, value)
+    url = s3_store.new_url()
+    return lambda name: (f"{url}/{name}/address", ["--address-file", f"{url}/{name}/address"])
 
 
 def secured(folder: Path) -> tuple[Access, Sequence[str]]:
@@ -51,41 +68,46 @@ def secured(folder: Path) -> tuple[Access, Sequence[str]]:
 
 
 @pytest.mark.slow
-def test_store_that_comes_back_at_another_host_is_found_by_its_file(tmp_path: Path) -> None:
+def test_store_that_comes_back_at_another_host_is_found_by_its_file(
+    published: Callable[[str], tuple[str, list[str]]], tmp_path: Path
+) -> None:
     access, options = secured(tmp_path)
     directory = tmp_path / "store"
+    address, more = published("store")
+    options = [*options, *more]
     with running(start_store(directory, "--host", "127.0.0.2", *options)) as (first,):
-        store = group_over(file_of(directory), access=access)["items"]
+        store = group_over(address, access=access)["items"]
         store.write(np.array([5]), record_of(1.0, 1), 0)
         first.kill()
         again = start_store(directory, "--host", "127.0.0.3", *options)
         with running(again):
             assert again.address.startswith("grpc+tls://127.0.0.3:")
-            assert resolve_address(file_of(directory)) == again.address
+            assert resolve_address(address) == again.address
+            assert (directory / STORE_ADDRESS).exists() == (not more)
             store.write(np.array([6]), record_of(2.0, 1), 1)
             assert whole(store)[0].tolist() == [5, 6]
 
 
 @pytest.mark.slow
-def test_slots_move_between_stores_that_are_known_by_files(tmp_path: Path) -> None:
+def test_slots_move_between_stores_that_are_known_by_files(
+    published: Callable[[str], tuple[str, list[str]]], tmp_path: Path
+) -> None:
     access, options = secured(tmp_path)
-    one, two = tmp_path / "one", tmp_path / "two"
+    (one, first), (two, second) = published("one"), published("two")
+    second = ["--slots", "none", *options, *second]
     stores = (
-        start_store(one, "--host", "127.0.0.2", *options),
-        start_store(two, "--host", "127.0.0.3", "--slots", "none", *options),
+        start_store(tmp_path / "one", "--host", "127.0.0.2", *options, *first),
+        start_store(tmp_path / "two", "--host", "127.0.0.3", *second),
     )
     with running(*stores):
-        store = group_over(file_of(one), access=access)["items"]
+        store = group_over(one, access=access)["items"]
         store.write(np.arange(100), record_of(1.0, 100), 0)
-        migrate_slots(
-            file_of(one),
-            file_of(two),
-            HALF,
-            read_access(one.with_suffix(".token"), tmp_path / "cert.pem", "localhost"),
-        )
+        words = ["migrate-slots", "--from", one, "--to", two, "--slots", "0:2048", "--token-file"]
+        words += [f"{tmp_path}/one.token", "--trusted", f"{tmp_path}/cert.pem"]
+        assert main([*words, "--tls-name", "localhost"]) == 0
         assert whole(store)[0].tolist() == list(range(100))
         stores[1].kill()
-        with running(start_store(two, "--host", "127.0.0.4", "--slots", "none", *options)):
+        with running(start_store(tmp_path / "two", "--host", "127.0.0.4", *second)):
             assert whole(store)[0].tolist() == list(range(100))
 
 
@@ -115,7 +137,7 @@ def test_store_whose_certificate_bears_another_name_is_not_talked_to(tmp_path: P
 
 
 def test_store_that_would_show_no_certificate_gets_no_token(tmp_path: Path) -> None:
-    publish_address(tmp_path, "grpc://127.0.0.1:1")
+    publish_address(tmp_path / STORE_ADDRESS, "grpc://127.0.0.1:1")
     access = replace(ACCESS, certificate_name="stores", timeout_sec=0.3)
     with StoreConnection(file_of(tmp_path), access) as peer, pytest.raises(SchemaError) as caught:
         peer.action("describe", {})
@@ -132,12 +154,99 @@ def test_store_that_has_not_begun_is_waited_for(tmp_path: Path) -> None:
         peer.action("describe", {})
 
 
-def test_stores_config_takes_files_and_nothing_relative() -> None:
-    found = StoresConfig(addresses=("file:///a/address",), token_file="token")
-    assert found.addresses == ("file:///a/address",)
-    message = (
-        "addresses must be grpc://host:port, grpc+tls://host:port or file:///path, got "
-        "'file://a/address'; use the address that the store announced"
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "file must hold the address of a store, got b'' in memory://"),
+        (
+            "http://a:1\n",
+            "file must hold the address of a store, got b'http://a:1\\n' in memory://",
+        ),
+        ("grpc://a:1\ngrpc://a:1\n", "file must hold the address of a store"),
+        (
+            "grpc://10.0.0.1:7070\n",
+            "store must publish grpc+tls:// beyond loopback, got grpc://10.",
+        ),
+        ("grpc://127.0.0.1@a:7070\n", "store must publish grpc+tls:// beyond loopback"),
+    ],
+)
+def test_text_at_a_url_that_no_store_publishes_is_refused_at_once(
+    text: str, message: str, tmp_path: Path
+) -> None:
+    url = f"memory://{tmp_path.name}/address"
+    Location.parse(url).write_bytes(text.encode())
+    with StoreConnection(url, ACCESS) as peer, pytest.raises(SchemaError) as caught:
+        peer.action("describe", {})
+    assert str(caught.value).startswith(message)
+    assert "\n" not in str(caught.value)
+
+
+def test_store_of_addresses_that_refuses_is_named_at_once(
+    s3_store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in (s3_store.environment | {"AWS_SECRET_ACCESS_KEY": "wrong"}).items():
+        monkeypatch.setenv(name, value)
+    url = f"{s3_store.new_url()}/address".replace("bucket", "another", 1)
+    with StoreConnection(url, ACCESS) as peer, pytest.raises(SchemaError) as caught:
+        peer.action("describe", {})
+    assert str(caught.value).startswith("store refuses access: ")
+    assert url in str(caught.value)
+
+
+def test_store_of_addresses_that_fails_is_asked_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url, read, fails = f"memory://{tmp_path.name}/address", Location.read_bytes, [True] * 3
+
+    def read_or_fail(self: Location) -> bytes:
+        if fails:
+            fails.pop()
+            raise StorageError("store failed: 503; try again when it is reachable", file=self.url)
+        return read(self)
+
+    monkeypatch.setattr(Location, "read_bytes", read_or_fail)
+    with running(start_store(tmp_path / "store")) as (store,):
+        publish_address(Location.parse(url), store.address)
+        with StoreConnection(url, ACCESS) as peer:
+            assert peer.action("describe", {})["session"] == ""
+    assert not fails
+
+
+def test_store_that_cannot_publish_its_address_ends_in_one_line(
+    s3_store: Store, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for name, value in s3_store.environment.items():
+        monkeypatch.setenv(name, value)
+    (tmp_path / "token").write_text("a-token\n")
+    words = ["--directory", tmp_path / "store", "--token-file", tmp_path / "token"]
+    words += ["--address-file", "s3://no-such-bucket/address"]
+    process = subprocess.run(
+        [sys.executable, "-m", "trainer", "store", *words],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
     )
-    with pytest.raises(ValueError, match=re.escape(message)):
-        StoresConfig(addresses=("file://a/address",), token_file="token")
+    assert (process.returncode, process.stdout) == (1, "")
+    error = "error: bucket does not exist in s3://no-such-bucket/address; create it\n"
+    assert process.stderr == error
+
+
+def test_stores_config_takes_files_and_urls_and_nothing_relative() -> None:
+    written = ("file:///a/address", "s3://bucket//run/address/", "grpc+tls://a:1")
+    found = StoresConfig(addresses=written, token_file="token")
+    assert found.addresses == ("file:///a/address", "s3://bucket/run/address", "grpc+tls://a:1")
+    for wrong in ("file://a/address", "address", "s3://bucket", "s3://b/../a", "http://a:1/b", ""):
+        message = (
+            "addresses must be grpc://host:port, grpc+tls://host:port, file:///path or a URL such "
+            f"as s3://bucket/path, got {wrong!r}; use the address that the store announced"
+        )
+        with pytest.raises(ValueError, match=re.escape(message)):
+            StoresConfig(addresses=(wrong,), token_file="token")
+
+
+@pytest.mark.parametrize("command", ["migrate-slots --from a --to", "kill-store", "restart-store"])
+def test_commands_take_addresses_alone(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main([*command.split(), "s3://bucket", "--token-file", "token"])
+    assert "must be grpc://host:port, " in capsys.readouterr().err

@@ -1,13 +1,14 @@
 """The connection to one store process: calls are retried until it answers.
 
-A store that may be restarted on another host has an address `file:///FOLDER/address`, which stays
-the same in job files, slot maps and logs. The file holds its current `grpc://host:port` and is read
-for each new connection.
+A store that may be restarted on another host has an address `file:///FOLDER/address` or
+`s3://bucket/run/stores/0/address`, which stays the same in job files, slot maps and logs. The file
+or object holds its current `grpc://host:port` and is read for each new connection.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -19,10 +20,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.flight as fl
 
-from schemas.errors import SchemaError
+from schemas.errors import SchemaError, StorageError
 from schemas.files import replace_bytes
-from schemas.run_log import STORE_ADDRESS
 from schemas.storage import Location
+from schemas.store_client import RefusedError
 from trainer.stores.api import (
     BEHIND,
     BUSY,
@@ -33,15 +34,21 @@ from trainer.stores.api import (
     StoreUnavailableError,
     TableLayout,
 )
-from trainer.stores.remote.wire import AUTHORIZATION, read_token, records_schema, rows_batch
+from trainer.stores.remote.wire import (
+    AUTHORIZATION,
+    LOOPBACK,
+    read_token,
+    records_schema,
+    rows_batch,
+)
 
 FILE = "file://"
 """Prefix of an address that is a file."""
 
 
-def publish_address(directory: Path, address: str) -> None:
-    """Write the current address of a store into its directory."""
-    replace_bytes(directory / STORE_ADDRESS, f"{address}\n".encode())
+def publish_address(file: Path | Location, address: str) -> None:
+    """Write the current address of a store into a file or object, from which clients read it."""
+    replace_bytes(file, f"{address}\n".encode())
 
 
 def resolve_address(address: str) -> str:
@@ -49,14 +56,36 @@ def resolve_address(address: str) -> str:
 
     Raises:
         OSError: the address is a file that does not exist yet.
+        StorageError: the object with the address cannot be read.
+        SchemaError: the file holds another text, or an address without TLS beyond loopback, to
+            which a token must not be sent.
 
     Example:
         >>> resolve_address("grpc+tls://store-0:7070")
         'grpc+tls://store-0:7070'
     """
-    if not address.startswith(FILE):
+    if address.startswith("grpc"):
         return address
-    return Path(address.removeprefix(FILE)).read_text(encoding="utf-8").strip()
+    data = Location(address.removeprefix(FILE)).read_bytes()
+    found = _PUBLISHED.fullmatch(data)
+    if found is None:
+        raise SchemaError(
+            f"file must hold the address of a store, got {data[:80]!r}; restart the store, which "
+            "publishes it",
+            file=address,
+        )
+    published, scheme, host = (part.decode() for part in found.groups())
+    if scheme == "grpc" and host not in LOOPBACK:
+        raise SchemaError(
+            f"store must publish grpc+tls:// beyond loopback, got {published}; start it with "
+            "--tls-cert and --tls-key",
+            file=address,
+        )
+    return published
+
+
+_PUBLISHED = re.compile(rb"((grpc(?:\+tls)?)://([!-.0-~]+):[0-9]+)\n?")
+"""Address of a store, its scheme and its host."""
 
 
 T = TypeVar("T")
@@ -240,7 +269,13 @@ class StoreConnection:
 
     def _connected(self) -> fl.FlightClient:
         if self._client is None:
-            self._client = connect(resolve_address(self.address), self._access)
+            try:
+                self._client = connect(resolve_address(self.address), self._access)
+            except RefusedError:
+                raise
+            except StorageError as error:
+                line = error.message.partition("; ")[0]
+                raise StoreUnavailableError(line, self.address) from error
         return self._client
 
     def _to_error(self, error: Exception) -> Exception:

@@ -21,6 +21,8 @@ from numpy.typing import NDArray
 
 from schemas.errors import SchemaError
 from schemas.hashing import NUM_SLOTS
+from schemas.run_log import STORE_ADDRESS
+from schemas.storage import Location
 from trainer.stores.api import (
     BEHIND,
     BUSY,
@@ -399,6 +401,8 @@ class StoreOptions:
 
     directory: Path
     """Directory of the log."""
+    address_file: Path | Location | None = None
+    """Where it publishes its address; None: `address` in the directory."""
     access: Access
     """Token of callers, and credentials of calls to other stores, for migrations."""
     host: str = "127.0.0.1"
@@ -469,7 +473,7 @@ def run_store(
         if end_with is not None:
             threading.Thread(target=_wait_for_end, args=(end_with, ended), daemon=True).start()
         address = f"{scheme}://{options.host}:{server.port}"
-        publish_address(options.directory, address)
+        publish_address(options.address_file or options.directory / STORE_ADDRESS, address)
         announce(json.dumps({"address": address, "pid": os.getpid(), "slots": options.slots}))
         ended.wait()
         stopping = threading.Thread(target=server.shutdown, daemon=True)

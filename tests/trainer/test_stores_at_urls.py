@@ -1,0 +1,116 @@
+"""Hosts that share a URL alone: stores that restart, or come back empty, change no bit of a run."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from schemas.config.job import load_job
+from schemas.run_log import SUMMARY, RunSummary, read_summary
+from schemas.run_manifest import ALL, fetch_run
+from schemas.storage import Location
+from tests.object_store import Store
+from tests.shared import make_once
+from tests.trainer.make_dataset import write_job
+from tests.trainer.processes import ended, num_steps, started, until, with_keys
+from tests.trainer.runs import run_job, small_dataset
+from tests.trainer.stores import StoreProcess, running, start_store
+from tests.trainer.url_runs import check_equal
+from trainer.stores.remote.connection import resolve_address
+
+EVERY = 6
+"""Steps between checkpoints."""
+DELAY = ("--delay-sec", "0.05")
+"""Of each response, so that a store dies while a run trains."""
+HALVES = ("0:2048", "2048:4096")
+
+
+def _folder_run(folder: Path) -> None:
+    run_job(write_job(folder / "job", every_steps=str(EVERY)), small_dataset(), folder / "run")
+
+
+@pytest.fixture(scope="module")
+def undisturbed() -> Path:
+    """A run with all rows in memory, which no test changes."""
+    return make_once(_folder_run) / "run"
+
+
+@pytest.fixture
+def url(s3_store: Store, monkeypatch: pytest.MonkeyPatch) -> str:
+    for name, value in s3_store.environment.items():
+        monkeypatch.setenv(name, value)
+    return s3_store.new_url()
+
+
+@pytest.fixture
+def start(url: str, tmp_path: Path) -> Iterator[Callable[[int, str], StoreProcess]]:
+    """Start a store of some number in the directory of some host; end it after the test."""
+    stores: list[StoreProcess] = []
+
+    def start_at(number: int, host: str) -> StoreProcess:
+        options = ["--address-file", address_of(url, number), "--slots", HALVES[number], *DELAY]
+        stores.append(start_store(tmp_path / host, *options))
+        return stores[-1]
+
+    yield start_at
+    with running(*stores):
+        pass
+
+
+def address_of(url: str, number: int) -> str:
+    return f"{url}/stores/{number}/address"
+
+
+def job_at(url: str, folder: Path, token: Path) -> Location:
+    """Write a job that names stores by URLs, and return its URL."""
+    addresses = ", ".join(f'"{address_of(url, number)}"' for number in range(2))
+    stores = f'stores: {{addresses: [{addresses}], token_file: "{token}", timeout: 120s}}'
+    with_keys(write_job(folder, every_steps=str(EVERY)), stores)
+    for entry in Location.parse(folder).entries():
+        (Location.parse(url) / "job" / entry.path).upload(folder / entry.path)
+    return Location.parse(url) / "job" / "job.yaml"
+
+
+def summary_of(url: str, folder: Path) -> RunSummary:
+    fetch_run(Location.parse(url), folder, ALL)
+    return read_summary(folder / SUMMARY)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("embedding", ["cached", "uncached"])
+def test_store_that_loses_its_machine_takes_the_run_back_to_its_checkpoint(
+    embedding: str,
+    start: Callable[[int, str], StoreProcess],
+    undisturbed: Path,
+    url: str,
+    tmp_path: Path,
+) -> None:
+    first, second = (start(number, f"host-{number}") for number in range(2))
+    job = job_at(url, tmp_path / "job", tmp_path / "host-0.token")
+    assert load_job(job).train.stores.addresses == (address_of(url, 0), address_of(url, 1))
+    output, work = f"{url}/run", tmp_path / "work"
+    options = ["--work", str(work), "--embedding", embedding]
+    trainer = started(job, small_dataset(), output, *options)
+
+    def steps() -> int:
+        return max([0, *(num_steps(folder) for folder in work.glob("run-*"))])
+
+    until(trainer, lambda: steps() >= 2)
+    first.kill()
+    again = start(0, "host-0")  # its machine is back: with its directory, at another port
+    assert again.port != first.port
+    until(trainer, lambda: steps() >= EVERY + 3)
+    second.kill()
+    shutil.rmtree(tmp_path / "host-1")
+    empty = start(1, "host-2")
+    assert resolve_address(address_of(url, 1)) == empty.address
+    status, said = ended(trainer)
+    assert status == 0, said
+    assert said.count("rows were lost: back to step") == 1
+    summary = summary_of(output, tmp_path / "fetched")
+    assert summary.num_rollbacks == 1
+    assert summary.recomputed_steps <= EVERY + 3
+    check_equal(output, undisturbed, tmp_path / "copy")
