@@ -58,6 +58,7 @@ from schemas.paths import (
     ArgumentParser,
     check_writable,
     import_variables,
+    local_path,
     path_or_url,
 )
 from schemas.storage import Location
@@ -177,15 +178,22 @@ def _add_run_arguments(command: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="[NAME=]DIR",
-        help="raw files of a job, by name if there are several jobs; default: a synthetic log as "
-        "in data.generate",
+        help="path or URL of the raw files of a job, by name if there are several jobs; default: "
+        "a synthetic log as in data.generate",
     )
     command.add_argument(
         "--output",
-        type=Path,
+        type=_folder,
         default=Path("scheduled"),
         metavar="DIR",
-        help="folder of the scheduler",
+        help="folder of the scheduler: its log and the records of processes",
+    )
+    command.add_argument(
+        "--storage",
+        type=Location,
+        metavar="URL",
+        help="where job files, datasets and runs are, below the name of each job; default: "
+        "--output",
     )
     command.add_argument(
         "--budget",
@@ -214,13 +222,26 @@ def _add_run_arguments(command: argparse.ArgumentParser) -> None:
     )
 
 
+def _folder(text: str) -> Path:
+    try:
+        return local_path(text)
+    except SchemaError as error:
+        raise argparse.ArgumentTypeError(
+            f"must be a local folder, got {text!r}; give --storage {text} for the jobs' files"
+        ) from error
+
+
 def _run(arguments: argparse.Namespace) -> None:
-    check_writable(arguments.output, single_writer=arguments.single_writer)
-    check_driver(arguments.driver, arguments.cluster, arguments.jobs, arguments.output)
+    storage = arguments.storage or Location.parse(arguments.output.resolve())
+    for folder in {arguments.output, storage.local or arguments.output}:
+        check_writable(folder, single_writer=arguments.single_writer)
+    inputs = inputs_of(arguments.input, arguments.jobs)
+    check_driver(arguments.driver, arguments.cluster, arguments.jobs, storage, inputs.values())
     request = RunRequest(
         job_files=arguments.jobs,
-        inputs=inputs_of(arguments.input, arguments.jobs),
+        inputs=inputs,
         output=arguments.output,
+        storage=storage,
         budget=arguments.budget,
         cluster=arguments.cluster,
         driver=DriverOptions(

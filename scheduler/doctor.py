@@ -349,7 +349,7 @@ def _probe_kubernetes(machine: Machine) -> tuple[bool, str]:
     if machine.cluster is None:
         return False, "no --cluster file"
     try:
-        return True, probe_cluster(machine.cluster, machine.output)
+        return True, probe_cluster(machine.cluster)
     except (PlanError, SchemaError) as error:
         return False, _one_line(str(error))
 

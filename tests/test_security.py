@@ -19,10 +19,11 @@ import scheduler.__main__
 import trainer.__main__
 from pipelines.beam.runner import run_pipeline
 from pipelines.samples.sql import Connection
-from scheduler.drivers.job_files import JobPaths, prepare_stores
+from scheduler.drivers.job_files import copy_job_file, prepare_stores
 from tests.cluster.sockets import sockets_of
 from tests.conftest import REPOSITORY
 from tests.documents import blocks, commands
+from tests.scheduler.made import paths_of
 from tests.trainer.make_dataset import make_dataset, write_job
 from tests.trainer.processes import children_of, ended, num_steps, started, until
 from tests.trainer.runs import SEGMENTS
@@ -172,7 +173,8 @@ def test_tokens_are_written_for_their_owner_only(tmp_path: Path) -> None:
     before = os.umask(0)
     try:
         secret = write_token(tmp_path / "token")
-        paths = JobPaths(REPOSITORY / "schemas" / "demo" / "job.yaml", tmp_path / "demo", 1)
+        paths = paths_of(tmp_path / "demo", REPOSITORY / "schemas" / "demo" / "job.yaml")
+        copy_job_file(paths)
         prepare_stores(paths, (0, 1))
     finally:
         os.umask(before)

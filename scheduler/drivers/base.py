@@ -76,6 +76,8 @@ class Processes(Protocol):
 
     endpoint: Endpoint | None
     """How they connect to each other; None if they share one loopback."""
+    work: Path
+    """Folder on a local disk, as each process sees it, for copies of files at an object store."""
 
     def start(
         self, name: str, command: Sequence[str], request: ResourceRequest = NO_RESOURCES
@@ -118,7 +120,7 @@ class Processes(Protocol):
         ...
 
     def output(self, name: str) -> str:
-        """Return the standard output of a process so far."""
+        """Return the standard output of a process that has ended, or its end."""
         ...
 
     def last_stderr_line(self, name: str) -> str:
@@ -166,7 +168,7 @@ class Platform(Protocol):
         ...
 
     def of_job(self, job: str, folder: Path) -> Processes:
-        """Return the processes of a job, with output files in a folder that they can access."""
+        """Return the processes of a job, with their records in a folder."""
         ...
 
     def poll(self) -> None:

@@ -53,12 +53,15 @@ class Children:
         """Create the table of children; nothing is started.
 
         Args:
-            folder: holds `<name>.lock`, `.pid`, `.out`, `.err` and `.asked` of each child.
+            folder: holds `<name>.lock`, `.pid`, `.out`, `.err` and `.asked` of each child;
+                beside it is their folder `work`.
             environment: of each child.
             kills: OOM kills on this machine; None if they are not counted.
         """
         self._kills = kills
         self._folder = folder
+        self.work = folder.parent / "work"
+        """Folder of copies of files at an object store."""
         self._environment = dict(environment)
         self._own: dict[str, subprocess.Popen[bytes]] = {}
         self._statuses: dict[str, int] = {}
@@ -170,7 +173,7 @@ class Children:
             _kill_group(pid)
 
     def output(self, name: str) -> str:
-        """Return the standard output of a child so far."""
+        """Return the standard output of a child."""
         return read_output(self._path(name, "out"))
 
     def last_stderr_line(self, name: str) -> str:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -37,12 +38,14 @@ from scheduler.controller.events import (
 from scheduler.controller.handle import handle
 from scheduler.controller.log import Log, Replay, to_decision
 from scheduler.controller.state import ENDED_PHASES, Action, JobState, Process, State
-from scheduler.drivers.base import Endpoint, Platform, Processes, ResourceRequest
+from scheduler.drivers.base import Platform, Processes, ResourceRequest
 from scheduler.drivers.beam_runners import SegmentRunner
 from scheduler.drivers.job_files import (
     JobPaths,
     coordinator_command,
+    copy_job_file,
     discard_stores,
+    ensure_token,
     move_command,
     prepare_stores,
     read_load,
@@ -55,7 +58,7 @@ from scheduler.files import whole_bytes
 from scheduler.model.history import PAST_JOBS, format_past_job
 from scheduler.model.predict import fit_models, summarize_job
 from schemas.config.job import parse_stored_job
-from schemas.errors import SchemaError
+from schemas.errors import SchemaError, StorageError
 from schemas.manifest import find_root
 from schemas.run_log import (
     EXIT_BEHIND,
@@ -63,12 +66,19 @@ from schemas.run_log import (
     EXIT_LOST_ROWS,
     METRICS,
     RENDEZVOUS,
+    STORE_ADDRESS,
     SUMMARY,
     StepMetric,
 )
+from schemas.run_manifest import RunLogTail, read_run_file
+from schemas.storage import Location
 
 MAX_TICK_SEC = 30.0
 """Longest time between two reconcile ticks."""
+URL_POLL_SEC = 2.0
+"""Time between two polls of a job whose files are at an object store."""
+SILENT_POLL_SEC = 10.0
+"""The same while the store does not answer."""
 MAX_STEPS = 32
 """Latest steps whose times one event reports."""
 CLUSTER_FAILED = re.compile(r"error: pipeline must finish, got Pipeline \S+ failed in state (.*)")
@@ -120,6 +130,8 @@ class Driver:
         self._platform = platform
         self._processes = {job: platform.of_job(job, p.processes) for job, p in paths.items()}
         self._tails = {job: StepTail(p.run) for job, p in paths.items()}
+        self._next_poll_sec = dict.fromkeys(paths, 0.0)
+        self._silent = set[str]()
         self._loaded_segments = dict.fromkeys(paths, 0)
         self._noticed = set[tuple[str, str]]()
         self._last_tick_sec = 0.0
@@ -158,8 +170,12 @@ class Driver:
             ):
                 raise SchemaError(
                     "job file changed while the job runs; restore it, or use another --output",
-                    file=str(self._paths[job.name].job_file),
+                    file=str(self._paths[job.name].source),
                 )
+        for submitted in jobs:
+            job = self.state.jobs.get(submitted.job)
+            if job is None or job.phase != "finished":
+                copy_job_file(self._paths[submitted.job])
         # First, as it may raise; its events follow the budget that bounds them.
         runner_events = self._options.runner.begin(self.state, time.time())
         state, resizes = self.state, self._platform.resizes
@@ -194,8 +210,11 @@ class Driver:
             self._handle(Drained(time_sec=time.time(), job=job.name))
 
     def end(self) -> None:
-        """Cancel what remains where segment jobs ran."""
+        """Cancel what remains where segment jobs ran; remove copies of files at a store."""
         self._options.runner.end(self.state, self._options.progress)
+        for name, paths in self._paths.items():
+            if paths.is_remote and self.state.jobs[name].phase == "finished":
+                shutil.rmtree(paths.folder / "work", ignore_errors=True)
 
     @property
     def is_done(self) -> bool:
@@ -208,17 +227,41 @@ class Driver:
         """Observe all processes once, and run a reconcile tick if one is due."""
         self._platform.poll()
         for name in list(self.state.jobs):
-            if name in self._paths:
-                self._poll_job(name)
+            if name in self._paths and time.time() >= self._next_poll_sec[name]:
+                self._read_storage(name, self._poll_job)
         now = time.time()
         for event in self._options.runner.poll(self.state, now, self._options.progress):
             self._handle(event)
         if now - self._last_tick_sec >= self._tick_interval(now) or self._restart_is_due(now):
             self._last_tick_sec = now
             for name in self._paths:
-                self._read_steps(name)
+                if name not in self._silent:
+                    self._read_storage(name, self._read_steps)
                 self._read_usage(self.state.jobs[name])
             self._handle(Tick(time_sec=now))
+
+    def _read_storage(self, name: str, read: Callable[[str], None]) -> None:
+        """Call a function with a job whose files it reads; nothing ends if they cannot be read.
+
+        What was not observed is observed by the next call.
+        """
+        interval = URL_POLL_SEC if self._paths[name].is_remote else 0.0
+        try:
+            read(name)
+            self._set_answers(name, "")
+        except StorageError as error:
+            interval = SILENT_POLL_SEC
+            self._set_answers(name, str(error))
+        self._next_poll_sec[name] = time.time() + interval
+
+    def _set_answers(self, name: str, problem: str) -> None:
+        """Report once that a job's store does not answer, and that it answers again."""
+        if problem and name not in self._silent:
+            self._silent.add(name)
+            self._options.progress(f"{name}: files cannot be reached: {problem}")
+        elif not problem and name in self._silent:
+            self._silent.discard(name)
+            self._options.progress(f"{name}: files can be reached again")
 
     def _tick_interval(self, now: float) -> float:
         """Return a hundredth of the youngest job's age, bounded, so that logs stay short."""
@@ -244,10 +287,9 @@ class Driver:
             self._read_steps(name)
         coordinated = any(p.pool == "lead" and p not in gone for p in processes)
         for process in gone:
-            if process.pool == "replica" and coordinated and (paths.run / SUMMARY).is_file():
+            if process.pool == "replica" and coordinated and is_trained(paths):
                 continue  # the run is complete; the coordinator is about to exit
             self._handle(ended_event(paths, observed, name, process, time.time()))
-        for process in gone:
             if process.pool == "store":
                 self._on_store_ended(process, self.state.jobs[name], observed)
         self._poll_load(name)
@@ -275,8 +317,9 @@ class Driver:
         """Report the load in the oracle's index when segments were added."""
         job = self.state.jobs[name]
         if job.num_stores and self._loaded_segments[name] < len(job.built):
+            train = job.snapshot.job.train
+            load = read_load(self._paths[name], name, train, time.time())
             self._loaded_segments[name] = len(job.built)
-            load = read_load(self._paths[name], name, time.time())
             if load is not None:
                 self._handle(load)
 
@@ -296,10 +339,11 @@ class Driver:
         """Return whether a live process is ready to work."""
         if not self._processes[name].is_running(process.name):
             return False
-        if process.pool == "store":  # it has printed its address
-            return self._processes[name].output(process.name).endswith("\n")
+        paths = self._paths[name]
+        if process.pool == "store":
+            return paths.address_file(process.number).stat() is not None
         if process.pool == "lead" and self.state.jobs[name].grouped:  # replicas can join it
-            return (self._paths[name].run / RENDEZVOUS).is_file()
+            return (paths.run / RENDEZVOUS).stat() is not None
         return True
 
     def _poll_preemptions(self, name: str) -> None:
@@ -366,7 +410,10 @@ class Driver:
         if action.verb == "start":
             process = job.processes.get(action.process)
             if process is not None:
-                self._start(job, process, action, processes)
+                try:
+                    self._start(job, process, action, processes)
+                except StorageError as error:  # it is found not to be alive, and started later
+                    self._set_answers(job.name, str(error))
         elif action.verb == "drain":
             processes.request_stop(action.process)
         elif action.verb == "stop":
@@ -377,25 +424,32 @@ class Driver:
             record_history(job, self._options.output / HISTORY)
 
     def _start(self, job: JobState, process: Process, action: Action, processes: Processes) -> None:
-        paths, endpoint = self._paths[job.name], processes.endpoint
+        paths, endpoint, work = self._paths[job.name], processes.endpoint, processes.work
+        is_new = not processes.was_started(process.name)
         if process.pool == "segment":
             options = self._options.runner.options(job.name, process.name, process.workers)
             command = segment_command(paths, process.number, process.workers, options)
         elif process.pool == "lead":
-            if not processes.was_started(process.name):
-                (paths.run / RENDEZVOUS).unlink(missing_ok=True)  # of a killed coordinator
+            if is_new:
+                paths.run.remove([RENDEZVOUS])  # of a killed coordinator
             served, grouped = bool(job.num_stores), bool(action.values.get("grouped"))
             if served:
-                self._prepare_stores(job, endpoint)
-            command = coordinator_command(paths, grouped=grouped, served=served, endpoint=endpoint)
+                self._prepare_stores(job, processes)
+            command = coordinator_command(
+                paths, work, grouped=grouped, served=served, endpoint=endpoint
+            )
         elif process.pool == "store":
-            self._prepare_stores(job, endpoint)
-            count = job.num_initial_stores or job.num_stores or 0
-            command = store_command(paths, process.number, count, endpoint, job.first_initial_store)
+            if is_new:
+                paths.address_file(process.number).parent.remove([STORE_ADDRESS])
+            self._prepare_stores(job, processes)
+            count, first = job.num_initial_stores or job.num_stores or 0, job.first_initial_store
+            command = store_command(paths, work, process.number, count, endpoint, first)
         else:
             # The same number for all replicas, whatever each one's current request is.
             threads = max(1, int(job.snapshot.job.schedule.training.replica.cpus))
-            command = replica_command(paths, process.number, threads, endpoint)
+            if paths.is_remote and endpoint is None:
+                ensure_token(paths.token)
+            command = replica_command(paths, work, process.number, threads, endpoint)
         request = ResourceRequest(cpus=process.cpus, memory_bytes=process.memory_bytes)
         processes.start(process.name, command, request)
 
@@ -407,16 +461,16 @@ class Driver:
         ranges, paths = () if whole else job.moving, self._paths[job.name]
         processes.start(name, move_command(paths, ranges, sources, target, processes.endpoint))
 
-    def _prepare_stores(self, job: JobState, endpoint: Endpoint | None) -> None:
+    def _prepare_stores(self, job: JobState, processes: Processes) -> None:
         owners = sorted({*job.owners}) or list(job.stores or range(job.num_stores or 0))
-        prepare_stores(self._paths[job.name], owners, endpoint)
+        prepare_stores(self._paths[job.name], owners, processes.endpoint)
         self._discard_stores(job)
 
     def _discard_stores(self, job: JobState) -> None:
         """Remove the files of stores that left the job."""
         if job.stores:
-            live = {process.number for process in job.of_pool("store")}
-            discard_stores(self._paths[job.name], live | {*job.stores})
+            live, paths = {p.number for p in job.of_pool("store")}, self._paths[job.name]
+            discard_stores(paths, live | {*job.stores}, paths.folder / "work")
 
 
 def _newest_move(job: JobState, processes: Processes) -> str | None:
@@ -444,7 +498,7 @@ def ended_event(
     if process.pool == "segment" and is_built(paths, process.number):
         outcome: Outcome = "done"
         num_samples, work_sec = _build_figures(processes.output(name))
-    elif process.pool == "lead" and (paths.run / SUMMARY).is_file():
+    elif process.pool == "lead" and is_trained(paths):
         outcome = "done"
     elif status == 0 and process.pool != "segment":
         outcome = "left"
@@ -463,7 +517,8 @@ def ended_event(
     elif processes.endpoint is not None and PEER_UNREACHABLE.match(detail):
         outcome = "lost"  # the peer's node is unreachable; its Pods are replaced minutes later
     elif status is None and not detail.startswith("error"):
-        outcome, detail = "lost", detail or "ended while no scheduler ran"
+        unknown = "ended while no scheduler ran" if processes.was_started(name) else "not started"
+        outcome, detail = "lost", detail or unknown
     else:
         outcome = "failed"
     return Ended(
@@ -500,6 +555,11 @@ def is_built(paths: JobPaths, number: int) -> bool:
     return committed and (number + 1 < paths.num_segments or root.manifest.finished)
 
 
+def is_trained(paths: JobPaths) -> bool:
+    """Return whether the run is complete."""
+    return read_run_file(paths.run, SUMMARY) is not None
+
+
 def _build_figures(output: str) -> tuple[int, float]:
     """Return samples and seconds from the output of `build --json`; zeros if nothing was built."""
     try:
@@ -514,32 +574,20 @@ def _build_figures(output: str) -> tuple[int, float]:
 class StepTail:
     """New lines of a run's metrics; all lines again after a restore from an older checkpoint."""
 
-    def __init__(self, run: Path) -> None:
+    def __init__(self, run: Location) -> None:
         """Start at the first line."""
-        self._path = run / METRICS
-        self._restart()
-
-    def _restart(self) -> None:
-        self._offset = 0
-        self._last_line = b""
+        self._log = RunLogTail(run, METRICS)
         self._num_samples = 0
 
     def read(self, job: str, time_sec: float) -> Stepped | None:
         """Return the steps since the last call, None if there are none."""
+        lines, restarted = self._log.read()
         steps: list[StepMetric] = []
-        with suppress(FileNotFoundError), self._path.open("rb") as file:
-            # A restored run may have written more lines again than it had before.
-            file.seek(self._offset - len(self._last_line))
-            if file.read(len(self._last_line)) != self._last_line:
-                self._restart()
-                file.seek(0)
-            for line in file:
-                if not line.endswith(b"\n"):
-                    break
-                self._offset += len(line)
-                self._last_line = line
-                with suppress(ValueError, TypeError):  # truncated while it was read
-                    steps.append(StepMetric(**json.loads(line)))
+        for line in lines:
+            with suppress(ValueError, TypeError):  # truncated while it was read
+                steps.append(StepMetric(**json.loads(line)))
+        if restarted:
+            self._num_samples = 0
         if not steps:
             return None
         self._num_samples += sum(m.num_samples for m in steps)

@@ -19,11 +19,11 @@ from scheduler.drivers.base import Endpoint
 from scheduler.model.snapshot import compute_lookahead
 from schemas.accesses import NextUses, index_load
 from schemas.config.job import load_job
+from schemas.config.train import TrainConfig
 from schemas.dataset import open_dataset
 from schemas.errors import SchemaError
-from schemas.files import replace_bytes
 from schemas.hashing import NUM_SLOTS
-from schemas.paths import ALLOW_OUTSIDE, SINGLE_WRITER, import_variables, resolve_beside
+from schemas.paths import ALLOW_OUTSIDE, SINGLE_WRITER, import_variables, is_below, schema_path
 from schemas.run_log import STORE_ADDRESS
 from schemas.storage import Location
 
@@ -48,38 +48,60 @@ class CommandFlags:
 
     @property
     def build(self) -> list[str]:
-        """Flags of commands that build."""
+        """Flags of commands that build from the job file as it was submitted."""
         return [ALLOW_OUTSIDE] if self.allow_outside else []
 
 
 NO_FLAGS = CommandFlags()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class JobPaths:
-    """Paths of one job.
+    """Where the files of one job are."""
 
-    Attributes:
-        job_file: the job file, or its URL.
-        folder: of everything else.
-        num_segments: segments of its input.
-        flags: of the commands of its processes.
-    """
-
-    job_file: Path | Location
+    source: Path | Location
+    """The job file as it was submitted."""
     folder: Path
-    num_segments: int
+    """Folder of the scheduler, which its processes need not see: records of processes, the list of
+    segments, the token of processes of this machine."""
+    storage: Location
+    """What its processes share: job file and schema, dataset, run, addresses of stores."""
+    input: Location
+    """Raw files."""
+    segments: tuple[tuple[str, ...], ...]
+    """Paths of each segment's files below the input; none of a segment of all files."""
     flags: CommandFlags = NO_FLAGS
+    """Flags of the commands of its processes."""
 
     @property
-    def dataset(self) -> Path:
+    def num_segments(self) -> int:
+        """Segments of its input."""
+        return len(self.segments)
+
+    @property
+    def job_file(self) -> Location:
+        """Copy of the job file that its processes read."""
+        return self.storage / "job.yaml"
+
+    @property
+    def served_job(self) -> Location:
+        """Job file with the addresses of the stores."""
+        return self.storage / "job-with-stores.yaml"
+
+    @property
+    def dataset(self) -> Location:
         """The dataset."""
-        return self.folder / "dataset"
+        return self.storage / "dataset"
 
     @property
-    def run(self) -> Path:
+    def run(self) -> Location:
         """The training run."""
-        return self.folder / "run"
+        return self.storage / "run"
+
+    @property
+    def stores(self) -> Location:
+        """Directory with the addresses of stores and, at a local path, with their logs."""
+        return self.storage / "stores"
 
     @property
     def processes(self) -> Path:
@@ -87,36 +109,62 @@ class JobPaths:
         return self.folder / "processes"
 
     @property
-    def stores(self) -> Path:
-        """Folder of the stores, their token and the job file with their addresses."""
-        return self.folder / "stores"
-
-    @property
-    def served_job(self) -> Path:
-        """Job file with the addresses of the stores."""
-        return self.stores / "job.yaml"
-
-    @property
     def token(self) -> Path:
-        """Token of stores that share one loopback."""
-        return self.stores / "token"
+        """Token of stores, and of replicas of a run at a URL, that share one loopback."""
+        return self.folder / "stores" / "token"
 
-    def store(self, number: int) -> Path:
-        """Return the folder of a store."""
-        return self.stores / str(number)
+    @property
+    def is_remote(self) -> bool:
+        """Whether the shared files are at an object store, so that processes need folders."""
+        return self.storage.local is None
+
+    def store(self, number: int, work: Path) -> Path:
+        """Return the folder of a store's log.
+
+        Args:
+            number: of the store.
+            work: folder of its process.
+        """
+        if self.stores.local is not None:
+            return self.stores.local / str(number)
+        return work / f"store-{number}"
+
+    def address_file(self, number: int) -> Location:
+        """Return the file in which a store publishes its current network address."""
+        return self.stores / str(number) / STORE_ADDRESS
 
     def store_address(self, number: int) -> str:
         """Return the address of a store, which stays the same across restarts."""
-        return f"file://{self.store(number) / STORE_ADDRESS}"
-
-    def segment(self, number: int) -> Path:
-        """Return the input folder of one segment."""
-        return segment_folder(self.folder, number)
+        file = self.address_file(number)
+        return file.url if self.is_remote else f"file://{file}"
 
 
-def segment_folder(folder: Path, number: int) -> Path:
-    """Return the input folder of one segment below the folder of its job."""
-    return folder / "segments" / f"{number:05d}"
+def copy_job_file(paths: JobPaths) -> None:
+    """Copy the job file and its schema to where the job's processes read them.
+
+    Raises:
+        SchemaError: one of them is invalid.
+    """
+    text = paths.source.read_bytes().decode()
+    name = load_job(paths.source).data.schema
+    schema = schema_path(paths.source, name, allow_outside=paths.flags.allow_outside)
+    if not is_below(os.path.normpath(name)):
+        name = "schema.pbtxt"
+        body: Any = yaml.safe_load(text)
+        body["data"]["schema"] = name
+        text = yaml.safe_dump(body, sort_keys=False)
+    _write_changed(paths.storage / os.path.normpath(name), schema.read_bytes())
+    _write_changed(paths.job_file, text.encode())
+
+
+def _write_changed(location: Location, data: bytes) -> None:
+    """Write a file unless it has this content, as others may be reading it."""
+    try:
+        if location.read_bytes() == data:
+            return
+    except FileNotFoundError:
+        pass
+    location.write_bytes(data)
 
 
 def prepare_stores(
@@ -131,48 +179,51 @@ def prepare_stores(
         numbers: of the stores that own slots.
         endpoint: how processes connect; None if all share one loopback.
     """
-    paths.stores.mkdir(parents=True, exist_ok=True)
     stores: dict[str, object] = {"addresses": [paths.store_address(number) for number in numbers]}
     if endpoint is None:
-        _write_token(paths.token)
+        ensure_token(paths.token)
         stores["token_file"] = str(paths.token)
     else:
         stores["token_file"] = endpoint.token_file
         stores["certificates"] = endpoint.certificate_file
         stores["certificate_name"] = endpoint.name
-    body: Any = yaml.safe_load(paths.job_file.read_bytes())
-    schema = load_job(paths.job_file).data.schema
-    body["data"]["schema"] = str(resolve_beside(paths.job_file, schema).resolve())
+    body: Any = yaml.safe_load(paths.job_file.read_text())
     train = body["train"] = body.get("train") or {}
     kept = {k: v for k, v in (train.get("stores") or {}).items() if k in ("timeout", "replicas")}
     train["stores"] = {**kept, **stores, "elastic": True}
-    text = yaml.safe_dump(body, sort_keys=False).encode()
-    if not paths.served_job.exists() or paths.served_job.read_bytes() != text:
-        replace_bytes(paths.served_job, text)
+    _write_changed(paths.served_job, yaml.safe_dump(body, sort_keys=False).encode())
 
 
-def _write_token(path: Path) -> None:
+def ensure_token(path: Path) -> None:
+    """Write the token of processes that share one loopback, unless it exists."""
     if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
         new = path.with_suffix(".new")
         new.touch(mode=0o600)
         new.write_text(secrets.token_hex(32) + "\n")
         new.replace(path)
 
 
-def discard_stores(paths: JobPaths, numbers: Collection[int]) -> None:
-    """Remove the folders of all stores except these.
+def discard_stores(paths: JobPaths, numbers: Collection[int], work: Path) -> None:
+    """Remove addresses and folders of all stores except these.
 
     The address goes first: another store may come to listen there.
+
+    Args:
+        paths: of the job.
+        numbers: of the stores that stay.
+        work: folder of processes of this machine.
     """
-    for folder in paths.stores.iterdir() if paths.stores.is_dir() else ():
-        if folder.is_dir() and folder.name.isdigit() and int(folder.name) not in numbers:
-            (folder / STORE_ADDRESS).unlink(missing_ok=True)
-            shutil.rmtree(folder, ignore_errors=True)  # the store may still be writing
+    names, _ = paths.stores.children()
+    for number in (int(name) for name in names if name.isdigit()):
+        if number not in numbers:
+            paths.address_file(number).parent.remove([STORE_ADDRESS])
+            # The store may still be writing.
+            shutil.rmtree(paths.store(number, work), ignore_errors=True)
 
 
-def read_load(paths: JobPaths, job: str, time_sec: float) -> LoadKnown | None:
+def read_load(paths: JobPaths, job: str, train: TrainConfig, time_sec: float) -> LoadKnown | None:
     """Return the load of the indexed steps, None without an index for the job's batch size."""
-    train = load_job(paths.job_file).train
     try:
         dataset = open_dataset(paths.dataset)
     except SchemaError:
@@ -210,7 +261,7 @@ def module_command(name: str) -> list[str]:
     return [sys.executable, "-m", name]
 
 
-def generate_command(job_file: Path | Location, output: Path) -> list[str]:
+def generate_command(job_file: Path | Location, output: Path | Location) -> list[str]:
     """Return the command that writes a job's synthetic log."""
     return [*module_command("pipelines"), "generate", str(job_file), "--output", str(output)]
 
@@ -232,9 +283,11 @@ def segment_command(
         command += ["--position", str(number), "--in-order"]
     else:
         command += ["build", str(paths.job_file), "--output", str(paths.dataset)]
-    command += ["--input", str(paths.segment(number)), "--json"]
+    command += ["--input", str(paths.input), "--json"]
+    for name in paths.segments[number]:
+        command += ["--only", name]
     command += ["--final"] if number + 1 == paths.num_segments else []
-    return [*command, *paths.flags.build, *(runner_options or local_runner_options(workers))]
+    return [*command, *(runner_options or local_runner_options(workers))]
 
 
 def local_runner_options(workers: int) -> list[str]:
@@ -244,12 +297,13 @@ def local_runner_options(workers: int) -> list[str]:
 
 
 def coordinator_command(
-    paths: JobPaths, *, grouped: bool, served: bool, endpoint: Endpoint | None = None
+    paths: JobPaths, work: Path, *, grouped: bool, served: bool, endpoint: Endpoint | None = None
 ) -> list[str]:
     """Return the command that starts or resumes training.
 
     Args:
         paths: of the job.
+        work: folder of its process.
         grouped: whether separate replica processes train.
         served: whether stores hold the rows.
         endpoint: how processes connect; None if all share one loopback.
@@ -259,27 +313,45 @@ def coordinator_command(
     command += ["--output", str(paths.run), "--follow", "--resume"]
     command += ["--embedding", "cached"] if served else []
     command += ["--replicas", "0"] if grouped else []
+    command += ["--work", str(work / "lead")] if paths.is_remote else []
     command += paths.flags.write
     command += ["--host", endpoint.host] if grouped and endpoint is not None else []
     return command
 
 
 def replica_command(
-    paths: JobPaths, number: int, threads: int, endpoint: Endpoint | None = None
+    paths: JobPaths, work: Path, number: int, threads: int, endpoint: Endpoint | None = None
 ) -> list[str]:
-    """Return the command of one replica."""
+    """Return the command of one replica.
+
+    Args:
+        paths: of the job.
+        work: folder of its process.
+        number: of the replica.
+        threads: microbatches that it computes at once.
+        endpoint: how processes connect; None if all share one loopback.
+    """
     command = [*module_command("trainer"), "replica", str(paths.run), "--number", str(number)]
     command += ["--threads", str(threads)]
-    return command if endpoint is None else [*command, *_server_flags(endpoint)]
+    command += ["--work", str(work / f"replica-{number}")] if paths.is_remote else []
+    if endpoint is not None:
+        return [*command, *_server_flags(endpoint)]
+    return [*command, *_loopback_flags(paths)] if paths.is_remote else command
 
 
 def store_command(
-    paths: JobPaths, number: int, count: int, endpoint: Endpoint | None = None, first: int = 0
+    paths: JobPaths,
+    work: Path,
+    number: int,
+    count: int,
+    endpoint: Endpoint | None = None,
+    first: int = 0,
 ) -> list[str]:
     """Return the command of one store.
 
     Args:
         paths: of the job.
+        work: folder of its process.
         number: of the store.
         count: stores that start with slots; those of higher numbers start empty.
         endpoint: how processes connect; None if all share one loopback.
@@ -287,7 +359,9 @@ def store_command(
     """
     index = number - first
     slots = "{}:{}".format(*initial_slots(index, count)) if index < count else "none"
-    command = [*module_command("trainer"), "store", "--directory", str(paths.store(number))]
+    folder, address = paths.store(number, work), paths.address_file(number)
+    command = [*module_command("trainer"), "store", "--directory", str(folder)]
+    command += ["--address-file", str(address)] if paths.is_remote else []
     command += ["--slots", slots, *paths.flags.write]
     return [*command, *(_loopback_flags(paths) if endpoint is None else _server_flags(endpoint))]
 

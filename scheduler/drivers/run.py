@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +17,7 @@ from scheduler.drivers.beam_runners import SegmentRunner
 from scheduler.drivers.children import ThisMachine
 from scheduler.drivers.driver import Driver, DriverOptions, unnamed_jobs
 from scheduler.drivers.job_files import NO_FLAGS, CommandFlags, JobPaths, segment_command
-from scheduler.drivers.kubernetes.manifest import read_cluster
+from scheduler.drivers.kubernetes.manifest import check_volumes, read_cluster
 from scheduler.drivers.submit import submit
 from scheduler.files import directory_lock
 from scheduler.planner.machine_sizes import cluster_schedule, fill_budget, machine_budget
@@ -26,11 +26,12 @@ from schemas.config.parse import read_yaml
 from schemas.config.schedule import BudgetConfig, ScheduleConfig
 from schemas.errors import PlanError, SchemaError
 from schemas.files import replace_bytes
-from schemas.paths import local_path
 from schemas.storage import Location
 
 PLATFORM = "platform"
 """File in the scheduler's folder with the identity of the platform."""
+STORAGE = "storage"
+"""File in the scheduler's folder with the path or URL of the jobs' files."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,10 +40,12 @@ class RunRequest:
 
     job_files: Sequence[Path | Location]
     """The jobs."""
-    inputs: Mapping[str, Path]
-    """Folders of raw files by job name."""
+    inputs: Mapping[str, Location]
+    """Raw files by job name."""
     output: Path
     """Folder of the scheduler."""
+    storage: Location
+    """Where the files of each job are, below its name."""
     budget: Path | None
     """File with the budget of all jobs together. None: this machine; on a cluster, the sum of the
     jobs' own budgets."""
@@ -54,8 +57,8 @@ class RunRequest:
     """Flags of the commands of all processes."""
 
 
-def inputs_of(words: Sequence[str], job_files: Sequence[Path | Location]) -> dict[str, Path]:
-    """Return folders of raw files by job name.
+def inputs_of(words: Sequence[str], job_files: Sequence[Path | Location]) -> dict[str, Location]:
+    """Return paths or URLs of raw files by job name.
 
     Args:
         words: `NAME=DIR`; with one job also `DIR`.
@@ -63,9 +66,10 @@ def inputs_of(words: Sequence[str], job_files: Sequence[Path | Location]) -> dic
 
     Raises:
         PlanError: a folder has no name though there are several jobs, or the name of no job.
+        StorageError: a URL is invalid.
     """
     names = [load_job(path).name for path in job_files]
-    folders: dict[str, Path] = {}
+    folders: dict[str, Location] = {}
     for word in words:
         name, equals, folder = word.partition("=")
         if not equals and len(names) > 1:
@@ -75,7 +79,7 @@ def inputs_of(words: Sequence[str], job_files: Sequence[Path | Location]) -> dic
         name, folder = (name, folder) if equals else (names[0], word)
         if name not in names:
             raise PlanError(f"--input names no job of this run: {name!r}; use {names[0]!r}")
-        folders[name] = local_path(folder)
+        folders[name] = Location.parse(folder)
     return folders
 
 
@@ -95,14 +99,15 @@ def run_jobs(request: RunRequest) -> State:
         request.output, "another scheduler uses this folder", "stop it, or use another --output"
     )
     with lock, Log(request.output / LOG) as log, stop_signals() as stop_requested:
-        jobs, paths = _submissions(request, budget)
         replay = recover(request.output / LOG)
+        _check_storage(request, replay.state)
+        jobs, paths = _submissions(request, budget)
         if unnamed := unnamed_jobs(replay.state, paths):
             raise PlanError(
                 f"jobs of {request.output} have not ended and are not named: "
                 f"{', '.join(unnamed)}; add their job files, or use another --output"
             )
-        with open_platform(request.cluster, request.output, request.driver.progress) as platform:
+        with open_platform(request) as platform:
             _check_platform(platform.identity, request.output, replay.state)
             driver = Driver(request.driver, platform, log, replay, paths)
             driver.begin(jobs, budget.cpus, budget.memory, budget.time_cost_exponent)
@@ -121,6 +126,18 @@ def _check_platform(identity: str, output: Path, state: State) -> None:
             "continue there, or use another --output"
         )
     replace_bytes(path, f"{identity}\n".encode())
+
+
+def _check_storage(request: RunRequest, state: State) -> None:
+    """Record where the jobs' files are; raise PlanError if those of a job are elsewhere."""
+    path, default = request.output / STORAGE, str(request.output.resolve())
+    before = path.read_text(encoding="utf-8").strip() if path.exists() else default
+    if before != request.storage.url and state.jobs:
+        raise PlanError(
+            f"jobs of {request.output} are stored at {before}, not {request.storage}; give "
+            f"--storage {before}, or use another --output"
+        )
+    replace_bytes(path, f"{request.storage}\n".encode())
 
 
 def _run_loop(driver: Driver, stop_requested: Callable[[], bool], poll_sec: float) -> None:
@@ -203,6 +220,7 @@ def _submissions(
             request.inputs,
             request.output,
             time.time(),
+            storage=request.storage,
             flags=request.flags,
             budget=budget if request.cluster is None else None,
             shares_cores=request.budget is None,
@@ -221,7 +239,11 @@ def _submissions(
 
 
 def check_driver(
-    driver: str | None, cluster: Path | None, job_files: Sequence[Path | Location], output: Path
+    driver: str | None,
+    cluster: Path | None,
+    job_files: Sequence[Path | Location],
+    storage: Location,
+    inputs: Iterable[Location],
 ) -> None:
     """Raise unless the driver, the cluster file and the jobs fit together.
 
@@ -229,7 +251,8 @@ def check_driver(
         driver: as given by the user; the jobs' own when None.
         cluster: configuration file of a cluster.
         job_files: the jobs.
-        output: folder of the scheduler.
+        storage: where the jobs' files are.
+        inputs: raw files of the jobs.
 
     Raises:
         PlanError: the jobs name several drivers, or driver and cluster file contradict each other.
@@ -247,32 +270,25 @@ def check_driver(
     if driver == "process" and cluster is not None:
         raise PlanError(f"driver process takes no cluster: {cluster}; use --driver kubernetes")
     if cluster is not None:
-        read_cluster(cluster, output)
+        check_volumes(read_cluster(cluster), cluster, storage, inputs)
 
 
-def open_platform(
-    cluster: Path | None, output: Path, progress: Callable[[str], None]
-) -> AbstractContextManager[Platform]:
+def open_platform(request: RunRequest) -> AbstractContextManager[Platform]:
     """Return the platform of a run, as a context.
 
-    Args:
-        cluster: configuration file of a cluster; this machine when None.
-        output: folder of the scheduler.
-        progress: called with messages of the platform.
-
     Raises:
-        SchemaError: the file is invalid.
+        SchemaError: the cluster's file is invalid.
         PlanError: the cluster cannot be reached (when the context is entered).
     """
-    if cluster is None:
+    if request.cluster is None:
         return nullcontext(ThisMachine())
     # The client takes a second to import, and 40 MiB.
     from scheduler.drivers.kubernetes.cluster import Cluster
 
-    return Cluster(read_cluster(cluster, output), output, progress)
+    return Cluster(read_cluster(request.cluster), request.output, request.driver.progress)
 
 
-def probe_cluster(cluster: Path, output: Path) -> str:
+def probe_cluster(cluster: Path) -> str:
     """Return how many Pods a cluster lists, and where, for `scheduler doctor`.
 
     Raises:
@@ -281,7 +297,7 @@ def probe_cluster(cluster: Path, output: Path) -> str:
     """
     from scheduler.drivers.kubernetes.api import RefusedError, UnreachableError, connect
 
-    api = connect(read_cluster(cluster, output))
+    api = connect(read_cluster(cluster))
     try:
         pods, _ = api.list("")
         return f"{len(pods)} Pods at {api.host}"

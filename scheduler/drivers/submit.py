@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -18,7 +19,6 @@ from scheduler.drivers.job_files import (
     JobPaths,
     environment,
     generate_command,
-    segment_folder,
 )
 from scheduler.model.history import History, read_history
 from scheduler.model.snapshot import Snapshot, facts_of_job
@@ -29,21 +29,26 @@ from schemas.errors import SchemaError
 from schemas.features import load_features
 from schemas.files import replace_bytes
 from schemas.paths import schema_path
-from schemas.storage import Location
+from schemas.storage import Entry, Location
 
 HISTORY = "history"
 """Folder in the scheduler's folder with the measurements of finished jobs."""
 SAMPLED_FILES, SAMPLED_BYTES = 3, 1 << 20
 """Text files, and bytes at the start of each, from which the number of lines is estimated."""
 CODECS = {".gz": "gzip", ".zst": "zstd"}
+SEGMENTS = "segments.json"
+"""File in the scheduler's folder of a job with the files of each segment."""
+_READS = 16
+"""Footers of Parquet files that are read at once."""
 
 
 def submit(
     job_file: Path | Location,
-    inputs: Mapping[str, Path],
+    inputs: Mapping[str, Location],
     output: Path,
     time_sec: float,
     *,
+    storage: Location | None = None,
     flags: CommandFlags = NO_FLAGS,
     budget: BudgetConfig | None = None,
     shares_cores: bool = False,
@@ -53,10 +58,11 @@ def submit(
 
     Args:
         job_file: the job.
-        inputs: folder of raw files by job name; for a job without one, a synthetic log is written
-            as its `data.generate` describes.
+        inputs: raw files by job name; for a job without them, a synthetic log is written as its
+            `data.generate` describes.
         output: folder of the scheduler.
         time_sec: the current time.
+        storage: where the job's files are; None for the folder of the scheduler.
         flags: of the commands of its processes.
         budget: of all jobs together on this machine; None for Pods.
         shares_cores: whether processes may share cores, as with a budget of the whole machine.
@@ -69,10 +75,11 @@ def submit(
     check_new_names(job, job_file)
     schema = schema_path(job_file, job.data.schema, allow_outside=flags.allow_outside)
     features = load_features(schema)
-    folder = output / job.name
-    source = inputs.get(job.name) or _generate_log(job, job_file, folder)
+    storage = Location.parse(output.resolve()) if storage is None else storage
+    folder, storage = (output / job.name).resolve(), storage / job.name
+    source = inputs.get(job.name) or _generate_log(job, job_file, folder, storage)
     segments = split_input(job, source, folder)
-    num_samples = _num_rows(job, [path for files in segments for path in files], source)
+    num_samples = _num_rows(job, [entry for files in segments for entry in files], source)
     if num_samples is not None:
         generate = replace(job.data.generate or GenerateConfig(), num_samples=num_samples)
         job = replace(job, data=replace(job.data, generate=generate))
@@ -104,19 +111,30 @@ def submit(
         num_segments=len(segments),
         sizes=sizes,
     )
-    return submitted, JobPaths(job_file.resolve(), folder.resolve(), len(segments), flags)
+    paths = JobPaths(
+        source=job_file.resolve(),
+        folder=folder,
+        storage=storage,
+        input=source,
+        segments=tuple(
+            tuple(entry.path for entry in files) if has_segment_per_file(job) else ()
+            for files in segments
+        ),
+        flags=flags,
+    )
+    return submitted, paths
 
 
-def _generate_log(job: Job, job_file: Path | Location, folder: Path) -> Path:
+def _generate_log(job: Job, job_file: Path | Location, folder: Path, storage: Location) -> Location:
     """Return the synthetic log of a job, written on the first call."""
     if job.data.generate is None:
         raise SchemaError(
             "job has neither --input nor data.generate; name its raw files", file=str(job_file)
         )
-    log = folder / "log"
-    if log.is_dir():
+    log = storage / "log"
+    if (folder / SEGMENTS).exists() if log.local is None else log.local.is_dir():
         return log
-    partial = folder / ".log.partial"
+    partial = log if log.local is None else log.local.with_name(".log.partial")
     completed = subprocess.run(
         generate_command(job_file.resolve(), partial),
         env=environment(),
@@ -126,60 +144,68 @@ def _generate_log(job: Job, job_file: Path | Location, folder: Path) -> Path:
     )
     if completed.returncode:
         raise SchemaError(f"log cannot be generated: {completed.stderr.strip()[-300:]}")
-    partial.rename(log)
+    if isinstance(partial, Path):
+        partial.rename(log)
     return log
 
 
-def _num_rows(job: Job, files: Sequence[Path], source: Path) -> int | None:
+def _num_rows(job: Job, files: Sequence[Entry], source: Location) -> int | None:
     """Return the rows of the sample source: exact for Parquet, estimated for text, else None."""
     config = job.data.sources[job.data.sample_source]
-    own = [path for path in files if matches_glob(path.relative_to(source), config.files)]
+    own = [entry for entry in files if matches_glob(PurePosixPath(entry.path), config.files)]
     try:
         if config.format == "parquet":
-            return sum(pq.read_metadata(path).num_rows for path in own) or None
-        return _estimate_lines(own) if config.format in ("csv", "jsonl") else None
+            with ThreadPoolExecutor(_READS) as pool:
+                return sum(pool.map(_parquet_rows, [source / entry.path for entry in own])) or None
+        return _estimate_lines(own, source) if config.format in ("csv", "jsonl") else None
     except (OSError, pa.ArrowInvalid):
         return None  # the build rejects files of another format by name
 
 
-def _estimate_lines(files: Sequence[Path]) -> int | None:
+def _parquet_rows(location: Location) -> int:
+    with location.open() as file:
+        return pq.read_metadata(file).num_rows
+
+
+def _estimate_lines(files: Sequence[Entry], source: Location) -> int | None:
     num_lines = num_bytes = 0
-    for path in files[:SAMPLED_FILES]:
-        with pa.OSFile(str(path)) as file:
-            codec = CODECS.get(path.suffix)
+    for entry in files[:SAMPLED_FILES]:
+        with pa.PythonFile((source / entry.path).open(), "r") as file:
+            codec = CODECS.get(PurePosixPath(entry.path).suffix)
             text = file if codec is None else pa.CompressedInputStream(file, codec)
             num_lines += text.read(SAMPLED_BYTES).count(b"\n")
             num_bytes += file.tell()
-    total_bytes = sum(path.stat().st_size for path in files)
+    total_bytes = sum(entry.num_bytes for entry in files)
     return round(total_bytes * num_lines / num_bytes) if num_lines else None
 
 
 # Segments of the input.
 
 
-def split_input(job: Job, source: Path, folder: Path) -> list[list[Path]]:
-    """Split a job's input into segments, always the same ones.
+def has_segment_per_file(job: Job) -> bool:
+    """Return whether each file is a segment: with one source and no side tables."""
+    return len(job.data.sources) == 1 and not job.data.sides
 
-    A job with one source and no side tables has one segment per file, ordered by path; any other
-    job has one segment.
+
+def split_input(job: Job, source: Location, folder: Path) -> list[list[Entry]]:
+    """Split a job's input into segments, always the same ones.
 
     Args:
         job: the job.
-        source: folder of the raw files.
-        folder: of the job; receives a folder of links for each segment.
+        source: of the raw files.
+        folder: of the job; receives the list of each segment's files.
 
     Returns:
-        The files of each segment.
+        The files of each segment, ordered by path.
 
     Raises:
         SchemaError: there are no files, or other ones than on the first call.
     """
-    files = sorted(path for path in source.rglob("*") if path.is_file())
-    data = job.data
-    if len(data.sources) == 1 and not data.sides:
-        (config,) = data.sources.values()
-        files = [f for f in files if matches_glob(f.relative_to(source), config.files)]
-        segments = [[path] for path in files]
+    files = sorted(source.entries(), key=lambda entry: PurePosixPath(entry.path))
+    if has_segment_per_file(job):
+        (config,) = job.data.sources.values()
+        files = [f for f in files if matches_glob(PurePosixPath(f.path), config.files)]
+        segments = [[entry] for entry in files]
     else:
         segments = [files]
     if not files:
@@ -187,15 +213,12 @@ def split_input(job: Job, source: Path, folder: Path) -> list[list[Path]]:
             "input has no files of the job's sources; check the path and the glob",
             file=str(source),
         )
-    names = [[str(path.relative_to(source)) for path in segment] for segment in segments]
-    _check_unchanged(folder / "segments.json", names, source)
-    for number, segment in enumerate(segments):
-        for path in segment:
-            _link(segment_folder(folder, number) / path.relative_to(source), path)
+    names = [[entry.path for entry in segment] for segment in segments]
+    _check_unchanged(folder / SEGMENTS, names, source)
     return segments
 
 
-def matches_glob(path: Path, pattern: str) -> bool:
+def matches_glob(path: PurePosixPath, pattern: str) -> bool:
     """Return whether a path matches a glob in which `**` stands for any number of folders."""
     parts = pattern.split("/")
     if "**" in parts:
@@ -204,7 +227,7 @@ def matches_glob(path: Path, pattern: str) -> bool:
     return len(path.parts) == len(parts) and path.match(pattern)
 
 
-def _check_unchanged(path: Path, names: Sequence[Sequence[str]], source: Path) -> None:
+def _check_unchanged(path: Path, names: Sequence[Sequence[str]], source: Location) -> None:
     text = json.dumps(names, indent=1) + "\n"
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -215,9 +238,3 @@ def _check_unchanged(path: Path, names: Sequence[Sequence[str]], source: Path) -
             "--output",
             file=str(source),
         )
-
-
-def _link(link: Path, target: Path) -> None:
-    if not link.is_symlink():
-        link.parent.mkdir(parents=True, exist_ok=True)
-        link.symlink_to(target.resolve())

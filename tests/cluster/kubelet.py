@@ -135,11 +135,15 @@ class Kubelet:
             return
         missing = self._secret_that_is_missing(pod)
         if missing:
-            self._wait_for(pod, missing)
+            self._wait_for(pod, "ContainerCreating", missing)
+            return
+        variables = self._variables(pod)
+        if isinstance(variables, str):
+            self._wait_for(pod, "CreateContainerConfigError", variables)
             return
         self._waiting.discard(pod.metadata.uid)
         try:
-            started = Started(pod, self._folder / f"{pod.metadata.uid}.log")
+            started = Started(pod, self._folder / pod.metadata.uid, variables)
         except OSError as error:  # such as a working folder that is not there
             end = container.ending(container.NOT_STARTED, "StartError", str(error))
             self._report(pod, pods.ended(pod, None, end))
@@ -148,12 +152,12 @@ class Kubelet:
         self._report(pod, pods.running(pod, started.started_at, started.applied))
         threading.Thread(target=self._wait, args=(started,), daemon=True).start()
 
-    def _wait_for(self, pod: Pod, missing: str) -> None:
+    def _wait_for(self, pod: Pod, reason: str, missing: str) -> None:
         """Say once what a Pod waits for, and look again later."""
         if pod.metadata.uid in self._waiting:
             return  # one look is on its way
         self._waiting.add(pod.metadata.uid)
-        self._report(pod, pods.waiting(pod, "ContainerCreating", missing))
+        self._report(pod, pods.waiting(pod, reason, missing))
         threading.Timer(RETRY_SEC, self.told.put, [(self._look_again, pod)]).start()
 
     def _look_again(self, pod: Pod) -> None:
@@ -176,6 +180,22 @@ class Kubelet:
             write_secret(Path(folder), found.data or {}, mode)
         return ""
 
+    def _variables(self, pod: Pod) -> dict[str, str] | str:
+        """Return the variables of a container's Secrets and ConfigMaps, or which there is not."""
+        variables: dict[str, str] = {}
+        for kind, name in pods.sources(pod):
+            read = {
+                "Secret": self._api.read_namespaced_secret,
+                "ConfigMap": self._api.read_namespaced_config_map,
+            }[kind]
+            found = retried(lambda read=read, name=name: read(name, pod.metadata.namespace))
+            if found is None:
+                return f'{kind.lower()} "{name}" not found'
+            for key, text in (found.data or {}).items():
+                is_secret = kind == "Secret"
+                variables[key] = base64.b64decode(text).decode() if is_secret else text
+        return variables
+
     def _wait(self, started: Started) -> None:
         end = started.wait()
         self.told.put((self._take_in_end, (started, end)))
@@ -185,6 +205,8 @@ class Kubelet:
         if known.pod.metadata.uid in self._containers:
             self._report(known.pod, pods.ended(known.pod, known.started_at, what[1]))
             self._follow(known)
+        else:
+            known.remove_volumes()
         for other in self._containers.values():  # one may fit now that did not
             if other.end is None:
                 self._follow(other)
@@ -226,6 +248,8 @@ class Kubelet:
         known = self._containers.pop(uid, None)
         if known is not None and known.end is None:
             known.stop(0)
+        elif known is not None:
+            known.remove_volumes()
 
     def _remove(self, pod: Pod) -> None:
         """Take a Pod that has ended from the API, as only its node may do."""

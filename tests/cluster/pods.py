@@ -26,7 +26,8 @@ FIELDS: dict[str, Callable[[Pod], str]] = {
 }
 """Of a Pod, that a variable may have as its value."""
 REFERENCE = re.compile(r"\$\$|\$\((\w+)\)")
-DEFAULT_MESSAGE_PATH = "/dev/termination-log"
+MESSAGE = "termination-message"
+"""Name of the file that a container sees at its `terminationMessagePath`, in its node's folder."""
 MAX_MESSAGE_BYTES = 4096
 MAX_LOG_BYTES, MAX_LOG_LINES = 2048, 80
 """Of the log, where it stands for the message."""
@@ -72,6 +73,34 @@ def unsupported(pod: Pod) -> str | None:
     return None
 
 
+def sources(pod: Pod) -> list[tuple[str, str]]:
+    """Return kind and name of the Secrets and ConfigMaps whose keys are a container's variables."""
+    found: list[tuple[str, str]] = []
+    for source in pod.spec.containers[0].env_from or []:
+        kind = "Secret" if source.secret_ref is not None else "ConfigMap"
+        found.append((kind, (source.secret_ref or source.config_map_ref).name))
+    return found
+
+
+def mounts(pod: Pod, folder: Path) -> dict[str, str]:
+    """Return the paths at which a container sees files of its own: by path, the node's path.
+
+    Containers share the file system here, so nothing is mounted: `command` replaces the paths.
+
+    Args:
+        pod: what is run.
+        folder: of the node, for this Pod alone.
+    """
+    container = pod.spec.containers[0]
+    own = {volume.name for volume in pod.spec.volumes or [] if volume.empty_dir is not None}
+    found = {
+        mount.mount_path: str(folder / mount.name)
+        for mount in container.volume_mounts or []
+        if mount.name in own
+    }
+    return {**found, container.termination_message_path: str(folder / MESSAGE)}
+
+
 def environment(pod: Pod, inherited: Mapping[str, str]) -> dict[str, str]:
     """Return a container's environment: what the node has stands for what an image would have."""
     found = dict(inherited)
@@ -80,10 +109,27 @@ def environment(pod: Pod, inherited: Mapping[str, str]) -> dict[str, str]:
     return found
 
 
-def command(pod: Pod, variables: Mapping[str, str]) -> list[str]:
-    """Return the program and its arguments, with `$(NAME)` replaced as Kubernetes does it."""
+def command(
+    pod: Pod, variables: Mapping[str, str], mounted: Mapping[str, str] | None = None
+) -> list[str]:
+    """Return the program and its arguments, with `$(NAME)` replaced as Kubernetes does it.
+
+    Args:
+        pod: what is run.
+        variables: the container's environment.
+        mounted: paths of the container that are others on the node; words that begin with one are
+            replaced.
+    """
     container = pod.spec.containers[0]
-    return [expand(word, variables) for word in [*container.command, *(container.args or [])]]
+    words = [expand(word, variables) for word in [*container.command, *(container.args or [])]]
+    for inside, outside in (mounted or {}).items():
+        words = [
+            outside + word.removeprefix(inside)
+            if word == inside or word.startswith(f"{inside}/")
+            else word
+            for word in words
+        ]
+    return words
 
 
 def expand(text: str, variables: Mapping[str, str]) -> str:
@@ -126,13 +172,18 @@ def amount(resources: Mapping[str, Mapping[str, str]], kind: str, name: str) -> 
     return float(parse_quantity(resources.get(kind, {}).get(name, "0")))
 
 
-def message(pod: Pod, log: Path, code: int) -> str:
-    """Return the termination message: what the container wrote for it, or the end of its log."""
+def message(pod: Pod, written: Path, log: Path, code: int) -> str:
+    """Return the termination message: the end of what the container wrote for it, or of its log.
+
+    Args:
+        pod: what was run.
+        written: the node's file at `terminationMessagePath`.
+        log: of the container.
+        code: with which it ended.
+    """
     container = pod.spec.containers[0]
-    path = Path(container.termination_message_path)
-    # The default would be one file for all containers: they share the file system here.
-    if str(path) != DEFAULT_MESSAGE_PATH and path.is_file() and path.stat().st_size:
-        return path.read_bytes()[-MAX_MESSAGE_BYTES:].decode(errors="replace")
+    if text := written.read_bytes()[-MAX_MESSAGE_BYTES:]:
+        return text.decode(errors="replace")
     if container.termination_message_policy == "FallbackToLogsOnError" and code != 0:
         last = log.read_bytes()[-MAX_LOG_BYTES:].decode(errors="replace")
         return "".join(last.splitlines(keepends=True)[-MAX_LOG_LINES:])

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -20,24 +22,34 @@ SUPERVISOR = [sys.executable, "-I", "-S", str(Path(container.__file__))]
 class Started:
     """One container that was started, and the last that is known of its Pod."""
 
-    def __init__(self, pod: Pod, log: Path) -> None:
+    def __init__(self, pod: Pod, folder: Path, variables: Mapping[str, str]) -> None:
         """Start it.
 
         Args:
             pod: one that this node can run.
-            log: file of its output.
+            folder: of its log and of its own files, which go with it.
+            variables: those of Secrets and ConfigMaps.
         """
         self.pod = pod
-        self.log = log
+        self.folder = folder
+        self.log = folder / "log"
+        self.message = folder / pods.MESSAGE
         self.started_at = pods.now()
         self.applied: dict[str, dict[str, str]] = {}
         self.end: dict[str, Any] | None = None
         self.misfit: tuple[str, dict[str, dict[str, str]]] | None = None
         self._grace_sec = float("inf")
-        variables = pods.environment(pod, os.environ)
-        with log.open("wb") as output:
+        variables = pods.environment(pod, {**os.environ, **variables})
+        mounted = pods.mounts(pod, folder)
+        for path in mounted.values():
+            if Path(path) == self.message:
+                folder.mkdir(parents=True, exist_ok=True)
+                self.message.touch()
+            else:
+                Path(path).mkdir(parents=True)
+        with self.log.open("wb") as output:
             self._process = subprocess.Popen(
-                [*SUPERVISOR, *pods.command(pod, variables)],
+                [*SUPERVISOR, *pods.command(pod, variables, mounted)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=output,
@@ -64,8 +76,16 @@ class Started:
         said = self._process.stdout.readline()
         self._process.wait()
         end = json.loads(said) if said else container.ending(container.KILLED, "Error")
-        end["message"] = end["message"] or pods.message(self.pod, self.log, end["exitCode"])
+        end["message"] = end["message"] or pods.message(
+            self.pod, self.message, self.log, end["exitCode"]
+        )
         return end
+
+    def remove_volumes(self) -> None:
+        """Remove its own folders, as its node does when the Pod is gone; the log stays."""
+        for path in pods.mounts(self.pod, self.folder).values():
+            if Path(path) != self.message:
+                shutil.rmtree(path, ignore_errors=True)
 
     def _say(self, line: str) -> None:
         assert self._process.stdin is not None

@@ -14,7 +14,7 @@ from tests.cluster.pods import Pod
 
 def a_pod(restart_policy: str = "Never", **container: Any) -> Pod:
     main = {"name": "main", "image": "none", "command": ["run"], **container}
-    main.setdefault("termination_message_path", pods.DEFAULT_MESSAGE_PATH)
+    main.setdefault("termination_message_path", "/dev/termination-log")
     return client.V1Pod(
         metadata=client.V1ObjectMeta(name="one", namespace="here", uid="1-2", generation=3),
         spec=client.V1PodSpec(
@@ -84,21 +84,49 @@ FALLS_BACK = {"termination_message_policy": "FallbackToLogsOnError"}
 
 
 def test_message_of_failed_container_is_the_end_of_its_log(tmp_path: Path) -> None:
-    (tmp_path / "log").write_text(LOG)
-    assert pods.message(a_pod(**FALLS_BACK), tmp_path / "log", 1) == LOG[-80 * len("line 299\n") :]
-    assert pods.message(a_pod(**FALLS_BACK), tmp_path / "log", 0) == ""
-    assert pods.message(a_pod(), tmp_path / "log", 1) == ""
-    (tmp_path / "log").write_text("x" * 5000)
-    assert pods.message(a_pod(**FALLS_BACK), tmp_path / "log", 1) == "x" * 2048
+    log, written = tmp_path / "log", tmp_path / pods.MESSAGE
+    written.touch()
+    log.write_text(LOG)
+    assert pods.message(a_pod(**FALLS_BACK), written, log, 1) == LOG[-80 * len("line 299\n") :]
+    assert pods.message(a_pod(**FALLS_BACK), written, log, 0) == ""
+    assert pods.message(a_pod(), written, log, 1) == ""
+    log.write_text("x" * 5000)
+    assert pods.message(a_pod(**FALLS_BACK), written, log, 1) == "x" * 2048
 
 
-def test_message_that_a_container_wrote_comes_before_its_log(tmp_path: Path) -> None:
-    (tmp_path / "log").write_text(LOG)
-    (tmp_path / "message").write_text("no such table")
-    pod = a_pod(termination_message_path=str(tmp_path / "message"), **FALLS_BACK)
-    assert pods.message(pod, tmp_path / "log", 1) == "no such table"
-    (tmp_path / "message").write_text("")
-    assert pods.message(pod, tmp_path / "log", 1).endswith("line 299\n")
+@pytest.mark.parametrize("code", [0, 1])
+def test_message_that_a_container_wrote_comes_before_its_log(code: int, tmp_path: Path) -> None:
+    log, written = tmp_path / "log", tmp_path / pods.MESSAGE
+    log.write_text(LOG)
+    written.write_text("no such table")
+    assert pods.message(a_pod(**FALLS_BACK), written, log, code) == "no such table"
+    written.write_text("x" + "y" * 4096)
+    assert pods.message(a_pod(), written, log, code) == "y" * 4096
+
+
+def test_paths_of_a_containers_own_files_are_those_of_its_node(tmp_path: Path) -> None:
+    mounts = [
+        client.V1VolumeMount(name="work", mount_path="/work"),
+        client.V1VolumeMount(name="shared", mount_path="/shared"),
+    ]
+    words = ["run", "/work", "/work/a", "/works", "/shared/a", "/dev/termination-log"]
+    pod = a_pod(command=words, volume_mounts=mounts)
+    pod.spec.volumes = [
+        client.V1Volume(name="work", empty_dir=client.V1EmptyDirVolumeSource()),
+        client.V1Volume(name="shared", host_path=client.V1HostPathVolumeSource(path="/shared")),
+    ]
+    own, message = str(tmp_path / "work"), str(tmp_path / pods.MESSAGE)
+    found = pods.command(pod, {}, pods.mounts(pod, tmp_path))
+    assert found == ["run", own, f"{own}/a", "/works", "/shared/a", message]
+
+
+def test_variables_come_from_secrets_and_config_maps() -> None:
+    named = [
+        client.V1EnvFromSource(secret_ref=client.V1SecretEnvSource(name="keys")),
+        client.V1EnvFromSource(config_map_ref=client.V1ConfigMapEnvSource(name="store")),
+    ]
+    assert pods.sources(a_pod(env_from=named)) == [("Secret", "keys"), ("ConfigMap", "store")]
+    assert pods.sources(a_pod()) == []
 
 
 def test_resources_leave_out_what_is_not_given() -> None:

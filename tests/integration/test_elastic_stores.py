@@ -12,13 +12,13 @@ import pytest
 
 from scheduler.controller.log import LOG, Log, recover
 from scheduler.controller.state import JobState
+from scheduler.drivers.children import ThisMachine
 from scheduler.drivers.driver import Driver, DriverOptions
-from scheduler.drivers.run import open_platform
 from scheduler.drivers.submit import submit
 from tests.integration.test_scheduled import (
     check_bits,
     command,
-    num_lines,
+    num_steps,
     pid_of,
     send,
     write_jobs,
@@ -87,31 +87,26 @@ def test_stores_of_a_job_become_more_and_fewer_and_its_bits_stay(
     output.mkdir()
     said: list[str] = []
     submitted, place = submit(demo, {}, output, time.time())
-    steps = place.run / "metrics.jsonl"
-    with (
-        Log(output / LOG) as log,
-        open_platform(None, output, said.append) as platform,
-        ended_at_last(place.processes),
-    ):
+    with Log(output / LOG) as log, ended_at_last(place.processes):
         options = DriverOptions(output=output, tick_sec=1.0, progress=said.append)
-        driver = Driver(options, platform, log, recover(output / LOG), {"demo": place})
+        driver = Driver(options, ThisMachine(), log, recover(output / LOG), {"demo": place})
         driver.begin([submitted], 8.0, 16 << 30)
         run = Run(driver)
         run.num_stores = 1
-        run.until(lambda: num_lines(steps) >= 2)
+        run.until(lambda: num_steps(place.run) >= 2)
         assert run.job.stores == (0,)
         with stopped(output, "lead-0.1"):  # so that the run does not end before
             run.num_stores = 3
             run.until(lambda: set(run.job.owners) == {0, 1, 2} and not run.job.moving)
-        before = num_lines(steps)
-        run.until(lambda: num_lines(steps) >= before + 2)
+        before = num_steps(place.run)
+        run.until(lambda: num_steps(place.run) >= before + 2)
         send(output, "demo", "lead-0.1")  # who begins anew finds rows where they have gone
-        run.until(lambda: num_lines(steps) > before + 4 and "lead-0.2" in run.job.processes)
+        run.until(lambda: num_steps(place.run) > before + 4 and "lead-0.2" in run.job.processes)
         with stopped(output, "lead-0.2"):
             run.num_stores = 1
             run.until(lambda: [p.number for p in run.job.of_pool("store")] == [0])
             assert set(run.job.owners) == {0}
-            assert [p.name for p in place.stores.iterdir() if p.is_dir()] == ["0"]
+            assert place.stores.children()[0] == ["0"]
         assert not driver.is_done
         run.until(lambda: driver.is_done)
     assert driver.state.jobs["demo"].phase == "finished", said[-5:]

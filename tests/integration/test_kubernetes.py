@@ -1,10 +1,12 @@
-"""A job whose processes are Pods of a real cluster: Pods, a node and the scheduler are lost."""
+"""A job of Pods of a real cluster with its files at a URL: Pods, a node, the scheduler are lost."""
 
 import base64
 import os
 import signal
-from collections.abc import Sequence
-from contextlib import suppress
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,23 +15,31 @@ import yaml
 
 from scheduler.controller.events import Ended
 from scheduler.controller.log import LOG, read_log, recover
+from schemas.storage import Location
 from tests.cluster.fixtures import cluster, namespace
 from tests.cluster.servers import Cluster
 from tests.cluster.sockets import pids_with, sockets_of
+from tests.integration.small_demo import write_small_demo
 from tests.integration.test_scheduled import (
     CACHE,
     SMALL,
     Scheduler,
+    check_bits,
     command,
-    num_lines,
-    write_jobs,
+    num_steps,
 )
+from tests.object_store import Store
 
 __all__ = ["cluster", "namespace"]
 
 
 REACHED = ("lead-0.1", "replica-0.1", "replica-1.1", "store-0.1", "store-1.1")
 """Processes of a job that reach each other, as they begin."""
+LONE = """
+schedule:
+  budget: {cpus: 8, memory: 32GiB}
+  training: {replica: {memory: 1300MiB}, max_replicas: 1}
+"""
 TOGETHER = """
 schedule:
   budget: {cpus: 8, memory: 32GiB}
@@ -45,25 +55,40 @@ PATIENT = "\n  stores: {timeout: 3m}"
 
 
 def write_cluster(
-    repository: Path, cluster: Cluster, namespace: str, folder: Path, *, shared: bool = True
+    repository: Path, cluster: Cluster, namespace: str, folder: Path, store: Store | None = None
 ) -> Path:
-    """Write the file of a cluster whose Pods are processes of this machine."""
-    body = {
+    """Write the file of a cluster whose Pods are processes of this machine.
+
+    Without a store they share the folder.
+    """
+    body: dict[str, Any] = {
         "namespace": namespace,
         "image": "none",
         "kubeconfig": str(cluster.kubeconfig),
-        "volumes": [{"path": str(folder), "host_path": str(folder)}],
         "python": [str(repository / ".venv" / "bin" / "python")],
         "environment": {"PYTHONPATH": str(repository), "OMP_NUM_THREADS": "1"},
-        "shared_loopback": shared,
         "secrets": str(folder / "secrets"),
         "grace": "60s",
         "lost_after": "3s",
         "unschedulable_after": "60s",
     }
+    if store is None:
+        body["volumes"] = [{"path": str(folder), "host_path": str(folder)}]
+    else:
+        credentials = {"metadata": {"name": "store"}, "stringData": store.environment}
+        cluster.core().create_namespaced_secret(namespace, credentials)
+        body["environment_from"] = [{"secret": "store"}]
     path = folder / "cluster.yaml"
     path.write_text(yaml.safe_dump(body))
     return path
+
+
+@pytest.fixture
+def storage(s3_store: Store, monkeypatch: pytest.MonkeyPatch) -> Location:
+    """Where the files of jobs are; the scheduler has the credentials in its environment."""
+    for name, value in s3_store.environment.items():
+        monkeypatch.setenv(name, value)
+    return Location.parse(f"{s3_store.new_url()}/scheduled")
 
 
 def pod_of(cluster: Cluster, namespace: str, process: str) -> Any:
@@ -77,32 +102,37 @@ def pod_of(cluster: Cluster, namespace: str, process: str) -> Any:
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_a_job_of_pods_that_are_lost_finishes_with_the_bits_of_an_undisturbed_one(
-    repository: Path, cluster: Cluster, namespace: str, tmp_path: Path
+    repository: Path,
+    cluster: Cluster,
+    namespace: str,
+    s3_store: Store,
+    storage: Location,
+    tmp_path: Path,
 ) -> None:
-    demo, _ = write_jobs(repository, tmp_path)
-    output = tmp_path / "out"
+    demo, output = write_lone_job(repository, tmp_path), tmp_path / "out"
     (tmp_path / "budget.yaml").write_text("cpus: 4\nmemory: 8GiB\n")
-    words = [str(demo), "--output", str(output), "--budget", str(tmp_path / "budget.yaml")]
-    words += ["--driver", "kubernetes", "--status", "off", "--json", "--cluster"]
-    words.append(str(write_cluster(repository, cluster, namespace, tmp_path)))
-    api, steps = cluster.core(), output / "demo" / "run" / "metrics.jsonl"
+    words = [str(demo), "--output", str(output), "--storage", str(storage)]
+    words += ["--driver", "kubernetes", "--budget", str(tmp_path / "budget.yaml")]
+    words += ["--status", "off", "--json", "--cluster"]
+    words.append(str(write_cluster(repository, cluster, namespace, tmp_path, s3_store)))
+    api, run = cluster.core(), storage / "demo" / "run"
 
     scheduler = Scheduler(repository, words, tmp_path / "said")
     scheduler.until(lambda: pod_of(cluster, namespace, "segment-0.1"))
     pod = pod_of(cluster, namespace, "segment-0.1")
     api.delete_namespaced_pod(pod.metadata.name, namespace, grace_period_seconds=1)
-    scheduler.until(lambda: num_lines(steps) >= 2)
-    lead = pod_of(cluster, namespace, "lead-0.1")
-    body = {"metadata": {"name": lead.metadata.name}}
-    api.create_namespaced_pod_eviction(lead.metadata.name, namespace, body)
-    scheduler.until(lambda: pod_of(cluster, namespace, "lead-0.2"))
-    cluster.restart_api_server()
-    scheduler.until(lambda: num_lines(steps) >= 4)
-    store = pod_of(cluster, namespace, "store-0.1")
-    cluster.fail_node(store.spec.node_name)
-    scheduler.process.kill()
-    scheduler.process.wait()
-    cluster.add_node(store.spec.node_name)
+    with held(str(storage), "--position\0003\0"):  # without it the run cannot end
+        scheduler.until(lambda: num_steps(run) >= 2)
+        lead = pod_of(cluster, namespace, "lead-0.1")
+        body = {"metadata": {"name": lead.metadata.name}}
+        api.create_namespaced_pod_eviction(lead.metadata.name, namespace, body)
+        scheduler.until(lambda: pod_of(cluster, namespace, "lead-0.2"))
+        cluster.restart_api_server()
+        lead = pod_of(cluster, namespace, "lead-0.2")
+        cluster.fail_node(lead.spec.node_name)
+        scheduler.process.kill()
+        scheduler.process.wait()
+    cluster.add_node(lead.spec.node_name)
 
     scheduler = Scheduler(repository, words, tmp_path / "said-again")
     jobs = scheduler.result()
@@ -114,19 +144,59 @@ def test_a_job_of_pods_that_are_lost_finishes_with_the_bits_of_an_undisturbed_on
     assert told["segment-0.1"].outcome == "lost"
     assert told["segment-0.1"].detail == "deleted"
     assert told["lead-0.1"].outcome == "left", "it was told before it was taken away"
-    assert told["store-0.1"].outcome == "lost"
+    assert told["lead-0.2"].outcome == "lost"
     recover(output / LOG)
-    verified = command(repository, "trainer", "verify", str(output / "demo" / "run"))
-    assert verified.returncode == 0, verified.stderr
+    check_run(repository, demo, storage / "demo", tmp_path / "undisturbed")
+    assert not [path for path in output.rglob("*") if path.name in ("dataset", "run", "work")]
 
-    again = tmp_path / "undisturbed"
-    dataset = str(output / "demo" / "dataset")
-    trained = command(
-        repository, "trainer", "train", str(demo), "--dataset", dataset, "--output", str(again)
-    )
-    assert trained.returncode == 0, trained.stderr
-    equal = command(repository, "trainer", "diff", str(output / "demo" / "run"), str(again))
-    assert equal.returncode == 0, equal.stdout + equal.stderr
+
+@contextmanager
+def held(*texts: str) -> Iterator[None]:
+    """Stop each process with these texts in its command as soon as it begins, until the end."""
+    over, stopped = threading.Event(), set[int]()
+
+    def stop() -> None:
+        while not over.wait(0.02):
+            for pid in {*pids_of_command(*texts)} - stopped:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGSTOP)
+                    stopped.add(pid)
+
+    with ThreadPoolExecutor(1) as pool:
+        holding = pool.submit(stop)
+        try:
+            yield
+        finally:
+            over.set()
+            holding.result()
+            for pid in stopped:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGCONT)
+
+
+def pids_of_command(*texts: str) -> list[int]:
+    """Return the processes whose commands, with a null byte after each word, contain these."""
+    found: list[int] = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            words = (folder / "cmdline").read_text(errors="replace")
+            if all(text in words for text in texts):
+                found.append(int(folder.name))
+    return found
+
+
+def write_lone_job(repository: Path, folder: Path) -> Path:
+    """Write the small demo job, which one process trains."""
+    path = folder / "demo.yaml"
+    path.write_text(write_small_demo(repository, folder, SMALL).rstrip() + LONE)
+    return path
+
+
+def check_run(repository: Path, job: Path, storage: Location, again: Path) -> None:
+    """Check that a job's run is whole and has the bits of one that nobody disturbs."""
+    verified = command(repository, "trainer", "verify", str(storage / "run"))
+    assert verified.returncode == 0, verified.stderr
+    check_bits(repository, job, storage, again)
 
 
 def write_job(repository: Path, folder: Path) -> Path:
@@ -189,13 +259,13 @@ def test_a_job_of_pods_with_addresses_of_their_own_loses_some_and_has_the_same_b
     (tmp_path / "budget.yaml").write_text("cpus: 3.5\nmemory: 8GiB\n")
     words = [str(demo), "--output", str(output), "--budget", str(tmp_path / "budget.yaml")]
     words += ["--driver", "kubernetes", "--status", "off", "--json", "--cluster"]
-    words.append(str(write_cluster(repository, cluster, namespace, tmp_path, shared=False)))
-    api, steps = cluster.core(), output / "demo" / "run" / "metrics.jsonl"
+    words.append(str(write_cluster(repository, cluster, namespace, tmp_path)))
+    api, run = cluster.core(), output / "demo" / "run"
     watched = Watched(cluster, namespace)
     stores = [output / "demo" / "stores" / str(number) / "address" for number in (0, 1)]
 
     scheduler = Scheduler(repository, words, tmp_path / "said")
-    scheduler.until(lambda: num_lines(steps) >= 2)
+    scheduler.until(lambda: num_steps(run) >= 2)
     (secret,) = api.list_namespaced_secret(namespace).items
     begun = [name for name in REACHED if watched.pids(name)]
     assert begun == list(REACHED), begun
@@ -205,8 +275,8 @@ def test_a_job_of_pods_with_addresses_of_their_own_loses_some_and_has_the_same_b
     scheduler.until(lambda: stores[0].read_text() != before)
     watched.kill("replica-1.1")
     scheduler.until(lambda: watched.pids("replica-1.2"))
-    there = num_lines(steps)
-    scheduler.until(lambda: num_lines(steps) > there)
+    there = num_steps(run)
+    scheduler.until(lambda: num_steps(run) > there)
     jobs = scheduler.result()
     assert jobs["demo"]["phase"] == "finished"
     assert watched.addresses["store-0.1"] in before
@@ -219,13 +289,4 @@ def test_a_job_of_pods_with_addresses_of_their_own_loses_some_and_has_the_same_b
     ends = [entry.event for entry in read_log(output / LOG) if isinstance(entry.event, Ended)]
     told = {end.process: end.outcome for end in ends}
     assert (told["store-0.1"], told["replica-1.1"]) == ("lost", "lost")
-    verified = command(repository, "trainer", "verify", str(output / "demo" / "run"))
-    assert verified.returncode == 0, verified.stderr
-
-    again, dataset = tmp_path / "undisturbed", str(output / "demo" / "dataset")
-    trained = command(
-        repository, "trainer", "train", str(demo), "--dataset", dataset, "--output", str(again)
-    )
-    assert trained.returncode == 0, trained.stderr
-    equal = command(repository, "trainer", "diff", str(output / "demo" / "run"), str(again))
-    assert equal.returncode == 0, equal.stdout + equal.stderr
+    check_run(repository, demo, Location.parse(output / "demo"), tmp_path / "undisturbed")

@@ -18,6 +18,9 @@ import pytest
 from scheduler.controller.events import Ended
 from scheduler.controller.log import LOG, read_log, recover
 from schemas.manifest import read_dataset
+from schemas.run_log import METRICS
+from schemas.run_manifest import RunLogTail
+from schemas.storage import Location
 from tests.integration.small_demo import write_small_demo
 
 SMALL = {
@@ -116,8 +119,10 @@ def held(output: Path, job: str, name: str) -> Iterator[None]:
                 send(output, job, name, signal.SIGCONT)
 
 
-def num_lines(path: Path) -> int:
-    return path.read_text().count("\n") if path.exists() else 0
+def num_steps(run: Path | Location) -> int:
+    """Return the number of steps in the log of a run at a path or URL."""
+    lines, _ = RunLogTail(Location.parse(run), METRICS).read()
+    return len(lines)
 
 
 def command(repository: Path, *words: str) -> subprocess.CompletedProcess[str]:
@@ -130,7 +135,7 @@ def command(repository: Path, *words: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def check_bits(repository: Path, job: Path, folder: Path, again: Path) -> None:
+def check_bits(repository: Path, job: Path, folder: Path | Location, again: Path) -> None:
     """Check that a job's run has the bits of one that nobody disturbs."""
     words = ("train", str(job), "--dataset", str(folder / "dataset"), "--output", str(again))
     trained = command(repository, "trainer", *words)
@@ -165,8 +170,7 @@ def test_jobs_whose_processes_and_scheduler_are_killed_finish_with_the_bits_of_u
         send(output, "urgent", "segment-0.1")
         scheduler.until(lambda: pid_of(output, "urgent", "replica-1.1"))
         send(output, "urgent", "replica-1.1")
-        steps = output / "demo" / "run" / "metrics.jsonl"
-        scheduler.until(lambda: num_lines(steps) >= 3)
+        scheduler.until(lambda: num_steps(output / "demo" / "run") >= 3)
         send(output, "demo", "store-1.1")
         send(output, "demo", "lead-0.1")
         scheduler.until(lambda: pid_of(output, "demo", "lead-0.2"))

@@ -7,12 +7,14 @@ from pathlib import Path
 
 import numpy as np
 
+from scheduler.drivers.job_files import JobPaths
 from scheduler.model.history import History, RunRecord
 from scheduler.model.snapshot import DataFacts, Snapshot
 from scheduler.planner.candidates import pareto_front
 from schemas.config.job import load_job
 from schemas.config.schedule import ScheduleConfig
 from schemas.run_log import METRICS, SUMMARY, RunSummary, StepMetric, to_line
+from schemas.storage import Location
 
 GIB = 1 << 30
 
@@ -56,6 +58,19 @@ def write_job(folder: Path, schedule: str = "  priority: 0") -> Path:
     path.write_text(JOB.replace("SCHEDULE", schedule))
     (folder / "schema.pbtxt").write_text(SCHEMA)
     return path
+
+
+def paths_of(
+    folder: Path, job: Path | None = None, num_segments: int = 1, storage: str | None = None
+) -> JobPaths:
+    """Return the paths of a job with a file per segment; its files are in `folder` or at a URL."""
+    return JobPaths(
+        source=job or folder / "job.yaml",
+        folder=folder,
+        storage=Location.parse(storage or folder),
+        input=Location.parse(folder / "log"),
+        segments=tuple((f"{number}.parquet",) for number in range(num_segments)),
+    )
 
 
 FACTS = DataFacts(

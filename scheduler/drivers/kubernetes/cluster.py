@@ -48,7 +48,7 @@ from scheduler.drivers.kubernetes.pod import (
     STOP_SEC,
     TrackedPod,
     has_ended,
-    last_message,
+    output_of,
     resize_result,
 )
 from schemas.errors import PlanError
@@ -126,11 +126,16 @@ class Cluster:
         return int(self._config.grace.total_seconds())
 
     def of_job(self, job: str, folder: Path) -> Pods:
-        """Return the processes of a job, with output files in a folder."""
+        """Return the processes of a job, with records in a folder."""
         return Pods(self, job, folder)
 
-    def endpoint(self, job: str) -> Endpoint | None:
-        """Return how processes of a job connect, None if all Pods share one loopback."""
+    @property
+    def work(self) -> str:
+        """Folder that each Pod has for itself."""
+        return self._config.work
+
+    def endpoint(self, job: str) -> Endpoint:
+        """Return how processes of a job connect."""
         return endpoint_of(self._config, self._instance, job)
 
     def poll(self) -> None:
@@ -241,8 +246,6 @@ class Cluster:
 
         The next process that needs one gets a new Secret.
         """
-        if self._config.shared_loopback:
-            return True
         if time.monotonic() < self._quiet_until:
             return False
         try:
@@ -272,9 +275,9 @@ class Cluster:
 
     def _ensure_secret(self, job: str | None) -> None:
         """Create a job's Secret; repeated before each Pod, as another client may delete it."""
-        endpoint = None if job is None else self.endpoint(job)
-        if job is not None and endpoint is not None:
-            self._api.ensure_secret(secret_of(self._config, self._instance, job, endpoint))
+        if job is not None:
+            secret = secret_of(self._config, self._instance, job, self.endpoint(job))
+            self._api.ensure_secret(secret)
 
     def _is_ours(self, pod: TrackedPod) -> bool:
         body = self._api.get(pod.name)
@@ -380,14 +383,16 @@ class Pods:
         Args:
             cluster: all Pods of the scheduler.
             job: name of the job.
-            folder: holds `<name>.begun`, `.out` and `.err` of each process; Pods mount it, too.
+            folder: holds `<name>.begun` of each process, and `.out` and `.err` of ended ones.
         """
         self._cluster = cluster
         self._job = job
         self._folder = folder
         self._may_have_secret = True
-        self.endpoint = cluster.endpoint(job)
+        self.endpoint: Endpoint | None = cluster.endpoint(job)
         """How its processes connect."""
+        self.work = Path(cluster.work)
+        """Folder that each of its processes has for itself."""
 
     def start(
         self, name: str, command: Sequence[str], request: ResourceRequest = NO_RESOURCES
@@ -399,9 +404,7 @@ class Pods:
         except FileExistsError:
             return
         self._may_have_secret = True
-        self._cluster.create(
-            Task(job=self._job, name=name, command=command, request=request, folder=self._folder)
-        )
+        self._cluster.create(Task(job=self._job, name=name, command=command, request=request))
 
     def was_started(self, name: str) -> bool:
         """Return whether a Pod of this name was ever requested."""
@@ -435,15 +438,26 @@ class Pods:
         self._delete(name, STOP_SEC)
 
     def output(self, name: str) -> str:
-        """Return the standard output of a process so far."""
-        return read_output(self._path(name, "out"))
+        """Return the standard output of a process that has ended."""
+        return self._output(name)[0]
 
     def last_stderr_line(self, name: str) -> str:
-        """Return the last line on standard error, else of the container's termination message."""
-        if line := last_line(read_output(self._path(name, "err"))):
-            return line
+        """Return the last line that a process that has failed wrote to standard error."""
+        return last_line(self._output(name)[1])
+
+    def _output(self, name: str) -> tuple[str, str]:
+        """Return standard output and standard error, as its Pod or the record of it has them."""
         pod = self._find(name)
-        return "" if pod is None or pod.observed is None else last_message(pod.observed)
+        if pod is not None and pod.observed is not None:
+            return output_of(pod.observed)
+        return read_output(self._path(name, "out")), read_output(self._path(name, "err"))
+
+    def _record_output(self, name: str) -> None:
+        """Write what an ended process printed to the folder, before its Pod is deleted."""
+        for suffix, text in zip(("out", "err"), self._output(name), strict=True):
+            path = self._path(name, suffix)
+            if text and not path.exists():
+                path.write_text(text, encoding="utf-8")
 
     def resident_bytes(self, name: str) -> int:
         """Return the memory of a Pod from the metrics server, 0 if unknown."""
@@ -485,6 +499,7 @@ class Pods:
             if name in names:
                 continue
             if not pod.is_alive:
+                self._record_output(name)
                 self._cluster.remove(pod)
             elif not name.startswith("move-"):
                 self.kill(name)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import re
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -14,16 +14,17 @@ from typing import Any, Literal
 from scheduler.drivers.base import CERTIFICATE, KEY, TOKEN, Endpoint, ResourceRequest
 from schemas.config.parse import read_yaml
 from schemas.errors import SchemaError
+from schemas.storage import Location
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VolumeConfig:
-    """A volume that the scheduler and all Pods mount at the same path."""
+    """A volume that all Pods mount, at the path at which the scheduler sees it, too."""
 
     path: str
     """Absolute mount path."""
     claim: str | None = None
-    """Name of a ReadWriteMany PersistentVolumeClaim; either this or `host_path`."""
+    """Name of a PersistentVolumeClaim that many nodes can mount; either this or `host_path`."""
     host_path: str | None = None
     """Folder with the same content on all nodes, such as a mounted network filesystem."""
     sub_path: str = ""
@@ -39,6 +40,24 @@ class VolumeConfig:
             raise ValueError(
                 f"volume must have either claim or host_path, got claim={self.claim!r}, "
                 f"host_path={self.host_path!r}; give one of them"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VariablesConfig:
+    """An object whose keys become environment variables of each Pod."""
+
+    secret: str | None = None
+    """Name of a Secret; either this or `config_map`."""
+    config_map: str | None = None
+    """Name of a ConfigMap."""
+
+    def __post_init__(self) -> None:
+        """Raise ValueError unless there is one of both."""
+        if (self.secret is None) == (self.config_map is None):
+            raise ValueError(
+                f"source must have either secret or config_map, got "
+                f"secret={self.secret!r}, config_map={self.config_map!r}; give one of them"
             )
 
 
@@ -65,17 +84,21 @@ class ClusterConfig:
     image: str
     """Image with the source tree and its requirements."""
     volumes: tuple[VolumeConfig, ...] = ()
-    """Volumes with the scheduler's output, the job files and the raw files."""
+    """Volumes with files that Pods read or write by path; none if all are at URLs."""
     kubeconfig: str | None = None
     """Path of a kubeconfig; null inside the cluster."""
     context: str | None = None
     """Context of the kubeconfig; null: its current one."""
     service_account: str | None = None
-    """Service account of the Pods, which call no API; null: the namespace's default."""
+    """Service account of the Pods, such as one with an identity at the object store; they call no
+    API of the cluster. null: the namespace's default."""
     python: tuple[str, ...] = ("python",)
     """Command of the Python interpreter in the image."""
     environment: Mapping[str, str] = field(default_factory=dict[str, str])
     """Environment variables of each Pod, such as PYTHONPATH."""
+    environment_from: tuple[VariablesConfig, ...] = ()
+    """Secrets and ConfigMaps of the namespace with more of them, such as credentials of the object
+    store."""
     node_selector: Mapping[str, str] = field(default_factory=dict[str, str])
     """Labels of nodes on which Pods may run."""
     tolerations: tuple[TolerationConfig, ...] = ()
@@ -86,8 +109,10 @@ class ClusterConfig:
     """User and group id of the Pods, with write access to the volumes; null: those of the image."""
     secrets: str = "/run/presage"
     """Folder below which each Pod mounts the token and certificate of its job."""
-    shared_loopback: bool = False
-    """Whether all Pods share one loopback and connect without certificates."""
+    work: str = "/var/lib/presage"
+    """Folder of the node's own disk that each Pod has for itself, until it ends."""
+    disk: int | None = None
+    """Bytes of that disk that each Pod reserves; a text such as `20GiB`. null: none, no limit."""
     grace: timedelta = timedelta(seconds=60)
     """Termination grace period; at least `train.limits.drain`."""
     unschedulable_after: timedelta = timedelta(minutes=5)
@@ -98,34 +123,44 @@ class ClusterConfig:
 
     def __post_init__(self) -> None:
         """Raise ValueError for durations below a second or a relative folder."""
-        if not self.secrets.startswith("/"):
-            raise ValueError(f"secrets must be absolute, got {self.secrets!r}; write the full path")
+        for name, path in (("secrets", self.secrets), ("work", self.work)):
+            if not path.startswith("/"):
+                raise ValueError(f"{name} must be absolute, got {path!r}; write the full path")
         for name in ("grace", "unschedulable_after", "lost_after"):
             seconds = getattr(self, name).total_seconds()
             if seconds < 1.0:
                 raise ValueError(f"{name} must be at least 1s, got {seconds:g}s; raise it")
 
 
-def read_cluster(path: Path, output: Path) -> ClusterConfig:
-    """Read a cluster's configuration file.
+def read_cluster(path: Path) -> ClusterConfig:
+    """Read a cluster's configuration file; raise SchemaError if it is invalid."""
+    return read_yaml(path, ClusterConfig)
+
+
+def check_volumes(
+    config: ClusterConfig, path: Path, storage: Location, inputs: Iterable[Location]
+) -> None:
+    """Raise SchemaError if Pods cannot reach local files; those at a URL need no volume.
 
     Args:
-        path: YAML file.
-        output: the scheduler's folder.
-
-    Raises:
-        SchemaError: the file is invalid, or the folder is not in a writable volume.
+        config: of the cluster.
+        path: its file, for errors.
+        storage: where the jobs' files are.
+        inputs: raw files of the jobs.
     """
-    config = read_yaml(path, ClusterConfig)
-    folder = output.resolve()
     writable = [volume for volume in config.volumes if not volume.read_only]
-    if not any(folder.is_relative_to(volume.path) for volume in writable):
+    needs = [("write to", "--storage", storage, writable)]
+    needs += [("read", "--input", location, [*config.volumes]) for location in inputs]
+    for verb, option, location, volumes in needs:
+        folder = None if location.local is None else location.local.resolve()
+        if folder is None or any(folder.is_relative_to(volume.path) for volume in volumes):
+            continue
+        below = "".join(f" or a path below {volume.path}" for volume in volumes)
         raise SchemaError(
-            f"output is in no volume that Pods can write: {folder}; use an --output below "
-            f"{' or '.join(volume.path for volume in writable) or 'a writable volume'}",
+            f"Pods cannot {verb} {folder}, which none of their volumes has; give {option} a URL"
+            f"{below}",
             file=str(path),
         )
-    return config
 
 
 MAX_LABEL = 63
@@ -205,10 +240,8 @@ SKEW = timedelta(hours=1)
 """Tolerated clock difference between nodes."""
 
 
-def endpoint_of(config: ClusterConfig, instance: str, job: str) -> Endpoint | None:
-    """Return how processes of a job connect, None if all Pods share one loopback."""
-    if config.shared_loopback:
-        return None
+def endpoint_of(config: ClusterConfig, instance: str, job: str) -> Endpoint:
+    """Return how processes of a job connect."""
     name = secret_name(instance, job)
     # Kubernetes expands `$(NAME)` in commands.
     return Endpoint(host=f"$({POD_IP})", folder=f"{config.secrets}/{name}", name=f"{name}.presage")
@@ -261,10 +294,16 @@ def make_certificate(name: str, now: datetime) -> tuple[str, str]:
     return certificate.public_bytes(pem).decode(), key.private_bytes(pem, pkcs8, plain).decode()
 
 
-_EXEC = 'exec "$@" > "$0.out" 2> "$0.err"'
-"""Executes the arguments, with output files in the scheduler's folder."""
-_SECRET = "secret"
-"""Name of the volume of the job's Secret."""
+TERMINATION_LOG = "/dev/termination-log"
+"""File of a container whose content the node reports when the container has ended."""
+MEMORY_FOLDER = "/dev/shm"
+"""Where trainers keep copies of checkpoints that are not written yet. Without a volume a container
+has 64 MiB there; with one, as much as its memory limit allows."""
+_EXEC = 'exec "$@" > "$0"'
+"""Executes the arguments with standard output in that file. Standard error is the container's log,
+whose end the node reports if a container has failed and that file is empty."""
+_SECRET, _WORK, _MEMORY = "secret", "work", "memory"
+"""Names of the volumes of the job's Secret, of the folder `work` and of `MEMORY_FOLDER`."""
 IDLE = {"cpu": "50m", "memory": "256Mi"}
 """Requests, without limits, of processes outside the budget: a coordinator that does not train, a
 slot move."""
@@ -282,8 +321,6 @@ class Task:
     """Its first word is this machine's Python interpreter."""
     request: ResourceRequest
     """Resources to reserve."""
-    folder: Path
-    """Folder of its output files."""
 
     @property
     def needs_secret(self) -> bool:
@@ -302,6 +339,7 @@ def pod_of(config: ClusterConfig, instance: str, task: Task) -> dict[str, Any]:
         "containers": [_container(config, task, endpoint)],
         "volumes": [
             *(_volume(n, v) for n, v in enumerate(config.volumes)),
+            *_own_volumes(config),
             *_secret(config, endpoint),
         ],
         "nodeSelector": dict(config.node_selector),
@@ -343,31 +381,59 @@ def resize_patch(request: ResourceRequest) -> dict[str, Any]:
 
 
 def _container(config: ClusterConfig, task: Task, endpoint: Endpoint | None) -> dict[str, Any]:
-    output = str(task.folder / task.name)
     variables: list[dict[str, Any]] = [
         {"name": k, "value": v} for k, v in sorted(config.environment.items())
     ]
     mounts = [_mount(n, volume) for n, volume in enumerate(config.volumes)]
+    mounts.append({"name": _WORK, "mountPath": config.work})
+    mounts.append({"name": _MEMORY, "mountPath": MEMORY_FOLDER})
     if endpoint is not None:
         pod_ip = {"fieldRef": {"fieldPath": "status.podIP"}}
         variables.append({"name": POD_IP, "valueFrom": pod_ip})
         mounts.append({"name": _SECRET, "mountPath": endpoint.folder, "readOnly": True})
     program = [*config.python, *task.command[1:]]
-    return {
+    if not task.name.startswith("store-"):  # the address that it prints would hide its errors
+        program = ["/bin/sh", "-c", _EXEC, TERMINATION_LOG, *program]
+    container = {
         "name": CONTAINER,
         "image": config.image,
-        "command": ["/bin/sh", "-c", _EXEC, output, *program],
+        "command": program,
         "env": variables,
-        "resources": resources_of(task.request),
+        "envFrom": [_variables(source) for source in config.environment_from],
+        "resources": _with_disk(resources_of(task.request), config.disk),
         # Processes adapt to other limits without a restart.
         "resizePolicy": [
             {"resourceName": "cpu", "restartPolicy": "NotRequired"},
             {"resourceName": "memory", "restartPolicy": "NotRequired"},
         ],
         "volumeMounts": mounts,
+        "terminationMessagePath": TERMINATION_LOG,
         "terminationMessagePolicy": "FallbackToLogsOnError",
         "securityContext": {"allowPrivilegeEscalation": False},
     }
+    return {name: value for name, value in container.items() if value != []}
+
+
+def _variables(source: VariablesConfig) -> dict[str, Any]:
+    if source.secret is not None:
+        return {"secretRef": {"name": source.secret}}
+    return {"configMapRef": {"name": source.config_map}}
+
+
+def _with_disk(resources: dict[str, Any], disk: int | None) -> dict[str, Any]:
+    """Add a reservation of the node's disk; a node evicts a Pod that takes more."""
+    if disk is None:
+        return resources
+    amount, limits = {"ephemeral-storage": str(disk)}, resources.get("limits", {})
+    return {"requests": {**resources["requests"], **amount}, "limits": {**limits, **amount}}
+
+
+def _own_volumes(config: ClusterConfig) -> list[dict[str, Any]]:
+    size = {} if config.disk is None else {"sizeLimit": str(config.disk)}
+    return [
+        {"name": _WORK, "emptyDir": size},
+        {"name": _MEMORY, "emptyDir": {"medium": "Memory"}},
+    ]
 
 
 def _volume(number: int, volume: VolumeConfig) -> dict[str, Any]:

@@ -126,11 +126,15 @@ def wait_of(pod: Pod) -> Wait | None:
     return None
 
 
-def last_message(pod: Pod) -> str:
-    """Return the last line of a failed container's termination message."""
-    message = str(_container_state(pod).get("terminated", {}).get("message") or "")
-    lines = message.strip().splitlines()
-    return lines[-1].strip() if lines else ""
+def output_of(pod: Pod) -> tuple[str, str]:
+    """Return the ends of standard output and of standard error of a container that has ended.
+
+    Its node reports one of them: the file with its output, or its log if that file is empty and it
+    has failed.
+    """
+    terminated = _container_state(pod).get("terminated", {})
+    message = str(terminated.get("message") or "")
+    return (message, "") if terminated.get("exitCode") == 0 else ("", message)
 
 
 def resize_result(pod: Pod, request: ResourceRequest) -> bool | None:

@@ -12,6 +12,7 @@ from scheduler.drivers.job_files import (
     CommandFlags,
     JobPaths,
     coordinator_command,
+    copy_job_file,
     discard_stores,
     generate_command,
     move_command,
@@ -23,32 +24,43 @@ from scheduler.drivers.job_files import (
 from schemas.config.job import load_job
 from schemas.features import load_features
 from schemas.storage import Location
-from tests.scheduler.made import write_job
+from tests.scheduler.made import paths_of, write_job
 from trainer.__main__ import build_parser as trainer_parser
 
 
 @pytest.fixture
 def paths(tmp_path: Path) -> JobPaths:
     """A job of three segments whose rows lie in two stores."""
-    found = JobPaths(write_job(tmp_path), tmp_path / "small", 3)
+    found = paths_of(tmp_path / "small", write_job(tmp_path), 3)
+    copy_job_file(found)
     prepare_stores(found, (0, 1))
     return found
 
 
+@pytest.fixture
+def remote(paths: JobPaths) -> JobPaths:
+    """The same job with its files at a URL."""
+    return replace(paths, storage=Location("s3://bucket/small"))
+
+
+WORK = Path("/work")
+
+
 def test_commands_of_trainers_parse(paths: JobPaths) -> None:
     parser = trainer_parser()
-    alone = parser.parse_args(coordinator_command(paths, grouped=False, served=False)[3:])
-    assert (alone.job, alone.replicas, alone.embedding) == (paths.job_file, 1, "plain")
+    alone = parser.parse_args(coordinator_command(paths, WORK, grouped=False, served=False)[3:])
+    assert (alone.job, alone.replicas, alone.embedding) == (paths.job_file.local, 1, "plain")
+    assert alone.work is None
     assert alone.follow
     assert alone.resume
-    group = parser.parse_args(coordinator_command(paths, grouped=True, served=True)[3:])
-    assert (group.job, group.replicas, group.embedding) == (paths.served_job, 0, "cached")
-    replica = parser.parse_args(replica_command(paths, 2, 3)[3:])
-    assert (replica.run, replica.number, replica.threads) == (paths.run, 2, 3)
-    store = parser.parse_args(store_command(paths, 1, 2)[3:])
+    group = parser.parse_args(coordinator_command(paths, WORK, grouped=True, served=True)[3:])
+    assert (group.job, group.replicas, group.embedding) == (paths.served_job.local, 0, "cached")
+    replica = parser.parse_args(replica_command(paths, WORK, 2, 3)[3:])
+    assert (replica.run, replica.number, replica.threads) == (paths.run.local, 2, 3)
+    store = parser.parse_args(store_command(paths, WORK, 1, 2)[3:])
     assert store.slots == "2048:4096"
     assert paths.store_address(1) == f"file://{store.directory}/address"
-    assert parser.parse_args(store_command(paths, 2, 2)[3:]).slots == "none"
+    assert parser.parse_args(store_command(paths, WORK, 2, 2)[3:]).slots == "none"
     move = parser.parse_args(move_command(paths, (3, 5), (0, 2), 1)[3:])
     assert (move.slots, move.givers, move.to) == (
         "768:1024,1280:1536",
@@ -60,18 +72,41 @@ def test_commands_of_trainers_parse(paths: JobPaths) -> None:
     assert parser.parse_args(move_command(paths, (), (2,), 1)[3:]).slots == "0:4096"
 
 
+def test_commands_of_a_job_at_a_url_name_folders_of_their_own(remote: JobPaths) -> None:
+    parser, url = trainer_parser(), "s3://bucket/small"
+    lead = parser.parse_args(coordinator_command(remote, WORK, grouped=True, served=True)[3:])
+    assert (str(lead.job), str(lead.output)) == (f"{url}/job-with-stores.yaml", f"{url}/run")
+    assert (str(lead.dataset), lead.work) == (f"{url}/dataset", WORK / "lead")
+    replica = replica_command(remote, WORK, 2, 3)
+    assert replica[4] == f"{url}/run"
+    assert replica[-4:] == ["--work", "/work/replica-2", "--token-file", str(remote.token)]
+    store = store_command(remote, WORK, 1, 2)
+    assert store[4:8] == [
+        "--directory",
+        "/work/store-1",
+        "--address-file",
+        f"{url}/stores/1/address",
+    ]
+    assert remote.store_address(1) == f"{url}/stores/1/address"
+    move = parser.parse_args(move_command(remote, (3,), (0,), 1)[3:])
+    assert (move.givers, move.to) == (f"{url}/stores/0/address", f"{url}/stores/1/address")
+    assert move.token_file == remote.token
+    build, _ = pipelines_parser().parse_known_args(segment_command(remote, 0, 1)[3:])
+    assert (str(build.job), str(build.output)) == (f"{url}/job.yaml", f"{url}/dataset")
+
+
 def test_flags_are_passed_to_the_commands_that_need_them(paths: JobPaths) -> None:
     told = replace(paths, flags=CommandFlags(single_writer=True, allow_outside=True))
     for number in (0, 1):
         found, _ = pipelines_parser().parse_known_args(segment_command(told, number, 1)[3:])
-        assert (found.single_writer, found.allow_outside) == (False, True)
+        assert (found.single_writer, found.allow_outside) == (False, False), "its copy is inside"
         found, _ = pipelines_parser().parse_known_args(segment_command(paths, number, 1)[3:])
         assert (found.single_writer, found.allow_outside) == (False, False)
     parser = trainer_parser()
     for grouped in (False, True):
-        lead = coordinator_command(told, grouped=grouped, served=False)[3:]
+        lead = coordinator_command(told, WORK, grouped=grouped, served=False)[3:]
         assert parser.parse_args(lead).single_writer
-    assert parser.parse_args(store_command(told, 1, 2)[3:]).single_writer
+    assert parser.parse_args(store_command(told, WORK, 1, 2)[3:]).single_writer
 
 
 ENDPOINT = Endpoint(host="$(HOST)", folder="/run/job", name="job.presage")
@@ -80,21 +115,24 @@ ENDPOINT = Endpoint(host="$(HOST)", folder="/run/job", name="job.presage")
 def test_commands_of_trainers_with_networks_of_their_own_parse(paths: JobPaths) -> None:
     prepare_stores(paths, (0, 1), ENDPOINT)
     stores = load_job(paths.served_job).train.stores
-    assert stores.addresses == tuple(f"file://{paths.stores / str(n)}/address" for n in (0, 1))
+    assert stores.addresses == tuple(f"file://{paths.stores}/{n}/address" for n in (0, 1))
     assert (stores.token_file, stores.certificates) == ("/run/job/token", "/run/job/tls.crt")
     assert stores.certificate_name == "job.presage"
     parser = trainer_parser()
     lone = parser.parse_args(
-        coordinator_command(paths, grouped=False, served=True, endpoint=ENDPOINT)[3:]
+        coordinator_command(paths, WORK, grouped=False, served=True, endpoint=ENDPOINT)[3:]
     )
     assert lone.host == "127.0.0.1", "it serves nobody"
     lead = parser.parse_args(
-        coordinator_command(paths, grouped=True, served=True, endpoint=ENDPOINT)[3:]
+        coordinator_command(paths, WORK, grouped=True, served=True, endpoint=ENDPOINT)[3:]
     )
     assert lead.host == "$(HOST)"
     served = [
         parser.parse_args(words[3:])
-        for words in (replica_command(paths, 2, 3, ENDPOINT), store_command(paths, 1, 2, ENDPOINT))
+        for words in (
+            replica_command(paths, WORK, 2, 3, ENDPOINT),
+            store_command(paths, WORK, 1, 2, ENDPOINT),
+        )
     ]
     for found in served:
         assert (found.host, found.tls_name) == ("$(HOST)", "job.presage")
@@ -134,35 +172,49 @@ def test_commands_of_pipelines_parse_and_the_last_segment_ends_the_dataset(
     ]
     assert [found.command for found, _ in parsed] == ["build", "append", "append"]
     assert [found.final for found, _ in parsed] == [False, False, True]
+    assert [str(found.input) for found, _ in parsed] == [str(paths.input)] * 3
+    assert [found.only for found, _ in parsed] == [["0.parquet"], ["1.parquet"], ["2.parquet"]]
     assert [(found.position, found.in_order) for found, _ in parsed[1:]] == [(1, True), (2, True)]
     assert [beam for _, beam in parsed] == [
         ["--direct_num_workers=1"],
         ["--direct_num_workers=1"],
         ["--direct_num_workers=2", "--direct_running_mode=multi_processing"],
     ]
-    made = parser.parse_args(generate_command(paths.job_file, paths.folder)[3:])
+    whole = replace(paths, segments=((),))
+    found, _ = parser.parse_known_args(segment_command(whole, 0, 1)[3:])
+    assert (found.only, found.final) == ([], True)
+    made = parser.parse_args(generate_command(paths.source, paths.folder)[3:])
     assert (made.command, made.output) == ("generate", Location.parse(paths.folder))
 
 
 def test_prepare_stores_lists_owners_and_discard_removes_the_rest(paths: JobPaths) -> None:
     for number in (0, 1, 3):
-        paths.store(number).mkdir()
-        (paths.store(number) / "address").write_text("grpc://127.0.0.1:1\n")
+        paths.address_file(number).write_bytes(b"grpc://127.0.0.1:1\n")
     token = paths.token.read_bytes()
     prepare_stores(paths, (0, 3))
     addresses = load_job(paths.served_job).train.stores.addresses
     assert addresses == (paths.store_address(0), paths.store_address(3))
-    discard_stores(paths, {0, 3})
-    assert sorted(p.name for p in paths.stores.iterdir()) == ["0", "3", "job.yaml", "token"]
+    discard_stores(paths, {0, 3}, WORK)
+    assert paths.stores.children() == (["0", "3"], ["token"])
     assert paths.token.read_bytes() == token
+
+
+def test_stores_of_a_job_at_a_url_are_discarded_with_their_folders(tmp_path: Path) -> None:
+    paths = paths_of(tmp_path, storage=f"memory://{tmp_path.name}/small")
+    for number in (0, 1):
+        paths.store(number, tmp_path).mkdir()
+        paths.address_file(number).write_bytes(b"grpc://127.0.0.1:1\n")
+    discard_stores(paths, {1}, tmp_path)
+    assert [entry.path for entry in paths.stores.entries()] == ["1/address"]
+    assert [path.name for path in tmp_path.iterdir()] == ["store-1"]
 
 
 def test_prepare_stores_changes_only_the_stores_section(paths: JobPaths) -> None:
     job, served = load_job(paths.job_file), load_job(paths.served_job)
     assert len(set(served.train.stores.addresses)) == 2
     assert replace(served.train, stores=job.train.stores) == job.train
-    assert replace(served.data, schema=job.data.schema) == job.data
-    assert load_features(Path(served.data.schema)).features
+    assert served.data == job.data
+    assert load_features(paths.storage / served.data.schema).features
     token = Path(served.train.stores.token_file or "")
     assert stat.S_IMODE(token.stat().st_mode) == 0o600
     before = paths.served_job.read_bytes(), token.read_bytes()

@@ -12,12 +12,12 @@ from scheduler.controller.state import State
 from scheduler.drivers.beam_runners import SegmentRunner
 from scheduler.drivers.children import ThisMachine
 from scheduler.drivers.driver import Driver, DriverOptions
-from scheduler.drivers.job_files import JobPaths
 from scheduler.planner.machine_sizes import MachineSizes
 from schemas.config.job import parse_stored_job
 from schemas.errors import SchemaError
 from tests.scheduler.controller.bench import Bench
 from tests.scheduler.controller.world import BUDGET, submitted
+from tests.scheduler.made import paths_of
 
 WIDE = "  preprocessing: {min_workers: 4, max_workers: 4}"
 ONE_SLOT = RunnerSet(time_sec=0.0, name="flink", free=1, own=0, total=1)
@@ -70,12 +70,15 @@ def test_begin_again_takes_a_job_whose_sizes_were_settled_and_refuses_another_fi
     half = replace(declared.training.replica, cpus=declared.training.replica.cpus / 2)
     settled = replace(declared, training=replace(declared.training, replica=half))
     state = Bench(BUDGET, replace(job, sizes=MachineSizes.of(settled))).state
-    paths = JobPaths(tmp_path / "first.yaml", tmp_path, 4)
+    (tmp_path / "first.yaml").write_text(job.document)
+    (tmp_path / "schema.pbtxt").touch()
+    paths = paths_of(tmp_path / "first", tmp_path / "first.yaml", 4)
     with Log(tmp_path / LOG) as log:
         found = replace(recover(tmp_path / LOG), state=state)
         driver = Driver(DriverOptions(output=tmp_path), ThisMachine(), log, found, {"first": paths})
         driver.begin([job], BUDGET.cpus, BUDGET.memory_bytes)
         assert driver.state.jobs["first"].phase == "running"
+        assert paths.job_file.read_bytes() == job.document.encode()
         other = replace(job, document=job.document.replace("name: first", "name: other"))
         with pytest.raises(SchemaError, match=r"job file changed .* in .*first\.yaml"):
             driver.begin([other], BUDGET.cpus, BUDGET.memory_bytes)

@@ -1,6 +1,7 @@
 """How input is split into segments, and which arguments of `run` are rejected."""
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pyarrow as pa
@@ -8,10 +9,11 @@ import pyarrow.parquet as pq
 import pytest
 
 from scheduler.__main__ import main
-from scheduler.drivers.job_files import segment_folder
+from scheduler.drivers.job_files import CommandFlags, copy_job_file
 from scheduler.drivers.submit import split_input, submit
 from schemas.config.job import load_job
 from schemas.errors import SchemaError
+from schemas.storage import Location
 from tests.scheduler.made import write_job
 
 
@@ -26,32 +28,65 @@ def test_split_input_makes_a_segment_of_each_file_in_order(tmp_path: Path) -> No
     job = load_job(write_job(tmp_path))
     source = write_log(tmp_path / "log", ["b.parquet", "a.parquet", "deep/c.parquet"])
     (source / "notes.txt").write_text("no log")
-    cut = split_input(job, source, tmp_path / "job")
-    assert [[path.name for path in part] for part in cut] == [["a.parquet"], ["b.parquet"]]
-    linked = segment_folder(tmp_path / "job", 1) / "b.parquet"
-    assert linked.read_bytes() == (source / "b.parquet").read_bytes()
-    assert split_input(job, source, tmp_path / "job") == cut
+    cut = split_input(job, Location.parse(source), tmp_path / "job")
+    assert [[entry.path for entry in part] for part in cut] == [["a.parquet"], ["b.parquet"]]
+    assert split_input(job, Location.parse(source), tmp_path / "job") == cut
+    assert [path.name for path in (tmp_path / "job").iterdir()] == ["segments.json"]
 
 
 def test_split_input_of_files_that_changed_is_refused(tmp_path: Path) -> None:
     job = load_job(write_job(tmp_path))
     source = write_log(tmp_path / "log", ["a.parquet"])
-    split_input(job, source, tmp_path / "job")
+    location = Location.parse(source)
+    split_input(job, location, tmp_path / "job")
     write_log(source, ["b.parquet"])
     with pytest.raises(SchemaError, match="input files differ from those listed in "):
-        split_input(job, source, tmp_path / "job")
+        split_input(job, location, tmp_path / "job")
     with pytest.raises(SchemaError, match="input has no files of the job"):
-        split_input(job, tmp_path / "empty", tmp_path / "other")
+        split_input(job, Location.parse(tmp_path / "empty"), tmp_path / "other")
 
 
 def test_submit_counts_the_rows_of_the_input(tmp_path: Path) -> None:
     job = write_job(tmp_path)
     log = write_log(tmp_path / "log", ["a.parquet", "b.parquet"], rows=30)
-    told, paths = submit(job, {"small": log}, tmp_path / "out", 5.0)
+    told, paths = submit(job, {"small": Location.parse(log)}, tmp_path / "out", 5.0)
     assert told.facts.num_samples == 60
     assert told.num_segments == paths.num_segments == 2
+    assert paths.segments == (("a.parquet",), ("b.parquet",))
     assert told.document == job.read_text()
-    assert paths.dataset == (tmp_path / "out" / "small" / "dataset").resolve()
+    assert paths.dataset.local == (tmp_path / "out" / "small" / "dataset").resolve()
+
+
+def test_submit_of_a_job_at_a_url_leaves_records_alone_in_the_folder(tmp_path: Path) -> None:
+    job, log = write_job(tmp_path), write_log(tmp_path / "local", ["a.parquet", "b.parquet"], 30)
+    source = Location.parse(f"memory://{tmp_path.name}/log")
+    for entry in Location.parse(log).entries():
+        (source / entry.path).upload(log / entry.path)
+    storage = Location.parse(f"memory://{tmp_path.name}/jobs")
+    told, paths = submit(job, {"small": source}, tmp_path / "out", 5.0, storage=storage)
+    assert told.facts.num_samples == 60
+    assert paths.input == source
+    copy_job_file(paths)
+    assert [entry.path for entry in storage.entries()] == ["small/job.yaml", "small/schema.pbtxt"]
+    assert paths.job_file.read_bytes() == job.read_bytes()
+    below = (tmp_path / "out").rglob("*")
+    assert [path.name for path in below if path.is_file()] == ["segments.json"]
+
+
+def test_schema_outside_the_jobs_folder_is_copied_beside_the_job(tmp_path: Path) -> None:
+    (tmp_path / "jobs").mkdir()
+    job = write_job(tmp_path / "jobs")
+    (tmp_path / "jobs" / "schema.pbtxt").rename(tmp_path / "other.pbtxt")
+    text = job.read_text().replace("data:\n", "data:\n  schema: ../other.pbtxt\n")
+    job.write_text(text)
+    log = Location.parse(write_log(tmp_path / "log", ["a.parquet"]))
+    flags = CommandFlags(allow_outside=True)
+    _, paths = submit(job, {"small": log}, tmp_path / "out", 5.0, flags=flags)
+    copy_job_file(paths)
+    copied, submitted = load_job(paths.job_file), load_job(job)
+    assert replace(copied, data=replace(copied.data, schema="../other.pbtxt")) == submitted
+    copy = paths.storage / copied.data.schema
+    assert copy.read_bytes() == (tmp_path / "other.pbtxt").read_bytes()
 
 
 CLUSTER = "namespace: a\nimage: b\nvolumes: [{{path: {}, claim: c}}]\n"
@@ -66,8 +101,8 @@ REFUSED = {
     ),
     "an output that Pods do not see": (
         ["--driver", "kubernetes", "--cluster", "cluster.yaml", "--output", "/elsewhere"],
-        "output is in no volume that Pods can write: /elsewhere in cluster.yaml; use an "
-        "--output below {}",
+        "Pods cannot write to /elsewhere, which none of their volumes has in cluster.yaml; give "
+        "--storage a URL or a path below {}",
     ),
     "an input of no job": (
         ["--input", "large=log"],
@@ -100,6 +135,18 @@ def test_run_of_what_cannot_be_run_says_why(
     assert main(["run", "job.yaml", *words, "--dry-run"]) == 1
     message = message.replace("{}", str(tmp_path))
     assert re.fullmatch(f"error: {re.escape(message)}\n", capsys.readouterr().err)
+
+
+def test_run_with_its_log_at_a_url_is_told_of_storage(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main(["run", str(write_job(tmp_path)), "--output", "s3://bucket/jobs"])
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert line.endswith(
+        "argument --output: must be a local folder, got 's3://bucket/jobs'; give --storage "
+        "s3://bucket/jobs for the jobs' files"
+    )
 
 
 def test_run_dry_says_what_would_be_decided_and_starts_nothing(

@@ -10,12 +10,13 @@ from scheduler.controller.state import JobState, PoolName, Process
 from scheduler.drivers.base import Endpoint
 from scheduler.drivers.children import Children
 from scheduler.drivers.driver import StepTail, ended_event, record_history
-from scheduler.drivers.job_files import JobPaths
 from scheduler.model.history import PAST_JOBS, read_past_jobs
 from schemas.run_log import METRICS, SUMMARY, StepMetric, to_line
+from schemas.storage import Location
 from tests.scheduler.controller.bench import Bench
 from tests.scheduler.controller.world import BUDGET, submitted
 from tests.scheduler.drivers.test_children import until
+from tests.scheduler.made import paths_of
 
 
 def process(pool: PoolName, name: str) -> Process:
@@ -65,10 +66,9 @@ ENDINGS: dict[str, tuple[PoolName, str, bool, str, str]] = {
 @pytest.mark.parametrize("name", ENDINGS)
 def test_ended_tells_by_what_is_left_then_by_what_was_said(name: str, tmp_path: Path) -> None:
     pool, script, finished, outcome, detail = ENDINGS[name]
-    paths = JobPaths(tmp_path / "job.yaml", tmp_path, 2)
+    paths = paths_of(tmp_path, num_segments=2)
     if finished:
-        paths.run.mkdir()
-        (paths.run / SUMMARY).write_text("{}")
+        (paths.run / SUMMARY).write_bytes(b"{}")
     children = Children(paths.processes, os.environ)
     children.start("a", ["/bin/sh", "-c", script])
     until(lambda: not children.is_alive("a"))
@@ -85,7 +85,7 @@ def test_ended_tells_by_what_is_left_then_by_what_was_said(name: str, tmp_path: 
 def test_a_process_whose_others_are_away_is_lost_with_them_where_each_has_a_network(
     tmp_path: Path,
 ) -> None:
-    paths = JobPaths(tmp_path / "job.yaml", tmp_path, 2)
+    paths = paths_of(tmp_path, num_segments=2)
     said = "error: store must answer within 30 s, got 'gone' in file:///s/address; start it"
     children = Children(paths.processes, os.environ)
     children.start("a", ["/bin/sh", "-c", f'echo "{said}" >&2; exit 1'])
@@ -112,7 +112,7 @@ def line(step: int, samples: int, seconds: float) -> str:
 def test_step_tail_tells_whole_lines_once_and_begins_anew_when_the_run_went_back(
     tmp_path: Path,
 ) -> None:
-    tail, path = StepTail(tmp_path), tmp_path / METRICS
+    tail, path = StepTail(Location.parse(tmp_path)), tmp_path / METRICS
     assert tail.read("a", 1.0) is None
     lines = [line(step, 100, 0.5) for step in range(4)]
     path.write_text(lines[0] + lines[1] + lines[2][:20])

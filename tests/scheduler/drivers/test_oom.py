@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 
 from scheduler.drivers.children import CLAIM_SEC, Children, OomKills, oom_kill_counter
 from scheduler.drivers.driver import ended_event
-from scheduler.drivers.job_files import JobPaths
 from tests.scheduler.drivers.test_children import SLEEP, until
 from tests.scheduler.drivers.test_observe import process
+from tests.scheduler.made import paths_of
 
 MEMORY = Path("/sys/fs/cgroup/memory")
 
@@ -95,7 +95,7 @@ def test_only_a_child_that_was_killed_while_a_kill_was_counted_was_killed_for_me
     found = {name: children.exit_status(name) for name in ("killed", "ended", "short")}
     assert [ending.status for ending in found.values()] == [-signal.SIGKILL] * 3
     assert [name for name, ending in found.items() if ending.oom] == ["short"]
-    paths = JobPaths(tmp_path / "job.yaml", tmp_path, 1)
+    paths = paths_of(tmp_path)
     told = {
         name: ended_event(paths, children, "job", process("store", name), 5.0) for name in found
     }

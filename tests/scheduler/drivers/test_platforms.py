@@ -13,6 +13,7 @@ from scheduler.drivers.driver import DriverOptions
 from scheduler.drivers.run import PLATFORM, RunRequest, run_jobs
 from scheduler.drivers.submit import submit
 from schemas.errors import PlanError
+from schemas.storage import Location
 from tests.scheduler.drivers.test_input_split import write_log
 from tests.scheduler.made import GIB, write_job
 
@@ -20,16 +21,21 @@ ELSEWHERE = "kubernetes https://one.example presage"
 
 
 def request_of(output: Path, *jobs: Path, log: Path | None = None) -> RunRequest:
-    inputs = {} if log is None else {"small": log}
-    driver = DriverOptions(output=output)
-    return RunRequest(job_files=jobs, inputs=inputs, output=output, budget=None, driver=driver)
+    return RunRequest(
+        job_files=jobs,
+        inputs={} if log is None else {"small": Location.parse(log)},
+        output=output,
+        storage=Location.parse(output),
+        budget=None,
+        driver=DriverOptions(output=output),
+    )
 
 
 def test_run_jobs_whose_processes_live_elsewhere_starts_nothing_here(tmp_path: Path) -> None:
     job, raw = write_job(tmp_path), write_log(tmp_path / "log", ["a.parquet"])
     output = tmp_path / "out"
     output.mkdir()
-    submitted, _ = submit(job, {"small": raw}, output, 1.0)
+    submitted, _ = submit(job, {"small": Location.parse(raw)}, output, 1.0)
     state = State()
     with Log(output / LOG) as log:
         for event in (BudgetSet(time_sec=1.0, cpus=4.0, memory_bytes=16 * GIB), submitted):

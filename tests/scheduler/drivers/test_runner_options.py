@@ -30,10 +30,10 @@ from scheduler.drivers.beam_runners import (
     SegmentRunner,
     segment_runner,
 )
-from scheduler.drivers.job_files import JobPaths, segment_command
+from scheduler.drivers.job_files import segment_command
 from schemas.config.parse import read_yaml
 from schemas.errors import SchemaError
-from tests.scheduler.made import write_job
+from tests.scheduler.made import paths_of, write_job
 
 FLINK = """\
 runner: flink
@@ -69,7 +69,7 @@ def runner_in(folder: Path, text: str) -> SegmentRunner:
 def words_of(folder: Path, text: str, workers: int) -> list[str]:
     """Return the Beam options of a segment job, after `pipelines` took the rest."""
     options = runner_in(folder, text).options("small", "segment-1.1", workers)
-    paths = JobPaths(folder / "job.yaml", folder / "small", 3)
+    paths = paths_of(folder / "small", num_segments=3)
     command = segment_command(paths, 1, workers, options)
     parsed, beam = pipelines_parser().parse_known_args(command[3:])
     assert (parsed.command, parsed.position) == ("append", 1)
@@ -229,7 +229,7 @@ def test_main_run_dry_prints_the_command_that_dataflow_would_get(
     prefix = "small: command segment-0.1: "
     (command,) = [line.removeprefix(prefix) for line in lines if line.startswith(prefix)]
     parsed, beam = pipelines_parser().parse_known_args(command.split()[3:])
-    assert (parsed.command, parsed.job) == ("build", job)
+    assert (parsed.command, parsed.job) == ("build", tmp_path / "out" / "small" / "job.yaml")
     assert PipelineOptionsValidator(pipeline_options(beam), DataflowRunner()).validate() == []
     assert not (tmp_path / "out" / "scheduler.jsonl").exists()
 

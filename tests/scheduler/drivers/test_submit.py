@@ -15,6 +15,7 @@ from scheduler.drivers.run import RunRequest, plan_jobs
 from scheduler.drivers.submit import submit
 from schemas.config.schedule import BudgetConfig
 from schemas.errors import SchemaError
+from schemas.storage import Location
 from tests.scheduler.made import write_job
 
 GIB = 1 << 30
@@ -33,7 +34,7 @@ def job_of(folder: Path, kind: str, files: str) -> Path:
 
 def rows_of(folder: Path, kind: str, files: str) -> int:
     job = job_of(folder, kind, files)
-    submitted, _ = submit(job, {"small": folder / "log"}, folder / "out", 0.0)
+    submitted, _ = submit(job, {"small": Location.parse(folder / "log")}, folder / "out", 0.0)
     return submitted.facts.num_samples
 
 
@@ -80,8 +81,9 @@ def test_jobs_are_admitted_on_small_machines_by_default(
     said: list[str] = []
     request = RunRequest(
         job_files=[job_of(tmp_path, "csv", "*.csv")],
-        inputs={"small": tmp_path / "log"},
+        inputs={"small": Location.parse(tmp_path / "log")},
         output=tmp_path / "out",
+        storage=Location.parse(tmp_path / "out"),
         budget=None,
         driver=DriverOptions(output=tmp_path / "out", progress=said.append),
     )

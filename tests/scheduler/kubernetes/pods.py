@@ -42,8 +42,9 @@ def config_of(cluster: Servers, namespace: str, folder: Path, **changes) -> Clus
 class Bench:
     """The Pods of one job, looked at as the loop does."""
 
-    def __init__(self, cluster: Cluster, folder: Path, said: list[str]) -> None:
+    def __init__(self, cluster: Cluster, folder: Path, said: list[str], nodes: Path) -> None:
         self.cluster = cluster
+        self._nodes = nodes
         self.pods: Pods = cluster.of_job("job", folder / "processes")
         self.said = said
 
@@ -61,7 +62,13 @@ class Bench:
         return {name: one.observed and one.observed.get("status") for name, one in pods.items()}
 
     def until_up(self, name: str) -> None:
-        self.until(lambda: self.pods.is_running(name) and self.pods.output(name) == "up\n")
+        self.until(lambda: self.pods.is_running(name) and self._has_printed(name))
+
+    def _has_printed(self, name: str) -> bool:
+        """Look at the files of its node: the API shows output when a container has ended."""
+        pod = self.cluster.pods_of("job")[name]
+        files = [path for path in self._nodes.glob(f"*/{pod.uid}/*") if path.is_file()]
+        return any(path.stat().st_size for path in files)
 
     def until_ended(self, name: str) -> None:
         self.until(lambda: not self.pods.is_alive(name))
@@ -72,4 +79,4 @@ def bench(config: ClusterConfig, folder: Path) -> Generator[Bench]:
     """Follow the Pods of a job."""
     said: list[str] = []
     with Cluster(config, folder, said.append) as cluster:
-        yield Bench(cluster, folder, said)
+        yield Bench(cluster, folder, said, Path(config.kubeconfig or "").parent)

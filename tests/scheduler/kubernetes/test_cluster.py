@@ -82,15 +82,9 @@ def test_a_pod_that_the_scheduler_before_asked_for_and_that_comes_late_does_not_
     followed: Followed, tmp_path: Path
 ) -> None:
     server, pods = followed.server, followed.pods
-    task = Task(
-        job="job",
-        name="segment-0.1",
-        command=[],
-        request=NO_RESOURCES,
-        folder=tmp_path / "processes",
-    )
-    task.folder.mkdir()
-    (task.folder / "segment-0.1.begun").touch()
+    task = Task(job="job", name="segment-0.1", command=[], request=NO_RESOURCES)
+    (tmp_path / "processes").mkdir()
+    (tmp_path / "processes" / "segment-0.1.begun").touch()
     pods.start("segment-0.1", [])
     assert not pods.is_alive("segment-0.1"), "it is told as lost, and another takes its place"
     pods.remove_ended(["segment-0.2"])

@@ -2,7 +2,6 @@
 
 import re
 import sys
-from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from scheduler.drivers.kubernetes.manifest import (
     ClusterConfig,
     Task,
     VolumeConfig,
+    check_volumes,
     endpoint_of,
     label_value,
     pod_name,
@@ -23,6 +23,7 @@ from scheduler.drivers.kubernetes.manifest import (
     secret_name,
 )
 from schemas.errors import SchemaError
+from schemas.storage import Location
 
 LABEL = re.compile(r"[a-z]([a-z0-9-]{0,61}[a-z0-9])?")
 VALUE = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?")
@@ -62,14 +63,19 @@ def test_pod_name_differs_for_different_processes() -> None:
     assert len(set(many)) == len(many)
 
 
-def read(tmp_path: Path, text: str = FILE, output: str = "/data/scheduled") -> ClusterConfig:
-    (tmp_path / "cluster.yaml").write_text(text)
-    return read_cluster(tmp_path / "cluster.yaml", Path(output))
+def read(
+    tmp_path: Path, text: str = FILE, storage: str = "/data/scheduled", log: str = "/logs/a"
+) -> ClusterConfig:
+    path = tmp_path / "cluster.yaml"
+    path.write_text(text)
+    config = read_cluster(path)
+    check_volumes(config, path, Location.parse(storage), [Location.parse(log)])
+    return config
 
 
 def task(name: str = "replica-2.3", request: ResourceRequest = NO_RESOURCES) -> Task:
     command = [sys.executable, "-m", "trainer", "replica"]
-    return Task(job="Demo_1", name=name, command=command, request=request, folder=Path("/data/p"))
+    return Task(job="Demo_1", name=name, command=command, request=request)
 
 
 def test_pod_of_has_what_is_booked_and_what_the_file_says(tmp_path: Path) -> None:
@@ -80,17 +86,22 @@ def test_pod_of_has_what_is_booked_and_what_the_file_says(tmp_path: Path) -> Non
     (container,) = spec["containers"]
     booked = {"cpu": "1500m", "memory": "1073741824"}
     assert container["resources"] == {"requests": booked, "limits": booked}
-    said, program = container["command"][3], container["command"][4:]
-    assert said == "/data/p/replica-2.3"
+    output, program = container["command"][3], container["command"][4:]
+    assert output == container["terminationMessagePath"] == "/dev/termination-log"
+    assert container["terminationMessagePolicy"] == "FallbackToLogsOnError"
     assert program == ["/opt/venv/bin/python", "-m", "trainer", "replica"]
     assert container["env"][0] == {"name": "PYTHONPATH", "value": "/opt/presage"}
     assert container["volumeMounts"][:-1] == [
         {"name": "folder-0", "mountPath": "/data", "readOnly": False},
         {"name": "folder-1", "mountPath": "/logs", "readOnly": True},
+        {"name": "work", "mountPath": "/var/lib/presage"},
+        {"name": "memory", "mountPath": "/dev/shm"},
     ]
     assert spec["volumes"][:-1] == [
         {"name": "folder-0", "persistentVolumeClaim": {"claimName": "presage", "readOnly": False}},
         {"name": "folder-1", "hostPath": {"path": "/mnt/logs"}},
+        {"name": "work", "emptyDir": {}},
+        {"name": "memory", "emptyDir": {"medium": "Memory"}},
     ]
     assert spec["restartPolicy"] == "Never"
     assert spec["terminationGracePeriodSeconds"] == 90
@@ -120,18 +131,47 @@ def test_pod_of_sees_its_own_address_and_what_is_its_jobs(tmp_path: Path) -> Non
     secret = {"secretName": name, "defaultMode": 0o440}
     assert {"name": "secret", "secret": secret} in pod["spec"]["volumes"]
     reach = endpoint_of(config, "a1", "Demo_1")
-    assert reach is not None
     assert (reach.host, reach.folder) == ("$(PRESAGE_HOST)", folder)
 
 
-def test_pod_of_a_segment_job_or_on_one_loopback_sees_nothing_of_that(tmp_path: Path) -> None:
-    config = read(tmp_path)
-    shared = replace(config, shared_loopback=True)
-    assert endpoint_of(shared, "a1", "Demo_1") is None
-    for pod in (pod_of(config, "a1", task("segment-0.1")), pod_of(shared, "a1", task())):
-        (container,) = pod["spec"]["containers"]
-        assert [one["name"] for one in container["env"]] == ["PYTHONPATH"]
-        assert not [one for one in pod["spec"]["volumes"] if "secret" in one]
+def test_pod_of_a_segment_job_sees_nothing_of_that(tmp_path: Path) -> None:
+    pod = pod_of(read(tmp_path), "a1", task("segment-0.1"))
+    (container,) = pod["spec"]["containers"]
+    assert [one["name"] for one in container["env"]] == ["PYTHONPATH"]
+    assert not [one for one in pod["spec"]["volumes"] if "secret" in one]
+
+
+def test_pod_of_a_store_keeps_its_output_in_the_log(tmp_path: Path) -> None:
+    (container,) = pod_of(read(tmp_path), "a1", task("store-0.1"))["spec"]["containers"]
+    assert container["command"][0] == "/opt/venv/bin/python"
+
+
+AT_A_URL = """\
+namespace: a
+image: b
+service_account: trainer
+environment_from: [{secret: minio}, {config_map: store}]
+disk: 20GiB
+"""
+
+
+def test_pods_of_a_job_at_a_url_need_no_volume_and_get_credentials(tmp_path: Path) -> None:
+    config = read(tmp_path, AT_A_URL, "s3://bucket/scheduled", "s3://bucket/log")
+    request = ResourceRequest(cpus=1.0, memory_bytes=1 << 30)
+    spec = pod_of(config, "a1", task("segment-0.1", request))["spec"]
+    (container,) = spec["containers"]
+    assert container["envFrom"] == [
+        {"secretRef": {"name": "minio"}},
+        {"configMapRef": {"name": "store"}},
+    ]
+    assert spec["serviceAccountName"] == "trainer"
+    disk = str(20 << 30)
+    for amounts in container["resources"].values():
+        assert amounts == {"cpu": "1000m", "memory": str(1 << 30), "ephemeral-storage": disk}
+    assert spec["volumes"][0] == {"name": "work", "emptyDir": {"sizeLimit": disk}}
+    assert [sorted(volume) for volume in spec["volumes"]] == [["emptyDir", "name"]] * 2
+    (idle,) = pod_of(config, "a1", task())["spec"]["containers"]
+    assert idle["resources"]["limits"] == {"ephemeral-storage": disk}
 
 
 def test_pod_of_a_process_for_which_nothing_is_booked_has_no_limit(tmp_path: Path) -> None:
@@ -148,8 +188,13 @@ REFUSED = {
     "an output that Pods only read": (
         FILE,
         "/logs/scheduled",
-        "output is in no volume that Pods can write: /logs/scheduled in {}; use an --output "
-        "below /data",
+        "Pods cannot write to /logs/scheduled, which none of their volumes has in {}; give "
+        "--storage a URL or a path below /data",
+    ),
+    "an input that Pods do not see": (
+        AT_A_URL,
+        "s3://bucket/scheduled",
+        "Pods cannot read /logs/a, which none of their volumes has in {}; give --input a URL",
     ),
     "a path that is relative": (
         FILE.replace("path: /data", "path: data"),
@@ -172,6 +217,12 @@ REFUSED = {
         "/data/scheduled",
         "secrets must be absolute, got 'keys' in {}:1; write the full path",
     ),
+    "variables from nowhere": (
+        FILE + "environment_from: [{}]\n",
+        "/data/scheduled",
+        "environment_from[0].source must have either secret or config_map, got "
+        "secret=None, config_map=None in {}:15; give one of them",
+    ),
     "a key that is none": (
         FILE.replace("image:", "images:"),
         "/data/scheduled",
@@ -189,7 +240,7 @@ def test_read_cluster_of_what_is_none_says_why(name: str, tmp_path: Path) -> Non
 
 def test_defaults_hold_in_a_short_file(tmp_path: Path) -> None:
     text = "namespace: a\nimage: b\nvolumes: [{path: /data, claim: c}]\n"
-    config = read(tmp_path, text)
+    config = read(tmp_path, text, log="/data/log")
     volume = VolumeConfig(path="/data", claim="c")
     assert config == ClusterConfig(namespace="a", image="b", volumes=(volume,))
     assert config.grace == timedelta(seconds=60)

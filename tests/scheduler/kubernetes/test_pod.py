@@ -12,7 +12,7 @@ from scheduler.drivers.kubernetes.pod import (
     exit_status_of,
     has_ended,
     is_running,
-    last_message,
+    output_of,
     preemption_notice,
     resize_result,
     wait_of,
@@ -123,9 +123,10 @@ def test_waiting_of_tells_what_lacks_from_what_is_wrong() -> None:
     assert wait_of(pod("Pending")) is None
 
 
-def test_last_message_is_the_last_line_that_a_container_left() -> None:
-    assert last_message(pod("Failed", exited(2, message="a\nsh: no folder\n"))) == "sh: no folder"
-    assert last_message(pod("Failed")) == ""
+def test_message_of_a_container_is_its_output_or_if_it_failed_its_log() -> None:
+    assert output_of(pod("Succeeded", exited(0, message="{}\n"))) == ("{}\n", "")
+    assert output_of(pod("Failed", exited(2, message="error: a\n"))) == ("", "error: a\n")
+    assert output_of(pod("Running", {"running": {}})) == ("", "")
 
 
 def test_resized_is_what_the_container_has_not_what_it_is_to_have() -> None:

@@ -14,7 +14,8 @@ from tests.scheduler.kubernetes.pods import LEAVES, SLEEPS, bench, config_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 NEEDS = ResourceRequest(cpus=0.1, memory_bytes=128 << 20)
-ENDS = [sys.executable, "-c", "import sys; print('out'); sys.exit('error: b')"]
+FAILS = [sys.executable, "-c", "import sys; print('log', file=sys.stderr); sys.exit('error: b')"]
+PRINTS = [sys.executable, "-c", "import sys; print('log', file=sys.stderr); print('out')"]
 
 
 def name_of(folder: Path, process: str) -> str:
@@ -26,14 +27,24 @@ def test_a_process_runs_once_and_what_it_said_is_known(
     cluster: Cluster, namespace: str, tmp_path: Path
 ) -> None:
     with bench(config_of(cluster, namespace, tmp_path), tmp_path) as made:
-        made.pods.start("lead-0.1", ENDS, NEEDS)
+        made.pods.start("lead-0.1", FAILS, NEEDS)
         made.pods.start("lead-0.1", SLEEPS, NEEDS)
+        made.pods.start("segment-0.1", PRINTS, NEEDS)
         made.until_ended("lead-0.1")
+        made.until_ended("segment-0.1")
+
+        def check() -> None:
+            assert made.pods.output("segment-0.1") == "out\n"
+            assert made.pods.last_stderr_line("segment-0.1") == ""
+            assert made.pods.output("lead-0.1") == ""
+            assert made.pods.last_stderr_line("lead-0.1") == "error: b"
+
         assert made.pods.exit_status("lead-0.1") == ExitStatus(status=1)
-        assert made.pods.output("lead-0.1") == "out\n"
-        assert made.pods.last_stderr_line("lead-0.1") == "error: b"
+        check()
         made.pods.remove_ended([])
         made.until(lambda: not cluster.core().list_namespaced_pod(namespace).items)
+        made.until(lambda: made.pods.remove_ended([]) or not made.seen())
+        check()  # from the records in the folder
         made.pods.start("lead-0.1", SLEEPS, NEEDS)
         assert not made.pods.is_alive("lead-0.1"), "a name is started once"
         assert made.pods.newest_started("lead-") == "lead-0.1"
@@ -45,7 +56,7 @@ def test_pods_outlive_the_scheduler_and_are_found_by_the_next_one(
     config = config_of(cluster, namespace, tmp_path)
     with bench(config, tmp_path) as made:
         made.pods.start("lead-0.1", LEAVES, NEEDS)
-        made.pods.start("segment-0.1", ENDS, NEEDS)
+        made.pods.start("segment-0.1", FAILS, NEEDS)
         made.until_up("lead-0.1")
     with bench(config, tmp_path) as made:
         assert made.pods.is_alive("lead-0.1")
@@ -235,7 +246,9 @@ def test_a_restart_of_the_api_server_loses_nothing(
 ) -> None:
     with bench(config_of(cluster, namespace, tmp_path), tmp_path) as made:
         made.pods.start("lead-0.1", LEAVES, NEEDS)
-        made.pods.start("segment-0.1", [*ENDS[:2], f"import time; time.sleep(3); {ENDS[2]}"], NEEDS)
+        made.pods.start(
+            "segment-0.1", [*FAILS[:2], f"import time; time.sleep(3); {FAILS[2]}"], NEEDS
+        )
         made.until_up("lead-0.1")
         cluster.stop("kube-apiserver")
         made.pods.start("store-0.1", SLEEPS, NEEDS)

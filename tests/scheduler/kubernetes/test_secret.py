@@ -2,7 +2,6 @@
 
 import ssl
 import sys
-from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,7 @@ from scheduler.drivers.kubernetes.manifest import (
 from tests.cluster.servers import Cluster
 from tests.scheduler.kubernetes.pods import bench, config_of
 from tests.scheduler.kubernetes.server import FORBIDDEN, SILENT
-from tests.scheduler.kubernetes.test_cluster import CONFIG, Followed, followed, following
+from tests.scheduler.kubernetes.test_cluster import CONFIG, Followed, followed
 from tests.scheduler.kubernetes.test_pods import NEEDS
 
 __all__ = ["followed"]
@@ -75,7 +74,6 @@ def test_make_certificate_holds_before_and_long_after_its_making() -> None:
 
 def test_secret_of_is_another_each_time_and_cannot_be_changed() -> None:
     reach = endpoint_of(CONFIG, "a1", "job")
-    assert reach is not None
     one, two = (secret_of(CONFIG, "a1", "job", reach) for _ in range(2))
     assert one["immutable"] is True
     assert one["metadata"]["labels"]["app.kubernetes.io/instance"] == "a1"
@@ -162,17 +160,6 @@ def test_a_secret_whose_end_is_not_answered_is_dropped_later(followed: Followed)
     followed.until(is_gone)
 
 
-def test_pods_of_one_loopback_have_no_secret(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = replace(CONFIG, shared_loopback=True)
-    with following(tmp_path, monkeypatch, config) as shared:
-        assert shared.pods.endpoint is None
-        shared.pods.start("lead-0.1", [])
-        shared.pods.remove_ended([])
-        assert not {"ensure_secret", "delete_secret"} & set(shared.server.calls)
-
-
 SHOWS = [
     sys.executable,
     "-c",
@@ -191,13 +178,13 @@ def test_processes_of_pods_see_their_address_and_what_is_their_jobs(
     with bench(config_of(cluster, namespace, tmp_path), tmp_path) as made:
         reach = made.pods.endpoint
         assert reach is not None
-        for name in ("store-0.1", "store-1.1"):
+        for name in ("replica-0.1", "replica-1.1"):
             made.pods.start(name, [*SHOWS, reach.host, reach.folder], NEEDS)
             made.until_ended(name)
             assert made.pods.exit_status(name) == ExitStatus(status=0), made.pods.last_stderr_line(
                 name
             )
-        said = [made.pods.output(name).split(" ", 1) for name in ("store-0.1", "store-1.1")]
+        said = [made.pods.output(name).split(" ", 1) for name in ("replica-0.1", "replica-1.1")]
         addresses = {pod.status.pod_ip for pod in api.list_namespaced_pod(namespace).items}
         assert {address for address, _ in said} == addresses
         assert len(addresses) == 2
@@ -210,7 +197,7 @@ def test_processes_of_pods_see_their_address_and_what_is_their_jobs(
 
 @pytest.mark.slow
 def test_the_shipped_network_policy_is_one_and_holds_for_every_pod(
-    repository: Path, cluster: Cluster, namespace: str, tmp_path: Path
+    repository: Path, cluster: Cluster, namespace: str
 ) -> None:
     policy = yaml.safe_load(
         (repository / "deploy" / "kubernetes" / "base" / "network.yaml").read_text()
@@ -219,7 +206,7 @@ def test_the_shipped_network_policy_is_one_and_holds_for_every_pod(
     selected = policy["spec"]["podSelector"]["matchLabels"]
     assert rule == {"from": [{"podSelector": {"matchLabels": selected}}]}
     for name in ("segment-0.1", "lead-0.1", "replica-1.2", "store-0.1", "move-1-to-2.3"):
-        task = Task(job="job", name=name, command=[], request=NEEDS, folder=tmp_path)
+        task = Task(job="job", name=name, command=[], request=NEEDS)
         labels = pod_of(CONFIG, "a1", task)["metadata"]["labels"]
         assert selected.items() <= labels.items()
     network: Any = client.NetworkingV1Api(cluster.client())
