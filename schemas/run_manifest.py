@@ -78,6 +78,9 @@ class RunManifest:
 
     writer: str
     """Id of the process that wrote it."""
+    attempt: str = ""
+    """Id of the attempt at training the run: the writer that began it. Processes of an earlier
+    attempt commit nothing more; the replicas of one attempt commit one after the other."""
     parent_sha256: str | None = None
     """Hash of the version before it."""
     files: Mapping[str, tuple[RunObject, ...]]
@@ -404,7 +407,8 @@ class RunLogTail:
         """
         self._run, self._name = run, name
         self._versions = Versions(run)
-        self._number = 0  # of the state that was read last
+        self.state: RunState | None = None
+        """State that was read last, at a URL."""
         self._offset = 0
         self._last_line = b""
 
@@ -423,7 +427,7 @@ class RunLogTail:
             return [], False
         restarted = not data.startswith(self._last_line)
         if restarted:
-            self._offset, self._last_line, self._number = 0, b"", 0
+            self._offset, self._last_line, self.state = 0, b"", None
             data = self._read_from(0) or b""
         new = data[len(self._last_line) : data.rfind(b"\n") + 1]
         lines = new.splitlines(keepends=True)
@@ -434,7 +438,8 @@ class RunLogTail:
     def _read_from(self, start: int) -> bytes | None:
         """Return the bytes of the log from an offset on; None if its state was read before."""
         if self._run.local is None:
-            if self._versions.newest_number() == self._number:
+            number = 0 if self.state is None else self.state.version.number
+            if self._versions.newest_number() == number:
                 return None
             return _read_newest(self._versions, partial(self._read_state, start))
         try:
@@ -453,5 +458,5 @@ class RunLogTail:
             first, end = max(0, start - end), end + each.num_bytes
             if first < each.num_bytes:
                 parts += (self._run / each.name).read_ranges([(first, each.num_bytes)])
-        self._number = state.version.number
+        self.state = state
         return b"".join(parts)

@@ -302,7 +302,8 @@ class RunLog:
             SchemaError: the disk is full.
         """
         assert self._files, "a run log is open while steps are committed"
-        for file, record in zip(self._files, (metric, entry), strict=True):
+        metrics, ledger = self._files
+        for file, record in ((ledger, entry), (metrics, metric)):  # a metric completes a step
             try:
                 file.write(f"{to_line(record)}\n")
                 file.flush()

@@ -352,19 +352,20 @@ class Rollbacks:
 def with_rollbacks(
     run: Path,
     checkpoint: Path | None,
-    attempt: Callable[[Path | None], T],
-    settle: Callable[[], None] = lambda: None,
-) -> tuple[T, Rollbacks]:
+    attempt: Callable[[Path | None, Rollbacks], T],
+    settle: Callable[[], None],
+) -> T:
     """Train, and train again from the newest checkpoint whenever stores lose rows.
 
     Args:
         run: run folder.
         checkpoint: to start from, None for the start of the run.
-        attempt: trains from a checkpoint to the end, with stores of its own.
-        settle: waits until all checkpoints of the attempt before are on disk.
+        attempt: trains from a checkpoint to the end, with stores of its own; is given the
+            rollbacks before it.
+        settle: waits until all files of the attempt before are in the folder.
 
     Returns:
-        The result of the attempt that finished, and the rollbacks before it.
+        The result of the attempt that finished.
 
     Raises:
         RowsLostError: rows were lost three times without a newly committed step in between.
@@ -372,14 +373,14 @@ def with_rollbacks(
     rollbacks, furthest, without_progress = Rollbacks(), -1, 0
     while True:
         try:
-            return attempt(checkpoint), rollbacks
+            return attempt(checkpoint, rollbacks)
         except RowsLostError as error:
+            settle()
             committed = len((run / METRICS).read_text(encoding="utf-8").splitlines())
             without_progress = 0 if committed > furthest else without_progress + 1
             furthest = max(furthest, committed)
             if without_progress == _MAX_ATTEMPTS_WITHOUT_PROGRESS:
                 raise
-            settle()
             checkpoint = resumable_checkpoint(run)
             first = step_of(checkpoint)
             rollbacks = Rollbacks(

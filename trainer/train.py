@@ -8,7 +8,7 @@ from __future__ import annotations
 import resource
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +52,7 @@ from trainer.run import (
     write_summary,
 )
 from trainer.setup import (
+    Rollbacks,
     TrainOptions,
     first_checkpoint,
     open_run,
@@ -117,7 +118,9 @@ def train(
         identity = read_identity(run)
         watchdog.write_to(run)
 
-        def attempt(checkpoint: Path | None) -> tuple[Evaluation, RowSource]:
+        def attempt(
+            checkpoint: Path | None, rollbacks: Rollbacks
+        ) -> tuple[Evaluation, RowSource, Rollbacks]:
             span = data.current()
             with (
                 ExitStack() as opened,
@@ -152,16 +155,12 @@ def train(
                 ):
                     rows = _trained_rows(components, run)
                     evaluation = evaluate_components(job, span.dataset, components, watchdog, rows)
-                    return evaluation, source
+                    return evaluation, source, rollbacks
 
-        (evaluation, source), rollbacks = with_rollbacks(
+        evaluation, source, rollbacks = with_rollbacks(
             run, checkpoint, attempt, lambda: claim_leftovers(run, config.checkpoint, resume=True)
         )
-    summary = replace(
-        summary_of(run, options, evaluation, source),
-        num_rollbacks=rollbacks.num_rollbacks,
-        recomputed_steps=rollbacks.recomputed_steps,
-    )
+    summary = replace(summary_of(run, options, evaluation, source), **asdict(rollbacks))
     write_summary(run, summary)
     return summary
 

@@ -434,8 +434,12 @@ class RunState:
         return self._changes.since(since, self._source.rows_at)
 
     def on_saved(self, train_step: int) -> None:
-        """Drop changes that are saved, and let stores truncate their logs in the background."""
+        """Drop changes that are saved, and let stores truncate their logs."""
         self._changes.drop_before(train_step)
+        self.truncate_stores(train_step)
+
+    def truncate_stores(self, train_step: int) -> None:
+        """Let stores truncate their logs in the background, after a checkpoint."""
         if self._truncating is None or self._truncating.done():
             self.check()
             notify = self._components.store.notify_checkpoint

@@ -24,7 +24,7 @@ from schemas.files import replace_bytes, sha256_of, sync_file
 from schemas.layout import MANIFEST
 from schemas.local_files import sync_directory
 from schemas.manifest import decode_manifest, encode_manifest
-from schemas.run_log import LEDGER, METRICS
+from schemas.run_log import CHECKPOINTS, LEDGER, METRICS
 from trainer.checkpoint.format import RowsAndRecords, to_buffers, write_part
 from trainer.stores.api import TableLayout
 
@@ -72,6 +72,12 @@ def complete_checkpoints(checkpoints: Path) -> list[Path]:
     if not checkpoints.is_dir():
         return []
     return sorted(p for p in checkpoints.iterdir() if p.name.isdigit() and (p / MANIFEST).is_file())
+
+
+def step_of_newest(run: Path) -> int:
+    """Return the step of the newest complete checkpoint of a run, -1 if there is none."""
+    complete = complete_checkpoints(run / CHECKPOINTS)
+    return int(complete[-1].name) if complete else -1
 
 
 def newest_from(checkpoints: Path, train_step: int) -> Path | None:
@@ -132,6 +138,15 @@ def check_file(folder: Path, name: str, expected: FileChecksum) -> None:
             f"{_alternative_to(folder, name)}",
             file=str(path),
         )
+
+
+def has_files(folder: Path) -> bool:
+    """Return whether a checkpoint's files exist here; those of a run at a URL may be there alone."""
+    try:
+        files = read_checkpoint_manifest(folder).files
+    except SchemaError:
+        return False
+    return all((folder.parent / name).is_file() for name in files)
 
 
 def _alternative_to(folder: Path, name: str | None) -> str:

@@ -1,33 +1,39 @@
 """A run whose output is a URL: trained in a local work folder, uploaded beside training.
 
-A thread of the trainer commits the work folder's state whenever a checkpoint has become complete:
-the files that the newest manifest of the URL lacks are uploaded, then the next manifest is created
-(`schemas/run_manifest.py`). Checkpoints that become complete during an upload are part of the next
-one, so training never waits, and at most one upload is behind.
+A thread of the trainer commits the work folder's state whenever a checkpoint has become complete,
+and the new lines of logs every few seconds: the files that the newest manifest of the URL lacks are
+uploaded, then the next manifest is created (`schemas/run_manifest.py`). Checkpoints that become
+complete during an upload are part of the next one, so training never waits, and at most one upload
+is behind.
 
-The lines of logs in a manifest are those of the steps before its newest checkpoint. No trainer
-changes these again, so each upload adds lines only.
+A trainer that resumes a run first commits the newest state again, as a new attempt: from then on
+the trainers of earlier attempts commit nothing. The replicas of one attempt have a work folder
+each, and the one that is the writer commits (`elastic/output.py`). It may lack files of checkpoints
+that others have committed; these stay in the state.
 """
 
 from __future__ import annotations
 
 import fcntl
 import hashlib
+import json
 import logging
 import os
 import shutil
 import threading
+import time
 from collections.abc import Callable, Generator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
+from typing import BinaryIO
 
 from schemas.config.train import CheckpointConfig
 from schemas.errors import SchemaError
-from schemas.files import sha256_of
 from schemas.layout import MANIFEST
-from schemas.run_log import CHECKPOINT_LOG, CHECKPOINTS
+from schemas.run_log import CHECKPOINTS, METRICS
 from schemas.run_manifest import (
     ALL,
     LOGS,
@@ -42,24 +48,31 @@ from schemas.run_manifest import (
     read_newest_state,
 )
 from schemas.storage import Location, StorageError
-from schemas.versions import Versions, writer_id
+from schemas.versions import Versions, backoff, writer_id
 from trainer.checkpoint.manager import claim_leftovers
 from trainer.checkpoint.manifest import (
+    FileChecksum,
+    checksum_of,
     complete_checkpoints,
     lock_checkpoints,
     read_checkpoint_manifest,
+    step_of_newest,
 )
 from trainer.recovery import Drain, DrainInterrupt
-from trainer.run import check_no_run, has_run, step_of_line
+from trainer.run import check_no_run, has_run
 
 logger = logging.getLogger(__name__)
 
 POLL_SEC = 0.5
 """Interval of looking for a new complete checkpoint."""
+LOG_SEC = 5.0
+"""Interval of commits of new log lines alone, so that others see the steps of a run."""
 MERGED_BYTES = 4 << 20
 """Smaller objects of a log are joined with new lines when these have more than half of their bytes.
 So each object has at least twice the bytes of the next one, or this size: there are few of them,
 and a byte is uploaded some ten times at most."""
+_LINE_BYTES = 1 << 16
+"""Longest line of the metrics."""
 _UPLOADS = 4
 """Files that are uploaded at once."""
 _STAGE = ".upload"
@@ -97,10 +110,21 @@ def open_output(
     if isinstance(output, Path):
         yield output
         return
+    with (
+        training_folder(output, work, config, resume=resume) as (folder, newest),
+        RunUploader(folder, output, newest, lambda: _end_run(drain)),
+    ):
+        yield folder
+
+
+@contextmanager
+def training_folder(
+    output: Location, work: Path, config: CheckpointConfig, *, resume: bool
+) -> Generator[tuple[Path, RunState | None]]:
+    """Yield what `work_folder` does; after the body the run is complete, and the folder removed."""
     with work_folder(output, work, config, resume=resume) as (folder, newest):
         try:
-            with RunUploader(folder, output, newest, lambda: _end_run(drain)):
-                yield folder
+            yield folder, newest
         except DrainInterrupt as interrupt:
             interrupt.message = interrupt.message.replace(str(folder), str(output))
             raise
@@ -118,7 +142,8 @@ def work_folder(
 ) -> Generator[tuple[Path, RunState | None]]:
     """Lock the work folder of a URL and make it contain the newest state of the run.
 
-    A folder that has continued from that state stays as it is.
+    That state is first committed as a new attempt. A folder that has continued from it stays as it
+    is.
 
     Yields:
         The folder, and the newest state of the URL, None for a new run.
@@ -126,8 +151,24 @@ def work_folder(
     Raises:
         SchemaError: as `open_output`.
     """
+    with locked_folder(output, work) as folder:
+        yield folder, _prepare(folder, output, config, resume=resume)
+
+
+@contextmanager
+def locked_folder(output: Location, work: Path, suffix: str = "") -> Generator[Path]:
+    """Yield the work folder of a URL, which no other process uses.
+
+    Args:
+        output: URL of the run.
+        work: directory of work folders.
+        suffix: of its name.
+
+    Raises:
+        SchemaError: another process uses it.
+    """
     key = hashlib.sha256(output.url.encode()).hexdigest()[:16]
-    folder = work / f"{output.name}-{key}"
+    folder = work / f"{output.name}-{key}{suffix}"
     work.mkdir(parents=True, exist_ok=True)
     with folder.with_name(f"{folder.name}.lock").open("a") as lock:
         try:
@@ -138,13 +179,13 @@ def work_folder(
                 "wait for it",
                 file=str(folder),
             ) from None
-        yield folder, _prepare(folder, output, config, resume=resume)
+        folder.mkdir(exist_ok=True)
+        yield folder
 
 
 def _prepare(
     folder: Path, output: Location, config: CheckpointConfig, *, resume: bool
 ) -> RunState | None:
-    folder.mkdir(exist_ok=True)
     newest = read_newest_state(output)
     continued = read_newest_state(Location.parse(folder))
     if not resume:
@@ -156,18 +197,42 @@ def _prepare(
                 file=str(folder),
             )
         return None
-    if newest == continued:
-        return newest
     if newest is None:
+        if continued is None:
+            return None
         raise SchemaError(
             f"run is missing, and the work folder {folder} has continued it; restore the run, or "
             "remove the folder",
             file=str(output),
         )
-    claim_leftovers(folder, config, resume=False)
-    newest = fetch_run(output, folder, ALL)
-    _record(folder, newest)
-    return newest
+    claimed = claim_run(output)
+    if claimed.manifest.files != (continued and continued.manifest.files):
+        claim_leftovers(folder, config, resume=False)
+        fetched = fetch_run(output, folder, ALL)
+        if fetched.manifest.attempt != claimed.manifest.attempt:
+            raise SupersededError(output)
+        claimed = fetched
+    _record(folder, claimed)
+    return claimed
+
+
+def claim_run(output: Location) -> RunState:
+    """Commit the newest state of a run again, as a new attempt, and return it.
+
+    Raises:
+        StorageError: the store failed.
+    """
+    for _ in backoff():
+        newest = read_newest_state(output)
+        assert newest is not None, "the run exists"
+        writer = writer_id()
+        manifest = replace(newest.manifest, writer=writer, attempt=writer)
+        claimed = commit_state(output, newest, manifest)
+        if claimed is not None:
+            with _log_errors():
+                Versions(output).retire([newest.version.number])
+            return claimed
+    raise AssertionError("the last attempt returns")
 
 
 def _record(folder: Path, state: RunState) -> None:
@@ -180,11 +245,21 @@ def _record(folder: Path, state: RunState) -> None:
 # ---- Upload and commit ----
 
 
+class SupersededError(SchemaError):
+    """Another process has committed a state of the run, and this one's is not committed."""
+
+    def __init__(self, output: Location) -> None:
+        """Name the URL of the run."""
+        super().__init__(
+            "another process trains this run, and has committed a state since; this one ends",
+            file=str(output),
+        )
+
+
 class RunUploader:
     """Commits the state of a run's folder to a URL, in a thread while the context is open.
 
-    The first commit is made at once: it claims the run, so that another trainer of it ends. At the
-    end of the context the last state is committed.
+    At the end of the context the last state is committed.
     """
 
     def __init__(
@@ -202,14 +277,27 @@ class RunUploader:
             newest: state that the folder continues from; None for a new run.
             on_error: called in the thread if a commit fails; the context raises the error.
         """
+        self.saved = -1
+        """Step of the newest checkpoint in the state that was committed last; -1: none."""
+        self.logged = -1
+        """Last step whose log lines are in that state."""
+        self.error: Exception | None = None
+        """Error because of which nothing more is committed."""
         self._run, self._output, self._newest = run, output, newest
         self._on_error = on_error
         self._writer = writer_id()
+        self._attempt = self._writer if newest is None else newest.manifest.attempt
         self._inodes: dict[str, int] = {}  # of the logs whose committed lines were compared
-        self._committed: str | None = None  # newest checkpoint of this process's last commit
-        self._error: Exception | None = None
+        self._is_first = True
+        self._due = 0.0  # time of the next commit of log lines
+        self._lock = threading.Lock()
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._commit_checkpoints, name="upload", daemon=True)
+        self._thread = threading.Thread(target=self._commit_states, name="upload", daemon=True)
+
+    @property
+    def attempt(self) -> str:
+        """Id of the attempt that this process takes part in."""
+        return self._attempt
 
     def __enter__(self) -> RunUploader:
         self._thread.start()
@@ -221,42 +309,61 @@ class RunUploader:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._stop.set()
-        self._thread.join()
-        if self._error is None and (error is None or isinstance(error, Exception | DrainInterrupt)):
+        self.stop()
+        self.join()
+        if self.error is None and (error is None or isinstance(error, Exception | DrainInterrupt)):
             try:
                 self.commit()
             except (SchemaError, OSError) as failure:
-                self._error = failure
-        if self._error is None:
+                self.error = failure
+        if self.error is None:
             return
         if error is None or isinstance(error, DrainInterrupt):
-            raise self._error from None
-        logger.warning("the last state of the run is not uploaded: %s", self._error)
+            raise self.error from None
+        logger.warning("the last state of the run is not uploaded: %s", self.error)
 
-    def _commit_checkpoints(self) -> None:
-        while True:
-            newest = complete_checkpoints(self._run / CHECKPOINTS)[-1:]
-            name = newest[0].name if newest else ""
-            if name != self._committed and has_run(self._run):
+    def stop(self) -> None:
+        """Let the thread end after the commit in progress."""
+        self._stop.set()
+
+    def join(self) -> None:
+        """Wait until the thread has ended."""
+        self._thread.join()
+
+    def _commit_states(self) -> None:
+        while not self._stop.is_set():
+            newest = step_of_newest(self._run)
+            if has_run(self._run) and (newest != self.saved or time.monotonic() >= self._due):
                 try:
                     self.commit()
                 except FileNotFoundError:
                     pass  # the run is being changed: look again
-                except Exception as error:
-                    self._error = error
+                except Exception:
                     self._on_error()
                     return
-            if self._stop.wait(POLL_SEC):
-                return
+            self._stop.wait(POLL_SEC)
 
     def commit(self) -> None:
         """Upload the new files of the run and commit its state, unless nothing is new.
 
         Raises:
-            SchemaError: another process has committed a state, and this one is not.
+            SupersededError: another process has committed a state, and this one is not.
             StorageError: the store failed.
+            FileNotFoundError: the run is being changed.
         """
+        with self._lock:
+            if self.error is not None:
+                raise self.error
+            try:
+                self._try_commit()
+            except FileNotFoundError:
+                raise
+            except Exception as error:
+                self.error = error
+                raise
+            self._due = time.monotonic() + LOG_SEC
+
+    def _try_commit(self) -> None:
         if not has_run(self._run):
             return
         stage = self._run / _STAGE
@@ -265,21 +372,21 @@ class RunUploader:
         number = 1 if self._newest is None else self._newest.version.number + 1
         files = {} if self._newest is None else self._newest.manifest.files
         state = _NewState(stage, files, f"{OBJECTS}/{number:08d}-{self._writer}")
-        is_first = self._committed is None
         with lock_checkpoints(self._run / CHECKPOINTS) as is_locked:
             if not is_locked:
                 raise FileNotFoundError("checkpoints are being written")
-            checkpoint = self._collect(state)
-        if is_first or state.files != files:
+            saved = self._collect(state)
+        if state.files != files:
             self._upload(state)
             self._commit(state)
-            if is_first:
-                self._remove_leftovers()
-        self._committed = checkpoint
+        if self._is_first:
+            self._remove_leftovers()
+            self._is_first = False
+        self.saved, self.logged = saved, state.logged
         shutil.rmtree(stage)
 
-    def _collect(self, state: _NewState) -> str:
-        """Add the files of the run to a state; return the name of the newest checkpoint or ''."""
+    def _collect(self, state: _NewState) -> int:
+        """Add the files of the run to a state; return the step of the newest checkpoint or -1."""
         run = self._run
         for name in SMALL_FILES:
             if (run / name).is_file():
@@ -289,16 +396,14 @@ class RunUploader:
             name = f"{CHECKPOINTS}/{folder.name}/{MANIFEST}"
             state.add(name, run / name)
             for name, file in read_checkpoint_manifest(folder).files.items():
-                state.add(f"{CHECKPOINTS}/{name}", run / CHECKPOINTS / name, file.sha256)
-        step = int(folders[-1].name) if folders else 0
-        for name in LOGS:
+                state.add(f"{CHECKPOINTS}/{name}", run / CHECKPOINTS / name, file)
+        for name in LOGS:  # metrics first: a step that has one has its other lines, too
             if (run / name).is_file():
-                self._collect_log(state, name, step)
-        return folders[-1].name if folders else ""
+                self._collect_log(state, name)
+        return int(folders[-1].name) if folders else -1
 
-    def _collect_log(self, state: _NewState, name: str, train_step: int) -> None:
-        """Add the lines of a log that were committed, and the later ones of steps before one."""
-        is_final = name == CHECKPOINT_LOG  # its lines are never replaced
+    def _collect_log(self, state: _NewState, name: str) -> None:
+        """Add the complete lines of a log."""
         kept = state.old_files.get(name, ())
         with (self._run / name).open("rb") as file:
             inode = os.fstat(file.fileno()).st_ino
@@ -307,10 +412,9 @@ class RunUploader:
                 self._inodes[name] = inode
             start = end = sum(each.num_bytes for each in kept)
             file.seek(start)
-            for line in file:
-                if not line.endswith(b"\n") or not (is_final or step_of_line(line) < train_step):
-                    break
-                end += len(line)
+            end += file.read().rfind(b"\n") + 1
+            if name == METRICS:
+                state.logged = _last_step(file, end)
             while (
                 kept and end > start and kept[-1].num_bytes < min(2 * (end - start), MERGED_BYTES)
             ):
@@ -331,14 +435,11 @@ class RunUploader:
     def _commit(self, state: _NewState) -> None:
         """Commit an uploaded state, and delete what it replaces."""
         old = self._newest
-        manifest = RunManifest(writer=self._writer, files=state.files)
+        manifest = RunManifest(writer=self._writer, attempt=self._attempt, files=state.files)
         new = commit_state(self._output, old, manifest)
         if new is None:
             self._output.remove([name for _, name in state.uploads])
-            raise SchemaError(
-                "another process trains this run, and has committed a state since; this one ends",
-                file=str(self._output),
-            )
+            raise SupersededError(self._output)
         _record(self._run, new)
         self._newest = new
         if old is not None:
@@ -348,12 +449,19 @@ class RunUploader:
 
     def _remove_leftovers(self) -> None:
         """Delete objects that others left at numbers that are taken: nobody can commit them."""
-        assert self._newest is not None, "a state was committed"
+        assert self._newest is not None, "there is a state"
         after = f"{self._newest.version.number + 1:08d}"
         with _log_errors():
             entries = (self._output / OBJECTS).entries()
             names = {f"{OBJECTS}/{entry.path}" for entry in entries if entry.path < after}
             self._output.remove(sorted(names - self._newest.manifest.objects))
+
+
+def _last_step(file: BinaryIO, end: int) -> int:
+    """Return the step of the last line of a log that ends at an offset; -1 without a line."""
+    file.seek(max(0, end - _LINE_BYTES))
+    lines = file.read(min(end, _LINE_BYTES)).splitlines(keepends=True)
+    return int(json.loads(lines[-1])["step"]) if lines else -1
 
 
 @contextmanager
@@ -377,29 +485,38 @@ class _NewState:
             old_files: of the state before, whose objects are used again.
             prefix: of the names of new objects.
         """
+        self.logged = -1  # last step in the metrics
         self.files: dict[str, tuple[RunObject, ...]] = {}
         self.uploads: list[tuple[Path, str]] = []  # local path, name of the object
         self.old_files = old_files
         self._stage, self._prefix = stage, prefix
 
-    def add(self, name: str, path: Path, sha256: str | None = None) -> None:
-        """Add a file that is replaced as a whole; `sha256` is computed if it is None."""
+    def add(self, name: str, path: Path, checksum: FileChecksum | None = None) -> None:
+        """Add a file that is replaced as a whole.
+
+        Args:
+            name: of the file in the run.
+            path: of the file, which need not exist if the state before has it.
+            checksum: of its content; None: computed.
+        """
         if name in self.files:
             return
         link = self._stage / f"{len(self.uploads):06d}"
-        link.hardlink_to(path)
-        new = RunObject(
-            name=f"{self._prefix}/{name}",
-            num_bytes=link.stat().st_size,
-            sha256=sha256_of(link) if sha256 is None else sha256,
-        )
+        if checksum is None:
+            link.hardlink_to(path)
+            checksum = checksum_of(link)
         old = self.old_files.get(name, ())
-        if [(each.num_bytes, each.sha256) for each in old] == [(new.num_bytes, new.sha256)]:
-            link.unlink()
+        if [(o.num_bytes, o.sha256) for o in old] == [(checksum.num_bytes, checksum.sha256)]:
+            link.unlink(missing_ok=True)
             self.files[name] = old
-        else:
-            self.files[name] = (new,)
-            self.uploads.append((link, new.name))
+            return
+        if not link.exists():
+            link.hardlink_to(path)
+        new = RunObject(
+            name=f"{self._prefix}/{name}", num_bytes=checksum.num_bytes, sha256=checksum.sha256
+        )
+        self.files[name] = (new,)
+        self.uploads.append((link, new.name))
 
     def add_part(self, name: str, committed: tuple[RunObject, ...], data: bytes) -> None:
         """Add a file to which bytes were appended."""

@@ -7,19 +7,24 @@ import json
 import logging
 import os
 import threading
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from io import BufferedRandom
+from itertools import takewhile
 from pathlib import Path
 from typing import Protocol
+
+import numpy as np
 
 from schemas.arrays import Array
 from schemas.config.job import Job
 from schemas.config.train import CheckpointConfig
 from schemas.errors import SchemaError
 from schemas.run_log import LEDGER, METRICS, SPLITS, LedgerEntry, StepMetric, StepSplit, to_line
-from trainer.checkpoint.load import fingerprint_of, newest_checkpoint
+from trainer.checkpoint.load import fingerprint_of, newest_checkpoint, step_of
 from trainer.checkpoint.manager import BackgroundSaver, RunState, claim_leftovers, dense_bytes
+from trainer.checkpoint.manifest import has_files, step_of_newest
 from trainer.checkpoint.snapshot import (
     DATA_OFFSET,
     SnapshotMemory,
@@ -65,11 +70,12 @@ def check_room(config: CheckpointConfig, num_bytes: int) -> None:
 class ReplicaCheckpoints(Protocol):
     """Checkpoints of a run, as one of its replicas saves them."""
 
-    def after(self, train_step: int, *, writes: bool) -> None:
+    def after(self, train_step: int, saved: int, *, writes: bool) -> None:
         """Save if a checkpoint is due.
 
         Args:
             train_step: the next step.
+            saved: step of the newest checkpoint that a replica knows to be durable; -1: none.
             writes: whether this replica is the writer.
         """
         ...
@@ -103,12 +109,12 @@ class FinalCheckpoint:
         """
         self._run, self._save = run, save
 
-    def after(self, train_step: int, *, writes: bool) -> None:
+    def after(self, train_step: int, saved: int, *, writes: bool) -> None:
         """Do nothing."""
 
     def finish(self, train_step: int) -> bool:
         """Save unless another replica has."""
-        if newest_step(self._run) == train_step:
+        if step_of_newest(self._run) == train_step:
             return False
         self._save(train_step)
         return True
@@ -120,23 +126,17 @@ class FinalCheckpoint:
         """Do nothing."""
 
 
-def newest_step(run: Path) -> int | None:
-    """Return the step of the newest complete checkpoint."""
-    newest = newest_checkpoint(run)
-    return None if newest is None else int(newest.name)
-
-
-REMEMBERED_STEPS = 64
-"""Steps whose lines a replica keeps."""
 _BLOCK = 1 << 16
 """Bytes per read from the end of a file."""
+LINES = "lines"
+"""Name of the remembered lines among the arrays of a state."""
 
 
 class LogWriter:
-    """Log lines of committed steps: kept by all replicas, written by one.
+    """Log lines of committed steps: remembered by all replicas until they are durable.
 
-    A writer may die between two lines. The next writer truncates a torn line and adds the missing
-    ones.
+    One replica writes them. It may die between two lines, or before others can read its lines. The
+    next writer truncates a torn line and adds the missing ones.
     """
 
     def __init__(self, run: Path) -> None:
@@ -147,7 +147,9 @@ class LogWriter:
         """
         self._run = run
         self._lines: OrderedDict[int, tuple[bytes, bytes]] = OrderedDict()
-        self._splits: deque[StepSplit] = deque(maxlen=REMEMBERED_STEPS)
+        self._splits: list[StepSplit] = []
+        self.written = -1
+        """Last step in the file when this replica wrote to it last."""
 
     def remember(self, metric: StepMetric, entries: Sequence[LedgerEntry]) -> None:
         """Keep the lines of a committed step.
@@ -158,51 +160,72 @@ class LogWriter:
         """
         ledger = "".join(f"{to_line(entry)}\n" for entry in entries)
         self._lines[metric.step] = (ledger.encode(), f"{to_line(metric)}\n".encode())
-        while len(self._lines) > REMEMBERED_STEPS:
-            self._lines.popitem(last=False)
 
     def remember_splits(self, splits: Iterable[StepSplit]) -> None:
         """Keep the lines of new splits."""
         self._splits.extend(splits)
 
-    def write_splits(self) -> None:
-        """Write every remembered split that is not in the file.
+    def forget(self, logged: int) -> None:
+        """Drop the lines of steps up to one, which are durable."""
+        while self._lines and next(iter(self._lines)) <= logged:
+            self._lines.popitem(last=False)
+        self._splits = [split for split in self._splits if split.fixed_at > logged]
 
-        Raises:
-            SchemaError: the disk is full.
-        """
-        if not self._splits:
-            return
-        with (self._run / SPLITS).open("a+b") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
-            last = _truncate(file.fileno(), None, "fixed_at")
-            for split in self._splits:
-                if split.fixed_at >= last:
-                    _append(file, f"{to_line(split)}\n".encode())
-        self._splits.clear()
+    def to_arrays(self) -> dict[str, Array]:
+        """Return the remembered lines for a replica that joins: it may be the next writer."""
+        lines = [[step, *(line.decode() for line in each)] for step, each in self._lines.items()]
+        body = {"lines": lines, "splits": [asdict(split) for split in self._splits]}
+        return {LINES: np.frombuffer(json.dumps(body).encode(), np.uint8)}
+
+    def load(self, arrays: Mapping[str, Array]) -> None:
+        """Remember what `to_arrays` of another replica returned, instead of earlier lines."""
+        body = json.loads(arrays[LINES].tobytes())
+        lines = ((step, (ledger.encode(), metric.encode())) for step, ledger, metric in body["lines"])
+        self._lines = OrderedDict(lines)
+        self._splits = [
+            StepSplit(**{**split, "leaves": {n: (a, b) for n, (a, b) in split["leaves"].items()}})
+            for split in body["splits"]
+        ]
 
     def write(self) -> None:
-        """Write every remembered step that is not in the files.
+        """Write every remembered line that is not in the files.
 
-        The ledger is written first: a step is complete when its metric is written.
+        The splits and the ledger are written first: a step is complete when its metric is written.
 
         Raises:
             SchemaError: the disk is full, or a missing step is not remembered.
         """
         with (self._run / METRICS).open("r+b") as metrics, (self._run / LEDGER).open("r+b") as book:
             fcntl.flock(metrics, fcntl.LOCK_EX)
-            last = _truncate(metrics.fileno(), None)
-            new = {step: lines for step, lines in self._lines.items() if step > last}
+            self._write_splits()
+            self.written = _truncate(metrics.fileno(), None)
+            new = {step: lines for step, lines in self._lines.items() if step > self.written}
             if not new:
                 return
-            if min(new) != last + 1:
+            if min(new) != self.written + 1:
                 raise SchemaError(
-                    f"lines between step {last} and {min(new)} are missing; resume the run",
+                    f"lines between step {self.written} and {min(new)} are missing; resume the run",
                     file=metrics.name,
                 )
-            _truncate(book.fileno(), last)
-            for ledger, metric in new.values():
+            _truncate(book.fileno(), self.written)
+            for step, (ledger, metric) in new.items():
                 for file, line in ((book, ledger), (metrics, metric)):
+                    _append(file, line)
+                self.written = step
+
+    def _write_splits(self) -> None:
+        if not self._splits:
+            return
+        with (self._run / SPLITS).open("a+b") as file:
+            last = _truncate(file.fileno(), None, "fixed_at")
+            newest = takewhile(
+                lambda line: json.loads(line)["fixed_at"] == last,
+                (line for _, line in _lines_from_end(file.fileno())),
+            )
+            written = set(newest)
+            for split in self._splits:
+                line = f"{to_line(split)}\n".encode()
+                if split.fixed_at >= last and line not in written:
                     _append(file, line)
 
 
@@ -269,15 +292,20 @@ class ReplicaState(RunState):
         """Return nothing."""
         return {}
 
+    def on_saved(self, train_step: int) -> None:
+        """Let stores truncate their logs; changes are dropped when all replicas drop them."""
+        self.truncate_stores(train_step)
+
 
 class BackgroundCheckpoints:
     """Saves every `every_steps` steps: changed rows beside training, or everything at once.
 
-    All replicas hold the same rows and track their changes, so a new writer continues from the
-    newest complete checkpoint. The copies of a run use one memory file per machine. A replica that
-    is no longer the writer releases it; if it died, its agent does after writing its copies. Until
-    then, and if a new writer has not tracked all changes since that checkpoint, everything is saved
-    while training waits. So no checkpoint depends on the agent of another replica.
+    All replicas hold the same rows, and track their changes since the newest checkpoint that is
+    durable. So a new writer continues from it if it has its files. The copies of a run use one
+    memory file per folder. A replica that is no longer the writer releases it; if it died, its
+    agent does after writing its copies. Until then, and if the writer lacks files of the newest
+    checkpoint or has not tracked all changes since, everything is saved while training waits. So no
+    checkpoint depends on the agent of another replica.
     """
 
     def __init__(
@@ -296,22 +324,23 @@ class BackgroundCheckpoints:
         self._save_all = save_all
         self._layouts = context.components.store.layouts
         self._changes = Changes(self._layouts)
+        self._dropped_before = 0
         context.rows.track_changes(self._changes)
         self._active: tuple[BackgroundSaver, ReplicaState] | None = None
         self._warned = False
 
-    def after(self, train_step: int, *, writes: bool) -> None:
+    def after(self, train_step: int, saved: int, *, writes: bool) -> None:
         """Copy changed rows if a checkpoint is due and this replica is the writer."""
         if not writes:
             self.release()
         every = self._config.every_steps
         if every is None or train_step % every:
             return
-        newest = newest_step(self._run)
-        if newest is not None:
-            self._changes.drop_before(newest)
+        if saved > self._dropped_before:
+            self._changes.drop_before(saved)
+            self._dropped_before = saved
         if writes:
-            self._save(train_step, newest, BackgroundSaver.save)
+            self._save(train_step, BackgroundSaver.save)
 
     def finish(self, train_step: int) -> bool:
         """Save the state before a step unless it is saved; return whether rows were flushed.
@@ -319,8 +348,9 @@ class BackgroundCheckpoints:
         Raises:
             SchemaError: the disk is full.
         """
-        newest = newest_step(self._run)
-        return newest != train_step and self._save(train_step, newest, BackgroundSaver.finish)
+        return step_of_newest(self._run) != train_step and self._save(
+            train_step, BackgroundSaver.finish
+        )
 
     def release(self) -> None:
         """Release the memory of copies in the background, after they are written."""
@@ -334,14 +364,16 @@ class BackgroundCheckpoints:
             _close(*self._active)
             self._active = None
 
-    def _save(
-        self, train_step: int, newest: int | None, save: Callable[[BackgroundSaver, int], None]
-    ) -> bool:
+    def _save(self, train_step: int, save: Callable[[BackgroundSaver, int], None]) -> bool:
         """Save with `save`, or everything if that is not possible; return whether it was all."""
-        if self._context.rows.tracked_since <= (newest or 0):
+        newest = newest_checkpoint(self._run)
+        base = step_of(newest)
+        if base >= max(self._context.rows.tracked_since, self._dropped_before) and (
+            newest is None or has_files(newest)
+        ):
             try:
                 saver, _ = self._active = self._active or self._start()
-                saver.rebase_on(newest or 0)
+                saver.rebase_on(base)
                 save(saver, train_step)
             except RowsLostError:
                 raise
@@ -363,7 +395,7 @@ class BackgroundCheckpoints:
         """
         context = self._context
         claim_leftovers(self._run, self._config, resume=True, wait_sec=_HAND_OVER_SEC)
-        newest = newest_step(self._run)
+        newest = newest_checkpoint(self._run)
         memory = SnapshotMemory(memory_path(Path(self._config.copy_to), self._run))
         state = ReplicaState(
             context.components,
@@ -376,7 +408,7 @@ class BackgroundCheckpoints:
             memory,
             state,
             layouts=self._layouts,
-            first_step=newest or 0,
+            first_step=step_of(newest),
             loaded=newest is not None,
             config=self._config,
         )

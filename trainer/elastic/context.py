@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -16,11 +16,11 @@ from schemas.arrays import Array
 from schemas.config.job import Job
 from schemas.dataset import Dataset
 from schemas.errors import PlanError, SchemaError
-from schemas.files import replace_bytes
 from schemas.layout import TRAIN
 from schemas.manifest import canonical_json, from_json
 from schemas.order import Order
 from schemas.run_log import RENDEZVOUS, LedgerEntry
+from schemas.storage import Location
 from trainer.checkpoint.load import load_state, state_of
 from trainer.components import Components
 from trainer.data.collate import Microbatches
@@ -30,7 +30,7 @@ from trainer.elastic.peer_state import ReplicaRows
 from trainer.elastic.shared_rows import SharedStores
 from trainer.follow import DatasetExtent, FollowedDataset, Span, next_action
 from trainer.recovery import Drain
-from trainer.setup import TrainOptions
+from trainer.setup import Rollbacks, TrainOptions
 from trainer.step import Clock
 from trainer.stores.api import (
     BehindError,
@@ -41,7 +41,8 @@ from trainer.train import reader_of
 TOKEN = "token"
 """File of the run with the token of its replicas."""
 ROWS_LOST = "rows-lost"
-"""File of the run with the lighthouse of the attempt whose rows are lost."""
+"""File of the run, at a URL beside its state, with the lighthouse of the attempt whose rows are
+lost."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,9 +50,9 @@ class Rendezvous:
     """Settings of one attempt at a run, written by the launcher for its replicas."""
 
     job: str
-    """Job file."""
+    """Path or URL of the job file."""
     dataset: str
-    """Dataset folder."""
+    """Path or URL of the dataset."""
     lighthouse: str
     """`http://host:port`."""
     heartbeat_sec: float
@@ -72,22 +73,31 @@ class Rendezvous:
     """Size of the largest copy for a checkpoint; 0 if none is made beside training."""
     shared: SharedStores | None
     """Stores of the run; None if every replica has all rows in memory."""
+    attempt: str = ""
+    """`RunManifest.attempt` of a run at a URL."""
+    rollbacks: Rollbacks = field(default_factory=Rollbacks)
+    """Rollbacks of the run before this attempt."""
 
 
-def write_rendezvous(run: Path, rendezvous: Rendezvous) -> None:
-    """Write the settings of an attempt into the run folder."""
-    replace_bytes(run / RENDEZVOUS, canonical_json(asdict(rendezvous)).encode())
+def write_rendezvous(run: Location, rendezvous: Rendezvous) -> None:
+    """Write the settings of an attempt into the folder or to the URL of the run."""
+    (run / RENDEZVOUS).write_bytes(_encode(rendezvous))
 
 
-def read_rendezvous(run: Path) -> Rendezvous:
+def _encode(rendezvous: Rendezvous) -> bytes:
+    return canonical_json(asdict(rendezvous)).encode()
+
+
+def read_rendezvous(run: Location) -> Rendezvous:
     """Return what `write_rendezvous` wrote.
 
     Raises:
         SchemaError: the run has no launcher, or the file is of another release.
+        StorageError: the store failed.
     """
     path = run / RENDEZVOUS
     try:
-        return from_json(Rendezvous, json.loads(path.read_text(encoding="utf-8")))
+        return from_json(Rendezvous, json.loads(path.read_text()))
     except (OSError, ValueError) as error:
         raise SchemaError(
             f"run cannot be joined by replicas: {error}; start it with "
@@ -96,22 +106,33 @@ def read_rendezvous(run: Path) -> Rendezvous:
         ) from error
 
 
+def remove_rendezvous(run: Location, rendezvous: Rendezvous) -> None:
+    """Remove the settings of an attempt, unless another launcher has written its own."""
+    if read_run_object(run, RENDEZVOUS) == _encode(rendezvous):
+        run.remove([RENDEZVOUS])
+
+
 @contextmanager
-def report_lost_rows(run: Path, lighthouse: str) -> Generator[None]:
+def report_lost_rows(run: Location, lighthouse: str) -> Generator[None]:
     """Report a `RowsLostError` to the launcher of an attempt, through a file of the run."""
     try:
         yield
     except RowsLostError:
-        replace_bytes(run / ROWS_LOST, lighthouse.encode())
+        (run / ROWS_LOST).write_bytes(lighthouse.encode())
         raise
 
 
-def rows_are_lost(run: Path, lighthouse: str) -> bool:
+def rows_are_lost(run: Location, lighthouse: str) -> bool:
     """Return whether a replica of an attempt has reported lost rows."""
+    return read_run_object(run, ROWS_LOST) == lighthouse.encode()
+
+
+def read_run_object(run: Location, name: str) -> bytes | None:
+    """Return a file beside the state of a run; None if it does not exist."""
     try:
-        return (run / ROWS_LOST).read_text(encoding="utf-8") == lighthouse
+        return (run / name).read_bytes()
     except FileNotFoundError:
-        return False
+        return None
 
 
 FRONTIER = "frontier"
@@ -396,7 +417,7 @@ class ReplicaContext:
         """Open the readers of a span.
 
         Args:
-            run: run folder, the same for all replicas.
+            run: local folder of the run.
             job: of the run.
             options: of the command line.
             span: what may be trained, agreed on by all replicas.

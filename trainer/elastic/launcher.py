@@ -47,42 +47,67 @@ from trainer.stores.api import RowsLostError
 from trainer.stores.remote.wire import write_token
 
 
-class MetricTail:
-    """Calls a function for each new step of a run's metrics."""
-
-    def __init__(
-        self, run: Path, on_step: Callable[[StepMetric, int], None], num_steps: Callable[[], int]
-    ) -> None:
-        """Start before the first line.
-
-        Args:
-            run: run folder.
-            on_step: called with each metric and the number of steps.
-            num_steps: returns the number of steps that are known.
-        """
-        self._path = run / METRICS
-        self._on_step = on_step
-        self._num_steps = num_steps
-        self._offset = 0
-
-    def __call__(self) -> None:
-        """Process complete new lines."""
-        with self._path.open("rb") as file:
-            file.seek(self._offset)
-            for line in file:
-                if not line.endswith(b"\n"):
-                    return
-                self._offset += len(line)
-                self._on_step(StepMetric(**json.loads(line)), self._num_steps())
-
-
 logger = logging.getLogger(__name__)
 
 StartChild = Callable[[Sequence[str]], subprocess.Popen[bytes]]
 """Starts `python -m trainer` with some arguments; the process ends with its stdin."""
 _ROWS_LOST = "rows are lost; see the error above"
-_POLL_SEC = 0.1
+_POLL_SEC, URL_POLL_SEC = 0.1, 2.0
+"""Interval of looking at processes and at a run's folder, and at its URL."""
 _END_SEC = 10.0
+
+
+class AttemptMonitor:
+    """Follows an attempt at a run through the run's files, wherever its replicas are."""
+
+    def __init__(
+        self,
+        run: Location,
+        rendezvous: Rendezvous,
+        on_step: Callable[[StepMetric, int], None],
+        num_steps: Callable[[], int],
+    ) -> None:
+        """Start before the first step.
+
+        Args:
+            run: folder or URL of the run.
+            rendezvous: of the attempt.
+            on_step: called with each metric and the number of steps.
+            num_steps: returns the number of steps that are known.
+        """
+        self.is_finished = False
+        """Whether the run was finished at the last look."""
+        self._run, self._rendezvous = run, rendezvous
+        self._on_step, self._num_steps = on_step, num_steps
+        self._tail = RunLogTail(run, METRICS)
+        self._due = 0.0
+
+    def look(self, *, now: bool = False) -> None:
+        """Look at the run: at a URL from time to time, or `now`.
+
+        Raises:
+            RowsLostError: a replica has reported lost rows.
+            SupersededError: another launcher or trainer has begun an attempt.
+        """
+        if not now and time.monotonic() < self._due:
+            return
+        if self._run.local is None:
+            self._due = time.monotonic() + URL_POLL_SEC
+        for line in self._tail.read()[0]:
+            self._on_step(StepMetric(**json.loads(line)), self._num_steps())
+        if rows_are_lost(self._run, self._rendezvous.lighthouse):
+            raise RowsLostError(_ROWS_LOST)
+        self.is_finished = self._has_summary()
+
+    def _has_summary(self) -> bool:
+        if self._run.local is not None:
+            return (self._run.local / SUMMARY).is_file()
+        state = self._tail.state
+        if state is None:
+            return False
+        if state.manifest.attempt != self._rendezvous.attempt:
+            raise SupersededError(self._run)
+        return SUMMARY in state.manifest.files
 
 
 class LocalReplicas:
@@ -95,7 +120,7 @@ class LocalReplicas:
     def __init__(
         self,
         count: int,
-        run: Path,
+        run: Path | Location,
         arguments: Iterable[str],
         *,
         restarts: int,
@@ -106,7 +131,7 @@ class LocalReplicas:
 
         Args:
             count: replicas; 0 if all are started by hand.
-            run: run folder with a `Rendezvous`.
+            run: run folder or URL with a `Rendezvous`.
             arguments: of `python -m trainer replica`, in addition to those of each replica.
             restarts: maximum number of restarts, of all replicas in total.
             start: starts a process.
@@ -134,11 +159,11 @@ class LocalReplicas:
     def __exit__(self, *error: object) -> None:
         end_children(self._processes.values(), _END_SEC)
 
-    def wait(self, poll: Callable[[], None], drain: Drain, drain_sec: float) -> None:
+    def wait(self, monitor: AttemptMonitor, drain: Drain, drain_sec: float) -> None:
         """Wait until the run is finished, or all replicas have left.
 
         Args:
-            poll: called periodically.
+            monitor: of the attempt.
             drain: asks all replicas to leave.
             drain_sec: maximum time for leaving.
 
@@ -147,9 +172,9 @@ class LocalReplicas:
             RowsLostError: rows were lost.
         """
         running, deadline = set(self._processes), math.inf
-        while running or self._awaits_external(drain):
-            poll()
-            finished = self._run_is_finished()
+        while running or not (self._count or drain.asked or monitor.is_finished):
+            monitor.look()
+            finished = monitor.is_finished
             if (drain.asked or finished) and deadline == math.inf:
                 deadline = time.monotonic() + drain_sec + _END_SEC
                 for number in running if drain.asked else ():
@@ -167,10 +192,12 @@ class LocalReplicas:
                 if status is None:
                     continue
                 running.discard(number)
+                monitor.look(now=True)
+                finished = monitor.is_finished
                 if status == EXIT_LOST_ROWS:
                     raise RowsLostError(_ROWS_LOST)
                 if status == EXIT_HUNG and not drain.asked and self._mark_hung(number):
-                    if not running and not self._run_is_finished():
+                    if not running and not finished:
                         raise SchemaError(
                             f"all replicas ended, {sorted(self._hung)} hung; see the "
                             f"stacks in {self._run} and continue with --resume"
@@ -181,18 +208,14 @@ class LocalReplicas:
                         f"replica {number} failed with status {status}; see its error above"
                     )
                 if status in (0, -signal.SIGTERM):
-                    if running and not drain.asked and not self._run_is_finished():
+                    if running and not drain.asked and not finished:
                         logger.warning("replica left as it was asked number=%s", number)
-                elif not drain.asked and (running or not self._run_is_finished()):
+                elif not drain.asked and (running or not finished):
                     self._restart(number, status)
                     running.add(number)
             time.sleep(_POLL_SEC)
-        if not self._count and self._run_is_finished():
+        if not self._count and monitor.is_finished:
             time.sleep(self._linger_sec)  # until all replicas have agreed on the end
-
-    def _awaits_external(self, drain: Drain) -> bool:
-        """Return whether replicas that were started by hand may run."""
-        return not self._count and not drain.asked and not self._run_is_finished()
 
     def _mark_hung(self, number: int) -> bool:
         """Return whether a replica hung for the second time; it is not restarted then."""
@@ -201,9 +224,6 @@ class LocalReplicas:
         if again:
             logger.warning("replica hung twice, the others continue without it number=%s", number)
         return again
-
-    def _run_is_finished(self) -> bool:
-        return (self._run / SUMMARY).is_file()
 
     def _restart(self, number: int, status: int) -> None:
         if not self._restarts:
@@ -242,6 +262,8 @@ class LaunchOptions:
     """Maximum number of restarts, of all replicas in total."""
     retained_bytes: int = RETAINED_BYTES
     """Size of the write buffer in front of the stores."""
+    work: Path | None = None
+    """Directory of work folders, for a run at a URL."""
     faults: Faults = field(default_factory=Faults)
     """Faults to inject."""
     start: StartChild = start_replica
@@ -251,7 +273,7 @@ class LaunchOptions:
 def train_replicas(
     job_path: Path | Location,
     dataset_path: Location,
-    run: Path,
+    output: Path | Location,
     options: TrainOptions,
     launch: LaunchOptions,
     on_step: Callable[[StepMetric, int], None],
@@ -259,12 +281,12 @@ def train_replicas(
     on_start: Callable[[LocalReplicas], None] = lambda _: None,
     progress: Callable[[str], None] = lambda _: None,
 ) -> RunSummary:
-    """Train a job with several replicas on this machine.
+    """Train a job with several replicas, of this machine or others.
 
     Args:
         job_path: job file.
-        dataset_path: dataset folder.
-        run: output folder.
+        dataset_path: path or URL of the dataset.
+        output: folder or URL of the run.
         options: of the command line.
         launch: of the launcher.
         on_step: called after each committed step with its metric and the number of steps.
@@ -283,89 +305,159 @@ def train_replicas(
             "leave these out, or train with one process"
         )
     job, drain = load_job(job_path), drain or Drain()
-    with Watchdog(job.train.limits.seconds()) as watchdog:
-        data = open_run(job_path, job, dataset_path, run, options, drain, progress, watchdog)
-    arguments = ["--threads", str(_threads_each(job.train.num_threads, launch.count))]
-    if launch.faults.schedule:
-        arguments += ["--faults", launch.faults.to_json()]
-    layouts = layouts_of(spec_of(data.current().dataset, job.train.dtype), job.train)
-    drain_sec = job.train.limits.drain.total_seconds()
+    with ExitStack() as stack:
+        run, uploader = output, None
+        if isinstance(run, Location):
+            assert launch.work is not None, "a run at a URL has a work folder"
+            config = job.train.checkpoint
+            run, newest = stack.enter_context(
+                training_folder(run, launch.work, config, resume=options.resume)
+            )
+            uploader = RunUploader(run, output, newest)
+        with Watchdog(job.train.limits.seconds()) as watchdog:
+            data = open_run(job_path, job, dataset_path, run, options, drain, progress, watchdog)
+        launcher = Launcher(
+            job_path, job, data, run, uploader, options, launch, on_step, drain, on_start
+        )
+        checkpoint = first_checkpoint(run, options)
+        return with_rollbacks(run, checkpoint, launcher.attempt, launcher.settle)
 
-    def known_steps() -> int:
-        with suppress(SchemaError):  # replicas report it after saving
-            data.refresh()
-        return data.current().horizon.end_step
 
-    def attempt(checkpoint: Path | None) -> RunSummary:
-        first = step_of(checkpoint)
-        truncate_logs(run, first)
+class Launcher:
+    """Runs attempts at a run."""
+
+    def __init__(
+        self,
+        job_path: Path | Location,
+        job: Job,
+        data: FollowedDataset,
+        run: Path,
+        uploader: RunUploader | None,
+        options: TrainOptions,
+        launch: LaunchOptions,
+        on_step: Callable[[StepMetric, int], None],
+        drain: Drain,
+        on_start: Callable[[LocalReplicas], None],
+    ) -> None:
+        """Store the arguments, see `train_replicas`.
+
+        Args:
+            job_path: job file.
+            job: content of the job file.
+            data: the dataset, with its first span.
+            run: local folder of the run.
+            uploader: of the folder to the URL of the run; None if it has none.
+            options: of the command line.
+            launch: of the launcher.
+            on_step: called after each step.
+            drain: asks the run to stop.
+            on_start: called when the replicas are started.
+        """
+        self._job_path, self._job, self._data = job_path, job, data
+        self._run, self._uploader = run, uploader
+        self._location = Location.parse(run) if uploader is None else uploader.output
+        self._options, self._launch = options, launch
+        self._on_step, self._drain, self._on_start = on_step, drain, on_start
+
+    def attempt(self, checkpoint: Path | None, rollbacks: Rollbacks) -> RunSummary:
+        """Train from a checkpoint to the end.
+
+        Raises:
+            RowsLostError: a store lost rows.
+            SchemaError: as `train_replicas`.
+            DrainInterrupt: as `train_replicas`.
+        """
+        run, train = self._run, self._job.train
+        truncate_logs(run, step_of(checkpoint))
         (run / SUMMARY).unlink(missing_ok=True)
-        copy_bytes = copy_bytes_of(job, data.current(), first)
-        if launch.count:
-            check_room(job.train.checkpoint, copy_bytes)
         with ExitStack() as stack:
             shared = None
-            if options.embedding != "plain":
+            if self._options.embedding != "plain":
+                layouts = layouts_of(spec_of(self._data.current().dataset, train.dtype), train)
                 stores = launch_shared_stores(
-                    run, job_path, job.train, layouts, options.stores, checkpoint
+                    run, self._job_path, train, layouts, self._options.stores, checkpoint
                 )
                 shared = stack.enter_context(stores)
-            lighthouse = Lighthouse(launch.host, launch.port, launch.heartbeat_sec)
-            rendezvous = Rendezvous(
-                job=str(job_path.resolve()),
-                dataset=str(dataset_path),
-                lighthouse=stack.enter_context(lighthouse).address,
-                heartbeat_sec=launch.heartbeat_sec,
-                embedding=options.embedding,
-                expanded=options.expanded,
-                steps=options.steps,
-                follow=options.follow,
-                known=data.refresh(),
-                retained_bytes=launch.retained_bytes,
-                copy_bytes=copy_bytes,
-                shared=shared,
+            rendezvous = self._publish(stack, checkpoint, rollbacks, shared)
+            monitor = AttemptMonitor(self._location, rendezvous, self._on_step, self._known_steps)
+            replicas = LocalReplicas(
+                self._launch.count,
+                self._location,
+                self._replica_arguments(),
+                restarts=self._launch.restarts,
+                start=self._launch.start,
+                linger_sec=1 + 2 * self._launch.heartbeat_sec,
             )
-            (run / REPLICAS).unlink(missing_ok=True)
-            write_token(run / TOKEN)
-            write_rendezvous(run, rendezvous)
-            replicas = stack.enter_context(
-                LocalReplicas(
-                    launch.count,
-                    run,
-                    arguments,
-                    restarts=launch.restarts,
-                    start=launch.start,
-                    linger_sec=1 + 2 * launch.heartbeat_sec,
-                )
-            )
-            stack.callback((run / RENDEZVOUS).unlink)
-            on_start(replicas)
-            tail = MetricTail(run, on_step, known_steps)
-
-            def poll() -> None:
-                tail()
-                if rows_are_lost(run, rendezvous.lighthouse):  # also by replicas started by hand
-                    raise RowsLostError(_ROWS_LOST)
-
-            replicas.wait(poll, drain, drain_sec)
+            self._on_start(stack.enter_context(replicas))
+            replicas.wait(monitor, self._drain, train.limits.drain.total_seconds())
+        if self._uploader is not None:
+            self._uploader.fetch((*SMALL_FILES, *LOGS))
         if not (run / SUMMARY).is_file():
-            horizon = data.current().horizon
+            horizon = self._data.current().horizon
             with resume_hint(resume_message(run, horizon.end_step if horizon.is_final else None)):
-                drain.check()
+                self._drain.check()
                 raise DrainInterrupt("SIGTERM")  # the replicas were signalled directly
         return read_summary(run / SUMMARY)
 
-    checkpoint = first_checkpoint(run, options)
-    summary, rollbacks = with_rollbacks(
-        run,
-        checkpoint,
-        attempt,
-        lambda: claim_leftovers(run, job.train.checkpoint, resume=True),
-    )
-    if rollbacks.num_rollbacks:
-        summary = replace(summary, **asdict(rollbacks))
-        write_summary(run, summary)
-    return summary
+    def _publish(
+        self,
+        stack: ExitStack,
+        checkpoint: Path | None,
+        rollbacks: Rollbacks,
+        shared: SharedStores | None,
+    ) -> Rendezvous:
+        """Start the lighthouse, and write what replicas need; both end with the stack."""
+        launch, train = self._launch, self._job.train
+        copy_bytes = copy_bytes_of(self._job, self._data.current(), step_of(checkpoint))
+        if launch.count:
+            check_room(train.checkpoint, copy_bytes)
+        if launch.count or self._uploader is None:
+            write_token(self._run / TOKEN)
+        if self._uploader is not None:
+            self._uploader.commit()
+        lighthouse = Lighthouse(launch.host, launch.port, launch.heartbeat_sec)
+        rendezvous = Rendezvous(
+            job=str(Location.parse(self._job_path)),
+            dataset=str(self._data.location),
+            lighthouse=stack.enter_context(lighthouse).address,
+            heartbeat_sec=launch.heartbeat_sec,
+            embedding=self._options.embedding,
+            expanded=self._options.expanded,
+            steps=self._options.steps,
+            follow=self._options.follow,
+            known=self._data.refresh(),
+            retained_bytes=launch.retained_bytes,
+            copy_bytes=copy_bytes,
+            shared=shared,
+            attempt="" if self._uploader is None else self._uploader.attempt,
+            rollbacks=rollbacks,
+        )
+        self._location.remove([REPLICAS])
+        write_rendezvous(self._location, rendezvous)
+        stack.callback(remove_rendezvous, self._location, rendezvous)
+        return rendezvous
+
+    def _replica_arguments(self) -> list[str]:
+        launch = self._launch
+        threads = _threads_each(self._job.train.num_threads, launch.count)
+        arguments = ["--threads", str(threads)]
+        if launch.faults.schedule:
+            arguments += ["--faults", launch.faults.to_json()]
+        if self._uploader is not None:
+            arguments += ["--work", str(launch.work), "--token-file", str(self._run / TOKEN)]
+        return arguments
+
+    def _known_steps(self) -> int:
+        with suppress(SchemaError):  # replicas report it after saving
+            self._data.refresh()
+        return self._data.current().horizon.end_step
+
+    def settle(self) -> None:
+        """Make the folder contain all files of the attempt, whose replicas commit nothing more."""
+        if self._uploader is None:
+            claim_leftovers(self._run, self._job.train.checkpoint, resume=True)
+        else:
+            self._uploader.claim()
 
 
 def _threads_each(wanted: int | None, count: int) -> int:

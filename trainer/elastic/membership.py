@@ -86,6 +86,10 @@ class ReplicaStatus:
     """`Frontier.state`: what was agreed on before."""
     trouble: str = ""
     """Error because of which the run ends with this step."""
+    logged: int = -1
+    """Last step whose log lines it knows to be durable."""
+    saved: int = -1
+    """Step of the newest checkpoint that it knows to be durable; -1: none."""
 
     @property
     def extent(self) -> DatasetExtent:
@@ -131,6 +135,16 @@ class Agreement:
     def written(self) -> int:
         """The last step whose evicted rows are known to be in the stores by any member."""
         return max(member.status.written for member in self.members.values())
+
+    @property
+    def logged(self) -> int:
+        """The last step whose log lines any member knows to be durable."""
+        return max(member.status.logged for member in self.members.values())
+
+    @property
+    def saved(self) -> int:
+        """Step of the newest checkpoint that any member knows to be durable; -1: none."""
+        return max(member.status.saved for member in self.members.values())
 
     @property
     def extent(self) -> DatasetExtent:

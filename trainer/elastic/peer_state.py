@@ -8,7 +8,6 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -18,8 +17,8 @@ from numpy.typing import NDArray
 
 from schemas.arrays import Array
 from schemas.errors import SchemaError
-from schemas.files import replace_bytes
 from schemas.run_log import LedgerEntry, StepMetric
+from schemas.storage import Location
 from trainer.checkpoint.format import from_bytes, to_bytes
 from trainer.embedding.cache import DirectSource, RowSource
 from trainer.embedding.changes import Changes
@@ -254,14 +253,14 @@ REPLICAS = "replicas.json"
 class PeerAddresses:
     """Addresses of the replicas of a run."""
 
-    def __init__(self, run: Path, access: Access) -> None:
+    def __init__(self, run: Location, access: Access) -> None:
         """Read nothing yet.
 
         Args:
-            run: run folder.
+            run: folder or URL of the run.
             access: to replicas of the run.
         """
-        self._path = run / REPLICAS
+        self._file = run / REPLICAS
         self._access = access
         self._published: list[str] = []
         self._unreachable_since: float | None = None
@@ -269,12 +268,15 @@ class PeerAddresses:
     def publish(self, addresses: list[str]) -> None:
         """Write the addresses for replicas that join."""
         if addresses != self._published:
-            replace_bytes(self._path, json.dumps(addresses).encode())
+            self._file.write_bytes(json.dumps(addresses).encode())
             self._published = addresses
 
     def read(self) -> list[str]:
         """Return the published addresses."""
-        return json.loads(self._path.read_text(encoding="utf-8")) if self._path.is_file() else []
+        try:
+            return json.loads(self._file.read_bytes())
+        except FileNotFoundError:
+            return []
 
     def use_first(self, addresses: Iterable[str], use: Callable[[PeerClient], None]) -> str:
         """Call `use` with peers until one raises no `PeerError`.

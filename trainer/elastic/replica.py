@@ -44,6 +44,7 @@ from trainer.elastic.membership import (
     ReplicaStatus,
     leave_outcome,
 )
+from trainer.elastic.output import RunOutput
 from trainer.elastic.peer_state import (
     CommittedStep,
     PeerAddresses,
@@ -218,6 +219,7 @@ class Replica:
         drain: Drain,
         watchdog: Watchdog,
         checkpoints: ReplicaCheckpoints,
+        output: RunOutput,
     ) -> None:
         """Start at `context.first_step`, without threads or connections.
 
@@ -229,6 +231,7 @@ class Replica:
             drain: asks this replica to leave.
             watchdog: limits the time of each phase.
             checkpoints: of the run.
+            output: files of the run.
         """
         self.context = context
         self.options = options
@@ -244,6 +247,7 @@ class Replica:
         self._drain = drain
         self._watchdog = watchdog
         self._checkpoints = checkpoints
+        self._output = output
         poll_sec = context.job.train.follow.poll.total_seconds()
         self._pause_sec = min(poll_sec, options.heartbeat_sec)
         self._departed = DepartedMembers(options.lighthouse, options.heartbeat_sec)
@@ -251,7 +255,7 @@ class Replica:
         self._log_writer = LogWriter(context.run)
         self._timer = PhaseTimer(context.clock, watchdog)
         self._compute = StepCompute(context, injector, self._timer)
-        self._addresses = PeerAddresses(context.run, options.access)
+        self._addresses = PeerAddresses(output.location, options.access)
         self._stack = ExitStack()
 
     def __enter__(self) -> Replica:
@@ -333,6 +337,8 @@ class Replica:
             finished=self._frontier.visible.finished,
             frontier=self._frontier.state,
             trouble=self._frontier.trouble,
+            logged=self._output.logged(self._log_writer.written),
+            saved=self._output.saved if self._writes else -1,
         )
 
     def _agree_on_step(self, microbatches: Iterable[int]) -> Future[Agreement]:
@@ -367,8 +373,6 @@ class Replica:
             self._process(agreement)
             assignment = self._splits.assign(agreement, self.context.num_microbatches)
             self._log_writer.remember_splits(self._splits.take_new_splits())
-            if self._writes:
-                self._log_writer.write_splits()
             if assignment.dropped:
                 tree, computed = self._compute.empty_tree(self.step), []
             for microbatches in assignment.ranges:
@@ -438,8 +442,22 @@ class Replica:
         writer = agreement.writer
         if self._decide() == "train":
             self._frontier.check(agreement.extent, agreement.ready[writer].status.frontier)
-        self._writes = writer == self.options.name
+        self._log_writer.forget(agreement.logged)
+        self._set_writes(writes=writer == self.options.name)
         self.context.rows.update_written(agreement.written, writes=self._writes)
+
+    def _set_writes(self, *, writes: bool) -> None:
+        if writes:
+            with self._watchdog(SAVE):
+                if self._output.begin(self._write_log_anew):
+                    self._checkpoints.release()
+        elif self._writes:
+            self._output.end()
+        self._writes = writes
+
+    def _write_log_anew(self) -> None:
+        self._written_span = None
+        self.write_log()
 
     def _answer_for_departed(self, agreement: Agreement) -> None:
         if self._writes and agreement.staying:
@@ -470,7 +488,7 @@ class Replica:
             self._answer_for_departed(agreement)
         self._commit_frontier(committed)
         with self._watchdog(SAVE):
-            self._checkpoints.after(self.step, writes=self._writes)
+            self._checkpoints.after(self.step, agreement.saved, writes=self._writes)
         self._server.provide_state(self._state_arrays)
 
     def _write_dataset(self) -> None:
@@ -499,7 +517,7 @@ class Replica:
         self.followed = True
         self._splits.reset()
         self._checkpoints.release()
-        self._writes = False
+        self._set_writes(writes=False)
         ahead = [member.status.state for member in agreement.ready.values()]
         follow = partial(self._follow, target=agreement.step)
         self._addresses.check_reachable(self._addresses.use_first(ahead, follow))
@@ -559,13 +577,16 @@ class Replica:
 
     def _state_arrays(self) -> dict[str, Array] | None:
         arrays = self.context.state_before(self.step)
-        return None if arrays is None else arrays | self._frontier.to_arrays()
+        if arrays is None:
+            return None
+        return arrays | self._frontier.to_arrays() | self._log_writer.to_arrays()
 
     def _load(self, arrays: Mapping[str, Array]) -> None:
         with self._watchdog(WAIT):
             settled = self._frontier.load(arrays)
         self.context.set_span(self._frontier.span)
         self.step = self._since = self.context.load(arrays)
+        self._log_writer.load(arrays)
         if settled is not None:
             self.context.rows.settle(settled)
         self._compute.reset()

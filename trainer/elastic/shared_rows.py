@@ -41,7 +41,6 @@ from trainer.stores.factory import (
     open_store,
     run_owner,
     store_access,
-    token_file_of,
 )
 from trainer.stores.remote.client import RemoteStore, open_remote_store
 from trainer.stores.remote.processes import TOKEN
@@ -184,8 +183,8 @@ class SharedStores:
     """Addresses of the store processes."""
     session: str
     """Session of this attempt at the run; calls of an earlier one are refused."""
-    token_file: str
-    """File with the token of the stores."""
+    token_file: str | None
+    """File with the token of the stores; None: that of the job."""
     first: int
     """Step of the checkpoint that the stores hold at the start of this attempt."""
 
@@ -225,12 +224,10 @@ def launch_shared_stores(
         assert isinstance(store, RemoteStore), "there are store processes"
         if checkpoint is not None:
             load_rows(checkpoint, verify_checkpoint(checkpoint), store)
-        token = run / STORE / TOKEN if num_processes else token_file_of(config.stores, job)
         yield SharedStores(
             addresses=tuple(store.members.addresses),
             session=store.members.session,
-            # symbolic links are kept: their targets may differ between nodes
-            token_file=str(token.absolute()),
+            token_file=str((run / STORE / TOKEN).absolute()) if num_processes else None,
             first=step_of(checkpoint),
         )
 
@@ -254,9 +251,10 @@ def open_shared(
     Raises:
         SchemaError: a store refuses or cannot be reached.
     """
+    token = shared.token_file
     return open_remote_store(
         shared.addresses,
-        store_access(config, job, Path(shared.token_file)),
+        store_access(config, job, None if token is None else Path(token)),
         layouts,
         owner=run_owner(run),
         session=shared.session,

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +29,13 @@ from trainer.elastic.checkpoints import BackgroundCheckpoints, FinalCheckpoint, 
 from trainer.elastic.context import (
     Frontier,
     ReplicaContext,
+    Rendezvous,
     extent_at_step,
-    read_rendezvous,
     report_lost_rows,
 )
 from trainer.elastic.faults import FaultInjector, Faults
 from trainer.elastic.membership import ReplicaOptions
+from trainer.elastic.output import RunOutput, replica_folder
 from trainer.elastic.peer_state import MemoryRows, ReplicaRows
 from trainer.elastic.replica import Replica
 from trainer.elastic.shared_rows import SharedRows, WriteBuffer, open_shared
@@ -54,9 +56,11 @@ FAULTS_DONE = "faults"
 
 
 def run_replica(
-    run: Path,
+    run: Path | Location,
+    rendezvous: Rendezvous,
     options: ReplicaOptions,
     *,
+    work: Path,
     clock: Clock,
     faults: Faults,
     drain: Drain,
@@ -65,8 +69,10 @@ def run_replica(
     """Train with the other replicas of a run until it is finished.
 
     Args:
-        run: run folder, prepared by the launcher.
+        run: run folder or URL, prepared by the launcher.
+        rendezvous: written by the launcher.
         options: of this replica.
+        work: directory of work folders; not used for a path.
         clock: seconds, for phases.
         faults: to inject.
         drain: asks this replica to leave.
@@ -78,8 +84,31 @@ def run_replica(
         RowsLostError: a store lost rows; the run must restart from its newest checkpoint.
         DrainInterrupt: it was asked to leave; with a message how to resume.
     """
-    name = f"replica {options.number}"
-    rendezvous = read_rendezvous(run)
+    job = load_job(path_or_url(rendezvous.job))
+    with ExitStack() as stack:
+        folder = run
+        if isinstance(folder, Location):
+            config = job.train.checkpoint
+            folder = stack.enter_context(replica_folder(folder, work, options.number, config))
+        location = Location.parse(run)
+        stack.enter_context(report_lost_rows(location, rendezvous.lighthouse))
+        with RunOutput(folder, location, rendezvous.attempt) as output:
+            _train(output, job, rendezvous, options, clock, faults, drain, progress)
+        if folder != run:
+            shutil.rmtree(folder)
+
+
+def _train(
+    output: RunOutput,
+    job: Job,
+    rendezvous: Rendezvous,
+    options: ReplicaOptions,
+    clock: Clock,
+    faults: Faults,
+    drain: Drain,
+    progress: Callable[[str], None],
+) -> None:
+    name, run = f"replica {options.number}", output.folder
     job_path, shared = path_or_url(rendezvous.job), rendezvous.shared
     train_options = TrainOptions(
         steps=rendezvous.steps,
@@ -87,12 +116,10 @@ def run_replica(
         embedding=rendezvous.embedding,
         follow=rendezvous.follow,
     )
-    job = load_job(job_path)
     config = job.train
     watchdog = Watchdog(replica_limits(config.limits), rank=str(options.number))
     watchdog.write_to(run)
     with ExitStack() as stack, resume_hint(f"{name} stopped before a step"):
-        stack.enter_context(report_lost_rows(run, rendezvous.lighthouse))
         stack.enter_context(watchdog)
         drain.on_request = watchdog.drain
         starting = stack.enter_context(ExitStack())
@@ -128,7 +155,9 @@ def run_replica(
         injector = FaultInjector(faults, options.number, run / FAULTS_DONE)
         options = replace(options, lighthouse=injector.lighthouse_address(options.lighthouse))
         starting.close()
-        with Replica(context, frontier, options, injector, drain, watchdog, checkpoints) as replica:
+        with Replica(
+            context, frontier, options, injector, drain, watchdog, checkpoints, output
+        ) as replica:
             try:
                 outcome = replica.train()
             except BehindError as error:
@@ -138,7 +167,10 @@ def run_replica(
             if outcome is None:
                 with resume_hint(f"{name} stopped after the last step"):
                     finish_run(
-                        replica, lambda: _finish(context, checkpoints, drain, watchdog), drain
+                        replica,
+                        output,
+                        lambda: _finish(context, checkpoints, rendezvous, drain, watchdog),
+                        drain,
                     )
                 return
         if outcome.saves:  # after leaving the context: no replica waits for this one
@@ -147,7 +179,8 @@ def run_replica(
                 checkpoints.finish(replica.step)
             if outcome.trouble:
                 raise SchemaError(outcome.trouble)
-        others = "the others continue" if outcome.others_continue else f"resume {run} with --resume"
+        resume = f"resume {output.location} with --resume"
+        others = "the others continue" if outcome.others_continue else resume
         with resume_hint(f"{name} stopped at step {replica.step}; {others}"):
             drain.check()
 
@@ -206,11 +239,14 @@ def replica_limits(config: LimitsConfig) -> dict[str, float]:
     return seconds
 
 
-def finish_run(replica: Replica, finish: Callable[[], None], drain: Drain) -> None:
+def finish_run(
+    replica: Replica, output: RunOutput, finish: Callable[[], None], drain: Drain
+) -> None:
     """Wait until the writer has finished the run; call `finish` if this replica is the writer.
 
     Args:
         replica: that has trained all steps.
+        output: files of the run.
         finish: writes checkpoint and summary; repeated by the next writer if this one dies.
         drain: interrupts a wait at once, and `finish` after saving.
 
@@ -226,14 +262,18 @@ def finish_run(replica: Replica, finish: Callable[[], None], drain: Drain) -> No
         if writer == replica.options.name:
             replica.write_log()
             finish()
-            done = True
+            done = output.commit()
         else:
             with drain.at_once():
                 drain.sleep(_PAUSE_SEC)
 
 
 def _finish(
-    context: ReplicaContext, checkpoints: ReplicaCheckpoints, drain: Drain, watchdog: Watchdog
+    context: ReplicaContext,
+    checkpoints: ReplicaCheckpoints,
+    rendezvous: Rendezvous,
+    drain: Drain,
+    watchdog: Watchdog,
 ) -> None:
     components, dataset, options = context.components, context.span.dataset, context.options
     with watchdog(SAVE):
@@ -244,7 +284,7 @@ def _finish(
     with drain.at_once():
         evaluation = evaluate_components(context.job, dataset, components, watchdog)
     summary = summary_of(context.run, options, evaluation, context.rows.source)
-    write_summary(context.run, summary)
+    write_summary(context.run, replace(summary, **asdict(rendezvous.rollbacks)))
 
 
 def _checkpoints(context: ReplicaContext, copy_bytes: int) -> ReplicaCheckpoints:

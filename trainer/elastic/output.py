@@ -1,0 +1,160 @@
+"""The files of a run that several replicas train, as its writer keeps them.
+
+A run at a path is a folder that all replicas share. At a URL each replica has a work folder of its
+own, and the one that is the writer commits the state of its folder (`checkpoint/upload.py`). Beside
+the state are small files by which launcher and replicas find each other.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+
+from schemas.config.train import CheckpointConfig
+from schemas.run_manifest import LOGS, SMALL_FILES, fetch_run
+from schemas.storage import Location
+from trainer.checkpoint.manager import claim_leftovers
+from trainer.checkpoint.manifest import step_of_newest
+from trainer.checkpoint.upload import RunUploader, SupersededError, locked_folder
+
+logger = logging.getLogger(__name__)
+NEWEST = (None,)
+"""Checkpoints that a replica begins with."""
+
+
+class RunOutput:
+    """The files of a run as one of its replicas has them; a context.
+
+    Attributes:
+        folder: local folder of the run.
+        location: the same, or the URL of the run.
+    """
+
+    def __init__(self, folder: Path, location: Location, attempt: str) -> None:
+        """Commit nothing yet.
+
+        Args:
+            folder: local folder of the run.
+            location: the same, or the URL of the run.
+            attempt: id of the attempt, at a URL.
+        """
+        self.folder, self.location = folder, location
+        self._attempt = attempt
+        self._uploader: RunUploader | None = None
+        self._former: RunUploader | None = None  # which may still commit
+
+    def __enter__(self) -> RunOutput:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        uploader, self._uploader = self._uploader, None
+        if uploader is None:
+            return
+        try:
+            uploader.__exit__(kind, error, trace)
+        except SupersededError:
+            # by the next writer, or by another attempt: either one continues
+            logger.info("last state is not uploaded, another process continues the run")
+
+    def logged(self, written: int) -> int:
+        """Return the last step whose log lines are durable, -1 for none.
+
+        Args:
+            written: last step whose lines this replica has written to the folder.
+        """
+        if self.location.local is not None:
+            return written
+        return -1 if self._uploader is None else self._uploader.logged
+
+    @property
+    def saved(self) -> int:
+        """Step of the newest checkpoint that is durable, -1 for none."""
+        if self.location.local is not None:
+            return step_of_newest(self.folder)
+        return -1 if self._uploader is None else self._uploader.saved
+
+    def begin(self, write_log: Callable[[], None]) -> bool:
+        """Make this replica the writer, unless it is the writer already.
+
+        At a URL the folder gets logs and small files of the newest state first; row files of its
+        checkpoints stay at the URL.
+
+        Args:
+            write_log: writes the lines of steps that the logs lack.
+
+        Returns:
+            Whether it was made the writer.
+
+        Raises:
+            SupersededError: another attempt trains the run.
+            StorageError: the store failed.
+        """
+        if self.location.local is not None:
+            return False
+        if self._uploader is not None and not self._is_superseded(self._uploader):
+            return False
+        self.end()
+        if self._former is not None:
+            self._former.join()
+        state = fetch_run(self.location, self.folder, (*SMALL_FILES, *LOGS))
+        if state.manifest.attempt != self._attempt:
+            raise SupersededError(self.location)
+        write_log()
+        self._uploader = RunUploader(self.folder, self.location, state)
+        self._uploader.__enter__()
+        return True
+
+    def _is_superseded(self, uploader: RunUploader) -> bool:
+        """Return whether another process has committed; raises other errors of the uploader."""
+        if isinstance(uploader.error, SupersededError):
+            return True
+        if uploader.error is not None:
+            raise uploader.error
+        return False
+
+    def end(self) -> None:
+        """Let another replica be the writer."""
+        if self._uploader is not None:
+            self._uploader.stop()
+            self._former, self._uploader = self._uploader, None
+
+    def commit(self) -> bool:
+        """Make all files of the writer durable; return False if it must `begin` again."""
+        if self._uploader is not None:
+            try:
+                self._uploader.commit()
+            except SupersededError:
+                return False
+        return True
+
+
+@contextmanager
+def replica_folder(
+    run: Location, work: Path, number: int, config: CheckpointConfig
+) -> Generator[Path]:
+    """Yield the work folder of a replica with the newest state of the run at a URL.
+
+    It has one checkpoint, the newest one, and is removed after the body, unless that raises.
+
+    Args:
+        run: URL of the run.
+        work: directory of work folders.
+        number: of the replica.
+        config: of the job.
+
+    Raises:
+        SchemaError: another process uses the folder, or the run is damaged.
+        StorageError: the store failed.
+    """
+    with locked_folder(run, work, f"-{number}") as folder:
+        claim_leftovers(folder, config, resume=False)
+        fetch_run(run, folder, (*SMALL_FILES, *LOGS), NEWEST)
+        yield folder
