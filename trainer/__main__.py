@@ -10,6 +10,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
@@ -36,7 +37,7 @@ from trainer.run import check_no_run
 
 __all__ = ["build_parser", "main"]
 
-_BY_HAND = "start replicas with: python -m trainer replica {run} --number 0"
+_BY_HAND = "start replicas with: python -m trainer replica {run} --number 0{token}"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -159,26 +160,27 @@ def _train_until(drain: Drain, arguments: argparse.Namespace) -> int:
         expire_days=arguments.expire_days,
     )
     work = _work(arguments)
-    with (
-        show_progress() as on_step,
-        open_output(
-            arguments.output, work, job.train.checkpoint, resume=arguments.resume, drain=drain
-        ) as run,
-    ):
-        paths = (arguments.job, arguments.dataset, run)
+    output, config = arguments.output, job.train.checkpoint
+    with ExitStack() as stack:
+        on_step = stack.enter_context(show_progress())
         if arguments.replicas != 1:
             launch = LaunchOptions(
                 count=arguments.replicas,
                 host=arguments.host,
                 port=arguments.port,
+                work=work,
                 faults=Faults.from_json(arguments.faults),
             )
             if not arguments.replicas:
-                print(_BY_HAND.format(run=run), file=sys.stderr)
+                token = " --token-file FILE" if isinstance(output, Location) else ""
+                print(_BY_HAND.format(run=output, token=token), file=sys.stderr)
+            paths = (arguments.job, arguments.dataset, output)
             summary = train_replicas(
                 *paths, options, launch, on_step, drain, progress=_print_progress
             )
         else:
+            run = open_output(output, work, config, resume=arguments.resume, drain=drain)
+            paths = (arguments.job, arguments.dataset, stack.enter_context(run))
             clock = time.perf_counter
             summary = train(
                 *paths, options, clock=clock, on_step=on_step, drain=drain, progress=_print_progress
@@ -203,7 +205,7 @@ def _replica_until(drain: Drain, arguments: argparse.Namespace) -> int:
 
     import torch
 
-    from trainer.elastic.context import TOKEN, read_rendezvous
+    from trainer.elastic.context import read_rendezvous
     from trainer.elastic.faults import Faults
     from trainer.elastic.launcher import watch_stdin
     from trainer.elastic.membership import ReplicaOptions
@@ -214,14 +216,12 @@ def _replica_until(drain: Drain, arguments: argparse.Namespace) -> int:
     if arguments.end_with_stdin:
         watch_stdin(drain)
     torch.set_num_threads(arguments.threads)
-    together = read_rendezvous(arguments.run)
+    together = read_rendezvous(Location.parse(arguments.run))
     options = ReplicaOptions(
         number=arguments.number,
         name=f"{arguments.number:03d}-{secrets.token_hex(4)}",
         lighthouse=together.lighthouse,
-        access=read_access(
-            arguments.token_file or arguments.run / TOKEN, arguments.trusted, arguments.tls_name
-        ),
+        access=read_access(_token_file(arguments), arguments.trusted, arguments.tls_name),
         certificate=_certificate(arguments),
         host=arguments.host,
         expected=arguments.expected,
@@ -232,7 +232,9 @@ def _replica_until(drain: Drain, arguments: argparse.Namespace) -> int:
         clock = time.perf_counter
         run_replica(
             arguments.run,
+            together,
             options,
+            work=_work(arguments),
             clock=clock,
             faults=faults,
             drain=drain,
@@ -242,6 +244,20 @@ def _replica_until(drain: Drain, arguments: argparse.Namespace) -> int:
         print(f"replica {options.name}: {error}", file=sys.stderr)
         return EXIT_BEHIND if isinstance(error, BehindError) else EXIT_LOST_ROWS
     return 0
+
+
+def _token_file(arguments: argparse.Namespace) -> Path:
+    from trainer.elastic.context import TOKEN
+
+    if arguments.token_file is not None:
+        return arguments.token_file
+    if isinstance(arguments.run, Location):
+        raise SchemaError(
+            "replicas of a run at a URL need a token that is not there; give each the same "
+            "--token-file",
+            file=str(arguments.run),
+        )
+    return arguments.run / TOKEN
 
 
 def _evaluate(arguments: argparse.Namespace) -> int:

@@ -19,11 +19,13 @@ TLS_NAME = "name in the others' certificates; default: the host of their address
 
 def add_replica(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `replica`."""
-    parser.add_argument("run", type=Path, help="run folder of train --replicas")
+    parser.add_argument("run", type=path_or_url, help="run folder or URL of train --replicas")
     parser.add_argument("--number", type=int, required=True, help="of this replica, from 0")
     parser.add_argument("--host", default="127.0.0.1", help="beyond loopback only with TLS")
     _add_tls(parser, "authorities of other replicas, PEM")
-    parser.add_argument("--token-file", type=Path, help="of the replicas; default: RUN/token")
+    parser.add_argument(
+        "--token-file", type=Path, help="of the replicas; default: RUN/token of a folder"
+    )
     parser.add_argument("--expected", type=positive, default=1, help="replicas to wait for")
     parser.add_argument("--threads", type=positive, default=1, help="microbatches computed at once")
     parser.add_argument("--faults", default="[]", help="faults to inject, as JSON")
@@ -154,7 +156,8 @@ def build_parser() -> argparse.ArgumentParser:
     run.add_argument("--host", default="127.0.0.1", help="of the lighthouse")
     run.add_argument("--port", type=not_negative, default=0, help="of the lighthouse")
     run.add_argument("--faults", default="[]", help="faults to inject into replicas, as JSON")
-    add_replica(commands.add_parser("replica", help="run one replica of train --replicas"))
+    replica = commands.add_parser("replica", help="run one replica of train --replicas")
+    add_replica(replica)
     score = commands.add_parser("evaluate", help="metrics of a run on the evaluation split")
     score.add_argument("job", type=path_or_url, help="job file, or its URL")
     score.add_argument("--dataset", type=Location, required=True, help="path or URL")
@@ -172,7 +175,7 @@ def build_parser() -> argparse.ArgumentParser:
     erase.add_argument("run", type=path_or_url, help="run")
     erase.add_argument("--ids", type=Path, required=True, help="text file, one id per line")
     erase.add_argument("--table", required=True, help="embedding table of the ids")
-    for command in (run, erase):
+    for command in (run, replica, erase):
         command.add_argument(
             "--work",
             type=Path,

@@ -194,7 +194,8 @@ class FollowedDataset:
             progress: called with a message while waiting.
             check: raises if the first dataset does not fit the run.
         """
-        self._path = path
+        self.location = path
+        """Path or URL of the dataset."""
         self._job = job
         self._options = options
         self._drain = drain
@@ -285,7 +286,7 @@ class FollowedDataset:
         """Return the newest span; None, with `wait_reason`, while there is nothing to train."""
         previous = self._span
         if self._options.follow and previous is None and not self._last_stamp:
-            self.wait_reason = f"{self._path} does not exist yet"
+            self.wait_reason = f"{self.location} does not exist yet"
             return None
         try:
             span = self._open()
@@ -304,20 +305,20 @@ class FollowedDataset:
         ids = [s.id for s in span.dataset.segments]
         self.wait_reason = (
             f"{len(ids)} segments are committed, the last is {ids[-1]}, and the dataset is not "
-            f"sealed; append segments, or run python -m pipelines seal {self._path}"
+            f"sealed; append segments, or run python -m pipelines seal {self.location}"
         )
         return span
 
     def _open(self) -> Span | None:
         """Open the dataset as it is now; None while there is nothing to train."""
         while True:
-            root = read_dataset(self._path)
+            root = read_dataset(self.location)
             if self._span is not None:
-                check_continues(self._span.dataset.manifest, root, self._path)
+                check_continues(self._span.dataset.manifest, root, self.location)
             elif len(root.segments) < self._options.min_segments:
                 return None
             try:
-                dataset = open_dataset(self._path)
+                dataset = open_dataset(self.location)
                 if self._options.selected is not None:
                     dataset = select_segments_by_hash(dataset, self._options.selected)
                 if self._span is None:
@@ -326,10 +327,10 @@ class FollowedDataset:
                 if span is not None and self._options.planned:
                     self._check_index(span)
                 self._lease.hold({*directories_of(dataset), *self._used})
-                if read_dataset(self._path) != root:
+                if read_dataset(self.location) != root:
                     continue  # something may have been removed before the lease was held
             except SchemaError:
-                if read_dataset(self._path) == root:
+                if read_dataset(self.location) == root:
                     raise
                 continue  # it was replaced while it was opened
             return span

@@ -141,7 +141,7 @@ def check_file(folder: Path, name: str, expected: FileChecksum) -> None:
 
 
 def has_files(folder: Path) -> bool:
-    """Return whether a checkpoint's files exist here; those of a run at a URL may be there alone."""
+    """Return whether a checkpoint's files exist here; those of a run may be at its URL only."""
     try:
         files = read_checkpoint_manifest(folder).files
     except SchemaError:

@@ -22,7 +22,7 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -65,12 +65,17 @@ logger = logging.getLogger(__name__)
 
 POLL_SEC = 0.5
 """Interval of looking for a new complete checkpoint."""
-LOG_SEC = 5.0
-"""Interval of commits of new log lines alone, so that others see the steps of a run."""
+LOG_SEC, MAX_LOG_SEC = 5.0, 60.0
+"""Shortest and longest interval of commits of new log lines alone, by which others see the steps of
+a run. It grows with the run, because the name of each version stays at the URL."""
+_COMMITS = 200
+"""The interval is the time since the start divided by this number."""
 MERGED_BYTES = 4 << 20
 """Smaller objects of a log are joined with new lines when these have more than half of their bytes.
 So each object has at least twice the bytes of the next one, or this size: there are few of them,
 and a byte is uploaded some ten times at most."""
+NEWEST = (None,)
+"""Checkpoints of `fetch_run`: the newest one."""
 _LINE_BYTES = 1 << 16
 """Longest line of the metrics."""
 _UPLOADS = 4
@@ -205,18 +210,43 @@ def _prepare(
             "remove the folder",
             file=str(output),
         )
-    claimed = claim_run(output)
-    if claimed.manifest.files != (continued and continued.manifest.files):
-        claim_leftovers(folder, config, resume=False)
-        fetched = fetch_run(output, folder, ALL)
-        if fetched.manifest.attempt != claimed.manifest.attempt:
-            raise SupersededError(output)
-        claimed = fetched
-    _record(folder, claimed)
-    return claimed
+    claimed = _claim_run(output)
+    if claimed.manifest.files == (continued and continued.manifest.files):
+        _record(folder, claimed)
+        return claimed
+    claim_leftovers(folder, config, resume=False)
+    return _fetch_claimed(output, folder, claimed, ALL)
 
 
-def claim_run(output: Location) -> RunState:
+def begin_attempt(output: Location, folder: Path) -> RunState:
+    """Begin a new attempt from the newest state of a run, and return that state.
+
+    The folder gets its logs, small files and newest checkpoint.
+
+    Raises:
+        SchemaError: the run is damaged.
+        SupersededError: another process has begun an attempt after this one.
+        StorageError: the store failed.
+    """
+    claimed = _claim_run(output)
+    return _fetch_claimed(output, folder, claimed, (*SMALL_FILES, *LOGS), NEWEST)
+
+
+def _fetch_claimed(
+    output: Location,
+    folder: Path,
+    claimed: RunState,
+    files: Collection[str] | str,
+    checkpoints: Iterable[int | None] = (),
+) -> RunState:
+    fetched = fetch_run(output, folder, files, checkpoints)
+    if fetched.manifest.attempt != claimed.manifest.attempt:
+        raise SupersededError(output)
+    _record(folder, fetched)
+    return fetched
+
+
+def _claim_run(output: Location) -> RunState:
     """Commit the newest state of a run again, as a new attempt, and return it.
 
     Raises:
@@ -283,21 +313,20 @@ class RunUploader:
         """Last step whose log lines are in that state."""
         self.error: Exception | None = None
         """Error because of which nothing more is committed."""
-        self._run, self._output, self._newest = run, output, newest
+        self.output = output
+        """URL of the run."""
+        self._run, self._newest = run, newest
         self._on_error = on_error
         self._writer = writer_id()
-        self._attempt = self._writer if newest is None else newest.manifest.attempt
+        self.attempt = self._writer if newest is None else newest.manifest.attempt
+        """Id of the attempt that this process takes part in."""
         self._inodes: dict[str, int] = {}  # of the logs whose committed lines were compared
         self._is_first = True
-        self._due = 0.0  # time of the next commit of log lines
+        self._start = time.monotonic()
+        self._due = self._start  # time of the next commit of log lines
         self._lock = threading.Lock()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._commit_states, name="upload", daemon=True)
-
-    @property
-    def attempt(self) -> str:
-        """Id of the attempt that this process takes part in."""
-        return self._attempt
 
     def __enter__(self) -> RunUploader:
         self._thread.start()
@@ -361,7 +390,9 @@ class RunUploader:
             except Exception as error:
                 self.error = error
                 raise
-            self._due = time.monotonic() + LOG_SEC
+            elapsed = time.monotonic() - self._start
+            interval = max(LOG_SEC, min(MAX_LOG_SEC, elapsed / _COMMITS))
+            self._due = self._start + elapsed + interval
 
     def _try_commit(self) -> None:
         if not has_run(self._run):
@@ -426,7 +457,7 @@ class RunUploader:
     def _upload(self, state: _NewState) -> None:
         def upload(pair: tuple[Path, str]) -> None:
             path, name = pair
-            (self._output / name).upload(path)
+            (self.output / name).upload(path)
 
         with ThreadPoolExecutor(_UPLOADS, thread_name_prefix="upload") as pool:
             for _ in pool.map(upload, state.uploads):
@@ -435,26 +466,26 @@ class RunUploader:
     def _commit(self, state: _NewState) -> None:
         """Commit an uploaded state, and delete what it replaces."""
         old = self._newest
-        manifest = RunManifest(writer=self._writer, attempt=self._attempt, files=state.files)
-        new = commit_state(self._output, old, manifest)
+        manifest = RunManifest(writer=self._writer, attempt=self.attempt, files=state.files)
+        new = commit_state(self.output, old, manifest)
         if new is None:
-            self._output.remove([name for _, name in state.uploads])
-            raise SupersededError(self._output)
+            self.output.remove([name for _, name in state.uploads])
+            raise SupersededError(self.output)
         _record(self._run, new)
         self._newest = new
         if old is not None:
             with _log_errors():
-                self._output.remove(sorted(old.manifest.objects - manifest.objects))
-                Versions(self._output).retire([old.version.number])
+                self.output.remove(sorted(old.manifest.objects - manifest.objects))
+                Versions(self.output).retire([old.version.number])
 
     def _remove_leftovers(self) -> None:
         """Delete objects that others left at numbers that are taken: nobody can commit them."""
         assert self._newest is not None, "there is a state"
         after = f"{self._newest.version.number + 1:08d}"
         with _log_errors():
-            entries = (self._output / OBJECTS).entries()
+            entries = (self.output / OBJECTS).entries()
             names = {f"{OBJECTS}/{entry.path}" for entry in entries if entry.path < after}
-            self._output.remove(sorted(names - self._newest.manifest.objects))
+            self.output.remove(sorted(names - self._newest.manifest.objects))
 
 
 def _last_step(file: BinaryIO, end: int) -> int:

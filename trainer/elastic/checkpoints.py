@@ -180,7 +180,9 @@ class LogWriter:
     def load(self, arrays: Mapping[str, Array]) -> None:
         """Remember what `to_arrays` of another replica returned, instead of earlier lines."""
         body = json.loads(arrays[LINES].tobytes())
-        lines = ((step, (ledger.encode(), metric.encode())) for step, ledger, metric in body["lines"])
+        lines = (
+            (step, (ledger.encode(), metric.encode())) for step, ledger, metric in body["lines"]
+        )
         self._lines = OrderedDict(lines)
         self._splits = [
             StepSplit(**{**split, "leaves": {n: (a, b) for n, (a, b) in split["leaves"].items()}})
@@ -327,6 +329,7 @@ class BackgroundCheckpoints:
         self._dropped_before = 0
         context.rows.track_changes(self._changes)
         self._active: tuple[BackgroundSaver, ReplicaState] | None = None
+        self._releasing: threading.Thread | None = None
         self._warned = False
 
     def after(self, train_step: int, saved: int, *, writes: bool) -> None:
@@ -355,14 +358,17 @@ class BackgroundCheckpoints:
     def release(self) -> None:
         """Release the memory of copies in the background, after they are written."""
         if self._active is not None:
-            threading.Thread(target=_close, args=self._active, name="release", daemon=True).start()
+            self._releasing = threading.Thread(
+                target=_close, args=self._active, name="release", daemon=True
+            )
+            self._releasing.start()
             self._active = None
 
     def close(self) -> None:
         """Stop the agent after it has written its copies, and release their memory."""
-        if self._active is not None:
-            _close(*self._active)
-            self._active = None
+        self.release()
+        if self._releasing is not None:
+            self._releasing.join()
 
     def _save(self, train_step: int, save: Callable[[BackgroundSaver, int], None]) -> bool:
         """Save with `save`, or everything if that is not possible; return whether it was all."""

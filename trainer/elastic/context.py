@@ -41,8 +41,7 @@ from trainer.train import reader_of
 TOKEN = "token"
 """File of the run with the token of its replicas."""
 ROWS_LOST = "rows-lost"
-"""File of the run, at a URL beside its state, with the lighthouse of the attempt whose rows are
-lost."""
+"""File of the run, at a URL beside its state, with the id of the attempt whose rows are lost."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,8 +72,8 @@ class Rendezvous:
     """Size of the largest copy for a checkpoint; 0 if none is made beside training."""
     shared: SharedStores | None
     """Stores of the run; None if every replica has all rows in memory."""
-    attempt: str = ""
-    """`RunManifest.attempt` of a run at a URL."""
+    attempt: str
+    """Unique id; that of `RunManifest.attempt` at a URL."""
     rollbacks: Rollbacks = field(default_factory=Rollbacks)
     """Rollbacks of the run before this attempt."""
 
@@ -113,18 +112,18 @@ def remove_rendezvous(run: Location, rendezvous: Rendezvous) -> None:
 
 
 @contextmanager
-def report_lost_rows(run: Location, lighthouse: str) -> Generator[None]:
+def report_lost_rows(run: Location, attempt: str) -> Generator[None]:
     """Report a `RowsLostError` to the launcher of an attempt, through a file of the run."""
     try:
         yield
     except RowsLostError:
-        (run / ROWS_LOST).write_bytes(lighthouse.encode())
+        (run / ROWS_LOST).write_bytes(attempt.encode())
         raise
 
 
-def rows_are_lost(run: Location, lighthouse: str) -> bool:
+def rows_are_lost(run: Location, attempt: str) -> bool:
     """Return whether a replica of an attempt has reported lost rows."""
-    return read_run_object(run, ROWS_LOST) == lighthouse.encode()
+    return read_run_object(run, ROWS_LOST) == attempt.encode()
 
 
 def read_run_object(run: Location, name: str) -> bytes | None:

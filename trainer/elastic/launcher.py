@@ -12,40 +12,53 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from schemas.config.job import load_job
+from schemas.config.job import Job, load_job
 from schemas.errors import SchemaError
 from schemas.run_log import (
     EXIT_BEHIND,
     EXIT_HUNG,
     EXIT_LOST_ROWS,
     METRICS,
-    RENDEZVOUS,
     SUMMARY,
     RunSummary,
     StepMetric,
     read_summary,
 )
+from schemas.run_manifest import LOGS, SMALL_FILES, RunLogTail, fetch_run
 from schemas.storage import Location
+from schemas.versions import writer_id
 from trainer.checkpoint.load import newest_checkpoint, step_of
 from trainer.checkpoint.manager import claim_leftovers
+from trainer.checkpoint.upload import (
+    RunUploader,
+    SupersededError,
+    begin_attempt,
+    training_folder,
+)
 from trainer.components import layouts_of
 from trainer.data.decode import spec_of
 from trainer.elastic.checkpoints import check_room, copy_bytes_of
-from trainer.elastic.context import TOKEN, Rendezvous, rows_are_lost, write_rendezvous
+from trainer.elastic.context import (
+    TOKEN,
+    Rendezvous,
+    remove_rendezvous,
+    rows_are_lost,
+    write_rendezvous,
+)
 from trainer.elastic.faults import Faults
 from trainer.elastic.membership import Lighthouse
 from trainer.elastic.peer_state import REPLICAS
-from trainer.elastic.shared_rows import RETAINED_BYTES, launch_shared_stores
+from trainer.elastic.shared_rows import RETAINED_BYTES, SharedStores, launch_shared_stores
+from trainer.follow import FollowedDataset
 from trainer.recovery import Drain, DrainInterrupt, Watchdog, resume_hint
-from trainer.run import truncate_logs, write_summary
+from trainer.run import truncate_logs
 from trainer.runtime import close_pipes, end_children, start_child
-from trainer.setup import TrainOptions, first_checkpoint, open_run, with_rollbacks
+from trainer.setup import Rollbacks, TrainOptions, first_checkpoint, open_run, with_rollbacks
 from trainer.stores.api import RowsLostError
 from trainer.stores.remote.wire import write_token
-
 
 logger = logging.getLogger(__name__)
 
@@ -95,7 +108,7 @@ class AttemptMonitor:
             self._due = time.monotonic() + URL_POLL_SEC
         for line in self._tail.read()[0]:
             self._on_step(StepMetric(**json.loads(line)), self._num_steps())
-        if rows_are_lost(self._run, self._rendezvous.lighthouse):
+        if rows_are_lost(self._run, self._rendezvous.attempt):
             raise RowsLostError(_ROWS_LOST)
         self.is_finished = self._has_summary()
 
@@ -200,7 +213,7 @@ class LocalReplicas:
                     if not running and not finished:
                         raise SchemaError(
                             f"all replicas ended, {sorted(self._hung)} hung; see the "
-                            f"stacks in {self._run} and continue with --resume"
+                            "stacks above and continue with --resume"
                         )
                     continue
                 if status > 0 and status != EXIT_BEHIND and (drain.asked or status != EXIT_HUNG):
@@ -308,12 +321,13 @@ def train_replicas(
     with ExitStack() as stack:
         run, uploader = output, None
         if isinstance(run, Location):
-            assert launch.work is not None, "a run at a URL has a work folder"
+            assert launch.work is not None, "a run at a URL has a directory of work folders"
             config = job.train.checkpoint
+            location = run
             run, newest = stack.enter_context(
-                training_folder(run, launch.work, config, resume=options.resume)
+                training_folder(location, launch.work, config, resume=options.resume)
             )
-            uploader = RunUploader(run, output, newest)
+            uploader = RunUploader(run, location, newest)
         with Watchdog(job.train.limits.seconds()) as watchdog:
             data = open_run(job_path, job, dataset_path, run, options, drain, progress, watchdog)
         launcher = Launcher(
@@ -391,7 +405,7 @@ class Launcher:
             self._on_start(stack.enter_context(replicas))
             replicas.wait(monitor, self._drain, train.limits.drain.total_seconds())
         if self._uploader is not None:
-            self._uploader.fetch((*SMALL_FILES, *LOGS))
+            fetch_run(self._location, run, (*SMALL_FILES, *LOGS))
         if not (run / SUMMARY).is_file():
             horizon = self._data.current().horizon
             with resume_hint(resume_message(run, horizon.end_step if horizon.is_final else None)):
@@ -429,7 +443,7 @@ class Launcher:
             retained_bytes=launch.retained_bytes,
             copy_bytes=copy_bytes,
             shared=shared,
-            attempt="" if self._uploader is None else self._uploader.attempt,
+            attempt=writer_id() if self._uploader is None else self._uploader.attempt,
             rollbacks=rollbacks,
         )
         self._location.remove([REPLICAS])
@@ -457,7 +471,8 @@ class Launcher:
         if self._uploader is None:
             claim_leftovers(self._run, self._job.train.checkpoint, resume=True)
         else:
-            self._uploader.claim()
+            newest = begin_attempt(self._location, self._run)
+            self._uploader = RunUploader(self._run, self._uploader.output, newest)
 
 
 def _threads_each(wanted: int | None, count: int) -> int:

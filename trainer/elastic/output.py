@@ -18,11 +18,9 @@ from schemas.run_manifest import LOGS, SMALL_FILES, fetch_run
 from schemas.storage import Location
 from trainer.checkpoint.manager import claim_leftovers
 from trainer.checkpoint.manifest import step_of_newest
-from trainer.checkpoint.upload import RunUploader, SupersededError, locked_folder
+from trainer.checkpoint.upload import NEWEST, RunUploader, SupersededError, locked_folder
 
 logger = logging.getLogger(__name__)
-NEWEST = (None,)
-"""Checkpoints that a replica begins with."""
 
 
 class RunOutput:
@@ -31,6 +29,7 @@ class RunOutput:
     Attributes:
         folder: local folder of the run.
         location: the same, or the URL of the run.
+        attempt: id of the attempt.
     """
 
     def __init__(self, folder: Path, location: Location, attempt: str) -> None:
@@ -39,10 +38,9 @@ class RunOutput:
         Args:
             folder: local folder of the run.
             location: the same, or the URL of the run.
-            attempt: id of the attempt, at a URL.
+            attempt: id of the attempt.
         """
-        self.folder, self.location = folder, location
-        self._attempt = attempt
+        self.folder, self.location, self.attempt = folder, location, attempt
         self._uploader: RunUploader | None = None
         self._former: RunUploader | None = None  # which may still commit
 
@@ -81,44 +79,38 @@ class RunOutput:
             return step_of_newest(self.folder)
         return -1 if self._uploader is None else self._uploader.saved
 
-    def begin(self, write_log: Callable[[], None]) -> bool:
-        """Make this replica the writer, unless it is the writer already.
+    @property
+    def must_begin(self) -> bool:
+        """Whether this replica must `begin` to be the writer; raises errors of its uploads."""
+        if self.location.local is not None:
+            return False
+        error = None if self._uploader is None else self._uploader.error
+        if error is not None and not isinstance(error, SupersededError):
+            raise error
+        return self._uploader is None or error is not None
 
-        At a URL the folder gets logs and small files of the newest state first; row files of its
-        checkpoints stay at the URL.
+    def begin(self, write_log: Callable[[], None]) -> None:
+        """Make this replica the writer of a run at a URL.
+
+        The folder gets logs and small files of the newest state; row files of checkpoints stay at
+        the URL. No checkpoint may be in progress.
 
         Args:
             write_log: writes the lines of steps that the logs lack.
-
-        Returns:
-            Whether it was made the writer.
 
         Raises:
             SupersededError: another attempt trains the run.
             StorageError: the store failed.
         """
-        if self.location.local is not None:
-            return False
-        if self._uploader is not None and not self._is_superseded(self._uploader):
-            return False
         self.end()
         if self._former is not None:
             self._former.join()
         state = fetch_run(self.location, self.folder, (*SMALL_FILES, *LOGS))
-        if state.manifest.attempt != self._attempt:
+        if state.manifest.attempt != self.attempt:
             raise SupersededError(self.location)
         write_log()
         self._uploader = RunUploader(self.folder, self.location, state)
         self._uploader.__enter__()
-        return True
-
-    def _is_superseded(self, uploader: RunUploader) -> bool:
-        """Return whether another process has committed; raises other errors of the uploader."""
-        if isinstance(uploader.error, SupersededError):
-            return True
-        if uploader.error is not None:
-            raise uploader.error
-        return False
 
     def end(self) -> None:
         """Let another replica be the writer."""
@@ -131,7 +123,7 @@ class RunOutput:
         if self._uploader is not None:
             try:
                 self._uploader.commit()
-            except SupersededError:
+            except (SupersededError, FileNotFoundError):  # or the run is being changed
                 return False
         return True
 

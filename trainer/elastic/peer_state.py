@@ -253,14 +253,15 @@ REPLICAS = "replicas.json"
 class PeerAddresses:
     """Addresses of the replicas of a run."""
 
-    def __init__(self, run: Location, access: Access) -> None:
+    def __init__(self, run: Location, attempt: str, access: Access) -> None:
         """Read nothing yet.
 
         Args:
             run: folder or URL of the run.
+            attempt: id of the attempt; addresses of another one are not used.
             access: to replicas of the run.
         """
-        self._file = run / REPLICAS
+        self._file, self._attempt = run / REPLICAS, attempt
         self._access = access
         self._published: list[str] = []
         self._unreachable_since: float | None = None
@@ -268,15 +269,17 @@ class PeerAddresses:
     def publish(self, addresses: list[str]) -> None:
         """Write the addresses for replicas that join."""
         if addresses != self._published:
-            self._file.write_bytes(json.dumps(addresses).encode())
+            body = {"attempt": self._attempt, "addresses": addresses}
+            self._file.write_bytes(json.dumps(body).encode())
             self._published = addresses
 
     def read(self) -> list[str]:
         """Return the published addresses."""
         try:
-            return json.loads(self._file.read_bytes())
+            body = json.loads(self._file.read_bytes())
         except FileNotFoundError:
             return []
+        return body["addresses"] if body["attempt"] == self._attempt else []
 
     def use_first(self, addresses: Iterable[str], use: Callable[[PeerClient], None]) -> str:
         """Call `use` with peers until one raises no `PeerError`.

@@ -255,7 +255,7 @@ class Replica:
         self._log_writer = LogWriter(context.run)
         self._timer = PhaseTimer(context.clock, watchdog)
         self._compute = StepCompute(context, injector, self._timer)
-        self._addresses = PeerAddresses(output.location, options.access)
+        self._addresses = PeerAddresses(output.location, output.attempt, options.access)
         self._stack = ExitStack()
 
     def __enter__(self) -> Replica:
@@ -448,9 +448,10 @@ class Replica:
 
     def _set_writes(self, *, writes: bool) -> None:
         if writes:
-            with self._watchdog(SAVE):
-                if self._output.begin(self._write_log_anew):
-                    self._checkpoints.release()
+            if self._output.must_begin:
+                with self._watchdog(SAVE):
+                    self._checkpoints.close()
+                    self._output.begin(self._write_log_anew)
         elif self._writes:
             self._output.end()
         self._writes = writes

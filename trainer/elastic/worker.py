@@ -28,8 +28,8 @@ from trainer.data.decode import spec_of
 from trainer.elastic.checkpoints import BackgroundCheckpoints, FinalCheckpoint, ReplicaCheckpoints
 from trainer.elastic.context import (
     Frontier,
-    ReplicaContext,
     Rendezvous,
+    ReplicaContext,
     extent_at_step,
     report_lost_rows,
 )
@@ -91,7 +91,7 @@ def run_replica(
             config = job.train.checkpoint
             folder = stack.enter_context(replica_folder(folder, work, options.number, config))
         location = Location.parse(run)
-        stack.enter_context(report_lost_rows(location, rendezvous.lighthouse))
+        stack.enter_context(report_lost_rows(location, rendezvous.attempt))
         with RunOutput(folder, location, rendezvous.attempt) as output:
             _train(output, job, rendezvous, options, clock, faults, drain, progress)
         if folder != run:
