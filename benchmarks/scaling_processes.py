@@ -44,6 +44,7 @@ from trainer.elastic.checkpoints import FinalCheckpoint
 from trainer.elastic.context import Frontier, ReplicaContext
 from trainer.elastic.faults import FaultInjector, FaultPoint, Faults
 from trainer.elastic.membership import ReplicaOptions
+from trainer.elastic.output import RunOutput
 from trainer.elastic.peer_state import MemoryRows
 from trainer.elastic.replica import Replica
 from trainer.follow import FollowedDataset
@@ -145,7 +146,8 @@ def run_replica(config: ProcessConfig, connection: Connection) -> None:
     gate = TurnGate(connection, lighthouse_port, config.run)
     watchdog = Watchdog(job.train.limits.seconds())
     saves = FinalCheckpoint(config.run, lambda _: None)
-    with Replica(context, frontier, options, gate, Drain(), watchdog, saves) as replica:
+    output = RunOutput(config.run, Location.parse(config.run), "benchmark")
+    with Replica(context, frontier, options, gate, Drain(), watchdog, saves, output) as replica:
         replica.train()
 
 

@@ -18,7 +18,7 @@ from tests.trainer.processes import agents_of_run, is_gone, wait_for
 from tests.trainer.runs import rows_in
 from trainer.checkpoint.load import save_checkpoint
 from trainer.checkpoint.manager import CHECKPOINT_LOG
-from trainer.checkpoint.manifest import complete_checkpoints
+from trainer.checkpoint.manifest import complete_checkpoints, step_of_newest
 from trainer.checkpoint.snapshot import SnapshotMemory, memory_path
 from trainer.components import build_components, order_of
 from trainer.data.decode import spec_of
@@ -76,7 +76,7 @@ class OneReplica:
             gathered = self.rows.source.gather(step, rows)[TABLE]
             gathered.records.values[gathered.positions] = step
             self.rows.source.release(step, rows)
-            self.saves.after(step + 1, writes=writes)
+            self.saves.after(step + 1, step_of_newest(self.run), writes=writes)
 
     def assert_saved(self, train_step: int) -> None:
         """Assert that a checkpoint has all rows as they were before a step."""

@@ -50,7 +50,10 @@ def beside(folder: Path, run: Path, number: str) -> Path:
     own.mkdir()
     for path in run.iterdir():
         (own / path.name).symlink_to(path)
-    write_rendezvous(own, replace(read_rendezvous(run), dataset=str(folder / "stuck")))
+    write_rendezvous(
+        Location.parse(own),
+        replace(read_rendezvous(Location.parse(run)), dataset=str(folder / "stuck")),
+    )
     return own
 
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from schemas.run_log import StepMetric
+from schemas.storage import Location
 from tests.trainer.certificates import make_certificate
 from trainer.__main__ import main
 from trainer.elastic.context import Rendezvous, write_rendezvous
@@ -76,8 +77,9 @@ def test_replica_beyond_loopback_must_have_a_certificate(
         retained_bytes=1,
         copy_bytes=0,
         shared=None,
+        attempt="a",
     )
-    write_rendezvous(tmp_path, together)
+    write_rendezvous(Location.parse(tmp_path), together)
     arguments = ["replica", str(tmp_path), "--number", "0", "--host", "0.0.0.0"]
     assert main(arguments) == 1
     assert "host must be loopback without TLS, got host='0.0.0.0'" in capsys.readouterr().err

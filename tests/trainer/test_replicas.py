@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from schemas.errors import SchemaError
 from schemas.run_log import LEDGER, METRICS, SPLITS, LedgerEntry, StepMetric, read_metrics
 from tests.trainer.processes import hold
-from trainer.elastic.checkpoints import REMEMBERED_STEPS, LogWriter
+from trainer.elastic.checkpoints import LogWriter
 from trainer.elastic.exchange import (
     SPLIT_AHEAD_STEPS,
     GlooGroup,
@@ -87,6 +87,8 @@ def test_a_replica_slowed_by_half_has_half_within_ten_steps_and_the_log_says_so(
     tmp_path: Path,
 ) -> None:
     shares = {name: SplitPlanner(name) for name in "ab"}
+    for name in (METRICS, LEDGER):
+        (tmp_path / name).touch()
     writers = {name: LogWriter(tmp_path) for name in "ab"}
     speeds: dict[str, float | None] = {"a": None, "b": None}
     done: list[dict[str, range]] = []
@@ -97,7 +99,7 @@ def test_a_replica_slowed_by_half_has_half_within_ten_steps_and_the_log_says_so(
             share.assign(agreement, lambda _: 24)
             writers[name].remember_splits(share.take_new_splits())
             speeds[name] = smooth_speed(speeds[name], 5.0 if name == "b" and step >= 6 else 10.0)
-        writers["a" if step < 9 else "b"].write_splits()
+        writers["a" if step < 9 else "b"].write()
     assert [len(runs["b"]) for runs in done[1:7]] == [12] * 6
     assert len(done[15]["b"]) == 8
     lines = [json.loads(line) for line in (tmp_path / SPLITS).read_text().splitlines()]
@@ -218,8 +220,9 @@ def test_a_writer_that_does_not_know_the_next_step_says_so(tmp_path: Path) -> No
     for name in (METRICS, LEDGER):
         (tmp_path / name).touch()
     writer = LogWriter(tmp_path)
-    for step in range(REMEMBERED_STEPS + 1):
+    for step in range(2):
         writer.remember(*lines_of(step))
+    writer.forget(0)
     with pytest.raises(SchemaError, match="lines between step -1 and 1 are missing"):
         writer.write()
 

@@ -17,6 +17,7 @@ import pytest
 from schemas.errors import SchemaError
 from schemas.manifest import read_dataset
 from schemas.run_log import LEDGER
+from schemas.storage import Location
 from tests.shared import with_long
 from tests.trainer.growing import GROWING, ONCE, assert_equal, commit, grown_versions, make_versions
 from tests.trainer.make_dataset import change_root, write_job
@@ -207,7 +208,9 @@ def seen_by_another(run: Path, dataset: Path) -> Path:
         (own / path.name).symlink_to(path)
     (own / REPLICAS).unlink(missing_ok=True)
     (own / REPLICAS).symlink_to(run / REPLICAS)
-    write_rendezvous(own, replace(read_rendezvous(run), dataset=str(dataset)))
+    write_rendezvous(
+        Location.parse(own), replace(read_rendezvous(Location.parse(run)), dataset=str(dataset))
+    )
     return own
 
 
