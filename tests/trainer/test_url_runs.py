@@ -24,6 +24,7 @@ from schemas.run_log import CHECKPOINT_LOG, CHECKPOINTS, LEDGER, METRICS, RUN_FI
 from schemas.run_manifest import (
     ALL,
     OBJECTS,
+    RunLogTail,
     RunManifest,
     RunObject,
     fetch_run,
@@ -282,18 +283,45 @@ def contents_of(run: Path) -> dict[str, bytes]:
     return {e.path: (run / e.path).read_bytes() for e in entries if e.path != "checkpoints.lock"}
 
 
-def test_torn_lines_and_lines_of_steps_after_the_checkpoint_are_not_committed(
+def test_torn_lines_are_not_committed_and_those_of_steps_after_the_checkpoint_are(
     folder: Path, url: str, tmp_path: Path
 ) -> None:
-    run = hard_links(folder / "run", tmp_path / "run")
+    run, whole = hard_links(folder / "run", tmp_path / "run"), dict[str, bytes]()
     for name in (METRICS, LEDGER):
         lines = (run / name).read_bytes().splitlines(keepends=True)
         (run / name).unlink()
-        (run / name).write_bytes(b"".join(lines) + lines[-1].replace(b"31", b"32") + b'{"step":33')
-    upload_state(run, url)
+        whole[name] = b"".join(lines) + lines[-1].replace(b"31", b"32")
+        (run / name).write_bytes(whole[name] + b'{"step":33')
+    newest = read_newest_state(Location.parse(url))
+    uploader = RunUploader(run, Location.parse(url), newest)
+    uploader.commit()
+    assert (uploader.saved, uploader.logged) == (LAST_STEP + 1, 32)
     fetch_run(Location.parse(url), tmp_path / "copy", ALL)
-    assert (tmp_path / "copy" / METRICS).read_bytes() == (folder / "run" / METRICS).read_bytes()
-    check_equal(url, folder / "run", tmp_path / "copy")
+    assert {name: (tmp_path / "copy" / name).read_bytes() for name in whole} == whole
+    check_objects(url)
+
+
+def test_log_lines_are_committed_between_checkpoints(
+    job: Path, dataset: Path, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(upload, "LOG_SEC", 0.0)
+
+    def look(step: int, drain: Drain) -> None:
+        if step == 2:
+            tail = RunLogTail(Location.parse(url), METRICS)
+            steps = list[int]()
+            while 2 not in steps:
+                steps += [json.loads(line)["step"] for line in tail.read()[0]]
+            assert steps == [0, 1, 2]
+            assert not any(name.startswith(CHECKPOINTS) for name in newest_of(url).files)
+            drain.ask("test")
+
+    with pytest.raises(DrainInterrupt):
+        train_at(url, tmp_path / "work", job, dataset, on_step=look)
+
+
+def test_long_runs_commit_their_lines_less_often() -> None:
+    assert [upload.log_interval(elapsed) for elapsed in (0, 1000, 4000, 1e6)] == [5, 5, 20, 60]
 
 
 def test_of_two_writers_one_commits_and_the_other_leaves_nothing(

@@ -390,9 +390,8 @@ class RunUploader:
             except Exception as error:
                 self.error = error
                 raise
-            elapsed = time.monotonic() - self._start
-            interval = max(LOG_SEC, min(MAX_LOG_SEC, elapsed / _COMMITS))
-            self._due = self._start + elapsed + interval
+            now = time.monotonic()
+            self._due = now + log_interval(now - self._start)
 
     def _try_commit(self) -> None:
         if not has_run(self._run):
@@ -486,6 +485,11 @@ class RunUploader:
             entries = (self.output / OBJECTS).entries()
             names = {f"{OBJECTS}/{entry.path}" for entry in entries if entry.path < after}
             self.output.remove(sorted(names - self._newest.manifest.objects))
+
+
+def log_interval(elapsed: float) -> float:
+    """Return the seconds between commits of log lines, from the seconds since the start."""
+    return max(LOG_SEC, min(MAX_LOG_SEC, elapsed / _COMMITS))
 
 
 def _last_step(file: BinaryIO, end: int) -> int:

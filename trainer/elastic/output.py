@@ -8,6 +8,7 @@ the state are small files by which launcher and replicas find each other.
 from __future__ import annotations
 
 import logging
+import shutil
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,6 +20,7 @@ from schemas.storage import Location
 from trainer.checkpoint.manager import claim_leftovers
 from trainer.checkpoint.manifest import step_of_newest
 from trainer.checkpoint.upload import NEWEST, RunUploader, SupersededError, locked_folder
+from trainer.recovery import DrainInterrupt
 
 logger = logging.getLogger(__name__)
 
@@ -134,7 +136,7 @@ def replica_folder(
 ) -> Generator[Path]:
     """Yield the work folder of a replica with the newest state of the run at a URL.
 
-    It has one checkpoint, the newest one, and is removed after the body, unless that raises.
+    It has one checkpoint, the newest one. After the body it is removed, unless that raises an error.
 
     Args:
         run: URL of the run.
@@ -149,4 +151,9 @@ def replica_folder(
     with locked_folder(run, work, f"-{number}") as folder:
         claim_leftovers(folder, config, resume=False)
         fetch_run(run, folder, (*SMALL_FILES, *LOGS), NEWEST)
-        yield folder
+        try:
+            yield folder
+        except DrainInterrupt:
+            shutil.rmtree(folder)
+            raise
+        shutil.rmtree(folder)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, replace
@@ -94,8 +93,6 @@ def run_replica(
         stack.enter_context(report_lost_rows(location, rendezvous.attempt))
         with RunOutput(folder, location, rendezvous.attempt) as output:
             _train(output, job, rendezvous, options, clock, faults, drain, progress)
-        if folder != run:
-            shutil.rmtree(folder)
 
 
 def _train(

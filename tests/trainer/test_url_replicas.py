@@ -1,0 +1,251 @@
+"""Replicas that share nothing but the URL of their run: its bits are those of one process."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from schemas.errors import SchemaError
+from schemas.run_log import CHECKPOINTS, EXIT_LOST_ROWS, LEDGER, RENDEZVOUS, RunSummary
+from schemas.run_manifest import read_run_file
+from schemas.storage import Location
+from tests.object_store import Store
+from tests.shared import make_once
+from tests.trainer.make_dataset import write_job
+from tests.trainer.processes import PATIENCE, wait_for
+from tests.trainer.runs import run_job, small_dataset
+from tests.trainer.stores import kill_stores
+from tests.trainer.url_runs import check_equal, newest_of
+from trainer.__main__ import main
+from trainer.checkpoint import upload
+from trainer.elastic import launcher
+from trainer.elastic.context import TOKEN
+from trainer.elastic.faults import Faults
+from trainer.elastic.launcher import LaunchOptions, request_leave, start_replica, train_replicas
+from trainer.elastic.peer_state import REPLICAS
+from trainer.recovery import Drain, DrainInterrupt
+from trainer.setup import TrainOptions
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+SLOWLY = Faults().pause(0, 0.15).pause(1, 0.15)
+"""So that what is to happen at a step happens before the last one."""
+
+
+def _folder_run(folder: Path) -> None:
+    job = write_job(folder / "job", every_steps="4")
+    job.write_text(job.read_text().replace("keep: 20", "keep: 2"))
+    run_job(job, small_dataset(), folder / "run")
+
+
+@pytest.fixture(scope="module")
+def folder() -> Path:
+    """A folder with a job and its run by one process, saved every four steps."""
+    return make_once(_folder_run)
+
+
+class Hosts:
+    """A launcher and replicas, each with a directory of its own, as if on hosts of their own."""
+
+    def __init__(self, url: str, job: Path, dataset: Path, directory: Path) -> None:
+        self.url, self.run, self.drain = url, Location.parse(url), Drain()
+        self._job, self._dataset, self._directory = job, dataset, directory
+        self._token = directory / "secret"
+        directory.mkdir()
+        self._token.write_text("of-tests")
+        self._pool = ThreadPoolExecutor(1)
+        self.replicas: list[subprocess.Popen[bytes]] = []
+
+    def launch(self, **options: object) -> Future[RunSummary]:
+        """Start a launcher in a thread, and wait until replicas can join."""
+        launch = LaunchOptions(count=0, heartbeat_sec=2.0, work=self.folder_of("launcher"))
+        given = TrainOptions(output=self.run, **options)  # type: ignore[arg-type]
+        before = self._rendezvous()
+        running = self._pool.submit(
+            train_replicas,
+            self._job,
+            Location.parse(self._dataset),
+            self.run,
+            given,
+            launch,
+            lambda *_: None,
+            self.drain,
+        )
+        wait_for(lambda: running.done() or self._rendezvous() not in (None, before))
+        return running
+
+    def _rendezvous(self) -> bytes | None:
+        with suppress(FileNotFoundError):
+            return (self.run / RENDEZVOUS).read_bytes()
+        return None
+
+    def folder_of(self, name: object) -> Path:
+        """Return the directory of work folders of a replica or launcher."""
+        return self._directory / f"host-{name}"
+
+    def start(
+        self, number: int, expected: int = 1, faults: Faults = SLOWLY
+    ) -> subprocess.Popen[bytes]:
+        """Start a replica on a host of its own."""
+        arguments = ["replica", self.url, "--number", str(number), "--expected", str(expected)]
+        arguments += ["--token-file", str(self._token), "--work", str(self.folder_of(number))]
+        arguments += ["--faults", faults.to_json(), "--end-with-stdin"]
+        self.replicas.append(start_replica(arguments))
+        return self.replicas[-1]
+
+    def saved(self, step: int) -> Callable[[], bool]:
+        """Return whether a function that tells whether a checkpoint of a step or later exists."""
+
+        def is_saved() -> bool:
+            names = newest_of(self.url).files
+            return any(
+                name.endswith("MANIFEST.json") and int(name.split("/")[1]) >= step
+                for name in names
+                if name.startswith(CHECKPOINTS)
+            )
+
+        return is_saved
+
+    def close(self) -> None:
+        """End what runs."""
+        for replica in self.replicas:
+            replica.kill()
+            replica.communicate()
+        with suppress(DrainInterrupt):
+            self.drain.ask("test")
+        self._pool.shutdown()
+
+
+@pytest.fixture
+def url(s3_store: Store, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A new URL, as this process and its children see it."""
+    monkeypatch.setattr(upload, "POLL_SEC", 0.01)
+    monkeypatch.setattr(launcher, "URL_POLL_SEC", 0.1)
+    for name, value in s3_store.environment.items():
+        monkeypatch.setenv(name, value)
+    return s3_store.new_url()
+
+
+@pytest.fixture
+def hosts(folder: Path, dataset: Path, url: str, tmp_path: Path) -> Iterator[Hosts]:
+    hosts = Hosts(url, folder / "job" / "job.yaml", dataset, tmp_path / "a")
+    yield hosts
+    hosts.close()
+
+
+def statuses(*replicas: subprocess.Popen[bytes]) -> list[int]:
+    return [replica.wait(PATIENCE) for replica in replicas]
+
+
+def names_of(url: str) -> set[str]:
+    data = read_run_file(Location.parse(url), LEDGER)
+    assert data is not None
+    return {line.split('"replica":"')[1][:3] for line in data.decode().splitlines()}
+
+
+@pytest.mark.parametrize("options", [{}, {"embedding": "cached", "stores": 2}], ids=str)
+def test_replicas_that_share_a_url_alone_have_the_bits_of_one_process(
+    options: dict[str, object], hosts: Hosts, folder: Path, tmp_path: Path
+) -> None:
+    running = hosts.launch(**options)
+    replicas = [hosts.start(number, expected=2, faults=Faults()) for number in (0, 1)]
+    assert running.result(PATIENCE).num_steps == 32
+    assert statuses(*replicas) == [0, 0]
+    check_equal(hosts.url, folder / "run", tmp_path / "copy")
+    assert names_of(hosts.url) == {"000", "001"}
+    left = {entry.path.split("/")[0] for entry in hosts.run.entries()}
+    assert left == {"_manifests", "files", REPLICAS}, "neither token nor rendezvous"
+    for name in ("launcher", 0, 1):
+        assert [path.suffix for path in hosts.folder_of(name).iterdir()] == [".lock"]
+
+
+def test_writer_that_is_killed_and_whose_disk_is_lost_does_not_show(
+    hosts: Hosts, folder: Path, tmp_path: Path
+) -> None:
+    running = hosts.launch()
+    first, second = (hosts.start(number, expected=2) for number in (0, 1))
+    wait_for(hosts.saved(4))
+    first.kill()
+    first.wait()
+    shutil.rmtree(hosts.folder_of(0))
+    again = hosts.start(0)
+    running.result(PATIENCE)
+    assert statuses(second, again) == [0, 0]
+    check_equal(hosts.url, folder / "run", tmp_path / "copy")
+
+
+def test_run_that_was_stopped_continues_on_empty_machines(
+    hosts: Hosts, folder: Path, dataset: Path, url: str, tmp_path: Path
+) -> None:
+    running = hosts.launch()
+    replicas = [hosts.start(number, expected=2) for number in (0, 1)]
+    wait_for(hosts.saved(4))
+    request_leave(replicas[0])  # the writer
+    assert statuses(replicas[0]) == [0]
+    wait_for(hosts.saved(12))
+    request_leave(replicas[1])
+    assert statuses(replicas[1]) == [0]
+    hosts.drain.ask("test")
+    with pytest.raises(DrainInterrupt) as interrupt:
+        running.result(PATIENCE)
+    assert f"continue {url} with --resume" in interrupt.value.message
+    elsewhere = Hosts(url, folder / "job" / "job.yaml", dataset, tmp_path / "b")
+    try:
+        running = elsewhere.launch(resume=True)
+        replica = elsewhere.start(2, faults=Faults())
+        running.result(PATIENCE)
+        assert statuses(replica) == [0]
+    finally:
+        elsewhere.close()
+    check_equal(url, folder / "run", tmp_path / "copy")
+    assert names_of(url) == {"000", "001", "002"}
+
+
+def test_launcher_that_takes_over_fences_the_first_one_and_its_replicas(
+    hosts: Hosts, folder: Path, dataset: Path, url: str, tmp_path: Path
+) -> None:
+    running = hosts.launch()
+    former = hosts.start(0)
+    wait_for(hosts.saved(4))
+    other = Hosts(url, folder / "job" / "job.yaml", dataset, tmp_path / "b")
+    try:
+        continued = other.launch(resume=True)
+        with pytest.raises(SchemaError, match=r"^another process trains this run"):
+            running.result(PATIENCE)
+        replica = other.start(1, faults=Faults())
+        continued.result(PATIENCE)
+        assert statuses(former, replica) == [1, 0]
+    finally:
+        other.close()
+    check_equal(url, folder / "run", tmp_path / "copy")
+
+
+def test_rows_lost_by_a_store_are_trained_again_from_the_newest_checkpoint(
+    hosts: Hosts, folder: Path, tmp_path: Path
+) -> None:
+    running = hosts.launch(embedding="cached", stores=2)
+    replicas = [hosts.start(number, expected=2) for number in (0, 1)]
+    wait_for(hosts.saved(8))
+    [work] = [path for path in hosts.folder_of("launcher").iterdir() if path.is_dir()]
+    kill_stores(work, 0, forget=True)
+    assert set(statuses(*replicas)) == {EXIT_LOST_ROWS}
+    before = newest_of(hosts.url).attempt
+    wait_for(lambda: newest_of(hosts.url).attempt != before)
+    replicas = [hosts.start(number, expected=2, faults=Faults()) for number in (0, 1)]
+    assert running.result(PATIENCE).num_rollbacks == 1
+    assert statuses(*replicas) == [0, 0]
+    check_equal(hosts.url, folder / "run", tmp_path / "copy")
+
+
+def test_replica_of_a_url_must_have_a_token(
+    hosts: Hosts, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hosts.launch()
+    assert main(["replica", hosts.url, "--number", "0"]) == 1
+    assert "give each the same --token-file" in capsys.readouterr().err
+    assert not (hosts.run / TOKEN).exists()
