@@ -30,7 +30,7 @@ RENDEZVOUS = "together.json"
 """File with the rendezvous of a run's replicas."""
 EXIT_HUNG, EXIT_BEHIND, EXIT_LOST_ROWS = 4, 75, 76
 """Exit statuses of trainers that are worth a retry: a phase exceeded its time limit, a replica fell
-too far behind the others, or a store lost rows."""
+too far behind the others or another attempt trains its run, or a store lost rows."""
 PHASES = ("read", "wait", "fetch", "forward", "backward", "sync", "update")
 
 

@@ -205,6 +205,7 @@ def _replica_until(drain: Drain, arguments: argparse.Namespace) -> int:
 
     import torch
 
+    from trainer.checkpoint.upload import SupersededError
     from trainer.elastic.context import read_rendezvous
     from trainer.elastic.faults import Faults
     from trainer.elastic.launcher import watch_stdin
@@ -240,9 +241,9 @@ def _replica_until(drain: Drain, arguments: argparse.Namespace) -> int:
             drain=drain,
             progress=_print_progress,
         )
-    except (BehindError, RowsLostError) as error:
+    except (BehindError, RowsLostError, SupersededError) as error:
         print(f"replica {options.name}: {error}", file=sys.stderr)
-        return EXIT_BEHIND if isinstance(error, BehindError) else EXIT_LOST_ROWS
+        return EXIT_LOST_ROWS if isinstance(error, RowsLostError) else EXIT_BEHIND
     return 0
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from schemas.errors import SchemaError
-from schemas.run_log import CHECKPOINTS, EXIT_LOST_ROWS, LEDGER, RENDEZVOUS, RunSummary
+from schemas.run_log import CHECKPOINTS, EXIT_BEHIND, EXIT_LOST_ROWS, LEDGER, RENDEZVOUS, RunSummary
 from schemas.run_manifest import read_run_file
 from schemas.storage import Location
 from tests.object_store import Store
@@ -219,7 +219,7 @@ def test_launcher_that_takes_over_fences_the_first_one_and_its_replicas(
             running.result(PATIENCE)
         replica = other.start(1, faults=Faults())
         continued.result(PATIENCE)
-        assert statuses(former, replica) == [1, 0]
+        assert statuses(former, replica) == [EXIT_BEHIND, 0]
     finally:
         other.close()
     check_equal(url, folder / "run", tmp_path / "copy")

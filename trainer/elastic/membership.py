@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, fields
 from datetime import timedelta
@@ -205,7 +205,14 @@ def leave_outcome(agreement: Agreement, name: str) -> LeaveOutcome | None:
 class Membership:
     """Membership of this process: sends heartbeats inside the context."""
 
-    def __init__(self, lighthouse: str, name: str, heartbeat_sec: float, wait_sec: float) -> None:
+    def __init__(
+        self,
+        lighthouse: str,
+        name: str,
+        heartbeat_sec: float,
+        wait_sec: float,
+        check_attempt: Callable[[], None] = lambda: None,
+    ) -> None:
         """Connect to nothing yet.
 
         Args:
@@ -213,11 +220,12 @@ class Membership:
             name: of this replica, unique.
             heartbeat_sec: heartbeat time-out of the lighthouse.
             wait_sec: maximum wait for an unreachable lighthouse.
+            check_attempt: called while it is unreachable; raises if it will not come back.
         """
         self.name = name
         self._lighthouse = lighthouse
         self._interval = heartbeat_sec / _BEATS_PER_TIMEOUT
-        self._wait_sec = wait_sec
+        self._wait_sec, self._check_attempt = wait_sec, check_attempt
         self._client: LighthouseClient | None = None
         self._last_beat = time.monotonic()
         self._ending = threading.Event()
@@ -250,7 +258,7 @@ class Membership:
             status: of this replica.
 
         Raises:
-            SchemaError: the lighthouse does not answer.
+            SchemaError: the lighthouse does not answer, or `check_attempt` raised.
         """
         while True:
             try:
@@ -259,6 +267,7 @@ class Membership:
                 quorum = request_quorum(self._client, self.name, step, status, self._wait_sec)
             except (RuntimeError, TimeoutError, ConnectionError) as error:
                 self._client = None
+                self._check_attempt()
                 if time.monotonic() - self._last_beat > self._wait_sec:
                     raise SchemaError(
                         f"lighthouse must answer within {self._wait_sec:g} s, got {error} at "

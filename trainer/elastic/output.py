@@ -7,20 +7,25 @@ the state are small files by which launcher and replicas find each other.
 
 from __future__ import annotations
 
+import json
 import logging
 import shutil
+import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 
 from schemas.config.train import CheckpointConfig
+from schemas.run_log import RENDEZVOUS
 from schemas.run_manifest import LOGS, SMALL_FILES, fetch_run
 from schemas.storage import Location
 from trainer.checkpoint.manager import claim_leftovers
 from trainer.checkpoint.manifest import step_of_newest
 from trainer.checkpoint.upload import NEWEST, RunUploader, SupersededError, locked_folder
+from trainer.elastic.context import read_run_object, rows_are_lost
 from trainer.recovery import DrainInterrupt
+from trainer.stores.api import RowsLostError
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +50,7 @@ class RunOutput:
         self.folder, self.location, self.attempt = folder, location, attempt
         self._uploader: RunUploader | None = None
         self._former: RunUploader | None = None  # which may still commit
+        self._next_look = 0.0
 
     def __enter__(self) -> RunOutput:
         return self
@@ -80,6 +86,22 @@ class RunOutput:
         if self.location.local is not None:
             return step_of_newest(self.folder)
         return -1 if self._uploader is None else self._uploader.saved
+
+    def check_attempt(self) -> None:
+        """Look, at most once a second, whether the launcher has ended this attempt.
+
+        Raises:
+            RowsLostError: a replica has reported lost rows.
+            SupersededError: there is another attempt.
+        """
+        if time.monotonic() < self._next_look:
+            return
+        self._next_look = time.monotonic() + 1.0
+        if rows_are_lost(self.location, self.attempt):
+            raise RowsLostError("rows are lost; another replica has reported it")
+        rendezvous = read_run_object(self.location, RENDEZVOUS)
+        if rendezvous is not None and json.loads(rendezvous)["attempt"] != self.attempt:
+            raise SupersededError(self.location)
 
     @property
     def must_begin(self) -> bool:
@@ -136,7 +158,7 @@ def replica_folder(
 ) -> Generator[Path]:
     """Yield the work folder of a replica with the newest state of the run at a URL.
 
-    It has one checkpoint, the newest one. After the body it is removed, unless that raises an error.
+    It has the newest checkpoint alone. It is removed after the body, unless that raises an error.
 
     Args:
         run: URL of the run.

@@ -270,6 +270,7 @@ class Replica:
             options.name,
             options.heartbeat_sec,
             options.access.timeout_sec,
+            self._output.check_attempt,
         )
         return self
 
