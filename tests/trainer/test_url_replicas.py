@@ -17,8 +17,10 @@ from schemas.run_manifest import read_run_file
 from schemas.storage import Location
 from tests.object_store import Store
 from tests.shared import make_once
+from tests.trainer.growing import commit, grown_versions
 from tests.trainer.make_dataset import write_job
 from tests.trainer.processes import PATIENCE, wait_for
+from tests.trainer.replicas_following import KNOWN
 from tests.trainer.runs import run_job, small_dataset
 from tests.trainer.stores import kill_stores
 from tests.trainer.url_runs import check_equal, newest_of
@@ -65,7 +67,7 @@ class Hosts:
         """Start a launcher in a thread, and wait until replicas can join."""
         launch = LaunchOptions(count=0, heartbeat_sec=2.0, work=self.folder_of("launcher"))
         given = TrainOptions(output=self.run, **options)  # type: ignore[arg-type]
-        before = self._rendezvous()
+        before = self.rendezvous()
         running = self._pool.submit(
             train_replicas,
             self._job,
@@ -76,10 +78,11 @@ class Hosts:
             lambda *_: None,
             self.drain,
         )
-        wait_for(lambda: running.done() or self._rendezvous() not in (None, before))
+        wait_for(lambda: running.done() or self.rendezvous() not in (None, before))
         return running
 
-    def _rendezvous(self) -> bytes | None:
+    def rendezvous(self) -> bytes | None:
+        """Return what replicas join, None if there is nothing."""
         with suppress(FileNotFoundError):
             return (self.run / RENDEZVOUS).read_bytes()
         return None
@@ -232,14 +235,36 @@ def test_rows_lost_by_a_store_are_trained_again_from_the_newest_checkpoint(
     replicas = [hosts.start(number, expected=2) for number in (0, 1)]
     wait_for(hosts.saved(8))
     [work] = [path for path in hosts.folder_of("launcher").iterdir() if path.is_dir()]
+    before = hosts.rendezvous()
     kill_stores(work, 0, forget=True)
     assert set(statuses(*replicas)) == {EXIT_LOST_ROWS}
-    before = newest_of(hosts.url).attempt
-    wait_for(lambda: newest_of(hosts.url).attempt != before)
+    wait_for(lambda: hosts.rendezvous() not in (None, before))
     replicas = [hosts.start(number, expected=2, faults=Faults()) for number in (0, 1)]
     assert running.result(PATIENCE).num_rollbacks == 1
     assert statuses(*replicas) == [0, 0]
     check_equal(hosts.url, folder / "run", tmp_path / "copy")
+
+
+def test_writer_that_is_lost_while_all_wait_for_segments_does_not_show(
+    url: str, tmp_path: Path
+) -> None:
+    versions, dataset = grown_versions(), tmp_path / "dataset"
+    commit(versions[0], dataset)
+    hosts = Hosts(url, versions[0].parent / "job" / "job.yaml", dataset, tmp_path / "a")
+    try:
+        running = hosts.launch(follow=True)
+        first, second = (hosts.start(number, expected=2, faults=Faults()) for number in (0, 1))
+        wait_for(hosts.saved(KNOWN[0]))
+        first.kill()
+        first.wait()
+        shutil.rmtree(hosts.folder_of(0))
+        for version in versions[1:]:
+            commit(version, dataset)
+        assert running.result(PATIENCE).num_steps == 22
+        assert statuses(second) == [0]
+    finally:
+        hosts.close()
+    check_equal(url, versions[0].parent / "whole", tmp_path / "copy")
 
 
 def test_replica_of_a_url_must_have_a_token(

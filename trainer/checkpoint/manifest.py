@@ -76,8 +76,11 @@ def complete_checkpoints(checkpoints: Path) -> list[Path]:
 
 def step_of_newest(run: Path) -> int:
     """Return the step of the newest complete checkpoint of a run, -1 if there is none."""
-    complete = complete_checkpoints(run / CHECKPOINTS)
-    return int(complete[-1].name) if complete else -1
+    checkpoints = run / CHECKPOINTS
+    if not checkpoints.is_dir():
+        return -1
+    folders = sorted((p for p in checkpoints.iterdir() if p.name.isdigit()), reverse=True)
+    return next((int(p.name) for p in folders if (p / MANIFEST).is_file()), -1)
 
 
 def newest_from(checkpoints: Path, train_step: int) -> Path | None:
