@@ -1,10 +1,13 @@
 """Leases: files by which a process keeps what it reads or writes from being removed.
 
-A lease names directories of a dataset, and expires unless its holder renews it. Age and expiry are
-measured by the clock of the store that holds the file, so clocks of hosts may differ. A process
-that dies leaves a lease that ends by itself, on the same machine at once. A process that may not
-write, for instance with read-only credentials, reads without a lease and relies on the time for
-which `vacuum` keeps what was replaced.
+A lease names directories and files of a dataset, and expires unless its holder renews it. Age and
+expiry are measured by the clock of the store that holds the file, so clocks of hosts may differ. A
+writer names what it writes before it writes it, and checks before it commits that its lease has not
+expired since, for instance while it was suspended (`Lease.check`).
+
+A process that dies leaves a lease that ends by itself, on the same machine at once. A process that
+may not write, for instance with read-only credentials, reads without a lease and relies on the time
+for which `vacuum` keeps what was replaced.
 """
 
 from __future__ import annotations
@@ -41,7 +44,7 @@ class LeaseRecord:
     Attributes:
         id: name of its file.
         holder: who holds it, for messages.
-        directories: names of the directories that must not be removed.
+        directories: names of the directories, and paths of the files, that must not be removed.
     """
 
     id: str
@@ -74,12 +77,31 @@ class Lease:
         return self._body.file.name
 
     def hold(self, directories: Iterable[str]) -> None:
-        """Name the directories that must not be removed, instead of those before."""
+        """Name the directories and files that must not be removed, instead of those before."""
         self._body.directories = tuple(sorted(set(directories)))
-        self._body.write()
+        self._body.try_to_write()
         if self._thread is None:
             self._thread = threading.Thread(target=self._body.renew, daemon=True)
             self._thread.start()
+
+    def add(self, names: Iterable[str]) -> None:
+        """Name more directories and files that must not be removed."""
+        self.hold({*self._body.directories, *names})
+
+    def check(self) -> None:
+        """Renew the lease before a commit.
+
+        Raises:
+            SchemaError: it had expired, so what it names may have been removed.
+            StorageError: the store failed.
+        """
+        self._body.write()
+        if self._body.has_expired:
+            raise SchemaError(
+                "lease of this process has expired, and files that it wrote may have been removed; "
+                "run the command again",
+                file=str(self._body.file),
+            )
 
     def release(self) -> None:
         """End the lease."""
@@ -100,32 +122,51 @@ class _Body:
         self.file = file
         self.directories: tuple[str, ...] = ()
         self.ended = threading.Event()
+        self.has_expired = False  # at any time since it was first written
         self._holder = holder
         self._expiry_sec = expiry_sec
+        self._renewed: datetime | None = None  # by the clock of the store
 
     def write(self) -> None:
+        directories, before = self.directories, self._renewed
         body = {
             "holder": self._holder,
-            "directories": self.directories,
+            "directories": directories,
             "expiry_sec": self._expiry_sec,
             "process": process_identity(),
         }
+        self.file.write_bytes(json.dumps(body).encode())
+        entry = self.file.stat()
+        if entry is not None:
+            self._renewed = entry.modified
+            limit = timedelta(seconds=self._expiry_sec)
+            self.has_expired |= before is not None and entry.modified - before > limit
+        if self.ended.is_set():  # it was released meanwhile
+            _remove(self.file)
+        elif self.directories != directories:  # named meanwhile, and perhaps written before
+            self.write()
+
+    def try_to_write(self) -> None:
         try:
-            self.file.write_bytes(json.dumps(body).encode())
+            self.write()
         except (StorageError, OSError) as error:
             logger.warning("lease cannot be written file=%s error=%s", self.file, error)
 
     def renew(self) -> None:
         while not self.ended.wait(self._expiry_sec / RENEWALS):
-            self.write()
+            self.try_to_write()
 
 
 def _release(body: _Body, process_id: int) -> None:
     body.ended.set()
     if process_id == os.getpid():  # not in a child that was forked
-        with suppress(StorageError, OSError):
-            body.file.parent.remove([body.file.name])
-            body.file.parent.prune()
+        _remove(body.file)
+
+
+def _remove(file: Location) -> None:
+    with suppress(StorageError, OSError):
+        file.parent.remove([file.name])
+        file.parent.prune()
 
 
 def process_identity() -> str:
@@ -149,7 +190,18 @@ def is_dead(identity: str) -> bool:
     own, other = process_identity().split(), identity.split()
     if len(other) != len(own) or own[:2] != other[:2] or not other[2].isdigit():
         return False
-    return _identity_of(int(other[2])) != identity
+    return not _is_hidden(int(other[2])) and _identity_of(int(other[2])) != identity
+
+
+def _is_hidden(process_id: int) -> bool:
+    """Return whether a process of another user runs, which /proc may not show."""
+    try:
+        os.kill(process_id, 0)
+    except PermissionError:
+        return True
+    except (OSError, OverflowError):
+        return False
+    return False
 
 
 def live_leases(directory: Location, now: datetime | None = None) -> list[LeaseRecord]:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from schemas import leases
 from schemas.errors import SchemaError
 from schemas.leases import LEASES, Lease, is_dead, live_leases, process_identity, remove_expired
 from schemas.storage import Location, store_time
@@ -81,13 +82,24 @@ def test_lease_of_a_dead_process_of_this_machine_is_no_lease(
     assert held(root) == []
 
 
-def test_child_of_a_fork_does_not_release_the_lease(root: Location) -> None:
-    with Lease(root, "run") as lease:
-        lease.hold(["x"])
-        child = multiprocessing.get_context("fork").Process(target=lease.release)
-        child.start()
-        child.join()
-        assert held(root)
+def _fork_and_release(path: Path) -> None:
+    """Release in a forked child; end with status 0 if the lease of this process is valid then."""
+    root = Location.parse(path)
+    lease = Lease(root, "run")
+    lease.hold(["x"])
+    child = os.fork()
+    if child == 0:
+        lease.release()
+        os._exit(0)
+    os._exit(os.waitpid(child, 0)[1] or not held(root))
+
+
+def test_child_of_a_fork_does_not_release_the_lease(tmp_path: Path) -> None:
+    """The fork is in a new process: threads of this one, such as of stores, may be in a fork."""
+    parent = multiprocessing.get_context("spawn").Process(target=_fork_and_release, args=(tmp_path,))
+    parent.start()
+    parent.join(30)
+    assert parent.exitcode == 0
 
 
 def test_process_of_another_machine_is_not_taken_for_dead() -> None:
@@ -125,3 +137,63 @@ def test_expired_leases_are_removed_after_a_day(root: Location) -> None:
     assert len((root / LEASES).entries()) == 1
     remove_expired(root, now + timedelta(days=2))
     assert (root / LEASES).entries() == []
+
+
+def test_lease_that_was_not_renewed_in_time_has_expired_for_good(
+    root: Location, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its holder was suspended: what it names may have been removed since."""
+    monkeypatch.setattr(leases._Body, "renew", lambda _: None)
+    with Lease(root, "build", expiry_sec=0.2) as lease:
+        lease.hold(["x"])
+        lease.check()
+        time.sleep(0.3)
+        for _ in range(2):
+            with pytest.raises(SchemaError, match=r"^lease of this process has expired, .*; run"):
+                lease.check()
+        assert held(root) == [frozenset({"x"})]
+
+
+def test_lease_that_is_renewed_while_it_is_released_ends(
+    root: Location, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lease = Lease(root, "run")
+    write = Location.write_bytes
+
+    def released_before(file: Location, data: bytes) -> None:
+        lease.release()
+        write(file, data)
+
+    monkeypatch.setattr(Location, "write_bytes", released_before)
+    lease.hold(["x"])
+    assert (root / LEASES).entries() == []
+
+
+def test_names_that_are_added_during_a_renewal_are_held_after_it(
+    root: Location, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = Location.write_bytes
+    with Lease(root, "run") as lease:
+        lease.hold(["x"])
+
+        def added_before(file: Location, data: bytes) -> None:
+            monkeypatch.setattr(Location, "write_bytes", write)
+            lease.add(["y"])
+            write(file, data)
+
+        monkeypatch.setattr(Location, "write_bytes", added_before)
+        lease._body.try_to_write()
+        assert held(root) == [frozenset({"x", "y"})]
+
+
+def test_process_of_another_user_that_is_not_shown_is_not_taken_for_dead(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With `hidepid`, /proc shows a user's own processes only."""
+
+    def refuse(process_id: int, signal: int) -> None:
+        raise PermissionError
+
+    boot, namespace, process_id, _ = process_identity().split()
+    monkeypatch.setattr(os, "kill", refuse)
+    assert not is_dead(f"{boot} {namespace} {process_id} 1")
