@@ -52,8 +52,8 @@ from schemas.manifest import (
     SegmentManifest,
     new_index,
     previous_names,
-    read_dataset,
     read_index,
+    read_root,
     read_segment,
     shuffle_key_of,
 )
@@ -426,7 +426,7 @@ def committed_segment(directory: Location, reference: Reference) -> SegmentManif
 
 
 def open_dataset(path: str | Path | Location) -> Dataset:
-    """Open a dataset.
+    """Open the newest version of a dataset.
 
     The manifests, the job and the schema are verified now, other files when they are read.
 
@@ -434,7 +434,15 @@ def open_dataset(path: str | Path | Location) -> Dataset:
         SchemaError: a file is missing or changed, or has another format.
     """
     directory = Location.parse(path)
-    return open_root(directory, read_dataset(directory))
+    root = read_root(directory)
+    while True:
+        try:
+            return open_root(directory, root.manifest)
+        except SchemaError:
+            newest = read_root(directory)
+            if newest.version.number == root.version.number:
+                raise
+            root = newest  # the other was replaced, and its files may have been removed
 
 
 def open_root(directory: Location, manifest: DatasetManifest) -> Dataset:

@@ -7,6 +7,7 @@ from hashlib import sha256
 
 from pipelines.table.rows import VIEW, view_sql
 from schemas.dataset import open_root, version_name
+from schemas.errors import SchemaError
 from schemas.layout import JOB, SCHEMA
 from schemas.manifest import DatasetManifest, Root, commit_root, read_root
 from schemas.storage import Location
@@ -40,7 +41,7 @@ def update_root(
 def write_version(dataset: Location, name: str, data: bytes) -> str:
     """Write a job or schema file under a name with its hash; return the hash."""
     digest = sha256(data).hexdigest()
-    (dataset / version_name(name, digest)).write_bytes(data)  # anew: `vacuum` goes by age
+    (dataset / version_name(name, digest)).write_bytes(data)
     return digest
 
 
@@ -51,13 +52,18 @@ def write_copies(dataset: Location, root: Root) -> None:
     """
     versions = Versions(dataset)
     while True:
-        opened = open_root(dataset, root.manifest)
-        for name, digest in (
-            (JOB, root.manifest.job_sha256),
-            (SCHEMA, root.manifest.schema_sha256),
-        ):
-            (dataset / name).write_bytes((dataset / version_name(name, digest)).read_bytes())
-        (dataset / VIEW).write_bytes(view_sql(opened).encode())
+        try:
+            _write_copies(dataset, root)
+        except SchemaError:
+            if versions.newest_number() == root.version.number:
+                raise  # otherwise it was replaced, and its files may have been removed
         if versions.newest_number() == root.version.number:
             return
         root = read_root(dataset)
+
+
+def _write_copies(dataset: Location, root: Root) -> None:
+    opened = open_root(dataset, root.manifest)
+    for name, digest in ((JOB, root.manifest.job_sha256), (SCHEMA, root.manifest.schema_sha256)):
+        (dataset / name).write_bytes((dataset / version_name(name, digest)).read_bytes())
+    (dataset / VIEW).write_bytes(view_sql(opened).encode())
