@@ -27,6 +27,7 @@ from schemas.config.job import OrderConfig
 from schemas.dataset import open_dataset
 from schemas.files import CheckedFile, describe_file
 from schemas.layout import FILE_SHIFT, TRAIN, access_path
+from schemas.leases import Lease
 from schemas.oracle import distinct
 from schemas.order import Order
 
@@ -137,7 +138,8 @@ def measure_bytes(name: str, shared_data: Path, scratch: Path) -> dict[str, Any]
     dataset = open_dataset(scratch / "dataset")
     block = dataset.job.data.block_samples
     order = dataset.order(-(-BATCH_SAMPLES // block) * block, 1, "none", 0)
-    dataset = add_index(dataset, order, PartBuilder(dataset.directory, []))
+    with Lease(dataset.directory, "benchmark") as lease:
+        dataset = add_index(dataset, order, PartBuilder(dataset.directory, []), lease)
     index = dataset.index_for(order)
     sizes = {
         part: sum(sum_bytes(list(s.files.values()), f"{part}/") for s in dataset.segments)

@@ -51,7 +51,7 @@ from pipelines.table.compatibility import (
 )
 from pipelines.table.root import write_copies
 from pipelines.table.segment import finish_segment, local_directory, publish
-from pipelines.transforms.fit import publish_fitted, returned_files, stage_fitted
+from pipelines.transforms.fit import new_files, publish_fitted, returned_files, stage_fitted
 from schemas.config.job import DataConfig, Job, SplitConfig, check_new_names, load_job
 from schemas.dataset import Dataset, Segment, open_dataset, select_segments
 from schemas.errors import SchemaError
@@ -152,14 +152,16 @@ def build_segment(request: BuildRequest, job: Job, features: FeatureSet) -> Buil
     with Lease(request.dataset, f"build {request.attempt}") as lease:
         directory = take_over(request.dataset, key, request.attempt)
         if directory is not None:
-            lease.hold([directory.name])
+            lease.hold(
+                [directory.name, *new_files(read_segment(directory).learned, request.dataset)]
+            )
             request.progress("segment finished by an attempt that died: taken over")
         else:
             directory = request.dataset / SEGMENTS / f"{key}-{request.attempt}"
             lease.hold([directory.name, *vocabulary_leases(job.data)])
             refuse_extended_vocabularies(request.dataset, directory.name, job.data)
         with discarded_on_error(request, directory):
-            return _build_and_commit(request, job, context, key, hashes, directory)
+            return _build_and_commit(request, job, context, key, hashes, directory, lease)
 
 
 def _build_and_commit(
@@ -169,12 +171,13 @@ def _build_and_commit(
     key: str,
     hashes: tuple[str, str],
     directory: Location,
+    lease: Lease,
 ) -> BuildResult:
     if (directory / MANIFEST).stat() is None:
         with local_directory(directory, request.work) as building:
             shuffle_by = choose_shuffle(request.beam_args, context.listing)
             context = replace(context, segment_root=building, shuffle_by=shuffle_by)
-            _write_segment(request, context, key, hashes)
+            _write_segment(request, context, key, hashes, lease)
             publish(building, directory)
     request.check(directory, job)
     rejects, manifest = count_segment_rejects(directory), read_segment(directory)
@@ -184,7 +187,7 @@ def _build_and_commit(
     )
     try:
         new = new_segment(request, job, context.features, key, directory)
-        reference = commit_segment(request, new)
+        reference = commit_segment(request, new, lease)
     except GateError:
         _report_rejects(request, rejects, manifest, refused_path(request.dataset, key))
         raise
@@ -247,7 +250,11 @@ def segment_hashes(
 
 
 def _write_segment(
-    request: BuildRequest, context: BuildContext, key: str, hashes: tuple[str, str]
+    request: BuildRequest,
+    context: BuildContext,
+    key: str,
+    hashes: tuple[str, str],
+    lease: Lease,
 ) -> None:
     """Run the pipeline and finish the segment in its local directory."""
     building = context.segment_root
@@ -262,7 +269,7 @@ def _write_segment(
             values = runner_module("build").run_segment(context, request.beam_args)
         if is_stopped(building):
             raise _stopped_error(request, context, key, merge_counts(values["rejects"]))
-    finish_segment_files(request, context, key, hashes, values)
+    finish_segment_files(request, context, key, hashes, values, lease)
 
 
 @contextmanager
@@ -299,13 +306,14 @@ def finish_segment_files(
     key: str,
     hashes: tuple[str, str],
     values: Mapping[str, list[Any]],
+    lease: Lease,
 ) -> None:
     """Write the segment's manifest and metadata from the outputs of its pipeline; idempotent."""
     building, parts = context.segment_root, deserialize_results(values["parts"])
     rejects = merge_counts(values["rejects"])
     check_usable(parts, rejects, context.data)
     learned = returned_files(values, context.learned)
-    publish_fitted(building, request.dataset, learned)
+    publish_fitted(building, request.dataset, learned, lease)
     write_counts(building, values["events"])
     finish_segment(
         building,

@@ -494,10 +494,10 @@ def commit_pending(
             with local_directory(directory, request.work) as building:
                 _copy_parts(incoming, building)
                 context = replace(pending.context, segment_root=building)
-                finish_segment_files(request, context, key, hashes, values)
+                finish_segment_files(request, context, key, hashes, values, lease)
                 publish(building, directory)
             new = new_segment(request, job, features, key, directory)
-            reference = commit_segment(request, new)
+            reference = commit_segment(request, new, lease)
     shutil.rmtree(incoming, ignore_errors=True)
     with suppress(OSError):  # another pipeline writes its parts there
         incoming.parent.rmdir()

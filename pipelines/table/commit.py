@@ -32,7 +32,7 @@ from schemas.dataset import Dataset, Segment, open_root, read_tombstones
 from schemas.errors import SchemaError, pluralize
 from schemas.files import read_verified
 from schemas.layout import ANOMALIES, JOB, MANIFEST, SCHEMA, SEGMENTS
-from schemas.leases import live_leases
+from schemas.leases import Lease, live_leases
 from schemas.manifest import (
     ERASED_PREFIX,
     DatasetManifest,
@@ -91,23 +91,32 @@ def find_segment(root: DatasetManifest | None, key: str) -> Reference | None:
     return segment or compacted_segment(root, key)
 
 
-def commit_segment(request: BuildRequest, new: NewSegment) -> Reference:
+def commit_segment(request: BuildRequest, new: NewSegment, lease: Lease) -> Reference:
     """Add a complete segment to the dataset, with all indexes.
+
+    Args:
+        request: the request of the build.
+        new: the segment.
+        lease: names its directory.
 
     Returns:
         The segment; the existing one if another process committed this key.
 
     Raises:
-        SchemaError: its position is taken, `new.validate` refuses it, or another process has
-            claimed its directory.
+        SchemaError: its position is taken, `new.validate` refuses it, another process has claimed
+            its directory, or the lease had expired.
     """
+    lease.add([new.parts.suffix])
     for _ in backoff():
         root = find_root(request.dataset)
         existing = find_segment(root and root.manifest, new.key)
         if existing is not None:
             return existing
         reference, manifest = _next_manifest(request, new, root)
-        if not claim(new.directory, request.attempt):
+        lease.check()
+        # A claim that was removed with its directory can be created again.
+        is_complete = claim(new.directory, request.attempt) and find_manifest(new.directory)
+        if not is_complete:
             raise SchemaError(
                 "directory of the segment was claimed by another process; run the command again",
                 file=str(new.directory),
@@ -183,6 +192,11 @@ def claim(directory: Location, owner: str) -> bool:
     return (directory / CLAIM).create(owner.encode())
 
 
+def find_manifest(directory: Location) -> bool:
+    """Return whether a directory is complete."""
+    return (directory / MANIFEST).stat() is not None
+
+
 def discard(dataset: Location, directory: Location, owner: str) -> None:
     """Remove a directory that is not committed, unless another process has claimed it."""
     root = find_root(dataset)
@@ -197,7 +211,11 @@ def discard(dataset: Location, directory: Location, owner: str) -> None:
 
 def remove_segment(dataset: Location, name: str) -> int:
     """Remove the directory of a segment and its parts of indexes; return their bytes."""
-    num_bytes = (dataset / SEGMENTS / name).remove_all()
+    directory = dataset / SEGMENTS / name
+    entries = directory.entries()
+    num_bytes = sum(entry.num_bytes for entry in entries)
+    directory.remove([entry.path for entry in entries if entry.path != CLAIM])
+    directory.remove_all()  # the claim last
     for index in dataset.children()[0]:
         if index.startswith(INDEX_PREFIX):
             for part in (dataset / index).children()[0]:

@@ -104,7 +104,7 @@ from schemas.manifest import (
     shuffle_key_of,
     write_manifest,
 )
-from schemas.storage import Location
+from schemas.storage import Location, StorageError
 from schemas.versions import backoff
 
 REWRITTEN_FIELDS = (
@@ -255,20 +255,30 @@ def _rewrite(
                 for old, new in rewritten.items()
                 if new is None or new.id != old
             }
-            manifest = _manifest_of(dataset, renamed, due, references, blanked)
+            manifest = _manifest_of(dataset, renamed, due, references, blanked, lease)
             segments = [_opened(dataset, reference) for reference in references]
             builder = PartBuilder(request.dataset, request.beam_args, request.work)
+            lease.add([builder.suffix])
             indexes = builder.updated_indexes(dataset, dataset.job.data, segments)
             check_unused(request.dataset)  # a run may have started in the meantime
             manifest = replace(manifest, indexes=indexes)
+            lease.check()
             committed = commit_root(request.dataset, root, manifest)
-        finally:
-            for name in names:
-                discard(request.dataset, request.dataset / SEGMENTS / name, request.attempt)
+        except (OSError, KeyboardInterrupt, StorageError):
+            raise  # the outcome of the commit may be unknown: `vacuum` removes what is not named
+        except BaseException:
+            _discard(request, names)
+            raise
+        _discard(request, names)
     if committed is None:
         return None
     write_copies(request.dataset, committed)
     return renamed
+
+
+def _discard(request: CompactionRequest, names: Sequence[str]) -> None:
+    for name in names:
+        discard(request.dataset, request.dataset / SEGMENTS / name, request.attempt)
 
 
 def _opened(dataset: Dataset, reference: Reference) -> Segment:
@@ -359,8 +369,10 @@ def _manifest_of(
     due: list[Segment],
     references: list[Reference],
     blanked: BlankedVocabularies,
+    lease: Lease,
 ) -> DatasetManifest:
     """Return the root without its indexes, after writing the files that it names."""
+    lease.add(path for path, _ in blanked.values())
     for path, content in blanked.values():
         (dataset.directory / path).write_bytes(content)
     tombstones = _remaining_tombstones(dataset, due, renamed)
@@ -368,7 +380,7 @@ def _manifest_of(
         dataset.manifest,
         segments=tuple(references),
         lineage=_updated_lineage(dataset, renamed),
-        tombstones_sha256=write_tombstones(dataset.directory, tombstones),
+        tombstones_sha256=write_tombstones(dataset.directory, tombstones, lease),
     )
 
 

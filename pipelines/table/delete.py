@@ -33,6 +33,7 @@ from schemas.dataset import (
 )
 from schemas.errors import SchemaError, suggest_name
 from schemas.layout import TOMBSTONES_SCHEMA, tombstones_path
+from schemas.leases import Lease
 from schemas.manifest import Root, commit_root, read_root
 from schemas.storage import Location
 from schemas.versions import backoff
@@ -70,6 +71,11 @@ def erase(request: EraseRequest) -> dict[str, Any]:
     Raises:
         SchemaError: the dataset, the column or the file of ids is not valid.
     """
+    with Lease(request.dataset, "erase") as lease:
+        return _erase(request, lease)
+
+
+def _erase(request: EraseRequest, lease: Lease) -> dict[str, Any]:
     for _ in backoff():
         root = read_root(request.dataset)
         dataset = open_root(request.dataset, root.manifest)
@@ -78,10 +84,11 @@ def erase(request: EraseRequest) -> dict[str, Any]:
         new = find_tombstones(dataset, column, ids, request.at)
         old = read_tombstones(dataset.directory, dataset.manifest.tombstones_sha256)
         table = merge_tombstones([old, new])
-        sha256 = write_tombstones(request.dataset, table)
+        sha256 = write_tombstones(request.dataset, table, lease)
         committed: Root | None = root
         if sha256 != root.manifest.tombstones_sha256:
             manifest = replace(root.manifest, tombstones_sha256=sha256)
+            lease.check()
             committed = commit_root(request.dataset, root, manifest)
         if committed is None:
             continue
@@ -270,10 +277,11 @@ def built_at(segment: Segment) -> datetime:
     return datetime.fromisoformat(text) if text else datetime.min.replace(tzinfo=UTC)
 
 
-def write_tombstones(dataset: Location, table: pa.Table) -> str | None:
-    """Write a file of tombstones; return its hash, or None if there are no tombstones."""
+def write_tombstones(dataset: Location, table: pa.Table, lease: Lease) -> str | None:
+    """Write a file of tombstones, which the lease then names; return its hash, None without any."""
     if not table.num_rows:
         return None
     data, sha256 = encode_tombstones(table)
+    lease.add([tombstones_path(sha256)])
     (dataset / tombstones_path(sha256)).write_bytes(data)
     return sha256

@@ -118,7 +118,8 @@ class PartBuilder:
         self._dataset = dataset
         self._beam_args = beam_args
         self._work = work
-        self._suffix = uuid.uuid4().hex[:6]
+        self.suffix = uuid.uuid4().hex[:6]
+        """Ends the names of the parts; a lease that names it keeps them."""
         self._built: dict[tuple[str, str], Reference] = {}
 
     def updated_indexes(
@@ -179,7 +180,7 @@ class PartBuilder:
                 local = Path(stack.enter_context(scratch))
             requests = [
                 PartRequest(
-                    local / index.id / f"{segment.directory.name}_{self._suffix}",
+                    local / index.id / f"{segment.directory.name}_{self.suffix}",
                     index,
                     segment,
                     order_of_part(index, segment, data),
@@ -285,8 +286,9 @@ def oracle(arguments: argparse.Namespace, beam_args: list[str], attempt: str) ->
     )
     if arguments.reindex:
         with Lease(dataset.directory, f"oracle {attempt}") as lease:
-            lease.hold([segment.directory.name for segment in dataset.segments])
-            dataset = add_index(dataset, order, PartBuilder(dataset.directory, beam_args))
+            builder = PartBuilder(dataset.directory, beam_args)
+            lease.hold([builder.suffix, *(segment.directory.name for segment in dataset.segments)])
+            dataset = add_index(dataset, order, builder, lease)
     if arguments.hints is not None:
         write_hints(arguments.hints, sharding_hints(dataset, order))
     cache = replace(
@@ -328,10 +330,13 @@ def at_least_one(value: int | None, default: int, option: str) -> int:
     return default if value is None else value
 
 
-def add_index(dataset: Dataset, order: Order, builder: PartBuilder) -> Dataset:
+def add_index(dataset: Dataset, order: Order, builder: PartBuilder, lease: Lease) -> Dataset:
     """Build the parts of an index that segments lack; return the dataset with them.
 
     A segment that is committed in the meantime gets its part, too, unless segments are selected.
+
+    Raises:
+        SchemaError: the lease, which names the builder, had expired.
     """
     root = dataset.directory
     ids = [s.id for s in dataset.segments] if dataset.unselected else None
@@ -345,6 +350,7 @@ def add_index(dataset: Dataset, order: Order, builder: PartBuilder) -> Dataset:
             extended: IndexEntry = extended,
             segments: Sequence[Segment] = segments,
         ) -> DatasetManifest:
+            lease.check()
             return _with_parts(manifest, extended, segments)
 
         update_root(root, with_parts)

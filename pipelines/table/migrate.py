@@ -25,6 +25,7 @@ from schemas.manifest import (
     commit_root,
     hash_of,
     new_index,
+    read_root,
     read_segment,
 )
 from schemas.storage import Location
@@ -42,9 +43,8 @@ def migrate(dataset: Location) -> dict[str, Any]:
     Raises:
         SchemaError: there is no dataset, or it is damaged.
     """
-    newest = Versions(dataset).newest()
-    if newest is not None:
-        num_segments = len(json.loads(newest.data)["segments"])
+    if Versions(dataset).newest_number():
+        num_segments = len(read_root(dataset).manifest.segments)
         dataset.remove([MANIFEST])  # left by a migration that was killed
         return {"migrated": False, "num_segments": num_segments}
     old = _read_root(dataset)

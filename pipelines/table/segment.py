@@ -26,6 +26,7 @@ from pipelines.shuffle import SHUFFLE
 from pipelines.sources.rejects import RejectCounts, number_reject_files
 from schemas.config.job import DataConfig
 from schemas.dataset import type_name
+from schemas.errors import SchemaError
 from schemas.features import FeatureSet
 from schemas.files import FileEntry, describe_file, sha256_of, sync_file, write_files
 from schemas.group_files import group_schema
@@ -167,6 +168,7 @@ def finish_segment(
     write_statistics(root, text)
     groups = list(results[0].groups)
     entries = describe_files(root)
+    _check_parts(results, entries)
     files_sha256 = write_files(Location.parse(root / FILES), entries)
     manifest = SegmentManifest(
         num_samples=num_samples,
@@ -192,6 +194,14 @@ def finish_segment(
     )
     write_manifest(Location.parse(root), manifest)
     return manifest
+
+
+def _check_parts(results: Sequence[PartResult], entries: Sequence[FileEntry]) -> None:
+    """Raise SchemaError if a part that was written has no file any more."""
+    paths = {entry.path for entry in entries}
+    for path in (samples_path(result.file_index) for result in results):
+        if path not in paths:
+            raise SchemaError(f"file of a part was removed: {path}; run the build again")
 
 
 def stored_columns(root: Path, file_index: int, groups: Iterable[str]) -> dict[str, str]:

@@ -1,27 +1,29 @@
 """Remove what no readable version of the root manifest names: `pipelines vacuum`.
 
 A file is kept if the newest version names it, or one that was superseded less than the given time
-ago; if a lease names its directory; and if it was written less than that time ago. Times are those
-of the store, so clocks of hosts do not matter. Before directories of segments are removed, they are
-claimed, and a version of the root without changes is committed: a build whose lease has expired can
-neither claim its directory any more nor commit on the root before.
+ago; if a lease names it or its directory; and if it was written less than that time ago. Times are
+those of the store, so clocks of hosts do not matter. Copies of jobs and schemas are small and stay.
+
+Before anything is removed, directories of segments are claimed, and a version of the root without
+changes is committed. A process whose lease has expired can neither claim its directory any more,
+nor commit on the root before; on the new one it finds that its lease has expired (`Lease.check`).
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from typing import Any
 
 from pipelines.context import INCOMING
 from pipelines.table.commit import CLAIM
-from pipelines.table.indexes import INDEX_PREFIX, segment_of_part
-from schemas.dataset import committed_segment, version_name
+from pipelines.table.indexes import INDEX_PREFIX
+from schemas.dataset import committed_segment
 from schemas.errors import SchemaError
 from schemas.fitted import FITTED_DIRECTORY, VOCABULARIES
-from schemas.layout import JOB, SCHEMA, SEGMENTS, TOMBSTONES, tombstones_path
+from schemas.layout import SEGMENTS, TOMBSTONES, tombstones_path
 from schemas.leases import LEASES, live_leases, remove_expired
 from schemas.manifest import DatasetManifest, commit_root, parse_root, read_root
 from schemas.storage import MANIFESTS, Entry, Location, store_time
@@ -49,10 +51,6 @@ class _Named:
             ).learned.keys()
         for index in manifest.indexes:
             self.directories |= {f"{index.id}/{p.directory}" for p in index.parts.values()}
-        self.files |= {
-            version_name(JOB, manifest.job_sha256),
-            version_name(SCHEMA, manifest.schema_sha256),
-        }
         if manifest.tombstones_sha256:
             self.files.add(tombstones_path(manifest.tombstones_sha256))
 
@@ -84,12 +82,17 @@ def remove_unnamed(dataset: Location, older_than: timedelta) -> dict[str, list[E
     read_root(dataset)  # raises if there is no dataset, before anything is written
     now = store_time(dataset)
     unnamed = _claim_unnamed(dataset, now - older_than, now)
-    for place, entries in unnamed.items():
-        dataset.remove([entry.path for entry in entries])
-        if "/" in place:
-            (dataset / place).remove_all()
+    _remove(dataset, unnamed)
     remove_expired(dataset, now)
     return unnamed
+
+
+def _remove(dataset: Location, unnamed: Mapping[str, list[Entry]]) -> None:
+    for place, entries in unnamed.items():
+        # The claim is the last: whoever can create it finds that the rest is missing.
+        dataset.remove([entry.path for entry in entries if entry.path != f"{place}/{CLAIM}"])
+        if "/" in place:
+            (dataset / place).remove_all()
 
 
 def _claim_unnamed(dataset: Location, limit: datetime, now: datetime) -> dict[str, list[Entry]]:
@@ -101,8 +104,8 @@ def _claim_unnamed(dataset: Location, limit: datetime, now: datetime) -> dict[st
         segments = [place for place in unnamed if place.startswith(f"{SEGMENTS}/")]
         for place in segments:
             (dataset / place / CLAIM).write_bytes(owner)
-        # A build that was suspended since it claimed its directory cannot commit on the old root.
-        if not segments or commit_root(dataset, root, root.manifest) is not None:
+        # A process that was suspended since it read the old root cannot commit on it.
+        if not unnamed or commit_root(dataset, root, root.manifest) is not None:
             return unnamed
     raise AssertionError("`backoff` does not end")
 
@@ -110,18 +113,22 @@ def _claim_unnamed(dataset: Location, limit: datetime, now: datetime) -> dict[st
 def _find_unnamed(dataset: Location, limit: datetime, now: datetime) -> dict[str, list[Entry]]:
     """Return the directories and files to remove, with their entries.
 
-    Pipelines of users hold no lease: their parts are kept for a day.
+    What is written is leased before, and the lease ends after its commit: so places are listed
+    first, then leases are read, then the root. Pipelines of users hold no lease: their parts are
+    kept for a day.
     """
+    places = list(_places(dataset))
     leased = {name for lease in live_leases(dataset, now) for name in lease.directories}
     named = _named_since(dataset, limit)
     unnamed: dict[str, list[Entry]] = {}
-    for place, entries in _places(dataset):
+    for place, entries in places:
         directory = place.partition("/")[2]
+        segment, _, builder = directory.rpartition("_")  # of a part of an index
         kept_since = min(limit, now - KEEP) if place.startswith(f"{INCOMING}/") else limit
         files = [entry for entry in entries if entry.path != f"{place}/{CLAIM}"] or entries
         if place in named.directories or place in named.files:
             continue
-        if directory in leased or segment_of_part(directory) in leased:
+        if not leased.isdisjoint((place, directory, segment, builder)):
             continue
         if all(entry.modified <= kept_since for entry in files):
             unnamed[place] = entries
@@ -160,13 +167,9 @@ def _places(dataset: Location) -> Iterator[tuple[str, list[Entry]]]:
             places["/".join(parts[:2])].append(entry)
         elif top.startswith(REFUSED_PREFIX):
             places[top].append(entry)
-        elif top in _FILE_DIRECTORIES or _is_versioned(entry.path) or _is_probe(parts):
+        elif top in _FILE_DIRECTORIES or _is_probe(parts):
             places[entry.path].append(entry)
     yield from sorted(places.items())
-
-
-def _is_versioned(path: str) -> bool:
-    return path.startswith((f"{JOB}.", f"{SCHEMA}."))
 
 
 def _is_probe(parts: list[str]) -> bool:

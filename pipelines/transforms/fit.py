@@ -55,6 +55,7 @@ from schemas.fitted import (
 )
 from schemas.hashing import splitmix64
 from schemas.layout import SEGMENTS
+from schemas.leases import Lease
 from schemas.manifest import find_root
 from schemas.storage import Location
 
@@ -418,11 +419,19 @@ def stage_fitted(dataset: Location, files: Mapping[str, str], building: Path) ->
         replace_bytes(target, read_verified(dataset / path, digest))
 
 
-def publish_fitted(building: Path, dataset: Location, files: Mapping[str, str]) -> None:
-    """Copy the files of a segment into the dataset; names contain the hash of the content."""
-    for path, digest in files.items():
-        if (dataset / path).stat() is None:
-            (dataset / path).write_bytes(read_verified(building / LEARNED / path, digest))
+def publish_fitted(
+    building: Path, dataset: Location, files: Mapping[str, str], lease: Lease
+) -> None:
+    """Copy the new files of a segment into the dataset, and let a lease name them.
+
+    Names contain the hash of the content. A file that another attempt has left is written anew:
+    `vacuum` goes by age.
+    """
+    new = new_files(files, dataset)
+    lease.add(new)
+    for path in new:
+        data = read_verified(building / LEARNED / path, files[path])
+        (dataset / path).write_bytes(data)
     shutil.rmtree(building / LEARNED, ignore_errors=True)
 
 
@@ -432,6 +441,11 @@ def returned_files(values: Mapping[str, Sequence[Any]], base: Mapping[str, str])
     return dict(files)
 
 
+def new_files(files: Mapping[str, str], dataset: Location) -> list[str]:
+    """Return the files of a segment that no segment of the dataset has."""
+    return sorted(files.keys() - fitted_files(dataset).keys())
+
+
 def fitted_files_match(files: Mapping[str, str], dataset: Location) -> bool:
     """Return whether the files of a segment extend those of the dataset, or the reverse."""
     existing = fitted_files(dataset).items()
@@ -439,10 +453,10 @@ def fitted_files_match(files: Mapping[str, str], dataset: Location) -> bool:
 
 
 def check_fitted_files(files: Mapping[str, str], dataset: Location) -> None:
-    """Check that no concurrent build has added files.
+    """Check that no concurrent build has added files, and that those of the segment exist.
 
     Raises:
-        SchemaError: the dataset has files from which the segment did not start.
+        SchemaError: the dataset has files from which the segment did not start, or lacks one.
     """
     if not fitted_files_match(files, dataset):
         missing = sorted(set(fitted_files(dataset)) - set(files))
@@ -451,3 +465,6 @@ def check_fitted_files(files: Mapping[str, str], dataset: Location) -> None:
             "run it again",
             file=str(dataset),
         )
+    for path in new_files(files, dataset):
+        if (dataset / path).stat() is None:
+            raise SchemaError("file was removed; run it again", file=str(dataset / path))

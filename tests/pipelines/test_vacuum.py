@@ -3,8 +3,11 @@
 import os
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,17 +15,27 @@ from pipelines import build as build_module
 from pipelines.build import build
 from pipelines.cli import main
 from pipelines.table import commit as commit_module
+from pipelines.table import delete, indexes
+from pipelines.table import vacuum as vacuum_module
 from pipelines.table.commit import claim, seal, take_over
 from pipelines.table.vacuum import vacuum
 from pipelines.table.verify import verify
+from schemas import dataset as dataset_module
+from schemas import leases
 from schemas.dataset import open_dataset, open_root
 from schemas.errors import SchemaError
 from schemas.layout import SEGMENTS
 from schemas.leases import Lease
-from schemas.manifest import read_dataset
-from schemas.storage import MANIFESTS, Location
-from tests.pipelines.appending import addition, with_logs
-from tests.pipelines.logs import bytes_of, copy_of, segment_directory, unnamed_places
+from schemas.manifest import find_root, read_dataset
+from schemas.storage import MANIFESTS, Entry, Location, store_time
+from tests.pipelines.appending import addition, changed, with_logs
+from tests.pipelines.logs import (
+    IN_PROCESS,
+    bytes_of,
+    copy_of,
+    segment_directory,
+    unnamed_places,
+)
 
 KEY = "0123456789ab"
 HOUR = 3600.0
@@ -188,3 +201,111 @@ def test_vacuum_of_no_dataset_is_refused(
 ) -> None:
     assert main(["vacuum", str(tmp_path / "none")]) == 1
     assert capsys.readouterr().err.startswith("error: there is no dataset: no build was committed")
+
+
+def test_build_whose_directory_is_being_removed_commits_nothing(
+    one: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It reads the root and its manifest after the commit of `vacuum`, but before the removal."""
+    dataset = copy_of(one / "dataset", tmp_path / "dataset")
+    before, unnamed = bytes_of(dataset), dict[str, list[Entry]]()
+
+    def claimed_before(*arguments: Any) -> Any:
+        location = Location.parse(dataset)
+        if not unnamed:
+            age(dataset / "_leases", 2 * HOUR)
+            unnamed.update(vacuum_module._claim_unnamed(location, *[store_time(location)] * 2))
+        return find_root(*arguments)
+
+    def removed_before(*arguments: Any) -> bool:
+        vacuum_module._remove(Location.parse(dataset), unnamed)
+        return claim(*arguments)
+
+    monkeypatch.setattr(commit_module, "find_root", claimed_before)
+    monkeypatch.setattr(commit_module, "claim", removed_before)
+    with pytest.raises(SchemaError, match="claimed by another process"):
+        build(addition(one / "job" / "job.yaml", one / "log-1", dataset))
+    assert [place.partition("/")[0] for place in unnamed] == [SEGMENTS]
+    assert verify(dataset)["problems"] == []
+    assert bytes_of(dataset) == before
+
+
+@pytest.mark.parametrize(
+    ("module", "function"), [(delete, "commit_root"), (delete, "write_copies")]
+)
+def test_tombstones_that_are_about_to_be_committed_are_kept(
+    dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: Any, function: str
+) -> None:
+    monkeypatch.setattr(module, function, sweeping(dataset, getattr(module, function)))
+    (tmp_path / "ids").write_text("1\n2\n3\n")
+    assert main(["erase", str(dataset), "--ids", str(tmp_path / "ids")]) == 0
+    assert verify(dataset)["problems"] == []
+    assert unnamed_places(dataset) == []
+
+
+def test_job_that_is_used_again_outlasts_a_slow_vacuum(
+    one: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`vacuum` has listed the files; the job of the first segment is named again meanwhile."""
+    dataset = copy_of(one / "dataset", tmp_path / "dataset")
+    other = changed(tmp_path / "other", ("00:08:00", "00:09:00"))
+    build(addition(other, one / "log-1", dataset))
+    remove = vacuum_module._remove
+
+    def late(*arguments: Any) -> None:
+        build(addition(one / "job" / "job.yaml", one / "log-2", dataset, attempt="again"))
+        remove(*arguments)
+
+    monkeypatch.setattr(vacuum_module, "_remove", late)
+    age(dataset, 2 * HOUR)
+    vacuum(Location.parse(dataset), timedelta(seconds=HOUR))
+    assert len(open_dataset(dataset).segments) == 3
+    assert verify(dataset)["problems"] == []
+
+
+def test_index_of_a_process_whose_lease_expired_is_not_committed(
+    dataset: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = ["oracle", str(dataset), "--reindex", "--epochs", "2", IN_PROCESS]
+    update = indexes.update_root
+
+    def suspended(*arguments: Any) -> Any:
+        monkeypatch.setattr(indexes, "update_root", update)
+        time.sleep(0.3)
+        vacuum(Location.parse(dataset), timedelta())
+        return update(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(leases._Body, "renew", lambda _: None)
+        patch.setattr(indexes, "Lease", partial(Lease, expiry_sec=0.2))
+        patch.setattr(indexes, "update_root", suspended)
+        assert main(command) == 1
+    assert verify(dataset)["problems"] == []
+    assert main(command) == 0
+    assert verify(dataset)["problems"] == []
+
+
+def test_reader_opens_the_newest_version_if_files_of_its_version_are_removed(
+    one: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dataset = copy_of(one / "dataset", tmp_path / "dataset")
+    with_day = replace(addition(one / "job" / "job.yaml", one / "log-1", dataset), day="2026-01-02")
+    build(with_day)
+    open_version = dataset_module.open_root
+
+    def late(*arguments: Any) -> Any:
+        monkeypatch.setattr(dataset_module, "open_root", open_version)
+        build(replace(with_day, input_root=one / "log-2", replaces=True, attempt="new"))
+        vacuum(Location.parse(dataset), timedelta())
+        dataset_module.committed_segment.cache_clear()
+        return open_version(*arguments)
+
+    monkeypatch.setattr(dataset_module, "open_root", late)
+    opened = open_dataset(dataset)
+    assert opened.manifest == read_dataset(dataset)
+    (opened.directory / "schema.pbtxt").stat()
+    for path in (dataset / "segments").glob("*/MANIFEST.json"):
+        path.unlink()
+    dataset_module.committed_segment.cache_clear()
+    with pytest.raises(SchemaError, match="manifest is missing"):
+        open_dataset(dataset)
