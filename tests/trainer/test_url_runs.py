@@ -335,6 +335,27 @@ def test_of_two_writers_one_commits_and_the_other_leaves_nothing(
     check_equal(url, folder / "run", tmp_path / "copy")
 
 
+def test_objects_that_another_trainer_has_continued_with_are_kept(
+    folder: Path, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The reply to a commit is lost; before it is asked for again, another trainer commits."""
+    run, create = hard_links(folder / "run", tmp_path / "run"), Location.create
+
+    def reply_after_another(file: Location, data: bytes) -> bool:
+        is_created = create(file, data)
+        if file.parent.name != MANIFESTS or file.name.startswith("probe-"):
+            return is_created
+        monkeypatch.setattr(Location, "create", create)
+        upload._claim_run(Location.parse(url))
+        return file.create(data)
+
+    monkeypatch.setattr(Location, "create", reply_after_another)
+    with pytest.raises(SchemaError, match=r"^another process trains this run"):
+        RunUploader(run, Location.parse(url), None).commit()
+    assert newest_state(url).version.number == 2
+    check_equal(url, folder / "run", tmp_path / "copy")
+
+
 def test_trainer_that_is_replaced_by_another_ends_in_one_line(
     folder: Path, job: Path, dataset: Path, url: str, tmp_path: Path
 ) -> None:

@@ -468,7 +468,7 @@ class RunUploader:
         manifest = RunManifest(writer=self._writer, attempt=self.attempt, files=state.files)
         new = commit_state(self.output, old, manifest)
         if new is None:
-            self.output.remove([name for _, name in state.uploads])
+            self._remove_uploads(state)
             raise SupersededError(self.output)
         _record(self._run, new)
         self._newest = new
@@ -476,6 +476,16 @@ class RunUploader:
             with _log_errors():
                 self.output.remove(sorted(old.manifest.objects - manifest.objects))
                 Versions(self.output).retire([old.version.number])
+
+    def _remove_uploads(self, state: _NewState) -> None:
+        """Delete the objects of a state that was refused, unless the newest state names them.
+
+        It does if the state was committed without a reply, and another process has continued it.
+        """
+        with _log_errors():
+            newest = read_newest_state(self.output)
+            named = frozenset[str]() if newest is None else newest.manifest.objects
+            self.output.remove(sorted({name for _, name in state.uploads} - named))
 
     def _remove_leftovers(self) -> None:
         """Delete objects that others left at numbers that are taken: nobody can commit them."""
