@@ -16,6 +16,7 @@ import shutil
 import tempfile
 import time
 import uuid
+from bisect import bisect_left
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -225,6 +226,8 @@ class Location:
 
     def stat(self) -> Entry | None:
         """Return size and time of a file; None if it does not exist."""
+        if self.parent == self:  # a bucket is no file, and its reply has no size
+            return None
         with suppress(FileNotFoundError, NotADirectoryError):
             if self.local is not None:
                 return _local_entry("", self.local.stat()) if self.local.is_file() else None
@@ -369,10 +372,20 @@ class Location:
     def entries(self, after: str | None = None) -> list[Entry]:
         """Return all files below this directory, sorted by path; none if it does not exist.
 
+        Empty objects `name/`, by which consoles of stores show a directory, are left out.
+
         Args:
             after: only files with greater paths, if not None.
         """
-        return sorted(self._list(after), key=lambda entry: entry.path)
+        entries = sorted(self._list(after), key=lambda entry: entry.path)
+        paths = [entry.path for entry in entries]
+
+        def is_directory(entry: Entry) -> bool:
+            below = f"{entry.path}/"
+            place = bisect_left(paths, below)
+            return not entry.num_bytes and place < len(paths) and paths[place].startswith(below)
+
+        return [entry for entry in entries if not is_directory(entry)]
 
     def _list(self, after: str | None = None, limit: int | None = None) -> list[Entry]:
         if self.local is not None:
@@ -388,7 +401,7 @@ class Location:
             for page in obstore.list(store, path or None, offset=offset, chunk_size=1000):
                 for item in page:
                     name = item["path"][len(prefix) :]
-                    if after is None or name > after:  # emulators ignore the offset
+                    if name and (after is None or name > after):  # emulators ignore the offset
                         found.append(Entry(name, item["size"], item["last_modified"]))
                 if limit is not None and len(found) >= limit:
                     break
@@ -406,7 +419,7 @@ class Location:
             store, path = self._object()
             level = call(self.url, lambda o: o.list_with_delimiter(store, path or None))
             folders = [prefix.rpartition("/")[2] for prefix in level["common_prefixes"]]
-            files = [item["path"].rpartition("/")[2] for item in level["objects"]]
+            files = [i["path"].rpartition("/")[2] for i in level["objects"] if i["path"] != path]
         return sorted(folders), sorted(files)
 
     def remove(self, paths: Iterable[str]) -> None:

@@ -274,6 +274,14 @@ def test_store_has_a_clock_and_conditional_puts_and_keeps_no_trace(root: Locatio
     assert root.entries() == []
 
 
+def test_bucket_is_a_directory(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = connect(store, monkeypatch)
+    (root / "file").write_bytes(b"x")
+    assert root.parent.parent == root.parent
+    assert root.parent.stat() is None
+    assert root.parent.exists()
+
+
 def test_location_is_pickled(root: Location) -> None:
     (root / "a").write_bytes(b"1")
     copy = pickle.loads(pickle.dumps(root))
@@ -570,6 +578,35 @@ def test_any_reply_of_a_store_gives_a_value_or_one_line(monkeypatch: pytest.Monk
 
         monkeypatch.setattr(store_client, "ATTEMPTS", 1)
         check()
+
+
+LISTING = (
+    """<ListBucketResult><Name>b</Name><IsTruncated>false</IsTruncated>{}</ListBucketResult>"""
+)
+LISTED = """<Contents><Key>{}</Key><Size>{}</Size>
+<LastModified>2026-01-01T00:00:00.000Z</LastModified></Contents>"""
+
+
+@pytest.mark.usefixtures("impatient")
+def test_objects_that_show_directories_are_no_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A console makes `name/` for a directory."""
+    sizes = {"r/": 0, "r/a/": 0, "r/a-b": 0, "r/a/b/": 0, "r/a/b/file": 1, "r/empty": 0}
+    body = LISTING.format("".join(LISTED.format(*item) for item in sizes.items())).encode()
+    with replies(lambda method, path: (200, {}, body)) as address:
+        connect(Store("s3", address), monkeypatch)
+        root = Location.parse("s3://b/r")
+        assert paths(root.entries()) == ["a-b", "a/b/file", "empty"]
+        assert root.name not in root.children()[1]
+
+
+@pytest.mark.usefixtures("impatient")
+def test_key_with_an_empty_part_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    body = LISTING.format(LISTED.format("r//x", 1)).encode()
+    with replies(lambda method, path: (200, {}, body)) as address:
+        connect(Store("s3", address), monkeypatch)
+        with pytest.raises(StorageError) as error:
+            Location.parse("s3://b/r").entries()
+    assert '"r//x" contained empty path segment' in one_line(error, "s3://b/r")
 
 
 # Credentials.
