@@ -6,6 +6,7 @@ checksum, which is verified before anything in the region is used.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import mmap
 import os
@@ -383,19 +384,17 @@ def read_verified(path: Location | Path, sha256: str) -> bytes:
 
 
 def sha256_of(path: Location | Path) -> str:
-    """Return the sha256 of a file, hex."""
+    """Return the sha256 of a file, hex; raise FileNotFoundError if it does not exist."""
     location = Location.parse(path)
     if location.local is not None:
         with location.local.open("rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
-    digest, size = hashlib.sha256(), location.num_bytes() or 0
-    for start in range(0, size, _HASH_BYTES):
-        (data,) = location.read_ranges([(start, min(size, start + _HASH_BYTES))])
+    digest, num_bytes = hashlib.sha256(), location.num_bytes()
+    if num_bytes is None:
+        raise FileNotFoundError(errno.ENOENT, "no such object", str(location))
+    for data in location.chunks(num_bytes):
         digest.update(data)
     return digest.hexdigest()
-
-
-_HASH_BYTES = 64 << 20
 
 
 # List columns over consecutive Parquet files, such as access lists, decoded file by file on demand.

@@ -96,7 +96,9 @@ def _fork_and_release(path: Path) -> None:
 
 def test_child_of_a_fork_does_not_release_the_lease(tmp_path: Path) -> None:
     """The fork is in a new process: threads of this one, such as of stores, may be in a fork."""
-    parent = multiprocessing.get_context("spawn").Process(target=_fork_and_release, args=(tmp_path,))
+    parent = multiprocessing.get_context("spawn").Process(
+        target=_fork_and_release, args=(tmp_path,)
+    )
     parent.start()
     parent.join(30)
     assert parent.exitcode == 0

@@ -14,7 +14,7 @@ from pipelines.clustering.layout import Encodings, open_writer
 from schemas.accesses import NextUses, TableAccesses
 from schemas.dataset import open_dataset
 from schemas.errors import SchemaError
-from schemas.files import CheckedFile, FileEntry, describe_file, find_damaged_files
+from schemas.files import CheckedFile, FileEntry, describe_file, find_damaged_files, sha256_of
 from schemas.storage import Location
 from tests.schemas.tiny import write_dataset
 
@@ -128,3 +128,11 @@ def test_missing_and_short_files_are_refused(written: tuple[Path, FileEntry], ah
             file.read_row_group(0)
         place.remove(["a.parquet"])
     assert find_damaged_files(place, {"a.parquet": entry}) == ["a.parquet: missing"]
+
+
+def test_hash_of_a_file_is_the_same_in_every_place(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(b"data")
+    assert sha256_of(copied(tmp_path) / "a") == sha256_of(tmp_path / "a")
+    for directory in (copied(tmp_path), tmp_path):
+        with pytest.raises(FileNotFoundError):
+            sha256_of(directory / "none")
