@@ -60,7 +60,7 @@ sys.exit(main(sys.argv[1:]))
 LIMITED = """
 import os, resource, sys
 resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, {limit}))
-os.execv(sys.executable, [sys.executable, "-m", "pipelines", *sys.argv[1:]])
+os.execv(sys.executable, [sys.executable, "-B", "-m", "pipelines", *sys.argv[1:]])
 """
 
 POINTS = {
