@@ -110,9 +110,20 @@ def build(request: BuildRequest) -> dict[str, Any]:
         seal(request.dataset)
         request.progress("dataset sealed: no segment follows")
     wall_sec, dataset = time.perf_counter() - started, open_dataset(request.dataset)
-    for line in warnings_of(dataset, result.reference.id, job.data.split):
+    segment = _find_built(dataset, result.reference)
+    for line in warnings_of(dataset, segment, job.data.split):
         request.progress(f"warning: {line}")
-    return _summary(dataset, result, wall_sec - result.waited_sec)
+    return _summary(dataset, segment, result, wall_sec - result.waited_sec)
+
+
+def _find_built(dataset: Dataset, reference: Reference) -> Segment:
+    for segment in dataset.segments:
+        if segment.id == reference.id:
+            return segment
+    raise SchemaError(
+        f"segment was committed, and another process has replaced it since: {reference.id}",
+        file=str(dataset.directory),
+    )
 
 
 def load_request(request: BuildRequest) -> tuple[Job, FeatureSet]:
@@ -199,7 +210,7 @@ def _build_and_commit(
 
 @contextmanager
 def discarded_on_error(request: BuildRequest, directory: Location) -> Iterator[None]:
-    """Discard a directory after the body, unless it is committed.
+    """Discard a directory if the body raises an error, unless it is committed.
 
     After an OSError or an interrupt a complete directory is kept, for the next attempt.
     """
@@ -213,7 +224,6 @@ def discarded_on_error(request: BuildRequest, directory: Location) -> Iterator[N
     except BaseException:
         discard(request.dataset, directory, request.attempt)
         raise
-    discard(request.dataset, directory, request.attempt)  # another process committed the same key
 
 
 VOCABULARIES_LEASE = "vocabularies"
@@ -356,8 +366,9 @@ def _report_rejects(
         request.progress(line)
 
 
-def _summary(dataset: Dataset, result: BuildResult, wall_sec: float) -> dict[str, Any]:
-    (segment,) = (s for s in dataset.segments if s.id == result.reference.id)
+def _summary(
+    dataset: Dataset, segment: Segment, result: BuildResult, wall_sec: float
+) -> dict[str, Any]:
     manifest, events = segment.manifest, read_counts(segment)
     alone = select_segments(dataset, [segment.id])
     index_bytes = sum(alone.open_index(i).oracle_bytes for i in alone.complete_indexes())
@@ -421,7 +432,7 @@ def record_build_speed(
 # Warnings about the job after a build.
 
 
-def warnings_of(dataset: Dataset, segment_id: str, split: SplitConfig) -> Iterator[str]:
+def warnings_of(dataset: Dataset, built: Segment, split: SplitConfig) -> Iterator[str]:
     """Yield a line for each problem of the job that the built segment shows.
 
     A split may be empty in one of several segments, such as a day before `evaluation_from`, so all
@@ -429,10 +440,9 @@ def warnings_of(dataset: Dataset, segment_id: str, split: SplitConfig) -> Iterat
 
     Args:
         dataset: opened after the build.
-        segment_id: of the segment that was built.
+        built: the segment that was built.
         split: of its job.
     """
-    (built,) = (s for s in dataset.segments if s.id == segment_id)
     by_day = split.evaluation_last is not None
     segments = (built,) if by_day else dataset.segments
     splits = {name for segment in segments for name in segment.manifest.splits}

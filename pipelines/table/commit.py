@@ -111,6 +111,7 @@ def commit_segment(request: BuildRequest, new: NewSegment, lease: Lease) -> Refe
         root = find_root(request.dataset)
         existing = find_segment(root and root.manifest, new.key)
         if existing is not None:
+            discard(request.dataset, new.directory, request.attempt)
             return existing
         reference, manifest = _next_manifest(request, new, root)
         lease.check()

@@ -269,7 +269,9 @@ def _rewrite(
         except BaseException:
             _discard(request, names)
             raise
-        _discard(request, names)
+        # Once committed, a directory is kept even if it was replaced since: others may read it.
+        kept = {reference.directory for reference in references if committed is not None}
+        _discard(request, sorted({*names} - kept))
     if committed is None:
         return None
     write_copies(request.dataset, committed)

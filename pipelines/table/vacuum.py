@@ -138,7 +138,7 @@ def _find_unnamed(dataset: Location, limit: datetime, now: datetime) -> dict[str
 def _named_since(dataset: Location, limit: datetime) -> _Named:
     """Return what is named by the newest version and by those superseded after a time.
 
-    Older versions are retired.
+    Older versions are retired, the oldest first, so that none is left behind a retired one.
     """
     versions, named = Versions(dataset), _Named()
     superseded: list[int] = []
@@ -153,7 +153,7 @@ def _named_since(dataset: Location, limit: datetime) -> _Named:
         else:
             superseded.append(number)
         written_after = entry.modified > limit
-    versions.retire(superseded)
+    versions.retire(reversed(superseded))
     return named
 
 

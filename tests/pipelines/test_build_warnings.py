@@ -99,7 +99,7 @@ def test_empty_split_is_said_where_no_segment_has_it(
 ) -> None:
     splits, config, expected = CASES[case]
     dataset = of_splits(built[0], *splits)
-    assert list(warnings_of(dataset, str(len(splits) - 1), config)) == expected
+    assert list(warnings_of(dataset, dataset.segments[-1], config)) == expected
 
 
 def test_times_that_are_not_stored_with_the_samples_are_left_out(
@@ -109,7 +109,7 @@ def test_times_that_are_not_stored_with_the_samples_are_left_out(
     (segment,) = dataset.segments
     files = {STATISTICS: segment.files[STATISTICS]}
     vars(segment)["files"] = files  # what it would read
-    (line,) = warnings_of(dataset, "0", AT)
+    (line,) = warnings_of(dataset, segment, AT)
     assert line.startswith("no sample is for evaluation: data.split.evaluation_from is 2027")
 
 

@@ -26,7 +26,7 @@ from schemas.dataset import open_dataset, open_root
 from schemas.errors import SchemaError
 from schemas.layout import SEGMENTS
 from schemas.leases import Lease
-from schemas.manifest import find_root, read_dataset
+from schemas.manifest import DatasetManifest, find_root, read_dataset
 from schemas.storage import MANIFESTS, Entry, Location, store_time
 from tests.pipelines.appending import addition, changed, with_logs
 from tests.pipelines.logs import (
@@ -309,3 +309,49 @@ def test_reader_opens_the_newest_version_if_files_of_its_version_are_removed(
     dataset_module.committed_segment.cache_clear()
     with pytest.raises(SchemaError, match="manifest is missing"):
         open_dataset(dataset)
+
+
+def test_segment_that_is_replaced_as_its_build_ends_is_kept_for_readers(
+    one: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dataset = copy_of(one / "dataset", tmp_path / "dataset")
+    with_day = replace(addition(one / "job" / "job.yaml", one / "log-1", dataset), day="2026-01-02")
+    write_copies, manifests = commit_module.write_copies, list[DatasetManifest]()
+
+    def replaced_before(*arguments: Any) -> None:
+        monkeypatch.setattr(commit_module, "write_copies", write_copies)
+        manifests.append(read_dataset(dataset))
+        build(replace(with_day, input_root=one / "log-2", replaces=True, attempt="new"))
+        write_copies(*arguments)
+
+    monkeypatch.setattr(commit_module, "write_copies", replaced_before)
+    with pytest.raises(SchemaError, match="was committed, and another process has replaced it"):
+        build(with_day)
+    vacuum(Location.parse(dataset), timedelta(seconds=HOUR))
+    assert manifests != [read_dataset(dataset)]
+    dataset_module.committed_segment.cache_clear()
+    assert len(open_root(Location.parse(dataset), *manifests).segments) == 2
+
+
+def test_vacuum_that_is_killed_leaves_no_version_behind(
+    dataset: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    location = Location.parse(dataset)
+    for _ in range(3):
+        seal(location)
+        seal(location, sealed=False)
+    write, written = Location.write_bytes, list[str]()
+
+    def killed(file: Location, data: bytes) -> None:
+        if not data and len(written) == 2:
+            raise KeyboardInterrupt
+        written.extend([file.name] * (not data))
+        write(file, data)
+
+    monkeypatch.setattr(Location, "write_bytes", killed)
+    with pytest.raises(KeyboardInterrupt):
+        vacuum(location, timedelta())
+    monkeypatch.setattr(Location, "write_bytes", write)
+    vacuum(location, timedelta())
+    sizes = [path.stat().st_size for path in sorted((dataset / MANIFESTS).glob("0*.json"))]
+    assert [size > 0 for size in sizes][:-2] == [False] * (len(sizes) - 2)
