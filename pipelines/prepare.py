@@ -34,7 +34,6 @@ from schemas.config.job import Job
 from schemas.errors import SchemaError
 from schemas.features import FeatureSet
 from schemas.manifest import InputFile
-from schemas.storage import Location
 
 PART_INPUT_BYTES = 28 << 20
 """Input bytes of one part: a part's samples fit a worker of 2 GiB even when they take 20 times as
@@ -191,13 +190,9 @@ def _input_folder(request: BuildRequest) -> Folder:
     if folder.needs_beam:
         args = [] if in_process(request.beam_args) else request.beam_args
         runner_module("runner").use_options(args)
-    elif folder.is_local and _is_below(request.dataset, Path(folder.root)):
+    if folder.contains(request.dataset):
         raise SchemaError(
             f"output must lie outside the input, got {request.dataset} below {request.input_root}; "
             "choose another --output"
         )
     return folder
-
-
-def _is_below(dataset: Location, folder: Path) -> bool:
-    return dataset.local is not None and dataset.local.resolve().is_relative_to(folder.resolve())

@@ -28,7 +28,7 @@ from schemas.layout import JOB, SCHEMA
 from schemas.local_files import sync_directory
 from schemas.rows import ids_of, rows_of_ids
 from schemas.run_log import CHECKPOINTS
-from schemas.storage import Location
+from schemas.storage import Location, copy_errors_name
 from trainer.checkpoint.format import RowPart, RowsAndRecords, from_bytes, select, write_part
 from trainer.checkpoint.manager import claim_leftovers
 from trainer.checkpoint.manifest import (
@@ -69,7 +69,10 @@ def erase_ids(source: Path | Location, path: Path, table: str, work: Path) -> di
     """
     if isinstance(source, Path):
         return _erase_ids(source, path, table)
-    with work_folder(source, work, CheckpointConfig(), resume=True) as (run, newest):
+    with (
+        work_folder(source, work, CheckpointConfig(), resume=True) as (run, newest),
+        copy_errors_name(source, run),
+    ):
         summary = _erase_ids(run, path, table)
         RunUploader(run, source, newest).commit()
         shutil.rmtree(run)

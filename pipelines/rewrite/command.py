@@ -122,7 +122,7 @@ def rewrite(request: RewriteRequest) -> dict[str, Any]:
             file=str(request.output),
         )
     folder = folder_of(request.folder)
-    if _is_below(request.output, folder):
+    if folder.contains(request.output):
         raise SchemaError(
             f"output must lie outside the input, got {request.output} below {request.folder}; "
             "choose another --output"
@@ -147,11 +147,6 @@ def rewrite(request: RewriteRequest) -> dict[str, Any]:
     with TemporaryDirectory(prefix=prefix, dir=beside) as name:
         write = _write_star if request.layout == "star" else _write_flat
         return write(request, rows, Path(name))
-
-
-def _is_below(output: Location, folder: Folder) -> bool:
-    root = folder.root if folder.needs_beam else Location.parse(folder.root).resolve().url
-    return f"{output.resolve()}/".startswith(f"{root}/")
 
 
 def _result(

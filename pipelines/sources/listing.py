@@ -49,6 +49,11 @@ class Folder:
         """Whether only Beam's filesystems know the root."""
         return not self.is_local and self._location is None
 
+    def contains(self, location: Location) -> bool:
+        """Return whether a location is the root or below it, with symbolic links followed."""
+        root = self.root if self.needs_beam else Location.parse(self.root).resolve().url
+        return f"{location.resolve()}/".startswith(f"{root.rstrip('/')}/")
+
     def full_path(self, path: str) -> str:
         """Return the path or the URL of a file."""
         return str(Path(self.root) / path) if self.is_local else f"{self.root.rstrip('/')}/{path}"

@@ -108,6 +108,8 @@ def local_directory(directory: Location, work: Path | None) -> Iterator[Path]:
         directory.local.mkdir(parents=True)
         yield directory.local
         return
+    if work is not None:
+        work.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(prefix="presage-build-", dir=work) as name:
         yield Path(name)
 

@@ -1,5 +1,6 @@
 """Builds that meet in one directory, or meet what should not be there."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -7,9 +8,12 @@ import pytest
 from pipelines import build as module
 from pipelines.build import build
 from pipelines.cli import main
+from pipelines.sources.listing import folder_of
+from pipelines.table.segment import local_directory
 from pipelines.table.verify import verify
 from schemas.dataset import open_dataset
 from schemas.errors import SchemaError
+from schemas.storage import Location
 from tests.pipelines.logs import (
     IN_PROCESS,
     built,
@@ -68,8 +72,21 @@ def test_build_into_a_file_is_one_line(tmp_path: Path, capsys: pytest.CaptureFix
 def test_build_into_its_own_input_is_refused(tmp_path: Path) -> None:
     write_log(tmp_path / "log")
     job = write_job(tmp_path / "job")
-    with pytest.raises(SchemaError, match=r"^output must lie outside the input, got "):
-        build(request(job, tmp_path / "log", tmp_path / "log" / "dataset"))
+    url = f"memory://{tmp_path.name}/log"
+    for log in (str(tmp_path / "log"), url):
+        for dataset in (log, f"{log}/dataset"):
+            into = replace(request(job, log, tmp_path), dataset=Location.parse(dataset))
+            with pytest.raises(SchemaError, match=r"^output must lie outside the input, got "):
+                build(into)
+    assert not folder_of(url).contains(Location.parse(f"{url}-2/dataset"))
+    assert folder_of("/").contains(Location.parse("/dataset"))
+
+
+def test_work_directory_that_is_missing_is_made(tmp_path: Path) -> None:
+    work = tmp_path / "new" / "work"
+    with local_directory(Location.parse(f"memory://{tmp_path.name}/segment"), work) as directory:
+        assert directory.parent == work
+    assert [*work.iterdir()] == []
 
 
 @pytest.mark.slow

@@ -488,7 +488,7 @@ def test_export_publish_and_apply_write_the_same_bytes_at_a_url(
 
 
 def test_erased_rows_are_in_no_object(
-    folder: Path, dataset: Path, url: str, tmp_path: Path
+    folder: Path, dataset: Path, url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     upload_state(folder / "run", url)
     with local_run(Location.parse(url), ALL) as run:
@@ -498,6 +498,8 @@ def test_erased_rows_are_in_no_object(
     words = ("erase", url, "--ids", ids, "--table", "pages", "--work", tmp_path / "work")
     assert run_command(*words) == 0
     check_objects(url)
+    assert run_command("erase", f"{url}-2", *words[2:]) == 1
+    assert capsys.readouterr().err.startswith(f"error: folder has no run in {url}-2; ")
     with local_run(Location.parse(url), ALL) as run:
         for checkpoint in complete_checkpoints(run / CHECKPOINTS):
             assert rows[0] not in rows_in(verified(checkpoint))["pages/rows.npy"]
