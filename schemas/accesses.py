@@ -3,13 +3,14 @@
 Steps are decoded on demand. Memory per table: 8 bytes per row for the row of each number, with
 several segments 4 bytes per row and segment for their numbers, and one or more decoded files. Next
 uses that cross segments or epochs are in a temporary file of 4 bytes per row and segment, for
-shuffled blocks also per epoch.
+shuffled blocks also per epoch, for others of 12 bytes while they are linked.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from itertools import count
 from pathlib import Path
@@ -88,6 +89,8 @@ def table_load(
 
 DECODED_CACHE_BYTES = 256 << 20
 """Cache of decoded access lists of one table, for shuffled blocks."""
+READ_THREADS = 4
+"""Segments of which a file is read at once."""
 MERGE_CHUNK_ROWS = 1 << 21
 """Rows that `merge_dictionaries` processes at once."""
 
@@ -106,7 +109,8 @@ class RowNumbering:
         """Read the rows of the segments and merge them."""
         self.is_used = [has_accesses(dataset, segment, table) for segment in dataset.segments]
         used = [s for s, uses in zip(dataset.segments, self.is_used, strict=True) if uses]
-        rows = [segment.rows(table) for segment in used] or [np.empty(0, np.int64)]
+        with ThreadPoolExecutor(READ_THREADS) as pool:
+            rows = list(pool.map(lambda s: s.rows(table), used)) or [np.empty(0, np.int64)]
         self.rows, maps = rows[0], list[Array]()
         if len(rows) > 1:
             maps, self.rows = merge_dictionaries(rows)
@@ -301,7 +305,8 @@ class NextUses:
             numbering: that of the dataset, if it is known.
         """
         self._order, self._parts, self._table = index.order, index.parts, table
-        self._opened: tuple[int, ListFiles] | None = None
+        self._opened: dict[int, ListFiles] = {}  # by segment, on demand
+        self._segment = 0  # the only one with a decoded file
         # by segment and distinct epoch: the step of the next use after the last one, in the order
         # of last uses, and the first entry of each step
         self._later: dict[tuple[int, int], tuple[NDArray[np.int32], NDArray[np.int64]]] = {}
@@ -331,9 +336,12 @@ class NextUses:
         return map(self.__getitem__, range(len(self)))
 
     def _lists(self, segment: int) -> ListFiles:
-        if self._opened is None or self._opened[0] != segment:
-            self._opened = segment, self._parts[segment].steps(self._table)
-        return self._opened[1]
+        if segment not in self._opened:
+            self._opened[segment] = self._parts[segment].steps(self._table)
+        if segment != self._segment and self._segment in self._opened:
+            self._opened[self._segment].release()
+        self._segment = segment
+        return self._opened[segment]
 
     def _distances_beyond(
         self, train_step: int, epoch: int, segment: int, step: int
@@ -352,14 +360,16 @@ class NextUses:
         used = [s for s, uses in enumerate(numbering.is_used) if uses]
         free = allocate(sum(numbering.counts) * order.distinct_epochs)
         next_step = np.full(len(numbering.rows), NEVER, np.int32)  # of each row
+        kept: dict[int, tuple[NDArray[np.int32], NDArray[np.int32]]] = {}
         if order.distinct_epochs < order.epochs:  # first uses in the epoch that follows
+            kept = self._keep_uses(dataset, used, numbering.counts)
             for segment in reversed(used):
-                first, _ = self._uses(dataset, segment, 0)
+                first, _ = kept[segment]
                 start = order.steps_per_epoch + order.first_step(segment)
                 next_step[numbering.of_segment(segment)] = first + start
         for epoch in reversed(range(order.distinct_epochs)):
             for segment in reversed(used):
-                first, last = self._uses(dataset, segment, epoch)
+                first, last = kept.get(segment) or self._uses(dataset, segment, epoch)
                 numbers = numbering.of_segment(segment)
                 later, free = np.split(free, [len(first)])
                 later[:] = next_step[numbers][stable_order(last)]
@@ -367,6 +377,22 @@ class NextUses:
                 self._later[segment, epoch] = later, offsets_of(counts)
                 start = epoch * order.steps_per_epoch + order.first_step(segment)
                 next_step[numbers] = first + start
+
+    def _keep_uses(
+        self, dataset: Dataset, used: Sequence[int], counts: Sequence[int]
+    ) -> dict[int, tuple[NDArray[np.int32], NDArray[np.int32]]]:
+        """Read the first and last steps of all segments once."""
+        free, kept = allocate(2 * sum(counts)), {}
+        for segment in used:
+            first, last, free = np.split(free, [counts[segment], 2 * counts[segment]])
+            kept[segment] = first, last
+
+        def read(segment: int) -> None:
+            kept[segment][0][:], kept[segment][1][:] = self._uses(dataset, segment, 0)
+
+        with ThreadPoolExecutor(READ_THREADS) as pool:
+            list(pool.map(read, used))
+        return kept
 
     def _uses(
         self, dataset: Dataset, segment: int, epoch: int

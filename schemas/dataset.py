@@ -25,8 +25,10 @@ from schemas.files import (
     FileEntry,
     ListFiles,
     encode_parquet,
+    in_turn,
     parse_files,
     read_verified,
+    rows_before,
 )
 from schemas.layout import (
     BLOCK,
@@ -166,11 +168,11 @@ class Segment:
     def rows(self, table: str) -> NDArray[np.int64]:
         """Return the row of each dense number."""
         files = self.edge_files(table)
-        offsets = offsets_of(np.array([file.num_rows for file in files])).tolist()
+        files[0].prefetch()
+        offsets = rows_before(files).tolist()
         rows = np.empty(offsets[-1], np.int64)
-        for file, (start, end) in zip(files, pairwise(offsets), strict=True):
+        for file, (start, end) in zip(in_turn(files), pairwise(offsets), strict=True):
             rows[start:end] = edge_rows(file)
-            file.close()
         return rows
 
     def edge_positions(self, table: str) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
@@ -222,13 +224,14 @@ def _columns(
     files: Sequence[CheckedFile], first: str, second: str
 ) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
     """Return two int32 columns of consecutive files."""
-    offsets = offsets_of(np.array([file.num_rows for file in files], np.int64)).tolist()
+    for file in files[:1]:
+        file.prefetch()
+    offsets = rows_before(files).tolist()
     columns = np.empty(offsets[-1], np.int32), np.empty(offsets[-1], np.int32)
-    for file, (start, end) in zip(files, pairwise(offsets), strict=True):
+    for file, (start, end) in zip(in_turn(files), pairwise(offsets), strict=True):
         table = file.read([first, second])
         for name, column in zip((first, second), columns, strict=True):
             column[start:end] = table[name].to_numpy()
-        file.close()
     return columns
 
 

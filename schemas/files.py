@@ -12,16 +12,17 @@ import mmap
 import os
 import zlib
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
-from itertools import pairwise
+from itertools import pairwise, zip_longest
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+from numpy.typing import NDArray
 
 from schemas.arrays import Array, Jagged, offsets_of
 from schemas.errors import SchemaError
@@ -146,6 +147,8 @@ def parse_files(data: bytes, path: Location | Path) -> dict[str, FileEntry]:
 
 
 _PREFETCH_THREADS = 4
+_REQUEST_BYTES = 8 << 20
+"""Regions that are fetched ahead are requested together up to this size."""
 _KEPT_REGIONS = 2
 """Regions of a remote file in memory, besides its footer and those that are being fetched."""
 
@@ -182,7 +185,8 @@ class CheckedFile:
         self._memory: mmap.mmap | None = None  # that `_data` views, of a remote file
         self._parquet: pq.ParquetFile | None = None
         self._verified: dict[int, None] = {}  # regions in the order of their verification
-        self._fetching: dict[int, Future[memoryview]] = {}
+        self._footer_bytes: memoryview | None = None  # of a remote file, also after `close`
+        self._fetching: dict[int, Future[dict[int, memoryview]]] = {}
 
     def __reduce__(self) -> tuple[type[CheckedFile], tuple[Location, FileEntry, bool]]:
         """Pickle the location and entry: each process opens and verifies the file itself."""
@@ -190,13 +194,25 @@ class CheckedFile:
 
     def prefetch(self, row_group: int | None = None) -> None:
         """Fetch a row group of a remote file, or the whole file, in the background."""
+        self._fetch_ahead(range(self._footer) if row_group is None else (row_group,))
+
+    def prefetch_footer(self) -> None:
+        """Fetch the footer of a remote file in the background."""
+        self._fetch_ahead(())
+
+    def _fetch_ahead(self, row_groups: Iterable[int]) -> None:
         if self._path.local is not None:
             return
-        regions = range(self._footer) if row_group is None else [row_group]
-        for region in (*regions, self._footer):
-            if region not in self._verified and region not in self._fetching:
-                pool = _prefetch_pool(os.getpid())
-                self._fetching[region] = pool.submit(self._fetch, region)
+        regions = [r for r in row_groups if r not in self._verified and r not in self._fetching]
+        if self._footer_bytes is None and self._footer not in self._fetching:
+            regions.append(self._footer)
+        offsets = self._entry.region_offsets
+        while regions:
+            within = [offsets[r + 1] - offsets[regions[0]] <= _REQUEST_BYTES for r in regions]
+            count = max(1, sum(within))
+            future = _prefetch_pool(os.getpid()).submit(self._fetch, regions[:count])
+            self._fetching |= dict.fromkeys(regions[:count], future)
+            del regions[:count]
 
     @property
     def _footer(self) -> int:
@@ -240,12 +256,21 @@ class CheckedFile:
             "file is missing; restore it or rebuild the dataset", file=str(self._path)
         )
 
-    def _fetch(self, region: int) -> memoryview:
-        start, end = self._entry.region_offsets[region : region + 2]
+    def _fetch(self, regions: Sequence[int]) -> dict[int, memoryview]:
+        offsets = self._entry.region_offsets
         try:
-            (data,) = self._path.read_ranges([(start, end)])
+            parts = self._path.read_ranges([(offsets[r], offsets[r + 1]) for r in regions])
         except FileNotFoundError as error:
             raise self._missing_error() from error
+        return dict(zip(regions, parts, strict=True))
+
+    def _fetched(self, region: int) -> memoryview:
+        if region == self._footer and self._footer_bytes is not None:
+            return self._footer_bytes
+        future = self._fetching.pop(region, None)
+        data = (self._fetch([region]) if future is None else future.result())[region]
+        if region == self._footer:
+            self._footer_bytes = data
         return data
 
     def _verify(self, region: int) -> None:
@@ -254,8 +279,7 @@ class CheckedFile:
         assert self._data is not None, "the file is not mapped"
         start, end = self._entry.region_offsets[region : region + 2]
         if self._memory is not None:
-            future = self._fetching.pop(region, None)
-            self._memory[start:end] = self._fetch(region) if future is None else future.result()
+            self._memory[start:end] = self._fetched(region)
         crc32 = zlib.crc32(self._data[start:end])
         if crc32 != self._entry.region_crc32[region]:
             raise SchemaError(
@@ -316,6 +340,7 @@ class CheckedFile:
         Raises:
             SchemaError: the file is missing, truncated or changed.
         """
+        self.prefetch(row_group)
         parquet = self._open()
         self._verify(row_group)
         self._release_regions()
@@ -327,11 +352,27 @@ class CheckedFile:
         Raises:
             SchemaError: the file is missing, truncated or changed.
         """
-        parquet = self._open()
         self.prefetch()
+        parquet = self._open()
         for region in range(len(self._entry.region_crc32)):
             self._verify(region)
         return parquet.read(columns=columns, use_threads=False)
+
+
+def rows_before(files: Sequence[CheckedFile]) -> NDArray[np.int64]:
+    """Return the rows before each of some files, and those of all; footers are fetched at once."""
+    for file in files:
+        file.prefetch_footer()
+    return offsets_of(np.array([file.num_rows for file in files], np.int64))
+
+
+def in_turn(files: Sequence[CheckedFile]) -> Iterator[CheckedFile]:
+    """Yield files; the next one is fetched meanwhile, and each is closed after its use."""
+    for file, following in zip_longest(files, files[1:]):
+        if following is not None:
+            following.prefetch()
+        yield file
+        file.close()
 
 
 def _dictionary_paths(metadata: pq.FileMetaData) -> list[str]:
@@ -452,7 +493,9 @@ class ListFiles:
         self._decode = decode
         self._cache = DecodedFileCache(0) if cache is None else cache
         self._owner = self._cache.add_owner()
-        self._first = offsets_of(np.array(list(map(_num_rows, files)), np.int64))
+        self._first = rows_before(files)
+        for file in files:
+            file.close()
         self.release()
 
     def release(self) -> None:
@@ -481,9 +524,3 @@ class ListFiles:
                 self._cache.put(self._owner, file_index, lists)
             self._open = file_index, lists
         return self._open[1]
-
-
-def _num_rows(file: CheckedFile) -> int:
-    num_rows = file.num_rows
-    file.close()
-    return num_rows

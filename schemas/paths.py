@@ -1,8 +1,8 @@
 """Checks of names and paths before anything is written.
 
-Names of a job file must not lead out of the folder that they are joined to. URLs other than
-`file://` are refused. On a network filesystem two hosts do not see each other's locks, so writing
-there requires `--single-writer`.
+Names of a job file must not lead out of the folder that they are joined to. A job file may lie at
+a URL; files that only a local disk can hold, such as tokens, may not. On a network filesystem two
+hosts do not see each other's locks, so a run there requires `--single-writer`.
 """
 
 from __future__ import annotations

@@ -343,7 +343,9 @@ class Location:
         shutil.rmtree(source)
 
     def copy_from(self, source: Location) -> None:
-        """Copy a file here; within one store without a transfer, on one local disk by a hard link.
+        """Copy a file here: on one local disk by a hard link, within one store by the store itself.
+
+        Between stores it is copied through a temporary file, in parts if it is large.
 
         Raises:
             FileNotFoundError: it does not exist.
@@ -363,7 +365,10 @@ class Location:
             store, target = self._object()
             call(self.url, lambda o: o.copy(store, source._object()[1], target))
         else:
-            self.write_bytes(source.read_bytes())
+            with local_copy(source) as copy:
+                if not copy.exists():
+                    raise FileNotFoundError(errno.ENOENT, "no such file", source.url)
+                self.upload(copy)
 
     @property
     def _bucket(self) -> str:

@@ -15,7 +15,7 @@ from scheduler.retrain.log import read_state
 from scheduler.retrain.records import State
 from schemas.storage import Location
 from tests.integration.days import DAYS, Site
-from tests.integration.test_retrain import make_calm
+from tests.integration.test_retrain import make_calm, make_first, until
 from tests.object_store import Store
 from tests.shared import make_once
 
@@ -29,6 +29,34 @@ def calm(repository: Path) -> Site:
     return Site(repository, make_once(make_calm, str(repository)))
 
 
+@pytest.fixture(scope="module")
+def late(repository: Path) -> Site:
+    """Three days on disk, of which the second comes last."""
+    return Site(repository, make_once(make_late, str(repository)))
+
+
+def make_late(folder: Path, repository: str) -> None:
+    """Retrain the third day, then the second."""
+    site = Site(Path(repository), make_once(make_first, repository)).copy(folder)
+    for day in (THREE, TWO):
+        done = site.retrain("--date", day)
+        assert done.returncode == 0, done.stderr
+
+
+@pytest.fixture(scope="module")
+def rolled_back(repository: Path) -> Site:
+    """Three days on disk, of which the second is rolled back before the third comes."""
+    return Site(repository, make_once(make_rolled_back, str(repository)))
+
+
+def make_rolled_back(folder: Path, repository: str) -> None:
+    """Retrain two days, withdraw the second, and retrain the third."""
+    site = Site(Path(repository), make_once(make_first, repository)).copy(folder)
+    for words in (("--date", TWO), ("--rollback", f"{TWO}.1"), ("--date", THREE)):
+        done = site.retrain(*words)
+        assert done.returncode == 0, done.stderr
+
+
 @pytest.fixture
 def root(s3_store: Store, monkeypatch: pytest.MonkeyPatch) -> Location:
     """A root at a store."""
@@ -37,15 +65,15 @@ def root(s3_store: Store, monkeypatch: pytest.MonkeyPatch) -> Location:
     return Location.parse(f"{s3_store.new_url()}/root")
 
 
-def start(site: Site, root: Location, days: str, host: Path, *more: str) -> subprocess.Popen[bytes]:
+def start(site: Site, root: Location, host: Path, *words: str) -> subprocess.Popen[bytes]:
     """Start the command on a host, which has a temporary and a cache folder of its own."""
     host.mkdir(exist_ok=True)
     environment = {**os.environ, "PYTHONPATH": str(site.repository), "TMPDIR": str(host)}
     environment["XDG_CACHE_HOME"] = str(host)
-    words = ["scheduler", "retrain", str(site.job), "--date", days, "--output", str(root)]
+    command = site.command("scheduler", "retrain", str(site.job), "--output", str(root), *words)
     with (host / "said").open("ab") as said:
         return subprocess.Popen(
-            site.command(*words), env=environment, stdout=said, stderr=said, start_new_session=True
+            command, env=environment, stdout=said, stderr=said, start_new_session=True
         )
 
 
@@ -58,13 +86,28 @@ def results_of(state: State) -> dict[str, object]:
     }
 
 
+def assert_same_promoted_run(site: Site, root: Location) -> None:
+    """Compare the bits and the metrics of the promoted run with those on disk."""
+    pointer = json.loads((root / "PROMOTED").read_bytes())
+    for name in ("date", "metrics"):
+        assert pointer[name] == site.promoted[name]
+    runs = [str(root / "runs" / pointer["run"]), str(site.root / "runs" / site.promoted["run"])]
+    same = site.run("trainer", "diff", *runs)
+    assert same.returncode == 0, same.stdout + same.stderr
+
+
+def started_stages(root: Location, run: str) -> set[str]:
+    """Return the stages of a run that were started."""
+    return {stage for a in read_state(root).attempts if a.run == run for stage in a.started}
+
+
 def test_two_schedulers_of_one_root_come_to_what_one_comes_to(
     calm: Site, root: Location, tmp_path: Path
 ) -> None:
     hosts = [tmp_path / "a", tmp_path / "b"]
     days = [f"{ONE}..{TWO}", f"{ONE}..{THREE}"]
     while True:
-        both = [start(calm, root, *each) for each in zip(days, hosts, strict=True)]
+        both = [start(calm, root, h, "--date", d) for h, d in zip(hosts, days, strict=True)]
         statuses = [process.wait() for process in both]
         said = [(host / "said").read_text() for host in hosts]
         assert set(statuses) <= {0, 1}, said
@@ -74,22 +117,22 @@ def test_two_schedulers_of_one_root_come_to_what_one_comes_to(
             break
     state = read_state(root)
     assert results_of(state) == results_of(calm.state)
-    pointer = json.loads((root / "PROMOTED").read_bytes())
-    assert pointer["metrics"] == calm.promoted["metrics"]
-    assert pointer["run"] == f"{THREE}.1"
+    assert state.last_good == f"{THREE}.1"
+    assert_same_promoted_run(calm, root)
 
 
 def test_scheduler_that_dies_is_continued_on_another_host(
     calm: Site, root: Location, tmp_path: Path
 ) -> None:
     for number, pause_sec in enumerate((2.0, 6.0, 10.0)):
-        process = start(calm, root, f"{ONE}..{TWO}", tmp_path / f"host-{number}")
+        process = start(calm, root, tmp_path / f"host-{number}", "--date", f"{ONE}..{TWO}")
         time.sleep(pause_sec)
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
         end_stages(tmp_path / f"host-{number}")
     last = tmp_path / "last"
-    assert start(calm, root, f"{ONE}..{TWO}", last).wait() == 0, (last / "said").read_text()
+    process = start(calm, root, last, "--date", f"{ONE}..{TWO}")
+    assert process.wait() == 0, (last / "said").read_text()
     expected = {day: result for day, result in results_of(calm.state).items() if day != THREE}
     assert results_of(read_state(root)) == expected
 
@@ -103,3 +146,44 @@ def end_stages(host: Path) -> None:
                 os.killpg(int(text.split()[0]), signal.SIGKILL)
             except ProcessLookupError:
                 continue
+
+
+def test_day_that_comes_late_waits_for_the_host_that_trains_a_later_one(
+    late: Site, root: Location, tmp_path: Path
+) -> None:
+    a, b = tmp_path / "a", tmp_path / "b"
+    assert start(late, root, a, "--date", ONE).wait() == 0, (a / "said").read_text()
+    first = start(late, root, a, "--date", THREE)
+    until(first, lambda: "train" in started_stages(root, f"{THREE}.1"))
+    assert start(late, root, b, "--date", TWO).wait() == 1
+    assert "another retraining uses this root" in (b / "said").read_text()
+    assert first.wait() == 0, (a / "said").read_text()
+    assert start(late, root, b, "--date", TWO).wait() == 0, (b / "said").read_text()
+    state = read_state(root)
+    assert state.promoted == late.state.promoted == (f"{ONE}.1", f"{THREE}.1", f"{TWO}.1")
+    assert results_of(state) == results_of(late.state)
+    assert_same_promoted_run(late, root)
+
+
+@pytest.mark.parametrize("stage", ["train", pytest.param("compare", marks=pytest.mark.chaos)])
+def test_rollback_while_a_day_trains_on_another_host_is_one_before_that_day(
+    stage: str, rolled_back: Site, root: Location, tmp_path: Path
+) -> None:
+    a, b = tmp_path / "a", tmp_path / "b"
+    assert start(rolled_back, root, a, "--date", f"{ONE}..{TWO}").wait() == 0
+    trains = start(rolled_back, root, a, "--date", THREE)
+    until(trains, lambda: stage in started_stages(root, f"{THREE}.1"))
+    withdraws = start(rolled_back, root, b, "--rollback", f"{TWO}.1")
+    assert withdraws.wait() == 0, (b / "said").read_text()
+    assert json.loads((root / "PROMOTED").read_bytes())["run"] == f"{ONE}.1"
+    assert trains.wait() == 0, (a / "said").read_text()
+    state = read_state(root)
+    assert state.promoted == (f"{ONE}.1", f"{THREE}.2")
+    closed, last = state.of_day(THREE)
+    assert closed.closed is not None
+    assert closed.closed.reason == f"{TWO}.1 was rolled back"
+    assert last.base == f"{ONE}.1"
+    assert len(last.segments) == 2
+    assert not (root / "runs" / closed.run).exists()
+    assert results_of(state) == results_of(rolled_back.state)
+    assert_same_promoted_run(rolled_back, root)

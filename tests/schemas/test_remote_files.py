@@ -16,6 +16,8 @@ from schemas.dataset import open_dataset
 from schemas.errors import SchemaError
 from schemas.files import CheckedFile, FileEntry, describe_file, find_damaged_files, sha256_of
 from schemas.storage import Location
+from tests.fault_proxy import Faults
+from tests.object_store import Store
 from tests.schemas.tiny import write_dataset
 
 NUM_GROUPS, GROUP_ROWS = 8, 20_000
@@ -60,6 +62,45 @@ def test_dataset_at_a_store_is_read_as_on_disk(tmp_path: Path) -> None:
                 (numbers, uses), (others, other_uses) = pairs
                 assert np.array_equal(numbers.numbers(step), others.numbers(step))
                 assert np.array_equal(uses[step], other_uses[step])
+
+
+class Requests(Faults):
+    """No faults; the requests by the path of the file below `tiny`."""
+
+    def draw(self, method: str, path: str) -> str | None:
+        self.requests[path.partition("?")[0].partition("/tiny/")[2]] += 1
+        return None
+
+
+@pytest.mark.parametrize("epochs", [1, 2])
+def test_files_of_accesses_are_requested_once_for_each_use(
+    epochs: int, tmp_path: Path, s3_store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of several files the footers are requested first, to count their rows."""
+    here = Location.parse(tmp_path / "tiny")
+    write_dataset(tmp_path / "tiny")
+    requests = Requests()
+    with s3_store.behind_proxy(requests) as store:
+        for name, value in store.environment.items():
+            monkeypatch.setenv(name, value)
+        there = Location.parse(f"{store.new_url()}/tiny")
+        for entry in here.entries():
+            (there / entry.path).upload(tmp_path / "tiny" / entry.path)
+        dataset = open_dataset(there)
+        order = dataset.order(32, 2, "none", 0)
+        requests.requests.clear()
+        accesses = TableAccesses(dataset, "items", order)
+        next_uses = NextUses(dataset, dataset.index_for(order), "items", accesses.numbering)
+        for step in range(order.num_steps // 2 * epochs):
+            accesses.entries(step, next_uses[step])
+    assert {len(segment.edge_files("items")) for segment in dataset.segments} == {2}
+    for path, count in requests.requests.items():
+        if "/edges/" in path:  # for the rows, and for their first and last uses
+            assert count == (4 if path.endswith("00001.parquet") else 2)
+        elif "/items/" in path:
+            assert count == 1 + epochs
+        else:
+            assert count == 1
 
 
 def test_entry_of_a_file_does_not_depend_on_its_place(written: tuple[Path, FileEntry]) -> None:

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+import uuid
 from collections.abc import Callable, Generator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -181,14 +182,29 @@ def test_copied_file_is_equal_and_independent(root: Location, tmp_path: Path) ->
     outside.copy_from(root / "b" / "copy")
     (root / "c").copy_from(outside)
     assert (root / "c").read_bytes() == outside.read_bytes() == data
-    with pytest.raises(FileNotFoundError):
-        (root / "d").copy_from(root / "none")
+    for source in (root / "none", Location.parse(tmp_path / "none")):
+        with pytest.raises(FileNotFoundError, match=source.url):
+            (root / "d").copy_from(source)
     (tmp_path / "folder" / "sub").mkdir(parents=True)
     (tmp_path / "folder" / "sub" / "file").write_bytes(b"moved")
     (root / "e").move_from(tmp_path / "folder")
     assert (root / "e" / "sub" / "file").read_bytes() == b"moved"
     assert not (tmp_path / "folder").exists()
     assert paths(root.entries()) == ["a/source", "b/copy", "c", "e/sub/file"]
+
+
+def test_file_is_copied_between_stores_in_chunks(
+    root: Location, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = random.Random(9).randbytes(10_000)
+    (root / "source").write_bytes(data)
+    other = Location.parse(f"memory://{uuid.uuid4().hex}")
+    with monkeypatch.context() as patch:
+        patch.setattr("schemas.storage.CHUNK_BYTES", 3_000)
+        patch.delattr(Location, "write_bytes")  # of whole files
+        (other / "copy").copy_from(root / "source")
+        (root / "back").copy_from(other / "copy")
+    assert (other / "copy").read_bytes() == (root / "back").read_bytes() == data
 
 
 def test_open_file_is_read_and_sought(root: Location, monkeypatch: pytest.MonkeyPatch) -> None:

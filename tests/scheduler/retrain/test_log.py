@@ -6,6 +6,7 @@ import re
 import socket
 import threading
 import time
+import uuid
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
@@ -20,6 +21,7 @@ from scheduler.retrain.records import (
     KINDS,
     Begun,
     Promoted,
+    Record,
     State,
     apply_record,
     record_from_json,
@@ -31,7 +33,7 @@ from schemas.layout import MANIFEST
 from schemas.leases import LEASES
 from schemas.storage import Location
 from schemas.versions import Versions
-from tests.scheduler.retrain.world import World, good_but_for
+from tests.scheduler.retrain.world import KilledError, World, good_but_for
 
 DAYS = [f"2026-01-0{i}" for i in range(1, 5)]
 
@@ -185,6 +187,35 @@ def test_owner_reads_a_rollback_before_its_next_record(root: Location) -> None:
     with pytest.raises(PlanError) as error:
         roll_back(root, f"{DAYS[2]}.1", 0.0)
     assert str(error.value) == message
+
+
+class StoredWorld(World):
+    """Days whose records are appended to the log of a root."""
+
+    log: Log
+
+    def append(self, record: Record) -> None:
+        assert self.log.append(record)
+        super().append(record)
+
+
+@pytest.mark.slow
+def test_month_that_hosts_retrain_in_turn_at_a_store_is_that_of_one() -> None:
+    """Each host is killed after 100 records; the next one continues from what is stored."""
+    month = [f"2026-03-{i:02d}" for i in range(1, 32)]
+    root = Location.parse(f"memory://{uuid.uuid4().hex}/root")
+    alone, world, num_hosts = World(), StoredWorld(), 0
+    for day in month:
+        alone.retrain(day)
+    while world.state.last_good != f"{month[-1]}.1":
+        num_hosts += 1
+        with suppress(KilledError), Log(root) as world.log:
+            assert world.log.state == world.state
+            ends = len(world.records) + 100
+            for day in month:
+                world.retrain(day, lives=ends - len(world.records))
+    assert num_hosts > 3
+    assert read_state(root) == world.state == alone.state
 
 
 def test_of_processes_that_begin_at_once_one_becomes_the_owner(root: Location) -> None:
