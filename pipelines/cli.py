@@ -66,7 +66,7 @@ def build_parser() -> argparse.ArgumentParser:
 
     command = commands.add_parser("init", help="write a first job for the files of a folder")
     command.add_argument("folder", metavar="DIR", help="a directory or a URL")
-    command.add_argument("--output", type=Path, required=True, metavar="JOBDIR")
+    command.add_argument("--output", type=path_or_url, required=True, metavar="JOBDIR")
 
     command = commands.add_parser("preview", help="check a job on the first rows of its input")
     _add_log_options(command)
@@ -125,7 +125,9 @@ def build_parser() -> argparse.ArgumentParser:
 
     command = commands.add_parser("erase", help="delete the samples of some ids")
     command.add_argument("dataset", type=Location, metavar="DATASET")
-    command.add_argument("--ids", type=Path, metavar="FILE", help="text or Parquet file of ids")
+    command.add_argument(
+        "--ids", type=path_or_url, metavar="FILE", help="text or Parquet file of ids"
+    )
     command.add_argument("--column", metavar="NAME", help="of the ids; the session key by default")
     command.add_argument("--rewrite", action="store_true", help="remove them from all files")
     command.add_argument(
@@ -175,7 +177,7 @@ def build_parser() -> argparse.ArgumentParser:
     command.add_argument("--lookahead", type=int, metavar="N", help="steps; default: train.cache")
     command.add_argument("--cache-rows", type=int, metavar="N", help="cache capacity per table")
     command.add_argument(
-        "--hints", type=Path, metavar="FILE", help="write TorchRec's planner hints"
+        "--hints", type=path_or_url, metavar="FILE", help="write TorchRec's planner hints"
     )
     for name in ("build", "append", "erase"):
         commands.choices[name].add_argument(

@@ -23,11 +23,12 @@ from numpy.typing import NDArray
 from schemas.arrays import Array, Jagged, offsets_of
 from schemas.dataset import Dataset, Index, access_lists, has_accesses
 from schemas.errors import SchemaError
-from schemas.files import CheckedFile, DecodedFileCache, ListFiles
+from schemas.files import CheckedFile, DecodedFileCache, ListFiles, replace_bytes
 from schemas.hashing import NUM_SLOTS, slot_of_row
 from schemas.manifest import from_json
 from schemas.oracle import NEVER, number_by_appearance, union
 from schemas.order import Order
+from schemas.storage import Location
 
 REUSE_BINS = 32
 """Bin i counts next-use distances from 2**i to 2**(i + 1) - 1 steps."""
@@ -471,11 +472,11 @@ class TableHints:
     cache of this size misses), ascending, from (0, 1)."""
 
 
-def write_hints(path: Path, tables: Mapping[str, TableHints]) -> None:
+def write_hints(path: Path | Location, tables: Mapping[str, TableHints]) -> None:
     """Write hints, sorted by table."""
     hints = {name: asdict(tables[name]) for name in sorted(tables)}
     body = {"format": HINTS_FORMAT, "tables": hints}
-    path.write_text(json.dumps(body, indent=1) + "\n", encoding="utf-8")
+    replace_bytes(path, f"{json.dumps(body, indent=1)}\n".encode())
 
 
 def read_hints(path: Path) -> Mapping[str, TableHints]:

@@ -218,3 +218,55 @@ def test_paths_of_a_job_at_a_url_start_at_its_folder(tmp_path: Path) -> None:
     arguments = scheduler.build_parser().parse_args(["retrain", url, "--list"])
     root = _root_of(arguments, load_job(url))
     assert root.location == Location.parse(url).parent.parent / "days"
+
+
+ALL_AT_URLS: tuple[tuple[Main, str], ...] = (
+    (pipelines.main, "generate URL/demo/job.yaml --num-samples 300 --output URL/demo-log"),
+    (pipelines.main, "init URL/demo-log --output URL/demo-job"),
+    (pipelines.main, "preview URL/demo-job/job.yaml --input URL/demo-log"),
+    (pipelines.main, "build URL/job/job.yaml --input URL/log --output URL/dataset RUNNER"),
+    (pipelines.main, "append URL/job/job.yaml --input URL/more --dataset URL/dataset RUNNER"),
+    (pipelines.main, "oracle URL/dataset --hints URL/hints.json"),
+    (pipelines.main, "oracle URL/dataset --reindex --batch-samples 32 --epochs 2"),
+    (pipelines.main, "erase URL/dataset --ids URL/ids.txt --rewrite"),
+    (trainer.main, "train URL/job/job.yaml --dataset URL/dataset --output URL/run --steps 1"),
+    (trainer.main, "export URL/run --output URL/model"),
+    (pipelines.main, "score URL/model --dataset URL/dataset --output URL/scores"),
+    (pipelines.main, "expand URL/dataset --output URL/samples.parquet"),
+    (pipelines.main, "report URL/dataset --runs URL/run --html URL/report.html"),
+    (pipelines.main, "seal URL/dataset"),
+    (pipelines.main, "unseal URL/dataset"),
+    (pipelines.main, "vacuum URL/dataset"),
+    (pipelines.main, "verify URL/dataset"),
+    (pipelines.main, "rewrite URL/log --output URL/smaller RUNNER"),
+)
+"""Every argument of `pipelines` that names a file or directory, in an order in which they work."""
+
+
+@pytest.mark.slow
+def test_every_path_of_pipelines_may_be_at_s3(
+    repository: Path,
+    s3_store: Store,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for name, value in s3_store.environment.items():
+        monkeypatch.setenv(name, value)
+    url = s3_store.new_url()
+    at_url(repository / "schemas" / "demo", f"{url}/demo")
+    logs.write_job(tmp_path / "made" / "job")
+    logs.write_log(tmp_path / "made" / "log")
+    logs.write_log(tmp_path / "made" / "more", seed=1)
+    at_url(tmp_path / "made", url)
+    (Location.parse(url) / "ids.txt").write_bytes(b"3\n5\n")
+    shutil.rmtree(tmp_path / "made")
+    monkeypatch.chdir(tmp_path)
+    for main, line in ALL_AT_URLS:
+        words = line.replace("URL", url).replace("RUNNER", logs.IN_PROCESS).split()
+        assert main(words) == 0, f"{line}: {capsys.readouterr().err}"
+        capsys.readouterr()
+    written = {entry.path.partition("/")[0] for entry in Location.parse(url).entries()}
+    assert written >= {"demo-job", "hints.json", "model", "scores", "samples.parquet"}
+    assert written >= {"report.html", "smaller", "run"}
+    assert list(tmp_path.iterdir()) == []

@@ -33,6 +33,8 @@ from pipelines.sources.text_records import codec_of, decompressed
 from schemas.arrays import is_text, one_chunk
 from schemas.config.sources import SourceConfig
 from schemas.errors import SchemaError, pluralize
+from schemas.files import replace_bytes
+from schemas.storage import Location
 
 WARN_REJECT_FRACTION = 0.02
 """Share of rejects among the first rows above which `init` warns."""
@@ -41,7 +43,9 @@ _WIDTH = 96
 
 
 def init(
-    input_root: Path | str, output: Path, progress: Callable[[str], None] = lambda _: None
+    input_root: Path | str,
+    output: Path | Location,
+    progress: Callable[[str], None] = lambda _: None,
 ) -> dict[str, Any]:
     """Write a first job for some files.
 
@@ -73,11 +77,10 @@ def init(
             time = next(f.column for f in plan.features if f.column.name == plan.time[0])
             windows = Path(scratch, "windows")
             split = evaluation_from(folder, plan.source, time.expr, windows, progress)
-    output.mkdir(parents=True, exist_ok=True)
     name = plain_name(Path(str(input_root).rstrip("/")).name or "log")
     job = output / JOB
-    job.write_text(job_text(plan, name, str(input_root), split), encoding="utf-8")
-    (output / SCHEMA).write_text(schema_text(plan), encoding="utf-8")
+    replace_bytes(job, job_text(plan, name, str(input_root), split).encode())
+    replace_bytes(output / SCHEMA, schema_text(plan).encode())
     for line in _summary(plan):
         progress(line)
     previewed = preview(job, input_root)

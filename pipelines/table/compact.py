@@ -146,7 +146,7 @@ class CompactionRequest:
 
     dataset: Location
     older_than: timedelta | None
-    ids: Path | None
+    ids: Path | Location | None
     column: str | None
     rejects_older_than: timedelta | None = None
     at: datetime

@@ -54,7 +54,7 @@ class EraseRequest:
     """
 
     dataset: Location
-    ids: Path
+    ids: Path | Location
     column: str | None
     at: datetime
 
@@ -143,7 +143,7 @@ def id_type(dataset: Dataset, column: str) -> pa.DataType:
     return value
 
 
-def read_ids(path: Path, column: str, kind: pa.DataType) -> pa.Array:
+def read_ids(path: Path | Location, column: str, kind: pa.DataType) -> pa.Array:
     """Read the distinct ids of a file, in ascending order.
 
     Args:
@@ -155,7 +155,7 @@ def read_ids(path: Path, column: str, kind: pa.DataType) -> pa.Array:
     Raises:
         SchemaError: the file cannot be read, or a value does not have the type.
     """
-    values = _parquet_ids(path, column) if path.suffix == ".parquet" else _text_ids(path)
+    values = (_parquet_ids if path.name.endswith(".parquet") else _text_ids)(path, column)
     try:
         ids = pc.unique(values.drop_null().cast(kind))
     except pa.ArrowInvalid as error:
@@ -167,24 +167,25 @@ def read_ids(path: Path, column: str, kind: pa.DataType) -> pa.Array:
     return ids.take(pc.sort_indices(ids))
 
 
-def _text_ids(path: Path) -> pa.Array:
+def _text_ids(path: Path | Location, _: str) -> pa.Array:
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_bytes().decode().splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise SchemaError(f"ids must be readable as text, got {error}", file=str(path)) from error
     return pa.array([line.strip() for line in lines if line.strip()], pa.string())
 
 
-def _parquet_ids(path: Path, column: str) -> pa.Array:
+def _parquet_ids(path: Path | Location, column: str) -> pa.Array:
     try:
-        names = pq.read_schema(path).names
+        file = pq.ParquetFile(pa.BufferReader(path.read_bytes()))
+        names = file.schema_arrow.names
         name = names[0] if len(names) == 1 else column
         if name not in names:
             raise SchemaError(
                 f"file of ids has no column {column!r}, but {', '.join(names)}; rename one",
                 file=str(path),
             )
-        return one_chunk(pq.read_table(path, columns=[name])[name])
+        return one_chunk(file.read([name])[name])
     except (OSError, pa.ArrowInvalid) as error:
         raise SchemaError(
             f"ids must be readable as Parquet, got {error}", file=str(path)

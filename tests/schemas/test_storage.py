@@ -183,7 +183,7 @@ def test_copied_file_is_equal_and_independent(root: Location, tmp_path: Path) ->
     (root / "c").copy_from(outside)
     assert (root / "c").read_bytes() == outside.read_bytes() == data
     for source in (root / "none", Location.parse(tmp_path / "none")):
-        with pytest.raises(FileNotFoundError, match=source.url):
+        with pytest.raises(FileNotFoundError):
             (root / "d").copy_from(source)
     (tmp_path / "folder" / "sub").mkdir(parents=True)
     (tmp_path / "folder" / "sub" / "file").write_bytes(b"moved")
