@@ -9,16 +9,20 @@ from pathlib import Path
 import pytest
 
 from schemas.config.job import load_job
-from schemas.run_log import SUMMARY, RunSummary, read_summary
+from schemas.run_log import EXIT_LOST_ROWS, SUMMARY, RunSummary, read_summary
 from schemas.run_manifest import ALL, fetch_run
 from schemas.storage import Location
 from tests.object_store import Store
 from tests.shared import make_once
 from tests.trainer.make_dataset import write_job
-from tests.trainer.processes import ended, num_steps, started, until, with_keys
+from tests.trainer.processes import PATIENCE, ended, num_steps, started, until, wait_for, with_keys
 from tests.trainer.runs import run_job, small_dataset
 from tests.trainer.stores import StoreProcess, running, start_store
+from tests.trainer.test_url_replicas import Hosts, statuses
 from tests.trainer.url_runs import check_equal
+from trainer.checkpoint import upload
+from trainer.elastic import launcher
+from trainer.elastic.faults import Faults
 from trainer.stores.remote.connection import resolve_address
 
 EVERY = 6
@@ -114,3 +118,37 @@ def test_store_that_loses_its_machine_takes_the_run_back_to_its_checkpoint(
     assert summary.num_rollbacks == 1
     assert summary.recomputed_steps <= EVERY + 3
     check_equal(output, undisturbed, tmp_path / "copy")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_replicas_find_stores_at_urls_and_go_back_when_one_loses_its_machine(
+    start: Callable[[int, str], StoreProcess],
+    undisturbed: Path,
+    url: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(upload, "POLL_SEC", 0.01)
+    monkeypatch.setattr(launcher, "URL_POLL_SEC", 0.1)
+    first, second = (start(number, f"host-{number}") for number in range(2))
+    job = job_at(url, tmp_path / "job", tmp_path / "host-0.token")
+    hosts = Hosts(f"{url}/run", job, small_dataset(), tmp_path / "hosts")
+    try:
+        running = hosts.launch(embedding="cached")
+        replicas = [hosts.start(number, expected=2) for number in range(2)]
+        wait_for(hosts.saved(EVERY))
+        first.kill()
+        assert start(0, "host-0").port != first.port
+        before = hosts.rendezvous()
+        second.kill()
+        shutil.rmtree(tmp_path / "host-1")
+        start(1, "host-2")
+        assert set(statuses(*replicas)) == {EXIT_LOST_ROWS}
+        wait_for(lambda: hosts.rendezvous() not in (None, before))
+        replicas = [hosts.start(number, expected=2, faults=Faults()) for number in range(2)]
+        assert running.result(PATIENCE).num_rollbacks == 1
+        assert statuses(*replicas) == [0, 0]
+    finally:
+        hosts.close()
+    check_equal(f"{url}/run", undisturbed, tmp_path / "copy")

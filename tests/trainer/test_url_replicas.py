@@ -54,7 +54,7 @@ def folder() -> Path:
 class Hosts:
     """A launcher and replicas, each with a directory of its own, as if on hosts of their own."""
 
-    def __init__(self, url: str, job: Path, dataset: Path, directory: Path) -> None:
+    def __init__(self, url: str, job: Path | Location, dataset: Path, directory: Path) -> None:
         self.url, self.run, self.drain = url, Location.parse(url), Drain()
         self._job, self._dataset, self._directory = job, dataset, directory
         self._token = directory / "secret"
