@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from pipelines.table.commit import anomalies_text_of
 from pipelines.table.rows import (
     blocks_of_row_group,
     read_joined_row_group,
@@ -91,6 +92,8 @@ def segment_problems(segment: Segment, dataset: Dataset) -> Iterator[str]:
                 yield f"{location}: {samples.num_rows} samples instead of {expected}"
             yield from _group_problems(segment, dataset, file_index, row_group)
         yield from _access_problems(segment, dataset)
+        if segment.reference.anomalies_sha256 is not None:
+            anomalies_text_of(segment)  # raises if it is missing or changed
     except SchemaError as error:
         yield str(error)
 

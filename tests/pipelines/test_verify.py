@@ -61,6 +61,19 @@ def mended(dataset: Path, manifest: SegmentManifest) -> None:
     assert commit_root(dataset, root, replace(root.manifest, segments=(reference,)))
 
 
+@pytest.mark.parametrize("content", [None, b"changed"])
+def test_missing_or_changed_anomalies_are_found(
+    dataset: Path, tmp_path: Path, content: bytes | None
+) -> None:
+    copy = copy_of(dataset, tmp_path / "dataset")
+    (path,) = segment_directory(copy).glob("anomalies-*")
+    path.unlink()
+    if content is not None:
+        path.write_bytes(content)
+    (problem,) = verify(copy)["problems"]
+    assert path.name in problem
+
+
 @pytest.mark.slow
 def test_verify_of_a_fresh_dataset_finds_nothing(
     dataset: Path, capsys: pytest.CaptureFixture[str]
