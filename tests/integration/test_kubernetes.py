@@ -19,7 +19,6 @@ from schemas.storage import Location
 from tests.cluster.fixtures import cluster, namespace
 from tests.cluster.servers import Cluster
 from tests.cluster.sockets import pids_with, sockets_of
-from tests.integration.small_demo import write_small_demo
 from tests.integration.test_scheduled import (
     CACHE,
     SMALL,
@@ -27,6 +26,7 @@ from tests.integration.test_scheduled import (
     check_bits,
     command,
     num_steps,
+    write_jobs,
 )
 from tests.object_store import Store
 
@@ -35,11 +35,6 @@ __all__ = ["cluster", "namespace"]
 
 REACHED = ("lead-0.1", "replica-0.1", "replica-1.1", "store-0.1", "store-1.1")
 """Processes of a job that reach each other, as they begin."""
-LONE = """
-schedule:
-  budget: {cpus: 8, memory: 32GiB}
-  training: {replica: {memory: 1300MiB}, max_replicas: 1}
-"""
 TOGETHER = """
 schedule:
   budget: {cpus: 8, memory: 32GiB}
@@ -109,7 +104,7 @@ def test_a_job_of_pods_that_are_lost_finishes_with_the_bits_of_an_undisturbed_on
     storage: Location,
     tmp_path: Path,
 ) -> None:
-    demo, output = write_lone_job(repository, tmp_path), tmp_path / "out"
+    (demo, _), output = write_jobs(repository, tmp_path), tmp_path / "out"
     (tmp_path / "budget.yaml").write_text("cpus: 4\nmemory: 8GiB\n")
     words = [str(demo), "--output", str(output), "--storage", str(storage)]
     words += ["--driver", "kubernetes", "--budget", str(tmp_path / "budget.yaml")]
@@ -128,11 +123,11 @@ def test_a_job_of_pods_that_are_lost_finishes_with_the_bits_of_an_undisturbed_on
         api.create_namespaced_pod_eviction(lead.metadata.name, namespace, body)
         scheduler.until(lambda: pod_of(cluster, namespace, "lead-0.2"))
         cluster.restart_api_server()
-        lead = pod_of(cluster, namespace, "lead-0.2")
-        cluster.fail_node(lead.spec.node_name)
+        store = pod_of(cluster, namespace, "store-0.1")
+        cluster.fail_node(store.spec.node_name)
         scheduler.process.kill()
         scheduler.process.wait()
-    cluster.add_node(lead.spec.node_name)
+    cluster.add_node(store.spec.node_name)
 
     scheduler = Scheduler(repository, words, tmp_path / "said-again")
     jobs = scheduler.result()
@@ -144,7 +139,7 @@ def test_a_job_of_pods_that_are_lost_finishes_with_the_bits_of_an_undisturbed_on
     assert told["segment-0.1"].outcome == "lost"
     assert told["segment-0.1"].detail == "deleted"
     assert told["lead-0.1"].outcome == "left", "it was told before it was taken away"
-    assert told["lead-0.2"].outcome == "lost"
+    assert told["store-0.1"].outcome == "lost", "and its rows with it"
     recover(output / LOG)
     check_run(repository, demo, storage / "demo", tmp_path / "undisturbed")
     assert not [path for path in output.rglob("*") if path.name in ("dataset", "run", "work")]
@@ -183,13 +178,6 @@ def pids_of_command(*texts: str) -> list[int]:
             if all(text in words for text in texts):
                 found.append(int(folder.name))
     return found
-
-
-def write_lone_job(repository: Path, folder: Path) -> Path:
-    """Write the small demo job, which one process trains."""
-    path = folder / "demo.yaml"
-    path.write_text(write_small_demo(repository, folder, SMALL).rstrip() + LONE)
-    return path
 
 
 def check_run(repository: Path, job: Path, storage: Location, again: Path) -> None:
