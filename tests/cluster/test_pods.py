@@ -106,10 +106,10 @@ def test_message_that_a_container_wrote_comes_before_its_log(code: int, tmp_path
 
 def test_paths_of_a_containers_own_files_are_those_of_its_node(tmp_path: Path) -> None:
     mounts = [
-        client.V1VolumeMount(name="work", mount_path="/work"),
+        client.V1VolumeMount(name="work", mount_path="/own"),
         client.V1VolumeMount(name="shared", mount_path="/shared"),
     ]
-    words = ["run", "/work", "/work/a", "/works", "/shared/a", "/dev/termination-log"]
+    words = ["run", "/own", "/own/a", "/owner", "/shared/a", "/dev/termination-log"]
     pod = a_pod(command=words, volume_mounts=mounts)
     pod.spec.volumes = [
         client.V1Volume(name="work", empty_dir=client.V1EmptyDirVolumeSource()),
@@ -117,7 +117,7 @@ def test_paths_of_a_containers_own_files_are_those_of_its_node(tmp_path: Path) -
     ]
     own, message = str(tmp_path / "work"), str(tmp_path / pods.MESSAGE)
     found = pods.command(pod, {}, pods.mounts(pod, tmp_path))
-    assert found == ["run", own, f"{own}/a", "/works", "/shared/a", message]
+    assert found == ["run", own, f"{own}/a", "/owner", "/shared/a", message]
 
 
 def test_variables_come_from_secrets_and_config_maps() -> None:

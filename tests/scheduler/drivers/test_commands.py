@@ -77,17 +77,12 @@ def test_commands_of_a_job_at_a_url_name_folders_of_their_own(remote: JobPaths) 
     lead = parser.parse_args(coordinator_command(remote, WORK, grouped=True, served=True)[3:])
     assert (str(lead.job), str(lead.output)) == (f"{url}/job-with-stores.yaml", f"{url}/run")
     assert (str(lead.dataset), lead.work) == (f"{url}/dataset", WORK / "lead")
-    replica = replica_command(remote, WORK, 2, 3)
-    assert replica[4] == f"{url}/run"
-    assert replica[-4:] == ["--work", "/work/replica-2", "--token-file", str(remote.token)]
-    store = store_command(remote, WORK, 1, 2)
-    assert store[4:8] == [
-        "--directory",
-        "/work/store-1",
-        "--address-file",
-        f"{url}/stores/1/address",
-    ]
-    assert remote.store_address(1) == f"{url}/stores/1/address"
+    replica = parser.parse_args(replica_command(remote, WORK, 2, 3)[3:])
+    assert (str(replica.run), replica.work) == (f"{url}/run", WORK / "replica-2")
+    assert replica.token_file == remote.token
+    store = parser.parse_args(store_command(remote, WORK, 1, 2)[3:])
+    assert store.directory == WORK / "store-1"
+    assert str(store.address_file) == remote.store_address(1) == f"{url}/stores/1/address"
     move = parser.parse_args(move_command(remote, (3,), (0,), 1)[3:])
     assert (move.givers, move.to) == (f"{url}/stores/0/address", f"{url}/stores/1/address")
     assert move.token_file == remote.token

@@ -16,6 +16,7 @@ from kubernetes.utils import parse_quantity
 
 from scheduler import __main__ as scheduler
 from scheduler.__main__ import build_parser, main
+from scheduler.drivers.kubernetes.manifest import check_volumes, read_cluster
 from schemas.config.schedule import BudgetConfig
 from tests.cluster.kustomize import objects_of
 from tests.cluster.manifests import SMALL
@@ -28,7 +29,8 @@ KINDS = {
     "Role": "presage-scheduler",
     "RoleBinding": "presage-scheduler",
     "NetworkPolicy": "presage-jobs",
-    "PersistentVolumeClaim": "presage",
+    "ConfigMap": "presage-cluster",
+    "PersistentVolumeClaim": "presage-scheduler",
     "Job": "presage-scheduler",
     "CronJob": "presage-retrain",
 }
@@ -88,6 +90,22 @@ def test_overlay_sets_namespace_images_and_sizes_of_all(folder: Path) -> None:
         build_parser().parse_args([*words["command"][3:], *words.get("args", [])])
 
 
+def test_no_volume_is_shared_and_the_cluster_file_is_that_of_the_namespace(
+    folder: Path, tmp_path: Path
+) -> None:
+    objects = objects_of(folder / "overlays" / "small")
+    assert named(objects, "PersistentVolumeClaim")["spec"]["accessModes"] == ["ReadWriteOnce"]
+    path = tmp_path / "cluster.yaml"
+    path.write_text(named(objects, "ConfigMap")["data"]["cluster.yaml"])
+    config = read_cluster(path)
+    words = container_of(named(objects, "Job")["spec"]["template"])
+    found = build_parser().parse_args([*words["command"][3:], *words["args"]])
+    check_volumes(config, path, found.storage, found.jobs)
+    assert not config.volumes
+    daily = named(objects, "CronJob")["spec"]["jobTemplate"]["spec"]["template"]
+    assert (config.namespace, config.image) == ("shop", container_of(daily)["image"])
+
+
 def test_api_server_takes_all_of_it_twice(
     cluster: Cluster, namespace: str, moved: list[dict[str, Any]]
 ) -> None:
@@ -114,6 +132,7 @@ def test_pods_of_the_manifests_run(
     pod = spec["template"]
     container = container_of(pod)
     # Nodes of tests have processes in place of images, this user, and no volumes; all else stays.
+    cluster.core().create_namespaced_secret(namespace, {"metadata": {"name": "presage-storage"}})
     pod["spec"] = {
         name: value
         for name, value in pod["spec"].items()
