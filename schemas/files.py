@@ -340,7 +340,6 @@ class CheckedFile:
         Raises:
             SchemaError: the file is missing, truncated or changed.
         """
-        self.prefetch(row_group)
         parquet = self._open()
         self._verify(row_group)
         self._release_regions()
