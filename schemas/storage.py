@@ -34,7 +34,15 @@ from schemas.local_files import (
     partial_path,
     sync_directory,
 )
-from schemas.store_client import ATTEMPTS, RETRY_SEC, RefusedError, call, pause, store_of
+from schemas.store_client import (
+    ATTEMPTS,
+    RETRY_SEC,
+    RefusedError,
+    ShorterError,
+    call,
+    pause,
+    store_of,
+)
 
 SCHEMES = ("file", "s3", "gs", "az", "memory")
 """Schemes of URLs; text without a scheme is a local path."""
@@ -160,6 +168,10 @@ class Location:
         """
         if self.local is not None:
             return self.local.read_bytes()
+        with suppress(
+            ShorterError
+        ):  # it was replaced, and the client asked for the rest of the old
+            return call(self.url, lambda o: bytes(o.get(*self._object()).bytes()))
         return call(self.url, lambda o: bytes(o.get(*self._object()).bytes()))
 
     def read_text(self) -> str:

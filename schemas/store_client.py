@@ -83,6 +83,10 @@ class RefusedError(StorageError):
     """Another attempt would be refused, too."""
 
 
+class ShorterError(StorageError):
+    """A range ends beyond the file."""
+
+
 class ConflictError(StorageError):
     """A condition was not met, or the store says so of a request without a condition."""
 
@@ -125,7 +129,7 @@ def _translate(error: BaseException, url: str) -> tuple[BaseException, bool]:
     if code in ("NoSuchBucket", "ContainerNotFound"):
         return RefusedError("bucket does not exist; create it", file=url), False
     if code == "InvalidRange" or type(error).__name__ == "PanicException":
-        return StorageError("file is shorter than expected; restore it", file=url), False
+        return ShorterError("file is shorter than expected; restore it", file=url), False
     conflicts = (e.AlreadyExistsError, e.PreconditionError)
     if isinstance(error, conflicts) or "409 Conflict" in text:
         return ConflictError(cause(error), file=url), True

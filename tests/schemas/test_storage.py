@@ -393,6 +393,23 @@ def test_exactly_one_writer_succeeds_through_drawn_faults(
 
 
 @pytest.mark.slow
+def test_file_that_is_emptied_while_it_is_read_is_read_again(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    faults = Faults()
+    with store.behind_proxy(faults) as behind, ThreadPoolExecutor(1) as pool:
+        file = connect(behind, monkeypatch) / "a"
+        file.write_bytes(b"0123456789" * 100)
+        faults.script = [("GET", "cut_body")]
+        reading = pool.submit(file.read_bytes)
+        while not faults.counts["cut_body"]:
+            time.sleep(0.001)
+        faults.latency_sec = 0.3  # of the write, and then of the request for the rest
+        file.write_bytes(b"")
+        assert reading.result() == b""
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS)
 def test_each_operation_survives_each_fault(
     store: Store, fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
