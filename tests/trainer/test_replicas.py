@@ -16,7 +16,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from schemas.errors import SchemaError
-from schemas.run_log import LEDGER, METRICS, SPLITS, LedgerEntry, StepMetric, read_metrics
+from schemas.run_log import (
+    LEDGER,
+    METRICS,
+    SPLITS,
+    LedgerEntry,
+    StepMetric,
+    StepSplit,
+    read_metrics,
+    to_line,
+)
 from tests.trainer.processes import hold
 from trainer.elastic.checkpoints import LogWriter
 from trainer.elastic.exchange import (
@@ -214,6 +223,24 @@ def test_the_next_writer_adds_what_the_last_one_left_out(
     assert [m.step for m in read_metrics(tmp_path / METRICS)] == list(range(5))
     ledger = [json.loads(line) for line in (tmp_path / LEDGER).read_text().splitlines()]
     assert [(e["step"], e["replica"]) for e in ledger] == [(s, r) for s in range(5) for r in "ab"]
+
+
+def test_a_replica_that_joins_remembers_the_lines_that_are_not_durable(tmp_path: Path) -> None:
+    for name in (METRICS, LEDGER):
+        (tmp_path / name).touch()
+    first, second = LogWriter(tmp_path), LogWriter(tmp_path)
+    for step in range(2):
+        first.remember(*lines_of(step))
+    first.write()
+    first.forget(first.written)
+    split = StepSplit(step=4, fixed_at=2, leaves={"a": (0, 3), "b": (3, 4)})
+    for step in range(2, 5):
+        first.remember(*lines_of(step))
+    first.remember_splits([split])
+    second.load(first.to_arrays())
+    second.write()
+    assert [m.step for m in read_metrics(tmp_path / METRICS)] == list(range(5))
+    assert (tmp_path / SPLITS).read_text() == f"{to_line(split)}\n"
 
 
 def test_a_writer_that_does_not_know_the_next_step_says_so(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from tests.trainer.make_dataset import write_job
 from tests.trainer.processes import PATIENCE, ended, num_steps, started, until, wait_for, with_keys
 from tests.trainer.runs import run_job, small_dataset
 from tests.trainer.stores import StoreProcess, running, start_store
-from tests.trainer.test_url_replicas import Hosts, statuses
+from tests.trainer.url_hosts import Hosts, statuses
 from tests.trainer.url_runs import check_equal
 from trainer.checkpoint import upload
 from trainer.elastic import launcher

@@ -16,8 +16,9 @@ from tests.fault_proxy import Faults
 from tests.object_store import Store
 from tests.shared import make_once
 from tests.trainer.make_dataset import write_job
-from tests.trainer.processes import ended, started, trained
+from tests.trainer.processes import PATIENCE, ended, started, trained, wait_for
 from tests.trainer.runs import run_job, small_dataset
+from tests.trainer.url_hosts import Hosts
 from tests.trainer.url_runs import check_equal, check_objects, newest_of, train_at
 from trainer.checkpoint import upload
 
@@ -158,4 +159,35 @@ def test_replicas_of_one_machine_train_at_a_url(
     trained(job_url, dataset, url, *words, "--steps", "10")
     words = ["--replicas", "2", "--work", str(tmp_path / "elsewhere"), *more]
     trained(job_url, dataset, url, *words, "--resume")
+    check_equal(url, folder / "run", tmp_path / "copy")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    "seed", [0, *(pytest.param(seed, marks=pytest.mark.chaos) for seed in range(1, 12))]
+)
+def test_killed_replicas_and_lost_disks_do_not_show_under_faults_of_the_store(
+    seed: int, folder: Path, job: Path, dataset: Path, url: str, faults: Faults, tmp_path: Path
+) -> None:
+    draws = random.Random(seed)
+    faults.rates = dict.fromkeys(
+        ("drop_reply", "error_after", "error_before", "conflict_before", "cut_body", "reset"), 0.01
+    )
+    hosts = Hosts(url, job, dataset, tmp_path / "hosts")
+    try:
+        running = hosts.launch()
+        replicas = {number: hosts.start(number, expected=2) for number in (0, 1)}
+        for step in sorted(draws.sample(range(2, 24), 2)):
+            wait_for(hosts.saved(step))
+            number = draws.choice([*replicas])
+            replicas[number].kill()
+            replicas[number].wait()
+            if draws.random() < 0.5:
+                shutil.rmtree(hosts.folder_of(number))
+            replicas[number] = hosts.start(number)
+        assert running.result(PATIENCE).num_steps == 32
+    finally:
+        hosts.close()
+    faults.rates = {}
     check_equal(url, folder / "run", tmp_path / "copy")
