@@ -21,7 +21,7 @@ from schemas.accesses import NextUses, index_load
 from schemas.config.job import load_job
 from schemas.config.train import TrainConfig
 from schemas.dataset import open_dataset
-from schemas.errors import SchemaError
+from schemas.errors import SchemaError, StorageError
 from schemas.hashing import NUM_SLOTS
 from schemas.paths import ALLOW_OUTSIDE, SINGLE_WRITER, import_variables, is_below, schema_path
 from schemas.run_log import STORE_ADDRESS
@@ -223,9 +223,15 @@ def discard_stores(paths: JobPaths, numbers: Collection[int], work: Path) -> Non
 
 
 def read_load(paths: JobPaths, job: str, train: TrainConfig, time_sec: float) -> LoadKnown | None:
-    """Return the load of the indexed steps, None without an index for the job's batch size."""
+    """Return the load of the indexed steps, None without an index for the job's batch size.
+
+    Raises:
+        StorageError: the store failed.
+    """
     try:
         dataset = open_dataset(paths.dataset)
+    except StorageError:
+        raise
     except SchemaError:
         return None  # damaged: the trainer reports it in full
     complete = dataset.complete_indexes()

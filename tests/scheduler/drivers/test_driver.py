@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from scheduler.controller.events import BudgetSet, Event, RunnerSet
+from scheduler.controller.events import BudgetSet, Ended, Event, RunnerSet
 from scheduler.controller.log import LOG, Log, read_log, recover
 from scheduler.controller.state import State
 from scheduler.drivers.beam_runners import SegmentRunner
@@ -14,7 +14,8 @@ from scheduler.drivers.children import ThisMachine
 from scheduler.drivers.driver import Driver, DriverOptions
 from scheduler.planner.machine_sizes import MachineSizes
 from schemas.config.job import parse_stored_job
-from schemas.errors import SchemaError
+from schemas.errors import SchemaError, StorageError
+from schemas.storage import Location
 from tests.scheduler.controller.bench import Bench
 from tests.scheduler.controller.world import BUDGET, submitted
 from tests.scheduler.made import paths_of
@@ -82,3 +83,31 @@ def test_begin_again_takes_a_job_whose_sizes_were_settled_and_refuses_another_fi
         other = replace(job, document=job.document.replace("name: first", "name: other"))
         with pytest.raises(SchemaError, match=r"job file changed .* in .*first\.yaml"):
             driver.begin([other], BUDGET.cpus, BUDGET.memory_bytes)
+
+
+def test_nothing_is_decided_about_processes_while_the_store_does_not_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    options = DriverOptions(output=tmp_path, progress=said.append)
+    paths = paths_of(tmp_path / "first", None, 4, storage=f"memory://{tmp_path.name}/first")
+    state = Bench(BUDGET, submitted("first", 4, WIDE)).state
+    assert "segment-0.1" in state.jobs["first"].processes
+
+    def fail(_: Location) -> None:
+        raise StorageError("store cannot be reached")
+
+    with Log(tmp_path / LOG) as log:
+        found = replace(recover(tmp_path / LOG), state=state)
+        driver = Driver(options, ThisMachine(), log, found, {"first": paths})
+        with monkeypatch.context() as patch:
+            patch.setattr("scheduler.drivers.driver.find_root", fail)
+            patch.setattr("scheduler.drivers.driver.SILENT_POLL_SEC", 0.0)
+            driver.poll()
+            driver.poll()
+        assert said == ["first: files cannot be reached: store cannot be reached"]
+        assert not [e for e in read_log(tmp_path / LOG) if isinstance(e.event, Ended)]
+        driver.poll()
+    assert said[-1] == "first: files can be reached again"
+    (ended,) = [e.event for e in read_log(tmp_path / LOG) if isinstance(e.event, Ended)]
+    assert (ended.process, ended.outcome) == ("segment-0.1", "lost")
