@@ -92,10 +92,11 @@ def parallelism(rest: str, part: str) -> set[int]:
     return {max(stage["parallelism"] for stage in stages) for stages in found}
 
 
-def local_dataset(job: Path, segments: Path, dataset: Path) -> dict[str, bytes]:
+def local_dataset(job: Path, log: Path, dataset: Path) -> dict[str, bytes]:
     """Return what the local runner builds of the same segments."""
-    for number in range(3):
-        source = ["--input", str(segments / f"{number:05d}"), *(["--final"] if number == 2 else [])]
+    for number, path in enumerate(sorted(log.rglob("*.parquet"))):
+        source = ["--input", str(log), "--only", str(path.relative_to(log))]
+        source += ["--final"] if number == 2 else []
         first = ["build", str(job), "--output", str(dataset)]
         later = ["append", str(job), "--dataset", str(dataset), "--position", str(number)]
         assert pipelines([*(later if number else first), *source]) == 0
@@ -139,5 +140,5 @@ def test_job_on_a_cluster_that_is_shared_gets_the_slots_that_are_free_and_the_sa
     events: list[Event] = [entry.event for entry in entries]
     assert {e.own for e in events if isinstance(e, SlotsRead)} >= {0, 2}
     recover(output / LOG)
-    local = local_dataset(job, output / "demo" / "segments", tmp_path / "local")
+    local = local_dataset(job, log, tmp_path / "local")
     assert bytes_of(output / "demo" / "dataset") == local
