@@ -254,12 +254,13 @@ def test_new_column_of_a_later_segment_learns_numbers_of_its_own(tmp_path: Path)
     dataset = tmp_path / "dataset"
     build(request(roomy_job(tmp_path / "job"), log, dataset))
     more = later(tmp_path, dataset, 7, 0)
-    text = more.job_path.read_text()
+    job = Path(more.job_path)
+    text = job.read_text()
     added = "      age_scale: {normalize: {column: young}}\n"
-    more.job_path.write_text(
+    job.write_text(
         text.replace(added, f"{added}      range: {{normalize: {{column: age, by: min_max}}}}\n")
     )
-    schema = more.job_path.parent / "schema.pbtxt"
+    schema = job.parent / "schema.pbtxt"
     schema.write_text(
         schema.read_text() + 'feature { name: "range" type: FLOAT annotation { tag: "dense" } }\n'
     )
