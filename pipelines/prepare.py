@@ -16,12 +16,12 @@ from pipelines.samples.statements import (
     PER,
     Passthrough,
     PerKey,
-    add_group_hashes,
     dry_run_lookups,
     dry_run_sql,
     job_steps,
     run_keys,
     unchanged_lists,
+    with_passthrough,
 )
 from pipelines.samples.tuples import check_sampling
 from pipelines.samples.validate import check_columns, check_map_sql, check_repeatable, first_rows
@@ -108,7 +108,7 @@ def _compile_sql(context: BuildContext) -> BuildContext:
     if steps.map is not None and steps.per is None and not data.samples.joins:
         lists = unchanged_lists(steps.map, data.sample_source, empty[data.sample_source].schema)
     passed = Passthrough(lists, tuple(samples.column_names))
-    steps = add_group_hashes(steps, data, passed)
+    steps = with_passthrough(steps, passed)
     return replace(context, steps=steps, broadcast=broadcast, key_types=types)
 
 

@@ -27,6 +27,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from pipelines.samples.tuples import Tuples
+from schemas.arrays import take_rows
 
 PACKET_BYTES = 8 << 20
 """Maximum size of an element in a runner's shuffle."""
@@ -277,8 +278,7 @@ class AsTables:
 def _copy(samples: Tuples) -> Tuples:
     rows = samples.take(np.arange(samples.num_samples)).samples
     uniques = {
-        group: table.take(pa.array(np.arange(len(table))))
-        for group, table in samples.uniques.items()
+        group: take_rows(table, np.arange(len(table))) for group, table in samples.uniques.items()
     }
     return Tuples(rows, samples.references, uniques)
 

@@ -34,7 +34,6 @@ from pipelines.samples.sql_rejects import SqlResult, bad_rows
 from pipelines.samples.statements import (
     PER,
     PerKey,
-    hash_groups,
     in_origin_order,
     map_chunks,
     run_keys,
@@ -245,9 +244,7 @@ class SampleStage:
     def finish(self, samples: pa.Table) -> Iterator[Output]:
         """Check and sample rows after all look-ups; send them by `context.transport`."""
         context, data, features = self.context, self.context.data, self.context.features
-        separated = separate_tuples(
-            hash_groups(self.connection, context.steps, samples), data.groups
-        )
+        separated = separate_tuples(samples, data.groups)
         good, unusable = usable_samples(separated, features, data)
         good = sample_negatives(good, features, data)
         for key, partial in partial_fits(good, self.inputs, data):

@@ -30,6 +30,7 @@ from numpy.typing import NDArray
 
 from schemas.errors import SchemaError
 from schemas.hashing import splitmix64
+from schemas.kernels.arrays import array_kernels
 
 Array = NDArray[Any]
 
@@ -149,16 +150,33 @@ def unique_tuples(columns: Sequence[Column]) -> tuple[NDArray[np.int64], NDArray
         first: (num_unique_rows,) int64, ascending: the first row of each distinct tuple.
         inverse_indices: (num_rows,) int32, the position in `first` for each row.
     """
+    if not columns:
+        raise ValueError("columns is empty; add a column")
+    kernels = array_kernels()
+    flat = [(c.values, c.offsets) if isinstance(c, Jagged) else (c, None) for c in columns]
+    num_rows = len(flat[0][0]) if flat[0][1] is None else len(flat[0][1]) - 1
     for seed in range(64):
-        hashes = _hash_rows(columns, seed)
-        _, first, inverse = np.unique(hashes, return_index=True, return_inverse=True)
-        order = np.argsort(first, kind="stable")
-        rank = np.empty(len(order), np.int32)
-        rank[order] = np.arange(len(order), dtype=np.int32)
-        first, inverse = first[order].astype(np.int64), rank[inverse]
-        if all(_equal_to_first(column, first[inverse]) for column in columns):
-            return first, inverse
+        if kernels is None:
+            found = _unique_by_sorting(columns, seed)
+        else:
+            found = kernels.unique_tuples(flat, num_rows, seed)
+        if found is not None:
+            return found
     raise AssertionError("rows collide under 64 hash functions")
+
+
+def _unique_by_sorting(
+    columns: Sequence[Column], seed: int
+) -> tuple[NDArray[np.int64], NDArray[np.int32]] | None:
+    """Return `unique_tuples` in numpy, or None if hashes collide under this seed."""
+    hashes = _hash_rows(columns, seed)
+    _, first, inverse = np.unique(hashes, return_index=True, return_inverse=True)
+    order = np.argsort(first, kind="stable")
+    rank = np.empty(len(order), np.int32)
+    rank[order] = np.arange(len(order), dtype=np.int32)
+    first, inverse = first[order].astype(np.int64), rank[inverse]
+    equal = all(_equal_to_first(column, first[inverse]) for column in columns)
+    return (first, inverse) if equal else None
 
 
 def bits(values: Array) -> NDArray[np.uint64]:
@@ -390,6 +408,62 @@ def _bytes_of(array: pa.Array) -> Jagged:
     offsets = np.frombuffer(offset_buffer, np.int64)[large.offset : large.offset + len(large) + 1]
     content = np.frombuffer(data, np.uint8) if data is not None else np.empty(0, np.uint8)
     return Jagged(content[offsets[0] : offsets[-1]], offsets - offsets[0])
+
+
+def take_rows(table: pa.Table, rows: NDArray[np.integer]) -> pa.Table:
+    """Return some rows of a table, in the given order; row numbers are in range."""
+    columns = {c: take_values(one_chunk(table[c]), rows) for c in table.column_names}
+    return pa.table(columns) if columns else table.take(pa.array(rows))
+
+
+def take_values(array: pa.Array, rows: NDArray[np.integer]) -> pa.Array:
+    """Return some values or lists of an array, in the given order; row numbers are in range."""
+    kernels = array_kernels()
+    if kernels is None or array.null_count or not len(array):
+        return array.take(pa.array(rows))
+    rows = np.ascontiguousarray(rows, np.int64)
+    if _is_fixed_width(array.type):
+        return _fixed_array(array.type, kernels.take(_fixed_values(array), rows))
+    if pa.types.is_large_list(array.type) and _is_fixed_width(array.type.value_type):
+        values, offsets = flat_list(array)
+        if not values.null_count and len(values):
+            taken, new_offsets = kernels.take_lists(_fixed_values(values), offsets, rows)
+            entries = _fixed_array(values.type, taken)
+            return pa.LargeListArray.from_arrays(
+                _fixed_array(pa.int64(), new_offsets), entries, type=array.type
+            )
+    return array.take(pa.array(rows))
+
+
+def _is_fixed_width(kind: pa.DataType) -> bool:
+    return pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_temporal(kind)
+
+
+def _fixed_values(array: pa.Array) -> Array:
+    """Return the values of an array of numbers or times without nulls, as unsigned integers."""
+    dtype = np.dtype(f"u{array.type.bit_width // 8}")
+    buffer = array.buffers()[1]
+    return np.frombuffer(buffer, dtype, len(array), array.offset * dtype.itemsize)
+
+
+def _fixed_array(kind: pa.DataType, values: Array) -> pa.Array:
+    return pa.Array.from_buffers(kind, len(values), [None, pa.py_buffer(values)])
+
+
+def bytes_per_row(column: pa.Array | pa.ChunkedArray) -> NDArray[np.int64]:
+    """Return the bytes of each value, 8 more for a list or text, however it is held in memory."""
+    kind = column.type
+    if is_list(kind) and is_text(kind.value_type):
+        texts, offsets = flat_list(column)
+        ends = offsets_of(bytes_per_row(texts))
+        return 8 + ends[offsets[1:]] - ends[offsets[:-1]]
+    if is_list(kind):
+        lengths, width = pc.list_value_length(column), kind.value_type.bit_width // 8
+    elif pa.types.is_string(kind):
+        lengths, width = pc.binary_length(column), 1
+    else:
+        return np.full(len(column), max(1, kind.bit_width // 8), np.int64)
+    return 8 + width * pc.fill_null(lengths, 0).to_numpy().astype(np.int64)
 
 
 def large_list(values: NDArray[np.generic], offsets: NDArray[np.int64]) -> pa.LargeListArray:

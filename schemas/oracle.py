@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 
 import numpy as np
-import pyarrow as pa
 from numpy.typing import NDArray
 
-from schemas.arrays import Jagged, offsets_of
+from schemas.arrays import Jagged, offsets_of, unique_tuples
+from schemas.kernels.arrays import array_kernels
 
 # Distinct values of many lists. The fastest method depends on the ratio of possible values to list
 # length (`python -m benchmarks.oracle`): small ranges are marked in an array of bools, larger ones
@@ -44,6 +44,9 @@ def distinct(lists: Jagged, num_values: int) -> Jagged:
         >>> unique.values.tolist(), unique.offsets.tolist()
         ([1, 3, 2], [0, 2, 3])
     """
+    kernels = array_kernels()
+    if kernels is not None and lists.values.dtype == np.int64:
+        return Jagged(*kernels.distinct([(lists.values, lists.offsets)]))
     per_list = len(lists.values) / max(1, lists.num_rows)
     if num_values <= MAPPED * per_list:
         return _mark_groups(lists, num_values, MAP_CELLS, _marked)
@@ -137,6 +140,21 @@ def unique_per_block(
     return Jagged(unique.values.astype(np.int64, copy=False), unique.offsets)
 
 
+def distinct_of_lists(sources: Sequence[Jagged]) -> Jagged:
+    """Return the ascending distinct values of the lists of each block, taken together.
+
+    Args:
+        sources: lists of int64, one list per block; at least one source.
+    """
+    kernels = array_kernels()
+    if kernels is not None:
+        return Jagged(*kernels.distinct([(s.values, s.offsets) for s in sources]))
+    num_blocks = sources[0].num_rows
+    blocks = [np.repeat(np.arange(num_blocks), s.lengths) for s in sources]
+    values = np.concatenate([s.values for s in sources])
+    return unique_per_block(values, np.concatenate(blocks), num_blocks)
+
+
 def sort_each(lists: Jagged) -> Jagged:
     """Return the lists with sorted values; sorting each is several times faster than `argsort`."""
     values = lists.values.copy()
@@ -170,8 +188,8 @@ def number_by_appearance(rows: NDArray[np.int64]) -> tuple[NDArray[np.int64], ND
         >>> number_by_appearance(np.array([7, 3, 7, 5]))
         (array([0, 1, 0, 2]), array([7, 3, 5]))
     """
-    encoded = pa.array(rows, pa.int64()).dictionary_encode()
-    return encoded.indices.to_numpy().astype(np.int64), encoded.dictionary.to_numpy()
+    first, numbers = unique_tuples([rows])
+    return numbers.astype(np.int64), rows[first]
 
 
 def first_and_last(

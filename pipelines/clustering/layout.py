@@ -26,6 +26,8 @@ from schemas.arrays import (
     is_text,
     numpy_of,
     one_chunk,
+    take_rows,
+    take_values,
 )
 from schemas.config.job import StorageConfig, resolve_choice
 from schemas.group_files import Windows, to_windows
@@ -106,17 +108,22 @@ def candidate_encodings(field: pa.Field) -> dict[str, Sequence[str]]:
     return {c.path: _CANDIDATES.get(c.physical_type, ("PLAIN",)) for c in columns}
 
 
-def choose_encodings(table: pa.Table) -> Encodings:
+def choose_encodings(table: pa.Table, trial_bytes: int = TRIAL_BYTES) -> Encodings:
     """Try every encoding on the first rows of each column, then every page size on all of them.
 
     Args:
         table: the rows of a file, or of its first row group.
+        trial_bytes: uncompressed bytes of one column that are tried.
     """
-    samples = [trial_rows(table.select([name])) for name in table.column_names]
+    samples = [trial_rows(table.select([name]), trial_bytes) for name in table.column_names]
     by_path = {
         path: min(trials)[2] for sample in samples for path, trials in _trial_sizes(sample).items()
     }
-    by_page_bytes = [Encodings(by_path, page_bytes) for page_bytes in PAGE_BYTES]
+    largest = max((sample.nbytes for sample in samples), default=0)
+    page_bytes = [PAGE_BYTES[0], *(b for b in PAGE_BYTES[1:] if b < largest)]
+    by_page_bytes = [Encodings(by_path, each) for each in page_bytes]
+    if len(by_page_bytes) == 1:
+        return by_page_bytes[0]
     totals = [sum(sum(_leaf_bytes(s, e).values()) for s in samples) for e in by_page_bytes]
     return by_page_bytes[totals.index(min(totals))]
 
@@ -150,11 +157,11 @@ def _trial_sizes(column: pa.Table) -> dict[str, list[tuple[int, int, str]]]:
     return trials
 
 
-def trial_rows(column: pa.Table) -> pa.Table:
+def trial_rows(column: pa.Table, trial_bytes: int = TRIAL_BYTES) -> pa.Table:
     """Return the first rows of a table of one column, for a trial."""
     rows = min(column.num_rows, TRIAL_ROWS)
     sample = column.slice(0, rows)
-    return sample.slice(0, max(1, rows * TRIAL_BYTES // max(TRIAL_BYTES, sample.nbytes)))
+    return sample.slice(0, max(1, rows * trial_bytes // max(trial_bytes, sample.nbytes)))
 
 
 def _leaf_bytes(column: pa.Table, encodings: Encodings) -> dict[str, int]:
@@ -294,7 +301,7 @@ def dedup_tuples(
     row_group = np.repeat(np.arange(len(row_groups)), row_groups)
     first, index = unique_in_blocks(row_group, tuples)
     counts = np.bincount(row_group[first], minlength=len(row_groups))
-    kept = table.drop_columns([BLOCK, UNIQUE_INDEX]).take(pa.array(first))
+    kept = take_rows(table.drop_columns([BLOCK, UNIQUE_INDEX]), first)
     return index, kept, counts.tolist()
 
 
@@ -318,7 +325,7 @@ def encode_windows(
         windows, values = list_windows(lists.slice(start, count))
         buffer_index = segment_indices(file_index, windows.buffer + first)
         parts.append((buffer_index, windows.start, windows.length))
-        entries = values.take(pa.array(windows.source))
+        entries = take_values(values, windows.source)
         offsets = windows.offsets if len(windows.offsets) > 1 else np.zeros(2, np.int64)
         buffers.append(pa.LargeListArray.from_arrays(pa.array(offsets), entries, type=lists.type))
         start, first = start + count, first + len(buffers[-1])

@@ -33,9 +33,9 @@ from pipelines.samples.sql import LIST_INDEX
 from pipelines.samples.tuples import Tuples, concat_tuples, drop_unused_tuples
 from schemas.arrays import (
     Jagged,
+    bytes_per_row,
     flat_list,
     is_list,
-    is_text,
     numpy_of,
     offsets_of,
     one_chunk,
@@ -45,7 +45,7 @@ from schemas.config.job import SAMPLES, DataConfig
 from schemas.features import FeatureSet
 from schemas.fitted import FittedValues
 from schemas.layout import BLOCK, EVALUATION, TRAIN, UNIQUE_INDEX, inverse_column, part_name
-from schemas.oracle import unique_per_block
+from schemas.oracle import distinct_of_lists
 from schemas.rows import ids_of, rows_of_ids
 
 CHUNK_BYTES = 256 << 20
@@ -224,28 +224,12 @@ def cluster_chunks(parts: Iterable[Tuples], data: DataConfig) -> Iterator[Cluste
 
 def expanded_bytes(samples: Tuples) -> int:
     """Return the bytes of samples without deduplication; independent of how they are batched."""
-    sample_bytes = sum(int(_bytes_per_row(c).sum()) for c in samples.samples.columns)
+    sample_bytes = sum(int(bytes_per_row(c).sum()) for c in samples.samples.columns)
     return sample_bytes + sum(
-        int(_bytes_per_row(column)[samples.references[group]].sum())
+        int(bytes_per_row(column)[samples.references[group]].sum())
         for group, table in samples.uniques.items()
         for column in table.columns
     )
-
-
-def _bytes_per_row(column: pa.Array | pa.ChunkedArray) -> NDArray[np.int64]:
-    """Return the bytes of each value; a list or text counts 8 more."""
-    kind = column.type
-    if is_list(kind) and is_text(kind.value_type):
-        texts, offsets = flat_list(column)
-        ends = offsets_of(_bytes_per_row(texts))
-        return 8 + ends[offsets[1:]] - ends[offsets[:-1]]
-    if is_list(kind):
-        lengths, width = pc.list_value_length(column), kind.value_type.bit_width // 8
-    elif pa.types.is_string(kind):
-        lengths, width = pc.binary_length(column), 1
-    else:
-        return np.full(len(column), max(1, kind.bit_width // 8), np.int64)
-    return 8 + width * pc.fill_null(lengths, 0).to_numpy().astype(np.int64)
 
 
 def split_at_blocks(block: NDArray[np.int64], limit: int) -> Iterator[slice]:
@@ -356,10 +340,10 @@ def write_lookups(
     Returns:
         (num_lookups, num_lookups_dedup) by table.
     """
-    is_training = pc.equal(blocks["split"], TRAIN).to_numpy()
+    num_training = int(pc.sum(pc.equal(blocks["split"], TRAIN)).as_py() or 0)
     counts: dict[str, tuple[int, int]] = {}
     for name in data.tables:
-        accesses, counts[name] = table_lookups(star, is_training, data, name)
+        accesses, counts[name] = table_lookups(star, num_training, data, name)
         rows = lookups_table(accesses)
         path = f"{LOOKUPS}/{name}/{part_name(file_index)}"
         open_file = partial(pq.ParquetWriter, schema=rows.schema, compression="lz4")
@@ -368,13 +352,13 @@ def write_lookups(
 
 
 def table_lookups(
-    star: Star, is_training: NDArray[np.bool_], data: DataConfig, name: str
+    star: Star, num_training: int, data: DataConfig, name: str
 ) -> tuple[Jagged, tuple[int, int]]:
     """Return the look-ups of one table in the training blocks of a part or chunk.
 
     Args:
         star: tables of the part or chunk.
-        is_training: (num_blocks,) whether a block is for training.
+        num_training: blocks for training; those for evaluation follow.
         data: the job's data section.
         name: name of the table.
 
@@ -383,35 +367,23 @@ def table_lookups(
         without deduplication and once per unique tuple of a block.
     """
     expanded = dedup = 0
-    rows, blocks = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
+    lists: list[Jagged] = []
     for feature in data.tables[name].features:
         group = data.group_of_column.get(feature, SAMPLES)
-        values, block, repeats = _values(star, feature, group)
-        used = is_training[block]
-        rows.append(rows_of_ids(values[used], name, data.tables[name]))
-        blocks.append(block[used])
-        dedup += int(used.sum())
-        expanded += int(repeats[used].sum())
-    block = np.concatenate(blocks)
-    order = np.argsort(block, kind="stable")  # ascending runs: numpy merges them
-    accesses = unique_per_block(np.concatenate(rows)[order], block[order], len(is_training))
-    return accesses, (expanded, dedup)
-
-
-def _values(
-    star: Star, feature: str, group: str
-) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-    """Return the ids of a feature, the block of each, and the number of samples that share it."""
-    table = star.samples if group == SAMPLES else star.groups[group]
-    per_block = star.samples_per_block if group == SAMPLES else star.unique_per_block[group]
-    block = np.repeat(np.arange(len(per_block)), per_block)
-    repeats = np.ones(table.num_rows, np.int64)
-    if group != SAMPLES:
-        rows = star.rows_of_samples(group)
-        repeats = np.bincount(rows, minlength=table.num_rows).astype(np.int64)
-    values, offsets = values_of(table[feature])
-    lengths = np.diff(offsets)
-    return ids_of(values), np.repeat(block, lengths), np.repeat(repeats, lengths)
+        table = star.samples if group == SAMPLES else star.groups[group]
+        per_block = star.samples_per_block if group == SAMPLES else star.unique_per_block[group]
+        values, offsets = values_of(table[feature])
+        rows_of_blocks = offsets_of(per_block)
+        rows_of_blocks[num_training:] = rows_of_blocks[num_training]
+        blocks = offsets[rows_of_blocks]
+        rows = rows_of_ids(ids_of(values.slice(0, blocks[-1])), name, data.tables[name])
+        lists.append(Jagged(rows, blocks))
+        dedup += len(rows)
+        lengths = np.diff(offsets[: rows_of_blocks[-1] + 1])
+        if group != SAMPLES:
+            lengths = lengths * star.samples_of_tuples(group)[: len(lengths)]
+        expanded += int(lengths.sum())
+    return distinct_of_lists(lists), (expanded, dedup)
 
 
 def lookups_table(accesses: Jagged) -> pa.Table:

@@ -25,6 +25,7 @@ from schemas.arrays import (
     numpy_of,
     offsets_of,
     one_chunk,
+    take_rows,
 )
 from schemas.config.job import SAMPLES, DataConfig
 from schemas.errors import SchemaError
@@ -239,6 +240,10 @@ class Star:
         inverse = numpy_of(self.samples[inverse_column(group)])
         return inverse + np.repeat(starts, self.samples_per_block)
 
+    def samples_of_tuples(self, group: str) -> NDArray[np.int64]:
+        """Return the number of samples of each unique tuple of a group, (num_unique,)."""
+        return np.bincount(self.rows_of_samples(group), minlength=self.groups[group].num_rows)
+
 
 def to_star(
     clustered: Clustered, file_index: int, data: DataConfig, learned: FittedValues | None = None
@@ -270,7 +275,7 @@ def to_star(
         starts = offsets_of(counts)[:-1]
         unique_index = np.arange(len(stored)) - np.repeat(starts, counts)
         stored_tuples[group] = tuples.references[group][stored]
-        taken = tuples.uniques[group].take(pa.array(stored_tuples[group]))
+        taken = take_rows(tuples.uniques[group], stored_tuples[group])
         table = pa.table(
             {
                 BLOCK: pa.array(prefix + clustered.block[stored]),

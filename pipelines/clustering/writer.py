@@ -30,7 +30,7 @@ from pipelines.clustering.layout import (
 )
 from pipelines.clustering.star import Clustered, Star, cluster, sort_keys, to_star
 from pipelines.samples.tuples import Tuples, concat_tuples, drop_unused_tuples, hash_session_keys
-from schemas.arrays import offsets_of
+from schemas.arrays import bytes_per_row, offsets_of
 from schemas.config.job import DataConfig
 from schemas.fitted import FittedValues
 from schemas.layout import (
@@ -263,7 +263,8 @@ class PartWriter:
 
 
 def _bytes_per_block(star: Star) -> float:
-    total = star.samples.nbytes + sum(t.nbytes for t in star.groups.values())
+    tables = (star.samples, *star.groups.values())
+    total = sum(int(bytes_per_row(column).sum()) for table in tables for column in table.columns)
     return total / len(star.samples_per_block)
 
 

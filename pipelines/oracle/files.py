@@ -34,11 +34,15 @@ ENTRIES_PER_FILE = 1 << 21
 """Entries after which a file ends: 16 MiB as int64, so that a worker can hold a file."""
 
 
+TRIAL_BYTES = 1 << 20
+"""Uncompressed bytes of one column on which its encoding is chosen."""
+
+
 def write_file(root: Path, path: str, table: pa.Table) -> None:
     """Write a table as one row group; the file gets its final name when it is complete."""
     with (
         atomic_write(root / path) as partial,
-        open_writer(partial, table.schema, choose_encodings(table)) as writer,
+        open_writer(partial, table.schema, choose_encodings(table, TRIAL_BYTES)) as writer,
     ):
         writer.write_table(table, row_group_size=max(1, table.num_rows))
 

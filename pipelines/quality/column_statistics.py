@@ -18,7 +18,8 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from schemas.arrays import comparable, hash_keys, is_list, numpy_of, one_chunk
-from schemas.hashing import splitmix64
+from schemas.hashing import as_bits, splitmix64
+from schemas.kernels.arrays import array_kernels
 
 _FLOAT_BITS = 53
 """Integers up to 2**53 are exact in float64."""
@@ -253,10 +254,14 @@ def count_buckets(numbers: NDArray[np.generic]) -> dict[int, int]:
         >>> count_buckets(np.array([1.0, 1.1, 3.0])).values()
         dict_values([2, 1])
     """
-    counts = np.zeros(1 << BUCKET_BITS, np.int64)
-    for chunk in _chunks(numbers):
-        bits = (chunk.astype(np.float64) + 0.0).view(np.uint64) >> _SHIFT  # -0.0 becomes 0.0
-        counts += np.bincount(bits.view(np.int64), minlength=len(counts))
+    kernels = array_kernels()
+    if kernels is not None:
+        counts = kernels.count_buckets(numbers.astype(np.float64, order="C"), BUCKET_BITS)
+    else:
+        counts = np.zeros(1 << BUCKET_BITS, np.int64)
+        for chunk in _chunks(numbers):
+            bits = (chunk.astype(np.float64) + 0.0).view(np.uint64) >> _SHIFT  # -0.0 becomes 0.0
+            counts += np.bincount(bits.view(np.int64), minlength=len(counts))
     nonempty = np.flatnonzero(counts)
     return dict(zip(nonempty.tolist(), counts[nonempty].tolist(), strict=True))
 
@@ -286,6 +291,9 @@ def _smallest_hashes(values: pa.Array, sampled: pa.Array) -> NDArray[np.uint64]:
     if len(sample_hashes) < SMALLEST_HASHES:
         return np.unique(_hash(pc.unique(values)))[:SMALLEST_HASHES]
     bound = sample_hashes[SMALLEST_HASHES - 1]
+    kernels = array_kernels()
+    if kernels is not None and pa.types.is_integer(values.type):
+        return np.unique(kernels.hashes_up_to(as_bits(values.to_numpy()), bound))[:SMALLEST_HASHES]
     candidates = [h[h <= bound] for h in map(_hash, _chunks(values))]
     return np.unique(np.concatenate(candidates))[:SMALLEST_HASHES]
 

@@ -41,7 +41,6 @@ from pipelines.samples.sql_rejects import (
     remove_marked,
     run_key,
 )
-from pipelines.samples.tuples import HASH_PREFIX, with_hashes
 from pipelines.sources.rows import CHUNK_ROWS, ORIGIN
 from schemas.arrays import is_list
 from schemas.config.job import DataConfig
@@ -72,13 +71,11 @@ class Steps:
     Attributes:
         per: over all rows of a key.
         map: row by row, over `per` or the sample source.
-        hashes: over the samples, after all look-ups.
         passthrough: columns that bypass `map`.
     """
 
     per: str | None
     map: str | None
-    hashes: str | None = None
     passthrough: Passthrough = Passthrough()
 
 
@@ -95,14 +92,18 @@ def job_steps(data: DataConfig) -> Steps:
     )
 
 
-def add_group_hashes(steps: Steps, data: DataConfig, passthrough: Passthrough) -> Steps:
-    """Return the statements with the hashes of the dedup groups in the last one."""
-    if data.samples.joins:
-        return replace(steps, hashes=with_hashes(f"SELECT * FROM {_SAMPLES}", data.groups))
-    if steps.map is not None:
-        last = with_hashes(steps.map, data.groups, passthrough.lists)
-        return replace(steps, map=last, passthrough=passthrough)
-    return replace(steps, per=with_hashes(steps.per or "", data.groups))
+def with_passthrough(steps: Steps, passthrough: Passthrough) -> Steps:
+    """Return the statements with columns that bypass `map`."""
+    if steps.map is None or not passthrough.lists:
+        return steps
+    statement = excluding(steps.map, passthrough.lists)
+    return replace(steps, map=statement, passthrough=passthrough)
+
+
+def excluding(statement: str, columns: Sequence[str]) -> str:
+    """Return a statement without some of its columns."""
+    names = ", ".join(map(quoted_name, columns))
+    return f"SELECT * EXCLUDE ({names}) FROM ({statement.rstrip().rstrip(';')})"
 
 
 # Lists that bypass the SQL.
@@ -181,9 +182,8 @@ def _add_lists(samples: pa.Table, rows: pa.Table, passthrough: Passthrough) -> p
         indices = order[np.searchsorted(row_origins, sample_origins, sorter=order)]
         lists = lists.take(pa.array(indices))
     lists = to_stored_types(lists)
-    hashes = [c for c in samples.column_names if c.startswith(HASH_PREFIX)]
-    names = [*passthrough.columns, *hashes]
-    return pa.table({c: (lists if c in passthrough.lists else samples)[c] for c in names})
+    columns = ((c, lists if c in passthrough.lists else samples) for c in passthrough.columns)
+    return pa.table({name: table[name] for name, table in columns})
 
 
 # Running the statements.
@@ -203,14 +203,6 @@ def map_chunks(
         with name_errors("data.samples.map"):
             samples = map_samples(connection, steps.map, steps.passthrough, source, chunk)
         yield samples
-
-
-def hash_groups(connection: Connection, steps: Steps, samples: pa.Table) -> pa.Table:
-    """Return samples with the hashes of their groups; an earlier statement may have added them."""
-    if steps.hashes is None:
-        return samples
-    with name_errors("data.groups"):
-        return run(connection, steps.hashes, {_SAMPLES: samples})
 
 
 def dry_run_sql(

@@ -150,7 +150,7 @@ def selected_expressions(statement: str) -> Iterator[tuple[str, str]]:
     """
     (node,) = select_nodes(statement)
     while node["from_table"]["type"] == "SUBQUERY" and node["select_list"][0]["class"] == "STAR":
-        node = node["from_table"]["subquery"]["node"]  # wrapped by `with_hashes` or by the user
+        node = node["from_table"]["subquery"]["node"]  # of `with_passthrough` or the user
     for expression in node["select_list"]:
         text = expression_text(_without_alias(expression))
         yield text, text_of({**node, "select_list": [expression]})

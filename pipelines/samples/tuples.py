@@ -1,8 +1,7 @@
 """Samples that refer to the unique tuples of their dedup groups, and downsampling of negatives.
 
 The job's SQL yields one row per sample with its lists. `separate_tuples` keeps one copy of each
-group's tuples and a reference per sample; later stages move references only. Tuples are matched by
-a 64-bit hash and then compared, so that the result does not depend on the hash.
+group's tuples and a reference per sample; later stages move references only.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from pipelines.samples.sql import LIST_INDEX, quoted_name
+from pipelines.samples.sql import LIST_INDEX
 from pipelines.sources.rows import ORIGIN, microseconds
 from schemas.arrays import (
     combine_hashes,
@@ -26,15 +25,15 @@ from schemas.arrays import (
     hash_tuples,
     numpy_of,
     one_chunk,
+    take_rows,
+    take_values,
+    unique_tuples,
 )
 from schemas.config.job import DataConfig
 from schemas.errors import SchemaError
 from schemas.features import FeatureSet
 from schemas.hashing import salt_of, splitmix64
 from schemas.layout import SAMPLE_WEIGHT
-
-HASH_PREFIX = "_hash_"
-"""Prefix of the columns with the hashes of groups, which are used within one build only."""
 
 
 def hash_session_keys(keys: pa.Array | pa.ChunkedArray) -> NDArray[np.uint64]:
@@ -49,7 +48,7 @@ class Tuples:
     Attributes:
         samples: one row per sample, with the columns that are in no group.
         references: group to (num_samples,) int64, rows in `uniques`.
-        uniques: group to its distinct tuples, with their hash in the first column.
+        uniques: group to its distinct tuples.
     """
 
     samples: pa.Table
@@ -67,70 +66,40 @@ class Tuples:
             return one_chunk(self.samples[name])
         for group, table in self.uniques.items():
             if name in table.column_names:
-                return one_chunk(table[name]).take(pa.array(self.references[group]))
+                return take_values(one_chunk(table[name]), self.references[group])
         raise KeyError(name)
 
     def take(self, rows: NDArray[np.integer]) -> Tuples:
         """Return some samples, with all unique tuples."""
         references = {g: r[rows] for g, r in self.references.items()}
-        return Tuples(self.samples.take(pa.array(rows)), references, self.uniques)
-
-
-def hash_column(group: str) -> str:
-    """Return the name of a group's hash column."""
-    return f"{HASH_PREFIX}{group}"
-
-
-def with_hashes(
-    statement: str, groups: Mapping[str, Sequence[str]], excluded: Sequence[str] = ()
-) -> str:
-    """Return the statement with one hash column per group, and without the excluded columns."""
-    hashes = [
-        f"hash({', '.join(quoted_name(c) for c in columns)}) AS {quoted_name(hash_column(group))}"
-        for group, columns in groups.items()
-    ]
-    if not hashes and not excluded:
-        return statement
-    star = f"* EXCLUDE ({', '.join(map(quoted_name, excluded))})" if excluded else "*"
-    return f"SELECT {', '.join([star, *hashes])} FROM ({statement.rstrip().rstrip(';')})"
+        return Tuples(take_rows(self.samples, rows), references, self.uniques)
 
 
 def separate_tuples(samples: pa.Table, groups: Mapping[str, Sequence[str]]) -> Tuples:
     """Separate samples from the distinct tuples of their groups.
 
     Args:
-        samples: one row per sample, with the hash column of each group.
+        samples: one row per sample.
         groups: columns of each group.
     """
     grouped = {c for columns in groups.values() for c in columns}
-    hashes = {hash_column(g) for g in groups}
-    ungrouped = [c for c in samples.column_names if c not in grouped and c not in hashes]
+    ungrouped = [c for c in samples.column_names if c not in grouped]
     references: dict[str, NDArray[np.int64]] = {}
     uniques: dict[str, pa.Table] = {}
     for group, columns in groups.items():
-        table = samples.select([hash_column(group), *columns])
-        references[group], uniques[group] = distinct_rows(table)
+        references[group], uniques[group] = distinct_rows(samples.select(list(columns)))
     return Tuples(samples.select(ungrouped), references, uniques)
 
 
 def distinct_rows(table: pa.Table) -> tuple[NDArray[np.int64], pa.Table]:
     """Return the distinct rows of a table.
 
-    Args:
-        table: rows with their hash in the first column; equal rows have equal hashes.
-
     Returns:
         (num_rows,) int64 references, and the distinct rows in order of first appearance.
     """
-    hashes = table.column(0).to_numpy()
-    references, first = first_appearances(hashes)
-    if not _equal(table, first[references]):
-        # DuckDB's hashes of lists collide, for example of [0, 7] and [7]. The column keeps them,
-        # so that equal rows of chunks without a collision still have equal hashes.
-        stronger = hash_keys(comparable_tuple(table, table.column_names[1:])) ^ hashes
-        references, first = first_appearances(stronger)
-        assert _equal(table, first[references]), "two independent hashes cannot both collide"
-    return references, table if len(first) == len(table) else table.take(pa.array(first))
+    first, references = unique_tuples(comparable_tuple(table, table.column_names))
+    rows = table if len(first) == len(table) else take_rows(table, first)
+    return references.astype(np.int64), rows
 
 
 def first_appearances(keys: NDArray[np.generic]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -147,30 +116,8 @@ def first_appearances(keys: NDArray[np.generic]) -> tuple[NDArray[np.int64], NDA
         >>> numbers.tolist(), first.tolist()
         ([0, 1, 0, 2], [0, 1, 3])
     """
-    encoded = pa.array(keys).dictionary_encode()  # a hash table: five times as fast as sorting
-    numbers = encoded.indices.to_numpy().astype(np.int64)
-    first = np.flatnonzero(np.diff(np.maximum.accumulate(numbers), prepend=-1))
-    return numbers, first
-
-
-def _equal(table: pa.Table, first: NDArray[np.int64]) -> bool:
-    """Return whether each row equals its first appearance, floats compared by their bits."""
-    repeats = np.flatnonzero(first != np.arange(len(first)))
-    if not len(repeats):
-        return True
-    left, right = pa.array(repeats), pa.array(first[repeats])
-    columns = (_bits(table[name]) for name in table.column_names[1:])
-    return all(column.take(left).equals(column.take(right)) for column in columns)
-
-
-def _bits(column: pa.ChunkedArray) -> pa.Array:
-    array = one_chunk(column)
-    kind = array.type
-    if pa.types.is_floating(kind):
-        return array.view(pa.int32() if kind.bit_width == 32 else pa.int64())
-    if pa.types.is_large_list(kind) and pa.types.is_floating(kind.value_type):
-        return array.view(pa.large_list(pa.int32()))
-    return array
+    first, numbers = unique_tuples([keys])
+    return numbers.astype(np.int64), first
 
 
 def concat_tuples(chunks: Sequence[Tuples]) -> Tuples:
@@ -195,7 +142,7 @@ def drop_unused_tuples(tuples: Tuples) -> Tuples:
     for group, table in tuples.uniques.items():
         old = tuples.references[group]
         references[group], first = first_appearances(old)
-        uniques[group] = table.take(pa.array(old[first]))
+        uniques[group] = take_rows(table, old[first])
     return Tuples(tuples.samples, references, uniques)
 
 
@@ -219,7 +166,7 @@ def partition_tuples(
         numbers, first = first_appearances(pairs)
         starts = np.searchsorted(by_partition[first], np.arange(num_partitions + 1))
         local = numbers - starts[by_partition]
-        tables[group] = local, starts, table.take(pa.array(pairs[first] % size))
+        tables[group] = local, starts, take_rows(table, pairs[first] % size)
     partitions: list[Tuples | None] = [None] * num_partitions
     for index, (start, end) in enumerate(pairwise(cuts.tolist())):
         if end > start:
@@ -334,6 +281,5 @@ def hash_samples(samples: Tuples) -> NDArray[np.uint64]:
     columns = [c for c in samples.samples.column_names if c not in (ORIGIN, LIST_INDEX)]
     hashes = [hash_tuples(samples.samples, columns)] if columns else []
     for group, table in sorted(samples.uniques.items()):
-        columns = [c for c in table.column_names if not c.startswith(HASH_PREFIX)]
-        hashes.append(hash_tuples(table, columns)[samples.references[group]])
+        hashes.append(hash_tuples(table, table.column_names)[samples.references[group]])
     return combine_hashes(hashes)

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from pipelines.samples.sql import LIST_INDEX, Connection, nodes, parse, with_list_index
 from pipelines.samples.sql_rejects import BAD_ROWS_SCHEMA, bad_rows, map_rows
-from pipelines.samples.tuples import HASH_PREFIX, Tuples
+from pipelines.samples.tuples import Tuples
 from pipelines.sources.rows import ORIGIN, POSITION_BITS
 from schemas.arrays import comparable_tuple, hash_keys, is_list, one_chunk
 from schemas.config.job import DataConfig
@@ -43,7 +43,7 @@ def check_columns(samples: pa.Schema, features: FeatureSet, data: DataConfig) ->
     Raises:
         SchemaError: a column is missing, undeclared, or of another type.
     """
-    names = [n for n in samples.names if n not in _HIDDEN and not n.startswith(HASH_PREFIX)]
+    names = [n for n in samples.names if n not in _HIDDEN]
     derived = data.derived_columns
     declared = [f.name for f in features.features if f.name not in derived]
     for name in names:

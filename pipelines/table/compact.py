@@ -27,7 +27,7 @@ from pipelines.context import runner_module
 from pipelines.quality.gate import parse_schema, pass_gate
 from pipelines.samples.event_join import write_late
 from pipelines.samples.sql import LIST_INDEX
-from pipelines.samples.tuples import Tuples, distinct_rows, drop_unused_tuples, hash_column
+from pipelines.samples.tuples import Tuples, distinct_rows, drop_unused_tuples
 from pipelines.sources.rejects import (
     Reject,
     RejectCounts,
@@ -61,7 +61,7 @@ from pipelines.table.segment import (
     publish,
 )
 from pipelines.table.vacuum import check_unused, remove_unnamed
-from schemas.arrays import comparable_tuple, hash_keys, is_list, one_chunk
+from schemas.arrays import is_list, one_chunk
 from schemas.config.job import DataConfig, Job
 from schemas.dataset import (
     Dataset,
@@ -583,8 +583,7 @@ class StoredPart:
         for group, members in self.data.groups.items():
             table = read_group(segment.file, group, self.file_index, row_group).select(members)
             rows = tuples_of_samples(segment, group, blocks, samples)
-            hashes = pa.array(hash_keys(comparable_tuple(table, table.column_names)))
-            codes, uniques[group] = distinct_rows(table.add_column(0, hash_column(group), hashes))
+            codes, uniques[group] = distinct_rows(table)
             references[group] = codes[rows]
             hidden.append(inverse_column(group))
         origin = np.arange(samples.num_rows) + (row_group << 32)  # keeps the stored order

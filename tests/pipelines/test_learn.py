@@ -13,7 +13,7 @@ import pytest
 from pipelines.beam.transforms import MergePartials
 from pipelines.samples.sql import Connection, with_list_index
 from pipelines.samples.sql_rejects import map_rows
-from pipelines.samples.tuples import Tuples, separate_tuples, with_hashes
+from pipelines.samples.tuples import Tuples, separate_tuples
 from pipelines.transforms import fit
 from pipelines.transforms.apply import fit_inputs, transforms_of_column
 from pipelines.transforms.fit import (
@@ -44,9 +44,7 @@ def chunks(data: DataConfig, rows: pa.Table, cuts: list[int]) -> list[Tuples]:
     sql = (data.samples.map or "").replace("label FROM", "label, _origin FROM")
     actual: list[Tuples] = []
     for start, end in zip([0, *cuts], [*cuts, rows.num_rows], strict=True):
-        result = map_rows(
-            Connection(), with_hashes(sql, data.groups), "log", rows.slice(start, end - start)
-        )
+        result = map_rows(Connection(), sql, "log", rows.slice(start, end - start))
         assert result.samples is not None
         actual.append(separate_tuples(with_list_index(result.samples), data.groups))
     return actual

@@ -13,7 +13,7 @@ import pytest
 
 from pipelines.samples.sql import Connection, run, select_origin
 from pipelines.samples.sql_rejects import map_rows
-from pipelines.samples.tuples import separate_tuples, with_hashes
+from pipelines.samples.tuples import separate_tuples
 from pipelines.samples.validate import check_columns, usable_samples
 from pipelines.sources.csv_files import read_csv
 from pipelines.sources.formats import empty_rows, read_split
@@ -373,8 +373,7 @@ def test_sample_that_no_model_can_use_is_rejected(
     changes: dict[str, pa.Array], reason: str, tmp_path: Path
 ) -> None:
     data, features = shop(tmp_path)
-    statement = with_hashes("SELECT * FROM log", data.groups)
-    samples = run(Connection(), statement, {"log": pa.table({**SAMPLE, **changes})})
+    samples = run(Connection(), "SELECT * FROM log", {"log": pa.table({**SAMPLE, **changes})})
     good, bad = usable_samples(separate_tuples(samples, data.groups), features, data)
     assert [(b["origin"], b["reason"]) for b in bad.to_pylist()] == [(0, reason)]
     assert good.column("session").to_pylist() == [2]

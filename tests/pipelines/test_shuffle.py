@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipelines.cli import main
-from pipelines.samples.tuples import Tuples, hash_column, separate_tuples
+from pipelines.samples.tuples import Tuples, separate_tuples
 from pipelines.shuffle import (
     PACKET_BYTES,
     ByReference,
@@ -74,7 +74,6 @@ def chunk(seed: int, num_rows: int = 50) -> pa.Table:
     rng = np.random.default_rng(seed)
     users = rng.integers(0, 9, num_rows)
     columns = {
-        hash_column("user"): pa.array(users.astype(np.uint64)),
         "user": pa.array(users),
         "history": pa.array([list(range(u)) for u in users.tolist()], pa.large_list(pa.int64())),
         "label": pa.array(rng.integers(0, 2, num_rows)),

@@ -23,8 +23,14 @@ from pipelines.samples.sql import (
     select_origin,
 )
 from pipelines.samples.sql_rejects import map_rows, run_key
-from pipelines.samples.statements import Passthrough, PerKey, map_samples, run_keys, unchanged_lists
-from pipelines.samples.tuples import with_hashes
+from pipelines.samples.statements import (
+    Passthrough,
+    PerKey,
+    excluding,
+    map_samples,
+    run_keys,
+    unchanged_lists,
+)
 from pipelines.sources.rows import ORIGIN
 from pipelines.table.rows import expand
 from schemas.config.job import load_job
@@ -410,7 +416,7 @@ def test_samples_are_those_of_the_sql(statement: str) -> None:
     lists = unchanged_lists(statement, "log", ROWS.schema)
     assert lists
     passed = Passthrough(lists, tuple(plain.column_names))
-    around = with_hashes(statement, {}, lists)
+    around = excluding(statement, lists)
     assert map_samples(connection, around, passed, "log", ROWS).samples == plain
 
 
@@ -418,7 +424,7 @@ def test_rows_that_raise_are_left_out_and_the_others_keep_their_lists() -> None:
     rows = ROWS.select(["id", "seen", ORIGIN])
     statement = "SELECT CAST(if(id = 8, 'x', '1') AS INT) AS x, seen, _origin FROM log"
     passed = Passthrough(("seen",), ("x", "seen", ORIGIN))
-    around = with_hashes(statement, {}, ["seen"])
+    around = excluding(statement, ["seen"])
     result = map_samples(Connection(), around, passed, "log", rows)
     assert result.bad_rows["origin"].to_pylist() == [101]
     assert result.samples is not None

@@ -9,15 +9,14 @@ from subprocess import CalledProcessError
 
 import pytest
 
+from schemas.kernels import build
+from schemas.kernels.build import COMPILERS, build_library, cache_folder
 from tests.trainer.make_dataset import make_dataset, write_job
 from tests.trainer.runs import SEGMENTS, run_job
-from trainer.embedding.kernels import compiled as build
+from trainer.embedding.kernels import compiled
 from trainer.embedding.kernels.compiled import (
-    COMPILERS,
     EMBEDDING,
     CompiledKernels,
-    build_library,
-    cache_folder,
     clear_cached_kernels,
     interactions_of,
     kernels_of,
@@ -99,7 +98,7 @@ def test_compiler_that_refuses_is_quoted(
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     refused = replace(EMBEDDING, flags=("-fno-such-flag",))
-    monkeypatch.setattr(build, "EMBEDDING", refused)
+    monkeypatch.setattr(compiled, "EMBEDDING", refused)
     with pytest.raises(CalledProcessError):
         build_library(tmp_path, COMPILERS, refused)
     clear_cached_kernels()

@@ -15,15 +15,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from schemas.config.train import SparseOptimizerConfig
+from schemas.kernels.build import COMPILERS, build_library, cache_folder
 from tests.trainer.pooled_cases import FEATURES, NUM_ROWS, TABLES, Case, cases, flat
 from trainer.data.collate import Batch
 from trainer.data.lookup import transpose
-from trainer.embedding.kernels.compiled import (
-    COMPILERS,
-    CompiledKernels,
-    build_library,
-    cache_folder,
-)
+from trainer.embedding.kernels.compiled import EMBEDDING, CompiledKernels
 from trainer.embedding.kernels.interface import (
     ArenaRows,
     Kernels,
@@ -46,7 +42,7 @@ def kernels(request: pytest.FixtureRequest) -> Kernels:
 
 
 def compiled() -> CompiledKernels:
-    return CompiledKernels(build_library(cache_folder(), COMPILERS))
+    return CompiledKernels(build_library(cache_folder(), COMPILERS, EMBEDDING))
 
 
 def first_tables(case: Case, dtype: torch.dtype, width: int) -> Tables:

@@ -7,14 +7,7 @@ compiler builds them, without headers or a build system. OpenMP is the copy that
 from __future__ import annotations
 
 import ctypes
-import hashlib
-import logging
-import os
-import shutil
-import subprocess
-import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
@@ -22,6 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from schemas.kernels.build import Library, find_library, warn_once
 from trainer.data.lookup import Inverse, transpose
 from trainer.embedding.kernels.interface import (
     FeatureBags,
@@ -37,16 +31,6 @@ from trainer.embedding.kernels.interface import (
 )
 from trainer.embedding.kernels.torch_ops import TorchInteractions, TorchKernels
 
-logger = logging.getLogger(__name__)
-
-COMPILERS = ("g++", "c++", "clang++")
-FLAGS = ("-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-fopenmp", "-fPIC", "-shared")
-"""No flag lets the compiler reorder sums."""
-_LEVELS = {
-    "x86-64-v4": {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"},
-    "x86-64-v3": {"avx2", "bmi1", "bmi2", "f16c", "fma", "movbe"},
-}
-"""Instruction-set levels that `CMakeLists.txt` builds for, highest first, and what each needs."""
 _RULES = {"sum": 0, "sgd": 1, "adagrad": 2, "rowwise_adagrad": 3, "adam": 4}
 """Enum `Kind` of `rules.h`."""
 _DTYPES = {torch.float32: "float32", torch.float64: "float64"}
@@ -61,24 +45,20 @@ _ENTRIES = {
     ),
     "merge": (*(_POINTER, _POINTER, _WORD) * 2, _WORD, _POINTER, _POINTER),
 }
-
-
-@dataclass(frozen=True, slots=True)
-class Library:
-    """Sources and flags of one library.
-
-    Attributes:
-        sources: files beside this one; the first is compiled, the others are its headers.
-        flags: in addition to `FLAGS`.
-    """
-
-    sources: tuple[str, ...]
-    flags: tuple[str, ...]
-
-
-EMBEDDING = Library(("embedding.cpp", "rows.h", "rules.h", "transpose.h"), ("-ffp-contract=off",))
+_WITHOUT = "slower torch operators are used, install g++, or set train.kernels to torch"
+_FOLDER = Path(__file__).parent
+_FLAGS = ("-fno-math-errno", "-fopenmp")
+"""No flag lets the compiler reorder sums."""
+EMBEDDING = Library(
+    _FOLDER,
+    ("embedding.cpp", "rows.h", "rules.h", "transpose.h"),
+    (*_FLAGS, "-ffp-contract=off"),
+    torch.__version__,
+)
 """Each product is rounded: the bits of rows do not depend on the processor."""
-INTERACTION = Library(("interaction.cpp", "rows.h"), ("-ffp-contract=fast",))
+INTERACTION = Library(
+    _FOLDER, ("interaction.cpp", "rows.h"), (*_FLAGS, "-ffp-contract=fast"), torch.__version__
+)
 """Products are fused into sums, as in torch's matrix products."""
 
 
@@ -89,7 +69,7 @@ def kernels_of(name: str) -> Kernels:
     Args:
         name: `compiled`, or `torch` for torch operators alone.
     """
-    path = None if name == "torch" else _build_or_warn(EMBEDDING)
+    path = None if name == "torch" else find_library(EMBEDDING, _WITHOUT)
     return TorchKernels() if path is None else CompiledKernels(path)
 
 
@@ -100,115 +80,14 @@ def interactions_of(name: str) -> Interactions:
     Args:
         name: `compiled`, or `torch` for torch operators alone.
     """
-    path = None if name == "torch" else _build_or_warn(INTERACTION)
+    path = None if name == "torch" else find_library(INTERACTION, _WITHOUT)
     return TorchInteractions() if path is None else CompiledInteractions(path)
-
-
-def installed_library(library: Library) -> Path | None:
-    """Return the library that was built when the package was installed, None in a source tree."""
-    features = set(_processor_features().split())
-    level = next((name for name, needs in _LEVELS.items() if needs <= features), "generic")
-    path = Path(__file__).with_name(f"{Path(library.sources[0]).stem}-{level}.so")
-    return path if path.is_file() else None
-
-
-def _build_or_warn(library: Library) -> Path | None:
-    if (installed := installed_library(library)) is not None:
-        return installed
-    try:
-        return build_library(cache_folder(), COMPILERS, library)
-    except (OSError, subprocess.CalledProcessError) as error:
-        _warn_once(_reason(error))
-        return None
-
-
-@cache
-def _warn_once(reason: str) -> None:
-    logger.warning(
-        "kernels cannot be compiled: %s; slower torch operators are used, install g++, or set "
-        "train.kernels to torch",
-        reason,
-    )
 
 
 def clear_cached_kernels() -> None:
     """Build or load every kernel again on its next use, as in a new process."""
-    for function in (kernels_of, interactions_of, _warn_once):
+    for function in (kernels_of, interactions_of, warn_once):
         function.cache_clear()
-
-
-def cache_folder() -> Path:
-    """Return the folder of compiled libraries in the XDG cache directory."""
-    home = os.environ.get("XDG_CACHE_HOME")
-    return (Path(home) if home else Path.home() / ".cache") / "presage" / "kernels"
-
-
-def build_library(folder: Path, compilers: tuple[str, ...], library: Library = EMBEDDING) -> Path:
-    """Return a compiled library, built if it is not in `folder`.
-
-    Several processes may build at once: each writes its own file and renames it.
-
-    Args:
-        folder: of earlier builds; a new temporary one is used if it is not writable.
-        compilers: names to look for, in order.
-        library: to build.
-
-    Raises:
-        OSError: no compiler is found.
-        CalledProcessError: the compiler fails.
-    """
-    path = folder / f"{_key(library)}.so"
-    if path.is_file():
-        return path
-    compiler = next(filter(None, map(shutil.which, compilers)), None)
-    if compiler is None:
-        raise FileNotFoundError(f"no compiler among {', '.join(compilers)}")
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        temporary = Path(tempfile.mkdtemp(dir=folder))
-    except OSError:
-        temporary = Path(tempfile.mkdtemp())
-        path = temporary / path.name
-    built = temporary / "building.so"
-    source = Path(__file__).with_name(library.sources[0])
-    try:
-        subprocess.run(
-            [compiler, *FLAGS, *library.flags, "-o", str(built), str(source)],
-            check=True,
-            capture_output=True,
-            text=True,
-        )
-        built.replace(path)
-    finally:
-        if path.parent != temporary:
-            shutil.rmtree(temporary)
-    return path
-
-
-def _key(library: Library) -> str:
-    digest = hashlib.sha256(torch.__version__.encode())
-    for name in library.sources:
-        digest.update(Path(__file__).with_name(name).read_bytes())
-    digest.update(" ".join((*FLAGS, *library.flags)).encode())
-    digest.update(_processor_features().encode())
-    return digest.hexdigest()[:32]
-
-
-def _processor_features() -> str:
-    """Return the input of `-march=native`, since machines may share a cache folder."""
-    cpuinfo = Path("/proc/cpuinfo")
-    if not cpuinfo.is_file():
-        return ""
-    lines = cpuinfo.read_text(encoding="utf-8").splitlines()
-    names = ("vendor_id", "cpu family", "model", "flags", "Features")
-    return "\n".join(dict.fromkeys(x for x in lines if x.split("\t")[0].strip() in names))
-
-
-def _reason(error: Exception) -> str:
-    if isinstance(error, subprocess.CalledProcessError):
-        lines = str(error.stderr).strip().splitlines() or ["no message"]
-        return next((line for line in lines if "error" in line), lines[0])
-    return str(error)
 
 
 class _Rule(ctypes.Structure):
