@@ -21,7 +21,7 @@ from pipelines.autogroup.costs import LEAST_DEDUP_FACTOR
 from pipelines.autogroup.job import with_groups
 from pipelines.clustering.part import PartResult, deserialize_results
 from pipelines.context import BuildContext, BuildRequest, in_process, runner_module
-from pipelines.prepare import check_map, choose_shuffle, count_parts, prepare
+from pipelines.prepare import check_map, choose_shuffle, count_parts, is_small, prepare
 from pipelines.progress import counted_rows, is_stopped, report_progress
 from pipelines.quality.gate import GateError, keep_rejects
 from pipelines.quality.segment_statistics import segment_statistics
@@ -419,7 +419,7 @@ def record_build_speed(
     """
     workers = 1
     num_parts = count_parts(result["input_bytes"])
-    if not in_process(beam_args, is_small=num_parts == 1):
+    if not in_process(beam_args, is_small=is_small(num_parts)):
         workers = runner_module("runner").local_processes(beam_args, num_parts)
     if not result["built"] or workers is None:
         return

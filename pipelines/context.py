@@ -176,8 +176,8 @@ def in_process(beam_args: Sequence[str], *, is_small: bool = False) -> bool:
 
     Args:
         beam_args: options that the command itself does not define.
-        is_small: whether the work has one partition, which a second worker would not speed up:
-            then this process runs it unless an option asks for a Beam runner or more workers.
+        is_small: whether the work fits the memory of this process: then it runs here unless an
+            option asks for a Beam runner or more workers.
 
     Raises:
         SchemaError: `--runner=InProcess` is combined with Beam options.

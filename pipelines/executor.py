@@ -1,4 +1,4 @@
-"""Build a segment in one process without Beam: the stages of `stages.py` over Python lists.
+"""Build a segment in one process without Beam: the stages of `stages.py` on threads.
 
 The result has the same bytes as a build on any runner. Also the settings of memory that every
 process of a build needs, `keep_freed_memory`.
@@ -7,10 +7,13 @@ process of a build needs, `keep_freed_memory`.
 from __future__ import annotations
 
 import ctypes
+import os
+import threading
 from collections import defaultdict
 from collections.abc import Callable, Container, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
 
 import pyarrow as pa
 
@@ -21,6 +24,7 @@ from pipelines.oracle.numbering import NUMBERING_STAGES, WORKER_ENTRIES, number_
 from pipelines.samples.event_join import add_counts
 from pipelines.shuffle import group_rows
 from pipelines.sources.rejects import RejectCounts, range_keys, write_rejects
+from pipelines.sources.rows import InputSplit
 from pipelines.stages import (
     EVENTS,
     REJECTS,
@@ -56,6 +60,36 @@ LookupRows = Callable[[int, list[pa.Table]], Iterable[pa.Table]]
 the samples."""
 
 
+Task, Result = TypeVar("Task"), TypeVar("Result")
+
+
+class Workers:
+    """Threads that run the tasks of a build; a context.
+
+    Most of a task is compiled code, which other threads do not wait for.
+    """
+
+    def __init__(self, num_threads: int) -> None:
+        """Start no thread yet; with one thread, a task runs when its result is read."""
+        self._pool = ThreadPoolExecutor(num_threads) if num_threads > 1 else None
+
+    def __enter__(self) -> Workers:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._pool is not None:
+            self._pool.shutdown(cancel_futures=True)
+
+    def map(self, run: Callable[[Task], Result], tasks: Iterable[Task]) -> Iterator[Result]:
+        """Return the results of tasks in their order."""
+        return map(run, tasks) if self._pool is None else self._pool.map(run, tasks)
+
+
+def num_threads() -> int:
+    """Return the number of processors that this process may use."""
+    return len(os.sched_getaffinity(0))
+
+
 class OutputCollector:
     """Collects the other outputs of stages: rejects, counts, and inputs of transforms to fit."""
 
@@ -82,6 +116,14 @@ class OutputCollector:
             else:
                 self.values[name].append(value)
 
+    def add(self, other: OutputCollector) -> None:
+        """Add what another one has collected."""
+        for name, values in other.values.items():
+            self.values[name] += values
+        for key, partials in other.partials.items():
+            for each in partials:
+                self.partials[key] = add_partial(self.partials[key], each)
+
 
 def run_segment(context: BuildContext) -> dict[str, list[Any]]:
     """Build a segment: read, make samples, fit transforms, write parts, number accesses.
@@ -95,16 +137,48 @@ def run_segment(context: BuildContext) -> dict[str, list[Any]]:
     """
     keep_freed_memory()
     collected = OutputCollector()
-    samples = make_samples(context, read_all(context, collected), collected)
-    learned = fit_transforms(context, collected)
-    parts = write_parts(context, samples, learned or {})
+    with Workers(min(num_threads(), context.num_parts)) as workers:
+        if context.data.sides or context.shard is not None:
+            samples = make_samples(context, read_all(context, collected), collected)
+        else:
+            samples = samples_of_splits(context, collected, workers)
+        learned = fit_transforms(context, collected)
+        parts = write_parts(context, samples, learned or {}, workers)
+        tables = number_tables(context, parts, workers)
     return {
         **({} if learned is None else {"learned": [learned]}),
         "parts": [serialize_result(part) for part in parts],
-        "tables": number_tables(context, parts),
+        "tables": tables,
         "rejects": reject_counts(context, collected.values[REJECTS]),
         "events": [add_counts(collected.values[EVENTS])],
     }
+
+
+def samples_of_splits(
+    context: BuildContext, collected: OutputCollector, workers: Workers
+) -> dict[int, list[Any]]:
+    """Return `make_samples` of a job without side tables whose rows are not grouped by key."""
+    of_thread = threading.local()
+
+    def run(split: InputSplit) -> tuple[list[tuple[int, Any]], OutputCollector]:
+        if not hasattr(of_thread, "stage"):
+            of_thread.stage = SampleStage(context)
+        outputs, sent = OutputCollector(), list[tuple[int, Any]]()
+        for table in outputs.main_output(read_rows(context, split)):
+            sent += outputs.main_output(of_thread.stage.from_rows(split.source, table))
+        return sent, outputs
+
+    splits = [
+        each
+        for file in context.files()
+        for each in collected.main_output(split_file(context, file))
+    ]
+    partitions: defaultdict[int, list[Any]] = defaultdict(list)
+    for sent, outputs in workers.map(run, splits):
+        collected.add(outputs)
+        for index, samples in sent:
+            partitions[index].append(samples)
+    return dict(sorted(partitions.items()))
 
 
 def read_all(
@@ -218,7 +292,10 @@ def fit_transforms(context: BuildContext, collected: OutputCollector) -> dict[st
 
 
 def write_parts(
-    context: BuildContext, samples: dict[int, list[Any]], files: dict[str, str]
+    context: BuildContext,
+    samples: dict[int, list[Any]],
+    files: dict[str, str],
+    workers: Workers | None = None,
 ) -> list[PartResult]:
     """Write all parts of the segment.
 
@@ -226,14 +303,17 @@ def write_parts(
         context: of the build.
         samples: by partition; emptied, to free the memory of each part once it is written.
         files: from `fit_transforms`.
+        workers: run the tasks; this thread by default.
     """
     if not samples:
         return []
     layout = layout_of(context, samples[min(samples)], files)
     learned = load_staged(context.segment_root, files, context.data)
-    return [
-        write_part(context, part, samples.pop(part), layout, learned) for part in sorted(samples)
-    ]
+
+    def run(part: int) -> PartResult:
+        return write_part(context, part, samples.pop(part), layout, learned)
+
+    return list((workers or Workers(1)).map(run, sorted(samples)))
 
 
 def reject_counts(context: BuildContext, tables: list[pa.Table]) -> list[RejectCounts]:
@@ -245,16 +325,20 @@ def reject_counts(context: BuildContext, tables: list[pa.Table]) -> list[RejectC
     return [write_rejects(context.segment_root, i, ranges[i]) for i in sorted(ranges)]
 
 
-def number_tables(context: BuildContext, parts: list[PartResult]) -> list[tuple[str, int]]:
+def number_tables(
+    context: BuildContext, parts: list[PartResult], workers: Workers | None = None
+) -> list[tuple[str, int]]:
     """Number the rows of every table; return (table, number of distinct rows)."""
     blocks = [part.blocks for part in parts]
-    counts: list[tuple[str, int]] = []
-    for table in sorted(context.data.tables) if blocks else []:
+
+    def run(table: str) -> tuple[str, int]:
         numbered = number_blocks(context.segment_root, table, blocks, WORKER_ENTRIES)
         if not isinstance(numbered, int):
             numbered = sum(run_stages(numbered, NUMBERING_STAGES))
-        counts.append((table, numbered))
-    return counts
+        return table, numbered
+
+    tables = sorted(context.data.tables) if blocks else []
+    return list((workers or Workers(1)).map(run, tables))
 
 
 # Keep freed memory in the process. By default glibc maps arrays above 128 KiB and unmaps them when

@@ -38,6 +38,8 @@ from schemas.manifest import InputFile
 PART_INPUT_BYTES = 28 << 20
 """Input bytes of one part: a part's samples fit a worker of 2 GiB even when they take 20 times as
 much in memory, and fill row groups of 64 MiB."""
+IN_PROCESS_PARTS = 8
+"""Parts of a segment that one process holds in memory by default."""
 
 
 def prepare(request: BuildRequest, job: Job, features: FeatureSet) -> BuildContext:
@@ -115,10 +117,15 @@ def _compile_sql(context: BuildContext) -> BuildContext:
 def choose_shuffle(beam_args: list[str], listing: Sequence[InputFile]) -> str:
     """Return how samples cross the shuffle; `memory` if the build runs in this process."""
     size = sum(f.num_bytes for f in listing)  # with side tables: they are held in memory, too
-    if in_process(beam_args, is_small=count_parts(size) == 1):
+    if in_process(beam_args, is_small=is_small(count_parts(size))):
         return "memory"
     runner = runner_module("runner")
     return runner.shuffle_of(runner.pipeline_options(beam_args))
+
+
+def is_small(num_parts: int) -> bool:
+    """Return whether this process holds all samples of a segment in its memory by default."""
+    return num_parts <= IN_PROCESS_PARTS
 
 
 def count_parts(num_bytes: int) -> int:

@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipelines.context import in_process, runner_module
+from pipelines.executor import Workers, num_threads
 from pipelines.oracle.files import run_stages
 from pipelines.oracle.index import (
     LINKING_STAGES,
@@ -251,7 +252,8 @@ def index_tables(
     if not tables:
         return []
     if in_process(beam_args, is_small=size < WORKER_BYTES):
-        return [_index_table(request, table) for request, table in tables]
+        with Workers(num_threads()) as workers:
+            return list(workers.map(lambda task: _index_table(*task), tables))
     tasks = [(r.root, r.segment.directory, r.segment.reference, r.order, t) for r, t in tables]
     return runner_module("build").run_index(tasks, scratch, beam_args, size // WORKER_BYTES)
 
