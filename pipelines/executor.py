@@ -60,7 +60,8 @@ LookupRows = Callable[[int, list[pa.Table]], Iterable[pa.Table]]
 the samples."""
 
 
-Task, Result = TypeVar("Task"), TypeVar("Result")
+Task = TypeVar("Task")
+Result = TypeVar("Result")
 
 
 class Workers:

@@ -453,17 +453,15 @@ def _fixed_array(kind: pa.DataType, values: Array) -> pa.Array:
 def bytes_per_row(column: pa.Array | pa.ChunkedArray) -> NDArray[np.int64]:
     """Return the bytes of each value, 8 more for a list or text, however it is held in memory."""
     kind = column.type
-    if is_list(kind) and is_text(kind.value_type):
-        texts, offsets = flat_list(column)
-        ends = offsets_of(bytes_per_row(texts))
-        return 8 + ends[offsets[1:]] - ends[offsets[:-1]]
-    if is_list(kind):
-        lengths, width = pc.list_value_length(column), kind.value_type.bit_width // 8
-    elif pa.types.is_string(kind):
-        lengths, width = pc.binary_length(column), 1
-    else:
+    if is_text(kind):
+        return 8 + _bytes_of(one_chunk(column)).lengths
+    if not is_list(kind):
         return np.full(len(column), max(1, kind.bit_width // 8), np.int64)
-    return 8 + width * pc.fill_null(lengths, 0).to_numpy().astype(np.int64)
+    values, offsets = flat_list(column)
+    if is_text(kind.value_type):
+        ends = offsets_of(bytes_per_row(values))
+        return 8 + ends[offsets[1:]] - ends[offsets[:-1]]
+    return 8 + kind.value_type.bit_width // 8 * np.diff(offsets)
 
 
 def large_list(values: NDArray[np.generic], offsets: NDArray[np.int64]) -> pa.LargeListArray:
