@@ -28,7 +28,7 @@ inline u64 load(const uint8_t* p, size_t bytes) {
 
 // Two lanes, so that their multiplications overlap.
 inline u64 hash_bytes(const uint8_t* p, size_t size, u64 seed) {
-  u64 a = multiply(seed ^ kOdd, size * kMix + 1), b = multiply(seed, kMix);
+  u64 a = multiply(seed ^ kMix, size * kMix + 1), b = multiply(seed, kMix);
   const uint8_t* end = p + size;
   for (; p + 32 <= end; p += 32) {
     a = multiply(load(p, 8) ^ a, load(p + 8, 8) ^ seed);
