@@ -24,6 +24,9 @@ class InMemory:
     def prefetch(self) -> None:
         """Nothing is at a store."""
 
+    def prefetch_footer(self) -> None:
+        """Nothing is at a store."""
+
     def close(self) -> None:
         """Nothing is mapped."""
 
