@@ -11,9 +11,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from schemas.kernels.build import Library, find_library
+from schemas.kernels.build import ARRAYS, find_library
 
-LIBRARY = Library(Path(__file__).parent, ("arrays.cpp",), ("-fno-strict-aliasing",))
 _WORD, _UNSIGNED, _POINTER = ctypes.c_int64, ctypes.c_uint64, ctypes.c_void_p
 _ENTRIES = {
     "unique_tuples": (_POINTER, _WORD, _WORD, _UNSIGNED, _POINTER, _POINTER),
@@ -35,7 +34,7 @@ FlatColumn = tuple[NDArray[Any], NDArray[np.int64] | None]
 @cache
 def array_kernels() -> ArrayKernels | None:
     """Return the compiled kernels, built on first use; None if they cannot be built."""
-    path = find_library(LIBRARY, "slower numpy code is used, install g++")
+    path = find_library(ARRAYS, "slower numpy code is used, install g++")
     return None if path is None else ArrayKernels(path)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
+import platform
 import shutil
 import subprocess
 import tempfile
@@ -19,12 +20,12 @@ from pathlib import Path
 logger = logging.getLogger(__name__)
 
 COMPILERS = ("g++", "c++", "clang++")
-FLAGS = ("-std=c++17", "-O3", "-march=native", "-fPIC", "-shared")
+FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared")
 _LEVELS = {
     "x86-64-v4": {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"},
     "x86-64-v3": {"avx2", "bmi1", "bmi2", "f16c", "fma", "movbe"},
 }
-"""Instruction-set levels that `CMakeLists.txt` builds for, highest first, and what each needs."""
+"""Instruction-set levels of installed libraries, highest first, and what each needs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +43,10 @@ class Library:
     sources: tuple[str, ...]
     flags: tuple[str, ...] = ()
     version: str = ""
+
+
+ARRAYS = Library(Path(__file__).parent, ("arrays.cpp",), ("-fno-strict-aliasing",))
+"""The library of `arrays.py`."""
 
 
 def find_library(library: Library, without: str) -> Path | None:
@@ -100,9 +105,7 @@ def build_library(folder: Path, compilers: tuple[str, ...], library: Library) ->
     path = folder / f"{_key(library)}.so"
     if path.is_file():
         return path
-    compiler = next(filter(None, map(shutil.which, compilers)), None)
-    if compiler is None:
-        raise FileNotFoundError(f"no compiler among {', '.join(compilers)}")
+    find_compiler(compilers)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         temporary = Path(tempfile.mkdtemp(dir=folder))
@@ -110,19 +113,49 @@ def build_library(folder: Path, compilers: tuple[str, ...], library: Library) ->
         temporary = Path(tempfile.mkdtemp())
         path = temporary / path.name
     built = temporary / "building.so"
-    source = library.folder / library.sources[0]
     try:
-        subprocess.run(
-            [compiler, *FLAGS, *library.flags, "-o", str(built), str(source)],
-            check=True,
-            capture_output=True,
-            text=True,
-        )
+        _compile(library, ("-march=native",), built, compilers)
         built.replace(path)
     finally:
         if path.parent != temporary:
             shutil.rmtree(temporary)
     return path
+
+
+def build_levels(library: Library) -> list[Path]:
+    """Build a library beside its sources for each level of this kind of processor; for images.
+
+    Raises:
+        OSError: no compiler is found.
+        CalledProcessError: the compiler fails.
+    """
+    is_x86 = platform.machine() in ("x86_64", "AMD64")
+    flags = {level: (f"-march={level}",) for level in _LEVELS} if is_x86 else {"generic": ()}
+    name = Path(library.sources[0]).stem
+    paths = {level: library.folder / f"{name}-{level}.so" for level in flags}
+    for level, path in paths.items():
+        _compile(library, flags[level], path, COMPILERS)
+    return list(paths.values())
+
+
+def find_compiler(compilers: tuple[str, ...]) -> str:
+    """Return the path of the first compiler that is installed.
+
+    Raises:
+        FileNotFoundError: none is.
+    """
+    compiler = next(filter(None, map(shutil.which, compilers)), None)
+    if compiler is None:
+        raise FileNotFoundError(f"no compiler among {', '.join(compilers)}")
+    return compiler
+
+
+def _compile(
+    library: Library, flags: tuple[str, ...], path: Path, compilers: tuple[str, ...]
+) -> None:
+    source = str(library.folder / library.sources[0])
+    words = [find_compiler(compilers), *FLAGS, *flags, *library.flags, "-o", str(path), source]
+    subprocess.run(words, check=True, capture_output=True, text=True)
 
 
 def _key(library: Library) -> str:
@@ -149,3 +182,7 @@ def _reason(error: Exception) -> str:
         lines = str(error.stderr).strip().splitlines() or ["no message"]
         return next((line for line in lines if "error" in line), lines[0])
     return str(error)
+
+
+if __name__ == "__main__":  # while an image is built: its processes find no compiler
+    build_levels(ARRAYS)
