@@ -308,13 +308,14 @@ def write_parts(
     """
     if not samples:
         return []
-    layout = layout_of(context, samples[min(samples)], files)
+    workers = workers or Workers(1)
+    layout = layout_of(context, samples[min(samples)], files, workers.map)
     learned = load_staged(context.segment_root, files, context.data)
 
     def run(part: int) -> PartResult:
         return write_part(context, part, samples.pop(part), layout, learned)
 
-    return list((workers or Workers(1)).map(run, sorted(samples)))
+    return list(workers.map(run, sorted(samples)))
 
 
 def reject_counts(context: BuildContext, tables: list[pa.Table]) -> list[RejectCounts]:

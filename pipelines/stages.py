@@ -13,6 +13,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from pipelines.clustering.layout import RunAll
 from pipelines.clustering.part import PartResult, build_part
 from pipelines.clustering.writer import SegmentLayout, choose_segment_layout
 from pipelines.context import BuildContext
@@ -268,7 +269,7 @@ class SampleStage:
 
 
 def layout_of(
-    context: BuildContext, sent: Iterable[Any], files: Mapping[str, str]
+    context: BuildContext, sent: Iterable[Any], files: Mapping[str, str], run_all: RunAll = map
 ) -> SegmentLayout:
     """Return the layout that the samples of the first part determine for all parts.
 
@@ -276,10 +277,11 @@ def layout_of(
         context: of the build.
         sent: the samples of the first part, as `context.transport` sent them.
         files: files of fitted transforms, path to sha256.
+        run_all: runs the trials.
     """
     learned = load_staged(context.segment_root, files, context.data)
     return choose_segment_layout(
-        context.transport.receive(sent), context.data, learned, context.num_parts
+        context.transport.receive(sent), context.data, learned, context.num_parts, run_all
     )
 
 

@@ -18,6 +18,7 @@ from schemas.arrays import Jagged, is_list, numpy_of, offsets_of, one_chunk, ran
 from schemas.errors import SchemaError
 from schemas.files import CheckedFile
 from schemas.hashing import splitmix64
+from schemas.kernels.arrays import array_kernels
 from schemas.layout import (
     BLOCK,
     BUFFER_INDEX,
@@ -199,6 +200,10 @@ def _overlaps(lists: Jagged, stored_rows: NDArray[np.int64]) -> NDArray[np.int64
     An overlap may start wherever a list has the first value of the next one; the earliest few
     candidates are compared entry by entry.
     """
+    kernels = array_kernels()
+    if kernels is not None:
+        values = np.ascontiguousarray(lists.values)
+        return kernels.overlaps(values, lists.offsets, stored_rows, MAX_CANDIDATES)
     overlap = np.zeros(len(stored_rows), np.int64)
     if len(stored_rows) < 2:
         return overlap

@@ -8,9 +8,10 @@ encodings and page sizes are chosen by trial writes. Every choice is a function 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -381,18 +382,24 @@ _PATH = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_-]*")
 
 Layouts = Mapping[str, GroupLayout]
 """Group to its layout."""
+RunAll = Callable[[Callable[[Any], Any], Iterable[Any]], Iterable[Any]]
+"""Runs a function on all items, as `map`, perhaps on several threads."""
 
 
-def choose_layouts(star: Star, storage: StorageConfig) -> dict[str, GroupLayout]:
+def choose_layouts(
+    star: Star, storage: StorageConfig, run_all: RunAll = map
+) -> dict[str, GroupLayout]:
     """Choose the layout of every group from some sessions of one part."""
-    layouts: dict[str, GroupLayout] = {}
-    for group, table in star.groups.items():
+
+    def choose(group: str) -> GroupLayout:
+        table = star.groups[group]
         rows = min(table.num_rows, SAMPLE_ROWS)
         largest = max((table[c].nbytes for c in table.column_names), default=0)
         rows = min(rows, max(1, SAMPLE_BYTES * table.num_rows // max(1, largest)))
         sample = table.slice(0, rows).combine_chunks()
-        layouts[group] = choose_layout(sample, star.tuples[group][:rows], group, storage)
-    return layouts
+        return choose_layout(sample, star.tuples[group][:rows], group, storage)
+
+    return dict(zip(star.groups, run_all(choose, star.groups), strict=True))
 
 
 def choose_layout(
@@ -413,8 +420,10 @@ def choose_layout(
     plain = table.drop_columns([BLOCK, UNIQUE_INDEX])
     if shared is not None:
         return GroupLayout(shared, _choose_windows(unique if shared else plain, group, storage)[0])
-    plain_windows, plain_bytes = _choose_windows(plain, group, storage)
-    shared_windows, shared_bytes = _choose_windows(unique, group, storage)
+    plain_windows, plain_saved = _choose_windows(plain, group, storage)
+    shared_windows, shared_saved = _choose_windows(unique, group, storage)
+    plain_bytes = min_encoded_bytes(plain) - plain_saved
+    shared_bytes = min_encoded_bytes(unique) - shared_saved
     shared_bytes += _index_bytes(index) + _index_bytes(np.arange(unique.num_rows))
     if shared_bytes <= MAX_SIZE_RATIO * plain_bytes:
         return GroupLayout(True, shared_windows)
@@ -424,9 +433,9 @@ def choose_layout(
 def _choose_windows(
     table: pa.Table, group: str, storage: StorageConfig
 ) -> tuple[tuple[str, ...], int]:
-    """Return the list features to store as windows, and the bytes of all files together."""
+    """Return the list features to store as windows, and the bytes that this saves."""
     enabled = resolve_choice(storage.windows, group)
-    total, features = min_encoded_bytes(table), []
+    saved, features = 0, []
     for field in table.schema:
         if enabled is False or not supports_windows(field.type) or not _PATH.fullmatch(field.name):
             continue
@@ -442,8 +451,8 @@ def _choose_windows(
         window_bytes += min_encoded_bytes(pa.table({BUFFER_INDEX: index, field.name: buffers[0]}))
         if enabled or window_bytes <= MAX_SIZE_RATIO * list_bytes:
             features.append(field.name)
-            total += window_bytes - list_bytes
-    return tuple(features), total
+            saved += list_bytes - window_bytes
+    return tuple(features), saved
 
 
 def _index_bytes(index: NDArray[np.int64]) -> int:

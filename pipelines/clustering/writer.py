@@ -22,6 +22,7 @@ from pipelines.clustering.layout import (
     TRIAL_ROWS,
     Encodings,
     Layouts,
+    RunAll,
     choose_encodings,
     choose_layouts,
     directory_of,
@@ -68,6 +69,7 @@ def choose_segment_layout(
     data: DataConfig,
     learned: FittedValues | None = None,
     num_parts: int = 1,
+    run_all: RunAll = map,
 ) -> SegmentLayout:
     """Choose the layout of a segment from the samples of one part.
 
@@ -76,10 +78,12 @@ def choose_segment_layout(
         data: the job's data section.
         learned: fitted parameters of transforms.
         num_parts: parts of the segment.
+        run_all: runs the trials.
     """
     star = to_star(cluster(concat_tuples(sample_sessions(parts, data)), data), 0, data, learned)
-    layouts = choose_layouts(star, data.storage)
-    encodings = {name: choose_encodings(table) for name, table in iter_tables(star, layouts)}
+    layouts = choose_layouts(star, data.storage, run_all)
+    tables = dict(iter_tables(star, layouts))
+    encodings = dict(zip(tables, run_all(choose_encodings, tables.values()), strict=True))
     return SegmentLayout(layouts, encodings, num_parts)
 
 

@@ -48,7 +48,7 @@ class Tuples:
     Attributes:
         samples: one row per sample, with the columns that are in no group.
         references: group to (num_samples,) int64, rows in `uniques`.
-        uniques: group to its distinct tuples.
+        uniques: group to its tuples; those to which samples refer are distinct.
     """
 
     samples: pa.Table
@@ -121,16 +121,21 @@ def first_appearances(keys: NDArray[np.generic]) -> tuple[NDArray[np.int64], NDA
 
 
 def concat_tuples(chunks: Sequence[Tuples]) -> Tuples:
-    """Concatenate samples of the same columns and deduplicate their tuples."""
+    """Concatenate samples of the same columns; samples of equal tuples refer to the same one.
+
+    The tuples to which no sample refers any more stay, as removing them would copy the others.
+    """
     samples = pa.concat_tables([c.samples for c in chunks]).combine_chunks()
     references: dict[str, NDArray[np.int64]] = {}
     uniques: dict[str, pa.Table] = {}
     for group in chunks[0].uniques:
         tables = [c.uniques[group] for c in chunks]
         starts = np.cumsum([0, *(t.num_rows for t in tables)])
-        numbers, uniques[group] = distinct_rows(pa.concat_tables(tables).combine_chunks())
+        uniques[group] = pa.concat_tables(tables).combine_chunks()
+        first, numbers = unique_tuples(comparable_tuple(uniques[group], tables[0].column_names))
+        kept = first[numbers]
         references[group] = np.concatenate(
-            [numbers[c.references[group] + s] for c, s in zip(chunks, starts, strict=False)]
+            [kept[c.references[group] + s] for c, s in zip(chunks, starts, strict=False)]
         )
     return Tuples(samples, references, uniques)
 

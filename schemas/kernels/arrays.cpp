@@ -254,6 +254,25 @@ i64 presage_distinct(const Lists* sources, i64 num_sources, i64 num_lists, i64* 
   return total;
 }
 
+// For each list of `rows` but the first: the length of its start that is the end of the list before it, if that is at least
+// half of the shorter one. The longest `max_candidates` possible overlaps are compared.
+void presage_overlaps(const u64* values, const i64* offsets, const i64* rows, i64 num_rows, i64 max_candidates, i64* out) {
+  for (i64 i = 1; i < num_rows; i++) {
+    const u64* before = values + offsets[rows[i - 1]];
+    const u64* after = values + offsets[rows[i]];
+    const i64 length = offsets[rows[i - 1] + 1] - offsets[rows[i - 1]];
+    const i64 shorter = std::min(length, offsets[rows[i] + 1] - offsets[rows[i]]);
+    i64 candidates = 0;
+    for (i64 overlap = shorter; 2 * overlap >= shorter && candidates < max_candidates; overlap--) {
+      if (before[length - overlap] != after[0]) continue;
+      candidates++;
+      if (std::memcmp(before + length - overlap, after, overlap * sizeof(u64))) continue;
+      out[i] = overlap;
+      break;
+    }
+  }
+}
+
 void presage_splitmix64(const u64* values, i64 num_values, u64* out) {
   for (i64 i = 0; i < num_values; i++) out[i] = splitmix64(values[i]);
 }

@@ -21,6 +21,7 @@ _ENTRIES = {
     "take_offsets": (_POINTER, _POINTER, _WORD, _POINTER),
     "take_lists": (_POINTER, _WORD, _POINTER, _POINTER, _WORD, _POINTER, _POINTER),
     "distinct": (_POINTER, _WORD, _WORD, _POINTER, _POINTER),
+    "overlaps": (_POINTER, _POINTER, _POINTER, _WORD, _WORD, _POINTER),
     "splitmix64": (_POINTER, _WORD, _POINTER),
     "hash_rows": (_POINTER, _WORD, _UNSIGNED, _UNSIGNED, _POINTER),
     "hashes_up_to": (_POINTER, _WORD, _UNSIGNED, _POINTER),
@@ -112,6 +113,21 @@ class ArrayKernels:
         offsets = np.empty(num_lists + 1, np.int64)
         total = self._call("distinct", structs, len(pairs), num_lists, out, offsets)
         return out[:total].copy(), offsets
+
+    def overlaps(
+        self,
+        values: NDArray[np.uint64],
+        offsets: NDArray[np.int64],
+        rows: NDArray[np.int64],
+        max_candidates: int,
+    ) -> NDArray[np.int64]:
+        """Return, for each of some non-empty lists, how much of its start ends the one before it.
+
+        See `schemas.group_files._overlaps`.
+        """
+        out = np.zeros(len(rows), np.int64)
+        self._call("overlaps", values, offsets, rows, len(rows), max_candidates, out)
+        return out
 
     def splitmix64(self, values: NDArray[np.uint64]) -> NDArray[np.uint64]:
         """Return `schemas.hashing.splitmix64` of a flat array."""

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipelines.quality.column_statistics import count_buckets
-from schemas import arrays, hashing, oracle
+from schemas import arrays, group_files, hashing, oracle
 from schemas.arrays import Jagged, comparable_tuple, offsets_of, take_rows, unique_tuples
 from schemas.hashing import hash_rows, splitmix64
 from schemas.kernels.arrays import ArrayKernels, array_kernels
@@ -151,6 +151,18 @@ def test_rows_of_one_hash_are_hashed_again(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(ArrayKernels, "unique_tuples", collide)
     assert unique_tuples([np.array([4, 4, 1])])[1].tolist() == [0, 0, 1]
     assert seeds == [0, 1, 2]
+
+
+@given(st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=12), min_size=1, max_size=12))
+def test_overlaps_equal_those_of_numpy(lists: list[list[int]]) -> None:
+    rows = np.arange(0, len(lists), 1 + len(lists) // 7)
+    flat = jagged(lists)
+    flat = Jagged(flat.values.view(np.uint64), flat.offsets)
+    compiled = kernels().overlaps(flat.values, flat.offsets, rows, 3)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(group_files, "array_kernels", lambda: None)
+        patch.setattr(group_files, "MAX_CANDIDATES", 3)
+        assert group_files._overlaps(flat, rows).tolist() == compiled.tolist()
 
 
 def test_buckets_equal_those_of_numpy(monkeypatch: pytest.MonkeyPatch) -> None:
