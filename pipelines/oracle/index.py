@@ -35,7 +35,7 @@ from pipelines.scratch import atomic_write
 from schemas.arrays import Jagged, concat, offsets_of, ranges
 from schemas.dataset import Segment, access_lists
 from schemas.files import CheckedFile
-from schemas.oracle import NEVER, NextUseTracker, union
+from schemas.oracle import NEVER, NextUseTracker, distinct_of_lists, union
 from schemas.order import Order
 
 HISTOGRAM = 1024
@@ -343,6 +343,22 @@ def index_table(
     return link_in_memory(plan) if entries * order.epochs <= worker_entries else plan
 
 
+def numbers_of_steps(lists: Jagged, order: Order, first_step: int, num_steps: int) -> Jagged:
+    """Return the ascending distinct numbers of consecutive steps, one list per step.
+
+    Args:
+        lists: the numbers of each training block.
+        order: order of the segment alone.
+        first_step: the first step.
+        num_steps: number of steps.
+    """
+    steps = [order.step(s).positions for s in range(first_step, first_step + num_steps)]
+    positions = np.concatenate([np.empty(0, np.int64), *steps])
+    blocks = lists.take(positions)
+    ends = offsets_of(np.array(list(map(len, steps)), np.int64))
+    return distinct_of_lists([Jagged(blocks.values, blocks.offsets[ends])])
+
+
 def link_in_memory(plan: LinkingPlan) -> TableTotals:
     """Write one table in a part: the same bytes as in stages."""
     lists, order = concat([access_lists(file) for file in plan.files]), plan.order
@@ -350,10 +366,12 @@ def link_in_memory(plan: LinkingPlan) -> TableTotals:
     range_bounds = number_range_bounds(bins * order.epochs, plan.num_numbers)
     uses = EpochTracker(plan, dict(enumerate(pairwise(range_bounds))))
     distances: list[NDArray[np.int32]] = []
-    for train_step in range(order.num_steps - 1, -1, -1):
-        blocks = lists.take(order.step(train_step).positions)
-        numbers = union(np.split(blocks.values, blocks.offsets[1:-1]))
-        distances.append(uses.link(numbers, train_step))
+    for epoch in range(order.epochs - 1, -1, -1):
+        first_step = epoch * order.steps_per_epoch
+        numbers = numbers_of_steps(lists, order, first_step, order.steps_per_epoch)
+        for step in range(order.steps_per_epoch - 1, -1, -1):
+            start, end = numbers.offsets[step : step + 2]
+            distances.append(uses.link(numbers.values[start:end], first_step + step))
     distances.reverse()
     bounds = split_into_files(step_lengths(order, lists.lengths)).tolist()
     for file_index, (start, end) in enumerate(pairwise(bounds)):

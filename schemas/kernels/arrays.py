@@ -21,6 +21,7 @@ _ENTRIES = {
     "take_offsets": (_POINTER, _POINTER, _WORD, _POINTER),
     "take_lists": (_POINTER, _WORD, _POINTER, _POINTER, _WORD, _POINTER, _POINTER),
     "distinct": (_POINTER, _WORD, _WORD, _POINTER, _POINTER),
+    "sort_lists": (_POINTER, _POINTER, _WORD),
     "overlaps": (_POINTER, _POINTER, _POINTER, _WORD, _WORD, _POINTER),
     "splitmix64": (_POINTER, _WORD, _POINTER),
     "hash_rows": (_POINTER, _WORD, _UNSIGNED, _UNSIGNED, _POINTER),
@@ -113,6 +114,10 @@ class ArrayKernels:
         offsets = np.empty(num_lists + 1, np.int64)
         total = self._call("distinct", structs, len(pairs), num_lists, out, offsets)
         return out[:total].copy(), offsets
+
+    def sort_lists(self, values: NDArray[np.int64], offsets: NDArray[np.int64]) -> None:
+        """Sort each list in place."""
+        self._call("sort_lists", values, offsets, len(offsets) - 1)
 
     def overlaps(
         self,
