@@ -7,7 +7,6 @@ import importlib
 import json
 import os
 import sys
-import time
 import uuid
 from collections.abc import Sequence
 from datetime import UTC, date, datetime, timedelta
@@ -317,7 +316,7 @@ def _append(arguments: argparse.Namespace, beam_args: list[str]) -> int:
 
 
 def _build_segment(arguments: argparse.Namespace, beam_args: list[str], **settings: Any) -> int:
-    startup = time.time() - _process_start()
+    startup = _process_age()
     request = BuildRequest(
         job_path=arguments.job,
         input_root=arguments.input,
@@ -338,15 +337,11 @@ def _build_segment(arguments: argparse.Namespace, beam_args: list[str], **settin
     return 0
 
 
-def _process_start() -> float:
-    """Return when this process started, in seconds since the epoch."""
+def _process_age() -> float:
+    """Return the seconds since this process started."""
     ticks = int(Path("/proc/self/stat").read_text().rsplit(")", 1)[1].split()[19])
-    boot = next(
-        float(line.split()[1])
-        for line in Path("/proc/stat").read_text().splitlines()
-        if line.startswith("btime")
-    )
-    return boot + ticks / os.sysconf("SC_CLK_TCK")
+    uptime = float(Path("/proc/uptime").read_text().split()[0])
+    return uptime - ticks / os.sysconf("SC_CLK_TCK")
 
 
 def _init(arguments: argparse.Namespace, _: list[str]) -> int:
