@@ -7,7 +7,6 @@ process of a build needs, `keep_freed_memory`.
 from __future__ import annotations
 
 import ctypes
-import os
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Container, Iterable, Iterator
@@ -51,6 +50,7 @@ from pipelines.transforms.fit import (
     write_fitted,
     write_shard,
 )
+from schemas.machine import machine_budget
 
 SourceRows = tuple[str, pa.Table]
 """Name of a source or side table, and raw rows of it."""
@@ -87,8 +87,8 @@ class Workers:
 
 
 def num_threads() -> int:
-    """Return the number of processors that this process may use."""
-    return len(os.sched_getaffinity(0))
+    """Return the number of processors that this process may use, within its control groups."""
+    return max(1, int(machine_budget().cpus))
 
 
 class OutputCollector:

@@ -33,13 +33,15 @@ from pipelines.transforms.fit import fitted_files
 from schemas.config.job import Job
 from schemas.errors import SchemaError
 from schemas.features import FeatureSet
+from schemas.machine import machine_budget
 from schemas.manifest import InputFile
 
 PART_INPUT_BYTES = 28 << 20
 """Input bytes of one part: a part's samples fit a worker of 2 GiB even when they take 20 times as
 much in memory, and fill row groups of 64 MiB."""
-IN_PROCESS_PARTS = 8
-"""Parts of a segment that one process holds in memory by default."""
+IN_PROCESS_PARTS, IN_PROCESS_PART_BYTES = 8, 512 << 20
+"""Most parts of a segment that one process holds in memory by default, and the memory reserved for
+each."""
 
 
 def prepare(request: BuildRequest, job: Job, features: FeatureSet) -> BuildContext:
@@ -125,7 +127,8 @@ def choose_shuffle(beam_args: list[str], listing: Sequence[InputFile]) -> str:
 
 def is_small(num_parts: int) -> bool:
     """Return whether this process holds all samples of a segment in its memory by default."""
-    return num_parts <= IN_PROCESS_PARTS
+    parts = min(IN_PROCESS_PARTS, machine_budget().memory // IN_PROCESS_PART_BYTES)
+    return num_parts <= max(1, parts)
 
 
 def count_parts(num_bytes: int) -> int:

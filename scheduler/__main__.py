@@ -38,7 +38,6 @@ from scheduler.model.snapshot import Snapshot, take_snapshot
 from scheduler.planner.machine_sizes import (
     cluster_schedule,
     fill_budget,
-    machine_budget,
     machine_schedule,
 )
 from scheduler.planner.policy import plan
@@ -50,6 +49,7 @@ from scheduler.status.board import serving
 from scheduler.status.terminal import board_of, port_of, render, watching
 from schemas.config.schedule import ScheduleConfig
 from schemas.errors import PlanError, SchemaError
+from schemas.machine import machine_budget
 from schemas.paths import (
     ALLOW_OUTSIDE,
     ALLOW_OUTSIDE_HELP,

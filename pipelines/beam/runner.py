@@ -31,6 +31,7 @@ from google.protobuf.struct_pb2 import Struct
 from pipelines.context import IN_PROCESS, in_process
 from pipelines.scratch import atomic_write
 from schemas.errors import SchemaError
+from schemas.machine import machine_budget
 
 SHUFFLES = ("references", "values")
 """Values of `--shuffle_by`, see `pipelines/shuffle.py`."""
@@ -158,8 +159,8 @@ def local_workers(beam_args: Sequence[str], num_tasks: int) -> list[str]:
     """
     if any(a.startswith("--direct_") for a in beam_args):
         return []
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    workers = min(len(os.sched_getaffinity(0)), num_tasks, memory // WORKER_BYTES)
+    machine = machine_budget()
+    workers = min(int(machine.cpus), num_tasks, machine.memory // WORKER_BYTES)
     if workers < 2:
         return []
     mode = "multi_threading" if num_tasks < PROCESS_TASKS else "multi_processing"

@@ -16,7 +16,7 @@ from scheduler.drivers.base import Processes
 from scheduler.drivers.job_files import CommandFlags, local_runner_options, module_command
 from scheduler.model.history import BUILD
 from scheduler.model.snapshot import Snapshot, take_snapshot
-from scheduler.planner.machine_sizes import machine_budget, machine_schedule
+from scheduler.planner.machine_sizes import machine_schedule
 from scheduler.planner.policy import plan
 from scheduler.planner.reasons import plan_summary
 from scheduler.retrain.decide import (
@@ -51,6 +51,7 @@ from schemas.config.schedule import RetrainConfig
 from schemas.dataset import open_dataset
 from schemas.errors import SchemaError
 from schemas.layout import EVALUATION, MANIFEST
+from schemas.machine import machine_budget
 from schemas.manifest import canonical_json, find_root, previous_names
 from schemas.run_log import CHECKPOINTS, RUN_FILE
 from schemas.run_manifest import read_newest_state

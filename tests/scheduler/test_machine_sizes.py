@@ -13,12 +13,12 @@ from scheduler.planner.machine_sizes import (
     CLUSTER_CPUS,
     MachineSizes,
     cluster_schedule,
-    machine_budget,
     machine_schedule,
 )
 from scheduler.planner.policy import plan
 from schemas.config.schedule import BudgetConfig, ScheduleConfig
 from schemas.errors import PlanError
+from schemas.machine import machine_budget
 
 GIB = 1 << 30
 HOST = {"proc/meminfo": "MemTotal:       33554432 kB\nMemFree: 1 kB\n"}

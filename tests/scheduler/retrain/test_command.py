@@ -8,12 +8,12 @@ import pytest
 
 from scheduler.__main__ import main
 from scheduler.drivers.job_files import NO_FLAGS, CommandFlags
-from scheduler.planner.machine_sizes import machine_budget
 from scheduler.retrain.command import run_rows
 from scheduler.retrain.drive import Root, command_of, sizes_of
 from scheduler.retrain.log import Log
 from scheduler.retrain.records import Attempt, Started
 from schemas.config.schedule import RetrainConfig
+from schemas.machine import machine_budget
 from schemas.run_log import RUN_FILE
 from schemas.storage import Location
 from tests.scheduler.made import write_job
