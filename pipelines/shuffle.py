@@ -27,7 +27,6 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from pipelines.samples.tuples import Tuples
-from schemas.arrays import take_rows
 
 PACKET_BYTES = 8 << 20
 """Maximum size of an element in a runner's shuffle."""
@@ -242,11 +241,10 @@ class InMemory:
     element: ClassVar[type] = Tuples
 
     def send(self, partitions: Sequence[Tuples | None]) -> Iterator[tuple[int, Tuples]]:
-        """Yield the samples of each partition, copied so that partitions share no memory."""
-        is_single = sum(samples is not None for samples in partitions) == 1
+        """Yield the samples of each partition."""
         for index, samples in enumerate(partitions):
             if samples is not None:
-                yield index, samples if is_single else _copy(samples)
+                yield index, samples
 
     def receive(self, sent: Iterable[Tuples]) -> Iterable[Tuples]:
         """Return the samples as they were sent."""
@@ -273,14 +271,6 @@ class AsTables:
     def receive(self, sent: Iterable[Any]) -> Iterable[Tuples]:
         """Raise: no stage of a build follows."""
         raise AssertionError("samples as tables are not received")
-
-
-def _copy(samples: Tuples) -> Tuples:
-    rows = samples.take(np.arange(samples.num_samples)).samples
-    uniques = {
-        group: take_rows(table, np.arange(len(table))) for group, table in samples.uniques.items()
-    }
-    return Tuples(rows, samples.references, uniques)
 
 
 def check_same_order(messages: Iterable[bytes], digests: list[bytes]) -> Iterator[bytes]:

@@ -109,14 +109,13 @@ def candidate_encodings(field: pa.Field) -> dict[str, Sequence[str]]:
     return {c.path: _CANDIDATES.get(c.physical_type, ("PLAIN",)) for c in columns}
 
 
-def choose_encodings(table: pa.Table, trial_bytes: int = TRIAL_BYTES) -> Encodings:
+def choose_encodings(table: pa.Table) -> Encodings:
     """Try every encoding on the first rows of each column, then every page size on all of them.
 
     Args:
         table: the rows of a file, or of its first row group.
-        trial_bytes: uncompressed bytes of one column that are tried.
     """
-    samples = [trial_rows(table.select([name]), trial_bytes) for name in table.column_names]
+    samples = [trial_rows(table.select([name])) for name in table.column_names]
     by_path = {
         path: min(trials)[2] for sample in samples for path, trials in _trial_sizes(sample).items()
     }
@@ -158,11 +157,11 @@ def _trial_sizes(column: pa.Table) -> dict[str, list[tuple[int, int, str]]]:
     return trials
 
 
-def trial_rows(column: pa.Table, trial_bytes: int = TRIAL_BYTES) -> pa.Table:
+def trial_rows(column: pa.Table) -> pa.Table:
     """Return the first rows of a table of one column, for a trial."""
     rows = min(column.num_rows, TRIAL_ROWS)
     sample = column.slice(0, rows)
-    return sample.slice(0, max(1, rows * trial_bytes // max(trial_bytes, sample.nbytes)))
+    return sample.slice(0, max(1, rows * TRIAL_BYTES // max(TRIAL_BYTES, sample.nbytes)))
 
 
 def _leaf_bytes(column: pa.Table, encodings: Encodings) -> dict[str, int]:

@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from pipelines.clustering.layout import choose_encodings, open_writer
+from pipelines.clustering.layout import Encodings, open_writer
 from pipelines.scratch import atomic_write
 from schemas.arrays import Jagged, large_list, offsets_of
 from schemas.layout import (
@@ -34,15 +34,27 @@ ENTRIES_PER_FILE = 1 << 21
 """Entries after which a file ends: 16 MiB as int64, so that a worker can hold a file."""
 
 
-TRIAL_BYTES = 1 << 20
-"""Uncompressed bytes of one column on which its encoding is chosen."""
+ENCODINGS = Encodings(
+    {
+        BLOCK: "DELTA_BINARY_PACKED",
+        "step": "DELTA_BINARY_PACKED",
+        "first_position": "DELTA_BINARY_PACKED",
+        "last_position": "BYTE_STREAM_SPLIT",
+        "first_step": "BYTE_STREAM_SPLIT",
+        "last_step": "BYTE_STREAM_SPLIT",
+        "row": "BYTE_STREAM_SPLIT",
+        "gaps.list.element": "BYTE_STREAM_SPLIT",
+        "distances.list.element": "BYTE_STREAM_SPLIT",
+    }
+)
+"""Encodings of all files, by column path."""
 
 
 def write_file(root: Path, path: str, table: pa.Table) -> None:
     """Write a table as one row group; the file gets its final name when it is complete."""
     with (
         atomic_write(root / path) as partial,
-        open_writer(partial, table.schema, choose_encodings(table, TRIAL_BYTES)) as writer,
+        open_writer(partial, table.schema, ENCODINGS) as writer,
     ):
         writer.write_table(table, row_group_size=max(1, table.num_rows))
 

@@ -285,9 +285,12 @@ def _smallest_hashes(values: pa.Array, sampled: pa.Array) -> NDArray[np.uint64]:
 
     The distinct values of a sample give an upper bound.
     """
-    sample_hashes = np.unique(_hash(sampled))
+    sample_hashes = _hash(sampled)  # distinct, as the values are
+    if len(sample_hashes) > SMALLEST_HASHES:
+        sample_hashes = np.partition(sample_hashes, SMALLEST_HASHES - 1)[:SMALLEST_HASHES]
+    sample_hashes.sort()
     if len(sampled) == len(values):
-        return sample_hashes[:SMALLEST_HASHES]
+        return sample_hashes
     if len(sample_hashes) < SMALLEST_HASHES:
         return np.unique(_hash(pc.unique(values)))[:SMALLEST_HASHES]
     bound = sample_hashes[SMALLEST_HASHES - 1]
