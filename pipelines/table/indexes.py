@@ -64,7 +64,9 @@ from schemas.storage import Location
 INDEX_PREFIX = "index-"
 """Names of the directories of indexes begin with it."""
 WORKER_BYTES = 4 << 20
-"""Bytes of access lists, over all epochs, per worker; parts with less are built in process."""
+"""Bytes of access lists, over all epochs, per worker of Beam."""
+IN_PROCESS_WORKERS = 64
+"""Parts of indexes that would have fewer workers of Beam are built on threads of this process."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,7 +253,7 @@ def index_tables(
     tables = [(r, t) for r in requests for t in sorted(r.segment.manifest.tables)]
     if not tables:
         return []
-    if in_process(beam_args, is_small=size < WORKER_BYTES):
+    if in_process(beam_args, is_small=size < IN_PROCESS_WORKERS * WORKER_BYTES):
         with Workers(num_threads()) as workers:
             return list(workers.map(lambda task: _index_table(*task), tables))
     tasks = [(r.root, r.segment.directory, r.segment.reference, r.order, t) for r, t in tables]
