@@ -138,7 +138,7 @@ def run_segment(context: BuildContext) -> dict[str, list[Any]]:
     """
     keep_freed_memory()
     collected = OutputCollector()
-    with Workers(min(num_threads(), context.num_parts)) as workers:
+    with Workers(num_threads()) as workers:
         if context.data.sides or context.shard is not None:
             samples = make_samples(context, read_all(context, collected), collected)
         else:
