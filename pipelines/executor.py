@@ -302,7 +302,7 @@ def write_parts(
 
     Args:
         context: of the build.
-        samples: by partition; emptied, to free the memory of each part once it is written.
+        samples: by partition; emptied. Those of one chunk share memory.
         files: from `fit_transforms`.
         workers: run the tasks; this thread by default.
     """

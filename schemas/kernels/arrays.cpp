@@ -178,17 +178,6 @@ i64 presage_unique_tuples(const Column* columns, i64 num_columns, i64 num_rows, 
   return numbering.count();
 }
 
-// Numbers distinct values in order of first appearance. Returns their count.
-i64 presage_number(const u64* values, i64 num_values, i64* first, i32* numbers) {
-  Numbering numbering;
-  for (i64 i = 0; i < num_values; i++) {
-    const i32 before = numbering.count();
-    numbers[i] = i && values[i] == values[i - 1] ? numbers[i - 1] : numbering.number(values[i]);
-    if (numbering.count() > before) first[before] = i;
-  }
-  return numbering.count();
-}
-
 void presage_take(const void* values, i64 width, const i64* rows, i64 num_rows, void* out) {
   switch (width) {
     case 1: return take_values(static_cast<const uint8_t*>(values), rows, num_rows, static_cast<uint8_t*>(out));

@@ -16,7 +16,6 @@ from schemas.kernels.build import ARRAYS, find_library
 _WORD, _UNSIGNED, _POINTER = ctypes.c_int64, ctypes.c_uint64, ctypes.c_void_p
 _ENTRIES = {
     "unique_tuples": (_POINTER, _WORD, _WORD, _UNSIGNED, _POINTER, _POINTER),
-    "number": (_POINTER, _WORD, _POINTER, _POINTER),
     "take": (_POINTER, _WORD, _POINTER, _WORD, _POINTER),
     "take_offsets": (_POINTER, _POINTER, _WORD, _POINTER),
     "take_lists": (_POINTER, _WORD, _POINTER, _POINTER, _WORD, _POINTER, _POINTER),
@@ -71,17 +70,6 @@ class ArrayKernels:
         first, inverse = np.empty(num_rows, np.int64), np.empty(num_rows, np.int32)
         count = self._call("unique_tuples", structs, len(arrays), num_rows, seed, first, inverse)
         return None if count < 0 else (first[:count].copy(), inverse)
-
-    def number(self, values: NDArray[np.integer]) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
-        """Number distinct 64-bit values in order of first appearance.
-
-        Returns:
-            (num_distinct,) index of the first value of each number; (n,) number of each value.
-        """
-        values = np.ascontiguousarray(values)
-        first, numbers = np.empty(len(values), np.int64), np.empty(len(values), np.int32)
-        count = self._call("number", values, len(values), first, numbers)
-        return first[:count].copy(), numbers
 
     def take(self, values: NDArray[Any], rows: NDArray[np.int64]) -> NDArray[Any]:
         """Return `values[rows]`; values have 1, 2, 4 or 8 bytes, rows are in range."""
