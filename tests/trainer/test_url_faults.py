@@ -15,11 +15,9 @@ from schemas.storage import Location
 from tests.fault_proxy import Faults
 from tests.object_store import Store
 from tests.shared import make_once
-from tests.trainer.make_dataset import write_job
 from tests.trainer.processes import PATIENCE, ended, started, trained, wait_for
-from tests.trainer.runs import run_job, small_dataset
 from tests.trainer.url_hosts import Hosts
-from tests.trainer.url_runs import check_equal, check_objects, newest_of, train_at
+from tests.trainer.url_runs import check_equal, check_objects, newest_of, train_at, write_saved_run
 from trainer.checkpoint import upload
 
 PAUSE_SEC = 0.02
@@ -42,16 +40,10 @@ def url(s3_store: Store, faults: Faults, monkeypatch: pytest.MonkeyPatch) -> Ite
         yield store.new_url()
 
 
-def _folder_run(folder: Path) -> None:
-    job = write_job(folder / "job", every_steps="4")
-    job.write_text(job.read_text().replace("keep: 20", "keep: 2"))
-    run_job(job, small_dataset(), folder / "run")
-
-
 @pytest.fixture(scope="module")
 def folder() -> Path:
     """A folder with a job and its run, saved every four steps, which no test changes."""
-    return make_once(_folder_run)
+    return make_once(write_saved_run)
 
 
 @pytest.fixture

@@ -15,13 +15,11 @@ from schemas.storage import Location
 from tests.object_store import Store
 from tests.shared import make_once
 from tests.trainer.growing import commit, grown_versions
-from tests.trainer.make_dataset import write_job
 from tests.trainer.processes import PATIENCE, wait_for
 from tests.trainer.replicas_following import KNOWN
-from tests.trainer.runs import run_job, small_dataset
 from tests.trainer.stores import kill_stores
 from tests.trainer.url_hosts import Hosts, statuses
-from tests.trainer.url_runs import check_equal
+from tests.trainer.url_runs import check_equal, write_saved_run
 from trainer.__main__ import main
 from trainer.checkpoint import upload
 from trainer.elastic import launcher
@@ -34,16 +32,10 @@ from trainer.recovery import DrainInterrupt
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 
-def _folder_run(folder: Path) -> None:
-    job = write_job(folder / "job", every_steps="4")
-    job.write_text(job.read_text().replace("keep: 20", "keep: 2"))
-    run_job(job, small_dataset(), folder / "run")
-
-
 @pytest.fixture(scope="module")
 def folder() -> Path:
     """A folder with a job and its run by one process, saved every four steps."""
-    return make_once(_folder_run)
+    return make_once(write_saved_run)
 
 
 @pytest.fixture

@@ -13,6 +13,8 @@ from schemas.run_log import RunSummary
 from schemas.run_manifest import ALL, OBJECTS, RunManifest, RunState, fetch_run, read_newest_state
 from schemas.storage import Location
 from schemas.versions import Versions
+from tests.trainer.make_dataset import write_job
+from tests.trainer.runs import run_job, small_dataset
 from trainer.checkpoint.upload import open_output
 from trainer.diff import compare_runs
 from trainer.recovery import Drain
@@ -76,3 +78,10 @@ def check_equal(url: str, run: Path, copy: Path) -> None:
     assert compare_runs(copy, run).difference is None
     assert verify_run(copy).problems == ()
     check_objects(url)
+
+
+def write_saved_run(folder: Path) -> None:
+    """Write a job, and its run by one process with a checkpoint every four steps."""
+    job = write_job(folder / "job", every_steps="4")
+    job.write_text(job.read_text().replace("keep: 20", "keep: 2"))
+    run_job(job, small_dataset(), folder / "run")
