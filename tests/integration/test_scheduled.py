@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -116,7 +116,8 @@ def held(output: Path, job: str, name: str) -> Iterator[None]:
         finally:
             over.set()
             if holding.result():
-                send(output, job, name, signal.SIGCONT)
+                with suppress(ProcessLookupError):  # the scheduler may have removed it meanwhile
+                    send(output, job, name, signal.SIGCONT)
 
 
 def num_steps(run: Path | Location) -> int:

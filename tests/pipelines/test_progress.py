@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from pipelines import progress
+from pipelines import executor, progress
 from pipelines.cli import main
 from pipelines.progress import (
     Counts,
@@ -105,6 +105,7 @@ def test_a_build_of_bad_rows_alone_stops_and_keeps_what_it_rejected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(progress, "STOP_AFTER_REJECTS", 100)
+    monkeypatch.setattr(executor, "num_threads", lambda: 1)  # a second one reads the next file
     rows = logs.write_log(tmp_path / "log")
     first = tmp_path / "log" / "log-0.parquet"
     bad = rows.slice(0, 100).set_column(2, "user", pa.array([f"u{i}" for i in range(100)]))
