@@ -50,7 +50,7 @@ from pipelines.table.compatibility import (
     refused_path,
 )
 from pipelines.table.root import write_copies
-from pipelines.table.segment import finish_segment, local_directory, publish
+from pipelines.table.segment import finish_segment, publish, segment_directory
 from pipelines.transforms.fit import new_files, publish_fitted, returned_files, stage_fitted
 from schemas.config.job import DataConfig, Job, SplitConfig, check_new_names, load_job
 from schemas.dataset import Dataset, Segment, open_dataset, select_segments
@@ -185,8 +185,9 @@ def _build_and_commit(
     lease: Lease,
 ) -> BuildResult:
     if (directory / MANIFEST).stat() is None:
-        with local_directory(directory, request.work) as building:
-            shuffle_by = choose_shuffle(request.beam_args, context.listing)
+        shuffle_by = choose_shuffle(request.beam_args, context.listing)
+        on_beam = shuffle_by != "memory"
+        with segment_directory(directory, request.work, in_place=on_beam) as building:
             context = replace(context, segment_root=building, shuffle_by=shuffle_by)
             _write_segment(request, context, key, hashes, lease)
             publish(building, directory)
@@ -266,7 +267,7 @@ def _write_segment(
     hashes: tuple[str, str],
     lease: Lease,
 ) -> None:
-    """Run the pipeline and finish the segment in its local directory."""
+    """Run the pipeline and finish the segment in the directory in which it is built."""
     building = context.segment_root
     stage_fitted(request.dataset, context.learned, building)
     with (
@@ -301,7 +302,7 @@ def _stopped_error(
     size = sum(file.num_bytes for file in context.listing)
     refused = refused_path(request.dataset, key)
     number_reject_files(context.segment_root)
-    keep_rejects(Location.parse(context.segment_root), refused)
+    keep_rejects(context.segment_root, refused)
     lines = "\n".join(summary_lines(rejects, 0, f"{refused}/rejects"))
     return GateError(
         f"every one of the first {rejects.num_rejects:,} rows was rejected; the build stopped "

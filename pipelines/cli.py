@@ -183,7 +183,7 @@ def build_parser() -> argparse.ArgumentParser:
             "--work",
             type=Path,
             metavar="DIR",
-            help="for local files of a dataset at a URL; workers of a runner must share it",
+            help="for local files of a dataset at a URL, until they are uploaded",
         )
     for name in WRITTEN:
         # without effect: commits no longer depend on locks

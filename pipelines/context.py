@@ -43,8 +43,8 @@ class BuildRequest:
         replaces: whether the segment may replace another version of its day.
         in_order: commit only after all segments before `position`.
         wait_sec: maximum time for which `in_order` waits.
-        work: local directory for the files of a segment until they are uploaded; must be shared by
-            all workers of a distributed runner. The system's temporary directory when None.
+        work: local directory for the files of a segment that one process builds, until they are
+            uploaded to an object store. The system's temporary directory when None.
         final: seal the dataset after this segment.
         progress: called with each progress message, one line.
         only: paths below `input_root` of the files to read; all when empty.
@@ -87,7 +87,7 @@ class BuildContext:
 
     Attributes:
         folder: input directory.
-        segment_root: directory of the segment being built.
+        segment_root: directory of the segment being built, where all workers can write.
         listing: input files in order; a row's origin contains the index of its file.
         data: the job's data section.
         features: declared columns.
@@ -104,7 +104,7 @@ class BuildContext:
     """
 
     folder: Folder
-    segment_root: Path
+    segment_root: Location
     listing: tuple[InputFile, ...]
     data: DataConfig
     features: FeatureSet
@@ -128,7 +128,16 @@ class BuildContext:
         if self.shuffle_by == "tables":
             derived = self.data.derived_columns
             return AsTables(tuple(n for n in self.features.names if n not in derived))
-        return ByReference(self.segment_root, groups)
+        return ByReference(self.local_root, groups)
+
+    @property
+    def local_root(self) -> Path:
+        """The local directory of the segment being built.
+
+        Raises:
+            StorageError: the segment is built at an object store.
+        """
+        return Path(self.segment_root)
 
     @property
     def lookups_are_broadcast(self) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import pyarrow as pa
 
@@ -35,6 +34,7 @@ from schemas.errors import SchemaError
 from schemas.features import FeatureSet
 from schemas.machine import machine_budget
 from schemas.manifest import InputFile
+from schemas.storage import Location
 
 PART_INPUT_BYTES = 28 << 20
 """Input bytes of one part: a part's samples fit a worker of 2 GiB even when they take 20 times as
@@ -74,7 +74,7 @@ def prepare(request: BuildRequest, job: Job, features: FeatureSet) -> BuildConte
         size = sum(f.num_bytes for f in listing if f.source in data.sources)
         context = BuildContext(
             folder=folder,
-            segment_root=Path(),
+            segment_root=Location.parse("."),
             listing=listing,
             data=data,
             features=features,

@@ -126,8 +126,8 @@ def _preview(request: BuildRequest, folder: Folder, rows: int) -> dict[str, Any]
     request = replace(request, listing=tuple(listing))
     request, job = with_groups(request, job, features)
     context = prepare(request, job, features)
-    root = Path(request.dataset / "segment")
-    root.mkdir(parents=True)
+    root = request.dataset / "segment"
+    Path(root).mkdir(parents=True)
     context = replace(context, segment_root=root, shuffle_by="memory")
     return {"job": job.name, "input": folder.root, **_run_stages(context, copies)}
 

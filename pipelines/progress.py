@@ -1,7 +1,8 @@
 """Progress of a running build: counts of rows over all workers, and the early stop.
 
 Each worker process writes its counts to a file below the segment being built; the launcher adds
-them up. A build that rejects every row stops early, see `stop_if_all_rejected`.
+them up. A build that rejects every row stops early, see `stop_if_all_rejected`. Workers that build
+a segment at an object store count nothing: the runner's own counters show their progress.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from pathlib import Path
 
 from pipelines.scratch import atomic_write
 from pipelines.sources.rows import SPLIT_BYTES
+from schemas.storage import Location
 
 STOP_AFTER_REJECTS = 50_000
 """A build stops after so many rejected rows without one good row."""
@@ -74,7 +76,7 @@ class Counts:
         return f"rows read: {self.read:,}, rejected: {self.rejected:,}{example}"
 
 
-def count_rows(building: Path, more: Counts) -> Counts | None:
+def count_rows(building: Location | Path, more: Counts) -> Counts | None:
     """Add to the counts of this process; do nothing outside `counting`.
 
     A bundle that is retried counts twice: the counts do not affect the dataset.
@@ -86,25 +88,33 @@ def count_rows(building: Path, more: Counts) -> Counts | None:
     Returns:
         The counts of this process, None outside `counting`.
     """
-    if not (building / _DIRECTORY).is_dir():
+    directory = _directory(building)
+    if directory is None or not directory.is_dir():
         return None
     with _LOCK:
-        counts = _COUNTS[building] = _COUNTS[building] + more
-        with atomic_write(building / _DIRECTORY / f"{os.getpid()}.json") as partial:
+        counts = _COUNTS[directory] = _COUNTS[directory] + more
+        with atomic_write(directory / f"{os.getpid()}.json") as partial:
             partial.write_text(json.dumps(asdict(counts)), encoding="utf-8")
     return counts
 
 
-def counted_rows(building: Path) -> Counts:
-    """Return the counts of all workers."""
-    total = Counts()
-    for path in sorted((building / _DIRECTORY).glob("[0-9]*.json")):
+def _directory(building: Location | Path) -> Path | None:
+    """Return the directory of the counts; None at an object store."""
+    local = Location.parse(building).local
+    return None if local is None else local / _DIRECTORY
+
+
+def counted_rows(building: Location | Path) -> Counts:
+    """Return the counts of all workers; zeros at an object store."""
+    total, directory = Counts(), _directory(building)
+    paths = [] if directory is None else directory.glob("[0-9]*.json")
+    for path in sorted(paths):
         total += Counts(**json.loads(path.read_text(encoding="utf-8")))
     return total
 
 
 def stop_if_all_rejected(
-    building: Path, max_reject_fraction: float | None, input_bytes: int
+    building: Location | Path, max_reject_fraction: float | None, input_bytes: int
 ) -> None:
     """Make all workers stop reading if the quality gate would refuse the segment anyway.
 
@@ -120,13 +130,15 @@ def stop_if_all_rejected(
         return
     total = counted_rows(building)
     allowed_bytes = min(SPLIT_BYTES, max_reject_fraction * input_bytes)
-    if _all_rejected(total) and total.num_bytes >= allowed_bytes:
-        (building / _DIRECTORY / _STOPPED).touch()
+    directory = _directory(building)
+    if directory is not None and _all_rejected(total) and total.num_bytes >= allowed_bytes:
+        (directory / _STOPPED).touch()
 
 
-def is_stopped(building: Path) -> bool:
-    """Tell whether workers have stopped reading."""
-    return (building / _DIRECTORY / _STOPPED).exists()
+def is_stopped(building: Location | Path) -> bool:
+    """Tell whether workers have stopped reading; False at an object store."""
+    directory = _directory(building)
+    return directory is not None and (directory / _STOPPED).exists()
 
 
 def _all_rejected(counts: Counts) -> bool:
@@ -140,33 +152,43 @@ def _all_rejected(counts: Counts) -> bool:
 
 
 @contextmanager
-def counting(building: Path) -> Iterator[None]:
-    """Enable `count_rows` while the body runs."""
-    (building / _DIRECTORY).mkdir(exist_ok=True)
+def counting(building: Location | Path) -> Iterator[None]:
+    """Enable `count_rows` while the body runs; do nothing at an object store."""
+    directory = _directory(building)
+    if directory is None:
+        yield
+        return
+    directory.mkdir(exist_ok=True)
     try:
         yield
     finally:
-        shutil.rmtree(building / _DIRECTORY, ignore_errors=True)
-        _COUNTS.pop(building, None)
+        shutil.rmtree(directory, ignore_errors=True)
+        _COUNTS.pop(directory, None)
 
 
 @contextmanager
 def report_progress(
-    building: Path, num_parts: int, progress: Callable[[str], None]
+    building: Location | Path, num_parts: int, progress: Callable[[str], None]
 ) -> Iterator[None]:
     """Report rows read and rejected and parts written, at intervals while the body runs.
+
+    Nothing is reported of a segment that is built at an object store.
 
     Args:
         building: directory of the segment being built, which workers share.
         num_parts: parts of the segment; some may stay empty.
         progress: called with each line.
     """
+    local = Location.parse(building).local
+    if local is None:
+        yield
+        return
     done = threading.Event()
 
     def watch() -> None:
         last_line = ""
         while not done.wait(_INTERVAL_SEC):
-            written = len(list((building / "samples").glob("*.parquet")))
+            written = len(list((local / "samples").glob("*.parquet")))
             line = f"{counted_rows(building)}; parts written: {written} of {num_parts}"
             if line != last_line:
                 progress(line)

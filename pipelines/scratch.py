@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from schemas.local_files import PARTIAL, partial_path
+from schemas.storage import Location
 
 
 @contextmanager
@@ -23,7 +24,8 @@ def atomic_write(target: Path) -> Iterator[Path]:
         partial.unlink(missing_ok=True)
 
 
-def remove_partial(root: Path) -> None:
-    """Remove the incomplete files of killed attempts below a directory."""
-    for path in root.rglob(f"*{PARTIAL}"):
+def remove_partial(root: Location | Path) -> None:
+    """Remove the incomplete files of killed attempts below a directory; a store has none."""
+    local = Location.parse(root).local
+    for path in [] if local is None else local.rglob(f"*{PARTIAL}"):
         path.unlink(missing_ok=True)

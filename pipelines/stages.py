@@ -7,7 +7,6 @@ workers, `executor.py` in one process, to the same bytes. Nothing here imports B
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
@@ -47,7 +46,6 @@ from pipelines.samples.tuples import (
     separate_tuples,
 )
 from pipelines.samples.validate import usable_samples
-from pipelines.scratch import atomic_write
 from pipelines.shuffle import SHUFFLE, group_rows, partition_of_key
 from pipelines.sources.formats import input_splits, read_split
 from pipelines.sources.rejects import rejects_from_table, rejects_table
@@ -323,13 +321,16 @@ def sort_side(context: BuildContext, name: str, tables: Sequence[pa.Table]) -> p
     return rows
 
 
-def write_side(context: BuildContext, name: str, tables: Sequence[pa.Table]) -> Path:
-    """Write a small side table to one file for all workers; a retry writes the same bytes."""
+def write_side(context: BuildContext, name: str, tables: Sequence[pa.Table]) -> str:
+    """Write a small side table to one file for all workers; return its path below the segment.
+
+    A retry writes the same bytes.
+    """
     rows = sort_side(context, name, tables)
     number = list(context.data.sides).index(name)  # a name may contain any character
-    path = context.segment_root / SHUFFLE / f"side-{number}.arrow"
+    path = f"{SHUFFLE}/side-{number}.arrow"
     with (
-        atomic_write(path) as partial,
+        (context.segment_root / path).new_file() as partial,
         pa.OSFile(str(partial), "wb") as sink,
         pa.ipc.new_file(sink, rows.schema) as writer,
     ):
@@ -338,11 +339,13 @@ def write_side(context: BuildContext, name: str, tables: Sequence[pa.Table]) -> 
 
 
 def load_sides(paths: Mapping[str, str], context: BuildContext) -> Sides:
-    """Return the small side tables of a build, memory-mapped."""
+    """Return the small side tables of a build: mapped from a local file, or downloaded."""
     sides = Sides()
     for name in context.broadcast:
         if name in paths:
-            with pa.memory_map(paths[name]) as source:
+            file = context.segment_root / paths[name]
+            local = file.local is not None
+            with pa.memory_map(file.url) if local else pa.BufferReader(file.read_bytes()) as source:
                 rows = pa.ipc.open_file(source).read_all().combine_chunks()
         else:  # all rows were rejected
             rows = sort_side(context, name, [])

@@ -71,7 +71,20 @@ def sync_file(path: Path) -> None:
 
 def describe_file(root: Location | Path, path: str) -> FileEntry:
     """Flush a finished file to disk and return its entry; `path` is relative to `root`."""
-    data = _whole_file(Location.parse(root) / path)
+    return _described(path, _whole_file(Location.parse(root) / path))
+
+
+def describe_new_file(temporary: Path, path: str) -> FileEntry:
+    """Flush a file to disk that is complete under a temporary name; return its entry.
+
+    Args:
+        temporary: the file.
+        path: its later path, relative to the directory of `files.parquet`.
+    """
+    return _described(path, _whole_file(Location.parse(temporary)))
+
+
+def _described(path: str, data: pa.Buffer) -> FileEntry:
     offsets = _region_offsets(data) if path.endswith(".parquet") else (0, data.size)
     crcs = tuple(zlib.crc32(data[a:b]) for a, b in pairwise(offsets))
     return FileEntry(path, data.size, hashlib.sha256(data).hexdigest(), offsets, crcs)

@@ -54,6 +54,7 @@ from schemas.errors import SchemaError
 from schemas.features import FeatureSet
 from schemas.layout import JOB
 from schemas.manifest import find_root
+from schemas.storage import Location
 
 INPUT_BYTES = 256 << 20
 """Maximum bytes of input files to read, except for key columns and if one key has more."""
@@ -93,7 +94,7 @@ def with_groups(request: BuildRequest, job: Job, features: FeatureSet) -> tuple[
     ungrouped = replace(job, data=replace(job.data, groups={}))
     context = prepare(request, ungrouped, features)
     with TemporaryDirectory(prefix="presage-") as scratch, counting(Path(scratch)):
-        sample = sample_sessions(replace(context, segment_root=Path(scratch)))
+        sample = sample_sessions(replace(context, segment_root=Location.parse(scratch)))
         counts = counted_rows(Path(scratch))
     if sample is None:
         advice = "name the groups, or check split.evaluation_from and the rows"

@@ -110,7 +110,10 @@ def run_index(
     """
     stage = IndexTables(tasks, spread=num_tasks > 0)
     return run_pipeline(
-        lambda p: {"tables": p | "IndexTables" >> stage}, beam_args, scratch, 1 + num_tasks
+        lambda p: {"tables": p | "IndexTables" >> stage},
+        beam_args,
+        Location.parse(scratch),
+        1 + num_tasks,
     )["tables"]
 
 
@@ -181,7 +184,7 @@ class RunStages(beam.PTransform):
 
 
 class _NumberTable(beam.DoFn):
-    def __init__(self, root: Path, worker_entries: int) -> None:
+    def __init__(self, root: Location, worker_entries: int) -> None:
         self.root, self.worker_entries = root, worker_entries
 
     def setup(self) -> None:
@@ -200,7 +203,7 @@ class _NumberTable(beam.DoFn):
 class NumberAccesses(beam.PTransform):
     """Number the rows of tables: blocks of all parts, as bytes, to (table, distinct rows)."""
 
-    def __init__(self, root: Path, tables: Iterable[str], num_parts: int) -> None:
+    def __init__(self, root: Location, tables: Iterable[str], num_parts: int) -> None:
         """Store the settings.
 
         Args:
@@ -289,7 +292,7 @@ def _totals(_key: str, results: Iterable[tuple[LinkingPlan, int, Any]]) -> Table
 
 
 class _WritePart(beam.DoFn):
-    def __init__(self, root: Path, layout: SegmentLayout, features: FeatureSet) -> None:
+    def __init__(self, root: Location, layout: SegmentLayout, features: FeatureSet) -> None:
         self.root, self.layout, self.features = root, layout, features
 
     def process(self, part: StoredPart) -> Iterator[Any]:
@@ -300,7 +303,7 @@ class _WritePart(beam.DoFn):
 
 
 def rewrite_parts(
-    building: Path,
+    building: Location,
     parts: Sequence[StoredPart],
     layout: SegmentLayout,
     features: FeatureSet,

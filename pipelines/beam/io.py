@@ -16,7 +16,6 @@ Arguments of several transforms:
 
 from __future__ import annotations
 
-import shutil
 import uuid
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
@@ -35,7 +34,7 @@ from pipelines.beam.runner import shuffle_of
 from pipelines.beam.transforms import REJECTED, EachReject, ReadRows
 from pipelines.beam.transforms import MakeSamples as _SamplesBySql
 from pipelines.build import discarded_on_error, finish_segment_files, segment_hashes
-from pipelines.clustering.part import LOOKUPS
+from pipelines.clustering.writer import LOOKUPS
 from pipelines.context import INCOMING, BuildContext, BuildRequest
 from pipelines.executor import SourceRows
 from pipelines.prepare import prepare
@@ -57,7 +56,6 @@ from pipelines.table.rows import (
     row_groups,
     row_hashes,
 )
-from pipelines.table.segment import local_directory, publish
 from pipelines.transforms.fit import fitted_files, stage_fitted
 from schemas.config.job import Job, check_new_names, load_job
 from schemas.dataset import missing_column_defaults, open_dataset
@@ -71,7 +69,7 @@ from schemas.storage import Location
 
 SEGMENT = "segment"
 ROWS = "rows"
-_NOWHERE = Path("/.presage-nowhere")
+_NOWHERE = Location("/.presage-nowhere")
 """Folder of inputs and outputs that a request must name but does not use."""
 
 
@@ -262,7 +260,7 @@ class ReadSource(beam.PTransform):
         listing = self._listing()
         context = BuildContext(
             folder=self._folder,
-            segment_root=Path(),  # reading writes nothing
+            segment_root=_NOWHERE,  # reading writes nothing
             listing=listing,
             data=self._data,
             features=self._features,
@@ -309,8 +307,8 @@ class MakeSamples(beam.PTransform):
         path, parsed, features = _load_job(job, allow_outside)
         request = BuildRequest(
             job_path=path,
-            input_root=_NOWHERE / "input",
-            dataset=Location.parse(_NOWHERE / "dataset"),
+            input_root=str(_NOWHERE / "input"),
+            dataset=_NOWHERE / "dataset",
             beam_args=[],
             attempt="",
             listing=(_unread_file(parsed, path, name),),
@@ -352,7 +350,7 @@ def _segment_request(
     check_new_names(parsed, path, is_new=find_root(target) is None)
     request = BuildRequest(
         job_path=path,
-        input_root=_NOWHERE / "input",
+        input_root=str(_NOWHERE / "input"),
         dataset=target,
         beam_args=["--direct_num_workers=1"],  # of the index, which the last worker builds
         attempt=uuid.uuid4().hex[:12],
@@ -365,21 +363,6 @@ def _segment_request(
 def _check_num_parts(num_parts: int) -> None:
     if num_parts < 1:
         raise ValueError(f"num_parts must be at least 1, got {num_parts}; leave it out")
-
-
-def incoming_directory(request: BuildRequest) -> Path:
-    """Return the directory for the parts, which all workers must share.
-
-    Raises:
-        SchemaError: the dataset is not local, and there is no work directory.
-    """
-    base = request.work or request.dataset.local
-    if base is None:
-        raise SchemaError(
-            "work must name a directory that all workers share, since the dataset is not local",
-            file=str(request.dataset),
-        )
-    return base / INCOMING / request.attempt
 
 
 def _unread_file(job: Job, path: Path | Location, name: str) -> InputFile:
@@ -401,14 +384,13 @@ def _start_build(
     pipeline: beam.Pipeline, request: BuildRequest, job: Job, context: BuildContext
 ) -> PendingSegment:
     """Make the directory of a segment's parts; return the segment."""
-    root = incoming_directory(request)
+    root = request.dataset / INCOMING / request.attempt
     context = replace(
         context,
         segment_root=root,
         learned=fitted_files(request.dataset),
         shuffle_by=shuffle_of(pipeline.options),
     )
-    root.mkdir(parents=True)
     stage_fitted(request.dataset, context.learned, root)
     return PendingSegment(request, job, context)
 
@@ -491,37 +473,36 @@ def commit_pending(
             discarded_on_error(request, directory),
         ):
             lease.hold([directory.name])
-            with local_directory(directory, request.work) as building:
-                _copy_parts(incoming, building)
-                context = replace(pending.context, segment_root=building)
-                finish_segment_files(request, context, key, hashes, values, lease)
-                publish(building, directory)
+            _copy_parts(incoming, directory, has_parts=bool(values["parts"]))
+            context = replace(pending.context, segment_root=directory)
+            finish_segment_files(request, context, key, hashes, values, lease)
             new = new_segment(request, job, features, key, directory)
             reference = commit_segment(request, new, lease)
-    shutil.rmtree(incoming, ignore_errors=True)
-    with suppress(OSError):  # another pipeline writes its parts there
-        incoming.parent.rmdir()
+    incoming.remove_all()
+    if incoming.parent.local is not None:
+        with suppress(OSError):  # another pipeline writes its parts there
+            incoming.parent.local.rmdir()
     return reference.id
 
 
-def _copy_parts(incoming: Path, building: Path) -> None:
-    """Copy the parts that a pipeline wrote, by hard links where that is possible.
+def _copy_parts(incoming: Location, directory: Location, *, has_parts: bool) -> None:
+    """Copy the parts that a pipeline wrote: by hard links, or by the store itself.
 
     Raises:
         SchemaError: another run of this step has committed and removed them.
     """
-    source, target = Location.parse(incoming), Location.parse(building)
+    paths = [entry.path for entry in incoming.entries()]
     try:
-        for entry in source.entries():
-            if entry.path.partition("/")[0] not in (SHUFFLE, LOOKUPS):
-                (target / entry.path).copy_from(source / entry.path)
+        for path in paths:
+            if path.partition("/")[0] not in (SHUFFLE, LOOKUPS):
+                (directory / path).copy_from(incoming / path)
     except FileNotFoundError as error:
         raise _no_parts_error(incoming) from error
-    if not incoming.is_dir():
+    if has_parts and not paths:
         raise _no_parts_error(incoming)
 
 
-def _no_parts_error(incoming: Path) -> SchemaError:
+def _no_parts_error(incoming: Location) -> SchemaError:
     return SchemaError(
         "parts of the segment are missing; run the pipeline again", file=str(incoming)
     )

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import errno
+import hmac
 import os
 import pickle
 import re
+import secrets
 from argparse import ArgumentParser
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 import apache_beam as beam
@@ -29,9 +30,9 @@ from google.protobuf.json_format import ParseDict
 from google.protobuf.struct_pb2 import Struct
 
 from pipelines.context import IN_PROCESS, in_process
-from pipelines.scratch import atomic_write
 from schemas.errors import SchemaError
 from schemas.machine import machine_budget
+from schemas.storage import Location
 
 SHUFFLES = ("references", "values")
 """Values of `--shuffle_by`, see `pipelines/shuffle.py`."""
@@ -75,7 +76,9 @@ def shuffle_of(options: PipelineOptions) -> str:
     return shuffle_by
 
 
+_SIGNATURE_BYTES = 32
 RESULTS = "results"
+"""Directory of the results below the root of a pipeline; removed when they are read."""
 _STEP = r" \[while running '[^']*'\]$"
 """Suffix that Beam adds to an error."""
 WORKER_BYTES = 2 << 30
@@ -92,20 +95,20 @@ copy and its clear are lost. Other runners have no such limit by default."""
 
 
 class _Save(beam.DoFn):
-    """Writes a list to a file that the launcher reads; a retry writes the same file."""
+    """Writes a list, signed, to a file that the launcher reads; a retry writes the same file."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, file: Location, key: bytes) -> None:
+        self.file, self.key = file, key
 
     def process(self, values: list[Any]) -> None:
-        with atomic_write(self.path) as partial:
-            partial.write_bytes(pickle.dumps(values))
+        data = pickle.dumps(values)
+        self.file.write_bytes(hmac.digest(self.key, data, "sha256") + data)
 
 
 def run_pipeline(
     add_transforms: Callable[[beam.Pipeline], Mapping[str, beam.PCollection]],
     beam_args: list[str],
-    root: Path,
+    root: Location,
     num_tasks: int = 1,
 ) -> Mapping[str, list[Any]]:
     """Run a pipeline to its end and return its outputs.
@@ -113,7 +116,7 @@ def run_pipeline(
     Args:
         add_transforms: adds transforms to a pipeline and names the collections to return.
         beam_args: Beam options such as `--runner=FlinkRunner`.
-        root: directory that launcher and workers share, for the results.
+        root: directory in which launcher and workers find the results.
         num_tasks: tasks that can run in parallel, for the local runner's number of workers.
 
     Returns:
@@ -128,12 +131,13 @@ def run_pipeline(
             "use a runner of Beam"
         )
     options = pipeline_options([*local_workers(beam_args, num_tasks), *beam_args])
-    files: dict[str, Path] = {}
+    files: dict[str, Location] = {}
+    key = secrets.token_bytes(32)  # only the workers of this pipeline can write what is unpickled
     pipeline = beam.Pipeline(runner=local_runner(options), options=options)
     for name, values in add_transforms(pipeline).items():
         files[name] = root / RESULTS / f"{name}.pickle"
         listed = values | f"collect {name}" >> beam.combiners.ToList()
-        _ = listed | f"save {name}" >> beam.ParDo(_Save(files[name]))
+        _ = listed | f"save {name}" >> beam.ParDo(_Save(files[name], key))
     try:
         pipeline.run().wait_until_finish()
     except SchemaError as error:
@@ -144,10 +148,8 @@ def run_pipeline(
         if schema_error:
             raise SchemaError(schema_error[1]) from error
         raise SchemaError(f"pipeline must finish, got {reason}; see the runner's log") from error
-    outputs = {name: _load(path) for name, path in files.items()}
-    for path in files.values():
-        path.unlink()
-    (root / RESULTS).rmdir()
+    outputs = {name: _load(file, key) for name, file in files.items()}
+    (root / RESULTS).remove_all()
     return outputs
 
 
@@ -193,14 +195,19 @@ def worker_error(text: str) -> str:
     return (raised or lines[-1:] or [""])[-1]
 
 
-def _load(path: Path) -> list[Any]:
+def _load(file: Location, key: bytes) -> list[Any]:
     try:
-        return pickle.loads(path.read_bytes())
+        content = file.read_bytes()
     except FileNotFoundError as error:
         raise SchemaError(
-            "results of the pipeline are missing; use a directory that launcher and workers share",
-            file=str(path.parent),
+            "results of the pipeline are missing; use a directory that launcher and workers share, "
+            "or the URL of an object store",
+            file=str(file.parent),
         ) from error
+    signature, data = content[:_SIGNATURE_BYTES], content[_SIGNATURE_BYTES:]
+    if not hmac.compare_digest(signature, hmac.digest(key, data, "sha256")):
+        raise SchemaError("result was not written by this pipeline; run it again", file=str(file))
+    return pickle.loads(data)
 
 
 def pipeline_options(beam_args: list[str]) -> PipelineOptions:

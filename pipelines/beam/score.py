@@ -12,7 +12,6 @@ import io
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import apache_beam as beam
@@ -113,8 +112,7 @@ def score(request: ScoreRequest) -> dict[str, Any]:
         return {"files": files}
 
     try:
-        with TemporaryDirectory(prefix="presage-score-") as work:
-            outputs = run_pipeline(add_transforms, list(request.beam_args), Path(work), len(groups))
+        outputs = run_pipeline(add_transforms, list(request.beam_args), output, len(groups))
     except BaseException:
         output.remove_all()  # it was empty
         raise

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import apache_beam as beam
@@ -65,6 +64,7 @@ from pipelines.transforms.fit import (
 )
 from schemas.config.job import DataConfig
 from schemas.fitted import FittedValues
+from schemas.storage import Location
 
 REJECTED = "rejected"
 """Output of a segment's pipeline with the rejects themselves; they are not sent to the launcher."""
@@ -182,7 +182,7 @@ def _good_side_rows(rows: tuple[str, pa.Table], context: BuildContext) -> Iterat
 
 def _write_side(side: tuple[str, Iterable[bytes]], context: BuildContext) -> tuple[str, str]:
     name, rows = side
-    return name, str(write_side(context, name, [decode_table(data) for data in rows]))
+    return name, write_side(context, name, [decode_table(data) for data in rows])
 
 
 class _SharedSides:
@@ -304,14 +304,14 @@ class MergePartials(beam.CombineFn):
 
 
 def _write_shard(
-    element: tuple[str, Partial], root: Path, data: DataConfig
+    element: tuple[str, Partial], root: Location, data: DataConfig
 ) -> tuple[str, Partial | str]:
     key, partial = element
     return key, write_shard(root, data, key, partial)
 
 
 def _write_fitted(
-    partials: list[tuple[str, Any]], root: Path, data: DataConfig, base: Mapping[str, str]
+    partials: list[tuple[str, Any]], root: Location, data: DataConfig, base: Mapping[str, str]
 ) -> dict[str, str]:
     return write_fitted(root / LEARNED, dict(partials), data, base)
 
@@ -320,7 +320,7 @@ def _write_fitted(
 class FitTransforms(beam.PTransform):
     """Partial aggregates by key to files of fitted transforms: one mapping of path to sha256."""
 
-    root: Path
+    root: Location
     data: DataConfig
     base: Mapping[str, str]
 

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial, reduce
-from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -26,7 +25,7 @@ from pipelines.clustering.star import (
     sort_samples,
     to_star,
 )
-from pipelines.clustering.writer import PartFiles, PartWriter, SegmentLayout
+from pipelines.clustering.writer import LOOKUPS, PartFiles, PartWriter, SegmentLayout
 from pipelines.quality.column_statistics import count_buckets, table_statistics
 from pipelines.quality.segment_statistics import SliceStatistics, sum_by_split
 from pipelines.samples.sql import LIST_INDEX
@@ -43,16 +42,16 @@ from schemas.arrays import (
 )
 from schemas.config.job import SAMPLES, DataConfig
 from schemas.features import FeatureSet
+from schemas.files import FileEntry
 from schemas.fitted import FittedValues
 from schemas.layout import BLOCK, EVALUATION, TRAIN, UNIQUE_INDEX, inverse_column, part_name
 from schemas.oracle import distinct_of_lists
 from schemas.rows import ids_of, rows_of_ids
+from schemas.storage import Location
 
 CHUNK_BYTES = 256 << 20
 """Maximum bytes of a chunk's expanded samples; a worker needs about five times as much memory if
 nothing repeats."""
-LOOKUPS = "lookups"
-"""Directory of the oracle's input below a segment being built; removed before the commit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +90,7 @@ class PartResult:
         groups: sums by group.
         lookups: table to (num_lookups, num_lookups_dedup) in training blocks.
         slices: statistics by split.
+        files: entries of the part's files.
     """
 
     file_index: int
@@ -101,10 +101,11 @@ class PartResult:
     groups: Mapping[str, GroupTotals]
     lookups: Mapping[str, tuple[int, int]]
     slices: Mapping[str, SliceStatistics]
+    files: tuple[FileEntry, ...] = ()
 
 
 def build_part(
-    root: Path,
+    root: Location,
     file_index: int,
     samples: Iterable[Tuples],
     data: DataConfig,
@@ -124,26 +125,25 @@ def build_part(
         features: declared columns.
         learned: fitted parameters of transforms.
     """
-    files = PartFiles(root)
-    writer = PartWriter(files, file_index, layout)
-    results: list[PartResult] = []
-    for clustered in cluster_chunks(samples, data):
-        star = to_star(clustered, file_index, data, learned)
-        blocks = writer.add(star, clustered)
-        results.append(
-            PartResult(
-                file_index,
-                clustered.samples.num_samples,
-                num_rows(clustered.samples),
-                clustered.num_sessions,
-                blocks,
-                {name: group_totals(star, name) for name in star.groups},
-                write_lookups(files, file_index, star, blocks, data),
-                split_statistics(star, clustered, data, features),
+    with PartFiles(root) as files:
+        writer = PartWriter(files, file_index, layout)
+        results: list[PartResult] = []
+        for clustered in cluster_chunks(samples, data):
+            star = to_star(clustered, file_index, data, learned)
+            blocks = writer.add(star, clustered)
+            results.append(
+                PartResult(
+                    file_index,
+                    clustered.samples.num_samples,
+                    num_rows(clustered.samples),
+                    clustered.num_sessions,
+                    blocks,
+                    {name: group_totals(star, name) for name in star.groups},
+                    write_lookups(files, file_index, star, blocks, data),
+                    split_statistics(star, clustered, data, features),
+                )
             )
-        )
-    files.close()
-    return reduce(_merge_results, results)
+        return replace(reduce(_merge_results, results), files=files.close())
 
 
 def _merge_results(left: PartResult, right: PartResult) -> PartResult:

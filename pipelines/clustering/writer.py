@@ -9,9 +9,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -33,6 +35,7 @@ from pipelines.clustering.star import Clustered, Star, cluster, sort_keys, to_st
 from pipelines.samples.tuples import Tuples, concat_tuples, drop_unused_tuples, hash_session_keys
 from schemas.arrays import bytes_per_row, offsets_of
 from schemas.config.job import DataConfig
+from schemas.files import FileEntry, describe_new_file
 from schemas.fitted import FittedValues
 from schemas.layout import (
     BLOCK,
@@ -43,8 +46,10 @@ from schemas.layout import (
     num_unique_column,
     samples_path,
 )
-from schemas.local_files import partial_path
+from schemas.storage import Location
 
+LOOKUPS = "lookups"
+"""Directory of the oracle's input below a segment being built; removed before the commit."""
 LAYOUT_SAMPLES = TRIAL_ROWS
 """Approximate number of samples from which the layout is chosen."""
 
@@ -190,25 +195,39 @@ def plan_row_groups(
 
 
 class PartFiles:
-    """The Parquet files of a part, written in chunks; they get their final names at the end."""
+    """The Parquet files of a part, written in chunks; they get their final names at the end.
 
-    def __init__(self, root: Path) -> None:
+    A context; at an object store, files are written to temporary files and uploaded at the end.
+    """
+
+    def __init__(self, root: Location) -> None:
         """Store the directory of the segment being built."""
         self._root = root
+        self._open = ExitStack()
         self._writers: dict[str, tuple[Path, pq.ParquetWriter]] = {}
+
+    def __enter__(self) -> PartFiles:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._open.__exit__(*error)
 
     def writer(self, path: str, open_file: Callable[[Path], pq.ParquetWriter]) -> pq.ParquetWriter:
         """Return the writer of a file; the first call opens it under a temporary name."""
         if path not in self._writers:
-            temporary = partial_path(self._root / path)
+            temporary = self._open.enter_context((self._root / path).new_file())
             self._writers[path] = temporary, open_file(temporary)
         return self._writers[path][1]
 
-    def close(self) -> None:
-        """Close the files and rename them to their final names."""
+    def close(self) -> tuple[FileEntry, ...]:
+        """Close the files, give them their final names; return the entries of those that stay."""
+        entries: list[FileEntry] = []
         for path, (temporary, writer) in self._writers.items():
             writer.close()
-            temporary.replace(self._root / path)
+            if not path.startswith(f"{LOOKUPS}/"):
+                entries.append(describe_new_file(temporary, path))
+        self._open.close()
+        return tuple(entries)
 
 
 class PartWriter:

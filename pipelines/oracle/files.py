@@ -27,6 +27,7 @@ from schemas.layout import (
     uses_path,
 )
 from schemas.oracle import to_gaps
+from schemas.storage import Location
 
 LISTS_PER_FILE = 1 << 20
 """Maximum number of access lists, or steps, of a file."""
@@ -50,10 +51,10 @@ ENCODINGS = Encodings(
 """Encodings of all files, by column path."""
 
 
-def write_file(root: Path, path: str, table: pa.Table) -> None:
+def write_file(root: Location | Path, path: str, table: pa.Table) -> None:
     """Write a table as one row group; the file gets its final name when it is complete."""
     with (
-        atomic_write(root / path) as partial,
+        (Location.parse(root) / path).new_file() as partial,
         open_writer(partial, table.schema, ENCODINGS) as writer,
     ):
         writer.write_table(table, row_group_size=max(1, table.num_rows))
@@ -72,7 +73,7 @@ def split_into_files(lengths: NDArray[np.integer]) -> NDArray[np.int64]:
 
 
 def write_access_file(
-    root: Path, table: str, file_index: int, blocks: NDArray[np.int64], numbers: Jagged
+    root: Location | Path, table: str, file_index: int, blocks: NDArray[np.int64], numbers: Jagged
 ) -> None:
     """Write the access lists of consecutive training blocks; `numbers` ascend in each block."""
     gaps = large_list(to_gaps(numbers), numbers.offsets)
@@ -81,7 +82,7 @@ def write_access_file(
 
 
 def write_edges_file(
-    root: Path,
+    root: Location | Path,
     table: str,
     file_index: int,
     row: NDArray[np.int64],

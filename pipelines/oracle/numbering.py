@@ -21,8 +21,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from pipelines.clustering.part import LOOKUPS
-from pipelines.clustering.writer import merge_blocks
+from pipelines.clustering.writer import LOOKUPS, merge_blocks
 from pipelines.oracle.files import (
     Stage,
     open_array,
@@ -37,6 +36,7 @@ from schemas.arrays import Jagged, concat, jagged_of, offsets_of
 from schemas.hashing import NUM_SLOTS, slot_of_row
 from schemas.layout import BLOCK, FILE_SHIFT, TRAIN, edges_path, part_name
 from schemas.oracle import first_and_last, number_by_appearance, number_by_first_use, sort_each
+from schemas.storage import Location
 
 WORKER_ENTRIES = 1 << 20
 """Maximum entries of a task: a table, or a slot range of a larger one. More took longer: hash
@@ -88,19 +88,26 @@ def lookups_path(root: Path, table: str, part: int) -> Path:
     return root / LOOKUPS / table / part_name(part)
 
 
-def list_lengths(root: Path, table: str, blocks: NDArray[np.int64]) -> NDArray[np.int64]:
+def read_lookups_column(root: Location, table: str, part: int, column: str) -> pa.ChunkedArray:
+    """Read a column of the look-ups of a part."""
+    file = root / LOOKUPS / table / part_name(part)
+    source = pa.BufferReader(file.read_bytes()) if file.local is None else file.local
+    return pq.read_table(source, memory_map=True, columns=[column])[column]
+
+
+def list_lengths(root: Location, table: str, blocks: NDArray[np.int64]) -> NDArray[np.int64]:
     """Return the number of distinct rows of each block; `blocks` are block ids."""
     lengths = np.zeros(len(blocks), np.int64)
     parts, index = blocks >> FILE_SHIFT, blocks & ((1 << FILE_SHIFT) - 1)
     for part in np.unique(parts).tolist():
         in_part = parts == part
-        num_rows = pq.read_table(lookups_path(root, table, part), columns=["num_rows"])["num_rows"]
+        num_rows = read_lookups_column(root, table, part, "num_rows")
         lengths[in_part] = num_rows.to_numpy()[index[in_part]]
     return lengths
 
 
 def number_blocks(
-    root: Path, table: str, parts: Iterable[pa.Table], worker_entries: int
+    root: Location, table: str, parts: Iterable[pa.Table], worker_entries: int
 ) -> int | NumberingPlan:
     """Call `number_table` with the training blocks of all parts, at least one part."""
     blocks = merge_blocks(parts)
@@ -109,7 +116,7 @@ def number_blocks(
 
 
 def number_table(
-    root: Path, table: str, blocks: NDArray[np.int64], worker_entries: int
+    root: Location, table: str, blocks: NDArray[np.int64], worker_entries: int
 ) -> int | NumberingPlan:
     """Number a table that fits a worker, or return a plan to number it in stages.
 
@@ -124,15 +131,16 @@ def number_table(
     """
     lengths = list_lengths(root, table, blocks)
     bounds = split_into_files(lengths)
-    if lengths.sum() <= worker_entries:
+    if lengths.sum() <= worker_entries or root.local is None:
         return number_in_memory(root, table, blocks, bounds)
-    block_file = scratch_path(root, table, "blocks.npy")
+    local = root.local
+    block_file = scratch_path(local, table, "blocks.npy")
     block_file.parent.mkdir(parents=True, exist_ok=True)
     np.save(block_file, blocks)
     parts = np.unique(blocks >> FILE_SHIFT).tolist()
-    counts = {p: pq.read_metadata(lookups_path(root, table, p)).num_row_groups for p in parts}
+    counts = {p: pq.read_metadata(lookups_path(local, table, p)).num_row_groups for p in parts}
     return NumberingPlan(
-        root=root,
+        root=local,
         table=table,
         worker_entries=worker_entries,
         num_ranges=min(NUM_SLOTS, -(-int(lengths.sum()) // worker_entries)),
@@ -142,7 +150,7 @@ def number_table(
 
 
 def number_in_memory(
-    root: Path, table: str, blocks: NDArray[np.int64], bounds: NDArray[np.int64]
+    root: Location, table: str, blocks: NDArray[np.int64], bounds: NDArray[np.int64]
 ) -> int:
     """Number a table in memory; return the number of distinct rows."""
     numbers, rows = number_by_first_use(read_lookups(root, table, blocks))
@@ -156,13 +164,12 @@ def number_in_memory(
     return len(rows)
 
 
-def read_lookups(root: Path, table: str, blocks: NDArray[np.int64]) -> Jagged:
+def read_lookups(root: Location, table: str, blocks: NDArray[np.int64]) -> Jagged:
     """Return the distinct rows of each block, in the order of `blocks`."""
     part_of_block = blocks >> FILE_SHIFT
     parts: dict[int, Jagged] = {}
     for part in np.unique(part_of_block).tolist():
-        file = lookups_path(root, table, part)
-        parts[part] = jagged_of(pq.read_table(file, memory_map=True, columns=["rows"])["rows"])
+        parts[part] = jagged_of(read_lookups_column(root, table, part, "rows"))
     if not parts:
         return Jagged(np.empty(0, np.int64), np.zeros(1, np.int64))
     starts = dict(zip(parts, np.cumsum([0, *(p.num_rows for p in parts.values())]), strict=False))

@@ -160,10 +160,10 @@ COMPRESSION_LEVEL = 9
 at 15 and 29 kB in 293 ms at 19 (benchmarks/storage.md, 2026-11-23)."""
 
 
-def write_statistics(segment: Path, text: str) -> None:
+def write_statistics(segment: Location | Path, text: str) -> None:
     """Write the text of a DatasetFeatureStatisticsList into a segment's directory."""
     codec = pa.Codec("zstd", compression_level=COMPRESSION_LEVEL)
-    (segment / STATISTICS).write_bytes(codec.compress(text.encode(), asbytes=True))
+    (Location.parse(segment) / STATISTICS).write_bytes(codec.compress(text.encode(), asbytes=True))
 
 
 def read_statistics(segment: Location) -> statistics_pb2.DatasetFeatureStatisticsList:

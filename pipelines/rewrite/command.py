@@ -198,7 +198,7 @@ def _write_flat(request: RewriteRequest, rows: Rows, building: Path) -> dict[str
     target.mkdir()
     context = BuildContext(
         folder=rows.folder,
-        segment_root=target,
+        segment_root=Location.parse(target),
         listing=rows.listing,
         data=data,
         features=FeatureSet(()),
@@ -273,7 +273,7 @@ class FlatStage:
         rows = concat_tuples(list(self.context.transport.receive(sent)))
         clustered = cluster(rows, self.context.data)
         table = clustered.samples.samples.select(self.schema.names)
-        path = self.context.segment_root / part_name(part)
+        path = self.context.local_root / part_name(part)
         write_flat_part(path, encoded(table, self.schema))
         content = content_hash(table.slice(i, 1 << 16) for i in range(0, table.num_rows, 1 << 16))
         return FlatPart(path.stat().st_size, clustered.num_sessions, content)

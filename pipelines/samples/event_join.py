@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -22,7 +21,6 @@ from pipelines.samples.lookups import (
     key_column,
     microseconds_up,
 )
-from pipelines.scratch import atomic_write
 from pipelines.sources.rejects import Reject, python_rows, rejects_table, sorted_rejects
 from pipelines.sources.rows import ORIGIN, file_and_row, microseconds
 from schemas.arrays import comparable, one_chunk, ranges, unique_tuples
@@ -32,6 +30,7 @@ from schemas.dataset import Segment
 from schemas.errors import SchemaError
 from schemas.layout import EVENTS, REJECTS_SCHEMA, late_path
 from schemas.manifest import InputFile
+from schemas.storage import Location
 
 COUNTS = ("features", "without_event", "events", "late", "unmatched", "duplicates")
 """Rows of features, those of them without an event; events, those of them that were too late, that
@@ -245,12 +244,12 @@ def _unused_events(
 # Files of a segment: `late/*.parquet` and `events.parquet`.
 
 
-def write_late(root: Path, partition: int, late: Sequence[Reject]) -> None:
+def write_late(root: Location, partition: int, late: Sequence[Reject]) -> None:
     """Write the unused events of a partition of the keys, if any; a retry writes the same bytes."""
     if not late:
         return
     rows = sorted_rejects([rejects_table(late)]).select(REJECTS_SCHEMA.names)
-    with atomic_write(root / late_path(partition)) as partial:
+    with (root / late_path(partition)).new_file() as partial:
         pq.write_table(rows, partial, compression="zstd", write_page_checksum=True)
 
 
@@ -263,11 +262,12 @@ def add_counts(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
     return total
 
 
-def write_counts(root: Path, counts: Iterable[Mapping[str, int]]) -> None:
+def write_counts(root: Location, counts: Iterable[Mapping[str, int]]) -> None:
     """Write `events.parquet` of a segment being built, unless the job has no events."""
     for total in counts:
         if total:
-            pq.write_table(pa.Table.from_pylist([dict(total)]), root / EVENTS)
+            with (root / EVENTS).new_file() as partial:
+                pq.write_table(pa.Table.from_pylist([dict(total)]), partial)
 
 
 def read_counts(segment: Segment) -> dict[str, int]:

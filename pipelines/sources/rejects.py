@@ -18,7 +18,6 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from pipelines.scratch import atomic_write
 from schemas.layout import REJECTS_SCHEMA, rejects_path
 from schemas.manifest import InputFile
 from schemas.storage import Entry, Location
@@ -344,22 +343,33 @@ def _file_groups(listing: Sequence[InputFile]) -> dict[str, tuple[int, bool]]:
     return groups
 
 
-def write_rejects(root: Path, range_key: int, tables: Iterable[pa.Table]) -> RejectCounts:
+def write_rejects(
+    root: Location | Path, range_key: int, tables: Iterable[pa.Table]
+) -> RejectCounts:
     """Write all rejects of one range, given in any order; a retry writes the same bytes."""
     rows = sorted_rejects(tables)
     if rows.num_rows:
-        with atomic_write(root / _DIRECTORY / f"{_UNNUMBERED}{range_key:020}.parquet") as partial:
+        path = f"{_DIRECTORY}/{_UNNUMBERED}{range_key:020}.parquet"
+        with (Location.parse(root) / path).new_file() as partial:
             stored = rows.select(REJECTS_SCHEMA.names)
             pq.write_table(stored, partial, compression="zstd", write_page_checksum=True)
     return count_rejects(rows)
 
 
-def number_reject_files(root: Path) -> None:
-    """Rename the files of `write_rejects` to their numbers; can be repeated after a crash."""
-    files = [entry.path for entry in reject_files(Location.parse(root))]
+def number_reject_files(root: Location | Path) -> None:
+    """Rename the files of `write_rejects` to their numbers.
+
+    Can be repeated after a crash, but not at an object store, where each file is copied.
+    """
+    root = Location.parse(root)
+    files = [entry.path for entry in reject_files(root)]
     unnumbered = [path for path in files if path.startswith(f"{_DIRECTORY}/{_UNNUMBERED}")]
     for number, path in enumerate(unnumbered, len(files) - len(unnumbered)):
-        (root / path).rename(root / rejects_path(number))
+        if root.local is not None:
+            (root.local / path).rename(root.local / rejects_path(number))
+            continue
+        (root / rejects_path(number)).copy_from(root / path)
+        root.remove([path])
 
 
 def reject_files(root: Location) -> list[Entry]:

@@ -57,8 +57,7 @@ from pipelines.table.rows import (
 from pipelines.table.segment import (
     directories_of,
     finish_segment,
-    local_directory,
-    publish,
+    segment_directory,
 )
 from pipelines.table.vacuum import check_unused, remove_unnamed
 from schemas.arrays import is_list, one_chunk
@@ -442,7 +441,7 @@ def compact_segment(
     layout = choose_segment_layout(parts[0], data, num_parts=len(parts))
     rewrite_parts = runner_module("build").rewrite_parts
     old = segment.manifest
-    with local_directory(directory, request.work) as building:
+    with segment_directory(directory, request.work, in_place=True) as building:
         results = rewrite_parts(building, parts, layout, features, data.tables, request.beam_args)
         rejects = _copy_rejects(segment, building, texts)
         _copy_late_events(segment, building, texts)
@@ -460,12 +459,13 @@ def compact_segment(
         )
         fields = {field: getattr(new, field) for field in REWRITTEN_FIELDS}
         manifest = replace(old, **fields, id=None, day=None, format=FORMAT_VERSION)
-        write_manifest(Location.parse(building), manifest)
-        publish(building, directory)
+        write_manifest(building, manifest)
     return True
 
 
-def _copy_rejects(segment: Segment, building: Path, texts: frozenset[str] | None) -> RejectCounts:
+def _copy_rejects(
+    segment: Segment, building: Location, texts: frozenset[str] | None
+) -> RejectCounts:
     paths = sorted(path for path in segment.files if path.startswith("rejects/"))
     tables = (rejects_table(_remaining_lines(segment, path, texts)) for path in paths)
     return merge_counts(write_rejects(building, n, [table]) for n, table in enumerate(tables))
@@ -479,9 +479,10 @@ def _remaining_lines(segment: Segment, path: str, texts: frozenset[str] | None) 
     return [r for r in rows if not any(t in r.value or t in r.reason for t in texts)]
 
 
-def _copy_late_events(segment: Segment, building: Path, texts: frozenset[str] | None) -> None:
+def _copy_late_events(segment: Segment, building: Location, texts: frozenset[str] | None) -> None:
     if EVENTS in segment.files:
-        pq.write_table(segment.file(EVENTS).read(), building / EVENTS)
+        with (building / EVENTS).new_file() as partial:
+            pq.write_table(segment.file(EVENTS).read(), partial)
     for path in segment.files:
         number = path.removeprefix("late/").removesuffix(".parquet")
         if path.startswith("late/") and path == late_path(int(number)):

@@ -193,7 +193,8 @@ class PartBuilder:
             totals = index_tables(requests, local, self._beam_args)
             for request in requests:
                 part = _finish_part(request, [t for t in totals if t.root == request.root])
-                publish(request.root, self._dataset / request.index.id / request.root.name)
+                target = self._dataset / request.index.id / request.root.name
+                publish(Location.parse(request.root), target)
                 self._built[self._key(request.index, request.segment)] = part
 
     def discard_unused(self) -> None:

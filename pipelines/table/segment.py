@@ -1,13 +1,13 @@
 """Write the manifest of a segment from the results of its parts.
 
-The files of a segment are written to a local directory, its manifest last. For a dataset on a local
-disk that is the directory of the segment; otherwise the files are uploaded to it. `commit.py` adds
-the segment to the dataset: if the process dies before, the dataset is unchanged.
+The files of a segment are written to its directory, its manifest last; for a dataset at an object
+store, a build in one process writes them to a local directory, from which they are uploaded, and
+workers of a distributed runner upload theirs themselves. `commit.py` adds the segment to the
+dataset: if the process dies before, the dataset is unchanged.
 """
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -15,11 +15,10 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from pipelines.clustering.layout import DICTIONARY, Encodings, open_writer
-from pipelines.clustering.part import LOOKUPS, PartResult
-from pipelines.clustering.writer import merge_blocks
+from pipelines.clustering.part import PartResult
+from pipelines.clustering.writer import LOOKUPS, merge_blocks
 from pipelines.quality.segment_statistics import segment_slices, statistics_text, write_statistics
 from pipelines.scratch import remove_partial
 from pipelines.shuffle import SHUFFLE
@@ -28,7 +27,14 @@ from schemas.config.job import DataConfig
 from schemas.dataset import type_name
 from schemas.errors import SchemaError
 from schemas.features import FeatureSet
-from schemas.files import FileEntry, describe_file, sha256_of, sync_file, write_files
+from schemas.files import (
+    CheckedFile,
+    FileEntry,
+    describe_file,
+    describe_new_file,
+    sha256_of,
+    write_files,
+)
 from schemas.group_files import group_schema
 from schemas.layout import (
     BLOCK,
@@ -89,49 +95,68 @@ def table_counts(
     }
 
 
-def describe_files(root: Path) -> list[FileEntry]:
-    """Return the entry of every file of a directory, except its manifest and indexes of files."""
-    location = Location.parse(root)
-    paths = (entry.path for entry in location.entries())
-    return [describe_file(location, p) for p in paths if p not in (BLOCKS, FILES, MANIFEST)]
+def describe_files(root: Location | Path, written: Iterable[FileEntry] = ()) -> list[FileEntry]:
+    """Return the entry of every file of a directory, except its manifest and indexes of files.
+
+    Args:
+        root: the directory.
+        written: entries that the writers of some files have returned; the other files are read.
+
+    Raises:
+        SchemaError: a file of `written` is missing or has another size.
+    """
+    root = Location.parse(root)
+    sizes = {entry.path: entry.num_bytes for entry in root.entries()}
+    entries = {entry.path: entry for entry in written}
+    for path, entry in entries.items():
+        if sizes.get(path) != entry.num_bytes:
+            raise SchemaError(f"file of a part was removed: {path}; run the build again")
+    unread = sizes.keys() - entries.keys() - {BLOCKS, FILES, MANIFEST}
+    entries |= {path: describe_file(root, path) for path in unread}
+    return [entries[path] for path in sorted(entries)]
 
 
 @contextmanager
-def local_directory(directory: Location, work: Path | None) -> Iterator[Path]:
-    """Yield a local directory for a segment: its own if it is local, otherwise a temporary one.
+def segment_directory(
+    directory: Location, work: Path | None, *, in_place: bool
+) -> Iterator[Location]:
+    """Yield the directory in which to build a segment.
 
     Args:
         directory: of the segment.
         work: where temporary directories are made; the system's choice if None.
+        in_place: whether to build in `directory` even at an object store; otherwise its files are
+            to be uploaded from a temporary directory by `publish`.
     """
     if directory.local is not None:
         directory.local.mkdir(parents=True)
-        yield directory.local
+    if directory.local is not None or in_place:
+        yield directory
         return
     if work is not None:
         work.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(prefix="presage-build-", dir=work) as name:
-        yield Path(name)
+        yield Location.parse(name)
 
 
 _UPLOADS = 8
 
 
-def publish(root: Path, directory: Location) -> None:
+def publish(root: Location, directory: Location) -> None:
     """Upload the files of a complete segment or index part, its manifest last.
 
     Nothing is done if it was written in place.
     """
-    if directory.local == root:
+    if directory == root:
         return
-    paths = [entry.path for entry in Location.parse(root).entries() if entry.path != MANIFEST]
+    paths = [entry.path for entry in root.entries() if entry.path != MANIFEST]
     with ThreadPoolExecutor(_UPLOADS) as pool:
-        list(pool.map(lambda path: (directory / path).upload(root / path), paths))
-    (directory / MANIFEST).upload(root / MANIFEST)
+        list(pool.map(lambda path: (directory / path).copy_from(root / path), paths))
+    (directory / MANIFEST).copy_from(root / MANIFEST)
 
 
 def finish_segment(
-    root: Path,
+    root: Location,
     results: Sequence[PartResult],
     rejects: RejectCounts,
     num_unique_rows: Mapping[str, int],
@@ -158,20 +183,20 @@ def finish_segment(
     """
     num_samples, num_rows = sum(r.num_samples for r in results), sum(r.num_rows for r in results)
     for scratch in (LOOKUPS, SHUFFLE):
-        shutil.rmtree(root / scratch, ignore_errors=True)
+        (root / scratch).remove_all()
     remove_partial(root)
     blocks = merge_blocks(r.blocks for r in results)
     encodings = {c: "DELTA_BINARY_PACKED" for c in blocks.column_names} | {"split": DICTIONARY}
-    with open_writer(root / BLOCKS, blocks.schema, Encodings(encodings)) as writer:
-        writer.write_table(blocks)
-    sync_file(root / BLOCKS)
+    with (root / BLOCKS).new_file() as partial:
+        with open_writer(partial, blocks.schema, Encodings(encodings)) as writer:
+            writer.write_table(blocks)
+        blocks_sha256 = describe_new_file(partial, BLOCKS).sha256
     number_reject_files(root)
     text = statistics_text(segment_slices([r.slices for r in results], data, features))
     write_statistics(root, text)
     groups = list(results[0].groups)
-    entries = describe_files(root)
-    _check_parts(results, entries)
-    files_sha256 = write_files(Location.parse(root / FILES), entries)
+    entries = describe_files(root, [entry for result in results for entry in result.files])
+    files_sha256 = write_files(root / FILES, entries)
     manifest = SegmentManifest(
         num_samples=num_samples,
         num_sessions=sum(r.num_sessions for r in results),
@@ -186,31 +211,26 @@ def finish_segment(
         listing=listing,
         job_sha256=hashes[0],
         schema_sha256=hashes[1],
-        blocks_sha256=sha256_of(root / BLOCKS),
+        blocks_sha256=blocks_sha256,
         files_sha256=files_sha256,
         directories=directories_of(entries),
         partition_key=None if num_parts is None else data.session.key,
         num_parts=num_parts,
-        columns=stored_columns(root, results[0].file_index, groups),
+        columns=stored_columns(root, results[0].file_index, groups, entries),
         learned=learned,
     )
-    write_manifest(Location.parse(root), manifest)
+    write_manifest(root, manifest)
     return manifest
 
 
-def _check_parts(results: Sequence[PartResult], entries: Sequence[FileEntry]) -> None:
-    """Raise SchemaError if a part that was written has no file any more."""
-    paths = {entry.path for entry in entries}
-    for path in (samples_path(result.file_index) for result in results):
-        if path not in paths:
-            raise SchemaError(f"file of a part was removed: {path}; run the build again")
-
-
-def stored_columns(root: Path, file_index: int, groups: Iterable[str]) -> dict[str, str]:
+def stored_columns(
+    root: Location, file_index: int, groups: Iterable[str], entries: Iterable[FileEntry]
+) -> dict[str, str]:
     """Return the types of all columns of the samples as one part stores them."""
+    entry_of = {entry.path: entry for entry in entries}
 
     def schema_of(path: str) -> pa.Schema:
-        return pq.read_schema(root / path)
+        return CheckedFile(root, entry_of[path]).schema
 
     hidden = {BLOCK, *map(inverse_column, groups)}
     fields = [f for f in schema_of(samples_path(file_index)) if f.name not in hidden]

@@ -15,13 +15,11 @@ files, the second one is refused.
 from __future__ import annotations
 
 import hashlib
-import shutil
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from math import sqrt
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -38,7 +36,7 @@ from schemas.arrays import is_list, numpy_of, one_chunk
 from schemas.config.job import SAMPLES, DataConfig
 from schemas.dataset import committed_segment
 from schemas.errors import SchemaError
-from schemas.files import read_verified, replace_bytes
+from schemas.files import read_verified
 from schemas.fitted import (
     FittedStats,
     FittedValues,
@@ -300,7 +298,7 @@ def _sample_column(
 # Final results.
 
 
-def write_shard(root: Path, data: DataConfig, key: str, partial: Partial) -> Partial | str:
+def write_shard(root: Location, data: DataConfig, key: str, partial: Partial) -> Partial | str:
     """Write the possible entries of a vocabulary's shard to a file, and return its name.
 
     Partial results other than `ValueCounts` are returned as they are.
@@ -310,11 +308,10 @@ def write_shard(root: Path, data: DataConfig, key: str, partial: Partial) -> Par
     config = data.vocabularies[key.split("/")[0]]
     frequent = partial.table["count"].to_numpy() >= config.min_count
     name = f"{uuid.uuid4().hex}.arrow"  # a temporary file, never part of the dataset
-    folder = root / LEARNED / "shards"
-    folder.mkdir(parents=True, exist_ok=True)
     table = partial.table.filter(pa.array(frequent))
     with (
-        pa.OSFile(str(folder / name), "wb") as sink,
+        (root / LEARNED / "shards" / name).new_file() as temporary,
+        pa.OSFile(str(temporary), "wb") as sink,
         pa.ipc.new_file(sink, table.schema) as writer,
     ):
         writer.write_table(table)
@@ -322,7 +319,7 @@ def write_shard(root: Path, data: DataConfig, key: str, partial: Partial) -> Par
 
 
 def write_fitted(
-    root: Path, results: Mapping[str, Any], data: DataConfig, base: Mapping[str, str]
+    root: Location, results: Mapping[str, Any], data: DataConfig, base: Mapping[str, str]
 ) -> dict[str, str]:
     """Write new versions of vocabularies, and the statistics that do not exist yet.
 
@@ -374,10 +371,10 @@ def fit_stats(
 
 
 def _append_version(
-    root: Path, name: str, shards: Sequence[Path], data: DataConfig, files: dict[str, str]
+    root: Location, name: str, shards: Sequence[Location], data: DataConfig, files: dict[str, str]
 ) -> None:
     config = data.vocabularies[name]
-    tables = [pa.ipc.open_file(pa.memory_map(str(path))).read_all() for path in shards]
+    tables = [pa.ipc.open_file(pa.BufferReader(path.read_bytes())).read_all() for path in shards]
     counts = pa.concat_tables(tables)
     versions = load_vocabulary_versions(root, files, name)
     kind = counts.schema.field("value").type
@@ -388,9 +385,8 @@ def _append_version(
         _write(root, version_path(name, len(versions), content), content, files)
 
 
-def _write(root: Path, path: str, content: bytes, files: dict[str, str]) -> None:
-    (root / path).parent.mkdir(parents=True, exist_ok=True)
-    replace_bytes(root / path, content)
+def _write(root: Location, path: str, content: bytes, files: dict[str, str]) -> None:
+    (root / path).write_bytes(content)
     files[path] = hashlib.sha256(content).hexdigest()
 
 
@@ -406,21 +402,19 @@ def fitted_files(dataset: Location) -> dict[str, str]:
     return dict(sorted(files.items()))
 
 
-def load_staged(root: Path, files: Mapping[str, str], data: DataConfig) -> FittedValues:
+def load_staged(root: Location, files: Mapping[str, str], data: DataConfig) -> FittedValues:
     """Read the fitted transforms of a segment being built."""
     return load_fitted(root / LEARNED, files, data)
 
 
-def stage_fitted(dataset: Location, files: Mapping[str, str], building: Path) -> None:
+def stage_fitted(dataset: Location, files: Mapping[str, str], building: Location) -> None:
     """Copy files of earlier segments, verified, into the directory of a segment being built."""
     for path, digest in files.items():
-        target = building / LEARNED / path
-        target.parent.mkdir(parents=True, exist_ok=True)
-        replace_bytes(target, read_verified(dataset / path, digest))
+        (building / LEARNED / path).write_bytes(read_verified(dataset / path, digest))
 
 
 def publish_fitted(
-    building: Path, dataset: Location, files: Mapping[str, str], lease: Lease
+    building: Location, dataset: Location, files: Mapping[str, str], lease: Lease
 ) -> None:
     """Copy the new files of a segment into the dataset, and let a lease name them.
 
@@ -432,7 +426,7 @@ def publish_fitted(
     for path in new:
         data = read_verified(building / LEARNED / path, files[path])
         (dataset / path).write_bytes(data)
-    shutil.rmtree(building / LEARNED, ignore_errors=True)
+    (building / LEARNED).remove_all()
 
 
 def returned_files(values: Mapping[str, Sequence[Any]], base: Mapping[str, str]) -> dict[str, str]:

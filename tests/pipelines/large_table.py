@@ -25,6 +25,7 @@ from schemas.config.job import OrderConfig
 from schemas.files import CheckedFile, describe_file
 from schemas.layout import FILE_SHIFT, access_path
 from schemas.order import Order
+from schemas.storage import Location
 
 NUM_PARTS, BLOCKS_PER_PART, ROWS_PER_BLOCK = 8, 200, 5_000
 
@@ -55,7 +56,7 @@ def main(root: Path) -> None:
     """Number and link the table; print one JSON object."""
     keep_freed_memory()
     blocks = write_lookups(root)
-    numbering = number_table(root, "items", blocks, WORKER_ENTRIES)
+    numbering = number_table(Location.parse(root), "items", blocks, WORKER_ENTRIES)
     assert isinstance(numbering, NumberingPlan), "the table does not fit a worker"
     num_rows = sum(run_stages(numbering, NUMBERING_STAGES))
     paths = [access_path("items", f) for f in range(numbering.num_files)]

@@ -9,7 +9,7 @@ from pipelines import build as module
 from pipelines.build import build
 from pipelines.cli import main
 from pipelines.sources.listing import folder_of
-from pipelines.table.segment import local_directory
+from pipelines.table.segment import segment_directory
 from pipelines.table.verify import verify
 from schemas.dataset import open_dataset
 from schemas.errors import SchemaError
@@ -84,8 +84,11 @@ def test_build_into_its_own_input_is_refused(tmp_path: Path) -> None:
 
 def test_work_directory_that_is_missing_is_made(tmp_path: Path) -> None:
     work = tmp_path / "new" / "work"
-    with local_directory(Location.parse(f"memory://{tmp_path.name}/segment"), work) as directory:
-        assert directory.parent == work
+    target = Location.parse(f"memory://{tmp_path.name}/segment")
+    with segment_directory(target, work, in_place=False) as directory:
+        assert directory.parent == Location.parse(work)
+    with segment_directory(target, work, in_place=True) as directory:
+        assert directory == target
     assert [*work.iterdir()] == []
 
 

@@ -15,6 +15,7 @@ from pipelines import stages
 from pipelines.build import build
 from pipelines.clustering import part
 from pipelines.clustering.star import check_num_blocks
+from pipelines.clustering.writer import LOOKUPS
 from pipelines.context import BuildRequest
 from pipelines.scratch import atomic_write
 from pipelines.table.rows import VIEW, view_sql
@@ -220,10 +221,11 @@ def test_append_on_a_full_disk_ends_in_one_line_and_can_be_run_again(
 def test_bundles_that_run_twice_beside_half_written_files_change_no_byte(
     one: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def twice(root: Path, file_index: int, *rest: object) -> object:
-        for name in ("samples", "groups/user", part.LOOKUPS + "/items"):  # a killed attempt's
-            (root / name).mkdir(parents=True, exist_ok=True)
-            (root / name / f".{file_index:05d}.parquet.0.partial").write_bytes(b"half")
+    def twice(root: Location, file_index: int, *rest: object) -> object:
+        for name in ("samples", "groups/user", LOOKUPS + "/items"):  # a killed attempt's
+            folder = Path(root / name)
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / f".{file_index:05d}.parquet.0.partial").write_bytes(b"half")
         part.build_part(root, file_index, *rest)  # type: ignore[arg-type]
         return part.build_part(root, file_index, *rest)  # type: ignore[arg-type]
 

@@ -22,6 +22,7 @@ from schemas.arrays import Jagged, jagged_of, offsets_of
 from schemas.dataset import open_dataset
 from schemas.layout import FILE_SHIFT, access_path, edges_path
 from schemas.oracle import from_gaps
+from schemas.storage import Location
 from tests.fork_server import without_forking
 from tests.pipelines.appending import addition
 from tests.pipelines.logs import built, bytes_of, copy_of, write_log
@@ -142,7 +143,7 @@ def test_rounds_number_rows_of_any_order_of_blocks_by_first_use(
     lists[5] = []
     blocks = rng.permutation(write_lookups(tmp_path, lists, 5))[:20]  # the others evaluate
     used = [lists[(b >> FILE_SHIFT) * 5 + (b & 0xFFFFF)] for b in blocks.tolist()]
-    plan = number_table(tmp_path, "items", blocks, worker_entries=9)
+    plan = number_table(Location.parse(tmp_path), "items", blocks, worker_entries=9)
     assert isinstance(plan, NumberingPlan)
     assert plan.num_ranges > 5
     assert plan.num_files > 3

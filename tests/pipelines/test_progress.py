@@ -66,7 +66,7 @@ def test_counts_of_a_worker_never_go_backwards_while_it_writes(tmp_path: Path) -
     seen = [counted_rows(tmp_path).read for _ in range(200)]
     done.set()
     writer.join()
-    progress._COUNTS.pop(tmp_path)
+    progress._COUNTS.pop(tmp_path / ".progress")
     assert seen == sorted(seen)
 
 
@@ -95,7 +95,7 @@ def test_a_build_without_a_good_row_ends_where_the_gate_would_refuse_it(
     (tmp_path / ".progress" / "0.json").write_text(json.dumps(asdict(others)))
     own += Counts(rejected=own.unread + own.unused, example="x must be y in log.csv:0")
     count_rows(tmp_path, own)
-    progress._COUNTS.pop(tmp_path)
+    progress._COUNTS.pop(tmp_path / ".progress")
     stop_if_all_rejected(tmp_path, most, 100)
     assert is_stopped(tmp_path) == ends
 

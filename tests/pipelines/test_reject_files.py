@@ -208,7 +208,8 @@ def test_null_keys_of_a_look_up_are_spread_over_all_partitions(tmp_path: Path) -
     path.write_text(path.read_text().replace("  session: {key", sides))
     job = load_job(path)
     context = BuildContext(
-        folder=folder_of(tmp_path), segment_root=tmp_path, listing=(), data=job.data,
+        folder=folder_of(tmp_path), segment_root=Location.parse(tmp_path), listing=(),
+        data=job.data,
         features=load_features(path.parent / "schema.pbtxt"), steps=Steps(None, None),
         num_parts=8, empty_rows={}, key_types={"shops": pa.int64()},
     )  # fmt: skip
