@@ -11,7 +11,7 @@ from types import ModuleType
 import pyarrow as pa
 
 from pipelines.samples.statements import Steps
-from pipelines.shuffle import AsTables, ByReference, ByValue, InMemory, ShuffleTransport
+from pipelines.shuffle import ByReference, ByValue, InMemory, ShuffleTransport
 from pipelines.sources.listing import Folder
 from pipelines.sources.rejects import BUILD_REJECTS_SCHEMA
 from pipelines.sources.rows import InputSplit, file_and_row, files_and_rows
@@ -97,8 +97,8 @@ class BuildContext:
         broadcast: side tables that are copied to every worker.
         key_types: by side table, the type in which its key is compared.
         learned: files that earlier segments fitted, path to sha256.
-        shuffle_by: transport of samples in the shuffle: `references`, `values` or `memory`; or
-            `tables` if samples leave the pipeline.
+        shuffle_by: transport of samples in the shuffle: `values` on Beam, `memory` in one process,
+            or `references` to local files.
         has_files: False if the rows come from a user's pipeline and have no position; the only
             listed file names them then.
     """
@@ -114,7 +114,7 @@ class BuildContext:
     broadcast: frozenset[str] = frozenset()
     key_types: Mapping[str, pa.DataType] = field(default_factory=dict)
     learned: Mapping[str, str] = field(default_factory=dict)
-    shuffle_by: str = "references"
+    shuffle_by: str = "values"
     has_files: bool = True
 
     @property
@@ -125,9 +125,6 @@ class BuildContext:
             return ByValue(groups)
         if self.shuffle_by == "memory":
             return InMemory()
-        if self.shuffle_by == "tables":
-            derived = self.data.derived_columns
-            return AsTables(tuple(n for n in self.features.names if n not in derived))
         return ByReference(self.local_root, groups)
 
     @property

@@ -26,7 +26,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from pipelines.samples.tuples import Tuples
+from pipelines.samples.tuples import Tuples, drop_unused_tuples
 
 PACKET_BYTES = 8 << 20
 """Maximum size of an element in a runner's shuffle."""
@@ -218,18 +218,32 @@ class ByValue:
         """Yield the samples of each partition in packets."""
         for index, samples in enumerate(partitions):
             if samples is not None:
-                tables = (samples.uniques[group] for group in self.groups)
-                for packet in split_packets(encode_tables(_with_references(samples), *tables)):
+                for packet in self.packets(samples):
                     yield index, packet
+
+    def packets(self, samples: Tuples) -> Iterator[bytes]:
+        """Yield samples in packets; several packets form a message only if a sample is large."""
+        message = self.encode(samples)
+        if len(message) > PACKET_BYTES and samples.num_samples > 1:
+            for rows in np.array_split(np.arange(samples.num_samples), 2):
+                yield from self.packets(drop_unused_tuples(samples.take(rows)))
+            return
+        yield from split_packets(message)
+
+    def encode(self, samples: Tuples) -> bytes:
+        """Return samples as one message."""
+        tables = (samples.uniques[group] for group in self.groups)
+        return encode_tables(_with_references(samples), *tables)
 
     def receive(self, sent: Iterable[bytes]) -> Reiterable:
         """Join the packets; only incomplete messages are kept in memory."""
         digests: list[bytes] = []
         return Reiterable(
-            lambda: (self._samples(m) for m in check_same_order(join_packets(sent), digests))
+            lambda: (self.decode(m) for m in check_same_order(join_packets(sent), digests))
         )
 
-    def _samples(self, message: bytes) -> Tuples:
+    def decode(self, message: bytes) -> Tuples:
+        """Undo `encode`."""
         table, *uniques = decode_tables(message)
         return _without_references(table, dict(zip(self.groups, uniques, strict=True)))
 
@@ -249,28 +263,6 @@ class InMemory:
     def receive(self, sent: Iterable[Tuples]) -> Iterable[Tuples]:
         """Return the samples as they were sent."""
         return list(sent)
-
-
-@dataclass(frozen=True, slots=True)
-class AsTables:
-    """Returns samples as tables, with the columns of tuples joined back, from a user's pipeline.
-
-    Attributes:
-        columns: names in the order of the schema.
-    """
-
-    columns: tuple[str, ...]
-    element: ClassVar[type] = pa.Table
-
-    def send(self, partitions: Sequence[Tuples | None]) -> Iterator[tuple[int, pa.Table]]:
-        """Yield the samples of each partition."""
-        for index, samples in enumerate(partitions):
-            if samples is not None:
-                yield index, pa.table({name: samples.column(name) for name in self.columns})
-
-    def receive(self, sent: Iterable[Any]) -> Iterable[Tuples]:
-        """Raise: no stage of a build follows."""
-        raise AssertionError("samples as tables are not received")
 
 
 def check_same_order(messages: Iterable[bytes], digests: list[bytes]) -> Iterator[bytes]:

@@ -22,9 +22,9 @@ YES = ("true", "false")
 def parser() -> ArgumentParser:
     """Return the parameters, as `template.json` names them; all others are Beam's."""
     made = ArgumentParser("template.py", description=__doc__, allow_abbrev=False)
-    made.add_argument("--job", required=True, help="the job file, in the image or on the mount")
+    made.add_argument("--job", required=True, help="the job file, or its URL")
     made.add_argument("--input", required=True, help="directory of raw files, or its URL")
-    made.add_argument("--output", required=True, help="directory of the dataset, on the mount")
+    made.add_argument("--output", required=True, help="directory of the dataset, or its URL")
     made.add_argument("--append", choices=YES, default="false", help="the dataset must be there")
     made.add_argument("--single_writer", choices=YES, default="false", help="no other job writes")
     return made

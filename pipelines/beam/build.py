@@ -13,6 +13,7 @@ import apache_beam as beam
 import pyarrow as pa
 
 from pipelines.beam.runner import run_pipeline
+from pipelines.beam.shuffle import SendSamples
 from pipelines.beam.transforms import (
     REJECTED,
     BuildParts,
@@ -30,6 +31,7 @@ from pipelines.oracle.index import LINKING_STAGES, LinkingPlan, TableTotals, ind
 from pipelines.oracle.numbering import NUMBERING_STAGES, WORKER_ENTRIES, number_blocks
 from pipelines.rewrite.command import FlatPart, FlatStage
 from pipelines.samples.event_join import add_counts
+from pipelines.samples.tuples import Tuples
 from pipelines.shuffle import decode_table, encode_tables
 from pipelines.stages import BLOCKS, EVENTS, REJECTS, SAMPLES
 from pipelines.table.compact import StoredPart
@@ -333,8 +335,8 @@ def rewrite_parts(
 # Flat rewrite.
 
 
-def _send_rows(rows: tuple[str, pa.Table], stage: FlatStage) -> Iterator[tuple[int, Any]]:
-    return stage.send(rows[1])
+def _ordered_rows(rows: tuple[str, pa.Table], stage: FlatStage) -> Tuples:
+    return stage.samples(rows[1])
 
 
 def _write_flat(part: tuple[int, Iterable[Any]], stage: FlatStage) -> FlatPart:
@@ -344,10 +346,10 @@ def _write_flat(part: tuple[int, Iterable[Any]], stage: FlatStage) -> FlatPart:
 def flat_pipeline(pipeline: beam.Pipeline, stage: FlatStage) -> Mapping[str, beam.PCollection[Any]]:
     """Add the clustering of all rows to a pipeline."""
     rows = pipeline | "ReadRows" >> ReadRows(stage.context)
-    send: Any = beam.FlatMap(_send_rows, stage)
     parts = (
         rows[SAMPLES]
-        | "send rows" >> send.with_output_types(tuple[int, stage.context.transport.element])
+        | "order columns" >> beam.Map(_ordered_rows, stage).with_output_types(Tuples)
+        | "SendSamples" >> SendSamples(stage.context)
         | "cluster by session" >> beam.GroupByKey()
         | "write flat" >> beam.Map(_write_flat, stage)
     )

@@ -27,10 +27,10 @@ import apache_beam as beam
 import numpy as np
 import pyarrow as pa
 from apache_beam import pvalue
+from apache_beam.transforms.window import GlobalWindows
 
 from pipelines.autogroup.job import with_groups
 from pipelines.beam.build import segment_of_rows, segment_pipeline
-from pipelines.beam.runner import shuffle_of
 from pipelines.beam.transforms import REJECTED, EachReject, ReadRows
 from pipelines.beam.transforms import MakeSamples as _SamplesBySql
 from pipelines.build import discarded_on_error, finish_segment_files, segment_hashes
@@ -39,6 +39,7 @@ from pipelines.context import INCOMING, BuildContext, BuildRequest
 from pipelines.executor import SourceRows
 from pipelines.prepare import prepare
 from pipelines.samples.statements import job_steps
+from pipelines.samples.tuples import Tuples
 from pipelines.shuffle import SHUFFLE
 from pipelines.sources.formats import empty_rows
 from pipelines.sources.listing import folder_of, list_inputs
@@ -154,7 +155,8 @@ class WriteDataset(beam.PTransform):
         """Convert the rows, build the parts, commit the segment."""
         pipeline = input_or_inputs.pipeline
         pending = _start_build(pipeline, self._request, self._job, self._context)
-        typed = _typed_rows(input_or_inputs, pending.context)
+        in_one_window = input_or_inputs | "one window" >> beam.WindowInto(GlobalWindows())
+        typed = _typed_rows(in_one_window, pending.context)
         rows = {SAMPLES: typed[SAMPLES], REJECTS: typed[REJECTS]}
         outputs = segment_of_rows(rows, pending.context)
         listing = (
@@ -318,7 +320,6 @@ class MakeSamples(beam.PTransform):
             context,
             segment_root=_NOWHERE,
             num_parts=num_parts,
-            shuffle_by="tables",
             has_files=False,
         )
 
@@ -329,7 +330,7 @@ class MakeSamples(beam.PTransform):
         rejects = (typed[REJECTS], samples[REJECTS]) | "join rejects" >> beam.Flatten()
         return {
             SAMPLES: samples[SAMPLES]
-            | "samples" >> beam.MapTuple(lambda _, table: table).with_output_types(pa.Table),
+            | "samples" >> beam.Map(_declared_columns, self._context).with_output_types(pa.Table),
             REJECTS: rejects | "rejects" >> EachReject(),
         }
 
@@ -389,7 +390,6 @@ def _start_build(
         context,
         segment_root=root,
         learned=fitted_files(request.dataset),
-        shuffle_by=shuffle_of(pipeline.options),
     )
     stage_fitted(request.dataset, context.learned, root)
     return PendingSegment(request, job, context)
@@ -398,6 +398,13 @@ def _start_build(
 def _typed_rows(tables: Any, context: BuildContext) -> Any:
     stage = beam.FlatMap(type_rows, context).with_output_types(SourceRows)
     return tables | "type rows" >> stage.with_outputs(REJECTS, CONTENT, main=SAMPLES)
+
+
+def _declared_columns(samples: Tuples, context: BuildContext) -> pa.Table:
+    """Return samples as a table of the columns that the job's SQL makes."""
+    derived = context.data.derived_columns
+    names = [name for name in context.features.names if name not in derived]
+    return pa.table({name: samples.column(name) for name in names})
 
 
 def _without_origin(rows: tuple[str, pa.Table]) -> pa.Table:

@@ -34,48 +34,6 @@ from schemas.errors import SchemaError
 from schemas.machine import machine_budget
 from schemas.storage import Location
 
-SHUFFLES = ("references", "values")
-"""Values of `--shuffle_by`, see `pipelines/shuffle.py`."""
-
-_WITHOUT_SHARED_DIRECTORY = ("dataflow",)
-"""Substrings of the names of runners whose workers share no directory by default."""
-
-
-class BuildOptions(PipelineOptions):
-    """Options of a build."""
-
-    @classmethod
-    def _add_argparse_args(cls, parser: ArgumentParser) -> None:
-        parser.add_argument(
-            "--shuffle_by",
-            default=None,
-            help="references: samples cross the shuffle through files below the dataset; values: "
-            "through the runner; by default values on Dataflow, else references",
-        )
-
-
-def shuffle_of(options: PipelineOptions) -> str:
-    """Return how samples cross the shuffle: `--shuffle_by`, or the default of the runner.
-
-    Raises:
-        SchemaError: `--shuffle_by` has an unknown value.
-
-    Example:
-        >>> shuffle_of(PipelineOptions(["--runner=DataflowRunner"]))
-        'values'
-        >>> shuffle_of(PipelineOptions(["--runner=FlinkRunner"]))
-        'references'
-    """
-    shuffle_by = options.view_as(BuildOptions).shuffle_by
-    if shuffle_by is None:
-        runner = (options.view_as(StandardOptions).runner or "").lower()
-        shared = not any(word in runner for word in _WITHOUT_SHARED_DIRECTORY)
-        return "references" if shared else "values"
-    if shuffle_by not in SHUFFLES:
-        raise SchemaError(f"shuffle_by must be one of {SHUFFLES}, got {shuffle_by!r}; leave it out")
-    return shuffle_by
-
-
 _SIGNATURE_BYTES = 32
 RESULTS = "results"
 """Directory of the results below the root of a pipeline; removed when they are read."""

@@ -18,10 +18,12 @@ from apache_beam.coders.typecoders import registry
 from apache_beam.metrics import Metrics
 from apache_beam.utils.shared import Shared
 
+from pipelines.beam.shuffle import SendSamples
 from pipelines.clustering.part import serialize_result
 from pipelines.clustering.writer import SegmentLayout
 from pipelines.context import BuildContext
 from pipelines.executor import SourceRows, keep_freed_memory
+from pipelines.samples.tuples import Tuples
 from pipelines.shuffle import decode_table, encode_by_target, encode_rows, encode_tables
 from pipelines.sources.rejects import (
     Reject,
@@ -338,6 +340,13 @@ class FitTransforms(beam.PTransform):
 # Make samples.
 
 
+class _ChunkStage(SampleStage):
+    """Yields samples in whole chunks, which `SendSamples` partitions."""
+
+    def _hand_over(self, good: Tuples) -> Iterator[Output]:
+        yield SAMPLES, good
+
+
 class _SampleFn(_Counted):
     """Base of the DoFns that make samples."""
 
@@ -349,7 +358,7 @@ class _SampleFn(_Counted):
 
     def setup(self) -> None:
         super().setup()
-        self.stage = SampleStage(self.context, self.count_output)
+        self.stage = _ChunkStage(self.context, self.count_output)
 
     def load_sides(self, paths: Mapping[str, str] | None) -> None:
         if paths is not None and not self.stage.sides:
@@ -400,7 +409,7 @@ class _SqlPerKey(_SampleFn):
 
 @dataclass  # not frozen: Beam assigns to its transforms
 class MakeSamples(beam.PTransform):
-    """Raw rows to samples by the job's SQL: (partition, element) pairs, and rejects."""
+    """Raw rows to samples by the job's SQL, in chunks (`Tuples`), and rejects."""
 
     context: BuildContext
 
@@ -442,7 +451,7 @@ class MakeSamples(beam.PTransform):
         if not context.lookups_are_broadcast:
             assert side_rows is not None, "look-ups need side tables"
             complete = _join_by_key(outputs[SAMPLES], side_rows, small[0], context)
-            stage = beam.ParDo(_Finish(context, "Finish"))
+            stage = beam.ParDo(_Finish(context, "Finish")).with_output_types(Tuples)
             outputs = complete | "finish" >> stage.with_outputs(*tags, main=SAMPLES)
             rejects.append(outputs[REJECTS])
         return {
@@ -452,8 +461,9 @@ class MakeSamples(beam.PTransform):
         }
 
     def _typed(self, stage: beam.ParDo) -> beam.ParDo:
-        """Declare that the SQL yields tables if look-ups by key follow."""
-        return stage if self.context.lookups_are_broadcast else stage.with_output_types(pa.Table)
+        """Declare that the SQL yields samples, or tables if look-ups by key follow."""
+        complete = self.context.lookups_are_broadcast
+        return stage.with_output_types(Tuples if complete else pa.Table)
 
     def _is_side(self, row: tuple[str, pa.Table]) -> bool:
         return row[0] in self.context.data.sides
@@ -523,7 +533,7 @@ class _BuildPart(_Counted):
 
 @dataclass  # not frozen: Beam assigns to its transforms
 class BuildParts(beam.PTransform):
-    """Samples by partition to parts: cluster by session, cut into blocks, deduplicate, write.
+    """Samples to parts: group by partition, cluster by session, deduplicate per block, write.
 
     Results of parts for the commit are in `SAMPLES` (`clustering.part.serialize_result`), rows of
     `blocks.parquet` in `BLOCKS` (`shuffle.encode_tables`).
@@ -535,18 +545,15 @@ class BuildParts(beam.PTransform):
 
     def expand(self, input_or_inputs: beam.PCollection) -> Any:
         """Group samples by partition, determine the layout from the first, write all."""
-        context, element = self.context, self.context.transport.element
-        hints = tuple[int, element]  # with them every runner uses the coder of the element
-        samples: Any = input_or_inputs | "by partition" >> beam.Map(_identity).with_output_types(
-            hints
-        )
+        context = self.context
         files = {} if self.learned is None else pvalue.AsSingleton(self.learned)
+        samples: Any = input_or_inputs | "SendSamples" >> SendSamples(context)
+        parts = samples | "cluster by session" >> beam.GroupByKey()
         first: Any = (
             samples
             | "partition numbers" >> beam.Keys()
             | "first partition" >> beam.CombineGlobally(min).without_defaults()
         )
-        parts = samples | "cluster by session" >> beam.GroupByKey()
         number = pvalue.AsSingleton(first, default_value=None)
         layout_stage = beam.FlatMap(_choose_layout, number, files, context)
         layout: Any = parts | "choose layout" >> layout_stage.with_output_types(SegmentLayout)

@@ -259,14 +259,15 @@ class FlatStage:
     session: str
     time: str | None
 
+    def samples(self, table: pa.Table) -> Tuples:
+        """Return rows with the columns by which they are sorted."""
+        return Tuples(with_order(decoded(table), self.session, self.time), {}, {})
+
     def send(self, table: pa.Table) -> Iterator[tuple[int, Any]]:
         """Yield (partition, element of `context.transport`) by the hash of the rows' sessions."""
-        ordered = with_order(decoded(table), self.session, self.time)
-        num_parts = self.context.num_parts
-        target = partition_of_key(hash_session_keys(ordered[KEY]), num_parts)
-        yield from self.context.transport.send(
-            partition_tuples(Tuples(ordered, {}, {}), target, num_parts)
-        )
+        samples, num_parts = self.samples(table), self.context.num_parts
+        target = partition_of_key(hash_session_keys(samples.column(KEY)), num_parts)
+        yield from self.context.transport.send(partition_tuples(samples, target, num_parts))
 
     def write(self, part: int, sent: Iterable[Any]) -> FlatPart:
         """Write the file of one part."""

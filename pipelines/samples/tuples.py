@@ -60,6 +60,12 @@ class Tuples:
         """Number of samples."""
         return self.samples.num_rows
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all columns and references in memory."""
+        tables = (self.samples, *self.uniques.values())
+        return sum(t.nbytes for t in tables) + sum(r.nbytes for r in self.references.values())
+
     def column(self, name: str) -> pa.Array:
         """Return a column of samples or of a group, with one row per sample."""
         if name in self.samples.column_names:

@@ -40,9 +40,7 @@ def beam_options() -> list[str]:
     return OPTIONS.read_text().split()
 
 
-def graph_of(
-    directory: Path, num_files: int, monkeypatch: pytest.MonkeyPatch, more: list[str] | None = None
-) -> Any:
+def graph_of(directory: Path, num_files: int, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Return the job graph of a build as DataflowRunner makes it, up to the upload."""
     write_log(directory / "log", num_rows=600, num_files=num_files)
     job = write_job(directory / "job")
@@ -57,7 +55,7 @@ def graph_of(
     monkeypatch.setattr("pipelines.beam.build.run_pipeline", stop)
     asked = beam_request(job, directory / "log", directory / "dataset")
     with pytest.raises(StoppedError):
-        build(replace(asked, beam_args=[*beam_options(), *(more or [])]))
+        build(replace(asked, beam_args=beam_options()))
     options, runner = pipeline_options(beam_options()), DataflowRunner()
     pipeline = beam.Pipeline(runner=runner, options=options)
     found[0](pipeline)
@@ -151,11 +149,10 @@ def test_graph_of_ten_thousand_files_is_small_enough(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [[], ["--shuffle_by=references"]], ids=["default", "asked"])
 def test_samples_are_clustered_by_an_int_and_cross_as_bytes(
-    options: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    parts = graph_of(tmp_path, 3, monkeypatch, options).components
+    parts = graph_of(tmp_path, 3, monkeypatch).components
     clustering = next(
         t for t in parts.transforms.values() if t.unique_name == "BuildParts/cluster by session"
     )

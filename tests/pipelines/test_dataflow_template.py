@@ -17,7 +17,6 @@ from urllib.request import urlopen
 
 import pytest
 
-from pipelines.beam.runner import SHUFFLES
 from tests.external_tools import install_environment
 from tests.object_store import gcs_server
 from tests.pipelines.logs import bytes_of
@@ -63,17 +62,16 @@ def test_metadata_names_the_parameters_that_the_launcher_takes(
         if action.dest != "help"
     }
     said = {name: bool(p.get("isOptional")) for name, p in parameters(repository).items()}
-    assert said == ours | {"shuffle_by": True}
+    assert said == ours
 
 
 @pytest.mark.parametrize(
     ("name", "good", "bad"),
     [
-        ("job", ["/opt/job.yaml", "/mnt/a/b.yml"], ["gs://bucket/job.yaml", "/opt/job"]),
+        ("job", ["/opt/job.yaml", "gs://bucket/a/b.yml"], ["s3://bucket/job.yaml", "/opt/job"]),
         ("input", ["/mnt/log", "gs://bucket/log"], ["log", "s3://bucket/log"]),
-        ("output", ["/mnt/dataset"], ["gs://bucket/dataset", "dataset"]),
+        ("output", ["/mnt/dataset", "gs://bucket/dataset"], ["s3://bucket/dataset", "dataset"]),
         ("append", ["true", "false"], ["yes", "True"]),
-        ("shuffle_by", list(SHUFFLES), ["value"]),
     ],
 )
 def test_metadata_refuses_what_a_launcher_would(

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from collections import Counter
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from random import Random
+from types import SimpleNamespace
 from typing import Any
 
+import apache_beam as beam
 import numpy as np
 import pyarrow as pa
 import pytest
 from apache_beam.coders.typecoders import registry
+from apache_beam.runners.portability.fn_api_runner.fn_runner import FnApiRunner
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pipelines.beam.shuffle import Destinations, SendSamples
 from pipelines.cli import main
-from pipelines.samples.tuples import Tuples, separate_tuples
+from pipelines.samples.tuples import Tuples, hash_session_keys, separate_tuples
 from pipelines.shuffle import (
     PACKET_BYTES,
     ByReference,
@@ -29,8 +35,10 @@ from pipelines.shuffle import (
     encode_by_target,
     encode_tables,
     join_packets,
+    partition_of_key,
     split_packets,
 )
+from schemas.config.job import load_job
 from tests.pipelines.logs import bytes_of, write_job, write_log
 
 LIMIT = 27
@@ -136,34 +144,100 @@ def dataset_of(log: Path, name: str, options: list[str]) -> dict[str, bytes]:
 
 
 @pytest.mark.slow
-def test_builds_by_reference_and_by_value_with_any_workers_give_the_same_bytes(
+def test_builds_on_beam_with_any_workers_and_levels_give_the_same_bytes(
     log: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("pipelines.prepare.PART_INPUT_BYTES", 4_000)
     default = dataset_of(log, "default", [])
-    assert dataset_of(log, "one", ["--direct_num_workers=1"]) == default
     shared = sorted(p.name for p in (log / "default").rglob("*") if p.is_file())
+    beam_local = "--runner=FnApiRunner"
+    assert dataset_of(log, "one", [beam_local, "--direct_num_workers=1"]) == default
+    assert dataset_of(log, "several", [beam_local, "--direct_num_workers=3"]) == default
     monkeypatch.setattr("pipelines.shuffle.split_packets", partial(split_packets, limit=1_000))
-    monkeypatch.setattr("pipelines.shuffle.write_chunk", None)  # by value, no file is written
-    assert dataset_of(log, "values", ["--shuffle_by=values"]) == default
-    assert sorted(p.name for p in (log / "values").rglob("*") if p.is_file()) == shared
+    monkeypatch.setattr("pipelines.beam.shuffle.MAX_DESTINATIONS", 2)
+    monkeypatch.setattr("pipelines.beam.shuffle.BUFFER_BYTES", 8_000)
+    assert dataset_of(log, "levels", [beam_local]) == default
+    assert sorted(p.name for p in (log / "levels").rglob("*") if p.is_file()) == shared
 
 
 @pytest.mark.slow
-def test_build_without_any_sample_says_so_either_way(log: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("runner", ["--runner=InProcess", "--runner=FnApiRunner"])
+def test_build_without_any_sample_says_so(
+    runner: str, log: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     job = write_job(tmp_path / "job")
     job.write_text(job.read_text().replace("AS label FROM log", "AS label FROM log WHERE user < 0"))
-    for kind in ("references", "values"):
-        words = ["build", str(job), "--input", str(log / "log"), "--output", str(tmp_path / kind)]
-        assert main([*words, f"--shuffle_by={kind}"]) == 1
+    words = ["build", str(job), "--input", str(log / "log"), "--output", str(tmp_path / "none")]
+    assert main([*words, runner]) == 1
+    assert "the input yields no samples" in capsys.readouterr().err
 
 
-def test_unknown_way_through_the_shuffle_is_refused(
-    log: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    words = ["build", str(log / "job" / "job.yaml"), "--input", str(log / "log")]
-    assert main([*words, "--output", str(log / "bad"), "--shuffle_by=pigeons"]) == 1
-    assert (
-        "shuffle_by must be one of ('references', 'values'), got 'pigeons'"
-        in capsys.readouterr().err
+def run_shuffle(
+    chunks: list[pa.Table], num_parts: int, tmp_path: Path
+) -> tuple[dict[int, list[Any]], dict[str, int]]:
+    """Send chunks, a bundle each, to partitions; return these, and the counters of both levels."""
+    job = load_job(write_job(tmp_path / "job"))
+    data = replace(job.data, groups={"user": ("user", "history")})
+    data = replace(data, session=replace(data.session, key="user"))
+    context: Any = SimpleNamespace(data=data, num_parts=num_parts)
+    groups, received = dict(data.groups), dict[int, list[Any]]()
+
+    def receive(grouped: tuple[int, Any]) -> tuple[int, list[Any]]:
+        samples = [expanded(t).to_pylist() for t in ByValue(("user",)).receive(list(grouped[1]))]
+        return grouped[0], [tuple(map(str, row.values())) for rows in samples for row in rows]
+
+    pipeline = beam.Pipeline(runner=FnApiRunner())
+    collected = (
+        pipeline
+        | beam.Create(chunks)
+        | beam.Reshuffle()
+        | beam.Map(separate_tuples, groups).with_output_types(Tuples)
+        | SendSamples(context)
+        | beam.GroupByKey()
+        | beam.Map(receive)
+        | beam.combiners.ToList()
     )
+    _ = collected | beam.Map(lambda values: (tmp_path / "received.txt").write_text(repr(values)))
+    result = pipeline.run()
+    result.wait_until_finish()
+    received = dict(ast.literal_eval((tmp_path / "received.txt").read_text()))
+    counters = result.metrics().query()["counters"]
+    found = {f"{c.key.metric.namespace} {c.key.metric.name}": c.committed for c in counters}
+    return received, {name: n for name, n in found.items() if name.startswith("Send")}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_parts", [4, 23])
+def test_samples_cross_in_as_many_elements_as_the_scale_model_allows(
+    num_parts: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pipelines.beam.shuffle.MAX_DESTINATIONS", 4)
+    monkeypatch.setattr("pipelines.beam.shuffle.BUFFER_BYTES", 20_000)
+    chunks = [chunk(seed, num_rows=200) for seed in range(30)]
+    received, counts = run_shuffle(chunks, num_parts, tmp_path)
+    rows = [row for part in chunks for row in part.to_pylist()]
+    assert Counter(r for part in received.values() for r in part) == Counter(
+        tuple(map(str, row.values())) for row in rows
+    )
+    users = np.arange(9)
+    of_user = partition_of_key(hash_session_keys(pa.array(users)), num_parts)
+    for part, samples in received.items():
+        assert {int(of_user[int(user)]) for user, _, _ in samples} == {part}
+    flushes, elements = counts["SendBundle flushes"], counts["SendBundle elements"]
+    assert 30 * 200 * 40 / 20_000 / 4 < flushes <= 30  # several chunks in a flush
+    assert elements <= 4 * flushes
+    if num_parts > 4:
+        buckets = 4 * 6  # of each group, as many as it has partitions
+        assert counts["SendBucket flushes"] <= buckets + flushes
+        assert counts["SendBucket elements"] <= 6 * counts["SendBucket flushes"]
+        assert elements + counts["SendBucket elements"] <= 2 * flushes * 4 + 6 * buckets
+    else:
+        assert "SendBucket flushes" not in counts
+
+
+@given(st.integers(1, 50_000))
+def test_destinations_of_a_flush_are_at_most_a_thousand(num_parts: int) -> None:
+    destinations = Destinations("user", num_parts, -(-num_parts // 1000))
+    assert destinations.num_groups <= 1000
+    assert destinations.num_groups * destinations.per_group >= num_parts
+    assert destinations.per_group == 1 or num_parts > 1000
