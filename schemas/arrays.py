@@ -342,8 +342,9 @@ def values_of(column: pa.Array | pa.ChunkedArray) -> tuple[pa.Array, NDArray[np.
     array = one_chunk(column)
     if is_list(array.type):
         return flat_list(array)
-    valid = array.is_valid().to_numpy(zero_copy_only=False)
-    return array.drop_null(), offsets_of(valid)
+    if not array.null_count:
+        return array, np.arange(len(array) + 1)
+    return array.drop_null(), offsets_of(array.is_valid().to_numpy(zero_copy_only=False))
 
 
 def comparable(column: pa.Array | pa.ChunkedArray) -> list[Column]:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import pyarrow as pa
 from numpy.typing import DTypeLike, NDArray
 
-from schemas.arrays import Array, hash_values, is_text, numpy_of
+from schemas.arrays import Array, Jagged, hash_values, is_text, numpy_of
 from schemas.config.job import TableConfig
 from schemas.errors import SchemaError
 from schemas.hashing import as_bits, hash_rows, salt_of, splitmix64
+from schemas.kernels.arrays import array_kernels
+from schemas.oracle import distinct_of_lists
 
 _BITS = 24
 """Random bits per value: exact in float32, so that both precisions start with equal values."""
@@ -49,7 +53,7 @@ def ids_of(values: pa.Array) -> NDArray[np.int64]:
     """
     dictionary = _dictionary_texts(values)
     if dictionary is None:
-        return numpy_of(values).astype(np.int64)
+        return numpy_of(values).astype(np.int64, copy=False)
     return hash_values(dictionary.dictionary).view(np.int64)[numpy_of(dictionary.indices)]
 
 
@@ -81,6 +85,29 @@ def rows_of_ids(ids: NDArray[np.generic], name: str, table: TableConfig) -> NDAr
             "reject it when the dataset is built, or use rows: hash"
         )
     return rows
+
+
+def distinct_rows(columns: Sequence[Jagged], name: str, table: TableConfig) -> Jagged:
+    """Return the ascending distinct rows that each block looks up.
+
+    Args:
+        columns: the ids of each block, from `ids_of`; at least one column, all of as many blocks.
+        name: table name, the salt of a hashed table.
+        table: config of the table.
+
+    Raises:
+        SchemaError: an id of an `identity` table is outside [0, num_rows).
+    """
+    kernels = array_kernels()
+    if kernels is not None:
+        salt = salt_of(name) if table.rows == "hash" else None
+        pairs = [(ids.values, ids.offsets) for ids in columns]
+        found = kernels.distinct_rows(pairs, salt, table.num_rows)
+        if found is not None:
+            return Jagged(*found)
+    return distinct_of_lists(
+        [Jagged(rows_of_ids(ids.values, name, table), ids.offsets) for ids in columns]
+    )
 
 
 def initial_bound(dim: int) -> float:

@@ -10,6 +10,7 @@ import pickle
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial, reduce
+from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -45,8 +46,7 @@ from schemas.features import FeatureSet
 from schemas.files import FileEntry
 from schemas.fitted import FittedValues
 from schemas.layout import BLOCK, EVALUATION, TRAIN, UNIQUE_INDEX, inverse_column, part_name
-from schemas.oracle import distinct_of_lists
-from schemas.rows import ids_of, rows_of_ids
+from schemas.rows import distinct_rows, ids_of
 from schemas.storage import Location
 
 CHUNK_BYTES = 256 << 20
@@ -170,13 +170,13 @@ def num_rows(samples: Tuples) -> int:
 
 def group_totals(star: Star, group: str) -> GroupTotals:
     """Return the sums over one group of a part or chunk."""
-    table, rows = star.groups[group], star.rows_of_samples(group)
+    table, samples_per_tuple = star.groups[group], star.samples_per_tuple[group]
     stored = expanded = 0
     for name in table.column_names:
         if is_list(table.schema.field(name).type):
             lengths = np.diff(flat_list(table[name])[1])
             stored += int(lengths.sum())
-            expanded += int(lengths[rows].sum())
+            expanded += int(lengths @ samples_per_tuple)
     return GroupTotals(table.num_rows, expanded, stored)
 
 
@@ -346,9 +346,23 @@ def write_lookups(
         accesses, counts[name] = table_lookups(star, num_training, data, name)
         rows = lookups_table(accesses)
         path = f"{LOOKUPS}/{name}/{part_name(file_index)}"
-        open_file = partial(pq.ParquetWriter, schema=rows.schema, compression="lz4")
-        files.writer(path, open_file).write_table(rows)
+        files.writer(path, partial(open_lookups, schema=rows.schema)).write_table(rows)
     return counts
+
+
+def open_lookups(path: Path, schema: pa.Schema) -> pq.ParquetWriter:
+    """Return a writer of look-ups; as differences of ascending rows they need no compression."""
+    return pq.ParquetWriter(
+        path,
+        schema,
+        compression="none",
+        use_dictionary=False,
+        write_statistics=False,
+        column_encoding={
+            "num_rows": "DELTA_BINARY_PACKED",
+            "rows.list.element": "DELTA_BINARY_PACKED",
+        },
+    )
 
 
 def table_lookups(
@@ -367,7 +381,7 @@ def table_lookups(
         without deduplication and once per unique tuple of a block.
     """
     expanded = dedup = 0
-    lists: list[Jagged] = []
+    columns: list[Jagged] = []
     for feature in data.tables[name].features:
         group = data.group_of_column.get(feature, SAMPLES)
         table = star.samples if group == SAMPLES else star.groups[group]
@@ -376,14 +390,15 @@ def table_lookups(
         rows_of_blocks = offsets_of(per_block)
         rows_of_blocks[num_training:] = rows_of_blocks[num_training]
         blocks = offsets[rows_of_blocks]
-        rows = rows_of_ids(ids_of(values.slice(0, blocks[-1])), name, data.tables[name])
-        lists.append(Jagged(rows, blocks))
-        dedup += len(rows)
+        columns.append(Jagged(ids_of(values.slice(0, blocks[-1])), blocks))
         lengths = np.diff(offsets[: rows_of_blocks[-1] + 1])
-        if group != SAMPLES:
-            lengths = lengths * star.samples_of_tuples(group)[: len(lengths)]
-        expanded += int(lengths.sum())
-    return distinct_of_lists(lists), (expanded, dedup)
+        dedup += int(blocks[-1])
+        samples_per_tuple = star.samples_per_tuple.get(group)
+        if samples_per_tuple is None:
+            expanded += int(blocks[-1])
+        else:
+            expanded += int(lengths @ samples_per_tuple[: len(lengths)])
+    return distinct_rows(columns, name, data.tables[name]), (expanded, dedup)
 
 
 def lookups_table(accesses: Jagged) -> pa.Table:

@@ -22,7 +22,6 @@ from pipelines.samples.tuples import Tuples, first_appearances, hash_session_key
 from pipelines.sources.rows import ORIGIN, microseconds
 from pipelines.transforms.apply import apply_transforms
 from schemas.arrays import (
-    numpy_of,
     offsets_of,
     one_chunk,
     take_rows,
@@ -225,6 +224,7 @@ class Star:
         groups: one row per unique tuple of a block.
         samples_per_block: (num_blocks,) int64.
         unique_per_block: group to (num_blocks,) int64.
+        samples_per_tuple: group to (num_unique,) int64.
         tuples: group to (num_unique,) int64; equal rows have equal numbers in all blocks.
     """
 
@@ -232,17 +232,8 @@ class Star:
     groups: Mapping[str, pa.Table]
     samples_per_block: NDArray[np.int64]
     unique_per_block: Mapping[str, NDArray[np.int64]]
+    samples_per_tuple: Mapping[str, NDArray[np.int64]]
     tuples: Mapping[str, NDArray[np.int64]]
-
-    def rows_of_samples(self, group: str) -> NDArray[np.int64]:
-        """Return the row of each sample's tuple in the table of a group, (num_samples,)."""
-        starts = offsets_of(self.unique_per_block[group])[:-1]
-        inverse = numpy_of(self.samples[inverse_column(group)])
-        return inverse + np.repeat(starts, self.samples_per_block)
-
-    def samples_of_tuples(self, group: str) -> NDArray[np.int64]:
-        """Return the number of samples of each unique tuple of a group, (num_unique,)."""
-        return np.bincount(self.rows_of_samples(group), minlength=self.groups[group].num_rows)
 
 
 def to_star(
@@ -268,12 +259,14 @@ def to_star(
     samples = apply_transforms(samples, SAMPLES, data.transforms.get(SAMPLES, {}), learned)
     groups: dict[str, pa.Table] = {}
     unique_per_block: dict[str, NDArray[np.int64]] = {}
+    samples_per_tuple: dict[str, NDArray[np.int64]] = {}
     stored_tuples: dict[str, NDArray[np.int64]] = {}
     for group, names in data.groups.items():
         stored, inverse = unique_in_blocks(clustered.block, tuples.references[group])
         counts = np.bincount(clustered.block[stored], minlength=num_blocks).astype(np.int64)
         starts = offsets_of(counts)[:-1]
         unique_index = np.arange(len(stored)) - np.repeat(starts, counts)
+        samples_per_tuple[group] = np.bincount(inverse, minlength=len(stored))
         stored_tuples[group] = tuples.references[group][stored]
         taken = take_rows(tuples.uniques[group], stored_tuples[group])
         table = pa.table(
@@ -288,7 +281,7 @@ def to_star(
         samples = samples.append_column(inverse_column(group), pa.array(local))
         unique_per_block[group] = counts
     per_block = np.bincount(clustered.block, minlength=num_blocks).astype(np.int64)
-    return Star(samples, groups, per_block, unique_per_block, stored_tuples)
+    return Star(samples, groups, per_block, unique_per_block, samples_per_tuple, stored_tuples)
 
 
 def check_num_blocks(num_blocks: int, block_samples: int) -> None:

@@ -7,7 +7,7 @@ order of rows or partitions, nor on the machine.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any
@@ -18,8 +18,8 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from schemas.arrays import comparable, hash_keys, is_list, numpy_of, one_chunk
-from schemas.hashing import as_bits, splitmix64
-from schemas.kernels.arrays import array_kernels
+from schemas.hashing import splitmix64
+from schemas.kernels.statistics import statistics_kernels
 
 _FLOAT_BITS = 53
 """Integers up to 2**53 are exact in float64."""
@@ -229,22 +229,50 @@ def sum_buckets(buckets: Iterable[Mapping[Any, int]]) -> dict[Any, int]:
     return dict(total)
 
 
-def make_sketch(numbers: NDArray[np.generic] | None, values: pa.Array | None) -> Sketch:
+def make_sketch(
+    numbers: NDArray[np.generic] | None, values: NDArray[np.integer] | pa.Array | None
+) -> Sketch:
     """Return the sketch of a column.
 
     Args:
         numbers: finite numbers for the histogram, or None.
-        values: int64 or large_string without nulls, for frequent and distinct values, or None.
+        values: integers or large_string without nulls, for frequent and distinct values, or None.
     """
     buckets = {} if numbers is None else count_buckets(numbers)
     if values is None:
         return Sketch(buckets, None, np.empty(0, np.int64), 0, np.empty(0, np.uint64))
     step = max(1, -(-len(values) // SAMPLED_VALUES))
+    num_sampled = -(-len(values) // step)
+    frequent, counts, hashes = (
+        _sketch_texts(values, step) if isinstance(values, pa.Array) else _sketch_ids(values, step)
+    )
+    return Sketch(buckets, frequent, counts, num_sampled, hashes)
+
+
+def _sketch_ids(
+    values: NDArray[np.integer], step: int
+) -> tuple[pa.Array, NDArray[np.int64], NDArray[np.uint64]]:
+    """Return frequent values, their counts among every `step`-th value, and the smallest hashes."""
+    kernels = statistics_kernels()
+    if kernels is not None:
+        frequent, counts = kernels.frequent_values(values, step, TOP_VALUES)
+        return pa.array(frequent), counts, kernels.smallest_hashes(values, SMALLEST_HASHES)
+    values = values.astype(np.int64)
+    distinct, counts = np.unique(values[::step], return_counts=True)
+    hashes = np.unique(splitmix64(values))[:SMALLEST_HASHES]
+    return *_most_frequent(pa.array(distinct), counts), hashes
+
+
+def _sketch_texts(
+    values: pa.Array, step: int
+) -> tuple[pa.Array, NDArray[np.int64], NDArray[np.uint64]]:
+    """Return what `_sketch_ids` returns, of texts."""
     sample = values.take(pa.array(np.arange(0, len(values), step))) if step > 1 else values
-    distinct = pc.value_counts(sample)
-    frequent, counts = _most_frequent(distinct.field("values"), distinct.field("counts").to_numpy())
-    hashes = _smallest_hashes(values, distinct.field("values"))
-    return Sketch(buckets, frequent, counts, len(sample), hashes)
+    counted = pc.value_counts(sample)
+    distinct = counted.field("values")
+    frequent, counts = _most_frequent(distinct, counted.field("counts").to_numpy())
+    hashes = hash_keys(comparable(distinct if step == 1 else pc.unique(values)))
+    return frequent, counts, np.unique(hashes)[:SMALLEST_HASHES]
 
 
 def count_buckets(numbers: NDArray[np.generic]) -> dict[int, int]:
@@ -254,13 +282,14 @@ def count_buckets(numbers: NDArray[np.generic]) -> dict[int, int]:
         >>> count_buckets(np.array([1.0, 1.1, 3.0])).values()
         dict_values([2, 1])
     """
-    kernels = array_kernels()
+    kernels = statistics_kernels()
     if kernels is not None:
-        counts = kernels.count_buckets(numbers.astype(np.float64, order="C"), BUCKET_BITS)
+        counts = kernels.count_buckets(numbers, BUCKET_BITS)
     else:
         counts = np.zeros(1 << BUCKET_BITS, np.int64)
-        for chunk in _chunks(numbers):
-            bits = (chunk.astype(np.float64) + 0.0).view(np.uint64) >> _SHIFT  # -0.0 becomes 0.0
+        for start in range(0, len(numbers), CHUNK_VALUES):
+            chunk = numbers[start : start + CHUNK_VALUES].astype(np.float64)
+            bits = (chunk + 0.0).view(np.uint64) >> _SHIFT  # -0.0 becomes 0.0
             counts += np.bincount(bits.view(np.int64), minlength=len(counts))
     nonempty = np.flatnonzero(counts)
     return dict(zip(nonempty.tolist(), counts[nonempty].tolist(), strict=True))
@@ -278,38 +307,6 @@ def bucket_range(bucket: int) -> tuple[float, float]:
     low, high = bits.view(np.float64).tolist()
     high = min(high, float(np.finfo(np.float64).max))
     return (-high, -low) if bucket & _SIGN else (low, high)
-
-
-def _smallest_hashes(values: pa.Array, sampled: pa.Array) -> NDArray[np.uint64]:
-    """Return the smallest hashes of distinct values.
-
-    The distinct values of a sample give an upper bound.
-    """
-    sample_hashes = _hash(sampled)  # distinct, as the values are
-    if len(sample_hashes) > SMALLEST_HASHES:
-        sample_hashes = np.partition(sample_hashes, SMALLEST_HASHES - 1)[:SMALLEST_HASHES]
-    sample_hashes.sort()
-    if len(sampled) == len(values):
-        return sample_hashes
-    if len(sample_hashes) < SMALLEST_HASHES:
-        return np.unique(_hash(pc.unique(values)))[:SMALLEST_HASHES]
-    bound = sample_hashes[SMALLEST_HASHES - 1]
-    kernels = array_kernels()
-    if kernels is not None and pa.types.is_integer(values.type):
-        return np.unique(kernels.hashes_up_to(as_bits(values.to_numpy()), bound))[:SMALLEST_HASHES]
-    candidates = [h[h <= bound] for h in map(_hash, _chunks(values))]
-    return np.unique(np.concatenate(candidates))[:SMALLEST_HASHES]
-
-
-def _chunks(values: Any) -> Iterator[Any]:
-    for start in range(0, len(values), CHUNK_VALUES):
-        yield values[start : start + CHUNK_VALUES]
-
-
-def _hash(values: pa.Array) -> NDArray[np.uint64]:
-    if pa.types.is_integer(values.type):
-        return splitmix64(values.to_numpy())
-    return hash_keys(comparable(values))
 
 
 def _sum_counts(values: pa.Array, counts: NDArray[np.int64]) -> tuple[pa.Array, NDArray[np.int64]]:
@@ -410,38 +407,56 @@ def sum_columns(columns: Sequence[ColumnStatistics]) -> ColumnStatistics:
 def column_statistics(column: pa.Array | pa.ChunkedArray) -> ColumnStatistics:
     """Return the statistics of one column."""
     array = one_chunk(column)
-    present = pc.drop_null(array)
-    lengths = np.ones(len(present), np.int64)
-    kind, values, countable = "STRING", np.empty(0), None
-    is_jagged = is_list(array.type)
-    if is_jagged:
-        lengths = pc.list_value_length(present).to_numpy().astype(np.int64)
+    present = pc.drop_null(array) if array.null_count else array
+    min_values = max_values = int(len(present) > 0)
+    lengths: dict[int, int] = {}
+    if is_list(array.type):
+        per_row = pc.list_value_length(present).to_numpy()
+        lengths = count_buckets(per_row)
+        min_values, max_values = (
+            (int(per_row.min()), int(per_row.max())) if len(per_row) else (0, 0)
+        )
         present = present.flatten()
     if pa.types.is_string(present.type) or pa.types.is_large_string(present.type):
-        values = pc.binary_length(present).to_numpy().astype(np.int64)
-        countable = present.cast(pa.large_string())
+        kind, values = "STRING", pc.binary_length(present).to_numpy()
+        sketch = make_sketch(None, present.cast(pa.large_string()))
+    elif pa.types.is_floating(present.type):
+        kind, values = "FLOAT", numpy_of(present)
+        is_finite = np.isfinite(values)
+        values = values if is_finite.all() else values[is_finite]
+        sketch = make_sketch(values, None)
     else:
-        kind = "FLOAT" if pa.types.is_floating(present.type) else "INT"
-        values = numpy_of(present)
-    finite = values[np.isfinite(values)] if kind == "FLOAT" else values
-    if kind == "INT":
-        countable = pa.array(finite.astype(np.int64))
+        kind, values = "INT", numpy_of(present)
+        sketch = make_sketch(values, values)
+    num_zeros, minimum, maximum, total, total_squares = _totals(values)
     return ColumnStatistics(
         kind,
         len(array),
         array.null_count,
-        len(finite),
-        int((finite == 0).sum()),
-        len(values) - len(finite),
-        float(finite.min()) + 0.0 if len(finite) else float("inf"),  # + 0.0: -0.0 becomes 0.0
-        float(finite.max()) + 0.0 if len(finite) else float("-inf"),
-        exact_sum(finite),
-        exact_sum_of_squares(finite),
-        int(lengths.min()) if len(lengths) else 0,
-        int(lengths.max()) if len(lengths) else 0,
-        make_sketch(None if kind == "STRING" else finite, countable),
-        count_buckets(lengths) if is_jagged else {},
+        len(values),
+        num_zeros,
+        len(present) - len(values),
+        minimum + 0.0,  # -0.0 becomes 0.0
+        maximum + 0.0,
+        total,
+        total_squares,
+        min_values,
+        max_values,
+        sketch,
+        lengths,
     )
+
+
+def _totals(values: NDArray[np.generic]) -> tuple[int, float, float, Fraction, Fraction]:
+    """Return zeros, minimum, maximum, exact sum and sum of squares of finite numbers."""
+    if not len(values):
+        return 0, float("inf"), float("-inf"), Fraction(0), Fraction(0)
+    kernels = statistics_kernels()
+    if kernels is not None:
+        return kernels.totals(values)
+    zeros, smallest, largest = int((values == 0).sum()), values.min(), values.max()
+    sums = exact_sum(values), exact_sum_of_squares(values)
+    return zeros, float(smallest), float(largest), *sums
 
 
 def table_statistics(table: pa.Table, skip: Iterable[str] = ()) -> dict[str, ColumnStatistics]:

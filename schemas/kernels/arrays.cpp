@@ -3,22 +3,10 @@
 // Called through ctypes without the lock of Python; they allocate nothing that outlives a call. `arrays.py` checks
 // shapes and types, and has a slower reference of each in numpy.
 #include <algorithm>
-#include <cstdint>
-#include <cstring>
-#include <vector>
+
+#include "common.h"
 
 namespace {
-
-using u64 = uint64_t;
-using i64 = int64_t;
-using i32 = int32_t;
-
-constexpr u64 kOdd = 0x9E3779B97F4A7C15ull, kMix = 0xD6E8FEB86659FD93ull;
-
-inline u64 multiply(u64 a, u64 b) {  // 64 x 64 to 128 bits, folded
-  unsigned __int128 product = static_cast<unsigned __int128>(a) * b;
-  return static_cast<u64>(product) ^ static_cast<u64>(product >> 64);
-}
 
 inline u64 load(const uint8_t* p, size_t bytes) {
   u64 word = 0;
@@ -37,13 +25,6 @@ inline u64 hash_bytes(const uint8_t* p, size_t size, u64 seed) {
   for (; p + 8 <= end; p += 8) a = multiply(load(p, 8) ^ a, seed);
   if (p < end) a = multiply(load(p, end - p) ^ a, ~seed);
   return multiply(a ^ kOdd, b ^ kMix);
-}
-
-inline u64 splitmix64(u64 z) {
-  z += 0x9E3779B97F4A7C15ull;
-  z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9ull;
-  z = (z ^ z >> 27) * 0x94D049BB133111EBull;
-  return z ^ z >> 31;
 }
 
 // One column: fixed-width values, or lists of them with `num_rows + 1` offsets.
@@ -77,46 +58,6 @@ void hash_column(const Column& c, i64 rows, u64 seed, u64* hashes) {
     default: return hash_fixed<u64>(c.values, rows, seed, hashes);
   }
 }
-
-// Numbers distinct keys in order of first appearance. The table doubles when half full, so that few keys stay in the
-// processor's cache.
-class Numbering {
- public:
-  Numbering() : slots_(1024, Slot{0, -1}) {}
-
-  i32 number(u64 key) {
-    u64 at = place(key);
-    while (slots_[at].number >= 0 && slots_[at].key != key) at = (at + 1) & (slots_.size() - 1);
-    if (slots_[at].number >= 0) return slots_[at].number;
-    slots_[at] = Slot{key, count_};
-    if (2 * static_cast<size_t>(++count_) > slots_.size()) grow();
-    return count_ - 1;
-  }
-
-  i32 count() const { return count_; }
-
- private:
-  struct Slot {
-    u64 key;
-    i32 number;
-  };
-
-  u64 place(u64 key) const { return (key * kOdd >> 20) & (slots_.size() - 1); }
-
-  void grow() {
-    std::vector<Slot> old(2 * slots_.size(), Slot{0, -1});
-    old.swap(slots_);
-    for (const Slot& slot : old) {
-      if (slot.number < 0) continue;
-      u64 at = place(slot.key);
-      while (slots_[at].number >= 0) at = (at + 1) & (slots_.size() - 1);
-      slots_[at] = slot;
-    }
-  }
-
-  std::vector<Slot> slots_;
-  i32 count_ = 0;
-};
 
 bool equal_rows(const Column& c, i64 a, i64 b) {
   if (!c.offsets) return std::memcmp(c.values + a * c.width, c.values + b * c.width, c.width) == 0;
@@ -153,6 +94,56 @@ template <class T>
 void take_values(const T* values, const i64* rows, i64 num_rows, T* out) {
   for (i64 i = 0; i < num_rows; i++) out[i] = values[rows[i]];
 }
+
+inline u64 hash_row(u64 id, u64 salt, u64 num_rows) {
+  const u64 hash = splitmix64(id ^ salt) & (~0ull >> 1);
+  return num_rows & (num_rows - 1) ? hash % num_rows : hash & (num_rows - 1);
+}
+
+// A set of rows of a table that is written in ascending order and emptied. Small tables have a bit for each row, and a bit
+// for each word of these; rows of larger ones are sorted.
+class RowSet {
+ public:
+  explicit RowSet(u64 num_rows) : is_small_(num_rows <= kMaxBits) {
+    if (!is_small_) return;
+    words_.resize((num_rows + 63) / 64, 0);
+    used_.resize((words_.size() + 63) / 64, 0);
+  }
+
+  void add(u64 row) {
+    if (is_small_) {
+      words_[row >> 6] |= 1ull << (row & 63);
+      used_[row >> 12] |= 1ull << (row >> 6 & 63);
+    } else if (static_cast<size_t>(numbering_.number(row)) == rows_.size()) {
+      rows_.push_back(static_cast<i64>(row));
+    }
+  }
+
+  // Writes the rows and empties the set; returns the end of what is written.
+  i64* write(i64* out) {
+    for (size_t u = 0; u < used_.size(); u++) {
+      for (u64 words = used_[u]; words; words &= words - 1) {
+        const size_t w = u * 64 + __builtin_ctzll(words);
+        for (u64 bits = words_[w]; bits; bits &= bits - 1) *out++ = w * 64 + __builtin_ctzll(bits);
+        words_[w] = 0;
+      }
+      used_[u] = 0;
+    }
+    if (is_small_) return out;
+    std::sort(rows_.begin(), rows_.end());
+    out = std::copy(rows_.begin(), rows_.end(), out);
+    rows_.clear();
+    numbering_ = Numbering();
+    return out;
+  }
+
+ private:
+  static constexpr u64 kMaxBits = 1 << 24;
+  const bool is_small_;
+  std::vector<u64> words_, used_;
+  Numbering numbering_;
+  std::vector<i64> rows_;
+};
 
 }  // namespace
 
@@ -243,6 +234,43 @@ i64 presage_distinct(const Lists* sources, i64 num_sources, i64 num_lists, i64* 
   return total;
 }
 
+// Ids of one column, and `num_blocks + 1` offsets of the ids of each block.
+struct Ids {
+  const void* values;
+  i64 type;
+  const i64* offsets;
+};
+
+// Writes the ascending distinct rows of a table that the ids of all columns stand for, block after block, and their
+// offsets. Ids are hashed, or are the rows themselves. Returns their number, or -1 if an id is not a row.
+i64 presage_distinct_rows(const Ids* columns, i64 num_columns, i64 num_blocks, i64 is_hashed, u64 salt, u64 num_rows,
+                          i64* out, i64* out_offsets) {
+  RowSet set(num_rows);
+  i64* end = out;
+  out_offsets[0] = 0;
+  for (i64 b = 0; b < num_blocks; b++) {
+    for (i64 c = 0; c < num_columns; c++) {
+      const Ids& ids = columns[c];
+      const bool is_valid = typed(ids.values, ids.type, [&](auto* values) {
+        u64 largest = 0;
+        for (i64 i = ids.offsets[b]; i < ids.offsets[b + 1]; i++) {
+          const u64 id = static_cast<u64>(static_cast<i64>(values[i]));
+          largest = std::max(largest, id);
+          if (is_hashed)
+            set.add(hash_row(id, salt, num_rows));
+          else if (id < num_rows)
+            set.add(id);
+        }
+        return is_hashed || largest < num_rows || ids.offsets[b] == ids.offsets[b + 1];
+      });
+      if (!is_valid) return -1;
+    }
+    end = set.write(end);
+    out_offsets[b + 1] = end - out;
+  }
+  return end - out;
+}
+
 void presage_sort_lists(i64* values, const i64* offsets, i64 num_lists) {
   for (i64 l = 0; l < num_lists; l++) std::sort(values + offsets[l], values + offsets[l + 1]);
 }
@@ -272,27 +300,7 @@ void presage_splitmix64(const u64* values, i64 num_values, u64* out) {
 
 // Maps ids to rows of a hashed table.
 void presage_hash_rows(const u64* ids, i64 num_ids, u64 salt, u64 num_rows, i64* out) {
-  for (i64 i = 0; i < num_ids; i++) out[i] = static_cast<i64>((splitmix64(ids[i] ^ salt) & (~0ull >> 1)) % num_rows);
-}
-
-// Writes the hashes that are at most `bound`; returns their number.
-i64 presage_hashes_up_to(const u64* values, i64 num_values, u64 bound, u64* out) {
-  i64 count = 0;
-  for (i64 i = 0; i < num_values; i++) {
-    out[count] = splitmix64(values[i]);
-    count += out[count] <= bound;
-  }
-  return count;
-}
-
-// Counts numbers by the upper bits of their float64.
-void presage_count_buckets(const double* numbers, i64 num_numbers, i64 shift, i64* counts) {
-  for (i64 i = 0; i < num_numbers; i++) {
-    const double number = numbers[i] + 0.0;  // -0.0 becomes 0.0
-    u64 bits;
-    std::memcpy(&bits, &number, sizeof(bits));
-    counts[bits >> shift]++;
-  }
+  for (i64 i = 0; i < num_ids; i++) out[i] = static_cast<i64>(hash_row(ids[i], salt, num_rows));
 }
 
 }  // extern "C"

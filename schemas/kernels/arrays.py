@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -12,20 +11,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from schemas.kernels.build import ARRAYS, find_library
+from schemas.kernels.functions import POINTER, UNSIGNED, WORD, Functions, typed_values
 
-_WORD, _UNSIGNED, _POINTER = ctypes.c_int64, ctypes.c_uint64, ctypes.c_void_p
 _ENTRIES = {
-    "unique_tuples": (_POINTER, _WORD, _WORD, _UNSIGNED, _POINTER, _POINTER),
-    "take": (_POINTER, _WORD, _POINTER, _WORD, _POINTER),
-    "take_offsets": (_POINTER, _POINTER, _WORD, _POINTER),
-    "take_lists": (_POINTER, _WORD, _POINTER, _POINTER, _WORD, _POINTER, _POINTER),
-    "distinct": (_POINTER, _WORD, _WORD, _POINTER, _POINTER),
-    "sort_lists": (_POINTER, _POINTER, _WORD),
-    "overlaps": (_POINTER, _POINTER, _POINTER, _WORD, _WORD, _POINTER),
-    "splitmix64": (_POINTER, _WORD, _POINTER),
-    "hash_rows": (_POINTER, _WORD, _UNSIGNED, _UNSIGNED, _POINTER),
-    "hashes_up_to": (_POINTER, _WORD, _UNSIGNED, _POINTER),
-    "count_buckets": (_POINTER, _WORD, _WORD, _POINTER),
+    "unique_tuples": (POINTER, WORD, WORD, UNSIGNED, POINTER, POINTER),
+    "take": (POINTER, WORD, POINTER, WORD, POINTER),
+    "take_offsets": (POINTER, POINTER, WORD, POINTER),
+    "take_lists": (POINTER, WORD, POINTER, POINTER, WORD, POINTER, POINTER),
+    "distinct": (POINTER, WORD, WORD, POINTER, POINTER),
+    "distinct_rows": (POINTER, WORD, WORD, WORD, UNSIGNED, UNSIGNED, POINTER, POINTER),
+    "sort_lists": (POINTER, POINTER, WORD),
+    "overlaps": (POINTER, POINTER, POINTER, WORD, WORD, POINTER),
+    "splitmix64": (POINTER, WORD, POINTER),
+    "hash_rows": (POINTER, WORD, UNSIGNED, UNSIGNED, POINTER),
 }
 
 FlatColumn = tuple[NDArray[Any], NDArray[np.int64] | None]
@@ -39,15 +37,12 @@ def array_kernels() -> ArrayKernels | None:
     return None if path is None else ArrayKernels(path)
 
 
-class ArrayKernels:
-    """The functions of one library."""
+class ArrayKernels(Functions):
+    """The functions of `arrays.cpp`."""
 
     def __init__(self, path: Path) -> None:
         """Load the library."""
-        loaded = ctypes.CDLL(str(path))
-        self._entries = {name: loaded[f"presage_{name}"] for name in _ENTRIES}
-        for name, entry in self._entries.items():
-            entry.argtypes, entry.restype = _ENTRIES[name], _WORD
+        super().__init__(path, _ENTRIES)
 
     def unique_tuples(
         self, columns: Sequence[FlatColumn], num_rows: int, seed: int = 0
@@ -68,13 +63,13 @@ class ArrayKernels:
             np.int64,
         )
         first, inverse = np.empty(num_rows, np.int64), np.empty(num_rows, np.int32)
-        count = self._call("unique_tuples", structs, len(arrays), num_rows, seed, first, inverse)
+        count = self.call("unique_tuples", structs, len(arrays), num_rows, seed, first, inverse)
         return None if count < 0 else (first[:count].copy(), inverse)
 
     def take(self, values: NDArray[Any], rows: NDArray[np.int64]) -> NDArray[Any]:
         """Return `values[rows]`; values have 1, 2, 4 or 8 bytes, rows are in range."""
         out = np.empty(len(rows), values.dtype)
-        self._call("take", values, values.dtype.itemsize, rows, len(rows), out)
+        self.call("take", values, values.dtype.itemsize, rows, len(rows), out)
         return out
 
     def take_lists(
@@ -82,9 +77,9 @@ class ArrayKernels:
     ) -> tuple[NDArray[Any], NDArray[np.int64]]:
         """Return the values and offsets of some lists, whose row numbers are in range."""
         new_offsets = np.empty(len(rows) + 1, np.int64)
-        total = self._call("take_offsets", offsets, rows, len(rows), new_offsets)
+        total = self.call("take_offsets", offsets, rows, len(rows), new_offsets)
         out, width = np.empty(total, values.dtype), values.dtype.itemsize
-        self._call("take_lists", values, width, offsets, rows, len(rows), new_offsets, out)
+        self.call("take_lists", values, width, offsets, rows, len(rows), new_offsets, out)
         return out, new_offsets
 
     def distinct(
@@ -100,12 +95,39 @@ class ArrayKernels:
         num_lists = len(pairs[0][1]) - 1
         out = np.empty(sum(int(o[-1] - o[0]) for _, o in pairs), np.int64)
         offsets = np.empty(num_lists + 1, np.int64)
-        total = self._call("distinct", structs, len(pairs), num_lists, out, offsets)
+        total = self.call("distinct", structs, len(pairs), num_lists, out, offsets)
         return out[:total].copy(), offsets
+
+    def distinct_rows(
+        self,
+        columns: Sequence[tuple[NDArray[np.integer], NDArray[np.int64]]],
+        salt: np.uint64 | None,
+        num_rows: int,
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64]] | None:
+        """Return the ascending distinct rows of the ids of each block, and their offsets.
+
+        Args:
+            columns: ids, and the offsets of each block's; at least one, all of as many blocks.
+            salt: of the table, whose rows are hashes of ids; None if an id is its row.
+            num_rows: of the table.
+
+        Returns:
+            None if an id is not a row of the table.
+        """
+        typed = [(*typed_values(ids), np.ascontiguousarray(offsets)) for ids, offsets in columns]
+        structs = np.array([(v.ctypes.data, t, o.ctypes.data) for v, t, _, o in typed], np.int64)
+        per_block = np.diff(np.sum([offsets for *_, offsets in typed], axis=0))
+        out = np.empty(int(np.minimum(per_block, min(num_rows, 1 << 62)).sum()), np.int64)
+        offsets = np.empty(len(per_block) + 1, np.int64)
+        rule = (0, 0) if salt is None else (1, int(salt))
+        total = self.call(
+            "distinct_rows", structs, len(typed), len(per_block), *rule, num_rows, out, offsets
+        )
+        return None if total < 0 else (out[:total], offsets)
 
     def sort_lists(self, values: NDArray[np.int64], offsets: NDArray[np.int64]) -> None:
         """Sort each list in place."""
-        self._call("sort_lists", values, offsets, len(offsets) - 1)
+        self.call("sort_lists", values, offsets, len(offsets) - 1)
 
     def overlaps(
         self,
@@ -119,13 +141,13 @@ class ArrayKernels:
         See `schemas.group_files._overlaps`.
         """
         out = np.zeros(len(rows), np.int64)
-        self._call("overlaps", values, offsets, rows, len(rows), max_candidates, out)
+        self.call("overlaps", values, offsets, rows, len(rows), max_candidates, out)
         return out
 
     def splitmix64(self, values: NDArray[np.uint64]) -> NDArray[np.uint64]:
         """Return `schemas.hashing.splitmix64` of a flat array."""
         out = np.empty(len(values), np.uint64)
-        self._call("splitmix64", values, len(values), out)
+        self.call("splitmix64", values, len(values), out)
         return out
 
     def hash_rows(
@@ -133,22 +155,5 @@ class ArrayKernels:
     ) -> NDArray[np.int64]:
         """Return `schemas.hashing.hash_rows` of flat ids."""
         out = np.empty(len(ids), np.int64)
-        self._call("hash_rows", ids, len(ids), int(salt), num_rows, out)
+        self.call("hash_rows", ids, len(ids), int(salt), num_rows, out)
         return out
-
-    def hashes_up_to(self, values: NDArray[np.uint64], bound: np.uint64) -> NDArray[np.uint64]:
-        """Return those hashes of flat values, by splitmix64, that are at most `bound`."""
-        out = np.empty(len(values) + 1, np.uint64)
-        count = self._call("hashes_up_to", values, len(values), int(bound), out)
-        return out[:count].copy()
-
-    def count_buckets(self, numbers: NDArray[np.float64], bits: int) -> NDArray[np.int64]:
-        """Return the counts of numbers by the upper `bits` of their float64."""
-        counts = np.zeros(1 << bits, np.int64)
-        self._call("count_buckets", numbers, len(numbers), 64 - bits, counts)
-        return counts
-
-    def _call(self, name: str, *arguments: NDArray[Any] | int) -> int:
-        for array in arguments:
-            assert isinstance(array, int) or array.flags.c_contiguous, f"{name} reads flat arrays"
-        return self._entries[name](*(a if isinstance(a, int) else a.ctypes.data for a in arguments))

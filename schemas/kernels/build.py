@@ -45,8 +45,12 @@ class Library:
     version: str = ""
 
 
-ARRAYS = Library(Path(__file__).parent, ("arrays.cpp",), ("-fno-strict-aliasing",))
+ARRAYS = Library(Path(__file__).parent, ("arrays.cpp", "common.h"), ("-fno-strict-aliasing",))
 """The library of `arrays.py`."""
+STATISTICS = Library(
+    Path(__file__).parent, ("statistics.cpp", "common.h"), ("-fno-strict-aliasing",)
+)
+"""The library of `statistics.py`."""
 
 
 def find_library(library: Library, without: str) -> Path | None:
@@ -185,4 +189,5 @@ def _reason(error: Exception) -> str:
 
 
 if __name__ == "__main__":  # while an image is built: its processes find no compiler
-    build_levels(ARRAYS)
+    for library in (ARRAYS, STATISTICS):
+        build_levels(library)

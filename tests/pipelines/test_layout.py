@@ -85,7 +85,7 @@ def star_of(table: pa.Table) -> Star:
     texts = [str(row) for row in table.select(names).to_pylist()]
     tuples = np.array([texts.index(text) for text in texts], np.int64)
     none = np.empty(0, np.int64)
-    return Star(pa.table({}), {"g": table}, none, {"g": none}, {"g": tuples})
+    return Star(pa.table({}), {"g": table}, none, {"g": none}, {"g": none}, {"g": tuples})
 
 
 def opened(files: Sequence[StoredTable]) -> Callable[[str], CheckedFile]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Literal
 
 import numpy as np
 import pyarrow as pa
@@ -10,12 +11,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipelines.quality.column_statistics import count_buckets
+from pipelines.quality import column_statistics as column_statistics_module
+from pipelines.quality.column_statistics import column_statistics
 from schemas import arrays, group_files, hashing, oracle
+from schemas import rows as rows_module
 from schemas.arrays import Jagged, comparable_tuple, offsets_of, take_rows, unique_tuples
+from schemas.config.job import TableConfig
+from schemas.errors import SchemaError
 from schemas.hashing import hash_rows, splitmix64
 from schemas.kernels.arrays import ArrayKernels, array_kernels
 from schemas.oracle import distinct_of_lists
+from schemas.rows import distinct_rows
 
 
 @pytest.fixture
@@ -165,9 +171,81 @@ def test_overlaps_equal_those_of_numpy(lists: list[list[int]]) -> None:
         assert group_files._overlaps(flat, rows).tolist() == compiled.tolist()
 
 
-def test_buckets_equal_those_of_numpy(monkeypatch: pytest.MonkeyPatch) -> None:
-    numbers = np.random.default_rng(1).normal(0, 1e3, 70_000)
+SMALL = st.lists(st.lists(st.integers(-4, 70), max_size=40), min_size=3, max_size=3)
+
+
+@given(
+    st.sampled_from(["int8", "int64", "uint16"]),
+    st.lists(SMALL, min_size=1, max_size=3),
+    st.sampled_from(["hash", "identity"]),
+    st.sampled_from([1, 64, 70, 5000, 1 << 24, (1 << 24) + 1, 2**63]),
+)
+def test_distinct_rows_of_ids_equal_those_of_numpy(
+    kind: str, blocks: list[list[list[int]]], rule: Literal["hash", "identity"], num_rows: int
+) -> None:
+    if kind.startswith("u"):
+        blocks = [[[abs(i) for i in ids] for ids in lists] for lists in blocks]
+    columns = [jagged(lists) for lists in blocks]
+    columns = [Jagged(c.values.astype(kind), c.offsets) for c in columns]
+    table = TableConfig(features=("a",), rows=rule, num_rows=num_rows)
+
+    def found() -> object:
+        try:
+            rows = distinct_rows(columns, "items", table)
+        except SchemaError as error:
+            return str(error)
+        return rows.values.tolist(), rows.offsets.tolist()
+
+    compiled = found()
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (arrays, hashing, oracle, rows_module):
+            patch.setattr(module, "array_kernels", lambda: None)
+        assert found() == compiled
+
+
+def limits(sign: str, bits: int) -> st.SearchStrategy[int]:
+    """Return integers of a type, often small ones or the limits."""
+    low, high = (0, 2**bits - 1) if sign == "u" else (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1)
+    return st.one_of(st.integers(0, 3), st.integers(low, high), st.sampled_from([low, high]))
+
+
+VALUES_OF_KIND: dict[str, st.SearchStrategy[object]] = {
+    **{f"{s}int{b}": limits(s, b) for s in ("", "u") for b in (8, 16, 32, 64)},
+    **{f"float{b}": st.floats(width=b) for b in (16, 32, 64)},
+    "timestamp": limits("", 64),
+    "bool": st.booleans(),
+}
+
+
+@st.composite
+def columns_of_numbers(draw: st.DrawFn) -> pa.Array:
+    """Columns of any numbers, with nulls, as slices; limits and equal values are frequent."""
+    kind = draw(st.sampled_from([*VALUES_OF_KIND]))
+    value = VALUES_OF_KIND[kind]
+    arrow = pa.timestamp("us") if kind == "timestamp" else pa.type_for_alias(kind)
+    if draw(st.booleans()):
+        value, arrow = st.lists(value, max_size=5), pa.large_list(arrow)
+    if draw(st.booleans()):
+        value = st.one_of(st.none(), value)
+    return pa.array(draw(st.lists(value, max_size=60)), arrow)[draw(st.integers(0, 2)) :]
+
+
+@given(columns_of_numbers())
+def test_statistics_equal_those_of_numpy(column: pa.Array) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(column_statistics_module, "SAMPLED_VALUES", 20)
+        patch.setattr(column_statistics_module, "TOP_VALUES", 4)
+        patch.setattr(column_statistics_module, "SMALLEST_HASHES", 3)
+        compiled = column_statistics(column)
+        patch.setattr(column_statistics_module, "statistics_kernels", lambda: None)
+        assert column_statistics(column) == compiled
+
+
+def test_statistics_of_many_numbers_equal_those_of_numpy(monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = np.random.default_rng(1)
+    numbers = rng.normal(0, 1e3, 70_000)
     numbers[:3] = 0.0, -0.0, 5e-324
-    compiled = count_buckets(numbers)
-    monkeypatch.setattr("pipelines.quality.column_statistics.array_kernels", lambda: None)
-    assert count_buckets(numbers) == compiled
+    columns = [numbers, rng.zipf(1.3, 200_000), rng.integers(-(2**63), 2**63 - 1, 200_000)]
+    compiled = [column_statistics(pa.array(c)) for c in columns]
+    monkeypatch.setattr(column_statistics_module, "statistics_kernels", lambda: None)
+    assert [column_statistics(pa.array(c)) for c in columns] == compiled
