@@ -30,6 +30,7 @@ from schemas.layout import FILE_SHIFT, TRAIN, access_path
 from schemas.leases import Lease
 from schemas.oracle import distinct
 from schemas.order import Order
+from schemas.storage import Location
 
 BLOCKS_PER_PART = 64
 
@@ -103,7 +104,7 @@ def run_beam_stages(columns: list[np.ndarray], batch: int, root: Path) -> float:
         )
         blocks = written | "blocks" >> beam.Map(lambda parts: _blocks(parts, num_blocks))
         names = [str(table) for table in range(len(columns))]
-        numbered = blocks | "number" >> NumberAccesses(root, names, num_parts)
+        numbered = blocks | "number" >> NumberAccesses(Location.parse(root), names, num_parts)
         plans = numbered | "plan" >> beam.MapTuple(lambda t, n: _plan(root, num_blocks, t, n))
         linked = plans | "link" >> RunStages(LINKING_STAGES, spread=True)
         return {
@@ -113,7 +114,7 @@ def run_beam_stages(columns: list[np.ndarray], batch: int, root: Path) -> float:
         }
 
     start = time.perf_counter()
-    run_pipeline(make, [], root, num_tasks=len(columns) - 3)
+    run_pipeline(make, [], Location.parse(root), num_tasks=len(columns) - 3)
     return time.perf_counter() - start
 
 

@@ -99,6 +99,7 @@ class BuildContext:
         learned: files that earlier segments fitted, path to sha256.
         shuffle_by: transport of samples in the shuffle: `values` on Beam, `memory` in one process,
             or `references` to local files.
+        owns_workers: False in a user's pipeline, whose processes are not configured.
         has_files: False if the rows come from a user's pipeline and have no position; the only
             listed file names them then.
     """
@@ -115,6 +116,7 @@ class BuildContext:
     key_types: Mapping[str, pa.DataType] = field(default_factory=dict)
     learned: Mapping[str, str] = field(default_factory=dict)
     shuffle_by: str = "values"
+    owns_workers: bool = True
     has_files: bool = True
 
     @property

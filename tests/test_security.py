@@ -20,6 +20,7 @@ import trainer.__main__
 from pipelines.beam.runner import run_pipeline
 from pipelines.samples.sql import Connection
 from scheduler.drivers.job_files import copy_job_file, prepare_stores
+from schemas.storage import Location
 from tests.cluster.sockets import sockets_of
 from tests.conftest import REPOSITORY
 from tests.documents import blocks, commands
@@ -226,7 +227,8 @@ def test_beam_listens_on_all_interfaces_with_several_workers_and_nowhere_with_on
 
     (tmp_path / "results").mkdir()
     arguments = [f"--direct_num_workers={workers}", "--direct_running_mode=multi_threading"]
-    outputs = run_pipeline(make, arguments[: 2 if workers > 1 else 1], tmp_path)
+    options = arguments[: 2 if workers > 1 else 1]
+    outputs = run_pipeline(make, options, Location.parse(tmp_path))
     assert outputs["hosts"] == [sorted({*hosts, *(host for host, _ in before)})]
 
 

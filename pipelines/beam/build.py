@@ -70,7 +70,9 @@ def segment_of_rows(
         fit = FitTransforms(context.segment_root, context.data, context.learned)
         outputs["learned"] = samples[LEARNED] | "FitTransforms" >> fit
     parts = samples[SAMPLES] | "BuildParts" >> BuildParts(context, outputs.get("learned"))
-    number = NumberAccesses(context.segment_root, context.data.tables, context.num_parts)
+    number = NumberAccesses(
+        context.segment_root, context.data.tables, context.num_parts, context.owns_workers
+    )
     tables = parts[BLOCKS] | "NumberAccesses" >> number
     rejects = (rows[REJECTS], samples[REJECTS]) | "join rejects" >> beam.Flatten()
     counts = rejects | "WriteRejects" >> WriteRejects(context)
@@ -186,11 +188,13 @@ class RunStages(beam.PTransform):
 
 
 class _NumberTable(beam.DoFn):
-    def __init__(self, root: Location, worker_entries: int) -> None:
+    def __init__(self, root: Location, worker_entries: int, owns_workers: bool) -> None:
         self.root, self.worker_entries = root, worker_entries
+        self.owns_workers = owns_workers
 
     def setup(self) -> None:
-        keep_freed_memory()
+        if self.owns_workers:
+            keep_freed_memory()
 
     def process(self, table: str, parts: list[bytes]) -> Iterator[Any]:
         if parts:
@@ -205,23 +209,28 @@ class _NumberTable(beam.DoFn):
 class NumberAccesses(beam.PTransform):
     """Number the rows of tables: blocks of all parts, as bytes, to (table, distinct rows)."""
 
-    def __init__(self, root: Location, tables: Iterable[str], num_parts: int) -> None:
+    def __init__(
+        self, root: Location, tables: Iterable[str], num_parts: int, owns_workers: bool = True
+    ) -> None:
         """Store the settings.
 
         Args:
             root: directory of the segment being built.
             tables: names.
             num_parts: parts of the segment.
+            owns_workers: see `BuildContext`.
         """
         super().__init__()
         self.spread = num_parts >= SPREAD_PARTS
+        self.owns_workers = owns_workers
         self.root, self.tables = root, sorted(tables)
 
     def expand(self, input_or_inputs: beam.PCollection) -> beam.PCollection:
         """Number tables that fit a worker in one task, others in stages."""
         joined = input_or_inputs | "all blocks" >> beam.combiners.ToList()
         number = beam.ParDo(
-            _NumberTable(self.root, WORKER_ENTRIES), beam.pvalue.AsSingleton(joined)
+            _NumberTable(self.root, WORKER_ENTRIES, self.owns_workers),
+            beam.pvalue.AsSingleton(joined),
         )
         numbered = (
             input_or_inputs.pipeline

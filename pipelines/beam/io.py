@@ -269,6 +269,7 @@ class ReadSource(beam.PTransform):
             steps=job_steps(self._data),
             num_parts=1,
             empty_rows={self._source: self._empty_rows(listing)},
+            owns_workers=False,
         )
         read = input_or_inputs | "read" >> ReadRows(context)
         return {
@@ -320,6 +321,7 @@ class MakeSamples(beam.PTransform):
             context,
             segment_root=_NOWHERE,
             num_parts=num_parts,
+            owns_workers=False,
             has_files=False,
         )
 
@@ -390,6 +392,7 @@ def _start_build(
         context,
         segment_root=root,
         learned=fitted_files(request.dataset),
+        owns_workers=False,
     )
     stage_fitted(request.dataset, context.learned, root)
     return PendingSegment(request, job, context)

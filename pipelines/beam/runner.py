@@ -10,6 +10,7 @@ import re
 import secrets
 from argparse import ArgumentParser
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, BinaryIO, cast
 
 import apache_beam as beam
@@ -43,13 +44,10 @@ WORKER_BYTES = 2 << 30
 """Memory reserved for a local worker."""
 PROCESS_TASKS = 24
 """Local workers are processes with at least so many tasks, threads with fewer."""
-LOCAL_RUNNERS = (None, "DirectRunner", "FnApiRunner")
-"""Names that select FnApiRunner; Beam's DirectRunner may otherwise pick another one."""
-
-worker_handlers.DATA_BUFFER_TIME_LIMIT_MS = 0
-"""Turns off the periodic flush of Beam's worker threads (2.77). It runs every second without a
-lock against the writing thread: it can cut an element in two, and elements written between its
-copy and its clear are lost. Other runners have no such limit by default."""
+LOCAL_RUNNERS = (None, "FnApiRunner")
+"""Names that select FnApiRunner; DirectRunner is Beam's own choice, Prism where it can have it."""
+_FLUSH_MS = worker_handlers.DATA_BUFFER_TIME_LIMIT_MS
+"""Interval of the periodic flush of FnApiRunner's worker threads."""
 
 
 class _Save(beam.DoFn):
@@ -97,7 +95,8 @@ def run_pipeline(
         listed = values | f"collect {name}" >> beam.combiners.ToList()
         _ = listed | f"save {name}" >> beam.ParDo(_Save(files[name], key))
     try:
-        pipeline.run().wait_until_finish()
+        with _without_periodic_flush():
+            pipeline.run().wait_until_finish()
     except SchemaError as error:
         raise SchemaError(re.sub(_STEP, "", error.message)) from error
     except (RuntimeError, grpc.RpcError, grpc.FutureTimeoutError) as error:
@@ -109,6 +108,21 @@ def run_pipeline(
     outputs = {name: _load(file, key) for name, file in files.items()}
     (root / RESULTS).remove_all()
     return outputs
+
+
+@contextmanager
+def _without_periodic_flush() -> Iterator[None]:
+    """Turn off the periodic flush of FnApiRunner's worker threads while a build of ours runs.
+
+    In Beam 2.77 it runs every second without a lock against the writing thread: it can cut an
+    element in two, and elements written between its copy and its clear are lost. Other runners have
+    no such flush by default.
+    """
+    worker_handlers.DATA_BUFFER_TIME_LIMIT_MS = 0
+    try:
+        yield
+    finally:
+        worker_handlers.DATA_BUFFER_TIME_LIMIT_MS = _FLUSH_MS
 
 
 def local_workers(beam_args: Sequence[str], num_tasks: int) -> list[str]:

@@ -119,7 +119,8 @@ class _Counted(beam.DoFn):
         }
 
     def setup(self) -> None:
-        keep_freed_memory()
+        if self.context.owns_workers:
+            keep_freed_memory()
 
     def count_input(self, table: pa.Table) -> None:
         self.counters["in-rows"].inc(table.num_rows)

@@ -121,7 +121,7 @@ def request(job: Path, log: Path | str, dataset: Path) -> BuildRequest:
 
 def beam_request(job: Path, log: Path | str, dataset: Path) -> BuildRequest:
     """Return a request for Beam's local runner."""
-    return replace(request(job, log, dataset), beam_args=["--runner=DirectRunner"])
+    return replace(request(job, log, dataset), beam_args=["--runner=FnApiRunner"])
 
 
 def built(directory: Path, num_rows: int = 300, seed: int = 0, gap: str = "") -> Path:

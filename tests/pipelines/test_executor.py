@@ -199,8 +199,8 @@ def test_what_the_user_says_about_workers_wins() -> None:
 PROGRAM = """
 import resource, sys, time
 import apache_beam as beam
-from pathlib import Path
 from pipelines.beam.runner import run_pipeline
+from schemas.storage import Location
 
 resource.setrlimit(resource.RLIMIT_AS, (8 << 30, 8 << 30))
 
@@ -217,7 +217,7 @@ def make(pipeline):
 
 if __name__ == "__main__":
     threads = ["--direct_num_workers=2", "--direct_running_mode=multi_threading"]
-    found = run_pipeline(make, threads, Path(sys.argv[1]))["slow"]
+    found = run_pipeline(make, threads, Location.parse(sys.argv[1]))["slow"]
     print(sorted(s.number for s in found))
 """
 

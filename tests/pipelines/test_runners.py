@@ -1,0 +1,85 @@
+"""Beam's own local runners, and what a pipeline of a user must not change in its processes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import apache_beam as beam
+import pytest
+from apache_beam.runners.portability.fn_api_runner import worker_handlers
+from apache_beam.runners.portability.fn_api_runner.fn_runner import FnApiRunner
+
+from pipelines.beam import runner
+from pipelines.beam.io import BuildDataset, ReadSource, WriteDataset
+from pipelines.build import build
+from pipelines.cli import main
+from tests.external_tools import build_go_program
+from tests.pipelines.logs import beam_request, bytes_of, write_job, write_log
+
+PRISM, PRISM_VERSION = "github.com/apache/beam/sdks/v2/go/cmd/prism", f"v{beam.__version__}"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_direct_runner_is_prism_and_gives_the_bytes_of_the_executor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("pipelines.prepare.PART_INPUT_BYTES", 8_000)
+    prism = build_go_program(PRISM, PRISM_VERSION)
+    write_log(tmp_path / "log", num_rows=600, num_files=4)
+    words = ["build", str(write_job(tmp_path / "job")), "--input", str(tmp_path / "log")]
+    assert main([*words, "--output", str(tmp_path / "here")]) == 0
+    options = ["--runner=DirectRunner", f"--prism_location={prism}"]
+    caplog.set_level("INFO")
+    assert main([*words, "--output", str(tmp_path / "prism"), *options]) == 0
+    assert bytes_of(tmp_path / "prism") == bytes_of(tmp_path / "here")
+    assert [r for r in caplog.records if "Serving JobManagement" in r.getMessage()]
+
+
+@pytest.fixture
+def keeps_memory(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """The calls that configure the allocator of a worker process."""
+    calls: list[bool] = []
+    for module in ("transforms", "build"):
+        monkeypatch.setattr(
+            f"pipelines.beam.{module}.keep_freed_memory", lambda: calls.append(True)
+        )
+    return calls
+
+
+@pytest.mark.slow
+def test_pipelines_of_users_run_with_the_allocator_and_the_beam_of_the_user(
+    tmp_path: Path, keeps_memory: list[bool]
+) -> None:
+    rows, job = write_log(tmp_path / "log"), write_job(tmp_path / "job")
+    interval = worker_handlers.DATA_BUFFER_TIME_LIMIT_MS
+    with beam.Pipeline(runner=FnApiRunner()) as pipeline:
+        _ = pipeline | "source" >> ReadSource(job, tmp_path / "log")
+        _ = pipeline | "build" >> BuildDataset(job, tmp_path / "log", tmp_path / "built")
+        written = pipeline | beam.Create([rows])
+        _ = written | "write" >> WriteDataset(job, tmp_path / "written", "day-1")
+    assert keeps_memory == []
+    assert worker_handlers.DATA_BUFFER_TIME_LIMIT_MS == interval == 1000
+
+
+@pytest.mark.slow
+def test_a_build_on_the_local_runner_restores_beam(
+    tmp_path: Path, keeps_memory: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    intervals: list[int] = []
+    handler = worker_handlers.GrpcServer.__init__
+
+    def record(self: object, *arguments: object) -> None:
+        intervals.append(worker_handlers.DATA_BUFFER_TIME_LIMIT_MS)
+        handler(self, *arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(worker_handlers.GrpcServer, "__init__", record)
+    write_log(tmp_path / "log")
+    options = ["--direct_num_workers=2", "--direct_running_mode=multi_threading"]
+    request = beam_request(write_job(tmp_path / "job"), tmp_path / "log", tmp_path / "dataset")
+    request.beam_args.extend(options)
+    build(request)
+    assert keeps_memory
+    assert set(intervals) == {0}
+    assert worker_handlers.DATA_BUFFER_TIME_LIMIT_MS == 1000
+    assert runner.LOCAL_RUNNERS == (None, "FnApiRunner")
