@@ -20,8 +20,8 @@ from pipelines import executor
 from pipelines.autogroup.costs import LEAST_DEDUP_FACTOR
 from pipelines.autogroup.job import with_groups
 from pipelines.clustering.part import PartResult, deserialize_results
-from pipelines.context import BuildContext, BuildRequest, in_process, runner_module
-from pipelines.prepare import check_map, choose_shuffle, count_parts, is_small, prepare
+from pipelines.context import BuildContext, BuildRequest, local_options, runner_module
+from pipelines.prepare import check_map, holds_in_memory, prepare
 from pipelines.progress import counted_rows, is_stopped, report_progress
 from pipelines.quality.gate import GateError, keep_rejects
 from pipelines.quality.segment_statistics import segment_statistics
@@ -52,6 +52,7 @@ from pipelines.table.compatibility import (
 from pipelines.table.root import write_copies
 from pipelines.table.segment import finish_segment, publish, segment_directory
 from pipelines.transforms.fit import new_files, publish_fitted, returned_files, stage_fitted
+from pipelines.workers import num_processes
 from schemas.config.job import DataConfig, Job, SplitConfig, check_new_names, load_job
 from schemas.dataset import Dataset, Segment, open_dataset, select_segments
 from schemas.errors import SchemaError
@@ -185,10 +186,9 @@ def _build_and_commit(
     lease: Lease,
 ) -> BuildResult:
     if (directory / MANIFEST).stat() is None:
-        shuffle_by = choose_shuffle(request.beam_args, context.listing)
-        on_beam = shuffle_by != "memory"
+        on_beam = local_options(request.beam_args) is None
         with segment_directory(directory, request.work, in_place=on_beam) as building:
-            context = replace(context, segment_root=building, shuffle_by=shuffle_by)
+            context = replace(context, segment_root=building)
             _write_segment(request, context, key, hashes, lease)
             publish(building, directory)
     request.check(directory, job)
@@ -274,8 +274,9 @@ def _write_segment(
         report_progress(building, context.num_parts, request.progress),
         _job_file_in_errors(request),
     ):
-        if context.shuffle_by == "memory":
-            values = executor.run_segment(context)
+        options = local_options(request.beam_args)
+        if options is not None:
+            values = executor.run_segment(context, options)
         else:
             values = runner_module("build").run_segment(context, request.beam_args)
         if is_stopped(building):
@@ -418,12 +419,11 @@ def record_build_speed(
         result: what `build --json` prints.
         beam_args: Beam options of the build.
     """
-    workers = 1
-    num_parts = count_parts(result["input_bytes"])
-    if not in_process(beam_args, is_small=is_small(num_parts)):
-        workers = runner_module("runner").local_processes(beam_args, num_parts)
-    if not result["built"] or workers is None:
+    options = local_options(beam_args)
+    if not result["built"] or options is None:
         return
+    in_memory = holds_in_memory(options, result["input_bytes"])
+    workers = 1 if in_memory else options.num_workers or num_processes()
     speed = {name: result[name] for name in _SPEED_FIELDS}
     line = canonical_json({**speed, "num_workers": workers})
     path = dataset / BUILDS / f"{result['segment']}.json"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,7 +12,7 @@ from types import ModuleType
 import pyarrow as pa
 
 from pipelines.samples.statements import Steps
-from pipelines.shuffle import ByReference, ByValue, InMemory, ShuffleTransport
+from pipelines.shuffle import ByValue
 from pipelines.sources.listing import Folder
 from pipelines.sources.rejects import BUILD_REJECTS_SCHEMA
 from pipelines.sources.rows import InputSplit, file_and_row, files_and_rows
@@ -97,8 +98,6 @@ class BuildContext:
         broadcast: side tables that are copied to every worker.
         key_types: by side table, the type in which its key is compared.
         learned: files that earlier segments fitted, path to sha256.
-        shuffle_by: transport of samples in the shuffle: `values` on Beam, `memory` in one process,
-            or `references` to local files.
         owns_workers: False in a user's pipeline, whose processes are not configured.
         has_files: False if the rows come from a user's pipeline and have no position; the only
             listed file names them then.
@@ -115,19 +114,13 @@ class BuildContext:
     broadcast: frozenset[str] = frozenset()
     key_types: Mapping[str, pa.DataType] = field(default_factory=dict)
     learned: Mapping[str, str] = field(default_factory=dict)
-    shuffle_by: str = "values"
     owns_workers: bool = True
     has_files: bool = True
 
     @property
-    def transport(self) -> ShuffleTransport:
-        """The transport of samples through the shuffle."""
-        groups = tuple(self.data.groups)
-        if self.shuffle_by == "values":
-            return ByValue(groups)
-        if self.shuffle_by == "memory":
-            return InMemory()
-        return ByReference(self.local_root, groups)
+    def transport(self) -> ByValue:
+        """The transport of samples through the shuffle of a Beam runner."""
+        return ByValue(tuple(self.data.groups))
 
     @property
     def local_root(self) -> Path:
@@ -175,43 +168,71 @@ class BuildContext:
 
 
 IN_PROCESS = "InProcess"
-"""Value of `--runner` for `executor.py`: one process, without Beam."""
-ONE_WORKER = "--direct_num_workers=1"
+"""Value of `--runner` that holds the samples in memory, whatever the size of the input."""
 
 
-def in_process(beam_args: Sequence[str], *, is_small: bool = False) -> bool:
-    """Tell whether a command runs in this process.
+@dataclass(frozen=True, slots=True)
+class LocalOptions:
+    """How a command runs on this machine, without Beam.
+
+    Attributes:
+        num_workers: maximum number of workers; 0 for all that fit the machine.
+        in_memory: whether a segment is held in memory, by threads, or exchanged in files, by
+            processes; None lets its size decide.
+    """
+
+    num_workers: int = 0
+    in_memory: bool | None = None
+
+
+def local_options(beam_args: Sequence[str]) -> LocalOptions | None:
+    """Return how a command runs without Beam, None if its options name a runner of Beam.
 
     Args:
         beam_args: options that the command itself does not define.
-        is_small: whether the work fits the memory of this process: then it runs here unless an
-            option asks for a Beam runner or more workers.
 
     Raises:
-        SchemaError: `--runner=InProcess` is combined with Beam options.
+        SchemaError: an option is unknown or invalid.
 
     Example:
-        >>> in_process(["--runner=InProcess"]), in_process(["--runner", "FlinkRunner"])
-        (True, False)
-        >>> in_process([], is_small=True), in_process(["--runner=DirectRunner"], is_small=True)
-        (True, False)
+        >>> local_options(["--direct_num_workers=2"])
+        LocalOptions(num_workers=2, in_memory=None)
+        >>> local_options(["--runner", "FlinkRunner"])
     """
-    if all(word == ONE_WORKER for word in beam_args):
-        return is_small
-    requested, others = False, list[str]()
-    words = iter(beam_args)
-    for word in words:
-        value = next(words, "") if word == "--runner" else word.removeprefix("--runner=")
-        if word.partition("=")[0] == "--runner" and value == IN_PROCESS:
-            requested = True
-        else:
-            others.append(word)
-    if requested and others:
+    parser = argparse.ArgumentParser(add_help=False, exit_on_error=False, allow_abbrev=False)
+    parser.add_argument("--runner")
+    parser.add_argument("--direct_num_workers", type=int, default=0)
+    parser.add_argument("--direct_running_mode")
+    try:
+        known, others = parser.parse_known_args(beam_args)
+    except argparse.ArgumentError as error:
+        raise SchemaError(f"option is invalid: {error}; see --help") from error
+    if known.runner not in (None, IN_PROCESS):
+        return None
+    if known.runner == IN_PROCESS and len(beam_args) > len(_runner_words(beam_args)):
+        other = next(word for word in beam_args if word not in _runner_words(beam_args))
         raise SchemaError(
-            f"runner {IN_PROCESS} takes no Beam options: {others[0]}; leave it out, or choose "
+            f"runner {IN_PROCESS} takes no Beam options: {other}; leave it out, or choose "
             "another --runner"
         )
-    return requested
+    if known.direct_num_workers < 0:
+        raise SchemaError(
+            f"direct_num_workers must not be negative, got {known.direct_num_workers}; 0 means "
+            "all processors"
+        )
+    if others:  # such as credentials of a filesystem of Beam
+        runner_module("runner").parsed_options(others)
+    in_memory = True if known.runner == IN_PROCESS else None
+    if known.direct_running_mode == "multi_processing":
+        in_memory = False
+    return LocalOptions(known.direct_num_workers, in_memory)
+
+
+def _runner_words(beam_args: Sequence[str]) -> list[str]:
+    """Return the words of the option `--runner`."""
+    words = list(beam_args)
+    index = next(i for i, word in enumerate(words) if word.partition("=")[0] == "--runner")
+    return words[index : index + (1 if "=" in words[index] else 2)]
 
 
 def runner_module(name: str) -> ModuleType:

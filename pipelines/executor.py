@@ -1,44 +1,54 @@
-"""Build a segment in one process without Beam: the stages of `stages.py` on threads.
+"""Build a segment on this machine without Beam: the stages of `stages.py` on local workers.
 
-The result has the same bytes as a build on any runner. Also the settings of memory that every
-process of a build needs, `keep_freed_memory`.
+    split files -> read side tables -> make samples -> SQL per key -> look up by key
+    -> fit transforms -> write parts -> write rejects -> number accesses
+
+A small input is held in memory, and its workers are threads. A larger one is exchanged in files
+between processes, and a build that is killed continues with the tasks that are not done. The result
+has the same bytes as a build on any runner.
 """
 
 from __future__ import annotations
 
-import ctypes
-import threading
-from collections import defaultdict
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache
-from typing import Any, TypeVar
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
 
 import pyarrow as pa
 
 from pipelines.clustering.part import PartResult, serialize_result
-from pipelines.context import BuildContext
+from pipelines.clustering.writer import SegmentLayout
+from pipelines.context import BuildContext, LocalOptions
+from pipelines.exchange import Exchange, Received, Sent, SourceRows, TaskResult
 from pipelines.oracle.files import run_stages
 from pipelines.oracle.numbering import NUMBERING_STAGES, WORKER_ENTRIES, number_blocks
+from pipelines.prepare import holds_in_memory
 from pipelines.samples.event_join import add_counts
-from pipelines.shuffle import group_rows
-from pipelines.sources.rejects import RejectCounts, range_keys, write_rejects
+from pipelines.samples.tuples import Tuples, concat_tuples
+from pipelines.shuffle import SHUFFLE, group_rows
+from pipelines.sources.rejects import range_keys, write_rejects
 from pipelines.sources.rows import InputSplit
 from pipelines.stages import (
-    EVENTS,
     REJECTS,
     SAMPLES,
     Output,
-    SampleStage,
+    Sides,
     good_side_rows,
     keyed_rows,
     layout_of,
     look_up_broadcast,
     look_up_partition,
+    num_lookup_partitions,
+    partition_by_session,
+    partition_samples,
+    partition_side,
     read_rows,
     sides_in_memory,
     split_file,
     write_part,
+    write_side,
 )
 from pipelines.transforms.apply import fit_inputs
 from pipelines.transforms.fit import (
@@ -50,321 +60,409 @@ from pipelines.transforms.fit import (
     write_fitted,
     write_shard,
 )
-from schemas.machine import machine_budget
+from pipelines.workers import Worker, Workers, keep_freed_memory, num_processes, num_threads
+from schemas.machine import boot_id
+from schemas.manifest import hash_of
+from schemas.storage import Location
 
-SourceRows = tuple[str, pa.Table]
-"""Name of a source or side table, and raw rows of it."""
-
-LookupRows = Callable[[int, list[pa.Table]], Iterable[pa.Table]]
-"""Takes the index of a look-up and its samples; returns all rows of its side table with a key of
-the samples."""
-
-
-Task = TypeVar("Task")
-Result = TypeVar("Result")
-
-
-class Workers:
-    """Threads that run the tasks of a build; a context.
-
-    Most of a task is compiled code, which other threads do not wait for.
-    """
-
-    def __init__(self, num_threads: int) -> None:
-        """Start no thread yet; with one thread, a task runs when its result is read."""
-        self._pool = ThreadPoolExecutor(num_threads) if num_threads > 1 else None
-
-    def __enter__(self) -> Workers:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._pool is not None:
-            self._pool.shutdown(cancel_futures=True)
-
-    def map(self, run: Callable[[Task], Result], tasks: Iterable[Task]) -> Iterator[Result]:
-        """Return the results of tasks in their order."""
-        return map(run, tasks) if self._pool is None else self._pool.map(run, tasks)
+BUNDLE_BYTES = 64 << 20
+"""Input bytes of a task that makes samples: each task writes the rows of a partition once."""
+MEMORY_BUNDLE_BYTES = 4 << 20
+"""The same if samples stay in memory."""
+SENT_BYTES = 256 << 20
+"""Bytes of samples after which a task sends them before its end."""
+FILES_PER_TASK = 64
+"""Files that a task divides into splits."""
 
 
-def num_threads() -> int:
-    """Return the number of processors that this process may use, within its control groups."""
-    return max(1, int(machine_budget().cpus))
-
-
-class OutputCollector:
-    """Collects the other outputs of stages: rejects, counts, and inputs of transforms to fit."""
-
-    def __init__(self, keep: bool = True) -> None:
-        """Start empty.
-
-        Args:
-            keep: False discards everything but the main output, to save memory.
-        """
-        self.keep = keep
-        self.values: defaultdict[str, list[Any]] = defaultdict(list)
-        self.partials: defaultdict[str, list[Partial]] = defaultdict(list)
-
-    def main_output(self, outputs: Iterable[Output]) -> Iterator[Any]:
-        """Yield the main output of a stage; collect the others."""
-        for name, value in outputs:
-            if name == SAMPLES:
-                yield value
-            elif not self.keep:
-                continue
-            elif name == LEARNED:
-                key, partial = value
-                self.partials[key] = add_partial(self.partials[key], partial)
-            else:
-                self.values[name].append(value)
-
-    def add(self, other: OutputCollector) -> None:
-        """Add what another one has collected."""
-        for name, values in other.values.items():
-            self.values[name] += values
-        for key, partials in other.partials.items():
-            for each in partials:
-                self.partials[key] = add_partial(self.partials[key], each)
-
-
-def run_segment(context: BuildContext) -> dict[str, list[Any]]:
-    """Build a segment: read, make samples, fit transforms, write parts, number accesses.
-
-    Args:
-        context: with `shuffle_by="memory"`.
+def run_segment(context: BuildContext, options: LocalOptions) -> dict[str, list[Any]]:
+    """Build a segment.
 
     Returns:
         The values of each output: `parts, tables, rejects, events`, and `learned` if the job has
         transforms to fit.
     """
-    keep_freed_memory()
-    collected = OutputCollector()
-    with Workers(num_threads()) as workers:
-        if context.data.sides or context.shard is not None:
-            samples = make_samples(context, read_all(context, collected), collected)
-        else:
-            samples = samples_of_splits(context, collected, workers)
-        learned = fit_transforms(context, collected)
-        parts = write_parts(context, samples, learned or {}, workers)
-        tables = number_tables(context, parts, workers)
+    in_memory = holds_in_memory(options, sum(f.num_bytes for f in context.listing))
+    with open_exchange(context, options.num_workers, in_memory) as exchange:
+        sources, sides = split_inputs(context, exchange, in_memory)
+        made = make_samples(context, exchange, sources, sides, in_memory)
+        learned = fit_transforms(context, made.partials)
+        parts = write_parts(context, exchange, exchange.take(SAMPLES), learned or {})
+        rejects = exchange.run("rejects", write_reject_range, exchange.take(REJECTS).items())
+        numbers = number_tables(context, exchange, parts)
     return {
         **({} if learned is None else {"learned": [learned]}),
         "parts": [serialize_result(part) for part in parts],
-        "tables": tables,
-        "rejects": reject_counts(context, collected.values[REJECTS]),
-        "events": [add_counts(collected.values[EVENTS])],
+        "tables": numbers,
+        "rejects": rejects,
+        "events": [add_counts(made.events)],
     }
 
 
-def samples_of_splits(
-    context: BuildContext, collected: OutputCollector, workers: Workers
-) -> dict[int, list[Any]]:
-    """Return `make_samples` of a job without side tables whose rows are not grouped by key."""
-    of_thread = threading.local()
-
-    def run(split: InputSplit) -> tuple[list[tuple[int, Any]], OutputCollector]:
-        if not hasattr(of_thread, "stage"):
-            of_thread.stage = SampleStage(context)
-        outputs, sent = OutputCollector(), list[tuple[int, Any]]()
-        for table in outputs.main_output(read_rows(context, split)):
-            sent += outputs.main_output(of_thread.stage.from_rows(split.source, table))
-        return sent, outputs
-
-    splits = [
-        each
-        for file in context.files()
-        for each in collected.main_output(split_file(context, file))
-    ]
-    partitions: defaultdict[int, list[Any]] = defaultdict(list)
-    for sent, outputs in workers.map(run, splits):
-        collected.add(outputs)
-        for index, samples in sent:
-            partitions[index].append(samples)
-    return dict(sorted(partitions.items()))
-
-
-def read_all(
-    context: BuildContext, collected: OutputCollector, sources: Container[str] | None = None
-) -> Iterator[SourceRows]:
-    """Yield the raw rows of all files, side tables first.
+@contextmanager
+def open_exchange(context: BuildContext, num_workers: int, in_memory: bool) -> Iterator[Exchange]:
+    """Yield the exchange of a build, with its workers.
 
     Args:
         context: of the build.
-        collected: receives the rejects.
-        sources: names of the sources and side tables to read; None for all.
+        num_workers: maximum number of workers; 0 for all that fit the machine.
+        in_memory: whether the samples fit the memory of this process.
     """
+    keep_freed_memory()
+    # The options of Beam's filesystems are known to this process only.
+    use_processes = not in_memory and not context.folder.needs_beam
+    num_workers = num_workers or (num_processes() if use_processes else num_threads())
+    scratch = None if in_memory else context.local_root / SHUFFLE
+    with Workers(context, num_workers, use_processes=use_processes) as workers:
+        yield Exchange(workers, scratch, _identity(context))
+
+
+def _identity(context: BuildContext) -> str:
+    """Return a text that differs if the stored results of a killed build must not be used.
+
+    After the machine has started again, files may be incomplete.
+    """
+    return f"{hash_of([context.num_parts, sorted(context.learned.items())])} {boot_id()}"
+
+
+# Divide the input into bundles of splits.
+
+Bundle = tuple[InputSplit, ...]
+
+
+def split_inputs(
+    context: BuildContext, exchange: Exchange, in_memory: bool
+) -> tuple[list[Bundle], list[Bundle]]:
+    """Return the bundles of the sources, and those of the side tables."""
+    files = context.files()
+    tasks = [files[i : i + FILES_PER_TASK] for i in range(0, len(files), FILES_PER_TASK)]
+    splits = [split for value in exchange.run("split", split_files, tasks) for split in value]
+    limit = MEMORY_BUNDLE_BYTES if in_memory else BUNDLE_BYTES
     sides = context.data.sides
-    for file in sorted(context.files(), key=lambda f: f.source not in sides):
-        if sources is not None and file.source not in sources:
-            continue
-        for input_split in collected.main_output(split_file(context, file)):
-            for table in collected.main_output(read_rows(context, input_split)):
-                yield input_split.source, table
+    return (
+        list(_bundles([s for s in splits if s[0].source not in sides], limit)),
+        list(_bundles([s for s in splits if s[0].source in sides], limit)),
+    )
+
+
+def split_files(worker: Worker, files: Sequence[InputSplit]) -> TaskResult:
+    """Return the (split, bytes) of some files."""
+    outputs, sizes = Outputs(worker), list[tuple[InputSplit, int]]()
+    for file in files:
+        splits = list(outputs.main(split_file(worker.context, file)))
+        sizes += [(split, (file.num_bytes or 0) // len(splits)) for split in splits]
+    return outputs.result(sizes)
+
+
+def _bundles(splits: Iterable[tuple[InputSplit, int]], limit: int) -> Iterator[Bundle]:
+    """Join consecutive splits until they have `limit` bytes."""
+    bundle, num_bytes = list[InputSplit](), 0
+    for split, size in splits:
+        bundle.append(split)
+        num_bytes += size
+        if num_bytes >= limit:
+            yield tuple(bundle)
+            bundle, num_bytes = [], 0
+    if bundle:
+        yield tuple(bundle)
+
+
+class Outputs:
+    """Sends the outputs of stages, and collects those for the launcher."""
+
+    def __init__(self, worker: Worker) -> None:
+        """Begin a task."""
+        self._context = worker.context
+        self._worker = worker
+        self._result = TaskResult()
+        self._made = Made()
+        self._samples: list[Tuples] = []
+        self._num_bytes = 0
+
+    def main(self, outputs: Iterable[Output]) -> Iterator[Any]:
+        """Yield the main output of a stage; send or collect the others."""
+        for name, value in outputs:
+            if name == SAMPLES:
+                yield value
+            elif name == REJECTS:
+                for key, rows in group_rows(value, range_keys(value, self._context.listing)):
+                    self._result.send(REJECTS, key, ("", rows))
+            elif name == LEARNED:
+                self._made.add_partial(*value)
+            else:
+                self._made.events.append(value)
+
+    def send(self, stream: str, partition: int, rows: SourceRows) -> None:
+        """Send rows."""
+        self._result.send(stream, partition, rows)
+
+    def add_samples(self, outputs: Iterable[Output], sides: Sides, first_join: int = 0) -> None:
+        """Send the samples of a stage: to their part, or to the next look-up by key."""
+        for samples in self.main(outputs):
+            if isinstance(samples, Tuples):
+                self.add_tuples(samples)
+            else:
+                self.look_up(samples, sides, first_join)
+
+    def look_up(self, samples: pa.Table, sides: Sides, first_join: int) -> None:
+        """Look up in small side tables, until a large one follows."""
+        context = self._context
+        for index, join in enumerate(context.data.samples.joins[first_join:], first_join):
+            if join.side in context.broadcast:
+                samples = look_up_broadcast(samples, sides, context, index)
+                continue
+            count = num_lookup_partitions(context, join.side)
+            for partition, rows in partition_samples(context, index, count, samples):
+                self.send(_samples_of(index), partition, ("", rows))
+            return
+        for good in self.main(self._worker.sample_stage(sides).finish(samples)):
+            self.add_tuples(good)
+
+    def add_tuples(self, samples: Tuples) -> None:
+        """Send finished samples to their parts."""
+        self._samples.append(samples)
+        self._num_bytes += samples.num_bytes
+        if self._num_bytes >= SENT_BYTES:
+            self._send_samples()
+
+    def _send_samples(self) -> None:
+        """Send the samples, those of each part together."""
+        if not self._samples:
+            return
+        samples = concat_tuples(self._samples) if len(self._samples) > 1 else self._samples[0]
+        for part, rows in enumerate(partition_by_session(self._context, samples)):
+            if rows is not None:
+                self._result.send(SAMPLES, part, rows)
+        self._samples, self._num_bytes = [], 0
+
+    def result(self, value: Any = None) -> TaskResult:
+        """Return the result of the task; what has been collected is its value by default."""
+        self._send_samples()
+        self._result.value = self._made if value is None else value
+        return self._result
+
+
+@dataclass(slots=True)
+class Made:
+    """What tasks that make samples return to the launcher.
+
+    Attributes:
+        events: counts of joined events.
+        partials: partial aggregates of transforms to fit.
+    """
+
+    events: list[Any] = field(default_factory=list)
+    partials: dict[str, list[Partial]] = field(default_factory=dict)
+
+    def add_partial(self, key: str, partial: Partial) -> None:
+        """Add a partial aggregate."""
+        self.partials[key] = add_partial(self.partials.get(key, []), partial)
+
+    def add(self, other: Made) -> None:
+        """Add those of another task."""
+        self.events += other.events
+        for key, partials in other.partials.items():
+            for each in partials:
+                self.add_partial(key, each)
+
+
+# Make samples.
+
+_KEYED = "rows by key"
+
+
+def _samples_of(index: int) -> str:
+    return f"samples of look-up {index}"
+
+
+def _side_of(index: int) -> str:
+    return f"side of look-up {index}"
+
+
+SideTables = Sides | Mapping[str, str]
+"""Small side tables in memory, or the paths of their files."""
+
+
+def read_sides(
+    context: BuildContext, exchange: Exchange, bundles: Sequence[Bundle], in_memory: bool
+) -> SideTables:
+    """Read the side tables; return the small ones. The rows of others are sent by key."""
+    exchange.run("sides", read_side_rows, bundles)
+    small = exchange.take(SIDES)
+    names = list(context.data.sides)
+    rows = {names[number]: [rows for _, rows in Received(sent)] for number, sent in small.items()}
+    if in_memory:
+        return sides_in_memory(context, rows)
+    return {name: str(write_side(context, name, tables)) for name, tables in rows.items()}
+
+
+SIDES = "sides"
+
+
+def read_side_rows(worker: Worker, bundle: Bundle) -> TaskResult:
+    """Read rows of side tables; send those of a large one to the partitions of its look-ups."""
+    context, outputs = worker.context, Outputs(worker)
+    numbers = {name: number for number, name in enumerate(context.data.sides)}
+    for split in bundle:
+        name = split.source
+        for table in outputs.main(read_rows(context, split)):
+            for rows in outputs.main(good_side_rows(context, name, table)):
+                if name in context.broadcast:
+                    outputs.send(SIDES, numbers[name], (name, rows))
+                    continue
+                for index, join in enumerate(context.data.samples.joins):
+                    if join.side == name:
+                        count = num_lookup_partitions(context, name)
+                        for partition, part in partition_side(context, name, count, rows):
+                            outputs.send(_side_of(index), partition, (name, part))
+    return outputs.result()
 
 
 def make_samples(
-    context: BuildContext, rows: Iterable[SourceRows], collected: OutputCollector
-) -> dict[int, list[Any]]:
-    """Return the samples of each partition, as `context.transport` sends them."""
-    partitions: defaultdict[int, list[Any]] = defaultdict(list)
-    for index, sent in iter_samples(context, rows, collected):
-        partitions[index].append(sent)
-    return dict(sorted(partitions.items()))
-
-
-def iter_samples(
     context: BuildContext,
-    rows: Iterable[SourceRows],
-    collected: OutputCollector,
-    lookup_rows: LookupRows | None = None,
-) -> Iterator[tuple[int, Any]]:
-    """Yield (partition, samples as `context.transport` sends them).
-
-    Args:
-        context: of the build.
-        rows: raw rows, those of side tables first.
-        collected: receives the other outputs.
-        lookup_rows: returns rows of large side tables, if they are not in `rows`.
-    """
-    side_rows: defaultdict[str, list[pa.Table]] = defaultdict(list)
-    stage = SampleStage(context)
-    samples = collected.main_output(_sql_outputs(context, stage, rows, side_rows, collected))
-    if context.lookups_are_broadcast:
-        yield from samples
-        return
-    joins = context.data.samples.joins
-    lookup_rows = lookup_rows or (lambda index, _: side_rows[joins[index].side])
-    for table in _join_by_key(context, stage, list(samples), lookup_rows):
-        yield from collected.main_output(stage.finish(table))
-
-
-def _sql_outputs(
-    context: BuildContext,
-    stage: SampleStage,
-    rows: Iterable[SourceRows],
-    side_rows: defaultdict[str, list[pa.Table]],
-    collected: OutputCollector,
-) -> Iterator[Output]:
-    """Yield the outputs of the SQL over source rows; move rows of side tables to `side_rows`."""
-    keyed: defaultdict[int, defaultdict[str, list[pa.Table]]] = defaultdict(
-        lambda: defaultdict(list)
-    )
-    sides_ready = False
-    for source, table in rows:
-        if source in context.data.sides:
-            side_rows[source].extend(collected.main_output(good_side_rows(context, source, table)))
-            continue
-        if not sides_ready:
-            stage.use_sides(sides_in_memory(context, side_rows))
-            sides_ready = True
-        if context.shard is None:
-            yield from stage.from_rows(source, table)
-            continue
-        for partition_of_row, good in collected.main_output(keyed_rows(context, source, table)):
-            for partition, partition_rows in group_rows(good, partition_of_row):
-                keyed[partition][source].append(partition_rows)
-    for partition in sorted(keyed):
-        yield from stage.from_keys(partition, keyed.pop(partition))
-
-
-def _join_by_key(
-    context: BuildContext,
-    stage: SampleStage,
-    samples: list[pa.Table],
-    lookup_rows: LookupRows,
-) -> list[pa.Table]:
+    exchange: Exchange,
+    bundles: Sequence[Bundle],
+    side_bundles: Sequence[Bundle],
+    in_memory: bool,
+) -> Made:
+    """Send the samples of all rows to their parts."""
+    made, sides = Made(), read_sides(context, exchange, side_bundles, in_memory)
+    values = exchange.run("map", map_rows, bundles, sides)
+    values += exchange.run("keys", map_keys, exchange.take(_KEYED).items(), sides)
     for index, join in enumerate(context.data.samples.joins):
-        if join.side in context.broadcast:
-            samples = [look_up_broadcast(table, stage.sides, context, index) for table in samples]
-        else:
-            samples = list(look_up_partition(context, index, samples, lookup_rows(index, samples)))
-    return samples
+        if join.side not in context.broadcast:
+            samples, side = exchange.take(_samples_of(index)), exchange.take(_side_of(index))
+            tasks = ((index, sent, side.get(number, [])) for number, sent in samples.items())
+            values += exchange.run(f"join-{index}", look_up_by_key, tasks, sides)
+    for value in values:
+        made.add(value)
+    return made
 
 
-def fit_transforms(context: BuildContext, collected: OutputCollector) -> dict[str, str] | None:
+def _loaded(worker: Worker, sides: SideTables) -> Sides:
+    return sides if isinstance(sides, Sides) else worker.loaded_sides(sides)
+
+
+def map_rows(worker: Worker, bundle: Bundle, side_tables: SideTables) -> TaskResult:
+    """Send the samples of raw rows, or the rows to the SQL per key."""
+    context, outputs, sides = worker.context, Outputs(worker), _loaded(worker, side_tables)
+    stage = worker.sample_stage(sides)
+    for split in bundle:
+        for table in outputs.main(read_rows(context, split)):
+            if context.shard is None:
+                outputs.add_samples(stage.from_rows(split.source, table), sides)
+                continue
+            for partition_of_row, good in outputs.main(keyed_rows(context, split.source, table)):
+                for partition, rows in group_rows(good, partition_of_row):
+                    outputs.send(_KEYED, partition, (split.source, rows))
+    return outputs.result()
+
+
+def map_keys(
+    worker: Worker, keyed: tuple[int, Sequence[Sent]], side_tables: SideTables
+) -> TaskResult:
+    """Send the samples of all rows of some keys."""
+    outputs, sides = Outputs(worker), _loaded(worker, side_tables)
+    partition, sent = keyed
+    rows: dict[str, list[pa.Table]] = {}
+    for source, table in Received(sent):
+        rows.setdefault(source, []).append(table)
+    outputs.add_samples(worker.sample_stage(sides).from_keys(partition, rows), sides)
+    return outputs.result()
+
+
+def look_up_by_key(
+    worker: Worker, task: tuple[int, Sequence[Sent], Sequence[Sent]], side_tables: SideTables
+) -> TaskResult:
+    """Send the samples of some keys after a look-up in a large side table."""
+    outputs, sides = Outputs(worker), _loaded(worker, side_tables)
+    index, samples, side = task
+    tables = [rows for _, rows in Received(samples)]
+    found = look_up_partition(worker.context, index, tables, [rows for _, rows in Received(side)])
+    for table in found:
+        outputs.look_up(table, sides, index + 1)
+    return outputs.result()
+
+
+# Fit transforms, write parts and rejects, number accesses.
+
+
+def fit_transforms(
+    context: BuildContext, partials: Mapping[str, list[Partial]]
+) -> dict[str, str] | None:
     """Fit transforms; return their files, path to sha256, or None without transforms to fit."""
     root, data = context.segment_root, context.data
     if not fit_inputs(data):
         return None
-    sums = {
-        k: write_shard(root, data, k, merge_partials(p)[0]) for k, p in collected.partials.items()
-    }
-    collected.partials.clear()
+    sums = {key: write_shard(root, data, key, merge_partials(p)[0]) for key, p in partials.items()}
     return write_fitted(root / LEARNED, sums, data, context.learned)
 
 
 def write_parts(
     context: BuildContext,
-    samples: dict[int, list[Any]],
-    files: dict[str, str],
-    workers: Workers | None = None,
+    exchange: Exchange,
+    samples: dict[int, list[Sent]],
+    files: Mapping[str, str],
 ) -> list[PartResult]:
     """Write all parts of the segment.
 
     Args:
         context: of the build.
-        samples: by partition; emptied. Those of one chunk share memory.
+        exchange: runs the tasks.
+        samples: by part, ascending; emptied.
         files: from `fit_transforms`.
-        workers: run the tasks; this thread by default.
     """
     if not samples:
         return []
-    workers = workers or Workers(1)
-    layout = layout_of(context, samples[min(samples)], files, workers.map)
     learned = load_staged(context.segment_root, files, context.data)
+    with ThreadPoolExecutor(num_threads()) as pool:
+        layout = layout_of(context, Received(samples[min(samples)]), learned, pool.map)
+    tasks = ((part, samples.pop(part)) for part in list(samples))  # frees memory part by part
+    return exchange.run("part", build_part, tasks, layout, files)
 
-    def run(part: int) -> PartResult:
-        return write_part(context, part, samples.pop(part), layout, learned)
 
-    return list(workers.map(run, sorted(samples)))
+def build_part(
+    worker: Worker,
+    samples: tuple[int, Sequence[Sent]],
+    layout: SegmentLayout,
+    files: Mapping[str, str],
+) -> TaskResult:
+    """Write a part."""
+    part, sent = samples
+    learned = worker.learned(files)
+    return TaskResult(write_part(worker.context, part, Received(sent), layout, learned))
 
 
-def reject_counts(context: BuildContext, tables: list[pa.Table]) -> list[RejectCounts]:
-    """Write the rejects, a file for each range of the input; return their counts."""
-    ranges: defaultdict[int, list[pa.Table]] = defaultdict(list)
-    for table in tables:
-        for index, rows in group_rows(table, range_keys(table, context.listing)):
-            ranges[index].append(rows)
-    return [write_rejects(context.segment_root, i, ranges[i]) for i in sorted(ranges)]
+def write_reject_range(worker: Worker, rejects: tuple[int, Sequence[Sent]]) -> TaskResult:
+    """Write the rejects of a range of the input; return their counts."""
+    key, sent = rejects
+    tables = (rows for _, rows in Received(sent))
+    return TaskResult(write_rejects(worker.context.segment_root, key, tables))
 
 
 def number_tables(
-    context: BuildContext, parts: list[PartResult], workers: Workers | None = None
+    context: BuildContext, exchange: Exchange, parts: Sequence[PartResult]
 ) -> list[tuple[str, int]]:
     """Number the rows of every table; return (table, number of distinct rows)."""
-    blocks = [part.blocks for part in parts]
-
-    def run(table: str) -> tuple[str, int]:
-        numbered = number_blocks(context.segment_root, table, blocks, WORKER_ENTRIES)
-        if not isinstance(numbered, int):
-            numbered = sum(run_stages(numbered, NUMBERING_STAGES))
-        return table, numbered
-
-    tables = sorted(context.data.tables) if blocks else []
-    return list((workers or Workers(1)).map(run, tables))
+    tables = sorted(context.data.tables) if parts else []
+    return exchange.run("number", number_table, tables, [part.blocks for part in parts])
 
 
-# Keep freed memory in the process. By default glibc maps arrays above 128 KiB and unmaps them when
-# they are freed, and the kernel clears every page again. A build creates millions of short-lived
-# arrays: a fifth of its time.
+def number_table(worker: Worker, table: str, blocks: Sequence[pa.Table]) -> TaskResult:
+    """Number the rows of a table; return it with the number of its distinct rows.
 
-_TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8
-"""Parameters of `mallopt`, from malloc.h."""
-_MAX_HEAP_BLOCK_BYTES = 32 << 20
-"""Largest block that is kept after it is freed; the maximum that glibc accepts."""
-_MAX_FREE_BYTES = 256 << 20
-"""Free memory that stays at the end of the heap."""
+    `blocks` are those of all parts.
+    """
+    return TaskResult((table, number_rows(worker.context.segment_root, table, blocks)))
 
 
-@cache
-def keep_freed_memory() -> bool:
-    """Configure the C library to keep freed blocks; return whether it supports this (glibc)."""
-    try:
-        mallopt = ctypes.CDLL(None).mallopt
-    except (AttributeError, OSError):
-        return False
-    settings = (
-        (_MMAP_THRESHOLD, _MAX_HEAP_BLOCK_BYTES),
-        (_TRIM_THRESHOLD, _MAX_FREE_BYTES),
-        (_ARENA_MAX, 1),  # heaps of additional threads hold no block above 64 MiB
-    )
-    return all(mallopt(name, value) for name, value in settings)
+def number_rows(root: Location, table: str, blocks: Sequence[pa.Table]) -> int:
+    """Number the rows of a table; return the number of its distinct rows.
+
+    Args:
+        root: directory of the segment being built.
+        table: name of the table.
+        blocks: those of all parts.
+    """
+    numbered = number_blocks(root, table, blocks, WORKER_ENTRIES)
+    return numbered if isinstance(numbered, int) else sum(run_stages(numbered, NUMBERING_STAGES))

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pyarrow as pa
 
-from pipelines.context import BuildContext, BuildRequest, in_process, runner_module
+from pipelines.context import (
+    BuildContext,
+    BuildRequest,
+    LocalOptions,
+    local_options,
+    runner_module,
+)
 from pipelines.samples.event_join import join_events
 from pipelines.samples.lookups import broadcast_sides, key_type, key_types
 from pipelines.samples.sql import Connection, SqlError
@@ -33,22 +39,20 @@ from schemas.config.job import Job
 from schemas.errors import SchemaError
 from schemas.features import FeatureSet
 from schemas.machine import machine_budget
-from schemas.manifest import InputFile
 from schemas.storage import Location
 
 PART_INPUT_BYTES = 28 << 20
 """Input bytes of one part: a part's samples fit a worker of 2 GiB even when they take 20 times as
 much in memory, and fill row groups of 64 MiB."""
-IN_PROCESS_PARTS, IN_PROCESS_PART_BYTES = 8, 512 << 20
-"""Most parts of a segment that one process holds in memory by default, and the memory reserved for
-each."""
+MEMORY_INPUT_BYTES, MEMORY_FACTOR = 224 << 20, 18
+"""Most input bytes of a segment that is held in memory by default, and the memory for each byte."""
 
 
 def prepare(request: BuildRequest, job: Job, features: FeatureSet) -> BuildContext:
     """List the input and check the SQL against the declared columns.
 
     Returns:
-        The context of a build, without `segment_root` and `shuffle_by`.
+        The context of a build, without `segment_root`.
 
     Raises:
         SchemaError: the input, the job or the schema is invalid.
@@ -116,19 +120,16 @@ def _compile_sql(context: BuildContext) -> BuildContext:
     return replace(context, steps=steps, broadcast=broadcast, key_types=types)
 
 
-def choose_shuffle(beam_args: list[str], listing: Sequence[InputFile]) -> str:
-    """Return how samples cross the shuffle; `memory` if the build runs in this process."""
-    size = sum(f.num_bytes for f in listing)  # with side tables: they are held in memory, too
-    if in_process(beam_args, is_small=is_small(count_parts(size))):
-        return "memory"
-    runner_module("runner").pipeline_options(beam_args)  # raises for unknown ones
-    return "values"
+def holds_in_memory(options: LocalOptions, num_bytes: int) -> bool:
+    """Return whether a local build holds a segment in memory.
 
-
-def is_small(num_parts: int) -> bool:
-    """Return whether this process holds all samples of a segment in its memory by default."""
-    parts = min(IN_PROCESS_PARTS, machine_budget().memory // IN_PROCESS_PART_BYTES)
-    return num_parts <= max(1, parts)
+    Args:
+        options: of the command.
+        num_bytes: bytes of all input files, with side tables.
+    """
+    if options.in_memory is not None:
+        return options.in_memory
+    return num_bytes <= min(MEMORY_INPUT_BYTES, machine_budget().memory // MEMORY_FACTOR)
 
 
 def count_parts(num_bytes: int) -> int:
@@ -198,8 +199,9 @@ def _input_folder(request: BuildRequest) -> Folder:
     """
     folder = folder_of(request.input_root, request.only)
     if folder.needs_beam:
-        args = [] if in_process(request.beam_args) else request.beam_args
-        runner_module("runner").use_options(args)
+        local = local_options(request.beam_args)
+        in_memory = local is not None and local.in_memory
+        runner_module("runner").use_options([] if in_memory else request.beam_args)
     if folder.contains(request.dataset):
         raise SchemaError(
             f"output must lie outside the input, got {request.dataset} below {request.input_root}; "

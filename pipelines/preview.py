@@ -31,12 +31,13 @@ from pipelines.autogroup.job import with_groups
 from pipelines.build import check_usable, group_warnings, label_warnings, load_request
 from pipelines.clustering.part import PartResult
 from pipelines.context import IN_PROCESS, BuildContext, BuildRequest
-from pipelines.executor import OutputCollector, SourceRows
+from pipelines.exchange import Received
 from pipelines.prepare import prepare
 from pipelines.quality.gate import reject_findings
 from pipelines.samples.lookups import broadcast_sides, key_column, key_type
 from pipelines.samples.sql import LIST_INDEX
 from pipelines.samples.tuples import Tuples, in_evaluation
+from pipelines.serial import OutputCollector, read_all
 from pipelines.sources.formats import Excerpt, copy_excerpt
 from pipelines.sources.listing import (
     Folder,
@@ -46,7 +47,7 @@ from pipelines.sources.listing import (
 )
 from pipelines.sources.rejects import RejectCounts, count_rejects, python_rows, sorted_rejects
 from pipelines.sources.rows import ORIGIN, type_text
-from pipelines.stages import REJECTS
+from pipelines.stages import REJECTS, SAMPLES
 from pipelines.table.segment import group_counts
 from pipelines.transforms.apply import apply_transforms
 from pipelines.transforms.fit import load_staged
@@ -128,48 +129,35 @@ def _preview(request: BuildRequest, folder: Folder, rows: int) -> dict[str, Any]
     context = prepare(request, job, features)
     root = request.dataset / "segment"
     Path(root).mkdir(parents=True)
-    context = replace(context, segment_root=root, shuffle_by="memory")
+    context = replace(context, segment_root=root)
     return {"job": job.name, "input": folder.root, **_run_stages(context, copies)}
 
 
 def _run_stages(context: BuildContext, copies: Mapping[str, Excerpt]) -> dict[str, Any]:
-    outputs, num_read = OutputCollector(), Counter[str]()
-    raw_rows: dict[str, list[pa.Table]] = {}
-    source_of = {file.path: file.source for file in context.listing}
-
-    def rows() -> Iterator[SourceRows]:
-        reader, rejects = executor.read_all(context, outputs), outputs.values[REJECTS]
-        while True:
-            num_rejects = len(rejects)
-            source_rows = next(reader, None)
-            for table in rejects[num_rejects:]:  # rows that a reader rejects count as read
-                positions = table.filter(table["position"].is_valid())
-                num_read.update(source_of[file] for file in positions["file"].to_pylist())
-            if source_rows is None:
-                return
-            source, table = source_rows
-            num_read[source] += table.num_rows
-            raw_rows.setdefault(source, []).append(table)
-            yield source, table
-
-    sent = executor.make_samples(context, rows(), outputs)
-    tuples: list[Tuples] = [t for part in sent.values() for t in part]
-    samples = SampleTable.of(tuples, context)
-    files = (executor.fit_transforms(context, outputs) if tuples else None) or {}
-    partitions = executor.write_parts(context, sent, files)
-    distinct = dict(executor.number_tables(context, partitions))
-    rejected = sorted_rejects(outputs.values[REJECTS])
+    raw_rows, num_read = _read_rows(context)
+    with executor.open_exchange(context, 1, in_memory=True) as exchange:
+        sources, sides = executor.split_inputs(context, exchange, in_memory=True)
+        made = executor.make_samples(context, exchange, sources, sides, in_memory=True)
+        sent = exchange.take(SAMPLES)
+        samples = SampleTable.of(
+            [each for part in sent.values() for each in Received(part)], context
+        )
+        files = (executor.fit_transforms(context, made.partials) if sent else None) or {}
+        partitions = executor.write_parts(context, exchange, sent, files)
+        distinct = dict(executor.number_tables(context, exchange, partitions))
+        tables = [rows for part in exchange.take(REJECTS).values() for _, rows in Received(part)]
+    rejected = sorted_rejects(tables)
     reject_counts = count_rejects(rejected)
     num_rows = sum(p.num_rows for p in partitions)
     rejects = _rejects(rejected, reject_counts, num_rows)
     figures = estimates(context, samples, partitions, distinct, raw_rows)
-    sources = {
+    described = {
         name: _source(context, name, excerpt, num_read[name]) for name, excerpt in copies.items()
     }
     first = _with_transforms(context, samples.rows.slice(0, NUM_SAMPLES), files)
     return {
         "rows": num_read[context.data.sample_source],
-        "sources": sources,
+        "sources": described,
         "num_samples": samples.rows.num_rows,
         "num_sessions": sum(p.num_sessions for p in partitions),
         "samples": python_values(first),
@@ -179,9 +167,23 @@ def _run_stages(context: BuildContext, copies: Mapping[str, Excerpt]) -> dict[st
             *_undeclared_notes(context, copies),
             *_build_error(context, partitions, reject_counts),
             *_gate_notes(context, reject_counts, num_rows),
-            *notes_of(context, sources, samples, rejects, figures),
+            *notes_of(context, described, samples, rejects, figures),
         ],
     }
+
+
+def _read_rows(context: BuildContext) -> tuple[dict[str, list[pa.Table]], Counter[str]]:
+    """Return the raw rows of each source, and how many were read or rejected by a reader."""
+    collected, num_read = OutputCollector(), Counter[str]()
+    raw_rows: dict[str, list[pa.Table]] = {}
+    for source, table in read_all(context, collected):
+        num_read[source] += table.num_rows
+        raw_rows.setdefault(source, []).append(table)
+    source_of = {file.path: file.source for file in context.listing}
+    for rejects in collected.values[REJECTS]:
+        positions = rejects.filter(rejects["position"].is_valid())
+        num_read.update(source_of[file] for file in positions["file"].to_pylist())
+    return raw_rows, num_read
 
 
 def _with_transforms(context: BuildContext, rows: pa.Table, files: Mapping[str, str]) -> pa.Table:

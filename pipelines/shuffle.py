@@ -1,26 +1,17 @@
 """Partitions of session keys, and the transport of Arrow tables through a runner's shuffle.
 
-Samples go from the workers that produce them to the workers that cluster them in one of three ways:
-
-- by reference, if all workers share a directory: a mapper writes one LZ4 Arrow file per chunk and
-  table, with one record batch per partition, and only references to these batches are shuffled.
-  Files that no committed reference names are deleted with the directory at the commit;
-- by value otherwise: the shuffle carries the tables as LZ4 Arrow IPC in packets of at most 8 MiB;
-- in memory, if the build runs in one process (`executor.py`).
-
-The dataset has the same bytes in all three cases.
+On a runner of Beam the shuffle carries samples as LZ4 Arrow IPC in packets of at most 8 MiB. Local
+builds have files of their own (`exchange.py`).
 """
 
 from __future__ import annotations
 
 import hashlib
 import struct
-import uuid
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import ClassVar
 
 import numpy as np
 import pyarrow as pa
@@ -144,30 +135,6 @@ SHUFFLE = "shuffle"
 _REFERENCE = "_reference_"
 
 
-class ShuffleTransport(Protocol):
-    """Sends samples through a shuffle."""
-
-    element: ClassVar[type]
-    """Type of the shuffled elements; Beam has a coder for it."""
-
-    def send(self, partitions: Sequence[Tuples | None]) -> Iterator[tuple[int, Any]]:
-        """Yield (partition, element) pairs for the samples of one chunk.
-
-        Args:
-            partitions: samples of each partition, None where there are none; at least one is not
-                None.
-        """
-        ...
-
-    def receive(self, sent: Iterable[Any]) -> Iterable[Tuples]:
-        """Return the samples of one partition, which are read chunk by chunk in each iteration.
-
-        Args:
-            sent: its elements in any order; a reiterable.
-        """
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class Reiterable:
     """An iterable that calls a function for each iteration."""
@@ -177,30 +144,6 @@ class Reiterable:
     def __iter__(self) -> Iterator[Tuples]:
         """Start a new iteration."""
         return self.make_iterator()
-
-
-@dataclass(frozen=True, slots=True)
-class ByReference:
-    """Shuffles references to files in a directory that all workers share.
-
-    Attributes:
-        root: directory of the segment being built.
-        groups: names of the groups.
-    """
-
-    root: Path
-    groups: tuple[str, ...]
-    element: ClassVar[type] = bytes
-
-    def send(self, partitions: Sequence[Tuples | None]) -> Iterator[tuple[int, bytes]]:
-        """Write the samples, then yield their references."""
-        name = uuid.uuid4().hex  # not part of the dataset
-        yield from write_chunk(self.root, name, partitions)
-
-    def receive(self, sent: Iterable[bytes]) -> Reiterable:
-        """Read the samples in the order of the references."""
-        references = sorted(sent)
-        return Reiterable(lambda: (read_reference(self.root, r, self.groups) for r in references))
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,7 +176,7 @@ class ByValue:
     def encode(self, samples: Tuples) -> bytes:
         """Return samples as one message."""
         tables = (samples.uniques[group] for group in self.groups)
-        return encode_tables(_with_references(samples), *tables)
+        return encode_tables(with_references(samples), *tables)
 
     def receive(self, sent: Iterable[bytes]) -> Reiterable:
         """Join the packets; only incomplete messages are kept in memory."""
@@ -245,24 +188,7 @@ class ByValue:
     def decode(self, message: bytes) -> Tuples:
         """Undo `encode`."""
         table, *uniques = decode_tables(message)
-        return _without_references(table, dict(zip(self.groups, uniques, strict=True)))
-
-
-@dataclass(frozen=True, slots=True)
-class InMemory:
-    """Passes samples within one process."""
-
-    element: ClassVar[type] = Tuples
-
-    def send(self, partitions: Sequence[Tuples | None]) -> Iterator[tuple[int, Tuples]]:
-        """Yield the samples of each partition."""
-        for index, samples in enumerate(partitions):
-            if samples is not None:
-                yield index, samples
-
-    def receive(self, sent: Iterable[Tuples]) -> Iterable[Tuples]:
-        """Return the samples as they were sent."""
-        return list(sent)
+        return without_references(table, dict(zip(self.groups, uniques, strict=True)))
 
 
 def check_same_order(messages: Iterable[bytes], digests: list[bytes]) -> Iterator[bytes]:
@@ -283,29 +209,8 @@ def check_same_order(messages: Iterable[bytes], digests: list[bytes]) -> Iterato
         yield message
 
 
-def write_chunk(
-    root: Path, name: str, partitions: Sequence[Tuples | None]
-) -> Iterator[tuple[int, bytes]]:
-    """Write the samples of one chunk, a record batch for each partition that has samples.
-
-    Args:
-        root: directory of the segment being built.
-        name: unique name of the chunk and the attempt.
-        partitions: samples of each partition, None where there are none; at least one is not None.
-
-    Yields:
-        (partition, reference) pairs.
-    """
-    present = {index: samples for index, samples in enumerate(partitions) if samples is not None}
-    (root / SHUFFLE).mkdir(parents=True, exist_ok=True)
-    _write(root, f"{name}.samples", [_with_references(s) for s in present.values()])
-    for group in next(iter(present.values())).uniques:
-        _write(root, f"{name}.{group}", [s.uniques[group] for s in present.values()])
-    for batch, index in enumerate(present):
-        yield index, f"{name} {batch}".encode()
-
-
-def _with_references(samples: Tuples) -> pa.Table:
+def with_references(samples: Tuples) -> pa.Table:
+    """Return samples with the rows of their tuples as columns."""
     table = samples.samples
     for group, references in samples.references.items():
         column = pa.array(references.astype("int32"))
@@ -313,32 +218,8 @@ def _with_references(samples: Tuples) -> pa.Table:
     return table
 
 
-def _write(root: Path, name: str, tables: Sequence[pa.Table]) -> None:
-    options = pa.ipc.IpcWriteOptions(compression="lz4", use_threads=False)
-    schema = tables[0].schema
-    with (
-        pa.OSFile(str(root / SHUFFLE / f"{name}.arrow"), "wb") as sink,
-        pa.ipc.new_file(sink, schema, options=options) as writer,
-    ):
-        for table in tables:
-            (batch,) = table.combine_chunks().to_batches()  # one: the table has rows
-            writer.write_batch(batch)
-
-
-def read_reference(root: Path, reference: bytes, groups: Sequence[str]) -> Tuples:
-    """Read the samples of a reference from `write_chunk`."""
-    name, _, batch = reference.decode().partition(" ")
-    samples = _read(root, f"{name}.samples", int(batch))
-    uniques = {g: _read(root, f"{name}.{g}", int(batch)) for g in groups}
-    return _without_references(samples, uniques)
-
-
-def _without_references(table: pa.Table, uniques: dict[str, pa.Table]) -> Tuples:
+def without_references(table: pa.Table, uniques: dict[str, pa.Table]) -> Tuples:
+    """Undo `with_references`."""
     hidden = [_REFERENCE + group for group in uniques]
     references = {g: table[_REFERENCE + g].to_numpy().astype("int64") for g in uniques}
     return Tuples(table.drop_columns(hidden) if hidden else table, references, uniques)
-
-
-def _read(root: Path, name: str, batch: int) -> pa.Table:
-    with pa.memory_map(str(root / SHUFFLE / f"{name}.arrow")) as source:
-        return pa.Table.from_batches([pa.ipc.open_file(source).get_batch(batch)])

@@ -51,7 +51,7 @@ from pipelines.sources.formats import input_splits, read_split
 from pipelines.sources.rejects import rejects_from_table, rejects_table
 from pipelines.sources.rows import CHUNK_ROWS, ORIGIN, InputSplit
 from pipelines.transforms.apply import fit_inputs
-from pipelines.transforms.fit import LEARNED, load_staged, partial_fits
+from pipelines.transforms.fit import LEARNED, partial_fits
 from schemas.arrays import one_chunk
 from schemas.config.job import GateConfig
 from schemas.fitted import FittedValues
@@ -241,7 +241,7 @@ class SampleStage:
         yield from self.finish(samples)
 
     def finish(self, samples: pa.Table) -> Iterator[Output]:
-        """Check and sample rows after all look-ups; send them by `context.transport`."""
+        """Check and sample rows after all look-ups; yield them as `Tuples`."""
         context, data, features = self.context, self.context.data, self.context.features
         separated = separate_tuples(samples, data.groups)
         good, unusable = usable_samples(separated, features, data)
@@ -251,47 +251,43 @@ class SampleStage:
         if good.num_samples:
             count_rows(context.segment_root, Counts(samples=good.num_samples))
             self.on_output(good.samples)
-            yield from self._hand_over(good)
+            yield SAMPLES, good
         if unusable.num_rows:
             yield rejected(context, self.source, context.rejects(unusable), by_reader=False)
 
-    def _hand_over(self, good: Tuples) -> Iterator[Output]:
-        keys = hash_session_keys(good.column(self.context.data.session.key))
-        num_parts = self.context.num_parts
-        partitions = partition_tuples(good, partition_of_key(keys, num_parts), num_parts)
-        for sent in self.context.transport.send(partitions):
-            yield SAMPLES, sent
+
+def partition_by_session(context: BuildContext, samples: Tuples) -> list[Tuples | None]:
+    """Return the samples of each partition of session keys, None for an empty one."""
+    hashes = hash_session_keys(samples.column(context.data.session.key))
+    partition = partition_of_key(hashes, context.num_parts)
+    return partition_tuples(samples, partition, context.num_parts)
 
 
 # Write parts: a partition of session keys becomes the files of one number, a part of the segment.
 
 
 def layout_of(
-    context: BuildContext, sent: Iterable[Any], files: Mapping[str, str], run_all: RunAll = map
+    context: BuildContext, samples: Iterable[Tuples], learned: FittedValues, run_all: RunAll = map
 ) -> SegmentLayout:
     """Return the layout that the samples of the first part determine for all parts.
 
     Args:
         context: of the build.
-        sent: the samples of the first part, as `context.transport` sent them.
-        files: files of fitted transforms, path to sha256.
+        samples: of the first part.
+        learned: fitted values of transforms.
         run_all: runs the trials.
     """
-    learned = load_staged(context.segment_root, files, context.data)
-    return choose_segment_layout(
-        context.transport.receive(sent), context.data, learned, context.num_parts, run_all
-    )
+    return choose_segment_layout(samples, context.data, learned, context.num_parts, run_all)
 
 
 def write_part(
     context: BuildContext,
     part: int,
-    sent: Iterable[Any],
+    samples: Iterable[Tuples],
     layout: SegmentLayout,
     learned: FittedValues,
 ) -> PartResult:
-    """Write one part of the segment from its samples, as `context.transport` sent them."""
-    samples = context.transport.receive(sent)
+    """Write one part of the segment from its samples."""
     return build_part(
         context.segment_root, part, samples, context.data, layout, context.features, learned
     )

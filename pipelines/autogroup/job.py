@@ -37,11 +37,12 @@ from pipelines.autogroup.costs import BYTES_PER_GROUP, Costs, feature_of
 from pipelines.autogroup.search import ChosenGroup, GroupChoice, choose_groups
 from pipelines.clustering.star import cluster
 from pipelines.context import BuildContext, BuildRequest
-from pipelines.executor import OutputCollector, SourceRows, iter_samples, read_all
+from pipelines.exchange import SourceRows
 from pipelines.prepare import count_parts, prepare
 from pipelines.progress import counted_rows, counting
 from pipelines.samples.lookups import key_column, key_hashes, key_type
 from pipelines.samples.tuples import hash_session_keys, separate_tuples
+from pipelines.serial import OutputCollector, iter_samples, read_all
 from pipelines.sources.formats import format_of, read_split
 from pipelines.sources.rows import ORIGIN, InputSplit, microseconds
 from pipelines.stages import good_side_rows, read_rows, split_file
@@ -187,7 +188,7 @@ def sample_sessions(context: BuildContext) -> SessionSample | None:
     """
     data = context.data
     num_parts = min(context.num_parts, count_parts(INPUT_BYTES))
-    context = replace(context, num_parts=num_parts, shuffle_by="memory")
+    context = replace(context, num_parts=num_parts)
     kept = SmallestHashes(MAX_CELLS)
     edge: list[NDArray[np.int64]] = [np.empty(0, np.int64)]
     edge_keys: list[NDArray[np.uint64]] = []
@@ -195,7 +196,7 @@ def sample_sessions(context: BuildContext) -> SessionSample | None:
     sides = read_all(context, collected, context.broadcast)
     rows = _first_rows(context, edge) if data.samples.per is None else _rows_of_keys(context)
     lookup_rows = partial(_lookup_rows, context)
-    for _, sent in iter_samples(context, chain(sides, rows), collected, lookup_rows):
+    for sent in iter_samples(context, chain(sides, rows), collected, lookup_rows):
         good = sent.samples.filter(pa.array(_in_training(sent.samples, data)))
         if good.num_rows:
             hashes = hash_session_keys(good[data.session.key])

@@ -25,7 +25,6 @@ from pipelines.beam.transforms import (
 from pipelines.clustering.part import build_part, serialize_result
 from pipelines.clustering.writer import SegmentLayout
 from pipelines.context import BuildContext
-from pipelines.executor import keep_freed_memory
 from pipelines.oracle.files import Stage, run_stages
 from pipelines.oracle.index import LINKING_STAGES, LinkingPlan, TableTotals, index_table, totals_of
 from pipelines.oracle.numbering import NUMBERING_STAGES, WORKER_ENTRIES, number_blocks
@@ -37,6 +36,7 @@ from pipelines.stages import BLOCKS, EVENTS, REJECTS, SAMPLES
 from pipelines.table.compact import StoredPart
 from pipelines.transforms.apply import fit_inputs
 from pipelines.transforms.fit import LEARNED
+from pipelines.workers import keep_freed_memory
 from schemas.config.job import TableConfig
 from schemas.dataset import Segment, committed_segment
 from schemas.features import FeatureSet
@@ -349,7 +349,7 @@ def _ordered_rows(rows: tuple[str, pa.Table], stage: FlatStage) -> Tuples:
 
 
 def _write_flat(part: tuple[int, Iterable[Any]], stage: FlatStage) -> FlatPart:
-    return stage.write(*part)
+    return stage.write(part[0], stage.context.transport.receive(part[1]))
 
 
 def flat_pipeline(pipeline: beam.Pipeline, stage: FlatStage) -> Mapping[str, beam.PCollection[Any]]:

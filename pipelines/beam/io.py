@@ -36,7 +36,7 @@ from pipelines.beam.transforms import MakeSamples as _SamplesBySql
 from pipelines.build import discarded_on_error, finish_segment_files, segment_hashes
 from pipelines.clustering.writer import LOOKUPS
 from pipelines.context import INCOMING, BuildContext, BuildRequest
-from pipelines.executor import SourceRows
+from pipelines.exchange import SourceRows
 from pipelines.prepare import prepare
 from pipelines.samples.statements import job_steps
 from pipelines.samples.tuples import Tuples

@@ -30,7 +30,7 @@ from apache_beam.runners.portability.fn_api_runner.fn_runner import ExtendedProv
 from google.protobuf.json_format import ParseDict
 from google.protobuf.struct_pb2 import Struct
 
-from pipelines.context import IN_PROCESS, in_process
+from pipelines.context import IN_PROCESS
 from schemas.errors import SchemaError
 from schemas.machine import machine_budget
 from schemas.storage import Location
@@ -81,12 +81,12 @@ def run_pipeline(
     Raises:
         SchemaError: an option is unknown to Beam, or the pipeline failed.
     """
-    if in_process(beam_args):
+    options = pipeline_options([*local_workers(beam_args, num_tasks), *beam_args])
+    if options.view_as(StandardOptions).runner == IN_PROCESS:
         raise SchemaError(
             f"runner {IN_PROCESS} runs build, append, rewrite and oracle, got another command; "
             "use a runner of Beam"
         )
-    options = pipeline_options([*local_workers(beam_args, num_tasks), *beam_args])
     files: dict[str, Location] = {}
     key = secrets.token_bytes(32)  # only the workers of this pipeline can write what is unpickled
     pipeline = beam.Pipeline(runner=local_runner(options), options=options)
@@ -139,20 +139,6 @@ def local_workers(beam_args: Sequence[str], num_tasks: int) -> list[str]:
         return []
     mode = "multi_threading" if num_tasks < PROCESS_TASKS else "multi_processing"
     return [f"--direct_num_workers={workers}", f"--direct_running_mode={mode}"]
-
-
-def local_processes(beam_args: Sequence[str], num_tasks: int) -> int | None:
-    """Return the number of processes of the local runner, None with another runner.
-
-    Threads of one process share the GIL and count as one.
-    """
-    options = pipeline_options([*local_workers(beam_args, num_tasks), *beam_args])
-    if options.view_as(StandardOptions).runner not in LOCAL_RUNNERS:
-        return None
-    direct = options.view_as(DirectOptions)
-    if direct.direct_running_mode != "multi_processing":
-        return 1
-    return direct.direct_num_workers or len(os.sched_getaffinity(0))
 
 
 def worker_error(text: str) -> str:

@@ -22,7 +22,7 @@ from pipelines.beam.shuffle import SendSamples
 from pipelines.clustering.part import serialize_result
 from pipelines.clustering.writer import SegmentLayout
 from pipelines.context import BuildContext
-from pipelines.executor import SourceRows, keep_freed_memory
+from pipelines.exchange import SourceRows
 from pipelines.samples.tuples import Tuples
 from pipelines.shuffle import decode_table, encode_by_target, encode_rows, encode_tables
 from pipelines.sources.rejects import (
@@ -64,6 +64,7 @@ from pipelines.transforms.fit import (
     write_fitted,
     write_shard,
 )
+from pipelines.workers import keep_freed_memory
 from schemas.config.job import DataConfig
 from schemas.fitted import FittedValues
 from schemas.storage import Location
@@ -341,13 +342,6 @@ class FitTransforms(beam.PTransform):
 # Make samples.
 
 
-class _ChunkStage(SampleStage):
-    """Yields samples in whole chunks, which `SendSamples` partitions."""
-
-    def _hand_over(self, good: Tuples) -> Iterator[Output]:
-        yield SAMPLES, good
-
-
 class _SampleFn(_Counted):
     """Base of the DoFns that make samples."""
 
@@ -359,7 +353,7 @@ class _SampleFn(_Counted):
 
     def setup(self) -> None:
         super().setup()
-        self.stage = _ChunkStage(self.context, self.count_output)
+        self.stage = SampleStage(self.context, self.count_output)
 
     def load_sides(self, paths: Mapping[str, str] | None) -> None:
         if paths is not None and not self.stage.sides:
@@ -515,7 +509,8 @@ def _choose_layout(
 ) -> Iterator[SegmentLayout]:
     """Yield the layout by the samples of the first partition; the others are not read."""
     if samples[0] == first:
-        yield layout_of(context, samples[1], files)
+        learned = load_staged(context.segment_root, files, context.data)
+        yield layout_of(context, context.transport.receive(samples[1]), learned)
 
 
 class _BuildPart(_Counted):
@@ -526,7 +521,8 @@ class _BuildPart(_Counted):
     ) -> Iterator[Any]:
         if self.learned is None:
             self.learned = load_staged(self.context.segment_root, files, self.context.data)
-        result = write_part(self.context, *samples, layout, self.learned)
+        rows = self.context.transport.receive(samples[1])
+        result = write_part(self.context, samples[0], rows, layout, self.learned)
         self.counters["in-rows"].inc(result.num_samples)
         yield serialize_result(result)
         yield pvalue.TaggedOutput(BLOCKS, encode_tables(result.blocks))

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Literal
@@ -23,9 +22,16 @@ from pipelines.build import build
 from pipelines.clustering.layout import choose_encodings, open_writer
 from pipelines.clustering.star import cluster
 from pipelines.clustering.writer import ROW_GROUP_BYTES
-from pipelines.context import BuildContext, BuildRequest, runner_module
-from pipelines.executor import OutputCollector, read_all
-from pipelines.prepare import choose_shuffle, count_parts
+from pipelines.context import (
+    BuildContext,
+    BuildRequest,
+    LocalOptions,
+    local_options,
+    runner_module,
+)
+from pipelines.exchange import Received, Sent, TaskResult
+from pipelines.executor import Bundle, Outputs, open_exchange, split_inputs
+from pipelines.prepare import count_parts, holds_in_memory
 from pipelines.rewrite.input import (
     FILES,
     SOURCE,
@@ -37,13 +43,13 @@ from pipelines.rewrite.input import (
 )
 from pipelines.samples.sql import LIST_INDEX
 from pipelines.samples.statements import Steps
-from pipelines.samples.tuples import Tuples, concat_tuples, hash_session_keys, partition_tuples
+from pipelines.samples.tuples import Tuples, concat_tuples
 from pipelines.scratch import atomic_write, remove_partial
-from pipelines.shuffle import SHUFFLE, partition_of_key
+from pipelines.shuffle import SHUFFLE
 from pipelines.sources.listing import Folder, folder_of
 from pipelines.sources.rejects import rejects_from_table, sorted_rejects
 from pipelines.sources.rows import ORIGIN, arrow_type
-from pipelines.stages import REJECTS
+from pipelines.stages import REJECTS, SAMPLES, read_rows
 from pipelines.table.rows import (
     ContentHash,
     blocks_of_row_group,
@@ -54,6 +60,7 @@ from pipelines.table.rows import (
     value_hashes,
 )
 from pipelines.table.segment import directory_reference
+from pipelines.workers import Worker
 from schemas.config.job import DataConfig, Job, SamplesConfig, SessionConfig
 from schemas.dataset import Segment
 from schemas.errors import SchemaError, suggest_name
@@ -205,12 +212,12 @@ def _write_flat(request: RewriteRequest, rows: Rows, building: Path) -> dict[str
         steps=Steps(None, None),
         num_parts=count_parts(rows.num_bytes),
         empty_rows={SOURCE: schema.empty_table()},
-        shuffle_by=choose_shuffle(request.beam_args, rows.listing),
     )
     schema = pa.ipc.read_schema(rows.schema.serialize())  # as workers receive it
     stage = FlatStage(context, schema, rows.session, rows.time)
-    if context.shuffle_by == "memory":
-        values = run_flat(stage)
+    options = local_options(request.beam_args)
+    if options is not None:
+        values = run_flat(stage, options)
     else:
         values = runner_module("build").run_flat(stage, request.beam_args)
     for reject in rejects_from_table(sorted_rejects(values["rejects"]).slice(0, 1)):
@@ -260,18 +267,12 @@ class FlatStage:
     time: str | None
 
     def samples(self, table: pa.Table) -> Tuples:
-        """Return rows with the columns by which they are sorted."""
+        """Return rows with the columns that determine their part and their order."""
         return Tuples(with_order(decoded(table), self.session, self.time), {}, {})
 
-    def send(self, table: pa.Table) -> Iterator[tuple[int, Any]]:
-        """Yield (partition, element of `context.transport`) by the hash of the rows' sessions."""
-        samples, num_parts = self.samples(table), self.context.num_parts
-        target = partition_of_key(hash_session_keys(samples.column(KEY)), num_parts)
-        yield from self.context.transport.send(partition_tuples(samples, target, num_parts))
-
-    def write(self, part: int, sent: Iterable[Any]) -> FlatPart:
+    def write(self, part: int, samples: Iterable[Tuples]) -> FlatPart:
         """Write the file of one part."""
-        rows = concat_tuples(list(self.context.transport.receive(sent)))
+        rows = concat_tuples(list(samples))
         clustered = cluster(rows, self.context.data)
         table = clustered.samples.samples.select(self.schema.names)
         path = self.context.local_root / part_name(part)
@@ -280,15 +281,33 @@ class FlatStage:
         return FlatPart(path.stat().st_size, clustered.num_sessions, content)
 
 
-def run_flat(stage: FlatStage) -> Mapping[str, list[Any]]:
-    """Rewrite all rows in this process; return `parts` and `rejects`."""
-    collected = OutputCollector()
-    sent: defaultdict[int, list[Any]] = defaultdict(list)
-    for _, table in read_all(stage.context, collected):
-        for part, rows in stage.send(table):
-            sent[part].append(rows)
-    parts = [stage.write(part, sent.pop(part)) for part in sorted(sent)]
-    return {"parts": parts, "rejects": collected.values[REJECTS]}
+def run_flat(stage: FlatStage, options: LocalOptions) -> Mapping[str, list[Any]]:
+    """Rewrite all rows on local workers; return `parts` and `rejects`."""
+    context = stage.context
+    in_memory = holds_in_memory(options, sum(f.num_bytes for f in context.listing))
+    with open_exchange(context, options.num_workers, in_memory) as exchange:
+        bundles, _ = split_inputs(context, exchange, in_memory)
+        exchange.run("map", _send_rows, bundles, stage)
+        samples = exchange.take(SAMPLES)
+        tasks = ((part, samples.pop(part)) for part in list(samples))
+        parts = exchange.run("part", _write_part, tasks, stage)
+        rejects = [rows for sent in exchange.take(REJECTS).values() for _, rows in Received(sent)]
+    return {"parts": parts, "rejects": rejects}
+
+
+def _send_rows(worker: Worker, bundle: Bundle, stage: FlatStage) -> TaskResult:
+    outputs = Outputs(worker)
+    for split in bundle:
+        for table in outputs.main(read_rows(worker.context, split)):
+            outputs.add_tuples(stage.samples(table))
+    return outputs.result()
+
+
+def _write_part(
+    worker: Worker, samples: tuple[int, Sequence[Sent]], stage: FlatStage
+) -> TaskResult:
+    part, sent = samples
+    return TaskResult(replace(stage, context=worker.context).write(part, Received(sent)))
 
 
 def with_order(table: pa.Table, session: str, time: str | None) -> pa.Table:

@@ -9,6 +9,7 @@ the old files.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 from hashlib import sha256
@@ -21,9 +22,10 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from pipelines.clustering.part import deserialize_results
-from pipelines.clustering.writer import choose_segment_layout
-from pipelines.context import runner_module
+from pipelines.clustering.part import build_part, deserialize_results, serialize_result
+from pipelines.clustering.writer import SegmentLayout, choose_segment_layout
+from pipelines.context import local_options, runner_module
+from pipelines.executor import number_rows
 from pipelines.quality.gate import parse_schema, pass_gate
 from pipelines.samples.event_join import write_late
 from pipelines.samples.sql import LIST_INDEX
@@ -60,6 +62,7 @@ from pipelines.table.segment import (
     segment_directory,
 )
 from pipelines.table.vacuum import check_unused, remove_unnamed
+from pipelines.workers import num_threads
 from schemas.arrays import is_list, one_chunk
 from schemas.config.job import DataConfig, Job
 from schemas.dataset import (
@@ -439,10 +442,9 @@ def compact_segment(
         return False
     features = stored_features(dataset.features, segment)
     layout = choose_segment_layout(parts[0], data, num_parts=len(parts))
-    rewrite_parts = runner_module("build").rewrite_parts
     old = segment.manifest
     with segment_directory(directory, request.work, in_place=True) as building:
-        results = rewrite_parts(building, parts, layout, features, data.tables, request.beam_args)
+        results = _rewrite_parts(request, building, parts, layout, features, data)
         rejects = _copy_rejects(segment, building, texts)
         _copy_late_events(segment, building, texts)
         new = finish_segment(
@@ -461,6 +463,32 @@ def compact_segment(
         manifest = replace(old, **fields, id=None, day=None, format=FORMAT_VERSION)
         write_manifest(building, manifest)
     return True
+
+
+def _rewrite_parts(
+    request: CompactionRequest,
+    building: Location,
+    parts: Sequence[StoredPart],
+    layout: SegmentLayout,
+    features: FeatureSet,
+    data: DataConfig,
+) -> Mapping[str, Any]:
+    """Write the parts of a segment and number its accesses; return `parts` and `tables`."""
+    options = local_options(request.beam_args)
+    if options is None:
+        run = runner_module("build").rewrite_parts
+        return run(building, parts, layout, features, data.tables, request.beam_args)
+    with ThreadPoolExecutor(options.num_workers or num_threads()) as pool:
+        results = list(
+            pool.map(
+                lambda p: build_part(building, p.file_index, p, p.data, layout, features), parts
+            )
+        )
+        blocks = [result.blocks for result in results]
+        numbers = pool.map(
+            lambda table: (table, number_rows(building, table, blocks)), sorted(data.tables)
+        )
+        return {"parts": [serialize_result(r) for r in results], "tables": list(numbers)}
 
 
 def _copy_rejects(

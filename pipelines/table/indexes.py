@@ -6,6 +6,7 @@ import argparse
 import shutil
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from itertools import count
@@ -16,8 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pipelines.context import in_process, runner_module
-from pipelines.executor import Workers, num_threads
+from pipelines.context import local_options, runner_module
 from pipelines.oracle.files import run_stages
 from pipelines.oracle.index import (
     LINKING_STAGES,
@@ -32,6 +32,7 @@ from pipelines.quality.segment_statistics import segment_statistics
 from pipelines.scratch import remove_partial
 from pipelines.table.root import update_root
 from pipelines.table.segment import describe_files, publish
+from pipelines.workers import num_threads
 from schemas.accesses import (
     NextUses,
     TableAccesses,
@@ -65,8 +66,6 @@ INDEX_PREFIX = "index-"
 """Names of the directories of indexes begin with it."""
 WORKER_BYTES = 4 << 20
 """Bytes of access lists, over all epochs, per worker of Beam."""
-IN_PROCESS_WORKERS = 64
-"""Parts of indexes that would have fewer workers of Beam are built on threads of this process."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,9 +253,10 @@ def index_tables(
     tables = [(r, t) for r in requests for t in sorted(r.segment.manifest.tables)]
     if not tables:
         return []
-    if in_process(beam_args, is_small=size < IN_PROCESS_WORKERS * WORKER_BYTES):
-        with Workers(num_threads()) as workers:
-            return list(workers.map(lambda task: _index_table(*task), tables))
+    options = local_options(beam_args)
+    if options is not None:
+        with ThreadPoolExecutor(options.num_workers or num_threads()) as pool:
+            return list(pool.map(lambda task: _index_table(*task), tables))
     tasks = [(r.root, r.segment.directory, r.segment.reference, r.order, t) for r, t in tables]
     return runner_module("build").run_index(tasks, scratch, beam_args, size // WORKER_BYTES)
 

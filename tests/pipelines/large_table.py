@@ -10,7 +10,6 @@ import numpy as np
 import pyarrow.parquet as pq
 
 from pipelines.clustering.part import lookups_table
-from pipelines.executor import keep_freed_memory
 from pipelines.oracle.files import run_stages
 from pipelines.oracle.index import LINKING_STAGES, LinkingPlan, totals_of
 from pipelines.oracle.numbering import (
@@ -20,6 +19,7 @@ from pipelines.oracle.numbering import (
     lookups_path,
     number_table,
 )
+from pipelines.workers import keep_freed_memory
 from schemas.arrays import Jagged, offsets_of
 from schemas.config.job import OrderConfig
 from schemas.files import CheckedFile, describe_file

@@ -26,6 +26,8 @@ from schemas.layout import SEGMENTS, tombstones_path
 from schemas.manifest import DatasetManifest, encode_manifest, find_root, read_dataset
 from schemas.storage import MANIFESTS, Location
 
+PROCESSES = ["--direct_num_workers=2", "--direct_running_mode=multi_processing"]
+"""Options of a command: two worker processes, which exchange rows in files."""
 IN_PROCESS = "--runner=InProcess"
 """Option of a command: the executor in this process, which gives the bytes of any runner."""
 JOB = """
@@ -122,6 +124,11 @@ def request(job: Path, log: Path | str, dataset: Path) -> BuildRequest:
 def beam_request(job: Path, log: Path | str, dataset: Path) -> BuildRequest:
     """Return a request for Beam's local runner."""
     return replace(request(job, log, dataset), beam_args=["--runner=FnApiRunner"])
+
+
+def process_request(job: Path, log: Path | str, dataset: Path) -> BuildRequest:
+    """Return a request for two worker processes, which exchange rows in files."""
+    return replace(request(job, log, dataset), beam_args=PROCESSES)
 
 
 def built(directory: Path, num_rows: int = 300, seed: int = 0, gap: str = "") -> Path:

@@ -7,7 +7,6 @@ import platform
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +17,8 @@ from pipelines.beam import runner
 from pipelines.beam.runner import local_workers
 from pipelines.build import build
 from pipelines.cli import main
-from pipelines.executor import keep_freed_memory
 from pipelines.samples import lookups
-from schemas.storage import Location
+from pipelines.workers import keep_freed_memory
 from tests import real_logs
 from tests.pipelines import logs, test_joins, test_streams, transform_jobs
 from tests.pipelines.logs import beam_request, bytes_of
@@ -101,7 +99,7 @@ JOBS: dict[str, tuple[Callable[[Path], Path], int]] = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("write", "broadcast"), JOBS.values(), ids=JOBS.keys())
-def test_a_build_in_process_has_the_bytes_of_the_local_runner(
+def test_builds_in_memory_and_in_files_have_the_bytes_of_beam(
     write: Callable[[Path], Path],
     broadcast: int,
     tmp_path: Path,
@@ -112,11 +110,11 @@ def test_a_build_in_process_has_the_bytes_of_the_local_runner(
     monkeypatch.setattr("pipelines.prepare.PART_INPUT_BYTES", size // 3)  # three parts
     monkeypatch.setattr(lookups, "BROADCAST_BYTES", broadcast)
     by_beam = beam_request(job, tmp_path / "input", tmp_path / "beam")
-    in_process = replace(
-        by_beam, dataset=Location.parse(tmp_path / "here"), beam_args=["--runner=InProcess"]
-    )
-    assert without_times(build(in_process)) == without_times(build(by_beam))
-    assert bytes_of(tmp_path / "here") == bytes_of(tmp_path / "beam")
+    result = without_times(build(by_beam))
+    for make_request in (logs.request, logs.process_request):
+        dataset = tmp_path / make_request.__name__
+        assert without_times(build(make_request(job, tmp_path / "input", dataset))) == result
+        assert bytes_of(dataset) == bytes_of(tmp_path / "beam")
 
 
 def without_times(printed: dict[str, Any]) -> dict[str, Any]:
