@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from datetime import date
 from typing import Any
@@ -36,7 +36,6 @@ from pipelines.sources.rejects import (
 )
 from pipelines.table.commit import (
     commit_segment,
-    discard,
     position_of_day,
     replaced_versions,
     seal,
@@ -50,15 +49,25 @@ from pipelines.table.compatibility import (
     refused_path,
 )
 from pipelines.table.root import write_copies
-from pipelines.table.segment import finish_segment, publish, segment_directory
+from pipelines.table.segment import (
+    finish_segment,
+    publish,
+    segment_directory,
+)
 from pipelines.transforms.fit import new_files, publish_fitted, returned_files, stage_fitted
+from pipelines.unfinished import (
+    continued_directory,
+    discarded_on_error,
+    refuse_extended_vocabularies,
+    vocabulary_leases,
+)
 from pipelines.workers import num_processes
 from schemas.config.job import DataConfig, Job, SplitConfig, check_new_names, load_job
 from schemas.dataset import Dataset, Segment, open_dataset, select_segments
 from schemas.errors import SchemaError
 from schemas.features import FeatureSet, load_features
 from schemas.layout import BUILDS, EVALUATION, MANIFEST, SEGMENTS, TRAIN, buffers_path, samples_path
-from schemas.leases import Lease, live_leases
+from schemas.leases import Lease
 from schemas.manifest import (
     InputFile,
     Reference,
@@ -69,7 +78,7 @@ from schemas.manifest import (
     read_root,
     read_segment,
 )
-from schemas.storage import Location, StorageError
+from schemas.storage import Location
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +178,9 @@ def build_segment(request: BuildRequest, job: Job, features: FeatureSet) -> Buil
             )
             request.progress("segment finished by an attempt that died: taken over")
         else:
-            directory = request.dataset / SEGMENTS / f"{key}-{request.attempt}"
+            directory = continued_directory(request, context, key, lease)
+            if directory is None:
+                directory = request.dataset / SEGMENTS / f"{key}-{request.attempt}"
             lease.hold([directory.name, *vocabulary_leases(job.data)])
             refuse_extended_vocabularies(request.dataset, directory.name, job.data)
         with discarded_on_error(request, directory):
@@ -209,49 +220,6 @@ def _build_and_commit(
     return BuildResult(reference, True, waited_sec, rejects)
 
 
-@contextmanager
-def discarded_on_error(request: BuildRequest, directory: Location) -> Iterator[None]:
-    """Discard a directory if the body raises an error, unless it is committed.
-
-    After an OSError or an interrupt a complete directory is kept, for the next attempt.
-    """
-    try:
-        yield
-    except (OSError, KeyboardInterrupt, StorageError):
-        with suppress(OSError, StorageError):
-            if (directory / MANIFEST).stat() is None:
-                discard(request.dataset, directory, request.attempt)
-        raise
-    except BaseException:
-        discard(request.dataset, directory, request.attempt)
-        raise
-
-
-VOCABULARIES_LEASE = "vocabularies"
-"""Name in the lease of a build that may extend vocabularies."""
-
-
-def vocabulary_leases(data: DataConfig) -> tuple[str, ...]:
-    """Return what a lease names, besides directories, if a job has vocabularies."""
-    return (VOCABULARIES_LEASE,) if data.vocabularies else ()
-
-
-def refuse_extended_vocabularies(dataset: Location, own: str, data: DataConfig) -> None:
-    """Raise SchemaError if another build may extend the vocabularies of a dataset meanwhile.
-
-    The commit would refuse the slower one of both.
-    """
-    if not data.vocabularies:
-        return
-    for lease in live_leases(dataset):
-        if VOCABULARIES_LEASE in lease.directories and own not in lease.directories:
-            raise SchemaError(
-                f"vocabularies are being extended by another build, {lease.holder}; run this build "
-                "when it has ended",
-                file=str(dataset),
-            )
-
-
 def segment_hashes(
     job: Job, features: FeatureSet, listing: tuple[InputFile, ...]
 ) -> tuple[tuple[str, str], str]:
@@ -271,12 +239,17 @@ def _write_segment(
     building = context.segment_root
     stage_fitted(request.dataset, context.learned, building)
     with (
-        report_progress(building, context.num_parts, request.progress),
+        report_progress(
+            building,
+            context.num_parts,
+            sum(file.num_bytes for file in context.listing),
+            request.progress,
+        ),
         _job_file_in_errors(request),
     ):
         options = local_options(request.beam_args)
         if options is not None:
-            values = executor.run_segment(context, options)
+            values = executor.run_segment(context, options, request.progress)
         else:
             values = runner_module("build").run_segment(context, request.beam_args)
         if is_stopped(building):

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import pickle
-import shutil
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -102,26 +101,35 @@ def decode_element(data: bytes) -> Element:
     return without_references(first, dict(zip(names["groups"], tables, strict=True)))
 
 
+_IDENTITY = "identity"
+
+
+def can_continue(scratch: Path, identity: str | None = None) -> bool:
+    """Return whether a directory holds an exchange; with an identity, one of the same build."""
+    try:
+        stored = (scratch / _IDENTITY).read_text(encoding="utf-8")
+    except OSError:
+        return False
+    return identity in (None, stored)
+
+
 class Exchange:
     """Runs the stages of a build, and holds what their tasks have sent."""
 
     def __init__(self, workers: Workers, scratch: Path | None, identity: str = "") -> None:
-        """Continue an earlier exchange, or begin a new one.
+        """Begin an exchange, or continue the one in `scratch`.
 
         Args:
             workers: run the tasks.
             scratch: directory of the files; None keeps elements in memory.
-            identity: of the build; files of another build in `scratch` are removed.
+            identity: of the build, see `can_continue`.
         """
         self._workers = workers
         self._scratch = scratch
         self._streams: defaultdict[str, defaultdict[int, list[Sent]]] = defaultdict(_lists)
         if scratch is not None:
-            path = scratch / "identity"
-            if path.exists() and path.read_text(encoding="utf-8") != identity:
-                shutil.rmtree(scratch)
             scratch.mkdir(parents=True, exist_ok=True)
-            path.write_text(identity, encoding="utf-8")
+            (scratch / _IDENTITY).write_text(identity, encoding="utf-8")
 
     def run(
         self, stage: str, function: Callable[..., TaskResult], tasks: Iterable[Any], *arguments: Any

@@ -10,14 +10,18 @@ has the same bytes as a build on any runner.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import shutil
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 
+import schemas
 from pipelines.clustering.part import PartResult, serialize_result
 from pipelines.clustering.writer import SegmentLayout
 from pipelines.context import BuildContext, LocalOptions
@@ -71,18 +75,30 @@ MEMORY_BUNDLE_BYTES = 4 << 20
 """The same if samples stay in memory."""
 SENT_BYTES = 256 << 20
 """Bytes of samples after which a task sends them before its end."""
+DISK_FACTOR = 2.0
+"""Bytes on disk for each byte of the input, exchanged rows and the segment itself (README)."""
 FILES_PER_TASK = 64
 """Files that a task divides into splits."""
 
 
-def run_segment(context: BuildContext, options: LocalOptions) -> dict[str, list[Any]]:
+def run_segment(
+    context: BuildContext, options: LocalOptions, progress: Callable[[str], None] = lambda _: None
+) -> dict[str, list[Any]]:
     """Build a segment.
+
+    Args:
+        context: of the build.
+        options: of the command.
+        progress: called with a line about the disk.
 
     Returns:
         The values of each output: `parts, tables, rejects, events`, and `learned` if the job has
         transforms to fit.
     """
-    in_memory = holds_in_memory(options, sum(f.num_bytes for f in context.listing))
+    num_bytes = sum(f.num_bytes for f in context.listing)
+    in_memory = holds_in_memory(options, num_bytes)
+    if not in_memory:
+        progress(disk_line(context.local_root, num_bytes))
     with open_exchange(context, options.num_workers, in_memory) as exchange:
         sources, sides = split_inputs(context, exchange, in_memory)
         made = make_samples(context, exchange, sources, sides, in_memory)
@@ -97,6 +113,13 @@ def run_segment(context: BuildContext, options: LocalOptions) -> dict[str, list[
         "rejects": rejects,
         "events": [add_counts(made.events)],
     }
+
+
+def disk_line(directory: Path, num_bytes: int) -> str:
+    """Return a line about the disk that a build with files needs; `num_bytes` are of its input."""
+    free = shutil.disk_usage(directory).free
+    needed = f"about {DISK_FACTOR * num_bytes / 1e9:.1f} GB until the commit"
+    return f"disk: {needed} below {directory}, {free / 1e9:.1f} GB are free"
 
 
 @contextmanager
@@ -114,15 +137,20 @@ def open_exchange(context: BuildContext, num_workers: int, in_memory: bool) -> I
     num_workers = num_workers or (num_processes() if use_processes else num_threads())
     scratch = None if in_memory else context.local_root / SHUFFLE
     with Workers(context, num_workers, use_processes=use_processes) as workers:
-        yield Exchange(workers, scratch, _identity(context))
+        yield Exchange(workers, scratch, identity_of(context))
 
 
-def _identity(context: BuildContext) -> str:
+def identity_of(context: BuildContext) -> str:
     """Return a text that differs if the stored results of a killed build must not be used.
 
-    After the machine has started again, files may be incomplete.
+    That is with other fitted values or other code, and after the machine has started again: files
+    may be incomplete then.
     """
-    return f"{hash_of([context.num_parts, sorted(context.learned.items())])} {boot_id()}"
+    packages = (Path(__file__).parent, Path(schemas.__file__).parent)
+    code = [path for package in packages for path in sorted(package.rglob("*.py"))]
+    files = [(str(path), path.stat().st_mtime_ns) for path in code]
+    settings = [context.num_parts, BUNDLE_BYTES, sorted(context.learned.items())]
+    return f"{hash_of([settings, files, sys.version])} {boot_id()}"
 
 
 # Divide the input into bundles of splits.

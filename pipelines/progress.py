@@ -11,6 +11,7 @@ import json
 import os
 import shutil
 import threading
+import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -166,17 +167,43 @@ def counting(building: Location | Path) -> Iterator[None]:
         _COUNTS.pop(directory, None)
 
 
+_READING, _WRITING = 0.4, 0.5
+"""Shares of reading and of writing parts in the time of a build; the rest is the oracle."""
+_SOME_SEC = 10.0
+"""Time after which the rate and the remaining time are reported."""
+
+
+class _Timer:
+    """Rate and remaining time, from the first progress on: a build may have been continued."""
+
+    def __init__(self) -> None:
+        self._started = time.perf_counter()
+        self._first: tuple[int, float] | None = None
+
+    def text(self, num_rows: int, share: float) -> str:
+        """Return the text for rows read and the share of the work that is done."""
+        self._first = first_rows, first_share = self._first or (num_rows, share)
+        elapsed_sec = time.perf_counter() - self._started
+        if elapsed_sec < _SOME_SEC or share <= first_share:
+            return ""
+        remaining_sec = elapsed_sec * max(0.0, 1 - share) / (share - first_share)
+        rate = (num_rows - first_rows) / elapsed_sec
+        left = f"{remaining_sec:.0f} s" if remaining_sec < 120 else f"{remaining_sec / 60:.0f} min"
+        return f"; {rate:,.0f} rows/s, about {left} left"
+
+
 @contextmanager
 def report_progress(
-    building: Location | Path, num_parts: int, progress: Callable[[str], None]
+    building: Location | Path, num_parts: int, num_bytes: int, progress: Callable[[str], None]
 ) -> Iterator[None]:
-    """Report rows read and rejected and parts written, at intervals while the body runs.
+    """Report rows, parts, rate and remaining time at intervals while the body runs.
 
     Nothing is reported of a segment that is built at an object store.
 
     Args:
         building: directory of the segment being built, which workers share.
         num_parts: parts of the segment; some may stay empty.
+        num_bytes: bytes of the input.
         progress: called with each line.
     """
     local = Location.parse(building).local
@@ -184,12 +211,19 @@ def report_progress(
         yield
         return
     done = threading.Event()
+    timer = _Timer()
 
     def watch() -> None:
         last_line = ""
         while not done.wait(_INTERVAL_SEC):
-            written = len(list((local / "samples").glob("*.parquet")))
-            line = f"{counted_rows(building)}; parts written: {written} of {num_parts}"
+            written, counts = (
+                len(list((local / "samples").glob("*.parquet"))),
+                counted_rows(building),
+            )
+            share = _READING * counts.num_bytes / max(1, num_bytes) + _WRITING * written / num_parts
+            line = (
+                f"{counts}; parts written: {written} of {num_parts}{timer.text(counts.read, share)}"
+            )
             if line != last_line:
                 progress(line)
                 last_line = line

@@ -33,7 +33,7 @@ from pipelines.autogroup.job import with_groups
 from pipelines.beam.build import segment_of_rows, segment_pipeline
 from pipelines.beam.transforms import REJECTED, EachReject, ReadRows
 from pipelines.beam.transforms import MakeSamples as _SamplesBySql
-from pipelines.build import discarded_on_error, finish_segment_files, segment_hashes
+from pipelines.build import finish_segment_files, segment_hashes
 from pipelines.clustering.writer import LOOKUPS
 from pipelines.context import INCOMING, BuildContext, BuildRequest
 from pipelines.exchange import SourceRows
@@ -58,6 +58,7 @@ from pipelines.table.rows import (
     row_hashes,
 )
 from pipelines.transforms.fit import fitted_files, stage_fitted
+from pipelines.unfinished import discarded_on_error
 from schemas.config.job import Job, check_new_names, load_job
 from schemas.dataset import missing_column_defaults, open_dataset
 from schemas.errors import SchemaError, suggest_name, suggest_name_or

@@ -8,6 +8,7 @@ dataset: if the process dies before, the dataset is unchanged.
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -129,14 +130,23 @@ def segment_directory(
             to be uploaded from a temporary directory by `publish`.
     """
     if directory.local is not None:
-        directory.local.mkdir(parents=True)
+        directory.local.mkdir(parents=True, exist_ok=True)  # of a build that is continued
     if directory.local is not None or in_place:
         yield directory
         return
-    if work is not None:
-        work.mkdir(parents=True, exist_ok=True)
-    with TemporaryDirectory(prefix="presage-build-", dir=work) as name:
-        yield Location.parse(name)
+    if work is None:
+        with TemporaryDirectory(prefix="presage-build-") as name:
+            yield Location.parse(name)
+        return
+    building = work_directory(work, directory.name)
+    building.mkdir(parents=True, exist_ok=True)
+    yield Location.parse(building)
+    shutil.rmtree(building)
+
+
+def work_directory(work: Path, name: str) -> Path:
+    """Return the directory in which a segment for an object store is built; `name` is its name."""
+    return work / f"presage-build-{name}"
 
 
 _UPLOADS = 8

@@ -1,6 +1,7 @@
 """Builds and appends that are killed, cut off from disk, or run twice: a segment, or none."""
 
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -23,7 +24,7 @@ from pipelines.table.vacuum import vacuum
 from pipelines.table.verify import verify
 from schemas.dataset import open_dataset, open_root
 from schemas.errors import SchemaError
-from schemas.layout import JOB
+from schemas.layout import JOB, samples_path
 from schemas.manifest import find_root, read_dataset
 from schemas.storage import Location
 from tests.pipelines.logs import (
@@ -190,6 +191,32 @@ def test_worker_process_that_is_killed_ends_the_build_and_a_rerun_gives_the_same
     build(request(job, tmp_path / "log", dataset))
     build(request(job, tmp_path / "log", tmp_path / "clean"))
     assert bytes_of(dataset) == bytes_of(tmp_path / "clean")
+
+
+@pytest.mark.slow
+def test_a_build_that_is_killed_is_continued_without_writing_finished_parts_again(
+    tmp_path: Path,
+) -> None:
+    write_log(tmp_path / "log", num_rows=4_000)
+    job, dataset = write_job(tmp_path / "job"), tmp_path / "dataset"
+    words = ["build", str(job), "--input", str(tmp_path / "log"), "--output"]
+    small_parts = "from pipelines import prepare; prepare.PART_INPUT_BYTES = 20_000"
+    program = f"{small_parts}; import sys; from pipelines.cli import main; sys.exit(main())"
+    command = [sys.executable, "-c", program, *words]
+    running = subprocess.Popen([*command, str(dataset), *PROCESSES], stderr=subprocess.DEVNULL)
+    while not (results := list(dataset.glob("segments/*/shuffle/part-*.result"))):
+        assert running.poll() is None
+        time.sleep(0.002)
+    running.kill()
+    running.wait(PATIENCE_SEC)
+    (segment,) = (dataset / "segments").iterdir()
+    parts = [pickle.loads(path.read_bytes()).value.file_index for path in results]
+    written = {n: (segment / samples_path(n)).stat().st_mtime_ns for n in parts}
+    subprocess.run([*command, str(dataset), *PROCESSES], check=True)
+    assert {n: (segment / samples_path(n)).stat().st_mtime_ns for n in parts} == written
+    subprocess.run([*command, str(tmp_path / "clean")], check=True)
+    assert bytes_of(dataset) == bytes_of(tmp_path / "clean")
+    assert [path.name for path in (dataset / "segments").iterdir()] == [segment.name]
 
 
 @pytest.mark.slow
