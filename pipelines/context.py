@@ -51,6 +51,7 @@ class BuildRequest:
         only: paths below `input_root` of the files to read; all when empty.
         listing: input files; listed when None.
         job_bytes: the dataset's job file; the content of `job_path` when None.
+        schema_bytes: the schema; read from the place that the job names when None.
         allow_outside: whether the job's schema may be outside the folder of the job file.
         check: called with the complete segment and its job before it is committed; raises to
             refuse it.
@@ -74,12 +75,18 @@ class BuildRequest:
     only: tuple[str, ...] = ()
     listing: tuple[InputFile, ...] | None = None
     job_bytes: bytes | None = None
+    schema_bytes: bytes | None = None
     allow_outside: bool = False
     check: Callable[[Location, Job], None] = lambda *_: None
 
     def schema_path(self, job: Job) -> Path | Location:
         """Return the path or URL of the schema; raise SchemaError if it is outside the folder."""
         return schema_path(self.job_path, job.data.schema, allow_outside=self.allow_outside)
+
+    def read_schema(self, job: Job) -> bytes:
+        """Return the content of the schema; raises as `schema_path`."""
+        known = self.schema_bytes
+        return self.schema_path(job).read_bytes() if known is None else known
 
 
 @dataclass(frozen=True, slots=True)

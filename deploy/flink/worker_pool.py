@@ -2,8 +2,12 @@
 
 Beam's own (`apache_beam.runners.worker.worker_pool_main`) listens on all interfaces, starts the
 first `python` on the path, and never reads what its workers print, so that a talkative one stops.
-This one listens on the loopback interface at a port of the system's choice, or at the one that it
-is given, and prints it.
+This one listens on the loopback interface, and prints its address:
+
+    python deploy/flink/worker_pool.py [PORT [COMMAND ...]]
+
+Without a port, or with 0, the system chooses one. COMMAND starts each worker, and runs the command
+in its arguments, as `nice -n 5` does.
 """
 
 from __future__ import annotations
@@ -12,6 +16,7 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from types import FrameType
 
@@ -29,8 +34,9 @@ STOP_SEC = 10.0
 class WorkerPool(beam_fn_api_pb2_grpc.BeamFnExternalWorkerPoolServicer):
     """Starts and stops workers, each of which is a process."""
 
-    def __init__(self) -> None:
-        """Start with no worker."""
+    def __init__(self, prefix: Sequence[str] = ()) -> None:
+        """Start with no worker; `prefix` goes before the command of each."""
+        self.prefix = tuple(prefix)
         self.workers: dict[str, subprocess.Popen[bytes]] = {}
         self.lock = threading.Lock()
 
@@ -38,7 +44,7 @@ class WorkerPool(beam_fn_api_pb2_grpc.BeamFnExternalWorkerPoolServicer):
         self, request: beam_fn_api_pb2.StartWorkerRequest, context: grpc.ServicerContext
     ) -> beam_fn_api_pb2.StartWorkerResponse:
         """Start a worker that takes its work from the given address."""
-        command = [sys.executable, "-c", WORKER]
+        command = [*self.prefix, sys.executable, "-c", WORKER]
         command += [request.control_endpoint.url, request.worker_id]
         with self.lock:
             worker = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=sys.stderr)
@@ -85,7 +91,7 @@ def main() -> None:
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, stop)
-    pool, server = WorkerPool(), grpc.server(ThreadPoolExecutor(8))
+    pool, server = WorkerPool(sys.argv[2:]), grpc.server(ThreadPoolExecutor(8))
     beam_fn_api_pb2_grpc.add_BeamFnExternalWorkerPoolServicer_to_server(pool, server)
     wanted = int(sys.argv[1]) if len(sys.argv) > 1 else 0
     port = server.add_insecure_port(f"localhost:{wanted}")

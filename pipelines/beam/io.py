@@ -2,7 +2,8 @@
 
 `BuildDataset` and `WriteDataset` end in a committed segment, `ReadDataset` and `ReadSource` begin a
 pipeline, `MakeSamples` runs a job's SQL. Elements are pyarrow Tables. The job is checked when the
-pipeline is constructed. Launcher and workers find the dataset under the same path.
+pipeline is constructed. Launcher and workers find the dataset at the same URL, or under the same
+path of a directory that they share; workers need no other file of the launcher.
 
 Arguments of several transforms:
     job: the job file.
@@ -360,8 +361,10 @@ def _segment_request(
         attempt=uuid.uuid4().hex[:12],
         append=append,
         allow_outside=allow_outside,
+        job_bytes=path.read_bytes(),
     )
-    return request, parsed, features
+    schema = request.schema_path(parsed).read_bytes()  # the last worker does not find the file
+    return replace(request, schema_bytes=schema), parsed, features
 
 
 def _check_num_parts(num_parts: int) -> None:

@@ -66,6 +66,7 @@ from pipelines.transforms.fit import (
 )
 from pipelines.workers import keep_freed_memory
 from schemas.config.job import DataConfig
+from schemas.errors import SchemaError
 from schemas.fitted import FittedValues
 from schemas.storage import Location
 
@@ -122,6 +123,16 @@ class _Counted(beam.DoFn):
     def setup(self) -> None:
         if self.context.owns_workers:
             keep_freed_memory()
+            self._check_root()
+
+    def _check_root(self) -> None:
+        """Raise SchemaError if this worker does not see the directory that the launcher made."""
+        local = self.context.segment_root.local
+        if local is not None and not local.is_dir():
+            raise SchemaError(
+                f"worker does not see the directory of the dataset: {local}; use a directory that "
+                "all workers share, or the URL of an object store"
+            )
 
     def count_input(self, table: pa.Table) -> None:
         self.counters["in-rows"].inc(table.num_rows)

@@ -227,7 +227,7 @@ def check_admissible(
     Raises:
         SchemaError: the dataset has other content or settings, or the same input.
     """
-    check_limits(parse_schema(request.schema_path(job).read_bytes()))
+    check_limits(parse_schema(request.read_schema(job)))
     found = find_root(request.dataset)
     root = None if found is None else found.manifest
     existing = find_segment(root, key)
@@ -310,7 +310,7 @@ def new_segment(
 ) -> NewSegment:
     """Return a segment to commit; its `validate` repeats the checks against the current dataset."""
     manifest = read_segment(directory)
-    schema = request.schema_path(job).read_bytes()
+    schema = request.read_schema(job)
 
     def validate(dataset: Dataset | None, num_before: int) -> str:
         if dataset is not None:

@@ -17,24 +17,44 @@ from urllib.request import urlopen
 
 import pytest
 
+from tests import gcs_api
 from tests.external_tools import install_environment
+from tests.fault_proxy import Faults, fault_proxy
 from tests.object_store import gcs_server
 from tests.pipelines.logs import bytes_of
+from tests.pipelines.private_workers import without_paths, worker_pool, write_input
+from tests.pipelines.repeated_bundles import DO_FNS, FUNCTIONS
 
 BUCKET = "shop-presage"
 RUN = """
 import sys
 from apache_beam.options.pipeline_options import PipelineOptions
-from apache_beam.portability import python_urns
-from apache_beam.portability.api import beam_runner_api_pb2
+from apache_beam.portability import common_urns
+from apache_beam.portability.api import beam_runner_api_pb2, endpoints_pb2
 from apache_beam.runners.portability.fn_api_runner import FnApiRunner
 
 graph = beam_runner_api_pb2.Pipeline.FromString(open(sys.argv[1], "rb").read())
+pool = beam_runner_api_pb2.ExternalPayload(
+    endpoint=endpoints_pb2.ApiServiceDescriptor(url=sys.argv[2])
+)
 for environment in graph.components.environments.values():
-    environment.urn, environment.payload = python_urns.EMBEDDED_PYTHON, b""
-FnApiRunner().run_via_runner_api(graph, PipelineOptions([])).wait_until_finish()
+    environment.urn = common_urns.environments.EXTERNAL.urn
+    environment.payload = pool.SerializeToString()
+runner = FnApiRunner()
+runner._num_workers = 2
+runner.run_via_runner_api(graph, PipelineOptions([])).wait_until_finish()
 """
-"""What Dataflow does with a graph, in one process instead of containers."""
+"""What Dataflow does with a graph, with processes of a pool instead of containers."""
+COPY = """
+import sys
+from pathlib import Path
+from schemas.storage import Location
+
+for entry in Location.parse(sys.argv[1]).entries():
+    path = Path(sys.argv[2], entry.path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes((Location.parse(sys.argv[1]) / entry.path).read_bytes())
+"""
 
 
 @pytest.fixture
@@ -103,15 +123,18 @@ def test_launcher_says_what_is_wrong_in_one_line(repository: Path, tmp_path: Pat
 def test_graph_that_the_launcher_sends_builds_the_bytes_of_the_command(
     repository: Path, tmp_path: Path
 ) -> None:
-    """Beam's own Dataflow client makes and stages it; the log is read from `gs://`."""
+    """Beam's own Dataflow client makes and stages it; log and dataset are at `gs://`.
+
+    Its workers see no file of the launcher, and retry and duplicate their bundles.
+    """
     lock = repository / "requirements-dataflow.lock"
     python = install_environment("dataflow", lock, repository / ".venv" / "bin") / "python"
-    shipped = repository / "deploy" / "beam_yaml"
-    log = tmp_path / "buckets" / BUCKET / "log"
-    shutil.copytree(shipped / "log", log)
-    dataset, options = tmp_path / "by-template", repository / "deploy" / "dataflow" / "options.txt"
+    launcher, dataset = tmp_path / "launcher", f"gs://{BUCKET}/dataset"
+    job = write_input(launcher)
+    shutil.copytree(launcher / "log", tmp_path / "buckets" / BUCKET / "log")
+    options = repository / "deploy" / "dataflow" / "options.txt"
     words = [
-        f"--job={shipped / 'job.yaml'}",
+        f"--job={job}",
         f"--input=gs://{BUCKET}/log",
         f"--output={dataset}",
         f"--template_location={tmp_path / 'job.json'}",  # as Google's launcher adds
@@ -134,11 +157,19 @@ def test_graph_that_the_launcher_sends_builds_the_bytes_of_the_command(
         image = next(o for o in options.read_text().split() if o.startswith("--sdk_container_im"))
         (pool,) = sent["environment"]["workerPools"]
         assert pool["workerHarnessContainerImage"] == image.partition("=")[2]
-        assert not (dataset / "_manifests").exists()
-        run(repository, variables, python, "-c", RUN, tmp_path / "pipeline.pb")
-    build = ["build", shipped / "job.yaml", "--input", log, "--output", tmp_path / "by-command"]
+        assert [name for name in names if name.startswith("dataset/")] == []
+        log = tmp_path / "pool.log"
+        with fault_proxy(endpoint, Faults(), gcs_api.forward) as store:
+            variables |= {"STORAGE_EMULATOR_HOST": store}
+            with worker_pool(launcher, log, python, variables, repeat=True) as address:
+                run(repository, variables, python, "-c", RUN, tmp_path / "pipeline.pb", address)
+            run(repository, variables, sys.executable, "-c", COPY, dataset, tmp_path / "built")
+    repeated = {line.split()[1] for line in log.read_text().splitlines() if "repeated " in line}
+    assert repeated == {name for _, name in (*DO_FNS[:2], *FUNCTIONS)}
+    build = ["build", job, "--input", launcher / "log", "--output", tmp_path / "by-command"]
     run(repository, {}, sys.executable, "-m", "pipelines", *build)
-    assert bytes_of(dataset) == bytes_of(tmp_path / "by-command")
+    expected = without_paths(bytes_of(tmp_path / "by-command"))
+    assert without_paths(bytes_of(tmp_path / "built")) == expected
 
 
 def google_environment(endpoint: str, folder: Path) -> dict[str, str]:
