@@ -19,10 +19,11 @@ from apache_beam.metrics import Metrics
 from apache_beam.utils.shared import Shared
 
 from pipelines.beam.shuffle import SendSamples
-from pipelines.clustering.part import serialize_result
+from pipelines.clustering.part import serialize_result, sum_statistics
 from pipelines.clustering.writer import SegmentLayout
 from pipelines.context import BuildContext
 from pipelines.exchange import SourceRows
+from pipelines.quality.segment_statistics import PARTS_PER_SUM
 from pipelines.samples.tuples import Tuples
 from pipelines.shuffle import decode_table, encode_by_target, encode_rows, encode_tables
 from pipelines.sources.rejects import (
@@ -535,7 +536,7 @@ class _BuildPart(_Counted):
         rows = self.context.transport.receive(samples[1])
         result = write_part(self.context, samples[0], rows, layout, self.learned)
         self.counters["in-rows"].inc(result.num_samples)
-        yield serialize_result(result)
+        yield result.file_index // PARTS_PER_SUM, serialize_result(result)
         yield pvalue.TaggedOutput(BLOCKS, encode_tables(result.blocks))
 
 
@@ -567,9 +568,19 @@ class BuildParts(beam.PTransform):
         layout: Any = parts | "choose layout" >> layout_stage.with_output_types(SegmentLayout)
         layout_input = pvalue.AsSingleton(layout, default_value=None)
         stage = beam.ParDo(_BuildPart(context, "BuildParts"), layout_input, files)
-        return parts | "build part" >> stage.with_output_types(bytes).with_outputs(
+        built = parts | "build part" >> stage.with_output_types(tuple[int, bytes]).with_outputs(
             BLOCKS, main=SAMPLES
         )
+        results: Any = (
+            built[SAMPLES]
+            | "group results" >> beam.GroupByKey()
+            | "sum statistics" >> beam.FlatMapTuple(_sum_statistics).with_output_types(bytes)
+        )
+        return {SAMPLES: results, BLOCKS: built[BLOCKS]}
+
+
+def _sum_statistics(_: int, results: Iterable[bytes]) -> Iterator[bytes]:
+    return sum_statistics(results)
 
 
 def _identity(pair: tuple[int, Any]) -> tuple[int, Any]:

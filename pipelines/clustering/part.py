@@ -193,6 +193,19 @@ def deserialize_results(results: Iterable[bytes]) -> list[PartResult]:
     return sorted((pickle.loads(r) for r in results), key=lambda r: r.file_index)
 
 
+def sum_statistics(results: Iterable[bytes]) -> Iterator[bytes]:
+    """Yield serialized results, the first with the sum of all statistics, the others without any.
+
+    Args:
+        results: of a group of parts, see `segment_statistics.PARTS_PER_SUM`, in any order.
+    """
+    parts = deserialize_results(results)
+    total: Mapping[str, SliceStatistics] = sum_by_split([part.slices for part in parts])
+    for part in parts:
+        yield serialize_result(replace(part, slices=total))
+        total = {}
+
+
 def cluster_chunks(parts: Iterable[Tuples], data: DataConfig) -> Iterator[Clustered]:
     """Yield the samples of a part in their final order.
 

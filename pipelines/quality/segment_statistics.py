@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from itertools import islice
+from itertools import groupby, islice
 from math import sqrt
 from pathlib import Path
 
@@ -259,11 +259,26 @@ def sum_by_split(partitions: Sequence[Mapping[str, SliceStatistics]]) -> dict[st
     }
 
 
+PARTS_PER_SUM = 256
+"""Parts whose statistics are added at once. Sums of sums keep other frequent values than one sum,
+so every runner adds the same groups of consecutive parts: here, or before (1 MB a part) they reach
+the launcher."""
+
+
 def segment_slices(
-    partitions: Sequence[Mapping[str, SliceStatistics]], data: DataConfig, features: FeatureSet
+    parts: Mapping[int, Mapping[str, SliceStatistics]], data: DataConfig, features: FeatureSet
 ) -> list[Slice]:
-    """Return the slices of a segment's statistics: `segment`, and its splits if it has both."""
-    splits = sum_by_split(partitions)
+    """Return the slices of a segment's statistics: `segment`, and its splits if it has both.
+
+    Args:
+        parts: by number, ascending. Those of a group of `PARTS_PER_SUM` may be added up in one of
+            it, the others are empty then.
+        data: the job's data section.
+        features: declared columns.
+    """
+    groups = groupby(parts, key=lambda number: number // PARTS_PER_SUM)
+    sums = [sum_by_split([parts[number] for number in numbers]) for _, numbers in groups]
+    splits = sum_by_split(sums)
     slices = {"segment": sum_slices(list(splits.values())), **(splits if len(splits) > 1 else {})}
     return [_slice(name, each, data, features) for name, each in slices.items()]
 

@@ -202,7 +202,8 @@ def finish_segment(
             writer.write_table(blocks)
         blocks_sha256 = describe_new_file(partial, BLOCKS).sha256
     number_reject_files(root)
-    text = statistics_text(segment_slices([r.slices for r in results], data, features))
+    slices = {result.file_index: result.slices for result in results}
+    text = statistics_text(segment_slices(slices, data, features))
     write_statistics(root, text)
     groups = list(results[0].groups)
     entries = describe_files(root, [entry for result in results for entry in result.files])
