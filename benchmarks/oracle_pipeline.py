@@ -5,7 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import apache_beam as beam
 import numpy as np
@@ -13,20 +14,20 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from benchmarks.logs import NUM_ROWS, build_job, job_path, raw_log
-from pipelines.beam.build import NumberAccesses, RunStages
+from pipelines.beam.build import NumberAccesses
 from pipelines.beam.runner import run_pipeline
 from pipelines.clustering.part import lookups_table
-from pipelines.oracle.index import LINKING_STAGES, LinkingPlan
-from pipelines.oracle.numbering import lookups_path
+from pipelines.clustering.writer import LOOKUPS
+from pipelines.oracle.index import index_table
 from pipelines.report.sizes import dataset_bytes
 from pipelines.shuffle import encode_tables
 from pipelines.table.indexes import PartBuilder, add_index
 from pipelines.table.segment import sum_bytes
 from schemas.arrays import Jagged
 from schemas.config.job import OrderConfig
-from schemas.dataset import open_dataset
+from schemas.dataset import Segment, open_dataset
 from schemas.files import CheckedFile, describe_file
-from schemas.layout import FILE_SHIFT, TRAIN, access_path
+from schemas.layout import FILE_SHIFT, TRAIN, part_name
 from schemas.leases import Lease
 from schemas.oracle import distinct
 from schemas.order import Order
@@ -48,7 +49,7 @@ class _WriteLookups(beam.DoFn):
         of_part = np.asarray(rows[part * size : (part + 1) * size], np.int64)
         offsets = np.append(np.arange(0, len(of_part), self.batch), len(of_part))
         unique = distinct(Jagged(of_part, offsets), NUM_ROWS[table])
-        path = lookups_path(self.root, str(table), part)
+        path = self.root / LOOKUPS / str(table) / part_name(part)
         path.parent.mkdir(parents=True, exist_ok=True)
         pq.write_table(lookups_table(unique), path, compression="lz4")
         yield 0
@@ -64,20 +65,15 @@ def _blocks(_: list[int], num_blocks: int) -> bytes:
     return encode_tables(pa.table(columns))
 
 
-def _plan(root: Path, num_blocks: int, table: str, num_rows: int) -> tuple[str, LinkingPlan]:
-    files: list[CheckedFile] = []
-    while (root / access_path(table, len(files))).exists():
-        entry = describe_file(root, access_path(table, len(files)))
-        files.append(CheckedFile(root, entry))
-    plan = LinkingPlan(
-        root=root / "index",
-        scratch=root / "scratch",
-        order=Order((num_blocks,), 1, 1, OrderConfig()),
-        table=table,
-        num_numbers=num_rows,
-        files=tuple(files),
-    )
-    return table, plan
+def _index(root: Path, num_blocks: int, table: str, num_rows: int) -> int:
+    """Index a table in steps of one block; return its entries."""
+    paths = sorted((root / "access" / table).iterdir())
+    entries = [describe_file(root, path.relative_to(root).as_posix()) for path in paths]
+    files = [CheckedFile(root, entry) for entry in entries]
+    manifest = SimpleNamespace(tables={table: SimpleNamespace(num_unique_rows=num_rows)})
+    segment = SimpleNamespace(manifest=manifest, access_files=lambda _: files)
+    order = Order((num_blocks,), 1, 1, OrderConfig())
+    return sum(index_table(root / "index", cast(Segment, segment), table, order).num_entries)
 
 
 def run_beam_stages(columns: list[np.ndarray], batch: int, root: Path) -> float:
@@ -104,14 +100,9 @@ def run_beam_stages(columns: list[np.ndarray], batch: int, root: Path) -> float:
         )
         blocks = written | "blocks" >> beam.Map(lambda parts: _blocks(parts, num_blocks))
         names = [str(table) for table in range(len(columns))]
-        numbered = blocks | "number" >> NumberAccesses(Location.parse(root), names, num_parts)
-        plans = numbered | "plan" >> beam.MapTuple(lambda t, n: _plan(root, num_blocks, t, n))
-        linked = plans | "link" >> RunStages(LINKING_STAGES, spread=True)
-        return {
-            "entries": linked
-            | "count"
-            >> beam.MapTuple(lambda _, results: sum(int(entries.sum()) for *_, entries in results))
-        }
+        numbered = blocks | "number" >> NumberAccesses(Location.parse(root), names)
+        index = beam.MapTuple(lambda table, count: _index(root, num_blocks, table, count))
+        return {"entries": numbered | "spread" >> beam.Reshuffle() | "index" >> index}
 
     start = time.perf_counter()
     run_pipeline(make, [], Location.parse(root), num_tasks=len(columns) - 3)

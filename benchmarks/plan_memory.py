@@ -28,14 +28,13 @@ from numpy.typing import NDArray
 
 from benchmarks.logs import write_result
 from pipelines.oracle.files import (
-    concat_lists,
     split_into_files,
     write_access_file,
     write_edges_file,
     write_index_file,
 )
 from schemas.accesses import NextUses, indexed_steps, merge_dictionaries
-from schemas.arrays import Jagged
+from schemas.arrays import Jagged, offsets_of
 from schemas.cache_plan import Plan, summarize
 from schemas.config.job import OrderConfig
 from schemas.config.train import CacheConfig
@@ -43,7 +42,7 @@ from schemas.dataset import Dataset, Index, IndexPart, Segment
 from schemas.files import describe_file, sha256_of, write_files
 from schemas.layout import FILES
 from schemas.manifest import Reference
-from schemas.oracle import next_use
+from schemas.oracle import next_use, to_gaps
 from schemas.order import Order
 from schemas.storage import Location
 
@@ -62,8 +61,12 @@ def write_tables(root: Path, num_rows: int, num_accesses: int) -> None:
     for index, (a, b) in enumerate(
         pairwise(split_into_files(np.array(list(map(len, steps)))).tolist())
     ):
-        write_access_file(root / "segment", TABLE, index, np.arange(a, b), concat_lists(steps[a:b]))
-        write_index_file(root / "index", TABLE, index, a, concat_lists(distances[a:b]))
+        offsets = offsets_of(np.array(list(map(len, steps[a:b]))))
+        numbers = Jagged(np.concatenate(steps[a:b]), offsets)
+        gaps = Jagged(to_gaps(numbers), offsets)
+        write_access_file(root / "segment", TABLE, index, np.arange(a, b), gaps)
+        flat = Jagged(np.concatenate(distances[a:b]), offsets)
+        write_index_file(root / "index", TABLE, index, a, flat)
     rows = rng.integers(0, 1 << 62, num_rows + num_rows // 2)
     write_edges(root / "segment", rows[:num_rows])
     write_edges(root / "second", rng.permutation(rows[num_rows // 2 :]))

@@ -19,15 +19,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
+from numpy.typing import NDArray
 
 import schemas
 from pipelines.clustering.part import PartResult, serialize_result
 from pipelines.clustering.writer import SegmentLayout
 from pipelines.context import BuildContext, LocalOptions
 from pipelines.exchange import Exchange, Received, Sent, SourceRows, TaskResult
-from pipelines.oracle.files import run_stages
-from pipelines.oracle.numbering import NUMBERING_STAGES, WORKER_ENTRIES, number_blocks
+from pipelines.oracle.numbering import number_table, training_blocks
 from pipelines.prepare import holds_in_memory
 from pipelines.samples.event_join import add_counts
 from pipelines.samples.tuples import Tuples, concat_tuples
@@ -67,7 +68,6 @@ from pipelines.transforms.fit import (
 from pipelines.workers import Worker, Workers, keep_freed_memory, num_processes, num_threads
 from schemas.machine import boot_id
 from schemas.manifest import hash_of
-from schemas.storage import Location
 
 BUNDLE_BYTES = 64 << 20
 """Input bytes of a task that makes samples: each task writes the rows of a partition once."""
@@ -471,26 +471,23 @@ def write_reject_range(worker: Worker, rejects: tuple[int, Sequence[Sent]]) -> T
 def number_tables(
     context: BuildContext, exchange: Exchange, parts: Sequence[PartResult]
 ) -> list[tuple[str, int]]:
-    """Number the rows of every table; return (table, number of distinct rows)."""
-    tables = sorted(context.data.tables) if parts else []
-    return exchange.run("number", number_table, tables, [part.blocks for part in parts])
+    """Number the rows of every table; return (table, number of distinct rows).
+
+    Tables with more look-ups come first, so that no worker waits for the last one.
+    """
+    if not parts:
+        return []
+
+    def num_lookups(table: str) -> int:
+        return sum(part.lookups[table][1] for part in parts)
+
+    tables = sorted(context.data.tables, key=num_lookups, reverse=True)
+    return exchange.run("number", number_rows, tables, training_blocks(p.blocks for p in parts))
 
 
-def number_table(worker: Worker, table: str, blocks: Sequence[pa.Table]) -> TaskResult:
+def number_rows(worker: Worker, table: str, blocks: NDArray[np.int64]) -> TaskResult:
     """Number the rows of a table; return it with the number of its distinct rows.
 
-    `blocks` are those of all parts.
+    `blocks` are the ids of all training blocks in their order.
     """
-    return TaskResult((table, number_rows(worker.context.segment_root, table, blocks)))
-
-
-def number_rows(root: Location, table: str, blocks: Sequence[pa.Table]) -> int:
-    """Number the rows of a table; return the number of its distinct rows.
-
-    Args:
-        root: directory of the segment being built.
-        table: name of the table.
-        blocks: those of all parts.
-    """
-    numbered = number_blocks(root, table, blocks, WORKER_ENTRIES)
-    return numbered if isinstance(numbered, int) else sum(run_stages(numbered, NUMBERING_STAGES))
+    return TaskResult((table, number_table(worker.context.segment_root, table, blocks)))

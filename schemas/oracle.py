@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from schemas.arrays import Jagged, offsets_of, unique_tuples
+from schemas.arrays import Array, Jagged, offsets_of, unique_tuples
 from schemas.kernels.arrays import array_kernels
+from schemas.kernels.oracle import oracle_kernels
 
 # Distinct values of many lists. The fastest method depends on the ratio of possible values to list
 # length (`python -m benchmarks.oracle`): small ranges are marked in an array of bools, larger ones
@@ -215,6 +217,95 @@ def first_and_last(
     return first, last
 
 
+class FirstUseNumbering:
+    """Numbers rows in order of first use, as their lists arrive in training order.
+
+    Attributes:
+        count: rows that have numbers; less than 2**31.
+    """
+
+    def __init__(self, low: int = 0, size: int | None = None) -> None:
+        """Number nothing yet.
+
+        Args:
+            low: smallest row.
+            size: number of possible rows, for which there is an array of 4 bytes each. None
+                requires 32 to 64 bytes for each row that is used.
+        """
+        self.count = 0
+        self._low = None if size is None else low
+        self._kernels = oracle_kernels()
+        self._last = np.empty(0, np.int32)
+        if self._kernels is None:
+            self._slots: Array = np.empty((0, 2), np.int64)  # ascending rows, the number of each
+        elif size is None:
+            self._slots = np.zeros((1024, 2), np.int64)
+        else:
+            self._slots = np.zeros(size, np.int32)
+
+    @property
+    def last(self) -> NDArray[np.int32]:
+        """Position of the last list with each number, (count,)."""
+        return self._last[: self.count]
+
+    def number(self, lists: Jagged, position: int) -> tuple[NDArray[np.int32], Jagged]:
+        """Number the rows of consecutive lists.
+
+        Args:
+            lists: int64, distinct rows of each list.
+            position: of the first list.
+
+        Returns:
+            The number of each row, and for each list its rows that are new, in order of numbers.
+        """
+        parts = [(np.empty(0, np.int32), np.empty(0, np.int64), np.empty(0, np.int64))]
+        for start, end in _groups(lists.offsets, max(1, lists.num_rows)):
+            offsets = lists.offsets[start : end + 1]
+            group = Jagged(lists.values[offsets[0] : offsets[-1]], offsets - offsets[0])
+            parts.append(self._number(group, position + start))
+        numbers, new_rows, num_new = (np.concatenate(part) for part in zip(*parts, strict=True))
+        return numbers, Jagged(new_rows, offsets_of(num_new))
+
+    def _number(
+        self, lists: Jagged, position: int
+    ) -> tuple[NDArray[np.int32], NDArray[np.int64], NDArray[Any]]:
+        """Return the number of each row, the new rows, and how many are in each list."""
+        most = self.count + len(lists.values)
+        if most > len(self._last):
+            before, self._last = self.last, np.empty(max(most, 2 * len(self._last)), np.int32)
+            self._last[: self.count] = before
+        if self._kernels is None:
+            numbers, new_rows, num_new = self._number_sorted(lists)
+            positions = np.arange(position, position + lists.num_rows, dtype=np.int32)
+            self._last[numbers] = np.repeat(positions, lists.lengths)
+        else:
+            if self._low is None and 2 * most >= len(self._slots):
+                self._slots = self._kernels.rehash(self._slots, 1 << (2 * most).bit_length())
+            state = (self._low, self._slots, self._last, self.count, position)
+            numbers, new_rows, num_new = self._kernels.number_rows(
+                np.ascontiguousarray(lists.values), lists.offsets, *state
+            )
+        self.count += len(new_rows)
+        return numbers, new_rows, num_new
+
+    def _number_sorted(
+        self, lists: Jagged
+    ) -> tuple[NDArray[np.int32], NDArray[np.int64], NDArray[np.int64]]:
+        """Return the results of the kernel; rows with numbers are found by bisection."""
+        first, codes = unique_tuples([lists.values])
+        rows, (known, numbers) = lists.values[first], self._slots.T
+        at = np.minimum(np.searchsorted(known, rows), max(0, len(known) - 1))
+        is_new = known[at] != rows if len(known) else np.ones(len(rows), bool)
+        of_row = np.empty(len(rows), np.int32)
+        of_row[~is_new] = numbers[at[~is_new]]
+        of_row[is_new] = self.count + np.arange(np.count_nonzero(is_new))
+        new = np.stack([rows[is_new], of_row[is_new]], axis=1)
+        joined = np.concatenate([self._slots, new])
+        self._slots = joined[np.argsort(joined[:, 0], kind="stable")]
+        of_list = np.searchsorted(lists.offsets, first[is_new], side="right") - 1
+        return of_row[codes], rows[is_new], np.bincount(of_list, minlength=lists.num_rows)
+
+
 def union(lists: Sequence[NDArray[np.signedinteger]]) -> NDArray[np.signedinteger]:
     """Return the ascending distinct values of ascending lists.
 
@@ -250,6 +341,51 @@ class NextUseTracker:
         np.maximum(distances, NEVER, out=distances)  # numbers without a later use read 0
         self._later[numbers] = train_step
         return distances
+
+
+class EpochUses:
+    """Next uses of a range of numbers within an epoch, found from the last step to the first.
+
+    Attributes:
+        first: (size,) int32, the first step that uses each number, 0 if none has so far.
+        last: the same of the last step.
+    """
+
+    def __init__(self, low: int, size: int) -> None:
+        """Link nothing yet; numbers are in [low, low + size), others are left out."""
+        self._low = low
+        self.first, self.last = (np.zeros(size, np.int32) for _ in range(2))
+
+    def link(self, gaps: Jagged, lists_of_steps: NDArray[np.int64], first_step: int) -> Jagged:
+        """Return the next-use distances of the entries of consecutive steps.
+
+        Args:
+            gaps: int32, the access lists of their blocks.
+            lists_of_steps: (num_steps + 1,) the first list of each step, and the number of lists.
+            first_step: number of the first step; the step after the last one is the first of the
+                previous call.
+        """
+        kernels = oracle_kernels()
+        if kernels is not None:
+            state = (lists_of_steps, first_step, self._low, self.first, self.last)
+            distances, lengths = kernels.link_steps(gaps.values, gaps.offsets, *state)
+            return Jagged(distances, offsets_of(lengths))
+        numbers = from_gaps(gaps).values - self._low
+        linked: list[NDArray[np.int32]] = []
+        bounds = list(pairwise(gaps.offsets[lists_of_steps].tolist()))
+        for index in range(len(bounds) - 1, -1, -1):
+            entries = np.unique(numbers[slice(*bounds[index])])
+            entries = entries[(entries >= 0) & (entries < len(self.first))]
+            linked.append(self._link_step(entries, first_step + index))
+        linked.reverse()
+        distances = np.concatenate([np.empty(0, np.int32), *linked])
+        return Jagged(distances, offsets_of(np.array(list(map(len, linked)), np.int64)))
+
+    def _link_step(self, entries: NDArray[np.int64], step: int) -> NDArray[np.int32]:
+        later = self.first[entries]
+        self.last[entries[later == 0]] = step
+        self.first[entries] = step
+        return np.where(later == 0, np.int32(NEVER), later - np.int32(step))
 
 
 def clip_to_horizon(distances: NDArray[np.int32], train_step: int, until: int) -> NDArray[np.int32]:
@@ -294,6 +430,19 @@ def to_gaps(numbers: Jagged) -> NDArray[np.int64]:
     starts = numbers.offsets[:-1][numbers.lengths > 0]
     gaps[starts] = numbers.values[starts]
     return gaps
+
+
+def sorted_gaps(numbers: Jagged, size: int) -> NDArray[np.int64]:
+    """Sort access lists and encode them.
+
+    Args:
+        numbers: int32, the distinct numbers of each block in any order.
+        size: larger than any number.
+    """
+    kernels = oracle_kernels()
+    if kernels is not None:
+        return kernels.sorted_gaps(np.ascontiguousarray(numbers.values), numbers.offsets, size)
+    return to_gaps(sort_each(numbers))
 
 
 def from_gaps(gaps: Jagged) -> Jagged:

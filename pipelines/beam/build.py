@@ -1,6 +1,6 @@
 """Beam pipelines: segments, indexes, compacted segments and flat rewrites.
 
-Tables are numbered and indexed by one task each if they are small, in stages if they are large.
+Each table is numbered and indexed by one task.
 """
 
 from __future__ import annotations
@@ -25,9 +25,8 @@ from pipelines.beam.transforms import (
 from pipelines.clustering.part import build_part, serialize_result
 from pipelines.clustering.writer import SegmentLayout
 from pipelines.context import BuildContext
-from pipelines.oracle.files import Stage, run_stages
-from pipelines.oracle.index import LINKING_STAGES, LinkingPlan, TableTotals, index_table, totals_of
-from pipelines.oracle.numbering import NUMBERING_STAGES, WORKER_ENTRIES, number_blocks
+from pipelines.oracle.index import TableTotals, index_table
+from pipelines.oracle.numbering import number_table, training_blocks
 from pipelines.rewrite.command import FlatPart, FlatStage
 from pipelines.samples.event_join import add_counts
 from pipelines.samples.tuples import Tuples
@@ -70,9 +69,7 @@ def segment_of_rows(
         fit = FitTransforms(context.segment_root, context.data, context.learned)
         outputs["learned"] = samples[LEARNED] | "FitTransforms" >> fit
     parts = samples[SAMPLES] | "BuildParts" >> BuildParts(context, outputs.get("learned"))
-    number = NumberAccesses(
-        context.segment_root, context.data.tables, context.num_parts, context.owns_workers
-    )
+    number = NumberAccesses(context.segment_root, context.data.tables, context.owns_workers)
     tables = parts[BLOCKS] | "NumberAccesses" >> number
     rejects = (rows[REJECTS], samples[REJECTS]) | "join rejects" >> beam.Flatten()
     counts = rejects | "WriteRejects" >> WriteRejects(context)
@@ -101,202 +98,94 @@ TableTask = tuple[Path, Location, Reference, Order, str]
 """Directory of a part, segment with its reference and its order alone, and table to index."""
 
 
-def run_index(
-    tasks: Sequence[TableTask], scratch: Path, beam_args: list[str], num_tasks: int
-) -> list[TableTotals]:
+def run_index(tasks: Sequence[TableTask], scratch: Path, beam_args: list[str]) -> list[TableTotals]:
     """Index tables in parts of indexes on Beam.
 
     Args:
         tasks: at least one.
         scratch: directory that contains the parts.
         beam_args: Beam options.
-        num_tasks: tasks that can run in parallel; with 0 each table is indexed by one worker.
     """
-    stage = IndexTables(tasks, spread=num_tasks > 0)
     return run_pipeline(
-        lambda p: {"tables": p | "IndexTables" >> stage},
+        lambda p: {"tables": p | "IndexTables" >> IndexTables(tasks)},
         beam_args,
         Location.parse(scratch),
-        1 + num_tasks,
+        len(tasks),
     )["tables"]
 
 
 # Numbering and indexing of tables.
 
-SPREAD_PARTS = 4
-"""With at least so many parts, the tasks of a stage are distributed over workers."""
-
-_DONE, _PLANS = "done", "plans"
-
-
-def _plan_tasks(element: tuple[str, Iterable[Any]], stage: Stage) -> Iterator[Any]:
-    key, previous = element
-    results = sorted(previous, key=lambda result: result[1])
-    plan = results[0][0]
-    for index, task in enumerate(stage.tasks(plan, [result for _, _, result in results])):
-        yield key, plan, index, task
-
-
-class _Work(beam.DoFn):
-    def __init__(self, stage: Stage) -> None:
-        self.stage = stage
-
-    def setup(self) -> None:
-        keep_freed_memory()
-
-    def process(self, element: tuple[str, Any, int, Any]) -> Iterator[tuple[str, Any]]:
-        key, plan, index, task = element
-        yield key, (plan, index, self.stage.work(plan, task))
-
-
-def _run_stages(element: tuple[str, Any], stages: Sequence[Stage]) -> tuple[str, list[Any]]:
-    key, plan = element
-    results = run_stages(plan, stages)
-    return key, [(plan, index, result) for index, result in enumerate(results)]
-
-
-class RunStages(beam.PTransform):
-    """Run the stages of many plans: (key, plan) to (key, [(plan, index, result), ...])."""
-
-    def __init__(self, stages: Sequence[Stage], spread: bool) -> None:
-        """Store the stages.
-
-        Args:
-            stages: at least one, in order.
-            spread: whether to distribute tasks over workers; else one worker runs a plan, without
-                the Beam stages that cost a small build a second.
-        """
-        super().__init__()
-        self.stages, self.spread = stages, spread
-
-    def expand(self, input_or_inputs: beam.PCollection) -> Any:
-        """Add the Beam stages of each stage: plan tasks, distribute, run, collect."""
-        if not self.spread:
-            return input_or_inputs | "one by one" >> beam.Map(_run_stages, self.stages)
-        results = input_or_inputs | "begin" >> beam.MapTuple(
-            lambda key, plan: (key, [(plan, 0, None)])
-        )
-        for stage in self.stages:
-            results = (
-                results
-                | f"plan {stage.name}" >> beam.FlatMap(_plan_tasks, stage)
-                | f"spread {stage.name}" >> beam.Reshuffle()
-                | stage.name >> beam.ParDo(_Work(stage)).with_output_types(tuple[str, Any])
-                | f"all of {stage.name}" >> beam.GroupByKey()
-            )
-        return results
-
 
 class _NumberTable(beam.DoFn):
-    def __init__(self, root: Location, worker_entries: int, owns_workers: bool) -> None:
-        self.root, self.worker_entries = root, worker_entries
-        self.owns_workers = owns_workers
+    def __init__(self, root: Location, owns_workers: bool) -> None:
+        self.root, self.owns_workers = root, owns_workers
 
     def setup(self) -> None:
         if self.owns_workers:
             keep_freed_memory()
 
-    def process(self, table: str, parts: list[bytes]) -> Iterator[Any]:
+    def process(self, table: str, parts: list[bytes]) -> Iterator[tuple[str, int]]:
         if parts:
-            blocks = [decode_table(part) for part in parts]
-            count_or_plan = number_blocks(self.root, table, blocks, self.worker_entries)
-            if isinstance(count_or_plan, int):
-                yield beam.pvalue.TaggedOutput(_DONE, (table, count_or_plan))
-            else:
-                yield table, count_or_plan
+            blocks = training_blocks(map(decode_table, parts))
+            yield table, number_table(self.root, table, blocks)
 
 
 class NumberAccesses(beam.PTransform):
     """Number the rows of tables: blocks of all parts, as bytes, to (table, distinct rows)."""
 
-    def __init__(
-        self, root: Location, tables: Iterable[str], num_parts: int, owns_workers: bool = True
-    ) -> None:
+    def __init__(self, root: Location, tables: Iterable[str], owns_workers: bool = True) -> None:
         """Store the settings.
 
         Args:
             root: directory of the segment being built.
             tables: names.
-            num_parts: parts of the segment.
             owns_workers: see `BuildContext`.
         """
         super().__init__()
-        self.spread = num_parts >= SPREAD_PARTS
         self.owns_workers = owns_workers
         self.root, self.tables = root, sorted(tables)
 
     def expand(self, input_or_inputs: beam.PCollection) -> beam.PCollection:
-        """Number tables that fit a worker in one task, others in stages."""
+        """Number each table in one task."""
         joined = input_or_inputs | "all blocks" >> beam.combiners.ToList()
         number = beam.ParDo(
-            _NumberTable(self.root, WORKER_ENTRIES, self.owns_workers),
-            beam.pvalue.AsSingleton(joined),
+            _NumberTable(self.root, self.owns_workers), beam.pvalue.AsSingleton(joined)
         )
-        numbered = (
+        return (
             input_or_inputs.pipeline
             | "list tables" >> beam.Create(self.tables)
             | "spread tables" >> beam.Reshuffle()
-            | "number tables" >> number.with_outputs(_DONE, main=_PLANS)
+            | "number tables" >> number.with_output_types(tuple[str, int])
         )
-        counted = (
-            numbered[_PLANS]
-            | "large tables" >> RunStages(NUMBERING_STAGES, self.spread)
-            | "count rows" >> beam.MapTuple(_total)
-        )
-        return (numbered[_DONE], counted) | "join tables" >> beam.Flatten()
-
-
-def _total(table: str, results: Iterable[tuple[Any, int, int]]) -> tuple[str, int]:
-    return table, sum(result for _, _, result in results)
 
 
 class _IndexTable(beam.DoFn):
-    def __init__(self, worker_entries: int) -> None:
-        self.worker_entries = worker_entries
-
     def setup(self) -> None:
         keep_freed_memory()
 
-    def process(self, task: TableTask) -> Iterator[Any]:
+    def process(self, task: TableTask) -> Iterator[TableTotals]:
         root, directory, reference, order, table = task
         segment = Segment(directory, reference, committed_segment(directory, reference))
-        totals_or_plan = index_table(root, segment, table, order, self.worker_entries)
-        if isinstance(totals_or_plan, LinkingPlan):
-            yield str(root / table), totals_or_plan
-        else:
-            yield beam.pvalue.TaggedOutput(_DONE, totals_or_plan)
+        yield index_table(root, segment, table, order)
 
 
 class IndexTables(beam.PTransform):
     """Begin a pipeline with tables in parts of indexes: `TableTotals` of each."""
 
-    def __init__(self, tasks: Sequence[TableTask], spread: bool) -> None:
-        """Store the settings.
-
-        Args:
-            tasks: at least one.
-            spread: whether to distribute the stages of large tables over workers.
-        """
+    def __init__(self, tasks: Sequence[TableTask]) -> None:
+        """Store the tasks, at least one."""
         super().__init__()
-        self.tasks, self.spread = tasks, spread
+        self.tasks = tasks
 
     def expand(self, input_or_inputs: Any) -> beam.PCollection:
-        """Index tables that fit a worker in one task, others in stages."""
-        stage = _IndexTable(WORKER_ENTRIES)
-        indexed = (
+        """Index each table in one task."""
+        return (
             input_or_inputs
             | "list tables" >> beam.Create(self.tasks)
             | "spread tables" >> beam.Reshuffle()
-            | "index tables" >> beam.ParDo(stage).with_outputs(_DONE, main=_PLANS)
+            | "index tables" >> beam.ParDo(_IndexTable())
         )
-        linked = indexed[_PLANS] | "large tables" >> RunStages(LINKING_STAGES, spread=self.spread)
-        totals = linked | "count entries" >> beam.MapTuple(_totals)
-        return (indexed[_DONE], totals) | "join tables" >> beam.Flatten()
-
-
-def _totals(_key: str, results: Iterable[tuple[LinkingPlan, int, Any]]) -> TableTotals:
-    plans, _, entries = zip(*results, strict=True)
-    return totals_of(plans[0], entries)
 
 
 # Compaction.
@@ -335,7 +224,7 @@ def rewrite_parts(
             | "spread parts" >> beam.Reshuffle()
             | "write part" >> beam.ParDo(stage).with_outputs(BLOCKS, main=SAMPLES)
         )
-        number = NumberAccesses(building, tables, len(parts))
+        number = NumberAccesses(building, tables)
         return {"parts": written[SAMPLES], "tables": written[BLOCKS] | "NumberAccesses" >> number}
 
     return run_pipeline(add_transforms, beam_args, building, len(parts))

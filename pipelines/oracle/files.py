@@ -1,20 +1,21 @@
-"""Files of the oracle, scratch files of its external sort, and the stages that use them."""
+"""Files of the oracle, and its temporary files."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import os
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
-from threading import Lock
-from typing import Any, Literal
+from tempfile import TemporaryFile
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
 from pipelines.clustering.layout import Encodings, open_writer
-from pipelines.scratch import atomic_write
-from schemas.arrays import Jagged, large_list, offsets_of
+from schemas.arrays import Jagged, large_list, offsets_of, ranges
 from schemas.layout import (
     BLOCK,
     EDGES_SCHEMA,
@@ -26,7 +27,6 @@ from schemas.layout import (
     index_schema,
     uses_path,
 )
-from schemas.oracle import to_gaps
 from schemas.storage import Location
 
 LISTS_PER_FILE = 1 << 20
@@ -73,11 +73,11 @@ def split_into_files(lengths: NDArray[np.integer]) -> NDArray[np.int64]:
 
 
 def write_access_file(
-    root: Location | Path, table: str, file_index: int, blocks: NDArray[np.int64], numbers: Jagged
+    root: Location | Path, table: str, file_index: int, blocks: NDArray[np.int64], gaps: Jagged
 ) -> None:
-    """Write the access lists of consecutive training blocks; `numbers` ascend in each block."""
-    gaps = large_list(to_gaps(numbers), numbers.offsets)
-    columns = {BLOCK: pa.array(blocks, pa.int64()), "gaps": gaps}
+    """Write the access lists of consecutive training blocks."""
+    lists = large_list(gaps.values, gaps.offsets)
+    columns = {BLOCK: pa.array(blocks, pa.int64()), "gaps": lists}
     write_file(root, access_path(table, file_index), pa.table(columns).cast(access_schema()))
 
 
@@ -106,129 +106,135 @@ def write_index_file(
     write_file(root, index_path(table, file_index), pa.table(columns).cast(index_schema()))
 
 
-def write_uses_file(
+def write_uses_files(
     root: Path,
     table: str,
     epoch: int,
-    file_index: int,
+    low: int,
     first: NDArray[np.int32],
     last: NDArray[np.int32],
 ) -> None:
-    """Write the first and last step in a shuffled epoch that use consecutive numbers."""
-    uses = pa.table({"first_step": pa.array(first), "last_step": pa.array(last)})
-    write_file(root, uses_path(table, epoch, file_index), uses.cast(USES_SCHEMA))
-
-
-def concat_lists(lists: Sequence[NDArray[np.generic]]) -> Jagged:
-    """Return separate arrays as one jagged array."""
-    lengths = np.fromiter(map(len, lists), np.int64, len(lists))
-    flat = np.concatenate(lists) if lists else np.empty(0, np.int32)
-    return Jagged(flat, offsets_of(lengths))
-
-
-# Scratch files of an external sort: each task of a stage writes one file with one record batch per
-# bucket; a task of the next stage maps its bucket of all files into memory, without a copy.
-
-Columns = Mapping[str, NDArray[Any]]
-
-_OPENING = Lock()
-
-
-def open_array(path: Path, mode: Literal["r", "r+"] = "r") -> NDArray[Any]:
-    """Map a numpy file.
-
-    Files are opened one at a time: numpy parses the header with `ast.literal_eval`, which sometimes
-    fails with "AST constructor recursion depth mismatch" in concurrent threads of Python 3.11.
-    """
-    with _OPENING:
-        return np.load(path, mmap_mode=mode, allow_pickle=False)
-
-
-def write_batches(path: Path, batches: Iterable[Columns], schema: pa.Schema) -> None:
-    """Write batches of columns; the file gets its final name when it is complete."""
-    with (
-        atomic_write(path) as partial,
-        pa.OSFile(str(partial), "wb") as sink,
-        pa.ipc.new_file(sink, schema) as writer,
-    ):
-        for columns in batches:
-            arrays = [pa.array(columns[name]) for name in schema.names]
-            writer.write_batch(pa.record_batch(arrays, schema=schema))
-
-
-def write_buckets(
-    path: Path, bucket: NDArray[np.integer], columns: Columns, num_buckets: int
-) -> None:
-    """Write rows by bucket; the rows of a bucket keep their order.
+    """Write the first and last step in a shuffled epoch that use consecutive numbers.
 
     Args:
-        path: the file.
-        bucket: (n,) bucket of each row, in [0, num_buckets).
-        columns: (n,) arrays by name.
-        num_buckets: number of record batches, including empty ones.
+        root: directory of the part.
+        table: table name.
+        epoch: of the order.
+        low: the first number, at which a file begins.
+        first: the first step of each number.
+        last: the last step of each number.
     """
-    narrow = bucket.astype(np.uint16 if num_buckets <= 1 << 16 else np.int64)
-    order = np.argsort(narrow, kind="stable")  # 16 bits: a radix sort
-    bounds = np.searchsorted(narrow[order], np.arange(num_buckets + 1))
-    ordered = {name: column[order] for name, column in columns.items()}
-    schema = pa.schema([(name, pa.from_numpy_dtype(c.dtype)) for name, c in columns.items()])
-    batches = (
-        {name: column[bounds[i] : bounds[i + 1]] for name, column in ordered.items()}
-        for i in range(num_buckets)
-    )
-    write_batches(path, batches, schema)
-
-
-def read_bucket(path: Path, index: int) -> dict[str, NDArray[Any]]:
-    """Return one bucket of a file as read-only arrays over mapped memory."""
-    with pa.memory_map(str(path)) as source:
-        batch = pa.ipc.open_file(source).get_batch(index)
-    return {name: batch[name].to_numpy() for name in batch.schema.names}
-
-
-def read_bucket_chunks(
-    paths: Iterable[Path], index: int, num_rows: int
-) -> Iterator[dict[str, NDArray[Any]]]:
-    """Yield a bucket of many files in chunks of about `num_rows` rows."""
-    parts: list[dict[str, NDArray[Any]]] = []
-    rows = 0
-    for path in paths:
-        parts.append(read_bucket(path, index))
-        rows += len(next(iter(parts[-1].values())))
-        if rows >= num_rows:
-            yield _concat(parts)
-            parts, rows = [], 0
-    if parts:
-        yield _concat(parts)
-
-
-def _concat(parts: list[dict[str, NDArray[Any]]]) -> dict[str, NDArray[Any]]:
-    return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+    for start in range(0, max(1, len(first)), ENTRIES_PER_FILE):
+        part = slice(start, start + ENTRIES_PER_FILE)
+        uses = pa.table({"first_step": pa.array(first[part]), "last_step": pa.array(last[part])})
+        path = uses_path(table, epoch, (low + start) // ENTRIES_PER_FILE)
+        write_file(root, path, uses.cast(USES_SCHEMA))
 
 
 @dataclass(frozen=True, slots=True)
-class Stage:
-    """A stage of work on a table.
+class StoredArray:
+    """An array in an `ArrayFile`: its first byte, number of values, and type."""
 
-    A stage starts when all tasks of the previous stage are done, and its tasks may read the files
-    that those wrote. A task writes complete files that depend on the plan only, so a task that runs
-    twice, or on another worker, writes the same bytes.
+    start: int
+    count: int
+    dtype: np.dtype[Any]
+
+
+@dataclass(frozen=True, slots=True)
+class StoredLists:
+    """Consecutive lists in an `ArrayFile`."""
+
+    values: StoredArray
+    lengths: StoredArray
+
+
+class ArrayFile:
+    """Flat arrays in a temporary file without a name; a context."""
+
+    def __init__(self, directory: Path | None) -> None:
+        """Create the file in a directory, or in that of the system."""
+        self._file = TemporaryFile(dir=directory)  # noqa: SIM115 - closed by `__exit__`
+
+    def __enter__(self) -> ArrayFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+    def write(self, array: NDArray[Any], over: StoredArray | None = None) -> StoredArray:
+        """Write an array behind the others, or over one of the same length and type."""
+        start = self._file.seek(0, os.SEEK_END) if over is None else self._file.seek(over.start)
+        self._file.write(np.ascontiguousarray(array).data)
+        self._file.flush()
+        return StoredArray(start, len(array), array.dtype)
+
+    def write_lists(self, lists: Jagged) -> StoredLists:
+        """Write lists behind the other arrays."""
+        return StoredLists(self.write(lists.values), self.write(lists.lengths))
+
+    def read(self, stored: StoredArray) -> NDArray[Any]:
+        """Return an array."""
+        array = np.empty(stored.count, stored.dtype)
+        self.read_into(array, stored.start)
+        return array
+
+    def read_into(self, target: NDArray[Any], start: int) -> None:
+        """Fill an array with what is stored from a byte."""
+        if len(target):
+            count = os.preadv(self._file.fileno(), [target.data], start)
+            assert count == target.nbytes, "the temporary file was cut"
+
+    def read_lists(self, stored: StoredLists) -> Jagged:
+        """Return lists."""
+        return Jagged(self.read(stored.values), offsets_of(self.read(stored.lengths)))
+
+
+class IndexedLists:
+    """Lists of integers in an `ArrayFile`, written and read in any order.
 
     Attributes:
-        name: name of the Beam step.
-        tasks: returns the tasks, at least one, from the plan and the results of the previous stage
-            in the order of its tasks.
-        work: runs a task and returns its result.
+        lengths: (num_lists,) int64 of each list, 0 until it is written.
     """
 
-    name: str
-    tasks: Callable[[Any, list[Any]], Iterable[Any]]
-    work: Callable[[Any, Any], Any]
+    def __init__(self, file: ArrayFile, num_lists: int, dtype: type[np.signedinteger]) -> None:
+        """Write nothing yet; there are 16 bytes of memory for each list."""
+        self._file, self._dtype = file, np.dtype(dtype)
+        self.lengths = np.zeros(num_lists, np.int64)
+        self._starts = np.zeros(num_lists, np.int64)  # bytes in the file
+
+    def write(self, indices: NDArray[np.integer], lists: Jagged) -> None:
+        """Write lists with the given indices; those with negative ones are not needed again."""
+        start = self._file.write(lists.values.astype(self._dtype, copy=False)).start
+        kept = indices >= 0
+        starts = start + self._dtype.itemsize * lists.offsets[:-1]
+        self._starts[indices[kept]] = starts[kept]
+        self.lengths[indices[kept]] = lists.lengths[kept]
+
+    def read(self, indices: NDArray[np.integer]) -> Jagged:
+        """Return lists in the order of the indices; neighbours in the file are read at once."""
+        starts, offsets = self._starts[indices], offsets_of(self.lengths[indices])
+        ends = starts + self._dtype.itemsize * self.lengths[indices]
+        breaks = np.flatnonzero(starts[1:] != ends[:-1]) + 1
+        values = np.empty(offsets[-1], self._dtype)
+        for first, end in pairwise([0, *breaks.tolist(), len(indices)]):
+            if end > first:
+                self._file.read_into(values[offsets[first] : offsets[end]], int(starts[first]))
+        return Jagged(values, offsets)
 
 
-def run_stages(plan: Any, stages: Sequence[Stage]) -> list[Any]:
-    """Run all stages of a plan in this process; return the results of the last one."""
-    results: list[Any] = []
-    for stage in stages:
-        results = [stage.work(plan, task) for task in stage.tasks(plan, results)]
-    return results
+def merge_lists(parts: Sequence[Jagged]) -> Jagged:
+    """Return for each list its values in all parts, one part after the other.
+
+    Example:
+        >>> first = Jagged(np.array([1, 2, 3]), np.array([0, 2, 3]))
+        >>> merge_lists([first, Jagged(np.array([7, 8]), np.array([0, 0, 2]))]).values.tolist()
+        [1, 2, 3, 7, 8]
+    """
+    if len(parts) == 1:
+        return parts[0]
+    lengths = np.stack([part.lengths for part in parts])
+    starts = offsets_of(lengths.T.ravel())[:-1].reshape(lengths.T.shape)
+    values = np.empty(lengths.sum(), parts[0].values.dtype)
+    for index, part in enumerate(parts):
+        values[ranges(starts[:, index], lengths[index])] = part.values
+    return Jagged(values, offsets_of(lengths.sum(axis=0)))

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from pipelines.clustering.part import build_part, deserialize_results, serialize_result
 from pipelines.clustering.writer import SegmentLayout, choose_segment_layout
 from pipelines.context import local_options, runner_module
-from pipelines.executor import number_rows
+from pipelines.oracle.numbering import number_table, training_blocks
 from pipelines.quality.gate import parse_schema, pass_gate
 from pipelines.samples.event_join import write_late
 from pipelines.samples.sql import LIST_INDEX
@@ -484,9 +484,9 @@ def _rewrite_parts(
                 lambda p: build_part(building, p.file_index, p, p.data, layout, features), parts
             )
         )
-        blocks = [result.blocks for result in results]
+        blocks = training_blocks(result.blocks for result in results)
         numbers = pool.map(
-            lambda table: (table, number_rows(building, table, blocks)), sorted(data.tables)
+            lambda table: (table, number_table(building, table, blocks)), sorted(data.tables)
         )
         return {"parts": [serialize_result(r) for r in results], "tables": list(numbers)}
 

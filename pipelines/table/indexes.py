@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import shutil
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -18,16 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipelines.context import local_options, runner_module
-from pipelines.oracle.files import run_stages
-from pipelines.oracle.index import (
-    LINKING_STAGES,
-    SCRATCH,
-    LinkingPlan,
-    TableTotals,
-    index_table,
-    totals_of,
-)
-from pipelines.oracle.numbering import WORKER_ENTRIES
+from pipelines.oracle.index import TableTotals, index_table
 from pipelines.quality.segment_statistics import segment_statistics
 from pipelines.scratch import remove_partial
 from pipelines.table.root import update_root
@@ -64,8 +54,6 @@ from schemas.storage import Location
 
 INDEX_PREFIX = "index-"
 """Names of the directories of indexes begin with it."""
-WORKER_BYTES = 4 << 20
-"""Bytes of access lists, over all epochs, per worker of Beam."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,7 +215,6 @@ def _finish_part(request: PartRequest, totals: Sequence[TableTotals]) -> Referen
     """Write the manifest of a part whose tables are written."""
     root, index, order = request.root, request.index, request.order
     root.mkdir(parents=True, exist_ok=True)
-    shutil.rmtree(root / SCRATCH, ignore_errors=True)
     remove_partial(root)
     entries = describe_files(root)
     manifest = IndexManifest(
@@ -249,24 +236,25 @@ def index_tables(
     requests: Sequence[PartRequest], scratch: Path, beam_args: list[str]
 ) -> list[TableTotals]:
     """Write every table of the parts, on Beam or in this process; `scratch` holds the parts."""
-    size = sum(r.order.epochs * r.segment.manifest.oracle_bytes for r in requests)
-    tables = [(r, t) for r in requests for t in sorted(r.segment.manifest.tables)]
+    tables = [(r, t) for r in requests for t in r.segment.manifest.tables]
     if not tables:
         return []
     options = local_options(beam_args)
-    if options is not None:
-        with ThreadPoolExecutor(options.num_workers or num_threads()) as pool:
-            return list(pool.map(lambda task: _index_table(*task), tables))
-    tasks = [(r.root, r.segment.directory, r.segment.reference, r.order, t) for r, t in tables]
-    return runner_module("build").run_index(tasks, scratch, beam_args, size // WORKER_BYTES)
+    if options is None:
+        tasks = [(r.root, r.segment.directory, r.segment.reference, r.order, t) for r, t in tables]
+        return runner_module("build").run_index(tasks, scratch, beam_args)
 
+    def num_lookups(task: tuple[PartRequest, str]) -> int:
+        request, table = task
+        return request.order.epochs * request.segment.manifest.tables[table].num_lookups_dedup
 
-def _index_table(request: PartRequest, table: str) -> TableTotals:
-    segment = request.segment
-    totals_or_plan = index_table(request.root, segment, table, request.order, WORKER_ENTRIES)
-    if isinstance(totals_or_plan, LinkingPlan):
-        return totals_of(totals_or_plan, run_stages(totals_or_plan, LINKING_STAGES))
-    return totals_or_plan
+    def run(task: tuple[PartRequest, str]) -> TableTotals:
+        request, table = task
+        return index_table(request.root, request.segment, table, request.order)
+
+    tables.sort(key=num_lookups, reverse=True)  # so that no thread waits for the last one
+    with ThreadPoolExecutor(options.num_workers or num_threads()) as pool:
+        return list(pool.map(run, tables))
 
 
 def oracle(arguments: argparse.Namespace, beam_args: list[str], attempt: str) -> dict[str, Any]:

@@ -51,6 +51,8 @@ STATISTICS = Library(
     Path(__file__).parent, ("statistics.cpp", "common.h"), ("-fno-strict-aliasing",)
 )
 """The library of `statistics.py`."""
+ORACLE = Library(Path(__file__).parent, ("oracle.cpp",), ("-fno-strict-aliasing",))
+"""The library of `oracle.py`."""
 
 
 def find_library(library: Library, without: str) -> Path | None:
@@ -189,5 +191,5 @@ def _reason(error: Exception) -> str:
 
 
 if __name__ == "__main__":  # while an image is built: its processes find no compiler
-    for library in (ARRAYS, STATISTICS):
+    for library in (ARRAYS, STATISTICS, ORACLE):
         build_levels(library)

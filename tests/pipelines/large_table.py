@@ -1,49 +1,60 @@
-"""A process that takes a table of eight million entries through all rounds; prints its memory."""
+"""A process that numbers and indexes a large table with few open files; prints its memory."""
 
 from __future__ import annotations
 
 import json
+import resource
 import sys
+import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pyarrow.parquet as pq
 
 from pipelines.clustering.part import lookups_table
-from pipelines.oracle.files import run_stages
-from pipelines.oracle.index import LINKING_STAGES, LinkingPlan, totals_of
-from pipelines.oracle.numbering import (
-    NUMBERING_STAGES,
-    WORKER_ENTRIES,
-    NumberingPlan,
-    lookups_path,
-    number_table,
-)
+from pipelines.oracle.index import index_table
+from pipelines.oracle.numbering import number_table
 from pipelines.workers import keep_freed_memory
 from schemas.arrays import Jagged, offsets_of
 from schemas.config.job import OrderConfig
 from schemas.files import CheckedFile, describe_file
-from schemas.layout import FILE_SHIFT, access_path
+from schemas.layout import FILE_SHIFT, part_name
 from schemas.order import Order
 from schemas.storage import Location
 
-NUM_PARTS, BLOCKS_PER_PART, ROWS_PER_BLOCK = 8, 200, 5_000
+NUM_PARTS, BLOCKS_PER_PART, ROWS_PER_BLOCK = 80, 20, 5_000
+MAX_OPEN_FILES = 64
 
 
-def write_lookups(root: Path) -> np.ndarray:
-    """Write look-ups, half of them of rows that hardly come back; return the blocks' ids."""
+def write_lookups(root: Path, num_rows: int) -> np.ndarray:
+    """Write look-ups, half of them of rows that hardly come back; return the blocks' ids.
+
+    Args:
+        root: directory of the segment.
+        num_rows: rows of the table.
+    """
     rng = np.random.default_rng(0)
+    (root / "lookups" / "items").mkdir(parents=True)
     for part in range(NUM_PARTS):
         lists = [
-            np.unique(rng.integers(0, (1 << 40) if block % 2 else (1 << 20), ROWS_PER_BLOCK))
+            np.unique(rng.integers(0, num_rows if block % 2 else (1 << 20), ROWS_PER_BLOCK))
             for block in range(BLOCKS_PER_PART)
         ]
         offsets = offsets_of(np.array([len(rows) for rows in lists]))
-        path = lookups_path(root, "items", part)
-        path.parent.mkdir(parents=True, exist_ok=True)
+        path = root / "lookups" / "items" / part_name(part)
         pq.write_table(lookups_table(Jagged(np.concatenate(lists), offsets)), path)
-    file_index, block = np.divmod(np.arange(NUM_PARTS * BLOCKS_PER_PART), BLOCKS_PER_PART)
-    return (file_index << FILE_SHIFT) + block
+    window, block = np.divmod(np.arange(NUM_PARTS * BLOCKS_PER_PART), 2 * NUM_PARTS)
+    return (block // 2 << FILE_SHIFT) + 2 * window + block % 2  # two blocks of each part, in turn
+
+
+def segment_of(root: Path, num_rows: int) -> Any:
+    """Return a segment with what an index reads."""
+    paths = sorted((root / "access" / "items").iterdir())
+    files = [CheckedFile(root, describe_file(root, f"access/items/{p.name}")) for p in paths]
+    tables = {"items": SimpleNamespace(num_unique_rows=num_rows)}
+    return SimpleNamespace(manifest=SimpleNamespace(tables=tables), access_files=lambda _: files)
 
 
 def peak_bytes() -> int:
@@ -52,27 +63,25 @@ def peak_bytes() -> int:
     return int(next(line for line in lines if line.startswith("VmHWM")).split()[1]) << 10
 
 
-def main(root: Path) -> None:
+def main(root: Path, num_rows: int) -> None:
     """Number and link the table; print one JSON object."""
     keep_freed_memory()
-    blocks = write_lookups(root)
-    numbering = number_table(Location.parse(root), "items", blocks, WORKER_ENTRIES)
-    assert isinstance(numbering, NumberingPlan), "the table does not fit a worker"
-    num_rows = sum(run_stages(numbering, NUMBERING_STAGES))
-    paths = [access_path("items", f) for f in range(numbering.num_files)]
+    blocks = write_lookups(root, num_rows)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (MAX_OPEN_FILES, MAX_OPEN_FILES))
+    start = time.perf_counter()
+    count = number_table(Location.parse(root), "items", blocks)
+    numbered = time.perf_counter()
     order = Order((len(blocks),), 2, 2, OrderConfig(shuffle="blocks", seed=3))
-    linking = LinkingPlan(
-        root=root / "index",
-        scratch=root / "scratch",
-        order=order,
-        table="items",
-        num_numbers=num_rows,
-        files=tuple(CheckedFile(root, describe_file(root, path)) for path in paths),
-    )
-    entries = sum(totals_of(linking, run_stages(linking, LINKING_STAGES)).num_entries)
-    found = {"num_rows": num_rows, "num_entries": entries, "peak_bytes": peak_bytes()}
+    totals = index_table(root / "index", cast(Any, segment_of(root, count)), "items", order)
+    found = {
+        "num_rows": count,
+        "num_entries": sum(totals.num_entries),
+        "peak_bytes": peak_bytes(),
+        "numbering_sec": numbered - start,
+        "index_sec": time.perf_counter() - numbered,
+    }
     sys.stdout.write(json.dumps(found) + "\n")
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), int(sys.argv[2]))

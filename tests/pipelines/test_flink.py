@@ -31,8 +31,6 @@ def log(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     write_job(directory / "job")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("pipelines.prepare.PART_INPUT_BYTES", 4_000)
-        patch.setattr("pipelines.beam.build.WORKER_ENTRIES", 200)
-        patch.setattr("pipelines.table.indexes.WORKER_ENTRIES", 200)
         yield directory
 
 

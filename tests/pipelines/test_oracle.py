@@ -1,8 +1,9 @@
-"""Tables that do not fit a worker are processed in stages, to the same bytes in bounded memory."""
+"""Numbers of rows and next uses, in one range or in many, in bounded memory."""
 
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,34 +14,35 @@ import pytest
 from pipelines.build import build
 from pipelines.cli import main
 from pipelines.clustering.part import lookups_table
-from pipelines.oracle import files
-from pipelines.oracle.files import run_stages
-from pipelines.oracle.index import number_range_bounds
-from pipelines.oracle.numbering import NUMBERING_STAGES, NumberingPlan, lookups_path, number_table
+from pipelines.clustering.writer import LOOKUPS
+from pipelines.oracle import numbering
+from pipelines.oracle.files import ArrayFile, IndexedLists
+from pipelines.oracle.numbering import number_table, row_ranges
 from pipelines.table.verify import verify
 from schemas.arrays import Jagged, jagged_of, offsets_of
 from schemas.dataset import open_dataset
-from schemas.layout import FILE_SHIFT, access_path, edges_path
+from schemas.errors import SchemaError
+from schemas.hashing import NUM_SLOTS
+from schemas.layout import FILE_SHIFT, access_path, edges_path, part_name
 from schemas.oracle import from_gaps
 from schemas.storage import Location
 from tests.fork_server import without_forking
 from tests.pipelines.appending import addition
-from tests.pipelines.logs import built, bytes_of, copy_of, write_log
-
-FEW_ENTRIES = 60
-"""Entries that fit a worker: every table goes in rounds, each task in several pieces."""
+from tests.pipelines.logs import built, bytes_of, copy_of, request, write_job, write_log
 
 
 def small_files(patch: pytest.MonkeyPatch) -> None:
     patch.setattr("pipelines.prepare.PART_INPUT_BYTES", 4_000)
-    patch.setattr("pipelines.oracle.files.ENTRIES_PER_FILE", 150)
-    patch.setattr("pipelines.oracle.index.RANGE_ENTRIES", 100)  # cuts files, too
+    for module in ("files", "numbering", "index"):
+        patch.setattr(f"pipelines.oracle.{module}.ENTRIES_PER_FILE", 150)
 
 
-def in_rounds(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr("pipelines.beam.build.WORKER_ENTRIES", FEW_ENTRIES)
-    patch.setattr("pipelines.table.indexes.WORKER_ENTRIES", FEW_ENTRIES)
-    patch.setattr("pipelines.table.indexes.WORKER_BYTES", 1 << 12)
+def small_ranges(patch: pytest.MonkeyPatch) -> None:
+    """Number and link every table in many ranges."""
+    patch.setattr("pipelines.oracle.numbering.ARRAY_ROWS", 50)
+    patch.setattr("pipelines.oracle.numbering.HASHED_ROWS", 20)
+    patch.setattr("pipelines.oracle.numbering.SAMPLED_SLOTS", NUM_SLOTS)
+    patch.setattr("pipelines.oracle.index.RANGE_NUMBERS", 150)
 
 
 @pytest.fixture(scope="module")
@@ -55,19 +57,16 @@ def at_once(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-@pytest.fixture
-def rounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    small_files(monkeypatch)
-    in_rounds(monkeypatch)
-
-
 @pytest.mark.slow
-@pytest.mark.usefixtures("rounds")
-def test_build_and_append_in_rounds_give_the_bytes_of_tables_made_at_once(
-    at_once: Path, tmp_path: Path
+@pytest.mark.parametrize("runner", ["--runner=InProcess", "--runner=DirectRunner"])
+def test_build_and_append_in_ranges_give_the_bytes_of_tables_made_at_once(
+    at_once: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, runner: str
 ) -> None:
-    built(tmp_path)
-    build(addition(tmp_path / "job" / "job.yaml", at_once / "log-1", tmp_path / "dataset"))
+    small_files(monkeypatch)
+    small_ranges(monkeypatch)
+    job = write_job(tmp_path / "job")
+    for make, log in ((request, "log"), (addition, "log-1")):
+        build(replace(make(job, at_once / log, tmp_path / "dataset"), beam_args=[runner]))
     found = bytes_of(tmp_path / "dataset")
     assert found == bytes_of(at_once / "dataset")
     assert sum("/access/items/" in path for path in found) > 4
@@ -76,21 +75,8 @@ def test_build_and_append_in_rounds_give_the_bytes_of_tables_made_at_once(
 
 
 @pytest.mark.slow
-def test_a_small_build_does_the_rounds_of_a_table_one_by_one(
-    at_once: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    small_files(monkeypatch)
-    in_rounds(monkeypatch)
-    monkeypatch.setattr("pipelines.beam.build.SPREAD_PARTS", 1_000)
-    monkeypatch.setattr("pipelines.table.indexes.WORKER_BYTES", 1 << 30)
-    built(tmp_path)
-    build(addition(tmp_path / "job" / "job.yaml", at_once / "log-1", tmp_path / "dataset"))
-    assert bytes_of(tmp_path / "dataset") == bytes_of(at_once / "dataset")
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("shuffle", ["none", "blocks"])
-def test_reindex_of_several_epochs_in_rounds_gives_the_bytes_of_one_made_at_once(
+def test_reindex_of_several_epochs_in_ranges_gives_the_bytes_of_one_made_at_once(
     at_once: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shuffle: str
 ) -> None:
     small_files(monkeypatch)
@@ -107,14 +93,14 @@ def test_reindex_of_several_epochs_in_rounds_gives_the_bytes_of_one_made_at_once
         "7",
     ]
     assert main(["oracle", str(first), *words, "--json"]) == 0
-    in_rounds(monkeypatch)
+    small_ranges(monkeypatch)
     assert main(["oracle", str(second), *words, "--json"]) == 0
     assert bytes_of(first) == bytes_of(second)
     dataset = open_dataset(first)
     assert len(dataset.complete_indexes()) == 2
     (part, _) = dataset.open_index(dataset.manifest.indexes[1]).parts
-    ranges = {e: sum(f"items/uses-{e:05d}/" in p for p in part.files) for e in range(3)}
-    assert all((count > 4) == (shuffle == "blocks") for count in ranges.values())
+    files = {e: sum(f"items/uses-{e:05d}/" in p for p in part.files) for e in range(3)}
+    assert all(count == (2 if shuffle == "blocks" else 0) for count in files.values())
     assert not verify(first)["problems"]
 
 
@@ -126,57 +112,100 @@ def write_lookups(root: Path, lists: list[list[int]], blocks_per_part: int) -> n
         ids += [part << FILE_SHIFT | i for i in range(len(mine))]
         flat = np.array([row for rows in mine for row in rows], np.int64)
         table = lookups_table(Jagged(flat, offsets_of(np.array(list(map(len, mine))))))
-        path = lookups_path(root, "items", part)
+        path = root / LOOKUPS / "items" / part_name(part)
         path.parent.mkdir(parents=True, exist_ok=True)
         pq.write_table(table, path, row_group_size=2)
     return np.array(ids, np.int64)
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_rounds_number_rows_of_any_order_of_blocks_by_first_use(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int
+RANGES = {"an array": (1 << 24, 1 << 20), "arrays": (9, 1 << 20), "hash tables": (1, 7)}
+"""Name to possible rows of an array and rows of a hash table."""
+
+
+@pytest.mark.parametrize("ranges", RANGES.values(), ids=RANGES)
+@pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.parametrize("seed", range(2))
+def test_rows_of_any_order_of_blocks_are_numbered_by_first_use(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    seed: int,
+    compiled: bool,
+    ranges: tuple[int, int],
 ) -> None:
-    monkeypatch.setattr(files, "ENTRIES_PER_FILE", 20)
+    small_files(monkeypatch)
+    for module in ("files", "numbering"):
+        monkeypatch.setattr(f"pipelines.oracle.{module}.ENTRIES_PER_FILE", 20)
+    monkeypatch.setattr(numbering, "ARRAY_ROWS", ranges[0])
+    monkeypatch.setattr(numbering, "HASHED_ROWS", ranges[1])
+    monkeypatch.setattr(numbering, "SAMPLED_SLOTS", NUM_SLOTS)
+    if not compiled:
+        monkeypatch.setattr("schemas.oracle.oracle_kernels", lambda: None)
     rng = np.random.default_rng(seed)
-    universe = rng.integers(0, 2**62, 40)
+    universe = rng.integers(0, 1 << 62, 40) if ranges[0] == 1 else rng.permutation(300)[:40]
     lists = [sorted(set(rng.choice(universe, rng.integers(0, 15)).tolist())) for _ in range(23)]
     lists[5] = []
     blocks = rng.permutation(write_lookups(tmp_path, lists, 5))[:20]  # the others evaluate
     used = [lists[(b >> FILE_SHIFT) * 5 + (b & 0xFFFFF)] for b in blocks.tolist()]
-    plan = number_table(Location.parse(tmp_path), "items", blocks, worker_entries=9)
-    assert isinstance(plan, NumberingPlan)
-    assert plan.num_ranges > 5
-    assert plan.num_files > 3
     rows = list(dict.fromkeys(row for block in used for row in block))
-    assert sum(run_stages(plan, NUMBERING_STAGES)) == len(rows)
-    access = [pq.read_table(tmp_path / access_path("items", f)) for f in range(plan.num_files)]
-    edges = [pq.read_table(tmp_path / edges_path("items", f)) for f in range(plan.num_files)]
-    stored = pa.concat_tables(edges)
+    assert number_table(Location.parse(tmp_path), "items", blocks) == len(rows)
+    access, stored = (
+        pa.concat_tables(map(pq.read_table, sorted((tmp_path / name / "items").iterdir())))
+        for name in ("access", "edges")
+    )
+    assert len(list((tmp_path / "access" / "items").iterdir())) > 3
+    assert access["block"].to_pylist() == blocks.tolist()
     assert stored["row"].to_pylist() == rows
     for name, places in (("first_position", 0), ("last_position", -1)):
         expected = [[p for p, block in enumerate(used) if r in block][places] for r in rows]
         assert stored[name].to_pylist() == expected
-    numbers = from_gaps(jagged_of(pa.concat_tables(access)["gaps"]))
+    numbers = from_gaps(jagged_of(access["gaps"]))
     for position, block in enumerate(used):
         mine = numbers.values[numbers.offsets[position] : numbers.offsets[position + 1]]
         assert mine.tolist() == sorted(rows.index(row) for row in block)
 
 
-def test_ranges_of_numbers_hold_about_equal_entries(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pipelines.oracle.index.RANGE_ENTRIES", 1_000)
-    counts = np.zeros(1024, np.int64)
-    counts[:4] = 900
-    counts[4:] = 10
-    cuts = number_range_bounds(counts, 10_240)
-    assert cuts[:5] == [0, 20, 30, 40, 440]
-    assert cuts[-1] == 10_240
-    assert number_range_bounds(counts, 3) == [0, 2, 3]
+def test_a_table_without_training_blocks_has_empty_files(tmp_path: Path) -> None:
+    write_lookups(tmp_path, [[], []], 1)
+    assert number_table(Location.parse(tmp_path), "items", np.empty(0, np.int64)) == 0
+    assert pq.read_table(tmp_path / access_path("items", 0)).num_rows == 0
+    assert pq.read_table(tmp_path / edges_path("items", 0)).num_rows == 0
+
+
+def test_too_many_rows_of_a_segment_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(numbering, "MAX_NUMBERS", 2)
+    blocks = write_lookups(tmp_path, [[4, 5], [5, 6]], 1)
+    message = "a segment must have at most 2 distinct rows of table 'items', got 3; build it as"
+    with pytest.raises(SchemaError, match=message):
+        number_table(Location.parse(tmp_path), "items", blocks)
+
+
+def test_hash_tables_have_about_equal_numbers_of_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(numbering, "ARRAY_ROWS", 1 << 10)
+    monkeypatch.setattr(numbering, "HASHED_ROWS", 1 << 10)
+    rng = np.random.default_rng(0)
+    rows = np.unique(rng.lognormal(20, 2, 10_000).astype(np.int64))  # dense at its start
+    with ArrayFile(tmp_path) as file:
+        lookups = IndexedLists(file, 10, np.int64)
+        parts = np.array_split(rows, 10)
+        lookups.write(np.arange(10), Jagged(rows, offsets_of(np.array(list(map(len, parts))))))
+        ranges = row_ranges(lookups, [np.arange(10, dtype=np.int32)], int(rows[-1]))
+    assert (ranges[0].low, ranges[-1].end) == (0, rows[-1] + 1)
+    counts, _ = np.histogram(rows, [*(r.low for r in ranges), ranges[-1].end])
+    assert 8 <= len(counts) <= 12
+    assert counts.max() < 2 * counts.mean()
 
 
 @pytest.mark.slow
-def test_rounds_of_a_large_table_take_less_than_512_mib(tmp_path: Path, repository: Path) -> None:
-    """A worker's imports count, too: the most that any round takes, all in one process."""
-    command = [sys.executable, "-m", "tests.pipelines.large_table", str(tmp_path)]
+@pytest.mark.parametrize("num_rows", [1 << 25, 1 << 40])
+def test_a_large_table_takes_less_than_512_mib_and_64_open_files(
+    tmp_path: Path, repository: Path, num_rows: int
+) -> None:
+    """Imports count, too; the limit of open files is one of the process."""
+    command = [sys.executable, "-m", "tests.pipelines.large_table", str(tmp_path), str(num_rows)]
     with without_forking():
         done = subprocess.run(command, cwd=repository, capture_output=True, text=True, check=True)
     found = json.loads(done.stdout)
