@@ -1,13 +1,12 @@
 """Build one part of a segment from the samples of one range of session hashes.
 
-A part is built in chunks that fit in memory, whatever the size of its sessions: a few columns
-determine its order, and each chunk then takes the rows of its blocks.
+A part is built in chunks that fit in memory, whatever the size of its sessions (`chunks.py`).
 """
 
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial, reduce
 from pathlib import Path
@@ -16,24 +15,16 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
-from numpy.typing import NDArray
 
-from pipelines.clustering.star import (
-    Clustered,
-    Star,
-    slice_clustered,
-    sort_keys,
-    sort_samples,
-    to_star,
-)
+from pipelines.clustering.chunks import cluster_chunks
+from pipelines.clustering.star import Clustered, Star, to_star
 from pipelines.clustering.writer import LOOKUPS, PartFiles, PartWriter, SegmentLayout
 from pipelines.quality.column_statistics import count_buckets, table_statistics
 from pipelines.quality.segment_statistics import SliceStatistics, sum_by_split
 from pipelines.samples.sql import LIST_INDEX
-from pipelines.samples.tuples import Tuples, concat_tuples, drop_unused_tuples
+from pipelines.samples.tuples import Tuples
 from schemas.arrays import (
     Jagged,
-    bytes_per_row,
     flat_list,
     is_list,
     numpy_of,
@@ -48,10 +39,6 @@ from schemas.fitted import FittedValues
 from schemas.layout import BLOCK, EVALUATION, TRAIN, UNIQUE_INDEX, inverse_column, part_name
 from schemas.rows import distinct_rows, ids_of
 from schemas.storage import Location
-
-CHUNK_BYTES = 256 << 20
-"""Maximum bytes of a chunk's expanded samples; a worker needs about five times as much memory if
-nothing repeats."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +106,7 @@ def build_part(
         root: directory of the segment being built.
         file_index: number of the part.
         samples: all samples of the part's sessions, in any order; at least one row. Iterated
-            several times if the part has several chunks.
+            twice if they do not fit in memory.
         data: the job's data section.
         layout: layout of the segment.
         features: declared columns.
@@ -204,89 +191,6 @@ def sum_statistics(results: Iterable[bytes]) -> Iterator[bytes]:
     for part in parts:
         yield serialize_result(replace(part, slices=total))
         total = {}
-
-
-def cluster_chunks(parts: Iterable[Tuples], data: DataConfig) -> Iterator[Clustered]:
-    """Yield the samples of a part in their final order.
-
-    Args:
-        parts: all samples of some session keys, in any order; iterated once for the order, and once
-            per chunk if there are several.
-        data: session, window, split and block size.
-    """
-    keys: list[pa.Table] = []
-    kept: list[Tuples] = []
-    total = 0
-    for part in parts:
-        keys.append(sort_keys(part, data))
-        total += expanded_bytes(part)
-        if total <= CHUNK_BYTES:
-            kept.append(part)
-        else:
-            kept.clear()
-    ends = np.cumsum([k.num_rows for k in keys])
-    order = sort_samples(pa.concat_tables(keys), data)
-    del keys
-    num_chunks = max(1, -(-total // CHUNK_BYTES))
-    samples = -(-len(order.rows) // num_chunks)
-    limit = -(-samples // data.block_samples) * data.block_samples
-    for chunk in split_at_blocks(order.block, limit):
-        samples_of_chunk = _take_rows(kept or parts, ends, order.rows[chunk])
-        yield slice_clustered(samples_of_chunk, order, chunk)
-
-
-def expanded_bytes(samples: Tuples) -> int:
-    """Return the bytes of samples without deduplication; independent of how they are batched."""
-    sample_bytes = sum(int(bytes_per_row(c).sum()) for c in samples.samples.columns)
-    return sample_bytes + sum(
-        int(bytes_per_row(column)[samples.references[group]].sum())
-        for group, table in samples.uniques.items()
-        for column in table.columns
-    )
-
-
-def split_at_blocks(block: NDArray[np.int64], limit: int) -> Iterator[slice]:
-    """Yield ranges of whole blocks, of at most `limit` samples or one block.
-
-    Example:
-        >>> list(split_at_blocks(np.array([0, 0, 1, 1, 2, 3, 3]), 3))
-        [slice(0, 2, None), slice(2, 5, None), slice(5, 7, None)]
-    """
-    ends = np.flatnonzero(np.diff(block, append=-1)) + 1
-    start = 0
-    while start < len(block):
-        fitting = ends[(ends > start) & (ends <= start + limit)]
-        end = int(fitting[-1]) if len(fitting) else int(ends[ends > start][0])
-        yield slice(start, end)
-        start = end
-
-
-def _take_rows(parts: Iterable[Tuples], ends: NDArray[np.int64], rows: NDArray[np.int64]) -> Tuples:
-    """Return rows of the concatenated parts, in the given order.
-
-    Args:
-        parts: samples.
-        ends: (num_parts,) cumulative number of rows.
-        rows: row numbers in the concatenation.
-    """
-    takes_all = len(rows) == ends[-1]
-    part = np.searchsorted(ends, rows, side="right")
-    by_part = np.argsort(part, kind="stable")
-    bounds = np.searchsorted(part[by_part], np.arange(len(ends) + 1))
-    selected: list[Tuples] = []
-    position = np.empty(len(rows), np.int64)  # of each row in the concatenation of `selected`
-    num_selected = 0
-    for index, samples in enumerate(parts):
-        outputs = by_part[bounds[index] : bounds[index + 1]]
-        if takes_all:  # saves a copy
-            position[outputs] = rows[outputs]
-            selected.append(samples)
-        elif len(outputs):
-            local = rows[outputs] - (ends[index] - samples.num_samples)
-            position[outputs] = num_selected + np.arange(len(outputs))
-            selected.append(drop_unused_tuples(samples.take(local)))
-            num_selected += len(outputs)
-    return concat_tuples(selected).take(position)
 
 
 def split_statistics(

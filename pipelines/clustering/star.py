@@ -8,7 +8,7 @@ a block for each group.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -22,9 +22,12 @@ from pipelines.samples.tuples import Tuples, first_appearances, hash_session_key
 from pipelines.sources.rows import ORIGIN, microseconds
 from pipelines.transforms.apply import apply_transforms
 from schemas.arrays import (
+    comparable,
     offsets_of,
     one_chunk,
     take_rows,
+    take_values,
+    unique_tuples,
 )
 from schemas.config.job import SAMPLES, DataConfig
 from schemas.errors import SchemaError
@@ -119,60 +122,122 @@ def slice_clustered(samples: Tuples, order: SampleOrder, rows: slice) -> Cluster
     )
 
 
-def sort_keys(samples: Tuples, data: DataConfig) -> pa.Table:
-    """Return the sort keys of samples, one row each: `key, time, origin, index`."""
-    time = samples.column(data.session.time).cast(pa.int64())
-    return pa.table(
-        {
-            "key": samples.column(data.session.key),
-            "time": time,
-            "origin": samples.column(ORIGIN),
-            "index": samples.column(LIST_INDEX),
-        }
+@dataclass(frozen=True, slots=True)
+class SortKeys:
+    """The columns that determine the order of some samples.
+
+    Attributes:
+        keys: distinct session keys.
+        key: (num_samples,) int32, the index of each sample's key in `keys`.
+        time: (num_samples,) int64, microseconds.
+        origin: (num_samples,) int64, position of the row in the input.
+        index: (num_samples,) integers, list index of the sample within its row.
+    """
+
+    keys: pa.Array
+    key: NDArray[np.int32]
+    time: NDArray[np.int64]
+    origin: NDArray[np.int64]
+    index: NDArray[np.integer]
+
+
+def sort_keys(samples: Tuples, data: DataConfig) -> SortKeys:
+    """Return the sort columns of samples."""
+    name = data.session.key
+    group = next((g for g, table in samples.uniques.items() if name in table.column_names), None)
+    table = samples.samples if group is None else samples.uniques[group]
+    keys = one_chunk(table[name])
+    first, key = unique_tuples(comparable(keys))
+    return SortKeys(
+        take_values(keys, first),
+        key if group is None else key[samples.references[group]],
+        samples.column(data.session.time).cast(pa.int64()).to_numpy(),
+        samples.column(ORIGIN).to_numpy(),
+        samples.column(LIST_INDEX).to_numpy(),
     )
 
 
-def sort_samples(samples: pa.Table, data: DataConfig) -> SampleOrder:
+def concat_sort_keys(parts: Sequence[SortKeys]) -> SortKeys:
+    """Return the sort columns of all samples of several parts, at least one."""
+    if len(parts) == 1:
+        return parts[0]
+    keys = pa.concat_arrays([p.keys for p in parts])
+    first, numbers = unique_tuples(comparable(keys))
+    starts = np.cumsum([0, *(len(p.keys) for p in parts)])
+    return SortKeys(
+        take_values(keys, first),
+        np.concatenate([numbers[s:][p.key] for s, p in zip(starts, parts, strict=False)]),
+        np.concatenate([p.time for p in parts]),
+        np.concatenate([p.origin for p in parts]),
+        np.concatenate([p.index for p in parts]),
+    )
+
+
+def sort_samples(columns: SortKeys, data: DataConfig) -> SampleOrder:
     """Return the final order of samples.
 
     Args:
-        samples: from `sort_keys`, all samples of some session keys, in any order.
+        columns: of all samples of some session keys, in any order.
         data: session, window, split and block size.
     """
-    keys = one_chunk(samples["key"])
-    time, origins, indices = (samples[c].to_numpy() for c in ("time", "origin", "index"))
-    codes = pc.rank(keys, tiebreaker="dense").to_numpy().astype(np.int64)
-    by_time = np.lexsort((indices, origins, time, codes, hash_session_keys(keys)))
-    starts = _session_starts(codes[by_time], time[by_time], data.session.gap)
-    window = np.empty(len(time), np.int32)
-    window[by_time] = _windows(time[by_time], starts, data.window.span)
-    session = np.empty(len(time), np.int64)
-    session[by_time] = np.cumsum(starts)
+    codes = _ranks(columns.keys)[columns.key]
+    in_key = np.lexsort((columns.index, columns.origin, columns.time))
+    by_time = in_key[_stable_order(codes[in_key])]
+    time = columns.time[by_time]
+    starts = _session_starts(codes[by_time], time, data.session.gap)
+    session = np.cumsum(starts, dtype=np.int64)
+    window = _windows(time, starts, data.window.span)
     evaluation = np.zeros(len(time), bool)
     if data.split.evaluation_from is not None:
         evaluation = time >= microseconds(data.split.evaluation_from)
-    rank = np.empty(len(time), np.int64)
-    rank[by_time] = np.arange(len(time))
-    rows = np.lexsort((rank, window, evaluation))
-    session, window, evaluation = session[rows], window[rows], evaluation[rows]
+    ranges = window.astype(np.int64) - (window.min() if len(window) else 0)
+    ranges += evaluation * (ranges.max(initial=0) + 1)
+    by_range = _stable_order(ranges)
+    session, window, evaluation = session[by_range], window[by_range], evaluation[by_range]
     in_split = _changes(session, evaluation)
     lengths = np.zeros(len(time), np.int64)
     lengths[in_split] = np.diff(np.flatnonzero(in_split), append=len(time))
-    opens = np.zeros(len(time), bool)
-    opens[np.unique(session, return_index=True)[1]] = True
     return SampleOrder(
-        rows,
+        by_time[by_range],
         in_split,
         lengths,
-        opens,
+        _first_of_each(session),
         evaluation,
         window,
         cut_blocks(_changes(window, evaluation), data.block_samples),
     )
 
 
+def _ranks(keys: pa.Array) -> NDArray[np.int32]:
+    """Return the rank of each distinct session key by its hash, then by itself."""
+    hashes = hash_session_keys(keys)
+    order = np.argsort(hashes)
+    if (np.diff(hashes[order]) == 0).any():
+        order = np.lexsort((pc.rank(keys).to_numpy(), hashes))
+    ranks = np.empty(len(keys), np.int32)
+    ranks[order] = np.arange(len(keys), dtype=np.int32)
+    return ranks
+
+
+def _stable_order(codes: NDArray[np.integer]) -> NDArray[np.int64]:
+    """Return the stable order of non-negative integers; numpy sorts 16 bits in linear time."""
+    largest = codes.max(initial=0)
+    if not largest:
+        return np.arange(len(codes))
+    return np.argsort(codes.astype(np.uint16) if largest < 1 << 16 else codes, kind="stable")
+
+
+def _first_of_each(numbers: NDArray[np.int64]) -> NDArray[np.bool_]:
+    """Mark the first of equal numbers, which are at most their count."""
+    first = np.empty(len(numbers) + 1, np.int64)
+    first[numbers[::-1]] = np.arange(len(numbers))[::-1]  # the last of equal indices is kept
+    is_first = np.zeros(len(numbers), bool)
+    is_first[first[numbers]] = True
+    return is_first
+
+
 def _session_starts(
-    codes: NDArray[np.int64], time: NDArray[np.int64], gap: timedelta | None
+    codes: NDArray[np.integer], time: NDArray[np.int64], gap: timedelta | None
 ) -> NDArray[np.bool_]:
     starts = _changes(codes)
     if gap is not None and len(time):

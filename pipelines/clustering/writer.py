@@ -31,7 +31,7 @@ from pipelines.clustering.layout import (
     open_writer,
     stored_tables,
 )
-from pipelines.clustering.star import Clustered, Star, cluster, sort_keys, to_star
+from pipelines.clustering.star import Clustered, SortKeys, Star, cluster, sort_keys, to_star
 from pipelines.samples.tuples import Tuples, concat_tuples, drop_unused_tuples, hash_session_keys
 from schemas.arrays import bytes_per_row, offsets_of
 from schemas.config.job import DataConfig
@@ -79,13 +79,13 @@ def choose_segment_layout(
     """Choose the layout of a segment from the samples of one part.
 
     Args:
-        parts: all samples of the part's sessions, at least one, in any order; iterated twice.
+        parts: all samples of the part's sessions, at least one, in any order.
         data: the job's data section.
         learned: fitted parameters of transforms.
         num_parts: parts of the segment.
         run_all: runs the trials.
     """
-    star = to_star(cluster(concat_tuples(sample_sessions(parts, data)), data), 0, data, learned)
+    star = to_star(cluster(sample_sessions(parts, data), data), 0, data, learned)
     layouts = choose_layouts(star, data.storage, run_all)
     tables = dict(iter_tables(star, layouts))
     encodings = dict(zip(tables, run_all(choose_encodings, tables.values()), strict=True))
@@ -102,42 +102,51 @@ def iter_tables(star: Star, layouts: Layouts) -> Iterator[tuple[str, pa.Table]]:
 
 def sample_sessions(
     parts: Iterable[Tuples], data: DataConfig, limit: int = LAYOUT_SAMPLES
-) -> list[Tuples]:
+) -> Tuples:
     """Return the sessions with the smallest hashes, at least `limit` samples where there are.
 
-    The last session is truncated if the result would have more than twice as many samples.
+    The last session is truncated if the result would have more than twice as many samples. The
+    memory is that of the result and of one part.
 
     Args:
-        parts: samples in any order; iterated twice.
+        parts: samples in any order.
         data: names the session key.
         limit: number of samples.
     """
-    keys = [sort_keys(p, data) for p in parts]
-    hashes = [hash_session_keys(k["key"]) for k in keys]
-    sorted_hashes = np.sort(np.concatenate(hashes))
-    max_hash = sorted_hashes[min(limit, len(sorted_hashes)) - 1]
-    rows = [np.flatnonzero(h <= max_hash) for h in hashes]
-    if sum(map(len, rows)) > 2 * limit:
-        rows = _first_rows(keys, hashes, rows, 2 * limit)
-    return [drop_unused_tuples(p.take(r)) for p, r in zip(parts, rows, strict=True) if len(r)]
+    chosen: list[Tuples] = []
+    smallest = np.empty(0, np.uint64)  # hashes of at most `limit` samples
+    for part in parts:
+        keys = sort_keys(part, data)
+        smallest = np.concatenate([smallest, hash_session_keys(keys.keys)[keys.key]])
+        smallest = np.partition(smallest, min(limit, len(smallest)) - 1)[:limit]
+        chosen.append(_take_sessions(part, keys, smallest, limit))
+        if sum(c.num_samples for c in chosen) > 4 * limit:
+            chosen = [_first_sessions(chosen, smallest, data, limit)]
+    return _first_sessions(chosen, smallest, data, limit)
 
 
-def _first_rows(
-    keys: Sequence[pa.Table],
-    hashes: Sequence[NDArray[np.uint64]],
-    rows: Sequence[NDArray[np.int64]],
-    limit: int,
-) -> list[NDArray[np.int64]]:
-    """Return the first `limit` of some rows by hash, time and position in the input, by part."""
-    part = np.repeat(np.arange(len(rows)), [len(r) for r in rows])
-    columns = [
-        np.concatenate([k[c].to_numpy()[r] for k, r in zip(keys, rows, strict=True)])
-        for c in ("index", "origin", "time")
-    ]
-    row_hashes = np.concatenate([h[r] for h, r in zip(hashes, rows, strict=True)])
-    first = np.sort(np.lexsort((*columns, row_hashes))[:limit])
-    all_rows = np.concatenate(rows)
-    return [all_rows[first[part[first] == index]] for index in range(len(rows))]
+def _first_sessions(
+    chosen: Sequence[Tuples], smallest: NDArray[np.uint64], data: DataConfig, limit: int
+) -> Tuples:
+    samples = concat_tuples(chosen)
+    return _take_sessions(samples, sort_keys(samples, data), smallest, limit)
+
+
+def _take_sessions(
+    samples: Tuples, columns: SortKeys, smallest: NDArray[np.uint64], limit: int
+) -> Tuples:
+    """Return the samples whose hash is at most the largest of `smallest`.
+
+    If they are more than twice `limit`, the first ones by hash, time and position in the input.
+    """
+    hashes = hash_session_keys(columns.keys)[columns.key]
+    rows = np.flatnonzero(hashes <= smallest.max()) if len(smallest) == limit else None
+    if rows is None or len(rows) == len(hashes) <= 2 * limit:
+        return samples
+    if len(rows) > 2 * limit:
+        by_position = (columns.index[rows], columns.origin[rows], columns.time[rows], hashes[rows])
+        rows = np.sort(rows[np.lexsort(by_position)[: 2 * limit]])
+    return drop_unused_tuples(samples.take(rows))
 
 
 ROW_GROUP_BYTES = 64 << 20

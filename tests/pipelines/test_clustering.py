@@ -1,7 +1,5 @@
 """Order, blocks, deduplication and chunks of one part, against slow and obvious versions."""
 
-import subprocess
-import sys
 from collections.abc import Sequence
 from datetime import datetime, timedelta
 from pathlib import Path
@@ -13,13 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import pipelines.clustering.part
 from pipelines.build import build
-from pipelines.clustering import part as pieces
-from pipelines.clustering.part import cluster_chunks, expanded_bytes, split_at_blocks
+from pipelines.clustering import chunks, star
+from pipelines.clustering.chunks import cluster_chunks, expanded_bytes, split_at_blocks
 from pipelines.clustering.star import cluster, cut_blocks, to_star
 from pipelines.clustering.writer import plan_row_groups
-from pipelines.demo_log.log import GeneratorConfig, write_log
 from pipelines.samples.sql import LIST_INDEX
 from pipelines.samples.tuples import (
     Tuples,
@@ -134,21 +130,21 @@ def test_star_joined_back_gives_the_samples_and_no_tuple_stands_twice_in_a_block
     rows: list[tuple[int, int, str | None, list[int] | None]],
 ) -> None:
     clustered = cluster(tuples_of(rows), data_config(evaluation_from=20))
-    star = to_star(clustered, 3, data_config())
-    blocks = star.samples["block"].to_pylist()
+    made = to_star(clustered, 3, data_config())
+    blocks = made.samples["block"].to_pylist()
     assert [b >> 20 for b in blocks] == [3] * len(rows)
     for group, columns in (("user", ["session", "name"]), ("clicks", ["history"])):
-        tuples = star.groups[group].to_pylist()
+        tuples = made.groups[group].to_pylist()
         by_place = {(t["block"], t["unique_index"]): t for t in tuples}
         assert len(by_place) == len(tuples)
         values = {(t["block"], *(str(t[c]) for c in columns)) for t in tuples}
         assert len(values) == len(tuples)
-        inverse = star.samples[f"{group}_inverse"].to_pylist()
+        inverse = made.samples[f"{group}_inverse"].to_pylist()
         joined = [by_place[place] for place in zip(blocks, inverse, strict=True)]
         for column in columns:
             assert [t[column] for t in joined] == clustered.samples.column(column).to_pylist()
-    doubled = star.groups["user"]["doubled"].to_pylist()
-    assert doubled == [2 * s for s in star.groups["user"]["session"].to_pylist()]
+    doubled = made.groups["user"]["doubled"].to_pylist()
+    assert doubled == [2 * s for s in made.groups["user"]["session"].to_pylist()]
 
 
 @given(st.lists(st.booleans(), min_size=1, max_size=80), st.sampled_from([1, 2, 7, 16]))
@@ -161,6 +157,15 @@ def test_cut_blocks_counts_anew_in_every_range(starts: list[bool], size: int) ->
         filled += 1
         expected.append(block)
     assert cut_blocks(np.array(starts), size).tolist() == expected
+
+
+def test_keys_of_equal_hashes_are_ordered_by_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        star, "hash_session_keys", lambda keys: keys.to_numpy().astype(np.uint64) % 2
+    )
+    rows = [(key, second, "a", None) for second in range(3) for key in (4, 1, 2, 3)]
+    found = cluster(tuples_of(rows), data_config())
+    assert found.samples.column("session").to_pylist() == [2] * 3 + [4] * 3 + [1] * 3 + [3] * 3
 
 
 def test_windows_put_a_session_where_its_first_sample_is() -> None:
@@ -241,7 +246,7 @@ def test_pieces_are_the_part_in_order(limit: int, seed: int, sizes: list[int]) -
     parts = parts_of(np.random.default_rng(seed), sizes, 5)
     whole = cluster(concat_tuples(parts), data)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pipelines.clustering.part, "CHUNK_BYTES", limit)
+        patch.setattr(chunks, "CHUNK_BYTES", limit)
         found = list(cluster_chunks(parts, data))
     assert sum(p.num_sessions for p in found) == whole.num_sessions
     for name in ("starts_session", "session_samples", "is_evaluation", "window"):
@@ -258,38 +263,30 @@ def test_pieces_are_the_part_in_order(limit: int, seed: int, sizes: list[int]) -
 
 def test_bytes_are_those_of_expanded_samples_however_they_are_cut() -> None:
     (part,) = parts_of(np.random.default_rng(0), [100], 5)
-    whole = expanded_bytes(part)
-    assert whole == 100 * (8 + 8 + 8 + 4) + 100 * (8 + 8)
-    cut = [part.take(np.arange(0, 30)), part.take(np.arange(30, 100))]
-    assert sum(expanded_bytes(drop_unused_tuples(p)) for p in cut) == whole
+    assert expanded_bytes(part).tolist() == [(8 + 8 + 8 + 4) + (8 + 8)] * 100
+    cut = part.take(np.arange(30, 100))
+    assert expanded_bytes(drop_unused_tuples(cut)).tolist() == expanded_bytes(cut).tolist()
     texts = pa.table({"x": pa.array([["a", "bcd"], [], None, [""]])})
-    assert expanded_bytes(Tuples(texts, {}, {})) == (8 + 9 + 11) + 8 + 8 + (8 + 8)
+    assert expanded_bytes(Tuples(texts, {}, {})).tolist() == [8 + 9 + 11, 8, 8, 8 + 8]
 
 
-@given(st.lists(st.integers(1, 5), min_size=1, max_size=20), st.integers(1, 12))
-def test_cuts_lie_between_blocks_and_cover_all_samples(lengths: list[int], limit: int) -> None:
-    block = np.repeat(np.arange(len(lengths)), lengths)
-    found = list(split_at_blocks(block, limit))
+@given(
+    st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=5), min_size=1, max_size=20),
+    st.integers(1, 60),
+)
+def test_cuts_lie_between_blocks_and_cover_all_samples(sizes: list[list[int]], limit: int) -> None:
+    block = np.repeat(np.arange(len(sizes)), [len(s) for s in sizes])
+    flat = np.array([size for of_block in sizes for size in of_block])
+    found = split_at_blocks(block, flat, limit)
     assert [found[0].start, *(c.stop for c in found)] == [*(c.start for c in found), len(block)]
+    largest = max(map(sum, sizes))
     for cut in found:
         assert cut.stop == len(block) or block[cut.stop] != block[cut.stop - 1]
-        assert cut.stop - cut.start <= limit or len(set(block[cut])) == 1
+        assert flat[cut].sum() <= limit + largest
+    assert len(found) <= max(1, -(-int(flat.sum()) // limit))
 
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-DEMO = REPOSITORY / "schemas" / "demo" / "job.yaml"
-WORKER_BYTES = 2 << 30
-MEASURED = """
-import resource, sys
-import apache_beam
-from pipelines.cli import main
-from pipelines.clustering import part as pieces
-
-pieces.CHUNK_BYTES = int(sys.argv[1])
-status = main(sys.argv[2:])
-print(1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
-sys.exit(status)
-"""
 
 
 @pytest.mark.slow
@@ -300,7 +297,7 @@ def test_a_part_in_pieces_holds_the_same_samples_in_the_same_blocks(
     rows = write_small_log(tmp_path / "log", 600)
     job = write_job(tmp_path / "job")
     build(request(job, tmp_path / "log", tmp_path / "whole"))
-    monkeypatch.setattr(pieces, "CHUNK_BYTES", piece_bytes)
+    monkeypatch.setattr(chunks, "CHUNK_BYTES", piece_bytes)
     build(request(job, tmp_path / "log", tmp_path / "pieces"))
     assert not verify(tmp_path / "pieces")["problems"]
     assert read_back(tmp_path / "pieces", tmp_path / "pieces.parquet") == samples_of(rows)
@@ -314,49 +311,3 @@ def test_a_part_in_pieces_holds_the_same_samples_in_the_same_blocks(
     assert whole.manifest.num_sessions == cut.manifest.num_sessions
     statistics = [(s.directory / STATISTICS).read_bytes() for s in (whole, cut)]
     assert statistics[0] == statistics[1]
-
-
-def hot_log(directory: Path, num_samples: int, num_hot: int) -> Path:
-    """Write a log like the demo's, in which half of the samples belong to a few sessions."""
-    start, span = datetime(2026, 1, 1), timedelta(days=2)
-    config = GeneratorConfig(num_samples=num_samples, seed=1, start=start, span=span)
-    for number, path in enumerate(write_log(config, directory)):
-        table = pq.read_table(path)
-        session = table["session_id"].to_numpy().copy()
-        hot = np.random.default_rng(number).random(len(session)) < 0.5
-        session[hot] = np.random.default_rng(number).integers(0, num_hot, hot.sum())
-        place = table.column_names.index("session_id")
-        pq.write_table(table.set_column(place, "session_id", pa.array(session)), path)
-    return directory
-
-
-def peak_bytes(tmp_path: Path, log: Path, piece_bytes: int) -> int:
-    """Build a dataset in one worker; return the most memory that it has taken."""
-    places = ["--input", str(log), "--output", str(tmp_path / f"dataset-{piece_bytes}")]
-    build = ["build", str(DEMO), *places, "--direct_num_workers=1"]
-    measured = subprocess.run(
-        [sys.executable, "-c", MEASURED, str(piece_bytes), *build],
-        cwd=REPOSITORY,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    return int(measured.stdout.splitlines()[-1])
-
-
-@pytest.mark.chaos
-def test_memory_follows_the_size_of_a_piece_and_not_that_of_a_session(tmp_path: Path) -> None:
-    log = hot_log(tmp_path / "log", num_samples=100_000, num_hot=1)
-    whole, cut = (peak_bytes(tmp_path, log, 1 << power) for power in (40, 22))
-    assert whole - cut > 40 << 20
-
-
-@pytest.mark.chaos
-@pytest.mark.parametrize(("num_samples", "num_hot"), [(2_000_000, 1), (1_000_000, 10)])
-def test_hot_sessions_build_in_bounded_memory(
-    tmp_path: Path, num_samples: int, num_hot: int
-) -> None:
-    log = hot_log(tmp_path / "log", num_samples, num_hot)
-    assert peak_bytes(tmp_path, log, pieces.CHUNK_BYTES) < WORKER_BYTES
-    (dataset,) = tmp_path.glob("dataset-*")
-    assert open_dataset(dataset).segments[0].manifest.num_samples == num_samples

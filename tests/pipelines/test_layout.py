@@ -421,7 +421,7 @@ def parts_of(sessions: np.ndarray, cuts: list[int]) -> list[Tuples]:
 
 
 def chosen(parts: list[Tuples], limit: int) -> dict[int, int]:
-    keys = [k for p in sample_sessions(parts, DATA, limit) for k in p.samples["s"].to_pylist()]
+    keys = sample_sessions(parts, DATA, limit).samples["s"].to_pylist()
     return {key: keys.count(key) for key in set(keys)}
 
 
@@ -441,7 +441,7 @@ def test_a_part_with_few_samples_is_looked_at_whole() -> None:
 
 def test_a_hot_session_is_cut_by_time() -> None:
     parts = parts_of(np.zeros(1000, np.int64), [300, 301])
-    found = pa.concat_tables([p.samples for p in sample_sessions(parts, DATA, 100)])
+    found = sample_sessions(parts, DATA, 100).samples
     assert found["t"].to_pylist() == list(range(200))
 
 
