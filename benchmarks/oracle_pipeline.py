@@ -73,7 +73,11 @@ def _index(root: Path, num_blocks: int, table: str, num_rows: int) -> int:
     manifest = SimpleNamespace(tables={table: SimpleNamespace(num_unique_rows=num_rows)})
     segment = SimpleNamespace(manifest=manifest, access_files=lambda _: files)
     order = Order((num_blocks,), 1, 1, OrderConfig())
-    return sum(index_table(root / "index", cast(Segment, segment), table, order).num_entries)
+    return sum(
+        index_table(
+            Location.parse(root / "index"), cast(Segment, segment), table, order
+        ).num_entries
+    )
 
 
 def run_beam_stages(columns: list[np.ndarray], batch: int, root: Path) -> float:

@@ -28,7 +28,7 @@ from pipelines.clustering.part import PartResult, serialize_result
 from pipelines.clustering.writer import SegmentLayout
 from pipelines.context import BuildContext, LocalOptions
 from pipelines.exchange import Exchange, Received, Sent, SourceRows, TaskResult
-from pipelines.oracle.numbering import number_table, training_blocks
+from pipelines.oracle.numbering import NumberedTable, number_table, training_blocks
 from pipelines.prepare import holds_in_memory
 from pipelines.samples.event_join import add_counts
 from pipelines.samples.tuples import Tuples, concat_tuples
@@ -470,8 +470,8 @@ def write_reject_range(worker: Worker, rejects: tuple[int, Sequence[Sent]]) -> T
 
 def number_tables(
     context: BuildContext, exchange: Exchange, parts: Sequence[PartResult]
-) -> list[tuple[str, int]]:
-    """Number the rows of every table; return (table, number of distinct rows).
+) -> list[tuple[str, NumberedTable]]:
+    """Number the rows of every table.
 
     Tables with more look-ups come first, so that no worker waits for the last one.
     """
@@ -486,8 +486,5 @@ def number_tables(
 
 
 def number_rows(worker: Worker, table: str, blocks: NDArray[np.int64]) -> TaskResult:
-    """Number the rows of a table; return it with the number of its distinct rows.
-
-    `blocks` are the ids of all training blocks in their order.
-    """
+    """Number the rows of a table; `blocks` are the ids of all training blocks in their order."""
     return TaskResult((table, number_table(worker.context.segment_root, table, blocks)))

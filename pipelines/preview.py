@@ -144,7 +144,8 @@ def _run_stages(context: BuildContext, copies: Mapping[str, Excerpt]) -> dict[st
         )
         files = (executor.fit_transforms(context, made.partials) if sent else None) or {}
         partitions = executor.write_parts(context, exchange, sent, files)
-        distinct = dict(executor.number_tables(context, exchange, partitions))
+        numbered = executor.number_tables(context, exchange, partitions)
+        distinct = {table: each.num_rows for table, each in numbered}
         tables = [rows for part in exchange.take(REJECTS).values() for _, rows in Received(part)]
     rejected = sorted_rejects(tables)
     reject_counts = count_rejects(rejected)

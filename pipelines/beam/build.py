@@ -6,7 +6,6 @@ Each table is numbered and indexed by one task.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import apache_beam as beam
@@ -26,7 +25,7 @@ from pipelines.clustering.part import build_part, serialize_result
 from pipelines.clustering.writer import SegmentLayout
 from pipelines.context import BuildContext
 from pipelines.oracle.index import TableTotals, index_table
-from pipelines.oracle.numbering import number_table, training_blocks
+from pipelines.oracle.numbering import NumberedTable, number_table, training_blocks
 from pipelines.rewrite.command import FlatPart, FlatStage
 from pipelines.samples.event_join import add_counts
 from pipelines.samples.tuples import Tuples
@@ -94,22 +93,17 @@ def run_segment(context: BuildContext, beam_args: list[str]) -> Mapping[str, lis
     return run_pipeline(add_transforms, beam_args, context.segment_root, context.num_parts)
 
 
-TableTask = tuple[Path, Location, Reference, Order, str]
+TableTask = tuple[Location, Location, Reference, Order, str]
 """Directory of a part, segment with its reference and its order alone, and table to index."""
 
 
-def run_index(tasks: Sequence[TableTask], scratch: Path, beam_args: list[str]) -> list[TableTotals]:
-    """Index tables in parts of indexes on Beam.
-
-    Args:
-        tasks: at least one.
-        scratch: directory that contains the parts.
-        beam_args: Beam options.
-    """
+def run_index(tasks: Sequence[TableTask], beam_args: list[str]) -> list[TableTotals]:
+    """Index tables in parts of indexes on Beam; there is at least one task."""
+    root = tasks[0][0]
     return run_pipeline(
         lambda p: {"tables": p | "IndexTables" >> IndexTables(tasks)},
         beam_args,
-        Location.parse(scratch),
+        root,
         len(tasks),
     )["tables"]
 
@@ -125,14 +119,14 @@ class _NumberTable(beam.DoFn):
         if self.owns_workers:
             keep_freed_memory()
 
-    def process(self, table: str, parts: list[bytes]) -> Iterator[tuple[str, int]]:
+    def process(self, table: str, parts: list[bytes]) -> Iterator[tuple[str, NumberedTable]]:
         if parts:
             blocks = training_blocks(map(decode_table, parts))
             yield table, number_table(self.root, table, blocks)
 
 
 class NumberAccesses(beam.PTransform):
-    """Number the rows of tables: blocks of all parts, as bytes, to (table, distinct rows)."""
+    """Number the rows of tables: blocks of all parts, as bytes, to (table, `NumberedTable`)."""
 
     def __init__(self, root: Location, tables: Iterable[str], owns_workers: bool = True) -> None:
         """Store the settings.
@@ -156,7 +150,7 @@ class NumberAccesses(beam.PTransform):
             input_or_inputs.pipeline
             | "list tables" >> beam.Create(self.tables)
             | "spread tables" >> beam.Reshuffle()
-            | "number tables" >> number.with_output_types(tuple[str, int])
+            | "number tables" >> number.with_output_types(tuple[str, NumberedTable])
         )
 
 

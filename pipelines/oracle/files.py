@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from pipelines.clustering.layout import Encodings, open_writer
 from schemas.arrays import Jagged, large_list, offsets_of, ranges
+from schemas.files import FileEntry, describe_new_file
 from schemas.layout import (
     BLOCK,
     EDGES_SCHEMA,
@@ -51,13 +52,12 @@ ENCODINGS = Encodings(
 """Encodings of all files, by column path."""
 
 
-def write_file(root: Location | Path, path: str, table: pa.Table) -> None:
+def write_file(root: Location | Path, path: str, table: pa.Table) -> FileEntry:
     """Write a table as one row group; the file gets its final name when it is complete."""
-    with (
-        (Location.parse(root) / path).new_file() as partial,
-        open_writer(partial, table.schema, ENCODINGS) as writer,
-    ):
-        writer.write_table(table, row_group_size=max(1, table.num_rows))
+    with (Location.parse(root) / path).new_file() as partial:
+        with open_writer(partial, table.schema, ENCODINGS) as writer:
+            writer.write_table(table, row_group_size=max(1, table.num_rows))
+        return describe_new_file(partial, path)
 
 
 def split_into_files(lengths: NDArray[np.integer]) -> NDArray[np.int64]:
@@ -74,11 +74,11 @@ def split_into_files(lengths: NDArray[np.integer]) -> NDArray[np.int64]:
 
 def write_access_file(
     root: Location | Path, table: str, file_index: int, blocks: NDArray[np.int64], gaps: Jagged
-) -> None:
+) -> FileEntry:
     """Write the access lists of consecutive training blocks."""
     lists = large_list(gaps.values, gaps.offsets)
     columns = {BLOCK: pa.array(blocks, pa.int64()), "gaps": lists}
-    write_file(root, access_path(table, file_index), pa.table(columns).cast(access_schema()))
+    return write_file(root, access_path(table, file_index), pa.table(columns).cast(access_schema()))
 
 
 def write_edges_file(
@@ -88,33 +88,33 @@ def write_edges_file(
     row: NDArray[np.int64],
     first: NDArray[np.integer],
     last: NDArray[np.integer],
-) -> None:
+) -> FileEntry:
     """Write the rows that an access list file is the first to use, in order of their numbers."""
     columns = {"row": row, "first_position": first, "last_position": last}
     edges = pa.table({name: pa.array(column) for name, column in columns.items()})
-    write_file(root, edges_path(table, file_index), edges.cast(EDGES_SCHEMA))
+    return write_file(root, edges_path(table, file_index), edges.cast(EDGES_SCHEMA))
 
 
 def write_index_file(
-    root: Path, table: str, file_index: int, first_step: int, distances: Jagged
-) -> None:
+    root: Location | Path, table: str, file_index: int, first_step: int, distances: Jagged
+) -> FileEntry:
     """Write the next-use distances of consecutive steps, one list per step."""
     columns = {
         "step": pa.array(np.arange(first_step, first_step + distances.num_rows, dtype=np.int64)),
         "distances": large_list(distances.values.astype(np.int32), distances.offsets),
     }
-    write_file(root, index_path(table, file_index), pa.table(columns).cast(index_schema()))
+    return write_file(root, index_path(table, file_index), pa.table(columns).cast(index_schema()))
 
 
 def write_uses_files(
-    root: Path,
+    root: Location | Path,
     table: str,
     epoch: int,
     low: int,
     first: NDArray[np.int32],
     last: NDArray[np.int32],
-) -> None:
-    """Write the first and last step in a shuffled epoch that use consecutive numbers.
+) -> Iterator[FileEntry]:
+    """Write the first and last step in a shuffled epoch of consecutive numbers; yield the entries.
 
     Args:
         root: directory of the part.
@@ -128,7 +128,7 @@ def write_uses_files(
         part = slice(start, start + ENTRIES_PER_FILE)
         uses = pa.table({"first_step": pa.array(first[part]), "last_step": pa.array(last[part])})
         path = uses_path(table, epoch, (low + start) // ENTRIES_PER_FILE)
-        write_file(root, path, uses.cast(USES_SCHEMA))
+        yield write_file(root, path, uses.cast(USES_SCHEMA))
 
 
 @dataclass(frozen=True, slots=True)

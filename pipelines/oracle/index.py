@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import pairwise
-from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,9 +25,10 @@ from pipelines.oracle.files import (
 )
 from schemas.arrays import jagged_of
 from schemas.dataset import Segment
-from schemas.files import in_turn, rows_before
+from schemas.files import FileEntry, in_turn, rows_before
 from schemas.oracle import EpochUses
 from schemas.order import Order, block_order
+from schemas.storage import Location
 
 RANGE_NUMBERS = 8 * ENTRIES_PER_FILE
 """Numbers that are linked at once: 130 MiB of first and last uses."""
@@ -36,14 +36,15 @@ RANGE_NUMBERS = 8 * ENTRIES_PER_FILE
 
 @dataclass(frozen=True, slots=True)
 class TableTotals:
-    """Entries of one table in each stored epoch, for the manifest of the part."""
+    """Entries of one table in each stored epoch, and its files, for the manifest of the part."""
 
-    root: Path
+    root: Location
     table: str
     num_entries: tuple[int, ...]
+    files: tuple[FileEntry, ...]
 
 
-def index_table(root: Path, segment: Segment, table: str, order: Order) -> TableTotals:
+def index_table(root: Location, segment: Segment, table: str, order: Order) -> TableTotals:
     """Write one table in a part of an index.
 
     Args:
@@ -52,9 +53,11 @@ def index_table(root: Path, segment: Segment, table: str, order: Order) -> Table
         table: name of a table that the segment uses.
         order: order of the segment alone, from `Order.of_segment`.
     """
-    root.mkdir(parents=True, exist_ok=True)
+    if root.local is not None:
+        root.local.mkdir(parents=True, exist_ok=True)
+    files: list[FileEntry] = []
     num_numbers = segment.manifest.tables[table].num_unique_rows
-    with ArrayFile(root) as file:
+    with ArrayFile(root.local) as file:
         lists = copy_access_lists(segment, table, file)
         bounds = split_into_files(step_lengths(order, lists.lengths))
         linked: list[IndexedLists] = []
@@ -64,14 +67,14 @@ def index_table(root: Path, segment: Segment, table: str, order: Order) -> Table
             for epoch in range(order.epochs):
                 uses = link_epoch(lists, order, epoch, bounds, EpochUses(low, size), linked[-1])
                 if order.config.shuffle != "none" and order.num_steps:
-                    write_uses_files(root, table, epoch, low, uses.first, uses.last)
+                    files += write_uses_files(root, table, epoch, low, uses.first, uses.last)
         for file_index, (start, end) in enumerate(pairwise(bounds.tolist())):
             steps = np.arange(start, end)
             distances = merge_lists([part.read(steps) for part in linked])
-            write_index_file(root, table, file_index, start, distances)
+            files.append(write_index_file(root, table, file_index, start, distances))
     lengths = sum(part.lengths for part in linked)
     totals = lengths.reshape(order.epochs, order.steps_per_epoch).sum(axis=1)
-    return TableTotals(root, table, tuple(totals.tolist()))
+    return TableTotals(root, table, tuple(totals.tolist()), tuple(files))
 
 
 def copy_access_lists(segment: Segment, table: str, file: ArrayFile) -> IndexedLists:

@@ -36,6 +36,7 @@ from pipelines.oracle.files import (
 from schemas.arrays import Jagged, jagged_of, offsets_of
 from schemas.arrays import ranges as consecutive
 from schemas.errors import SchemaError
+from schemas.files import FileEntry
 from schemas.hashing import NUM_SLOTS, slot_of_row
 from schemas.layout import BLOCK, FILE_SHIFT, TRAIN, part_name
 from schemas.oracle import FirstUseNumbering, sorted_gaps
@@ -60,7 +61,15 @@ def training_blocks(parts: Iterable[pa.Table]) -> NDArray[np.int64]:
     return blocks.filter(pc.equal(blocks["split"], TRAIN))[BLOCK].to_numpy()
 
 
-def number_table(root: Location, table: str, blocks: NDArray[np.int64]) -> int:
+@dataclass(frozen=True, slots=True)
+class NumberedTable:
+    """The number of distinct rows of a table, and its files: access lists and edges."""
+
+    num_rows: int
+    files: tuple[FileEntry, ...]
+
+
+def number_table(root: Location, table: str, blocks: NDArray[np.int64]) -> NumberedTable:
     """Number the rows of a table by first use; write its access lists and edges.
 
     Args:
@@ -68,12 +77,10 @@ def number_table(root: Location, table: str, blocks: NDArray[np.int64]) -> int:
         table: table name.
         blocks: ids of the training blocks, in training order.
 
-    Returns:
-        The number of distinct rows.
-
     Raises:
         SchemaError: there are 2**31 distinct rows or more.
     """
+    files: list[FileEntry] = []
     with ArrayFile(root.local) as file:
         lookups, max_row = copy_lookups(root, table, blocks, file)
         chunks = list(positions_of_files(lookups.lengths))
@@ -91,13 +98,14 @@ def number_table(root: Location, table: str, blocks: NDArray[np.int64]) -> int:
                     f"got {count}; build it as several segments"
                 )
             gaps = Jagged(sorted_gaps(lists, count), lists.offsets)
-            write_access_file(root, table, index, blocks[chunk], gaps)
+            files.append(write_access_file(root, table, index, blocks[chunk], gaps))
         for index, chunk in enumerate(chunks):
             rows = merge_lists([file.read_lists(part.new_rows[index]) for part in numbered])
             last = merge_lists([file.read_lists(part.last[index]) for part in numbered])
             first = np.repeat(chunk, rows.lengths)
-            write_edges_file(root, table, index, rows.values, first, last.values)
-    return sum(part.count for part in numbered)
+            entry = write_edges_file(root, table, index, rows.values, first, last.values)
+            files.append(entry)
+    return NumberedTable(sum(part.count for part in numbered), tuple(files))
 
 
 def positions_of_files(lengths: NDArray[np.int64]) -> Iterator[NDArray[np.int32]]:

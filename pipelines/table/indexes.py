@@ -61,13 +61,13 @@ class PartRequest:
     """A part of an index to build.
 
     Attributes:
-        root: local directory to build it in.
+        root: directory to build it in.
         index: the index.
         segment: the segment.
         order: order of the segment alone, over the distinct epochs.
     """
 
-    root: Path
+    root: Location
     index: IndexEntry
     segment: Segment
     order: Order
@@ -164,24 +164,24 @@ class PartBuilder:
         if not missing:
             return
         with ExitStack() as stack:
-            local = self._dataset.local
-            if local is None:
+            directory = self._dataset
+            if directory.local is None and local_options(self._beam_args) is not None:
                 scratch = TemporaryDirectory(prefix="presage-index-", dir=self._work)
-                local = Path(stack.enter_context(scratch))
+                directory = Location.parse(stack.enter_context(scratch))
             requests = [
                 PartRequest(
-                    local / index.id / f"{segment.directory.name}_{self.suffix}",
+                    directory / index.id / f"{segment.directory.name}_{self.suffix}",
                     index,
                     segment,
                     order_of_part(index, segment, data),
                 )
                 for index, segment in missing
             ]
-            totals = index_tables(requests, local, self._beam_args)
+            totals = index_tables(requests, self._beam_args)
             for request in requests:
                 part = _finish_part(request, [t for t in totals if t.root == request.root])
                 target = self._dataset / request.index.id / request.root.name
-                publish(Location.parse(request.root), target)
+                publish(request.root, target)
                 self._built[self._key(request.index, request.segment)] = part
 
     def discard_unused(self) -> None:
@@ -214,9 +214,8 @@ def _order_config(index: IndexEntry) -> OrderConfig:
 def _finish_part(request: PartRequest, totals: Sequence[TableTotals]) -> Reference:
     """Write the manifest of a part whose tables are written."""
     root, index, order = request.root, request.index, request.order
-    root.mkdir(parents=True, exist_ok=True)
     remove_partial(root)
-    entries = describe_files(root)
+    entries = describe_files(root, [entry for table in totals for entry in table.files])
     manifest = IndexManifest(
         segment_sha256=request.segment.reference.manifest_sha256,
         shuffle_key=None if index.shuffle == "none" else order.shuffle_keys[0],
@@ -232,17 +231,15 @@ def _finish_part(request: PartRequest, totals: Sequence[TableTotals]) -> Referen
     return Reference(id=root.name, manifest_sha256=write_manifest(root, manifest))
 
 
-def index_tables(
-    requests: Sequence[PartRequest], scratch: Path, beam_args: list[str]
-) -> list[TableTotals]:
-    """Write every table of the parts, on Beam or in this process; `scratch` holds the parts."""
+def index_tables(requests: Sequence[PartRequest], beam_args: list[str]) -> list[TableTotals]:
+    """Write every table of the parts, on Beam or in this process."""
     tables = [(r, t) for r in requests for t in r.segment.manifest.tables]
     if not tables:
         return []
     options = local_options(beam_args)
     if options is None:
         tasks = [(r.root, r.segment.directory, r.segment.reference, r.order, t) for r, t in tables]
-        return runner_module("build").run_index(tasks, scratch, beam_args)
+        return runner_module("build").run_index(tasks, beam_args)
 
     def num_lookups(task: tuple[PartRequest, str]) -> int:
         request, table = task

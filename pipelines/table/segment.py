@@ -12,6 +12,7 @@ import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -20,6 +21,7 @@ import pyarrow as pa
 from pipelines.clustering.layout import DICTIONARY, Encodings, open_writer
 from pipelines.clustering.part import PartResult
 from pipelines.clustering.writer import LOOKUPS, merge_blocks
+from pipelines.oracle.numbering import NumberedTable
 from pipelines.quality.segment_statistics import segment_slices, statistics_text, write_statistics
 from pipelines.scratch import remove_partial
 from pipelines.shuffle import SHUFFLE
@@ -83,14 +85,14 @@ def group_counts(results: Sequence[PartResult]) -> dict[str, GroupCounts]:
 
 
 def table_counts(
-    results: Sequence[PartResult], num_unique_rows: Mapping[str, int]
+    results: Sequence[PartResult], tables: Mapping[str, NumberedTable]
 ) -> dict[str, TableCounts]:
     """Return the counts of each table over all parts."""
     return {
         table: TableCounts(
             num_lookups=sum(r.lookups[table][0] for r in results),
             num_lookups_dedup=sum(r.lookups[table][1] for r in results),
-            num_unique_rows=num_unique_rows[table],
+            num_unique_rows=tables[table].num_rows,
         )
         for table in results[0].lookups
     }
@@ -169,7 +171,7 @@ def finish_segment(
     root: Location,
     results: Sequence[PartResult],
     rejects: RejectCounts,
-    num_unique_rows: Mapping[str, int],
+    tables: Mapping[str, NumberedTable],
     listing: tuple[InputFile, ...],
     hashes: tuple[str, str],
     data: DataConfig,
@@ -183,7 +185,7 @@ def finish_segment(
         root: directory of the segment being built.
         results: results of all parts in order, at least one.
         rejects: counts of rejected rows, written by `write_rejects`.
-        num_unique_rows: distinct rows by table.
+        tables: by name.
         listing: input files.
         hashes: sha256 of the job's data section and of the schema.
         data: the job's data section.
@@ -206,7 +208,8 @@ def finish_segment(
     text = statistics_text(segment_slices(slices, data, features))
     write_statistics(root, text)
     groups = list(results[0].groups)
-    entries = describe_files(root, [entry for result in results for entry in result.files])
+    written = (each.files for each in (*results, *tables.values()))
+    entries = describe_files(root, chain.from_iterable(written))
     files_sha256 = write_files(root / FILES, entries)
     manifest = SegmentManifest(
         num_samples=num_samples,
@@ -218,7 +221,7 @@ def finish_segment(
         oracle_bytes=sum_bytes(entries, "access/", "edges/"),
         splits=split_ranges(blocks),
         groups=group_counts(results),
-        tables=table_counts(results, num_unique_rows),
+        tables=table_counts(results, tables),
         listing=listing,
         job_sha256=hashes[0],
         schema_sha256=hashes[1],

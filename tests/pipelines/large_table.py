@@ -69,10 +69,12 @@ def main(root: Path, num_rows: int) -> None:
     blocks = write_lookups(root, num_rows)
     resource.setrlimit(resource.RLIMIT_NOFILE, (MAX_OPEN_FILES, MAX_OPEN_FILES))
     start = time.perf_counter()
-    count = number_table(Location.parse(root), "items", blocks)
+    count = number_table(Location.parse(root), "items", blocks).num_rows
     numbered = time.perf_counter()
     order = Order((len(blocks),), 2, 2, OrderConfig(shuffle="blocks", seed=3))
-    totals = index_table(root / "index", cast(Any, segment_of(root, count)), "items", order)
+    totals = index_table(
+        Location.parse(root / "index"), cast(Any, segment_of(root, count)), "items", order
+    )
     found = {
         "num_rows": count,
         "num_entries": sum(totals.num_entries),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +15,15 @@ import pytest
 
 from pipelines.cli import main
 from tests.flink import START_SEC, ask, flink, is_running, needs_flink
+from tests.object_store import Store
 from tests.pipelines.logs import bytes_of, write_job, write_log
+from tests.pipelines.private_workers import (
+    bytes_at,
+    upload,
+    without_paths,
+    worker_pool,
+    write_input,
+)
 
 pytestmark = [
     pytest.mark.slow,
@@ -69,6 +78,36 @@ def test_session_cluster_gives_the_bytes_of_the_local_runner_with_both_slots(
         assert len(workers) >= 2
         assert not set(workers) & {os.getpid(), *about["pids"].values()}
     assert [pid for pid in workers if is_running(pid)] == []
+
+
+def test_session_workers_that_share_no_directory_write_the_same_bytes_to_s3(
+    repository: Path,
+    s3_store: Store,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Each worker has an empty folder instead of the launcher's, and its own temporary one."""
+    monkeypatch.setattr("pipelines.prepare.PART_INPUT_BYTES", 8_000)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "launcher"))
+    for name, value in s3_store.environment.items():
+        monkeypatch.setenv(name, value)
+    job, url = write_input(tmp_path / "launcher"), s3_store.new_url()
+    upload(tmp_path / "launcher" / "log", f"{url}/log")
+    words = ["build", str(job), "--input", f"{url}/log", "--output"]
+    assert main([*words, str(tmp_path / "local")]) == 0
+    with (
+        flink("session", repository, tmp_path / "logs") as about,
+        worker_pool(tmp_path / "launcher", tmp_path / "pool.log") as address,
+    ):
+        options = [o for o in about["options"] if not o.startswith("--environment_config")]
+        options.append(f"--environment_config={address}")
+        capsys.readouterr()
+        assert main([*words, str(tmp_path / "launcher" / "dataset"), *options]) == 1
+        assert "worker does not see the directory of the dataset: /" in capsys.readouterr().err
+        assert main([*words, f"{url}/dataset", *options]) == 0
+    assert len(worker_processes(tmp_path / "pool.log")) >= 2
+    assert bytes_at(f"{url}/dataset") == without_paths(bytes_of(tmp_path / "local"))
 
 
 def part_builders(rest: str) -> list[dict[str, Any]]:

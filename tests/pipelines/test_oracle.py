@@ -147,7 +147,7 @@ def test_rows_of_any_order_of_blocks_are_numbered_by_first_use(
     blocks = rng.permutation(write_lookups(tmp_path, lists, 5))[:20]  # the others evaluate
     used = [lists[(b >> FILE_SHIFT) * 5 + (b & 0xFFFFF)] for b in blocks.tolist()]
     rows = list(dict.fromkeys(row for block in used for row in block))
-    assert number_table(Location.parse(tmp_path), "items", blocks) == len(rows)
+    assert number_table(Location.parse(tmp_path), "items", blocks).num_rows == len(rows)
     access, stored = (
         pa.concat_tables(map(pq.read_table, sorted((tmp_path / name / "items").iterdir())))
         for name in ("access", "edges")
@@ -166,7 +166,8 @@ def test_rows_of_any_order_of_blocks_are_numbered_by_first_use(
 
 def test_a_table_without_training_blocks_has_empty_files(tmp_path: Path) -> None:
     write_lookups(tmp_path, [[], []], 1)
-    assert number_table(Location.parse(tmp_path), "items", np.empty(0, np.int64)) == 0
+    empty = np.empty(0, np.int64)
+    assert number_table(Location.parse(tmp_path), "items", empty).num_rows == 0
     assert pq.read_table(tmp_path / access_path("items", 0)).num_rows == 0
     assert pq.read_table(tmp_path / edges_path("items", 0)).num_rows == 0
 
