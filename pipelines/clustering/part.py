@@ -6,7 +6,7 @@ A part is built in chunks that fit in memory, whatever the size of its sessions 
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial, reduce
 from pathlib import Path
