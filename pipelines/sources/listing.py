@@ -8,8 +8,10 @@ import importlib
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from datetime import date
+from functools import partial
 from pathlib import Path, PurePosixPath
 from types import ModuleType
 from typing import BinaryIO
@@ -25,6 +27,8 @@ from schemas.paths import is_below, local_path
 from schemas.storage import SCHEMES, Location
 
 _BLOCK_BYTES = 8 << 20
+_READERS = 8
+"""Files that are hashed at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -380,8 +384,9 @@ def list_inputs(folder: Folder, sources: Mapping[str, SourceConfig]) -> tuple[In
     Raises:
         SchemaError: as `find_files`.
     """
-    files = find_files(folder, sources)
-    return tuple(_with_hash(folder, file) for name in files for file in files[name])
+    files = [file for files in find_files(folder, sources).values() for file in files]
+    with ThreadPoolExecutor(_READERS) as pool:  # hashing runs without Python's lock
+        return tuple(pool.map(partial(_with_hash, folder), files))
 
 
 def _with_size(folder: Folder, source: str, path: str, size: int | None) -> InputFile:
