@@ -42,8 +42,11 @@ from schemas.machine import machine_budget
 from schemas.storage import Location
 
 PART_INPUT_BYTES = 28 << 20
-"""Input bytes of one part: a part's samples fit a worker of 2 GiB even when they take 20 times as
-much in memory, and fill row groups of 64 MiB."""
+"""Input bytes of one part of a small segment, which fill row groups of 64 MiB."""
+SMALL_PARTS, LARGE_PART_BYTES = 64, 64 << 20
+"""Parts after which the next ones are larger, and the input bytes of a part of a large segment:
+about 256 MiB of samples in memory, which fit a worker of 2 GiB even if they take 20 times as much
+memory as input."""
 MEMORY_INPUT_BYTES, MEMORY_FACTOR = 224 << 20, 18
 """Most input bytes of a segment that is held in memory by default, and the memory for each byte."""
 
@@ -134,7 +137,8 @@ def holds_in_memory(options: LocalOptions, num_bytes: int) -> bool:
 
 def count_parts(num_bytes: int) -> int:
     """Return the parts of a segment by the bytes of its sources without side tables."""
-    return max(1, -(-num_bytes // PART_INPUT_BYTES))
+    large = max(SMALL_PARTS, -(-num_bytes // LARGE_PART_BYTES))
+    return max(1, min(large, -(-num_bytes // PART_INPUT_BYTES)))
 
 
 def check_map(context: BuildContext) -> int:
