@@ -50,8 +50,9 @@ MANIFESTS = "_manifests"
 """Directory of the numbered manifests that commit a dataset, a run or a root of days."""
 PART_BYTES, MAX_PARTS = 8 << 20, 9_000
 """Smallest part of an upload, and the most parts; S3 takes 10,000."""
-_READ_BYTES = 4 << 20
-"""Bytes that an open file at a store reads at once."""
+_READ_BYTES = 33 << 20
+"""Bytes that an open file at a store reads at once: half a split of the input, and the end of its
+last line."""
 CHUNK_BYTES = 32 << 20
 """Bytes in memory while a file is copied."""
 

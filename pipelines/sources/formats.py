@@ -41,6 +41,7 @@ from pipelines.sources.rows import (
     MAX_COPIED_BYTES,
     ORIGIN,
     SPLIT_BYTES,
+    STORED_SPLIT_BYTES,
     InputSplit,
     RawRows,
     SplitsAndRejects,
@@ -152,16 +153,19 @@ def detect_format(path: str, start: bytes) -> FormatName | None:
 
 
 def input_splits(
-    folder: Folder, file: InputSplit, config: SourceConfig, split_bytes: int = SPLIT_BYTES
+    folder: Folder, file: InputSplit, config: SourceConfig, split_bytes: int | None = None
 ) -> SplitsAndRejects:
     """Divide a file into splits that can be read independently.
 
     Parquet is divided at row groups, JSON lines at line ends, Avro at sync markers. CSV (whose
-    quoted fields may hold line ends) and compressed text files are one split each.
+    quoted fields may hold line ends) and compressed text files are one split each. Splits of files
+    at an object store are larger.
 
     `file` is the whole file, with its size in the listing.
     """
     split = format_of(config).split
+    if split_bytes is None:
+        split_bytes = SPLIT_BYTES if folder.is_local else STORED_SPLIT_BYTES
     try:
         size = folder.size(file.path)
         if file.num_bytes not in (None, size):

@@ -51,7 +51,7 @@ class Folder:
     @property
     def needs_beam(self) -> bool:
         """Whether only Beam's filesystems know the root."""
-        return not self.is_local and self._location is None
+        return not self.is_local and self.location is None
 
     def contains(self, location: Location) -> bool:
         """Return whether a location is the root or below it, with symbolic links followed."""
@@ -109,13 +109,13 @@ class Folder:
                     yield (folder / file).relative_to(root).as_posix(), None
 
     @property
-    def _location(self) -> Location | None:
+    def location(self) -> Location | None:
         """The root if it is at a store that `schemas.storage` knows; Beam knows others."""
         scheme = self.root.partition("://")[0]
         return Location.parse(self.root) if scheme in SCHEMES else None
 
     def _remote_files(self) -> Iterator[tuple[str, int | None]]:
-        location = self._location
+        location = self.location
         if location is None:
             yield from _remote().list_files(self.root)
             return
@@ -142,8 +142,8 @@ class Folder:
         """
         if self.is_local:
             return Path(self.root, path).stat().st_size
-        if self._location is not None:
-            size = (self._location / path).num_bytes()
+        if self.location is not None:
+            size = (self.location / path).num_bytes()
             if size is None:
                 raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
             return size
@@ -157,8 +157,8 @@ class Folder:
         """
         if self.is_local:
             return Path(self.root, path).open("rb")
-        if self._location is not None:
-            return (self._location / path).open()
+        if self.location is not None:
+            return (self.location / path).open()
         self.size(path)  # some filesystems report a missing file at the first read only
         return _remote().open_file(self.full_path(path))
 
@@ -179,6 +179,10 @@ class Folder:
             OSError: it cannot be read.
         """
         digest = hashlib.sha256()
+        if self.location is not None:
+            for chunk in (self.location / path).chunks(self.size(path)):
+                digest.update(chunk)
+            return digest.hexdigest()
         with self.open(path) as file:
             while block := file.read(_BLOCK_BYTES):
                 digest.update(block)

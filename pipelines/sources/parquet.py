@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import mmap
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from pipelines.sources.listing import Folder, first_line, is_transient
-from pipelines.sources.rejects import file_reject
+from pipelines.sources.rejects import Reject, file_reject
 from pipelines.sources.rows import (
     CHUNK_ROWS,
     ORIGIN,
@@ -26,8 +28,8 @@ from schemas.config.sources import SourceConfig
 _COPIED_BATCH_ROWS = 1000
 
 
-def split_parquet(folder: Folder, whole: InputSplit, _: int) -> SplitsAndRejects:
-    """Return a split for each row group of a file."""
+def split_parquet(folder: Folder, whole: InputSplit, split_bytes: int) -> SplitsAndRejects:
+    """Return a split for each row group; at a store, for several small ones of `split_bytes`."""
     try:
         with folder.arrow_file(whole.path) as file:
             metadata = pq.read_metadata(file)
@@ -36,53 +38,154 @@ def split_parquet(folder: Folder, whole: InputSplit, _: int) -> SplitsAndRejects
             raise
         return [], [file_reject(whole.path, f"file must be Parquet, got {first_line(error)}")]
     splits: list[InputSplit] = []
-    first_row = 0
+    first = first_row = num_rows = num_bytes = 0
     for row_group in range(metadata.num_row_groups):
-        splits.append(InputSplit(whole.source, whole.path, whole.file_index, row_group, first_row))
-        first_row += metadata.row_group(row_group).num_rows
+        group = metadata.row_group(row_group)
+        num_rows += group.num_rows
+        num_bytes += sum(group.column(c).total_compressed_size for c in range(group.num_columns))
+        is_last = row_group == metadata.num_row_groups - 1
+        if folder.is_local or is_last or num_bytes >= split_bytes:
+            split = InputSplit(whole.source, whole.path, whole.file_index, first, first_row)
+            splits.append(replace(split, num_row_groups=row_group + 1 - first))
+            first, first_row, num_bytes = row_group + 1, num_rows, 0
     return splits, []
 
 
 def read_parquet(
     folder: Folder, split: InputSplit, config: SourceConfig, schema: pa.Schema
 ) -> Iterator[RawRows]:
-    """Yield the rows of a row group; after a read error, a reject stands for the remaining ones."""
+    """Yield the rows of row groups.
+
+    After a read error, a reject stands for the remaining rows of a row group.
+    """
+    assert split.row_group is not None, "Parquet splits are row groups"
+    row_groups = range(split.row_group, split.row_group + split.num_row_groups)
     columns = [name for name in schema.names if name != ORIGIN]
     type_names = config.columns or {n: str(schema.field(n).type) for n in columns}
-    num_read = 0
     try:
-        with folder.arrow_file(split.path) as source:
+        with _open_row_groups(folder, split.path, row_groups, columns) as source:
             file = pq.ParquetFile(source, page_checksum_verification=True)
             missing = [c for c in columns if c not in file.schema_arrow.names]
             if missing:
                 yield without_column(split, missing[0], file.schema_arrow)
                 return
-            for table in _tables(file, split, columns):
-                first = split.first_row + num_read
-                positions = np.arange(first, first + table.num_rows, dtype=np.int64)
-                rows = with_origins(table.select(columns), split.file_index, positions)
-                num_read += table.num_rows
-                yield from typed_chunks(rows, split, schema, type_names)
+            first_row = split.first_row
+            for row_group in row_groups:
+                for rows in _read_row_group(file, row_group, first_row, split, columns):
+                    if isinstance(rows, Reject):
+                        yield RawRows(None, (rows,))
+                    else:
+                        yield from typed_chunks(rows, split, schema, type_names)
+                first_row += file.metadata.row_group(row_group).num_rows
     except FileNotFoundError:
         raise
     except (OSError, pa.ArrowException) as error:
-        if is_transient(error):
-            raise
-        rows = f" from its row {num_read}" if num_read else ""
-        reason = f"row group {split.row_group}{rows} could not be read, got {first_line(error)}"
-        yield RawRows(None, (file_reject(split.path, reason),))
+        for row_group in row_groups:
+            yield RawRows(None, (_unread_reject(split.path, row_group, 0, error),))
 
 
-def _tables(file: pq.ParquetFile, split: InputSplit, columns: list[str]) -> Iterator[pa.Table]:
+def _read_row_group(
+    file: pq.ParquetFile, row_group: int, first_row: int, split: InputSplit, columns: list[str]
+) -> Iterator[pa.Table | Reject]:
+    """Yield the rows of a row group with their origins, then a reject after a read error."""
+    num_read = 0
+    try:
+        for table in _tables(file, row_group, columns):
+            first = first_row + num_read
+            positions = np.arange(first, first + table.num_rows, dtype=np.int64)
+            yield with_origins(table.select(columns), split.file_index, positions)
+            num_read += table.num_rows
+    except (OSError, pa.ArrowException) as error:
+        yield _unread_reject(split.path, row_group, num_read, error)
+
+
+def _unread_reject(path: str, row_group: int, num_read: int, error: Exception) -> Reject:
+    """Return the reject of the rows of a row group after those that were read.
+
+    Raises:
+        OSError: the error is transient.
+    """
+    if is_transient(error):
+        raise error
+    rows = f" from its row {num_read}" if num_read else ""
+    reason = f"row group {row_group}{rows} could not be read, got {first_line(error)}"
+    return file_reject(path, reason)
+
+
+def _tables(file: pq.ParquetFile, row_group: int, columns: list[str]) -> Iterator[pa.Table]:
     """Yield a row group at once, a large one in chunks to bound memory."""
-    assert split.row_group is not None, "Parquet splits are row groups"
-    if file.metadata.row_group(split.row_group).num_rows <= 2 * CHUNK_ROWS:
-        yield file.read_row_group(split.row_group, columns=columns, use_threads=False)
+    if file.metadata.row_group(row_group).num_rows <= 2 * CHUNK_ROWS:
+        yield file.read_row_group(row_group, columns=columns, use_threads=False)
         return
     for batch in file.iter_batches(
-        CHUNK_ROWS, row_groups=[split.row_group], columns=columns, use_threads=False
+        CHUNK_ROWS, row_groups=[row_group], columns=columns, use_threads=False
     ):
         yield pa.Table.from_batches([batch])
+
+
+# Files at an object store: the footer and the row groups of a split, in few requests.
+
+_FOOTER_BYTES = 1 << 20
+"""Bytes at the end of a file that hold its footer, unless that is larger."""
+_REQUEST_BYTES = 96 << 20
+"""Maximum bytes of a request."""
+_GAP_BYTES = 1 << 20
+"""Bytes between two columns that are fetched with them, to save a request."""
+
+
+def _open_row_groups(
+    folder: Folder, path: str, row_groups: Iterable[int], columns: Sequence[str]
+) -> pa.NativeFile:
+    """Open a file in which the footer and some columns of row groups can be read.
+
+    Raises:
+        OSError, pa.ArrowException: it does not exist, or has no footer.
+    """
+    if folder.location is None:
+        return folder.arrow_file(path)
+    file, size = folder.location / path, folder.size(path)
+    if not size:
+        return pa.BufferReader(b"")
+    memory = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # used where it is filled
+
+    def fetch(start: int, end: int) -> None:
+        (memory[start:end],) = file.read_ranges([(start, end)])
+
+    fetched = min(size, _FOOTER_BYTES)
+    fetch(size - fetched, size)
+    footer = 8 + int.from_bytes(memory[size - 8 : size - 4], "little") if size > 8 else 0
+    if fetched < footer <= size:
+        fetch(size - footer, size - fetched)
+    metadata = pq.read_metadata(pa.BufferReader(memory))
+    for start, end in _column_ranges(metadata, row_groups, columns):
+        if 0 <= start < end <= size:  # otherwise the file is damaged, which its reader notices
+            for first in range(start, end, _REQUEST_BYTES):
+                fetch(first, min(first + _REQUEST_BYTES, end))
+    return pa.BufferReader(memory)
+
+
+def _column_ranges(
+    metadata: pq.FileMetaData, row_groups: Iterable[int], columns: Sequence[str]
+) -> list[tuple[int, int]]:
+    """Return the byte ranges of some columns, near ones joined."""
+    ranges: list[tuple[int, int]] = []
+    for row_group in row_groups:
+        group = metadata.row_group(row_group)
+        for index in range(group.num_columns):
+            chunk = group.column(index)
+            path = f"{chunk.path_in_schema}."
+            if any(path.startswith(f"{name}.") for name in columns):
+                start = chunk.data_page_offset
+                if chunk.dictionary_page_offset is not None:
+                    start = min(start, chunk.dictionary_page_offset)
+                ranges.append((start, start + chunk.total_compressed_size))
+    joined: list[tuple[int, int]] = []
+    for start, end in sorted(ranges):
+        if joined and start - joined[-1][1] <= _GAP_BYTES:
+            joined[-1] = joined[-1][0], max(joined[-1][1], end)
+        else:
+            joined.append((start, end))
+    return joined
 
 
 def parquet_schema(folder: Folder, path: str) -> pa.Schema:

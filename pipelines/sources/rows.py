@@ -115,6 +115,9 @@ CHUNK_ROWS = 1 << 16
 
 SPLIT_BYTES = 32 << 20
 """Target bytes of a split in formats that can be divided at any row."""
+STORED_SPLIT_BYTES = 64 << 20
+"""The same for files at an object store, and there the least bytes of a Parquet split if the file
+has as many. A split takes three or four requests, so that a GB takes at most 50."""
 
 MAX_COPIED_BYTES = 8 << 20
 """Maximum bytes of a file, decompressed, of which the first rows are copied."""
@@ -131,7 +134,8 @@ class InputSplit:
         source: name of the source.
         path: relative to the input directory.
         file_index: index of the file in the sorted listing.
-        row_group: Parquet row group, or None.
+        row_group: first Parquet row group, or None.
+        num_row_groups: number of consecutive row groups.
         first_row: row in the file of the split's first row.
         offset: first byte of the split, if it is a byte range.
         num_bytes: length of that range; None to the end of the file.
@@ -144,6 +148,7 @@ class InputSplit:
     first_row: int = 0
     offset: int = 0
     num_bytes: int | None = None
+    num_row_groups: int = 1
 
 
 @dataclass(frozen=True, slots=True)
