@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -100,13 +101,19 @@ _CANDIDATES: Mapping[str, Sequence[str]] = {
 
 def candidate_encodings(field: pa.Field) -> dict[str, Sequence[str]]:
     """Return the candidate encodings of each leaf of a column, such as `a.list.element`."""
+    return {f"{field.name}{path}": names for path, names in _candidates_of(field.type).items()}
+
+
+@cache
+def _candidates_of(kind: pa.DataType) -> dict[str, Sequence[str]]:
+    """Return the candidates of each leaf of a type; the paths begin after the column's name."""
     sink = pa.BufferOutputStream()
-    pq.write_table(pa.schema([field]).empty_table(), sink)
+    pq.write_table(pa.schema([pa.field("a", kind)]).empty_table(), sink)
     leaves = pq.ParquetFile(pa.BufferReader(sink.getvalue())).schema
     columns = [leaves.column(i) for i in range(len(leaves))]
-    if "dictionary<" in str(field.type):  # Arrow reads no other encoding back as a dictionary
-        return {c.path: (DICTIONARY, "PLAIN") for c in columns}
-    return {c.path: _CANDIDATES.get(c.physical_type, ("PLAIN",)) for c in columns}
+    if "dictionary<" in str(kind):  # Arrow reads no other encoding back as a dictionary
+        return {c.path[1:]: (DICTIONARY, "PLAIN") for c in columns}
+    return {c.path[1:]: _CANDIDATES.get(c.physical_type, ("PLAIN",)) for c in columns}
 
 
 def choose_encodings(table: pa.Table) -> Encodings:
@@ -116,16 +123,31 @@ def choose_encodings(table: pa.Table) -> Encodings:
         table: the rows of a file, or of its first row group.
     """
     samples = [trial_rows(table.select([name])) for name in table.column_names]
-    by_path = {
-        path: min(trials)[2] for sample in samples for path, trials in _trial_sizes(sample).items()
-    }
+    smallest = [
+        {path: min(trials) for path, trials in _trial_sizes(sample).items()} for sample in samples
+    ]
+    by_path = {path: best[2] for leaves in smallest for path, best in leaves.items()}
+    sizes = [sum(best[0] for best in leaves.values()) for leaves in smallest]
+    chosen, least = Encodings(by_path), sum(sizes)
     largest = max((sample.nbytes for sample in samples), default=0)
-    page_bytes = [PAGE_BYTES[0], *(b for b in PAGE_BYTES[1:] if b < largest)]
-    by_page_bytes = [Encodings(by_path, each) for each in page_bytes]
-    if len(by_page_bytes) == 1:
-        return by_page_bytes[0]
-    totals = [sum(sum(_leaf_bytes(s, e).values()) for s in samples) for e in by_page_bytes]
-    return by_page_bytes[totals.index(min(totals))]
+    for page_bytes in PAGE_BYTES[1:]:
+        encodings = Encodings(by_path, page_bytes)
+        if page_bytes >= largest:
+            continue
+        total = sum(
+            size if _fits_page(sample, page_bytes) else sum(_leaf_bytes(sample, encodings).values())
+            for sample, size in zip(samples, sizes, strict=True)
+        )
+        if total < least:
+            chosen, least = encodings, total
+    return chosen
+
+
+def _fits_page(column: pa.Table, page_bytes: int) -> bool:
+    """Return whether no encoding of a column has several pages; narrow values take 4 bytes."""
+    kind = column.schema.field(0).type
+    is_wide = is_text(kind) or (not pa.types.is_nested(kind) and kind.bit_width >= 32)
+    return (1.25 if is_wide else 40) * column.nbytes <= page_bytes
 
 
 def min_encoded_bytes(table: pa.Table) -> int:

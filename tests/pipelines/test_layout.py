@@ -25,6 +25,8 @@ from pipelines.clustering.layout import (
     Encodings,
     GroupLayout,
     StoredTable,
+    _fits_page,
+    _leaf_bytes,
     candidate_encodings,
     choose_encodings,
     choose_layout,
@@ -394,6 +396,26 @@ def test_dictionary_that_grows_gets_small_pages() -> None:
     prices = rng.random(20_000).astype(np.float32)[item]
     chosen = choose_encodings(pa.table({"price": pa.array(prices)}))
     assert chosen == Encodings({"price": "DICTIONARY"}, PAGE_BYTES[-1])
+
+
+LARGEST = {"bool": 1, "int8": 127, "uint16": 9, "int32": 2**31 - 1, "int64": 2**62}
+LARGEST |= {"float32": 2**24, "float64": 2**53, "string": 2**62}
+
+
+@pytest.mark.parametrize(("kind", "largest"), LARGEST.items())
+def test_a_column_that_fits_a_page_takes_the_same_bytes_with_larger_pages(
+    kind: str, largest: int
+) -> None:
+    rng = np.random.default_rng(4)
+    for count in (1_600, 6_300, 13_000, 100_000):
+        column = pa.table(
+            {"a": pa.array(rng.integers(0, largest, count, endpoint=True)).cast(kind)}
+        )
+        fitting = [PAGE_BYTES[0], *(b for b in PAGE_BYTES[1:] if _fits_page(column, b))]
+        for name in candidate_encodings(column.schema.field(0))["a"]:
+            sizes = [_leaf_bytes(column, Encodings({"a": name}, b))["a"] for b in fitting]
+            assert len(set(sizes)) == 1
+        assert len(fitting) > 1 or count > 1_600
 
 
 def test_trial_sees_a_page_of_long_lists_and_at_least_one_row() -> None:
