@@ -19,7 +19,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from pipelines.clustering.star import Star, unique_in_blocks
+from pipelines.clustering.star import Star
+from pipelines.samples.tuples import unique_in_ranges
 from schemas.arrays import (
     Jagged,
     bits,
@@ -321,7 +322,7 @@ def dedup_tuples(
         `unique_index`; their number in each row group.
     """
     row_group = np.repeat(np.arange(len(row_groups)), row_groups)
-    first, index = unique_in_blocks(row_group, tuples)
+    first, index = unique_in_ranges(row_group, tuples)
     counts = np.bincount(row_group[first], minlength=len(row_groups))
     kept = take_rows(table.drop_columns([BLOCK, UNIQUE_INDEX]), first)
     return index, kept, counts.tolist()

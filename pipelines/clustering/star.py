@@ -18,7 +18,7 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from pipelines.samples.sql import LIST_INDEX
-from pipelines.samples.tuples import Tuples, first_appearances, hash_session_keys
+from pipelines.samples.tuples import Tuples, hash_session_keys, unique_in_ranges
 from pipelines.sources.rows import ORIGIN, microseconds
 from pipelines.transforms.apply import apply_transforms
 from schemas.arrays import (
@@ -327,7 +327,7 @@ def to_star(
     samples_per_tuple: dict[str, NDArray[np.int64]] = {}
     stored_tuples: dict[str, NDArray[np.int64]] = {}
     for group, names in data.groups.items():
-        stored, inverse = unique_in_blocks(clustered.block, tuples.references[group])
+        stored, inverse = unique_in_ranges(clustered.block, tuples.references[group])
         counts = np.bincount(clustered.block[stored], minlength=num_blocks).astype(np.int64)
         starts = offsets_of(counts)[:-1]
         unique_index = np.arange(len(stored)) - np.repeat(starts, counts)
@@ -356,26 +356,3 @@ def check_num_blocks(num_blocks: int, block_samples: int) -> None:
             f"part must have at most {1 << FILE_SHIFT} blocks, got {num_blocks} of "
             f"{block_samples} samples; raise data.block_samples"
         )
-
-
-def unique_in_blocks(
-    block: NDArray[np.int64], references: NDArray[np.int64]
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Find the first sample of each distinct (block, tuple), in order.
-
-    Args:
-        block: (num_samples,) ascending.
-        references: (num_samples,) the tuple of each sample.
-
-    Returns:
-        first: (num_stored,) ascending positions of samples.
-        inverse: (num_samples,) the position in `first` of each sample's tuple.
-
-    Example:
-        >>> first, inverse = unique_in_blocks(np.array([0, 0, 0, 1]), np.array([5, 2, 5, 5]))
-        >>> first.tolist(), inverse.tolist()
-        ([0, 1, 3], [0, 1, 0, 2])
-    """
-    size = int(references.max()) + 1 if len(references) else 1
-    inverse, first = first_appearances(block * size + references)
-    return first, inverse

@@ -33,6 +33,7 @@ from schemas.config.job import DataConfig
 from schemas.errors import SchemaError
 from schemas.features import FeatureSet
 from schemas.hashing import salt_of, splitmix64
+from schemas.kernels.arrays import array_kernels
 from schemas.layout import SAMPLE_WEIGHT
 
 
@@ -108,22 +109,30 @@ def distinct_rows(table: pa.Table) -> tuple[NDArray[np.int64], pa.Table]:
     return references.astype(np.int64), rows
 
 
-def first_appearances(keys: NDArray[np.generic]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Number the distinct keys in order of first appearance.
+def unique_in_ranges(
+    ranges: NDArray[np.int64], references: NDArray[np.int64]
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Find the first sample of each distinct (range, tuple), in order.
 
     Args:
-        keys: (n,) integers.
+        ranges: (num_samples,) ascending, such as blocks or partitions.
+        references: (num_samples,) the tuple of each sample.
 
     Returns:
-        (n,) numbers of the keys, and (num_distinct,) index of each number's first key.
+        first: (num_distinct,) ascending positions of samples.
+        inverse: (num_samples,) the position in `first` of each sample's tuple.
 
     Example:
-        >>> numbers, first = first_appearances(np.array([7, 3, 7, 9]))
-        >>> numbers.tolist(), first.tolist()
-        ([0, 1, 0, 2], [0, 1, 3])
+        >>> first, inverse = unique_in_ranges(np.array([0, 0, 0, 1]), np.array([5, 2, 5, 5]))
+        >>> first.tolist(), inverse.tolist()
+        ([0, 1, 3], [0, 1, 0, 2])
     """
-    first, numbers = unique_tuples([keys])
-    return numbers.astype(np.int64), first
+    num_tuples = int(references.max()) + 1 if len(references) else 1
+    kernels = array_kernels()
+    if kernels is not None:
+        return kernels.unique_in_ranges(ranges, references, num_tuples)
+    first, inverse = unique_tuples([ranges * num_tuples + references])
+    return first, inverse.astype(np.int64)
 
 
 def concat_tuples(chunks: Sequence[Tuples]) -> Tuples:
@@ -131,6 +140,8 @@ def concat_tuples(chunks: Sequence[Tuples]) -> Tuples:
 
     The tuples to which no sample refers any more stay, as removing them would copy the others.
     """
+    if len(chunks) == 1:
+        return chunks[0]
     samples = pa.concat_tables([c.samples for c in chunks]).combine_chunks()
     references: dict[str, NDArray[np.int64]] = {}
     uniques: dict[str, pa.Table] = {}
@@ -152,7 +163,7 @@ def drop_unused_tuples(tuples: Tuples) -> Tuples:
     uniques: dict[str, pa.Table] = {}
     for group, table in tuples.uniques.items():
         old = tuples.references[group]
-        references[group], first = first_appearances(old)
+        first, references[group] = unique_in_ranges(np.zeros_like(old), old)
         uniques[group] = take_rows(table, old[first])
     return Tuples(tuples.samples, references, uniques)
 
@@ -167,17 +178,17 @@ def partition_tuples(
         partition: (num_samples,) int64 in [0, num_partitions).
         num_partitions: number of partitions.
     """
-    order = np.argsort(partition, kind="stable")
+    small = np.uint16 if num_partitions <= 1 << 16 else np.int64  # numpy sorts 16 bits by counting
+    order = np.argsort(partition.astype(small), kind="stable")
     ordered, by_partition = tuples.take(order), partition[order]
     cuts = np.searchsorted(by_partition, np.arange(num_partitions + 1))
     tables: dict[str, tuple[NDArray[np.int64], NDArray[np.int64], pa.Table]] = {}
     for group, table in tuples.uniques.items():
-        size = max(1, table.num_rows)
-        pairs = by_partition * size + ordered.references[group]
-        numbers, first = first_appearances(pairs)
+        sorted_references = ordered.references[group]
+        first, numbers = unique_in_ranges(by_partition, sorted_references)
         starts = np.searchsorted(by_partition[first], np.arange(num_partitions + 1))
         local = numbers - starts[by_partition]
-        tables[group] = local, starts, take_rows(table, pairs[first] % size)
+        tables[group] = local, starts, take_rows(table, sorted_references[first])
     partitions: list[Tuples | None] = [None] * num_partitions
     for index, (start, end) in enumerate(pairwise(cuts.tolist())):
         if end > start:

@@ -169,6 +169,24 @@ i64 presage_unique_tuples(const Column* columns, i64 num_columns, i64 num_rows, 
   return numbering.count();
 }
 
+// Finds the first of equal references within each range, of which there are ascending ones; numbers them in order.
+// References are below `num_references`. Returns how many are found.
+i64 presage_unique_in_ranges(const i64* ranges, const i64* references, i64 count, i64 num_references, i64* first,
+                             i64* inverse) {
+  std::vector<i64> numbers(num_references, -1);
+  i64 found = 0, range_start = 0;
+  for (i64 i = 0; i < count; i++) {
+    if (i && ranges[i] != ranges[i - 1]) range_start = found;
+    i64& number = numbers[references[i]];
+    if (number < range_start) {
+      first[found] = i;
+      number = found++;
+    }
+    inverse[i] = number;
+  }
+  return found;
+}
+
 void presage_take(const void* values, i64 width, const i64* rows, i64 num_rows, void* out) {
   switch (width) {
     case 1: return take_values(static_cast<const uint8_t*>(values), rows, num_rows, static_cast<uint8_t*>(out));

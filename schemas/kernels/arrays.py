@@ -15,6 +15,7 @@ from schemas.kernels.functions import POINTER, UNSIGNED, WORD, Functions, typed_
 
 _ENTRIES = {
     "unique_tuples": (POINTER, WORD, WORD, UNSIGNED, POINTER, POINTER),
+    "unique_in_ranges": (POINTER, POINTER, WORD, WORD, POINTER, POINTER),
     "take": (POINTER, WORD, POINTER, WORD, POINTER),
     "take_offsets": (POINTER, POINTER, WORD, POINTER),
     "take_lists": (POINTER, WORD, POINTER, POINTER, WORD, POINTER, POINTER),
@@ -65,6 +66,18 @@ class ArrayKernels(Functions):
         first, inverse = np.empty(num_rows, np.int64), np.empty(num_rows, np.int32)
         count = self.call("unique_tuples", structs, len(arrays), num_rows, seed, first, inverse)
         return None if count < 0 else (first[:count].copy(), inverse)
+
+    def unique_in_ranges(
+        self, ranges: NDArray[np.int64], references: NDArray[np.int64], num_references: int
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return `pipelines.samples.tuples.unique_in_ranges`; references are in range."""
+        ranges, references = (np.ascontiguousarray(a, np.int64) for a in (ranges, references))
+        count = len(references)
+        first, inverse = np.empty(count, np.int64), np.empty(count, np.int64)
+        found = self.call(
+            "unique_in_ranges", ranges, references, count, num_references, first, inverse
+        )
+        return first[:found], inverse
 
     def take(self, values: NDArray[Any], rows: NDArray[np.int64]) -> NDArray[Any]:
         """Return `values[rows]`; values have 1, 2, 4 or 8 bytes, rows are in range."""

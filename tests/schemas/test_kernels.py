@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 
 from pipelines.quality import column_statistics as column_statistics_module
 from pipelines.quality.column_statistics import column_statistics
+from pipelines.samples import tuples
+from pipelines.samples.tuples import unique_in_ranges
 from schemas import arrays, group_files, hashing, oracle
 from schemas import rows as rows_module
 from schemas.arrays import Jagged, comparable_tuple, offsets_of, take_rows, unique_tuples
@@ -169,6 +171,20 @@ def test_overlaps_equal_those_of_numpy(lists: list[list[int]]) -> None:
         patch.setattr(group_files, "array_kernels", lambda: None)
         patch.setattr(group_files, "MAX_CANDIDATES", 3)
         assert group_files._overlaps(flat, rows).tolist() == compiled.tolist()
+
+
+@given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 6)), max_size=60))
+def test_unique_references_in_ranges_equal_those_of_numpy(pairs: list[tuple[int, int]]) -> None:
+    ranges, references = np.array(sorted(pairs), np.int64).reshape(-1, 2).T
+    references = np.random.default_rng(0).permutation(references)
+    compiled = [x.tolist() for x in unique_in_ranges(ranges, references)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tuples, "array_kernels", lambda: None)
+        assert [x.tolist() for x in unique_in_ranges(ranges, references)] == compiled
+    first, inverse = compiled
+    keys = list(zip(ranges.tolist(), references.tolist(), strict=True))
+    assert [keys[i] for i in first] == list(dict.fromkeys(keys))
+    assert [keys[first[i]] for i in inverse] == keys
 
 
 SMALL = st.lists(st.lists(st.integers(-4, 70), max_size=40), min_size=3, max_size=3)
