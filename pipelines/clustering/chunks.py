@@ -53,8 +53,8 @@ def cluster_chunks(parts: Iterable[Tuples], data: DataConfig) -> Iterator[Cluste
             kept.append(part)
         else:
             kept.clear()
-    order = sort_samples(concat_sort_keys(keys), data)
-    del keys
+    keys[:] = [concat_sort_keys(keys)]  # frees the parts before the samples are sorted
+    order = sort_samples(keys.pop(), data)
     chunks = split_at_blocks(order.block, np.concatenate(sizes)[order.rows], CHUNK_BYTES)
     del sizes
     yield from _kept_chunks(kept, order, chunks) if kept else _spilled_chunks(parts, order, chunks)

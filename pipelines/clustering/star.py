@@ -181,24 +181,25 @@ def sort_samples(columns: SortKeys, data: DataConfig) -> SampleOrder:
         data: session, window, split and block size.
     """
     codes = _ranks(columns.keys)[columns.key]
-    in_key = np.lexsort((columns.index, columns.origin, columns.time))
-    by_time = in_key[_stable_order(codes[in_key])]
-    time = columns.time[by_time]
-    starts = _session_starts(codes[by_time], time, data.session.gap)
+    rows = np.lexsort((columns.index, columns.origin, columns.time))
+    rows = rows[_stable_order(codes[rows])]
+    codes, time = codes[rows], columns.time[rows]
+    starts = _session_starts(codes, time, data.session.gap)
+    del codes, columns
     session = np.cumsum(starts, dtype=np.int64)
     window = _windows(time, starts, data.window.span)
     evaluation = np.zeros(len(time), bool)
     if data.split.evaluation_from is not None:
         evaluation = time >= microseconds(data.split.evaluation_from)
-    ranges = window.astype(np.int64) - (window.min() if len(window) else 0)
-    ranges += evaluation * (ranges.max(initial=0) + 1)
-    by_range = _stable_order(ranges)
-    session, window, evaluation = session[by_range], window[by_range], evaluation[by_range]
+    del time, starts
+    by_range = _order_of_ranges(evaluation, window)
+    rows, session, window, evaluation = (a[by_range] for a in (rows, session, window, evaluation))
+    del by_range
     in_split = _changes(session, evaluation)
-    lengths = np.zeros(len(time), np.int64)
-    lengths[in_split] = np.diff(np.flatnonzero(in_split), append=len(time))
+    lengths = np.zeros(len(rows), np.int64)
+    lengths[in_split] = np.diff(np.flatnonzero(in_split), append=len(rows))
     return SampleOrder(
-        by_time[by_range],
+        rows,
         in_split,
         lengths,
         _first_of_each(session),
@@ -206,6 +207,13 @@ def sort_samples(columns: SortKeys, data: DataConfig) -> SampleOrder:
         window,
         cut_blocks(_changes(window, evaluation), data.block_samples),
     )
+
+
+def _order_of_ranges(evaluation: NDArray[np.bool_], window: NDArray[np.int32]) -> NDArray[np.int64]:
+    """Return the stable order of samples by split and window."""
+    ranges = window.astype(np.int64) - (window.min() if len(window) else 0)
+    ranges += evaluation * (ranges.max(initial=0) + 1)
+    return _stable_order(ranges)
 
 
 def _ranks(keys: pa.Array) -> NDArray[np.int32]:
