@@ -105,7 +105,9 @@ def run_beam_stages(columns: list[np.ndarray], batch: int, root: Path) -> float:
         blocks = written | "blocks" >> beam.Map(lambda parts: _blocks(parts, num_blocks))
         names = [str(table) for table in range(len(columns))]
         numbered = blocks | "number" >> NumberAccesses(Location.parse(root), names)
-        index = beam.MapTuple(lambda table, count: _index(root, num_blocks, table, count))
+        index = beam.MapTuple(
+            lambda table, numbered: _index(root, num_blocks, table, numbered.num_rows)
+        )
         return {"entries": numbered | "spread" >> beam.Reshuffle() | "index" >> index}
 
     start = time.perf_counter()

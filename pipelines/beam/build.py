@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import apache_beam as beam
+import numpy as np
 import pyarrow as pa
 
 from pipelines.beam.runner import run_pipeline
@@ -20,6 +21,7 @@ from pipelines.beam.transforms import (
     MakeSamples,
     ReadRows,
     WriteRejects,
+    encode_blocks,
 )
 from pipelines.clustering.part import build_part, serialize_result
 from pipelines.clustering.writer import SegmentLayout
@@ -29,7 +31,7 @@ from pipelines.oracle.numbering import NumberedTable, number_table, training_blo
 from pipelines.rewrite.command import FlatPart, FlatStage
 from pipelines.samples.event_join import add_counts
 from pipelines.samples.tuples import Tuples
-from pipelines.shuffle import decode_table, encode_tables
+from pipelines.shuffle import decode_table
 from pipelines.stages import BLOCKS, EVENTS, REJECTS, SAMPLES
 from pipelines.table.compact import StoredPart
 from pipelines.transforms.apply import fit_inputs
@@ -119,14 +121,19 @@ class _NumberTable(beam.DoFn):
         if self.owns_workers:
             keep_freed_memory()
 
-    def process(self, table: str, parts: list[bytes]) -> Iterator[tuple[str, NumberedTable]]:
-        if parts:
-            blocks = training_blocks(map(decode_table, parts))
-            yield table, number_table(self.root, table, blocks)
+    def process(self, table: str, blocks: bytes | None) -> Iterator[tuple[str, NumberedTable]]:
+        if blocks is not None:
+            ids = np.frombuffer(blocks, np.int64)
+            yield table, number_table(self.root, table, ids)
+
+
+def _training_blocks(parts: list[bytes]) -> bytes | None:
+    """Return the ids of all training blocks in training order; None without parts."""
+    return training_blocks(map(decode_table, parts)).tobytes() if parts else None
 
 
 class NumberAccesses(beam.PTransform):
-    """Number the rows of tables: blocks of all parts, as bytes, to (table, `NumberedTable`)."""
+    """Number the rows of tables: blocks of parts (`encode_blocks`) to (table, `NumberedTable`)."""
 
     def __init__(self, root: Location, tables: Iterable[str], owns_workers: bool = True) -> None:
         """Store the settings.
@@ -142,9 +149,13 @@ class NumberAccesses(beam.PTransform):
 
     def expand(self, input_or_inputs: beam.PCollection) -> beam.PCollection:
         """Number each table in one task."""
-        joined = input_or_inputs | "all blocks" >> beam.combiners.ToList()
+        blocks: Any = (
+            input_or_inputs
+            | "all blocks" >> beam.combiners.ToList()
+            | "training blocks" >> beam.Map(_training_blocks)
+        )
         number = beam.ParDo(
-            _NumberTable(self.root, self.owns_workers), beam.pvalue.AsSingleton(joined)
+            _NumberTable(self.root, self.owns_workers), beam.pvalue.AsSingleton(blocks)
         )
         return (
             input_or_inputs.pipeline
@@ -193,7 +204,7 @@ class _WritePart(beam.DoFn):
         number, data = part.file_index, part.data
         result = build_part(self.root, number, part, data, self.layout, self.features)
         yield serialize_result(result)
-        yield beam.pvalue.TaggedOutput(BLOCKS, encode_tables(result.blocks))
+        yield beam.pvalue.TaggedOutput(BLOCKS, encode_blocks(result))
 
 
 def rewrite_parts(

@@ -19,7 +19,7 @@ from apache_beam.metrics import Metrics
 from apache_beam.utils.shared import Shared
 
 from pipelines.beam.shuffle import SendSamples
-from pipelines.clustering.part import serialize_result, sum_statistics
+from pipelines.clustering.part import PartResult, serialize_result, sum_statistics
 from pipelines.clustering.writer import SegmentLayout
 from pipelines.context import BuildContext
 from pipelines.exchange import SourceRows
@@ -69,6 +69,7 @@ from pipelines.workers import keep_freed_memory
 from schemas.config.job import DataConfig
 from schemas.errors import SchemaError
 from schemas.fitted import FittedValues
+from schemas.layout import BLOCK
 from schemas.storage import Location
 
 REJECTED = "rejected"
@@ -537,15 +538,20 @@ class _BuildPart(_Counted):
         result = write_part(self.context, samples[0], rows, layout, self.learned)
         self.counters["in-rows"].inc(result.num_samples)
         yield result.file_index // PARTS_PER_SUM, serialize_result(result)
-        yield pvalue.TaggedOutput(BLOCKS, encode_tables(result.blocks))
+        yield pvalue.TaggedOutput(BLOCKS, encode_blocks(result))
+
+
+def encode_blocks(result: PartResult) -> bytes:
+    """Return the columns of a part's blocks that determine the training order, as bytes."""
+    return encode_tables(result.blocks.select([BLOCK, "split", "window"]))
 
 
 @dataclass  # not frozen: Beam assigns to its transforms
 class BuildParts(beam.PTransform):
     """Samples to parts: group by partition, cluster by session, deduplicate per block, write.
 
-    Results of parts for the commit are in `SAMPLES` (`clustering.part.serialize_result`), rows of
-    `blocks.parquet` in `BLOCKS` (`shuffle.encode_tables`).
+    Results of parts for the commit are in `SAMPLES` (`clustering.part.serialize_result`), blocks in
+    `BLOCKS` (`encode_blocks`).
     """
 
     context: BuildContext
