@@ -193,7 +193,8 @@ def sort_samples(columns: SortKeys, data: DataConfig) -> SampleOrder:
         evaluation = time >= microseconds(data.split.evaluation_from)
     del time, starts
     by_range = _order_of_ranges(evaluation, window)
-    rows, session, window, evaluation = (a[by_range] for a in (rows, session, window, evaluation))
+    rows, session = rows[by_range], session[by_range]
+    window, evaluation = window[by_range], evaluation[by_range]
     del by_range
     in_split = _changes(session, evaluation)
     lengths = np.zeros(len(rows), np.int64)
