@@ -90,22 +90,28 @@ def number_table(root: Location, table: str, blocks: NDArray[np.int64]) -> Numbe
             numbers = numbered[0].number(ranges[0], map(lookups.read, chunks))
         else:
             numbers = number_ranges(lookups, chunks, ranges, numbered, file)
-        for index, (chunk, lists) in enumerate(zip(chunks, numbers, strict=True)):
-            count = sum(part.count for part in numbered)
-            if count > MAX_NUMBERS:
-                raise SchemaError(
-                    f"a segment must have at most {MAX_NUMBERS} distinct rows of table {table!r}, "
-                    f"got {count}; build it as several segments"
-                )
-            gaps = Jagged(sorted_gaps(lists, count), lists.offsets)
-            files.append(write_access_file(root, table, index, blocks[chunk], gaps))
+        for index, lists in enumerate(numbers):
+            gaps = Jagged(sorted_gaps(lists, checked_count(table, numbered)), lists.offsets)
+            files.append(write_access_file(root, table, index, blocks[chunks[index]], gaps))
+            del lists, gaps  # before the next ones are made
         for index, chunk in enumerate(chunks):
             rows = merge_lists([file.read_lists(part.new_rows[index]) for part in numbered])
             last = merge_lists([file.read_lists(part.last[index]) for part in numbered])
             first = np.repeat(chunk, rows.lengths)
             entry = write_edges_file(root, table, index, rows.values, first, last.values)
             files.append(entry)
-    return NumberedTable(sum(part.count for part in numbered), tuple(files))
+    return NumberedTable(checked_count(table, numbered), tuple(files))
+
+
+def checked_count(table: str, numbered: Sequence[NumberedRange]) -> int:
+    """Return the number of rows that have numbers; raise SchemaError if there are too many."""
+    count = sum(part.count for part in numbered)
+    if count > MAX_NUMBERS:
+        raise SchemaError(
+            f"a segment must have at most {MAX_NUMBERS} distinct rows of table {table!r}, "
+            f"got {count}; build it as several segments"
+        )
+    return count
 
 
 def positions_of_files(lengths: NDArray[np.int64]) -> Iterator[NDArray[np.int32]]:
@@ -212,8 +218,11 @@ class NumberedRange:
             numbers, new_rows = numbering.number(lists, position)
             self.count = numbering.count
             self.new_rows.append(self._file.write_lists(new_rows))
-            yield Jagged(numbers, lists.offsets)
             position += lists.num_rows
+            of_blocks = Jagged(numbers, lists.offsets)
+            del lists, numbers, new_rows  # before the next ones are read
+            yield of_blocks
+            del of_blocks
         ends = np.cumsum([stored.values.count for stored in self.new_rows])
         for stored, last in zip(self.new_rows, np.split(numbering.last, ends[:-1]), strict=True):
             self.last.append(StoredLists(self._file.write(last), stored.lengths))

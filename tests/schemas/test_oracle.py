@@ -159,6 +159,16 @@ def test_gaps_of_unsorted_lists_are_those_of_sorted_ones(
     assert lists_of(from_gaps(Jagged(gaps, lists.offsets))) == [sorted(block) for block in blocks]
 
 
+@pytest.mark.parametrize("counts", [[20_000, 3, 0, 1_000], [0]])
+def test_gaps_of_long_lists_over_many_numbers_are_those_of_sorted_ones(counts: list[int]) -> None:
+    rng = np.random.default_rng(2)
+    lists = [np.unique(rng.integers(0, 2**22, count)) for count in counts]
+    shuffled = jagged_from([rng.permutation(numbers).tolist() for numbers in lists])
+    gaps = sorted_gaps(Jagged(shuffled.values.astype(np.int32), shuffled.offsets), 2**22)
+    found = from_gaps(Jagged(gaps, shuffled.offsets))
+    assert lists_of(found) == [numbers.tolist() for numbers in lists]
+
+
 @pytest.mark.parametrize("compiled", [True, False])
 @given(st.lists(st.frozensets(st.integers(0, 9)), max_size=9), st.data())
 def test_next_uses_of_an_epoch_equal_the_reference(
