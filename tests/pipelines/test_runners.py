@@ -13,6 +13,8 @@ from pipelines.beam import runner
 from pipelines.beam.io import BuildDataset, ReadSource, WriteDataset
 from pipelines.build import build
 from pipelines.cli import main
+from schemas.errors import SchemaError
+from schemas.storage import Location
 from tests.external_tools import build_go_program
 from tests.pipelines.logs import beam_request, bytes_of, write_job, write_log
 
@@ -83,3 +85,15 @@ def test_a_build_on_the_local_runner_restores_beam(
     assert set(intervals) == {0}
     assert worker_handlers.DATA_BUFFER_TIME_LIMIT_MS == 1000
     assert runner.LOCAL_RUNNERS == (None, "FnApiRunner")
+
+
+def test_results_that_the_pipeline_did_not_write_are_not_unpickled(tmp_path: Path) -> None:
+    file = Location.parse(tmp_path / "results" / "parts.pickle")
+    runner._Save(file, b"key").process([1, 2])  # pyright: ignore[reportPrivateUsage]
+    load = runner._load  # pyright: ignore[reportPrivateUsage]
+    assert load(file, b"key") == [1, 2]
+    content = file.read_bytes()
+    for key, data in ((b"other", content), (b"key", content[:-1] + b"x"), (b"key", b"")):
+        file.write_bytes(data)
+        with pytest.raises(SchemaError, match="result was not written by this pipeline"):
+            load(file, key)
