@@ -160,10 +160,6 @@ def distinct_of_lists(sources: Sequence[Jagged]) -> Jagged:
 def sort_each(lists: Jagged) -> Jagged:
     """Return the lists with sorted values; sorting each is several times faster than `argsort`."""
     values = lists.values.copy()
-    kernels = array_kernels()
-    if kernels is not None and values.dtype == np.int64:
-        kernels.sort_lists(values, lists.offsets)
-        return Jagged(values, lists.offsets)
     for start, end in pairwise(lists.offsets.tolist()):
         values[start:end].sort()
     return Jagged(values, lists.offsets)

@@ -289,10 +289,6 @@ i64 presage_distinct_rows(const Ids* columns, i64 num_columns, i64 num_blocks, i
   return end - out;
 }
 
-void presage_sort_lists(i64* values, const i64* offsets, i64 num_lists) {
-  for (i64 l = 0; l < num_lists; l++) std::sort(values + offsets[l], values + offsets[l + 1]);
-}
-
 // For each list of `rows` but the first: the length of its start that is the end of the list before it, if that is at least
 // half of the shorter one. The longest `max_candidates` possible overlaps are compared.
 void presage_overlaps(const u64* values, const i64* offsets, const i64* rows, i64 num_rows, i64 max_candidates, i64* out) {

@@ -21,7 +21,6 @@ _ENTRIES = {
     "take_lists": (POINTER, WORD, POINTER, POINTER, WORD, POINTER, POINTER),
     "distinct": (POINTER, WORD, WORD, POINTER, POINTER),
     "distinct_rows": (POINTER, WORD, WORD, WORD, UNSIGNED, UNSIGNED, POINTER, POINTER),
-    "sort_lists": (POINTER, POINTER, WORD),
     "overlaps": (POINTER, POINTER, POINTER, WORD, WORD, POINTER),
     "splitmix64": (POINTER, WORD, POINTER),
     "hash_rows": (POINTER, WORD, UNSIGNED, UNSIGNED, POINTER),
@@ -137,10 +136,6 @@ class ArrayKernels(Functions):
             "distinct_rows", structs, len(typed), len(per_block), *rule, num_rows, out, offsets
         )
         return None if total < 0 else (out[:total], offsets)
-
-    def sort_lists(self, values: NDArray[np.int64], offsets: NDArray[np.int64]) -> None:
-        """Sort each list in place."""
-        self.call("sort_lists", values, offsets, len(offsets) - 1)
 
     def overlaps(
         self,
