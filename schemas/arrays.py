@@ -451,18 +451,27 @@ def _fixed_array(kind: pa.DataType, values: Array) -> pa.Array:
     return pa.Array.from_buffers(kind, len(values), [None, pa.py_buffer(values)])
 
 
-def bytes_per_row(column: pa.Array | pa.ChunkedArray) -> NDArray[np.int64]:
-    """Return the bytes of each value, 8 more for a list or text, however it is held in memory."""
+def bytes_per_row(column: pa.Array | pa.ChunkedArray) -> NDArray[np.int64] | int:
+    """Return the bytes of each value, 8 more for a list or text, however it is held in memory.
+
+    One number if all values have as many bytes.
+    """
     kind = column.type
     if is_text(kind):
         return 8 + _bytes_of(one_chunk(column)).lengths
     if not is_list(kind):
-        return np.full(len(column), max(1, kind.bit_width // 8), np.int64)
+        return max(1, kind.bit_width // 8)
     values, offsets = flat_list(column)
     if is_text(kind.value_type):
-        ends = offsets_of(bytes_per_row(values))
+        ends = offsets_of(8 + _bytes_of(values).lengths)
         return 8 + ends[offsets[1:]] - ends[offsets[:-1]]
     return 8 + kind.value_type.bit_width // 8 * np.diff(offsets)
+
+
+def column_bytes(column: pa.Array | pa.ChunkedArray) -> int:
+    """Return the sum of `bytes_per_row`."""
+    per_row = bytes_per_row(column)
+    return len(column) * per_row if isinstance(per_row, int) else int(per_row.sum())
 
 
 def large_list(values: NDArray[np.generic], offsets: NDArray[np.int64]) -> pa.LargeListArray:

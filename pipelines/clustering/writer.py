@@ -33,7 +33,7 @@ from pipelines.clustering.layout import (
 )
 from pipelines.clustering.star import Clustered, SortKeys, Star, cluster, sort_keys, to_star
 from pipelines.samples.tuples import Tuples, concat_tuples, drop_unused_tuples, hash_session_keys
-from schemas.arrays import bytes_per_row, offsets_of
+from schemas.arrays import column_bytes, offsets_of
 from schemas.config.job import DataConfig
 from schemas.files import FileEntry, describe_new_file
 from schemas.fitted import FittedValues
@@ -296,7 +296,7 @@ class PartWriter:
 
 def _bytes_per_block(star: Star) -> float:
     tables = (star.samples, *star.groups.values())
-    total = sum(int(bytes_per_row(column).sum()) for table in tables for column in table.columns)
+    total = sum(column_bytes(column) for table in tables for column in table.columns)
     return total / len(star.samples_per_block)
 
 
