@@ -54,11 +54,21 @@ class ExactSum {
 
 inline double square(double number) { return std::min(number * number, std::numeric_limits<double>::max()); }
 
+// `largest` is at least the absolute value of each number.
 template <class T>
-void add_all(const T* values, i64 count, ExactSum& sum, ExactSum& squares) {
+void add_all(const T* values, i64 count, double largest, ExactSum& sum, ExactSum& squares) {
   if constexpr (std::is_floating_point_v<T>) {
     for (i64 i = 0; i < count; i++) sum.add(static_cast<double>(values[i]));
     for (i64 i = 0; i < count; i++) squares.add(square(static_cast<double>(values[i])));
+  } else if (largest < 1 << 30 && largest * largest * static_cast<double>(count) < 0x1p62) {  // no sum overflows
+    i64 total = 0, total_squares = 0;
+    for (i64 i = 0; i < count; i++) {
+      const i64 value = static_cast<i64>(values[i]);
+      total += value;
+      total_squares += value * value;
+    }
+    sum.add(static_cast<i128>(total));
+    squares.add(static_cast<i128>(total_squares));
   } else {
     constexpr i64 kLimit = 1ll << 31;  // squares of larger numbers are rounded to float64
     i128 total = 0, total_squares = 0;
@@ -79,6 +89,23 @@ void add_all(const T* values, i64 count, ExactSum& sum, ExactSum& squares) {
     squares.add(total_squares);
   }
 }
+
+// The range of every `step`-th integer, of which there is at least one.
+struct Range {
+  template <class T>
+  Range(const T* values, i64 count, i64 step) : minimum(static_cast<i64>(values[0])), maximum(minimum) {
+    for (i64 i = 0; i < count; i += step) {
+      minimum = std::min(minimum, static_cast<i64>(values[i]));
+      maximum = std::max(maximum, static_cast<i64>(values[i]));
+    }
+  }
+
+  // Whether an array may have an element for each value.
+  bool is_small() const { return static_cast<u64>(maximum) - static_cast<u64>(minimum) < 1 << 16; }
+  size_t size() const { return maximum - minimum + 1; }
+
+  i64 minimum, maximum;
+};
 
 struct Totals {
   i64 num_zeros;
@@ -101,8 +128,9 @@ void presage_totals(const void* values, i64 type, i64 count, Totals* out, i64* t
       zeros += typed_values[i] == 0;
     }
     ExactSum sum, squares;
-    add_all(typed_values, count, sum, squares);
-    *out = {zeros, static_cast<double>(minimum), static_cast<double>(maximum), sum.write(terms), squares.write(square_terms)};
+    const double low = static_cast<double>(minimum), high = static_cast<double>(maximum);
+    add_all(typed_values, count, std::max(std::fabs(low), std::fabs(high)), sum, squares);
+    *out = {zeros, low, high, sum.write(terms), squares.write(square_terms)};
   });
 }
 
@@ -119,9 +147,18 @@ i64 presage_frequent_values(const void* values, i64 type, i64 count, i64 step, i
   struct Counted {
     i64 value, count;
   };
-  Numbering numbering;
   std::vector<Counted> distinct;
   typed(values, type, [&](auto* typed_values) {
+    if (!count) return;
+    const Range range(typed_values, count, step);
+    if (range.is_small()) {
+      std::vector<i64> counts(range.size(), 0);
+      for (i64 i = 0; i < count; i += step) counts[static_cast<i64>(typed_values[i]) - range.minimum]++;
+      for (size_t i = 0; i < counts.size(); i++)
+        if (counts[i]) distinct.push_back({range.minimum + static_cast<i64>(i), counts[i]});
+      return;
+    }
+    Numbering numbering;
     for (i64 i = 0; i < count; i += step) {
       const i64 value = static_cast<i64>(typed_values[i]);
       const size_t number = numbering.number(static_cast<u64>(value));
@@ -167,6 +204,15 @@ i64 presage_smallest_hashes(const void* values, i64 type, i64 count, i64 limit, 
   };
   u64 hashes[kChunk];
   typed(values, type, [&](auto* typed_values) {
+    if (!count) return;
+    const Range range(typed_values, count, 1);
+    if (range.is_small()) {
+      std::vector<uint8_t> seen(range.size(), 0);
+      for (i64 i = 0; i < count; i++) seen[static_cast<i64>(typed_values[i]) - range.minimum] = 1;
+      for (size_t i = 0; i < seen.size(); i++)
+        if (seen[i]) found.push_back(splitmix64(static_cast<u64>(range.minimum) + i));
+      return;
+    }
     for (i64 start = 0; start < count; start += kChunk) {
       const i64 end = std::min(count - start, kChunk);
       for (i64 i = 0; i < end; i++) hashes[i] = splitmix64(static_cast<u64>(static_cast<i64>(typed_values[start + i])));
