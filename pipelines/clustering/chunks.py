@@ -69,9 +69,12 @@ def expanded_bytes(samples: Tuples) -> NDArray[np.int64]:
 
 
 def _bytes_per_row(table: pa.Table) -> NDArray[np.int64]:
-    total = np.zeros(table.num_rows, np.int64)
-    for column in table.columns:
-        total += bytes_per_row(column)
+    is_number = [pa.types.is_primitive(kind) for kind in table.schema.types]
+    numbers = (kind for kind, number in zip(table.schema.types, is_number, strict=True) if number)
+    total = np.full(table.num_rows, sum(max(1, kind.bit_width // 8) for kind in numbers), np.int64)
+    for column, number in zip(table.columns, is_number, strict=True):
+        if not number:
+            total += bytes_per_row(column)
     return total
 
 
