@@ -7,7 +7,6 @@ independent of their order, before it gets its name.
 from __future__ import annotations
 
 import re
-import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -44,7 +43,7 @@ from pipelines.rewrite.input import (
 from pipelines.samples.sql import LIST_INDEX
 from pipelines.samples.statements import Steps
 from pipelines.samples.tuples import Tuples, concat_tuples
-from pipelines.scratch import atomic_write, remove_partial
+from pipelines.scratch import remove_partial
 from pipelines.shuffle import SHUFFLE
 from pipelines.sources.listing import Folder, folder_of
 from pipelines.sources.rejects import rejects_from_table, sorted_rejects
@@ -59,7 +58,7 @@ from pipelines.table.rows import (
     tuples_of_samples,
     value_hashes,
 )
-from pipelines.table.segment import directory_reference
+from pipelines.table.segment import directory_reference, publish_files
 from pipelines.workers import Worker
 from schemas.config.job import DataConfig, Job, SamplesConfig, SessionConfig
 from schemas.dataset import Segment
@@ -184,7 +183,26 @@ def _check_equal(before: ContentHash, after: ContentHash) -> None:
 
 
 def _write_flat(request: RewriteRequest, rows: Rows, building: Path) -> dict[str, Any]:
-    """Write plain Parquet files below `building`, and compare them with the input."""
+    """Write plain Parquet files, and compare them with the input.
+
+    They are written to `building`; by Beam workers, which share the store of the output and nothing
+    else, beside the output.
+    """
+    options, target = local_options(request.beam_args), Location.parse(building) / ROWS
+    if options is None and request.output.local is None:
+        target = request.output.parent / f".{request.output.name}.{request.attempt}"
+    if target.local is not None:
+        target.local.mkdir()
+    try:
+        return _write_rows(request, rows, target, options)
+    finally:
+        target.remove_all()
+
+
+def _write_rows(
+    request: RewriteRequest, rows: Rows, target: Location, options: LocalOptions | None
+) -> dict[str, Any]:
+    """Write plain Parquet files to `target`, compare them with the input, then move them."""
     reserved = [n for n in rows.schema.names if n in HIDDEN]
     if reserved:
         raise SchemaError(f"column must not be named {reserved[0]!r}; rename it")
@@ -201,11 +219,9 @@ def _write_flat(request: RewriteRequest, rows: Rows, building: Path) -> dict[str
         tables={},
     )
     schema = rows.schema.remove_metadata().append(pa.field(ORIGIN, pa.int64()))
-    target = building / ROWS
-    target.mkdir()
     context = BuildContext(
         folder=rows.folder,
-        segment_root=Location.parse(target),
+        segment_root=target,
         listing=rows.listing,
         data=data,
         features=FeatureSet(()),
@@ -215,7 +231,6 @@ def _write_flat(request: RewriteRequest, rows: Rows, building: Path) -> dict[str
     )
     schema = pa.ipc.read_schema(rows.schema.serialize())  # as workers receive it
     stage = FlatStage(context, schema, rows.session, rows.time)
-    options = local_options(request.beam_args)
     if options is not None:
         values = run_flat(stage, options)
     else:
@@ -225,13 +240,16 @@ def _write_flat(request: RewriteRequest, rows: Rows, building: Path) -> dict[str
     parts: list[FlatPart] = values["parts"]
     if not parts:
         raise SchemaError("input must have rows, got none", file=rows.folder.root)
-    shutil.rmtree(target / SHUFFLE, ignore_errors=True)
+    (target / SHUFFLE).remove_all()
     remove_partial(target)
     content = sum((p.content for p in parts), ContentHash())
     request.progress("comparing all rows with the input")
     _check_equal(content_hash(decoded(b) for b in rows.batches()), content)
     num_bytes = sum(p.num_bytes for p in parts)
-    request.output.move_from(target)
+    if target.local is not None:
+        request.output.move_from(target.local)
+    else:
+        publish_files(target, request.output)
     return _result(request, rows, content, num_bytes, sum(p.num_sessions for p in parts))
 
 
@@ -275,10 +293,11 @@ class FlatStage:
         rows = concat_tuples(list(samples))
         clustered = cluster(rows, self.context.data)
         table = clustered.samples.samples.select(self.schema.names)
-        path = self.context.local_root / part_name(part)
-        write_flat_part(path, encoded(table, self.schema))
+        with (self.context.segment_root / part_name(part)).new_file() as partial:
+            write_flat_part(partial, encoded(table, self.schema))
+            num_bytes = partial.stat().st_size
         content = content_hash(table.slice(i, 1 << 16) for i in range(0, table.num_rows, 1 << 16))
-        return FlatPart(path.stat().st_size, clustered.num_sessions, content)
+        return FlatPart(num_bytes, clustered.num_sessions, content)
 
 
 def run_flat(stage: FlatStage, options: LocalOptions) -> Mapping[str, list[Any]]:
@@ -365,14 +384,13 @@ def encoded(table: pa.Table, schema: pa.Schema) -> pa.Table:
 
 
 def write_flat_part(path: Path, table: pa.Table) -> None:
-    """Write a file in row groups of about 64 MiB, atomically."""
+    """Write a file in row groups of about 64 MiB, and flush it to disk."""
     per_group = max(1, int(ROW_GROUP_BYTES * table.num_rows / max(1, table.nbytes)))
     encodings = choose_encodings(table.slice(0, per_group))
-    with atomic_write(path) as partial:
-        with open_writer(partial, table.schema, encodings) as writer:
-            for start in range(0, table.num_rows, per_group):
-                writer.write_table(table.slice(start, per_group), row_group_size=per_group)
-        sync_file(partial)
+    with open_writer(path, table.schema, encodings) as writer:
+        for start in range(0, table.num_rows, per_group):
+            writer.write_table(table.slice(start, per_group), row_group_size=per_group)
+    sync_file(path)
 
 
 # Layout `star`.

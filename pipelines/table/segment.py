@@ -159,12 +159,16 @@ def publish(root: Location, directory: Location) -> None:
 
     Nothing is done if it was written in place.
     """
-    if directory == root:
-        return
+    if directory != root:
+        publish_files(root, directory)
+        (directory / MANIFEST).copy_from(root / MANIFEST)
+
+
+def publish_files(root: Location, directory: Location) -> None:
+    """Copy the files below a directory to another one, all but a manifest."""
     paths = [entry.path for entry in root.entries() if entry.path != MANIFEST]
     with ThreadPoolExecutor(_UPLOADS) as pool:
         list(pool.map(lambda path: (directory / path).copy_from(root / path), paths))
-    (directory / MANIFEST).copy_from(root / MANIFEST)
 
 
 def finish_segment(

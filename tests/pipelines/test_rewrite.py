@@ -162,6 +162,22 @@ def test_rewrite_at_a_url_is_that_on_disk(
         assert str(content_hash([rows])) == expected["content_hash"]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["star", "flat"])
+def test_rewrite_by_beam_workers_that_share_a_store_alone_is_that_on_disk(
+    layout: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, bucket = folder_of(tmp_path, HELD), Location.parse(f"memory://{uuid.uuid4().hex}")
+    expected = run(capsys, folder, tmp_path / "expected", "--layout", layout)
+    options = ("--layout", layout, "--runner=FnApiRunner", "--direct_num_workers=1")
+    assert run(capsys, folder, bucket / "out", *options, beam=True) == expected
+    assert {entry.path.partition("/")[0] for entry in bucket.entries()} == {"out"}
+    if layout == "flat":
+        (file,) = (bucket / "out").entries()
+        content = (tmp_path / "expected" / file.path).read_bytes()
+        assert (bucket / "out" / file.path).read_bytes() == content
+
+
 def test_rewrite_at_a_url_is_refused_like_on_disk(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
