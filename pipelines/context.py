@@ -89,6 +89,9 @@ class BuildRequest:
         return self.schema_path(job).read_bytes() if known is None else known
 
 
+_KEY_PARTITIONS, _KEY_PARTITION_BYTES = 8, 2 << 20
+
+
 @dataclass(frozen=True, slots=True)
 class BuildContext:
     """The read-only state that every worker of a build receives.
@@ -123,6 +126,12 @@ class BuildContext:
     learned: Mapping[str, str] = field(default_factory=dict)
     owns_workers: bool = True
     has_files: bool = True
+
+    @property
+    def num_key_partitions(self) -> int:
+        """Partitions of raw rows by key; several even in a small build, for its workers."""
+        num_bytes = sum(f.num_bytes for f in self.listing if f.source in self.data.sources)
+        return max(self.num_parts, min(_KEY_PARTITIONS, -(-num_bytes // _KEY_PARTITION_BYTES)))
 
     @property
     def transport(self) -> ByValue:

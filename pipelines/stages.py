@@ -136,7 +136,7 @@ def keyed_rows(context: BuildContext, source: str, table: pa.Table) -> Iterator[
     table = yield from _without_nulls(context, source, table, required)
     common_type = key_type({n: context.empty_rows[n] for n in data.sources}, key)
     hashes = key_hashes(key_column(table, key, common_type))
-    yield SAMPLES, (partition_of_key(hashes, context.num_parts), table)
+    yield SAMPLES, (partition_of_key(hashes, context.num_key_partitions), table)
 
 
 def good_side_rows(context: BuildContext, name: str, table: pa.Table) -> Iterator[Output]:
