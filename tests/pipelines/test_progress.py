@@ -27,7 +27,7 @@ def test_lines_name_rows_rejects_and_one_of_them(
 ) -> None:
     monkeypatch.setattr(progress, "_INTERVAL_SEC", 0.01)
     lines: list[str] = []
-    with report_progress(tmp_path, 3, lines.append):
+    with report_progress(tmp_path, 3, 100, lines.append):
         count_rows(tmp_path, Counts(read=1000))
         count_rows(tmp_path, Counts(rejected=20, example="x must be int64, got 'a' in log.csv:7"))
         (tmp_path / ".progress" / "0.json").write_text('{"read": 1000, "rejected": 5}')
