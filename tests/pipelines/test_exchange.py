@@ -1,0 +1,118 @@
+"""Exchange of a local build: elements as bytes, in memory and in files, tasks that are done."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipelines.context import LocalOptions, local_options
+from pipelines.exchange import (
+    Exchange,
+    Received,
+    TaskResult,
+    can_continue,
+    decode_element,
+    encode_element,
+)
+from pipelines.prepare import SMALL_PARTS, count_parts, holds_in_memory
+from pipelines.samples.tuples import Tuples, separate_tuples
+from pipelines.workers import Worker, Workers
+from schemas.errors import SchemaError
+
+LISTS = st.lists(st.lists(st.integers(0, 3), max_size=3), min_size=1, max_size=8)
+
+
+@given(LISTS, st.data())
+def test_elements_are_decoded_as_they_were_encoded(lists: list[list[int]], data: Any) -> None:
+    table = pa.table(
+        {
+            "user": pa.array([len(each) for each in lists]),
+            "history": pa.array(lists, pa.large_list(pa.int64())),
+            "label": pa.array([None if len(each) == 1 else "é" for each in lists]),
+        }
+    )
+    start = data.draw(st.integers(0, len(lists) - 1))
+    table = table.slice(start)  # offsets of Arrow arrays
+    name, rows = cast(tuple[str, pa.Table], decode_element(encode_element(("a\nb", table))))
+    assert (name, rows) == ("a\nb", table)
+    samples = separate_tuples(table, {"user": ("user", "history")})
+    decoded = cast(Tuples, decode_element(encode_element(samples)))
+    assert decoded.samples == samples.samples
+    assert decoded.uniques == samples.uniques
+    assert decoded.references["user"].tolist() == samples.references["user"].tolist()
+
+
+def _send(_worker: Worker, number: int, log: Path) -> TaskResult:
+    with log.open("a") as file:
+        file.write(f"{number}\n")
+    result = TaskResult(number * 10)
+    for partition in range(number):
+        rows = pa.table({"x": np.arange(number)})
+        result.send("rows", partition, (f"task {number}", rows))
+    return result
+
+
+def run(scratch: Path | None, log: Path, num_tasks: int = 4) -> tuple[list[Any], dict[int, Any]]:
+    with Workers(cast(Any, None), 2) as workers:
+        exchange = Exchange(workers, scratch, "build 1")
+        values = exchange.run("send", _send, range(num_tasks), log)
+        sent = {part: list(Received(refs)) for part, refs in exchange.take("rows").items()}
+        assert exchange.take("rows") == {}
+    return values, sent
+
+
+def test_files_hold_what_memory_holds_and_tasks_that_are_done_do_not_run_again(
+    tmp_path: Path,
+) -> None:
+    log, scratch = tmp_path / "log", tmp_path / "scratch"
+    expected = run(None, log)
+    assert expected[0] == [0, 10, 20, 30]
+    assert list(expected[1]) == [0, 1, 2]
+    assert [name for name, _ in expected[1][1]] == ["task 2", "task 3"]
+    log.unlink()
+    run(scratch, log, num_tasks=2)
+    assert run(scratch, log) == expected
+    assert sorted(log.read_text().split()) == ["0", "1", "2", "3"]
+    assert can_continue(scratch, "build 1")
+    assert not can_continue(scratch, "build 2")
+    assert not can_continue(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("words", "options"),
+    [
+        ([], LocalOptions()),
+        (["--runner=InProcess"], LocalOptions(in_memory=True)),
+        (["--runner", "InProcess"], LocalOptions(in_memory=True)),
+        (["--direct_num_workers", "3"], LocalOptions(3)),
+        (["--direct_running_mode=multi_threading"], LocalOptions()),
+        (["--direct_running_mode=multi_processing"], LocalOptions(in_memory=False)),
+        (["--runner=FlinkRunner", "--direct_num_workers=2"], None),
+    ],
+)
+def test_options_decide_how_a_command_runs(words: list[str], options: LocalOptions | None) -> None:
+    assert local_options(words) == options
+
+
+@pytest.mark.parametrize("count", ["-1", "two"])
+def test_a_number_of_workers_that_is_none_is_refused(count: str) -> None:
+    with pytest.raises(SchemaError, match=f"direct_num_workers.*{count}"):
+        local_options([f"--direct_num_workers={count}"])
+
+
+def test_sizes_decide_about_memory_and_parts() -> None:
+    assert holds_in_memory(LocalOptions(), 100 << 20)
+    assert not holds_in_memory(LocalOptions(), 300 << 20)
+    assert not holds_in_memory(LocalOptions(in_memory=False), 1)
+    assert holds_in_memory(LocalOptions(in_memory=True), 1 << 40)
+    counts = [count_parts(mebibytes << 20) for mebibytes in range(0, 20_000, 7)]
+    assert counts == sorted(counts)
+    assert [count_parts(n << 20) for n in (0, 28, 29, 64 * 28, 64 * 64, 64 * 64 + 1)] == [
+        *(1, 1, 2, SMALL_PARTS, SMALL_PARTS, SMALL_PARTS + 1),
+    ]
