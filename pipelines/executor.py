@@ -31,7 +31,7 @@ from pipelines.exchange import Exchange, Received, Sent, SourceRows, TaskResult
 from pipelines.oracle.numbering import NumberedTable, number_table, training_blocks
 from pipelines.prepare import holds_in_memory
 from pipelines.samples.event_join import add_counts
-from pipelines.samples.tuples import Tuples, concat_tuples
+from pipelines.samples.tuples import Tuples, batches_by_size, concat_tuples
 from pipelines.shuffle import SHUFFLE, group_rows
 from pipelines.sources.rejects import range_keys, write_rejects
 from pipelines.sources.rows import InputSplit
@@ -137,7 +137,7 @@ def open_exchange(context: BuildContext, num_workers: int, in_memory: bool) -> I
     num_workers = num_workers or (num_processes() if use_processes else num_threads())
     scratch = None if in_memory else context.local_root / SHUFFLE
     with Workers(context, num_workers, use_processes=use_processes) as workers:
-        yield Exchange(workers, scratch, identity_of(context))
+        yield Exchange(workers, scratch, "" if scratch is None else identity_of(context))
 
 
 def identity_of(context: BuildContext) -> str:
@@ -168,9 +168,13 @@ def split_inputs(
     limit = MEMORY_BUNDLE_BYTES if in_memory else BUNDLE_BYTES
     sides = context.data.sides
     return (
-        list(_bundles([s for s in splits if s[0].source not in sides], limit)),
-        list(_bundles([s for s in splits if s[0].source in sides], limit)),
+        _bundles([s for s in splits if s[0].source not in sides], limit),
+        _bundles([s for s in splits if s[0].source in sides], limit),
     )
+
+
+def _bundles(splits: Iterable[tuple[InputSplit, int]], limit: int) -> list[Bundle]:
+    return [tuple(bundle) for bundle in batches_by_size(splits, limit)]
 
 
 def split_files(worker: Worker, files: Sequence[InputSplit]) -> TaskResult:
@@ -180,19 +184,6 @@ def split_files(worker: Worker, files: Sequence[InputSplit]) -> TaskResult:
         splits = list(outputs.main(split_file(worker.context, file)))
         sizes += [(split, (file.num_bytes or 0) // len(splits)) for split in splits]
     return outputs.result(sizes)
-
-
-def _bundles(splits: Iterable[tuple[InputSplit, int]], limit: int) -> Iterator[Bundle]:
-    """Join consecutive splits until they have `limit` bytes."""
-    bundle, num_bytes = list[InputSplit](), 0
-    for split, size in splits:
-        bundle.append(split)
-        num_bytes += size
-        if num_bytes >= limit:
-            yield tuple(bundle)
-            bundle, num_bytes = [], 0
-    if bundle:
-        yield tuple(bundle)
 
 
 class Outputs:

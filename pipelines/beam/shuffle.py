@@ -23,7 +23,13 @@ from apache_beam.metrics import Metrics
 from apache_beam.transforms.window import GlobalWindows
 
 from pipelines.context import BuildContext
-from pipelines.samples.tuples import Tuples, concat_tuples, hash_session_keys, partition_tuples
+from pipelines.samples.tuples import (
+    Tuples,
+    concat_batches,
+    concat_tuples,
+    hash_session_keys,
+    partition_tuples,
+)
 from pipelines.shuffle import ByValue, partition_of_key
 
 MAX_DESTINATIONS = 1000
@@ -122,18 +128,6 @@ class _Sender(beam.DoFn):
             Metrics.counter(label, name) for name in ("flushes", "elements")
         )
 
-    def buffered(self, samples: Iterable[Tuples]) -> Iterator[Tuples]:
-        """Yield all samples in chunks of about `BUFFER_BYTES`."""
-        chunks, num_bytes = list[Tuples](), 0
-        for chunk in samples:
-            chunks.append(chunk)
-            num_bytes += chunk.num_bytes
-            if num_bytes >= BUFFER_BYTES:
-                yield concat_tuples(chunks)
-                chunks, num_bytes = [], 0
-        if chunks:
-            yield concat_tuples(chunks)
-
     def send(self, parts: Iterable[tuple[int, Tuples]]) -> Iterator[tuple[int, bytes]]:
         """Yield the elements of one flush."""
         self.flushes.inc()
@@ -172,7 +166,7 @@ class _SendBucket(_Sender):
 
     def process(self, bucket: tuple[int, Iterable[bytes]]) -> Iterator[tuple[int, bytes]]:
         number, sent = bucket
-        for samples in self.buffered(self.transport.receive(sent)):
+        for samples in concat_batches(self.transport.receive(sent), BUFFER_BYTES):
             yield from self.send(self.destinations.to_partitions(number, samples))
 
 

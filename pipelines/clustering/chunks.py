@@ -23,7 +23,7 @@ from pipelines.clustering.star import (
     sort_keys,
     sort_samples,
 )
-from pipelines.samples.tuples import Tuples, concat_tuples, partition_tuples
+from pipelines.samples.tuples import Tuples, concat_batches, concat_tuples, partition_tuples
 from pipelines.shuffle import ByValue
 from schemas.arrays import bytes_per_row
 from schemas.config.job import DataConfig
@@ -119,25 +119,11 @@ def _spilled_chunks(
         spill = Spill(file, chunks)
         position = np.empty(len(order.rows), np.int64)  # of each sample in the final order
         position[order.rows] = np.arange(len(position))
-        for some in _batches(parts, CHUNK_BYTES // 4):
+        for some in concat_batches(parts, CHUNK_BYTES // 4):
             spill.add(some, position[: some.num_samples])
             position = position[some.num_samples :]
         for index, chunk in enumerate(chunks):
             yield slice_clustered(spill.read(index), order, chunk)
-
-
-def _batches(parts: Iterable[Tuples], num_bytes: int) -> Iterator[Tuples]:
-    """Yield the samples in concatenations of at least `num_bytes`, except for the last one."""
-    pending: list[Tuples] = []
-    pending_bytes = 0
-    for part in parts:
-        pending.append(part)
-        pending_bytes += part.num_bytes
-        if pending_bytes >= num_bytes:
-            yield concat_tuples(pending)
-            pending, pending_bytes = [], 0
-    if pending:
-        yield concat_tuples(pending)
 
 
 class Spill:

@@ -6,10 +6,10 @@ group's tuples and a reference per sample; later stages move references only.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Literal
+from typing import Literal, TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -35,6 +35,8 @@ from schemas.features import FeatureSet
 from schemas.hashing import salt_of, splitmix64
 from schemas.kernels.arrays import array_kernels
 from schemas.layout import SAMPLE_WEIGHT
+
+Item = TypeVar("Item")
 
 
 def hash_session_keys(keys: pa.Array | pa.ChunkedArray) -> NDArray[np.uint64]:
@@ -155,6 +157,29 @@ def concat_tuples(chunks: Sequence[Tuples]) -> Tuples:
             [kept[c.references[group] + s] for c, s in zip(chunks, starts, strict=False)]
         )
     return Tuples(samples, references, uniques)
+
+
+def batches_by_size(items: Iterable[tuple[Item, int]], num_bytes: int) -> Iterator[list[Item]]:
+    """Yield consecutive items in lists of at least `num_bytes`, except for the last one.
+
+    Args:
+        items: each with its bytes.
+        num_bytes: bytes at which a list ends.
+    """
+    batch, batch_bytes = list[Item](), 0
+    for item, item_bytes in items:
+        batch.append(item)
+        batch_bytes += item_bytes
+        if batch_bytes >= num_bytes:
+            yield batch
+            batch, batch_bytes = [], 0
+    if batch:
+        yield batch
+
+
+def concat_batches(chunks: Iterable[Tuples], num_bytes: int) -> Iterator[Tuples]:
+    """Yield samples in concatenations of at least `num_bytes`, except for the last one."""
+    return map(concat_tuples, batches_by_size(((c, c.num_bytes) for c in chunks), num_bytes))
 
 
 def drop_unused_tuples(tuples: Tuples) -> Tuples:
