@@ -24,7 +24,6 @@ from pipelines.stages import (
     sides_in_memory,
     split_file,
 )
-from pipelines.transforms.fit import LEARNED, Partial, add_partial
 
 LookupRows = Callable[[int, list[pa.Table]], Iterable[pa.Table]]
 """Takes the index of a look-up and its samples; returns all rows of its side table with a key of
@@ -32,7 +31,7 @@ the samples."""
 
 
 class OutputCollector:
-    """Collects the other outputs of stages: rejects, counts, and inputs of transforms to fit."""
+    """Collects the other outputs of stages, such as rejects."""
 
     def __init__(self, keep: bool = True) -> None:
         """Start empty.
@@ -42,19 +41,13 @@ class OutputCollector:
         """
         self.keep = keep
         self.values: defaultdict[str, list[Any]] = defaultdict(list)
-        self.partials: defaultdict[str, list[Partial]] = defaultdict(list)
 
     def main_output(self, outputs: Iterable[Output]) -> Iterator[Any]:
         """Yield the main output of a stage; collect the others."""
         for name, value in outputs:
             if name == SAMPLES:
                 yield value
-            elif not self.keep:
-                continue
-            elif name == LEARNED:
-                key, partial = value
-                self.partials[key] = add_partial(self.partials[key], partial)
-            else:
+            elif self.keep:
                 self.values[name].append(value)
 
 
@@ -81,7 +74,7 @@ def iter_samples(
     context: BuildContext,
     rows: Iterable[SourceRows],
     collected: OutputCollector,
-    lookup_rows: LookupRows | None = None,
+    lookup_rows: LookupRows,
 ) -> Iterator[Tuples]:
     """Yield samples in chunks.
 
@@ -89,7 +82,7 @@ def iter_samples(
         context: of the build.
         rows: raw rows, those of side tables first.
         collected: receives the other outputs.
-        lookup_rows: returns rows of large side tables, if they are not in `rows`.
+        lookup_rows: returns rows of large side tables, which are not in `rows`.
     """
     side_rows: defaultdict[str, list[pa.Table]] = defaultdict(list)
     stage = SampleStage(context)
@@ -97,8 +90,6 @@ def iter_samples(
     if context.lookups_are_broadcast:
         yield from samples
         return
-    joins = context.data.samples.joins
-    lookup_rows = lookup_rows or (lambda index, _: side_rows[joins[index].side])
     for table in _join_by_key(context, stage, list(samples), lookup_rows):
         yield from collected.main_output(stage.finish(table))
 

@@ -31,9 +31,12 @@ def continued_directory(
     """Return the directory of a local build of the same segment that was killed, and hold it."""
     if local_options(request.beam_args) is None:
         return None
-    identity, leased = executor.identity_of(context), _leased_names(request.dataset, lease)
+    leased = _leased_names(request.dataset, lease)
     for name, path in _local_paths(request, f"{key}-*"):
-        if name in leased or not can_continue(path / SHUFFLE, identity):
+        scratch = path / SHUFFLE
+        if name in leased or not can_continue(scratch):
+            continue
+        if not can_continue(scratch, executor.identity_of(context)):
             continue
         lease.hold([name, *vocabulary_leases(context.data)])
         if name not in _leased_names(request.dataset, lease):  # by an attempt at the same time
