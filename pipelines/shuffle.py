@@ -22,6 +22,8 @@ from pipelines.samples.tuples import Tuples, drop_unused_tuples
 PACKET_BYTES = 8 << 20
 """Maximum size of an element in a runner's shuffle."""
 
+_SIZE = struct.Struct(">Q")  # bytes of encoded tables before compression
+_CODEC = "lz4"
 _HEADER = struct.Struct(">16sII")  # digest of the message, index of the packet, number of packets
 
 
@@ -32,20 +34,27 @@ def partition_of_key(hashes: NDArray[np.uint64], num_partitions: int) -> NDArray
 
 
 def encode_tables(*tables: pa.Table) -> bytes:
-    """Return tables as concatenated LZ4 Arrow IPC streams."""
+    """Return tables as concatenated Arrow IPC streams, compressed together by LZ4.
+
+    Compressing each buffer by itself, as Arrow does, takes four times as long to read for 60
+    columns of 1,800 rows.
+    """
     sink = pa.BufferOutputStream()
-    options = pa.ipc.IpcWriteOptions(compression="lz4", use_threads=False)
+    options = pa.ipc.IpcWriteOptions(use_threads=False)
     for table in tables:
         with pa.ipc.new_stream(sink, table.schema, options=options) as writer:
             writer.write_table(table)
-    return sink.getvalue().to_pybytes()
+    content = sink.getvalue()
+    return _SIZE.pack(content.size) + pa.compress(content, _CODEC, asbytes=True)
 
 
 def decode_tables(data: bytes) -> list[pa.Table]:
     """Undo `encode_tables`."""
-    source = pa.BufferReader(data)
+    (size,) = _SIZE.unpack_from(data)
+    compressed = pa.py_buffer(data).slice(_SIZE.size)
+    source = pa.BufferReader(pa.decompress(compressed, size, _CODEC))
     tables: list[pa.Table] = []
-    while source.tell() < source.size():
+    while source.tell() < size:
         tables.append(pa.ipc.open_stream(source).read_all())
     return tables
 
@@ -95,7 +104,8 @@ def join_packets(arrived: Iterable[bytes]) -> Iterator[bytes]:
 
 def decode_table(data: bytes) -> pa.Table:
     """Return the table that `encode_tables` encoded alone."""
-    return pa.ipc.open_stream(data).read_all()
+    (table,) = decode_tables(data)
+    return table
 
 
 def group_rows(table: pa.Table, target: np.ndarray) -> Iterator[tuple[int, pa.Table]]:
