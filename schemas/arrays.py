@@ -459,13 +459,27 @@ def bytes_per_row(column: pa.Array | pa.ChunkedArray) -> NDArray[np.int64] | int
     kind = column.type
     if is_text(kind):
         return 8 + _bytes_of(one_chunk(column)).lengths
-    if not is_list(kind):
-        return max(1, kind.bit_width // 8)
-    values, offsets = flat_list(column)
-    if is_text(kind.value_type):
-        ends = offsets_of(8 + _bytes_of(values).lengths)
-        return 8 + ends[offsets[1:]] - ends[offsets[:-1]]
-    return 8 + kind.value_type.bit_width // 8 * np.diff(offsets)
+    if pa.types.is_struct(kind):
+        array = one_chunk(column)
+        return sum((bytes_per_row(array.field(i)) for i in range(kind.num_fields)), start=1)
+    if pa.types.is_map(kind):
+        array = one_chunk(column)
+        offsets = array.offsets.to_numpy().astype(np.int64)
+        entries = bytes_per_row(array.keys), bytes_per_row(array.items)
+        return _bytes_of_lists(entries[0] + entries[1], offsets)
+    if is_list(kind):
+        values, offsets = flat_list(column)
+        return _bytes_of_lists(bytes_per_row(values), offsets)
+    return 1 if pa.types.is_null(kind) else max(1, kind.bit_width // 8)
+
+
+def _bytes_of_lists(
+    per_value: NDArray[np.int64] | int, offsets: NDArray[np.int64]
+) -> NDArray[np.int64]:
+    if isinstance(per_value, int):
+        return 8 + per_value * np.diff(offsets)
+    ends = offsets_of(per_value)
+    return 8 + ends[offsets[1:]] - ends[offsets[:-1]]
 
 
 def column_bytes(column: pa.Array | pa.ChunkedArray) -> int:

@@ -7,7 +7,8 @@ independent of their order, before it gets its name.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -15,11 +16,12 @@ from typing import Any, Literal
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 import yaml
 
 from pipelines.build import build
+from pipelines.clustering.chunks import cluster_chunks
 from pipelines.clustering.layout import choose_encodings, open_writer
-from pipelines.clustering.star import cluster
 from pipelines.clustering.writer import ROW_GROUP_BYTES
 from pipelines.context import (
     BuildContext,
@@ -32,6 +34,7 @@ from pipelines.exchange import Received, Sent, TaskResult
 from pipelines.executor import Bundle, Outputs, open_exchange, split_inputs
 from pipelines.prepare import count_parts, holds_in_memory
 from pipelines.rewrite.input import (
+    BATCH_ROWS,
     FILES,
     SOURCE,
     Rows,
@@ -42,12 +45,12 @@ from pipelines.rewrite.input import (
 )
 from pipelines.samples.sql import LIST_INDEX
 from pipelines.samples.statements import Steps
-from pipelines.samples.tuples import Tuples, concat_tuples
+from pipelines.samples.tuples import Tuples
 from pipelines.scratch import remove_partial
 from pipelines.shuffle import SHUFFLE
 from pipelines.sources.listing import Folder, folder_of
 from pipelines.sources.rejects import rejects_from_table, sorted_rejects
-from pipelines.sources.rows import ORIGIN, arrow_type
+from pipelines.sources.rows import ORIGIN, InputSplit, arrow_type
 from pipelines.stages import REJECTS, SAMPLES, read_rows
 from pipelines.table.rows import (
     ContentHash,
@@ -59,7 +62,7 @@ from pipelines.table.rows import (
     value_hashes,
 )
 from pipelines.table.segment import directory_reference, publish_files
-from pipelines.workers import Worker
+from pipelines.workers import Worker, num_threads
 from schemas.config.job import DataConfig, Job, SamplesConfig, SessionConfig
 from schemas.dataset import Segment
 from schemas.errors import SchemaError, suggest_name
@@ -171,6 +174,16 @@ def _result(
     }
 
 
+def hash_input(rows: Rows, converted: Callable[[pa.Table], pa.Table]) -> ContentHash:
+    """Return the content hash of the input; `converted` returns batches in the output's types."""
+
+    def hash_split(split: InputSplit) -> ContentHash:
+        return content_hash(map(converted, rows.batches(split)))
+
+    with ThreadPoolExecutor(num_threads()) as pool:
+        return sum(pool.map(hash_split, rows.splits()), ContentHash())
+
+
 def _check_equal(before: ContentHash, after: ContentHash) -> None:
     if before != after:
         raise SchemaError(
@@ -217,6 +230,7 @@ def _write_rows(
         samples=SamplesConfig(map=f"SELECT * FROM {SOURCE}"),
         session=SessionConfig(key="_key", time="_time"),
         tables={},
+        block_samples=16,  # a chunk that fits in memory consists of whole blocks
     )
     schema = rows.schema.remove_metadata().append(pa.field(ORIGIN, pa.int64()))
     context = BuildContext(
@@ -244,7 +258,7 @@ def _write_rows(
     remove_partial(target)
     content = sum((p.content for p in parts), ContentHash())
     request.progress("comparing all rows with the input")
-    _check_equal(content_hash(decoded(b) for b in rows.batches()), content)
+    _check_equal(hash_input(rows, decoded), content)
     num_bytes = sum(p.num_bytes for p in parts)
     if target.local is not None:
         request.output.move_from(target.local)
@@ -290,14 +304,19 @@ class FlatStage:
 
     def write(self, part: int, samples: Iterable[Tuples]) -> FlatPart:
         """Write the file of one part."""
-        rows = concat_tuples(list(samples))
-        clustered = cluster(rows, self.context.data)
-        table = clustered.samples.samples.select(self.schema.names)
-        with (self.context.segment_root / part_name(part)).new_file() as partial:
-            write_flat_part(partial, encoded(table, self.schema))
-            num_bytes = partial.stat().st_size
-        content = content_hash(table.slice(i, 1 << 16) for i in range(0, table.num_rows, 1 << 16))
-        return FlatPart(num_bytes, clustered.num_sessions, content)
+        num_sessions, content = 0, ContentHash()
+        with (
+            (self.context.segment_root / part_name(part)).new_file() as partial,
+            FlatFile(partial, self.schema) as file,
+        ):
+            for clustered in cluster_chunks(samples, self.context.data):
+                rows = clustered.samples.samples.select(self.schema.names)
+                file.write(encoded(rows, self.schema))
+                num_sessions += clustered.num_sessions
+                batches = range(0, rows.num_rows, BATCH_ROWS)
+                content += content_hash(rows.slice(start, BATCH_ROWS) for start in batches)
+            num_bytes = file.close()
+        return FlatPart(num_bytes, num_sessions, content)
 
 
 def run_flat(stage: FlatStage, options: LocalOptions) -> Mapping[str, list[Any]]:
@@ -383,14 +402,36 @@ def encoded(table: pa.Table, schema: pa.Schema) -> pa.Table:
     return pa.table(columns, schema=schema)
 
 
-def write_flat_part(path: Path, table: pa.Table) -> None:
-    """Write a file in row groups of about 64 MiB, and flush it to disk."""
-    per_group = max(1, int(ROW_GROUP_BYTES * table.num_rows / max(1, table.nbytes)))
-    encodings = choose_encodings(table.slice(0, per_group))
-    with open_writer(path, table.schema, encodings) as writer:
-        for start in range(0, table.num_rows, per_group):
-            writer.write_table(table.slice(start, per_group), row_group_size=per_group)
-    sync_file(path)
+class FlatFile:
+    """A Parquet file in row groups of about 64 MiB, encoded as fits its first rows; a context."""
+
+    def __init__(self, path: Path, schema: pa.Schema) -> None:
+        """Open no file yet."""
+        self._path, self._schema = path, schema
+        self._writer: pq.ParquetWriter | None = None
+
+    def __enter__(self) -> FlatFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._writer is not None:
+            self._writer.close()
+
+    def write(self, rows: pa.Table) -> None:
+        """Write rows, at least one."""
+        per_group = max(1, int(ROW_GROUP_BYTES * rows.num_rows / max(1, rows.nbytes)))
+        if self._writer is None:
+            encodings = choose_encodings(rows.slice(0, per_group))
+            self._writer = open_writer(self._path, self._schema, encodings)
+        for start in range(0, rows.num_rows, per_group):
+            self._writer.write_table(rows.slice(start, per_group), row_group_size=per_group)
+
+    def close(self) -> int:
+        """Complete the file, and flush it to disk; return its bytes."""
+        assert self._writer is not None, "a part has rows"
+        self._writer.close()
+        sync_file(self._path)
+        return self._path.stat().st_size
 
 
 # Layout `star`.
@@ -408,8 +449,8 @@ def _write_star(request: RewriteRequest, rows: Rows, building: Path) -> dict[str
     def check(directory: Location, job: Job) -> None:
         request.progress("comparing all rows with the input")
         segment = Segment(directory, directory_reference(directory), read_segment(directory))
-        content = sum(star_hashes(segment, job.data, rows.schema.names), ContentHash())
-        _check_equal(content_hash(b.cast(_star_schema(b, types)) for b in rows.batches()), content)
+        content = hash_star(segment, job.data, rows.schema.names)
+        _check_equal(hash_input(rows, lambda b: b.cast(_star_schema(b, types))), content)
         contents.append(content)
 
     summary = _build(
@@ -448,16 +489,20 @@ def _star_schema(table: pa.Table, types: Mapping[str, str]) -> pa.Schema:
     return pa.schema([(n, arrow_type(types[n])) for n in table.column_names])
 
 
-def star_hashes(segment: Segment, data: DataConfig, columns: list[str]) -> Iterator[ContentHash]:
-    """Yield the content hash of each row group; each tuple is hashed once.
+def hash_star(segment: Segment, data: DataConfig, columns: list[str]) -> ContentHash:
+    """Return the content hash of a segment; each tuple is hashed once.
 
     Args:
         segment: a complete segment.
         data: of its job.
         columns: of the samples, those to hash.
     """
-    for file_index, row_group in row_groups(segment):
-        yield hash_of_values(_row_group_hashes(segment, file_index, row_group, data, columns))
+
+    def hash_row_group(position: tuple[int, int]) -> ContentHash:
+        return hash_of_values(_row_group_hashes(segment, *position, data, columns))
+
+    with ThreadPoolExecutor(num_threads()) as pool:
+        return sum(pool.map(hash_row_group, row_groups(segment)), ContentHash())
 
 
 def _row_group_hashes(

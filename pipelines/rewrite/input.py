@@ -10,6 +10,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from pipelines.sources.formats import input_splits
 from pipelines.sources.listing import (
     Folder,
     glob_regex,
@@ -20,7 +21,8 @@ from pipelines.sources.listing import (
     typed_partitions,
     with_partitions,
 )
-from pipelines.sources.rows import RawRows
+from pipelines.sources.parquet import open_row_groups
+from pipelines.sources.rows import InputSplit, RawRows
 from schemas.arrays import is_list, one_chunk
 from schemas.config.sources import SourceConfig
 from schemas.errors import SchemaError, suggest_name
@@ -82,23 +84,38 @@ class Rows:
         """Tell whether any file has a row."""
         return any(open_parquet(self.folder, f.path).metadata.num_rows for f in self.listing)
 
-    def batches(self) -> Iterator[pa.Table]:
-        """Yield the rows in batches, independent of row groups.
+    def splits(self) -> Iterator[InputSplit]:
+        """Yield splits of the files, which can be read independently.
 
         Raises:
             SchemaError: a file cannot be read.
         """
-        for file in self.listing:
-            values = typed_partitions(file.path, self.partitions)
-            try:
-                opened = open_parquet(self.folder, file.path)
-                for batch in opened.iter_batches(BATCH_ROWS, use_threads=False):
+        for index, file in enumerate(self.listing):
+            whole = InputSplit(SOURCE, file.path, index, num_bytes=file.num_bytes)
+            splits, rejects = input_splits(self.folder, whole, self.source)
+            for reject in rejects:
+                raise SchemaError(f"{reject}; replace or remove the file")
+            yield from splits
+
+    def batches(self, split: InputSplit) -> Iterator[pa.Table]:
+        """Yield the rows of a split in batches.
+
+        Raises:
+            SchemaError: a file cannot be read.
+        """
+        values = typed_partitions(split.path, self.partitions)
+        columns = [name for name in self.schema.names if name not in values]
+        groups = split.row_groups
+        try:
+            with open_row_groups(self.folder, split.path, groups, columns) as source:
+                file = pq.ParquetFile(source, page_checksum_verification=True)
+                for batch in file.iter_batches(BATCH_ROWS, row_groups=groups, use_threads=False):
                     rows = RawRows(pa.Table.from_batches([batch]))
                     table = with_partitions(rows, values, self.schema.names).table
                     assert table is not None, "partition values do not reject rows"
                     yield table
-            except (OSError, pa.ArrowException) as error:
-                raise _unreadable(file.path, error) from error
+        except (OSError, pa.ArrowException) as error:
+            raise _unreadable(split.path, error) from error
 
 
 def open_parquet(folder: Folder, path: str) -> pq.ParquetFile:

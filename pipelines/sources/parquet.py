@@ -58,12 +58,11 @@ def read_parquet(
 
     After a read error, a reject stands for the remaining rows of a row group.
     """
-    assert split.row_group is not None, "Parquet splits are row groups"
-    row_groups = range(split.row_group, split.row_group + split.num_row_groups)
+    row_groups = split.row_groups
     columns = [name for name in schema.names if name != ORIGIN]
     type_names = config.columns or {n: str(schema.field(n).type) for n in columns}
     try:
-        with _open_row_groups(folder, split.path, row_groups, columns) as source:
+        with open_row_groups(folder, split.path, row_groups, columns) as source:
             file = pq.ParquetFile(source, page_checksum_verification=True)
             missing = [c for c in columns if c not in file.schema_arrow.names]
             if missing:
@@ -133,7 +132,7 @@ _GAP_BYTES = 1 << 20
 """Bytes between two columns that are fetched with them, to save a request."""
 
 
-def _open_row_groups(
+def open_row_groups(
     folder: Folder, path: str, row_groups: Iterable[int], columns: Sequence[str]
 ) -> pa.NativeFile:
     """Open a file in which the footer and some columns of row groups can be read.

@@ -150,6 +150,12 @@ class InputSplit:
     num_bytes: int | None = None
     num_row_groups: int = 1
 
+    @property
+    def row_groups(self) -> list[int]:
+        """The row groups of a split of a Parquet file."""
+        assert self.row_group is not None, "Parquet splits are row groups"
+        return [*range(self.row_group, self.row_group + self.num_row_groups)]
+
 
 @dataclass(frozen=True, slots=True)
 class RawRows:

@@ -22,6 +22,7 @@ from pipelines.sources.formats import read_split
 from pipelines.sources.listing import Folder
 from pipelines.table.rows import content_hash, expand
 from pipelines.table.verify import verify
+from schemas.arrays import bytes_per_row
 from schemas.dataset import open_dataset
 from schemas.errors import SchemaError
 from schemas.manifest import find_root
@@ -211,19 +212,22 @@ def test_rewrite_at_a_url_is_refused_like_on_disk(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_parts", [1, 5])
+@pytest.mark.parametrize(("num_parts", "chunk_bytes"), [(1, 1 << 30), (1, 20_000), (5, 1 << 30)])
 def test_flat_keeps_every_type_and_the_schema(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
     num_parts: int,
+    chunk_bytes: int,
 ) -> None:
+    monkeypatch.setattr("pipelines.clustering.chunks.CHUNK_BYTES", chunk_bytes)
     folder = folder_of(tmp_path, HELD | ODD)
     size = sum(f.stat().st_size for f in folder.rglob("*.parquet"))
     monkeypatch.setattr("pipelines.prepare.PART_INPUT_BYTES", -(-size // num_parts))
     result = run(capsys, folder, tmp_path / "out", "--layout", "flat", beam=num_parts > 1)
     files = sorted((tmp_path / "out").iterdir())
     assert [f.name for f in files] == [f"{i:05d}.parquet" for i in range(num_parts)]
+    assert (pq.ParquetFile(files[0]).num_row_groups > 1) == (chunk_bytes < 1 << 30)
     before = pq.read_schema(next(folder.rglob("*.parquet")))
     assert all(pq.read_schema(f).equals(before, check_metadata=True) for f in files)
     rows = pa.concat_tables([pq.ParquetFile(f).read() for f in files])
@@ -236,6 +240,14 @@ def test_flat_keeps_every_type_and_the_schema(
         == decoded(original.select(names)).sort_by(by_id).to_pylist()
     )
     assert result["content_hash"] == str(content_hash([decoded(original)]))
+
+
+@pytest.mark.parametrize("name", [n for n in HELD | ODD if n not in ("uuid", "json", "view")])
+def test_bytes_of_a_row_do_not_depend_on_its_batch(name: str) -> None:
+    column = (HELD | ODD)[name].slice(1, 50)
+    alone = [np.sum(bytes_per_row(column.slice(i, 1))) for i in range(len(column))]
+    assert np.broadcast_to(bytes_per_row(column), len(column)).tolist() == alone
+    assert min(alone) > 0
 
 
 @pytest.mark.parametrize(
