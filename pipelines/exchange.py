@@ -132,6 +132,11 @@ class Exchange:
             scratch.mkdir(parents=True, exist_ok=True)
             (scratch / _IDENTITY).write_text(identity, encoding="utf-8")
 
+    @property
+    def in_memory(self) -> bool:
+        """Whether elements stay in the memory of this process."""
+        return self._scratch is None
+
     def run(
         self, stage: str, function: Callable[..., TaskResult], tasks: Iterable[Any], *arguments: Any
     ) -> list[Any]:

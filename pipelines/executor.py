@@ -13,7 +13,7 @@ from __future__ import annotations
 import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -100,8 +100,8 @@ def run_segment(
     if not in_memory:
         progress(disk_line(context.local_root, num_bytes))
     with open_exchange(context, options.num_workers, in_memory) as exchange:
-        sources, sides = split_inputs(context, exchange, in_memory)
-        made = make_samples(context, exchange, sources, sides, in_memory)
+        sources, sides = split_inputs(context, exchange)
+        made = make_samples(context, exchange, sources, sides)
         learned = fit_transforms(context, made.partials)
         parts = write_parts(context, exchange, exchange.take(SAMPLES), learned or {})
         rejects = exchange.run("rejects", write_reject_range, exchange.take(REJECTS).items())
@@ -158,14 +158,12 @@ def identity_of(context: BuildContext) -> str:
 Bundle = tuple[InputSplit, ...]
 
 
-def split_inputs(
-    context: BuildContext, exchange: Exchange, in_memory: bool
-) -> tuple[list[Bundle], list[Bundle]]:
+def split_inputs(context: BuildContext, exchange: Exchange) -> tuple[list[Bundle], list[Bundle]]:
     """Return the bundles of the sources, and those of the side tables."""
     files = context.files()
     tasks = [files[i : i + FILES_PER_TASK] for i in range(0, len(files), FILES_PER_TASK)]
     splits = [split for value in exchange.run("split", split_files, tasks) for split in value]
-    limit = MEMORY_BUNDLE_BYTES if in_memory else BUNDLE_BYTES
+    limit = MEMORY_BUNDLE_BYTES if exchange.in_memory else BUNDLE_BYTES
     sides = context.data.sides
     return (
         _bundles([s for s in splits if s[0].source not in sides], limit),
@@ -302,15 +300,13 @@ SideTables = Sides | Mapping[str, str]
 """Small side tables in memory, or the paths of their files."""
 
 
-def read_sides(
-    context: BuildContext, exchange: Exchange, bundles: Sequence[Bundle], in_memory: bool
-) -> SideTables:
+def read_sides(context: BuildContext, exchange: Exchange, bundles: Sequence[Bundle]) -> SideTables:
     """Read the side tables; return the small ones. The rows of others are sent by key."""
     exchange.run("sides", read_side_rows, bundles)
     small = exchange.take(SIDES)
     names = list(context.data.sides)
     rows = {names[number]: [rows for _, rows in Received(sent)] for number, sent in small.items()}
-    if in_memory:
+    if exchange.in_memory:
         return sides_in_memory(context, rows)
     return {name: str(write_side(context, name, tables)) for name, tables in rows.items()}
 
@@ -342,10 +338,9 @@ def make_samples(
     exchange: Exchange,
     bundles: Sequence[Bundle],
     side_bundles: Sequence[Bundle],
-    in_memory: bool,
 ) -> Made:
     """Send the samples of all rows to their parts."""
-    made, sides = Made(), read_sides(context, exchange, side_bundles, in_memory)
+    made, sides = Made(), read_sides(context, exchange, side_bundles)
     values = exchange.run("map", map_rows, bundles, sides)
     values += exchange.run("keys", map_keys, exchange.take(_KEYED).items(), sides)
     for index, join in enumerate(context.data.samples.joins):
@@ -434,16 +429,19 @@ def write_parts(
     if not samples:
         return []
     learned = load_staged(context.segment_root, files, context.data)
-    with ThreadPoolExecutor(num_threads()) as pool:
-        layout = layout_of(context, Received(samples[min(samples)]), learned, pool.map)
+    first = Received(samples[min(samples)])
     tasks = ((part, samples.pop(part)) for part in list(samples))  # frees memory part by part
-    return exchange.run("part", build_part, tasks, layout, files)
+    with ThreadPoolExecutor(num_threads()) as pool, ThreadPoolExecutor(1) as chooser:
+        layout = chooser.submit(layout_of, context, first, learned, pool.map)
+        del first
+        ready = layout if exchange.in_memory else layout.result()  # processes receive no future
+        return exchange.run("part", build_part, tasks, ready, files)
 
 
 def build_part(
     worker: Worker,
     samples: tuple[int, Sequence[Sent]],
-    layout: SegmentLayout,
+    layout: SegmentLayout | Future[SegmentLayout],
     files: Mapping[str, str],
 ) -> TaskResult:
     """Write a part."""

@@ -136,8 +136,8 @@ def _preview(request: BuildRequest, folder: Folder, rows: int) -> dict[str, Any]
 def _run_stages(context: BuildContext, copies: Mapping[str, Excerpt]) -> dict[str, Any]:
     raw_rows, num_read = _read_rows(context)
     with executor.open_exchange(context, 1, in_memory=True) as exchange:
-        sources, sides = executor.split_inputs(context, exchange, in_memory=True)
-        made = executor.make_samples(context, exchange, sources, sides, in_memory=True)
+        sources, sides = executor.split_inputs(context, exchange)
+        made = executor.make_samples(context, exchange, sources, sides)
         sent = exchange.take(SAMPLES)
         samples = SampleTable.of(
             [each for part in sent.values() for each in Received(part)], context

@@ -7,6 +7,7 @@ workers, `executor.py` in one process, to the same bytes. Nothing here imports B
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import pyarrow as pa
@@ -284,7 +285,7 @@ def write_part(
     context: BuildContext,
     part: int,
     samples: Iterable[Tuples],
-    layout: SegmentLayout,
+    layout: SegmentLayout | Future[SegmentLayout],
     learned: FittedValues,
 ) -> PartResult:
     """Write one part of the segment from its samples."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -60,6 +60,9 @@ dictionaries small ones, because their indices start narrow (1.3 % of MIND's sam
 benchmarks/storage.md)."""
 
 DICTIONARY = "DICTIONARY"
+
+RunAll = Callable[[Callable[[Any], Any], Iterable[Any]], Iterable[Any]]
+"""Runs a function on all items, as `map`, perhaps on several threads."""
 
 _MAX_ROWS_PER_PAGE = 1 << 30
 """No limit: the default of 20,000 rows costs 4 % (benchmarks/layout.md)."""
@@ -117,15 +120,17 @@ def _candidates_of(kind: pa.DataType) -> dict[str, Sequence[str]]:
     return {c.path[1:]: _CANDIDATES.get(c.physical_type, ("PLAIN",)) for c in columns}
 
 
-def choose_encodings(table: pa.Table) -> Encodings:
+def choose_encodings(table: pa.Table, run_all: RunAll = map) -> Encodings:
     """Try every encoding on the first rows of each column, then every page size on all of them.
 
     Args:
         table: the rows of a file, or of its first row group.
+        run_all: runs the trials.
     """
     samples = [trial_rows(table.select([name])) for name in table.column_names]
     smallest = [
-        {path: min(trials) for path, trials in _trial_sizes(sample).items()} for sample in samples
+        {path: min(trials) for path, trials in leaves.items()}
+        for leaves in _trial_sizes(samples, run_all)
     ]
     by_path = {path: best[2] for leaves in smallest for path, best in leaves.items()}
     sizes = [sum(best[0] for best in leaves.values()) for leaves in smallest]
@@ -135,10 +140,11 @@ def choose_encodings(table: pa.Table) -> Encodings:
         encodings = Encodings(by_path, page_bytes)
         if page_bytes >= largest:
             continue
-        total = sum(
-            size if _fits_page(sample, page_bytes) else sum(_leaf_bytes(sample, encodings).values())
-            for sample, size in zip(samples, sizes, strict=True)
-        )
+        fits = [_fits_page(sample, page_bytes) for sample in samples]
+        larger = [sample for sample, fit in zip(samples, fits, strict=True) if not fit]
+        total = sum(size for size, fit in zip(sizes, fits, strict=True) if fit)
+        for leaves in run_all(partial(_leaf_bytes, encodings=encodings), larger):
+            total += sum(leaves.values())
         if total < least:
             chosen, least = encodings, total
     return chosen
@@ -151,11 +157,12 @@ def _fits_page(column: pa.Table, page_bytes: int) -> bool:
     return (1.25 if is_wide else 40) * column.nbytes <= page_bytes
 
 
-def min_encoded_bytes(table: pa.Table) -> int:
+def min_encoded_bytes(table: pa.Table, run_all: RunAll = map) -> int:
     """Return the size of a file with one row group and the smallest encoding of each column.
 
     Args:
         table: at least one row.
+        run_all: runs the trials.
     """
     sink = pa.BufferOutputStream()
     with open_writer(sink, table.schema, Encodings({})) as writer:
@@ -163,21 +170,56 @@ def min_encoded_bytes(table: pa.Table) -> int:
     file = sink.getvalue()
     row = pq.read_metadata(pa.BufferReader(file)).row_group(0)
     total = file.size - sum(row.column(i).total_compressed_size for i in range(row.num_columns))
-    for name in table.column_names:
-        total += sum(min(trials)[0] for trials in _trial_sizes(table.select([name])).values())
+    columns = [table.select([name]) for name in table.column_names]
+    for leaves in _trial_sizes(columns, run_all):
+        total += sum(min(trials)[0] for trials in leaves.values())
     return total
 
 
-def _trial_sizes(column: pa.Table) -> dict[str, list[tuple[int, int, str]]]:
-    """Return (bytes, index, name) of each candidate encoding, for each leaf of one column."""
-    candidates = candidate_encodings(column.schema.field(0))
-    trials: dict[str, list[tuple[int, int, str]]] = {path: [] for path in candidates}
-    for index in range(max(len(names) for names in candidates.values())):
-        # One write tries one encoding of every leaf.
-        by_path = {path: names[min(index, len(names) - 1)] for path, names in candidates.items()}
-        for path, num_bytes in _leaf_bytes(column, Encodings(by_path)).items():
-            trials[path].append((num_bytes, index, by_path[path]))
+Trials = dict[str, list[tuple[int, int, str]]]
+"""(bytes, index, name) of each candidate encoding, for each leaf of a column."""
+
+
+def _trial_sizes(columns: Sequence[pa.Table], run_all: RunAll) -> list[Trials]:
+    """Try all encodings of some tables of one column each, whose names differ.
+
+    One write tries one encoding of several columns: a file costs as much time as 4,000 values.
+    """
+    candidates = [candidate_encodings(column.schema.field(0)) for column in columns]
+    trials: list[Trials] = [{path: [] for path in paths} for paths in candidates]
+    by_rows: dict[int, list[int]] = {}
+    for position, column in enumerate(columns):
+        by_rows.setdefault(column.num_rows, []).append(position)
+    jobs: list[tuple[int, list[int]]] = []
+    for index in range(max(map(len, _CANDIDATES.values()))):
+        for same_rows in by_rows.values():
+            left = [p for p in same_rows if any(index < len(c) for c in candidates[p].values())]
+            jobs += [
+                (index, left[i : i + _TRIAL_COLUMNS]) for i in range(0, len(left), _TRIAL_COLUMNS)
+            ]
+
+    def encodings_of(index: int, positions: Iterable[int]) -> dict[str, str]:
+        return {
+            path: names[min(index, len(names) - 1)]
+            for position in positions
+            for path, names in candidates[position].items()
+        }
+
+    def run(job: tuple[int, list[int]]) -> dict[str, int]:
+        index, positions = job
+        table = pa.table({columns[p].column_names[0]: columns[p][0] for p in positions})
+        return _leaf_bytes(table, Encodings(encodings_of(index, positions)))
+
+    for (index, positions), sizes in zip(jobs, run_all(run, jobs), strict=True):
+        names = encodings_of(index, positions)
+        for position in positions:
+            for path, of_path in trials[position].items():
+                of_path.append((sizes[path], index, names[path]))
     return trials
+
+
+_TRIAL_COLUMNS = 8
+"""Columns of one trial write, so that several processors have work."""
 
 
 def trial_rows(column: pa.Table) -> pa.Table:
@@ -404,28 +446,28 @@ _PATH = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_-]*")
 
 Layouts = Mapping[str, GroupLayout]
 """Group to its layout."""
-RunAll = Callable[[Callable[[Any], Any], Iterable[Any]], Iterable[Any]]
-"""Runs a function on all items, as `map`, perhaps on several threads."""
 
 
 def choose_layouts(
     star: Star, storage: StorageConfig, run_all: RunAll = map
 ) -> dict[str, GroupLayout]:
     """Choose the layout of every group from some sessions of one part."""
-
-    def choose(group: str) -> GroupLayout:
-        table = star.groups[group]
+    layouts: dict[str, GroupLayout] = {}
+    for group, table in star.groups.items():
         rows = min(table.num_rows, SAMPLE_ROWS)
         largest = max((table[c].nbytes for c in table.column_names), default=0)
         rows = min(rows, max(1, SAMPLE_BYTES * table.num_rows // max(1, largest)))
         sample = table.slice(0, rows).combine_chunks()
-        return choose_layout(sample, star.tuples[group][:rows], group, storage)
-
-    return dict(zip(star.groups, run_all(choose, star.groups), strict=True))
+        layouts[group] = choose_layout(sample, star.tuples[group][:rows], group, storage, run_all)
+    return layouts
 
 
 def choose_layout(
-    table: pa.Table, tuples: NDArray[np.int64], group: str, storage: StorageConfig
+    table: pa.Table,
+    tuples: NDArray[np.int64],
+    group: str,
+    storage: StorageConfig,
+    run_all: RunAll = map,
 ) -> GroupLayout:
     """Choose the layout of one group.
 
@@ -434,18 +476,20 @@ def choose_layout(
         tuples: (num_rows,) equal rows have equal numbers.
         group: its name in the job.
         storage: settings of the job, which take precedence.
+        run_all: runs the trials.
     """
     shared = resolve_choice(storage.shared_tuples, group)
     index, unique, _ = dedup_tuples(table, tuples, [table.num_rows])
     if shared is None and unique.num_rows > SKIP_RATIO * table.num_rows:
         shared = False
     plain = table.drop_columns([BLOCK, UNIQUE_INDEX])
+    choose_windows = partial(_choose_windows, group=group, storage=storage, run_all=run_all)
     if shared is not None:
-        return GroupLayout(shared, _choose_windows(unique if shared else plain, group, storage)[0])
-    plain_windows, plain_saved = _choose_windows(plain, group, storage)
-    shared_windows, shared_saved = _choose_windows(unique, group, storage)
-    plain_bytes = min_encoded_bytes(plain) - plain_saved
-    shared_bytes = min_encoded_bytes(unique) - shared_saved
+        return GroupLayout(shared, choose_windows(unique if shared else plain)[0])
+    plain_windows, plain_saved = choose_windows(plain)
+    shared_windows, shared_saved = choose_windows(unique)
+    plain_bytes = min_encoded_bytes(plain, run_all) - plain_saved
+    shared_bytes = min_encoded_bytes(unique, run_all) - shared_saved
     shared_bytes += _index_bytes(index) + _index_bytes(np.arange(unique.num_rows))
     if shared_bytes <= MAX_SIZE_RATIO * plain_bytes:
         return GroupLayout(True, shared_windows)
@@ -453,7 +497,7 @@ def choose_layout(
 
 
 def _choose_windows(
-    table: pa.Table, group: str, storage: StorageConfig
+    table: pa.Table, group: str, storage: StorageConfig, run_all: RunAll
 ) -> tuple[tuple[str, ...], int]:
     """Return the list features to store as windows, and the bytes that this saves."""
     enabled = resolve_choice(storage.windows, group)
@@ -467,10 +511,15 @@ def _choose_windows(
             continue
         columns, buffers = encode_windows(column, [table.num_rows], 0)
         names = window_columns(field.name)
-        list_bytes = min_encoded_bytes(table.select([field.name]))
-        window_bytes = min_encoded_bytes(pa.table(dict(zip(names, columns, strict=True))))
+        list_bytes = min_encoded_bytes(table.select([field.name]), run_all)
         index = pa.array(segment_indices(0, np.arange(len(buffers[0]))))
-        window_bytes += min_encoded_bytes(pa.table({BUFFER_INDEX: index, field.name: buffers[0]}))
+        window_bytes = sum(
+            min_encoded_bytes(pa.table(stored), run_all)
+            for stored in (
+                dict(zip(names, columns, strict=True)),
+                {BUFFER_INDEX: index, field.name: buffers[0]},
+            )
+        )
         if enabled or window_bytes <= MAX_SIZE_RATIO * list_bytes:
             features.append(field.name)
             saved += list_bytes - window_bytes

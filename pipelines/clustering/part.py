@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial, reduce
 from pathlib import Path
@@ -96,7 +97,7 @@ def build_part(
     file_index: int,
     samples: Iterable[Tuples],
     data: DataConfig,
-    layout: SegmentLayout,
+    layout: SegmentLayout | Future[SegmentLayout],
     features: FeatureSet,
     learned: FittedValues | None = None,
 ) -> PartResult:
@@ -108,15 +109,20 @@ def build_part(
         samples: all samples of the part's sessions, in any order; at least one row. Iterated
             twice if they do not fit in memory.
         data: the job's data section.
-        layout: layout of the segment.
+        layout: layout of the segment; one that is still being chosen is awaited before the first
+            write.
         features: declared columns.
         learned: fitted parameters of transforms.
     """
     with PartFiles(root) as files:
-        writer = PartWriter(files, file_index, layout)
+        writer: PartWriter | None = None
         results: list[PartResult] = []
         for clustered in cluster_chunks(samples, data):
             star = to_star(clustered, file_index, data, learned)
+            slices = split_statistics(star, clustered, data, features)
+            if writer is None:
+                chosen = layout.result() if isinstance(layout, Future) else layout
+                writer = PartWriter(files, file_index, chosen)
             blocks = writer.add(star, clustered)
             results.append(
                 PartResult(
@@ -127,7 +133,7 @@ def build_part(
                     blocks,
                     {name: group_totals(star, name) for name in star.groups},
                     write_lookups(files, file_index, star, blocks, data),
-                    split_statistics(star, clustered, data, features),
+                    slices,
                 )
             )
         return replace(reduce(_merge_results, results), files=files.close())

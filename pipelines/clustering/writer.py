@@ -87,8 +87,10 @@ def choose_segment_layout(
     """
     star = to_star(cluster(sample_sessions(parts, data), data), 0, data, learned)
     layouts = choose_layouts(star, data.storage, run_all)
-    tables = dict(iter_tables(star, layouts))
-    encodings = dict(zip(tables, run_all(choose_encodings, tables.values()), strict=True))
+    encodings = {
+        directory: choose_encodings(table, run_all)
+        for directory, table in iter_tables(star, layouts)
+    }
     return SegmentLayout(layouts, encodings, num_parts)
 
 

@@ -324,7 +324,7 @@ def run_flat(stage: FlatStage, options: LocalOptions) -> Mapping[str, list[Any]]
     context = stage.context
     in_memory = holds_in_memory(options, sum(f.num_bytes for f in context.listing))
     with open_exchange(context, options.num_workers, in_memory) as exchange:
-        bundles, _ = split_inputs(context, exchange, in_memory)
+        bundles, _ = split_inputs(context, exchange)
         exchange.run("map", _send_rows, bundles, stage)
         samples = exchange.take(SAMPLES)
         tasks = ((part, samples.pop(part)) for part in list(samples))

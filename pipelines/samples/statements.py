@@ -311,9 +311,13 @@ class _KeyedRows:
 
     def where(self, chosen: Callable[[NDArray[np.int64]], NDArray[np.bool_]]) -> _KeyedRows:
         """Return the rows whose codes are chosen."""
-        masks = {name: chosen(codes) for name, codes in self.codes.items()}
-        tables = {name: t.filter(pa.array(masks[name])) for name, t in self.tables.items()}
-        return _KeyedRows(tables, {name: c[masks[name]] for name, c in self.codes.items()})
+        tables, codes = dict(self.tables), dict(self.codes)
+        for name, of_table in self.codes.items():
+            mask = chosen(of_table)
+            if not mask.all():
+                tables[name] = tables[name].filter(pa.array(mask))
+                codes[name] = of_table[mask]
+        return _KeyedRows(tables, codes)
 
     def of_key(self, key: int) -> _KeyedRows:
         """Return the rows of one key."""
@@ -489,4 +493,7 @@ def visible_rows(tables: Mapping[str, pa.Table], source: str) -> dict[str, pa.Ta
 
 def in_origin_order(table: pa.Table) -> pa.Table:
     """Return raw rows in the order of their origins."""
-    return table.take(pa.array(np.argsort(table[ORIGIN].to_numpy(), kind="stable")))
+    origins = table[ORIGIN].to_numpy()
+    if (np.diff(origins) >= 0).all():
+        return table
+    return table.take(pa.array(np.argsort(origins, kind="stable")))
