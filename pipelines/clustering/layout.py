@@ -207,7 +207,8 @@ def _trial_sizes(columns: Sequence[pa.Table], run_all: RunAll) -> list[Trials]:
 
     def run(job: tuple[int, list[int]]) -> dict[str, int]:
         index, positions = job
-        table = pa.table({columns[p].column_names[0]: columns[p][0] for p in positions})
+        schema = pa.schema([columns[p].schema.field(0) for p in positions])
+        table = pa.table([columns[p][0] for p in positions], schema=schema)
         return _leaf_bytes(table, Encodings(encodings_of(index, positions)))
 
     for (index, positions), sizes in zip(jobs, run_all(run, jobs), strict=True):
