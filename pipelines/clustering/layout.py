@@ -190,32 +190,29 @@ def _trial_sizes(columns: Sequence[pa.Table], run_all: RunAll) -> list[Trials]:
     by_rows: dict[int, list[int]] = {}
     for position, column in enumerate(columns):
         by_rows.setdefault(column.num_rows, []).append(position)
-    jobs: list[tuple[int, list[int]]] = []
+    jobs: list[tuple[int, list[int], Encodings]] = []
     for index in range(max(map(len, _CANDIDATES.values()))):
         for same_rows in by_rows.values():
             left = [p for p in same_rows if any(index < len(c) for c in candidates[p].values())]
-            jobs += [
-                (index, left[i : i + _TRIAL_COLUMNS]) for i in range(0, len(left), _TRIAL_COLUMNS)
-            ]
+            for start in range(0, len(left), _TRIAL_COLUMNS):
+                positions = left[start : start + _TRIAL_COLUMNS]
+                by_path = {
+                    path: names[min(index, len(names) - 1)]
+                    for position in positions
+                    for path, names in candidates[position].items()
+                }
+                jobs.append((index, positions, Encodings(by_path)))
 
-    def encodings_of(index: int, positions: Iterable[int]) -> dict[str, str]:
-        return {
-            path: names[min(index, len(names) - 1)]
-            for position in positions
-            for path, names in candidates[position].items()
-        }
-
-    def run(job: tuple[int, list[int]]) -> dict[str, int]:
-        index, positions = job
+    def run(job: tuple[int, list[int], Encodings]) -> dict[str, int]:
+        _, positions, encodings = job
         schema = pa.schema([columns[p].schema.field(0) for p in positions])
         table = pa.table([columns[p][0] for p in positions], schema=schema)
-        return _leaf_bytes(table, Encodings(encodings_of(index, positions)))
+        return _leaf_bytes(table, encodings)
 
-    for (index, positions), sizes in zip(jobs, run_all(run, jobs), strict=True):
-        names = encodings_of(index, positions)
+    for (index, positions, encodings), sizes in zip(jobs, run_all(run, jobs), strict=True):
         for position in positions:
             for path, of_path in trials[position].items():
-                of_path.append((sizes[path], index, names[path]))
+                of_path.append((sizes[path], index, encodings.by_path[path]))
     return trials
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -180,8 +181,13 @@ def hash_input(rows: Rows, converted: Callable[[pa.Table], pa.Table]) -> Content
     def hash_split(split: InputSplit) -> ContentHash:
         return content_hash(map(converted, rows.batches(split)))
 
+    return _sum_hashes(hash_split, rows.splits())
+
+
+def _sum_hashes(function: Callable[[Any], ContentHash], items: Iterable[Any]) -> ContentHash:
+    """Return the sum of the function of all items, on all processors."""
     with ThreadPoolExecutor(num_threads()) as pool:
-        return sum(pool.map(hash_split, rows.splits()), ContentHash())
+        return sum(pool.map(function, items), ContentHash())
 
 
 def _check_equal(before: ContentHash, after: ContentHash) -> None:
@@ -303,19 +309,26 @@ class FlatStage:
         return Tuples(with_order(decoded(table), self.session, self.time), {}, {})
 
     def write(self, part: int, samples: Iterable[Tuples]) -> FlatPart:
-        """Write the file of one part."""
+        """Write the file of one part in row groups of about 64 MiB; flush it to disk."""
         num_sessions, content = 0, ContentHash()
-        with (
-            (self.context.segment_root / part_name(part)).new_file() as partial,
-            FlatFile(partial, self.schema) as file,
-        ):
+        writer: pq.ParquetWriter | None = None
+        path = self.context.segment_root / part_name(part)
+        with path.new_file() as partial, ExitStack() as opened:
             for clustered in cluster_chunks(samples, self.context.data):
                 rows = clustered.samples.samples.select(self.schema.names)
-                file.write(encoded(rows, self.schema))
+                stored = encoded(rows, self.schema)
+                per_group = max(1, int(ROW_GROUP_BYTES * rows.num_rows / max(1, stored.nbytes)))
+                if writer is None:
+                    encodings = choose_encodings(stored.slice(0, per_group))
+                    writer = opened.enter_context(open_writer(partial, self.schema, encodings))
+                for start in range(0, rows.num_rows, per_group):
+                    writer.write_table(stored.slice(start, per_group), row_group_size=per_group)
                 num_sessions += clustered.num_sessions
                 batches = range(0, rows.num_rows, BATCH_ROWS)
                 content += content_hash(rows.slice(start, BATCH_ROWS) for start in batches)
-            num_bytes = file.close()
+            opened.close()
+            sync_file(partial)
+            num_bytes = partial.stat().st_size
         return FlatPart(num_bytes, num_sessions, content)
 
 
@@ -402,38 +415,6 @@ def encoded(table: pa.Table, schema: pa.Schema) -> pa.Table:
     return pa.table(columns, schema=schema)
 
 
-class FlatFile:
-    """A Parquet file in row groups of about 64 MiB, encoded as fits its first rows; a context."""
-
-    def __init__(self, path: Path, schema: pa.Schema) -> None:
-        """Open no file yet."""
-        self._path, self._schema = path, schema
-        self._writer: pq.ParquetWriter | None = None
-
-    def __enter__(self) -> FlatFile:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._writer is not None:
-            self._writer.close()
-
-    def write(self, rows: pa.Table) -> None:
-        """Write rows, at least one."""
-        per_group = max(1, int(ROW_GROUP_BYTES * rows.num_rows / max(1, rows.nbytes)))
-        if self._writer is None:
-            encodings = choose_encodings(rows.slice(0, per_group))
-            self._writer = open_writer(self._path, self._schema, encodings)
-        for start in range(0, rows.num_rows, per_group):
-            self._writer.write_table(rows.slice(start, per_group), row_group_size=per_group)
-
-    def close(self) -> int:
-        """Complete the file, and flush it to disk; return its bytes."""
-        assert self._writer is not None, "a part has rows"
-        self._writer.close()
-        sync_file(self._path)
-        return self._path.stat().st_size
-
-
 # Layout `star`.
 
 
@@ -501,8 +482,7 @@ def hash_star(segment: Segment, data: DataConfig, columns: list[str]) -> Content
     def hash_row_group(position: tuple[int, int]) -> ContentHash:
         return hash_of_values(_row_group_hashes(segment, *position, data, columns))
 
-    with ThreadPoolExecutor(num_threads()) as pool:
-        return sum(pool.map(hash_row_group, row_groups(segment)), ContentHash())
+    return _sum_hashes(hash_row_group, row_groups(segment))
 
 
 def _row_group_hashes(
