@@ -104,10 +104,10 @@ class Segment:
         data = read_verified(self.directory / BLOCKS, self.manifest.blocks_sha256)
         return pq.read_table(pa.BufferReader(data))
 
-    def file(self, path: str, texts_as_codes: bool = False) -> CheckedFile:
+    def file(self, path: str, texts_as_codes: bool = False, by_column: bool = False) -> CheckedFile:
         """Return a file of the segment; raise SchemaError if the segment does not list it."""
         entry = _entry(self.files, path, self.directory)
-        return CheckedFile(self.directory, entry, texts_as_codes)
+        return CheckedFile(self.directory, entry, texts_as_codes, by_column)
 
     def positions(self, split: str) -> NDArray[np.int64]:
         """Return the positions of a split's blocks in `blocks`."""

@@ -104,11 +104,7 @@ def _region_offsets(data: pa.Buffer) -> tuple[int, ...]:
     ends: list[int] = []
     for group in range(metadata.num_row_groups):
         chunks = [metadata.row_group(group).column(c) for c in range(metadata.num_columns)]
-        starts = [
-            c.dictionary_page_offset if c.dictionary_page_offset is not None else c.data_page_offset
-            for c in chunks
-        ]
-        ends.append(max(s + c.total_compressed_size for s, c in zip(starts, chunks, strict=True)))
+        ends.append(max(_chunk_range(chunk)[1] for chunk in chunks))
     return (0, *ends, data.size)
 
 
@@ -162,6 +158,7 @@ def parse_files(data: bytes, path: Location | Path) -> dict[str, FileEntry]:
 _PREFETCH_THREADS = 4
 _REQUEST_BYTES = 8 << 20
 """Regions that are fetched ahead are requested together up to this size."""
+_MAGIC = b"PAR1"
 _KEPT_REGIONS = 2
 """Regions of a remote file in memory, besides its footer and those that are being fetched."""
 
@@ -180,7 +177,11 @@ class CheckedFile:
     """
 
     def __init__(
-        self, root: Location | Path, entry: FileEntry, texts_as_codes: bool = False
+        self,
+        root: Location | Path,
+        entry: FileEntry,
+        texts_as_codes: bool = False,
+        by_column: bool = False,
     ) -> None:
         """Store the arguments; nothing is opened yet.
 
@@ -189,9 +190,12 @@ class CheckedFile:
             entry: the file.
             texts_as_codes: read texts as Arrow dictionaries if their encoding allows it, so that
                 a reader hashes each distinct text once.
+            by_column: read only the bytes of the columns that are asked for, verified by the
+                checksum of each page, unless they are all columns of the file.
         """
         self._root = Location.parse(root)
         self._texts_as_codes = texts_as_codes
+        self._by_column = by_column
         self._path = self._root / entry.path
         self._entry = entry
         self._data: pa.Buffer | None = None
@@ -201,9 +205,9 @@ class CheckedFile:
         self._footer_bytes: memoryview | None = None  # of a remote file, also after `close`
         self._fetching: dict[int, Future[dict[int, memoryview]]] = {}
 
-    def __reduce__(self) -> tuple[type[CheckedFile], tuple[Location, FileEntry, bool]]:
+    def __reduce__(self) -> tuple[type[CheckedFile], tuple[Location, FileEntry, bool, bool]]:
         """Pickle the location and entry: each process opens and verifies the file itself."""
-        return CheckedFile, (self._root, self._entry, self._texts_as_codes)
+        return CheckedFile, (self._root, self._entry, self._texts_as_codes, self._by_column)
 
     def prefetch(self, row_group: int | None = None) -> None:
         """Fetch a row group of a remote file, or the whole file, in the background."""
@@ -235,12 +239,15 @@ class CheckedFile:
         if self._parquet is None:
             self._data = self._map() if self._path.local is not None else self._reserve()
             self._verify(self._footer)
-            self._parquet = pq.ParquetFile(pa.BufferReader(self._data))
+            self._parquet = pq.ParquetFile(
+                pa.BufferReader(self._data), page_checksum_verification=self._by_column
+            )
             if self._texts_as_codes and (paths := _dictionary_paths(self._parquet.metadata)):
                 self._parquet = pq.ParquetFile(
                     pa.BufferReader(self._data),
                     metadata=self._parquet.metadata,
                     read_dictionary=paths,
+                    page_checksum_verification=self._by_column,
                 )
         return self._parquet
 
@@ -271,11 +278,14 @@ class CheckedFile:
 
     def _fetch(self, regions: Sequence[int]) -> dict[int, memoryview]:
         offsets = self._entry.region_offsets
+        parts = self._fetch_ranges([(offsets[r], offsets[r + 1]) for r in regions])
+        return dict(zip(regions, parts, strict=True))
+
+    def _fetch_ranges(self, ranges: Sequence[tuple[int, int]]) -> list[memoryview]:
         try:
-            parts = self._path.read_ranges([(offsets[r], offsets[r + 1]) for r in regions])
+            return self._path.read_ranges(ranges)
         except FileNotFoundError as error:
             raise self._missing_error() from error
-        return dict(zip(regions, parts, strict=True))
 
     def _fetched(self, region: int) -> memoryview:
         if region == self._footer and self._footer_bytes is not None:
@@ -308,12 +318,18 @@ class CheckedFile:
             return
         data_regions = [region for region in self._verified if region != self._footer]
         for region in data_regions[:-_KEPT_REGIONS]:
-            start, end = self._entry.region_offsets[region : region + 2]
-            start, end = -(-start // mmap.PAGESIZE), end // mmap.PAGESIZE
-            if end > start:
-                size = (end - start) * mmap.PAGESIZE
-                self._memory.madvise(mmap.MADV_DONTNEED, start * mmap.PAGESIZE, size)
+            self._release(region)
             del self._verified[region]
+
+    def _release(self, region: int) -> None:
+        """Give back the memory of a region of a remote file."""
+        if self._memory is None:
+            return
+        start, end = self._entry.region_offsets[region : region + 2]
+        start, end = -(-start // mmap.PAGESIZE), end // mmap.PAGESIZE
+        if end > start:
+            size = (end - start) * mmap.PAGESIZE
+            self._memory.madvise(mmap.MADV_DONTNEED, start * mmap.PAGESIZE, size)
 
     def close(self) -> None:
         """Release the memory; the next read opens and verifies the file again."""
@@ -354,9 +370,35 @@ class CheckedFile:
             SchemaError: the file is missing, truncated or changed.
         """
         parquet = self._open()
+        if self._by_column and columns is not None and row_group not in self._verified:
+            chunks = _column_chunks(parquet.metadata.row_group(row_group), columns)
+            if sum(end - start for start, end in chunks) < self._region_bytes(row_group):
+                return self._read_chunks(row_group, columns, chunks)
         self._verify(row_group)
         self._release_regions()
         return parquet.read_row_group(row_group, columns=columns, use_threads=False)
+
+    def _region_bytes(self, row_group: int) -> int:
+        start, end = self._entry.region_offsets[row_group : row_group + 2]
+        return end - max(start, len(_MAGIC))
+
+    def _read_chunks(
+        self, row_group: int, columns: Sequence[str], chunks: Sequence[tuple[int, int]]
+    ) -> pa.Table:
+        """Read columns of a row group from the byte ranges of their chunks."""
+        if self._memory is not None:
+            for (start, end), data in zip(chunks, self._fetch_ranges(chunks), strict=True):
+                self._memory[start:end] = data
+        try:
+            return self._open().read_row_group(row_group, columns=columns, use_threads=False)
+        except (OSError, pa.ArrowException) as error:
+            raise SchemaError(
+                f"a page of {', '.join(columns)} in row group {row_group} has changed: {error}; "
+                "restore the file or rebuild the dataset",
+                file=str(self._path),
+            ) from error
+        finally:
+            self._release(row_group)
 
     def read(self, columns: Sequence[str] | None = None) -> pa.Table:
         """Read the whole file.
@@ -369,6 +411,31 @@ class CheckedFile:
         for region in range(len(self._entry.region_crc32)):
             self._verify(region)
         return parquet.read(columns=columns, use_threads=False)
+
+
+def _column_chunks(group: pq.RowGroupMetaData, columns: Sequence[str]) -> list[tuple[int, int]]:
+    """Return the byte ranges of some columns of a row group, adjacent ones as one range."""
+    chunks = [group.column(i) for i in range(group.num_columns)]
+    ranges = [_chunk_range(c) for c in chunks if _is_of(c.path_in_schema, columns)]
+    merged: list[tuple[int, int]] = []
+    for start, end in sorted(ranges):
+        if merged and merged[-1][1] == start:
+            merged[-1] = (merged[-1][0], end)
+        else:
+            merged.append((start, end))
+    return merged
+
+
+def _chunk_range(chunk: pq.ColumnChunkMetaData) -> tuple[int, int]:
+    start = chunk.dictionary_page_offset
+    if start is None:
+        start = chunk.data_page_offset
+    return start, start + chunk.total_compressed_size
+
+
+def _is_of(path: str, columns: Sequence[str]) -> bool:
+    """Return whether a column of the file, such as `ids.list.element`, is part of some columns."""
+    return any(path == name or path.startswith(f"{name}.") for name in columns)
 
 
 def rows_before(files: Sequence[CheckedFile]) -> NDArray[np.int64]:

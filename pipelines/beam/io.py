@@ -49,15 +49,7 @@ from pipelines.sources.rows import ORIGIN, InputSplit, typed_chunks
 from pipelines.stages import REJECTS, SAMPLES
 from pipelines.table.commit import commit_segment
 from pipelines.table.compatibility import check_admissible, new_segment
-from pipelines.table.rows import (
-    ContentHash,
-    column_names,
-    content_hash,
-    read_live_row_group,
-    read_samples,
-    row_groups,
-    row_hashes,
-)
+from pipelines.table.rows import ContentHash, content_hash, row_hashes
 from pipelines.transforms.fit import fitted_files, stage_fitted
 from pipelines.unfinished import discarded_on_error
 from schemas.config.job import Job, check_new_names, load_job
@@ -68,6 +60,7 @@ from schemas.layout import SEGMENTS
 from schemas.leases import Lease
 from schemas.manifest import InputFile, find_root, hash_of
 from schemas.paths import path_or_url, schema_path
+from schemas.samples import column_names, read_live_row_group, read_samples, row_groups
 from schemas.storage import Location
 
 SEGMENT = "segment"

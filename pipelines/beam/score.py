@@ -21,7 +21,6 @@ import pyarrow.parquet as pq
 from apache_beam.ml.inference.base import ModelHandler, RunInference
 
 from pipelines.beam.runner import run_pipeline
-from pipelines.table.rows import blocks_of_row_group, read_joined_row_group
 from schemas.dataset import (
     Dataset,
     Segment,
@@ -35,6 +34,7 @@ from schemas.files import sha256_of
 from schemas.layout import EVALUATION, MANIFEST, SAMPLE_WEIGHT, TRAIN
 from schemas.manifest import canonical_json
 from schemas.model import ModelFile, open_model
+from schemas.samples import blocks_of_row_group, read_joined_row_group
 from schemas.storage import Location
 
 SCORE, SCORES = "score", "scores"

@@ -55,7 +55,7 @@ from pipelines.table.indexes import (
     policy_reports,
     table_report,
 )
-from pipelines.table.rows import row_groups, session_lengths
+from pipelines.table.rows import session_lengths
 from schemas.accesses import TableAccesses, TableLoad, index_load, indexed_steps
 from schemas.arrays import comparable, comparable_tuple, one_chunk, unique_tuples
 from schemas.cache_plan import Plan
@@ -76,6 +76,7 @@ from schemas.run_log import (
     read_summary,
 )
 from schemas.run_manifest import local_runs
+from schemas.samples import row_groups
 from schemas.storage import Location
 
 PLAN, BUILD = "plan.json", "build.json"

@@ -19,7 +19,6 @@ from pipelines.clustering.layout import (
     open_writer,
 )
 from pipelines.table.commit import anomalies_name
-from pipelines.table.rows import column_names, read_live_row_group, row_groups
 from schemas.dataset import Dataset, Segment, missing_column_defaults, version_name
 from schemas.layout import (
     BLOCKS,
@@ -31,6 +30,7 @@ from schemas.layout import (
     tombstones_path,
     window_columns,
 )
+from schemas.samples import column_names, read_live_row_group, row_groups
 
 MAX_BYTES = 1 << 30
 """Bytes of expanded rows in memory; of a larger dataset a share of the row groups is read."""

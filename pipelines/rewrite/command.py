@@ -53,15 +53,7 @@ from pipelines.sources.listing import Folder, folder_of
 from pipelines.sources.rejects import rejects_from_table, sorted_rejects
 from pipelines.sources.rows import ORIGIN, InputSplit, arrow_type
 from pipelines.stages import REJECTS, SAMPLES, read_rows
-from pipelines.table.rows import (
-    ContentHash,
-    blocks_of_row_group,
-    content_hash,
-    hash_of_values,
-    row_groups,
-    tuples_of_samples,
-    value_hashes,
-)
+from pipelines.table.rows import ContentHash, content_hash, hash_of_values, value_hashes
 from pipelines.table.segment import directory_reference, publish_files
 from pipelines.workers import Worker, num_threads
 from schemas.config.job import DataConfig, Job, SamplesConfig, SessionConfig
@@ -72,6 +64,7 @@ from schemas.files import sync_file
 from schemas.group_files import read_group
 from schemas.layout import part_name, samples_path
 from schemas.manifest import read_segment
+from schemas.samples import blocks_of_row_group, row_groups, tuples_of_samples
 from schemas.storage import Location
 
 KEY, TIME = "_key", "_time"

@@ -50,12 +50,6 @@ from pipelines.table.delete import (
 )
 from pipelines.table.indexes import PartBuilder
 from pipelines.table.root import write_copies
-from pipelines.table.rows import (
-    blocks_of_row_group,
-    read_sample_column,
-    row_groups,
-    tuples_of_samples,
-)
 from pipelines.table.segment import (
     directories_of,
     finish_segment,
@@ -106,6 +100,7 @@ from schemas.manifest import (
     shuffle_key_of,
     write_manifest,
 )
+from schemas.samples import blocks_of_row_group, read_sample_column, row_groups, tuples_of_samples
 from schemas.storage import Location, StorageError
 from schemas.versions import backoff
 

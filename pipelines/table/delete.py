@@ -18,7 +18,6 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from pipelines.table.root import write_copies
-from pipelines.table.rows import blocks_of_row_group, read_sample_column, row_groups
 from schemas.arrays import flat_list, is_list, offsets_of, one_chunk
 from schemas.config.job import DataConfig
 from schemas.dataset import (
@@ -35,6 +34,7 @@ from schemas.errors import SchemaError, suggest_name
 from schemas.layout import TOMBSTONES_SCHEMA, tombstones_path
 from schemas.leases import Lease
 from schemas.manifest import Root, commit_root, read_root
+from schemas.samples import blocks_of_row_group, read_sample_column, row_groups
 from schemas.storage import Location
 from schemas.versions import backoff
 

@@ -1,4 +1,4 @@
-"""The samples of a dataset as rows: read, as SQL views, and as a content hash."""
+"""All samples of a dataset in one file, as SQL views, and as a content hash."""
 
 from __future__ import annotations
 
@@ -18,11 +18,9 @@ from pipelines.samples.sql import quoted_name
 from pipelines.sources.rows import microseconds
 from schemas.arrays import (
     Jagged,
-    check_inverse,
     comparable,
     hash_keys,
     is_list,
-    numpy_of,
     offsets_of,
     one_chunk,
 )
@@ -30,13 +28,11 @@ from schemas.config.job import DataConfig
 from schemas.dataset import (
     Dataset,
     Segment,
-    constant_column,
     missing_column_defaults,
     open_dataset,
     type_name,
 )
 from schemas.errors import SchemaError
-from schemas.group_files import read_group
 from schemas.hashing import splitmix64
 from schemas.layout import (
     BLOCK,
@@ -45,104 +41,11 @@ from schemas.layout import (
     TUPLE_INDEX,
     UNIQUE_INDEX,
     inverse_column,
-    samples_path,
     tombstones_path,
     window_columns,
 )
+from schemas.samples import column_names, read_sample_column, read_samples, row_groups
 from schemas.storage import Location
-
-
-def row_groups(segment: Segment) -> list[tuple[int, int]]:
-    """Return the distinct (file, row group) pairs of a segment, in training order."""
-    pairs = zip(segment.column("file").tolist(), segment.column("row_group").tolist(), strict=True)
-    return list(dict.fromkeys(pairs))
-
-
-def blocks_of_row_group(segment: Segment, file_index: int, row_group: int) -> NDArray[np.bool_]:
-    """Return which blocks of a segment are in a row group, (num_blocks,)."""
-    return (segment.column("file") == file_index) & (segment.column("row_group") == row_group)
-
-
-def tuples_of_samples(
-    segment: Segment, group: str, blocks: NDArray[np.bool_], samples: pa.Table
-) -> NDArray[np.int64]:
-    """Return the row of each sample's tuple among the unique tuples of a row group.
-
-    Args:
-        segment: an open segment.
-        group: name of the group.
-        blocks: the row group, from `blocks_of_row_group`.
-        samples: its samples, with the inverse indices of the group.
-    """
-    starts = offsets_of(segment.num_unique(group)[blocks])[:-1]
-    starts_of_samples = np.repeat(starts, segment.column("num_samples")[blocks])
-    return numpy_of(samples[inverse_column(group)]) + starts_of_samples
-
-
-def read_joined_row_group(
-    segment: Segment,
-    file_index: int,
-    row_group: int,
-    data: DataConfig,
-    defaults: Mapping[str, pa.Scalar] | None = None,
-) -> pa.Table:
-    """Return the samples of one row group with the columns of their groups.
-
-    Args:
-        segment: an open segment.
-        file_index: number of the part.
-        row_group: row group in each file of the part.
-        data: groups of the dataset.
-        defaults: values of columns that the segment does not store.
-
-    Raises:
-        SchemaError: a byte has changed, or an inverse index is out of range.
-    """
-    samples = segment.file(samples_path(file_index)).read_row_group(row_group)
-    blocks = blocks_of_row_group(segment, file_index, row_group)
-    columns = {c: samples[c] for c in samples.column_names}
-    for group in data.groups:
-        table = read_group(segment.file, group, file_index, row_group)
-        tuples = tuples_of_samples(segment, group, blocks, samples)
-        check_inverse(tuples, table.num_rows)
-        taken = table.take(pa.array(tuples))
-        columns.update({c: taken[c] for c in table.column_names[2:]})
-        del columns[inverse_column(group)]
-    del columns[BLOCK]
-    for name, value in (defaults or {}).items():
-        columns[name] = constant_column(value, samples.num_rows)
-    return pa.table(columns)
-
-
-def read_live_row_group(
-    segment: Segment,
-    file_index: int,
-    row_group: int,
-    data: DataConfig,
-    defaults: Mapping[str, pa.Scalar] | None = None,
-) -> pa.Table:
-    """Return what `read_joined_row_group` does, without deleted samples."""
-    joined = read_joined_row_group(segment, file_index, row_group, data, defaults)
-    deleted = segment.deleted_rows(file_index, row_group)
-    if not len(deleted):
-        return joined
-    return joined.take(pa.array(np.setdiff1d(np.arange(joined.num_rows), deleted)))
-
-
-def column_names(dataset: Dataset, model_inputs: bool) -> list[str]:
-    """Return the names of the columns in the order of the schema."""
-    derived = dataset.job.data.derived_columns
-    return [n for n in dataset.features.names if model_inputs or n not in derived]
-
-
-def read_samples(dataset: Dataset, model_inputs: bool = False) -> Iterator[pa.Table]:
-    """Yield the samples of each row group of all segments and splits, without deleted samples."""
-    columns = column_names(dataset, model_inputs)
-    for segment in dataset.segments:
-        defaults = missing_column_defaults(dataset, segment)
-        for file_index, row_group in row_groups(segment):
-            rows = read_live_row_group(segment, file_index, row_group, dataset.job.data, defaults)
-            yield rows.select(columns)
 
 
 def expand(
@@ -172,21 +75,6 @@ def expand(
             writer.write_table(table)
             count += table.num_rows
     return count
-
-
-def read_sample_column(
-    segment: Segment, file_index: int, row_group: int, data: DataConfig, name: str
-) -> pa.Array:
-    """Return one column of the samples of a row group."""
-    group = data.group_of_column.get(name)
-    column = name if group is None else inverse_column(group)
-    samples = segment.file(samples_path(file_index)).read_row_group(row_group, [column])
-    if group is None:
-        return one_chunk(samples[name])
-    blocks = blocks_of_row_group(segment, file_index, row_group)
-    tuples = tuples_of_samples(segment, group, blocks, samples)
-    unique = read_group(segment.file, group, file_index, row_group, [name])[name]
-    return one_chunk(unique).take(pa.array(tuples))
 
 
 def session_lengths(dataset: Dataset) -> NDArray[np.int64]:

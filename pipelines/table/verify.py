@@ -12,12 +12,7 @@ import numpy as np
 import pyarrow as pa
 
 from pipelines.table.commit import anomalies_text_of
-from pipelines.table.rows import (
-    blocks_of_row_group,
-    read_joined_row_group,
-    row_groups,
-    segment_session_lengths,
-)
+from pipelines.table.rows import segment_session_lengths
 from pipelines.table.segment import split_ranges, sum_bytes
 from schemas.accesses import TableAccesses
 from schemas.arrays import Jagged, comparable_tuple, is_list, numpy_of, unique_tuples, values_of
@@ -41,6 +36,7 @@ from schemas.manifest import GroupCounts, IndexEntry, TableCounts
 from schemas.oracle import NextUseTracker, unique_per_block
 from schemas.order import Order
 from schemas.rows import ids_of, rows_of_ids
+from schemas.samples import blocks_of_row_group, read_joined_row_group, row_groups
 from schemas.storage import Location
 
 SETTINGS = ("batch_samples", "epochs", "shuffle", "seed")

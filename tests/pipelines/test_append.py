@@ -15,7 +15,7 @@ import pytest
 from pipelines.build import build
 from pipelines.cli import main
 from pipelines.oracle.index import index_table
-from pipelines.table.rows import expand, read_samples
+from pipelines.table.rows import expand
 from pipelines.table.verify import verify
 from schemas.accesses import TableAccesses, indexed_steps
 from schemas.dataset import Segment, open_dataset, version_name
@@ -24,6 +24,7 @@ from schemas.layout import JOB, SEGMENTS
 from schemas.manifest import commit_root, read_dataset, read_root
 from schemas.oracle import next_use
 from schemas.rows import rows_of_ids
+from schemas.samples import read_samples
 from schemas.storage import Location
 from tests.pipelines.appending import DEFAULT, EXTRA, addition, changed, with_logs
 from tests.pipelines.logs import (

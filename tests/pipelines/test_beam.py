@@ -34,12 +34,12 @@ from pipelines.beam.io import (
 from pipelines.beam.yaml import rows_of_table, tables_of_rows
 from pipelines.build import build
 from pipelines.context import INCOMING
-from pipelines.table.rows import read_samples
 from pipelines.table.vacuum import vacuum
 from pipelines.table.verify import verify
 from schemas.dataset import open_dataset
 from schemas.errors import SchemaError
 from schemas.manifest import find_root
+from schemas.samples import read_samples
 from schemas.storage import Location
 from tests.pipelines.logs import (
     bytes_of,

@@ -12,11 +12,12 @@ import pytest
 
 from pipelines.build import build
 from pipelines.cli import main
-from pipelines.table.rows import expand, read_samples
+from pipelines.table.rows import expand
 from pipelines.table.verify import verify
 from schemas.dataset import open_dataset
 from schemas.errors import SchemaError
 from schemas.manifest import find_root, read_dataset
+from schemas.samples import read_samples
 from schemas.storage import MANIFESTS, Location
 from tests.pipelines.appending import addition
 from tests.pipelines.logs import (

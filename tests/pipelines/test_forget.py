@@ -17,12 +17,12 @@ import pytest
 
 from pipelines.build import build
 from pipelines.cli import main
-from pipelines.table.rows import read_samples
 from pipelines.table.vacuum import vacuum
 from pipelines.table.verify import verify
 from schemas.dataset import open_dataset
 from schemas.leases import Lease
 from schemas.manifest import read_dataset
+from schemas.samples import read_samples
 from schemas.storage import MANIFESTS, Location
 from tests.id_search import files_with_id
 from tests.pipelines.appending import addition

@@ -41,7 +41,7 @@ from pipelines.report.sizes import bytes_by_table, dataset_bytes
 from pipelines.samples.sql import LIST_INDEX
 from pipelines.samples.tuples import Tuples
 from pipelines.sources.rows import ORIGIN
-from pipelines.table.rows import content_hash, expand, read_samples
+from pipelines.table.rows import content_hash, expand
 from pipelines.table.verify import verify
 from schemas.arrays import Jagged, comparable_tuple, large_list, offsets_of
 from schemas.config.job import DataConfig, SamplesConfig, SessionConfig, SourceConfig, StorageConfig
@@ -50,6 +50,7 @@ from schemas.errors import SchemaError
 from schemas.files import CheckedFile
 from schemas.group_files import group_schema, read_group
 from schemas.layout import BLOCK, DATA_DIRECTORIES, UNIQUE_INDEX, window_columns
+from schemas.samples import read_samples
 from schemas.storage import Location
 from tests.pipelines.logs import bytes_of, request
 from tests.pipelines.shifting import STORAGES, built_in_every_layout

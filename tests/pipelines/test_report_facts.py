@@ -22,9 +22,10 @@ from pipelines.report.facts import (
 from pipelines.report.page import render
 from pipelines.report.sizes import flat_rows
 from pipelines.table.commit import anomalies_name
-from pipelines.table.rows import read_samples, session_lengths
+from pipelines.table.rows import session_lengths
 from schemas.dataset import open_dataset
 from schemas.errors import SchemaError
+from schemas.samples import read_samples
 from tests.pipelines.appending import addition, changed
 from tests.pipelines.logs import (
     SCHEMA,

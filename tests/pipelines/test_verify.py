@@ -13,7 +13,6 @@ import pyarrow.parquet as pq
 import pytest
 
 from pipelines.cli import main
-from pipelines.table.rows import read_samples
 from pipelines.table.verify import verify
 from schemas.accesses import read_hints
 from schemas.dataset import open_dataset
@@ -28,6 +27,7 @@ from schemas.manifest import (
     read_segment,
     write_manifest,
 )
+from schemas.samples import read_samples
 from schemas.storage import MANIFESTS
 from tests.pipelines.logs import IN_PROCESS, built, copy_of, segment_directory
 from tests.schemas import reference

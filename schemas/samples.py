@@ -1,0 +1,228 @@
+"""The samples of a dataset as rows: the star schema joined, one row group at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache, partial
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from schemas.arrays import check_inverse, numpy_of, offsets_of, one_chunk
+from schemas.config.job import DataConfig
+from schemas.dataset import (
+    Dataset,
+    Segment,
+    constant_column,
+    missing_column_defaults,
+    type_from_name,
+)
+from schemas.errors import SchemaError, suggest_name
+from schemas.group_files import OpenFile, read_group
+from schemas.layout import BLOCK, inverse_column, samples_path
+
+
+def row_groups(segment: Segment, split: str | None = None) -> list[tuple[int, int]]:
+    """Return the distinct (file, row group) pairs of a segment or split, in training order."""
+    positions = slice(None) if split is None else segment.positions(split)
+    files, groups = (segment.column(name)[positions].tolist() for name in ("file", "row_group"))
+    return list(dict.fromkeys(zip(files, groups, strict=True)))
+
+
+def blocks_of_row_group(segment: Segment, file_index: int, row_group: int) -> NDArray[np.bool_]:
+    """Return which blocks of a segment are in a row group, (num_blocks,)."""
+    return (segment.column("file") == file_index) & (segment.column("row_group") == row_group)
+
+
+def tuples_of_samples(
+    segment: Segment, group: str, blocks: NDArray[np.bool_], samples: pa.Table
+) -> NDArray[np.int64]:
+    """Return the row of each sample's tuple among the unique tuples of a row group.
+
+    Args:
+        segment: an open segment.
+        group: name of the group.
+        blocks: the row group, from `blocks_of_row_group`.
+        samples: its samples, with the inverse indices of the group.
+    """
+    starts = offsets_of(segment.num_unique(group)[blocks])[:-1]
+    starts_of_samples = np.repeat(starts, segment.column("num_samples")[blocks])
+    return numpy_of(samples[inverse_column(group)]) + starts_of_samples
+
+
+def read_joined_row_group(
+    segment: Segment,
+    file_index: int,
+    row_group: int,
+    data: DataConfig,
+    defaults: Mapping[str, pa.Scalar] | None = None,
+) -> pa.Table:
+    """Return the samples of one row group with the columns of their groups.
+
+    Args:
+        segment: an open segment.
+        file_index: number of the part.
+        row_group: row group in each file of the part.
+        data: groups of the dataset.
+        defaults: values of columns that the segment does not store.
+
+    Raises:
+        SchemaError: a byte has changed, or an inverse index is out of range.
+    """
+    samples = segment.file(samples_path(file_index)).read_row_group(row_group)
+    blocks = blocks_of_row_group(segment, file_index, row_group)
+    columns = {c: samples[c] for c in samples.column_names}
+    for group in data.groups:
+        table = read_group(segment.file, group, file_index, row_group)
+        tuples = tuples_of_samples(segment, group, blocks, samples)
+        columns.update(_take(table.drop_columns(table.column_names[:2]), tuples))
+        del columns[inverse_column(group)]
+    del columns[BLOCK]
+    for name, value in (defaults or {}).items():
+        columns[name] = constant_column(value, samples.num_rows)
+    return pa.table(columns)
+
+
+def _take(unique: pa.Table, tuples: NDArray[np.int64]) -> dict[str, pa.ChunkedArray]:
+    check_inverse(tuples, unique.num_rows)
+    taken = unique.take(pa.array(tuples))
+    return {name: taken[name] for name in taken.column_names}
+
+
+def read_columns_of_row_group(
+    segment: Segment,
+    file_index: int,
+    row_group: int,
+    data: DataConfig,
+    columns: Sequence[str],
+    defaults: Mapping[str, pa.Scalar],
+    open_file: OpenFile,
+) -> pa.Table:
+    """Return some columns of the samples of one row group; others are not read.
+
+    Args:
+        segment: an open segment.
+        file_index: number of the part.
+        row_group: row group in each file of the part.
+        data: groups of the dataset.
+        columns: columns of the result, in order.
+        defaults: values of columns that the segment does not store.
+        open_file: opens a file of the segment, once per part.
+
+    Raises:
+        SchemaError: a byte has changed, or an inverse index is out of range.
+    """
+    members: dict[str, list[str]] = {}
+    own: list[str] = []
+    for name in columns:
+        if name not in defaults:
+            group = data.group_of_column.get(name)
+            (own if group is None else members.setdefault(group, [])).append(name)
+    inverse = [inverse_column(group) for group in members]
+    samples = open_file(samples_path(file_index)).read_row_group(row_group, [*own, *inverse])
+    blocks = blocks_of_row_group(segment, file_index, row_group)
+    found = {name: samples[name] for name in own}
+    for group, names in members.items():
+        table = read_group(open_file, group, file_index, row_group, names)
+        found.update(_take(table, tuples_of_samples(segment, group, blocks, samples)))
+    num_samples = int(segment.column("num_samples")[blocks].sum())
+    for name in columns:
+        if name in defaults:
+            found[name] = constant_column(defaults[name], num_samples)
+    return pa.table({name: found[name] for name in columns})
+
+
+def read_live_row_group(
+    segment: Segment,
+    file_index: int,
+    row_group: int,
+    data: DataConfig,
+    defaults: Mapping[str, pa.Scalar] | None = None,
+) -> pa.Table:
+    """Return what `read_joined_row_group` does, without deleted samples."""
+    joined = read_joined_row_group(segment, file_index, row_group, data, defaults)
+    return _keep(joined, live_rows(segment, file_index, row_group))
+
+
+def live_rows(
+    segment: Segment, file_index: int, row_group: int, split: str | None = None
+) -> NDArray[np.bool_]:
+    """Return which samples of a row group are of a split, or of any, and not deleted."""
+    blocks = blocks_of_row_group(segment, file_index, row_group)
+    is_live = np.ones(len(blocks), np.bool_)
+    if split is not None:
+        is_live[:] = False
+        is_live[segment.positions(split)] = True
+    rows = np.repeat(is_live[blocks], segment.column("num_samples")[blocks])
+    rows[segment.deleted_rows(file_index, row_group)] = False
+    return rows
+
+
+def _keep(table: pa.Table, rows: NDArray[np.bool_]) -> pa.Table:
+    return table if rows.all() else table.take(pa.array(np.flatnonzero(rows)))
+
+
+def column_names(dataset: Dataset, model_inputs: bool) -> list[str]:
+    """Return the names of the columns in the order of the schema."""
+    derived = dataset.job.data.derived_columns
+    return [n for n in dataset.features.names if model_inputs or n not in derived]
+
+
+def samples_schema(dataset: Dataset, columns: Sequence[str]) -> pa.Schema:
+    """Return the Arrow schema of some columns.
+
+    Raises:
+        SchemaError: the dataset has no column of a name.
+    """
+    types = dataset.column_types
+    for name in columns:
+        if name not in types:
+            raise SchemaError(
+                f"dataset has no column {name!r}; {suggest_name(name, types)}",
+                file=str(dataset.directory),
+            )
+    return pa.schema([pa.field(name, type_from_name(types[name])) for name in columns])
+
+
+def read_samples(dataset: Dataset, model_inputs: bool = False) -> Iterator[pa.Table]:
+    """Yield the samples of each row group of all segments and splits, without deleted samples."""
+    columns = column_names(dataset, model_inputs)
+    for segment in dataset.segments:
+        defaults = missing_column_defaults(dataset, segment)
+        for file_index, row_group in row_groups(segment):
+            rows = read_live_row_group(segment, file_index, row_group, dataset.job.data, defaults)
+            yield rows.select(columns)
+
+
+def read_columns(
+    dataset: Dataset, columns: Sequence[str], split: str | None = None
+) -> Iterator[pa.Table]:
+    """Yield some columns of what `read_samples` does; the bytes of others are not read.
+
+    Args:
+        dataset: open dataset.
+        columns: columns of the result, in order.
+        split: `train` or `evaluation`; all samples if None.
+
+    Raises:
+        SchemaError: the dataset has no column of a name, or a page has changed.
+    """
+    schema = samples_schema(dataset, columns)
+    for segment in dataset.segments:
+        defaults = missing_column_defaults(dataset, segment)
+        last_file, open_file = -1, segment.file
+        for file_index, row_group in row_groups(segment, split):
+            if file_index != last_file:  # each file of a part is opened once, and closed with it
+                last_file, open_file = file_index, cache(partial(segment.file, by_column=True))
+            part = (segment, file_index, row_group)
+            rows = read_columns_of_row_group(*part, dataset.job.data, columns, defaults, open_file)
+            yield _keep(rows, live_rows(*part, split)).cast(schema)
+
+
+def read_sample_column(
+    segment: Segment, file_index: int, row_group: int, data: DataConfig, name: str
+) -> pa.Array:
+    """Return one column of the samples of a row group."""
+    rows = read_columns_of_row_group(segment, file_index, row_group, data, [name], {}, segment.file)
+    return one_chunk(rows[name])
