@@ -57,18 +57,18 @@ def test_each_column_of_each_layout_is_that_of_the_rows(name: str) -> None:
 def test_splits_divide_the_samples(shop: Path) -> None:
     dataset = open_dataset(shop)
     time = whole(dataset)["time"]
-    parts = {
-        split: pa.concat_tables(read_columns(dataset, ["time"], split))["time"]
+    train, evaluation = (
+        pa.concat_tables(read_columns(dataset, ["time"], split))["time"].to_pylist()
         for split in (TRAIN, EVALUATION)
-    }
-    assert sorted(time.to_pylist()) == sorted(
-        pa.chunked_array([c for p in parts.values() for c in p.chunks]).to_pylist()
     )
-    assert max(parts[TRAIN].to_pylist()) < min(parts[EVALUATION].to_pylist())
+    assert sorted(time.to_pylist()) == sorted(train + evaluation)
+    assert max(train) < min(evaluation)
 
 
 def test_column_that_does_not_exist_is_named(shop: Path) -> None:
-    with pytest.raises(SchemaError, match="dataset has no column 'labl'; did you mean 'label'"):
+    with pytest.raises(
+        SchemaError, match="dataset has no column 'labl' in .*; did you mean 'label'"
+    ):
         next(read_columns(open_dataset(shop), ["labl"]))
 
 
