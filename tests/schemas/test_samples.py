@@ -67,7 +67,7 @@ def test_splits_divide_the_samples(shop: Path) -> None:
 
 def test_column_that_does_not_exist_is_named(shop: Path) -> None:
     with pytest.raises(
-        SchemaError, match="dataset has no column 'labl' in .*; did you mean 'label'"
+        SchemaError, match=r"dataset has no column 'labl' in .*; did you mean 'label'"
     ):
         next(read_columns(open_dataset(shop), ["labl"]))
 
