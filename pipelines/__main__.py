@@ -16,8 +16,14 @@ class _NoPandas(MetaPathFinder):
             raise ModuleNotFoundError("pandas is not used by these commands", name=fullname)
 
 
-if __name__ == "__main__" and sys.argv[1:2] != ["score"]:
-    sys.meta_path.insert(0, _NoPandas())
+def hide_pandas(command: str) -> None:
+    """Hide pandas in this process, unless the command is `score`, which imports torch."""
+    if command != "score":
+        sys.meta_path.insert(0, _NoPandas())
+
+
+if __name__ == "__main__":
+    hide_pandas("".join(sys.argv[1:2]))
 
 if __name__ == "__main__":
     _root, _spec = Path(__file__).resolve().parents[1], find_spec("schemas")
@@ -34,7 +40,7 @@ logging.basicConfig(level=os.environ.get("PRESAGE_LOG", "CRITICAL"))
 from pipelines.cli import build_parser, main
 from schemas.paths import import_variables
 
-__all__ = ["build_parser", "main"]
+__all__ = ["build_parser", "hide_pandas", "main"]
 
 if __name__ == "__main__":
     os.environ |= import_variables()

@@ -53,9 +53,9 @@ _RENAMED = {
 _WITHOUT_JSON = ("generate", "expand", "report")
 
 
-def build_parser() -> argparse.ArgumentParser:
+def build_parser(prog: str = "python -m pipelines") -> argparse.ArgumentParser:
     """Return the parser of all commands; commands in `_WITH_BEAM` pass unknown options to Beam."""
-    parser = ArgumentParser(prog="python -m pipelines", description=DESCRIPTION, renamed=_RENAMED)
+    parser = ArgumentParser(prog=prog, description=DESCRIPTION, renamed=_RENAMED)
     commands = parser.add_subparsers(dest="command", required=True)
 
     command = commands.add_parser("generate", help="write the synthetic log of a job")
@@ -243,14 +243,14 @@ REFUSED = 3
 """Exit code of a build whose segment the quality gate refused."""
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None, prog: str = "python -m pipelines") -> int:
     """Run one command.
 
     Returns:
         0; 1 after an error, printed to stderr as one line; 3 when the quality gate refused the
         segment that was built, with a line for each finding on stderr.
     """
-    parser = build_parser()
+    parser = build_parser(prog)
     arguments, beam_args = parser.parse_known_args(argv)
     if beam_args and arguments.command not in _WITH_BEAM:
         parser.error(f"unrecognized arguments: {' '.join(beam_args)}")

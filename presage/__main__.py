@@ -4,22 +4,13 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 
 _ROOT = Path(__file__).resolve().parents[1]
 _PACKAGES = ("schemas", "pipelines", "trainer", "scheduler")
-COMMANDS = {
-    "pipelines": (
-        *("generate", "init", "preview", "build", "append", "verify", "expand", "report"),
-        *("rewrite", "oracle", "score", "seal", "unseal", "vacuum", "erase"),
-    ),
-    "trainer": ("train", "evaluate", "export", "publish", "apply", "diff"),
-    "scheduler": ("fit", "plan", "simulate", "run", "retrain", "replay", "status", "doctor"),
-}
-"""Commands by package. Commands of two packages go to the first one: `python -m trainer verify`
-and `python -m trainer erase` are for runs."""
 
 
 def check_imports() -> None:
@@ -34,19 +25,26 @@ def check_imports() -> None:
             )
 
 
-def main() -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Run the command of the package that has it."""
     check_imports()
+    commands = import_module("presage.commands")
+    words = list(sys.argv[1:] if argv is None else argv)
+    command = words[0] if words else "--help"
+    if command in ("-h", "--help"):
+        print(commands.help_text())
+        return 0
+    if command == commands.COMPLETION:
+        return import_module("presage.completion").main(words[1:])
+    if command not in commands.PACKAGES:
+        print(commands.unknown_command(command), file=sys.stderr)
+        return 2
     # Child processes find these packages, and do not search their working directory.
     os.environ |= import_module("schemas.paths").import_variables()
-    command = sys.argv[1] if len(sys.argv) > 1 else "--help"
-    for package, commands in COMMANDS.items():
-        if command in commands:
-            sys.argv[0] = f"presage {package}"
-            return import_module(f"{package}.__main__").main()
-    lines = (f"  {package:<10} {', '.join(commands)}" for package, commands in COMMANDS.items())
-    print("usage: presage COMMAND ...\n\ncommands of\n" + "\n".join(lines))
-    return 0 if command in ("-h", "--help") else 2
+    package = import_module(f"{commands.PACKAGES[command]}.__main__")
+    if commands.PACKAGES[command] == "pipelines":
+        package.hide_pandas(command)
+    return package.main(words, "presage")
 
 
 if __name__ == "__main__":

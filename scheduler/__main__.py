@@ -69,9 +69,9 @@ PRINTED = 20
 """Decisions and incidents that `status` prints; the page shows more."""
 
 
-def build_parser() -> argparse.ArgumentParser:
+def build_parser(prog: str = "python -m scheduler") -> argparse.ArgumentParser:
     """Return the parser of all commands."""
-    parser = ArgumentParser(prog="python -m scheduler", description=__doc__)
+    parser = ArgumentParser(prog=prog, description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     for name, (summary, add_arguments, run) in COMMANDS.items():
         command = commands.add_parser(name, help=summary)
@@ -81,13 +81,13 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None, prog: str = "python -m scheduler") -> int:
     """Run one command; user errors are reported as one line on stderr.
 
     Returns:
         0, or 1 on an error; of `retrain` also 3 if a day was refused, and 143 if it was stopped.
     """
-    arguments = build_parser().parse_args(argv)
+    arguments = build_parser(prog).parse_args(argv)
     try:
         return arguments.run(arguments) or 0
     except (SchemaError, PlanError, ValueError) as error:

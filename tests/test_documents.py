@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from presage.commands import PACKAGES as OF_PRESAGE
 from tests.documents import Block, arguments, blocks, commands, named_paths, named_tests
 from tests.fork_server import write_python_wrapper
 
@@ -69,9 +70,12 @@ def write_environment(environment: Path) -> None:
     """Write a virtual environment with the tools of this one, whose `python` forks."""
     (environment / "bin").mkdir(parents=True)
     for tool in (REPOSITORY / ".venv" / "bin").iterdir():
-        if not tool.name.startswith("python"):
+        if not tool.name.startswith(("presage", "python")):
             (environment / "bin" / tool.name).symlink_to(tool)
     write_python_wrapper(environment / "bin" / "python")
+    presage = environment / "bin" / "presage"
+    presage.write_text('#!/bin/sh\nexec python -m presage "$@"\n')
+    presage.chmod(0o755)
     (environment / "synced").touch()  # make installs nothing
 
 
@@ -129,6 +133,8 @@ def parse(words: list[str]) -> None:
         targets = re.findall(r"^([a-z-]+):", (REPOSITORY / "Makefile").read_text(), re.MULTILINE)
         unknown = [word for word in words[1:] if "=" not in word and word not in targets]
         assert not unknown, f"make has no target {unknown}"
+    elif words[0] == "presage" and words[1] in OF_PRESAGE:
+        parse(["python", "-m", OF_PRESAGE[words[1]], *words[1:]])
     elif words[:2] == ["python", "-m"] and words[2] in PACKAGES:
         parser = importlib.import_module(f"{words[2]}.__main__").build_parser()
         if words[2] == "pipelines":  # the rest is for Beam

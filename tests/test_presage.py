@@ -1,41 +1,240 @@
 """The `presage` command, and packages of users that have the name of one of ours."""
 
+import json
 import os
+import pty
+import re
+import select
+import shutil
+import signal
 import subprocess
 import sys
+import time
 from argparse import ArgumentParser
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
 
 import pytest
 
-from presage.__main__ import COMMANDS, main
+from presage.__main__ import main
+from presage.commands import PACKAGES, TASKS, help_text
+from presage.completion import bash_script, options_of_commands, subparsers_of, zsh_script
 from tests.fork_server import without_forking
+from tests.test_documents import PACKAGES as WITH_COMMANDS
+
+FOR_RUNS = {("trainer", "verify"), ("trainer", "erase")}
+"""Commands that are not below `presage`: those for datasets are."""
+LIGHT = ("apache_beam", "duckdb", "numpy", "pyarrow", "torch")
 
 
-def commands_of(package: str) -> set[str]:
-    """Return the commands that `python -m package` lists in its help."""
-    parser: ArgumentParser = import_module(f"{package}.__main__").build_parser()
+@pytest.fixture(autouse=True)
+def unchanged_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Undo what `main` does to the process that it is called in."""
+    for name in ("PYTHONPATH", "PYTHONSAFEPATH"):
+        monkeypatch.setenv(name, os.environ.get(name, ""))
+    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path])
+
+
+def parsers_of(package: str) -> tuple[dict[str, str], set[str]]:
+    """Return the commands that `python -m package` lists, with their lines, and all commands."""
+    parser = import_parser(package)
     [group] = [a for a in parser._subparsers._group_actions if a.choices]  # type: ignore[union-attr]
-    return {action.dest for action in group._choices_actions}  # type: ignore[attr-defined]
+    listed = {action.dest: action.help for action in group._choices_actions}  # type: ignore[attr-defined]
+    return listed, set(subparsers_of(parser))
 
 
-@pytest.mark.parametrize("package", COMMANDS)
-def test_commands_of_presage_exist(package: str) -> None:
-    assert set(COMMANDS[package]) <= commands_of(package)
+def import_parser(package: str) -> ArgumentParser:
+    return import_module(f"{package}.__main__").build_parser()
+
+
+def test_help_has_each_command_with_the_line_of_its_parser() -> None:
+    found = {
+        (package, name): line
+        for commands in TASKS.values()
+        for name, (package, line) in commands.items()
+    }
+    expected = {
+        (package, name): line
+        for package in WITH_COMMANDS
+        for name, line in parsers_of(package)[0].items()
+    }
+    assert found == {key: line for key, line in expected.items() if key not in FOR_RUNS}
+    assert expected.keys() >= FOR_RUNS
+    assert len(PACKAGES) == len(found)
+
+
+def test_each_command_has_the_usage_of_presage(capsys: pytest.CaptureFixture[str]) -> None:
+    for command in ("build", "train", "plan", "completion"):
+        with pytest.raises(SystemExit) as ended:
+            main([command, "--help"])
+        assert ended.value.code == 0
+        assert capsys.readouterr().out.startswith(f"usage: presage {command} ")
 
 
 def test_presage_runs_the_command_of_its_package(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    for name in ("PYTHONPATH", "PYTHONSAFEPATH"):
-        monkeypatch.setenv(name, os.environ.get(name, ""))
-    monkeypatch.setattr(sys, "argv", ["presage", "plan", "no-such-job.yaml"])
-    assert main() == 1
+    assert main(["plan", "no-such-job.yaml"]) == 1
     assert "no-such-job.yaml" in capsys.readouterr().err
-    monkeypatch.setattr(sys, "argv", ["presage", "bake"])
-    assert main() == 2
-    assert "trainer    train, evaluate" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("command", "advice"),
+    [
+        ("bild", "did you mean 'build'? If not, run presage --help for all commands"),
+        ("zzz", "run presage --help for all commands"),
+    ],
+)
+def test_unknown_command_is_one_line_with_the_nearest_name(
+    command: str, advice: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([command]) == 2
+    line = f"presage: error: unknown command: {command!r}; {advice}\n"
+    assert capsys.readouterr().err == line
+
+
+@pytest.mark.slow
+def test_help_imports_no_library() -> None:
+    program = (
+        "import json, sys; from presage.__main__ import main; status = main(['--help']); "
+        f"print(json.dumps([status, [n for n in {LIGHT} if n in sys.modules]]))"
+    )
+    with without_forking():
+        printed = subprocess.run(
+            [sys.executable, "-c", program], capture_output=True, text=True, check=True
+        ).stdout
+    text, _, last = printed.rstrip().rpartition("\n")
+    assert text == help_text()
+    assert json.loads(last) == [0, []]
+
+
+# Completion, by the shells themselves.
+
+
+@pytest.fixture(scope="module")
+def scripts() -> dict[str, str]:
+    options = options_of_commands()
+    return {"bash": bash_script(options), "zsh": zsh_script(options)}
+
+
+def test_completion_has_the_options_of_the_parsers() -> None:
+    options = options_of_commands()
+    for package in WITH_COMMANDS:
+        for command, parser in subparsers_of(import_parser(package)).items():
+            if PACKAGES.get(command) == package:
+                shown = set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", parser.format_usage()))
+                assert shown <= {option.name for option in options[command]} - {"--help"}
+
+
+def test_completion_prints_the_script(
+    scripts: dict[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    for shell, script in scripts.items():
+        assert main(["completion", shell]) == 0
+        assert capsys.readouterr().out == script
+    with pytest.raises(SystemExit):
+        main(["completion", "fish"])
+    assert "choose from" in capsys.readouterr().err
+
+
+LINES = {
+    "presage bui": ["build"],
+    "presage re": ["replay", "replica", "report", "restart-store", "retrain", "rewrite"],
+    "presage train --emb": ["--embedding"],
+    "presage train --embedding l": ["lru"],
+    "presage rewrite --layout ": ["flat", "star"],
+    "presage completion ": ["bash", "zsh"],
+    "presage build jo": [],  # a file, which bash completes itself
+}
+
+
+@pytest.mark.parametrize(("line", "expected"), LINES.items())
+def test_bash_completes_words(
+    line: str, expected: list[str], scripts: dict[str, str], tmp_path: Path
+) -> None:
+    words = line.split(" ")
+    (tmp_path / "script").write_text(scripts["bash"])
+    program = (
+        f"source ./script; COMP_WORDS=({' '.join(w or repr('') for w in words)}); "
+        f"COMP_CWORD={len(words) - 1}; _presage; complete -p presage; "
+        'printf "%s\\n" "${COMPREPLY[@]}"'
+    )
+    done = subprocess.run(
+        ["bash", "-euo", "pipefail", "-c", program],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    first, *found = done.stdout.splitlines()
+    assert first == "complete -o bashdefault -o default -F _presage presage"
+    assert sorted(filter(None, found)) == expected
+
+
+BASH_STARTUP = r"""
+source ./script
+show() { printf '%s\n' "$READLINE_LINE" > line; }
+bind -x '"\C-t": show'
+"""
+ZSH_STARTUP = r"""
+autoload -Uz compinit && compinit -u -d dump
+source ./script
+show() { print -r -- "$BUFFER" > line }
+zle -N show
+bindkey '^I' expand-or-complete
+bindkey '^T' show
+"""
+SHELLS = {
+    "bash": (".bashrc", BASH_STARTUP, ["--rcfile", ".bashrc", "-i"]),
+    "zsh": (".zshrc", ZSH_STARTUP, ["-i"]),
+}
+
+
+@contextmanager
+def terminal(shell: str, folder: Path, script: str) -> Iterator[Callable[[str], str]]:
+    """Run an interactive shell; yield a function that types a text and returns the line."""
+    name, startup, options = SHELLS[shell]
+    (folder / "script").write_text(script)
+    (folder / name).write_text(startup)
+    process, file = pty.fork()
+    if not process:  # the child becomes the shell
+        os.chdir(folder)
+        variables = {"PATH": os.environ["PATH"], "TERM": "dumb", "ZDOTDIR": str(folder)}
+        os.execvpe(shell, [shell, *options], {**variables, "HOME": str(folder), "PS1": "> "})
+
+    def line_after(text: str) -> str:
+        (folder / "line").unlink(missing_ok=True)
+        os.write(file, b"\x15" + text.encode() + b"\x14")  # ^U empties the line
+        ends = time.monotonic() + 30
+        while not (folder / "line").exists() or not (folder / "line").read_text():
+            assert time.monotonic() < ends, f"{shell} does not answer"
+            if select.select([file], [], [], 0.01)[0]:
+                os.read(file, 1 << 16)
+        return (folder / "line").read_text().rstrip("\n")
+
+    try:
+        yield line_after
+    finally:
+        os.close(file)
+        os.kill(process, signal.SIGKILL)
+        os.waitpid(process, 0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shell", SHELLS)
+def test_tab_completes_in_an_interactive_shell(
+    shell: str, scripts: dict[str, str], tmp_path: Path
+) -> None:
+    if shutil.which(shell) is None:
+        pytest.skip(f"needs {shell}, and there is none")
+    (tmp_path / "job.yaml").touch()
+    with terminal(shell, tmp_path, scripts[shell]) as line_after:
+        assert line_after("presage bui\t").rstrip() == "presage build"
+        assert line_after("presage train --emb\t").rstrip() == "presage train --embedding"
+        assert line_after("presage train --embedding l\t").rstrip().endswith(" lru")
+        assert line_after("presage build job\t").rstrip() == "presage build job.yaml"
 
 
 @pytest.mark.parametrize("module", ["pipelines", "trainer", "scheduler", "presage"])

@@ -40,9 +40,9 @@ __all__ = ["build_parser", "main"]
 _BY_HAND = "start replicas with: python -m trainer replica {run} --number 0{token}"
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None, prog: str = "python -m trainer") -> int:
     """Run one command; return its exit status."""
-    arguments = build_parser().parse_args(argv)
+    arguments = build_parser(prog).parse_args(argv)
     # Read when torch loads OpenMP. Spinning threads make a step five times slower if cores are
     # shared with the reader's thread or with other processes.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")

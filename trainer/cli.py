@@ -103,11 +103,9 @@ WRITTEN = {"train": "output", "erase": "run", "store": "directory"}
 """Command to the argument of the folder that it writes and that other processes may write."""
 
 
-def build_parser() -> argparse.ArgumentParser:
+def build_parser(prog: str = "python -m trainer") -> argparse.ArgumentParser:
     """Return the parser of all commands."""
-    parser = ArgumentParser(
-        prog="python -m trainer", description="Train a model on a dataset.", renamed=_RENAMED
-    )
+    parser = ArgumentParser(prog=prog, description="Train a model on a dataset.", renamed=_RENAMED)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     run = commands.add_parser("train", help="train a job on a dataset")
     run.add_argument("job", type=path_or_url, help="job file, or its URL")
