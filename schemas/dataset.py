@@ -39,6 +39,7 @@ from schemas.layout import (
     SCHEMA,
     SEGMENTS,
     TOMBSTONES_SCHEMA,
+    TRAIN,
     access_path,
     edges_path,
     index_path,
@@ -305,8 +306,10 @@ class Dataset:
             types.update(segment.manifest.columns)
         return types
 
-    def order(self, batch_samples: int, epochs: int, shuffle: str, seed: int) -> Order:
-        """Return the global order of a run over the training range.
+    def order(
+        self, batch_samples: int, epochs: int, shuffle: str, seed: int, split: str = TRAIN
+    ) -> Order:
+        """Return the global order of a run over a split.
 
         Raises:
             SchemaError: `batch_samples` is not a multiple of the block size.
@@ -320,7 +323,7 @@ class Dataset:
         config = type(self.job.data.oracle.order)(
             shuffle="blocks" if shuffle == "blocks" else "none", seed=seed
         )
-        counts = tuple(len(s.positions("train")) for s in self.segments)
+        counts = tuple(len(s.positions(split)) for s in self.segments)
         keys = tuple(shuffle_key_of(segment.reference) for segment in self.segments)
         return Order(counts, batch_samples // block, epochs, config, keys)
 

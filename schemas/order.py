@@ -124,6 +124,17 @@ class Order:
         return Step(train_step, epoch, segment, order[start : start + self.blocks_per_batch])
 
 
+def blocks_of_rank(num_blocks: int, rank: int, world_size: int) -> slice:
+    """Return the blocks of a batch that belong to a rank; sizes differ by one block at most.
+
+    Example:
+        >>> [blocks_of_rank(2, rank, 3) for rank in range(3)]
+        [slice(0, 1, None), slice(1, 2, None), slice(2, 2, None)]
+    """
+    start, end = (-(-num_blocks * r // world_size) for r in (rank, rank + 1))
+    return slice(start, end)
+
+
 @lru_cache(maxsize=16)
 def block_order(
     config: OrderConfig, epoch: int, shuffle_key: int, num_blocks: int

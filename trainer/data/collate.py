@@ -40,8 +40,9 @@ class Batch:
         dense: (B, num_dense), in schema order, nulls as 0.
         sparse: rows of tables, a key per sparse feature in schema order; deduplicated: one bag per
             unique tuple and inverse indices; expanded: one bag per sample.
-        lookups: by table, the distinct rows of the step and the vectors that read them.
-        groups: by dedup group, its inverse; empty if expanded.
+        lookups: by table, the distinct rows of the step and the vectors that read them; empty if
+            not requested.
+        groups: by dedup group, its inverse; empty if expanded or without look-ups.
         group_of: by sparse feature, its dedup group or None.
         shared: features that samples share; None if not requested or nothing is deduplicated.
         kept: by column of `BatchSpec.kept`, (B,) int64: keys and times of samples.
@@ -113,6 +114,7 @@ def collate(
     *,
     expanded: bool,
     find_shared: bool = False,
+    lookups: bool = True,
     transpose: Transpose = transpose,
 ) -> Batch:
     """Return the batch of some blocks.
@@ -122,7 +124,9 @@ def collate(
         step: blocks of the batch.
         ranges: the blocks, in batch order.
         expanded: one bag per sample instead of one per unique tuple.
-        find_shared: set `Batch.shared`.
+        find_shared: set `Batch.shared`; needs `lookups`.
+        lookups: set `Batch.lookups` and `Batch.groups`, for our collections; they take most of the
+            time (presage/README.md).
         transpose: sorts look-ups.
     """
     inverse = {group: _concat_inverse(ranges, group) for group in spec.groups}
@@ -137,8 +141,10 @@ def collate(
     groups = {
         group: inverse_of(indices, num_unique, transpose)
         for group, (indices, num_unique) in inverse.items()
+        if lookups
     }
-    layout = vector_layout(owner, _num_tuples(groups), len(labels))
+    num_tuples = {group: num_unique for group, (_, num_unique) in inverse.items()}
+    layout = vector_layout(owner, num_tuples, len(labels))
     dense = torch.from_numpy(_concat(ranges, lambda r: r.dense))
     batch = Batch(
         step=step,
@@ -157,6 +163,7 @@ def collate(
                 transpose=transpose,
             )
             for table, features in features_of_tables(spec).items()
+            if lookups
         },
         groups=groups,
         group_of=owner,
@@ -164,8 +171,9 @@ def collate(
         kept={name: _concat(ranges, lambda r, n=name: r.kept[n]) for name in spec.kept},
     )
     flat_weights = _flat_weights(spec.sparse, bags, weights, spec.dtype)
-    sparse = _reader_kjt(bags, flat_weights, groups, owner, len(labels))
-    sparse.batch = batch
+    indices_of = {group: indices for group, (indices, _) in inverse.items()}
+    sparse = _reader_kjt(bags, flat_weights, indices_of, owner, len(labels))
+    sparse.batch = batch if lookups else None
     return replace(batch, sparse=sparse)
 
 
@@ -239,7 +247,7 @@ def _expand(
 def _reader_kjt(
     bags: Mapping[str, Jagged],
     weights: Array | None,
-    groups: Mapping[str, Inverse],
+    inverse: Mapping[str, NDArray[np.int64]],
     owner: Mapping[str, str | None],
     num_samples: int,
 ) -> ReaderKeyedJaggedTensor:
@@ -248,7 +256,7 @@ def _reader_kjt(
     lengths = np.concatenate([b.lengths for b in bags.values()])
     offsets = torch.from_numpy(offsets_of(lengths))
     weight_tensor = None if weights is None else torch.from_numpy(weights)
-    if not groups:
+    if not inverse:
         return ReaderKeyedJaggedTensor(
             keys,
             values,
@@ -257,10 +265,8 @@ def _reader_kjt(
             offsets=offsets,
             stride=num_samples,
         )
-    identity = torch.arange(num_samples)
-    inverse = torch.stack(
-        [identity if (g := owner[f]) is None else groups[g].indices for f in keys]
-    )
+    identity = np.arange(num_samples)
+    indices = np.stack([identity if (g := owner[f]) is None else inverse[g] for f in keys])
     return ReaderKeyedJaggedTensor(
         keys,
         values,
@@ -268,7 +274,7 @@ def _reader_kjt(
         lengths=torch.from_numpy(lengths),
         offsets=offsets,
         stride_per_key_per_rank=[[b.num_rows] for b in bags.values()],
-        inverse_indices=(keys, inverse),
+        inverse_indices=(keys, torch.from_numpy(indices)),
     )
 
 

@@ -198,6 +198,32 @@ class RowGroup:
         return sum(x.nbytes for x in [*flat, *bags])
 
 
+def padding_row_group(spec: BatchSpec, num_samples: int) -> RowGroup:
+    """Return one block of samples with weight 0, label 0, no look-ups and dense features 0.
+
+    Args:
+        spec: columns of the samples.
+        num_samples: of the block; they share one tuple of each group. None without samples.
+    """
+    num_unique = min(num_samples, 1)
+    zeros = np.zeros(num_samples, spec.dtype)
+    bags = {f: num_unique if f in spec.owner else num_samples for f in spec.sparse}
+    return RowGroup(
+        sample_offsets=np.array([0, num_samples]),
+        unique_offsets={group: np.array([0, num_unique]) for group in spec.groups},
+        labels=zeros,
+        weights=zeros,
+        dense=np.zeros((num_samples, len(spec.dense)), spec.dtype),
+        kept={name: np.zeros(num_samples, np.int64) for name in spec.kept},
+        inverse={group: np.zeros(num_samples, np.int64) for group in spec.groups},
+        sparse={
+            f: Jagged(np.empty(0, np.int64), np.zeros(count + 1, np.int64))
+            for f, count in bags.items()
+        },
+        per_sample_weights={f: np.empty(0, spec.dtype) for f in spec.weighted},
+    )
+
+
 ReadTable = Callable[[str, list[str]], pa.Table]
 """(`samples` or a group, columns) to the row group's columns."""
 

@@ -22,9 +22,9 @@ from schemas.dataset import Dataset, Segment, missing_column_defaults, read_with
 from schemas.files import CheckedFile
 from schemas.group_files import read_group
 from schemas.layout import DATA_DIRECTORIES, EVALUATION, TRAIN, part_name, samples_path
-from schemas.order import Order, Step
+from schemas.order import Order, Step, blocks_of_rank
 from trainer.data.collate import Batch, BlockRange, Microbatches, collate, make_microbatches
-from trainer.data.decode import SAMPLES, BatchSpec, BlockCounts, RowGroup, decode
+from trainer.data.decode import SAMPLES, BatchSpec, BlockCounts, RowGroup, decode, padding_row_group
 from trainer.data.lookup import Transpose, transpose
 
 CACHE_BYTES = 512 << 20
@@ -45,7 +45,7 @@ class _BlockIndex:
         self.file = segment.column("file")
         self.row_group = segment.column("row_group")
         self._blocks = segment.block_ids
-        self._samples = segment.column("num_samples")
+        self.num_samples = segment.column("num_samples")
         self._uniques = {group: segment.num_unique(group) for group in groups}
         keys = self.file << 32 | self.row_group
         self._order = np.lexsort((self._blocks, keys))
@@ -61,7 +61,7 @@ class _BlockIndex:
         positions = self._order[start:end]
         return BlockCounts(
             blocks=self._blocks[positions],
-            samples=self._samples[positions],
+            samples=self.num_samples[positions],
             uniques={group: counts[positions] for group, counts in self._uniques.items()},
         )
 
@@ -75,20 +75,26 @@ class Reader:
         order: Order,
         spec: BatchSpec,
         *,
+        split: str = TRAIN,
         expanded: bool = False,
         find_shared: bool = False,
+        lookups: bool = True,
         transpose: Transpose = transpose,
     ) -> None:
         """Index the blocks of all segments; no data file is opened.
 
         Args:
             dataset: open dataset.
-            order: global order of the run.
+            order: global order over the split.
             spec: columns of a batch.
+            split: which blocks `order` orders.
             expanded: undo the deduplication, for comparison.
             find_shared: set `Batch.shared`, for models that compute shared features once.
+            lookups: set `Batch.lookups` and `Batch.groups`.
             transpose: sorts look-ups.
         """
+        self._split = split
+        self._lookups = lookups
         self._transpose = transpose
         self._spec = spec
         self._order = order
@@ -106,11 +112,45 @@ class Reader:
         Raises:
             SchemaError: a file is missing, its checksum differs, or its content does not fit.
         """
+        return self.read_rank(train_step, 0, 1)
+
+    def read_rank(self, train_step: int, rank: int, world_size: int, num_padding: int = 0) -> Batch:
+        """Return the samples of a step that belong to a rank, none if it has no block.
+
+        Args:
+            train_step: position in the run.
+            rank: of the process, from 0.
+            world_size: number of ranks.
+            num_padding: samples of weight 0 to append.
+
+        Raises:
+            SchemaError: a file is missing, its checksum differs, or its content does not fit.
+        """
         step = self._order.step(train_step)
-        train = self._segments[step.segment].segment.positions(TRAIN)
-        batch = self._assemble(step, train[step.positions])
+        positions = self._positions(step)
+        chosen = positions[blocks_of_rank(len(positions), rank, world_size)]
+        batch = self._assemble(step, chosen, num_padding)
         self._fetch_ahead(train_step + 1)
         return batch
+
+    def samples_per_rank(self, train_step: int, world_size: int) -> list[int]:
+        """Return the number of samples of each rank in a step."""
+        step = self._order.step(train_step)
+        counts = self._segments[step.segment].num_samples[self._positions(step)]
+        parts = [blocks_of_rank(len(counts), rank, world_size) for rank in range(world_size)]
+        return [int(counts[part].sum()) for part in parts]
+
+    def total_weight(self, train_step: int) -> float:
+        """Return the sum of the weights of all samples of a step, equal in every rank.
+
+        It decodes the row groups of all blocks, which a rank reads anyway for the steps around.
+        """
+        step = self._order.step(train_step)
+        weights = [
+            row_group.weights[BlockRange(row_group, index, index + 1).samples]
+            for row_group, index in self._stored_blocks(step.segment, self._positions(step))
+        ]
+        return float(np.concatenate(weights).sum(dtype=np.float64))
 
     def read_microbatches(
         self,
@@ -129,9 +169,9 @@ class Reader:
             SchemaError: a file is missing, its checksum differs, or its content does not fit.
         """
         step = self._order.step(train_step)
-        train = self._segments[step.segment].segment.positions(TRAIN)
-        chosen = range(len(step.positions))[run]
-        batches = [self._assemble(step, train[step.positions[i : i + 1]]) for i in chosen]
+        positions = self._positions(step)
+        chosen = range(len(positions))[run]
+        batches = [self._assemble(step, positions[i : i + 1]) for i in chosen]
         self._fetch_ahead(train_step + 1)
         return make_microbatches(step, chosen.start, batches, rows, self._transpose)
 
@@ -147,27 +187,38 @@ class Reader:
 
     def blocks_of(self, step: Step) -> NDArray[np.int64]:
         """Return the ids of a training step's blocks, in batch order."""
-        segment = self._segments[step.segment].segment
-        return segment.block_ids[segment.positions(TRAIN)[step.positions]]
+        return self._segments[step.segment].segment.block_ids[self._positions(step)]
 
-    def _assemble(self, step: Step, positions: NDArray[np.int64]) -> Batch:
-        blocks = self._segments[step.segment]
-        ranges: list[BlockRange] = []
+    def _positions(self, step: Step) -> NDArray[np.int64]:
+        """Return the positions of a step's blocks among all blocks of their segment."""
+        return self._segments[step.segment].segment.positions(self._split)[step.positions]
+
+    def _stored_blocks(
+        self, segment: int, positions: NDArray[np.int64]
+    ) -> Iterator[tuple[RowGroup, int]]:
+        """Yield the row group of each block, and the block's index in it."""
+        blocks = self._segments[segment]
         for position in positions.tolist():
-            row_group = self._row_group(
-                step.segment, int(blocks.file[position]), int(blocks.row_group[position])
-            )
+            file, row_group = int(blocks.file[position]), int(blocks.row_group[position])
             index = int(blocks.index_in_row_group[position])
+            yield self._row_group(segment, file, row_group), index
+
+    def _assemble(self, step: Step, positions: NDArray[np.int64], num_padding: int = 0) -> Batch:
+        ranges: list[BlockRange] = []
+        for row_group, index in self._stored_blocks(step.segment, positions):
             if ranges and ranges[-1].row_group is row_group and ranges[-1].end == index:
                 ranges[-1] = BlockRange(row_group, ranges[-1].start, index + 1)
             else:
                 ranges.append(BlockRange(row_group, index, index + 1))
+        if num_padding or not ranges:
+            ranges.append(BlockRange(padding_row_group(self._spec, num_padding), 0, 1))
         return collate(
             self._spec,
             step,
             ranges,
             expanded=self._expanded,
             find_shared=self._find_shared,
+            lookups=self._lookups,
             transpose=self._transpose,
         )
 
@@ -205,7 +256,7 @@ class Reader:
         for train_step in range(first_step, min(first_step + AHEAD_STEPS, self._order.num_steps)):
             step = self._order.step(train_step)
             blocks = self._segments[step.segment]
-            for position in blocks.segment.positions(TRAIN)[step.positions].tolist():
+            for position in self._positions(step).tolist():
                 key = (step.segment, int(blocks.file[position]), int(blocks.row_group[position]))
                 if key not in self._decoded:
                     ahead[key] = None

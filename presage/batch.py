@@ -1,0 +1,97 @@
+"""The batch of `DataLoader`: tensors under the names that TorchRec's models and pipelines read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+from torchrec.streamable import Pipelineable
+
+from trainer.data.collate import Batch as CollatedBatch
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batch(Pipelineable):
+    """The samples of one step that belong to one rank.
+
+    Attributes:
+        dense_features: (B, num_dense), in schema order, nulls as 0.
+        sparse_features: rows of tables, a key per sparse feature in schema order; deduplicated: one
+            bag per unique tuple and inverse indices; otherwise one bag per sample.
+        labels: (B,).
+        weights: (B,), ones if samples have no weight; 0 for padding and for deleted samples.
+        kept: by column, (B,) int64 that are equal iff its values are; times in microseconds.
+        num_padding: samples at the end that only make ranks equal.
+        global_weight: sum of the weights of this step over all ranks, or 1 if it is 0.
+        epoch: pass over the split, from 0.
+        step: step within the epoch, from 0.
+    """
+
+    dense_features: torch.Tensor
+    sparse_features: KeyedJaggedTensor
+    labels: torch.Tensor
+    weights: torch.Tensor
+    kept: Mapping[str, torch.Tensor]
+    num_padding: int
+    global_weight: float
+    epoch: int
+    step: int
+
+    @property
+    def num_samples(self) -> int:
+        """Samples without padding."""
+        return len(self.labels) - self.num_padding
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> Batch:
+        """Return the batch on a device; the KeyedJaggedTensor itself if it is there already.
+
+        Another KeyedJaggedTensor has lost the look-ups of `DataLoader(lookups=True)`.
+        """
+        device, sparse = torch.device(device), self.sparse_features
+        if sparse.device() != device:
+            sparse = sparse.to(device, non_blocking)
+        return self._replace(lambda tensor: tensor.to(device, non_blocking=non_blocking), sparse)
+
+    def pin_memory(self) -> Batch:
+        """Return the batch in page-locked memory, for copies to a GPU that do not block."""
+        return self._replace(torch.Tensor.pin_memory, self.sparse_features.pin_memory())
+
+    def record_stream(self, stream: torch.Stream) -> None:
+        """Keep the memory of all tensors until the work queued on a stream is done."""
+        sparse = self.sparse_features
+        inverse = sparse.inverse_indices_or_none()  # TorchRec's record_stream leaves it out
+        tensors = [self.dense_features, self.labels, self.weights, *self.kept.values()]
+        for tensor in tensors if inverse is None else [*tensors, inverse[1]]:
+            tensor.record_stream(stream)
+        sparse.record_stream(stream)  # type: ignore[arg-type]  # any stream, as its base class says
+
+    def _replace(
+        self, function: Callable[[torch.Tensor], torch.Tensor], sparse: KeyedJaggedTensor
+    ) -> Batch:
+        return replace(
+            self,
+            dense_features=function(self.dense_features),
+            sparse_features=sparse,
+            labels=function(self.labels),
+            weights=function(self.weights),
+            kept={name: function(values) for name, values in self.kept.items()},
+        )
+
+
+def batch_of(
+    collated: CollatedBatch, *, num_padding: int, total_weight: float, epoch: int, step: int
+) -> Batch:
+    """Return what training loops need of a batch of the reader."""
+    return Batch(
+        dense_features=collated.dense,
+        sparse_features=collated.sparse,
+        labels=collated.labels,
+        weights=collated.weights,
+        kept={name: torch.from_numpy(values) for name, values in collated.kept.items()},
+        num_padding=num_padding,
+        global_weight=total_weight or 1.0,
+        epoch=epoch,
+        step=step,
+    )

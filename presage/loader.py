@@ -1,0 +1,370 @@
+"""Batches of a dataset for any training loop, with a state and a share for each rank."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
+
+from torch.utils.data import IterableDataset, get_worker_info
+
+from presage.batch import Batch, batch_of
+from schemas.config.job import load_job
+from schemas.dataset import Dataset, open_dataset
+from schemas.errors import SchemaError, check_at_least, suggest_name
+from schemas.layout import EVALUATION, TRAIN
+from schemas.order import Order
+from schemas.storage import Location
+from schemas.versions import Versions
+from trainer.components import order_of
+from trainer.data.decode import BatchSpec, spec_of
+from trainer.data.lookup import transpose
+from trainer.data.reader import Reader, prefetch
+from trainer.embedding.kernels.compiled import kernels_of
+from trainer.follow import check_continues
+from trainer.metrics import columns_of
+
+AnyDataset = Dataset | Path | Location | str
+
+
+class DataLoader(IterableDataset[Batch]):
+    """The batches of all epochs, in an order that depends on the arguments alone.
+
+    One iteration is the whole run: `epochs` passes over the training split, or one over the
+    evaluation split. It starts at the beginning, or after the batch of a loaded state. The order
+    does not depend on ranks or worker processes.
+
+    Example:
+        >>> loader = DataLoader("demo/dataset", batch_samples=4096)  # doctest: +SKIP
+        >>> for batch in loader:  # doctest: +SKIP
+        ...     logits = model(batch.dense_features, batch.sparse_features)
+    """
+
+    def __init__(
+        self,
+        dataset: AnyDataset,
+        *,
+        batch_samples: int,
+        epochs: int = 1,
+        shuffle: bool = False,
+        seed: int = 0,
+        split: Literal["train", "evaluation"] = "train",
+        rank: int = 0,
+        world_size: int = 1,
+        equal_batches: bool = False,
+        deduplicated: bool = True,
+        features: Sequence[str] | None = None,
+        keep: Sequence[str] | None = None,
+        dtype: Literal["float32", "float64"] = "float32",
+        lookups: bool = False,
+        follow: bool = False,
+        read_ahead: int = 2,
+    ) -> None:
+        """Open the dataset; no data file is read yet.
+
+        Args:
+            dataset: path or URL, or an open dataset, whose segments may be selected.
+            batch_samples: of a global batch, for all ranks; a multiple of the block size.
+            epochs: passes over the training split.
+            shuffle: permute the blocks of each segment in every epoch.
+            seed: of the permutation.
+            split: `evaluation` is passed once, in stored order.
+            rank: of this process; it gets its blocks of every global batch.
+            world_size: number of ranks.
+            equal_batches: append samples of weight 0, so that all ranks get equally many.
+            deduplicated: one bag per unique tuple and inverse indices, or one bag per sample.
+            features: sparse and dense features to read; None for all.
+            keep: columns of `Batch.kept`; None for the keys of sessions and users, and times.
+            dtype: of labels, weights and dense features.
+            lookups: prepare the look-ups of `trainer.embedding.collections` in the reading thread.
+            follow: wait for further segments until the dataset is sealed.
+            read_ahead: batches that a thread reads ahead of the loop.
+
+        Raises:
+            ValueError: an argument is out of range.
+            SchemaError: the dataset is invalid or empty, or lacks a column.
+        """
+        self.epochs, self.rank, self.world_size = epochs, rank, world_size
+        self.batch_samples, self.shuffle, self.seed = batch_samples, shuffle, seed
+        self.split, self.follow, self.read_ahead = split, follow, read_ahead
+        self._equal_batches, self._lookups = equal_batches, lookups
+        self._deduplicated = deduplicated
+        self._check_arguments()
+        self._dataset = dataset if isinstance(dataset, Dataset) else open_dataset(dataset)
+        self._spec = _spec_of(self._dataset, dtype, features, keep)
+        self._order = self._order_of(self._dataset)
+        self._check_dataset()
+        self._start = 0
+        """First step of the next iteration."""
+        self._last = -1
+        """Step of the last batch that this process delivered."""
+
+    @classmethod
+    def from_job(
+        cls,
+        job: Path | Location | str,
+        dataset: AnyDataset,
+        *,
+        split: Literal["train", "evaluation"] = "train",
+        **options: Any,
+    ) -> DataLoader:
+        """Return a loader with the batch size, the epochs, the order and the type of a job.
+
+        Args:
+            job: job file.
+            dataset: built with the job's tables.
+            split: `evaluation` is passed once, in stored order.
+            options: further arguments of the constructor.
+        """
+        config, opened = load_job(job), dataset
+        if not isinstance(opened, Dataset):
+            opened = open_dataset(opened)
+        order = order_of(config, opened)
+        if split == TRAIN:
+            shuffle = order.config.shuffle == "blocks"
+            options = {"epochs": order.epochs, "shuffle": shuffle, **options}
+        return cls(
+            opened,
+            split=split,
+            **{
+                "batch_samples": config.train.batch_samples,
+                "seed": order.config.seed,
+                "dtype": config.train.dtype,
+                **options,
+            },
+        )
+
+    def __len__(self) -> int:
+        """Return the number of steps of an iteration that starts at the beginning."""
+        if self.follow:
+            raise TypeError("a DataLoader that follows a dataset has no length")
+        return self._order.num_steps
+
+    def __iter__(self) -> Iterator[Batch]:
+        """Yield the batches of this rank; in a worker process, every n-th of them.
+
+        Raises:
+            SchemaError: a file is missing, its checksum differs, or its content does not fit.
+        """
+        worker, num_workers = _worker()
+        first, self._start = self._start + worker, 0
+        self._last = first - num_workers
+        return self._batches(first, num_workers)
+
+    # ---- State ----
+    #
+    # A state is the epoch and step of the last batch that was delivered, equal in all ranks, and
+    # what the order depends on. Workers deliver every n-th batch, and the state of each of them
+    # belongs to that worker; without the mark of a worker it is the state of the whole loader.
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return where the loop is: after the last batch that this process got from the loader.
+
+        With worker processes, or with batches in flight in a pipeline, use `state_after`.
+        """
+        worker, num_workers = _worker()
+        mark = {"worker": worker, "num_workers": num_workers} if num_workers > 1 else {}
+        return {**self._position_of(self._last), **self._identity(), **mark}
+
+    def state_after(self, batch: Batch) -> dict[str, Any]:
+        """Return the state of a loop that has trained a batch of this loader."""
+        return {"epoch": batch.epoch, "step": batch.step, **self._identity()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Start the next iteration after the batch of a state, of any rank and world size.
+
+        Raises:
+            SchemaError: the state is of another order, or of other worker processes.
+        """
+        self._check_state(state)
+        stride, worker = state.get("num_workers", 1), state.get("worker", 0)
+        self._last = state["epoch"] * self._order.steps_per_epoch + state["step"]
+        self._start = self._last + stride - worker
+
+    def _position_of(self, train_step: int) -> dict[str, int]:
+        if train_step < 0:  # before the first batch
+            return {"epoch": 0, "step": train_step}
+        epoch, step = divmod(train_step, self._order.steps_per_epoch)
+        return {"epoch": epoch, "step": step}
+
+    def _identity(self) -> dict[str, Any]:
+        num_segments = len(self._dataset.segments)
+        return {
+            "split": self.split,
+            "batch_samples": self.batch_samples,
+            "shuffle": self.shuffle,
+            "seed": self.seed if self.shuffle else 0,
+            "num_segments": num_segments,
+            "segments_sha256": _hash_segments(self._dataset, num_segments),
+        }
+
+    def _check_state(self, state: dict[str, Any]) -> None:
+        expected = self._identity()
+        missing = [name for name in ("epoch", "step", *expected) if name not in state]
+        if missing:
+            raise SchemaError(
+                f"state must be that of a DataLoader, got one without {', '.join(missing)}; pass "
+                "what its state_dict() returned"
+            )
+        count = state["num_segments"]
+        if state["epoch"] == 0 and count < expected["num_segments"]:
+            # Steps of the first epoch do not change when segments are appended.
+            expected["num_segments"] = count
+            expected["segments_sha256"] = _hash_segments(self._dataset, count)
+        different = [name for name, value in expected.items() if state[name] != value]
+        if different:
+            theirs = ", ".join(f"{name}={state[name]}" for name in different)
+            ours = ", ".join(f"{name}={expected[name]}" for name in different)
+            raise SchemaError(
+                f"state is of another order of batches: {theirs}, but the loader has {ours}; make "
+                f"the loader with the same arguments on the same segments",
+                file=str(self._dataset.directory),
+            )
+        if state["epoch"] >= self.epochs:
+            raise SchemaError(
+                f"state is in epoch {state['epoch']}, counted from 0, but epochs={self.epochs}; "
+                "raise epochs"
+            )
+        mine, theirs = _worker(), (state.get("worker", 0), state.get("num_workers", 1))
+        if theirs[1] > 1 and mine != theirs:
+            raise SchemaError(
+                f"state is of worker process {theirs[0]} of {theirs[1]}, and this is "
+                f"{mine[0]} of {mine[1]}; load it by a StatefulDataLoader with "
+                f"num_workers={theirs[1]}"
+            )
+
+    # ---- Reading ----
+
+    def _batches(self, first: int, stride: int) -> Iterator[Batch]:
+        train_step = first
+        while True:
+            end = self._end_step()
+            reader = self._reader()
+
+            def read(train_step: int, reader: Reader = reader) -> Batch:
+                return self._read(reader, train_step)
+
+            steps = range(train_step, end, stride)
+            with closing(prefetch(read, steps, self.read_ahead)) as batches:
+                for step, batch in zip(steps, batches, strict=True):
+                    self._last = step
+                    yield batch
+            train_step += len(steps) * stride
+            if not self._may_grow():
+                return
+            self._wait_for_segments()
+
+    def _read(self, reader: Reader, train_step: int) -> Batch:
+        num_padding = 0
+        if self._equal_batches:
+            counts = reader.samples_per_rank(train_step, self.world_size)
+            num_padding = max(counts) - counts[self.rank]
+        return batch_of(
+            reader.read_rank(train_step, self.rank, self.world_size, num_padding),
+            num_padding=num_padding,
+            total_weight=reader.total_weight(train_step),
+            **self._position_of(train_step),
+        )
+
+    def _reader(self) -> Reader:
+        return Reader(
+            self._dataset,
+            self._order,
+            self._spec,
+            split=self.split,
+            expanded=not self._deduplicated,
+            lookups=self._lookups,
+            transpose=kernels_of("compiled").transpose if self._lookups else transpose,
+        )
+
+    def _order_of(self, dataset: Dataset) -> Order:
+        shuffle = "blocks" if self.shuffle else "none"
+        return dataset.order(self.batch_samples, self.epochs, shuffle, self.seed, self.split)
+
+    def _may_grow(self) -> bool:
+        return self.follow and not self._dataset.manifest.finished
+
+    def _end_step(self) -> int:
+        """Return one after the last known step; later epochs follow the last segment."""
+        return self._order.steps_per_epoch if self._may_grow() else self._order.num_steps
+
+    def _wait_for_segments(self) -> None:
+        """Open the next version of the dataset, and wait until there is one."""
+        old, versions = self._dataset, Versions(self._dataset.directory)
+        poll_sec = old.job.train.follow.poll.total_seconds()
+        number = versions.newest_number()
+        while (new := open_dataset(old.directory)).manifest == old.manifest:
+            while versions.newest_number() == number:
+                time.sleep(poll_sec)
+            number = versions.newest_number()
+        check_continues(old.manifest, new.manifest, old.directory)
+        self._dataset, self._order = new, self._order_of(new)
+
+    # ---- Checks ----
+
+    def _check_arguments(self) -> None:
+        check_at_least(self, 1, "batch_samples", "epochs", "world_size", "read_ahead")
+        if not 0 <= self.rank < self.world_size:
+            raise ValueError(
+                f"rank must be in [0, {self.world_size}), got {self.rank}; pass world_size, too"
+            )
+        if self.split not in (TRAIN, EVALUATION):
+            raise ValueError(f"split must be {TRAIN!r} or {EVALUATION!r}, got {self.split!r}")
+        if self.split == EVALUATION and (self.epochs > 1 or self.shuffle or self.follow):
+            raise ValueError(
+                "the evaluation split is passed once, in stored order; leave out epochs, shuffle "
+                "and follow"
+            )
+
+    def _check_dataset(self) -> None:
+        file = str(self._dataset.directory)
+        if self.follow and self._dataset.unselected:
+            raise SchemaError("a selection of segments cannot be followed", file=file)
+        if self._order.num_steps == 0 and not self._may_grow():
+            raise SchemaError(
+                f"dataset has no samples in its {self.split} split; change "
+                "data.split.evaluation_from, and build it again",
+                file=file,
+            )
+
+
+def _spec_of(
+    dataset: Dataset, dtype: str, features: Sequence[str] | None, keep: Sequence[str] | None
+) -> BatchSpec:
+    """Return the columns of a batch: the chosen features and the kept columns."""
+    if keep is None:
+        columns = columns_of(dataset, dataset.job.train).kept
+        keep = [name for name in columns if name in dataset.features]
+    spec = spec_of(dataset, dtype, tuple(keep))
+    if features is None:
+        return spec
+    for name in features:
+        if name not in (*spec.sparse, *spec.dense):
+            advice = suggest_name(name, (*spec.sparse, *spec.dense))
+            raise SchemaError(f"no sparse or dense feature is called {name!r}; {advice}")
+    sparse = tuple(f for f in spec.sparse if f in features)
+    if not sparse:
+        advice = f"add one of {', '.join(spec.sparse)}"
+        raise SchemaError(f"features must include a sparse feature; {advice}")
+    return replace(
+        spec,
+        sparse=sparse,
+        dense=tuple(f for f in spec.dense if f in features),
+        weighted=tuple(f for f in spec.weighted if f in features),
+    )
+
+
+def _worker() -> tuple[int, int]:
+    """Return the index of this worker process and their number; 0 and 1 in the main process."""
+    info = get_worker_info()
+    return (0, 1) if info is None else (info.id, info.num_workers)
+
+
+def _hash_segments(dataset: Dataset, count: int) -> str:
+    """Return a hash of the first segments, on which the order of batches depends."""
+    hashes = [segment.reference.manifest_sha256 for segment in dataset.segments[:count]]
+    return hashlib.sha256(" ".join(hashes).encode()).hexdigest()
