@@ -440,15 +440,22 @@ def test_following_waits_for_segments_and_then_for_the_next_epoch(tmp_path: Path
         )
 
 
-def test_prepared_lookups_are_used_by_our_collections(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("equal_batches", [False, True])
+@pytest.mark.parametrize("rank", [0, 4])
+def test_prepared_lookups_are_used_by_our_collections(
+    rank: int, equal_batches: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pooled: list[torch.Tensor] = []
+    options = {"world_size": 5, "dtype": "float32", "equal_batches": equal_batches}
     for lookups in (False, True):
         collection = EmbeddingBagCollection(job_tables())
-        batch = next(iter(loader(dtype="float32", lookups=lookups))).to("cpu")
+        batch = next(iter(loader(rank=rank, lookups=lookups, **options))).to("cpu")
+        assert len(batch.labels) == (16 if rank == 0 or equal_batches else 0)
         with monkeypatch.context() as patch:
             if lookups:
                 patch.setattr("trainer.data.collate.table_lookup", None)  # must not be called
             pooled.append(collection(batch.sparse_features).values())
+        pooled[-1].sum().backward()
     torch.testing.assert_close(pooled[0], pooled[1])
 
 
