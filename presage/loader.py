@@ -203,14 +203,27 @@ class DataLoader(IterableDataset[Batch]):
         }
 
     def _check_state(self, state: dict[str, Any]) -> None:
-        expected = self._identity()
-        missing = [name for name in ("epoch", "step", *expected) if name not in state]
+        missing = [name for name in ("epoch", "step", *self._identity()) if name not in state]
         if missing:
             raise SchemaError(
                 f"state must be that of a DataLoader, got one without {', '.join(missing)}; pass "
                 "what its state_dict() returned"
             )
-        count = state["num_segments"]
+        self._check_order(state)
+        if state["epoch"] >= self.epochs:
+            raise SchemaError(
+                f"state is in epoch {state['epoch']}, counted from 0, but epochs={self.epochs}; "
+                "raise epochs"
+            )
+        worker, num_workers = state.get("worker", 0), state.get("num_workers", 1)
+        if num_workers > 1 and (worker, num_workers) != _worker():
+            raise SchemaError(
+                f"state is of worker process {worker} of {num_workers}; load it by a "
+                f"StatefulDataLoader with num_workers={num_workers}"
+            )
+
+    def _check_order(self, state: dict[str, Any]) -> None:
+        expected, count = self._identity(), state["num_segments"]
         if state["epoch"] == 0 and count < expected["num_segments"]:
             # Steps of the first epoch do not change when segments are appended.
             expected["num_segments"] = count
@@ -221,20 +234,8 @@ class DataLoader(IterableDataset[Batch]):
             ours = ", ".join(f"{name}={expected[name]}" for name in different)
             raise SchemaError(
                 f"state is of another order of batches: {theirs}, but the loader has {ours}; make "
-                f"the loader with the same arguments on the same segments",
+                "the loader with the same arguments on the same segments",
                 file=str(self._dataset.directory),
-            )
-        if state["epoch"] >= self.epochs:
-            raise SchemaError(
-                f"state is in epoch {state['epoch']}, counted from 0, but epochs={self.epochs}; "
-                "raise epochs"
-            )
-        mine, theirs = _worker(), (state.get("worker", 0), state.get("num_workers", 1))
-        if theirs[1] > 1 and mine != theirs:
-            raise SchemaError(
-                f"state is of worker process {theirs[0]} of {theirs[1]}, and this is "
-                f"{mine[0]} of {mine[1]}; load it by a StatefulDataLoader with "
-                f"num_workers={theirs[1]}"
             )
 
     # ---- Reading ----
