@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import numpy as np
 import pyarrow as pa
@@ -188,6 +189,12 @@ class RowGroup:
         weights = self.weights.copy()
         weights[rows] = 0
         return replace(self, weights=weights)
+
+    @property
+    def block_weights(self) -> NDArray[np.float64]:
+        """Sum of the weights of each block, (num_blocks,)."""
+        ranges = pairwise(self.sample_offsets.tolist())
+        return np.array([self.weights[i:j].sum(dtype=np.float64) for i, j in ranges])
 
     @property
     def num_bytes(self) -> int:

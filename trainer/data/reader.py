@@ -33,6 +33,8 @@ CACHE_BYTES = 512 << 20
 AHEAD_STEPS, AHEAD_ROW_GROUPS = 16, 2
 """Row groups at a store are fetched so many steps before they are read, at most so many at once."""
 
+_RowGroupKey = tuple[int, int, int]
+"""Segment, file and row group."""
 T = TypeVar("T")
 R = TypeVar("R")
 
@@ -103,7 +105,8 @@ class Reader:
         self._segments = [_BlockIndex(s, spec.groups) for s in dataset.segments]
         self._absent = [missing_column_defaults(dataset, s) for s in dataset.segments]
         self._files: dict[tuple[int, str], CheckedFile] = {}
-        self._decoded: OrderedDict[tuple[int, int, int], RowGroup] = OrderedDict()
+        self._decoded: OrderedDict[_RowGroupKey, RowGroup] = OrderedDict()
+        self._block_weights: dict[_RowGroupKey, NDArray[np.float64]] = {}
         self._is_remote = any(s.directory.local is None for s in dataset.segments)
 
     def read(self, train_step: int) -> Batch:
@@ -143,14 +146,15 @@ class Reader:
     def total_weight(self, train_step: int) -> float:
         """Return the sum of the weights of all samples of a step, equal in every rank.
 
-        It decodes the row groups of all blocks, which a rank reads anyway for the steps around.
+        A row group is decoded once for it, if it was not decoded before for samples.
         """
         step = self._order.step(train_step)
-        weights = [
-            row_group.weights[BlockRange(row_group, index, index + 1).samples]
-            for row_group, index in self._stored_blocks(step.segment, self._positions(step))
-        ]
-        return float(np.concatenate(weights).sum(dtype=np.float64))
+        total = 0.0
+        for key, index in self._stored_blocks(step.segment, self._positions(step)):
+            if key not in self._block_weights:
+                self._block_weights[key] = self._row_group(key).block_weights
+            total += float(self._block_weights[key][index])
+        return total
 
     def read_microbatches(
         self,
@@ -195,17 +199,17 @@ class Reader:
 
     def _stored_blocks(
         self, segment: int, positions: NDArray[np.int64]
-    ) -> Iterator[tuple[RowGroup, int]]:
-        """Yield the row group of each block, and the block's index in it."""
+    ) -> Iterator[tuple[_RowGroupKey, int]]:
+        """Yield where each block is stored: its row group, and its index in it."""
         blocks = self._segments[segment]
         for position in positions.tolist():
-            file, row_group = int(blocks.file[position]), int(blocks.row_group[position])
-            index = int(blocks.index_in_row_group[position])
-            yield self._row_group(segment, file, row_group), index
+            key = (segment, int(blocks.file[position]), int(blocks.row_group[position]))
+            yield key, int(blocks.index_in_row_group[position])
 
     def _assemble(self, step: Step, positions: NDArray[np.int64], num_padding: int = 0) -> Batch:
         ranges: list[BlockRange] = []
-        for row_group, index in self._stored_blocks(step.segment, positions):
+        for key, index in self._stored_blocks(step.segment, positions):
+            row_group = self._row_group(key)
             if ranges and ranges[-1].row_group is row_group and ranges[-1].end == index:
                 ranges[-1] = BlockRange(row_group, ranges[-1].start, index + 1)
             else:
@@ -222,8 +226,8 @@ class Reader:
             transpose=self._transpose,
         )
 
-    def _row_group(self, segment: int, file: int, row_group: int) -> RowGroup:
-        key = (segment, file, row_group)
+    def _row_group(self, key: _RowGroupKey) -> RowGroup:
+        segment, file, row_group = key
         if key in self._decoded:
             self._decoded.move_to_end(key)
             return self._decoded[key]
@@ -252,12 +256,10 @@ class Reader:
         """Begin to fetch the next row groups that are not in memory, if files are at a store."""
         if not self._is_remote:
             return
-        ahead: dict[tuple[int, int, int], None] = {}
+        ahead: dict[_RowGroupKey, None] = {}
         for train_step in range(first_step, min(first_step + AHEAD_STEPS, self._order.num_steps)):
             step = self._order.step(train_step)
-            blocks = self._segments[step.segment]
-            for position in self._positions(step).tolist():
-                key = (step.segment, int(blocks.file[position]), int(blocks.row_group[position]))
+            for key, _ in self._stored_blocks(step.segment, self._positions(step)):
                 if key not in self._decoded:
                     ahead[key] = None
             if len(ahead) >= AHEAD_ROW_GROUPS:
