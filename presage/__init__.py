@@ -1,4 +1,4 @@
-"""The front door of Presage: one command over `pipelines`, `trainer` and `scheduler`."""
+"""The front door of Presage: `Dataset`, `DataLoader`, and one command over all packages."""
 
 from __future__ import annotations
 
@@ -6,14 +6,19 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from presage.dataset import Dataset
     from presage.loader import DataLoader
 
-__all__ = ["DataLoader"]
-_MODULES = {"DataLoader": "presage.loader"}
-"""Module of each public class; it is imported when it is first used, since it imports Torch."""
+__all__ = ["DataLoader", "Dataset"]
+_MODULES = {"DataLoader": "presage.loader", "Dataset": "presage.dataset"}
+"""Module of each public class; it is imported when it is first used, since it imports libraries."""
 
 
 def __getattr__(name: str) -> Any:
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(_MODULES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *__all__]

@@ -159,6 +159,16 @@ def live_rows(
     return rows
 
 
+def num_live_samples(segment: Segment, split: str | None = None) -> int:
+    """Return the number of samples of a split, or of all, that are not deleted."""
+    deleted = segment.tombstones.group_by(["block", "sample_index"]).aggregate([])
+    if split is None:
+        return segment.manifest.num_samples - deleted.num_rows
+    positions = segment.positions(split)
+    is_of_split = np.isin(deleted["block"].to_numpy(), segment.block_ids[positions])
+    return int(segment.column("num_samples")[positions].sum() - is_of_split.sum())
+
+
 def _keep(table: pa.Table, rows: NDArray[np.bool_]) -> pa.Table:
     return table if rows.all() else table.take(pa.array(np.flatnonzero(rows)))
 
@@ -173,9 +183,11 @@ def samples_schema(dataset: Dataset, columns: Sequence[str]) -> pa.Schema:
     """Return the Arrow schema of some columns.
 
     Raises:
-        SchemaError: the dataset has no column of a name.
+        SchemaError: the dataset has no column of a name, or no or one column is named twice.
     """
     types = dataset.column_types
+    if not columns or len(set(columns)) < len(columns):
+        raise SchemaError(f"columns must be distinct names, got {list(columns)}; name each once")
     for name in columns:
         if name not in types:
             raise SchemaError(

@@ -37,7 +37,7 @@ from typing import Any
 
 ADDRESS = "PRESAGE_TEST_FORK_SERVER"
 """Environment variable with the directory of the server's socket; unset: nothing is forked."""
-MODULES = ("pipelines", "scheduler", "trainer")
+MODULES = ("pipelines", "presage", "scheduler", "trainer")
 """Packages with a command line; modules of `tests` are forked as well."""
 BEAM_WORKER = "apache_beam.runners.worker.sdk_worker_main"
 _Popen = subprocess.Popen
@@ -47,6 +47,7 @@ PRELOADED = (
     "duckdb",
     "pandas",
     "pipelines.build",
+    "presage.dataset",
     *(f"{module}.__main__" for module in MODULES),
     "trainer.elastic.launcher",
     "trainer.elastic.worker",
