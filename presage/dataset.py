@@ -5,11 +5,10 @@ from __future__ import annotations
 import datetime
 import os
 from collections import Counter
-from collections.abc import Generator, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Generator, Iterable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
@@ -24,8 +23,6 @@ from schemas.storage import Location
 if TYPE_CHECKING:
     import duckdb
     import polars
-
-T = TypeVar("T")
 
 BATCH_SAMPLES = 1 << 16
 """Largest number of samples of a record batch."""
@@ -282,7 +279,7 @@ class Dataset:
     ) -> Generator[pa.RecordBatch]:
         """Yield the samples, one row each, in stored order.
 
-        At most three row groups (64 MiB each before they are expanded) are in memory.
+        At most two row groups are in memory, of 64 MiB before they are expanded.
 
         Args:
             columns: columns to read, in the order of the result; the bytes of others are not read.
@@ -293,7 +290,7 @@ class Dataset:
             SchemaError: the dataset has no column of a name, or a byte has changed.
         """
         names = self._names(columns)
-        for table in _read_ahead(read_columns(self.opened, names, self.split)):
+        for table in read_columns(self.opened, names, self.split):
             yield from table.to_batches(max_chunksize=max_samples)
 
     def to_reader(self, columns: Sequence[str] | None = None) -> pa.RecordBatchReader:
@@ -331,15 +328,6 @@ class Dataset:
         if isinstance(columns, str):
             raise TypeError(f"columns must be a list, got {columns!r}; write [{columns!r}]")
         return column_names(self.opened, model_inputs=False) if columns is None else list(columns)
-
-
-def _read_ahead(items: Iterator[T]) -> Iterator[T]:
-    """Yield items, the next one computed meanwhile in a thread."""
-    with ThreadPoolExecutor(1, "samples") as pool:
-        following = pool.submit(next, items, None)
-        while (item := following.result()) is not None:
-            following = pool.submit(next, items, None)
-            yield item
 
 
 def _import_library(name: str) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
 
 import numpy as np
@@ -21,6 +22,9 @@ from schemas.dataset import (
 from schemas.errors import SchemaError, suggest_name
 from schemas.group_files import OpenFile, read_group
 from schemas.layout import BLOCK, inverse_column, samples_path
+
+_THREADS = 8
+"""Files of a row group that are read at once; a dataset has at most as many groups."""
 
 
 def row_groups(segment: Segment, split: str | None = None) -> list[tuple[int, int]]:
@@ -120,12 +124,17 @@ def read_columns_of_row_group(
             group = data.group_of_column.get(name)
             (own if group is None else members.setdefault(group, [])).append(name)
     inverse = [inverse_column(group) for group in members]
-    samples = open_file(samples_path(file_index)).read_row_group(row_group, [*own, *inverse])
     blocks = blocks_of_row_group(segment, file_index, row_group)
-    found = {name: samples[name] for name in own}
-    for group, names in members.items():
-        table = read_group(open_file, group, file_index, row_group, names)
-        found.update(_take(table, tuples_of_samples(segment, group, blocks, samples)))
+    with ThreadPoolExecutor(_THREADS) as pool:  # a store answers several requests at once
+        tables = {
+            group: pool.submit(read_group, open_file, group, file_index, row_group, names)
+            for group, names in members.items()
+        }
+        samples = open_file(samples_path(file_index)).read_row_group(row_group, [*own, *inverse])
+        found = {name: samples[name] for name in own}
+        for group, table in tables.items():
+            tuples = tuples_of_samples(segment, group, blocks, samples)
+            found.update(_take(table.result(), tuples))
     num_samples = int(segment.column("num_samples")[blocks].sum())
     for name in columns:
         if name in defaults:
