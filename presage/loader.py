@@ -8,11 +8,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from torch.utils.data import IterableDataset, get_worker_info
 
 from presage.batch import Batch, batch_of
+from presage.dataset import Dataset as SelectedDataset
 from schemas.config.job import load_job
 from schemas.dataset import Dataset, open_dataset
 from schemas.errors import SchemaError, check_at_least, suggest_name
@@ -28,7 +29,8 @@ from trainer.embedding.kernels.compiled import kernels_of
 from trainer.follow import check_continues
 from trainer.metrics import columns_of
 
-AnyDataset = Dataset | Path | Location | str
+AnyDataset = SelectedDataset | Dataset | Path | Location | str
+Split = Literal["train", "evaluation"]
 
 
 class DataLoader(IterableDataset[Batch]):
@@ -52,7 +54,7 @@ class DataLoader(IterableDataset[Batch]):
         epochs: int = 1,
         shuffle: bool = False,
         seed: int = 0,
-        split: Literal["train", "evaluation"] = "train",
+        split: Split | None = None,
         rank: int = 0,
         world_size: int = 1,
         equal_batches: bool = False,
@@ -67,12 +69,13 @@ class DataLoader(IterableDataset[Batch]):
         """Open the dataset; no data file is read yet.
 
         Args:
-            dataset: path or URL, or an open dataset, whose segments may be selected.
+            dataset: path or URL, or an open dataset, whose days, segments or split may be selected.
             batch_samples: of a global batch, for all ranks; a multiple of the block size.
             epochs: passes over the training split.
             shuffle: permute the blocks of each segment in every epoch.
             seed: of the permutation.
-            split: `evaluation` is passed once, in stored order.
+            split: `evaluation` is passed once, in stored order. None for the selected split of
+                `presage.Dataset`, or `train`.
             rank: of this process; it gets its blocks of every global batch.
             world_size: number of ranks.
             equal_batches: append samples of weight 0, so that all ranks get equally many.
@@ -90,11 +93,12 @@ class DataLoader(IterableDataset[Batch]):
         """
         self.epochs, self.rank, self.world_size = epochs, rank, world_size
         self.batch_samples, self.shuffle, self.seed = batch_samples, shuffle, seed
-        self.split, self.follow, self.read_ahead = split, follow, read_ahead
+        self._dataset, selected = _open(dataset)
+        self.split = split or selected or TRAIN
+        self.follow, self.read_ahead = follow, read_ahead
         self._equal_batches, self._lookups = equal_batches, lookups
         self._deduplicated = deduplicated
-        self._check_arguments()
-        self._dataset = dataset if isinstance(dataset, Dataset) else open_dataset(dataset)
+        self._check_arguments(selected)
         self._spec = _spec_of(self._dataset, dtype, features, keep)
         self._order = self._order_of(self._dataset)
         self._check_dataset()
@@ -109,7 +113,7 @@ class DataLoader(IterableDataset[Batch]):
         job: Path | Location | str,
         dataset: AnyDataset,
         *,
-        split: Literal["train", "evaluation"] = "train",
+        split: Split | None = None,
         **options: Any,
     ) -> DataLoader:
         """Return a loader with the batch size, the epochs, the order and the type of a job.
@@ -117,13 +121,12 @@ class DataLoader(IterableDataset[Batch]):
         Args:
             job: job file.
             dataset: built with the job's tables.
-            split: `evaluation` is passed once, in stored order.
+            split: as in the constructor.
             options: further arguments of the constructor.
         """
-        config, opened = load_job(job), dataset
-        if not isinstance(opened, Dataset):
-            opened = open_dataset(opened)
+        config, (opened, selected) = load_job(job), _open(dataset)
         order = order_of(config, opened)
+        split = split or selected or TRAIN
         if split == TRAIN:
             shuffle = order.config.shuffle == "blocks"
             options = {"epochs": order.epochs, "shuffle": shuffle, **options}
@@ -307,7 +310,7 @@ class DataLoader(IterableDataset[Batch]):
 
     # ---- Checks ----
 
-    def _check_arguments(self) -> None:
+    def _check_arguments(self, selected: Split | None) -> None:
         check_at_least(self, 1, "batch_samples", "epochs", "world_size", "read_ahead")
         if not 0 <= self.rank < self.world_size:
             raise ValueError(
@@ -315,6 +318,11 @@ class DataLoader(IterableDataset[Batch]):
             )
         if self.split not in (TRAIN, EVALUATION):
             raise ValueError(f"split must be {TRAIN!r} or {EVALUATION!r}, got {self.split!r}")
+        if selected is not None and self.split != selected:
+            raise ValueError(
+                f"split must be {selected!r}, the selected split of the dataset, got "
+                f"{self.split!r}; leave it out"
+            )
         if self.split == EVALUATION and (self.epochs > 1 or self.shuffle or self.follow):
             raise ValueError(
                 "the evaluation split is passed once, in stored order; leave out epochs, shuffle "
@@ -331,6 +339,13 @@ class DataLoader(IterableDataset[Batch]):
                 "data.split.evaluation_from, and build it again",
                 file=file,
             )
+
+
+def _open(dataset: AnyDataset) -> tuple[Dataset, Split | None]:
+    """Return an open dataset and its selected split, if any."""
+    if isinstance(dataset, SelectedDataset):
+        return dataset.opened, cast("Split | None", dataset.split)
+    return (dataset if isinstance(dataset, Dataset) else open_dataset(dataset)), None
 
 
 def _spec_of(

@@ -162,6 +162,18 @@ def test_evaluation_split_is_passed_once_by_all_ranks() -> None:
     assert all(map(torch.equal, labels, (b.labels for b in from_job)))
 
 
+def test_selected_dataset_gives_segments_and_split() -> None:
+    selected = presage.Dataset(small_dataset()).select(segments=[opened().segments[0].id])
+    first = presage.DataLoader(selected, batch_samples=64)
+    assert sum(batch.num_samples for batch in first) == 733
+    evaluation = selected.select(split="evaluation")
+    assert sum(b.num_samples for b in presage.DataLoader(evaluation, batch_samples=64)) == 80
+    job = small_dataset().parent / "job" / JOB
+    assert len(presage.DataLoader.from_job(job, evaluation)) == 2
+    with pytest.raises(ValueError, match="split must be 'evaluation', the selected split"):
+        presage.DataLoader(evaluation, batch_samples=64, split="train")
+
+
 def test_arguments_come_from_a_job() -> None:
     job = small_dataset().parent / "job" / JOB
     from_job = presage.DataLoader.from_job(job, small_dataset(), rank=1, world_size=2)
