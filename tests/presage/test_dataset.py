@@ -245,6 +245,18 @@ def test_head_prints_samples_and_a_batch_with_its_shapes(path: Path) -> None:
     assert not torch.equal(evaluation.labels, head.batch.labels)
 
 
+def test_loader_takes_selected_days(path: Path) -> None:
+    day = presage.Dataset(path, days=[DAYS[1]])
+    found = [
+        time
+        for split in ("train", "evaluation")
+        for batch in presage.DataLoader(day, batch_samples=32, split=split, keep=["time"])
+        for time in batch.kept["time"][batch.weights > 0].tolist()
+    ]
+    times = day.to_arrow(["time"])["time"].cast(pa.int64()).to_pylist()
+    assert sorted(found) == sorted(times)
+
+
 def test_head_without_torch_says_what_to_install(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
