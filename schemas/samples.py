@@ -28,7 +28,10 @@ _THREADS = 8
 
 
 def row_groups(segment: Segment, split: str | None = None) -> list[tuple[int, int]]:
-    """Return the distinct (file, row group) pairs of a segment or split, in training order."""
+    """Return the distinct (file, row group) pairs of a segment or split, in training order.
+
+    A row group has samples of one split.
+    """
     positions = slice(None) if split is None else segment.positions(split)
     files, groups = (segment.column(name)[positions].tolist() for name in ("file", "row_group"))
     return list(dict.fromkeys(zip(files, groups, strict=True)))
@@ -154,16 +157,10 @@ def read_live_row_group(
     return _keep(joined, live_rows(segment, file_index, row_group))
 
 
-def live_rows(
-    segment: Segment, file_index: int, row_group: int, split: str | None = None
-) -> NDArray[np.bool_]:
-    """Return which samples of a row group are of a split, or of any, and not deleted."""
+def live_rows(segment: Segment, file_index: int, row_group: int) -> NDArray[np.bool_]:
+    """Return which samples of a row group are not deleted."""
     blocks = blocks_of_row_group(segment, file_index, row_group)
-    is_live = np.ones(len(blocks), np.bool_)
-    if split is not None:
-        is_live[:] = False
-        is_live[segment.positions(split)] = True
-    rows = np.repeat(is_live[blocks], segment.column("num_samples")[blocks])
+    rows = np.ones(int(segment.column("num_samples")[blocks].sum()), np.bool_)
     rows[segment.deleted_rows(file_index, row_group)] = False
     return rows
 
@@ -238,7 +235,7 @@ def read_columns(
                 last_file, open_file = file_index, cache(partial(segment.file, by_column=True))
             part = (segment, file_index, row_group)
             rows = read_columns_of_row_group(*part, dataset.job.data, columns, defaults, open_file)
-            yield _keep(rows, live_rows(*part, split)).cast(schema)
+            yield _keep(rows, live_rows(*part)).cast(schema)
 
 
 def read_sample_column(
