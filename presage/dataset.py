@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
-from presage.display import Listing, format_bytes
-from presage.head import Head
+from presage.display import Head, Listing, format_bytes
 from schemas import dataset as datasets
 from schemas.errors import SchemaError, pluralize
 from schemas.layout import EVALUATION, TRAIN
