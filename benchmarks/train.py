@@ -11,7 +11,8 @@ computes what depends only on a unique tuple once per tuple. `bound` is TorchRec
 time of its dense part with embeddings of no cost: the upper bound of what a faster embedding can
 gain for an unchanged model. The models are `dlrm`, `dcn`, `deepfm`, `wide_deep` (built of
 TorchRec's modules) and `attention` (our model on both sides, on repeated histories for the peer).
-`reading` trains DLRM from Parquet: `dedup` from our dataset, TorchRec from a plain file.
+`reading` trains DLRM from Parquet: `ours` from our dataset, TorchRec from a plain file;
+`of_memory` is the time of our step over that of the same step on batches in memory.
 `embedding` measures lookups, their backward and the update without a model. Sides alternate, with
 torch's default OMP wait policy, so the machine should be idle; otherwise `--processor` measures the
 CPU time of one thread. `parity` is the largest relative difference of losses in the steps before
