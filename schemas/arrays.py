@@ -66,6 +66,12 @@ class Jagged:
         Args:
             rows: (n,) integers in [0, num_rows).
         """
+        if self.num_rows == len(self.values) and _is_range(self.offsets):  # one value per row
+            return Jagged(self.values[rows], np.arange(len(rows) + 1))
+        kernels = array_kernels()
+        if kernels is not None:
+            flat = (np.ascontiguousarray(a) for a in (self.values, self.offsets))
+            return Jagged(*kernels.take_lists(*flat, np.ascontiguousarray(rows, np.int64)))
         lengths = self.lengths[rows]
         offsets = offsets_of(lengths)
         return Jagged(self.values[ranges(self.offsets[:-1][rows], lengths)], offsets)
@@ -73,6 +79,10 @@ class Jagged:
 
 Column = Array | Jagged
 """One feature of many samples: scalar or list. NaNs with different bits are distinct."""
+
+
+def _is_range(offsets: NDArray[np.int64]) -> bool:
+    return bool(np.array_equal(offsets, np.arange(len(offsets))))
 
 
 def offsets_of(lengths: NDArray[np.integer]) -> NDArray[np.int64]:
@@ -434,6 +444,14 @@ def take_values(array: pa.Array, rows: NDArray[np.integer]) -> pa.Array:
                 _fixed_array(pa.int64(), new_offsets), entries, type=array.type
             )
     return array.take(pa.array(rows))
+
+
+def take_ranges(array: pa.Array, starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> pa.Array:
+    """Return the values of some ranges of an array, concatenated; all ranges are within it."""
+    kernels = array_kernels()
+    if kernels is None or array.null_count or not len(array) or not _is_fixed_width(array.type):
+        return array.take(pa.array(ranges(starts, lengths)))
+    return _fixed_array(array.type, kernels.take_ranges(_fixed_values(array), starts, lengths))
 
 
 def _is_fixed_width(kind: pa.DataType) -> bool:

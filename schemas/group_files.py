@@ -14,7 +14,16 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from schemas.arrays import Jagged, is_list, numpy_of, offsets_of, one_chunk, ranges, unique_tuples
+from schemas.arrays import (
+    Jagged,
+    is_list,
+    numpy_of,
+    offsets_of,
+    one_chunk,
+    ranges,
+    take_ranges,
+    unique_tuples,
+)
 from schemas.errors import SchemaError
 from schemas.files import CheckedFile
 from schemas.hashing import splitmix64
@@ -120,6 +129,17 @@ def window_entries(
         >>> lists.values.tolist(), lists.offsets.tolist()
         ([1, 2, 3, 5], [0, 3, 4])
     """
+    first, lengths = _window_ranges(offsets, buffer, start, length)
+    return Jagged(ranges(first, lengths), offsets_of(lengths))
+
+
+def _window_ranges(
+    offsets: NDArray[np.int64],
+    buffer: NDArray[np.integer],
+    start: NDArray[np.integer],
+    length: NDArray[np.integer],
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return the first entry and the length of each row's list, as `window_entries`."""
     used = length > 0
     in_range = used & (buffer >= 0) & (buffer < len(offsets) - 1)
     first = np.zeros(len(buffer), np.int64)
@@ -133,8 +153,7 @@ def window_entries(
             f"window is outside its buffer: buffer={buffer[row]}, start={start[row]}, "
             f"length={length[row]} in row {row}; rebuild the dataset"
         )
-    lengths = np.maximum(length, 0).astype(np.int64)
-    return Jagged(ranges(first, lengths), offsets_of(lengths))
+    return first, np.maximum(length, 0).astype(np.int64)
 
 
 def _forward(lists: Jagged) -> Windows:
@@ -389,12 +408,12 @@ def _lists(
     offsets = buffers.offsets.to_numpy().astype(np.int64)
     lengths = numpy_of(length)
     number = _positions_of(buffer, file, BUFFER_INDEX, row_group, checked=lengths > 0)
-    entries = window_entries(offsets, number, numpy_of(start), lengths)
-    values = buffers.values.take(pa.array(entries.values))
+    first, sizes = _window_ranges(offsets, number, numpy_of(start), lengths)
+    values = take_ranges(buffers.values, first, sizes)
     is_null = lengths == NULL_LENGTH
     mask = pa.array(is_null) if is_null.any() else None
     return pa.LargeListArray.from_arrays(
-        pa.array(entries.offsets), values, type=buffers.type, mask=mask
+        pa.array(offsets_of(sizes)), values, type=buffers.type, mask=mask
     )
 
 

@@ -57,7 +57,7 @@ def splitmix64(x: ArrayLike) -> NDArray[np.uint64]:
 def as_bits(x: ArrayLike) -> NDArray[np.uint64]:
     """Return integers as uint64, signed ones by their two's complement bits."""
     array = np.asarray(x)
-    return array if array.dtype == np.uint64 else array.astype(np.int64).view(np.uint64)
+    return array if array.dtype == np.uint64 else array.astype(np.int64, copy=False).view(np.uint64)
 
 
 def salt_of(name: str) -> np.uint64:

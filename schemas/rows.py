@@ -76,10 +76,10 @@ def rows_of_ids(ids: NDArray[np.generic], name: str, table: TableConfig) -> NDAr
         SchemaError: an id of an `identity` table is outside [0, num_rows).
     """
     if table.rows == "hash":
-        return hash_rows(ids.astype(np.int64), name, table.num_rows)
-    rows = ids.astype(np.int64)
-    bad = np.flatnonzero((rows < 0) | (rows >= table.num_rows))
-    if len(bad):
+        return hash_rows(ids.astype(np.int64, copy=False), name, table.num_rows)
+    rows = ids.astype(np.int64, copy=False)
+    if len(rows) and (rows.min() < 0 or rows.max() >= table.num_rows):
+        bad = np.flatnonzero((rows < 0) | (rows >= table.num_rows))
         raise SchemaError(
             f"id must be in [0, {table.num_rows}) for table {name!r}, got {rows[bad[0]]}; "
             "reject it when the dataset is built, or use rows: hash"

@@ -94,6 +94,17 @@ class ArrayKernels(Functions):
         self.call("take_lists", values, width, offsets, rows, len(rows), new_offsets, out)
         return out, new_offsets
 
+    def take_ranges(
+        self, values: NDArray[Any], starts: NDArray[np.int64], lengths: NDArray[np.int64]
+    ) -> NDArray[Any]:
+        """Return the values of some ranges, concatenated; all ranges are within the values."""
+        offsets = np.zeros(len(starts) + 1, np.int64)
+        np.cumsum(lengths, out=offsets[1:])
+        out, rows = np.empty(offsets[-1], values.dtype), np.arange(len(starts))
+        width = values.dtype.itemsize
+        self.call("take_lists", values, width, starts, rows, len(rows), offsets, out)
+        return out
+
     def distinct(
         self, sources: Sequence[tuple[NDArray[np.int64], NDArray[np.int64]]]
     ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

@@ -17,7 +17,14 @@ from pipelines.samples import tuples
 from pipelines.samples.tuples import unique_in_ranges
 from schemas import arrays, group_files, hashing, oracle
 from schemas import rows as rows_module
-from schemas.arrays import Jagged, comparable_tuple, offsets_of, take_rows, unique_tuples
+from schemas.arrays import (
+    Jagged,
+    comparable_tuple,
+    offsets_of,
+    take_ranges,
+    take_rows,
+    unique_tuples,
+)
 from schemas.config.job import TableConfig
 from schemas.errors import SchemaError
 from schemas.hashing import hash_rows, splitmix64
@@ -107,6 +114,25 @@ def test_rows_are_taken_as_by_arrow(table: pa.Table, data: st.DataObject) -> Non
     expected = table.take(pa.array(rows, pa.int64()))
     assert taken.schema == expected.schema
     assert row_keys(taken) == row_keys(expected)
+
+
+@given(st.lists(st.lists(st.integers(0, 9), max_size=4)), st.data())
+def test_lists_are_taken_as_from_python_lists(lists: list[list[int]], data: st.DataObject) -> None:
+    rows = data.draw(st.lists(st.integers(0, len(lists) - 1))) if lists else []
+    taken = jagged(lists).take(np.array(rows, np.int32))
+    assert taken.values.tolist() == [v for row in rows for v in lists[row]]
+    assert taken.lengths.tolist() == [len(lists[row]) for row in rows]
+
+
+@given(st.lists(st.one_of(st.none(), st.integers(0, 9))), st.data())
+def test_ranges_are_taken_as_from_python_lists(
+    values: list[int | None], data: st.DataObject
+) -> None:
+    ends = st.lists(st.integers(0, len(values)), min_size=2, max_size=2).map(sorted)
+    ranges = np.array(data.draw(st.lists(ends)), np.int64).reshape(-1, 2)
+    array = pa.array([0, *values], pa.int16()).slice(1)
+    taken = take_ranges(array, ranges[:, 0].copy(), ranges[:, 1] - ranges[:, 0])
+    assert taken.to_pylist() == [v for start, end in ranges for v in values[start:end]]
 
 
 @given(st.lists(st.lists(st.lists(st.integers(-5, 5)), min_size=4, max_size=4), min_size=1))

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
-from schemas.arrays import Array, Jagged, concat, offsets_of
+from schemas.arrays import Array, Jagged, concat
 from schemas.order import Step
 from trainer.data.decode import BatchSpec, RowGroup
 from trainer.data.lookup import (
@@ -253,8 +253,8 @@ def _reader_kjt(
 ) -> ReaderKeyedJaggedTensor:
     keys = list(bags)
     values = torch.from_numpy(np.concatenate([b.values for b in bags.values()]))
-    lengths = np.concatenate([b.lengths for b in bags.values()])
-    offsets = torch.from_numpy(offsets_of(lengths))
+    offset_array = _concat_offsets(list(bags.values()))
+    lengths, offsets = np.diff(offset_array), torch.from_numpy(offset_array)
     weight_tensor = None if weights is None else torch.from_numpy(weights)
     if not inverse:
         return ReaderKeyedJaggedTensor(
@@ -276,6 +276,16 @@ def _reader_kjt(
         stride_per_key_per_rank=[[b.num_rows] for b in bags.values()],
         inverse_indices=(keys, torch.from_numpy(indices)),
     )
+
+
+def _concat_offsets(bags: Sequence[Jagged]) -> NDArray[np.int64]:
+    """Return the offsets of all bags in the concatenated values."""
+    offsets = np.zeros(sum(b.num_rows for b in bags) + 1, np.int64)
+    row, value = 1, 0
+    for b in bags:
+        np.add(b.offsets[1:], value, out=offsets[row : row + b.num_rows])
+        row, value = row + b.num_rows, value + len(b.values)
+    return offsets
 
 
 # ---- Microbatches: one per block of a step, all its blocks or those of one process ----
