@@ -1,0 +1,201 @@
+r"""Train with TorchRec's DistributedModelParallel on the batches of presage.DataLoader.
+
+    torchrun --nproc-per-node 2 --max-restarts 3 examples/torchrec_distributed.py DATASET \
+        --sharding table_wise --checkpoints CHECKPOINTS
+
+Rank 0 prints epoch, step and loss of each step. If a process dies, torchrun restarts all of them,
+and they continue after the newest checkpoint. docs/distributed.md has the details.
+"""
+
+import argparse
+import json
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.nn.functional import binary_cross_entropy_with_logits
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
+from torchrec.distributed.sharding_plan import construct_module_sharding_plan, row_wise
+from torchrec.distributed.types import ShardingPlan
+from torchrec.modules.embedding_configs import EmbeddingBagConfig
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
+from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
+from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
+from torchrec.optim.optimizers import in_backward_optimizer_filter
+from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+import presage
+from schemas.accesses import read_hints
+from trainer.embedding.collections import planner_constraints
+
+TABLE = "{}_rows"
+"""Name of a table in the model: TorchRec refuses some names of the job, such as `items`."""
+
+
+class Clicks(nn.Module):
+    """Pooled rows and dense features through an MLP."""
+
+    def __init__(self, tables: list[EmbeddingBagConfig], num_dense: int) -> None:
+        super().__init__()
+        self.rows = EmbeddingBagCollection(tables=tables, device=torch.device("meta"))
+        width = sum(table.embedding_dim * len(table.feature_names) for table in tables)
+        self.top = nn.Sequential(nn.Linear(width + num_dense, 64), nn.ReLU(), nn.Linear(64, 1))
+
+    def forward(self, dense: torch.Tensor, sparse: KeyedJaggedTensor) -> torch.Tensor:
+        """Return a logit per sample."""
+        pooled = self.rows(sparse).values()
+        return self.top(torch.cat([pooled, dense], dim=1)).squeeze(1)
+
+
+def tables_of(dataset: presage.Dataset, features: list[str], dim: int) -> list[EmbeddingBagConfig]:
+    """Return a table of the model for each table of the job, with the features that are read."""
+    used = {
+        name: [feature for feature in table.features if feature in features]
+        for name, table in dataset.opened.job.data.tables.items()
+    }
+    return [
+        EmbeddingBagConfig(
+            name=TABLE.format(name),
+            num_embeddings=dataset.opened.job.data.tables[name].num_rows,
+            embedding_dim=dim,
+            feature_names=names,
+        )
+        for name, names in used.items()
+        if names
+    ]
+
+
+def plan_of(args: argparse.Namespace, model: Clicks, device: torch.device) -> ShardingPlan:
+    """Return TorchRec's plan for table-wise sharding, and one of our own for row-wise.
+
+    On the CPU the planner knows no row-wise sharding. Replicated tables (`data_parallel`) are
+    excluded, since their CPU kernel refuses deduplicated batches.
+    """
+    world_size, sharder = dist.get_world_size(), EmbeddingBagCollectionSharder()
+    names = [table.name for table in model.rows.embedding_bag_configs()]
+    if args.sharding == "row_wise":
+        shardings = {name: row_wise(compute_kernel="fused") for name in names}
+        plan = construct_module_sharding_plan(
+            model.rows, shardings, sharder, world_size, world_size, device.type
+        )
+        return ShardingPlan({"rows": plan})
+    hints = planner_constraints(read_hints(args.hints)) if args.hints else {}
+    constraints = {TABLE.format(name): constraint for name, constraint in hints.items()}
+    for name in names:
+        constraint = constraints.setdefault(name, ParameterConstraints())
+        constraint.sharding_types = ["table_wise"]
+        if constraint.batch_sizes:  # those of hints are of global batches
+            constraint.batch_sizes = [size // world_size for size in constraint.batch_sizes]
+    planner = EmbeddingShardingPlanner(
+        topology=Topology(world_size=world_size, compute_device=device.type),
+        batch_size=args.batch_samples // world_size,
+        constraints=constraints,
+    )
+    return planner.collective_plan(model, [sharder], dist.GroupMember.WORLD)
+
+
+def initialise_rows(model: nn.Module) -> None:
+    """Fill each shard with its part of the table's initial values, equal for any sharding."""
+    for name, table in sorted(model.state_dict().items()):
+        if "embedding_bags" in name:
+            generator = torch.Generator().manual_seed(0)
+            rows = torch.empty(table.size()).uniform_(-0.05, 0.05, generator=generator)
+            for shard in table.local_shards():
+                start, size = shard.metadata.shard_offsets[0], shard.metadata.shard_sizes[0]
+                shard.tensor.detach().copy_(rows[start : start + size])
+
+
+def newest_checkpoint(folder: Path) -> Path | None:
+    """Return the newest complete checkpoint; DCP writes its metadata last."""
+    return max((file.parent for file in folder.glob("step-*/.metadata")), default=None)
+
+
+def build(
+    args: argparse.Namespace, loader: presage.DataLoader, device: torch.device
+) -> tuple[DistributedModelParallel, CombinedOptimizer]:
+    """Return the sharded model, and its fused and dense optimizers as one."""
+    torch.manual_seed(0)
+    batch = next(iter(loader))
+    tables = tables_of(presage.Dataset(args.dataset), batch.sparse_features.keys(), args.dim)
+    clicks = Clicks(tables, batch.dense_features.shape[1])
+    apply_optimizer_in_backward(RowWiseAdagrad, clicks.rows.parameters(), {"lr": 0.05})
+    model = DistributedModelParallel(clicks, device=device, plan=plan_of(args, clicks, device))
+    initialise_rows(model)
+    dense = KeyedOptimizerWrapper(
+        dict(in_backward_optimizer_filter(model.named_parameters())),
+        lambda parameters: torch.optim.Adagrad(parameters, lr=0.01),
+    )
+    return model, CombinedOptimizer([model.fused_optimizer, dense])
+
+
+def train(args: argparse.Namespace, device: torch.device) -> None:
+    """Train from the newest checkpoint, if there is one, to the end of the last epoch."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    loader = presage.DataLoader(
+        args.dataset,
+        batch_samples=args.batch_samples,
+        epochs=args.epochs,
+        shuffle=True,
+        features=args.features,
+        rank=rank,
+        world_size=world_size,
+        equal_batches=True,
+        deduplicated=args.sharding == "table_wise" and not args.expanded,
+    )
+    model, optimizer = build(args, loader, device)
+    state = {"model": model, "optimizer": optimizer}
+    if checkpoint := newest_checkpoint(args.checkpoints):
+        dcp.load(state, checkpoint_id=checkpoint)
+        loader.load_state_dict(json.loads((checkpoint / "loader.json").read_text()))
+    for batch in loader:
+        batch = batch.to(device)
+        logits = model(batch.dense_features, batch.sparse_features)
+        losses = binary_cross_entropy_with_logits(logits, batch.labels, reduction="none")
+        loss = (losses * batch.weights).sum() / batch.global_weight
+        optimizer.zero_grad()
+        (loss * world_size).backward()  # DDP and the sharded tables average over ranks
+        optimizer.step()
+        total = loss.detach()
+        dist.all_reduce(total)
+        if rank == 0:
+            print(f"epoch {batch.epoch} step {batch.step} loss {total.item():.9g}", flush=True)
+        if (batch.step + 1) % args.every == 0:
+            folder = args.checkpoints / f"step-{batch.epoch:04}-{batch.step:08}"
+            if rank == 0:
+                folder.mkdir(parents=True, exist_ok=True)
+                (folder / "loader.json").write_text(json.dumps(loader.state_dict()))
+            dcp.save(state, checkpoint_id=folder)
+
+
+def main() -> None:
+    """Read the arguments, and train in the process group that torchrun describes."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("dataset", help="path or URL")
+    parser.add_argument("--checkpoints", type=Path, required=True, help="a folder of all ranks")
+    parser.add_argument("--every", type=int, default=100, help="steps between checkpoints")
+    parser.add_argument("--sharding", choices=["table_wise", "row_wise"], default="table_wise")
+    parser.add_argument("--hints", type=Path, help="of `presage oracle DATASET --hints FILE`")
+    parser.add_argument("--expanded", action="store_true", help="one bag per sample")
+    parser.add_argument("--features", nargs="+", help="sparse and dense features; default: all")
+    parser.add_argument("--batch-samples", type=int, default=4096, help="of a global batch")
+    parser.add_argument("--epochs", type=int, default=1)
+    parser.add_argument("--dim", type=int, default=16, help="width of the tables")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    args = parser.parse_args()
+    dist.init_process_group("nccl" if args.device == "cuda" else "gloo")
+    device = torch.device(
+        args.device, dist.get_node_local_rank() if args.device == "cuda" else None
+    )
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    train(args, device)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
