@@ -1,7 +1,8 @@
 r"""Train with TorchRec's DistributedModelParallel on the batches of presage.DataLoader.
 
-    torchrun --nproc-per-node 2 --max-restarts 3 examples/torchrec_distributed.py DATASET \
-        --sharding table_wise --checkpoints CHECKPOINTS
+    export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
+    torchrun --standalone --nproc-per-node 2 --max-restarts 3 \
+        examples/torchrec_distributed.py DATASET --sharding table_wise --checkpoints CHECKPOINTS
 
 Rank 0 prints epoch, step and loss of each step. If a process dies, torchrun restarts all of them,
 and they continue after the newest checkpoint. docs/distributed.md has the details.

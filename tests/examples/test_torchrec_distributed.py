@@ -25,7 +25,12 @@ Loss = tuple[int, float]
 
 def start(world_size: int, folder: Path, *options: str) -> subprocess.Popen[str]:
     """Start torchrun; everything listens on the loopback device."""
-    environment = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    environment = {
+        "GLOO_SOCKET_IFNAME": "lo",
+        "OMP_NUM_THREADS": "1",
+        "PYTHONWARNINGS": "ignore",
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",  # each restart has a store of its own
+    }
     return subprocess.Popen(
         [
             *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
