@@ -70,8 +70,9 @@ class Jagged:
             return Jagged(self.values[rows], np.arange(len(rows) + 1))
         kernels = array_kernels()
         if kernels is not None:
-            flat = (np.ascontiguousarray(a) for a in (self.values, self.offsets))
-            return Jagged(*kernels.take_lists(*flat, np.ascontiguousarray(rows, np.int64)))
+            values, offsets = np.ascontiguousarray(self.values), np.ascontiguousarray(self.offsets)
+            rows = np.ascontiguousarray(rows, np.int64)
+            return Jagged(*kernels.take_lists(values, offsets, rows))
         lengths = self.lengths[rows]
         offsets = offsets_of(lengths)
         return Jagged(self.values[ranges(self.offsets[:-1][rows], lengths)], offsets)
