@@ -80,7 +80,7 @@ def losses_of(pipeline: Any, **options: Any) -> torch.Tensor:
 def test_pipelines_of_torchrec_train_as_a_plain_loop(sharded: bool, alone: None) -> None:
     found: list[torch.Tensor] = []
     for kind in (TrainPipelineBase, TrainPipelineSparseDist):
-        # TorchRec's sharded modules take deduplicated batches on GPUs only.
+        # TorchRec's CPU kernel of replicated tables refuses deduplicated batches.
         for deduplicated in (False,) if sharded else (False, True):
             model: nn.Module = Ranker()
             if sharded:
