@@ -189,10 +189,9 @@ def main() -> None:
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     args = parser.parse_args()
     dist.init_process_group("nccl" if args.device == "cuda" else "gloo")
-    device = torch.device(
-        args.device, dist.get_node_local_rank() if args.device == "cuda" else None
-    )
-    if device.type == "cuda":
+    device = torch.device("cpu")
+    if args.device == "cuda":
+        device = torch.device("cuda", dist.get_node_local_rank())
         torch.cuda.set_device(device)
     train(args, device)
     dist.destroy_process_group()
