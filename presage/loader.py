@@ -141,6 +141,16 @@ class DataLoader(IterableDataset[Batch]):
             },
         )
 
+    @property
+    def opened(self) -> Dataset:
+        """The open dataset."""
+        return self._dataset
+
+    @property
+    def order(self) -> Order:
+        """The order of the batches."""
+        return self._order
+
     def __len__(self) -> int:
         """Return the number of steps of an iteration that starts at the beginning."""
         if self.follow:

@@ -104,6 +104,23 @@ def ranges(starts: NDArray[np.integer], lengths: NDArray[np.integer]) -> NDArray
     return np.arange(offsets[-1]) + np.repeat(starts - offsets[:-1], lengths)
 
 
+def find_sorted(
+    ascending: NDArray[np.int64], wanted: NDArray[np.int64]
+) -> tuple[NDArray[np.bool_], NDArray[np.int64]]:
+    """Return which numbers are among ascending ones, and the positions of those that are.
+
+    Example:
+        >>> found, positions = find_sorted(np.array([3, 5, 9]), np.array([5, 6]))
+        >>> found.tolist(), positions[found].tolist()
+        ([True, False], [1])
+    """
+    positions = np.searchsorted(ascending, wanted)
+    found = np.zeros(len(wanted), bool)
+    inside = positions < len(ascending)
+    found[inside] = ascending[positions[inside]] == wanted[inside]
+    return found, positions
+
+
 def concat(parts: Sequence[Jagged]) -> Jagged:
     """Return the rows of all parts, at least one, in order."""
     lengths = np.concatenate([part.lengths for part in parts])

@@ -165,6 +165,7 @@ def plans_of(
     *,
     starts: Mapping[str, Keyframe] | None = None,
     end_step: int | None = None,
+    job_tables: Mapping[str, str] | None = None,
 ) -> dict[str, TablePlan]:
     """Return the cache plan of each table from a step on.
 
@@ -185,6 +186,7 @@ def plans_of(
         starts: state of each table's plan before the first step; none to start empty.
         end_step: one after the last known step, where plans end and beyond which no use is known;
             None: the end of the run.
+        job_tables: the dataset's table of each table; None: that of the same name.
 
     Raises:
         SchemaError: the dataset has no index for this order; the message says how to build it.
@@ -193,16 +195,21 @@ def plans_of(
     index, end = dataset.index_for(order), order.num_steps if end_step is None else end_step
     to_train = range(first_step, end)
     decoded = decoded_cache_for(order, DECODED_BYTES)
-    accesses = {table: TableAccesses(dataset, table, order, decoded) for table in tables}
+    job_tables = job_tables or {table: table for table in tables}
+    accesses = {
+        table: TableAccesses(dataset, table, order, decoded)
+        for table in dict.fromkeys(job_tables.values())
+    }
     next_uses = {t: NextUses(dataset, index, t, a.numbering) for t, a in accesses.items()}
 
-    def distances(table: str) -> Iterator[NDArray[np.int32]]:
-        return (clip_to_horizon(next_uses[table][step], step, end) for step in to_train)
+    def distances(job_table: str) -> Iterator[NDArray[np.int32]]:
+        return (clip_to_horizon(next_uses[job_table][step], step, end) for step in to_train)
 
-    check_cache_size({table: distances(table) for table in next_uses}, config)
+    check_cache_size({table: distances(job_tables[table]) for table in tables}, config)
     plans: dict[str, TablePlan] = {}
-    for table, of_table in accesses.items():
-        steps = map(of_table.entries, to_train, distances(table))
+    for table in tables:
+        of_table = accesses[job_tables[table]]
+        steps = map(of_table.entries, to_train, distances(job_tables[table]))
         plan = Plan(steps, config, first_step=first_step, start=(starts or {}).get(table))
         plans[table] = TablePlan(plan, of_table.rows, plan.keyframe)
     return plans

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from schemas.arrays import find_sorted
 from schemas.config.job import Job
 from schemas.dataset import Dataset, Segment, all_segment_hashes, has_accesses
 from schemas.errors import SchemaError
@@ -264,10 +265,10 @@ class _RowCounter:
         for rows, records in chunks:
             keep = np.ones(len(rows), bool)
             if self._alive is not None:
-                keep = _isin_sorted(rows, self._alive)
+                keep = find_sorted(self._alive, rows)[0]
             self._kept += int(keep.sum())
             self._dropped += int((~keep).sum())
-            self._used_before += int(_isin_sorted(rows[keep], self._used).sum())
+            self._used_before += int(find_sorted(self._used, rows[keep])[0].sum())
             yield rows[keep], records.take(keep)
 
     def report(self, grown: int) -> TableStart:
@@ -278,19 +279,6 @@ class _RowCounter:
             dropped=self._dropped,
             grown=grown,
         )
-
-
-def _isin_sorted(rows: NDArray[np.int64], ascending: NDArray[np.int64]) -> NDArray[np.bool_]:
-    """Return `np.isin(rows, ascending)`.
-
-    Example:
-        >>> _isin_sorted(np.array([1, 4, 9]), np.array([2, 4, 8])).tolist()
-        [False, True, False]
-    """
-    if not len(ascending):
-        return np.zeros(len(rows), bool)
-    positions = np.minimum(np.searchsorted(ascending, rows), len(ascending) - 1)
-    return ascending[positions] == rows
 
 
 def _check_compatible(start: WarmStart, job: Job, dataset: Dataset) -> None:

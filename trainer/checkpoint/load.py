@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from schemas.arrays import Array
+from schemas.arrays import Array, find_sorted
 from schemas.config.job import Job
 from schemas.config.train import CacheConfig
 from schemas.dataset import Dataset
@@ -212,7 +212,7 @@ class CheckpointTable:
         )
         state = np.zeros((len(rows), layout.state_width), layout.dtype)
         for part in reversed(self._parts):
-            is_in, positions = _positions_in(part, rows)
+            is_in, positions = find_sorted(part.rows, rows)
             values[is_in] = part.records.values[positions[is_in]]
             state[is_in] = part.records.state[positions[is_in]]
         return Records(values, state)
@@ -221,23 +221,12 @@ class CheckpointTable:
         """Return which rows were ever trained."""
         holds = np.zeros(len(rows), bool)
         for part in self._parts:
-            holds |= _positions_in(part, rows)[0]
+            holds |= find_sorted(part.rows, rows)[0]
         return holds
 
     def contents(self) -> Iterator[RowsAndRecords]:
         """Yield all rows, ascending, and their records, in chunks."""
         return read_parts(self._folders)
-
-
-def _positions_in(
-    part: RowPart, rows: NDArray[np.int64]
-) -> tuple[NDArray[np.bool_], NDArray[np.int64]]:
-    """Return which rows a part has, and their positions."""
-    positions = np.searchsorted(part.rows, rows)
-    is_in = np.zeros(len(rows), bool)
-    inside = positions < len(part.rows)
-    is_in[inside] = part.rows[positions[inside]] == rows[inside]
-    return is_in, positions
 
 
 class CheckpointRows:
@@ -425,12 +414,39 @@ def save_checkpoint(
     Raises:
         SchemaError: the disk is full; this checkpoint is removed.
     """
-    with NewCheckpoint(run / CHECKPOINTS, train_step) as checkpoint:
+
+    def write_dense(checkpoint: NewCheckpoint) -> None:
         state = state_of(components.model, components.optimizer)
         checkpoint.write_arrays(DENSE_FILE, state)
         if cached:
             checkpoint.write_arrays(PLAN_FILE, arrays_of_cached(cached))
-        store = components.store
+
+    return write_checkpoint(
+        run, train_step, components.store, write_dense, keep=keep, fingerprint=fingerprint
+    )
+
+
+def write_checkpoint(
+    run: Path,
+    train_step: int,
+    store: Store,
+    write_dense: Callable[[NewCheckpoint], None],
+    *,
+    keep: int,
+    fingerprint: Mapping[str, Any] | None = None,
+) -> Path:
+    """Write all rows of a store and other files as a checkpoint; see `save_checkpoint`.
+
+    Args:
+        run: run folder.
+        train_step: the next step to train.
+        store: holds the rows.
+        write_dense: writes the other files.
+        keep: newest checkpoints to keep.
+        fingerprint: of the run.
+    """
+    with NewCheckpoint(run / CHECKPOINTS, train_step) as checkpoint:
+        write_dense(checkpoint)
         for table, layout in store.layouts.items():
             checkpoint.write_rows(table, layout, store.contents(table))
         parts = {table: (f"{folder_name(train_step)}/{table}",) for table in store.layouts}

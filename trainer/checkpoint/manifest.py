@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, BinaryIO
 
 from schemas.arrays import Array
 from schemas.errors import SchemaError
@@ -200,9 +200,13 @@ class NewCheckpoint:
 
     def write_arrays(self, name: str, arrays: Mapping[str, Array]) -> None:
         """Write named arrays as one file."""
-        with (self._partial / name).open("wb") as file:
+        with self.create(name) as file:
             for buffer in to_buffers(arrays):
                 file.write(buffer)
+
+    def create(self, name: str) -> BinaryIO:
+        """Create one file."""
+        return (self._partial / name).open("wb")
 
     def write_rows(self, table: str, layout: TableLayout, chunks: Iterable[RowsAndRecords]) -> None:
         """Write ascending rows as a part of their table."""

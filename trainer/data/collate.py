@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
-from schemas.arrays import Array, Jagged, concat
+from schemas.arrays import Array, Jagged, concat, find_sorted
 from schemas.order import Step
 from trainer.data.decode import BatchSpec, RowGroup
 from trainer.data.lookup import (
@@ -378,13 +378,11 @@ def make_microbatches(
 def _positions_in(
     table: str, step_rows: NDArray[np.int64], rows: NDArray[np.int64]
 ) -> NDArray[np.integer]:
-    positions = np.searchsorted(step_rows, rows)
-    missing = positions == len(step_rows)
-    missing[~missing] = step_rows[positions[~missing]] != rows[~missing]
-    if missing.any():
+    found, positions = find_sorted(step_rows, rows)
+    if not found.all():
         raise ValueError(
-            f"index lacks rows that samples of the step look up: {int(missing.sum())} rows of "
-            f"table {table!r}, the first is {rows[missing][0]}; rebuild the oracle"
+            f"index lacks rows that samples of the step look up: {int((~found).sum())} rows of "
+            f"table {table!r}, the first is {rows[~found][0]}; rebuild the oracle"
         )
     return positions
 

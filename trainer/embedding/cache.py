@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from schemas.arrays import Array
+from schemas.arrays import Array, find_sorted
 from schemas.cache_plan import UNUSED, Keyframe, PlanStep
 from schemas.errors import SchemaError
 from trainer.embedding.changes import Changes, RowsAndArrays
@@ -33,6 +33,7 @@ from trainer.stores.api import (
     WriteBack,
     empty_records,
     enlarge,
+    merge_records,
 )
 
 RowsOfTables = Mapping[str, NDArray[np.int64]]
@@ -230,8 +231,10 @@ class _Slots:
     def __init__(self, layout: TableLayout) -> None:
         self.rows = np.full(1024, -1, np.int64)
         self.records = empty_records(layout, 1024)
+        self._sorted: tuple[NDArray[np.int64], NDArray[np.int64]] | None = None
 
     def put(self, slots: NDArray[np.int64], rows: NDArray[np.int64], records: Records) -> None:
+        self._sorted = None
         num_slots = int(slots.max(initial=-1)) + 1
         if num_slots > len(self.rows):
             capacity = 1 << (num_slots - 1).bit_length()
@@ -242,13 +245,25 @@ class _Slots:
         self.rows[slots] = rows
         self.records.put(slots, records)
 
-    def gather(self, reads: _StepReads) -> GatheredRows:
-        """Put the fetched rows into their slots and return all rows of the step."""
+    def put_fetched(self, reads: _StepReads) -> None:
+        """Put the fetched rows of a step into their slots."""
         self.put(reads.slots[reads.fetch], reads.rows[reads.fetch], reads.fetched)
-        return GatheredRows(self.records, reads.slots.astype(np.int32, copy=False))
+
+    def find(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the slot of each row, -1 where it is not cached."""
+        if self._sorted is None:
+            slots = np.flatnonzero(self.rows >= 0)
+            slots = slots[np.argsort(self.rows[slots])]
+            self._sorted = self.rows[slots], slots
+        cached, slots = self._sorted
+        is_cached, positions = find_sorted(cached, rows)
+        found = np.full(len(rows), -1, np.int64)
+        found[is_cached] = slots[positions[is_cached]]
+        return found
 
     def evict(self, step: PlanStep) -> WriteBack:
         """Free the slots of evicted rows and return the rows that changed."""
+        self._sorted = None
         changed = step.evict_slots[step.write_back]
         rows = self.rows[changed]
         self.rows[step.evict_slots] = -1
@@ -257,6 +272,14 @@ class _Slots:
     def cached_rows(self) -> WriteBack:
         slots = np.flatnonzero(self.rows >= 0)
         return WriteBack(self.rows[slots], self.records.take(slots))
+
+
+def _unplanned(table: str, train_step: int, rows: NDArray[np.int64]) -> SchemaError:
+    return SchemaError(
+        f"plan of step {train_step} lacks {len(rows)} rows of table {table!r} that are looked up, "
+        f"the first is {rows[0]}; look up ids of the step's batch only, and others without "
+        "gradients"
+    )
 
 
 class PlannedCache:
@@ -367,21 +390,66 @@ class PlannedCache:
         Raises:
             SchemaError: the plan has other rows than the batch.
         """
-        self._submit_reads(min(train_step + self._prefetch_steps + 1, self._last))
-        self._current = self._pending.popleft().result()
-        gathered: dict[str, GatheredRows] = {}
+        self.open(train_step)
         for table, table_rows in rows.items():
-            reads = self._current[table]
-            if not np.array_equal(reads.rows, table_rows):
+            planned = self._current[table].rows
+            if not np.array_equal(planned, table_rows):
                 raise SchemaError(
-                    f"index does not match the batch: it lists {len(reads.rows)} rows of table "
+                    f"index does not match the batch: it lists {len(planned)} rows of table "
                     f"{table!r} at step {train_step}, and the batch has {len(table_rows)}; "
                     "rebuild the dataset"
                 )
-            gathered[table] = self._slots[table].gather(reads)
-            self.num_accesses += len(table_rows)
+        return self.select(rows)
+
+    def open(self, train_step: int) -> None:
+        """Put the rows of a step into the cache, for `select`, until they are released."""
+        self._submit_reads(min(train_step + self._prefetch_steps + 1, self._last))
+        self._current = self._pending.popleft().result()
+        for table, reads in self._current.items():
+            self._slots[table].put_fetched(reads)
+            self.num_accesses += len(reads.rows)
             self.fetched_rows += int(reads.fetch.sum())
+
+    def select(self, rows: RowsOfTables) -> dict[str, GatheredRows]:
+        """Return some rows of the open step, valid until it is released.
+
+        Raises:
+            SchemaError: the plan of the step lacks a row.
+        """
+        gathered: dict[str, GatheredRows] = {}
+        for table, table_rows in rows.items():
+            reads = self._current[table]
+            slots = reads.slots
+            if not np.array_equal(reads.rows, table_rows):
+                is_planned, positions = find_sorted(reads.rows, table_rows)
+                if not is_planned.all():
+                    raise _unplanned(table, reads.plan_step.train_step, table_rows[~is_planned])
+                slots = slots[positions]
+            gathered[table] = GatheredRows(
+                self._slots[table].records, slots.astype(np.int32, copy=False)
+            )
         return gathered
+
+    def read(
+        self,
+        train_step: int,
+        rows: RowsOfTables,
+        fetch: Callable[[int, RowsOfTables], dict[str, Records]],
+    ) -> dict[str, Records]:
+        """Return copies of any rows, cached or not; nothing is evicted.
+
+        Args:
+            train_step: the open step, or the next one.
+            rows: table to distinct rows.
+            fetch: called in the background thread, after all writes, for rows that are not cached.
+        """
+        slots = {table: self._slots[table].find(ids) for table, ids in rows.items()}
+        missing = {table: rows[table][at < 0] for table, at in slots.items()}
+        fetched = self._thread.read(lambda step: fetch(step, missing), train_step).result()
+        copies = {
+            table: self._slots[table].records.take(at[at >= 0]) for table, at in slots.items()
+        }
+        return {t: merge_records(at >= 0, copies[t], fetched[t]) for t, at in slots.items()}
 
     def release(self, train_step: int, rows: RowsOfTables) -> None:
         """Evict the rows that the plan lists; they are written in the background."""

@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torchrec.distributed.planner.types import ParameterConstraints
 from torchrec.distributed.types import CacheParams, CacheStatistics
 from torchrec.modules.embedding_configs import (
@@ -32,23 +31,11 @@ from torchrec.modules.embedding_modules import (
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
 from schemas.accesses import TableHints
-from schemas.arrays import Array
 from schemas.config.train import SparseOptimizerConfig
-from trainer.data.collate import Batch, OrderedKeyedTensor, batch_from_kjt
-from trainer.data.lookup import inverse_of, take_unsorted
+from trainer.data.collate import OrderedKeyedTensor, batch_from_kjt
+from trainer.data.lookup import take_unsorted
+from trainer.embedding.fused import FusedRows, PooledStep, RowSource, SequenceStep, fused_outputs
 from trainer.embedding.kernels.compiled import kernels_of
-from trainer.embedding.kernels.interface import (
-    ArenaRows,
-    Kernels,
-    TableRows,
-    VectorGradients,
-    rule_at,
-    state_width,
-)
-from trainer.embedding.module import arena_rows
-from trainer.embedding.pooling import Pooling, call_with_gradients
-from trainer.stores.api import GatheredRows, Records, TableLayout
-from trainer.stores.local import memory_store
 
 _CPU = torch.device("cpu")
 
@@ -66,6 +53,7 @@ class EmbeddingBagCollection(EmbeddingBagCollectionInterface):
         seed: int = 0,
         dtype: str = "float32",
         kernels: str = "compiled",
+        source: RowSource | None = None,
     ) -> None:
         """Create empty tables.
 
@@ -77,6 +65,7 @@ class EmbeddingBagCollection(EmbeddingBagCollectionInterface):
             seed: of the rows' initial values.
             dtype: float32 or float64.
             kernels: `compiled` or `torch`.
+            source: of the rows, from `presage.open_rows`; None: memory.
 
         Raises:
             ValueError: a config that TorchRec supports and this class does not.
@@ -96,7 +85,9 @@ class EmbeddingBagCollection(EmbeddingBagCollectionInterface):
             key = f"{table.embedding_dim} {table.pooling.name.lower()}"
             self._parts.setdefault(key, []).append(table)
         for key, part in self._parts.items():
-            self._rows[key] = _fused_rows(part, optimizer, kernels, seed=seed, dtype=dtype)
+            self._rows[key] = _fused_rows(
+                part, optimizer, kernels, seed=seed, dtype=dtype, source=source
+            )
         self._anchor = torch.zeros(0, requires_grad=True)
 
     def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
@@ -114,7 +105,7 @@ class EmbeddingBagCollection(EmbeddingBagCollectionInterface):
                 features, names, weighted=dtype, transpose=rows.kernels.transpose
             )
             step = PooledStep(rows, batch, mean=part[0].pooling is PoolingType.MEAN)
-            (pooled,) = _fused_outputs(step, self._anchor)
+            (pooled,) = fused_outputs(step, self._anchor)
             parts.append((step.keys, part[0].embedding_dim, pooled))
         return OrderedKeyedTensor([f for t in self._tables for f in t.feature_names], parts)
 
@@ -132,7 +123,7 @@ class EmbeddingBagCollection(EmbeddingBagCollectionInterface):
         return _CPU
 
     def get_extra_state(self) -> dict[str, Any]:
-        """Return every row ever updated, for `state_dict`."""
+        """Return every row ever updated, for `state_dict`; no rows of a source."""
         return {key: rows.state() for key, rows in self._rows.items()}
 
     def set_extra_state(self, state: Mapping[str, Any]) -> None:
@@ -154,6 +145,7 @@ class EmbeddingCollection(EmbeddingCollectionInterface):
         seed: int = 0,
         dtype: str = "float32",
         kernels: str = "compiled",
+        source: RowSource | None = None,
     ) -> None:
         """Create empty tables. See `EmbeddingBagCollection`.
 
@@ -169,7 +161,9 @@ class EmbeddingCollection(EmbeddingCollectionInterface):
                 "make a collection of each"
             )
         self._tables, self._need_indices = list(tables), need_indices
-        self._rows = _fused_rows(self._tables, optimizer, kernels, seed=seed, dtype=dtype)
+        self._rows = _fused_rows(
+            self._tables, optimizer, kernels, seed=seed, dtype=dtype, source=source
+        )
         self._anchor = torch.zeros(0, requires_grad=True)
 
     def unique(
@@ -188,7 +182,7 @@ class EmbeddingCollection(EmbeddingCollectionInterface):
             features, names, weighted=None, transpose=self._rows.kernels.transpose
         )
         results: dict[str, tuple[JaggedTensor, torch.Tensor | None]] = {}
-        outputs = _fused_outputs(SequenceStep(self._rows, batch), self._anchor)
+        outputs = fused_outputs(SequenceStep(self._rows, batch), self._anchor)
         for lookup, values in zip(batch.lookups.values(), outputs, strict=True):
             parts = values.split(lookup.values_per_feature)
             for feature, part in zip(lookup.features, parts, strict=True):
@@ -228,7 +222,7 @@ class EmbeddingCollection(EmbeddingCollectionInterface):
         return _CPU
 
     def get_extra_state(self) -> dict[str, Any]:
-        """Return every row ever updated, for `state_dict`."""
+        """Return every row ever updated, for `state_dict`; no rows of a source."""
         return self._rows.state()
 
     def set_extra_state(self, state: Mapping[str, Any]) -> None:
@@ -246,8 +240,8 @@ def rows_of(
         table: its name.
         rows: (n,) int64.
     """
-    records = _rows_with(collection, table).store.tables[table].fetch(rows.numpy())
-    return torch.from_numpy(records.values)
+    records = _rows_with(collection, table).read({table: rows.numpy()})
+    return torch.from_numpy(records[table].values)
 
 
 def set_rows(
@@ -270,7 +264,7 @@ def set_rows(
 def _rows_with(collection: EmbeddingBagCollection | EmbeddingCollection, table: str) -> FusedRows:
     rows = collection._rows
     parts = rows.values() if isinstance(rows, dict) else [rows]
-    return next(part for part in parts if table in part.store.tables)
+    return next(part for part in parts if table in part.layouts)
 
 
 def _expand(lists: JaggedTensor, inverse: torch.Tensor) -> JaggedTensor:
@@ -293,15 +287,10 @@ def _fused_rows(
     *,
     seed: int,
     dtype: str,
+    source: RowSource | None,
 ) -> FusedRows:
-    return FusedRows(
-        {t.name: t.num_embeddings for t in tables},
-        tables[0].embedding_dim,
-        optimizer or SparseOptimizerConfig(),
-        kernels_of(kernels),
-        seed=seed,
-        dtype=dtype,
-    )
+    rule = optimizer or SparseOptimizerConfig()
+    return FusedRows(tables, rule, kernels_of(kernels), seed=seed, dtype=dtype, source=source)
 
 
 def _check(tables: Sequence[BaseEmbeddingConfig], device: torch.device | None) -> None:
@@ -330,209 +319,6 @@ def _check(tables: Sequence[BaseEmbeddingConfig], device: torch.device | None) -
                 "row; set others by trainer.embedding.collections.set_rows",
                 stacklevel=3,
             )
-
-
-# ---- Rows that are updated in the backward pass ----
-
-
-class FusedRows:
-    """Rows of equal width, fetched in the forward pass and updated in the backward pass."""
-
-    def __init__(
-        self,
-        num_rows: Mapping[str, int],
-        dim: int,
-        optimizer: SparseOptimizerConfig,
-        kernels: Kernels,
-        *,
-        seed: int,
-        dtype: str,
-    ) -> None:
-        """Create empty stores.
-
-        Args:
-            num_rows: rows of each table; a row uses memory once it is looked up.
-            dim: width of a row.
-            optimizer: update rule; its state is stored with each row.
-            kernels: compute the updates.
-            seed: of the rows' initial values.
-            dtype: float32 or float64.
-        """
-        self._num_rows, self._optimizer, self.kernels = dict(num_rows), optimizer, kernels
-        self.dtype: torch.dtype = getattr(torch, dtype)
-        width = state_width(optimizer, dim)
-        self.store = memory_store(
-            {
-                table: TableLayout(table=table, dim=dim, state_width=width, dtype=dtype, seed=seed)
-                for table in num_rows
-            }
-        )
-        self._version = 0  # of the rows' positions in the stores
-        self._num_updates = 0
-
-    def gather(self, rows: Mapping[str, NDArray[np.int64]]) -> tuple[int, dict[str, ArenaRows]]:
-        """Return rows in place, and a version number for `update`.
-
-        Without gradients, these are copies, and no row is created.
-
-        Args:
-            rows: table to distinct ascending rows.
-
-        Raises:
-            ValueError: a row is beyond its table.
-        """
-        for table, table_rows in rows.items():
-            limit = self._num_rows[table]
-            if len(table_rows) and table_rows[-1] >= limit:
-                raise ValueError(
-                    f"ids must be below num_embeddings, got {table_rows[-1]} for table {table!r} "
-                    f"with num_embeddings={limit}; hash them, or enlarge the table"
-                )
-        if not torch.is_grad_enabled():
-            records = self.store.fetch(self._num_updates, rows)
-            copies = {table: arena_rows(GatheredRows(r)) for table, r in records.items()}
-            return self._version, copies
-        self._version += 1
-        return self._version, self._gather(rows)
-
-    def update(
-        self,
-        version: int,
-        rows: Mapping[str, NDArray[np.int64]],
-        gathered: Mapping[str, ArenaRows],
-        readers: Mapping[str, tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]],
-        gradients: VectorGradients,
-    ) -> None:
-        """Sum the gradients of each row over its readers, and apply the update rule.
-
-        Args:
-            version: from `gather`; rows are gathered again if it is outdated.
-            rows: table to the rows of the step.
-            gathered: from `gather`.
-            readers: table to readers, offsets of each row's readers, and the readers' weights.
-            gradients: of the vectors that are read.
-        """
-        if version != self._version:
-            gathered = self._gather(rows)
-        tables = [
-            TableRows(
-                rows=gathered[table],
-                readers=table_readers,
-                reader_offsets=offsets,
-                per_sample_weights=weights,
-                extra_gradient=None,
-            )
-            for table, (table_readers, offsets, weights) in readers.items()
-        ]
-        self.kernels.update(tables, gradients, rule_at(self._optimizer, self._num_updates))
-        self._num_updates += 1
-
-    def _gather(self, rows: Mapping[str, NDArray[np.int64]]) -> dict[str, ArenaRows]:
-        return {table: arena_rows(self.store.gather(table, r)) for table, r in rows.items()}
-
-    def set_rows(self, table: str, rows: NDArray[np.int64], values: Array) -> None:
-        """Set the values of rows and clear their optimizer state.
-
-        Args:
-            table: its name.
-            rows: (n,), distinct.
-            values: (n, dim).
-        """
-        store = self.store.tables[table]
-        state = np.zeros((len(rows), store.layout.state_width), values.dtype)
-        store.write(rows, Records(values, state))
-        self._version += 1
-
-    def state(self) -> dict[str, Any]:
-        """Return every row ever updated, with its optimizer state."""
-        tables: dict[str, dict[str, torch.Tensor]] = {}
-        for table, store in self.store.tables.items():
-            no_rows = np.zeros(0, np.int64)
-            parts = [(no_rows, store.fetch(no_rows)), *store.contents()]
-            arrays = {
-                "rows": [rows for rows, _ in parts],
-                "values": [records.values for _, records in parts],
-                "state": [records.state for _, records in parts],
-            }
-            tables[table] = {n: torch.from_numpy(np.concatenate(a)) for n, a in arrays.items()}
-        return {"num_updates": self._num_updates, "tables": tables}
-
-    def load(self, state: Mapping[str, Any]) -> None:
-        """Write the rows of `state`; others keep their values."""
-        for table, arrays in state["tables"].items():
-            records = Records(arrays["values"].numpy(), arrays["state"].numpy())
-            self.store.tables[table].write(arrays["rows"].numpy(), records)
-        self._num_updates = state["num_updates"]
-        self._version += 1
-
-
-class PooledStep:
-    """Pooled look-ups of one forward pass."""
-
-    def __init__(self, rows: FusedRows, batch: Batch, *, mean: bool) -> None:
-        self._rows = rows
-        self._lookups = batch.lookups
-        self._pooling = Pooling(rows.kernels, batch, mean=mean)
-        self.keys = self._pooling.keys
-        self._step_rows = {t: lookup.rows for t, lookup in batch.lookups.items()}
-        self._version, self._gathered = rows.gather(self._step_rows)
-
-    def outputs(self) -> tuple[torch.Tensor]:
-        """Return (num_samples, num_features * dim), features in the order of `keys`."""
-        return (self._pooling.pool(self._gathered),)
-
-    def update(self, *gradients: torch.Tensor) -> None:
-        """Update rows by the gradients of the outputs."""
-        self._pooling.add_gradient(gradients[0])
-        vector_gradients = self._pooling.gradients
-        assert vector_gradients is not None, "a gradient was just added"
-        readers = {
-            t: (lookup.readers, lookup.reader_offsets, lookup.reader_weights)
-            for t, lookup in self._lookups.items()
-        }
-        self._rows.update(self._version, self._step_rows, self._gathered, readers, vector_gradients)
-
-
-class SequenceStep:
-    """Unpooled look-ups of one forward pass."""
-
-    def __init__(self, rows: FusedRows, batch: Batch) -> None:
-        self._rows = rows
-        self._lookups = batch.lookups
-        self._step_rows = {t: lookup.rows for t, lookup in batch.lookups.items()}
-        self._version, self._gathered = rows.gather(self._step_rows)
-
-    def outputs(self) -> tuple[torch.Tensor, ...]:
-        """Return by table (num_values, dim), features one after the other."""
-        outputs: list[torch.Tensor] = []
-        for table, lookup in self._lookups.items():
-            rows, positions = self._gathered[table], lookup.positions
-            if rows.positions is not None:
-                positions = rows.positions.index_select(0, positions)
-            outputs.append(rows.values.index_select(0, positions))
-        return tuple(outputs)
-
-    def update(self, *gradients: torch.Tensor) -> None:
-        """Update rows by the gradients of the outputs."""
-        readers: dict[str, tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]] = {}
-        first = 0
-        for table, lookup in self._lookups.items():
-            positions = lookup.positions.numpy().astype("int64")
-            inverse = inverse_of(positions, len(lookup.rows), self._rows.kernels.transpose)
-            readers[table] = inverse.order + first, inverse.offsets, None
-            first += len(lookup.positions)
-        vectors = torch.cat(list(gradients))
-        vector_gradients = VectorGradients(
-            outputs=vectors[:, None], num_features=1, bags=vectors[:0], scales=None
-        )
-        self._rows.update(self._version, self._step_rows, self._gathered, readers, vector_gradients)
-
-
-def _fused_outputs(step: PooledStep | SequenceStep, anchor: torch.Tensor) -> Sequence[torch.Tensor]:
-    """Return a step's outputs; their backward updates its rows."""
-    if not torch.is_grad_enabled():
-        return step.outputs()
-    return call_with_gradients(anchor, step.outputs, step.update)
 
 
 # ---- Statistics of tables for TorchRec's sharding planner ----

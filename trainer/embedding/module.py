@@ -29,7 +29,7 @@ from trainer.embedding.kernels.interface import (
     RowRule,
     RowSums,
     TableRows,
-    VectorGradients,
+    no_gradients,
     rule_at,
 )
 from trainer.embedding.pooling import Pooling
@@ -169,7 +169,7 @@ class Embedding(nn.Module):
             )
         if tables:
             kernels_of(self._config.kernels).update(
-                tables, _no_gradients(total.sums), self._rule(microbatches)
+                tables, no_gradients(total.sums), self._rule(microbatches)
             )
         self._release(microbatches)
 
@@ -327,8 +327,8 @@ class MicrobatchLookups:
                 )
             )
         if tables:
-            no_gradients = _no_gradients(tables[0].rows.values)
-            self._kernels.update(tables, pooled or no_gradients, rule)
+            none = no_gradients(tables[0].rows.values)
+            self._kernels.update(tables, pooled or none, rule)
 
     def row_gradients(self) -> RowSums:
         """Return the gradients of the microbatch's rows."""
@@ -369,12 +369,6 @@ class MicrobatchLookups:
             copy = rows.values if rows.positions is None else rows.values[rows.positions]
             self._copies[table] = copy.detach().requires_grad_()
         return self._copies[table]
-
-
-def _no_gradients(like: torch.Tensor) -> VectorGradients:
-    """Return gradients of zero vectors of the width of `like`."""
-    empty = like[:0]
-    return VectorGradients(outputs=empty[:, None], num_features=1, bags=empty, scales=None)
 
 
 def _select_rows(

@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from schemas.accesses import TableAccesses
-from schemas.arrays import Array
+from schemas.arrays import Array, find_sorted
 from schemas.cache_plan import NEVER_AGAIN
 from schemas.dataset import Dataset
 from schemas.errors import PlanError, SchemaError
@@ -189,10 +189,7 @@ class FutureLog:
         stored = due.rows[start:end]
         if np.array_equal(stored, wanted):
             return self._split(due.block[start:end]), len(wanted)
-        at = np.searchsorted(stored, wanted)
-        hit = np.zeros(len(wanted), bool)
-        inside = at < len(stored)
-        hit[inside] = stored[at[inside]] == wanted[inside]
+        hit, at = find_sorted(stored, wanted)
         hits = self._split(due.block[start + at[hit]])
         records = merge_records(hit, hits, initial_records(self.layouts[table], wanted[~hit]))
         return records, len(hits.values)

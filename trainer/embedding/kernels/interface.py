@@ -128,6 +128,12 @@ class VectorGradients:
         return len(self.outputs) * self.num_features
 
 
+def no_gradients(like: torch.Tensor) -> VectorGradients:
+    """Return gradients of no vectors, of the width of `like`."""
+    empty = like[:0]
+    return VectorGradients(outputs=empty[:, None], num_features=1, bags=empty, scales=None)
+
+
 @dataclass(frozen=True, slots=True)
 class RowSums:
     """Gradients of rows, summed over some microbatches of a step, for all tables.

@@ -1,0 +1,370 @@
+"""Rows that collections update in the backward pass, as FBGEMM's fused optimizers do.
+
+`FusedRows` selects rows from where they are: `MemoryRows`, or a source such as
+`trainer.rows.EmbeddingRows`. With several ranks of torch.distributed, every rank has all rows and
+updates them by the mean gradient of all ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torchrec.modules.embedding_configs import BaseEmbeddingConfig
+
+from schemas.arrays import Array
+from schemas.config.train import SparseOptimizerConfig
+from trainer.data.collate import Batch
+from trainer.data.lookup import inverse_of
+from trainer.embedding.cache import RowsOfTables
+from trainer.embedding.kernels.interface import (
+    ArenaRows,
+    Kernels,
+    RowRule,
+    TableRows,
+    VectorGradients,
+    no_gradients,
+    rule_at,
+    state_width,
+)
+from trainer.embedding.module import arena_rows
+from trainer.embedding.pooling import Pooling, call_with_gradients
+from trainer.embedding.ranks import RowGradients, average_over_ranks, world_size
+from trainer.stores.api import GatheredRows, Records, TableLayout, WriteBack
+from trainer.stores.local import memory_store
+
+Readers = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
+"""Vectors that read each row of a table, their offsets, and their weights."""
+
+
+class Rows(Protocol):
+    """Where the rows of collections are."""
+
+    version: int
+    """Positions of rows that were selected under another version must not be used."""
+
+    def select(self, rows: RowsOfTables) -> dict[str, GatheredRows]:
+        """Return rows in place, valid until others of their tables are selected."""
+        ...
+
+    def read(self, rows: RowsOfTables) -> dict[str, Records]:
+        """Return copies of rows; none is created."""
+        ...
+
+    def write(self, table: str, rows: NDArray[np.int64], records: Records) -> None:
+        """Overwrite distinct rows."""
+        ...
+
+
+class RowSource(Rows, Protocol):
+    """Holds the rows of collections outside of them, such as `trainer.rows.EmbeddingRows`."""
+
+    @property
+    def train_step(self) -> int:
+        """Steps that were begun since the start of the run."""
+        ...
+
+    def add_tables(
+        self, layouts: Mapping[str, TableLayout], features: Mapping[str, Sequence[str]]
+    ) -> None:
+        """Add the tables of a collection, and the features that look into each."""
+        ...
+
+
+class MemoryRows:
+    """Rows in memory."""
+
+    def __init__(self, layouts: Mapping[str, TableLayout]) -> None:
+        """Start empty; a row uses memory once it is selected or written."""
+        self._store = memory_store(layouts)
+        self.version = 0
+
+    def select(self, rows: RowsOfTables) -> dict[str, GatheredRows]:
+        """Return rows in place, valid until others are selected; new rows are initialized."""
+        return {table: self._store.gather(table, ids) for table, ids in rows.items()}
+
+    def read(self, rows: RowsOfTables) -> dict[str, Records]:
+        """Return copies of rows; none is created."""
+        return self._store.fetch(0, rows)
+
+    def write(self, table: str, rows: NDArray[np.int64], records: Records) -> None:
+        """Overwrite distinct rows."""
+        self._store.write(0, {table: WriteBack(rows, records)})
+
+    def contents(self, table: str) -> Iterator[tuple[NDArray[np.int64], Records]]:
+        """Yield all rows of a table ever selected or written, ascending, in chunks."""
+        return self._store.contents(table)
+
+
+class FusedRows:
+    """Rows of equal width, selected in the forward pass and updated in the backward pass."""
+
+    def __init__(
+        self,
+        tables: Sequence[BaseEmbeddingConfig],
+        optimizer: SparseOptimizerConfig,
+        kernels: Kernels,
+        *,
+        seed: int,
+        dtype: str,
+        source: RowSource | None,
+    ) -> None:
+        """Create empty tables.
+
+        Args:
+            tables: of one width.
+            optimizer: update rule; its state is stored with each row.
+            kernels: compute the updates.
+            seed: of the rows' initial values.
+            dtype: float32 or float64.
+            source: of the rows; None for memory.
+        """
+        self._num_rows = {table.name: table.num_embeddings for table in tables}
+        self._optimizer, self.kernels = optimizer, kernels
+        self.dtype: torch.dtype = getattr(torch, dtype)
+        dim = tables[0].embedding_dim
+        width = state_width(optimizer, dim)
+        self.layouts = {
+            table: TableLayout(table=table, dim=dim, state_width=width, dtype=dtype, seed=seed)
+            for table in self._num_rows
+        }
+        if source is not None:
+            source.add_tables(self.layouts, {t.name: t.feature_names for t in tables})
+        self._memory = MemoryRows(self.layouts) if source is None else None
+        self._source = source
+        self._rows: Rows = self._memory or source  # type: ignore[assignment]  # one is not None
+        self._num_selects = 0
+        self._num_updates = 0
+        self._group: dist.ProcessGroup | None = None
+
+    def gather(self, rows: RowsOfTables) -> tuple[tuple[int, int], dict[str, ArenaRows]]:
+        """Return rows in place, and a version for `update`.
+
+        Without gradients, these are copies, and no row is created.
+
+        Args:
+            rows: table to distinct ascending rows.
+
+        Raises:
+            ValueError: a row is beyond its table.
+        """
+        for table, table_rows in rows.items():
+            limit = self._num_rows[table]
+            if len(table_rows) and table_rows[-1] >= limit:
+                raise ValueError(
+                    f"ids must be below num_embeddings, got {table_rows[-1]} for table {table!r} "
+                    f"with num_embeddings={limit}; hash them, or enlarge the table"
+                )
+        if not torch.is_grad_enabled():
+            copies = {t: arena_rows(GatheredRows(r)) for t, r in self.read(rows).items()}
+            return (self._num_selects, self._rows.version), copies
+        if self._group is None and world_size() > 1:
+            # created by all ranks in their first forward pass; rows are in CPU memory
+            group = dist.new_group(backend="gloo")
+            assert isinstance(group, dist.ProcessGroup), "every rank belongs to it"
+            self._group = group
+        selected = self._select(rows)
+        return (self._num_selects, self._rows.version), selected
+
+    def update(
+        self,
+        version: tuple[int, int],
+        rows: RowsOfTables,
+        gathered: Mapping[str, ArenaRows],
+        readers: Mapping[str, Readers],
+        gradients: VectorGradients,
+    ) -> None:
+        """Sum the gradients of each row over its readers, and apply the update rule.
+
+        Args:
+            version: from `gather`; rows are selected again if other rows were since.
+            rows: table to the rows of the step.
+            gathered: from `gather`.
+            readers: by table.
+            gradients: of the vectors that are read.
+
+        Raises:
+            ValueError: the step of the rows has ended.
+        """
+        if version[1] != self._rows.version:
+            raise ValueError(
+                "backward pass reaches rows of a step that has ended; call backward before "
+                "rows.advance(batch) of the next batch and before rows.save"
+            )
+        if self._group is not None:
+            self._update_over_ranks(rows, readers, gradients)
+        else:
+            if version[0] != self._num_selects:
+                gathered = self._select(rows)
+            self._apply(_table_rows(gathered, readers), gradients)
+        self._num_updates += 1
+
+    def _update_over_ranks(
+        self, rows: RowsOfTables, readers: Mapping[str, Readers], gradients: VectorGradients
+    ) -> None:
+        """Update the rows of all ranks by their mean gradient."""
+        dim = gradients.outputs.shape[2]
+        sums = {t: gradients.outputs.new_empty(len(rows[t]), dim) for t in readers}
+        blank = {t: ArenaRows(each, each[:, :0]) for t, each in sums.items()}
+        self.kernels.update(_table_rows(blank, readers), gradients, RowRule(name="sum"))
+        own = {table: RowGradients(rows[table], sums[table]) for table in readers}
+        means = average_over_ranks(own, self._group)
+        selected = self._select({table: mean.rows for table, mean in means.items()})
+        tables = [
+            TableRows(
+                rows=selected[table],
+                readers=torch.empty(0, dtype=torch.int32),
+                reader_offsets=torch.zeros(len(mean.rows) + 1, dtype=torch.int32),
+                per_sample_weights=None,
+                extra_gradient=mean.sums,
+            )
+            for table, mean in means.items()
+        ]
+        self._apply(tables, no_gradients(gradients.outputs[:, 0]))
+
+    def _apply(self, tables: Sequence[TableRows], gradients: VectorGradients) -> None:
+        self.kernels.update(tables, gradients, rule_at(self._optimizer, self._num_updates))
+
+    def _select(self, rows: RowsOfTables) -> dict[str, ArenaRows]:
+        self._num_selects += 1
+        return {table: arena_rows(each) for table, each in self._rows.select(rows).items()}
+
+    def read(self, rows: RowsOfTables) -> dict[str, Records]:
+        """Return copies of rows; none is created."""
+        return self._rows.read(rows)
+
+    def set_rows(self, table: str, rows: NDArray[np.int64], values: Array) -> None:
+        """Set the values of rows and clear their optimizer state.
+
+        Args:
+            table: its name.
+            rows: (n,), distinct.
+            values: (n, dim).
+        """
+        state = np.zeros((len(rows), self.layouts[table].state_width), values.dtype)
+        self._rows.write(table, rows, Records(values, state))
+        self._num_selects += 1
+
+    def state(self) -> dict[str, Any]:
+        """Return every row ever updated, with its optimizer state; no rows of a source."""
+        if self._source is not None:
+            return {"num_updates": self._num_updates, "train_step": self._source.train_step}
+        memory = self._memory
+        assert memory is not None, "rows without a source are in memory"
+        tables: dict[str, dict[str, torch.Tensor]] = {}
+        for table in self.layouts:
+            no_rows = np.zeros(0, np.int64)
+            parts = [(no_rows, self.read({table: no_rows})[table]), *memory.contents(table)]
+            arrays = {
+                "rows": [rows for rows, _ in parts],
+                "values": [records.values for _, records in parts],
+                "state": [records.state for _, records in parts],
+            }
+            tables[table] = {n: torch.from_numpy(np.concatenate(a)) for n, a in arrays.items()}
+        return {"num_updates": self._num_updates, "tables": tables}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Write the rows of `state`; others keep their values.
+
+        Raises:
+            ValueError: the rows are in a checkpoint of a source, which is not loaded.
+        """
+        rows_at = None if self._source is None else self._source.train_step
+        if "tables" not in state and state["train_step"] != rows_at:
+            raise ValueError(
+                f"state_dict has no rows, which a source held before step {state['train_step']}; "
+                "make the collection with source, and call its load before load_state_dict"
+            )
+        for table, arrays in state.get("tables", {}).items():
+            records = Records(arrays["values"].numpy(), arrays["state"].numpy())
+            self._rows.write(table, arrays["rows"].numpy(), records)
+        self._num_updates = state["num_updates"]
+        self._num_selects += 1
+
+
+def _table_rows(
+    gathered: Mapping[str, ArenaRows], readers: Mapping[str, Readers]
+) -> list[TableRows]:
+    return [
+        TableRows(
+            rows=gathered[table],
+            readers=table_readers,
+            reader_offsets=offsets,
+            per_sample_weights=weights,
+            extra_gradient=None,
+        )
+        for table, (table_readers, offsets, weights) in readers.items()
+    ]
+
+
+class PooledStep:
+    """Pooled look-ups of one forward pass."""
+
+    def __init__(self, rows: FusedRows, batch: Batch, *, mean: bool) -> None:
+        self._rows = rows
+        self._lookups = batch.lookups
+        self._pooling = Pooling(rows.kernels, batch, mean=mean)
+        self.keys = self._pooling.keys
+        self._step_rows = {t: lookup.rows for t, lookup in batch.lookups.items()}
+        self._version, self._gathered = rows.gather(self._step_rows)
+
+    def outputs(self) -> tuple[torch.Tensor]:
+        """Return (num_samples, num_features * dim), features in the order of `keys`."""
+        return (self._pooling.pool(self._gathered),)
+
+    def update(self, *gradients: torch.Tensor) -> None:
+        """Update rows by the gradients of the outputs."""
+        self._pooling.add_gradient(gradients[0])
+        vector_gradients = self._pooling.gradients
+        assert vector_gradients is not None, "a gradient was just added"
+        readers = {
+            t: (lookup.readers, lookup.reader_offsets, lookup.reader_weights)
+            for t, lookup in self._lookups.items()
+        }
+        self._rows.update(self._version, self._step_rows, self._gathered, readers, vector_gradients)
+
+
+class SequenceStep:
+    """Unpooled look-ups of one forward pass."""
+
+    def __init__(self, rows: FusedRows, batch: Batch) -> None:
+        self._rows = rows
+        self._lookups = batch.lookups
+        self._step_rows = {t: lookup.rows for t, lookup in batch.lookups.items()}
+        self._version, self._gathered = rows.gather(self._step_rows)
+
+    def outputs(self) -> tuple[torch.Tensor, ...]:
+        """Return by table (num_values, dim), features one after the other."""
+        outputs: list[torch.Tensor] = []
+        for table, lookup in self._lookups.items():
+            rows, positions = self._gathered[table], lookup.positions
+            if rows.positions is not None:
+                positions = rows.positions.index_select(0, positions)
+            outputs.append(rows.values.index_select(0, positions))
+        return tuple(outputs)
+
+    def update(self, *gradients: torch.Tensor) -> None:
+        """Update rows by the gradients of the outputs."""
+        readers: dict[str, Readers] = {}
+        first = 0
+        for table, lookup in self._lookups.items():
+            positions = lookup.positions.numpy().astype("int64")
+            inverse = inverse_of(positions, len(lookup.rows), self._rows.kernels.transpose)
+            readers[table] = inverse.order + first, inverse.offsets, None
+            first += len(lookup.positions)
+        vectors = torch.cat(list(gradients))
+        vector_gradients = VectorGradients(
+            outputs=vectors[:, None], num_features=1, bags=vectors[:0], scales=None
+        )
+        self._rows.update(self._version, self._step_rows, self._gathered, readers, vector_gradients)
+
+
+def fused_outputs(step: PooledStep | SequenceStep, anchor: torch.Tensor) -> Sequence[torch.Tensor]:
+    """Return a step's outputs; their backward updates its rows."""
+    if not torch.is_grad_enabled():
+        return step.outputs()
+    return call_with_gradients(anchor, step.outputs, step.update)
