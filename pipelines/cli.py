@@ -17,7 +17,7 @@ from rich.console import Console
 
 from pipelines.build import build, record_build_speed
 from pipelines.context import BuildRequest
-from pipelines.demo_log.log import GeneratorConfig, write_log
+from pipelines.demo_log.example import generate_log, write_example
 from pipelines.init.command import init
 from pipelines.preview import WIDTH, preview, show
 from pipelines.quality.gate import GateError
@@ -57,6 +57,10 @@ def build_parser(prog: str = "python -m pipelines") -> argparse.ArgumentParser:
     """Return the parser of all commands; commands in `_WITH_BEAM` pass unknown options to Beam."""
     parser = ArgumentParser(prog=prog, description=DESCRIPTION, renamed=_RENAMED)
     commands = parser.add_subparsers(dest="command", required=True)
+
+    command = commands.add_parser("demo", help="write an example: a job, its log, and a dataset")
+    command.add_argument("folder", type=Location, metavar="DIR", help="a directory or a URL")
+    command.add_argument("--num-samples", type=int, metavar="N", help="default: 200000")
 
     command = commands.add_parser("generate", help="write the synthetic log of a job")
     command.add_argument("job", type=path_or_url, metavar="JOB", help="job file, or its URL")
@@ -276,19 +280,24 @@ def _new_attempt() -> str:
     return uuid.uuid4().hex[:12]
 
 
+def _demo(arguments: argparse.Namespace, beam_args: list[str]) -> int:
+    result = write_example(
+        arguments.folder,
+        num_samples=arguments.num_samples,
+        attempt=_new_attempt(),
+        beam_args=beam_args,
+        progress=_progress,
+    )
+    _print_result(arguments, result)
+    return 0
+
+
 def _generate(arguments: argparse.Namespace, _: list[str]) -> int:
     config = load_job(arguments.job).data.generate
     if config is None:
         raise SchemaError("job must have data.generate, got none; use schemas/demo/job.yaml")
-    num_samples = arguments.num_samples
-    generator = GeneratorConfig(
-        num_samples=config.num_samples if num_samples is None else num_samples,
-        seed=config.seed,
-        start=config.start,
-        span=config.span,
-    )
-    files = write_log(generator, arguments.output)
-    print(f"wrote {len(files)} files to {arguments.output}", file=sys.stderr)
+    num_files = generate_log(config, arguments.output, arguments.num_samples)
+    print(f"wrote {num_files} files to {arguments.output}", file=sys.stderr)
     return 0
 
 
@@ -345,7 +354,15 @@ def _process_age() -> float:
 
 
 def _init(arguments: argparse.Namespace, _: list[str]) -> int:
-    _print_result(arguments, init(arguments.folder, arguments.output, _progress))
+    result = init(arguments.folder, arguments.output, _progress)
+    if arguments.json:
+        print(json.dumps(result))
+        return 0
+    for note in result["notes"]:
+        print(f"note: {note}")
+    job, first = result["job"], pluralize(result["num_samples"], "sample")
+    print(f"wrote {job}: its first rows give {first} and {result['num_rejects']} rejects")
+    print(f"correct it, then: presage preview {job} --input {arguments.folder}")
     return 0
 
 
@@ -477,6 +494,7 @@ def _oracle(arguments: argparse.Namespace, beam_args: list[str]) -> int:
 
 
 _COMMANDS = {
+    "demo": _demo,
     "generate": _generate,
     "init": _init,
     "preview": _preview,
@@ -494,5 +512,5 @@ _COMMANDS = {
     "score": _score,
     "oracle": _oracle,
 }
-_WITH_BEAM = ("build", "append", "rewrite", "erase", "score", "oracle")
+_WITH_BEAM = ("demo", "build", "append", "rewrite", "erase", "score", "oracle")
 """Commands that pass options they do not define to Beam."""

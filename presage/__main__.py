@@ -30,12 +30,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     check_imports()
     commands = import_module("presage.commands")
     words = list(sys.argv[1:] if argv is None else argv)
-    command = words[0] if words else "--help"
-    if command in ("-h", "--help"):
+    command, *rest = words or ["--help"]
+    if command == "help" and rest:
+        command, *rest = words = [*rest, "--help"]
+    if command == "--version":
+        print(commands.version_text())
+        return 0
+    if command in ("-h", "--help", "help"):
         print(commands.help_text())
         return 0
     if command == commands.COMPLETION:
-        return import_module("presage.completion").main(words[1:])
+        return import_module("presage.completion").main(rest)
     if command not in commands.PACKAGES:
         print(commands.unknown_command(command), file=sys.stderr)
         return 2

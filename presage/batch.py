@@ -9,10 +9,11 @@ import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec.streamable import Pipelineable
 
+from presage.display import batch_text
 from trainer.data.collate import Batch as CollatedBatch
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class Batch(Pipelineable):
     """The samples of one step that belong to one rank.
 
@@ -43,6 +44,12 @@ class Batch(Pipelineable):
     def num_samples(self) -> int:
         """Samples without padding."""
         return len(self.labels) - self.num_padding
+
+    def __repr__(self) -> str:
+        """Return the shape of each tensor, a line each."""
+        padding = f" and {self.num_padding:,} of padding" if self.num_padding else ""
+        count = f"{self.num_samples:,} samples{padding}"
+        return f"batch of {count}, epoch {self.epoch}, step {self.step}\n{batch_text(self)}"
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Batch:
         """Return the batch on a device; the KeyedJaggedTensor itself if it is there already.

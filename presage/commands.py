@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import platform
+from importlib import metadata
+from pathlib import Path
+
 from schemas.errors import suggest_name_or
 
 TASKS: dict[str, dict[str, tuple[str, str]]] = {
     "Prepare data": {
+        "demo": ("pipelines", "write an example: a job, its log, and a dataset"),
         "init": ("pipelines", "write a first job for the files of a folder"),
         "preview": ("pipelines", "check a job on the first rows of its input"),
         "build": ("pipelines", "build a dataset from raw files"),
@@ -87,6 +92,15 @@ def help_text() -> str:
         "there are `python -m trainer verify` and `python -m trainer erase`.",
     ]
     return "\n".join(lines)
+
+
+def version_text() -> str:
+    """Return what `presage --version` prints."""
+    try:
+        version = metadata.version("presage")
+    except metadata.PackageNotFoundError:
+        version = f"in {Path(__file__).resolve().parents[1]}, not installed"
+    return f"presage {version}, Python {platform.python_version()}"
 
 
 def unknown_command(name: str) -> str:

@@ -131,10 +131,10 @@ class Head:
         try:
             batch = self.batch
         except ModuleNotFoundError as error:
-            return f"no batch: {error.name} is not installed; run pip install presage[trainer]"
+            return f"no batch: {error.name} is not installed; install Presage's extra trainer"
         except SchemaError as error:
             return f"no batch: {error}"
-        return f"first batch of {batch.num_samples:,} samples\n{batch_text(batch)}"
+        return f"first {batch}"
 
 
 def batch_text(batch: Batch) -> str:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 from torch.utils.data import IterableDataset, get_worker_info
+from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
 from presage.batch import Batch, batch_of
 from presage.dataset import Dataset as SelectedDataset
@@ -167,6 +168,27 @@ class DataLoader(IterableDataset[Batch]):
         first, self._start = self._start + worker, 0
         self._last = first - num_workers
         return self._batches(first, num_workers)
+
+    def embedding_bag_configs(self, embedding_dim: int) -> list[EmbeddingBagConfig]:
+        """Return TorchRec's config of each table that the sparse features of a batch look up.
+
+        A table has the number of rows that the dataset's job gives it, and the job's name with
+        `_rows` at its end, since TorchRec refuses names such as `items`.
+        """
+        used = {
+            name: [feature for feature in table.features if feature in self._spec.sparse]
+            for name, table in self._dataset.job.data.tables.items()
+        }
+        return [
+            EmbeddingBagConfig(
+                name=f"{name}_rows",
+                num_embeddings=self._dataset.job.data.tables[name].num_rows,
+                embedding_dim=embedding_dim,
+                feature_names=features,
+            )
+            for name, features in used.items()
+            if features
+        ]
 
     # ---- State ----
     #

@@ -29,9 +29,10 @@ from schemas.errors import PlanError, SchemaError
 from schemas.run_log import read_lines
 
 SOURCES = Path(__file__).resolve().parents[1]
-"""The source tree."""
-PYTHON = (3, 11)
-"""The only version on which stored bytes and bit-equal training are tested (`pyproject.toml`)."""
+"""The source tree, or where the packages are installed."""
+LOCK = SOURCES / "requirements.lock"
+OLDEST_PYTHON, NEWEST_PYTHON = (3, 11), (3, 13)
+"""Versions that the packages have wheels for (`docs/install.md`)."""
 COMPILERS = ("g++", "c++", "clang++")
 """C++ compilers that the trainer uses."""
 OLDEST_JAVA, NEWEST_JAVA = 11, 17
@@ -61,7 +62,7 @@ class Machine:
     """Folder of datasets and runs; it may not exist yet."""
     now_sec: float
     """Seconds since 1970."""
-    lock: Path = SOURCES / "requirements.lock"
+    lock: Path = LOCK
     """Packages with exact versions."""
     flink: Path = SOURCES / "deploy" / "flink"
     """Folder with Flink's versions."""
@@ -162,14 +163,25 @@ def findings_to_json(findings: list[Finding]) -> dict[str, Any]:
 
 
 def _probe_python(machine: Machine) -> tuple[bool, str]:
-    return machine.python == PYTHON, ".".join(map(str, machine.python))
+    return OLDEST_PYTHON <= machine.python <= NEWEST_PYTHON, _version(machine.python)
+
+
+def _versions_of(machine: Machine) -> str:
+    is_installed = machine.lock == LOCK and not LOCK.exists()
+    return "Presage's metadata" if is_installed else machine.lock.name
+
+
+def _version(version: tuple[int, int]) -> str:
+    return ".".join(map(str, version))
 
 
 def _probe_packages(machine: Machine) -> tuple[bool, str]:
     try:
         pinned = parse_lock(machine.lock.read_text(encoding="utf-8"))
     except OSError as error:
-        return False, f"no lock: {error.strerror}"
+        pinned = required_versions(machine.sites)
+        if machine.lock != LOCK or not pinned:
+            return False, f"no lock: {error.strerror}"
     problems = differences(pinned, installed_packages(machine.sites))
     if not problems:
         return True, f"all {len(pinned)}"
@@ -186,6 +198,17 @@ def parse_lock(text: str) -> dict[str, str]:
         {'absl-py': '2.5.1', 'pyyaml': '6.0'}
     """
     return {_normalize(name): version for name, version in _PINNED.findall(text)}
+
+
+def required_versions(sites: Sequence[str]) -> dict[str, str]:
+    """Return the versions that an installed Presage names, of extras only what is installed."""
+    installed, required = installed_packages(sites), dict[str, str]()
+    for distribution in distributions(path=list(sites), name="presage"):
+        for line in distribution.requires or ():
+            match, name = _PINNED.match(line), _normalize(re.split(r"[^\w.-]", line, maxsplit=1)[0])
+            if match and ("extra ==" not in line or name in installed):
+                required[name] = match[2].rstrip(";")
+    return required
 
 
 def installed_packages(sites: Sequence[str]) -> dict[str, str]:
@@ -378,14 +401,14 @@ CHECKS = (
     Check(
         name="python",
         probe=_probe_python,
-        must=lambda _: f"be {'.'.join(map(str, PYTHON))}",
-        fix="install it, then run make setup PYTHON=/path/to/python3.11",
+        must=lambda _: f"be {_version(OLDEST_PYTHON)} to {_version(NEWEST_PYTHON)}",
+        fix="make an environment of one of these (docs/install.md)",
     ),
     Check(
         name="wheels",
         probe=_probe_packages,
-        must=lambda m: f"have the versions of {m.lock.name}",
-        fix="run make setup, or uv pip sync requirements.lock",
+        must=lambda m: f"have the versions of {_versions_of(m)}",
+        fix="run make setup, or install Presage again (docs/install.md)",
     ),
     Check(
         name="compiler",

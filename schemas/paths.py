@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path, PurePosixPath
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from schemas.errors import SchemaError, StorageError
 from schemas.storage import Location
@@ -165,6 +165,11 @@ class ArgumentParser(argparse.ArgumentParser):
         self.register("type", Path, _argument_type(local_path))
         self.register("type", Location, _argument_type(Location.parse))
         self.register("type", path_or_url, _argument_type(path_or_url))
+        self.register("action", "parsers", _Commands)
+
+    def error(self, message: str) -> NoReturn:
+        """Exit with one line that names the way to all options."""
+        self.exit(2, f"{self.prog}: error: {message}; see {self.prog} --help\n")
 
     # the overloads of the base have one generic type for the namespace
     def parse_known_args(  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -179,6 +184,16 @@ class ArgumentParser(argparse.ArgumentParser):
                 line = f"{kind} was renamed: {word}; use {self._renamed[word]}"
                 self.exit(2, f"{self.prog}: error: {line}\n")
         return super().parse_known_args(words, namespace)
+
+
+class _Commands(argparse._SubParsersAction):  # pyright: ignore[reportPrivateUsage, reportMissingTypeArgument]
+    """Commands, whose own help begins with the line that their list has."""
+
+    def add_parser(self, name: str, **kwargs: Any) -> Any:
+        """Add a parser; arguments are those of `argparse`."""
+        text = str(kwargs.get("help", ""))
+        kwargs.setdefault("description", text[:1].upper() + text[1:])
+        return super().add_parser(name, **kwargs)
 
 
 def _argument_type(parse: Callable[[str], T]) -> Callable[[str], T]:

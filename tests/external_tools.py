@@ -31,12 +31,13 @@ def install_environment(name: str, lock: Path, programs: Path) -> Path:
     with (folder / "lock").open("w") as lock_file:
         fcntl.flock(lock_file, fcntl.LOCK_EX)
         if not (folder / "installed").exists():
-            _sync_environment(name, lock, programs, folder / "venv")
+            sync_environment(name, lock, programs, folder / "venv")
             (folder / "installed").touch()
     return folder / "venv" / "bin"
 
 
-def _sync_environment(name: str, lock: Path, programs: Path, folder: Path) -> None:
+def sync_environment(name: str, lock: Path, programs: Path, folder: Path) -> None:
+    """Install a lock into a new environment; arguments as above, and its folder."""
     uv, python = programs / "uv", folder / "bin" / "python"
     create = ["venv", "--quiet", "--clear", "--python", str(programs / "python"), str(folder)]
     sync = ["pip", "sync", "--quiet", "--require-hashes", "--python", str(python), str(lock)]

@@ -79,24 +79,30 @@ def write_environment(environment: Path) -> None:
     (environment / "synced").touch()  # make installs nothing
 
 
-def run(words: list[str], tree: Path, text: str | None = None) -> subprocess.CompletedProcess[str]:
-    """Run a command in the copy, with the tools of `.venv` first."""
+def variables_of(tree: Path) -> dict[str, str]:
+    """Return the environment of commands in the copy: the tools of `.venv` come first."""
     path = f"{tree / '.venv' / 'bin'}{os.pathsep}{os.environ['PATH']}"
     # A make inside must not take itself for a part of the one that runs the tests.
     outer = {
         name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))
     }
-    environment = {**outer, "PATH": path, "PYTHONPATH": str(tree)}
+    return {**outer, "PATH": path, "PYTHONPATH": str(tree)}
+
+
+def run(
+    words: list[str], folder: Path, variables: dict[str, str], text: str | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Run a command in a folder."""
     return subprocess.run(
-        words, cwd=tree, env=environment, input=text, capture_output=True, text=True, check=False
+        words, cwd=folder, env=variables, input=text, capture_output=True, text=True, check=False
     )
 
 
-def run_console(block: Block, tree: Path) -> list[str]:
+def run_console(block: Block, folder: Path, variables: dict[str, str]) -> list[str]:
     """Run the commands of a block and list those that fail or print something else."""
     problems: list[str] = []
     for command, printed in commands(block.body):
-        done = run(["bash", "-euo", "pipefail", "-c", command], tree)
+        done = run(["bash", "-euo", "pipefail", "-c", command], folder, variables)
         if done.returncode != 0:
             problems.append(f"{command} exits with {done.returncode}:\n{done.stderr[-2000:]}")
         elif printed and not CHECKER.check_output(printed, done.stdout, LENIENT):
@@ -104,15 +110,21 @@ def run_console(block: Block, tree: Path) -> list[str]:
     return problems
 
 
-def run_python(block: Block, tree: Path) -> list[str]:
+def run_python(block: Block, folder: Path, variables: dict[str, str]) -> list[str]:
     """Run a block as a script, or as a doctest where it shows prompts."""
     if ">>> " in block.body:
-        page = tree / "block.txt"
+        page = folder / "block.txt"
         page.write_text(block.body)
-        done = run(["python", "-m", "doctest", "-o", "ELLIPSIS", page.name], tree)
+        done = run(["python", "-m", "doctest", "-o", "ELLIPSIS", page.name], folder, variables)
     else:
-        done = run(["python", "-"], tree, text=block.body)
+        done = run(["python", "-"], folder, variables, block.body)
     return [] if done.returncode == 0 else [f"{block.body}{done.stdout}{done.stderr[-2000:]}"]
+
+
+def run_block(block: Block, folder: Path, variables: dict[str, str]) -> list[str]:
+    """Run a block; list what fails or prints something else."""
+    runner = run_console if block.language == "console" else run_python
+    return runner(block, folder, variables)
 
 
 @pytest.mark.slow
@@ -122,8 +134,10 @@ def test_blocks_of_document_run_as_shown(name: str, tree: Path) -> None:
     problems: list[str] = []
     for block in blocks((tree / name).read_text()):
         if block.reason is None:
-            runner = run_console if block.language == "console" else run_python
-            problems += [f"{name}:{block.line}: {text}" for text in runner(block, tree)]
+            problems += [
+                f"{name}:{block.line}: {text}"
+                for text in run_block(block, tree, variables_of(tree))
+            ]
     assert not problems, "\n".join(problems)
 
 
@@ -150,7 +164,9 @@ def test_blocks_of_document_that_are_not_run_parse(name: str) -> None:
         if block.reason is None:
             continue
         if block.language == "python":
-            compile(block.body, f"{name}:{block.line}", "exec")
+            examples = doctest.DocTestParser().get_examples(block.body)
+            source = "".join(example.source for example in examples) or block.body
+            compile(source, f"{name}:{block.line}", "exec")
             continue
         for command, _ in commands(block.body):
             try:
@@ -196,7 +212,7 @@ def test_documents_are_found() -> None:
 def test_run_console_of_failing_and_wrong_commands_names_both(tmp_path: Path) -> None:
     (tmp_path / ".venv" / "bin").mkdir(parents=True)
     text = "```console\n$ echo one \\\n    two\none ...\n$ false\n$ echo three\nfour\n```\n"
-    problems = run_console(blocks(text)[0], tmp_path)
+    problems = run_console(blocks(text)[0], tmp_path, variables_of(tmp_path))
     assert problems == ["false exits with 1:\n", "echo three prints\nthree\ninstead of\nfour\n"]
 
 
@@ -209,8 +225,8 @@ def test_commands_with_a_text_of_lines_end_at_its_word() -> None:
 def test_run_python_of_wrong_doctest_names_it(tmp_path: Path) -> None:
     write_environment(tmp_path / ".venv")
     right, wrong = blocks("```python\n>>> 1 + 1\n2\n```\n```python\n>>> 1 + 1\n3\n```\n")
-    assert run_python(right, tmp_path) == []
-    assert len(run_python(wrong, tmp_path)) == 1
+    assert run_python(right, tmp_path, variables_of(tmp_path)) == []
+    assert len(run_python(wrong, tmp_path, variables_of(tmp_path))) == 1
 
 
 def test_blocks_with_unknown_option_raise() -> None:

@@ -95,6 +95,29 @@ def test_unknown_command_is_one_line_with_the_nearest_name(
     assert capsys.readouterr().err == line
 
 
+def test_help_of_a_command_and_version(capsys: pytest.CaptureFixture[str]) -> None:
+    for words in (["help"], []):
+        assert main(words) == 0
+        assert capsys.readouterr().out == help_text() + "\n"
+    with pytest.raises(SystemExit):
+        main(["help", "build"])
+    assert "\n\nBuild a dataset from raw files\n\n" in capsys.readouterr().out
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out.startswith("presage ")
+
+
+def test_missing_arguments_are_one_line_with_the_way_to_help(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["build", "job.yaml"])
+    assert ended.value.code == 2
+    assert capsys.readouterr().err == (
+        "presage build: error: the following arguments are required: --input, --output; "
+        "see presage build --help\n"
+    )
+
+
 @pytest.mark.slow
 def test_help_imports_no_library() -> None:
     program = (

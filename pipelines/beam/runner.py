@@ -259,7 +259,7 @@ def list_files(root: str) -> Iterator[tuple[str, int]]:
             ) from error
         raise SchemaError(f"input cannot be listed: {reason}; check --input", file=root) from error
     if not match.metadata_list:
-        raise SchemaError("input must be a directory, got none; check --input", file=root)
+        raise SchemaError("there is no input: no directory; check the path", file=root)
     for entry in match.metadata_list:
         yield entry.path.removeprefix(base), entry.size_in_bytes
 

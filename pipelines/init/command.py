@@ -34,6 +34,7 @@ from schemas.arrays import is_text, one_chunk
 from schemas.config.sources import SourceConfig
 from schemas.errors import SchemaError, pluralize
 from schemas.files import replace_bytes
+from schemas.manifest import find_root
 from schemas.storage import Location
 
 WARN_REJECT_FRACTION = 0.02
@@ -66,6 +67,11 @@ def init(
                 "job exists already; choose another --output, or remove it",
                 file=str(output / name),
             )
+    if "://" not in str(input_root) and find_root(input_root) is not None:
+        raise SchemaError(
+            "input is a dataset of Presage, which has its job; name a folder of logs",
+            file=str(input_root),
+        )
     folder = folder_of(input_root)
     with TemporaryDirectory(prefix="presage-init-") as scratch:
         sources, others = find_sources(folder, Path(scratch))
@@ -154,9 +160,9 @@ def job_text(plan: Plan, name: str, folder: str, split: datetime | None) -> str:
         split: start of the evaluation range; None if it is unknown.
     """
     lines = [
-        f"# A first job for the files in {folder}, written by `python -m pipelines init`.",
+        f"# A first job for the files in {folder}, written by `presage init`.",
         "# Each choice has its reason as a comment: correct it where it is wrong, then check with",
-        "#     python -m pipelines preview JOB --input DIR",
+        "#     presage preview JOB --input DIR",
         "# docs/job.md documents each key; schema.pbtxt has the roles of columns.",
         *_left_out(plan),
         f"name: {yaml_word(name)}",

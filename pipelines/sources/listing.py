@@ -98,7 +98,7 @@ class Folder:
     def _local_files(self) -> Iterator[tuple[str, None]]:
         root = Path(self.root)
         if not root.is_dir():
-            raise SchemaError("input must be a directory, got none; check --input", file=self.root)
+            raise SchemaError("there is no input: no directory; check the path", file=self.root)
         for name, subfolders, files in os.walk(root, followlinks=True):
             folder = Path(name)
             parents = {p.resolve() for p in (folder, *folder.parents) if p.is_relative_to(root)}
@@ -121,7 +121,7 @@ class Folder:
             return
         entries = location.entries()
         if not entries:
-            raise SchemaError("input must be a directory, got none; check --input", file=self.root)
+            raise SchemaError("there is no input: no directory; check the path", file=self.root)
         for entry in entries:
             yield entry.path, entry.num_bytes
 

@@ -96,9 +96,13 @@ def read_yaml(path: Path | Location, kind: type[T], *, accept_renamed: bool = Fa
     """
     try:
         text = path.read_bytes().decode()
+    except FileNotFoundError as error:
+        raise SchemaError(f"there is no job file {path}; check the path") from error
+    except IsADirectoryError as error:
+        raise SchemaError(f"job file is a directory: {path}; name {path}/job.yaml") from error
     except (OSError, UnicodeDecodeError) as error:
         raise SchemaError(
-            f"job file must be readable text, got {error}; check the path", file=str(path)
+            f"job file cannot be read: {error}; check the path", file=str(path)
         ) from error
     return parse_yaml(text, str(path), kind, accept_renamed=accept_renamed)
 

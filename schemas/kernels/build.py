@@ -76,10 +76,14 @@ def installed_library(library: Library) -> Path | None:
     name = Path(library.sources[0]).stem
     if not any(library.folder.glob(f"{name}-*.so")):
         return None
-    features = set(_processor_features().split())
-    level = next((name for name, needs in _LEVELS.items() if needs <= features), "generic")
-    path = library.folder / f"{name}-{level}.so"
+    path = library.folder / f"{name}-{processor_level()}.so"
     return path if path.is_file() else None
+
+
+def processor_level() -> str:
+    """Return the highest level of the instruction set that libraries are built for."""
+    features = set(_processor_features().split())
+    return next((name for name, needs in _LEVELS.items() if needs <= features), "generic")
 
 
 @cache

@@ -1,3 +1,4 @@
+import json
 import re
 from dataclasses import replace
 from datetime import datetime, timedelta
@@ -9,6 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from pipelines.cli import main
 from pipelines.demo_log.entities import (
     CARDINALITIES,
     HOT_FRACTION,
@@ -18,6 +20,8 @@ from pipelines.demo_log.entities import (
 )
 from pipelines.demo_log.log import HISTORIES, LOG_SCHEMA, GeneratorConfig, generate, write_log
 from pipelines.demo_log.sessions import MAX_HISTORY, MAX_SESSION_SAMPLES, click_logit
+from schemas.config.job import load_job
+from schemas.dataset import open_dataset
 
 SMALL = GeneratorConfig(num_samples=20_000, seed=7, span=timedelta(hours=6))
 LARGE = GeneratorConfig(num_samples=240_000, seed=3)
@@ -303,6 +307,29 @@ def test_write_log_into_a_used_directory_is_refused(tmp_path: Path) -> None:
     )
     with pytest.raises(ValueError, match=re.escape(message)):
         write_log(SMALL, tmp_path)
+
+
+@pytest.mark.slow
+def test_example_has_job_log_and_dataset_and_is_not_overwritten(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "demo"
+    words = ["demo", str(folder), "--num-samples", "300", "--json"]
+    assert main(words) == 0
+    assert json.loads(capsys.readouterr().out)["num_samples"] == 300
+    assert len(open_dataset(folder / "dataset").segments) == 1
+    assert load_job(folder / "job.yaml").name == "demo"
+    assert main(words) == 1
+    assert "folder has a dataset in " in capsys.readouterr().err
+
+
+def test_example_leaves_another_job_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "job.yaml").write_text("name: mine\n")
+    assert main(["demo", str(tmp_path)]) == 1
+    assert "folder has another job in " in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["job.yaml"]
 
 
 @pytest.mark.parametrize(

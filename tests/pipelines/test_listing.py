@@ -176,7 +176,7 @@ def test_object_that_is_damaged_or_gone_is_rejected_by_name(
 @pytest.mark.parametrize(
     ("root", "message"),
     [
-        ("box://bucket/y", "input must be a directory, got none in box://bucket/y; check --input"),
+        ("box://bucket/y", "there is no input: no directory in box://bucket/y; check the path"),
         (
             "ftp://host/log",
             "Beam has no filesystem for ftp:// in ftp://host/log; install Beam with its extra",

@@ -263,7 +263,7 @@ def test_head_without_torch_says_what_to_install(
     monkeypatch.setitem(sys.modules, "presage.loader", None)
     text = repr(presage.Dataset(path).head(2))
     assert "first 2 samples" in text
-    assert "no batch: presage.loader is not installed; run pip install" in text
+    assert "no batch: presage.loader is not installed; install Presage's extra trainer" in text
 
 
 # Errors.

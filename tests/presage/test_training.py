@@ -1,7 +1,7 @@
 """Training loops that are not ours on the batches of `DataLoader`: TorchRec's and plain Torch's."""
 
 from collections.abc import Iterator
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +54,27 @@ class Ranker(nn.Module):
         logits = self.top(torch.cat([pooled, batch.dense_features], dim=1)).squeeze(1)
         losses = binary_cross_entropy_with_logits(logits, batch.labels, reduction="none")
         return (losses * batch.weights).sum() / batch.global_weight, logits
+
+
+def test_tables_of_torchrec_are_those_of_the_job() -> None:
+    batches = loader(features=["clicked", "item", "price"])
+    (articles,) = batches.embedding_bag_configs(embedding_dim=8)
+    job = presage.Dataset(small_dataset()).opened.job.data
+    name = job.table_of_feature["item"]
+    assert articles.name == f"{name}_rows"
+    assert articles.num_embeddings == job.tables[name].num_rows
+    assert sorted(articles.feature_names) == ["clicked", "item"]
+    batch = next(iter(batches))
+    pooled = EmbeddingBagCollection(tables=[articles], device=CPU)(batch.sparse_features)
+    assert pooled.values().shape == (len(batch.labels), 2 * 8)
+
+
+def test_printed_batch_has_shapes_and_padding() -> None:
+    batch = next(iter(loader(features=["item", "price"])))
+    first, labels, *_ = str(batch).splitlines()
+    assert first == "batch of 64 samples, epoch 0, step 0"
+    assert labels.split() == ["labels", "float32", "(64,)"]
+    assert str(replace(batch, num_padding=3)).startswith("batch of 61 samples and 3 of padding,")
 
 
 @pytest.fixture

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from scheduler import doctor
 from scheduler.__main__ import main
 from scheduler.doctor import CHECKS, SOURCES, Finding, Machine, examine, format_finding
 
@@ -77,7 +78,7 @@ def test_wheels_of_other_versions_and_missing_ones_are_named(tmp_path: Path) -> 
     found = check("wheels", lock=lock, sites=(str(tmp_path / "site"),))
     assert format_finding(found) == (
         "lacks   wheels: numpy 2.3.0 instead of 2.4.6; no rich 14.0 (must have the versions of "
-        "some.lock); run make setup, or uv pip sync requirements.lock"
+        "some.lock); run make setup, or install Presage again (docs/install.md)"
     )
     package(tmp_path / "first", "numpy", "2.4.6")
     package(tmp_path / "first", "rich", "14.0")
@@ -86,10 +87,26 @@ def test_wheels_of_other_versions_and_missing_ones_are_named(tmp_path: Path) -> 
     assert "no lock" in check("wheels", lock=tmp_path / "none.lock", sites=both).found
 
 
+def test_without_a_source_tree_the_metadata_name_the_versions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor, "LOCK", tmp_path / "none.lock")
+    package(tmp_path, "presage", "0.1.0")
+    with (tmp_path / "presage-0.1.0.dist-info" / "METADATA").open("a") as file:
+        for line in ("numpy==2.4.6", "rich>=14", 'torch==2.13.0; extra == "trainer"'):
+            file.write(f"Requires-Dist: {line}\n")
+    package(tmp_path, "numpy", "2.4.6")
+    options: dict[str, Any] = {"lock": tmp_path / "none.lock", "sites": (str(tmp_path),)}
+    assert check("wheels", **options).found == "all 1"  # torch is of an extra
+    package(tmp_path, "torch", "2.12.0")
+    assert check("wheels", **options).found == "torch 2.12.0 instead of 2.13.0"
+
+
 def test_another_python_lacks() -> None:
     assert check("python", python=(3, 11)).ok
-    line = format_finding(check("python", python=(3, 13)))
-    assert line.startswith("lacks   python: 3.13 (must be 3.11); ")
+    assert check("python", python=(3, 13)).ok
+    line = format_finding(check("python", python=(3, 14)))
+    assert line.startswith("lacks   python: 3.14 (must be 3.11 to 3.13); ")
 
 
 def test_shared_memory_that_is_small_or_absent_lacks(tmp_path: Path) -> None:

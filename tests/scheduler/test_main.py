@@ -142,7 +142,7 @@ def test_main_plan_with_missing_paths_names_them(
         f"history is not a folder in {nowhere}; check the path"
     )
     assert "there is no dataset" in fail(["plan", str(job), "--dataset", str(nowhere)], capsys)
-    assert "job file must be readable" in fail(["plan", str(nowhere)], capsys)
+    assert "there is no job file" in fail(["plan", str(nowhere)], capsys)
 
 
 def test_main_plan_reads_a_schema_outside_the_folder_with_the_flag_alone(

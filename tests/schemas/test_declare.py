@@ -241,7 +241,7 @@ ERRORS: dict[str, tuple[str | bytes, str]] = {
     ),
     "no UTF-8": (
         b"name: \xff\n",
-        "job file must be readable text, got 'utf-8' codec can't decode byte 0xff in position 6: "
+        "job file cannot be read: 'utf-8' codec can't decode byte 0xff in position 6: "
         "invalid start byte in @; check the path",
     ),
 }
@@ -258,10 +258,7 @@ def test_read_yaml_of_a_wrong_file_says_where_and_what_to_do(
 
 def test_read_yaml_of_a_missing_file_names_it(tmp_path: Path) -> None:
     path = tmp_path / "none.yaml"
-    message = (
-        f"job file must be readable text, got [Errno 2] No such file or directory: '{path}' "
-        f"in {path}; check the path"
-    )
+    message = f"there is no job file {path}; check the path"
     with pytest.raises(SchemaError, match=f"^{re.escape(message)}$"):
         read_yaml(path, Outer)
 
