@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+import multiprocessing
+import os
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
+from socket import gethostname
 from typing import Any, Literal, cast
 
 from torch.utils.data import IterableDataset, get_worker_info
@@ -19,6 +22,7 @@ from schemas.config.job import load_job
 from schemas.dataset import Dataset, open_dataset
 from schemas.errors import SchemaError, check_at_least, suggest_name
 from schemas.layout import EVALUATION, TRAIN
+from schemas.leases import Lease
 from schemas.order import Order
 from schemas.storage import Location
 from schemas.versions import Versions
@@ -27,7 +31,7 @@ from trainer.data.decode import BatchSpec, spec_of
 from trainer.data.lookup import transpose
 from trainer.data.reader import Reader, prefetch
 from trainer.embedding.kernels.compiled import kernels_of
-from trainer.follow import check_continues
+from trainer.follow import check_continues, directories_of
 from trainer.metrics import columns_of
 
 AnyDataset = SelectedDataset | Dataset | Path | Location | str
@@ -207,6 +211,8 @@ class DataLoader(IterableDataset[Batch]):
 
     def state_after(self, batch: Batch) -> dict[str, Any]:
         """Return the state of a loop that has trained a batch of this loader."""
+        while batch.epoch and self._may_grow():  # only worker processes have followed the dataset
+            self._wait_for_segments()
         return {"epoch": batch.epoch, "step": batch.step, **self._identity()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -277,22 +283,23 @@ class DataLoader(IterableDataset[Batch]):
 
     def _batches(self, first: int, stride: int) -> Iterator[Batch]:
         train_step = first
-        while True:
-            end = self._end_step()
-            reader = self._reader()
+        with Lease(self._dataset.directory, f"loader {gethostname()}:{os.getpid()}") as lease:
+            while True:
+                lease.hold(directories_of(self._dataset))
+                reader = self._reader()
 
-            def read(train_step: int, reader: Reader = reader) -> Batch:
-                return self._read(reader, train_step)
+                def read(train_step: int, reader: Reader = reader) -> Batch:
+                    return self._read(reader, train_step)
 
-            steps = range(train_step, end, stride)
-            with closing(prefetch(read, steps, self.read_ahead)) as batches:
-                for step, batch in zip(steps, batches, strict=True):
-                    self._last = step
-                    yield batch
-            train_step += len(steps) * stride
-            if not self._may_grow():
-                return
-            self._wait_for_segments()
+                steps = range(train_step, self._end_step(), stride)
+                with closing(prefetch(read, steps, self.read_ahead)) as batches:
+                    for step, batch in zip(steps, batches, strict=True):
+                        self._last = step
+                        yield batch
+                train_step += len(steps) * stride
+                if not self._may_grow():
+                    return
+                self._wait_for_segments()
 
     def _read(self, reader: Reader, train_step: int) -> Batch:
         num_padding = 0
@@ -335,6 +342,7 @@ class DataLoader(IterableDataset[Batch]):
         number = versions.newest_number()
         while (new := open_dataset(old.directory)).manifest == old.manifest:
             while versions.newest_number() == number:
+                _check_parent()
                 time.sleep(poll_sec)
             number = versions.newest_number()
         check_continues(old.manifest, new.manifest, old.directory)
@@ -410,6 +418,13 @@ def _worker() -> tuple[int, int]:
     """Return the index of this worker process and their number; 0 and 1 in the main process."""
     info = get_worker_info()
     return (0, 1) if info is None else (info.id, info.num_workers)
+
+
+def _check_parent() -> None:
+    """End a worker process whose parent was killed; torch looks only between batches."""
+    parent = multiprocessing.parent_process()
+    if get_worker_info() is not None and parent is not None and not parent.is_alive():
+        raise SystemExit("the process of this worker's loop has ended")
 
 
 def _hash_segments(dataset: Dataset, count: int) -> str:

@@ -123,6 +123,7 @@ class _Body:
         self.directories: tuple[str, ...] = ()
         self.ended = threading.Event()
         self.has_expired = False  # at any time since it was first written
+        self._is_written = True  # at the last attempt
         self._holder = holder
         self._expiry_sec = expiry_sec
         self._renewed: datetime | None = None  # by the clock of the store
@@ -149,8 +150,11 @@ class _Body:
     def try_to_write(self) -> None:
         try:
             self.write()
+            self._is_written = True
         except (StorageError, OSError) as error:
-            logger.warning("lease cannot be written file=%s error=%s", self.file, error)
+            if self._is_written:
+                logger.warning("lease cannot be written file=%s error=%s", self.file, error)
+            self._is_written = False
 
     def renew(self) -> None:
         while not self.ended.wait(self._expiry_sec / RENEWALS):

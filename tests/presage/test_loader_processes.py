@@ -1,0 +1,136 @@
+"""`DataLoader` beside other processes: leases, followed datasets in workers, stores, threads."""
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.utils.data import DataLoader as TorchLoader
+
+import presage
+from presage.batch import Batch
+from schemas.leases import LEASES, live_leases
+from schemas.storage import Location
+from tests.presage.test_loader import ORDER, samples_of, through_json
+from tests.shared import hard_links
+from tests.trainer.growing import commit, grown_versions
+from tests.trainer.runs import small_dataset
+from trainer.follow import directories_of
+
+WORKERS: dict[str, Any] = {"batch_size": None, "num_workers": 2}
+
+
+def copy_of_dataset(folder: Path) -> Path:
+    return hard_links(small_dataset(), folder / "dataset")
+
+
+# ---- Leases ----
+
+
+def test_segments_are_leased_while_they_are_read(tmp_path: Path) -> None:
+    dataset = copy_of_dataset(tmp_path)
+    location = Location.parse(dataset)
+    loader = presage.DataLoader(dataset, **ORDER)
+    assert live_leases(location) == []
+    first, second = iter(loader), iter(loader)
+    next(first)
+    next(second)
+    leases = live_leases(location)
+    names = frozenset(directories_of(presage.Dataset(dataset).opened))
+    assert [lease.directories for lease in leases] == [names] * 2
+    assert leases[0].holder.endswith(f":{os.getpid()}")
+    del first
+    assert len(live_leases(location)) == 1
+    assert len(list(second)) == 31
+    assert not (dataset / LEASES).exists()
+
+
+def test_folder_that_cannot_be_written_is_read_without_a_lease(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    dataset = copy_of_dataset(tmp_path)
+    (dataset / LEASES).write_bytes(b"a file is in the way")
+    with caplog.at_level(logging.WARNING):
+        assert len(list(presage.DataLoader(dataset, **ORDER))) == 32
+    [record] = caplog.records
+    assert "lease cannot be written" in record.getMessage()
+
+
+# ---- Followed by worker processes ----
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_worker_processes_follow_a_dataset(method: str, tmp_path: Path) -> None:
+    versions, dataset = grown_versions(), tmp_path / "dataset"
+    dataset.mkdir()
+    commit(versions[0], dataset)
+    options: dict[str, Any] = {**ORDER, "rank": 1, "world_size": 2}
+    following = presage.DataLoader(dataset, follow=True, **options)
+    found = iter(TorchLoader(following, multiprocessing_context=method, **WORKERS))
+    batches: list[Batch] = [next(found) for _ in range(12)]  # all steps of the first segment
+    for version in versions[1:]:
+        timer = threading.Timer(0.05, commit, (version, dataset))
+        timer.start()
+        batches.append(next(found))  # waits
+        timer.join()
+    batches += found
+    whole = presage.DataLoader(versions[-1], **options)
+    assert [samples_of(batch) for batch in batches] == [samples_of(batch) for batch in whole]
+    for position in (5, 14, 30):  # in the first epoch, in a later segment, in the second epoch
+        state = through_json(following.state_after(batches[position]))
+        whole.load_state_dict(state)
+        batch = next(iter(whole))
+        assert (batch.epoch, batch.step) == divmod(position + 1, 22)
+
+
+def is_running(process_id: int) -> bool:
+    try:
+        stat = Path(f"/proc/{process_id}/stat").read_text()
+    except OSError:
+        return False
+    return stat.rpartition(")")[2].split()[0] != "Z"
+
+
+SCRIPT = """
+import sys, torch, presage
+loader = presage.DataLoader(sys.argv[1], batch_samples=64, follow=True)
+wrapped = torch.utils.data.DataLoader(
+    loader, batch_size=None, num_workers=1, multiprocessing_context="fork"
+)
+batches = iter(wrapped)
+for _ in range(12):
+    next(batches)
+print(batches._workers[0].pid, flush=True)
+next(batches)
+"""
+
+
+@pytest.mark.slow
+def test_worker_that_follows_ends_with_its_parent(tmp_path: Path, repository: Path) -> None:
+    (tmp_path / "dataset").mkdir()
+    commit(grown_versions()[0], tmp_path / "dataset")
+    parent = subprocess.Popen(
+        [sys.executable, "-c", SCRIPT, str(tmp_path / "dataset")],
+        env={**os.environ, "PYTHONPATH": str(repository)},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert parent.stdout is not None
+    worker = int(parent.stdout.readline())
+    assert is_running(worker)  # it waits for segments
+    parent.send_signal(signal.SIGKILL)
+    parent.wait()
+    parent.stdout.close()
+    deadline = time.monotonic() + 60
+    while is_running(worker):
+        if time.monotonic() > deadline:
+            os.kill(worker, signal.SIGKILL)
+            pytest.fail("the worker process still waits for segments")
+        time.sleep(0.02)
