@@ -203,8 +203,8 @@ def through_json(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def keys_of(batch: Batch) -> list[float]:
-    """Return the price of each sample, which differ."""
-    return batch.dense_features[:, 0].tolist()
+    """Return the price of each sample without padding; prices differ."""
+    return batch.dense_features[: batch.num_samples, 0].tolist()
 
 
 def state_after_steps(count: int, **options: Any) -> dict[str, Any]:
@@ -218,10 +218,11 @@ def state_after_steps(count: int, **options: Any) -> dict[str, Any]:
 @pytest.mark.slow
 def test_resumed_at_random_points_gives_the_same_batches_at_any_world_size() -> None:
     steps = [[sample[3][0] for sample in flat(blocks)] for blocks in logged_steps()]
-    few = {"features": ["item", "price"], "keep": []}  # which are read fastest
+    few: dict[str, Any] = {"features": ["item", "price"], "keep": []}  # which are read fastest
     rng = np.random.default_rng(3)
     for point in rng.integers(0, len(steps) + 1, 50).tolist():
         before, other = rng.integers(1, 6, 2).tolist()
+        few["equal_batches"] = bool(rng.integers(2))
         state = state_after_steps(point, rank=0, world_size=before, **few)
         assert state_after_steps(point, rank=before - 1, world_size=before, **few) == state
         for world_size in (before, other):
@@ -382,8 +383,8 @@ def test_workers_take_turns_and_resume(num_workers: int, monkeypatch: pytest.Mon
             assert [samples_of(b) for b in fewer.take(99)] == steps[point:]
 
 
-def spawned(made: presage.DataLoader, kind: Any = TorchLoader) -> Any:
-    return kind(made, batch_size=None, num_workers=2, multiprocessing_context="spawn")
+def spawned(made: presage.DataLoader) -> Any:
+    return TorchLoader(made, batch_size=None, num_workers=2, multiprocessing_context="spawn")
 
 
 @pytest.mark.slow
@@ -396,27 +397,37 @@ def test_spawned_workers_give_the_batches_in_order() -> None:
     assert [samples_of(b) for b in spawned(running)] == steps[7:]
 
 
-@pytest.mark.slow
-def test_stateful_dataloader_resumes_at_another_world_size() -> None:
-    stateful = pytest.importorskip(
-        "torchdata.stateful_dataloader", reason="needs torchdata, which is not in the locks"
+def stateful(made: presage.DataLoader, method: str | None) -> Any:
+    """Return torchdata's loader around ours, with two worker processes or none."""
+    module = pytest.importorskip(
+        "torchdata.stateful_dataloader", reason="torchdata is not installed; run make setup"
     )
-    kind = stateful.StatefulDataLoader
-    running = spawned(loader(rank=3, world_size=4), kind)
-    assert len(list(islice(running, 7))) == 7
-    state = through_json(running.state_dict())
-    rest: list[list[list[Sample]]] = []
-    for rank in range(3):
-        resumed = spawned(loader(rank=rank, world_size=3), kind)
-        resumed.load_state_dict(state)
-        rest.append([samples_of(batch) for batch in resumed])
-    found = [flat(parts) for parts in zip(*rest, strict=True)]
-    assert found == [flat(blocks) for blocks in logged_steps()][7:]
-    alone = kind(loader(), batch_size=None)
-    assert len(list(islice(alone, 7))) == 7
-    resumed = kind(loader(), batch_size=None)
-    resumed.load_state_dict(through_json(alone.state_dict()))
-    assert [samples_of(batch) for batch in resumed] == found
+    num_workers = 2 if method else 0
+    return module.StatefulDataLoader(
+        made, batch_size=None, num_workers=num_workers, multiprocessing_context=method
+    )
+
+
+@pytest.mark.slow
+def test_stateful_dataloader_resumes_at_random_points_and_at_another_world_size() -> None:
+    steps = [[sample[3][0] for sample in flat(blocks)] for blocks in logged_steps()]
+    few: dict[str, Any] = {"features": ["item", "price"], "keep": []}  # which are read fastest
+    rng = np.random.default_rng(4)
+    for number, point in enumerate(rng.integers(0, len(steps) + 1, 50).tolist()):
+        method = "spawn" if number == 7 else "fork" if number % 10 == 0 else None
+        before, after = rng.integers(1, 5, 2).tolist()
+        if method == "spawn":
+            before, after = 4, 1
+        few["equal_batches"] = bool(rng.integers(2))
+        running = stateful(loader(rank=before - 1, world_size=before, **few), method)
+        assert len(list(islice(running, point))) == point
+        state, rest = through_json(running.state_dict()), list[list[list[float]]]()
+        for rank in range(after):
+            resumed = stateful(loader(rank=rank, world_size=after, **few), method)
+            resumed.load_state_dict(state)
+            rest.append(list(map(keys_of, resumed)))
+        found = [flat(parts) for parts in zip(*rest, strict=True)]
+        assert found == steps[point:], (point, before, after, method)
 
 
 # ---- Following, look-ups, imports ----
