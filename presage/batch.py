@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 import torch
+from torch.utils.data._utils.collate import default_collate_fn_map
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec.streamable import Pipelineable
 
@@ -85,6 +86,17 @@ class Batch(Pipelineable):
             weights=function(self.weights),
             kept={name: function(values) for name, values in self.kept.items()},
         )
+
+
+def _refuse_to_collate(batches: list[Batch], *, collate_fn_map: object = None) -> None:
+    """Name the argument that is missing: torch would collate a list of one of our batches."""
+    raise ValueError(
+        "a batch of presage.DataLoader is not to be batched again; pass batch_size=None to "
+        "torch.utils.data.DataLoader"
+    )
+
+
+default_collate_fn_map[Batch] = _refuse_to_collate
 
 
 def batch_of(

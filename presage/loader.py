@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import multiprocessing
+import operator
 import os
 import time
 from collections.abc import Iterator, Sequence
@@ -93,13 +94,13 @@ class DataLoader(IterableDataset[Batch]):
             read_ahead: batches that a thread reads ahead of the loop.
 
         Raises:
-            ValueError: an argument is out of range.
+            ValueError: an argument is out of range, or of another type.
             SchemaError: the dataset is invalid or empty, or lacks a column.
         """
         self.epochs, self.rank, self.world_size = epochs, rank, world_size
         self.batch_samples, self.shuffle, self.seed = batch_samples, shuffle, seed
         self._dataset, selected = _open(dataset)
-        self.split = split or selected or TRAIN
+        self.split = (selected or TRAIN) if split is None else split
         self.follow, self.read_ahead = follow, read_ahead
         self._equal_batches, self._lookups = equal_batches, lookups
         self._deduplicated = deduplicated
@@ -244,13 +245,25 @@ class DataLoader(IterableDataset[Batch]):
         }
 
     def _check_state(self, state: dict[str, Any]) -> None:
+        advice = "pass what its state_dict() returned"
+        if not isinstance(state, dict):
+            raise SchemaError(f"state must be that of a DataLoader, got {state!r}; {advice}")
         missing = [name for name in ("epoch", "step", *self._identity()) if name not in state]
         if missing:
             raise SchemaError(
-                f"state must be that of a DataLoader, got one without {', '.join(missing)}; pass "
-                "what its state_dict() returned"
+                f"state must be that of a DataLoader, got one without {', '.join(missing)}; "
+                f"{advice}"
             )
+        for name in ("epoch", "step", "num_segments"):
+            if not isinstance(state[name], int):
+                raise SchemaError(f"{name} must be an integer, got {state[name]!r}; {advice}")
         self._check_order(state)
+        first = 0 if state["epoch"] else -state.get("num_workers", 1)  # before the first batch
+        if state["epoch"] < 0 or not first <= state["step"] < self._order.steps_per_epoch:
+            raise SchemaError(
+                f"state is after step {state['step']} of epoch {state['epoch']}, but an epoch has "
+                f"steps 0 to {self._order.steps_per_epoch - 1}; {advice}"
+            )
         if state["epoch"] >= self.epochs:
             raise SchemaError(
                 f"state is in epoch {state['epoch']}, counted from 0, but epochs={self.epochs}; "
@@ -350,8 +363,19 @@ class DataLoader(IterableDataset[Batch]):
 
     # ---- Checks ----
 
+    def _check_types(self) -> None:
+        for name in ("batch_samples", "epochs", "seed", "rank", "world_size", "read_ahead"):
+            setattr(self, name, _integer(name, getattr(self, name)))
+        for name in ("shuffle", "follow", "_equal_batches", "_deduplicated", "_lookups"):
+            value = getattr(self, name)
+            if not isinstance(value, bool):  # `shuffle: none` of a job is no false value
+                raise ValueError(f"{name.lstrip('_')} must be True or False, got {value!r}")
+
     def _check_arguments(self, selected: Split | None) -> None:
+        self._check_types()
         check_at_least(self, 1, "batch_samples", "epochs", "world_size", "read_ahead")
+        if not -(1 << 63) <= self.seed < 1 << 63:
+            raise ValueError(f"seed must be below 2**63 in size, got {self.seed}")
         if not 0 <= self.rank < self.world_size:
             raise ValueError(
                 f"rank must be in [0, {self.world_size}), got {self.rank}; pass world_size, too"
@@ -374,9 +398,11 @@ class DataLoader(IterableDataset[Batch]):
         if self.follow and self._dataset.unselected:
             raise SchemaError("a selection of segments cannot be followed", file=file)
         if self._order.num_steps == 0 and not self._may_grow():
+            selected = self._dataset.unselected
+            advice = "change data.split.evaluation_from, and build it again"
             raise SchemaError(
-                f"dataset has no samples in its {self.split} split; change "
-                "data.split.evaluation_from, and build it again",
+                f"{'selection' if selected else 'dataset'} has no samples in its {self.split} "
+                f"split; {'select other segments' if selected else advice}",
                 file=file,
             )
 
@@ -392,6 +418,11 @@ def _spec_of(
     dataset: Dataset, dtype: str, features: Sequence[str] | None, keep: Sequence[str] | None
 ) -> BatchSpec:
     """Return the columns of a batch: the chosen features and the kept columns."""
+    if dtype not in ("float32", "float64"):
+        raise ValueError(f"dtype must be 'float32' or 'float64', got {dtype!r}")
+    for argument, names in (("features", features), ("keep", keep)):
+        if isinstance(names, str) or not all(isinstance(name, str) for name in names or ()):
+            raise ValueError(f"{argument} must be a list of names, got {names!r}")
     if keep is None:
         columns = columns_of(dataset, dataset.job.train).kept
         keep = [name for name in columns if name in dataset.features]
@@ -412,6 +443,13 @@ def _spec_of(
         dense=tuple(f for f in spec.dense if f in features),
         weighted=tuple(f for f in spec.weighted if f in features),
     )
+
+
+def _integer(name: str, value: Any) -> int:
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise ValueError(f"{name} must be an integer, got {value!r}") from None
 
 
 def _worker() -> tuple[int, int]:

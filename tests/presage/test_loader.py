@@ -313,6 +313,53 @@ def test_wrong_arguments_are_refused() -> None:
         )
     with pytest.raises(TypeError, match="has no length"):
         len(loader(follow=True))
+    selected = presage.Dataset(small_dataset()).select(segments=[opened().segments[1].id])
+    with pytest.raises(SchemaError, match="selection has no samples in its evaluation split"):
+        presage.DataLoader(selected, batch_samples=64, split="evaluation")
+
+
+WRONG = {
+    "text for a number": ({"batch_samples": "64"}, "batch_samples must be an integer, got '64'"),
+    "float for a number": ({"epochs": 1.5}, "epochs must be an integer, got 1.5"),
+    "no rank": ({"rank": None, "world_size": 2}, "rank must be an integer, got None"),
+    "seed beyond 64 bits": ({"seed": 1 << 70}, "seed must be below 2\\*\\*63"),
+    "shuffle as in a job": ({"shuffle": "none"}, "shuffle must be True or False, got 'none'"),
+    "type of integers": ({"dtype": "int64"}, "dtype must be 'float32' or 'float64', got 'int64'"),
+    "empty split": ({"split": ""}, "split must be 'train' or 'evaluation', got ''"),
+    "one feature": ({"features": "item"}, "features must be a list of names, got 'item'"),
+    "kept column": ({"keep": "session"}, "keep must be a list of names, got 'session'"),
+}
+
+
+@pytest.mark.parametrize(("options", "message"), WRONG.values(), ids=WRONG)
+def test_arguments_of_wrong_types_are_refused_at_once(
+    options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        loader(**options)
+
+
+NO_STATES = {
+    "number": (5, "must be that of a DataLoader, got 5; pass what its state_dict"),
+    "step beyond the epoch": (
+        {"step": 16},
+        "after step 16 of epoch 0, but an epoch has",
+    ),
+    "negative epoch": ({"epoch": -1}, "after step -1 of epoch -1, but an epoch has"),
+    "text": ({"step": "3"}, "step must be an integer, got '3'"),
+}
+
+
+@pytest.mark.parametrize(("change", "message"), NO_STATES.values(), ids=NO_STATES)
+def test_what_is_no_state_is_refused(change: Any, message: str) -> None:
+    state = {**loader().state_dict(), **change} if isinstance(change, dict) else change
+    with pytest.raises(SchemaError, match=message):
+        loader().load_state_dict(state)
+
+
+def test_torch_loader_that_would_batch_batches_is_refused() -> None:
+    with pytest.raises(ValueError, match="pass batch_size=None"):
+        next(iter(TorchLoader(loader())))
 
 
 # ---- Worker processes ----
