@@ -35,9 +35,10 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from benchmarks.logs import write_result
 from schemas import order
+from schemas.arrays import offsets_of
 from schemas.config.train import SparseOptimizerConfig
 from trainer.data.collate import Batch
-from trainer.data.lookup import TableLookup, table_lookup, vector_layout
+from trainer.data.lookup import KeyedBags, TableLookup, table_lookups, vector_layout
 from trainer.embedding.kernels.compiled import kernels_of
 from trainer.embedding.kernels.interface import ArenaRows, Kernels, TableRows, rule_at
 from trainer.embedding.pooling import Pooling
@@ -110,7 +111,7 @@ class Step:
 
     def transpose(self) -> None:
         """Compute the lookups and their transpose, as the reader's thread does for each batch."""
-        _lookups(self.ids, self.batch, kernels_of("compiled"))
+        _lookups(self.ids, self.batch)
 
     def table_rows(self, rows: Mapping[str, ArenaRows]) -> list[TableRows]:
         """Return the rows to update, in place in whole tables."""
@@ -145,25 +146,22 @@ def step_of(shape: Shape, skew: str, rng: np.random.Generator) -> Step:
         groups={},
         group_of=dict.fromkeys(names),
     )
-    lookups = _lookups(ids, batch, kernels_of("compiled"))
+    lookups = _lookups(ids, batch)
     rows = {table: torch.from_numpy(lookup.rows).int() for table, lookup in lookups.items()}
     return Step(shape, ids, replace(batch, lookups=lookups), rows)
 
 
-def _lookups(
-    ids: tuple[NDArray[np.int64], ...], batch: Batch, kernels: Kernels
-) -> dict[str, TableLookup]:
+def _lookups(ids: tuple[NDArray[np.int64], ...], batch: Batch) -> dict[str, TableLookup]:
+    names = list(batch.group_of)
+    lengths = np.concatenate([np.full(len(part), part.shape[1], np.int64) for part in ids])
+    bags = KeyedBags(
+        num_bags={name: len(part) for name, part in zip(names, ids, strict=True)},
+        values=np.concatenate([part.ravel() for part in ids]),
+        lengths=lengths,
+        offsets=offsets_of(lengths),
+    )
     layout = vector_layout(batch.group_of, {}, batch.num_samples)
-    return {
-        name: table_lookup(
-            (name,),
-            [part.ravel()],
-            [np.full(len(part), part.shape[1], np.int64)],
-            [layout.of(name)],
-            transpose=kernels.transpose,
-        )
-        for name, part in zip(batch.group_of, ids, strict=True)
-    }
+    return table_lookups({name: (name,) for name in names}, bags, layout)
 
 
 def draw(num_rows: int, count: int, skew: str, rng: np.random.Generator) -> NDArray[np.int64]:

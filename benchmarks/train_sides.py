@@ -36,7 +36,6 @@ from trainer.components import build_components, dense_optimizer, order_of
 from trainer.data.collate import Batch, features_of_tables
 from trainer.data.decode import BatchSpec, spec_of
 from trainer.data.reader import Reader
-from trainer.embedding.kernels.compiled import kernels_of
 from trainer.embedding.module import TableSpec
 from trainer.step import PhaseTimer, loss_of, train_batch
 
@@ -64,8 +63,8 @@ Step = Callable[[int], float]
 def reader_of(dataset: Dataset, config: TrainConfig, *, expanded: bool) -> Reader:
     """Return a reader configured as in `trainer train`."""
     order = order_of(replace(dataset.job, train=config), dataset)
-    spec, sort = spec_of(dataset, config.dtype), kernels_of(config.kernels).transpose
-    return Reader(dataset, order, spec, expanded=expanded, find_shared=not expanded, transpose=sort)
+    spec = spec_of(dataset, config.dtype)
+    return Reader(dataset, order, spec, expanded=expanded, find_shared=not expanded)
 
 
 def read_batches(

@@ -52,8 +52,8 @@ from schemas.layout import SEGMENTS
 from trainer.components import Components, build_components, dense_optimizer
 from trainer.data.collate import Batch, features_of_tables, single_microbatch
 from trainer.data.decode import BatchSpec, spec_of
-from trainer.data.lookup import SharedFeatures
 from trainer.data.reader import prefetch
+from trainer.data.shared import SharedFeatures
 from trainer.embedding.module import Embedding, TableSpec
 from trainer.models import attention
 from trainer.step import PhaseTimer, loss_of, train_batch

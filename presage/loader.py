@@ -29,9 +29,7 @@ from schemas.storage import Location
 from schemas.versions import Versions
 from trainer.components import order_of
 from trainer.data.decode import BatchSpec, spec_of
-from trainer.data.lookup import transpose
 from trainer.data.reader import Reader, prefetch
-from trainer.embedding.kernels.compiled import kernels_of
 from trainer.follow import check_continues, directories_of
 from trainer.metrics import columns_of
 
@@ -334,7 +332,6 @@ class DataLoader(IterableDataset[Batch]):
             split=self.split,
             expanded=not self._deduplicated,
             lookups=self._lookups,
-            transpose=kernels_of("compiled").transpose if self._lookups else transpose,
         )
 
     def _order_of(self, dataset: Dataset) -> Order:

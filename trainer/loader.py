@@ -13,7 +13,6 @@ from trainer.components import order_of
 from trainer.data.collate import Batch
 from trainer.data.decode import spec_of
 from trainer.data.reader import Reader, prefetch
-from trainer.embedding.kernels.compiled import kernels_of
 
 READ_AHEAD = 2
 """Batches that are read ahead of the loop."""
@@ -55,5 +54,4 @@ def _open_reader(
     job, dataset = load_job(job_path), open_dataset(dataset_path)
     order = order_of(job, dataset)
     spec = spec_of(dataset, job.train.dtype)
-    transpose = kernels_of(job.train.kernels).transpose
-    return Reader(dataset, order, spec, expanded=expanded, transpose=transpose), order
+    return Reader(dataset, order, spec, expanded=expanded), order

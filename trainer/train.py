@@ -410,7 +410,6 @@ def reader_of(dataset: Dataset, order: Order, options: TrainOptions, config: Tra
         spec_of(dataset, config.dtype),
         expanded=options.expanded,
         find_shared=uses_shared_features(config),
-        transpose=kernels_of(config.kernels).transpose,
     )
 
 

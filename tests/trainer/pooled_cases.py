@@ -9,9 +9,10 @@ import torch
 from hypothesis import strategies as st
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from schemas.arrays import offsets_of
 from schemas.order import Step
 from trainer.data.collate import Batch
-from trainer.data.lookup import inverse_of, table_lookup, vector_layout
+from trainer.data.lookup import KeyedBags, inverse_of, table_lookups, vector_layout
 
 NUM_ROWS = 6
 TABLES = {"items": ("item", "clicked"), "users": ("user",)}
@@ -51,11 +52,17 @@ class Case:
         num_tuples = len(self.bags["user"])
         places = vector_layout(group_of, {"session": num_tuples}, self.num_samples)
         inverse = inverse_of(indices, num_tuples)
-        per_sample_weights = {
-            table: np.array([x for f in features for bag in self.factors_of(f) for x in bag])
-            for table, features in TABLES.items()
-        }
-        dtype = {None: None, torch.float32: np.float32, torch.float64: np.float64}[weighted]
+        lengths = np.array([len(bag) for f in FEATURES for bag in bags[f]], np.int64)
+        weights = np.array([x for f in FEATURES for bag in self.factors_of(f) for x in bag])
+        dtype = {torch.float32: np.float32, torch.float64: np.float64}
+        keyed = KeyedBags(
+            num_bags={f: len(bags[f]) for f in FEATURES},
+            values=np.concatenate([flat(bags[f]) for f in FEATURES]),
+            lengths=lengths,
+            offsets=offsets_of(lengths),
+            weights=None if weighted is None else weights.astype(dtype[weighted]),
+            weighted=frozenset() if weighted is None else frozenset(FEATURES),
+        )
         return Batch(
             step=Step(0, 0, 0, np.arange(1)),
             num_samples=self.num_samples,
@@ -63,16 +70,7 @@ class Case:
             weights=torch.ones(self.num_samples),
             dense=torch.zeros(self.num_samples, 0),
             sparse=KeyedJaggedTensor.empty(),
-            lookups={
-                table: table_lookup(
-                    features,
-                    [flat(bags[f]) for f in features],
-                    [np.array([len(b) for b in bags[f]], np.int64) for f in features],
-                    [places.of(f) for f in features],
-                    None if dtype is None else per_sample_weights[table].astype(dtype),
-                )
-                for table, features in TABLES.items()
-            },
+            lookups=table_lookups(TABLES, keyed, places),
             groups={} if expanded else {"session": inverse},
             group_of=group_of,
         )

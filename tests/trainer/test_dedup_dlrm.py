@@ -13,7 +13,8 @@ from tests.trainer.runs import reader_of, row_gradients
 from trainer.components import build_components
 from trainer.data.collate import Batch, single_microbatch
 from trainer.data.decode import spec_of
-from trainer.data.lookup import find_shared_features, inverse_of
+from trainer.data.lookup import inverse_of
+from trainer.data.shared import find_shared_features
 from trainer.embedding.kernels.compiled import interactions_of
 from trainer.embedding.module import Embedding
 from trainer.models.torchrec_models import DedupDlrm, DlrmModel, top_columns

@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
@@ -18,7 +17,6 @@ from schemas.config.train import SparseOptimizerConfig
 from schemas.kernels.build import COMPILERS, build_library, cache_folder
 from tests.trainer.pooled_cases import FEATURES, NUM_ROWS, TABLES, Case, cases, flat
 from trainer.data.collate import Batch
-from trainer.data.lookup import transpose
 from trainer.embedding.kernels.compiled import EMBEDDING, CompiledKernels
 from trainer.embedding.kernels.interface import (
     ArenaRows,
@@ -321,12 +319,3 @@ def test_deduplicated_step_gives_what_the_expanded_one_gives(
         pooled = run_step(kernels, batch, tables, gradient, rule, mean=mean)
         found.append([pooled, *(array for pair in tables.values() for array in pair)])
     torch.testing.assert_close(found[0], found[1], rtol=1e-7, atol=1e-9)
-
-
-@pytest.mark.slow
-@given(values=st.lists(st.integers(0, 2**62) | st.integers(0, 5000), max_size=60))
-def test_transpose_gives_what_the_sort_gives(kernels: Kernels, values: list[int]) -> None:
-    for limit in (2**63, 2**40, 2**11, 1):
-        array = np.array([value % limit for value in values], np.int64)
-        found, expected = kernels.transpose(array), transpose(array)
-        assert [part.tolist() for part in found] == [part.tolist() for part in expected]

@@ -45,7 +45,7 @@ def test_batches_of_the_reader_train_alike_with_and_without_what_it_found(
                 sparse.found = None
             with monkeypatch.context() as patch:
                 if case == "unique":
-                    patch.setattr("trainer.data.collate.table_lookup", None)  # must not be called
+                    patch.setattr("trainer.data.collate.table_lookups", None)  # must not be called
                 values = collection(sparse).values()
             kept.append(values.detach())
             score(values).backward()

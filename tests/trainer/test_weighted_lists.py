@@ -84,7 +84,7 @@ def test_weighted_collection_takes_what_the_reader_found(
     sparse = reader_of(job, dataset).read(0).sparse
     plain = unweighted(sparse)["clicked"]
     with monkeypatch.context() as patch:
-        patch.setattr("trainer.data.collate.table_lookup", None)  # must not be called
+        patch.setattr("trainer.data.collate.table_lookups", None)  # must not be called
         found = collection(sparse)["clicked"]
     assert not torch.equal(found, plain)
     sparse.found = None  # type: ignore[attr-defined]

@@ -5,27 +5,28 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
+from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
-from schemas.arrays import Array, Jagged, concat, find_sorted
+from schemas.arrays import Array, Jagged, find_sorted, offsets_of
 from schemas.order import Step
 from trainer.data.decode import BatchSpec, RowGroup
+from trainer.data.kernels import ListRows, batch_kernels
 from trainer.data.lookup import (
     Inverse,
-    SharedFeatures,
+    KeyedBags,
     TableLookup,
-    Transpose,
     VectorLayout,
-    find_shared_features,
+    distinct_positions,
     inverse_of,
-    table_lookup,
-    transpose,
+    table_lookups,
     vector_layout,
 )
+from trainer.data.shared import SharedFeatures, find_shared_features
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,7 +116,6 @@ def collate(
     expanded: bool,
     find_shared: bool = False,
     lookups: bool = True,
-    transpose: Transpose = transpose,
 ) -> Batch:
     """Return the batch of some blocks.
 
@@ -127,25 +127,15 @@ def collate(
         find_shared: set `Batch.shared`; needs `lookups`.
         lookups: set `Batch.lookups` and `Batch.groups`, for our collections; they take most of the
             time (presage/README.md).
-        transpose: sorts look-ups.
     """
-    inverse = {group: _concat_inverse(ranges, group) for group in spec.groups}
-    owner = {f: spec.owner.get(f) for f in spec.sparse}
-    bags = {f: _concat_bags(ranges, f, owner[f]) for f in spec.sparse}
-    weights = {f: _concat_weights(ranges, f, owner[f]) for f in spec.weighted}
+    owner = {f: None if expanded else spec.owner.get(f) for f in spec.sparse}
+    inverse = {} if expanded else {g: _concat_inverse(ranges, g) for g in spec.groups}
+    bags = _concat_bags(spec, ranges, expanded=expanded)
     labels = _concat(ranges, lambda r: r.labels)
-    if expanded:
-        bags = {f: _expand(bags[f], inverse, owner[f]) for f in spec.sparse}
-        weights = {f: _expand(weights[f], inverse, owner[f]) for f in spec.weighted}
-        inverse, owner = {}, dict.fromkeys(spec.sparse)
-    groups = {
-        group: inverse_of(indices, num_unique, transpose)
-        for group, (indices, num_unique) in inverse.items()
-        if lookups
-    }
+    dense = torch.from_numpy(_concat(ranges, lambda r: r.dense))
     num_tuples = {group: num_unique for group, (_, num_unique) in inverse.items()}
     layout = vector_layout(owner, num_tuples, len(labels))
-    dense = torch.from_numpy(_concat(ranges, lambda r: r.dense))
+    groups = {g: inverse_of(*of_group) for g, of_group in inverse.items()} if lookups else {}
     batch = Batch(
         step=step,
         num_samples=len(labels),
@@ -153,26 +143,14 @@ def collate(
         weights=torch.from_numpy(_concat(ranges, lambda r: r.weights)),
         dense=dense,
         sparse=KeyedJaggedTensor.empty(),
-        lookups={
-            table: table_lookup(
-                features,
-                [bags[f].values for f in features],
-                [bags[f].lengths for f in features],
-                [layout.of(f) for f in features],
-                _flat_weights(features, bags, weights, spec.dtype),
-                transpose=transpose,
-            )
-            for table, features in features_of_tables(spec).items()
-            if lookups
-        },
+        lookups=table_lookups(features_of_tables(spec), bags, layout) if lookups else {},
         groups=groups,
         group_of=owner,
-        shared=find_shared_features(groups, owner, dense, transpose) if find_shared else None,
+        shared=find_shared_features(groups, owner, dense) if find_shared else None,
         kept={name: _concat(ranges, lambda r, n=name: r.kept[n]) for name in spec.kept},
     )
-    flat_weights = _flat_weights(spec.sparse, bags, weights, spec.dtype)
     indices_of = {group: indices for group, (indices, _) in inverse.items()}
-    sparse = _reader_kjt(bags, flat_weights, indices_of, owner, len(labels))
+    sparse = _reader_kjt(bags, indices_of, owner, len(labels))
     sparse.batch = batch if lookups else None
     return replace(batch, sparse=sparse)
 
@@ -201,91 +179,85 @@ def _concat_inverse(ranges: Sequence[BlockRange], group: str) -> tuple[NDArray[n
     return np.concatenate(parts), num_unique
 
 
-def _concat_bags(ranges: Sequence[BlockRange], feature: str, group: str | None) -> Jagged:
-    return _concat_lists(ranges, lambda r: r.sparse[feature], group)
-
-
-def _concat_weights(ranges: Sequence[BlockRange], feature: str, group: str | None) -> Jagged:
-    def lists_of(row_group: RowGroup) -> Jagged:
-        return Jagged(row_group.per_sample_weights[feature], row_group.sparse[feature].offsets)
-
-    return _concat_lists(ranges, lists_of, group)
-
-
-def _concat_lists(
-    ranges: Sequence[BlockRange], lists_of: Callable[[RowGroup], Jagged], group: str | None
-) -> Jagged:
-    parts: list[Jagged] = []
-    for blocks in ranges:
-        lists = lists_of(blocks.row_group)
-        rows = blocks.samples if group is None else blocks.uniques(group)
-        offsets = lists.offsets[rows.start : rows.stop + 1]
-        parts.append(Jagged(lists.values[offsets[0] : offsets[-1]], offsets - offsets[0]))
-    return parts[0] if len(parts) == 1 else concat(parts)
-
-
-def _flat_weights(
-    features: Sequence[str], bags: Mapping[str, Jagged], weights: Mapping[str, Jagged], dtype: str
-) -> Array | None:
-    """Return the weight of each look-up of some features; None if none of them is weighted."""
-    if not any(f in weights for f in features):
-        return None
-    return np.concatenate(
-        [
-            weights[f].values if f in weights else np.ones(len(bags[f].values), dtype)
-            for f in features
-        ]
+def _concat_bags(spec: BatchSpec, ranges: Sequence[BlockRange], *, expanded: bool) -> KeyedBags:
+    """Return the bags of all features, of each sample if `expanded`."""
+    parts: list[ListRows] = []
+    weights: list[Array | None] = []
+    num_bags: dict[str, int] = {}
+    for feature in spec.sparse:
+        group, before = spec.owner.get(feature), len(parts)
+        for blocks in ranges:
+            row_group, rows = blocks.row_group, None
+            chosen = blocks.samples if group is None or expanded else blocks.uniques(group)
+            if group is not None and expanded:
+                rows = row_group.inverse[group]
+            bags = row_group.sparse[feature]
+            parts.append(ListRows(bags.values, bags.offsets, rows, chosen.start, chosen.stop))
+            weights.append(row_group.per_sample_weights.get(feature))
+        num_bags[feature] = sum(part.end - part.start for part in parts[before:])
+    lengths, offsets = _list_offsets(parts)
+    values, flat_weights = np.empty(int(offsets[-1]), np.int64), None
+    _write_lists(parts, values)
+    if spec.weighted:
+        flat_weights = np.ones(len(values), spec.dtype)
+        lists = [p._replace(values=w) for p, w in zip(parts, weights, strict=True)]
+        _write_lists(lists, flat_weights)
+    return KeyedBags(
+        num_bags=num_bags,
+        values=values,
+        lengths=lengths,
+        offsets=offsets,
+        weights=flat_weights,
+        weighted=frozenset(spec.weighted),
     )
 
 
-def _expand(
-    bags: Jagged, inverse: Mapping[str, tuple[NDArray[np.int64], int]], group: str | None
-) -> Jagged:
-    return bags if group is None else bags.take(inverse[group][0])
+def _list_offsets(parts: Sequence[ListRows]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return the lengths and the offsets of all lists, one after the other."""
+    kernels = batch_kernels()
+    if kernels is not None:
+        return kernels.list_offsets(parts)
+    lengths = np.concatenate([np.diff(part.offsets)[part.indices] for part in parts])
+    return lengths, offsets_of(lengths)
+
+
+def _write_lists(parts: Sequence[ListRows], out: Array) -> None:
+    """Write the values of all lists; those of a part without values are left unchanged."""
+    kernels = batch_kernels()
+    if kernels is not None:
+        kernels.list_values(parts, out)
+        return
+    end = 0
+    for part in parts:
+        start, end = end, end + int(np.diff(part.offsets)[part.indices].sum())
+        if part.values is not None:
+            out[start:end] = Jagged(part.values, part.offsets).take(part.indices).values
 
 
 def _reader_kjt(
-    bags: Mapping[str, Jagged],
-    weights: Array | None,
+    bags: KeyedBags,
     inverse: Mapping[str, NDArray[np.int64]],
     owner: Mapping[str, str | None],
     num_samples: int,
 ) -> ReaderKeyedJaggedTensor:
-    keys = list(bags)
-    values = torch.from_numpy(np.concatenate([b.values for b in bags.values()]))
-    offset_array = _concat_offsets(list(bags.values()))
-    lengths, offsets = np.diff(offset_array), torch.from_numpy(offset_array)
-    weight_tensor = None if weights is None else torch.from_numpy(weights)
-    if not inverse:
-        return ReaderKeyedJaggedTensor(
-            keys,
-            values,
-            weight_tensor,
-            lengths=torch.from_numpy(lengths),
-            offsets=offsets,
-            stride=num_samples,
-        )
-    identity = np.arange(num_samples)
-    indices = np.stack([identity if (g := owner[f]) is None else inverse[g] for f in keys])
+    keys = list(bags.num_bags)
+    strides: dict[str, Any] = {"stride": num_samples}
+    if inverse:
+        rows = np.stack([np.arange(num_samples), *inverse.values()])
+        row_of = {None: 0, **{group: row for row, group in enumerate(inverse, 1)}}
+        indices = torch.from_numpy(rows.take([row_of[owner[key]] for key in keys], axis=0))
+        strides = {
+            "stride_per_key_per_rank": [[count] for count in bags.num_bags.values()],
+            "inverse_indices": (keys, indices),
+        }
     return ReaderKeyedJaggedTensor(
         keys,
-        values,
-        weight_tensor,
-        lengths=torch.from_numpy(lengths),
-        offsets=offsets,
-        stride_per_key_per_rank=[[b.num_rows] for b in bags.values()],
-        inverse_indices=(keys, torch.from_numpy(indices)),
+        torch.from_numpy(bags.values),
+        None if bags.weights is None else torch.from_numpy(bags.weights),
+        lengths=torch.from_numpy(bags.lengths),
+        offsets=torch.from_numpy(bags.offsets),
+        **strides,
     )
-
-
-def _concat_offsets(bags: Sequence[Jagged]) -> NDArray[np.int64]:
-    """Return the offsets of all bags in the concatenated values."""
-    offsets = np.zeros(sum(b.num_rows for b in bags) + 1, np.int64)
-    row, value = 1, 0
-    for b in bags:
-        np.add(b.offsets[1:], value, out=offsets[row : row + b.num_rows])
-        row, value = row + b.num_rows, value + len(b.values)
-    return offsets
 
 
 # ---- Microbatches: one per block of a step, all its blocks or those of one process ----
@@ -338,7 +310,6 @@ def make_microbatches(
     first: int,
     batches: Sequence[Batch],
     rows: Mapping[str, NDArray[np.int64]] | None = None,
-    transpose: Transpose = transpose,
 ) -> Microbatches:
     """Return batches as microbatches, with the positions of their rows among those of the step.
 
@@ -347,7 +318,6 @@ def make_microbatches(
         first: index of the first microbatch within the step.
         batches: one per microbatch; may be empty only if `rows` is given.
         rows: by table, distinct ascending rows of the step; None: the rows of `batches`.
-        transpose: sorts rows.
 
     Raises:
         ValueError: a batch looks up a row that is not in `rows`.
@@ -358,7 +328,7 @@ def make_microbatches(
         rows_per_batch = [batch.lookups[table].rows for batch in batches]
         all_rows = np.concatenate([np.empty(0, np.int64), *rows_per_batch])
         if rows is None:
-            step_rows[table], positions, _, _ = transpose(all_rows)
+            step_rows[table], positions = distinct_positions(all_rows)
         else:
             step_rows[table] = rows[table]
             positions = _positions_in(table, rows[table], all_rows)
@@ -442,7 +412,7 @@ class OrderedKeyedTensor(KeyedTensor):
 
 
 def batch_from_kjt(
-    sparse: KeyedJaggedTensor, tables: Tables, *, weighted: torch.dtype | None, transpose: Transpose
+    sparse: KeyedJaggedTensor, tables: Tables, *, weighted: torch.dtype | None
 ) -> Batch:
     """Return a batch with the look-ups of some tables; labels and dense features are empty.
 
@@ -453,11 +423,10 @@ def batch_from_kjt(
         sparse: rows of tables, in CPU memory.
         tables: features of each table.
         weighted: type of the look-up weights in `sparse`; None: all weights are one.
-        transpose: sorts look-ups.
 
     Raises:
-        ValueError: a feature is no key, an id is negative, or `weighted` is set and `sparse` has
-            no weights.
+        ValueError: a feature is no key, an id is negative, lengths or inverse indices do not fit,
+            or `weighted` is set and `sparse` has no weights.
     """
     batch = sparse.batch if isinstance(sparse, ReaderKeyedJaggedTensor) else None
     reader_lookups = None if batch is None else _reader_lookups(batch, tables, weighted=weighted)
@@ -465,24 +434,11 @@ def batch_from_kjt(
         return replace(batch, lookups=reader_lookups)
     features = tuple(f for names in tables.values() for f in names)
     _check(sparse, features, weighted=weighted is not None)
-    jagged = {f: sparse[f] for f in features}
-    values = {f: _int64_array(j.values()) for f, j in jagged.items()}
-    lengths = {f: _int64_array(j.lengths()) for f, j in jagged.items()}
-    for feature, rows in values.items():
-        if len(rows) and rows.min() < 0:
-            raise ValueError(
-                f"ids must not be negative, got {rows.min()} of feature {feature!r}; hash them"
-            )
-    group_of, groups = _groups_of(sparse, {f: len(n) for f, n in lengths.items()}, transpose)
+    bags = _bags_of({f: sparse[f] for f in features}, weighted)
+    group_of, groups = _groups_of(sparse, bags.num_bags)
     inverse = sparse.inverse_indices_or_none()
-    num_samples = len(next(iter(lengths.values()))) if inverse is None else inverse[1].shape[1]
+    num_samples = bags.num_bags[features[0]] if inverse is None else inverse[1].shape[1]
     layout = vector_layout(group_of, _num_tuples(groups), num_samples)
-
-    def weights_of(names: Sequence[str]) -> NDArray[np.floating] | None:
-        if weighted is None:
-            return None
-        return torch.cat([jagged[f].weights() for f in names]).to(weighted).numpy()
-
     return Batch(
         step=Step(0, 0, 0, np.zeros(0, np.int64)),
         num_samples=num_samples,
@@ -490,19 +446,35 @@ def batch_from_kjt(
         weights=torch.empty(0),
         dense=torch.empty(num_samples, 0),
         sparse=sparse,
-        lookups={
-            table: table_lookup(
-                names,
-                [values[f] for f in names],
-                [lengths[f] for f in names],
-                [layout.of(f) for f in names],
-                weights_of(names),
-                transpose=transpose,
-            )
-            for table, names in tables.items()
-        },
+        lookups=table_lookups(tables, bags, layout),
         groups=groups,
         group_of=group_of,
+    )
+
+
+def _bags_of(jagged: Mapping[str, JaggedTensor], weighted: torch.dtype | None) -> KeyedBags:
+    parts = {f: (_int64_array(j.values()), _int64_array(j.lengths())) for f, j in jagged.items()}
+    for feature, (rows, lengths) in parts.items():
+        if len(rows) and rows.min() < 0:
+            raise ValueError(
+                f"ids must not be negative, got {rows.min()} of feature {feature!r}; hash them"
+            )
+        if lengths.min(initial=0) < 0 or lengths.sum() != len(rows):
+            raise ValueError(
+                f"lengths of feature {feature!r} must sum to its {len(rows)} values, got "
+                f"{lengths.sum()}"
+            )
+    lengths = np.concatenate([lengths for _, lengths in parts.values()])
+    weights = None
+    if weighted is not None:
+        weights = torch.cat([j.weights() for j in jagged.values()]).to(weighted).numpy()
+    return KeyedBags(
+        num_bags={f: len(lengths) for f, (_, lengths) in parts.items()},
+        values=np.concatenate([rows for rows, _ in parts.values()]),
+        lengths=lengths,
+        offsets=offsets_of(lengths),
+        weights=weights,
+        weighted=frozenset() if weights is None else frozenset(parts),
     )
 
 
@@ -542,7 +514,7 @@ def _check(sparse: KeyedJaggedTensor, features: tuple[str, ...], *, weighted: bo
 
 
 def _groups_of(
-    sparse: KeyedJaggedTensor, num_bags: Mapping[str, int], transpose: Transpose
+    sparse: KeyedJaggedTensor, num_bags: Mapping[str, int]
 ) -> tuple[dict[str, str | None], dict[str, Inverse]]:
     """Return the group of each feature, named after its first one, and each group's inverse."""
     inverse = sparse.inverse_indices_or_none()
@@ -561,7 +533,7 @@ def _groups_of(
         group = group_of_indices.setdefault((count, indices.tobytes()), feature)
         group_of[feature] = group
         if group == feature:
-            groups[group] = inverse_of(indices, count, transpose)
+            groups[group] = inverse_of(indices, count)
     return group_of, groups
 
 

@@ -14,7 +14,7 @@ is summed in bag order, so the bits do not depend on the number of threads.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +24,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 
 from schemas.arrays import Array, offsets_of
+from trainer.data.kernels import TableArrays, batch_kernels
 from trainer.device import to_device
 
 _PACKED_BITS = 63
@@ -114,64 +115,12 @@ def transpose(
     return ordered[is_first], positions, order, offsets
 
 
-Transpose = Callable[
-    [NDArray[np.int64]],
-    tuple[NDArray[np.int64], NDArray[np.integer], NDArray[np.integer], NDArray[np.integer]],
-]
-"""`transpose`, or a faster implementation with equal results."""
-
-
-def table_lookup(
-    features: tuple[str, ...],
-    values: list[NDArray[np.int64]],
-    lengths: list[NDArray[np.int64]],
-    vectors: list[tuple[int, int]],
-    per_sample_weights: Array | None = None,
-    transpose: Transpose = transpose,
-) -> TableLookup:
-    """Return the distinct rows of a step, and for each row the vectors that read it.
-
-    Args:
-        features: names, each with one entry in the next three lists.
-        values: rows that are looked up.
-        lengths: look-ups of each bag.
-        vectors: `VectorLayout.of` of the feature.
-        per_sample_weights: (num_values,) of all features, in the type of the rows; None for ones.
-        transpose: sorts the look-ups.
-
-    Raises:
-        ValueError: the number of look-ups does not fit 32 bits.
-    """
-    all_values, all_lengths = np.concatenate(values), np.concatenate(lengths)
-    vector_of_bag = np.concatenate(
-        [
-            np.arange(len(part), dtype=np.int64) * stride + first
-            for (first, stride), part in zip(vectors, lengths, strict=True)
-        ]
-    )
-    if max(len(all_values), int(vector_of_bag.max(initial=0))) > _INT32_MAX:
-        raise ValueError(
-            f"a batch must have at most {_INT32_MAX} look-ups, got {len(all_values)} of "
-            f"{', '.join(features)}; lower train.batch_samples"
-        )
-    rows, positions, order, offsets = transpose(all_values)
-    weights = reader_weights = None
-    if per_sample_weights is not None:
-        weights = torch.from_numpy(per_sample_weights)
-        reader_weights = torch.from_numpy(per_sample_weights[order])
-    return TableLookup(
-        features=features,
-        bags_per_feature=tuple(len(part) for part in lengths),
-        values_per_feature=tuple(len(part) for part in values),
-        rows=rows,
-        longest_bag=int(all_lengths.max(initial=0)),
-        positions=_int32(positions),
-        bag_offsets=_int32(offsets_of(all_lengths)),
-        readers=_int32(np.repeat(vector_of_bag.astype(np.int32), all_lengths)[order]),
-        reader_offsets=_int32(offsets),
-        per_sample_weights=weights,
-        reader_weights=reader_weights,
-    )
+def distinct_positions(
+    values: NDArray[np.int64],
+) -> tuple[NDArray[np.int64], NDArray[np.integer]]:
+    """Return the ascending distinct values, and the position of each value in them."""
+    kernels = batch_kernels()
+    return transpose(values)[:2] if kernels is None else kernels.distinct_positions(values)
 
 
 def _int32(array: NDArray[np.integer]) -> torch.Tensor:
@@ -207,24 +156,32 @@ class Inverse:
         return unique if torch.equal(unique[self.indices], values) else None
 
 
-def inverse_of(
-    indices: NDArray[np.int64], num_rows: int, transpose: Transpose = transpose
-) -> Inverse:
+def inverse_of(indices: NDArray[np.int64], num_rows: int) -> Inverse:
     """Return inverse indices with their transpose.
 
     Args:
         indices: (n,) in [0, num_rows).
         num_rows: number of unique tuples.
-        transpose: sorts the indices.
+
+    Raises:
+        ValueError: an index is out of range.
 
     Example:
         >>> inverse_of(np.array([2, 0, 2]), 3).order.tolist()
         [1, 0, 2]
     """
-    _, _, order, _ = transpose(indices)
-    offsets = np.zeros(num_rows + 1, np.int32)
-    np.cumsum(np.bincount(indices, minlength=num_rows), out=offsets[1:])
-    return Inverse(torch.from_numpy(indices), _int32(order), torch.from_numpy(offsets))
+    kernels = batch_kernels()
+    inverted = None
+    if kernels is not None:
+        inverted = kernels.invert(indices, num_rows)
+    elif not len(indices) or (indices.min() >= 0 and indices.max() < num_rows):
+        counts = np.bincount(indices, minlength=num_rows)
+        inverted = stable_order(indices), offsets_of(counts)
+    if inverted is None:
+        raise ValueError(
+            f"inverse indices must be in [0, {num_rows}), got {indices.min()} to {indices.max()}"
+        )
+    return Inverse(torch.from_numpy(indices), *map(_int32, inverted))
 
 
 @dataclass(frozen=True, slots=True)
@@ -352,133 +309,114 @@ def take_unsorted(source: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
     return take(source, to_device(inverse, indices.device))
 
 
-# ---- Features that many samples share, for models that compute them once ----
-#
-# A shared row is a distinct combination of the tuples of some dedup groups. One request has one
-# user, so request and user together have hardly more shared rows than requests. Groups are added
-# greedily while that lowers the number of dot products of two vectors.
+# ---- Look-ups of all tables of a step ----
 
 
-@dataclass(frozen=True, slots=True)
-class SharedFeatures:
-    """The features of a batch, divided into shared and per-sample ones.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeyedBags:
+    """The bags of all features of a step, as in a KeyedJaggedTensor.
 
     Attributes:
-        rows: from samples to shared rows.
-        tuples: by group in the shared rows, from shared rows to tuples; None: row i has tuple i.
-        shared_features: features with one value per shared row, group by group.
-        per_sample_features: the others: ungrouped ones, then group by group.
-        shared_dense: (num_rows, num_dense), or None if it differs within a shared row.
+        num_bags: by feature, in the order of the bags.
+        values: (num_values,) int64, rows of tables.
+        lengths: (sum of num_bags,) int64.
+        offsets: (sum of num_bags + 1,) int64 into `values`.
+        weights: (num_values,) weight of each value, None for ones.
+        weighted: features with weights; those of the others are ones.
     """
 
-    rows: Inverse
-    tuples: Mapping[str, Inverse | None]
-    shared_features: tuple[str, ...]
-    per_sample_features: tuple[str, ...]
-    shared_dense: torch.Tensor | None
-
-    @property
-    def num_rows(self) -> int:
-        """Number of shared rows."""
-        return len(self.rows.offsets) - 1
+    num_bags: Mapping[str, int]
+    values: NDArray[np.int64]
+    lengths: NDArray[np.int64]
+    offsets: NDArray[np.int64]
+    weights: Array | None = None
+    weighted: frozenset[str] = frozenset()
 
 
-def find_shared_features(
-    groups: Mapping[str, Inverse],
-    group_of: Mapping[str, str | None],
-    dense: torch.Tensor,
-    transpose: Transpose = transpose,
-) -> SharedFeatures | None:
-    """Return the cheapest division by greedy search; None if none saves a product.
+def table_lookups(
+    tables: Mapping[str, tuple[str, ...]], bags: KeyedBags, layout: VectorLayout
+) -> dict[str, TableLookup]:
+    """Return by table the distinct rows of a step, and for each row the vectors that read it.
 
     Args:
-        groups: dedup groups of the batch.
-        group_of: by sparse feature, its dedup group or None.
-        dense: (num_samples, num_dense).
-        transpose: sorts rows.
+        tables: table to its features, each of which has bags.
+        bags: rows that are looked up.
+        layout: vectors of these features.
+
+    Raises:
+        ValueError: the number of look-ups of a table does not fit 32 bits.
     """
-    best: _Candidate | None = None
-    cost = _num_products(0, len(group_of) + 1, 0, len(dense))
-    remaining = list(groups)
-    while remaining:
-        candidates = [
-            _add_group(groups, group_of, dense, best, group, transpose) for group in remaining
-        ]
-        cheapest = min(candidates, key=lambda candidate: candidate.cost)
-        if cheapest.cost >= cost:
-            break
-        best, cost = cheapest, cheapest.cost
-        remaining.remove(cheapest.members[-1])
-    return None if best is None else _shared_features(groups, group_of, best, transpose)
+    first_bags = offsets_of(np.fromiter(bags.num_bags.values(), np.int64)).tolist()
+    first_bag = dict(zip(bags.num_bags, first_bags, strict=False))
+    ranges = [
+        np.array([(first_bag[f], bags.num_bags[f], *layout.of(f)) for f in features])
+        for features in tables.values()
+    ]
+    num_values = [
+        (bags.offsets[r[:, 0] + r[:, 1]] - bags.offsets[r[:, 0]]).tolist() for r in ranges
+    ]
+    for features, counts in zip(tables.values(), num_values, strict=True):
+        if max(sum(counts), layout.num_vectors) > _INT32_MAX:
+            raise ValueError(
+                f"a batch must have at most {_INT32_MAX} look-ups, got {sum(counts)} of "
+                f"{', '.join(features)}; lower train.batch_samples"
+            )
+    kernels = batch_kernels()
+    make_arrays = _arrays_of_tables if kernels is None else kernels.table_lookups
+    all_arrays = make_arrays(bags.values, bags.offsets, bags.weights, ranges)
+    lookups: dict[str, TableLookup] = {}
+    for (table, features), own, counts, arrays in zip(
+        tables.items(), ranges, num_values, all_arrays, strict=True
+    ):
+        is_weighted = not bags.weighted.isdisjoint(features)
+        lookups[table] = TableLookup(
+            features=features,
+            bags_per_feature=tuple(own[:, 1].tolist()),
+            values_per_feature=tuple(counts),
+            rows=arrays.rows,
+            longest_bag=arrays.longest_bag,
+            positions=torch.from_numpy(arrays.positions),
+            bag_offsets=torch.from_numpy(arrays.bag_offsets),
+            readers=torch.from_numpy(arrays.readers),
+            reader_offsets=torch.from_numpy(arrays.reader_offsets),
+            per_sample_weights=torch.from_numpy(arrays.weights) if is_weighted else None,
+            reader_weights=torch.from_numpy(arrays.reader_weights) if is_weighted else None,
+        )
+    return lookups
 
 
-@dataclass(frozen=True, slots=True)
-class _Candidate:
-    """Groups of the shared rows, these rows, and the products of two vectors that it needs."""
-
-    members: tuple[str, ...]
-    rows: Inverse
-    shared_dense: torch.Tensor | None
-    cost: int
-
-
-def _add_group(
-    groups: Mapping[str, Inverse],
-    group_of: Mapping[str, str | None],
-    dense: torch.Tensor,
-    candidate: _Candidate | None,
-    group: str,
-    transpose: Transpose,
-) -> _Candidate:
-    members, rows = (group,), groups[group]
-    if candidate is not None:
-        members, rows = (*candidate.members, group), _pairs(candidate.rows, rows, transpose)
-    shared_dense = rows.unique_values(dense)
-    num_shared = sum(g in members for g in group_of.values()) + (shared_dense is not None)
-    num_own = len(group_of) + 1 - num_shared
-    cost = _num_products(num_shared, num_own, len(rows.offsets) - 1, len(dense))
-    return _Candidate(members, rows, shared_dense, cost)
+def _arrays_of_tables(
+    values: NDArray[np.int64],
+    offsets: NDArray[np.int64],
+    weights: Array | None,
+    ranges: Sequence[NDArray[np.int64]],
+) -> list[TableArrays]:
+    """Return `BatchKernels.table_lookups`."""
+    return [_arrays_of_table(values, offsets, weights, bags.tolist()) for bags in ranges]
 
 
-def _shared_features(
-    groups: Mapping[str, Inverse],
-    group_of: Mapping[str, str | None],
-    candidate: _Candidate,
-    transpose: Transpose,
-) -> SharedFeatures:
-    def tuples_of_rows(group: str) -> Inverse | None:
-        if len(candidate.members) == 1:
-            return None
-        tuples = groups[group].indices[candidate.rows.first_samples]
-        return inverse_of(tuples.numpy(), len(groups[group].offsets) - 1, transpose)
+def _arrays_of_table(
+    values: NDArray[np.int64],
+    offsets: NDArray[np.int64],
+    weights: Array | None,
+    ranges: list[list[int]],
+) -> TableArrays:
+    def of_features(array: Array) -> Array:
+        """Return the entries of the look-ups of the table's features."""
+        edges = [(offsets[first], offsets[first + count]) for first, count, _, _ in ranges]
+        return np.concatenate([array[start:end] for start, end in edges])
 
-    def features_of(*names: str | None) -> tuple[str, ...]:
-        return tuple(f for name in names for f, group in group_of.items() if group == name)
-
-    shared = [group for group in groups if group in candidate.members]
-    per_sample = [group for group in groups if group not in candidate.members]
-    return SharedFeatures(
-        candidate.rows,
-        {group: tuples_of_rows(group) for group in shared},
-        features_of(*shared),
-        features_of(None, *per_sample),
-        candidate.shared_dense,
+    lengths = np.concatenate([np.diff(offsets[i : i + count + 1]) for i, count, _, _ in ranges])
+    vectors = [first + np.arange(count) * stride for _, count, first, stride in ranges]
+    rows, positions, order, reader_offsets = transpose(of_features(values))
+    own_weights = np.empty(0) if weights is None else of_features(weights)
+    return TableArrays(
+        rows,
+        int(lengths.max(initial=0)),
+        positions.astype(np.int32),
+        offsets_of(lengths).astype(np.int32),
+        np.repeat(np.concatenate(vectors).astype(np.int32), lengths)[order],
+        reader_offsets.astype(np.int32),
+        own_weights,
+        own_weights if weights is None else own_weights[order],
     )
-
-
-def _pairs(left: Inverse, right: Inverse, transpose: Transpose) -> Inverse:
-    """Return the distinct pairs of a left and a right row."""
-    pairs = left.indices * (len(right.offsets) - 1) + right.indices
-    _, positions, order, offsets = transpose(pairs.numpy())
-    return Inverse(
-        torch.from_numpy(positions).long(),
-        torch.from_numpy(order).int(),
-        torch.from_numpy(offsets).int(),
-    )
-
-
-def _num_products(num_shared: int, num_own: int, num_rows: int, num_samples: int) -> int:
-    """Return the dot products of all vectors, shared ones computed once per shared row."""
-    shared_pairs = num_shared * (num_shared - 1) // 2
-    own_pairs = num_shared * num_own + num_own * (num_own - 1) // 2
-    return num_rows * shared_pairs + num_samples * own_pairs

@@ -25,7 +25,6 @@ from schemas.layout import DATA_DIRECTORIES, EVALUATION, TRAIN, part_name, sampl
 from schemas.order import Order, Step, blocks_of_rank
 from trainer.data.collate import Batch, BlockRange, Microbatches, collate, make_microbatches
 from trainer.data.decode import SAMPLES, BatchSpec, BlockCounts, RowGroup, decode, padding_row_group
-from trainer.data.lookup import Transpose, transpose
 
 CACHE_BYTES = 512 << 20
 """Decoded row groups that are kept; training order reads each row group from start to end."""
@@ -81,7 +80,6 @@ class Reader:
         expanded: bool = False,
         find_shared: bool = False,
         lookups: bool = True,
-        transpose: Transpose = transpose,
     ) -> None:
         """Index the blocks of all segments; no data file is opened.
 
@@ -93,11 +91,9 @@ class Reader:
             expanded: undo the deduplication, for comparison.
             find_shared: set `Batch.shared`, for models that compute shared features once.
             lookups: set `Batch.lookups` and `Batch.groups`.
-            transpose: sorts look-ups.
         """
         self._split = split
         self._lookups = lookups
-        self._transpose = transpose
         self._spec = spec
         self._order = order
         self._expanded = expanded
@@ -177,7 +173,7 @@ class Reader:
         chosen = range(len(positions))[run]
         batches = [self._assemble(step, positions[i : i + 1]) for i in chosen]
         self._fetch_ahead(train_step + 1)
-        return make_microbatches(step, chosen.start, batches, rows, self._transpose)
+        return make_microbatches(step, chosen.start, batches, rows)
 
     def evaluation_batches(self) -> Iterator[Batch]:
         """Yield the samples of the evaluation split once, in stored order."""
@@ -223,7 +219,6 @@ class Reader:
             expanded=self._expanded,
             find_shared=self._find_shared,
             lookups=self._lookups,
-            transpose=self._transpose,
         )
 
     def _row_group(self, key: _RowGroupKey) -> RowGroup:

@@ -101,9 +101,7 @@ class EmbeddingBagCollection(EmbeddingBagCollectionInterface):
             rows = self._rows[key]
             names = {t.name: tuple(t.feature_names) for t in part}
             dtype = rows.dtype if self._is_weighted else None
-            batch = batch_from_kjt(
-                features, names, weighted=dtype, transpose=rows.kernels.transpose
-            )
+            batch = batch_from_kjt(features, names, weighted=dtype)
             step = PooledStep(rows, batch, mean=part[0].pooling is PoolingType.MEAN)
             (pooled,) = fused_outputs(step, self._anchor)
             parts.append((step.keys, part[0].embedding_dim, pooled))
@@ -178,9 +176,7 @@ class EmbeddingCollection(EmbeddingCollectionInterface):
             By feature its lists, and (num_samples,) int64; None if sample i has list i.
         """
         names = {t.name: tuple(t.feature_names) for t in self._tables}
-        batch = batch_from_kjt(
-            features, names, weighted=None, transpose=self._rows.kernels.transpose
-        )
+        batch = batch_from_kjt(features, names, weighted=None)
         results: dict[str, tuple[JaggedTensor, torch.Tensor | None]] = {}
         outputs = fused_outputs(SequenceStep(self._rows, batch), self._anchor)
         for lookup, values in zip(batch.lookups.values(), outputs, strict=True):

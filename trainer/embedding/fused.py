@@ -353,7 +353,7 @@ class SequenceStep:
         first = 0
         for table, lookup in self._lookups.items():
             positions = lookup.positions.numpy().astype("int64")
-            inverse = inverse_of(positions, len(lookup.rows), self._rows.kernels.transpose)
+            inverse = inverse_of(positions, len(lookup.rows))
             readers[table] = inverse.order + first, inverse.offsets, None
             first += len(lookup.positions)
         vectors = torch.cat(list(gradients))

@@ -13,7 +13,8 @@ from typing import Any, TypeVar
 import torch
 
 from trainer.data.collate import Batch
-from trainer.data.lookup import Inverse, SharedFeatures
+from trainer.data.lookup import Inverse
+from trainer.data.shared import SharedFeatures
 from trainer.embedding.kernels.interface import (
     ArenaRows,
     FeatureBags,

@@ -22,7 +22,8 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from schemas.config.train import ModelConfig, TrainConfig
 from trainer.data.collate import Batch
-from trainer.data.lookup import Inverse, SharedFeatures, take
+from trainer.data.lookup import Inverse, take
+from trainer.data.shared import SharedFeatures
 from trainer.embedding.kernels.interface import Interactions, Vectors
 from trainer.models.shared_compute import (
     DENSE,
@@ -74,7 +75,7 @@ def _check_top_layers(model: ModelConfig) -> None:
 
 # ---- DLRM ----
 #
-# A shared row is a distinct combination of unique tuples (`trainer.data.lookup.SharedFeatures`).
+# A shared row is a distinct combination of unique tuples (`trainer.data.shared.SharedFeatures`).
 # Per shared row, `DedupDlrm` computes the bottom MLP, the products of its own vectors, and its term
 # of the first top layer, which is a sum over its inputs. Products between a sample's vectors and
 # its shared row run row by row, for all samples of a row at once.

@@ -13,10 +13,9 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from schemas.kernels.build import Library, find_library, warn_once
-from trainer.data.lookup import Inverse, transpose
+from trainer.data.lookup import Inverse
 from trainer.embedding.kernels.interface import (
     FeatureBags,
     GroupSamples,
@@ -25,7 +24,6 @@ from trainer.embedding.kernels.interface import (
     RowRule,
     RowSums,
     TableRows,
-    Transposed,
     VectorGradients,
     Vectors,
 )
@@ -34,7 +32,6 @@ from trainer.embedding.kernels.torch_ops import TorchInteractions, TorchKernels
 _RULES = {"sum": 0, "sgd": 1, "adagrad": 2, "rowwise_adagrad": 3, "adam": 4}
 """Enum `Kind` of `rules.h`."""
 _DTYPES = {torch.float32: "float32", torch.float64: "float64"}
-_WORD_BITS, _INT32_MAX = 64, 2**31 - 1
 _WORD, _POINTER = ctypes.c_int64, ctypes.c_void_p
 _ENTRIES = {
     "pool": (_POINTER, _WORD, _WORD, _WORD, _WORD, _POINTER, _WORD),
@@ -51,7 +48,7 @@ _FLAGS = ("-fno-math-errno", "-fopenmp")
 """No flag lets the compiler reorder sums."""
 EMBEDDING = Library(
     _FOLDER,
-    ("embedding.cpp", "rows.h", "rules.h", "transpose.h"),
+    ("embedding.cpp", "rows.h", "rules.h"),
     (*_FLAGS, "-ffp-contract=off"),
     torch.__version__,
 )
@@ -113,30 +110,6 @@ class CompiledKernels:
         }
         for (name, _), entry in self._entries.items():
             entry.argtypes, entry.restype = _ENTRIES[name], _WORD if name == "merge" else None
-        self._transpose = loaded.presage_transpose
-        self._transpose.argtypes = (_POINTER, _WORD, _WORD, _WORD, *[_POINTER] * 5)
-        self._transpose.restype = _WORD
-
-    def transpose(self, values: NDArray[np.int64]) -> Transposed:
-        """Sort by radix; uses numpy if value and position do not fit one word."""
-        count = len(values)
-        value_bits, position_bits = int(values.max(initial=0)).bit_length(), count.bit_length()
-        if value_bits + position_bits > _WORD_BITS or count > _INT32_MAX:
-            return transpose(values)
-        values = np.ascontiguousarray(values, np.int64)
-        distinct, words = np.empty(count, np.int64), np.empty(2 * count, np.uint64)
-        positions, order = np.empty(count, np.int32), np.empty(count, np.int32)
-        offsets = np.empty(count + 1, np.int32)
-        arrays = (distinct, positions, order, offsets, words)
-        num_distinct = self._transpose(
-            values.ctypes.data, count, value_bits, position_bits, *(a.ctypes.data for a in arrays)
-        )
-        return (
-            distinct[:num_distinct].copy(),
-            positions,
-            order,
-            offsets[: num_distinct + 1].copy(),
-        )
 
     def pool(
         self, features: Sequence[FeatureBags], out: torch.Tensor, scales: torch.Tensor | None

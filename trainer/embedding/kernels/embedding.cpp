@@ -6,7 +6,6 @@
 
 #include "rows.h"
 #include "rules.h"
-#include "transpose.h"
 
 namespace presage {
 
@@ -322,10 +321,3 @@ using namespace presage;
 
 PRESAGE_ENTRIES(float, float32)
 PRESAGE_ENTRIES(double, float64)
-
-extern "C" int64_t presage_transpose(const int64_t* values, int64_t count, int64_t value_bits,
-                                     int64_t position_bits, int64_t* distinct, int32_t* positions,
-                                     int32_t* order, int32_t* offsets, uint64_t* words) {
-  return transpose(values, count, value_bits, position_bits, distinct, positions, order, offsets,
-                   words);
-}

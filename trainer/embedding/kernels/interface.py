@@ -11,15 +11,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from schemas.config.train import SparseOptimizerConfig
 from trainer.data.lookup import Inverse
-
-Transposed = tuple[NDArray[np.int64], NDArray[np.integer], NDArray[np.integer], NDArray[np.integer]]
-"""Distinct values, the position of each value in them, their order and its offsets."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,11 +190,7 @@ def rule_at(config: SparseOptimizerConfig, train_step: int) -> RowRule:
 
 
 class Kernels(Protocol):
-    """Pooled look-ups of all tables of a step, their backward, and the transpose of both."""
-
-    def transpose(self, values: NDArray[np.int64]) -> Transposed:
-        """Return the result of `trainer.data.lookup.transpose`, as 32- or 64-bit integers."""
-        ...
+    """Pooled look-ups of all tables of a step, and their backward."""
 
     def pool(
         self, features: Sequence[FeatureBags], out: torch.Tensor, scales: torch.Tensor | None

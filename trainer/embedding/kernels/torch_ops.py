@@ -4,19 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 import torch.nn.functional as F
-from numpy.typing import NDArray
 
-from trainer.data.lookup import Inverse, transpose
+from trainer.data.lookup import Inverse
 from trainer.embedding.kernels.interface import (
     FeatureBags,
     GroupSamples,
     RowRule,
     RowSums,
     TableRows,
-    Transposed,
     VectorGradients,
     Vectors,
 )
@@ -24,10 +21,6 @@ from trainer.embedding.kernels.interface import (
 
 class TorchKernels:
     """Sums by torch's embedding_bag, in which one thread sums each row in order."""
-
-    def transpose(self, values: NDArray[np.int64]) -> Transposed:
-        """Sort by numpy."""
-        return transpose(values)
 
     def pool(
         self, features: Sequence[FeatureBags], out: torch.Tensor, scales: torch.Tensor | None

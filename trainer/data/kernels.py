@@ -1,0 +1,214 @@
+"""Calls of `batch.cpp`, on numpy arrays; None where no compiler has built it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from schemas.kernels.build import Library, find_library
+from schemas.kernels.functions import POINTER, WORD, Functions
+
+_ENTRIES = {
+    "list_offsets": (POINTER, WORD, POINTER, POINTER),
+    "list_values": (POINTER, WORD, WORD, POINTER),
+    "invert": (POINTER, WORD, WORD, POINTER, POINTER),
+    "distinct_positions": (POINTER, WORD, POINTER, POINTER),
+    "table_lookups": (*(POINTER,) * 4, WORD, *(POINTER,) * 6, WORD, *(POINTER,) * 3),
+    "shared_rows": (POINTER, *(WORD,) * 3, POINTER, *(WORD,) * 2, *(POINTER,) * 5),
+}
+BATCH = Library(
+    Path(__file__).parent,
+    ("batch.cpp", "../../schemas/kernels/common.h"),
+    ("-fno-strict-aliasing",),
+)
+
+GroupRows = tuple[NDArray[np.int64], NDArray[np.int32], NDArray[np.int32], int]
+"""Inverse indices of a group, their order and its offsets; features of the group."""
+
+
+class ListRows(NamedTuple):
+    """Lists to append: `start` to `end`, or those at `rows[start:end]`."""
+
+    values: NDArray[Any] | None
+    offsets: NDArray[np.int64]
+    rows: NDArray[np.int64] | None
+    start: int
+    end: int
+
+    @property
+    def indices(self) -> NDArray[np.int64]:
+        """Index of each list."""
+        if self.rows is None:
+            return np.arange(self.start, self.end)
+        return self.rows[self.start : self.end]
+
+
+class TableArrays(NamedTuple):
+    """The arrays of a `trainer.data.lookup.TableLookup`; weights are empty unless given."""
+
+    rows: NDArray[np.int64]
+    longest_bag: int
+    positions: NDArray[np.int32]
+    bag_offsets: NDArray[np.int32]
+    readers: NDArray[np.int32]
+    reader_offsets: NDArray[np.int32]
+    weights: NDArray[Any]
+    reader_weights: NDArray[Any]
+
+
+@cache
+def batch_kernels() -> BatchKernels | None:
+    """Return the compiled kernels, built on first use; None if they cannot be built."""
+    path = find_library(BATCH, "slower numpy code is used, install g++")
+    return None if path is None else BatchKernels(path)
+
+
+class BatchKernels(Functions):
+    """The functions of `batch.cpp`."""
+
+    def __init__(self, path: Path) -> None:
+        """Load the library."""
+        super().__init__(path, _ENTRIES)
+
+    def list_offsets(
+        self, parts: Sequence[ListRows]
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return the lengths and the offsets of all lists, one after the other."""
+        count = sum(end - start for *_, start, end in parts)
+        lengths, offsets = np.empty(count, np.int64), np.empty(count + 1, np.int64)
+        self.call("list_offsets", _structs(parts), len(parts), lengths, offsets)
+        return lengths, offsets
+
+    def list_values(self, parts: Sequence[ListRows], out: NDArray[Any]) -> None:
+        """Write the values of all lists; those of a part without values are left unchanged."""
+        self.call("list_values", _structs(parts), len(parts), out.dtype.itemsize, out)
+
+    def invert(
+        self, rows: NDArray[np.int64], num_rows: int
+    ) -> tuple[NDArray[np.int32], NDArray[np.int32]] | None:
+        """Return the stable order of rows and the offsets of each; None if one is out of range."""
+        order, offsets = np.empty(len(rows), np.int32), np.empty(num_rows + 1, np.int32)
+        rows = np.ascontiguousarray(rows)
+        failed = self.call("invert", rows, len(rows), num_rows, order, offsets)
+        return None if failed else (order, offsets)
+
+    def distinct_positions(
+        self, values: NDArray[np.int64]
+    ) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
+        """Return the ascending distinct values and the position of each value in them."""
+        distinct, positions = np.empty(len(values), np.int64), np.empty(len(values), np.int32)
+        count = self.call("distinct_positions", values, len(values), distinct, positions)
+        return distinct[:count].copy(), positions
+
+    def table_lookups(
+        self,
+        values: NDArray[np.int64],
+        offsets: NDArray[np.int64],
+        weights: NDArray[Any] | None,
+        ranges: Sequence[NDArray[np.int64]],
+    ) -> list[TableArrays]:
+        """Return the look-ups of each table.
+
+        Args:
+            values: rows of all look-ups.
+            offsets: of all bags in `values`.
+            weights: of all look-ups, float32 or float64; None for ones.
+            ranges: by table, (num_features, 4): the first bag of each feature, their number, its
+                first vector and the stride of vectors; at least one feature.
+        """
+        bags = np.concatenate(ranges)
+        per_feature = offsets[bags[:, 0] + bags[:, 1]] - offsets[bags[:, 0]]
+        num_features = np.array([len(own) for own in ranges], np.int64)
+        starts = np.cumsum(num_features) - num_features
+        num_values = np.add.reduceat(per_feature, starts)
+        num_bags = np.add.reduceat(bags[:, 1], starts) + 1
+        total, num_tables = int(num_values.sum()), len(ranges)
+        sizes, rows = np.empty((num_tables, 2), np.int64), np.empty(total, np.int64)
+        positions, readers = np.empty(total, np.int32), np.empty(total, np.int32)
+        bag_offsets = np.empty(int(num_bags.sum()), np.int32)
+        reader_offsets = np.empty(total + num_tables, np.int32)
+        own_weights = np.empty(0) if weights is None else np.empty(total, weights.dtype)
+        reader_weights = np.empty_like(own_weights)
+        self.call(
+            "table_lookups",
+            *(values, offsets, bags, num_features, num_tables),
+            *(rows, positions, bag_offsets, readers, reader_offsets, sizes),
+            0 if weights is None else weights.dtype.itemsize,
+            own_weights if weights is None else weights,
+            own_weights,
+            reader_weights,
+        )
+        columns = (
+            _cut(rows, sizes[:, 0]),
+            sizes[:, 1].tolist(),
+            _cut(positions, num_values),
+            _cut(bag_offsets, num_bags),
+            _cut(readers, num_values),
+            _cut(reader_offsets, sizes[:, 0] + 1),
+            _cut(own_weights, num_values),
+            _cut(reader_weights, num_values),
+        )
+        return [TableArrays(*arrays) for arrays in zip(*columns, strict=True)]
+
+    def shared_rows(
+        self, groups: Sequence[GroupRows], num_features: int, dense: NDArray[Any]
+    ) -> tuple[list[int], bool, NDArray[np.int64], NDArray[np.int32], NDArray[np.int32]]:
+        """Choose the groups of `trainer.data.shared.find_shared_features`.
+
+        Args:
+            groups: at least one.
+            num_features: sparse features, with and without a group.
+            dense: (num_samples, num_dense) float32 or float64.
+
+        Returns:
+            Indices of the groups in the order of choice, whether dense features are equal within
+            each shared row; the row of each sample, the order of samples by row, its offsets.
+        """
+        structs = np.array(
+            [
+                (i.ctypes.data, order.ctypes.data, offsets.ctypes.data, len(offsets) - 1, count)
+                for i, order, offsets, count in groups
+            ],
+            np.int64,
+        )
+        num_samples, num_dense = dense.shape
+        members, flag = np.empty(len(groups), np.int64), np.zeros(1, np.int64)
+        rows, order = np.empty(num_samples, np.int64), np.empty(num_samples, np.int32)
+        offsets = np.empty(num_samples + 2, np.int32)
+        count = self.call(
+            "shared_rows",
+            *(structs, len(groups), num_features, num_samples),
+            *(dense, num_dense, dense.dtype.itemsize, members, flag, rows, order, offsets),
+        )
+        num_rows = int(rows.max(initial=-1)) + 1 if count else 0
+        return members[:count].tolist(), bool(flag[0]), rows, order, offsets[: num_rows + 1].copy()
+
+
+def _cut(array: NDArray[Any], sizes: NDArray[np.int64]) -> list[NDArray[Any]]:
+    """Return consecutive parts of an array; what is beyond its end is empty."""
+    ends = np.cumsum(sizes)
+    edges = zip((ends - sizes).tolist(), ends.tolist(), strict=True)
+    return [array[start:end] for start, end in edges]
+
+
+def _structs(parts: Sequence[ListRows]) -> NDArray[np.int64]:
+    """Return the struct `Lists` of each part."""
+    return np.array(
+        [
+            (_address(values), _address(offsets), _address(rows), start, end)
+            for values, offsets, rows, start, end in parts
+        ],
+        np.int64,
+    )
+
+
+def _address(array: NDArray[Any] | None) -> int:
+    if array is None:
+        return 0
+    assert array.flags.c_contiguous, "the kernels read flat arrays"
+    return array.ctypes.data
