@@ -311,6 +311,8 @@ def read_group(
     file_index: int,
     row_group: int,
     columns: Sequence[str] | None = None,
+    *,
+    as_views: bool = False,
 ) -> pa.Table:
     """Return one row group of a group: one row per unique tuple of a block.
 
@@ -321,13 +323,14 @@ def read_group(
         row_group: row group in the part.
         columns: `block`, `unique_index` and features, in the order of the result; all of them, in
             the order of the format, if None.
+        as_views: return lists in windows as Arrow list views of their buffers, without copies.
 
     Raises:
         SchemaError: a byte has changed, or an index or window is out of range.
     """
     head = open_file(group_path(group, file_index))
     if TUPLE_INDEX not in head.schema.names:
-        return _with_lists(open_file, head, file_index, row_group, columns)
+        return _with_lists(open_file, head, file_index, row_group, columns, as_views=as_views)
     tuples = open_file(tuples_path(group, file_index))
     if columns is None:
         columns = [BLOCK, UNIQUE_INDEX, *_names(tuples.schema)]
@@ -337,7 +340,9 @@ def read_group(
     if not features:
         return rows.select(columns)
     positions = _positions_of(rows[TUPLE_INDEX], tuples, TUPLE_INDEX, row_group)
-    values = _with_lists(open_file, tuples, file_index, row_group, features, positions)
+    values = _with_lists(
+        open_file, tuples, file_index, row_group, features, positions, as_views=as_views
+    )
     return pa.table({c: (rows if c in own else values)[c] for c in columns})
 
 
@@ -382,6 +387,8 @@ def _with_lists(
     row_group: int,
     columns: Sequence[str] | None,
     positions: NDArray[np.int64] | None = None,
+    *,
+    as_views: bool,
 ) -> pa.Table:
     """Read columns of a table, lists from their buffers; all rows if `positions` is None."""
     stored = file.schema.names
@@ -392,12 +399,20 @@ def _with_lists(
     rows = file.read_row_group(row_group, physical)
     if positions is not None:
         rows = rows.take(pa.array(positions))
-    lists = {c: _lists(open_file, c, rows, file_index, row_group) for c in windowed}
+    lists = {
+        c: _lists(open_file, c, rows, file_index, row_group, as_views=as_views) for c in windowed
+    }
     return pa.table({c: lists[c] if c in lists else rows[c] for c in names})
 
 
 def _lists(
-    open_file: OpenFile, feature: str, rows: pa.Table, file_index: int, row_group: int
+    open_file: OpenFile,
+    feature: str,
+    rows: pa.Table,
+    file_index: int,
+    row_group: int,
+    *,
+    as_views: bool,
 ) -> pa.Array:
     """Read a list feature from its windows."""
     file = open_file(buffers_path(feature, file_index))
@@ -409,9 +424,13 @@ def _lists(
     lengths = numpy_of(length)
     number = _positions_of(buffer, file, BUFFER_INDEX, row_group, checked=lengths > 0)
     first, sizes = _window_ranges(offsets, number, numpy_of(start), lengths)
-    values = take_ranges(buffers.values, first, sizes)
     is_null = lengths == NULL_LENGTH
     mask = pa.array(is_null) if is_null.any() else None
+    if as_views:
+        return pa.LargeListViewArray.from_arrays(
+            pa.array(first), pa.array(sizes), buffers.values, mask=mask
+        )
+    values = take_ranges(buffers.values, first, sizes)
     return pa.LargeListArray.from_arrays(
         pa.array(offsets_of(sizes)), values, type=buffers.type, mask=mask
     )

@@ -77,12 +77,19 @@ def entry_weights(column: pa.Array, feature: str, bags: Jagged, dtype: str) -> A
         SchemaError: the lists differ in length from those of the feature.
     """
     name, weights = weights_column(feature), jagged_of(column)
-    if not np.array_equal(weights.offsets, bags.offsets):
+    check_lengths(name, weights.lengths, feature, bags.lengths)
+    return check_range(weights.values.astype(dtype), name, -np.inf, np.inf)
+
+
+def check_lengths(
+    name: str, lengths: NDArray[np.int64], feature: str, expected: NDArray[np.int64]
+) -> None:
+    """Raise SchemaError if the lists of a column differ in length from those of a feature."""
+    if not np.array_equal(lengths, expected):
         raise SchemaError(
             f"lists of column {name!r} differ in length from those of {feature!r}; derive both "
             "from the same list in the job's SQL"
         )
-    return check_range(weights.values.astype(dtype), name, -np.inf, np.inf)
 
 
 DENSE, HISTORY = "dense", "history"

@@ -12,8 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from schemas.arrays import offsets_of
+from schemas.config.job import TableConfig
+from schemas.order import Step
 from trainer.data import collate, lookup, shared
-from trainer.data.kernels import ListRows, batch_kernels
+from trainer.data.collate import BlockRange
+from trainer.data.decode import BatchSpec, Lists, RowGroup, padding_row_group
+from trainer.data.kernels import batch_kernels
 from trainer.data.lookup import (
     Inverse,
     KeyedBags,
@@ -72,6 +76,7 @@ def steps(draw: st.DrawFn) -> KeyedBags:
     )
 
 
+@pytest.mark.slow
 @given(bags=steps())
 def test_lookups_are_those_of_the_reference(bags: KeyedBags) -> None:
     num_tuples = {"group": bags.num_bags["user"]}
@@ -112,6 +117,7 @@ def test_inverse_index_out_of_range_is_an_error(rows: list[int]) -> None:
     assert found == expected
 
 
+@pytest.mark.slow
 @given(data=st.data())
 def test_shared_rows_are_those_of_the_reference(data: st.DataObject) -> None:
     num_samples = data.draw(st.integers(1, 12))
@@ -132,26 +138,59 @@ def _indices(count: int, size: int) -> st.SearchStrategy[list[int]]:
     return st.lists(st.integers(0, count - 1), min_size=size, max_size=size)
 
 
-@given(data=st.data())
-def test_lists_are_those_of_the_reference(data: st.DataObject) -> None:
-    parts: list[ListRows] = []
-    for _ in range(data.draw(st.integers(1, 3))):
-        lengths = data.draw(st.lists(st.integers(0, 3), min_size=1, max_size=5))
-        values = np.array(data.draw(_indices(100, sum(lengths))), np.int64)
-        rows = data.draw(st.none() | st.lists(st.integers(0, len(lengths) - 1), max_size=6))
-        size = len(lengths) if rows is None else len(rows)
-        start = data.draw(st.integers(0, size))
-        indices = None if rows is None else np.array(rows, np.int64)
-        end = data.draw(st.integers(start, size))
-        has_values = data.draw(st.booleans())
-        offsets = offsets_of(np.array(lengths))
-        parts.append(ListRows(values if has_values else None, offsets, indices, start, end))
+def row_group(
+    values: Lists, weights: Lists, inverse: list[int], plain: list[list[int]]
+) -> RowGroup:
+    """Return one block of samples, whose feature `a` is in a group and has weights."""
+    num_samples, offsets = len(inverse), offsets_of(np.array([len(bag) for bag in plain]))
+    flat = np.array([row for bag in plain for row in bag], np.int64)
+    zeros = np.zeros(num_samples)
+    return RowGroup(
+        sample_offsets=np.array([0, num_samples]),
+        unique_offsets={"g": np.array([0, len(values.starts)])},
+        labels=zeros,
+        weights=zeros,
+        dense=np.zeros((num_samples, 0)),
+        kept={},
+        inverse={"g": np.array(inverse, np.int64)},
+        sparse={"a": values, "b": Lists(flat, offsets[:-1], offsets[1:])},
+        per_sample_weights={"a": weights},
+    )
 
-    def make() -> list[list[int]]:
-        lengths, offsets = collate._list_offsets(parts)
-        out = np.full(int(offsets[-1]), -1)
-        collate._write_lists(parts, out)
-        return [lengths.tolist(), offsets.tolist(), out.tolist()]
 
-    found, expected = both(make)
-    assert found == expected
+@pytest.mark.parametrize("expanded", [False, True])
+def test_bags_of_two_row_groups_are_those_of_the_reference(expanded: bool) -> None:
+    starts, ends = np.array([4, 0, 9]), np.array([8, 0, 10])
+    overlapping = Lists(np.arange(10), np.array([3, 2, 0]), np.array([5, 6, 1]))
+    weights = Lists(np.arange(6) / 7, np.array([0, 2, 1]), np.array([2, 6, 2]))
+    one = row_group(
+        Lists(np.arange(10, 20), starts, ends),
+        Lists(np.arange(10) / 3, starts, ends),
+        [2, 0, 0, 1],
+        [[7], [], [8, 9], [1]],
+    )
+    other = row_group(overlapping, weights, [1, 0, 2], [[3], [4], [5]])
+    table = TableConfig(num_rows=100, rows="identity", features=("a", "b"))
+    spec = BatchSpec(
+        label="label",
+        weight=None,
+        dense=(),
+        sparse=("a", "b"),
+        weighted=("a",),
+        kept=(),
+        owner={"a": "g"},
+        tables={"t": table},
+        table_of={"a": "t", "b": "t"},
+        dtype="float64",
+    )
+    ranges = [BlockRange(each, 0, 1) for each in (one, other, padding_row_group(spec, 2))]
+    step = Step(0, 0, 0, np.zeros(0, np.int64))
+    found, expected = both(lambda: collate.collate(spec, step, ranges, expanded=expanded))
+    bags = [[19], [14, 15, 16, 17], [14, 15, 16, 17], [], [2, 3, 4, 5], [3, 4], [0], [], []]
+    unique = [[14, 15, 16, 17], [], [19], [3, 4], [2, 3, 4, 5], [0], []]
+    values = found.sparse["a"]
+    assert [list(map(int, bag)) for bag in values.to_dense()] == (bags if expanded else unique)
+    assert torch.allclose(values.weights()[:5] * 3 + 10, values.values()[:5].double())
+    assert equal(found.lookups, expected.lookups)
+    for name in ("values", "weights", "lengths", "offsets"):
+        assert equal(*(getattr(batch.sparse, name)() for batch in (found, expected))), name

@@ -9,14 +9,16 @@
 
 namespace {
 
-// Consecutive lists of one array, or those that `rows[start]` to `rows[end - 1]` name.
+// Lists that are ranges of one array: `first` to `last`, or those that `rows[first]` to `rows[last - 1]` name.
 struct Lists {
   const uint8_t* values;
-  const i64* offsets;
+  const i64* starts;
+  const i64* ends;
   const i64* rows;
-  i64 start, end;
+  i64 first, last;
 
   i64 at(i64 i) const { return rows ? rows[i] : i; }
+  bool is_one_range() const { return !rows && ends == starts + 1; }  // offsets
 };
 
 inline void copy_bytes(uint8_t* to, const uint8_t* from, i64 size) {
@@ -226,8 +228,8 @@ i64 presage_list_offsets(const Lists* parts, i64 num_parts, i64* lengths, i64* o
   *offsets++ = 0;
   for (i64 p = 0; p < num_parts; p++) {
     const Lists& lists = parts[p];
-    for (i64 i = lists.start; i < lists.end; i++) {
-      const i64 at = lists.at(i), length = lists.offsets[at + 1] - lists.offsets[at];
+    for (i64 i = lists.first; i < lists.last; i++) {
+      const i64 at = lists.at(i), length = lists.ends[at] - lists.starts[at];
       *lengths++ = length;
       *offsets++ = total += length;
     }
@@ -240,15 +242,15 @@ void presage_list_values(const Lists* parts, i64 num_parts, i64 width, uint8_t* 
   for (i64 p = 0; p < num_parts; p++) {
     const Lists& lists = parts[p];
     const auto append = [&](i64 start, i64 end) {
-      const i64 size = (lists.offsets[end] - lists.offsets[start]) * width;
-      if (lists.values) copy_bytes(out, lists.values + lists.offsets[start] * width, size);
+      const i64 size = (end - start) * width;
+      if (lists.values) copy_bytes(out, lists.values + start * width, size);
       out += size;
     };
-    if (!lists.rows) {
-      append(lists.start, lists.end);
+    if (lists.is_one_range() && lists.first < lists.last) {
+      append(lists.starts[lists.first], lists.ends[lists.last - 1]);
       continue;
     }
-    for (i64 i = lists.start; i < lists.end; i++) append(lists.rows[i], lists.rows[i] + 1);
+    for (i64 i = lists.first; i < lists.last; i++) append(lists.starts[lists.at(i)], lists.ends[lists.at(i)]);
   }
 }
 

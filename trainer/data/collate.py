@@ -12,10 +12,10 @@ import torch
 from numpy.typing import NDArray
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
-from schemas.arrays import Array, Jagged, find_sorted, offsets_of
+from schemas.arrays import Array, Jagged, concat, find_sorted, offsets_of
 from schemas.order import Step
 from trainer.data.decode import BatchSpec, RowGroup
-from trainer.data.kernels import ListRows, batch_kernels
+from trainer.data.kernels import batch_kernels
 from trainer.data.lookup import (
     Inverse,
     KeyedBags,
@@ -181,57 +181,69 @@ def _concat_inverse(ranges: Sequence[BlockRange], group: str) -> tuple[NDArray[n
 
 def _concat_bags(spec: BatchSpec, ranges: Sequence[BlockRange], *, expanded: bool) -> KeyedBags:
     """Return the bags of all features, of each sample if `expanded`."""
-    parts: list[ListRows] = []
-    weights: list[Array | None] = []
-    num_bags: dict[str, int] = {}
-    for feature in spec.sparse:
-        group, before = spec.owner.get(feature), len(parts)
-        for blocks in ranges:
-            row_group, rows = blocks.row_group, None
-            chosen = blocks.samples if group is None or expanded else blocks.uniques(group)
-            if group is not None and expanded:
-                rows = row_group.inverse[group]
-            bags = row_group.sparse[feature]
-            parts.append(ListRows(bags.values, bags.offsets, rows, chosen.start, chosen.stop))
-            weights.append(row_group.per_sample_weights.get(feature))
-        num_bags[feature] = sum(part.end - part.start for part in parts[before:])
-    lengths, offsets = _list_offsets(parts)
-    values, flat_weights = np.empty(int(offsets[-1]), np.int64), None
-    _write_lists(parts, values)
-    if spec.weighted:
-        flat_weights = np.ones(len(values), spec.dtype)
-        lists = [p._replace(values=w) for p, w in zip(parts, weights, strict=True)]
-        _write_lists(lists, flat_weights)
+    owners = (None, *spec.groups)
+    owner_of = [owners.index(spec.owner.get(feature)) for feature in spec.sparse]
+    rows_of_owner = [[_rows(blocks, owner, expanded) for owner in owners] for blocks in ranges]
+    rows = np.array(rows_of_owner, np.int64)[:, owner_of]
+    kernels = batch_kernels()
+    if kernels is None:
+        lists, weights = _concat_in_numpy(spec, ranges, rows, expanded=expanded)
+        lengths, offsets, values = lists.lengths, lists.offsets, lists.values
+    else:
+        parts = np.zeros((2, len(spec.sparse), len(ranges), 6), np.int64)  # Lists of batch.cpp
+        for index, blocks in enumerate(ranges):
+            parts[:, :, index, :3] = blocks.row_group.addresses
+            if expanded:
+                inverse = [blocks.row_group.inverse[g].ctypes.data for g in spec.groups]
+                parts[:, :, index, 3] = np.array([0, *inverse])[owner_of]
+        parts[..., 4:] = rows.swapaxes(0, 1)
+        lengths, offsets = kernels.list_offsets(parts[0])
+        values = np.empty(int(offsets[-1]), np.int64)
+        kernels.list_values(parts[0], values)
+        weights = np.ones(len(values) if spec.weighted else 0, spec.dtype)
+        if spec.weighted:
+            kernels.list_values(parts[1], weights)
+    num_bags = (rows[..., 1] - rows[..., 0]).sum(0).tolist()
     return KeyedBags(
-        num_bags=num_bags,
+        num_bags=dict(zip(spec.sparse, num_bags, strict=True)),
         values=values,
         lengths=lengths,
         offsets=offsets,
-        weights=flat_weights,
+        weights=weights if spec.weighted else None,
         weighted=frozenset(spec.weighted),
     )
 
 
-def _list_offsets(parts: Sequence[ListRows]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the lengths and the offsets of all lists, one after the other."""
-    kernels = batch_kernels()
-    if kernels is not None:
-        return kernels.list_offsets(parts)
-    lengths = np.concatenate([np.diff(part.offsets)[part.indices] for part in parts])
-    return lengths, offsets_of(lengths)
+def _rows(blocks: BlockRange, group: str | None, expanded: bool) -> tuple[int, int]:
+    rows = blocks.samples if expanded or group is None else blocks.uniques(group)
+    return rows.start, rows.stop
 
 
-def _write_lists(parts: Sequence[ListRows], out: Array) -> None:
-    """Write the values of all lists; those of a part without values are left unchanged."""
-    kernels = batch_kernels()
-    if kernels is not None:
-        kernels.list_values(parts, out)
-        return
-    end = 0
-    for part in parts:
-        start, end = end, end + int(np.diff(part.offsets)[part.indices].sum())
-        if part.values is not None:
-            out[start:end] = Jagged(part.values, part.offsets).take(part.indices).values
+def _concat_in_numpy(
+    spec: BatchSpec, ranges: Sequence[BlockRange], rows: NDArray[np.int64], *, expanded: bool
+) -> tuple[Jagged, Array]:
+    """Return the bags of all features and their weights.
+
+    Args:
+        spec: sparse features.
+        ranges: blocks.
+        rows: (len(ranges), num_sparse, 2), the first and the last bag, or sample if `expanded`.
+        expanded: take the bag of each sample.
+    """
+    bags: list[Jagged] = []
+    weights: list[Array] = []
+    for feature, rows_of_ranges in zip(spec.sparse, rows.swapaxes(0, 1), strict=True):
+        group = spec.owner.get(feature)
+        for blocks, (start, end) in zip(ranges, rows_of_ranges.tolist(), strict=True):
+            indices, row_group = np.arange(start, end), blocks.row_group
+            if expanded and group is not None:
+                indices = row_group.inverse[group][start:end]
+            bags.append(row_group.sparse[feature].take(indices))
+            if feature in spec.weighted:
+                weights.append(row_group.per_sample_weights[feature].take(indices).values)
+            else:
+                weights.append(np.ones(len(bags[-1].values), spec.dtype))
+    return concat(bags), np.concatenate(weights)
 
 
 def _reader_kjt(

@@ -4,19 +4,31 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import pairwise
 
 import numpy as np
 import pyarrow as pa
-from numpy.typing import NDArray
+from numpy.typing import DTypeLike, NDArray
 
-from schemas.arrays import Array, Jagged, comparable, hash_keys, numpy_of, offsets_of, one_chunk
+from schemas.arrays import (
+    Array,
+    Jagged,
+    comparable,
+    hash_keys,
+    numpy_of,
+    offsets_of,
+    one_chunk,
+    ranges,
+    values_of,
+)
 from schemas.config.job import DataConfig, TableConfig
 from schemas.dataset import Dataset
 from schemas.errors import SchemaError, suggest_name
 from schemas.features import FeatureSet
 from schemas.layout import BLOCK, SAMPLE_WEIGHT, inverse_column, weights_column
-from schemas.model_inputs import check_range, entry_weights, scalar_values, to_bags
+from schemas.model_inputs import check_lengths, check_range, scalar_values
+from schemas.rows import rows_of_values
 
 SAMPLES = "samples"
 """Owner of the columns that are stored once per sample."""
@@ -156,7 +168,32 @@ class BlockCounts:
     uniques: Mapping[str, NDArray[np.int64]]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
+class Lists:
+    """Lists that are ranges of one array, where they may overlap.
+
+    Attributes:
+        values: (num_values,).
+        starts: (num_rows,) int64.
+        ends: (num_rows,) int64.
+    """
+
+    values: Array
+    starts: NDArray[np.int64]
+    ends: NDArray[np.int64]
+
+    def take(self, rows: NDArray[np.int64]) -> Jagged:
+        """Return the given lists, in the given order."""
+        starts, lengths = self.starts[rows], self.ends[rows] - self.starts[rows]
+        return Jagged(self.values[ranges(starts, lengths)], offsets_of(lengths))
+
+    @property
+    def arrays(self) -> tuple[Array, Array, Array]:
+        """Values, starts and ends."""
+        return self.values, self.starts, self.ends
+
+
+@dataclass(frozen=True, kw_only=True)
 class RowGroup:
     """A decoded row group.
 
@@ -169,7 +206,7 @@ class RowGroup:
         kept: by column, (num_samples,) int64: equal for equal values, times in order.
         inverse: by group, (num_samples,) int64, the tuple of each sample in the row group.
         sparse: by feature, rows of its table; one bag per unique tuple, or per sample.
-        per_sample_weights: by weighted feature, the weight of each entry of `sparse`.
+        per_sample_weights: by weighted feature, the weight of each entry of these bags.
     """
 
     sample_offsets: NDArray[np.int64]
@@ -179,8 +216,8 @@ class RowGroup:
     dense: Array
     kept: Mapping[str, NDArray[np.int64]]
     inverse: Mapping[str, NDArray[np.int64]]
-    sparse: Mapping[str, Jagged]
-    per_sample_weights: Mapping[str, Array]
+    sparse: Mapping[str, Lists]
+    per_sample_weights: Mapping[str, Lists]
 
     def without(self, rows: NDArray[np.int64]) -> RowGroup:
         """Return the row group with weight 0 for the samples at `rows`."""
@@ -200,9 +237,23 @@ class RowGroup:
     def num_bytes(self) -> int:
         """Bytes of the arrays."""
         flat = [self.labels, self.weights, self.dense, *self.kept.values(), *self.inverse.values()]
-        flat += self.per_sample_weights.values()
-        bags = [x for j in self.sparse.values() for x in (j.values, j.offsets)]
-        return sum(x.nbytes for x in [*flat, *bags])
+        lists = [*self.sparse.values(), *self.per_sample_weights.values()]
+        return sum(x.nbytes for x in [*flat, *(x for each in lists for x in each.arrays)])
+
+    @cached_property
+    def addresses(self) -> NDArray[np.int64]:
+        """Where values, starts and ends of each feature are, and of its weights: (2, n, 3).
+
+        A feature without weights has those of its bags, and no values.
+        """
+        bags = [[x.ctypes.data for x in lists.arrays] for lists in self.sparse.values()]
+        weights = [
+            [x.ctypes.data for x in self.per_sample_weights[f].arrays]
+            if f in self.per_sample_weights
+            else [0, *own[1:]]
+            for f, own in zip(self.sparse, bags, strict=True)
+        ]
+        return np.array([bags, weights], np.int64)
 
 
 def padding_row_group(spec: BatchSpec, num_samples: int) -> RowGroup:
@@ -215,6 +266,10 @@ def padding_row_group(spec: BatchSpec, num_samples: int) -> RowGroup:
     num_unique = min(num_samples, 1)
     zeros = np.zeros(num_samples, spec.dtype)
     bags = {f: num_unique if f in spec.owner else num_samples for f in spec.sparse}
+
+    def empty(count: int, dtype: DTypeLike) -> Lists:
+        return Lists(np.empty(0, dtype), *np.zeros((2, count), np.int64))
+
     return RowGroup(
         sample_offsets=np.array([0, num_samples]),
         unique_offsets={group: np.array([0, num_unique]) for group in spec.groups},
@@ -223,11 +278,8 @@ def padding_row_group(spec: BatchSpec, num_samples: int) -> RowGroup:
         dense=np.zeros((num_samples, len(spec.dense)), spec.dtype),
         kept={name: np.zeros(num_samples, np.int64) for name in spec.kept},
         inverse={group: np.zeros(num_samples, np.int64) for group in spec.groups},
-        sparse={
-            f: Jagged(np.empty(0, np.int64), np.zeros(count + 1, np.int64))
-            for f, count in bags.items()
-        },
-        per_sample_weights={f: np.empty(0, spec.dtype) for f in spec.weighted},
+        sparse={f: empty(count, np.int64) for f, count in bags.items()},
+        per_sample_weights={f: empty(bags[f], spec.dtype) for f in spec.weighted},
     )
 
 
@@ -278,10 +330,7 @@ def decode(spec: BatchSpec, counts: BlockCounts, read: ReadTable) -> RowGroup:
         return check_range(values, name, low, high)
 
     num_samples = int(counts.samples.sum())
-    sparse = {
-        name: to_bags(column_of(name), spec.table_of[name], spec.tables[spec.table_of[name]])
-        for name in spec.sparse
-    }
+    sparse = {name: _bags(column_of(name), spec.table_of[name], spec) for name in spec.sparse}
     dense = np.empty((num_samples, len(spec.dense)), spec.dtype)
     for index, name in enumerate(spec.dense):
         dense[:, index] = numbers(name)
@@ -297,7 +346,7 @@ def decode(spec: BatchSpec, counts: BlockCounts, read: ReadTable) -> RowGroup:
         inverse=inverse,
         sparse=sparse,
         per_sample_weights={
-            f: entry_weights(column_of(weights_column(f)), f, sparse[f], spec.dtype)
+            f: _entry_weights(column_of(weights_column(f)), f, sparse[f], spec.dtype)
             for f in spec.weighted
         },
     )
@@ -324,6 +373,30 @@ def _inverse(column: pa.ChunkedArray, counts: BlockCounts, group: str) -> NDArra
             f"{inverse.max()}; rebuild the dataset"
         )
     return inverse + np.repeat(offsets_of(uniques)[:-1], counts.samples)
+
+
+def _bags(column: pa.Array, table: str, spec: BatchSpec) -> Lists:
+    """Return the rows of each value of a sparse feature; nulls are empty bags."""
+    return _lists(column, lambda values: rows_of_values(values, table, spec.tables[table]))
+
+
+def _entry_weights(column: pa.Array, feature: str, bags: Lists, dtype: str) -> Lists:
+    """Return the weight of each entry of a list feature."""
+    name = weights_column(feature)
+    weights = _lists(
+        column, lambda values: check_range(numpy_of(values).astype(dtype), name, -np.inf, np.inf)
+    )
+    check_lengths(name, weights.ends - weights.starts, feature, bags.ends - bags.starts)
+    return weights
+
+
+def _lists(column: pa.Array, to_array: Callable[[pa.Array], Array]) -> Lists:
+    """Return lists, or single values, whose values are converted once."""
+    if pa.types.is_large_list_view(column.type):
+        starts = numpy_of(column.offsets)
+        return Lists(to_array(column.values), starts, starts + numpy_of(column.sizes))
+    values, offsets = values_of(column)
+    return Lists(to_array(values), offsets[:-1], offsets[1:])
 
 
 def _keys(column: pa.Array) -> Array:

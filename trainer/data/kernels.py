@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from schemas.kernels.build import Library, find_library
@@ -31,34 +32,17 @@ GroupRows = tuple[NDArray[np.int64], NDArray[np.int32], NDArray[np.int32], int]
 """Inverse indices of a group, their order and its offsets; features of the group."""
 
 
-class ListRows(NamedTuple):
-    """Lists to append: `start` to `end`, or those at `rows[start:end]`."""
-
-    values: NDArray[Any] | None
-    offsets: NDArray[np.int64]
-    rows: NDArray[np.int64] | None
-    start: int
-    end: int
-
-    @property
-    def indices(self) -> NDArray[np.int64]:
-        """Index of each list."""
-        if self.rows is None:
-            return np.arange(self.start, self.end)
-        return self.rows[self.start : self.end]
-
-
 class TableArrays(NamedTuple):
     """The arrays of a `trainer.data.lookup.TableLookup`; weights are empty unless given."""
 
     rows: NDArray[np.int64]
     longest_bag: int
-    positions: NDArray[np.int32]
-    bag_offsets: NDArray[np.int32]
-    readers: NDArray[np.int32]
-    reader_offsets: NDArray[np.int32]
-    weights: NDArray[Any]
-    reader_weights: NDArray[Any]
+    positions: torch.Tensor
+    bag_offsets: torch.Tensor
+    readers: torch.Tensor
+    reader_offsets: torch.Tensor
+    weights: torch.Tensor
+    reader_weights: torch.Tensor
 
 
 @cache
@@ -75,18 +59,22 @@ class BatchKernels(Functions):
         """Load the library."""
         super().__init__(path, _ENTRIES)
 
-    def list_offsets(
-        self, parts: Sequence[ListRows]
-    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return the lengths and the offsets of all lists, one after the other."""
-        count = sum(end - start for *_, start, end in parts)
+    def list_offsets(self, parts: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return the lengths and the offsets of all lists, one after the other.
+
+        Args:
+            parts: (..., 6): addresses of values, starts and ends; address of the indices of lists,
+                0 for all of them in order; and the range of lists, or of indices.
+        """
+        count = int((parts[..., 5] - parts[..., 4]).sum())
         lengths, offsets = np.empty(count, np.int64), np.empty(count + 1, np.int64)
-        self.call("list_offsets", _structs(parts), len(parts), lengths, offsets)
+        self.call("list_offsets", np.ascontiguousarray(parts), parts.size // 6, lengths, offsets)
         return lengths, offsets
 
-    def list_values(self, parts: Sequence[ListRows], out: NDArray[Any]) -> None:
-        """Write the values of all lists; those of a part without values are left unchanged."""
-        self.call("list_values", _structs(parts), len(parts), out.dtype.itemsize, out)
+    def list_values(self, parts: NDArray[np.int64], out: NDArray[Any]) -> None:
+        """Write the values of all lists; those of parts without values are left unchanged."""
+        width = out.dtype.itemsize
+        self.call("list_values", np.ascontiguousarray(parts), parts.size // 6, width, out)
 
     def invert(
         self, rows: NDArray[np.int64], num_rows: int
@@ -143,17 +131,23 @@ class BatchKernels(Functions):
             own_weights,
             reader_weights,
         )
+        num_rows = sizes[:, 0]
+        sizes_of_weights = num_values if len(own_weights) else np.zeros_like(num_values)
         columns = (
-            _cut(rows, sizes[:, 0]),
-            sizes[:, 1].tolist(),
             _cut(positions, num_values),
             _cut(bag_offsets, num_bags),
             _cut(readers, num_values),
-            _cut(reader_offsets, sizes[:, 0] + 1),
-            _cut(own_weights, num_values),
-            _cut(reader_weights, num_values),
+            _cut(reader_offsets[: num_rows.sum() + num_tables], num_rows + 1),
+            _cut(own_weights, sizes_of_weights),
+            _cut(reader_weights, sizes_of_weights),
         )
-        return [TableArrays(*arrays) for arrays in zip(*columns, strict=True)]
+        last_rows = np.cumsum(num_rows).tolist()
+        return [
+            TableArrays(rows[end - count : end], longest, *tensors)
+            for end, (count, longest), *tensors in zip(
+                last_rows, sizes.tolist(), *columns, strict=True
+            )
+        ]
 
     def shared_rows(
         self, groups: Sequence[GroupRows], num_features: int, dense: NDArray[Any]
@@ -189,26 +183,6 @@ class BatchKernels(Functions):
         return members[:count].tolist(), bool(flag[0]), rows, order, offsets[: num_rows + 1].copy()
 
 
-def _cut(array: NDArray[Any], sizes: NDArray[np.int64]) -> list[NDArray[Any]]:
-    """Return consecutive parts of an array; what is beyond its end is empty."""
-    ends = np.cumsum(sizes)
-    edges = zip((ends - sizes).tolist(), ends.tolist(), strict=True)
-    return [array[start:end] for start, end in edges]
-
-
-def _structs(parts: Sequence[ListRows]) -> NDArray[np.int64]:
-    """Return the struct `Lists` of each part."""
-    return np.array(
-        [
-            (_address(values), _address(offsets), _address(rows), start, end)
-            for values, offsets, rows, start, end in parts
-        ],
-        np.int64,
-    )
-
-
-def _address(array: NDArray[Any] | None) -> int:
-    if array is None:
-        return 0
-    assert array.flags.c_contiguous, "the kernels read flat arrays"
-    return array.ctypes.data
+def _cut(array: NDArray[Any], sizes: NDArray[np.int64]) -> tuple[torch.Tensor, ...]:
+    """Return consecutive parts of an array."""
+    return torch.from_numpy(array).split(sizes.tolist())

@@ -375,12 +375,12 @@ def table_lookups(
             values_per_feature=tuple(counts),
             rows=arrays.rows,
             longest_bag=arrays.longest_bag,
-            positions=torch.from_numpy(arrays.positions),
-            bag_offsets=torch.from_numpy(arrays.bag_offsets),
-            readers=torch.from_numpy(arrays.readers),
-            reader_offsets=torch.from_numpy(arrays.reader_offsets),
-            per_sample_weights=torch.from_numpy(arrays.weights) if is_weighted else None,
-            reader_weights=torch.from_numpy(arrays.reader_weights) if is_weighted else None,
+            positions=arrays.positions,
+            bag_offsets=arrays.bag_offsets,
+            readers=arrays.readers,
+            reader_offsets=arrays.reader_offsets,
+            per_sample_weights=arrays.weights if is_weighted else None,
+            reader_weights=arrays.reader_weights if is_weighted else None,
         )
     return lookups
 
@@ -413,10 +413,10 @@ def _arrays_of_table(
     return TableArrays(
         rows,
         int(lengths.max(initial=0)),
-        positions.astype(np.int32),
-        offsets_of(lengths).astype(np.int32),
-        np.repeat(np.concatenate(vectors).astype(np.int32), lengths)[order],
-        reader_offsets.astype(np.int32),
-        own_weights,
-        own_weights if weights is None else own_weights[order],
+        _int32(positions),
+        _int32(offsets_of(lengths)),
+        _int32(np.repeat(np.concatenate(vectors), lengths)[order]),
+        _int32(reader_offsets),
+        torch.from_numpy(own_weights),
+        torch.from_numpy(own_weights if weights is None else own_weights[order]),
     )

@@ -233,7 +233,7 @@ class Reader:
             def read_present(present: list[str]) -> pa.Table:
                 if owner == SAMPLES:
                     return open_file(samples_path(file)).read_row_group(row_group, present)
-                return read_group(open_file, owner, file, row_group, present)
+                return read_group(open_file, owner, file, row_group, present, as_views=True)
 
             return read_with_defaults(read_present, columns, self._absent[segment])
 
