@@ -50,6 +50,7 @@ _RENAMED = {
     "--last": "--final",
     "--reopen": "the command unseal",
 }
+DATASET = "path or URL of the dataset"
 _WITHOUT_JSON = ("generate", "expand", "report")
 
 
@@ -64,12 +65,16 @@ def build_parser(prog: str = "python -m pipelines") -> argparse.ArgumentParser:
 
     command = commands.add_parser("generate", help="write the synthetic log of a job")
     command.add_argument("job", type=path_or_url, metavar="JOB", help="job file, or its URL")
-    command.add_argument("--output", type=Location, required=True, metavar="DIR")
-    command.add_argument("--num-samples", type=int, metavar="N")
+    command.add_argument(
+        "--output", type=Location, required=True, metavar="DIR", help="of the log, or a URL"
+    )
+    command.add_argument("--num-samples", type=int, metavar="N", help="default: those of the job")
 
     command = commands.add_parser("init", help="write a first job for the files of a folder")
     command.add_argument("folder", metavar="DIR", help="a directory or a URL")
-    command.add_argument("--output", type=path_or_url, required=True, metavar="JOBDIR")
+    command.add_argument(
+        "--output", type=path_or_url, required=True, metavar="JOBDIR", help="of job and schema"
+    )
 
     command = commands.add_parser("preview", help="check a job on the first rows of its input")
     _add_log_options(command)
@@ -77,11 +82,11 @@ def build_parser(prog: str = "python -m pipelines") -> argparse.ArgumentParser:
 
     command = commands.add_parser("build", help="build a dataset from raw files")
     _add_segment_options(command)
-    command.add_argument("--output", type=Location, required=True, metavar="DATASET")
+    command.add_argument("--output", type=Location, required=True, metavar="DATASET", help=DATASET)
 
     command = commands.add_parser("append", help="add one more segment to a dataset")
     _add_segment_options(command)
-    command.add_argument("--dataset", type=Location, required=True, metavar="DATASET")
+    command.add_argument("--dataset", type=Location, required=True, metavar="DATASET", help=DATASET)
     command.add_argument(
         "--replace", action="store_true", help="replace the current version of the day"
     )
@@ -100,13 +105,13 @@ def build_parser(prog: str = "python -m pipelines") -> argparse.ArgumentParser:
     )
 
     command = commands.add_parser("seal", help="mark a dataset complete: append is refused")
-    command.add_argument("dataset", type=Location, metavar="DATASET")
+    command.add_argument("dataset", type=Location, metavar="DATASET", help=DATASET)
 
     command = commands.add_parser("unseal", help="remove the mark: append is allowed again")
-    command.add_argument("dataset", type=Location, metavar="DATASET")
+    command.add_argument("dataset", type=Location, metavar="DATASET", help=DATASET)
 
     command = commands.add_parser("vacuum", help="remove what no manifest names any more")
-    command.add_argument("dataset", type=Location, metavar="DATASET")
+    command.add_argument("dataset", type=Location, metavar="DATASET", help=DATASET)
     command.add_argument(
         "--older-than",
         type=parse_duration,
@@ -116,18 +121,23 @@ def build_parser(prog: str = "python -m pipelines") -> argparse.ArgumentParser:
     )
 
     command = commands.add_parser("migrate", help="bring a dataset of format 1 to format 2")
-    command.add_argument("dataset", type=Location, metavar="DATASET")
+    command.add_argument("dataset", type=Location, metavar="DATASET", help=DATASET)
 
     command = commands.add_parser("rewrite", help="make a Parquet dataset smaller; keep all rows")
     command.add_argument("folder", metavar="DIR", help="a directory or a URL")
-    command.add_argument("--output", type=Location, required=True, metavar="DATASET")
-    command.add_argument("--layout", choices=("star", "flat"), default="star")
+    command.add_argument("--output", type=Location, required=True, metavar="DATASET", help=DATASET)
+    command.add_argument(
+        "--layout",
+        choices=("star", "flat"),
+        default="star",
+        help="deduplicated, or plain Parquet in a better order; default: star",
+    )
     command.add_argument("--session", metavar="COLUMN", help="session key; default: by name")
     command.add_argument("--time", metavar="COLUMN", help="session order; default: by name")
     command.add_argument("--label", metavar="COLUMN", help="label, to train on the result")
 
     command = commands.add_parser("erase", help="delete the samples of some ids")
-    command.add_argument("dataset", type=Location, metavar="DATASET")
+    command.add_argument("dataset", type=Location, metavar="DATASET", help=DATASET)
     command.add_argument(
         "--ids", type=path_or_url, metavar="FILE", help="text or Parquet file of ids"
     )
@@ -148,33 +158,41 @@ def build_parser(prog: str = "python -m pipelines") -> argparse.ArgumentParser:
     )
 
     command = commands.add_parser("verify", help="recompute counts and checksums")
-    command.add_argument("dataset", type=Location, metavar="DATASET")
+    command.add_argument("dataset", type=Location, metavar="DATASET", help=DATASET)
 
     command = commands.add_parser("expand", help="write the samples back, one row each")
-    command.add_argument("dataset", type=Location, metavar="DATASET")
-    command.add_argument("--output", type=Location, required=True, metavar="FILE.parquet")
+    command.add_argument("dataset", type=Location, metavar="DATASET", help=DATASET)
+    command.add_argument(
+        "--output", type=Location, required=True, metavar="FILE.parquet", help="or a URL"
+    )
     command.add_argument("--model-inputs", action="store_true", help="with transformed columns")
 
     command = commands.add_parser("report", help="write a page about a dataset and its runs")
-    command.add_argument("dataset", type=Location, metavar="DATASET")
-    command.add_argument("--html", type=Location, required=True, metavar="FILE.html")
+    command.add_argument("dataset", type=Location, metavar="DATASET", help=DATASET)
+    command.add_argument(
+        "--html", type=Location, required=True, metavar="FILE.html", help="or a URL"
+    )
     command.add_argument(
         "--runs", type=path_or_url, metavar="DIR", help="a run, or a folder of runs"
     )
 
     command = commands.add_parser("score", help="score samples by an exported model")
     command.add_argument("model", type=path_or_url, metavar="MODEL", help="from `trainer export`")
-    command.add_argument("--dataset", type=Location, required=True, metavar="DATASET")
-    command.add_argument("--output", type=Location, required=True, metavar="DIR")
-    command.add_argument("--split", choices=("all", "evaluation", "train"), default="all")
+    command.add_argument("--dataset", type=Location, required=True, metavar="DATASET", help=DATASET)
+    command.add_argument(
+        "--output", type=Location, required=True, metavar="DIR", help="of the scores, or a URL"
+    )
+    command.add_argument(
+        "--split", choices=("all", "evaluation", "train"), default="all", help="default: all"
+    )
     command.add_argument("--segments", type=_names, metavar="ID,...", help="ids or days")
 
     command = commands.add_parser("oracle", help="predict the cache, and build other indexes")
-    command.add_argument("dataset", type=Location, metavar="DATASET")
+    command.add_argument("dataset", type=Location, metavar="DATASET", help=DATASET)
     command.add_argument("--reindex", action="store_true", help="build an index for these settings")
     command.add_argument("--segments", type=_names, metavar="ID,...", help="ids or days")
-    command.add_argument("--batch-samples", type=int, metavar="N")
-    command.add_argument("--epochs", type=int, metavar="N")
+    command.add_argument("--batch-samples", type=int, metavar="N", help="default: data.oracle")
+    command.add_argument("--epochs", type=int, metavar="N", help="default: data.oracle")
     command.add_argument("--shuffle", choices=("none", "blocks"), help="order of the blocks")
     command.add_argument("--seed", type=int, metavar="N", help="seed of the shuffle")
     command.add_argument("--lookahead", type=int, metavar="N", help="steps; default: train.cache")
@@ -196,7 +214,7 @@ def build_parser(prog: str = "python -m pipelines") -> argparse.ArgumentParser:
         )
     for name, command in commands.choices.items():
         if name not in _WITHOUT_JSON:
-            command.add_argument("--json", action="store_true")
+            command.add_argument("--json", action="store_true", help="one JSON object on stdout")
     return parser
 
 

@@ -96,7 +96,9 @@ def main(argv: Sequence[str] | None = None, prog: str = "python -m scheduler") -
 
 
 def _add_fit_arguments(command: argparse.ArgumentParser) -> None:
-    command.add_argument("measurements", type=Path, metavar="MEASUREMENTS.csv")
+    command.add_argument(
+        "measurements", type=Path, metavar="MEASUREMENTS.csv", help="speeds at sizes of the pools"
+    )
     command.add_argument(
         "--holdout",
         action="append",

@@ -7,6 +7,7 @@ import hashlib
 import os
 import shutil
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -39,14 +40,17 @@ def install_environment(name: str, lock: Path, programs: Path) -> Path:
 def sync_environment(name: str, lock: Path, programs: Path, folder: Path) -> None:
     """Install a lock into a new environment; arguments as above, and its folder."""
     uv, python = programs / "uv", folder / "bin" / "python"
-    create = ["venv", "--quiet", "--clear", "--python", str(programs / "python"), str(folder)]
-    sync = ["pip", "sync", "--quiet", "--require-hashes", "--python", str(python), str(lock)]
-    for command in (create, sync):
-        result = subprocess.run([str(uv), *command], capture_output=True, text=True, check=False)
-        if result.returncode and os.environ.get("CI"):
-            raise RuntimeError(f"{name} must be installed, got: {result.stderr[-1000:]}")
-        if result.returncode:
-            pytest.skip(f"needs {name}, which cannot be installed: {result.stderr[-300:]}")
+    run_uv(uv, name, ["venv", "--clear", "--python", programs / "python", folder])
+    run_uv(uv, name, ["pip", "sync", "--require-hashes", "--python", python, lock])
+
+
+def run_uv(uv: Path, name: str, words: Sequence[str | Path]) -> None:
+    """Run a command of uv that may download packages; errors are those of `install_environment`."""
+    result = subprocess.run([uv, "--quiet", *words], capture_output=True, text=True, check=False)
+    if result.returncode and os.environ.get("CI"):
+        raise RuntimeError(f"{name} must be installed, got: {result.stderr[-1000:]}")
+    if result.returncode:
+        pytest.skip(f"needs {name}, which cannot be installed: {result.stderr[-300:]}")
 
 
 def build_go_program(package: str, version: str) -> Path:

@@ -48,9 +48,21 @@ def add_store(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--port", type=int, default=0, help="0: a free one")
     parser.add_argument("--slots", default="0:4096", help="START:END of 4,096[,...], or none")
     _add_tls(parser, "authorities of other stores, PEM")
-    parser.add_argument("--fsync", choices=("checkpoint", "write"), default="checkpoint")
-    parser.add_argument("--message-bytes", type=positive, default=4 << 20)
-    parser.add_argument("--in-flight-bytes", type=positive, default=64 << 20)
+    parser.add_argument(
+        "--fsync",
+        choices=("checkpoint", "write"),
+        default="checkpoint",
+        help="when the log is forced to disk; default: checkpoint",
+    )
+    parser.add_argument(
+        "--message-bytes", type=positive, default=4 << 20, help="of one message; default: 4 MiB"
+    )
+    parser.add_argument(
+        "--in-flight-bytes",
+        type=positive,
+        default=64 << 20,
+        help="of unanswered messages; default: 64 MiB",
+    )
     parser.add_argument("--delay-sec", type=float, default=0.0, help="delay of every response")
     parser.add_argument("--end-with-stdin", action="store_true", help="end when stdin is closed")
 
@@ -112,7 +124,13 @@ def build_parser(prog: str = "python -m trainer") -> argparse.ArgumentParser:
     run.add_argument("--dataset", type=Location, required=True, help="path or URL")
     run.add_argument("--output", type=path_or_url, required=True, help="run folder or URL")
     run.add_argument("--steps", type=positive, help="stop before this step")
-    run.add_argument("--embedding", choices=("plain", "cached", "lru", "uncached"), default="plain")
+    run.add_argument(
+        "--embedding",
+        choices=("plain", "cached", "lru", "uncached"),
+        default="plain",
+        help="rows in memory, or in a store: behind the planned cache, an LRU cache, or none; "
+        "default: plain",
+    )
     run.add_argument("--expanded", action="store_true", help="undo the deduplication")
     run.add_argument(
         "--fast",
