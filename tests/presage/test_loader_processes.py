@@ -7,6 +7,8 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +16,14 @@ import pytest
 from torch.utils.data import DataLoader as TorchLoader
 
 import presage
+from pipelines.table.vacuum import vacuum
 from presage.batch import Batch
+from schemas.errors import SchemaError
+from schemas.layout import SEGMENTS
 from schemas.leases import LEASES, live_leases
-from schemas.storage import Location
+from schemas.manifest import commit_root, find_root, read_dataset
+from schemas.storage import Location, StorageError
+from tests.object_store import Store
 from tests.presage.test_loader import ORDER, samples_of, through_json
 from tests.shared import hard_links
 from tests.trainer.growing import commit, grown_versions
@@ -60,6 +67,60 @@ def test_folder_that_cannot_be_written_is_read_without_a_lease(
         assert len(list(presage.DataLoader(dataset, **ORDER))) == 32
     [record] = caplog.records
     assert "lease cannot be written" in record.getMessage()
+
+
+def test_vacuum_keeps_what_a_loader_reads(tmp_path: Path) -> None:
+    dataset = copy_of_dataset(tmp_path)
+    location, removed = Location.parse(dataset), presage.Dataset(dataset).segments[0].id
+    batches = iter(presage.DataLoader(dataset, batch_samples=16))
+    next(batches)  # one of 46 batches of the first segment
+    root = read_dataset(dataset)
+    without = replace(root, segments=root.segments[1:])
+    assert commit_root(dataset, find_root(dataset), without) is not None
+    vacuum(location, timedelta())
+    assert len(list(batches)) == 61
+    vacuum(location, timedelta())
+    assert not (dataset / SEGMENTS / removed).exists()
+
+
+# ---- Stores and damaged files ----
+
+
+@pytest.mark.slow
+def test_dataset_at_a_store_is_read_here_and_by_spawned_workers_but_not_by_forked_ones(
+    s3_store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in s3_store.environment.items():
+        monkeypatch.setenv(name, value)
+    url = Location.parse(s3_store.new_url())
+    for entry in Location.parse(small_dataset()).entries():
+        (url / entry.path).upload(small_dataset() / entry.path)
+    loader = presage.DataLoader(str(url), **ORDER)
+    expected = list(map(samples_of, presage.DataLoader(small_dataset(), **ORDER)))
+    batches = iter(loader)
+    found = [samples_of(next(batches))]
+    assert len(live_leases(url)) == 1
+    found += map(samples_of, batches)
+    assert found == expected
+    spawned = TorchLoader(loader, multiprocessing_context="spawn", **WORKERS)
+    assert list(map(samples_of, spawned)) == expected
+    assert live_leases(url) == []
+    with pytest.raises(StorageError, match="forked from one that uses an object store"):
+        next(iter(TorchLoader(loader, multiprocessing_context="fork", **WORKERS)))
+
+
+def test_damaged_file_is_named_after_the_batches_before_it(tmp_path: Path) -> None:
+    dataset = copy_of_dataset(tmp_path)
+    file = dataset / "segments" / presage.Dataset(dataset).segments[1].id / "samples/00000.parquet"
+    data = bytearray(file.read_bytes())
+    data[100] ^= 255
+    file.unlink()  # a hard link
+    file.write_bytes(data)
+    found: list[int] = []
+    with pytest.raises(SchemaError, match=r"crc32 .*00000\.parquet; restore the file"):
+        found.extend(batch.step for batch in presage.DataLoader(dataset, batch_samples=64))
+    assert found == list(range(12))
+    assert not any(thread.name.startswith("reader") for thread in threading.enumerate())
 
 
 # ---- Followed by worker processes ----
