@@ -8,9 +8,14 @@ Rank 0 prints epoch, step and loss of each step. If a process dies, torchrun res
 and they continue after the newest checkpoint. docs/distributed.md has the details.
 """
 
+# torch documents `load` and `save` of distributed checkpoints, but does not export them for types.
+# pyright: reportPrivateImportUsage=false
+
 import argparse
 import json
+import os
 from pathlib import Path
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -21,7 +26,7 @@ from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
 from torchrec.distributed.sharding_plan import construct_module_sharding_plan, row_wise
-from torchrec.distributed.types import ShardingPlan
+from torchrec.distributed.types import ModuleSharder, ShardingPlan
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
@@ -33,9 +38,6 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 import presage
 from schemas.accesses import read_hints
 from trainer.embedding.collections import planner_constraints
-
-TABLE = "{}_rows"
-"""Name of a table in the model: TorchRec refuses some names of the job, such as `items`."""
 
 
 class Clicks(nn.Module):
@@ -53,31 +55,14 @@ class Clicks(nn.Module):
         return self.top(torch.cat([pooled, dense], dim=1)).squeeze(1)
 
 
-def tables_of(dataset: presage.Dataset, features: list[str], dim: int) -> list[EmbeddingBagConfig]:
-    """Return a table of the model for each table of the job, with the features that are read."""
-    used = {
-        name: [feature for feature in table.features if feature in features]
-        for name, table in dataset.opened.job.data.tables.items()
-    }
-    return [
-        EmbeddingBagConfig(
-            name=TABLE.format(name),
-            num_embeddings=dataset.opened.job.data.tables[name].num_rows,
-            embedding_dim=dim,
-            feature_names=names,
-        )
-        for name, names in used.items()
-        if names
-    ]
-
-
 def plan_of(args: argparse.Namespace, model: Clicks, device: torch.device) -> ShardingPlan:
     """Return TorchRec's plan for table-wise sharding, and one of our own for row-wise.
 
     On the CPU the planner knows no row-wise sharding. Replicated tables (`data_parallel`) are
     excluded, since their CPU kernel refuses deduplicated batches.
     """
-    world_size, sharder = dist.get_world_size(), EmbeddingBagCollectionSharder()
+    world_size = dist.get_world_size()
+    sharder = cast("ModuleSharder[nn.Module]", EmbeddingBagCollectionSharder())
     names = [table.name for table in model.rows.embedding_bag_configs()]
     if args.sharding == "row_wise":
         shardings = {name: row_wise(compute_kernel="fused") for name in names}
@@ -86,7 +71,7 @@ def plan_of(args: argparse.Namespace, model: Clicks, device: torch.device) -> Sh
         )
         return ShardingPlan({"rows": plan})
     hints = planner_constraints(read_hints(args.hints)) if args.hints else {}
-    constraints = {TABLE.format(name): constraint for name, constraint in hints.items()}
+    constraints = {f"{name}_rows": constraint for name, constraint in hints.items()}
     for name in names:
         constraint = constraints.setdefault(name, ParameterConstraints())
         constraint.sharding_types = ["table_wise"]
@@ -121,9 +106,8 @@ def build(
 ) -> tuple[DistributedModelParallel, CombinedOptimizer]:
     """Return the sharded model, and its fused and dense optimizers as one."""
     torch.manual_seed(0)
-    batch = next(iter(loader))
-    tables = tables_of(presage.Dataset(args.dataset), batch.sparse_features.keys(), args.dim)
-    clicks = Clicks(tables, batch.dense_features.shape[1])
+    num_dense = next(iter(loader)).dense_features.shape[1]
+    clicks = Clicks(loader.embedding_bag_configs(args.dim), num_dense)
     apply_optimizer_in_backward(RowWiseAdagrad, clicks.rows.parameters(), {"lr": 0.05})
     model = DistributedModelParallel(clicks, device=device, plan=plan_of(args, clicks, device))
     initialise_rows(model)
@@ -175,7 +159,7 @@ def train(args: argparse.Namespace, device: torch.device) -> None:
 
 def main() -> None:
     """Read the arguments, and train in the process group that torchrun describes."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description="Train with TorchRec's sharding.")
     parser.add_argument("dataset", help="path or URL")
     parser.add_argument("--checkpoints", type=Path, required=True, help="a folder of all ranks")
     parser.add_argument("--every", type=int, default=100, help="steps between checkpoints")
@@ -191,7 +175,7 @@ def main() -> None:
     dist.init_process_group("nccl" if args.device == "cuda" else "gloo")
     device = torch.device("cpu")
     if args.device == "cuda":
-        device = torch.device("cuda", dist.get_node_local_rank())
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
     train(args, device)
     dist.destroy_process_group()

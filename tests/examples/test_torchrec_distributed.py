@@ -23,7 +23,9 @@ Loss = tuple[int, float]
 """Step, over all epochs, and its loss."""
 
 
-def start(world_size: int, folder: Path, *options: str) -> subprocess.Popen[str]:
+def start(
+    world_size: int, folder: Path, *options: str, epochs: int = EPOCHS
+) -> subprocess.Popen[str]:
     """Start torchrun; everything listens on the loopback device."""
     environment = {
         "GLOO_SOCKET_IFNAME": "lo",
@@ -37,7 +39,7 @@ def start(world_size: int, folder: Path, *options: str) -> subprocess.Popen[str]
             *("--nproc-per-node", str(world_size), "--max-restarts", "1"),
             *("--monitor-interval", "0.1", EXAMPLE, str(small_dataset())),
             *("--checkpoints", str(folder), "--every", str(EVERY), "--batch-samples", "64"),
-            *("--epochs", str(EPOCHS), "--features", *FEATURES, *options),
+            *("--epochs", str(epochs), "--features", *FEATURES, *options),
         ],
         cwd=REPOSITORY,
         env={**os.environ, "PYTHONPATH": str(REPOSITORY), **environment},
@@ -136,4 +138,20 @@ def test_killed_run_continues_after_its_newest_checkpoint(
     assert steps == [*range(last + 1), *range(first, EPOCHS * STEPS_PER_EPOCH)]
     assert [loss for _, loss in found] == pytest.approx(
         [of_one_process[step] for step in steps], rel=2e-6
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("sharding", "before", "after"), [("table_wise", 2, 4), ("row_wise", 4, 2)]
+)
+def test_run_continues_with_another_number_of_processes(
+    sharding: str, before: int, after: int, of_one_process: list[float], tmp_path: Path
+) -> None:
+    folder, options = tmp_path / "run", ["--sharding", sharding]
+    found = finish(start(before, folder, *options, epochs=1), folder)
+    found += finish(start(after, folder, *options, epochs=2), folder)
+    assert [step for step, _ in found] == list(range(2 * STEPS_PER_EPOCH))
+    assert [loss for _, loss in found] == pytest.approx(
+        of_one_process[: 2 * STEPS_PER_EPOCH], rel=2e-6
     )
