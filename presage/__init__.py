@@ -1,4 +1,4 @@
-"""The front door of Presage: `Dataset`, `DataLoader`, and one command over all packages."""
+"""The front door: `Dataset`, `DataLoader`, `open_rows`, and one command over all packages."""
 
 from __future__ import annotations
 

@@ -126,7 +126,8 @@ class EmbeddingRows:
 
     def close(self) -> None:
         """Stop background work and close the store; rows that were not saved are lost."""
-        self._end_step()
+        self._is_open = False
+        self.version += 1
         self._opened.close()
 
     @property
@@ -262,13 +263,13 @@ class EmbeddingRows:
         Raises:
             SchemaError: the folder has a checkpoint of another run, or the disk is full.
         """
-        folder, store = Path(folder), self._open()
-        newest = newest_checkpoint(folder)
-        if newest != self._checkpoint:
+        folder, store = Path(folder).absolute(), self._open()
+        newest, is_first = newest_checkpoint(folder), self._checkpoint is None
+        if newest is not None and newest != self._checkpoint:
             raise SchemaError(
                 "folder has checkpoints of another run; load them before the first step, or save "
                 "to another folder",
-                file=str(newest or folder),
+                file=str(newest),
             )
         self._end_step()
         if self._cache is not None:
@@ -282,6 +283,8 @@ class EmbeddingRows:
         self._checkpoint = write_checkpoint(
             folder, self._next, store, write_state, keep=keep, fingerprint=self._fingerprint()
         )
+        if is_first:
+            _read_state(self._checkpoint)  # raises now what would keep a restart from it
         store.notify_checkpoint(self._next)
         self._saved = open_rows(self._checkpoint, self._layouts)
         return self._checkpoint
@@ -297,7 +300,7 @@ class EmbeddingRows:
         """
         if self._next:
             raise ValueError(f"rows must be loaded before the first step, got step {self._next}")
-        checkpoint = newest_checkpoint(Path(folder))
+        checkpoint = newest_checkpoint(Path(folder).absolute())
         if checkpoint is None:
             return None
         manifest = verify_checkpoint(checkpoint)
@@ -314,7 +317,7 @@ class EmbeddingRows:
         self._next, self._checkpoint = manifest.train_step, checkpoint
         self._saved = open_rows(checkpoint, self._layouts)
         self.version += 1
-        return torch.load(checkpoint / STATE_FILE, weights_only=True)
+        return _read_state(checkpoint)
 
     # ---- Store and plan ----
 
@@ -411,6 +414,8 @@ class EmbeddingRows:
         return tables[0]
 
     def _check_widths(self) -> None:
+        if not self._layouts:
+            raise ValueError("source has no tables; pass it to the collections of a model first")
         shapes = {(x.dim, x.state_width, x.dtype): t for t, x in self._layouts.items()}
         if len(shapes) > 1 and self._kind not in ("memory", "mmap"):
             (first, a), (second, b), *_ = shapes.items()
@@ -419,6 +424,10 @@ class EmbeddingRows:
                 f"{first} of table {a!r} and {second} of {b!r}; make a source of each, in its own "
                 "directory"
             )
+
+
+def _read_state(checkpoint: Path) -> dict[str, Any]:
+    return torch.load(checkpoint / STATE_FILE, weights_only=True)
 
 
 def _check_ranks() -> None:

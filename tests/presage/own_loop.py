@@ -65,8 +65,10 @@ class Ranker(nn.Module):
         for_bags, for_lists = self.transform(batch.sparse_features)
         vectors = [self.bags(for_bags).values()]
         for jagged in self.lists(for_lists).values():
-            sums = torch.segment_reduce(jagged.values(), "sum", lengths=jagged.lengths())
-            vectors.append(sums / jagged.lengths().clamp(min=1)[:, None])
+            lengths = jagged.lengths()
+            samples = torch.arange(len(lengths)).repeat_interleave(lengths)
+            sums = jagged.values().new_zeros(len(lengths), 8).index_add(0, samples, jagged.values())
+            vectors.append(sums / lengths.clamp(min=1)[:, None])
         logits = self.top(torch.cat(vectors, dim=1)).squeeze(1)
         losses = binary_cross_entropy_with_logits(logits, batch.labels, reduction="none")
         return (losses * batch.weights).sum() / batch.global_weight

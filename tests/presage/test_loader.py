@@ -26,11 +26,10 @@ from schemas.layout import FILE_SHIFT, JOB
 from tests.fork_server import without_forking
 from tests.trainer.growing import commit, grown_versions
 from tests.trainer.make_dataset import BLOCK_SAMPLES, make_samples
-from tests.trainer.runs import SEGMENTS, small_dataset
+from tests.trainer.runs import SEGMENTS, reader_of, small_dataset
 from tests.trainer.test_own_loops import job_tables
 from tests.trainer.test_reader import SPARSE, sample_of
 from trainer.embedding.collections import EmbeddingBagCollection
-from trainer.loader import evaluation_batches
 
 ORDER: dict[str, Any] = {"batch_samples": 64, "epochs": 2, "shuffle": True, "seed": 5}
 Sample = tuple[Any, ...]
@@ -157,7 +156,7 @@ def test_evaluation_split_is_passed_once_by_all_ranks() -> None:
         found = flat(map(samples_of, flat(zip(*loaders, strict=True))))
         assert found == logged
     job = small_dataset().parent / "job" / JOB
-    labels = [b.labels for b in evaluation_batches(job, small_dataset())]
+    labels = [b.labels for b in reader_of(job, small_dataset()).evaluation_batches()]
     from_job = presage.DataLoader.from_job(job, small_dataset(), split="evaluation")
     assert all(map(torch.equal, labels, (b.labels for b in from_job)))
 

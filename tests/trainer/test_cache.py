@@ -1,7 +1,7 @@
 """The planned cache against a plain dictionary, with every thread schedule the queue allows."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -40,17 +40,30 @@ def plan_of(
     return TablePlan(Plan(indexed, cache, flush_every=flush_every), rows)
 
 
+ReadAll = Callable[[int], dict[str, Records]]
+"""Step to copies of rows, read outside of the steps' look-ups."""
+
+
 def run_source(
-    source: RowSource, steps: Sequence[np.ndarray], flush_every: int | None = None
+    source: RowSource,
+    steps: Sequence[np.ndarray],
+    flush_every: int | None = None,
+    read_all: ReadAll = lambda _: {},
 ) -> list[bytes]:
     """Return what each step was handed; each adds something that depends on the step."""
     handed: list[bytes] = []
+
+    def read(step: int) -> None:
+        handed.extend(r.values.tobytes() + r.state.tobytes() for r in read_all(step).values())
+
     for step, rows in enumerate(steps):
         gathered = source.gather(step, {"items": rows})["items"]
         records = gathered.copy()
         handed.append(records.values.tobytes() + records.state.tobytes())
         gathered.put(Records(records.values * 1.25 + step, records.state + rows[:, None] + 1))
+        read(step)
         source.release(step, {"items": rows})
+        read(step + 1)
         if flush_every is not None and (step + 1) % flush_every == 0:
             source.flush()
     source.flush()
@@ -87,8 +100,10 @@ def test_cache_hands_out_what_a_store_without_a_cache_does(
         last_step=len(rows),
         prefetch_steps=prefetch_steps,
     )
-    handed = run_source(cache, rows, flush_every)
-    assert run_source(DirectSource(direct), rows) == handed
+    some = {"items": np.arange(0, 33, data.draw(st.integers(1, 4))) * 1_000_003}
+    handed = run_source(cache, rows, flush_every, lambda step: cache.read(step, some, cached.fetch))
+    read_direct: ReadAll = lambda step: direct.fetch(step, some)  # noqa: E731
+    assert run_source(DirectSource(direct), rows, None, read_direct) == handed
     (rows_found, found), (rows_wanted, wanted) = (
         whole(store.tables["items"]) for store in (cached, direct)
     )

@@ -11,7 +11,6 @@ from tests.trainer.make_dataset import write_job
 from tests.trainer.runs import reader_of
 from tests.trainer.test_collections import config_of, score
 from trainer.embedding.collections import EmbeddingBagCollection
-from trainer.loader import evaluation_batches, training_batches
 
 JOB_TABLES = {"users": ["user"], "articles": ["viewed", "clicked", "item"], "pages": ["page"]}
 
@@ -42,7 +41,7 @@ def test_batches_of_the_reader_train_alike_with_and_without_what_it_found(
         for step in range(4):
             sparse: Any = reader.read(step).sparse_features
             if case == "by hand":
-                sparse.found = None
+                sparse.batch = None
             with monkeypatch.context() as patch:
                 if case == "unique":
                     patch.setattr("trainer.data.collate.table_lookups", None)  # must not be called
@@ -55,13 +54,3 @@ def test_batches_of_the_reader_train_alike_with_and_without_what_it_found(
             torch.testing.assert_close(
                 found["unique"][step], found[other][step], rtol=1e-4, atol=1e-6
             )
-
-
-def test_loops_of_ones_own_get_every_sample(dataset: Path, tmp_path: Path) -> None:
-    job = write_job(tmp_path / "job")
-    steps = [(b.step.train_step, b.num_samples) for b in training_batches(job, dataset)]
-    assert [step for step, _ in steps] == list(range(32))
-    assert sum(count for _, count in steps) == 2 * 983
-    later = training_batches(job, str(dataset), first_step=30)
-    assert [b.step.train_step for b in later] == [30, 31]
-    assert sum(b.num_samples for b in evaluation_batches(job, dataset)) == 80

@@ -277,8 +277,8 @@ class _Slots:
 def _unplanned(table: str, train_step: int, rows: NDArray[np.int64]) -> SchemaError:
     return SchemaError(
         f"plan of step {train_step} lacks {len(rows)} rows of table {table!r} that are looked up, "
-        f"the first is {rows[0]}; look up ids of the step's batch only, and others without "
-        "gradients"
+        f"the first is {rows[0]}; call rows.advance(batch) for each batch, and look up other ids "
+        "without gradients"
     )
 
 
@@ -445,11 +445,11 @@ class PlannedCache:
         """
         slots = {table: self._slots[table].find(ids) for table, ids in rows.items()}
         missing = {table: rows[table][at < 0] for table, at in slots.items()}
+        cached = {t: self._slots[t].records.take(at[at >= 0]) for t, at in slots.items()}
+        if not any(map(len, missing.values())):
+            return cached
         fetched = self._thread.read(lambda step: fetch(step, missing), train_step).result()
-        copies = {
-            table: self._slots[table].records.take(at[at >= 0]) for table, at in slots.items()
-        }
-        return {t: merge_records(at >= 0, copies[t], fetched[t]) for t, at in slots.items()}
+        return {t: merge_records(at >= 0, cached[t], fetched[t]) for t, at in slots.items()}
 
     def release(self, train_step: int, rows: RowsOfTables) -> None:
         """Evict the rows that the plan lists; they are written in the background."""

@@ -77,7 +77,7 @@ class Embedding(nn.Module):
         self._steps_before = steps_before
         self._table_of = {f: t.name for t in tables for f in t.features}
         self._mean = config.pooling == "mean"
-        self._lookups: dict[int, MicrobatchLookups] = {}
+        self._lookups: list[MicrobatchLookups] = []  # of the open microbatches
         self._microbatches: Microbatches | None = None
         self._rows: dict[str, ArenaRows] = {}
         self._gathered: Mapping[str, GatheredRows] = {}
@@ -86,7 +86,7 @@ class Embedding(nn.Module):
     def set_source(self, source: RowSource) -> None:
         """Gather rows from another source from now on."""
         self._source = source
-        self._lookups = {}
+        self._lookups = []
 
     def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
         """Return one config per table, as TorchRec's collection does."""
@@ -111,8 +111,8 @@ class Embedding(nn.Module):
         """Open more microbatches of the open step, among the same rows."""
         kernels = kernels_of(self._config.kernels)
         for batch, positions in zip(microbatches.batches, microbatches.row_positions, strict=True):
-            self._lookups[id(batch.sparse)] = MicrobatchLookups(
-                kernels, batch, self._rows, positions, mean=self._mean
+            self._lookups.append(
+                MicrobatchLookups(kernels, batch, self._rows, positions, mean=self._mean)
             )
 
     def open_copies(self, batch: Batch, reader: RowReader) -> None:
@@ -133,7 +133,7 @@ class Embedding(nn.Module):
         One pass over the gradients, without a temporary of the size of the rows.
         """
         microbatches = self._open_microbatches()
-        [lookups] = self._lookups.values()
+        [lookups] = self._lookups
         lookups.update(lookups.rows, self._rule(microbatches))
         self._release(microbatches)
 
@@ -233,7 +233,7 @@ class Embedding(nn.Module):
         return rule_at(self._config.sparse_optimizer, train_step)
 
     def _set(self, microbatches: Microbatches, rows: dict[str, ArenaRows]) -> None:
-        self._microbatches, self._rows, self._lookups = microbatches, rows, {}
+        self._microbatches, self._rows, self._lookups = microbatches, rows, []
         self.add(microbatches)
 
     def _release(self, microbatches: Microbatches) -> None:
@@ -242,16 +242,20 @@ class Embedding(nn.Module):
                 rows = self._rows[table]
                 gathered.put(Records(rows.values.cpu().numpy(), rows.state.cpu().numpy()))
         self._source.release(microbatches.step.train_step, microbatches.rows)
-        self._lookups, self._microbatches = {}, None
+        self._lookups, self._microbatches = [], None
 
     def _open_microbatches(self) -> Microbatches:
         assert self._microbatches is not None, "rows are updated while a step is open"
         return self._microbatches
 
     def _lookups_of(self, sparse: KeyedJaggedTensor) -> MicrobatchLookups:
-        lookups = self._lookups.get(id(sparse))
-        assert lookups is not None, "the batch is open"
-        return lookups
+        for lookups in reversed(self._lookups):  # a microbatch may be opened again
+            if lookups.batch.sparse is sparse:
+                return lookups
+        raise ValueError(
+            "look-ups must be those of an open batch, got a KeyedJaggedTensor that is not its "
+            "`sparse`; pass that, or use trainer.embedding.collections, which take any"
+        )
 
 
 class MicrobatchLookups:
