@@ -420,6 +420,12 @@ def _spec_of(
     for argument, names in (("features", features), ("keep", keep)):
         if isinstance(names, str) or not all(isinstance(name, str) for name in names or ()):
             raise ValueError(f"{argument} must be a list of names, got {names!r}")
+    if not dataset.features.with_role("label"):
+        raise SchemaError(
+            "dataset has no label, so nothing can be trained on it; tag a column `label` in its "
+            "schema.pbtxt and build it again, or read it by presage.Dataset",
+            file=str(dataset.directory),
+        )
     if keep is None:
         columns = columns_of(dataset, dataset.job.train).kept
         keep = [name for name in columns if name in dataset.features]

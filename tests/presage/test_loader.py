@@ -19,11 +19,13 @@ from torch.utils.data import DataLoader as TorchLoader
 from torch.utils.data._utils import worker as torch_worker
 
 import presage
+from pipelines.build import build
 from presage.batch import Batch
 from schemas.dataset import Dataset, open_dataset, select_segments
 from schemas.errors import SchemaError
-from schemas.layout import FILE_SHIFT, JOB
+from schemas.layout import FILE_SHIFT, JOB, SCHEMA
 from tests.fork_server import without_forking
+from tests.pipelines.logs import request, write_job, write_log
 from tests.trainer.growing import commit, grown_versions
 from tests.trainer.make_dataset import BLOCK_SAMPLES, make_samples
 from tests.trainer.runs import SEGMENTS, reader_of, small_dataset
@@ -315,6 +317,17 @@ def test_wrong_arguments_are_refused() -> None:
     selected = presage.Dataset(small_dataset()).select(segments=[opened().segments[1].id])
     with pytest.raises(SchemaError, match="selection has no samples in its evaluation split"):
         presage.DataLoader(selected, batch_samples=64, split="evaluation")
+
+
+@pytest.mark.slow
+def test_dataset_without_a_label_is_refused_by_name(tmp_path: Path) -> None:
+    job = write_job(tmp_path / "job")
+    schema = tmp_path / "job" / SCHEMA
+    schema.write_text(schema.read_text().replace('tag: "label"', 'tag: "kept"'))
+    write_log(tmp_path / "log", num_rows=200, seed=1)
+    build(request(job, tmp_path / "log", tmp_path / "dataset"))
+    with pytest.raises(SchemaError, match=r"dataset has no label, .* in .*/dataset; tag a column"):
+        presage.DataLoader(tmp_path / "dataset", batch_samples=64)
 
 
 WRONG = {
