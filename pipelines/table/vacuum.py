@@ -177,12 +177,12 @@ def _is_probe(parts: list[str]) -> bool:
 
 
 def check_unused(dataset: Location) -> None:
-    """Raise SchemaError if a run holds a lease on the dataset.
+    """Raise SchemaError if a run or a loader holds a lease on the dataset.
 
     Builds do not matter: their commits notice what was replaced.
     """
     for lease in live_leases(dataset):
-        if lease.holder.startswith("run "):
+        if lease.holder.startswith(("run ", "loader ")):
             raise SchemaError(
                 f"dataset is in use by {lease.holder}; stop it, or try again when it has ended",
                 file=str(dataset / LEASES),
