@@ -153,7 +153,7 @@ def batch_text(batch: Batch) -> str:
 
 
 def _short(names: Sequence[str]) -> str:
-    return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
+    return ", ".join(names) if len(names) < 3 else f"{names[0]} and {len(names) - 1} more"
 
 
 def _shape(tensor: torch.Tensor) -> str:
