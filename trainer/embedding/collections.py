@@ -34,7 +34,7 @@ from schemas.accesses import TableHints
 from schemas.config.train import SparseOptimizerConfig
 from trainer.data.collate import OrderedKeyedTensor, batch_from_kjt
 from trainer.data.lookup import take_unsorted
-from trainer.embedding.fused import FusedRows, PooledStep, RowSource, SequenceStep, fused_outputs
+from trainer.embedding.fused import ExternalRows, FusedRows, PooledStep, SequenceStep, fused_outputs
 from trainer.embedding.kernels.compiled import kernels_of
 
 _CPU = torch.device("cpu")
@@ -53,7 +53,7 @@ class EmbeddingBagCollection(EmbeddingBagCollectionInterface):
         seed: int = 0,
         dtype: str = "float32",
         kernels: str = "compiled",
-        source: RowSource | None = None,
+        source: ExternalRows | None = None,
     ) -> None:
         """Create empty tables.
 
@@ -143,7 +143,7 @@ class EmbeddingCollection(EmbeddingCollectionInterface):
         seed: int = 0,
         dtype: str = "float32",
         kernels: str = "compiled",
-        source: RowSource | None = None,
+        source: ExternalRows | None = None,
     ) -> None:
         """Create empty tables. See `EmbeddingBagCollection`.
 
@@ -283,7 +283,7 @@ def _fused_rows(
     *,
     seed: int,
     dtype: str,
-    source: RowSource | None,
+    source: ExternalRows | None,
 ) -> FusedRows:
     rule = optimizer or SparseOptimizerConfig()
     return FusedRows(tables, rule, kernels_of(kernels), seed=seed, dtype=dtype, source=source)

@@ -60,7 +60,7 @@ class Rows(Protocol):
         ...
 
 
-class RowSource(Rows, Protocol):
+class ExternalRows(Rows, Protocol):
     """Holds the rows of collections outside of them, such as `trainer.rows.EmbeddingRows`."""
 
     @property
@@ -111,7 +111,7 @@ class FusedRows:
         *,
         seed: int,
         dtype: str,
-        source: RowSource | None,
+        source: ExternalRows | None,
     ) -> None:
         """Create empty tables.
 
