@@ -29,6 +29,7 @@ from trainer.checkpoint.load import (
     load_rows,
     newest_checkpoint,
     open_rows,
+    step_of,
     verify_checkpoint,
     write_checkpoint,
 )
@@ -251,6 +252,8 @@ class EmbeddingRows:
     def save(self, folder: Path | str, state: Mapping[str, Any], *, keep: int = 2) -> Path:
         """Write all rows and the rest of the loop's state as one checkpoint, after an update.
 
+        The second checkpoint of a step is not written.
+
         Args:
             folder: of the run's checkpoints; a killed process leaves the newest complete one.
             state: such as `state_dict()` of model, optimizer and loader; `torch.load` must read it
@@ -271,6 +274,8 @@ class EmbeddingRows:
                 "to another folder",
                 file=str(newest),
             )
+        if newest is not None and step_of(newest) == self._next:
+            return newest
         self._end_step()
         if self._cache is not None:
             self._cache.flush()

@@ -385,6 +385,14 @@ def late_backward(rows: EmbeddingRows, folder: Path) -> None:
     loss.backward()
 
 
+def backward_after_save(rows: EmbeddingRows, folder: Path) -> None:
+    model, (first,) = ranker(rows), batches(1)
+    rows.advance(first)
+    loss = model(first)
+    rows.save(folder / "run", {})
+    loss.backward()
+
+
 def late_collection(rows: EmbeddingRows, folder: Path) -> None:
     ranker(rows)
     rows.advance(batches(1)[0])
@@ -469,6 +477,7 @@ REFUSED: dict[Callable[[EmbeddingRows, Path], None], tuple[type[Exception], str]
         r"backward pass reaches rows of a step that has ended; call backward before "
         r"rows\.advance\(batch\) of the next batch and before rows\.save",
     ),
+    backward_after_save: (ValueError, "backward pass reaches rows of a step that has ended"),
     late_collection: (
         ValueError,
         r"collections must be made before rows are read, got user_rows, page_rows later; make all "

@@ -228,6 +228,24 @@ def test_two_looks_before_one_way_back_lose_no_update() -> None:
         torch.testing.assert_close(rows_of(both, table, rows), rows_of(one, table, rows))
 
 
+def test_rows_that_move_after_a_look_up_lose_no_update() -> None:
+    table = EmbeddingBagConfig(
+        name="items", num_embeddings=5000, embedding_dim=8, feature_names=["item"]
+    )
+    both = EmbeddingBagCollection([table], optimizer=config_of("sgd"))
+    one = EmbeddingBagCollection([table], optimizer=config_of("sgd"))
+    few, many = (
+        KeyedJaggedTensor(["item"], rows, lengths=torch.ones_like(rows))
+        for rows in (torch.arange(10), torch.arange(10, 5000))
+    )
+    loss = both(few).values().sum()
+    both(many)  # its rows need larger arrays
+    loss.backward()
+    one(few).values().sum().backward()
+    rows = torch.arange(10)
+    assert torch.equal(rows_of(both, "items", rows), rows_of(one, "items", rows))
+
+
 def test_looking_without_gradients_makes_and_changes_no_row() -> None:
     collection = EmbeddingBagCollection(bag_tables("mean"))
     with torch.no_grad():
