@@ -3,26 +3,26 @@
 `python -m benchmarks.loader [--json] [--rounds N] [--datasets mind,demo]
 [--samples N,N]`
 
-The peer reads the samples as `presage expand --model-inputs` writes them, by
-`pyarrow.parquet.ParquetFile.iter_batches` (`iter_batches`) or by `pyarrow.dataset` (`scanner`), in
-batches of as many samples, hashes ids to rows by the same kernel, and builds one KeyedJaggedTensor
-of all sparse features, dense features and labels. Its row groups have 65,536 samples. Before the
-measurement its tensors are compared with those of `expanded`: all values, lengths, labels and dense
-features are equal.
+Peers read the samples as `presage expand --model-inputs` writes them, by
+`pyarrow.parquet.ParquetFile.iter_batches` (`iter_batches`), by `pyarrow.dataset` (`scanner`), and
+by Hugging Face `datasets`, `torchdata` and Mosaic `streaming` where they are installed
+(`loader_peers.py`), in batches of as many samples, hash ids to rows by the same kernel, and build
+one KeyedJaggedTensor of all sparse features, dense features and labels. Row groups have 65,536
+samples. Before the measurement their tensors are compared with those of `expanded`: all values,
+lengths, labels and dense features are equal.
 
 Each side is a process of its own, in alternating order: one pass to warm up, then as many as take a
 second, each with a new reader, so that nothing decoded is kept. `floor` is Arrow alone: our files
 and the plain file, decoded to Arrow tables and dropped. Rates are samples per second of processor
-time of all threads, so per core; ratios compare with the faster peer. Columns are labels, weights,
-dense and sparse features, without kept ones. MIND is measured if its log exists; the demo's log is
-generated.
+time of all threads, so per core; ratios compare with the faster of `iter_batches` and `scanner`.
+Columns are labels, weights, dense and sparse features, without kept ones. MIND is measured if its
+log exists; the demo's log is generated.
 """
 
 from __future__ import annotations
 
 import argparse
 import hashlib
-import importlib.util
 import multiprocessing
 import statistics
 import sys
@@ -32,15 +32,23 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from datetime import datetime
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
-import pyarrow as pa
-import pyarrow.dataset as pads
 import pyarrow.parquet as pq
 import torch
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from benchmarks.loader_peers import (
+    BATCH,
+    LIBRARIES,
+    MDS_SAMPLES,
+    PEERS,
+    Tensors,
+    has,
+    peer_batches,
+    peers_of,
+    plain_path,
+    write_mds,
+)
 from benchmarks.logs import (
     DEMO_JOB,
     SHARED_DATA,
@@ -53,30 +61,15 @@ from benchmarks.logs import (
 from pipelines.demo_log.log import GeneratorConfig, write_log
 from pipelines.table.rows import expand
 from presage import DataLoader
-from schemas.arrays import offsets_of
 from schemas.dataset import open_dataset
 from schemas.files import CheckedFile
 from schemas.layout import DATA_DIRECTORIES
-from schemas.model_inputs import scalar_values, to_bags
-from trainer.data.decode import BatchSpec, spec_of
-from trainer.data.reader import prefetch
+from trainer.data.decode import spec_of
 
-BATCH, ROW_GROUP, READ_AHEAD = 4096, 65_536, 2
+ROW_GROUP = 65_536
 MIN_SEC = 1.0
 """Processor time of the measured passes of a process, at least."""
 OURS = ("deduplicated", "expanded")
-PEERS = ("iter_batches", "scanner")
-OTHERS = ("datasets", "streaming", "torchdata")
-"""Modules of Hugging Face datasets, Mosaic streaming and torchdata, which are not measured."""
-
-
-class Tensors(NamedTuple):
-    """What both sides build of a batch."""
-
-    sparse: KeyedJaggedTensor
-    dense: torch.Tensor
-    labels: torch.Tensor
-    weights: torch.Tensor
 
 
 def our_batches(dataset: Path, *, deduplicated: bool) -> Iterator[Tensors]:
@@ -84,52 +77,6 @@ def our_batches(dataset: Path, *, deduplicated: bool) -> Iterator[Tensors]:
     loader = DataLoader(dataset, batch_samples=BATCH, keep=(), deduplicated=deduplicated)
     for batch in loader:
         yield Tensors(batch.sparse_features, batch.dense_features, batch.labels, batch.weights)
-
-
-def peer_batches(dataset: Path, way: str) -> Iterator[Tensors]:
-    """Yield the batches of the plain file beside a dataset, read ahead in a thread as ours."""
-    spec, path = spec_of(open_dataset(dataset), "float32"), plain_path(dataset)
-    columns = list(spec.columns)
-    if way == "iter_batches":
-        rows = pq.ParquetFile(path).iter_batches(BATCH, columns=columns)
-    else:
-        rows = pads.dataset(path).to_batches(columns=columns, batch_size=BATCH)
-
-    def build(_: int) -> Tensors | None:
-        batch = next(rows, None)
-        return None if batch is None else tensors_of(batch, spec)
-
-    numbers = range(pq.read_metadata(path).num_rows)  # more than there are batches
-    for batch in prefetch(build, numbers, READ_AHEAD):
-        if batch is None:
-            return
-        yield batch
-
-
-def tensors_of(rows: pa.RecordBatch, spec: BatchSpec) -> Tensors:
-    """Return the tensors of some samples."""
-    bags = [to_bags(rows[f], t := spec.table_of[f], spec.tables[t]) for f in spec.sparse]
-    lengths = np.concatenate([b.lengths for b in bags])
-    sparse = KeyedJaggedTensor(
-        list(spec.sparse),
-        torch.from_numpy(np.concatenate([b.values for b in bags])),
-        lengths=torch.from_numpy(lengths),
-        offsets=torch.from_numpy(offsets_of(lengths)),
-        stride=rows.num_rows,
-    )
-    dense = np.empty((rows.num_rows, len(spec.dense)), spec.dtype)
-    for index, name in enumerate(spec.dense):
-        dense[:, index] = scalar_values(rows[name], spec.dtype)
-    weights = np.ones(rows.num_rows, spec.dtype)
-    if spec.weight is not None:
-        weights = scalar_values(rows[spec.weight], spec.dtype)
-    labels = scalar_values(rows[spec.label], spec.dtype)
-    return Tensors(sparse, *map(torch.from_numpy, (dense, labels, weights)))
-
-
-def plain_path(dataset: Path) -> Path:
-    """Return the plain file of a dataset."""
-    return dataset.with_suffix(".parquet")
 
 
 def data_files(dataset: Path) -> Iterator[CheckedFile]:
@@ -160,23 +107,25 @@ def drain(batches: Iterator[Tensors]) -> int:
     return sum(len(batch.labels) for batch in batches)
 
 
-SIDES: dict[str, Callable[[Path], int]] = {
-    "deduplicated": lambda dataset: drain(our_batches(dataset, deduplicated=True)),
-    "expanded": lambda dataset: drain(our_batches(dataset, deduplicated=False)),
-    "iter_batches": lambda dataset: drain(peer_batches(dataset, "iter_batches")),
-    "scanner": lambda dataset: drain(peer_batches(dataset, "scanner")),
-    "our_floor": decode_ours,
-    "plain_floor": decode_plain,
-}
+FLOORS: dict[str, Callable[[Path], int]] = {"our_floor": decode_ours, "plain_floor": decode_plain}
+
+
+def read_side(side: str, dataset: Path) -> int:
+    """Read a dataset once by a side; return its samples."""
+    if side in FLOORS:
+        return FLOORS[side](dataset)
+    if side in OURS:
+        return drain(our_batches(dataset, deduplicated=side == "deduplicated"))
+    return drain(peer_batches(dataset, side))
 
 
 def time_side(side: str, dataset: str) -> dict[str, float]:
     """Return the wall and the processor time of a pass of a side, in this process."""
-    read, path, passes = SIDES[side], Path(dataset), 0
-    read(path)
+    path, passes = Path(dataset), 0
+    read_side(side, path)
     wall, processor = time.perf_counter(), time.process_time()
     while time.process_time() - processor < MIN_SEC:
-        read(path)
+        read_side(side, path)
         passes += 1
     end = time.perf_counter(), time.process_time()
     return {"wall_sec": (end[0] - wall) / passes, "cpu_sec": (end[1] - processor) / passes}
@@ -208,16 +157,19 @@ def in_process(function: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def measure(dataset: Path, rounds: int) -> dict[str, Any]:
-    """Return rates and ratios on one dataset, after a comparison of the tensors of both sides."""
-    digests = {side: in_process(digest, str(dataset), side) for side in ("expanded", *PEERS)}
+    """Return rates and ratios on one dataset, after a comparison of the tensors of all sides."""
+    num_samples = pq.read_metadata(plain_path(dataset)).num_rows
+    shards = write_mds(dataset) if num_samples <= MDS_SAMPLES and has("streaming") else None
+    peers = peers_of(dataset)
+    digests = {side: in_process(digest, str(dataset), side) for side in ("expanded", *peers)}
     if len(set(digests.values())) != 1:
-        raise RuntimeError(f"both sides must build the same tensors, got {digests}")
-    runs: dict[str, list[dict[str, float]]] = {side: [] for side in SIDES}
+        raise RuntimeError(f"all sides must build the same tensors, got {digests}")
+    runs: dict[str, list[dict[str, float]]] = {side: [] for side in (*OURS, *peers, *FLOORS)}
     for number in range(rounds):
-        for side in SIDES if number % 2 else reversed(SIDES):
+        for side in runs if number % 2 else reversed(runs):
             runs[side].append(in_process(time_side, side, str(dataset)))
             sys.stderr.write(f"{dataset.name} {side} {runs[side][-1]}\n")
-    return summarize(dataset, runs)
+    return {**summarize(dataset, runs), "mds": shards}
 
 
 def summarize(dataset: Path, runs: dict[str, list[dict[str, float]]]) -> dict[str, Any]:
@@ -304,7 +256,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         names, samples = options.datasets.split(","), map(int, options.samples.split(","))
         built = datasets(names, list(samples), Path(scratch))
         details = {dataset.name: measure(dataset, options.rounds) for dataset in built}
-    missing = [module for module in OTHERS if importlib.util.find_spec(module) is None]
+    missing = [name for name in LIBRARIES if not has(name)]
+    if missing:
+        sys.stderr.write(f"not installed, not measured: {', '.join(missing)}\n")
     last = details[max(details, key=lambda name: details[name]["num_samples"])]
     result = {
         "ours": last["samples_per_core_sec"]["deduplicated"],
