@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import pairwise
 
 import numpy as np
@@ -16,6 +16,7 @@ from schemas.arrays import (
     Jagged,
     comparable,
     hash_keys,
+    is_list,
     numpy_of,
     offsets_of,
     one_chunk,
@@ -235,10 +236,11 @@ class RowGroup:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the arrays."""
+        """Bytes of the arrays; shared ones count once."""
         flat = [self.labels, self.weights, self.dense, *self.kept.values(), *self.inverse.values()]
         lists = [*self.sparse.values(), *self.per_sample_weights.values()]
-        return sum(x.nbytes for x in [*flat, *(x for each in lists for x in each.arrays)])
+        arrays = [*flat, *(x for each in lists for x in each.arrays)]
+        return sum({x.ctypes.data: x.nbytes for x in arrays}.values())
 
     @cached_property
     def addresses(self) -> NDArray[np.int64]:
@@ -395,8 +397,19 @@ def _lists(column: pa.Array, to_array: Callable[[pa.Array], Array]) -> Lists:
     if pa.types.is_large_list_view(column.type):
         starts = numpy_of(column.offsets)
         return Lists(to_array(column.values), starts, starts + numpy_of(column.sizes))
-    values, offsets = values_of(column)
+    if not is_list(column.type) and not column.null_count:
+        values, offsets = column, _one_each(len(column))
+    else:
+        values, offsets = values_of(column)
     return Lists(to_array(values), offsets[:-1], offsets[1:])
+
+
+@lru_cache(maxsize=8)
+def _one_each(num_rows: int) -> NDArray[np.int64]:
+    """Return the offsets of rows with one value each, which features of a row group share."""
+    offsets = np.arange(num_rows + 1)
+    offsets.flags.writeable = False
+    return offsets
 
 
 def _keys(column: pa.Array) -> Array:
