@@ -106,7 +106,7 @@ def build(
 ) -> tuple[DistributedModelParallel, CombinedOptimizer]:
     """Return the sharded model, and its fused and dense optimizers as one."""
     torch.manual_seed(0)
-    num_dense = next(iter(loader)).dense_features.shape[1]
+    num_dense = loader.first_batch().dense_features.shape[1]
     clicks = Clicks(loader.embedding_bag_configs(args.dim), num_dense)
     apply_optimizer_in_backward(RowWiseAdagrad, clicks.rows.parameters(), {"lr": 0.05})
     model = DistributedModelParallel(clicks, device=device, plan=plan_of(args, clicks, device))

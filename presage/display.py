@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from contextlib import closing
 from dataclasses import fields
 from functools import cached_property
 from importlib import import_module
@@ -117,10 +116,8 @@ class Head:
             self._dataset,
             batch_samples=self._dataset.job.train.batch_samples,
             split=self._split or TRAIN,
-            read_ahead=1,
         )
-        with closing(iter(loader)) as batches:
-            return next(batches)
+        return loader.first_batch()
 
     def __repr__(self) -> str:
         """Return the samples, a line for each column, and the shapes of the batch."""

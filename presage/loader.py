@@ -172,6 +172,10 @@ class DataLoader(IterableDataset[Batch]):
         self._last = first - num_workers
         return self._batches(first, num_workers)
 
+    def first_batch(self) -> Batch:
+        """Return the first batch of this rank, to look at it; nothing is written, as by a loop."""
+        return self._read(self._reader(), 0)
+
     def embedding_bag_configs(self, embedding_dim: int) -> list[EmbeddingBagConfig]:
         """Return TorchRec's config of each table that the sparse features of a batch look up.
 

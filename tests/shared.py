@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from schemas.leases import LEASES
 from tests import fork_server
 
 
@@ -39,8 +40,12 @@ def make_once(make: Callable[..., object], *arguments: object) -> Path:
 
 
 def hard_links(source: Path, target: Path) -> Path:
-    """Copy a directory by hard links; files may be replaced or removed, not modified in place."""
-    shutil.copytree(source, target, copy_function=os.link, symlinks=True)
+    """Copy a directory by hard links; files may be replaced or removed, not modified in place.
+
+    Leases are left out: another test may read the directory meanwhile.
+    """
+    ignore = shutil.ignore_patterns(LEASES)
+    shutil.copytree(source, target, copy_function=os.link, symlinks=True, ignore=ignore)
     return target
 
 

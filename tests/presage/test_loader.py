@@ -182,6 +182,11 @@ def test_arguments_come_from_a_job() -> None:
     assert (len(from_job), from_job.epochs, from_job.rank) == (32, 2, 1)
 
 
+def test_first_batch_is_that_of_the_loop() -> None:
+    running = loader(rank=1, world_size=2)
+    assert samples_of(running.first_batch()) == samples_of(next(iter(running)))
+
+
 def test_columns_are_selected() -> None:
     batch = next(iter(loader(features=["item", "price", "clicked"], keep=["page"])))
     assert batch.sparse_features.keys() == ["clicked", "item"]
