@@ -126,7 +126,11 @@ class ForkedPopen(_Popen):  # type: ignore[type-arg]
     def _internal_poll(self, _deadstate: int | None = None) -> int | None:
         if self._server is None:
             return super()._internal_poll(_deadstate)  # type: ignore[misc]
-        return super()._internal_poll(_deadstate, _waitpid=self._wait_status)  # type: ignore[misc]
+        if self.returncode is None:
+            pid, status = self._wait_status(self.pid, os.WNOHANG)
+            if pid:
+                self._handle_exitstatus(status)  # type: ignore[attr-defined]
+        return self.returncode
 
     def _try_wait(self, flags: int) -> tuple[int, int]:
         if self._server is None:
