@@ -84,6 +84,10 @@ class Batch:
         return self.groups[group].indices
 
 
+_NO_SPARSE = KeyedJaggedTensor.empty()
+"""Of the batch that a KeyedJaggedTensor carries."""
+
+
 def _num_tuples(groups: Mapping[str, Inverse]) -> dict[str, int]:
     return {group: len(inverse.offsets) - 1 for group, inverse in groups.items()}
 
@@ -142,7 +146,7 @@ def collate(
         labels=torch.from_numpy(labels),
         weights=torch.from_numpy(_concat(ranges, lambda r: r.weights)),
         dense=dense,
-        sparse=KeyedJaggedTensor.empty(),
+        sparse=_NO_SPARSE,
         lookups=table_lookups(features_of_tables(spec), bags, layout) if lookups else {},
         groups=groups,
         group_of=owner,

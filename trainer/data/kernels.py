@@ -28,6 +28,8 @@ BATCH = Library(
     ("-fno-strict-aliasing",),
 )
 
+BagRange = tuple[int, int, int, int]
+"""The first bag of a feature, their number, its first vector, and the stride of vectors."""
 GroupRows = tuple[NDArray[np.int64], NDArray[np.int32], NDArray[np.int32], int]
 """Inverse indices of a group, their order and its offsets; features of the group."""
 
@@ -98,7 +100,7 @@ class BatchKernels(Functions):
         values: NDArray[np.int64],
         offsets: NDArray[np.int64],
         weights: NDArray[Any] | None,
-        ranges: Sequence[NDArray[np.int64]],
+        ranges: Sequence[Sequence[BagRange]],
     ) -> list[TableArrays]:
         """Return the look-ups of each table.
 
@@ -106,10 +108,9 @@ class BatchKernels(Functions):
             values: rows of all look-ups.
             offsets: of all bags in `values`.
             weights: of all look-ups, float32 or float64; None for ones.
-            ranges: by table, (num_features, 4): the first bag of each feature, their number, its
-                first vector and the stride of vectors; at least one feature.
+            ranges: by table, the bags of each feature; at least one.
         """
-        bags = np.concatenate(ranges)
+        bags = np.array([bags for own in ranges for bags in own], np.int64)
         per_feature = offsets[bags[:, 0] + bags[:, 1]] - offsets[bags[:, 0]]
         num_features = np.array([len(own) for own in ranges], np.int64)
         starts = np.cumsum(num_features) - num_features
@@ -132,14 +133,14 @@ class BatchKernels(Functions):
             reader_weights,
         )
         num_rows = sizes[:, 0]
-        sizes_of_weights = num_values if len(own_weights) else np.zeros_like(num_values)
+        num_weights = num_values * (weights is not None)
         columns = (
             _cut(positions, num_values),
             _cut(bag_offsets, num_bags),
             _cut(readers, num_values),
             _cut(reader_offsets[: num_rows.sum() + num_tables], num_rows + 1),
-            _cut(own_weights, sizes_of_weights),
-            _cut(reader_weights, sizes_of_weights),
+            _cut(own_weights, num_weights),
+            _cut(reader_weights, num_weights),
         )
         last_rows = np.cumsum(num_rows).tolist()
         return [
@@ -185,4 +186,4 @@ class BatchKernels(Functions):
 
 def _cut(array: NDArray[Any], sizes: NDArray[np.int64]) -> tuple[torch.Tensor, ...]:
     """Return consecutive parts of an array."""
-    return torch.from_numpy(array).split(sizes.tolist())
+    return torch.from_numpy(array).split_with_sizes(sizes.tolist())

@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 
 from schemas.arrays import Array, offsets_of
-from trainer.data.kernels import TableArrays, batch_kernels
+from trainer.data.kernels import BagRange, TableArrays, batch_kernels
 from trainer.device import to_device
 
 _PACKED_BITS = 63
@@ -346,15 +346,14 @@ def table_lookups(
     Raises:
         ValueError: the number of look-ups of a table does not fit 32 bits.
     """
-    first_bags = offsets_of(np.fromiter(bags.num_bags.values(), np.int64)).tolist()
-    first_bag = dict(zip(bags.num_bags, first_bags, strict=False))
+    edges = offsets_of(np.fromiter(bags.num_bags.values(), np.int64))
+    first_bags = dict(zip(bags.num_bags, edges.tolist(), strict=False))
+    values_of = dict(zip(bags.num_bags, np.diff(bags.offsets[edges]).tolist(), strict=True))
     ranges = [
-        np.array([(first_bag[f], bags.num_bags[f], *layout.of(f)) for f in features])
+        [(first_bags[f], bags.num_bags[f], *layout.of(f)) for f in features]
         for features in tables.values()
     ]
-    num_values = [
-        (bags.offsets[r[:, 0] + r[:, 1]] - bags.offsets[r[:, 0]]).tolist() for r in ranges
-    ]
+    num_values = [tuple(values_of[f] for f in features) for features in tables.values()]
     for features, counts in zip(tables.values(), num_values, strict=True):
         if max(sum(counts), layout.num_vectors) > _INT32_MAX:
             raise ValueError(
@@ -365,14 +364,14 @@ def table_lookups(
     make_arrays = _arrays_of_tables if kernels is None else kernels.table_lookups
     all_arrays = make_arrays(bags.values, bags.offsets, bags.weights, ranges)
     lookups: dict[str, TableLookup] = {}
-    for (table, features), own, counts, arrays in zip(
-        tables.items(), ranges, num_values, all_arrays, strict=True
+    for (table, features), counts, arrays in zip(
+        tables.items(), num_values, all_arrays, strict=True
     ):
         is_weighted = not bags.weighted.isdisjoint(features)
         lookups[table] = TableLookup(
             features=features,
-            bags_per_feature=tuple(own[:, 1].tolist()),
-            values_per_feature=tuple(counts),
+            bags_per_feature=tuple(bags.num_bags[f] for f in features),
+            values_per_feature=counts,
             rows=arrays.rows,
             longest_bag=arrays.longest_bag,
             positions=arrays.positions,
@@ -389,17 +388,17 @@ def _arrays_of_tables(
     values: NDArray[np.int64],
     offsets: NDArray[np.int64],
     weights: Array | None,
-    ranges: Sequence[NDArray[np.int64]],
+    ranges: Sequence[Sequence[BagRange]],
 ) -> list[TableArrays]:
     """Return `BatchKernels.table_lookups`."""
-    return [_arrays_of_table(values, offsets, weights, bags.tolist()) for bags in ranges]
+    return [_arrays_of_table(values, offsets, weights, own) for own in ranges]
 
 
 def _arrays_of_table(
     values: NDArray[np.int64],
     offsets: NDArray[np.int64],
     weights: Array | None,
-    ranges: list[list[int]],
+    ranges: Sequence[BagRange],
 ) -> TableArrays:
     def of_features(array: Array) -> Array:
         """Return the entries of the look-ups of the table's features."""
