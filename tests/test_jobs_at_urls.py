@@ -88,10 +88,14 @@ def test_missing_job_and_schema_at_a_url_are_named_in_one_line(
     made.write_job(tmp_path)
     (tmp_path / "schema.pbtxt").unlink()
     url = at_url(tmp_path)
-    for job, missing in ((url, url.replace("job.yaml", "schema.pbtxt")), (f"{url}.x", f"{url}.x")):
+    schema, nowhere = url.replace("job.yaml", "schema.pbtxt"), f"{url}.x"
+    for job, message in (
+        (url, f"no such object: '{schema}' in {schema}"),
+        (nowhere, f"there is no job file {nowhere}; check the path"),
+    ):
         assert run(pipelines.main, "preview JOB --input OUT", job, tmp_path) == 1
         error = capsys.readouterr().err
-        assert f"no such object: '{missing}' in {missing}" in error
+        assert message in error
         assert error.count("\n") == 1
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import shutil
+import tempfile
 import time
 from contextlib import ExitStack
 from dataclasses import replace
@@ -95,8 +96,11 @@ def finished_url(folder: Path) -> str:
 
 
 def upload_state(run: Path, url: str) -> None:
+    """Upload a copy of a run, in which an upload leaves a manifest."""
     newest = read_newest_state(Location.parse(url))
-    RunUploader(run, Location.parse(url), newest).commit()
+    with tempfile.TemporaryDirectory() as directory:
+        copy = hard_links(run, Path(directory) / "run")
+        RunUploader(copy, Location.parse(url), newest).commit()
 
 
 def stop_at(step: int) -> Any:
@@ -327,7 +331,8 @@ def test_long_runs_commit_their_lines_less_often() -> None:
 def test_of_two_writers_one_commits_and_the_other_leaves_nothing(
     folder: Path, url: str, tmp_path: Path
 ) -> None:
-    first, second = (RunUploader(folder / "run", Location.parse(url), None) for _ in range(2))
+    run = hard_links(folder / "run", tmp_path / "run")
+    first, second = (RunUploader(run, Location.parse(url), None) for _ in range(2))
     first.commit()
     with pytest.raises(SchemaError, match=r"^another process trains this run, and has committed "):
         second.commit()
@@ -578,13 +583,14 @@ def test_reader_whose_objects_are_deleted_meanwhile_reads_the_newer_state(
     folder: Path, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     upload_state(folder / "run", url)
+    run = hard_links(folder / "run", tmp_path / "run")
     original, old = Location.chunks, newest_state(url)
 
     def replace_meanwhile(self: Location, num_bytes: int) -> Any:
         monkeypatch.undo()
         (Location.parse(url) / OBJECTS).remove_all()
         nothing = replace(old, manifest=RunManifest(writer="a", files={}))
-        RunUploader(folder / "run", Location.parse(url), nothing).commit()
+        RunUploader(run, Location.parse(url), nothing).commit()
         return original(self, num_bytes)
 
     monkeypatch.setattr(Location, "chunks", replace_meanwhile)
