@@ -180,8 +180,9 @@ def check_nothing_else(dataset: Location) -> None:
     (dataset / LEASES).remove_all()
     vacuum(dataset, timedelta())
     root = read_dataset(dataset)
-    directories, _ = (dataset / SEGMENTS).children()
-    assert directories == sorted(segment.directory for segment in root.segments)
+    # A process that is killed before its first file leaves an empty directory on a disk.
+    directories = {entry.path.split("/")[0] for entry in (dataset / SEGMENTS).entries()}
+    assert directories == {segment.directory for segment in root.segments}
     for index in root.indexes:
         parts, _ = (dataset / index.id).children()
         assert parts == sorted(part.directory for part in index.parts.values())

@@ -22,7 +22,7 @@ from schemas.errors import SchemaError
 from schemas.layout import SEGMENTS
 from schemas.leases import LEASES, live_leases
 from schemas.manifest import commit_root, find_root, read_dataset
-from schemas.storage import Location, StorageError
+from schemas.storage import Location
 from tests.object_store import Store
 from tests.presage.test_loader import ORDER, samples_of, through_json
 from tests.shared import hard_links
@@ -86,11 +86,33 @@ def test_vacuum_keeps_what_a_loader_reads(tmp_path: Path) -> None:
 
 
 # ---- Stores and damaged files ----
+#
+# Workers are forked in scripts only: pytest's process has threads of gRPC, which a fork may crash.
+
+FORK_AT_A_STORE = """
+import sys, torch, presage
+from schemas.storage import StorageError
+loader = presage.DataLoader(sys.argv[1], batch_samples=64)
+next(iter(loader))
+wrapped = torch.utils.data.DataLoader(
+    loader, batch_size=None, num_workers=1, multiprocessing_context="fork"
+)
+try:
+    next(iter(wrapped))
+except StorageError as error:
+    print(error)
+"""
+
+
+def run_script(script: str, dataset: str, repository: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", script, dataset]
+    environment = {**os.environ, "PYTHONPATH": str(repository)}
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
 
 
 @pytest.mark.slow
 def test_dataset_at_a_store_is_read_here_and_by_spawned_workers_but_not_by_forked_ones(
-    tmp_path: Path, s3_store: Store, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, s3_store: Store, monkeypatch: pytest.MonkeyPatch, repository: Path
 ) -> None:
     for name, value in s3_store.environment.items():
         monkeypatch.setenv(name, value)
@@ -108,8 +130,8 @@ def test_dataset_at_a_store_is_read_here_and_by_spawned_workers_but_not_by_forke
     spawned = TorchLoader(loader, multiprocessing_context="spawn", **WORKERS)
     assert list(map(samples_of, spawned)) == expected
     assert live_leases(url) == []
-    with pytest.raises(StorageError, match="forked from one that uses an object store"):
-        next(iter(TorchLoader(loader, multiprocessing_context="fork", **WORKERS)))
+    forked = run_script(FORK_AT_A_STORE, str(url), repository)
+    assert "process was forked from one that uses an object store in s3:" in forked.stdout
 
 
 def test_damaged_file_is_named_after_the_batches_before_it(tmp_path: Path) -> None:
@@ -130,14 +152,13 @@ def test_damaged_file_is_named_after_the_batches_before_it(tmp_path: Path) -> No
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["fork", "spawn"])
-def test_worker_processes_follow_a_dataset(method: str, tmp_path: Path) -> None:
+def test_worker_processes_follow_a_dataset(tmp_path: Path) -> None:
     versions, dataset = grown_versions(), tmp_path / "dataset"
     dataset.mkdir()
     commit(versions[0], dataset)
     options: dict[str, Any] = {**ORDER, "rank": 1, "world_size": 2}
     following = presage.DataLoader(dataset, follow=True, **options)
-    found = iter(TorchLoader(following, multiprocessing_context=method, **WORKERS))
+    found = iter(TorchLoader(following, multiprocessing_context="spawn", **WORKERS))
     batches: list[Batch] = [next(found) for _ in range(12)]  # all steps of the first segment
     for version in versions[1:]:
         timer = threading.Timer(0.05, commit, (version, dataset))

@@ -143,10 +143,10 @@ def test_run_with_its_log_at_a_url_is_told_of_storage(
     with pytest.raises(SystemExit):
         main(["run", str(write_job(tmp_path)), "--output", "s3://bucket/jobs"])
     line = capsys.readouterr().err.splitlines()[-1]
-    assert line.endswith(
+    assert (
         "argument --output: must be a local folder, got 's3://bucket/jobs'; give --storage "
-        "s3://bucket/jobs for the jobs' files"
-    )
+        "s3://bucket/jobs for the jobs' files; see "
+    ) in line
 
 
 def test_run_dry_says_what_would_be_decided_and_starts_nothing(
