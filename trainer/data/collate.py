@@ -89,7 +89,7 @@ _NO_SPARSE = KeyedJaggedTensor.empty()
 
 
 def _num_tuples(groups: Mapping[str, Inverse]) -> dict[str, int]:
-    return {group: len(inverse.offsets) - 1 for group, inverse in groups.items()}
+    return {group: inverse.num_unique for group, inverse in groups.items()}
 
 
 @dataclass(frozen=True, slots=True)

@@ -142,6 +142,11 @@ class Inverse:
     offsets: torch.Tensor
 
     @property
+    def num_unique(self) -> int:
+        """Number of tuples, with and without samples."""
+        return len(self.offsets) - 1
+
+    @property
     def first_samples(self) -> torch.Tensor:
         """The first sample of each tuple; for one without samples, that of the next tuple."""
         return self.order[self.offsets[:-1].clamp(max=len(self.order) - 1)]

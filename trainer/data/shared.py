@@ -37,7 +37,7 @@ class SharedFeatures:
     @property
     def num_rows(self) -> int:
         """Number of shared rows."""
-        return len(self.rows.offsets) - 1
+        return self.rows.num_unique
 
 
 def find_shared_features(
@@ -106,7 +106,7 @@ def _search(
             candidate = _add_group(groups, best, group, dense)
             num_shared = sum(num_features[member] for member in candidate.members)
             num_shared += candidate.shared_dense is not None
-            num_own, num_rows = num_sparse + 1 - num_shared, len(candidate.rows.offsets) - 1
+            num_own, num_rows = num_sparse + 1 - num_shared, candidate.rows.num_unique
             price = _num_products(num_shared, num_own, num_rows, len(dense))
             candidates.append((price, candidate))
         lowest, candidate = min(candidates, key=lambda pair: pair[0])
@@ -135,7 +135,7 @@ def _shared_features(
         if len(candidate.members) == 1:
             return None
         tuples = groups[group].indices[candidate.rows.first_samples]
-        return inverse_of(tuples.numpy(), len(groups[group].offsets) - 1)
+        return inverse_of(tuples.numpy(), groups[group].num_unique)
 
     def features_of(*names: str | None) -> tuple[str, ...]:
         return tuple(f for name in names for f, group in group_of.items() if group == name)
@@ -153,7 +153,7 @@ def _shared_features(
 
 def _pairs(left: Inverse, right: Inverse) -> Inverse:
     """Return the distinct pairs of a left and a right row."""
-    pairs = left.indices * (len(right.offsets) - 1) + right.indices
+    pairs = left.indices * right.num_unique + right.indices
     _, positions, order, offsets = transpose(pairs.numpy())
     return Inverse(
         torch.from_numpy(positions).long(),

@@ -399,7 +399,7 @@ class PlannedCache:
                     f"{table!r} at step {train_step}, and the batch has {len(table_rows)}; "
                     "rebuild the dataset"
                 )
-        return self.select(rows)
+        return {table: self._in_slots(table, self._current[table].slots) for table in rows}
 
     def open(self, train_step: int) -> None:
         """Put the rows of a step into the cache, for `select`, until they are released."""
@@ -425,10 +425,11 @@ class PlannedCache:
                 if not is_planned.all():
                     raise _unplanned(table, reads.plan_step.train_step, table_rows[~is_planned])
                 slots = slots[positions]
-            gathered[table] = GatheredRows(
-                self._slots[table].records, slots.astype(np.int32, copy=False)
-            )
+            gathered[table] = self._in_slots(table, slots)
         return gathered
+
+    def _in_slots(self, table: str, slots: NDArray[np.int64]) -> GatheredRows:
+        return GatheredRows(self._slots[table].records, slots.astype(np.int32, copy=False))
 
     def read(
         self,

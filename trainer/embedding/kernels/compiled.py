@@ -275,7 +275,7 @@ def _struct(vectors: Vectors, out: torch.Tensor) -> np.ndarray:
 def _interact(entry: ctypes._FuncPointer, blocks: tuple, inverse: Inverse, dim: int) -> None:
     entry(
         *(block.ctypes.data for block in blocks),
-        len(inverse.offsets) - 1,
+        inverse.num_unique,
         _address(inverse.order, torch.int32),
         _address(inverse.offsets, torch.int32),
         dim,
