@@ -46,6 +46,7 @@ def test_next_writer_continues_from_the_state_of_the_former_one(
     replica: Callable[[str], RunOutput], run: Path, url: Location
 ) -> None:
     with replica("a") as first, replica("b") as second:
+        assert first.saved == first.logged(0) == -1, "nothing is known to be durable"
         first.begin(lambda: None)
         for output, text in ((first, "{}"), (second, "[]")):
             if output is second:
@@ -59,7 +60,6 @@ def test_next_writer_continues_from_the_state_of_the_former_one(
         assert not second.must_begin
         first.begin(lambda: None)
         assert (first.folder / SUMMARY).read_text() == "[]"
-        assert first.saved == -1, "nothing is known to be durable before a commit"
         assert first.commit()
         steps = len((run / METRICS).read_text().splitlines())
         assert (first.saved, first.logged(-1)) == (steps, steps - 1)
