@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from queue import Empty, SimpleQueue
 from types import FrameType, TracebackType
 from typing import TextIO, TypeVar, cast
 
@@ -51,13 +52,14 @@ class Drain:
         """
         self.on_request = on_ask
         self._reason: str | None = None
-        self._asked = threading.Event()
+        # not an Event: its `set` waits for a lock that the interrupted `wait` may hold
+        self._requests = SimpleQueue[None]()
         self._at_once = False
 
     @property
     def asked(self) -> bool:
         """Whether shutdown was requested; no step may start."""
-        return self._asked.is_set()
+        return self._reason is not None
 
     def ask(self, reason: str) -> None:
         """Request shutdown.
@@ -66,7 +68,7 @@ class Drain:
             DrainInterrupt: inside `at_once`.
         """
         self._reason = reason
-        self._asked.set()
+        self._requests.put(None)
         self.on_request()
         if self._at_once:
             raise DrainInterrupt(reason)
@@ -88,7 +90,9 @@ class Drain:
 
     def sleep(self, seconds: float) -> None:
         """Sleep until shutdown is requested, at most `seconds`."""
-        self._asked.wait(seconds)
+        with suppress(Empty):
+            self._requests.get(timeout=seconds)
+            self._requests.put(None)  # for other threads, and later calls
 
     @contextmanager
     def handle_signals(self) -> Iterator[None]:

@@ -4,7 +4,10 @@ import os
 import re
 import signal
 import subprocess
+import sys
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -231,3 +234,45 @@ def test_handlers_are_given_back() -> None:
         os.kill(os.getpid(), signal.SIGTERM)
         assert drain.asked
     assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == before
+
+
+SIGNALLED_AT_EACH_LINE = """
+import signal, sys
+from trainer.recovery import Drain
+
+def sleep(line):
+    "Sleep, with a signal at a line of the sleep; return whether it has so many."
+    drain, lines = Drain(), iter(range(1000))
+
+    def trace(frame, event, argument):
+        if event == "line" and next(lines) == line:
+            signal.raise_signal(signal.SIGTERM)
+        return trace
+
+    with drain.handle_signals():
+        sys.settrace(trace)
+        drain.sleep(0.01)
+        sys.settrace(None)
+    return drain.asked
+
+num_lines = next(line for line in range(1000) if not sleep(line))
+print(num_lines)
+"""
+
+
+@pytest.mark.slow
+def test_signal_at_any_line_of_a_sleep_ends_it() -> None:
+    command = [sys.executable, "-c", SIGNALLED_AT_EACH_LINE]
+    found = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=60, check=True)
+    assert int(found.stdout) > 2
+
+
+def test_sleep_ends_with_the_signal_for_each_thread() -> None:
+    drain = Drain()
+    with ThreadPoolExecutor(2) as pool, drain.handle_signals():
+        sleeping = [pool.submit(drain.sleep, 600.0) for _ in range(2)]
+        threading.Timer(0.05, lambda: os.kill(os.getpid(), signal.SIGTERM)).start()
+        drain.sleep(600.0)
+        for each in sleeping:
+            each.result(60.0)
+    drain.sleep(600.0)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -442,20 +443,16 @@ def run_store(
     scheme, certificate = scheme_of(options.certificate), read_certificate(options.certificate)
     shard = Shard(options.directory, options.slots, sync=options.sync)
     outgoing = OutgoingMigrations(shard, options.access)
-    ended, restarts = threading.Event(), threading.Event()
+    ends = SimpleQueue[bool]()  # whether to restart; a signal handler may not set an Event
 
     def end_soon(function: Callable[[], None]) -> None:
         threading.Timer(_RESPONSE_SEC, function).start()  # after the response is sent
-
-    def restart() -> None:
-        restarts.set()
-        ended.set()
 
     actions = Actions(
         shard,
         outgoing,
         kill=lambda: end_soon(lambda: os.kill(os.getpid(), signal.SIGKILL)),
-        restart=lambda: end_soon(restart),
+        restart=lambda: end_soon(lambda: ends.put(True)),
     )
     try:
         shard.load()
@@ -469,23 +466,23 @@ def run_store(
             certificate=certificate,
         )
         for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, lambda *_: ended.set())
+            signal.signal(number, lambda *_: ends.put(False))
         if end_with is not None:
-            threading.Thread(target=_wait_for_end, args=(end_with, ended), daemon=True).start()
+            threading.Thread(target=_wait_for_end, args=(end_with, ends), daemon=True).start()
         address = f"{scheme}://{options.host}:{server.port}"
         publish_address(options.address_file or options.directory / STORE_ADDRESS, address)
         announce(json.dumps({"address": address, "pid": os.getpid(), "slots": options.slots}))
-        ended.wait()
+        restarts = ends.get()
         stopping = threading.Thread(target=server.shutdown, daemon=True)
         stopping.start()
         stopping.join(_SHUTDOWN_SEC)
-        return server.port if restarts.is_set() else None
+        return server.port if restarts else None
     finally:
         outgoing.end()
         shard.close()
 
 
-def _wait_for_end(pipe: BinaryIO, ended: threading.Event) -> None:
+def _wait_for_end(pipe: BinaryIO, ends: SimpleQueue[bool]) -> None:
     while pipe.read(1024):
         pass
-    ended.set()
+    ends.put(False)
