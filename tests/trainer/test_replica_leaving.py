@@ -183,11 +183,11 @@ def test_who_leaves_computes_what_is_its_own_and_has_no_share_of_the_next_steps(
 def test_lighthouse_waits_for_nobody_who_left_while_another_answers_for_it() -> None:
     with (
         Lighthouse("127.0.0.1", 0, NEVER_SEC) as lighthouse,
-        Membership(lighthouse.address, "a", NEVER_SEC, NEVER_SEC) as one,
-        Membership(lighthouse.address, "b", NEVER_SEC, NEVER_SEC) as other,
+        Membership(lighthouse.address, "a", "token", NEVER_SEC, NEVER_SEC) as one,
+        Membership(lighthouse.address, "b", "token", NEVER_SEC, NEVER_SEC) as other,
         ThreadPoolExecutor(1) as pool,
     ):
-        stand_ins = DepartedMembers(lighthouse.address, NEVER_SEC)
+        stand_ins = DepartedMembers(lighthouse.address, "token", NEVER_SEC)
 
         def leave() -> None:
             while len(other.agree(0, status()).members) < 2:  # who asks first may be alone

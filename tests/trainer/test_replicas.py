@@ -271,7 +271,7 @@ def test_microbatches_take_longer_by_a_factor_and_by_seconds_until_a_step(tmp_pa
 def test_one_member_agrees_with_itself_and_leaves_nobody_to_wait_for() -> None:
     with (
         Lighthouse("127.0.0.1", 0, 0.5) as lighthouse,
-        Membership(lighthouse.address, "a", 0.5, 10.0) as member,
+        Membership(lighthouse.address, "a", "token", 0.5, 10.0) as member,
     ):
         agreement = member.agree(3, status(leaves=(1, 2)))
         assert (agreement.step, agreement.writer) == (3, "a")

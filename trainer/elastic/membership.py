@@ -6,29 +6,38 @@ leaves no replica that stays, its step is the last one and its writer saves.
 The lighthouse has no way to leave: it waits for every member of the previous quorum and for every
 replica with a recent heartbeat. So the writer requests quorums in the name of members that have
 left (`DepartedMembers`). If the writer dies, they expire after one heartbeat time-out.
+
+The lighthouse has no authentication, either: anyone who reaches it may join a quorum. So a member
+signs its status with the token of the run; those without a valid signature are no members.
 """
 
 from __future__ import annotations
 
+import hmac
+import json
+import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any
 
-from torchft.coordination import LighthouseClient, LighthouseServer, Quorum
+from torchft.coordination import LighthouseClient, LighthouseServer, Quorum, QuorumMember
 
 from schemas.errors import SchemaError
 from trainer.follow import DatasetExtent, common_extent
 from trainer.stores.remote.connection import Access
 from trainer.stores.remote.wire import Certificate, check_host
 
+logger = logging.getLogger(__name__)
 _TICK_MS = 10
 _BEATS_PER_TIMEOUT = 8
 _NO_STEP = -1
 """Step of a departed member: never the maximum."""
+MAX_DEPARTED = 8
+"""Departed members that join quorums."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -209,6 +218,7 @@ class Membership:
         self,
         lighthouse: str,
         name: str,
+        token: str,
         heartbeat_sec: float,
         wait_sec: float,
         check_attempt: Callable[[], None] = lambda: None,
@@ -218,11 +228,14 @@ class Membership:
         Args:
             lighthouse: `http://host:port`.
             name: of this replica, unique.
+            token: of the run's replicas.
             heartbeat_sec: heartbeat time-out of the lighthouse.
             wait_sec: maximum wait for an unreachable lighthouse.
             check_attempt: called while it is unreachable; raises if it will not come back.
         """
         self.name = name
+        self._token = token
+        self._num_strangers = 0
         self._lighthouse = lighthouse
         self._interval = heartbeat_sec / _BEATS_PER_TIMEOUT
         self._wait_sec, self._check_attempt = wait_sec, check_attempt
@@ -264,7 +277,13 @@ class Membership:
             try:
                 if self._client is None:
                     self._client = connect_lighthouse(self._lighthouse)
-                quorum = request_quorum(self._client, self.name, step, status, self._wait_sec)
+                quorum = request_quorum(
+                    self._client, self.name, self._token, step, status, self._wait_sec
+                )
+                members = self._members(quorum)
+                if members.get(self.name) != Member(name=self.name, step=step, status=status):
+                    raise ConnectionError(f"another process that uses the name {self.name!r}")
+                return Agreement(int(quorum.quorum_id), members)
             except (RuntimeError, TimeoutError, ConnectionError) as error:
                 self._client = None
                 self._check_attempt()
@@ -274,10 +293,21 @@ class Membership:
                         f"{self._lighthouse}; restart it at that address"
                     ) from error
                 time.sleep(self._interval)
-                continue
-            participants = sorted(quorum.participants, key=lambda member: member.replica_id)
-            members = {p.replica_id: _member(p.replica_id, p.step, p.data) for p in participants}
-            return Agreement(int(quorum.quorum_id), members)
+
+    def _members(self, quorum: Quorum) -> dict[str, Member]:
+        """Return the members of a quorum by name; participants that did not sign are ignored."""
+        participants = sorted(quorum.participants, key=lambda each: each.replica_id)
+        found = [verified_member(each, self._token) for each in participants]
+        members = {member.name: member for member in found if member is not None}
+        num_strangers = len(participants) - len(members)
+        if num_strangers > self._num_strangers:
+            logger.warning(
+                "processes without the token of the run have joined its lighthouse, and are "
+                "ignored count=%s",
+                num_strangers,
+            )
+        self._num_strangers = num_strangers
+        return members
 
     def _beat(self) -> None:
         client: LighthouseClient | None = None
@@ -297,14 +327,23 @@ def connect_lighthouse(lighthouse: str) -> LighthouseClient:
     return LighthouseClient(lighthouse, timedelta(seconds=1))
 
 
+_STATUS, _SIGNATURE = "status", "signature"
+
+
 def request_quorum(
-    client: LighthouseClient, name: str, step: int, status: ReplicaStatus, wait_sec: float
+    client: LighthouseClient,
+    name: str,
+    token: str,
+    step: int,
+    status: ReplicaStatus,
+    wait_sec: float,
 ) -> Quorum:
     """Join the next quorum as a member.
 
     Args:
         client: of the lighthouse.
         name: of the member.
+        token: of the run's replicas.
         step: that it is about to commit.
         status: of the member.
         wait_sec: maximum wait for the other members.
@@ -312,6 +351,7 @@ def request_quorum(
     Raises:
         TimeoutError: other members did not join in time; or another connection error.
     """
+    text = json.dumps(asdict(status))
     return client.quorum(
         replica_id=name,
         timeout=timedelta(seconds=wait_sec),
@@ -320,12 +360,23 @@ def request_quorum(
         step=step,
         world_size=1,
         shrink_only=False,
-        data={**asdict(status)},
+        data={_STATUS: text, _SIGNATURE: _signature(token, name, step, text)},
     )
 
 
-def _member(name: str, step: int, data: Mapping[Any, Any] | None) -> Member:
-    body = {field.name: (data or {})[field.name] for field in fields(ReplicaStatus)}
+def _signature(token: str, name: str, step: int, status: str) -> str:
+    return hmac.new(token.encode(), json.dumps([name, step, status]).encode(), "sha256").hexdigest()
+
+
+def verified_member(participant: QuorumMember, token: str) -> Member | None:
+    """Return a participant of a quorum as a member; None if it does not have the token."""
+    name, step = participant.replica_id, participant.step
+    data: Mapping[Any, object] = participant.data or {}
+    text, signature = str(data.get(_STATUS)), str(data.get(_SIGNATURE))
+    expected = _signature(token, name, step, text)
+    if not hmac.compare_digest(signature.encode(), expected.encode()):
+        return None
+    body = json.loads(text)
     body |= {key: tuple(body[key]) for key in ("leaves", "frontier")}
     return Member(name=name, step=step, status=ReplicaStatus(**body))
 
@@ -367,32 +418,31 @@ class Lighthouse:
 class DepartedMembers:
     """Joins quorums in the name of members that have left, so that nobody waits for them."""
 
-    def __init__(self, lighthouse: str, heartbeat_sec: float) -> None:
-        """Start without departed members.
+    def __init__(self, lighthouse: str, token: str, heartbeat_sec: float) -> None:
+        """Store the arguments.
 
         Args:
             lighthouse: `http://host:port`.
+            token: of the run's replicas.
             heartbeat_sec: heartbeat time-out, after which the lighthouse drops a silent member.
         """
         self._lighthouse = lighthouse
+        self._token = token
         self._heartbeat_sec = heartbeat_sec
-        self._requests: dict[str, threading.Event] = {}
 
-    def join_next_quorum(self, names: Iterable[str]) -> None:
-        """Join the next quorum in the name of each of these members."""
-        for name in names:
-            request = self._requests.get(name)
-            if request is None:
-                request = self._requests[name] = threading.Event()
-                # a daemon: the process does not wait for it at exit
-                threading.Thread(target=self._join, args=(name, request), daemon=True).start()
-            request.set()
+    def join_next_quorum(self, names: Sequence[str]) -> None:
+        """Join the next quorum in the name of each of these members.
 
-    def _join(self, name: str, request: threading.Event) -> None:
+        Once there are more than `MAX_DEPARTED`, none joins: the lighthouse drops all of them after
+        one heartbeat time-out. Each that is never dropped would cost every later step a request.
+        """
+        for name in names if len(names) <= MAX_DEPARTED else ():
+            # a daemon: the process does not wait for it at exit
+            threading.Thread(target=self._join, args=(name,), daemon=True).start()
+
+    def _join(self, name: str) -> None:
         status = ReplicaStatus(since=0, state="", meeting="", leaving=True)
-        while request.wait():
-            request.clear()
-            # on failure the others wait for one heartbeat time-out
-            with suppress(RuntimeError, TimeoutError, ConnectionError):
-                client = connect_lighthouse(self._lighthouse)
-                request_quorum(client, name, _NO_STEP, status, self._heartbeat_sec)
+        # on failure the others wait for one heartbeat time-out
+        with suppress(RuntimeError, TimeoutError, ConnectionError):
+            client = connect_lighthouse(self._lighthouse)
+            request_quorum(client, name, self._token, _NO_STEP, status, self._heartbeat_sec)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hmac
 import json
 import threading
 import time
@@ -11,6 +12,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.flight as fl
 import torch
 from numpy.typing import NDArray
@@ -103,12 +105,14 @@ class PeerServer(fl.FlightServerBase):
             OSError: the certificate cannot be read.
         """
         scheme, pair = scheme_of(certificate), read_certificate(certificate)
+        check = TokenCheck(access.token)
         super().__init__(
             f"{scheme}://{host}:0",
-            middleware={"token": TokenCheck(access.token)},
+            middleware={"token": check},
             tls_certificates=[pair] if pair else None,
         )
         self.address = f"{scheme}://{host}:{self.port}"
+        check.token = _token_for(self.address, access)
         self._wait_sec = access.timeout_sec
         self._changed = threading.Condition()
         self._committed: OrderedDict[int, CommittedStep] = OrderedDict()
@@ -192,6 +196,14 @@ class PeerServer(fl.FlightServerBase):
         return next(reversed(self._committed), -1)
 
 
+def _token_for(address: str, access: Access) -> str:
+    """Return the token of calls to one address, which is of no use at any other.
+
+    The port of a replica that has died may be another process's when it is called.
+    """
+    return hmac.new(access.token.encode(), address.encode(), "sha256").hexdigest()
+
+
 class PeerError(Exception):
     """A peer did not answer; another one may."""
 
@@ -208,7 +220,7 @@ class PeerClient:
         """
         self._address = address
         self._client = connect(address, access)
-        header = (AUTHORIZATION.encode(), f"Bearer {access.token}".encode())
+        header = (AUTHORIZATION.encode(), f"Bearer {_token_for(address, access)}".encode())
         self._options = fl.FlightCallOptions(timeout=access.timeout_sec, headers=[header])
 
     def fetch_state(self) -> dict[str, Array]:
@@ -242,7 +254,7 @@ class PeerClient:
         try:
             results = self._client.do_action(action, self._options)
             return b"".join(result.body.to_pybytes() for result in results)
-        except (fl.FlightError, OSError, SchemaError) as error:
+        except (pa.ArrowException, OSError, SchemaError) as error:
             raise PeerError(f"no {name} of {self._address}: {error}") from error
 
 

@@ -250,7 +250,9 @@ class Replica:
         self._output = output
         poll_sec = context.job.train.follow.poll.total_seconds()
         self._pause_sec = min(poll_sec, options.heartbeat_sec)
-        self._departed = DepartedMembers(options.lighthouse, options.heartbeat_sec)
+        self._departed = DepartedMembers(
+            options.lighthouse, options.access.token, options.heartbeat_sec
+        )
         self._splits = SplitPlanner(options.name)
         self._log_writer = LogWriter(context.run)
         self._timer = PhaseTimer(context.clock, watchdog)
@@ -268,6 +270,7 @@ class Replica:
         self._membership = Membership(
             options.lighthouse,
             options.name,
+            options.access.token,
             options.heartbeat_sec,
             options.access.timeout_sec,
             self._output.check_attempt,

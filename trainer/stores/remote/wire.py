@@ -234,13 +234,13 @@ class TokenCheck(fl.ServerMiddlewareFactory):
     """Rejects calls without the token before their body is read."""
 
     def __init__(self, token: str) -> None:
-        self._expected = f"Bearer {token}".encode()
+        self.token = token
 
     def start_call(self, info: Any, headers: Mapping[str, list[Any]]) -> None:
         """Compare in constant time."""
         header = headers.get(AUTHORIZATION, [""])[0]
         presented = header.encode() if isinstance(header, str) else bytes(header)
-        if not hmac.compare_digest(presented, self._expected):
+        if not hmac.compare_digest(presented, f"Bearer {self.token}".encode()):
             raise fl.FlightUnauthenticatedError(
                 "token must be that of the store's --token-file, got another or none"
             )
