@@ -124,8 +124,8 @@ def test_checkpoint_truncates_the_log_and_keeps_the_rows(tmp_path: Path) -> None
         (long,) = directory.glob("log-*.bin")
         long_bytes = long.stat().st_size
         store.all_tables.notify_checkpoint(200)
+        wait_for(lambda: not long.exists())  # it is rewritten beside the calls that follow
         (short,) = directory.glob("log-*.bin")
-        assert short != long
         assert short.stat().st_size < long_bytes / 20
         last_step.update(dict.fromkeys(write_step(store, 200).tolist(), 200))
         process.kill()

@@ -31,7 +31,7 @@ from trainer.stores.remote.ownership import (
     ownership_from_json,
     ranges_of,
 )
-from trainer.stores.remote.shard import ROWS_PER_RECORD, ChangeTracker, Shard, ShardTable, Tables
+from trainer.stores.remote.shard import ROWS_PER_RECORD, ChangeTracker, Shard, Tables
 from trainer.stores.remote.wal import RowsEntry
 from trainer.stores.remote.wire import (
     ARRIVE,
@@ -81,8 +81,7 @@ class IncomingMigrations:
             shard.check_owner(owner, layouts)
             if session != shard.control.session:
                 control = ShardControl(home=shard.control.home, owner=owner, session=session)
-                tables = {name: ShardTable(layout) for name, layout in layouts.items()}
-                shard.replace_log(control, tables)
+                shard.start_log(control, layouts)
             control, slots = shard.control, migration.slots
             # an older version is that of a store that came back: others were written to since
             source_versions = ownership_from_json(migration.ownership).versions

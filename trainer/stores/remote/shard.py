@@ -1,11 +1,13 @@
 """One shard: some slots of all tables, in memory with a write-ahead log.
 
-A write is logged before it is applied, and applied before it is acknowledged. A checkpoint of the
-run replaces the log by one that holds each row once. The newest complete log is the state.
+A write is logged before it is applied, and applied before it is acknowledged. After a checkpoint of
+the run the log is replaced, while the shard serves, by one that holds each row once. The newest
+complete log is the state.
 """
 
 from __future__ import annotations
 
+import logging
 import secrets
 import threading
 from collections.abc import Iterator, Mapping
@@ -32,6 +34,7 @@ from trainer.stores.remote.ownership import Ownership, Ranges, ShardControl, for
 from trainer.stores.remote.wal import ControlEntry, Entry, OpenEntry, RowsEntry, ShardLog
 from trainer.stores.remote.wire import Request, check_same_layouts, record_width
 
+logger = logging.getLogger(__name__)
 ROWS_PER_RECORD = 1 << 14
 """Maximum rows per record of a new log, and per message between stores."""
 Tables = Mapping[str, NDArray[np.int64]]
@@ -223,6 +226,7 @@ class Shard:
         self.sequence = 0
         self.tracker: ChangeTracker | None = None
         self.barrier = StepBarrier(self.lock)
+        self._compacting: threading.Thread | None = None
 
     def load(self) -> None:
         """Lock the directory and replay its newest log.
@@ -277,8 +281,6 @@ class Shard:
             if session == self.control.session:
                 return  # a retry: rows may have been written since the first call
             self.check_owner(owner, layouts)
-            kept = self.tables if not reset else {}
-            tables = {t: kept.get(t) or ShardTable(layout) for t, layout in layouts.items()}
             control = ShardControl(
                 home=self.control.home,
                 owner=owner,
@@ -288,7 +290,11 @@ class Shard:
                 addresses=self.control.addresses,
             )
             self.tracker = None
-            self.replace_log(control, tables)
+            stored = {name: table.layout for name, table in self.tables.items()}
+            if reset or stored != dict(layouts):
+                self.start_log(control, layouts)
+            else:
+                self._log_control(ControlEntry(control))
 
     def check_owner(self, owner: str, layouts: Mapping[str, TableLayout]) -> None:
         """Raise SchemaError if there are rows of another run or of other tables."""
@@ -364,16 +370,57 @@ class Shard:
                 after = int(rows[-1])
 
     def notify_checkpoint(self, session: str) -> None:
-        """Replace the log by one that holds each row once.
+        """Start to `compact` the log in the background, unless that is in progress.
 
         Raises:
-            SchemaError: another session, or the disk is full; then the old log stays.
+            SchemaError: another session.
         """
         with self.lock:
             self.check_session(session)
-            for table in self.tables.values():
-                table.drop(~self.control.kept)
-            self.replace_log(replace(self.control, sequence=self.sequence), self.tables)
+            if self._compacting is None or not self._compacting.is_alive():
+                self._compacting = threading.Thread(target=self._compact, daemon=True)
+                self._compacting.start()
+
+    def _compact(self) -> None:
+        try:
+            self.compact()
+        except (SchemaError, OSError) as error:
+            logger.warning("log is not shortened, the next checkpoint tries again: %s", error)
+
+    def compact(self) -> None:
+        """Replace the log by one that holds each row once; calls are served meanwhile.
+
+        Raises:
+            SchemaError: the disk is full; the old log stays.
+        """
+        with self.lock:
+            control = replace(self.control, sequence=self.sequence)
+            layouts = {name: table.layout for name, table in self.tables.items()}
+            tables = {name: table.rows for name, table in self.tables.items()}
+            rewrite = self._log.rewrite()
+        kept, outdated = control.kept, False
+        with rewrite:
+            rewrite.append(OpenEntry(layouts))
+            rewrite.append(ControlEntry(control))
+            for name, rows in tables.items():
+                for start in range(0, len(rows), ROWS_PER_RECORD):
+                    chunk = rows[start : start + ROWS_PER_RECORD]
+                    chosen = chunk[kept[slot_of_row(chunk)]]
+                    outdated |= len(chosen) < len(chunk)
+                    with self.lock:
+                        if not self._log.is_current(rewrite):
+                            return  # another session was opened, or the store is closed
+                        written, steps, block = self.tables[name].records(chosen)
+                    rewrite.append(RowsEntry({name: written}, steps, block))
+            rewrite.copy_appended()
+            rewrite.flush_to_disk()
+            with self.lock:
+                if not self._log.is_current(rewrite):
+                    return
+                self._log.switch_to(rewrite)
+                for table in self.tables.values() if outdated else ():
+                    table.drop(~self.control.kept)
+        self._log.remove_before(rewrite)
 
     def fence(self, session: str, slots: Ranges, version: int, tag: int) -> None:
         """Increase the version of served slots, so that other copies of them are outdated.
@@ -392,22 +439,27 @@ class Shard:
             self.log_control(replace(self.control, ownership=ownership, version=version))
 
     def log_control(self, control: ShardControl, dropped: Ranges = ()) -> None:
-        """Log and apply a new control state; the caller holds the lock."""
-        control = replace(control, sequence=self.sequence)
-        entry = ControlEntry(control, dropped)
+        """Log and apply a new control state of this session; the caller holds the lock."""
+        self._log_control(ControlEntry(replace(control, sequence=self.sequence), dropped))
+
+    def _log_control(self, entry: ControlEntry) -> None:
         self._log.append(entry)
         self._log.flush_to_disk()  # rare, and other stores rely on it
         self._apply(entry)
 
-    def replace_log(self, control: ShardControl, tables: dict[str, ShardTable]) -> None:
-        """Write a new log with all rows and switch to it; the caller holds the lock."""
-        self._log.replace(_entries(control, tables))
-        self.control, self.tables, self.sequence = control, tables, control.sequence
+    def start_log(self, control: ShardControl, layouts: Mapping[str, TableLayout]) -> None:
+        """Start a new log without rows, and delete the old one; the caller holds the lock."""
+        entries = OpenEntry(layouts), ControlEntry(control)
+        self._log.replace(entries)
+        for entry in entries:
+            self._apply(entry)
 
     def close(self) -> None:
         """Close the log and unlock the directory."""
         with self.lock:
             self._log.close()
+        if self._compacting is not None:
+            self._compacting.join()
 
     def layout(self, request: Request) -> TableLayout:
         """Return the layout of one table; all have one shape."""
@@ -462,13 +514,3 @@ class Shard:
                 start, end = end, end + len(rows)
                 steps, block = entry.steps[start:end], entry.block[start:end]
                 self.tables[name].write(rows, steps, block)
-
-
-def _entries(control: ShardControl, tables: Mapping[str, ShardTable]) -> Iterator[Entry]:
-    """Yield a log of the whole state."""
-    yield OpenEntry({name: table.layout for name, table in tables.items()})
-    yield ControlEntry(control)
-    for name, table in tables.items():
-        for start in range(0, len(table), ROWS_PER_RECORD):
-            rows, steps, block = table.records(table.rows[start : start + ROWS_PER_RECORD])
-            yield RowsEntry({name: rows}, steps, block)

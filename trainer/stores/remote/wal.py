@@ -48,10 +48,10 @@ class RecordLog:
             sync: fsync each record. Without it, records survive the death of the process at once,
                 but that of the machine only after `flush_to_disk`.
         """
-        self._path = path
+        self.path = path
         self._sync = sync
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
-        self._end = os.fstat(self._file).st_size
+        self.num_bytes = os.fstat(self._file).st_size
 
     def append(self, parts: Sequence[Buffer]) -> None:
         """Append one record with the concatenated parts as payload.
@@ -63,18 +63,22 @@ class RecordLog:
         crc = zlib.crc32(length)
         for part in parts:
             crc = zlib.crc32(part, crc)
+        self.append_raw([_HEADER.pack(MAGIC, crc), length, *parts])
+
+    def append_raw(self, parts: Sequence[Buffer]) -> None:
+        """Append whole records with their headers, or a part of them; raises as `append`."""
         try:
-            self._write([_HEADER.pack(MAGIC, crc), length, *parts])
+            self._write(parts)
             if self._sync:
                 os.fdatasync(self._file)
         except OSError as error:
-            os.ftruncate(self._file, self._end)
+            os.ftruncate(self._file, self.num_bytes)
             raise SchemaError(
                 f"no room on disk for a record: {error.strerror}; free some and retry, nothing "
                 "before the record is lost",
-                file=str(self._path),
+                file=str(self.path),
             ) from error
-        self._end += _FRONT + sum(len(part) for part in parts)
+        self.num_bytes += sum(len(part) for part in parts)
 
     def _write(self, parts: Sequence[Buffer]) -> None:
         pending = [memoryview(part) for part in parts if len(part)]
@@ -249,6 +253,73 @@ def _payload_buffers(header: dict[str, Any], *arrays: Array) -> list[Buffer]:
 
 
 _NAME_DIGITS = 8
+_FLUSH_BYTES = 64 << 20
+"""Bytes of a new log after which they are flushed, so that calls do not wait for the disk later."""
+_COPY_BYTES = 4 << 20
+
+
+class LogRewrite:
+    """A new log that will replace another one; a context that removes it unless it is complete.
+
+    Records that are appended to the old log meanwhile are copied behind those of the new one. So
+    these may be of any time since the start: replayed in order, later records win.
+    """
+
+    def __init__(self, path: Path, old: RecordLog | None) -> None:
+        """Create the file under a temporary name.
+
+        Args:
+            path: of the new log.
+            old: the log to be replaced; it is not appended to during this call.
+        """
+        self.path, self.old = path, old
+        self._partial = path.with_suffix(".partial")
+        self._partial.unlink(missing_ok=True)
+        self._log = RecordLog(self._partial, sync=False)
+        self._source = None if old is None else old.path.open("rb", buffering=0)
+        self._copied = 0 if old is None else old.num_bytes
+        self._flushed = 0
+
+    def append(self, entry: Entry) -> None:
+        """Append a record of the state.
+
+        Raises:
+            SchemaError: the disk is full.
+        """
+        self._log.append(entry.to_buffers())
+        if self._log.num_bytes - self._flushed > _FLUSH_BYTES:
+            self.flush_to_disk()
+
+    def copy_appended(self) -> None:
+        """Copy what was appended to the old log since the last call; raises as `append`."""
+        if self.old is None or self._source is None:
+            return
+        end = self.old.num_bytes
+        while self._copied < end:
+            size = min(end - self._copied, _COPY_BYTES)
+            self._log.append_raw([os.pread(self._source.fileno(), size, self._copied)])
+            self._copied += size
+
+    def flush_to_disk(self) -> None:
+        """Wait until all records are on the device."""
+        self._log.flush_to_disk()
+        self._flushed = self._log.num_bytes
+
+    def complete(self) -> None:
+        """Copy the last records and give the log its name; raises as `append`."""
+        self.copy_appended()
+        self.flush_to_disk()
+        self._partial.rename(self.path)
+        sync_directory(self.path.parent)
+
+    def __enter__(self) -> LogRewrite:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._log.close()
+        if self._source is not None:
+            self._source.close()
+        self._partial.unlink(missing_ok=True)
 
 
 class ShardLog:
@@ -306,29 +377,38 @@ class ShardLog:
         Raises:
             SchemaError: the disk is full; the old log stays.
         """
-        generation = self._generation + 1
-        path = self.directory / f"log-{generation:0{_NAME_DIGITS}}.bin"
-        partial = path.with_suffix(".partial")
-        partial.unlink(missing_ok=True)
-        log = RecordLog(partial, sync=False)
-        try:
+        with self.rewrite() as rewrite:
             for entry in entries:
-                log.append(entry.to_buffers())
-            log.flush_to_disk()
-            partial.rename(path)
-        except (SchemaError, OSError):
-            partial.unlink(missing_ok=True)
-            raise
-        finally:
-            log.close()
-        sync_directory(self.directory)
+                rewrite.append(entry)
+            self.switch_to(rewrite)
+        self.remove_before(rewrite)
+
+    def rewrite(self) -> LogRewrite:
+        """Start a new log to `switch_to`; the current one may be appended to meanwhile."""
+        path = self.directory / f"log-{self._generation + 1:0{_NAME_DIGITS}}.bin"
+        return LogRewrite(path, self._log)
+
+    def is_current(self, rewrite: LogRewrite) -> bool:
+        """Return whether the log that was current when the rewrite started still is."""
+        return rewrite.old is self._log
+
+    def switch_to(self, rewrite: LogRewrite) -> None:
+        """Append to a new log from now on; the old one must not be appended to meanwhile.
+
+        Raises:
+            SchemaError: the disk is full; the old log stays.
+        """
+        rewrite.complete()
         if self._log is not None:
             self._log.close()
-        self._log = RecordLog(path, sync=self._sync)
+        self._log = RecordLog(rewrite.path, sync=self._sync)
+        self._generation += 1
+
+    def remove_before(self, rewrite: LogRewrite) -> None:
+        """Delete the logs that a new one has replaced."""
         for old in self.directory.glob("log-*.bin"):
-            if old != path:
-                old.unlink()
-        self._generation = generation
+            if old.name < rewrite.path.name:
+                old.unlink(missing_ok=True)
 
     def close(self) -> None:
         """Close the log and unlock the directory."""

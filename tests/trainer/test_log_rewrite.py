@@ -1,0 +1,237 @@
+"""A shard's log is shortened while the shard serves, and what it holds is the shard's state."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from itertools import count
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from schemas.errors import SchemaError
+from schemas.hashing import slot_of_row
+from tests.trainer.processes import wait_for
+from tests.trainer.stores import LAYOUT, largest_file
+from trainer.stores.remote import shard as shard_module
+from trainer.stores.remote.ownership import empty_ownership, mask_of
+from trainer.stores.remote.shard import Shard
+from trainer.stores.remote.wal import LogRewrite, RecordLog, RowsEntry
+from trainer.stores.remote.wire import Request
+
+ALL = ((0, 4096),)
+TABLES = {name: replace(LAYOUT, table=name) for name in ("items", "users")}
+PATIENCE_SEC = 60.0
+
+
+def opened(directory: Path) -> Shard:
+    shard = Shard(directory, ALL, sync=False)
+    shard.load()
+    begin_session(shard, "process", reset=True)
+    return shard
+
+
+def begin_session(shard: Shard, session: str, *, reset: bool) -> None:
+    version = shard.control.version + 1
+    ownership = empty_ownership().with_slots(mask_of(ALL), version, 1)
+    shard.open("run", session, TABLES, ownership=ownership, version=version, reset=reset)
+
+
+def request_of(shard: Shard, train_step: int = -1) -> Request:
+    return Request(
+        op="write",
+        session=shard.control.session,
+        incarnation=shard.incarnation,
+        store_version=shard.control.version,
+        train_step=train_step,
+    )
+
+
+def write(shard: Shard, step: int, rows: np.ndarray, table: str = "items") -> None:
+    block = np.repeat(rows[:, None] + np.float32(step) / 64, 5, axis=1).astype(np.float32)
+    shard.write(request_of(shard, step), {table: rows}, block)
+
+
+def state_of(shard: Shard) -> dict[str, object]:
+    """Return all that a shard must have again after a restart: rows of slots that it keeps."""
+    found: dict[str, object] = {"control": replace(shard.control, sequence=shard.sequence)}
+    for name, table in shard.tables.items():
+        rows = np.sort(table.rows[shard.control.kept[slot_of_row(table.rows)]])
+        rows, steps, block = table.records(rows)
+        found[name] = rows.tolist(), steps.tolist(), block.tolist()
+    return {**found, "control": repr(found["control"])}
+
+
+def state_after_kill(shard: Shard, folder: Path) -> dict[str, object]:
+    """Return the state of a shard that starts on a copy of another one's files."""
+    shutil.rmtree(folder, ignore_errors=True)
+    shutil.copytree(shard._log.directory, folder)  # pyright: ignore[reportPrivateUsage]
+    other = Shard(folder, ALL, sync=False)
+    other.load()
+    found = state_of(other)
+    other.close()
+    return found
+
+
+def test_shard_serves_while_its_log_is_rewritten(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shard, rows, holds = opened(tmp_path / "store"), np.arange(1000), threading.Event()
+    write(shard, 1, rows)
+    flush = RecordLog.flush_to_disk
+
+    def flush_late(log: RecordLog) -> None:  # as on a disk that takes a minute for the new log
+        assert holds.wait(PATIENCE_SEC)
+        flush(log)
+
+    monkeypatch.setattr(RecordLog, "flush_to_disk", flush_late)
+    with ThreadPoolExecutor(2) as pool:
+        notified = pool.submit(shard.notify_checkpoint, "process")
+        try:
+            wait_for(lambda: list((tmp_path / "store").glob("*.partial")))
+            pool.submit(write, shard, 2, rows[:500]).result(10.0)
+            fetched = pool.submit(shard.fetch, request_of(shard), {"items": rows}).result(10.0)
+        finally:
+            holds.set()
+        notified.result()
+    steps = np.where(rows < 500, 2, 1)
+    assert (fetched[0][:, 0] == rows + np.float32(steps) / 64).all()
+    wait_for(lambda: [p.name for p in (tmp_path / "store").glob("log-*")] == ["log-00000002.bin"])
+    assert state_after_kill(shard, tmp_path / "copy") == state_of(shard)
+    shard.close()
+
+
+def between_records(monkeypatch: pytest.MonkeyPatch, act: Callable[[], None]) -> None:
+    """Act before each record of rows of a new log, as other threads may."""
+    append = LogRewrite.append
+
+    def append_after(rewrite: LogRewrite, entry: object) -> None:
+        if isinstance(entry, RowsEntry):
+            act()
+        append(rewrite, entry)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(LogRewrite, "append", append_after)
+
+
+class Drawn:
+    """Writes, sessions and moves of slots that are drawn."""
+
+    def __init__(self, shard: Shard, data: st.DataObject) -> None:
+        self.shard, self.data, self.names = shard, data, count()
+
+    def act(self) -> None:
+        action = self.data.draw(st.sampled_from(["write"] * 6 + ["give", "take", "session"]))
+        if action == "write":
+            table = self.data.draw(st.sampled_from(sorted(TABLES)))
+            rows = self.data.draw(st.sets(st.integers(0, 60), min_size=1))
+            self.write(table, np.array(sorted(rows)) * 1_000_003)
+        elif action == "session":
+            begin_session(self.shard, f"later-{next(self.names)}", reset=False)
+        else:
+            self.move(give=action == "give")
+
+    def write(self, table: str, rows: np.ndarray) -> None:
+        step = self.data.draw(st.integers(0, 5))
+        entry = RowsEntry(
+            {table: rows},
+            np.full(len(rows), step),
+            np.full((len(rows), 5), next(self.names), np.float32),
+            counted=True,
+        )
+        with self.shard.lock:
+            self.shard.write_entry(entry)
+
+    def move(self, *, give: bool) -> None:
+        """Give a part of the slots away, or get them anew and without the former rows."""
+        control, slots = self.shard.control, mask_of([(0, 2048)])
+        ownership = control.ownership.without_slots(slots)
+        if not give:
+            ownership = ownership.with_slots(slots, control.version + 1, 1)
+        control = replace(control, ownership=ownership, version=control.version + 1)
+        self.shard.log_control(control, () if give else ((0, 2048),))
+
+
+@given(data=st.data(), rows_per_record=st.integers(1, 20))
+@settings(max_examples=60, deadline=None)
+def test_log_holds_the_state_whatever_happens_while_it_is_rewritten(
+    data: st.DataObject, rows_per_record: int, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    folder = tmp_path_factory.mktemp("rewrite")
+    shard = opened(folder / "store")
+    drawn = Drawn(shard, data)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(shard_module, "ROWS_PER_RECORD", rows_per_record)
+        for _ in range(data.draw(st.integers(1, 6))):
+            drawn.act()
+        kill_at, records = data.draw(st.integers(0, 20)), count()
+
+        def act() -> None:
+            if data.draw(st.booleans()):
+                drawn.act()
+            if next(records) == kill_at:
+                assert state_after_kill(shard, folder / "copy") == state_of(shard)
+
+        between_records(monkeypatch, act)
+        shard.compact()
+    assert not list((folder / "store").glob("*.partial"))
+    assert len(list((folder / "store").glob("log-*.bin"))) == 1
+    assert state_after_kill(shard, folder / "copy") == state_of(shard)
+    drawn.write("items", np.arange(5))
+    assert state_after_kill(shard, folder / "copy") == state_of(shard)
+    shard.close()
+
+
+def test_log_has_each_row_once_and_none_of_slots_that_were_given_away(tmp_path: Path) -> None:
+    shard = opened(tmp_path / "store")
+    for step in range(20):
+        write(shard, step, np.arange(3000))
+    [long] = (tmp_path / "store").glob("log-*.bin")
+    long_bytes = long.stat().st_size
+    ownership = shard.control.ownership.without_slots(mask_of([(0, 2048)]))
+    shard.log_control(replace(shard.control, ownership=ownership))
+    shard.compact()
+    [short] = (tmp_path / "store").glob("log-*.bin")
+    assert short.stat().st_size < long_bytes / 35
+    assert 1000 < len(shard.tables["items"]) < 2000
+    assert state_after_kill(shard, tmp_path / "copy") == state_of(shard)
+    shard.close()
+
+
+def test_rewrite_on_a_full_disk_leaves_the_old_log(tmp_path: Path) -> None:
+    shard = opened(tmp_path / "store")
+    write(shard, 1, np.arange(600))
+    write(shard, 2, np.arange(600, 1200))
+    size = (tmp_path / "store" / "log-00000001.bin").stat().st_size
+    with largest_file(size - 8000), pytest.raises(SchemaError, match=r"^no room on disk"):
+        shard.compact()
+    assert [p.name for p in sorted((tmp_path / "store").iterdir())] == ["lock", "log-00000001.bin"]
+    write(shard, 3, np.arange(10))
+    assert state_after_kill(shard, tmp_path / "copy") == state_of(shard)
+    shard.close()
+
+
+def test_rewrite_is_given_up_when_the_shard_is_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shard, closed = opened(tmp_path / "store"), list[Iterator[None]]()
+    write(shard, 1, np.arange(10))
+    write(shard, 1, np.arange(10), "users")
+    before = state_of(shard)
+
+    def close() -> None:
+        if not closed:
+            closed.append(iter(()))
+            shard.close()
+
+    between_records(monkeypatch, close)
+    shard.compact()
+    again = Shard(tmp_path / "store", ALL, sync=False)
+    again.load()
+    assert state_of(again) == before
+    again.close()
