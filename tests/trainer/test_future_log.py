@@ -23,9 +23,13 @@ from trainer.stores.future_log import FutureLog
 from trainer.stores.local import memory_store
 
 
-def log_in(folder: Path, bucket_steps: int, buffer_bytes: int) -> FutureLog:
+def log_in(folder: Path, bucket_steps: int, buffer_bytes: int, fan_out: int = 64) -> FutureLog:
     return FutureLog(
-        {"items": LAYOUT}, folder, bucket_steps=bucket_steps, buffer_bytes=buffer_bytes
+        {"items": LAYOUT},
+        folder,
+        bucket_steps=bucket_steps,
+        fan_out=fan_out,
+        buffer_bytes=buffer_bytes,
     )
 
 
@@ -75,6 +79,7 @@ class Checked:
     policy=st.sampled_from(["ttl", "belady"]),
     lookahead=st.integers(1, 8),
     bucket_steps=st.integers(1, 7),
+    fan_out=st.integers(2, 4),
     buffer_bytes=st.sampled_from([0, 300, 1 << 20]),
     flush_every=st.sampled_from([None, 1, 4]),
     data=st.data(),
@@ -85,6 +90,7 @@ def test_log_hands_out_and_holds_what_a_store_in_memory_does(
     policy: str,
     lookahead: int,
     bucket_steps: int,
+    fan_out: int,
     buffer_bytes: int,
     flush_every: int | None,
     data: st.DataObject,
@@ -96,7 +102,7 @@ def test_log_hands_out_and_holds_what_a_store_in_memory_does(
     needed = required_rows(index_of(rows)[1], config)
     config = replace(config, rows=max(1, needed + data.draw(st.integers(0, 4))))
     folder = tmp_path_factory.mktemp("log")
-    log = log_in(folder, bucket_steps, buffer_bytes)
+    log = log_in(folder, bucket_steps, buffer_bytes, fan_out)
     reference = DirectSource(memory_store({"items": LAYOUT}))
     checked = Checked(cache_over(log, rows, config), log, reference)
     handed = run_source(checked, rows, flush_every)  # type: ignore[arg-type]
@@ -172,7 +178,7 @@ def test_log_refuses_a_plan_that_leaves_written_rows_out(tmp_path: Path) -> None
 def test_log_on_a_full_disk_refuses_by_name_and_goes_on_when_there_is_room(tmp_path: Path) -> None:
     log = log_in(tmp_path, 4, 0)
     log.write(0, back_of(list(range(10)), [6] * 10))
-    path = tmp_path / "bucket-00000001.bin"
+    path = tmp_path / "bucket-0-00000001.bin"
     size = path.stat().st_size
     message = (
         f"no room on disk for rows evicted from the cache: File too large in {path}; "
@@ -187,3 +193,29 @@ def test_log_on_a_full_disk_refuses_by_name_and_goes_on_when_there_is_room(tmp_p
     log.write(2, {})
     for step, rows in ((6, range(10)), (7, range(10, 20))):
         assert (log.fetch(step, {"items": np.array(rows)})["items"].values == 1).all()
+
+
+@pytest.mark.parametrize("first_step", [0, 50_000])
+def test_writes_stay_long_and_few_buckets_are_open_whatever_the_number_of_steps(
+    first_step: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writes = counted(monkeypatch, "pwrite")
+    rng, num_steps = np.random.default_rng(3), 100_000
+    log, stored = log_in(tmp_path, 4, 1 << 20), dict[int, list[int]]()
+    for step in range(first_step, first_step + 400):
+        rows = np.sort(np.array(stored.pop(step, []), np.int64))
+        assert (log.fetch(step, {"items": rows})["items"].state[:, 0] == rows).all()
+        rows = np.arange(step * 1000, step * 1000 + 400)
+        next_use = rng.integers(step + 1, num_steps, len(rows))
+        next_use[:20] = step + rng.integers(1, 300, 20)
+        for row, at in zip(rows.tolist(), next_use.tolist(), strict=True):
+            stored.setdefault(at, []).append(row)
+        state = rows[:, None].astype(float)
+        log.write(
+            step, {"items": WriteBack(rows, Records(np.repeat(state, 2, 1), state), next_use)}
+        )
+    assert len(log._buffers) < 4 * 2 * 64  # pyright: ignore[reportPrivateUsage]
+    assert len(list(tmp_path.iterdir())) < 4 * 2 * 64
+    assert len(writes) < 2500
+    assert sum(writes) / len(writes) > 8192  # with 32 MiB of buffers 32 times as long
+    assert sum(len(rows) for rows in stored.values()) == len(whole(TableOf(log, LAYOUT))[0])

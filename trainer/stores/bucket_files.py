@@ -151,6 +151,16 @@ class BucketFiles:
             assert num_bytes == len(buffer), "a file is as long as what was appended to it"
             yield self._columns(buffer, chunk.count)
 
+    def take_first(self, name: str) -> Entries:
+        """Return the first chunk of a file and drop it; the file keeps its size until removed."""
+        [entries] = self.read(name, 0, 1)
+        del self._chunks[name][0]
+        return entries
+
+    def names(self) -> list[str]:
+        """Return the names of the files."""
+        return list(self._chunks)
+
     def remove(self, name: str) -> None:
         """Delete a file if it exists."""
         if self._chunks.pop(name, None) is not None:

@@ -5,6 +5,10 @@ The cache plan gives the next use of each evicted row. Rows are appended to one 
 bucket holds for a step was never used before: it gets its initial values. Rows without a next use
 go to a file that is only read for checkpoints.
 
+Rows of far steps go to wider buckets: of `FAN_OUT` buckets, of as many of these, and so on. A wider
+bucket is split while the one before it is trained, a part at a time. So writes are long whatever
+the number of steps, because few buckets share the buffer.
+
 A row can only be fetched at the step that it was written for. The files do not outlive the
 process: a run resumes from its checkpoint.
 """
@@ -38,6 +42,12 @@ from trainer.stores.bucket_files import (
 
 BUCKET_STEPS = 4
 """Steps per file; the rows that they fetch are in memory at once."""
+FAN_OUT = 256
+"""Buckets that a wider one is split into."""
+_LEVELS = 3
+"""Widths of buckets; the widest have `FAN_OUT` ** 2 * `BUCKET_STEPS` steps."""
+_LEVEL = 1 << 40
+"""Key of the first bucket of a level, divided by the level."""
 BUFFER_BYTES = 32 << 20
 """Maximum bytes that are buffered for long writes; the fullest bucket is written first."""
 _FINAL_FILES = ("final-0.bin", "final-1.bin")
@@ -62,6 +72,7 @@ class FutureLog:
         directory: Path,
         *,
         bucket_steps: int = BUCKET_STEPS,
+        fan_out: int = FAN_OUT,
         buffer_bytes: int = BUFFER_BYTES,
     ) -> None:
         """Start empty.
@@ -69,7 +80,8 @@ class FutureLog:
         Args:
             layouts: tables by name, all of one shape.
             directory: an empty folder.
-            bucket_steps: steps per file.
+            bucket_steps: steps per narrow bucket.
+            fan_out: buckets that a wider one is split into.
             buffer_bytes: maximum bytes that are buffered for long writes.
         """
         first = next(iter(layouts.values()))
@@ -78,14 +90,14 @@ class FutureLog:
         self._dim, self._dtype = first.dim, first.dtype
         self._width = first.dim + first.state_width
         self._files = BucketFiles(directory, self._width, first.dtype)
-        self._bucket_steps = bucket_steps
+        self._bucket_steps, self._fan_out = bucket_steps, fan_out
         self._buffer_bytes = buffer_bytes
         self._buffers: dict[int, list[Entries]] = defaultdict(list)
-        self._buffered: dict[int, int] = defaultdict(int)
+        self._buffered: dict[int, int] = defaultdict(int)  # bytes, by bucket
+        self._buffered_bytes = 0
         self._due: dict[int, list[Entries]] = defaultdict(list)  # by step, of buckets in memory
         self._fetched: dict[int, Entries] = {}  # by step, fetched but not trained yet
-        self._read_until = 0  # earlier buckets are in memory or consumed
-        self._num_buckets = 0  # that may have a file
+        self._read_until = 0  # earlier narrow buckets are in memory or consumed
         self._final = _FINAL_FILES[0]  # rows without a known next use
         self._run_files = BucketFiles(
             directory, self._width, first.dtype, chunk_bytes=MERGE_CHUNK_BYTES
@@ -135,10 +147,7 @@ class FutureLog:
         self._files.remove(_RESIDENT)
         if copies:
             self._files.append(_RESIDENT, [self._entries(copies)])
-        entries = self._entries({t: b for t, b in leaving.items() if b.next_use is not None})
-        buckets = entries.next_use // self._bucket_steps  # NEVER_AGAIN is bucket -1
-        for bucket, part in _group_by(buckets, entries):
-            self._buffer(bucket, part)
+        self._put(self._entries({t: b for t, b in leaving.items() if b.next_use is not None}))
         self._flush_buffers()
 
     def reschedule(self, next_uses: NextUses) -> None:
@@ -151,20 +160,17 @@ class FutureLog:
             SchemaError: the disk is full.
         """
         old, self._final = self._final, _FINAL_FILES[1 - _FINAL_FILES.index(self._final)]
-        self._buffered.pop(NEVER_AGAIN, None)
-        buffered = self._buffers.pop(NEVER_AGAIN, [])
-        for entries in chain(self._files.read(old), buffered):
-            for bucket, part in self._rescheduled(entries, next_uses):
-                self._buffer(bucket, part)
+        for entries in chain(self._files.read(old), self._take_buffer(NEVER_AGAIN)):
+            self._put(replace(entries, next_use=self._next_uses(entries, next_uses)))
             self._flush_buffers()
         self._files.remove(old)
 
-    def _rescheduled(self, entries: Entries, next_uses: NextUses) -> Iterator[tuple[int, Entries]]:
+    def _next_uses(self, entries: Entries, next_uses: NextUses) -> NDArray[np.int64]:
         steps = np.full(len(entries), NEVER_AGAIN)
         for table, index in self._index.items():
             of_table = entries.tables == index
             steps[of_table] = next_uses(table, entries.rows[of_table])
-        return _group_by(steps // self._bucket_steps, replace(entries, next_use=steps))
+        return steps
 
     def contents(self, table: str) -> Iterator[tuple[NDArray[np.int64], Records]]:
         """Yield all rows of a table and their records; call after writing the cached rows.
@@ -219,44 +225,76 @@ class FutureLog:
             block,
         )
 
-    def _buffer(self, bucket: int, entries: Entries) -> None:
-        if 0 <= bucket < self._read_until:
-            self._add_due(entries)
-            return
-        self._buffers[bucket].append(entries)
-        self._buffered[bucket] += entries.num_bytes
+    def _put(self, entries: Entries) -> None:
+        for bucket, part in _group_by(self._buckets_of(entries.next_use), entries):
+            if 0 <= bucket < self._read_until:
+                self._add_due(part)
+            else:
+                self._buffers[bucket].append(part)
+                self._buffered[bucket] += part.num_bytes
+                self._buffered_bytes += part.num_bytes
+
+    def _buckets_of(self, steps: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the bucket of each step, -1 for `NEVER_AGAIN`.
+
+        That is the narrowest one whose wider bucket is the current one or the next one, or before.
+        """
+        narrow = steps // self._bucket_steps
+        buckets = narrow
+        for level in range(1, _LEVELS):
+            width = self._fan_out**level
+            is_far = narrow // width > self._read_until // width + 1
+            buckets = np.where(is_far, level * _LEVEL + narrow // width, buckets)
+        return buckets
+
+    def _take_buffer(self, bucket: int) -> list[Entries]:
+        self._buffered_bytes -= self._buffered.pop(bucket, 0)
+        return self._buffers.pop(bucket, [])
 
     def _add_due(self, entries: Entries) -> None:
         for step, part in _group_by(entries.next_use, entries):
             self._due[step].append(part)
 
     def _read_buckets(self, train_step: int) -> None:
-        bucket = train_step // self._bucket_steps
-        for number in range(self._read_until, bucket + 1):
-            for entries in self._files.read(_bucket_name(number)):
+        while self._read_until <= train_step // self._bucket_steps:
+            number = self._read_until
+            for level in reversed(range(1, _LEVELS)):
+                self._split_next(level, number)
+            for entries in chain(self._files.read(_bucket_name(number)), self._take_buffer(number)):
                 self._add_due(entries)
             self._files.remove(_bucket_name(number))
-            for entries in self._buffers.pop(number, []):
-                self._add_due(entries)
-            self._buffered.pop(number, None)
-        self._read_until = max(self._read_until, bucket + 1)
+            self._read_until = number + 1
+
+    def _split_next(self, level: int, number: int) -> None:
+        """Split a part of the next bucket of a level before a narrow bucket is read.
+
+        No rows are added to it any more; all are moved when its first step comes.
+        """
+        width = self._fan_out**level
+        current, position = divmod(number, width)
+        bucket = level * _LEVEL + current + 1
+        for entries in self._take_buffer(bucket):
+            self._put(entries)
+        name = _bucket_name(bucket)
+        num_chunks = self._files.num_chunks(name)
+        for _ in range(-(-num_chunks // (width - position))):
+            self._put(self._files.take_first(name))
+            self._flush_buffers()
+        if num_chunks and not self._files.num_chunks(name):
+            self._files.remove(name)
 
     def _flush_buffers(self) -> None:
-        while sum(self._buffered.values()) > self._buffer_bytes:
-            bucket = max(self._buffered, key=lambda number: self._buffered[number])
+        while self._buffered_bytes > self._buffer_bytes:
+            bucket = max(self._buffered, key=self._buffered.__getitem__)
             name = self._final if bucket == NEVER_AGAIN else _bucket_name(bucket)
             self._files.append(name, self._buffers[bucket])
-            del self._buffers[bucket], self._buffered[bucket]
-            self._num_buckets = max(self._num_buckets, bucket + 1)
+            self._take_buffer(bucket)
 
     def _all_entries(self) -> Iterator[Entries]:
         yield from self._fetched.values()
-        for parts in self._due.values():
+        for parts in chain(self._due.values(), self._buffers.values()):
             yield from parts
-        for parts in self._buffers.values():
-            yield from parts
-        names = [_bucket_name(number) for number in range(self._read_until, self._num_buckets)]
-        for name in (self._final, _RESIDENT, *names):
+        for name in self._files.names():
             yield from self._files.read(name)
 
     def _drop_runs(self) -> None:
@@ -275,7 +313,8 @@ def _group_by(keys: NDArray[np.integer], entries: Entries) -> Iterator[tuple[int
 
 
 def _bucket_name(bucket: int) -> str:
-    return f"bucket-{bucket:08d}.bin"
+    level, number = divmod(bucket, _LEVEL)
+    return f"bucket-{level}-{number:08d}.bin"
 
 
 class NextUseLookup:
