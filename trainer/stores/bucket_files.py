@@ -295,6 +295,7 @@ class SortedRuns:
         self._num_tables = num_tables
         self._run_bytes = run_bytes
         self._unsorted: list[Entries] = []
+        self._unsorted_bytes = 0
         self._first_chunks: list[list[int]] = []  # by run: first chunk of each table, and the end
         self._in_memory: list[Entries] = []  # by table, rows that are in no run
 
@@ -302,7 +303,8 @@ class SortedRuns:
         """Add rows, each row of a table once; the arrays must not change afterwards."""
         for entries in parts:
             self._unsorted.append(entries)
-            if sum(e.num_bytes for e in self._unsorted) >= self._run_bytes:
+            self._unsorted_bytes += entries.num_bytes
+            if self._unsorted_bytes >= self._run_bytes:
                 self._write_run()
 
     def table(self, number: int) -> Iterator[SortedChunk]:
@@ -319,11 +321,12 @@ class SortedRuns:
         """Drop all rows and delete the files."""
         for run in range(len(self._first_chunks)):
             self._files.remove(_run_name(run))
-        self._first_chunks, self._in_memory, self._unsorted = [], [], []
+        self._first_chunks, self._in_memory = [], []
+        self._unsorted, self._unsorted_bytes = [], 0
 
     def _sort_by_table(self) -> list[Entries]:
         entries = concatenate_entries(self._unsorted, self._files.width, self._files.dtype)
-        self._unsorted = []
+        self._unsorted, self._unsorted_bytes = [], 0
         entries = entries.take(np.lexsort((entries.rows, entries.tables)))
         cuts = np.searchsorted(entries.tables, np.arange(self._num_tables + 1)).tolist()
         return [entries.take(slice(a, b)) for a, b in pairwise(cuts)]
