@@ -31,6 +31,7 @@ from trainer.stores.api import (
     SupportsGather,
     TableLayout,
     WriteBack,
+    doubled,
     empty_records,
     enlarge,
     merge_records,
@@ -237,11 +238,8 @@ class _Slots:
         self._sorted = None
         num_slots = int(slots.max(initial=-1)) + 1
         if num_slots > len(self.rows):
-            capacity = 1 << (num_slots - 1).bit_length()
-            self.rows, self.records = (
-                enlarge(self.rows, capacity, -1),
-                self.records.enlarged(capacity),
-            )
+            self.rows = enlarge(self.rows, doubled(num_slots), -1)
+            self.records = self.records.grown(num_slots)
         self.rows[slots] = rows
         self.records.put(slots, records)
 

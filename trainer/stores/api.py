@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import mmap
+import os
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
@@ -84,6 +87,14 @@ class Records:
         """Return `size` records that begin with these."""
         return Records(enlarge(self.values, size), enlarge(self.state, size))
 
+    def grown(self, num_rows: int) -> Records:
+        """Return at least `num_rows` records that begin with these; see the function `grown`."""
+        values, state = (
+            array if len(array) >= num_rows else grown(array, num_rows)
+            for array in (self.values, self.state)
+        )
+        return Records(values, state)
+
 
 def enlarge(array: Array, size: int, fill: int | None = None) -> Array:
     """Return an array of `size` rows that begins with those of another.
@@ -98,6 +109,44 @@ def enlarge(array: Array, size: int, fill: int | None = None) -> Array:
     if fill is not None:
         larger[len(array) :] = fill
     return larger
+
+
+_COPIED_BYTES = 64 << 20
+"""Bytes up to which a growing array is copied."""
+_MAP_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)  # since Python 3.13
+_MEMORY_BYTES = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def doubled(num_rows: int) -> int:
+    """Return the capacity of a growing array of some rows, a power of two."""
+    return max(1024, 1 << (num_rows - 1).bit_length())
+
+
+def grown(array: Array, num_rows: int) -> Array:
+    """Return an array of at least `num_rows` rows that begins with those of another.
+
+    Beyond 64 MiB it gets addresses for as many rows as the machine has memory for. Pages that are
+    never written use none, so from then on it grows in place: a step neither waits for a copy of
+    all rows, nor needs memory for them twice. Where addresses are limited it is doubled.
+    """
+    capacity, row_bytes = doubled(num_rows), array.dtype.itemsize * int(np.prod(array.shape[1:]))
+    if capacity * row_bytes > _COPIED_BYTES:
+        with suppress(OSError):
+            larger = _reserved(array, max(capacity, _MEMORY_BYTES // row_bytes), row_bytes)
+            larger[: len(array)] = array
+            return larger
+    return enlarge(array, capacity)
+
+
+def _reserved(array: Array, num_rows: int, row_bytes: int) -> Array:
+    """Return an array of the type and width of another, which uses no memory yet."""
+    # otherwise a fork may fail, which the kernel checks against all addresses
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
+    pages = mmap.mmap(-1, num_rows * row_bytes, flags=flags)
+    with suppress(OSError):
+        pages.madvise(mmap.MADV_HUGEPAGE)  # kernels without huge pages refuse
+    reserved: Array = np.frombuffer(pages, array.dtype)
+    return reserved.reshape(num_rows, *array.shape[1:])
 
 
 def empty_records(layout: TableLayout, num_rows: int) -> Records:

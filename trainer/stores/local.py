@@ -20,8 +20,10 @@ from trainer.stores.api import (
     Records,
     TableLayout,
     WriteBack,
+    doubled,
     empty_records,
     enlarge,
+    grown,
     initial_records,
     merge_records,
 )
@@ -30,7 +32,7 @@ from trainer.stores.bucket_files import MERGE_CHUNK_BYTES, BucketFiles, Entries,
 _MAX_ROWS = 2**31 - 1
 """Rows of a table in one process: positions have 31 bits."""
 Arena = Callable[[str, Array, int], Array]
-"""(name, array, num_rows) to a larger array that begins with the contents of `array`."""
+"""(name, array, num_rows) to one of at least `num_rows` that begins with the rows of `array`."""
 
 
 class LocalStore:
@@ -92,8 +94,7 @@ def mmap_store(layouts: Mapping[str, TableLayout], directory: Path) -> LocalStor
 
 
 def _memory(name: str, array: Array, num_rows: int) -> Array:
-    """Return a larger array in memory; pages that no row has reached use none."""
-    return enlarge(array, num_rows)
+    return grown(array, num_rows)
 
 
 class ArrayTable:
@@ -163,13 +164,12 @@ class ArrayTable:
         return positions, added
 
     def _reserve(self, num_rows: int) -> None:
-        if num_rows <= len(self._records.values):
-            return
-        capacity = max(1024, 1 << (num_rows - 1).bit_length())
-        self._records = Records(
-            self._arena("values", self._records.values, capacity),
-            self._arena("state", self._records.state, capacity),
+        named = (("values", self._records.values), ("state", self._records.state))
+        values, state = (
+            array if len(array) >= num_rows else self._arena(name, array, num_rows)
+            for name, array in named
         )
+        self._records = Records(values, state)
 
 
 class MappedTable(ArrayTable):
@@ -223,7 +223,7 @@ class _MappedArena:
         self._dtype = np.dtype(dtype)
 
     def __call__(self, name: str, array: Array, num_rows: int) -> Array:
-        width = array.shape[1]
+        width, num_rows = array.shape[1], doubled(num_rows)
         if width == 0:
             return np.empty((num_rows, 0), self._dtype)
         path = self._path(name)
@@ -270,19 +270,24 @@ def _extend_file(file: BinaryIO, path: Path, num_bytes: int) -> None:
 _EMPTY = -1
 DENSE_MAP_ROWS = 1 << 20
 """Row ids below are looked up in an array with 4 bytes per id: 4 MiB at most."""
+_MOVED_PER_ADDED = 4
+"""Rows that are moved to a larger hash map with each that is added."""
 
 
 class RowMap:
     """Maps row ids to the positions 0, 1, ... in order of insertion.
 
     While all ids are below `DENSE_MAP_ROWS` the map is an array indexed by id. The first larger id
-    turns it into a hash map with open addressing, at most half full. Ids may be any of 2**63;
-    memory is 16 to 32 bytes per inserted row.
+    turns it into a hash map with open addressing, at most half full. A map that is too small is
+    replaced by one of twice the size, into which each insertion moves a few rows. Ids may be any of
+    2**63; memory is 16 to 32 bytes per inserted row.
     """
 
     def __init__(self) -> None:
         self._dense: NDArray[np.int32] | None = np.full(1024, _EMPTY, np.int32)
-        self._buckets = np.empty(0, np.int32)  # positions, by hash bucket
+        self._buckets = np.zeros(0, np.uint32)  # 1 + position, by hash; 0: free
+        self._replaced = self._buckets  # that has the rows which are not moved yet
+        self._to_move = range(0)  # their positions
         self._rows = np.empty(512, np.int64)  # by position
         self._num_rows = 0
 
@@ -291,66 +296,79 @@ class RowMap:
 
     @property
     def rows(self) -> NDArray[np.int64]:
-        """(len,) int64, the row id at each position."""
+        """(len,) int64, the row id at each position; rows that are added later are not in it."""
         return self._rows[: self._num_rows]
 
     def find(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the position of each row, -1 where it is missing."""
         if self._dense is not None:
             return _find_dense(self._dense, rows)
-        buckets = self._hash(rows)
-        positions = self._buckets[buckets].astype(np.int64)
-        # position -1 reads the last row, which may be the one searched for
-        pending = np.flatnonzero((positions != _EMPTY) & (self._rows[positions] != rows))
-        while len(pending):
-            buckets[pending] = (buckets[pending] + 1) & (len(self._buckets) - 1)
-            candidates = self._buckets[buckets[pending]]
-            positions[pending] = candidates
-            mismatch = (candidates != _EMPTY) & (self._rows[candidates] != rows[pending])
-            pending = pending[mismatch]
+        positions = self._probe(self._buckets, rows)
+        if self._to_move:
+            missing = np.flatnonzero(positions == _EMPTY)
+            positions[missing] = self._probe(self._replaced, rows[missing])
         return positions
 
     def add(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
         """Insert rows, which are distinct and not in the map, and return their positions, (n,)."""
         start, end = self._num_rows, self._num_rows + len(rows)
+        assert end <= _MAX_ROWS + 1, "a table has at most 2**31 rows in one process"
         if end > len(self._rows):
-            self._grow(end)
+            self._rows = grown(self._rows, end)
         self._rows[start:end] = rows
         self._num_rows = end
-        positions = np.arange(start, end)
         if self._dense is None:
-            self._insert(rows, positions)
+            self._add_hashed(range(start, end))
         elif rows.max(initial=0) < DENSE_MAP_ROWS:
             self._dense = _extend_dense(self._dense, int(rows.max(initial=0)))
-            self._dense[rows] = positions
+            self._dense[rows] = np.arange(start, end)
         else:
-            self._dense = None
-            self._rehash()
+            self._dense, self._buckets = None, _free_buckets(end)
+            self._insert(range(end))
+        return np.arange(start, end)
+
+    def _add_hashed(self, added: range) -> None:
+        if 2 * added.stop > len(self._buckets):
+            self._insert(self._to_move)
+            self._replaced, self._to_move = self._buckets, range(added.start)
+            self._buckets = _free_buckets(added.stop)
+        self._insert(added)
+        count = _MOVED_PER_ADDED * len(added)  # all are moved before the map is too small again
+        self._insert(self._to_move[:count])
+        self._to_move = self._to_move[count:]
+        if not self._to_move:
+            self._replaced = self._replaced[:0].copy()
+
+    def _probe(self, buckets: NDArray[np.uint32], rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        at = self._hash(buckets, rows)
+        positions = buckets[at].astype(np.int64) - 1
+        # position -1 reads the last row, which may be the one searched for
+        pending = np.flatnonzero((positions != _EMPTY) & (self._rows[positions] != rows))
+        while len(pending):
+            at[pending] = (at[pending] + 1) & (len(buckets) - 1)
+            candidates = buckets[at[pending]].astype(np.int64) - 1
+            positions[pending] = candidates
+            mismatch = (candidates != _EMPTY) & (self._rows[candidates] != rows[pending])
+            pending = pending[mismatch]
         return positions
 
-    def _grow(self, min_capacity: int) -> None:
-        assert min_capacity <= _MAX_ROWS + 1, "a table has at most 2**31 rows in one process"
-        capacity = 1 << (min_capacity - 1).bit_length()
-        self._rows = enlarge(self._rows, capacity)
-        if self._dense is None:
-            self._rehash()
-
-    def _rehash(self) -> None:
-        self._buckets = np.full(2 * len(self._rows), _EMPTY, np.int32)
-        self._insert(self.rows, np.arange(self._num_rows))
-
-    def _insert(self, rows: NDArray[np.int64], positions: NDArray[np.int64]) -> None:
-        buckets = self._hash(rows)
-        pending = np.arange(len(rows))
+    def _insert(self, positions: range) -> None:
+        buckets, entries = self._buckets, np.arange(1 + positions.start, 1 + positions.stop)
+        at = self._hash(buckets, self._rows[positions.start : positions.stop])
+        pending = np.arange(len(positions))
         while len(pending):
             # if several rows hash to one free bucket the last write wins; the others probe further
-            free = pending[self._buckets[buckets[pending]] == _EMPTY]
-            self._buckets[buckets[free]] = positions[free]
-            pending = pending[self._buckets[buckets[pending]] != positions[pending]]
-            buckets[pending] = (buckets[pending] + 1) & (len(self._buckets) - 1)
+            free = pending[buckets[at[pending]] == 0]
+            buckets[at[free]] = entries[free]
+            pending = pending[buckets[at[pending]] != entries[pending]]
+            at[pending] = (at[pending] + 1) & (len(buckets) - 1)
 
-    def _hash(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
-        return (splitmix64(rows) & np.uint64(len(self._buckets) - 1)).astype(np.int64)
+    def _hash(self, buckets: NDArray[np.uint32], rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        return (splitmix64(rows) & np.uint64(len(buckets) - 1)).astype(np.int64)
+
+
+def _free_buckets(num_rows: int) -> NDArray[np.uint32]:
+    return np.zeros(2 * doubled(num_rows), np.uint32)
 
 
 def _find_dense(dense: NDArray[np.int32], rows: NDArray[np.int64]) -> NDArray[np.int64]:

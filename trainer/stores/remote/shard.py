@@ -26,7 +26,7 @@ from trainer.stores.api import (
     BehindError,
     SlotMapChangedError,
     TableLayout,
-    enlarge,
+    grown,
     initial_records,
 )
 from trainer.stores.local import RowMap
@@ -138,17 +138,17 @@ class ShardTable:
         self._steps[: len(rows)], self._block[: len(rows)] = steps, block
 
     def _new_block(self, count: int) -> Array:
-        return np.empty((count, self._block.shape[1]), self.layout.dtype)
+        return np.empty((count, record_width(self.layout)), self.layout.dtype)
 
     def _initial_records(self, rows: NDArray[np.int64]) -> Array:
         records = initial_records(self.layout, rows)
         return np.concatenate([records.values, records.state], axis=1)
 
     def _reserve(self, num_rows: int) -> None:
-        if num_rows <= len(self._steps):
-            return
-        capacity = max(1024, 1 << (num_rows - 1).bit_length())
-        self._steps, self._block = enlarge(self._steps, capacity), enlarge(self._block, capacity)
+        self._steps, self._block = (
+            array if len(array) >= num_rows else grown(array, num_rows)
+            for array in (self._steps, self._block)
+        )
 
 
 class ChangeTracker:
