@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+import tracemalloc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -15,7 +18,13 @@ from schemas.storage import Location
 from tests.trainer.certificates import make_certificate
 from trainer.__main__ import main
 from trainer.elastic.context import Rendezvous, write_rendezvous
-from trainer.elastic.peer_state import CommittedStep, PeerClient, PeerError, PeerServer
+from trainer.elastic.peer_state import (
+    CommittedStep,
+    PeerClient,
+    PeerError,
+    PeerServer,
+    rows_from_arrays,
+)
 from trainer.follow import DatasetExtent
 from trainer.stores.remote.connection import Access
 from trainer.stores.remote.wire import Certificate
@@ -85,3 +94,50 @@ def test_replica_beyond_loopback_must_have_a_certificate(
     assert "host must be loopback without TLS, got host='0.0.0.0'" in capsys.readouterr().err
     assert main([*arguments, "--tls-cert", "cert.pem"]) == 1
     assert "TLS needs both files" in capsys.readouterr().err
+
+
+NUM_ROWS, DIM = 60_000, 63
+SERVER = f"""
+import sys, tracemalloc
+import numpy as np
+from schemas.config.train import TrainConfig
+from trainer.elastic.peer_state import MemoryRows, PeerServer
+from trainer.embedding.cache import DirectSource
+from trainer.embedding.module import Embedding
+from trainer.stores.api import Records, TableLayout
+from trainer.stores.local import memory_store
+from trainer.stores.remote.connection import Access
+
+layout = TableLayout(table="items", dim={DIM}, state_width=1, dtype="float32", seed=0)
+store, rows = memory_store({{"items": layout}}), np.random.default_rng(0).permutation({NUM_ROWS})
+state = rows[:, None].astype(np.float32)
+store.tables["items"].write(rows, Records(np.repeat(state, {DIM}, axis=1), state))
+memory_rows = MemoryRows(store, Embedding((), TrainConfig(), DirectSource(store)))
+server, provided = PeerServer("127.0.0.1", Access(token="secret"), None), []
+print(server.address, flush=True)
+tracemalloc.start()
+while not provided:
+    server.provide_state(lambda: provided.append(1) or memory_rows.state_before(0))
+sys.stdin.read()
+print(tracemalloc.get_traced_memory()[1])
+"""
+
+
+@pytest.mark.slow
+def test_state_is_copied_once_where_it_is_sent_and_is_once_where_it_comes() -> None:
+    command, pipe = [sys.executable, "-c", SERVER], subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as server:
+        assert server.stdout is not None
+        with PeerClient(server.stdout.readline().strip(), ACCESS) as peer:
+            tracemalloc.start()
+            found = peer.fetch_state()
+            peak = tracemalloc.get_traced_memory()[1]
+            tracemalloc.stop()
+        peak_of_server = int(server.communicate()[0])
+    rows, records = rows_from_arrays("rows/items", found)
+    assert sorted(rows.tolist()) == list(range(NUM_ROWS))
+    assert (records.values == rows[:, None]).all()
+    assert (records.state[:, 0] == rows).all()
+    num_bytes = NUM_ROWS * 4 * (DIM + 1)
+    assert peak < 1.3 * num_bytes
+    assert peak_of_server < 1.3 * num_bytes

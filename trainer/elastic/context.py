@@ -498,12 +498,13 @@ class ReplicaContext:
         return segment.column("num_samples")[segment.positions(TRAIN)[step.positions]]
 
     def state_before(self, train_step: int) -> dict[str, Array] | None:
-        """Return the state before a step as named arrays; None: retry with a later step."""
+        """Return the state before a step as copied arrays; None: retry with a later step."""
         rows = self.rows.state_before(train_step)
         if rows is None:
             return None
         dense = state_of(self.components.model, self.components.optimizer)
-        return {"step": np.array([train_step]), **dense, **rows}
+        copies = {name: array.copy() for name, array in dense.items()}
+        return {"step": np.array([train_step]), **copies, **rows}
 
     def load(self, arrays: Mapping[str, Array]) -> int:
         """Load the `state_before` of another replica with the same span; return its step."""

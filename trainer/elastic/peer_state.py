@@ -21,12 +21,13 @@ from schemas.arrays import Array
 from schemas.errors import SchemaError
 from schemas.run_log import LedgerEntry, StepMetric
 from schemas.storage import Location
-from trainer.checkpoint.format import from_bytes, to_bytes
+from trainer.checkpoint.format import Buffer, from_bytes, to_buffers
 from trainer.embedding.cache import DirectSource, RowSource
 from trainer.embedding.changes import Changes
 from trainer.embedding.module import Embedding
 from trainer.follow import DatasetExtent, Span
-from trainer.stores.api import BehindError, Records, Store, WriteBack, empty_records
+from trainer.stores.api import BehindError, GatheredRows, Records, Store, WriteBack
+from trainer.stores.local import LocalStore
 from trainer.stores.remote.connection import Access, connect
 from trainer.stores.remote.wire import (
     AUTHORIZATION,
@@ -71,10 +72,10 @@ class CommittedStep:
         return len(lines).to_bytes(_LENGTH, "little") + lines + self.sums.numpy().tobytes()
 
     @staticmethod
-    def from_bytes(data: bytes) -> CommittedStep:
+    def from_bytes(data: Buffer) -> CommittedStep:
         """Parse what `to_bytes` returned."""
         end = _LENGTH + int.from_bytes(data[:_LENGTH], "little")
-        body = json.loads(data[_LENGTH:end])
+        body = json.loads(bytes(data[_LENGTH:end]))
         entries = tuple(
             LedgerEntry(**{**entry, "blocks": tuple(entry["blocks"])}) for entry in body["entries"]
         )
@@ -119,7 +120,7 @@ class PeerServer(fl.FlightServerBase):
         self._retained_bytes = 0
         self._num_cancels = 0
         self._num_waiting = 0
-        self._state: bytes | None = None
+        self._state: list[Buffer] | None = None
 
     def add_committed(self, train_step: int, committed: CommittedStep) -> None:
         """Retain a committed step for replicas that are behind."""
@@ -134,12 +135,12 @@ class PeerServer(fl.FlightServerBase):
         """Send the state at the end of a step to replicas that wait for it.
 
         Args:
-            state_of: returns the arrays, or None if they are available only after a later step;
-                called if a replica waits.
+            state_of: returns arrays that do not change any more, or None if they are available only
+                after a later step; called if a replica waits.
         """
         with self._changed:
             if self._num_waiting and (arrays := state_of()) is not None:
-                self._state = to_bytes(arrays)
+                self._state = to_buffers(arrays)
                 self._changed.notify_all()
 
     def cancel_waiters(self) -> None:
@@ -148,23 +149,24 @@ class PeerServer(fl.FlightServerBase):
             self._num_cancels += 1
             self._changed.notify_all()
 
-    def do_action(self, context: fl.ServerCallContext, action: fl.Action) -> Iterator[bytes]:
+    def do_action(self, context: fl.ServerCallContext, action: fl.Action) -> Iterator[Buffer]:
         """Send the state at the end of the next step, the sums of a step, or nothing (a ping)."""
         body = json.loads(action.body.to_pybytes() or b"{}")
         if action.type == STATE:
-            data = self._wait_for_state()
+            parts = self._wait_for_state()
         elif action.type == SUMS:
-            data = self._wait_for_sums(int(body["train_step"]), float(body["wait_sec"]))
+            parts = [self._wait_for_sums(int(body["train_step"]), float(body["wait_sec"]))]
         elif action.type == LIVES:
-            data = b""
+            parts = []
         else:
             raise fl.FlightServerError(
                 f"action must be {STATE}, {SUMS} or {LIVES}, got {action.type!r}"
             )
-        for start in range(0, len(data), _CHUNK_BYTES):
-            yield data[start : start + _CHUNK_BYTES]
+        for part in parts:
+            for start in range(0, len(part), _CHUNK_BYTES):
+                yield part[start : start + _CHUNK_BYTES]
 
-    def _wait_for_state(self) -> bytes:
+    def _wait_for_state(self) -> list[Buffer]:
         with self._changed:
             self._num_waiting += 1
             self._state = None
@@ -231,7 +233,7 @@ class PeerClient:
         """
         return from_bytes(self._call(STATE, {}), file=self._address)
 
-    def fetch_sums(self, train_step: int, wait_sec: float = 0.0) -> bytes | None:
+    def fetch_sums(self, train_step: int, wait_sec: float = 0.0) -> Buffer | None:
         """Return a `CommittedStep` as bytes, None if it is not committed within `wait_sec`.
 
         Raises:
@@ -249,11 +251,12 @@ class PeerClient:
     def __exit__(self, *_: object) -> None:
         self._client.close()
 
-    def _call(self, name: str, body: Mapping[str, Any]) -> bytes:
-        action = fl.Action(name, json.dumps(body).encode())
+    def _call(self, name: str, body: Mapping[str, Any]) -> Buffer:
+        action, data = fl.Action(name, json.dumps(body).encode()), bytearray()
         try:
-            results = self._client.do_action(action, self._options)
-            return b"".join(result.body.to_pybytes() for result in results)
+            for result in self._client.do_action(action, self._options):
+                data += result.body
+            return data
         except (pa.ArrowException, OSError, SchemaError) as error:
             raise PeerError(f"no {name} of {self._address}: {error}") from error
 
@@ -360,7 +363,7 @@ class ReplicaRows(Protocol):
         ...
 
     def state_before(self, train_step: int) -> Mapping[str, Array] | None:
-        """Return the state before a step as named arrays; None: retry with a later step."""
+        """Return the state before a step as copied arrays; None: retry with a later step."""
         ...
 
     def load(self, arrays: Mapping[str, Array], train_step: int, span: Span) -> None:
@@ -406,6 +409,7 @@ class MemoryRows:
     written = -1
 
     def __init__(self, store: Store, embedding: Embedding) -> None:
+        assert isinstance(store, LocalStore), "rows in memory are in this process"
         self._store = store
         self.tracked_since = 0
         self.source = DirectSource(store)
@@ -420,15 +424,12 @@ class MemoryRows:
         self.tracked_since = train_step
 
     def state_before(self, train_step: int) -> Mapping[str, Array]:
-        """Return all rows."""
+        """Return copies of all rows."""
         arrays: dict[str, Array] = {}
-        for table, layout in self._store.layouts.items():
-            chunks = [*self._store.contents(table)]
-            empty = empty_records(layout, 0)
-            rows = np.concatenate([np.empty(0, np.int64), *(rows for rows, _ in chunks)])
-            values = np.concatenate([empty.values, *(records.values for _, records in chunks)])
-            state = np.concatenate([empty.state, *(records.state for _, records in chunks)])
-            arrays |= rows_to_arrays(f"{ROWS}/{table}", rows, Records(values, state))
+        for name, table in self._store.tables.items():
+            rows, all_records = table.rows_at(np.arange(len(table), dtype=np.int32))
+            records = GatheredRows(all_records.take(slice(len(rows)))).copy()
+            arrays |= rows_to_arrays(f"{ROWS}/{name}", rows, records)
         return arrays
 
     def load(self, arrays: Mapping[str, Array], train_step: int, span: Span) -> None:
