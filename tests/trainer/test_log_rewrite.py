@@ -92,7 +92,7 @@ def test_shard_serves_while_its_log_is_rewritten(
 
     monkeypatch.setattr(RecordLog, "flush_to_disk", flush_late)
     with ThreadPoolExecutor(2) as pool:
-        notified = pool.submit(shard.notify_checkpoint, "process")
+        notified = pool.submit(shard.notify_checkpoint, "process", shard.control.version, ())
         try:
             wait_for(lambda: list((tmp_path / "store").glob("*.partial")))
             pool.submit(write, shard, 2, rows[:500]).result(10.0)

@@ -140,17 +140,22 @@ class RemoteStore:
                 return
 
     def notify_checkpoint(self, train_step: int) -> None:
-        """Have the stores truncate their logs."""
-        body = {"session": self.members.session}
+        """Have the stores shorten their logs, and forget the addresses of stores that are gone."""
 
-        def notify(address: str) -> None:
-            self.members.connection(address).action(CHECKPOINTED, body)
+        def notify(address: str, version: int, slot_map: SlotMap) -> None:
+            body = {"session": self.members.session, "version": version}
+            body |= {"addresses": slot_map.addresses}
+            timeout_sec = self.members.access.timeout_sec
+            self.members.connection(address).action_once(CHECKPOINTED, body, timeout_sec)
 
         attempts = CallAttempts(self.members)
         while True:
             slot_map = self.members.slot_map
+            stores = zip(slot_map.addresses, slot_map.versions, strict=True)
+            calls = [self._pool.submit(notify, *store, slot_map) for store in stores]
             try:
-                list(self._pool.map(notify, slot_map.addresses))
+                for call in calls:
+                    call.result()
             except (StoreUnavailableError, SlotMapChangedError) as error:
                 attempts.failed(slot_map, [error])
             else:

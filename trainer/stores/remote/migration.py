@@ -138,13 +138,16 @@ class IncomingMigrations:
             if migration_id in control.completed:
                 return
             migration = self._check(migration_id)
+            # a source settles a migration before it starts the next one
+            source = _source_of(migration_id)
+            others = (each for each in control.completed if _source_of(each) != source)
             shard.log_control(
                 replace(
                     control,
                     ownership=control.ownership.merge(ownership_from_json(migration.ownership)),
                     version=max(control.version + 1, migration.version),
                     incoming=None,
-                    completed=(*control.completed, migration_id),
+                    completed=(*others, migration_id),
                 )
             )
 
@@ -168,6 +171,11 @@ class IncomingMigrations:
         if migration is None or migration.id != migration_id:
             raise SchemaError(f"migration {migration_id!r} is not in progress; move again")
         return migration
+
+
+def _source_of(migration_id: str) -> str:
+    """Return the incarnation of the store that a migration is from."""
+    return migration_id.partition("-")[0]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -254,6 +254,12 @@ class SlotMap:
         chosen = np.arange(NUM_SLOTS) % np.maximum(self.num_copies, 1)
         return self.copies[chosen, np.arange(NUM_SLOTS)]
 
+    def has_changed(self, address: str, store: StoreDescription) -> bool:
+        """Return whether a store may have given slots away since the map was resolved."""
+        if address not in self.addresses:
+            return True
+        return store.version != self.versions[self.addresses.index(address)]
+
     def slots_of(self, address: str) -> NDArray[np.bool_]:
         """(NUM_SLOTS,) mask of the slots that a store has a copy of."""
         if address not in self.addresses:
@@ -421,9 +427,14 @@ def _maybe_owned(
     store = descriptions[address]
     if store is not None:
         return store.maybe_owned_slots
-    if previous is None or address not in previous.addresses:
-        return np.ones(NUM_SLOTS, bool)
-    return previous.slots_of(address)
+    if previous is not None and address in previous.addresses:
+        return previous.slots_of(address)
+    # when the previous map was resolved it owned nothing: others had all slots
+    given = previous is None or any(
+        other is not None and address in other.addresses and previous.has_changed(name, other)
+        for name, other in descriptions.items()
+    )
+    return mask_of([(0, NUM_SLOTS)] if given else [])
 
 
 def _check_covered(count: NDArray[np.int64], replicas: int, addresses: tuple[str, ...]) -> None:
@@ -441,7 +452,7 @@ class SlotMigration:
     """Slots that move from one store to another.
 
     Attributes:
-        id: of this migration.
+        id: incarnation of the source and a number, with `-` between.
         target: address of the store that receives the slots.
         ownership: of the source on the slots; the target takes over versions and tags.
         version: of the source after the migration; no store that took part has an older one.
@@ -494,7 +505,7 @@ class ShardControl:
         sequence: acknowledged messages of rows in this session, when this was logged.
         outgoing: a migration whose target was asked to take over and has not answered.
         incoming: a migration whose rows are being received.
-        completed: ids of incoming migrations that were taken over.
+        completed: ids of incoming migrations that were taken over, the last of each source.
         addresses: stores that slots were migrated to.
     """
 

@@ -154,7 +154,7 @@ class Actions:
         self._actions: dict[str, Callable[[_Body], dict[str, Any] | None]] = {
             DESCRIBE: lambda _: None,
             OPEN: self._open,
-            CHECKPOINTED: lambda body: shard.notify_checkpoint(str(body.get("session"))),
+            CHECKPOINTED: self._notify_checkpoint,
             FENCE: self._fence,
             MOVE: self._move,
             FILL: self._fill,
@@ -192,20 +192,27 @@ class Actions:
             reset=bool(body["reset"]),
         )
 
+    def _notify_checkpoint(self, body: _Body) -> None:
+        addresses = [str(address) for address in body["addresses"]]
+        self._shard.notify_checkpoint(str(body["session"]), int(body["version"]), addresses)
+
     def _fence(self, body: _Body) -> None:
         slots = ranges_of(slots_from_json(body))
         self._shard.fence(str(body["session"]), slots, int(body["version"]), int(body["tag"]))
 
     def _move(self, body: _Body) -> dict[str, Any]:
         stats = self._outgoing.move(
-            str(body["to"]), slots_from_json(body), migration_id=secrets.token_hex(8), keep=False
+            str(body["to"]), slots_from_json(body), migration_id=self._new_id(), keep=False
         )
         return {"moved": asdict(stats)}
 
     def _fill(self, body: _Body) -> None:
         self._outgoing.fill_in_background(
-            str(body["to"]), slots_from_json(body), migration_id=secrets.token_hex(8)
+            str(body["to"]), slots_from_json(body), migration_id=self._new_id()
         )
+
+    def _new_id(self) -> str:
+        return f"{self._shard.incarnation}-{secrets.token_hex(4)}"
 
     def _arrive(self, body: _Body) -> None:
         self.incoming.begin(

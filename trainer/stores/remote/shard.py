@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import secrets
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -369,14 +369,23 @@ class Shard:
                     return rows[is_served], block[is_served], self.sequence
                 after = int(rows[-1])
 
-    def notify_checkpoint(self, session: str) -> None:
-        """Start to `compact` the log in the background, unless that is in progress.
+    def notify_checkpoint(self, session: str, version: int, addresses: Collection[str]) -> None:
+        """Forget stores that are gone, and start to `compact` the log unless that is in progress.
+
+        Args:
+            session: of the caller.
+            version: of this store in the caller's slot map.
+            addresses: of all stores in that map; others own nothing, unless slots were migrated to
+                them since.
 
         Raises:
             SchemaError: another session.
         """
         with self.lock:
             self.check_session(session)
+            known = tuple(a for a in self.control.addresses if a in addresses)
+            if version == self.control.version and known != self.control.addresses:
+                self.log_control(replace(self.control, addresses=known))
             if self._compacting is None or not self._compacting.is_alive():
                 self._compacting = threading.Thread(target=self._compact, daemon=True)
                 self._compacting.start()
