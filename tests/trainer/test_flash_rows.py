@@ -3,6 +3,7 @@
 import os
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from schemas.errors import SchemaError
+from tests.trainer.stores import largest_file
 from trainer.checkpoint import manifest as manifests
 from trainer.checkpoint.agent import MAX_PARTS, write_snapshot
 from trainer.checkpoint.format import RowPart, merge_newest
@@ -35,6 +37,7 @@ from trainer.checkpoint.snapshot import (
 )
 from trainer.embedding.changes import Changed, Changes, EvictedDirtyRows, UsedPositions
 from trainer.stores.api import GatheredRows, Records, TableLayout
+from trainer.stores.local import SpillArena
 
 LAYOUT = TableLayout(table="items", dim=3, state_width=1, dtype="float32", seed=3)
 OTHER = TableLayout(table="users", dim=3, state_width=1, dtype="float32", seed=3)
@@ -82,13 +85,18 @@ def test_used_places_are_those_of_a_dictionary(
             st.integers(0, 9),
         ),
         max_size=30,
-    )
+    ),
+    memory_bytes=st.sampled_from([None, 0, 1 << 15]),
 )
 @settings(max_examples=200)
 def test_rows_that_left_are_those_of_a_dictionary(
     events: list[tuple[str, list[int], int]],
+    memory_bytes: int | None,
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
-    left, held = EvictedDirtyRows(LAYOUT), dict[int, tuple[int, float]]()
+    spill = partial(SpillArena, tmp_path_factory.getbasetemp(), memory_bytes or 0)
+    left = EvictedDirtyRows(LAYOUT) if memory_bytes is None else EvictedDirtyRows(LAYOUT, spill)
+    held = dict[int, tuple[int, float]]()
     for step, (kind, rows, back) in enumerate(events):
         array = np.array(rows, np.int64)
         if kind == "put":
@@ -108,8 +116,37 @@ def test_rows_that_left_are_those_of_a_dictionary(
         assert len(left) == len(held)
 
 
-def test_a_row_that_left_and_came_back_is_given_once_as_it_is_now() -> None:
-    changes = Changes({"items": LAYOUT})
+def test_copies_of_rows_that_left_are_in_files_beyond_a_size(tmp_path: Path) -> None:
+    left = EvictedDirtyRows(LAYOUT, partial(SpillArena, tmp_path, 1 << 16))
+    numbers, mapped_bytes = np.arange(20_000, dtype=np.float32), list[int]()
+    for start in range(0, 20_000, 500):
+        part = slice(start, start + 500)
+        left.put(np.arange(20_000)[part] * 1_000_003, records_of(numbers[part]), numbers[part])
+        mapped_bytes.append(bytes_mapped_in(tmp_path))
+    assert mapped_bytes[0] == 0
+    assert mapped_bytes[-1] >= 20_000 * LAYOUT.dim * 4
+    assert list(tmp_path.iterdir()) == []  # they have no names, so a killed run leaves none
+    left.drop_before(15_000)
+    rows, view = left.since(0, np.empty(0, np.int64))
+    copies = view.copy()
+    assert (
+        (rows // 1_000_003).tolist() == copies.state[:, 0].tolist() == list(range(15_000, 20_000))
+    )
+    del view
+    assert bytes_mapped_in(tmp_path) < mapped_bytes[-1] / 2
+    with largest_file(1 << 19), pytest.raises(SchemaError, match=r"^no room on disk for the rows"):
+        left.put(np.arange(300_000), records_of(np.ones(300_000, np.float32)), np.ones(300_000))
+
+
+def bytes_mapped_in(folder: Path) -> int:
+    """Return the bytes of files of a folder that this process maps."""
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    ranges = [line.split()[0].split("-") for line in lines if str(folder) in line]
+    return sum(int(end, 16) - int(first, 16) for first, end in ranges)
+
+
+def test_a_row_that_left_and_came_back_is_given_once_as_it_is_now(tmp_path: Path) -> None:
+    changes = Changes({"items": LAYOUT}, tmp_path)
     arena = records_of(np.zeros(4, np.float32))
     rows = np.array([10, 11, 12, 13])
 

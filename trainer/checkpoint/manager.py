@@ -332,7 +332,7 @@ def saver_of(
     if config.every_steps is None:
         return FinalSaver(run, config, components, source, get_fingerprint, first_step)
     layouts = components.store.layouts
-    changes = Changes(layouts)
+    changes = Changes(layouts, run)
     source.track_changes(changes)
     state = RunState(components, source, changes, get_fingerprint)
     memory = SnapshotMemory(memory_path(Path(config.copy_to), run))

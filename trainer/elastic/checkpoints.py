@@ -325,7 +325,7 @@ class BackgroundCheckpoints:
         self._copy_bytes = copy_bytes
         self._save_all = save_all
         self._layouts = context.components.store.layouts
-        self._changes = Changes(self._layouts)
+        self._changes = Changes(self._layouts, context.run)
         self._dropped_before = 0
         context.rows.track_changes(self._changes)
         self._active: tuple[BackgroundSaver, ReplicaState] | None = None

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from schemas.arrays import Array
-from trainer.stores.api import GatheredRows, Records, TableLayout, enlarge
-from trainer.stores.local import ArrayTable
+from trainer.stores.api import ROWS_PER_CHUNK, GatheredRows, Records, TableLayout, enlarge
+from trainer.stores.local import Arena, ArrayTable, SpillArena, in_memory
 
 _CLEAN = -1
+MEMORY_BYTES = 64 << 20
+"""Bytes of copies of evicted rows in memory; more are in mapped files."""
 RowsAndArrays = tuple[NDArray[np.int64], Records]
 """Row ids at some positions, and the arrays of all positions."""
 RowsAt = Callable[[str, NDArray[np.int32]], RowsAndArrays]
@@ -89,12 +93,21 @@ class EvictedDirtyRows:
     A checkpoint consists of these and of the cached rows, so it reads no store.
     """
 
-    def __init__(self, layout: TableLayout) -> None:
+    def __init__(
+        self, layout: TableLayout, new_arena: Callable[[], Arena] = lambda: in_memory
+    ) -> None:
+        """Start empty.
+
+        Args:
+            layout: layout of the rows.
+            new_arena: returns where the copies are until they are dropped.
+        """
         self._layout = layout
+        self._new_arena = new_arena
         self._clear()
 
     def _clear(self) -> None:
-        self._table = ArrayTable(self._layout)
+        self._table = ArrayTable(self._layout, self._new_arena())
         self._last_use = np.empty(0, np.int32)
 
     def __len__(self) -> int:
@@ -146,9 +159,11 @@ class EvictedDirtyRows:
         if not len(self):
             return
         rows, view = self.since(train_step, np.empty(0, np.int64))
-        kept, last_use = view.copy(), self._last_use[view.positions]
+        last_use = self._last_use[view.positions]
         self._clear()
-        self.put(rows, kept, last_use)
+        for start in range(0, len(rows), ROWS_PER_CHUNK):
+            chunk = slice(start, start + ROWS_PER_CHUNK)
+            self.put(rows[chunk], view.take(chunk), last_use[chunk])
 
     def _view(self, positions: NDArray[np.integer]) -> tuple[NDArray[np.int64], GatheredRows]:
         at = positions.astype(np.int32)
@@ -172,9 +187,16 @@ class Changed:
 class Changes:
     """Tracks the rows of a source: positions that were used, and rows that were evicted."""
 
-    def __init__(self, layouts: Mapping[str, TableLayout]) -> None:
+    def __init__(self, layouts: Mapping[str, TableLayout], directory: Path) -> None:
+        """Start without changes.
+
+        Args:
+            layouts: tables by name.
+            directory: for copies of evicted rows that do not fit into memory.
+        """
         self._used = {table: UsedPositions() for table in layouts}
-        self._evicted = {table: EvictedDirtyRows(layout) for table, layout in layouts.items()}
+        new_arena = partial(SpillArena, directory, MEMORY_BYTES // len(layouts))
+        self._evicted = {t: EvictedDirtyRows(layout, new_arena) for t, layout in layouts.items()}
 
     @property
     def evicted_bytes(self) -> int:

@@ -186,6 +186,11 @@ class GatheredRows:
     records: Records
     positions: NDArray[np.int32] | None = None
 
+    def take(self, chosen: slice) -> Records:
+        """Return some of the rows, in order: views of `records` without positions."""
+        at = chosen if self.positions is None else self.positions[chosen]
+        return self.records.take(at)
+
     def copy(self) -> Records:
         """Return copies of the rows, in order."""
         if self.positions is not None:

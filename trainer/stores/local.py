@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import mmap
 import os
+import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import BinaryIO
+from typing import IO
 
 import numpy as np
 from numpy.typing import NDArray
@@ -93,14 +94,15 @@ def mmap_store(layouts: Mapping[str, TableLayout], directory: Path) -> LocalStor
     return LocalStore(tables)
 
 
-def _memory(name: str, array: Array, num_rows: int) -> Array:
+def in_memory(name: str, array: Array, num_rows: int) -> Array:
+    """Return a larger array in memory, see `Arena`."""
     return grown(array, num_rows)
 
 
 class ArrayTable:
     """Rows of one table in order of first write, in growing arrays."""
 
-    def __init__(self, layout: TableLayout, arena: Arena = _memory) -> None:
+    def __init__(self, layout: TableLayout, arena: Arena = in_memory) -> None:
         self.layout = layout
         self._arena = arena
         self._map = RowMap()
@@ -245,13 +247,54 @@ class _MappedArena:
         return self._directory / f"{name}.bin"
 
 
-def _extend_file(file: BinaryIO, path: Path, num_bytes: int) -> None:
+class SpillArena:
+    """Arrays in memory up to a size, in unnamed mapped files beyond: the system writes these back.
+
+    So memory is bounded, at the price of reads and writes of a disk.
+    """
+
+    def __init__(self, directory: Path, memory_bytes: int) -> None:
+        """Create no file yet.
+
+        Args:
+            directory: of the files, which end with the arrays.
+            memory_bytes: maximum bytes of each array in memory.
+        """
+        self._directory, self._memory_bytes = directory, memory_bytes
+        self._files: dict[str, IO[bytes]] = {}
+
+    def __call__(self, name: str, array: Array, num_rows: int) -> Array:
+        """Return a larger array, see `Arena`.
+
+        Raises:
+            SchemaError: the disk is full.
+        """
+        num_bytes = doubled(num_rows) * array.shape[1] * array.itemsize
+        if num_bytes <= self._memory_bytes:
+            return grown(array, num_rows)
+        is_mapped = name in self._files
+        if not is_mapped:
+            self._files[name] = tempfile.TemporaryFile(dir=self._directory)  # noqa: SIM115 - `__del__`
+        _extend_file(self._files[name], self._directory, num_bytes)
+        mapped = mmap.mmap(self._files[name].fileno(), num_bytes)
+        larger: Array = np.frombuffer(mapped, array.dtype).reshape(-1, array.shape[1])
+        if not is_mapped:
+            larger[: len(array)] = array
+        return larger
+
+    def __del__(self) -> None:
+        """Close the files; arrays that are still in use keep their pages."""
+        for file in self._files.values():
+            file.close()
+
+
+def _extend_file(file: IO[bytes], path: Path, num_bytes: int) -> None:
     """Extend a file with allocated blocks: writing to a mapped hole on a full disk raises SIGBUS.
 
     Raises:
         SchemaError: the disk is full; the file is unchanged.
     """
-    current_bytes = path.stat().st_size
+    current_bytes = os.fstat(file.fileno()).st_size
     if num_bytes <= current_bytes:
         return
     try:
