@@ -12,7 +12,6 @@ from datetime import timedelta
 
 import numpy as np
 
-from scheduler.controller.events import RULES_WITH_TIME_WEIGHT
 from scheduler.controller.state import Action, JobState, Runner, State
 from scheduler.model.grid import (
     BookedWorker,
@@ -190,7 +189,7 @@ def allocate(state: State) -> tuple[State, list[Action]]:
                     Action(verb="fail" if new else "wait", job=job.name, reason=str(error))
                 )
             jobs[job.name] = replace(job, phase="failed" if new else "waiting", sizes=None)
-    choices = share_budget(_with_urgency(contenders, state), state.budget)
+    choices = share_budget(_with_urgency(contenders), state.budget)
     for (job, sizes, times, _), choice in zip(contenders, choices, strict=True):
         chosen = None if choice == WAITING else sizes[choice]
         predicted = 0.0 if choice == WAITING else times[choice]
@@ -230,11 +229,9 @@ def candidate_sizes(job: JobState, state: State) -> tuple[list[Sizes], list[floa
     return sizes, predictions.predicted_sec[indices].tolist(), options
 
 
-def _with_urgency(contenders: Sequence[Contender], state: State) -> list[Options]:
+def _with_urgency(contenders: Sequence[Contender]) -> list[Options]:
     """Return the options of the jobs, weighted by how little time each still needs."""
     options = [contender[3] for contender in contenders]
-    if state.rules < RULES_WITH_TIME_WEIGHT:
-        return options
     remaining_sec = np.array([contender[2][-1] for contender in contenders])
     runs = np.array([contender[0].sizes is not None for contender in contenders], bool)
     weights = urgencies(remaining_sec, runs).tolist()
@@ -246,10 +243,10 @@ def _with_sizes(
 ) -> tuple[JobState, Action]:
     budget = f"{state.budget.cpus:g} cores and {state.budget.memory:,} bytes"
     if sizes is None:
-        shorter = ", or of the same with less time left"
-        if state.rules < RULES_WITH_TIME_WEIGHT:
-            shorter = ""
-        reason = f"preempted by jobs of higher priority{shorter}, within {budget}; queued"
+        reason = (
+            "preempted by jobs of higher priority, or of the same with less time left, within "
+            f"{budget}; queued"
+        )
         job = replace(job, sizes=None, phase="waiting", correction=Correction())
         return job, Action(verb="wait", job=job.name, reason=reason)
     others = f", sharing the budget with {num_jobs - 1} more" if num_jobs > 1 else ""

@@ -1,7 +1,7 @@
 """Events of the controller: what happened outside, each with its time.
 
 Events are written to the scheduler's log with the names of their fields, which therefore stay
-(`controller/log.py` maps the few that are called otherwise here).
+(`controller/log.py` has the names of the classes).
 """
 
 from __future__ import annotations
@@ -17,18 +17,6 @@ Outcome = Literal["done", "left", "failed", "lost", "oom"]
 """How a process ended. `done`: its work is complete; `left`: it exited on request; `failed`: it
 reported that it cannot do its work; `lost`: it was killed, or its node failed; `oom`: it was killed
 for memory."""
-# Versions of the decision rules; a log is replayed with those that it was written under.
-
-ORIGINAL_RULES = 1
-"""Sizes minimise time x cost; jobs run in order of submission."""
-RULES_WITH_TIME_WEIGHT = 2
-"""The time cost exponent; shortest remaining time first; spare memory is reclaimed."""
-RULES_WITH_FITTED_CORES = 3
-"""Booked cores are fitted to use."""
-RULES_WITH_ELASTIC_STORES = 4
-"""The number of stores changes while a job trains; memory is reduced in place."""
-RULES = RULES_WITH_ELASTIC_STORES
-"""The current version."""
 RunnerName = Literal["local", "flink", "dataflow"]
 """The Beam runner of segment jobs; `local` runs them in their own processes."""
 
@@ -53,16 +41,6 @@ class BudgetSet(Event):
     """Whether cores and memory of a process are limits that can be changed while it runs."""
     time_cost_exponent: float | None = None
     """That of `schedule.budget` for all jobs; None to use the one of each job."""
-    rules: int = RULES
-    """Rules for the decisions from now on; 1 if a log does not name any."""
-
-    def __post_init__(self) -> None:
-        """Check the version of the rules."""
-        if not ORIGINAL_RULES <= self.rules <= RULES:
-            raise ValueError(
-                f"rules must be in [{ORIGINAL_RULES}, {RULES}], got {self.rules}; use the release "
-                "that wrote the log"
-            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,7 +17,6 @@ import numpy as np
 
 from scheduler.controller.budget import allocate, available_budget, booked_resources, remaining_work
 from scheduler.controller.events import (
-    RULES_WITH_TIME_WEIGHT,
     BudgetSet,
     Drained,
     Ended,
@@ -48,6 +47,7 @@ from scheduler.controller.state import (
     Process,
     State,
     UsageWindow,
+    job_of_document,
     update_runner,
 )
 from scheduler.controller.tick import add_steps, forecast_memory, predict_segment_sec, run_tick
@@ -57,8 +57,6 @@ from scheduler.model.grid import Grid
 from scheduler.model.predict import fit_models, segment_setting, training_setting
 from scheduler.model.snapshot import Snapshot
 from scheduler.planner.correction import memory_after_oom
-from scheduler.planner.machine_sizes import cluster_schedule
-from schemas.config.job import parse_stored_job
 from schemas.config.schedule import BudgetConfig, ScheduleConfig
 
 Result = tuple[JobState, list[Action]]
@@ -115,11 +113,13 @@ def _apply(state: State, event: Event) -> tuple[State, list[Action]]:
 
 
 def _set_budget(state: State, event: BudgetSet) -> State:
-    exponent = event.time_cost_exponent if event.rules >= RULES_WITH_TIME_WEIGHT else 1.0
     budget = replace(
-        state.budget, cpus=event.cpus, memory=event.memory_bytes, time_cost_exponent=exponent
+        state.budget,
+        cpus=event.cpus,
+        memory=event.memory_bytes,
+        time_cost_exponent=event.time_cost_exponent,
     )
-    return replace(state, budget=budget, resizes=event.resizes, rules=event.rules)
+    return replace(state, budget=budget, resizes=event.resizes)
 
 
 def _submit(state: State, event: Submitted) -> State:
@@ -127,15 +127,15 @@ def _submit(state: State, event: Submitted) -> State:
     old = state.jobs.get(event.job)
     if old is not None and old.phase not in ("drained", "draining", "failed"):
         return state
-    job = parse_stored_job(event.document, event.job)
-    declared = job.schedule
-    config = cluster_schedule(declared) if event.sizes is None else event.sizes.applied_to(declared)
-    snapshot = Snapshot(job=replace(job, schedule=config), facts=event.facts, history=event.history)
+    declared = job_of_document(event.document, event.job, event.sizes)
+    snapshot = Snapshot(job=declared, facts=event.facts, history=event.history)
+    config = declared.schedule
     replica_cpus, store_cpus = config.training.replica.cpus, config.training.store.cpus
     if old is not None:
         resumed = replace(
             old,
             document=event.document,
+            machine_sizes=event.sizes,
             snapshot=snapshot,
             phase="submitted",
             sizes=None,
@@ -153,6 +153,7 @@ def _submit(state: State, event: Submitted) -> State:
             name=event.job,
             submitted_sec=event.time_sec,
             document=event.document,
+            machine_sizes=event.sizes,
             snapshot=snapshot,
             num_segments=event.num_segments,
             worker_memory=config.preprocessing.worker.memory,
@@ -181,8 +182,8 @@ def _on_started(job: JobState, event: Started, state: State) -> Result:
     if process.status == "starting":  # its waiting time does not count as work
         process = replace(process, status="running", began_sec=event.time_sec)
     job = job.with_process(process)
-    if process.pool == "store" and not job.owners and job.num_stores:
-        initial = initial_owners(job.num_initial_stores or job.num_stores)
+    if process.pool == "store" and not job.owners and job.num_initial_stores:
+        initial = initial_owners(job.num_initial_stores)
         owners = tuple(job.first_initial_store + number for number in initial)
         job = replace(job, owners=owners)
     return job, []

@@ -14,7 +14,6 @@ from types import MappingProxyType
 from typing import Any
 
 from scheduler.controller.events import (
-    ORIGINAL_RULES,
     BudgetSet,
     Drained,
     Ended,
@@ -84,8 +83,6 @@ def event_from_json(body: Mapping[str, Any]) -> Event:
         ValueError: the value of a field is out of range.
     """
     fields = {_FIELDS_OF_LOG.get(n, n): value for n, value in body.items() if n != "event"}
-    if body["event"] == "BudgetSet":
-        fields = {"rules": ORIGINAL_RULES, **fields}
     for name in fields.keys() & _PARSERS.keys():
         fields[name] = _PARSERS[name](fields[name])
     return EVENT_TYPES[body["event"]](**fields)

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from scheduler.controller.events import RULES_WITH_ELASTIC_STORES
 from scheduler.controller.slots import stores_present, stores_ready, update_members
 from scheduler.controller.state import (
     Action,
@@ -38,7 +37,6 @@ def reconcile(state: State) -> tuple[State, list[Action]]:
         cpus=state.budget.cpus - cpus,
         memory_bytes=state.budget.memory - memory,
         resizes=state.resizes,
-        elastic=state.rules >= RULES_WITH_ELASTIC_STORES,
         runner=state.runner,
         booked_workers=sum(p.workers for j in state.jobs.values() for p in j.of_pool("segment")),
     )
@@ -66,7 +64,6 @@ class Reconciler:
     runner: Runner
     booked_workers: int
     resizes: bool = False
-    elastic: bool = False
     lacks_memory: bool = False
     """Whether a process was not started for lack of memory only (its cores fit)."""
     shortage: str = ""
@@ -125,7 +122,7 @@ class Reconciler:
         early = refused_at is not None and self.now_sec < refused_at + RESIZE_RETRY_SEC
         resident = process.readings[-1][1] if process.readings else 0
         lowest, highest = int(MEMORY_HEADROOM * resident), (1.0 - MIN_GAIN) * process.memory_bytes
-        in_place = self.elastic and self.resizes and process.status == "running" and not early
+        in_place = self.resizes and process.status == "running" and not early
         if not in_place or not lowest <= memory_bytes <= highest:
             return job
         if process.memory_before is not None:
@@ -240,8 +237,7 @@ def _release_memory(jobs: Mapping[str, JobState], reconciler: Reconciler) -> Map
     for job in jobs.values():
         for process in job.trainers:
             more = process.memory_bytes - job.replica_memory
-            resizing = reconciler.elastic and process.memory_before is not None
-            if more > 0 and process.status == "running" and not resizing:
+            if more > 0 and process.status == "running" and process.memory_before is None:
                 why = f"it has {more:,} bytes more than its successor gets, and others need them"
                 return {**jobs, job.name: reconciler.end(job, process, why)}
     return jobs
@@ -294,8 +290,7 @@ def _reconcile_training(job: JobState, sizes: Sizes, reconciler: Reconciler) -> 
         for process in replicas:  # they are connected to the previous coordinator
             job = reconciler.end(job, process, "its coordinator ended", stop=True)
         return job
-    ready = stores_ready(job) if job.stores else job.num_stores == len(job.running_stores)
-    if coordinator is None and ready:
+    if coordinator is None and stores_ready(job):
         verb = "restart" if "lead-0" in job.attempts else "start"
         what = "coordinator" if job.grouped else "trainer"
         job = reconciler.start(job, "lead", 0, f"{verb} the {what}")
@@ -315,11 +310,10 @@ def _reconcile_training(job: JobState, sizes: Sizes, reconciler: Reconciler) -> 
 
 
 def _reconcile_stores(job: JobState, sizes: Sizes, reconciler: Reconciler) -> JobState:
-    if reconciler.elastic:
-        job = update_members(job, sizes)
-    for number in job.stores or range(job.num_stores or 0):
+    job = update_members(job, sizes)
+    for number in job.stores:
         job = reconciler.start(job, "store", number, "it holds rows of the tables")
-    for process in job.of_pool("store") if job.stores else ():
+    for process in job.of_pool("store"):
         if process.number not in job.stores:
             job = reconciler.end(job, process, "it is surplus and owns no slots")
     return job

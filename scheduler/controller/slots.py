@@ -394,32 +394,3 @@ def _start_move(
     )
     emptying_store = move.source if values.get("whole") else None
     return replace(job, moving=move.ranges, emptying_store=emptying_store), [action]
-
-
-def move_hot_range(job: JobState, ahead_steps: int) -> tuple[JobState, list[Action]]:
-    """Start the move of one slot range off the busiest store, under older rules."""
-    load, stores, step = job.load, sorted(set(job.owners)), future_step(job, ahead_steps)
-    if load is None or step is None or len(stores) < 2 or job.moving:
-        return job, []
-    counts, owners = accesses_at(load, step), np.array(job.owners)
-    loads = store_loads(job.owners, counts.tolist(), stores)
-    busiest, idlest = max(stores, key=loads.__getitem__), min(stores, key=loads.__getitem__)
-    mean = sum(loads.values()) / len(stores)
-    if loads[busiest] <= MAX_LOAD_RATIO * mean:
-        return job, []
-    # The move that minimises the larger load of the two stores.
-    owned = np.flatnonzero(owners == busiest)
-    after = np.maximum(loads[busiest] - counts[owned], loads[idlest] + counts[owned])
-    best = int(after.argmin())
-    if len(owned) < 2 or after[best] > (1.0 - MIN_LOAD_REDUCTION) * loads[busiest]:
-        return job, []
-    number = int(owned[best])
-    action = Action(
-        verb="migrate",
-        job=job.name,
-        reason=f"slot range {number} moves to store {idlest}: store {busiest} will have "
-        f"{loads[busiest] / mean:.2f} times the mean load at step {step} according to the oracle, "
-        f"and {after[best] / mean:.2f} after the move",
-        values={"slots": float(number), "source": float(busiest), "target": float(idlest)},
-    )
-    return replace(job, moving=(number,)), [action]

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from scheduler.controller.events import (
-    RULES,
     Event,
     LoadKnown,
     RunnerName,
@@ -20,7 +19,9 @@ from scheduler.model.fit import Window
 from scheduler.model.grid import Sizes
 from scheduler.model.snapshot import Snapshot
 from scheduler.planner.correction import Correction
+from scheduler.planner.machine_sizes import MachineSizes, cluster_schedule
 from scheduler.planner.policy import counted
+from schemas.config.job import Job, parse_stored_job
 from schemas.config.schedule import BudgetConfig
 
 PoolName = Literal["segment", "lead", "replica", "store"]
@@ -135,6 +136,8 @@ class JobState:
     """Time of its submission."""
     document: str
     """Text of its job file."""
+    machine_sizes: MachineSizes | None = None
+    """Sizes that its file leaves to the machine; None for Pods."""
     snapshot: Snapshot
     """Data and history at its submission."""
     num_segments: int
@@ -200,8 +203,7 @@ class JobState:
     num_stores: int | None = None
     """Stores of the job; None before training starts."""
     stores: tuple[int, ...] = ()
-    """Numbers of its stores in order of creation; the last ones are removed first. Empty under
-    rules in which the number of stores is fixed."""
+    """Numbers of its stores in order of creation; the last ones are removed first."""
     first_initial_store: int = 0
     """The first of the stores that shared all slots at their start."""
     num_initial_stores: int = 0
@@ -267,6 +269,23 @@ class JobState:
     def with_process(self, process: Process) -> JobState:
         """Return the job with a process added or replaced."""
         return replace(self, processes={**self.processes, process.name: process})
+
+
+def job_of_document(document: str, name: str, sizes: MachineSizes | None) -> Job:
+    """Return the job of a file, with its sizes on this machine, or with those of Pods.
+
+    Args:
+        document: text of the file.
+        name: of the job, for errors.
+        sizes: those that the file leaves to the machine; None for Pods.
+
+    Raises:
+        SchemaError: the file is invalid.
+    """
+    job = parse_stored_job(document, name)
+    declared = job.schedule
+    schedule = cluster_schedule(declared) if sizes is None else sizes.applied_to(declared)
+    return replace(job, schedule=schedule)
 
 
 # Where segment jobs run, and how many workers the next one may have.
@@ -383,8 +402,6 @@ class State:
     """Budget of all jobs together."""
     resizes: bool = False
     """Whether cores and memory of a process are limits that can be changed while it runs."""
-    rules: int = RULES
-    """Version of the decision rules."""
     runner: Runner = field(default_factory=Runner)
     """Where segment jobs run."""
     jobs: Mapping[str, JobState] = field(default_factory=dict[str, JobState])

@@ -17,13 +17,8 @@ from scheduler.controller.budget import (
     remaining_work,
     sizes_as_values,
 )
-from scheduler.controller.events import (
-    RULES_WITH_ELASTIC_STORES,
-    RULES_WITH_FITTED_CORES,
-    RULES_WITH_TIME_WEIGHT,
-    Stepped,
-)
-from scheduler.controller.slots import move_hot_range, move_slots
+from scheduler.controller.events import Stepped
+from scheduler.controller.slots import move_slots
 from scheduler.controller.state import Action, JobState, PoolName, Process, State, UsageWindow
 from scheduler.elasticity import (
     GROWTH,
@@ -78,12 +73,8 @@ def _check_job(job: JobState, sizes: Sizes, state: State) -> tuple[JobState, lis
     step_sec = predict_step_sec(work, sizes)
     actions: list[Action] = []
     ahead_steps = lookahead_steps(work, step_sec)
-    if ahead_steps is not None:
-        if job.stores:
-            job, moves = move_slots(job, sizes, ahead_steps, state.now_sec)
-        else:
-            job, moves = move_hot_range(job, ahead_steps)
-        actions += moves
+    if ahead_steps is not None and job.stores:
+        job, actions = move_slots(job, sizes, ahead_steps, state.now_sec)
     slow = find_straggler(job) or find_late_segment(job, work, state.now_sec)
     if slow is not None:
         job, replacement = _replace_process(job, *slow)
@@ -108,12 +99,11 @@ def _check_job(job: JobState, sizes: Sizes, state: State) -> tuple[JobState, lis
     job, changes = _apply_verdict(job, verdict, comparison)
     actions += changes
     others_wait = any(other.phase == "waiting" for other in state.jobs.values())
-    if state.rules >= RULES_WITH_TIME_WEIGHT and job.correction.in_flight is None:
-        peaks = state.rules >= RULES_WITH_ELASTIC_STORES
-        job, returns = reclaim_memory(job, sizes, work, watches, peaks=peaks)
+    if job.correction.in_flight is None:
+        job, returns = reclaim_memory(job, sizes, work, watches)
         job = replace(job, num_returns=job.num_returns + (others_wait and bool(returns)))
         actions += returns
-    if state.rules >= RULES_WITH_FITTED_CORES and job.correction.in_flight is None:
+    if job.correction.in_flight is None:
         before = job
         job, fits = fit_cores_to_need(job, budget, limits=state.resizes)
         fewer = job.replica_cpus < before.replica_cpus or job.store_cpus < before.store_cpus
@@ -324,23 +314,24 @@ SPARE_TICKS = 20
 
 
 def reclaim_memory(
-    job: JobState, sizes: Sizes, work: RemainingWork, watches: Sequence[MemoryWatch], *, peaks: bool
+    job: JobState, sizes: Sizes, work: RemainingWork, watches: Sequence[MemoryWatch]
 ) -> tuple[JobState, list[Action]]:
     """Lower the memory of a pool's next processes after SPARE_TICKS ticks with spare memory.
+
+    Segment jobs get at least the highest reading of earlier ones, and nothing is lowered before one
+    has ended: a forecast while one runs may be too low.
 
     Args:
         job: with no change in flight.
         sizes: its sizes.
         work: its remaining work.
         watches: forecasts of its processes.
-        peaks: whether segment jobs get at least the highest reading of earlier ones, and nothing
-            is lowered before one has ended: a forecast while one runs may be too low.
     """
     actions: list[Action] = []
     for pool, process_pool in PROCESS_OF_POOL.items():
         current = job.memory_of(process_pool)
         needed = _needed_memory(job, pool, sizes, work, watches)
-        if peaks and pool == "preprocessing" and needed is not None:
+        if pool == "preprocessing" and needed is not None:
             needed = max(needed, int(MEMORY_HEADROOM * job.worker_peak)) if job.built else None
         ticks = job.spare_ticks.get(pool, 0) + 1
         if needed is None or needed >= (1.0 - MIN_GAIN) * current:

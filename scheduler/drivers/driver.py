@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 from scheduler.controller.events import (
-    RULES,
     BudgetSet,
     Drained,
     Ended,
@@ -185,9 +184,8 @@ class Driver:
             budget.memory,
             budget.time_cost_exponent,
             state.resizes,
-            state.rules,
         )
-        if current != (cpus, memory_bytes, time_cost_exponent, resizes, RULES):
+        if current != (cpus, memory_bytes, time_cost_exponent, resizes):
             self._handle(
                 BudgetSet(
                     time_sec=time.time(),
@@ -442,7 +440,7 @@ class Driver:
             if is_new:
                 paths.address_file(process.number).parent.remove([STORE_ADDRESS])
             self._prepare_stores(job, processes)
-            count, first = job.num_initial_stores or job.num_stores or 0, job.first_initial_store
+            count, first = job.num_initial_stores, job.first_initial_store
             command = store_command(paths, work, process.number, count, endpoint, first)
         else:
             # The same number for all replicas, whatever each one's current request is.
@@ -462,7 +460,7 @@ class Driver:
         processes.start(name, move_command(paths, ranges, sources, target, processes.endpoint))
 
     def _prepare_stores(self, job: JobState, processes: Processes) -> None:
-        owners = sorted({*job.owners}) or list(job.stores or range(job.num_stores or 0))
+        owners = sorted({*job.owners}) or list(job.stores)
         prepare_stores(self._paths[job.name], owners, processes.endpoint)
         self._discard_stores(job)
 

@@ -291,7 +291,7 @@ def _target_size(job: JobState, name: PoolName) -> int:
     if not job.built:
         return 0
     replicas = sizes.num_replicas if job.grouped else 0
-    stores = target_stores(sizes) if job.stores else job.num_stores or 0
+    stores = target_stores(sizes) if job.stores else 0
     return {"lead": 1, "replica": replicas, "store": stores}[name]
 
 

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from scheduler.controller.events import (
-    RULES,
     Ended,
     Event,
     Moved,
@@ -26,7 +25,7 @@ NOBODY = -1
 NUM_TRACED = 60
 """Latest events and actions that are told when a law is broken."""
 
-TRACED = ("job", "process", "outcome", "target", "moved", "cpus", "rules")
+TRACED = ("job", "process", "outcome", "target", "moved", "cpus")
 """What is told of an event."""
 
 
@@ -44,8 +43,6 @@ class Kind:
     """Whether moves that fail may have moved some ranges, or all."""
     num_jobs: int = 1
     """Jobs that share the budget."""
-    first_rules: int = RULES
-    """Rules that it begins with."""
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,9 @@
 """Which job goes first under one budget, and which is left as it is."""
 
 from dataclasses import replace
+from typing import Any
 
-from scheduler.controller.events import ORIGINAL_RULES, BudgetSet
+from scheduler.controller.events import BudgetSet
 from tests.scheduler.controller.bench import Bench
 from tests.scheduler.controller.world import GIB, submitted
 
@@ -38,10 +39,6 @@ def test_handle_of_less_left_never_passes_a_higher_priority() -> None:
     assert verbs(ONE, 400, priority=1) == [("first", "wait"), ("second", "admit")]
 
 
-def test_handle_of_the_first_rules_lets_the_earliest_go_first() -> None:
-    assert verbs(replace(ONE, rules=ORIGINAL_RULES), 2) == [("second", "wait")]
-
-
 def test_handle_that_began_a_shorter_job_does_not_go_back_to_the_longer_one() -> None:
     bench = Bench(ONE, submitted("first", 40))
     bench.built(0)
@@ -49,3 +46,20 @@ def test_handle_that_began_a_shorter_job_does_not_go_back_to_the_longer_one() ->
     assert bench.state.jobs["second"].phase == "running"
     again = bench.tell(submitted("third", 60, time_sec=bench.now))
     assert [(a.job, a.verb) for a in again if a.verb in ("admit", "wait")] == [("third", "wait")]
+
+
+LARGE = BudgetSet(time_sec=0.0, cpus=16.0, memory_bytes=64 * GIB)
+
+
+def sizes(budget: BudgetSet, schedule: str = "  priority: 0") -> Any:
+    """Return what a lone job is given."""
+    return Bench(budget, submitted("first", 2, schedule)).job.sizes
+
+
+def test_handle_prefers_the_exponent_of_the_budget_over_that_of_the_job() -> None:
+    own = "  budget: {time_cost_exponent: 1}"
+    assert sizes(LARGE, own) == sizes(replace(LARGE, time_cost_exponent=1.0))
+    assert sizes(replace(LARGE, time_cost_exponent=30.0), own) == sizes(
+        replace(LARGE, time_cost_exponent=30.0)
+    )
+    assert sizes(replace(LARGE, time_cost_exponent=30.0), own) != sizes(LARGE, own)

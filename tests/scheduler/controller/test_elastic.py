@@ -211,21 +211,6 @@ def test_moves_of_random_loads_end_and_empty_what_is_too_many(seed: int) -> None
     assert set(dealt) == {staying[0]}
 
 
-def test_a_job_of_older_rules_keeps_its_stores() -> None:
-    old = submitted("first", 40, STORES)
-    before = Bench(
-        replace(AMPLE, rules=3), replace(old, facts=replace(old.facts, window_rows=1000))
-    )
-    before.built(0)
-    job: JobState = before.job
-    assert (job.stores, job.num_stores) == ((), 3)
-    before.stepped(8, 1.0)
-    assert not [a for a in wants(before, 1) if a.verb in ("migrate", "drain")]
-    assert len(before.job.of_pool("store")) == 3
-    before.tell(replace(AMPLE, time_sec=before.now))
-    assert before.job.stores == (0, 1, 2)
-
-
 def test_a_job_whose_rows_lie_in_stores_is_not_planned_without_any() -> None:
     bench = bench_of()
     small = replace(bench.state, budget=replace(bench.state.budget, cpus=2.0))

@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from scheduler.controller.events import RULES, Drained, LoadKnown, Submitted
+from scheduler.controller.events import Drained, LoadKnown, Submitted
 from scheduler.controller.slots import NUM_RANGES
 from scheduler.controller.state import ENDED_PHASES
 from tests.scheduler.controller.elastic_world import ElasticWorld, Kind
@@ -26,7 +26,6 @@ KINDS = {
     "the budget changes": Kind(budgets=True),
     "the job is drained and goes on": Kind(budgets=True, drains=True),
     "three jobs share the budget": Kind(budgets=True, num_jobs=3),
-    "older rules come first": Kind(budgets=True, first_rules=RULES - 1),
     "failed moves may have moved ranges": Kind(deaths=False, torn_moves=True),
 }
 """What happens, beside numbers of stores that change."""
@@ -50,8 +49,8 @@ def resize_stores(world: ElasticWorld) -> None:
 
 def change_budget(world: ElasticWorld) -> None:
     """Change the cores of all jobs together."""
-    cpus, rules = float(world.rng.choice(CPUS)), world.state.rules
-    world.tell(replace(AMPLE, time_sec=world.now, cpus=cpus, rules=rules))
+    cpus = float(world.rng.choice(CPUS))
+    world.tell(replace(AMPLE, time_sec=world.now, cpus=cpus))
 
 
 def learn_loads(world: ElasticWorld) -> None:
@@ -72,8 +71,6 @@ def disturb(world: ElasticWorld, waiting: list[Submitted]) -> None:
         resize_stores(world)
     if kind.budgets and rng.random() < 0.03:
         change_budget(world)
-    if kind.first_rules < RULES and rng.random() < 0.01:
-        world.tell(replace(AMPLE, time_sec=world.now))
     if waiting and rng.random() < 0.03:
         world.tell(replace(waiting.pop(0), time_sec=world.now))
     if kind.drains and rng.random() < 0.02:
@@ -99,7 +96,7 @@ def has_ended(world: ElasticWorld) -> bool:
 def play(world: ElasticWorld) -> None:
     """Disturb the world for a while, then let it go on until every job has ended."""
     jobs = jobs_of(world.kind)
-    world.tell(replace(AMPLE, rules=world.kind.first_rules))
+    world.tell(AMPLE)
     world.tell(jobs[0])
     waiting = jobs[1:]
     for _ in range(NUM_WILD):

@@ -6,7 +6,6 @@ import pytest
 
 from scheduler.controller.budget import remaining_work
 from scheduler.controller.events import (
-    RULES_WITH_TIME_WEIGHT,
     BudgetSet,
     Drained,
     Ended,
@@ -146,11 +145,6 @@ def test_look_without_readings_of_cores_changes_nothing() -> None:
     bench = begun()
     for _ in range(3 * CORE_TICKS):
         assert fits(bench.stepped(2, 1.0) + bench.ticks(1, 5.0)) == []
-
-
-def test_look_of_older_rules_fits_no_cores() -> None:
-    bench = begun(replace(BUDGET, rules=RULES_WITH_TIME_WEIGHT))
-    assert fits(Trainer(bench, work_sec=1.0, need=1.2).trains(3 * CORE_TICKS)) == []
 
 
 def test_cores_that_are_limits_are_changed_in_place() -> None:

@@ -5,8 +5,6 @@ from dataclasses import replace
 import pytest
 
 from scheduler.controller.events import (
-    ORIGINAL_RULES,
-    RULES_WITH_FITTED_CORES,
     BudgetSet,
     Ended,
     Read,
@@ -76,12 +74,6 @@ def test_look_at_memory_that_grows_gives_nothing_back() -> None:
 
 def test_look_at_memory_that_is_nearly_needed_gives_nothing_back() -> None:
     found = trains(begun(), 3 * SPARE_TICKS, 5100 * MIB)
-    assert not [a for a in found if a.verb == "give back"]
-
-
-@pytest.mark.slow
-def test_look_of_the_first_rules_gives_nothing_back() -> None:
-    found = trains(begun(replace(BUDGET, rules=ORIGINAL_RULES)), 3 * SPARE_TICKS)
     assert not [a for a in found if a.verb == "give back"]
 
 
@@ -174,13 +166,6 @@ def test_memory_of_a_running_trainer_is_not_for_others_before_it_is_confirmed() 
     started = bench.at(Resized, "lead-0.1", resized=True)
     assert [(a.job, a.process) for a in started] == [("second", "segment-0.1")]
     check_laws(bench.state)
-
-
-def test_older_rules_take_nothing_from_who_runs() -> None:
-    bench = begun(replace(PODS, rules=RULES_WITH_FITTED_CORES))
-    found = trains(bench, 2 * SPARE_TICKS)
-    assert [a for a in found if a.verb == "give back"]
-    assert not [a for a in found if a.verb == "resize" and "memory_bytes" in a.values]
 
 
 def builds(bench: Bench, number: int, looks: int, resident: int) -> list[Action]:

@@ -1,0 +1,341 @@
+"""States as JSON, and the changes between two of them.
+
+A state is a tree of frozen dataclasses, tuples, sets and mappings. `diff` returns what differs
+between two states, `patch` applies it: `patch(old, diff(old, new)) == new`, whatever decided on the
+change. The types of the fields say what a JSON value means:
+
+- a dataclass is an object of its fields, without those that have their default; its changes are an
+  object of the fields that changed.
+- a tuple is a list; its changes are `{"from": i, "step": n, "add": [...]}`: every n-th item from the
+  i-th on, and then more; or a list, which replaces it.
+- a mapping is an object; its changes are `{"remove": [...], "set": {...}, "last": ...}`, where
+  `last` says that keys that are set move to the end. Keys that are no text are JSON in a text.
+- a set is an ascending list; its changes are `{"add": [...]}`, or a list, which replaces it.
+- infinity is a text.
+
+A field that a later release adds with a default is absent in states of earlier releases.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import types
+from collections.abc import Mapping
+from dataclasses import MISSING, Field, fields, is_dataclass, replace
+from functools import cache
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from scheduler.controller.state import JobState, job_of_document
+from scheduler.model.history import History
+from scheduler.model.snapshot import DataFacts, Snapshot
+
+T = TypeVar("T")
+SAME = object()
+"""The change between equal values."""
+
+
+def encode(kind: type[T], value: T) -> Any:
+    """Return a value of a type as JSON."""
+    return _codec(kind).encode(value)
+
+
+def decode(kind: type[T], body: Any) -> T:
+    """Return the value that `encode` encoded.
+
+    Raises:
+        KeyError, TypeError, ValueError: the JSON is not that of the type.
+    """
+    return _codec(kind).decode(body)
+
+
+def diff(kind: type[T], old: T, new: T) -> dict[str, Any]:
+    """Return the changes between two values of a dataclass, empty if they are equal."""
+    change = _codec(kind).diff(old, new)
+    return {} if change is SAME else change
+
+
+def patch(kind: type[T], old: T, change: Mapping[str, Any]) -> T:
+    """Return a value with the changes of `diff`.
+
+    Raises:
+        KeyError, TypeError, ValueError: the changes do not fit the value.
+    """
+    return _codec(kind).patch(old, change)
+
+
+class _Codec:
+    """The JSON of a type whose values are replaced as a whole; this one is of numbers and texts."""
+
+    def encode(self, value: Any) -> Any:
+        return str(value) if isinstance(value, float) and math.isinf(value) else value
+
+    def decode(self, body: Any) -> Any:
+        return body
+
+    def diff(self, old: Any, new: Any) -> Any:
+        return SAME if old == new else self.encode(new)
+
+    def patch(self, old: Any, change: Any) -> Any:
+        return self.decode(change)
+
+
+class _Float(_Codec):
+    def decode(self, body: Any) -> Any:
+        return float(body)
+
+
+class _Optional(_Codec):
+    def __init__(self, item: _Codec) -> None:
+        self._item = item
+
+    def encode(self, value: Any) -> Any:
+        return None if value is None else self._item.encode(value)
+
+    def decode(self, body: Any) -> Any:
+        return None if body is None else self._item.decode(body)
+
+    def diff(self, old: Any, new: Any) -> Any:
+        if old is None or new is None:
+            return SAME if old is new else self.encode(new)
+        return self._item.diff(old, new)
+
+    def patch(self, old: Any, change: Any) -> Any:
+        if old is None or change is None:
+            return self.decode(change)
+        return self._item.patch(old, change)
+
+
+class _Fixed(_Codec):
+    """Tuples of a fixed length."""
+
+    def __init__(self, items: tuple[_Codec, ...]) -> None:
+        self._items = items
+        self._is_plain = all(type(item) is _Codec for item in items)
+
+    def encode(self, value: Any) -> Any:
+        if self._is_plain:
+            return value
+        return [item.encode(v) for item, v in zip(self._items, value, strict=True)]
+
+    def decode(self, body: Any) -> Any:
+        if self._is_plain:
+            return tuple(body)
+        return tuple(item.decode(v) for item, v in zip(self._items, body, strict=True))
+
+
+class _Tuple(_Codec):
+    def __init__(self, item: _Codec) -> None:
+        self._item = item
+
+    def encode(self, value: Any) -> Any:
+        return list(map(self._item.encode, value))
+
+    def decode(self, body: Any) -> Any:
+        return tuple(map(self._item.decode, body))
+
+    def diff(self, old: Any, new: Any) -> Any:
+        if old is new or old == new:
+            return SAME
+        shifted = old.index(new[0]) if new and new[0] in old else 0
+        for start, step in ((0, 1), (0, 2), (shifted, 1)):
+            kept = old[start::step]
+            if kept and new[: len(kept)] == kept:
+                return {"from": start, "step": step, "add": self.encode(new[len(kept) :])}
+        return self.encode(new)
+
+    def patch(self, old: Any, change: Any) -> Any:
+        if isinstance(change, list):
+            return self.decode(change)
+        return (*old[change["from"] :: change["step"]], *self.decode(change["add"]))
+
+
+class _Set(_Codec):
+    def encode(self, value: Any) -> Any:
+        return sorted(value)
+
+    def decode(self, body: Any) -> Any:
+        return frozenset(body)
+
+    def diff(self, old: Any, new: Any) -> Any:
+        if old is new or old == new:
+            return SAME
+        return {"add": sorted(new - old)} if old < new else sorted(new)
+
+    def patch(self, old: Any, change: Any) -> Any:
+        return old | {*change["add"]} if isinstance(change, dict) else self.decode(change)
+
+
+class _Mapping(_Codec):
+    def __init__(self, key: _Codec, item: _Codec, *, of_text: bool) -> None:
+        self._key, self._item, self._of_text = key, item, of_text
+
+    def _name(self, key: Any) -> str:
+        return key if self._of_text else json.dumps(self._key.encode(key))
+
+    def _key_of(self, name: str) -> Any:
+        return name if self._of_text else self._key.decode(json.loads(name))
+
+    def encode(self, value: Any) -> Any:
+        return {self._name(key): self._item.encode(v) for key, v in value.items()}
+
+    def decode(self, body: Any) -> Any:
+        return {self._key_of(name): self._item.decode(v) for name, v in body.items()}
+
+    def diff(self, old: Any, new: Any) -> Any:
+        if old is new:
+            return SAME
+        removed = [key for key in old if key not in new]
+        changed: dict[Any, Any] = {}
+        for key, value in new.items():
+            if key not in old:
+                changed[key] = self._item.encode(value)
+            elif value is not old[key]:
+                change = self._item.diff(old[key], value)
+                if change is not SAME:
+                    changed[key] = change
+        order = list(new)
+        stays = [key for key in old if key in new]
+        last = order != [*stays, *(key for key in changed if key not in old)]
+        if last and order != [*(key for key in stays if key not in changed), *changed]:
+            # An order that no change of single keys leads to.
+            removed, last = list(old), False
+            changed = {key: self._item.encode(value) for key, value in new.items()}
+        if not removed and not changed:
+            return SAME
+        return {
+            "remove": list(map(self._name, removed)),
+            "set": {self._name(key): value for key, value in changed.items()},
+            "last": last,
+        }
+
+    def patch(self, old: Any, change: Any) -> Any:
+        new = dict(old)
+        for name in change["remove"]:
+            del new[self._key_of(name)]
+        for name, body in change["set"].items():
+            key = self._key_of(name)
+            value = self._item.patch(new[key], body) if key in new else self._item.decode(body)
+            if change["last"]:
+                new.pop(key, None)
+            new[key] = value
+        return new
+
+
+class _Record(_Codec):
+    """Dataclasses."""
+
+    def __init__(self, kind: Any, skipped: frozenset[str] = frozenset()) -> None:
+        hints, own = get_type_hints(kind), [f for f in fields(kind) if f.name not in skipped]
+        self._kind = kind
+        self._codecs = {f.name: _codec(hints[f.name]) for f in own}
+        self._items = tuple(self._codecs.items())
+        self._defaults = {f.name: _default(f) for f in own}
+
+    def encode(self, value: Any) -> Any:
+        defaults = self._defaults
+        return {
+            name: codec.encode(item)
+            for name, codec in self._items
+            if (item := getattr(value, name)) is not defaults[name] and item != defaults[name]
+        }
+
+    def decode(self, body: Any) -> Any:
+        return self._kind(**{name: self._codecs[name].decode(v) for name, v in body.items()})
+
+    def diff(self, old: Any, new: Any) -> Any:
+        if old is new:
+            return SAME
+        changes: dict[str, Any] = {}
+        for name, codec in self._items:
+            before, after = getattr(old, name), getattr(new, name)
+            if before is not after:
+                change = codec.diff(before, after)
+                if change is not SAME:
+                    changes[name] = change
+        return changes or SAME
+
+    def patch(self, old: Any, change: Any) -> Any:
+        return replace(
+            old,
+            **{name: self._codecs[name].patch(getattr(old, name), v) for name, v in change.items()},
+        )
+
+
+class _Job(_Record):
+    """Jobs; of the snapshot without the job's file, which is parsed from its text."""
+
+    SNAPSHOT: Mapping[str, Any] = types.MappingProxyType({"facts": DataFacts, "history": History})
+
+    def __init__(self) -> None:
+        super().__init__(JobState, frozenset({"snapshot"}))
+        self._parts = {name: _codec(kind) for name, kind in self.SNAPSHOT.items()}
+
+    def encode(self, value: Any) -> Any:
+        snapshot = value.snapshot
+        parts = {name: codec.encode(getattr(snapshot, name)) for name, codec in self._parts.items()}
+        return {**super().encode(value), **parts}
+
+    def decode(self, body: Any) -> Any:
+        own = {name: codec.decode(body[name]) for name, codec in self._items if name in body}
+        parts = {name: codec.decode(body[name]) for name, codec in self._parts.items()}
+        job = job_of_document(own["document"], own["name"], own.get("machine_sizes"))
+        return JobState(snapshot=Snapshot(job=job, **parts), **own)
+
+    def diff(self, old: Any, new: Any) -> Any:
+        changes = super().diff(old, new)
+        if old is new or old.snapshot is new.snapshot:
+            return changes
+        changes = {} if changes is SAME else changes
+        for name, codec in self._parts.items():
+            change = codec.diff(getattr(old.snapshot, name), getattr(new.snapshot, name))
+            if change is not SAME:
+                changes[name] = change
+        return changes or SAME
+
+    def patch(self, old: Any, change: Any) -> Any:
+        own = {name: body for name, body in change.items() if name not in self._parts}
+        new = super().patch(old, own)
+        if not change.keys() & {"document", "machine_sizes", *self._parts}:
+            return new
+        parts = {
+            name: codec.patch(getattr(old.snapshot, name), change.get(name, {}))
+            for name, codec in self._parts.items()
+        }
+        job = job_of_document(new.document, new.name, new.machine_sizes)
+        return replace(new, snapshot=Snapshot(job=job, **parts))
+
+
+def _default(field: Field[Any]) -> Any:
+    """Return the default of a field, or a value that no field has."""
+    if field.default is not MISSING:
+        return field.default
+    return SAME if field.default_factory is MISSING else field.default_factory()
+
+
+@cache
+def _codec(kind: Any) -> _Codec:
+    """Return the codec of the type of a field.
+
+    Raises:
+        TypeError: the type has none.
+    """
+    origin, hints = get_origin(kind), get_args(kind)
+    if kind is JobState:
+        return _Job()
+    if is_dataclass(kind):
+        return _Record(kind)
+    if kind is float:
+        return _Float()
+    if kind in (str, int, bool, Any) or origin is Literal:
+        return _Codec()
+    if origin in (Union, types.UnionType) and len(hints) == 2 and hints[1] is type(None):
+        return _Optional(_codec(hints[0]))
+    if origin is tuple:
+        items = tuple(map(_codec, hints[:1] if hints[-1] is ... else hints))
+        return _Tuple(items[0]) if hints[-1] is ... else _Fixed(items)
+    if origin is frozenset:
+        return _Set()
+    if origin in (Mapping, dict):
+        return _Mapping(_codec(hints[0]), _codec(hints[1]), of_text=hints[0] is str)
+    raise TypeError(f"type has no JSON: {kind}")
