@@ -41,7 +41,7 @@ TASKS: dict[str, dict[str, tuple[str, str]]] = {
         "run": ("scheduler", "start the pools of all jobs, and adjust them"),
         "status": ("scheduler", "show what a scheduler does or did"),
         "retrain": ("scheduler", "one day: append, train, evaluate, gate, promote or roll back"),
-        "replay": ("scheduler", "compute the same decisions from a log's events"),
+        "replay": ("scheduler", "decide again on the events of a log, and compare"),
         "fit": ("scheduler", "fit a throughput model for each job of a CSV file"),
         "simulate": ("scheduler", "compare policies on a trace, with faults"),
     },

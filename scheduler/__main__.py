@@ -27,7 +27,13 @@ if __name__ == "__main__":
 from rich.console import Console, RenderableType
 
 from scheduler import doctor
-from scheduler.controller.log import describe_job, jobs_summary, recover, replay_summary
+from scheduler.controller.log import (
+    describe_job,
+    describe_replay,
+    jobs_summary,
+    replay,
+    replay_summary,
+)
 from scheduler.doctor_url import examine_url
 from scheduler.drivers.beam_runners import segment_runner
 from scheduler.drivers.driver import DriverOptions
@@ -40,7 +46,7 @@ from scheduler.planner.machine_sizes import (
     fill_budget,
     machine_schedule,
 )
-from scheduler.planner.policy import plan
+from scheduler.planner.policy import counted, plan
 from scheduler.planner.reasons import explain_plan, plan_summary, plan_to_json
 from scheduler.retrain import command as retraining
 from scheduler.retrain.command import render_table, run_rows
@@ -333,16 +339,21 @@ def _add_replay_arguments(command: argparse.ArgumentParser) -> None:
 
 
 def _replay(arguments: argparse.Namespace) -> None:
-    replay = recover(arguments.log)
+    result = replay(arguments.log)
+    others = result.others
     if arguments.json:
-        print(json.dumps(replay_summary(replay)))
-        return
-    print(
-        f"{replay.num_events:,} events lead to the same {replay.num_decisions:,} decisions"
-        f"{', ' + str(len(replay.missing)) + ' of them not logged' if replay.missing else ''}"
-    )
-    for job in replay.state.jobs.values():
-        print(f"{job.name}: {describe_job(job)}")
+        print(json.dumps(replay_summary(result)))
+    else:
+        print(describe_replay(result))
+        for difference in result.differences[:PRINTED]:
+            print(difference.describe())
+        for job in result.state.jobs.values():
+            print(f"{job.name}: {describe_job(job)}")
+    if others:
+        raise PlanError(
+            f"{counted(len(others), 'decision')} of the log would be another today, the first at "
+            f"{others[0].place}; replay it with the release that wrote it"
+        )
 
 
 def _doctor(arguments: argparse.Namespace) -> None:
@@ -370,7 +381,7 @@ COMMANDS = {
         _retrain,
     ),
     "status": ("show what a scheduler does or did", _add_status_arguments, _status),
-    "replay": ("compute the same decisions from a log's events", _add_replay_arguments, _replay),
+    "replay": ("decide again on the events of a log, and compare", _add_replay_arguments, _replay),
     "doctor": ("report what this machine lacks, and how to fix it", doctor.add_arguments, _doctor),
 }
 """Summary, function that adds the arguments, and function that runs, of each command."""

@@ -329,8 +329,8 @@ def last_time(log: Path) -> float | None:
 
 
 def _event_time(body: dict[str, Any]) -> float | None:
-    """Return the time of an event; a decision has none of its own."""
-    return body.get("time_sec")
+    """Return the time of an event, or of the last one before a snapshot."""
+    return body.get("time_sec", body.get("snapshot", {}).get("state", {}).get("now_sec"))
 
 
 def _probe_java(machine: Machine) -> tuple[bool, str]:

@@ -6,8 +6,8 @@ change. The types of the fields say what a JSON value means:
 
 - a dataclass is an object of its fields, without those that have their default; its changes are an
   object of the fields that changed.
-- a tuple is a list; its changes are `{"from": i, "step": n, "add": [...]}`: every n-th item from the
-  i-th on, and then more; or a list, which replaces it.
+- a tuple is a list; its changes are `{"from": i, "step": n, "add": [...]}`: every n-th item from
+  the i-th on, and then more; or a list, which replaces it.
 - a mapping is an object; its changes are `{"remove": [...], "set": {...}, "last": ...}`, where
   `last` says that keys that are set move to the end. Keys that are no text are JSON in a text.
 - a set is an ascending list; its changes are `{"add": [...]}`, or a list, which replaces it.

@@ -212,3 +212,8 @@ class Moved(JobEvent):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tick(Event):
     """Time passed: sizes, processes and slot ranges of all jobs are reconsidered."""
+
+    steps: tuple[Stepped, ...] = ()
+    """Steps that were committed since the last tick."""
+    readings: tuple[Read, ...] = ()
+    """Measurements of running processes, those of a job one after the other."""

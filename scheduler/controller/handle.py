@@ -8,8 +8,10 @@ Nothing here reads a clock or a file: the same events give the same actions.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from itertools import groupby
+from operator import attrgetter
 from types import MappingProxyType
 from typing import Any
 
@@ -81,7 +83,7 @@ def handle(state: State, event: Event) -> tuple[State, list[Action]]:
     before = _claims(state)
     state, actions = _apply(replace(state, now_sec=event.time_sec), event)
     if isinstance(event, Tick):
-        state, changes = run_tick(state)
+        state, changes = run_tick(_measure(state, event))
         actions += changes
     if _claims(state) != before:
         state, changes = allocate(state)
@@ -110,6 +112,18 @@ def _apply(state: State, event: Event) -> tuple[State, list[Action]]:
         return state, []  # an event of a process that has ended
     job, actions = _HANDLERS[type(event)](job, event, state)
     return state.with_job(job), actions
+
+
+def _measure(state: State, tick: Tick) -> State:
+    """Return the state with the steps and readings of a tick."""
+    for steps in tick.steps:
+        state, _ = _apply(state, replace(steps, time_sec=tick.time_sec))
+    jobs = dict(state.jobs)
+    for name, readings in groupby(tick.readings, key=attrgetter("job")):
+        job = jobs.get(name)
+        if job is not None:
+            jobs[name] = _add_readings(job, readings)
+    return replace(state, jobs=jobs)
 
 
 def _set_budget(state: State, event: BudgetSet) -> State:
@@ -190,7 +204,22 @@ def _on_started(job: JobState, event: Started, state: State) -> Result:
 
 
 def _on_read(job: JobState, event: Read, state: State) -> Result:
-    process = job.processes[event.process]
+    return _add_readings(job, [event]), []
+
+
+def _add_readings(job: JobState, readings: Iterable[Read]) -> JobState:
+    """Return a job with readings of its processes; those of ended ones are left out."""
+    processes, peak = dict(job.processes), job.worker_peak
+    for reading in readings:
+        process = processes.get(reading.process)
+        if process is not None:
+            processes[process.name] = _with_reading(process, reading)
+            if process.pool == "segment":
+                peak = max(peak, reading.resident_bytes // process.workers)
+    return replace(job, processes=processes, worker_peak=peak)
+
+
+def _with_reading(process: Process, event: Read) -> Process:
     readings = (*process.readings, (event.position, event.resident_bytes))
     if len(process.readings) and event.position <= process.readings[-1][0]:
         readings = process.readings  # no progress, so nothing about its growth
@@ -198,12 +227,7 @@ def _on_read(job: JobState, event: Read, state: State) -> Result:
         readings = readings[::2]
     rate = process.rate if event.rate is None else event.rate
     busy = process.busy_cores if event.busy_cores is None else event.busy_cores
-    process = replace(process, readings=readings, rate=rate, busy_cores=busy)
-    job = job.with_process(process)
-    if process.pool == "segment":
-        peak = max(job.worker_peak, event.resident_bytes // process.workers)
-        job = replace(job, worker_peak=peak)
-    return job, []
+    return replace(process, readings=readings, rate=rate, busy_cores=busy)
 
 
 def _on_resized(job: JobState, event: Resized, state: State) -> Result:

@@ -1,18 +1,28 @@
-"""The controller's log: every event and decision, synced before any action is carried out.
+"""The controller's log: events, what was decided on them, and what this changed in the state.
 
-One JSON object per line: an event, followed by its decisions. The state of a scheduler is `handle`
-folded over the events of its log, so a scheduler that was killed recovers from it (`recover`), and
-`replay` shows that the same decisions follow.
+One JSON object per line. The first line of a log is a snapshot: state and journal of the scheduler
+after all events of earlier logs. Each further line is an event with its decisions and the changes
+of the state, synced before any decision is carried out. To recover is to apply the changes to the
+snapshot: nothing is decided again, so a log stays valid in releases that decide otherwise.
+
+A log that has grown to a multiple of its snapshot is archived, compressed, and the next one begins
+with a new snapshot. `replay` handles the events of all of them again, and reports decisions that
+would be others today.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+import gzip
+import json
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Self
 
+from scheduler.controller.changes import decode, diff, encode, patch
 from scheduler.controller.events import (
     BudgetSet,
     Drained,
@@ -33,14 +43,12 @@ from scheduler.controller.events import (
 )
 from scheduler.controller.handle import handle
 from scheduler.controller.state import Action, JobState, State
-from scheduler.files import AppendLog
-from scheduler.model.history import BuildRecord, History, PastJob, RunRecord
-from scheduler.model.snapshot import DataFacts
-from scheduler.planner.machine_sizes import MachineSizes
+from scheduler.files import AppendLog, to_lines
 from scheduler.planner.policy import counted
+from scheduler.status.journal import Journal, record
 from schemas.errors import SchemaError
-from schemas.manifest import from_json
-from schemas.run_log import Decision, RunSummary, StepMetric, read_lines
+from schemas.files import replace_bytes
+from schemas.run_log import Decision
 
 EVENT_TYPES: Mapping[str, type[Event]] = MappingProxyType(
     {
@@ -63,29 +71,36 @@ EVENT_TYPES: Mapping[str, type[Event]] = MappingProxyType(
 )
 """Event classes by their names in the log, which stay when a class is renamed."""
 _NAMES: Mapping[type[Event], str] = MappingProxyType({kind: n for n, kind in EVENT_TYPES.items()})
-_LOGGED_FIELDS: Mapping[str, str] = MappingProxyType({"time_cost_exponent": "haste"})
-"""Fields of events that the log has under an older name."""
-_FIELDS_OF_LOG = {logged: name for name, logged in _LOGGED_FIELDS.items()}
+
+LOG = "scheduler.jsonl"
+"""Name of the log in the folder of a scheduler."""
+ARCHIVE = "scheduler-archive"
+"""Folder of earlier logs beside it, `<number of their first event>.jsonl.gz`."""
+FORMAT = 2
+"""Of the snapshot. Logs of format 1 had none."""
+MIN_LOG_BYTES = 8 << 20
+"""Bytes below which a log is not archived."""
+SNAPSHOTS_PER_LOG = 3
+"""Size of a log over that of its snapshot at which it is archived."""
+ARCHIVE_BYTES = 256 << 20
+"""Bytes of archived logs that are kept, the newest ones."""
 
 
 def event_to_json(event: Event) -> dict[str, Any]:
     """Return an event as an object of JSON."""
-    fields = {_LOGGED_FIELDS.get(name, name): value for name, value in asdict(event).items()}
-    return {"event": _NAMES[type(event)], **fields}
+    return {"event": _NAMES[type(event)], **encode(type(event), event)}
 
 
 def event_from_json(body: Mapping[str, Any]) -> Event:
     """Return the event of an object of JSON.
 
     Raises:
-        KeyError: the event is missing or unknown.
-        TypeError: fields are missing or unknown.
-        ValueError: the value of a field is out of range.
+        KeyError: the event or a field is unknown.
+        TypeError: a field is missing.
+        ValueError: a field has another type.
     """
-    fields = {_FIELDS_OF_LOG.get(n, n): value for n, value in body.items() if n != "event"}
-    for name in fields.keys() & _PARSERS.keys():
-        fields[name] = _PARSERS[name](fields[name])
-    return EVENT_TYPES[body["event"]](**fields)
+    fields = {name: value for name, value in body.items() if name != "event"}
+    return decode(EVENT_TYPES[body["event"]], fields)
 
 
 def to_decision(action: Action, time_sec: float) -> Decision:
@@ -100,192 +115,357 @@ def to_decision(action: Action, time_sec: float) -> Decision:
     )
 
 
-def _parse_history(body: Mapping[str, Any]) -> History:
-    return History(
-        builds=tuple(BuildRecord(**build) for build in body["builds"]),
-        runs=tuple(
-            RunRecord(
-                name=run["name"],
-                summary=RunSummary(**run["summary"]),
-                metrics=tuple(StepMetric(**metric) for metric in run["metrics"]),
-            )
-            for run in body["runs"]
-        ),
-        jobs=from_json(tuple[PastJob, ...], body["jobs"]),
-    )
-
-
-def _parse_slots(value: Any) -> int | tuple[tuple[int, ...], ...]:
-    return value if isinstance(value, int) else tuple(tuple(map(int, row)) for row in value)
-
-
-_PARSERS: Mapping[str, Callable[[Any], Any]] = MappingProxyType(
-    {
-        "time_sec": float,
-        "facts": lambda body: DataFacts(**body),
-        "history": _parse_history,
-        "sizes": lambda body: None if body is None else MachineSizes(**body),
-        "seconds": lambda values: tuple(map(float, values)),
-        "slots": _parse_slots,
-        "touched_rows": lambda values: tuple(map(int, values)),
-    }
-)
-"""Fields whose type JSON does not keep."""
-
-LOG = "scheduler.jsonl"
-"""Name of the log in the folder of a scheduler."""
-
-
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One event with its decisions.
+    """One line of a log.
 
     Attributes:
-        line: line number of the event, from 1.
+        line: its number, from 1.
         event: the event.
         decisions: the decisions that followed.
+        changes: those of the state, as JSON.
     """
 
     line: int
     event: Event
     decisions: tuple[Decision, ...]
+    changes: Mapping[str, Any]
+
+
+class LogReader:
+    """State and journal of a scheduler after some lines of its log."""
+
+    def __init__(self, path: Path) -> None:
+        """Begin before the first line.
+
+        Args:
+            path: of the log, for errors.
+        """
+        self.path = path
+        self.state = State()
+        self.journal = Journal()
+        self.decisions: tuple[Decision, ...] = ()
+        """Those of the last event, which may not have been carried out; none after a snapshot."""
+        self.num_lines = 0
+
+    def read(self, line: bytes) -> Entry | None:
+        """Return the entry of the next line without applying it; None for a snapshot.
+
+        Raises:
+            SchemaError: the line is invalid, or the log is of an earlier release.
+        """
+        try:
+            body: Any = json.loads(line)
+            if self.num_lines:
+                return _parse_entry(body, self.num_lines + 1)
+            if "snapshot" not in body and {"event", "decision"} & body.keys():
+                raise self._error(
+                    "log is of an earlier release",
+                    "end its jobs with that release, or start in another folder",
+                )
+            self._open(body["snapshot"])
+        except SchemaError:
+            raise
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            what = f"line is no {'event' if self.num_lines else 'snapshot'}"
+            raise self._error(f"{what}: {line[:80]!r} ({error!r})", "restore the file") from error
+        self.num_lines = 1
+        return None
+
+    def apply(self, entry: Entry) -> None:
+        """Apply the entry of the next line.
+
+        Raises:
+            SchemaError: its changes do not fit the state.
+        """
+        try:
+            state = patch(State, self.state, entry.changes)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            problem = f"changes do not fit the state before them ({error!r})"
+            raise self._error(problem, "restore the file") from error
+        self.journal = record(self.journal, self.state, entry.event, state, entry.decisions)
+        self.state, self.decisions = state, entry.decisions
+        self.num_lines += 1
+
+    def read_all(self, lines: Iterable[bytes]) -> None:
+        """Apply all lines.
+
+        Raises:
+            SchemaError: as `read` and `apply`.
+        """
+        for line in lines:
+            entry = self.read(line)
+            if entry is not None:
+                self.apply(entry)
+
+    def _open(self, body: Mapping[str, Any]) -> None:
+        if body["format"] != FORMAT:
+            raise self._error(
+                f"log has format {body['format']!r}, not {FORMAT}", "use the release that wrote it"
+            )
+        self.state = decode(State, body["state"])
+        self.journal = decode(Journal, body["journal"])
+
+    def _error(self, problem: str, advice: str) -> SchemaError:
+        return SchemaError(
+            f"{problem}; {advice}", file=str(self.path), location=str(self.num_lines + 1)
+        )
+
+
+def _parse_entry(body: dict[str, Any], line: int) -> Entry:
+    decisions = tuple(Decision(**decision) for decision in body.pop("decisions", ()))
+    changes = body.pop("changes", {})
+    return Entry(line, event_from_json(body), decisions, changes)
+
+
+class Log(AppendLog):
+    """The log of a scheduler, opened for writing, and the state after it.
+
+    Attributes:
+        recovered: what the log had when it was opened.
+    """
+
+    recovered: LogReader
+
+    def __enter__(self) -> Self:
+        """Open the log, which is created if it is missing, and recover its state.
+
+        Raises:
+            SchemaError: it is damaged, or of another release.
+        """
+        content = self.path.read_bytes() if self.path.exists() else b""
+        if not content:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            replace_bytes(self.path, _snapshot_line(State(), Journal()))
+        elif b"\n" not in content:  # a log is never written without its first line
+            raise SchemaError("snapshot is incomplete; restore the file", file=str(self.path))
+        super().__enter__()
+        lines = self.path.read_bytes().splitlines(keepends=True)
+        self.recovered = LogReader(self.path)
+        self.recovered.read_all(lines)
+        self.state, self._journal = self.recovered.state, self.recovered.journal
+        self._num_bytes, self._snapshot_bytes = sum(map(len, lines)), len(lines[0])
+        return self
+
+    def append(self, event: Event, actions: Iterable[Action], state: State) -> list[Decision]:
+        """Append an event, sync the file, and return the actions as decisions.
+
+        Args:
+            event: the event.
+            actions: that followed, in order.
+            state: after it; that before it is the one of the log.
+        """
+        if self._num_bytes > max(MIN_LOG_BYTES, SNAPSHOTS_PER_LOG * self._snapshot_bytes):
+            self._archive()
+        decisions = [to_decision(action, state.now_sec) for action in actions]
+        body = event_to_json(event)
+        if decisions:
+            body["decisions"] = [encode(Decision, decision) for decision in decisions]
+        body["changes"] = diff(State, self.state, state)
+        self._num_bytes += self.write([body])
+        self._journal = record(self._journal, self.state, event, state, decisions)
+        self.state = state
+        return decisions
+
+    def _archive(self) -> None:
+        """Move all entries to the archive, and begin a log with a snapshot.
+
+        A scheduler that is killed in between has the entries in both, until the archived file is
+        written again.
+        """
+        folder = self.path.parent / ARCHIVE
+        folder.mkdir(exist_ok=True)
+        content = self.path.read_bytes()
+        first = self._journal.num_events - content.count(b"\n") + 2
+        replace_bytes(folder / f"{first:012d}.jsonl.gz", gzip.compress(content, 1, mtime=0))
+        line = _snapshot_line(self.state, self._journal)
+        replace_bytes(self.path, line)
+        self.reopen()
+        self._num_bytes = self._snapshot_bytes = len(line)
+        kept = 0
+        for path in sorted(folder.glob("*.jsonl.gz"), reverse=True):
+            kept += path.stat().st_size
+            if kept > ARCHIVE_BYTES:
+                path.unlink()
+
+
+def _snapshot_line(state: State, journal: Journal) -> bytes:
+    body = {"format": FORMAT, "state": encode(State, state), "journal": encode(Journal, journal)}
+    return to_lines([{"snapshot": body}])
+
+
+def recover(path: Path) -> LogReader:
+    """Return the state that a log leads to; an incomplete last line is left out.
+
+    Raises:
+        SchemaError: the log cannot be read, is damaged, or of another release.
+    """
+    reader = LogReader(path)
+    reader.read_all(complete_lines(path))
+    return reader
+
+
+def read_log(path: Path) -> list[Entry]:
+    """Return the entries of a log, and of its archive before it.
+
+    Raises:
+        SchemaError: as `recover`.
+    """
+    return [entry for _, entry in read_entries(path)]
+
+
+def read_entries(path: Path) -> Iterator[tuple[LogReader, Entry]]:
+    """Yield each entry of a log and of its archive, with the reader, which is before the entry.
+
+    Raises:
+        SchemaError: as `recover`.
+    """
+    for part in logs_of(path):
+        reader = LogReader(part)
+        for line in complete_lines(part):
+            entry = reader.read(line)
+            if entry is not None:
+                yield reader, entry
+                reader.apply(entry)
+
+
+def logs_of(path: Path) -> list[Path]:
+    """Return the archived logs before a log, oldest first, and the log itself."""
+    if path.name != LOG:
+        return [path]
+    archived = sorted((path.parent / ARCHIVE).glob("*.jsonl.gz"))
+    first = next(map(_num_events, complete_lines(path)), 0) + 1
+    # One with the entries of the log itself is left of a scheduler that was killed there.
+    return [*(p for p in archived if int(p.name.partition(".")[0]) < first), path]
+
+
+def _num_events(snapshot: bytes) -> int:
+    try:
+        return int(json.loads(snapshot)["snapshot"]["journal"]["num_events"])
+    except (ValueError, KeyError, TypeError):
+        return 0
+
+
+def complete_lines(path: Path) -> list[bytes]:
+    """Return the complete lines of a log.
+
+    Raises:
+        SchemaError: it cannot be read.
+    """
+    try:
+        content = path.read_bytes()
+        content = gzip.decompress(content) if path.suffix == ".gz" else content
+    except (OSError, EOFError) as error:
+        raise SchemaError(f"log cannot be read: {error}; check the path", file=str(path)) from error
+    lines = content.splitlines(keepends=True)
+    return lines if not lines or lines[-1].endswith(b"\n") else lines[:-1]
+
+
+# Replay: what this release would decide on the events of a log.
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """A decision that would be another one today.
+
+    Attributes:
+        place: file and line.
+        logged: the decision of the log; None if it has none.
+        now: today's; None if there is none.
+        size: largest relative difference of its numbers; infinite if it differs otherwise.
+    """
+
+    place: str
+    logged: Decision | None
+    now: Decision | None
+    size: float
+
+    def describe(self) -> str:
+        """Return the difference in one line."""
+        if math.isinf(self.size):
+            return f"{self.place}: {_describe(self.logged)}, now {_describe(self.now)}"
+        assert self.logged is not None, "both decide the same"
+        assert self.now is not None, "both decide the same"
+        before, now = self.logged.values, self.now.values
+        name = max(before, key=lambda key: relative_difference(before[key], now[key]))
+        return (
+            f"{self.place}: {_describe(self.logged)}: {name}={before[name]!r}, now {now[name]!r} "
+            f"({self.size:.1e} of it)"
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """The result of replaying a log.
+    """The result of a replay.
 
     Attributes:
         state: after all events.
-        actions: those of the last event.
-        num_events: events in the log.
-        num_decisions: decisions that follow from them.
-        missing: decisions of the last event that the log lacks because it was cut off.
-        difference: the first decision that differs from the log, as text; None if all are the same.
+        num_events: events that were handled again.
+        num_decisions: decisions of the log.
+        differences: decisions that differ, in order.
     """
 
     state: State
-    actions: tuple[Action, ...]
     num_events: int
     num_decisions: int
-    missing: tuple[Decision, ...]
-    difference: str | None
+    differences: tuple[Difference, ...]
+
+    @property
+    def others(self) -> list[Difference]:
+        """Decisions that differ by more than their numbers' last digits."""
+        return [one for one in self.differences if one.size > SAME_NUMBER]
 
 
-class Log(AppendLog):
-    """The log of a scheduler, opened for writing."""
-
-    def append(self, event: Event | None, decisions: Iterable[Decision]) -> None:
-        """Append an event and its decisions, and sync the file.
-
-        Args:
-            event: the event; None if the log has it already.
-            decisions: in order.
-        """
-        bodies: list[Any] = [] if event is None else [event_to_json(event)]
-        bodies += [{"decision": asdict(decision)} for decision in decisions]
-        self.write(bodies)
+SAME_NUMBER = 1e-6
+"""Relative difference of numbers that is due to rounding."""
 
 
-def read_log(path: Path) -> list[Entry]:
-    """Read a log; an incomplete last line is left out.
+def replay(path: Path) -> Replay:
+    """Handle all events of a log and its archive again, each from the state that is logged.
 
     Raises:
-        SchemaError: the file cannot be read, or another line is not valid.
+        SchemaError: as `recover`.
     """
-    try:
-        records = read_lines(path, parse_record, "an event or a decision")
-    except (OSError, UnicodeDecodeError) as error:
-        raise SchemaError(f"log cannot be read: {error}; check the path", file=str(path)) from error
-    content = path.read_bytes()
-    if content.endswith(b"\n") and len(records) < len(content.splitlines()):
-        raise SchemaError(
-            "last line is not an event or a decision; restore the file",
-            file=str(path),
-            location=str(len(records) + 1),
-        )
-    if records and isinstance(records[0], Decision):
-        raise SchemaError(
-            "log does not start with an event; restore the file",
-            file=str(path),
-            location="1",
-        )
-    starts = [i for i, record in enumerate(records) if isinstance(record, Event)]
-    ends = [*starts[1:], len(records)] if starts else []
-    return [
-        Entry(start + 1, event, tuple(d for d in records[start:end] if isinstance(d, Decision)))
-        for start, end in zip(starts, ends, strict=True)
-        if isinstance(event := records[start], Event)
-    ]
+    state, num_events, num_decisions = State(), 0, 0
+    differences: list[Difference] = []
+    for reader, entry in read_entries(path):
+        after, actions = handle(reader.state, entry.event)
+        decisions = [to_decision(action, after.now_sec) for action in actions]
+        place = f"{reader.path.name}:{entry.line}"
+        differences += compare_decisions(place, entry.decisions, decisions)
+        num_events += 1
+        num_decisions += len(entry.decisions)
+    state = recover(path).state
+    return Replay(state, num_events, num_decisions, tuple(differences))
 
 
-def replay(entries: Sequence[Entry]) -> Replay:
-    """Handle all events again, and compare the decisions with those of the log."""
-    state, actions, num_decisions = State(), list[Action](), 0
-    missing: tuple[Decision, ...] = ()
-    difference: str | None = None
-    for index, entry in enumerate(entries):
-        state, actions = handle(state, entry.event)
-        decisions = [to_decision(action, state.now_sec) for action in actions]
-        num_decisions += len(decisions)
-        num_logged = len(entry.decisions)
-        is_last = index + 1 == len(entries)
-        if is_last and _are_same(entry.decisions, decisions[:num_logged]):
-            missing = tuple(decisions[num_logged:])
-        elif difference is None and not _are_same(entry.decisions, decisions):
-            difference = _difference(entry, decisions)
-    return Replay(state, tuple(actions), len(entries), num_decisions, missing, difference)
+def compare_decisions(
+    place: str, logged: Iterable[Decision], now: Iterable[Decision]
+) -> Iterator[Difference]:
+    """Yield the decisions on one event that differ, except in the wording of their reasons."""
+    for before, after in zip_longest(logged, now):
+        size = _difference(before, after)
+        if size:
+            yield Difference(place, before, after, size)
 
 
-def is_same_decision(logged: Decision, decision: Decision) -> bool:
-    """Return whether two decisions are the same; the wording of their reasons may differ."""
-    return logged == replace(decision, reason=logged.reason)
+def _difference(logged: Decision | None, now: Decision | None) -> float:
+    if logged is None or now is None or logged.values.keys() != now.values.keys():
+        return math.inf
+    if (logged.job, logged.action, logged.process) != (now.job, now.action, now.process):
+        return math.inf
+    numbers = [relative_difference(logged.values[key], now.values[key]) for key in now.values]
+    return max(numbers, default=0.0)
 
 
-def _are_same(logged: Sequence[Decision], decisions: Sequence[Decision]) -> bool:
-    return len(logged) == len(decisions) and all(map(is_same_decision, logged, decisions))
+def relative_difference(a: float, b: float) -> float:
+    """Return the difference of two numbers over the larger one.
 
-
-def recover(path: Path) -> Replay:
-    """Return the state that a log leads to, and what may not have been carried out yet.
-
-    The actions of the last event are carried out again, which is safe because each process has a
-    unique name; the decisions that the log lacks are to be written before.
-
-    Raises:
-        SchemaError: the log is damaged, or was written by code that decides otherwise.
+    Example:
+        >>> relative_difference(4.0, -4.0), relative_difference(3.0, 4.0), relative_difference(0, 0)
+        (2.0, 0.25, 0.0)
     """
-    result = replay(read_log(path))
-    if result.difference is not None:
-        raise SchemaError(
-            f"log leads to another decision: {result.difference}; continue with the release that "
-            "wrote it, or start in another folder",
-            file=str(path),
-        )
-    return result
-
-
-def parse_record(body: Any) -> Event | Decision:
-    """Return the event or decision of one line.
-
-    Raises:
-        KeyError: the event is missing or unknown.
-        TypeError: fields are missing or unknown.
-        ValueError: the value of a field is out of range.
-    """
-    if "decision" in body:
-        return Decision(**body["decision"])
-    return event_from_json(body)
-
-
-def _difference(entry: Entry, decisions: Sequence[Decision]) -> str:
-    """Return the first difference between the logged and the new decisions of an event."""
-    for index in range(max(len(entry.decisions), len(decisions))):
-        logged = entry.decisions[index] if index < len(entry.decisions) else None
-        new = decisions[index] if index < len(decisions) else None
-        if logged is None or new is None or not is_same_decision(logged, new):
-            return f"line {entry.line + 1 + index}: {_describe(logged)}, now {_describe(new)}"
-    raise AssertionError("some decision differs")
+    return 0.0 if a == b else abs(a - b) / max(abs(a), abs(b))
 
 
 def _describe(decision: Decision | None) -> str:
@@ -308,12 +488,26 @@ def describe_job(job: JobState) -> str:
     )
 
 
+def describe_replay(result: Replay) -> str:
+    """Return the result of a replay in one line."""
+    rounded = [one.size for one in result.differences if one.size <= SAME_NUMBER]
+    same = result.num_decisions - len(result.differences)
+    line = f"{result.num_events:,} events lead to the same {same:,} decisions"
+    if rounded:
+        line += f", {len(rounded):,} more differ by at most {max(rounded):.1e} of a number"
+    return line + (f", {len(result.others):,} are others" if result.others else "")
+
+
 def replay_summary(result: Replay) -> dict[str, Any]:
     """Return what `replay --json` prints."""
+    sizes = [one.size for one in result.differences]
+    rounding = [size for size in sizes if size <= SAME_NUMBER]
     return {
         "num_events": result.num_events,
         "num_decisions": result.num_decisions,
-        "num_missing": len(result.missing),
+        "num_rounded": len(rounding),
+        "largest_rounding": max(rounding, default=0.0),
+        "num_others": len(sizes) - len(rounding),
         "jobs": jobs_summary(result.state),
     }
 

@@ -13,11 +13,11 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from scheduler.controller.events import (
     BudgetSet,
@@ -35,8 +35,8 @@ from scheduler.controller.events import (
     Tick,
 )
 from scheduler.controller.handle import handle
-from scheduler.controller.log import Log, Replay, to_decision
-from scheduler.controller.state import ENDED_PHASES, Action, JobState, Process, State
+from scheduler.controller.log import Log
+from scheduler.controller.state import ENDED_PHASES, JobState, Process, State
 from scheduler.drivers.base import Platform, Processes, ResourceRequest
 from scheduler.drivers.beam_runners import SegmentRunner
 from scheduler.drivers.job_files import (
@@ -67,11 +67,13 @@ from schemas.run_log import (
     RENDEZVOUS,
     STORE_ADDRESS,
     SUMMARY,
+    Decision,
     StepMetric,
 )
 from schemas.run_manifest import RunLogTail, read_run_file
 from schemas.storage import Location
 
+T = TypeVar("T")
 MAX_TICK_SEC = 30.0
 """Longest time between two reconcile ticks."""
 URL_POLL_SEC = 2.0
@@ -110,19 +112,16 @@ class Driver:
         options: DriverOptions,
         platform: Platform,
         log: Log,
-        replay: Replay,
         paths: Mapping[str, JobPaths],
     ) -> None:
-        """Continue from the end of a log.
+        """Continue from the end of a log; the decisions on its last event are carried out again.
 
         Args:
             options: how processes are observed.
             platform: where processes run.
             log: opened for appending.
-            replay: result of recovering the log.
             paths: of every job that may run.
         """
-        self.state = replay.state
         self._options = options
         self._log = log
         self._paths = paths
@@ -134,10 +133,14 @@ class Driver:
         self._loaded_segments = dict.fromkeys(paths, 0)
         self._noticed = set[tuple[str, str]]()
         self._last_tick_sec = 0.0
-        log.append(None, replay.missing)
-        for action in replay.actions:
-            self._execute(action)
+        for decision in log.recovered.decisions:
+            self._execute(decision)
         self._resend_stop_requests()
+
+    @property
+    def state(self) -> State:
+        """The state after the last event."""
+        return self._log.state
 
     def _resend_stop_requests(self) -> None:
         """Stop leaving processes: the previous scheduler may have died before it did."""
@@ -232,25 +235,30 @@ class Driver:
             self._handle(event)
         if now - self._last_tick_sec >= self._tick_interval(now) or self._restart_is_due(now):
             self._last_tick_sec = now
+            steps: list[Stepped] = []
             for name in self._paths:
+                stepped = None
                 if name not in self._silent:
-                    self._read_storage(name, self._read_steps)
-                self._read_usage(self.state.jobs[name])
-            self._handle(Tick(time_sec=now))
+                    stepped = self._read_storage(name, self._read_steps)
+                steps += [] if stepped is None else [stepped]
+            position = {s.job: s.next_step for s in steps}
+            readings = [r for name in self._paths for r in self._read_usage(name, position, now)]
+            self._handle(Tick(time_sec=now, steps=tuple(steps), readings=tuple(readings)))
 
-    def _read_storage(self, name: str, read: Callable[[str], None]) -> None:
+    def _read_storage(self, name: str, read: Callable[[str], T]) -> T | None:
         """Call a function with a job whose files it reads; nothing ends if they cannot be read.
 
         What was not observed is observed by the next call.
         """
-        interval = URL_POLL_SEC if self._paths[name].is_remote else 0.0
+        interval, result = URL_POLL_SEC if self._paths[name].is_remote else 0.0, None
         try:
-            read(name)
+            result = read(name)
             self._set_answers(name, "")
         except StorageError as error:
             interval = SILENT_POLL_SEC
             self._set_answers(name, str(error))
         self._next_poll_sec[name] = time.time() + interval
+        return result
 
     def _set_answers(self, name: str, problem: str) -> None:
         """Report once that a job's store does not answer, and that it answers again."""
@@ -281,8 +289,8 @@ class Driver:
         observed, paths = self._processes[name], self._paths[name]
         processes = list(self.state.jobs[name].processes.values())
         gone = [p for p in processes if not observed.is_alive(p.name)]
-        if gone:
-            self._read_steps(name)
+        if gone and (stepped := self._read_steps(name)) is not None:
+            self._handle(stepped)
         coordinated = any(p.pool == "lead" and p not in gone for p in processes)
         for process in gone:
             if process.pool == "replica" and coordinated and is_trained(paths):
@@ -299,10 +307,8 @@ class Driver:
         self._poll_resizes(name)
         observed.remove_ended(self.state.jobs[name].processes)
 
-    def _read_steps(self, name: str) -> None:
-        stepped = self._tails[name].read(name, time.time())
-        if stepped is not None:
-            self._handle(stepped)
+    def _read_steps(self, name: str) -> Stepped | None:
+        return self._tails[name].read(name, time.time())
 
     def _on_store_ended(self, store: Process, job: JobState, processes: Processes) -> None:
         """Kill a slot move, which could wait an hour for the store, and remove stale stores."""
@@ -371,57 +377,62 @@ class Driver:
             if not resized and current is not None:  # withdraw the request
                 processes.resize(current.name, current.cpus, current.memory_bytes)
 
-    def _read_usage(self, job: JobState) -> None:
-        processes = self._processes[job.name]
+    def _read_usage(self, name: str, next_steps: Mapping[str, int], now: float) -> Iterator[Read]:
+        """Yield a reading of each running process of a job.
+
+        Args:
+            name: of the job.
+            next_steps: by job, the step after those that were read just now.
+            now: the time.
+        """
+        job, processes = self.state.jobs[name], self._processes[name]
         for process in job.processes.values():
             resident = processes.resident_bytes(process.name)
             if process.status != "running" or not resident:
                 continue
-            now = time.time()
-            is_segment = process.pool == "segment"
-            self._handle(
-                Read(
-                    time_sec=now,
-                    job=job.name,
-                    process=process.name,
-                    position=int(now - process.began_sec) if is_segment else job.next_step,
-                    resident_bytes=resident,
-                    busy_cores=processes.busy_cores(process.name),
-                )
+            step = next_steps.get(name, job.next_step)
+            yield Read(
+                time_sec=now,
+                job=name,
+                process=process.name,
+                position=int(now - process.began_sec) if process.pool == "segment" else step,
+                resident_bytes=resident,
+                busy_cores=processes.busy_cores(process.name),
             )
 
     def _handle(self, event: Event) -> None:
         """Handle an event; its decisions are logged before they are executed."""
-        self.state, actions = handle(self.state, event)
-        decisions = [to_decision(action, self.state.now_sec) for action in actions]
-        self._log.append(event, decisions)
-        for action in actions:
-            self._options.progress(f"{action.job}: {action.verb} {action.process}: {action.reason}")
-            self._execute(action)
+        state, actions = handle(self.state, event)
+        for decision in self._log.append(event, actions, state):
+            subject = f"{decision.job}: {decision.action} {decision.process}"
+            self._options.progress(f"{subject}: {decision.reason}")
+            self._execute(decision)
 
-    def _execute(self, action: Action) -> None:
-        """Execute an action; a repeated one has no effect."""
-        job = self.state.jobs[action.job]
-        processes = self._processes.get(action.job)
+    def _execute(self, decision: Decision) -> None:
+        """Execute a decision; a repeated one has no effect."""
+        job, action = self.state.jobs[decision.job], decision.action
+        processes = self._processes.get(decision.job)
         if processes is None:
             return  # a job of the log that has ended and is not named in this run
-        if action.verb == "start":
-            process = job.processes.get(action.process)
+        if action == "start":
+            process = job.processes.get(decision.process)
             if process is not None:
                 try:
-                    self._start(job, process, action, processes)
+                    self._start(job, process, decision, processes)
                 except StorageError as error:  # it is found not to be alive, and started later
                     self._set_answers(job.name, str(error))
-        elif action.verb == "drain":
-            processes.request_stop(action.process)
-        elif action.verb == "stop":
-            processes.kill(action.process)
-        elif action.verb == "migrate":
-            self._start_move(job, action, processes)
-        elif action.verb == "finish":
+        elif action == "drain":
+            processes.request_stop(decision.process)
+        elif action == "stop":
+            processes.kill(decision.process)
+        elif action == "migrate":
+            self._start_move(job, decision, processes)
+        elif action == "finish":
             record_history(job, self._options.output / HISTORY)
 
-    def _start(self, job: JobState, process: Process, action: Action, processes: Processes) -> None:
+    def _start(
+        self, job: JobState, process: Process, decision: Decision, processes: Processes
+    ) -> None:
         paths, endpoint, work = self._paths[job.name], processes.endpoint, processes.work
         is_new = not processes.was_started(process.name)
         if process.pool == "segment":
@@ -430,7 +441,7 @@ class Driver:
         elif process.pool == "lead":
             if is_new:
                 paths.run.remove([RENDEZVOUS])  # of a killed coordinator
-            served, grouped = bool(job.num_stores), bool(action.values.get("grouped"))
+            served, grouped = bool(job.num_stores), bool(decision.values.get("grouped"))
             if served:
                 self._prepare_stores(job, processes)
             command = coordinator_command(
@@ -451,9 +462,9 @@ class Driver:
         request = ResourceRequest(cpus=process.cpus, memory_bytes=process.memory_bytes)
         processes.start(process.name, command, request)
 
-    def _start_move(self, job: JobState, action: Action, processes: Processes) -> None:
-        source, target = int(action.values["source"]), int(action.values["target"])
-        whole = bool(action.values.get("whole"))
+    def _start_move(self, job: JobState, decision: Decision, processes: Processes) -> None:
+        source, target = int(decision.values["source"]), int(decision.values["target"])
+        whole = bool(decision.values.get("whole"))
         sources = [source] if whole else [n for n in job.running_stores if n != target]
         name = f"move-{job.moving[0]}-to-{target}.{int(1000 * self.state.now_sec)}"
         ranges, paths = () if whole else job.moving, self._paths[job.name]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from scheduler.controller.events import BudgetSet, Event, Submitted
 from scheduler.controller.handle import handle
-from scheduler.controller.log import LOG, Log, recover
+from scheduler.controller.log import LOG, Log
 from scheduler.controller.state import Action, State
 from scheduler.drivers.base import Platform, stop_signals
 from scheduler.drivers.beam_runners import SegmentRunner
@@ -100,17 +100,16 @@ def run_jobs(request: RunRequest) -> State:
         request.output, "another scheduler uses this folder", "stop it, or use another --output"
     )
     with lock, Log(request.output / LOG) as log, stop_signals() as stop_requested:
-        replay = recover(request.output / LOG)
-        _check_storage(request, replay.state)
+        _check_storage(request, log.state)
         jobs, paths = _submissions(request, budget)
-        if unnamed := unnamed_jobs(replay.state, paths):
+        if unnamed := unnamed_jobs(log.state, paths):
             raise PlanError(
                 f"jobs of {request.output} have not ended and are not named: "
                 f"{', '.join(unnamed)}; add their job files, or use another --output"
             )
         with open_platform(request) as platform:
-            _check_platform(platform.identity, request.output, replay.state)
-            driver = Driver(request.driver, platform, log, replay, paths)
+            _check_platform(platform.identity, request.output, log.state)
+            driver = Driver(request.driver, platform, log, paths)
             driver.begin(jobs, budget.cpus, budget.memory, budget.time_cost_exponent)
             _run_loop(driver, stop_requested, request.driver.poll_sec)
             driver.end()

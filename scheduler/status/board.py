@@ -7,10 +7,10 @@ which prevents DNS rebinding.
 from __future__ import annotations
 
 import json
+import os
 import socket
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -20,16 +20,11 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from scheduler.controller.events import Event
-from scheduler.controller.handle import handle
-from scheduler.controller.log import is_same_decision, parse_record, to_decision
-from scheduler.controller.state import State
-from scheduler.status.journal import Journal, record
+from scheduler.controller.log import LogReader
 from scheduler.status.metrics import CONTENT_TYPE, metrics_text
 from scheduler.status.page import page
 from scheduler.status.view import View, duration, view_of
 from schemas.errors import PlanError, SchemaError
-from schemas.run_log import Decision
 
 LOOPBACK = "127.0.0.1"
 NAMES = frozenset({"127.0.0.1", "localhost", "::1"})
@@ -74,32 +69,34 @@ class Board:
         self._restart()
 
     def _restart(self) -> None:
-        self._offset = 0
-        self._line = 0
-        self._state = State()
-        self._journal = Journal()
-        self._expected = deque[Decision]()
+        self._offset, self._inode = 0, 0
+        self._reader = LogReader(self._path)
         self._view: View | None = None
 
     def view(self) -> View:
         """Return the view after all complete lines of the log.
 
         Raises:
-            SchemaError: a line is invalid, or this code decides differently.
+            SchemaError: a line is invalid.
         """
         with self._lock:
             lines = self._new_lines()
-            for line in lines:
-                self._read_line(line)
+            for line in lines:  # the offset advances only if the line is valid
+                entry = self._reader.read(line)
+                if entry is not None:
+                    self._reader.apply(entry)
+                self._offset += len(line)
             if lines or self._view is None:
-                self._view = view_of(self._state, self._journal)
+                self._view = view_of(self._reader.state, self._reader.journal)
             return self._view
 
     def _new_lines(self) -> list[bytes]:
         try:
             with self._path.open("rb") as file:
-                if file.seek(0, 2) < self._offset:
-                    self._restart()  # the log was replaced
+                status = os.fstat(file.fileno())
+                if status.st_size < self._offset or status.st_ino != self._inode:
+                    self._restart()  # another log begins, with a snapshot
+                    self._inode = status.st_ino
                 file.seek(self._offset)
                 content = file.read()
         except FileNotFoundError:
@@ -109,36 +106,6 @@ class Board:
                 f"log cannot be read: {error}; check the path", file=str(self._path)
             ) from error
         return content[: content.rfind(b"\n") + 1].splitlines(keepends=True)
-
-    def _read_line(self, line: bytes) -> None:
-        """Apply one line; the offset advances only if it is valid."""
-        number = self._line + 1
-        try:
-            body: Any = json.loads(line)
-            entry = parse_record(body)
-        except (ValueError, KeyError, TypeError) as error:
-            raise self._error(f"line is no event or decision: {line[:80]!r}", number) from error
-        if isinstance(entry, Event):
-            if self._expected:
-                raise self._error("line is an event where a decision must follow", number)
-            before = self._state
-            self._state, actions = handle(before, entry)
-            decisions = [to_decision(action, self._state.now_sec) for action in actions]
-            self._journal = record(self._journal, before, entry, self._state, decisions)
-            self._expected.extend(decisions)
-        elif not self._expected or not is_same_decision(entry, self._expected[0]):
-            raise self._error("line is not the decision that follows", number)
-        else:
-            self._expected.popleft()
-        self._offset += len(line)
-        self._line = number
-
-    def _error(self, problem: str, line: int) -> SchemaError:
-        return SchemaError(
-            f"{problem}; use the code that wrote the log",
-            file=str(self._path),
-            location=str(line),
-        )
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from typing import Literal, TypeVar
 
 import numpy as np
 
-from scheduler.controller.events import Ended, Event, Started, Stepped
+from scheduler.controller.events import Ended, Event, Started, Stepped, Tick
 from scheduler.controller.state import ENDED_PHASES, JobState, State
 from scheduler.model.fit import Prediction, predict_seconds
 from scheduler.model.grid import GIB, Grid
@@ -192,13 +192,15 @@ def _set_successors(
 def _speeds(
     speeds: Mapping[str, tuple[Speed, ...]], before: State, event: Event
 ) -> Mapping[str, tuple[Speed, ...]]:
-    if not isinstance(event, Stepped | Ended) or event.job not in before.jobs:
-        return speeds
-    job = before.jobs[event.job]
-    speed = training_speed(job, event) if isinstance(event, Stepped) else building_speed(job, event)
-    if speed is None:
-        return speeds
-    return {**speeds, event.job: thin((*speeds.get(event.job, ()), speed))}
+    speeds = dict(speeds)
+    for part in event.steps if isinstance(event, Tick) else (event,):
+        if isinstance(part, Stepped | Ended) and part.job in before.jobs:
+            job = before.jobs[part.job]
+            trained = isinstance(part, Stepped)
+            speed = training_speed(job, part) if trained else building_speed(job, part)
+            if speed is not None:
+                speeds[part.job] = thin((*speeds.get(part.job, ()), speed))
+    return speeds
 
 
 def training_speed(job: JobState, event: Stepped) -> Speed | None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from scheduler.controller.log import LOG, Log, recover
+from scheduler.controller.log import LOG, Log
 from scheduler.controller.state import JobState
 from scheduler.drivers.children import ThisMachine
 from scheduler.drivers.driver import Driver, DriverOptions
@@ -31,8 +31,8 @@ ONE_STORE = "store: {memory: 600MiB}\n    max_stores: 3"
 class Run:
     """A driver whose job is told how many stores it wants."""
 
-    def __init__(self, driver: Driver) -> None:
-        self.driver = driver
+    def __init__(self, driver: Driver, log: Log) -> None:
+        self.driver, self.log = driver, log
         self.num_stores: int | None = None
 
     @property
@@ -47,7 +47,7 @@ class Run:
             sizes = self.job.sizes
             if self.num_stores is not None and sizes is not None:
                 job = replace(self.job, sizes=replace(sizes, num_stores=self.num_stores))
-                self.driver.state = replace(self.driver.state, jobs={"demo": job})
+                self.log.state = replace(self.driver.state, jobs={"demo": job})
             self.driver.poll()
             time.sleep(0.05)
 
@@ -89,9 +89,9 @@ def test_stores_of_a_job_become_more_and_fewer_and_its_bits_stay(
     submitted, place = submit(demo, {}, output, time.time())
     with Log(output / LOG) as log, ended_at_last(place.processes):
         options = DriverOptions(output=output, tick_sec=1.0, progress=said.append)
-        driver = Driver(options, ThisMachine(), log, recover(output / LOG), {"demo": place})
+        driver = Driver(options, ThisMachine(), log, {"demo": place})
         driver.begin([submitted], 8.0, 16 << 30)
-        run = Run(driver)
+        run = Run(driver, log)
         run.num_stores = 1
         run.until(lambda: num_steps(place.run) >= 2)
         assert run.job.stores == (0,)

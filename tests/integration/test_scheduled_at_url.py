@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from scheduler.controller.events import Ended
-from scheduler.controller.log import LOG, read_log, recover
+from scheduler.controller.log import LOG, read_log, replay
 from schemas.storage import Location
 from tests.integration.test_scheduled import (
     Scheduler,
@@ -57,7 +57,7 @@ def test_jobs_at_a_url_whose_processes_are_killed_finish_with_the_bits_of_undist
     assert len(told) == len(ends), "each process ends once"
     killed = {("urgent", "replica-1.1"), ("demo", "lead-0.1"), ("demo", "store-1.1")}
     assert {told[process] for process in killed} == {"lost"}
-    recover(output / LOG)
+    assert not replay(output / LOG).differences
     assert not list(output.glob("*/work")), "copies are removed"
     for job in (demo, urgent):
         folder = storage / job.stem

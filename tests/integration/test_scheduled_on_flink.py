@@ -13,7 +13,7 @@ import pytest
 
 from pipelines.cli import main as pipelines
 from scheduler.controller.events import Event, SlotsRead
-from scheduler.controller.log import LOG, read_log, recover
+from scheduler.controller.log import LOG, read_log, replay
 from tests.flink import ask, flink, needs_flink, runner_file
 from tests.integration.small_demo import write_small_demo
 from tests.integration.test_scheduled import Scheduler, pid_of, send
@@ -139,6 +139,6 @@ def test_job_on_a_cluster_that_is_shared_gets_the_slots_that_are_free_and_the_sa
     assert "segment-0.2" in reasons
     events: list[Event] = [entry.event for entry in entries]
     assert {e.own for e in events if isinstance(e, SlotsRead)} >= {0, 2}
-    recover(output / LOG)
+    assert not replay(output / LOG).differences
     local = local_dataset(job, log, tmp_path / "local")
     assert bytes_of(output / "demo" / "dataset") == local

@@ -18,7 +18,7 @@ from scheduler.controller.slots import (
     redistribute,
     store_loads,
 )
-from scheduler.controller.state import Action, JobState
+from scheduler.controller.state import Action
 from schemas.errors import PlanError
 from tests.scheduler.controller.bench import Bench, said
 from tests.scheduler.controller.world import BUDGET, check_laws, submitted

@@ -3,7 +3,7 @@
 import json
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -37,16 +37,18 @@ from scheduler.controller.log import (
     Log,
     event_from_json,
     event_to_json,
+    logs_of,
     read_log,
     recover,
     replay,
-    to_decision,
 )
 from scheduler.controller.state import Action, State
 from scheduler.model.history import BuildRecord, History
 from schemas.errors import SchemaError
+from schemas.files import replace_bytes
 from tests.scheduler.controller.world import BUDGET, World, run, submitted
 from tests.scheduler.made import make_run
+from tests.scheduler.status.made import lived
 
 EVENTS: list[Event] = [
     BUDGET,
@@ -66,7 +68,15 @@ EVENTS: list[Event] = [
     ),
     LoadKnown(time_sec=3.0, job="first", num_steps=4, slots=((1, 2), (3, 4)), touched_rows=(3, 9)),
     Moved(time_sec=3.0, job="first", slots=1, target=0, moved=True),
-    Tick(time_sec=4.0),
+    Tick(
+        time_sec=4.0,
+        steps=(
+            Stepped(
+                time_sec=3.9, job="a", next_step=2, num_samples=9, num_replicas=1, seconds=(0.1,)
+            ),
+        ),
+        readings=(Read(time_sec=4.0, job="a", process="b", position=3, resident_bytes=4),),
+    ),
 ]
 
 
@@ -96,7 +106,7 @@ class Logged:
 
     def __call__(self, state: State, event: Event) -> tuple[State, Sequence[Action]]:
         state, actions = handle(state, event)
-        self.log.append(event, [to_decision(action, state.now_sec) for action in actions])
+        self.log.append(event, actions, state)
         return state, actions
 
 
@@ -152,17 +162,17 @@ def test_scheduler_that_is_cut_off_at_any_byte_ends_with_the_same_pools(
 ) -> None:
     folder = tmp_path_factory.mktemp("cut")
     run_logged(folder / "whole.jsonl", seed)
-    size = (folder / "whole.jsonl").stat().st_size
+    content = (folder / "whole.jsonl").read_bytes()
     path = folder / LOG
-    world, finished = run_logged(path, seed, int(share * size))
-    found = recover(path)
+    world, finished = run_logged(path, seed, int(share * (len(content) - content.index(b"\n") - 1)))
     with Log(path) as log:
-        log.append(None, found.missing)
-        for action in found.actions:
-            world.carry_out(action)
+        found = log.recovered
+        for one in found.decisions:
+            verb: Any = one.action
+            world.carry_out(Action(verb=verb, job=one.job, process=one.process, reason=one.reason))
         events = what_became(world, found.state, world.now)
         known = [job for job in world.jobs if job.job not in found.state.jobs]
-        budget = [] if found.num_events else [BUDGET]
+        budget = [] if found.journal.num_events else [BUDGET]
         rng = np.random.default_rng(seed + 1)
         if not finished or events:
             state = run(world, found.state, Logged(log), rng, [*budget, *known, *events])
@@ -179,78 +189,204 @@ def test_scheduler_that_is_cut_off_at_any_byte_ends_with_the_same_pools(
     assert recover(path).state == state
 
 
+def live(path: Path, events: Sequence[tuple[State, Event, State, Sequence[Action]]]) -> Log:
+    """Write a log, and return it closed."""
+    with Log(path) as log:
+        for _, event, after, actions in events:
+            log.append(event, actions, after)
+    return log
+
+
 @pytest.mark.slow
-def test_recover_at_every_line_and_every_byte_of_the_last_one_gives_the_state_of_what_is_whole(
-    tmp_path: Path,
+@given(seed=st.integers(1, 2**16), limit=st.sampled_from([1, 30_000]), data=st.data())
+@settings(max_examples=3, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_state_of_snapshot_and_tail_is_that_of_all_events(
+    tmp_path_factory: pytest.TempPathFactory, seed: int, limit: int, data: st.DataObject
 ) -> None:
-    whole = tmp_path / "whole.jsonl"
-    run_logged(whole, 4)
-    lines = whole.read_bytes().splitlines(keepends=True)[:60]
-    states: list[State] = []
-    state = State()
-    for line in lines:
-        body = json.loads(line)
-        if "event" in body:
-            state, _ = handle(state, event_from_json(body))
-        states.append(state)
-    cut = tmp_path / LOG
-    cuts = [sum(map(len, lines[:n])) for n in range(1, len(lines) + 1)]
-    last = next(n for n in reversed(range(len(lines))) if b'"decision"' in lines[n])
-    cuts += range(cuts[last - 1], cuts[last])
-    content = b"".join(lines)
-    seen: dict[bytes, State] = {}
-    for at in cuts:
-        cut.write_bytes(content[:at])
-        with Log(cut):
-            kept = cut.read_bytes()
-        assert content.startswith(kept)
-        assert kept == b"" or kept.endswith(b"\n")
-        if kept not in seen:
-            seen[kept] = recover(cut).state
-        assert seen[kept] == states[kept.count(b"\n") - 1]
+    seen, path = lived(seed), tmp_path_factory.mktemp("log") / LOG
+    number = 0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("scheduler.controller.log.MIN_LOG_BYTES", limit)
+        patch.setattr("scheduler.controller.log.SNAPSHOTS_PER_LOG", 1)
+        while number < len(seen.events):  # a scheduler that is restarted now and then
+            end = data.draw(st.integers(number + 1, len(seen.events)))
+            live(path, seen.events[number:end])
+            number = end
+            found = recover(path)
+            assert found.state == seen.state(number)
+            assert list(found.state.jobs) == list(seen.state(number).jobs)
+            assert found.journal == seen.journals[number]
+            assert [d.reason for d in found.decisions] in (
+                [],  # after a snapshot
+                [action.reason for action in seen.events[number - 1][3]],
+            )
+    entries = read_log(path)
+    assert [entry.event for entry in entries] == [event for _, event, _, _ in seen.events]
+    assert len(logs_of(path)) > (2 if limit < 30_000 else 0)
 
 
 @pytest.mark.slow
-def test_replay_of_decisions_that_were_changed_says_where(tmp_path: Path) -> None:
-    path = tmp_path / LOG
-    run_logged(path, 1)
-    lines = path.read_text().splitlines()
-    place = next(i for i, line in enumerate(lines) if '"action":"start"' in line)
-    changed = lines[place].replace('"process":"segment-0.1"', '"process":"segment-0.9"')
-    path.write_text("\n".join([*lines[:place], changed, *lines[place + 1 :], ""]))
-    found = replay(read_log(path))
-    assert found.difference is not None
-    assert found.difference.startswith(f"line {place + 1}: 'start' of ")
-    assert " segment-0.9 (segment 0 of " in found.difference
-    with pytest.raises(
-        SchemaError, match=f"{re.escape('log leads to another decision')}.*line {place + 1}"
-    ):
-        recover(path)
+def test_log_that_is_cut_at_any_byte_has_the_state_of_its_complete_lines(tmp_path: Path) -> None:
+    seen, whole, cut = lived(1), tmp_path / "whole.jsonl", tmp_path / LOG
+    live(whole, seen.events[:30])
+    lines = whole.read_bytes().splitlines(keepends=True)
+    content, ends = b"".join(lines), np.cumsum([len(line) for line in lines]).tolist()
+    longest = max(range(20, 31), key=lambda n: len(lines[n]))
+    start, end = ends[longest - 1], ends[longest]
+    places = [*ends[::5], *range(start, end, (end - start) // 30), *range(end - 3, end + 1)]
+    for at in places:
+        cut.write_bytes(content[:at])
+        with Log(cut) as log:
+            # A line that lacks only its newline is complete.
+            number = sum(end <= at + 1 for end in ends) - 1
+            assert log.state == seen.state(number)
+            assert cut.read_bytes() == content[: ends[number]]
+            if number < 30:
+                _, event, after, actions = seen.events[number]
+                log.append(event, actions, after)
+        assert recover(cut).state == seen.state(min(30, number + 1))
+    cut.write_bytes(content[: ends[0] - 2])
+    with pytest.raises(SchemaError, match=r"^snapshot is incomplete in .*; restore the file"):
+        Log(cut).__enter__()
 
 
+@pytest.mark.parametrize("number", [1, 2])
+@pytest.mark.parametrize("is_done", [False, True])
+def test_scheduler_that_is_killed_while_it_archives_loses_and_doubles_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, is_done: bool
+) -> None:
+    """It is killed before or after the archived file is written, or that with the snapshot."""
+    seen, path = lived(1), tmp_path / LOG
+    left = number
+
+    def replace_or_die(file: Path, data: bytes) -> None:
+        nonlocal left
+        left -= 1
+        if left or is_done:
+            replace_bytes(file, data)
+        if not left:
+            raise CutOffError
+
+    live(path, seen.events[:20])
+    monkeypatch.setattr("scheduler.controller.log.MIN_LOG_BYTES", 1)
+    monkeypatch.setattr("scheduler.controller.log.SNAPSHOTS_PER_LOG", 0)
+    with monkeypatch.context() as patch:
+        patch.setattr("scheduler.controller.log.replace_bytes", replace_or_die)
+        with pytest.raises(CutOffError):
+            live(path, seen.events[20:])
+    assert recover(path).state == seen.state(20)
+    events = [event for _, event, _, _ in seen.events]
+    assert [entry.event for entry in read_log(path)] == events[:20]
+    live(path, seen.events[20:22])
+    assert recover(path).state == seen.state(22)
+    assert [entry.event for entry in read_log(path)] == events[:22]
+
+
+@pytest.mark.slow
+def test_archived_logs_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen, path = lived(1), tmp_path / LOG
+    monkeypatch.setattr("scheduler.controller.log.MIN_LOG_BYTES", 4_000)
+    monkeypatch.setattr("scheduler.controller.log.SNAPSHOTS_PER_LOG", 0)
+    monkeypatch.setattr("scheduler.controller.log.ARCHIVE_BYTES", 30_000)
+    live(path, seen.events)
+    archived = logs_of(path)[:-1]
+    assert 1 < len(archived) < len(seen.events) // 4
+    assert sum(file.stat().st_size for file in archived) <= 30_000
+    entries = read_log(path)
+    assert [entry.event for entry in entries] == [e for _, e, _, _ in seen.events][-len(entries) :]
+    assert replay(path).differences == ()
+    assert recover(path).state == seen.state()
+
+
+def changed(path: Path, change: Callable[[dict[str, Any]], None]) -> int:
+    """Change the first decision with a prediction; return its line."""
+    lines = [json.loads(line) for line in path.read_bytes().splitlines()]
+    for number, line in enumerate(lines, start=1):
+        for decision in line.get("decisions", ()):
+            if "predicted_sec" in decision.get("values", {}):
+                change(decision)
+                path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+                return number
+    raise AssertionError("a decision has a prediction")
+
+
+@pytest.mark.slow
+def test_log_whose_number_differs_in_its_last_bit_is_recovered_and_replay_tells_its_size(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seen, path = lived(1), tmp_path / LOG
+    live(path, seen.events[:40])
+    numbers: list[float] = []
+
+    def next_float(decision: dict[str, Any]) -> None:
+        numbers.append(decision["values"]["predicted_sec"])
+        decision["values"]["predicted_sec"] = float(np.nextafter(numbers[0], np.inf))
+
+    line = changed(path, next_float)
+    with Log(path) as log:
+        assert log.state == seen.state(40)
+    found = replay(path)
+    assert found.others == []
+    (difference,) = found.differences
+    assert 0 < difference.size < 3e-16
+    before = float(np.nextafter(numbers[0], np.inf))
+    assert f"predicted_sec={before!r}, now {numbers[0]!r} (" in difference.describe()
+    assert main(["replay", str(path)]) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert re.match(r"40 events lead to the same \d+ decisions, 1 more differ by at most ", said[0])
+    assert said[1].startswith(f"{LOG}:{line}: 'admit' of ")
+
+
+@pytest.mark.slow
+def test_replay_of_decisions_that_were_changed_says_where(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seen, path = lived(1), tmp_path / LOG
+    live(path, seen.events[:40])
+    line = changed(path, lambda decision: decision.update(action="wait"))
+    (difference,) = replay(path).differences
+    assert difference.describe().startswith(f"{LOG}:{line}: 'wait' of ")
+    assert ", now 'admit' of " in difference.describe()
+    assert main(["replay", str(path), "--json"]) == 1
+    printed = capsys.readouterr()
+    assert json.loads(printed.out)["num_others"] == 1
+    assert f"1 decision of the log would be another today, the first at {LOG}:{line}" in printed.err
+    with Log(path) as log:  # which goes on from what was decided
+        assert log.state == seen.state(40)
+
+
+TICK = '{"event":"Ticked","time_sec":1.0}'
+SNAPSHOT = '{"snapshot":{"format":2,"state":{},"journal":{}}}'
 BAD: dict[str, tuple[list[str], str]] = {
     "a line in the middle that is none": (
-        ['{"event":"Ticked","time_sec":1.0}', "{", '{"event":"Ticked","time_sec":2.0}'],
-        "line is not an event or a decision: '{' (JSONDecodeError",
+        [SNAPSHOT, TICK, "{", TICK, ""],
+        "line is no event: b'{\\n' (JSONDecodeError",
     ),
     "a whole last line of another kind": (
-        ['{"event":"Ticked","time_sec":1.0}', '{"event":"Slept","time_sec":2.0}', ""],
-        "last line is not an event or a decision in LOG:2; restore the file",
+        [SNAPSHOT, '{"event":"Slept","time_sec":2.0}', ""],
+        'line is no event: b\'{"event":"Slept","time_sec":2.0}\\n\' (KeyError(\'Slept\')) in LOG:2',
     ),
-    "a decision first": (
-        ['{"decision":{"time_sec":1.0,"job":"a","action":"start","reason":"r"}}', ""],
-        "log does not start with an event in LOG:1; restore the file",
+    "a log of an earlier release": (
+        [TICK, ""],
+        "log is of an earlier release in LOG:1; end its jobs with that release, or start in "
+        "another folder",
     ),
+    "a log of a later release": (
+        [SNAPSHOT.replace("2", "3"), ""],
+        "log has format 3, not 2 in LOG:1; use the release that wrote it",
+    ),
+    "a first line of another kind": (['{"a":1}', ""], 'line is no snapshot: b\'{"a":1}'),
 }
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_read_log_of_what_is_none_is_refused(name: str, tmp_path: Path) -> None:
+def test_log_of_what_is_none_is_refused(name: str, tmp_path: Path) -> None:
     lines, message = BAD[name]
     path = tmp_path / LOG
     path.write_text("\n".join(lines))
-    with pytest.raises(SchemaError, match=re.escape(message.replace("LOG", str(path)))):
-        read_log(path)
+    for read in (recover, read_log, lambda path: Log(path).__enter__()):
+        with pytest.raises(SchemaError, match=re.escape(message.replace("LOG", str(path)))):
+            read(path)
 
 
 def test_append_syncs_before_it_returns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -260,36 +396,30 @@ def test_append_syncs_before_it_returns(tmp_path: Path, monkeypatch: pytest.Monk
     def fsync(_: Any) -> None:
         synced.append(path.read_bytes())
 
-    monkeypatch.setattr(os, "fsync", fsync)
     with Log(path) as log:
-        log.append(Tick(time_sec=1.0), [])
-    assert synced[-1] == b'{"event":"Ticked","time_sec":1.0}\n'
+        monkeypatch.setattr(os, "fsync", fsync)
+        log.append(Tick(time_sec=1.0), [], State(now_sec=1.0))
+    line = b'{"event":"Ticked","time_sec":1.0,"changes":{"now_sec":1.0}}\n'
+    assert synced[-1].endswith(b"\n" + line)
 
 
 @pytest.mark.slow
-def test_replay_command_says_that_decisions_are_the_same_or_where_they_differ(
+def test_replay_command_says_that_decisions_are_the_same(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / LOG
     run_logged(path, 2)
     assert main(["replay", str(path)]) == 0
     told = capsys.readouterr().out.splitlines()
-    num_events = sum("event" in json.loads(line) for line in path.read_text().splitlines())
+    num_events = path.read_bytes().count(b'{"event":')
     assert told[0].startswith(f"{num_events} events lead to the same ")
     assert told[1].startswith("first: finished, 3 of 3 segments built, 12 steps trained, 0 segment")
-    path.write_text(path.read_text().replace('"action":"finish"', '"action":"fail"', 1))
-    assert main(["replay", str(path)]) == 1
-    assert ": 'fail' of " in capsys.readouterr().err
     assert main(["replay", str(tmp_path / "none")]) == 1
     assert capsys.readouterr().err.startswith("error: log cannot be read: ")
 
 
 def test_replay_of_reasons_in_other_words_is_the_same(tmp_path: Path) -> None:
     path = tmp_path / LOG
-    run_logged(path, 1)
-    entries = read_log(path)
-    reworded = [
-        replace(e, decisions=tuple(replace(d, reason="in other words") for d in e.decisions))
-        for e in entries
-    ]
-    assert replay(reworded).difference is None
+    live(path, lived(1).events[:40])
+    changed(path, lambda decision: decision.update(reason="in other words"))
+    assert replay(path).differences == ()

@@ -7,7 +7,7 @@ import pytest
 
 from scheduler.controller.events import BudgetSet
 from scheduler.controller.handle import handle
-from scheduler.controller.log import LOG, Log, to_decision
+from scheduler.controller.log import LOG, Log
 from scheduler.controller.state import State
 from scheduler.drivers.driver import DriverOptions
 from scheduler.drivers.run import PLATFORM, RunRequest, run_jobs
@@ -40,7 +40,7 @@ def test_run_jobs_whose_processes_live_elsewhere_starts_nothing_here(tmp_path: P
     with Log(output / LOG) as log:
         for event in (BudgetSet(time_sec=1.0, cpus=4.0, memory_bytes=16 * GIB), submitted):
             state, actions = handle(state, event)
-            log.append(event, [to_decision(action, state.now_sec) for action in actions])
+            log.append(event, actions, state)
     assert state.jobs["small"].processes
     (output / PLATFORM).write_text(f"{ELSEWHERE}\n")
     message = (

@@ -50,7 +50,7 @@ class Seen:
         """Write the log of so many events."""
         with Log(path) as log:
             for _, event, after, actions in self.events[:most]:
-                log.append(event, [to_decision(action, after.now_sec) for action in actions])
+                log.append(event, actions, after)
 
 
 @cache

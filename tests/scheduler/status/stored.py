@@ -12,7 +12,6 @@ from scheduler.controller.slots import NUM_RANGES
 from scheduler.controller.state import Action, JobState, State
 from scheduler.status.journal import Journal, record
 from scheduler.status.view import View, view_of
-from schemas.run_log import Decision
 from tests.scheduler.controller.bench import Bench
 from tests.scheduler.controller.world import BUDGET, MIB, submitted
 
@@ -36,7 +35,7 @@ class Stored(Bench):
             heat: accesses that range 0 has besides, from the third of four periods on.
         """
         self.journal = Journal()
-        self.entries: list[tuple[Event, list[Decision]]] = []
+        self.entries: list[tuple[Event, list[Action], State]] = []
         job = submitted("first", 40, STORES)
         super().__init__(BUDGET, replace(job, facts=replace(job.facts, window_rows=1000)))
         self.built(0)
@@ -50,7 +49,7 @@ class Stored(Bench):
         after, actions = handle(before, event)
         decisions = [to_decision(action, after.now_sec) for action in actions]
         self.journal = record(kept, before, event, after, decisions)
-        self.entries.append((event, decisions))
+        self.entries.append((event, actions, after))
         return super().tell(event)
 
     def knows(self) -> None:
@@ -78,8 +77,8 @@ class Stored(Bench):
     def write_log(self, path: Path) -> None:
         """Write the log of all that was told."""
         with Log(path) as log:
-            for event, decisions in self.entries:
-                log.append(event, decisions)
+            for event, actions, after in self.entries:
+                log.append(event, actions, after)
 
     def told(self, **fields) -> State:
         """Return the state with other facts of the job."""

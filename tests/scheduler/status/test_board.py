@@ -7,25 +7,17 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from scheduler.controller.handle import handle
-from scheduler.controller.log import LOG, read_log, to_decision
-from scheduler.controller.state import State
+from scheduler.controller.log import ARCHIVE, LOG, Log, recover
 from scheduler.status.board import Board
-from scheduler.status.journal import Journal, record
 from scheduler.status.view import View, view_of
 from schemas.errors import SchemaError
 from tests.scheduler.status.made import lived
 
 
 def folded(path: Path) -> View:
-    """Return the view by the other reader of logs."""
-    state, journal = State(), Journal()
-    for entry in read_log(path):
-        before = state
-        state, actions = handle(before, entry.event)
-        decisions = [to_decision(action, state.now_sec) for action in actions]
-        journal = record(journal, before, entry.event, state, decisions)
-    return view_of(state, journal)
+    """Return the view of a log that is read at once."""
+    reader = recover(path)
+    return view_of(reader.state, reader.journal)
 
 
 @pytest.mark.slow
@@ -68,18 +60,17 @@ def test_view_of_another_log_in_the_place_is_that_of_the_other(tmp_path: Path) -
 
 def damaged(lines: list[bytes]) -> dict[str, tuple[list[bytes], int]]:
     """Return logs that are none, and the line that says so."""
-    first = next(i for i, line in enumerate(lines) if line.startswith(b'{"decision"'))
-    other = lines[first].replace(b'"job":"', b'"job":"not ')
+    first = next(i for i, line in enumerate(lines) if b'"processes":{' in line)
+    other = lines[first].replace(b'"processes":{', b'"processors":{')
     return {
         "a line that is no JSON": ([*lines[:2], b"{torn\n", *lines[2:]], 3),
-        "a decision that is another one": ([*lines[:first], other, *lines[first + 1 :]], first + 1),
-        "a decision that lacks": ([*lines[:first], *lines[first + 1 :]], first + 1),
+        "changes of no field": ([*lines[:first], other, *lines[first + 1 :]], first + 1),
+        "a snapshot that lacks": (lines[1:], 1),
     }
 
 
 @pytest.mark.parametrize(
-    "name",
-    ["a line that is no JSON", "a decision that is another one", "a decision that lacks"],
+    "name", ["a line that is no JSON", "changes of no field", "a snapshot that lacks"]
 )
 def test_view_of_a_damaged_log_names_the_line(tmp_path: Path, name: str) -> None:
     log = tmp_path / LOG
@@ -90,3 +81,18 @@ def test_view_of_a_damaged_log_names_the_line(tmp_path: Path, name: str) -> None
     for _ in range(2):  # it is not forgotten by asking again
         with pytest.raises(SchemaError, match=re.escape(f"in {log}:{place}")):
             board.view()
+
+
+def test_view_of_a_log_that_was_archived_is_that_of_all_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("scheduler.controller.log.MIN_LOG_BYTES", 10_000)
+    log, board = tmp_path / LOG, Board(tmp_path / LOG)
+    seen = lived(3)
+    with Log(log) as writer:
+        for number, (_, event, after, actions) in enumerate(seen.events[:60], start=1):
+            writer.append(event, actions, after)
+            if number % 3 == 0:
+                assert board.view() == seen.view(number)
+    assert len(list((tmp_path / ARCHIVE).iterdir())) > 1
+    assert Board(log).view() == board.view() == seen.view(60)

@@ -39,7 +39,7 @@ def test_what_was_not_measured_is_left_out() -> None:
 
 def test_a_reading_of_an_older_log_has_no_busy_cores() -> None:
     read = Read(time_sec=1.0, job="a", process="b", position=1, resident_bytes=2, busy_cores=1.5)
-    body = dict(event_to_json(read))
+    body = event_to_json(read)
     assert event_from_json(body) == read
     del body["busy_cores"]
     assert event_from_json(body) == Read(

@@ -107,7 +107,7 @@ def test_a_damaged_log_is_told_and_does_not_end_the_server(served: Served) -> No
     for path in ("/", "/metrics", "/healthz", "/status.json"):
         status, _, body = ask(port, path)
         assert status == 503
-        assert "line is no event or decision" in body
+        assert "line is no event: " in body
     log.write_bytes(whole)
     assert ask(port)[0] == 200
 

@@ -70,7 +70,7 @@ def test_watching_a_terminal_outlives_a_damaged_log(tmp_path: Path) -> None:
     with watching(tmp_path, OFF, console, print) as say:
         say("a line")
     assert "a line" in target.getvalue()
-    assert "no status: line is no event or decision" in target.getvalue()
+    assert "no status: line is no snapshot" in target.getvalue()
 
 
 @pytest.mark.slow
