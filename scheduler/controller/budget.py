@@ -6,7 +6,7 @@ a part of its share. In between each job is corrected within its own share (`tic
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 
@@ -146,13 +146,23 @@ def booked_resources(job: JobState, sizes: Sizes | None) -> tuple[float, int]:
     return float(booked.cpus[0]), int(booked.memory_bytes[0])
 
 
-def available_budget(state: State, job: JobState) -> BudgetConfig:
-    """Return the budget without the shares of the other jobs."""
-    others = [
-        booked_resources(other, other.sizes)
-        for other in state.by_priority
-        if other.name != job.name
-    ]
+def shares_of(state: State) -> dict[str, tuple[float, int]]:
+    """Return the cores and bytes that are booked for each job that has not ended."""
+    return {job.name: booked_resources(job, job.sizes) for job in state.by_priority}
+
+
+def available_budget(
+    state: State, job: JobState, shares: Mapping[str, tuple[float, int]] | None = None
+) -> BudgetConfig:
+    """Return the budget without the shares of the other jobs.
+
+    Args:
+        state: of all jobs.
+        job: one of them.
+        shares: those of all jobs, if they are known.
+    """
+    shares = shares_of(state) if shares is None else shares
+    others = [share for name, share in shares.items() if name != job.name]
     return replace(
         state.budget,
         cpus=state.budget.cpus - sum(cpus for cpus, _ in others),

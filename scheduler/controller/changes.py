@@ -7,7 +7,7 @@ change. The types of the fields say what a JSON value means:
 - a dataclass is an object of its fields, without those that have their default; its changes are an
   object of the fields that changed.
 - a tuple is a list; its changes are `{"from": i, "step": n, "add": [...]}`: every n-th item from
-  the i-th on, and then more; or a list, which replaces it.
+  the i-th on (all, if they are absent), and then more; or a list, which replaces it.
 - a mapping is an object; its changes are `{"remove": [...], "set": {...}, "last": ...}`, where
   `last` says that keys that are set move to the end. Keys that are no text are JSON in a text.
 - a set is an ascending list; its changes are `{"add": [...]}`, or a list, which replaces it.
@@ -24,6 +24,7 @@ import types
 from collections.abc import Mapping
 from dataclasses import MISSING, Field, fields, is_dataclass, replace
 from functools import cache
+from operator import attrgetter
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from scheduler.controller.state import JobState, job_of_document
@@ -141,13 +142,16 @@ class _Tuple(_Codec):
         for start, step in ((0, 1), (0, 2), (shifted, 1)):
             kept = old[start::step]
             if kept and new[: len(kept)] == kept:
-                return {"from": start, "step": step, "add": self.encode(new[len(kept) :])}
+                place = {"from": start} if start else {}
+                every = {"step": step} if step > 1 else {}
+                return {**place, **every, "add": self.encode(new[len(kept) :])}
         return self.encode(new)
 
     def patch(self, old: Any, change: Any) -> Any:
         if isinstance(change, list):
             return self.decode(change)
-        return (*old[change["from"] :: change["step"]], *self.decode(change["add"]))
+        kept = old[change.get("from", 0) :: change.get("step", 1)]
+        return (*kept, *self.decode(change["add"]))
 
 
 class _Set(_Codec):
@@ -230,14 +234,19 @@ class _Record(_Codec):
         self._kind = kind
         self._codecs = {f.name: _codec(hints[f.name]) for f in own}
         self._items = tuple(self._codecs.items())
-        self._defaults = {f.name: _default(f) for f in own}
+        self._defaults = tuple(map(_default, own))
+        self._values_of: Any = attrgetter(*self._codecs) if len(own) > 1 else self._only_value
+
+    def _only_value(self, value: Any) -> tuple[Any]:
+        return (getattr(value, self._items[0][0]),)
 
     def encode(self, value: Any) -> Any:
-        defaults = self._defaults
         return {
             name: codec.encode(item)
-            for name, codec in self._items
-            if (item := getattr(value, name)) is not defaults[name] and item != defaults[name]
+            for (name, codec), item, default in zip(
+                self._items, self._values_of(value), self._defaults, strict=True
+            )
+            if item is not default and item != default
         }
 
     def decode(self, body: Any) -> Any:
@@ -247,8 +256,9 @@ class _Record(_Codec):
         if old is new:
             return SAME
         changes: dict[str, Any] = {}
-        for name, codec in self._items:
-            before, after = getattr(old, name), getattr(new, name)
+        for (name, codec), before, after in zip(
+            self._items, self._values_of(old), self._values_of(new), strict=True
+        ):
             if before is not after:
                 change = codec.diff(before, after)
                 if change is not SAME:
@@ -277,7 +287,7 @@ class _Job(_Record):
         return {**super().encode(value), **parts}
 
     def decode(self, body: Any) -> Any:
-        own = {name: codec.decode(body[name]) for name, codec in self._items if name in body}
+        own = {n: self._codecs[n].decode(v) for n, v in body.items() if n not in self._parts}
         parts = {name: codec.decode(body[name]) for name, codec in self._parts.items()}
         job = job_of_document(own["document"], own["name"], own.get("machine_sizes"))
         return JobState(snapshot=Snapshot(job=job, **parts), **own)

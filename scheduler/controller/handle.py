@@ -254,7 +254,7 @@ def _on_stepped(job: JobState, event: Stepped, state: State) -> Result:
     config: ScheduleConfig = job.snapshot.job.schedule
     stores, steps = job.num_serving, job.steps
     if event.seconds and not job.steps_suspect:
-        grid = Grid.of_rows(np.array([(1, 1, event.num_replicas, stores)] * len(event.seconds)))
+        grid = Grid.of_rows(np.array([(1, 1, event.num_replicas, stores)]))
         setting = training_setting(job.snapshot, config, grid)
         steps = observe(steps, setting, event.seconds, event.time_sec - job.submitted_sec)
     backoffs = job.backoffs

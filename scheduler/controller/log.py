@@ -227,6 +227,11 @@ class Log(AppendLog):
 
     recovered: LogReader
 
+    @property
+    def num_events(self) -> int:
+        """Events so far, those of archived logs included."""
+        return self._journal.num_events
+
     def __enter__(self) -> Self:
         """Open the log, which is created if it is missing, and recover its state.
 

@@ -48,7 +48,9 @@ def reconcile(state: State) -> tuple[State, list[Action]]:
     for job in state.by_priority:
         reconciler.shortage = ""
         job = _end_settled_change(_reconcile_job(job, reconciler), state.now_sec)
-        jobs[job.name] = replace(job, shortage=reconciler.shortage)
+        if job.shortage != reconciler.shortage:
+            job = replace(job, shortage=reconciler.shortage)
+        jobs[job.name] = job
     if reconciler.lacks_memory:
         jobs = _release_memory(jobs, reconciler)
     return replace(state, jobs=jobs), reconciler.actions
@@ -303,15 +305,20 @@ def _reconcile_training(job: JobState, sizes: Sizes, reconciler: Reconciler) -> 
     short = [p for p in job.of_pool("replica") if p.memory_bytes < job.replica_memory]
     if short and all(p.status == "running" for p in job.of_pool("replica")):  # one by one
         job = reconciler.raise_memory(job, short[0], job.replica_memory, more_memory)
+    running = {p.number for p in replicas}
+    reason = f"the job trains in {counted(sizes.num_replicas, 'replica')}"
     for number in range(sizes.num_replicas):
-        reason = f"the job trains in {counted(sizes.num_replicas, 'replica')}"
-        job = reconciler.start(job, "replica", number, reason)
+        if number not in running:
+            job = reconciler.start(job, "replica", number, reason)
     return job
 
 
 def _reconcile_stores(job: JobState, sizes: Sizes, reconciler: Reconciler) -> JobState:
     job = update_members(job, sizes)
+    running = {p.number for p in job.of_pool("store")}
     for number in job.stores:
+        if number in running:
+            continue
         job = reconciler.start(job, "store", number, "it holds rows of the tables")
     for process in job.of_pool("store"):
         if process.number not in job.stores:

@@ -127,6 +127,20 @@ class UsageWindow:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StepPrediction:
+    """The predicted duration of a step."""
+
+    num_replicas: int
+    """Replicas."""
+    seconds: float
+    """Seconds."""
+    low: float
+    """Lower end of the 90 % interval."""
+    high: float
+    """Upper end."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class JobState:
     """One job."""
 
@@ -190,8 +204,12 @@ class JobState:
     """Samples trained, over all epochs."""
     correction: Correction = field(default_factory=Correction)
     """State of the corrections of its sizes."""
+    checked_sec: float = 0.0
+    """Time of the last tick at which its sizes were compared."""
+    predicted_step: StepPrediction | None = None
+    """What was predicted then, at its sizes."""
     verdict: str = ""
-    """Why its sizes changed, or did not, at the last tick."""
+    """Why its sizes changed, or did not, then."""
     shortage: str = ""
     """What the next process needs that the budget does not have; empty if nothing is lacking."""
     steps: Window = field(default_factory=Window)

@@ -15,11 +15,20 @@ from scheduler.controller.budget import (
     available_budget,
     booked_resources,
     remaining_work,
+    shares_of,
     sizes_as_values,
 )
 from scheduler.controller.events import Stepped
 from scheduler.controller.slots import move_slots
-from scheduler.controller.state import Action, JobState, PoolName, Process, State, UsageWindow
+from scheduler.controller.state import (
+    Action,
+    JobState,
+    PoolName,
+    Process,
+    State,
+    StepPrediction,
+    UsageWindow,
+)
 from scheduler.elasticity import (
     GROWTH,
     MIN_RATIO,
@@ -55,22 +64,64 @@ replica takes 10 to 30 s on a busy machine, while the others continue to train."
 CORES_REDUCED = "sizes not compared: cores were reduced, step times are being measured again"
 
 
+MAX_CHECKED = 6
+"""Jobs whose sizes, memory and cores are compared in one tick, 5 ms each; others take turns."""
+
+
 def run_tick(state: State) -> tuple[State, list[Action]]:
-    """Check every running job, the highest priority first."""
+    """Check the running jobs whose turn it is, the highest priority first."""
     actions: list[Action] = []
-    for job in state.by_priority:
-        if job.phase != "running" or job.sizes is None:
-            continue
-        after, job_actions = _check_job(count_slow_ticks(job), job.sizes, state)
+    running = [job for job in state.by_priority if job.phase == "running" and job.sizes is not None]
+    counted = {job.name: count_slow_ticks(job) for job in running}
+    state = replace(state, jobs={**state.jobs, **counted})
+    shares = shares_of(state)
+    for name in jobs_in_turn(running):
+        job = replace(state.jobs[name], checked_sec=state.now_sec)
+        assert job.sizes is not None, "it runs"
+        after, job_actions = _check_job(job, job.sizes, state, available_budget(state, job, shares))
         actions += job_actions
         state = state.with_job(after)
+        shares[name] = booked_resources(after, after.sizes)
     return state, actions
 
 
-def _check_job(job: JobState, sizes: Sizes, state: State) -> tuple[JobState, list[Action]]:
-    budget = available_budget(state, job)
+def num_turns(num_jobs: int) -> int:
+    """Return the ticks in which all of some running jobs are checked."""
+    return max(1, -(-num_jobs // MAX_CHECKED))
+
+
+def jobs_in_turn(running: Sequence[JobState]) -> list[str]:
+    """Return the jobs to be checked at this tick, in the order in which they are given.
+
+    Those whose last check is longest ago, and before these, for up to half of the places, those
+    that may run out of memory before their turn.
+    """
+    waiting = sorted(running, key=lambda job: job.checked_sec)
+    turns = num_turns(len(running))
+    urgent = [job for job in waiting if _may_outgrow(job, turns)] if turns > 1 else []
+    chosen = {job.name for job in urgent[: MAX_CHECKED // 2]}
+    for job in waiting:
+        if len(chosen) < MAX_CHECKED:
+            chosen.add(job.name)
+    return [job.name for job in running if job.name in chosen]
+
+
+def _may_outgrow(job: JobState, num_ticks: int) -> bool:
+    """Return whether a process reaches its memory if it goes on as since its last reading."""
+    return any(
+        p.memory_bytes
+        and len(p.readings) > 1
+        and p.readings[-1][1] + num_ticks * (p.readings[-1][1] - p.readings[-2][1]) > p.memory_bytes
+        for p in job.processes.values()
+    )
+
+
+def _check_job(
+    job: JobState, sizes: Sizes, state: State, budget: BudgetConfig
+) -> tuple[JobState, list[Action]]:
     work = remaining_work(job, state.now_sec, budget, state.runner)
-    step_sec = predict_step_sec(work, sizes)
+    predicted = predict_step(work, sizes)
+    job, step_sec = replace(job, predicted_step=predicted), predicted.seconds
     actions: list[Action] = []
     ahead_steps = lookahead_steps(work, step_sec)
     if ahead_steps is not None and job.stores:
@@ -170,10 +221,16 @@ def predict_segment_sec(
     return float(prediction.seconds[0]), float(prediction.high[0])
 
 
-def predict_step_sec(work: RemainingWork, sizes: Sizes) -> float:
-    """Return the predicted seconds of a step at these sizes."""
+def predict_step(work: RemainingWork, sizes: Sizes) -> StepPrediction:
+    """Return the prediction of a step at these sizes, with its interval."""
     setting = training_setting(work.snapshot, work.config, sizes.grid)
-    return max(1e-3, float(work.models.training.seconds(setting)[0]))
+    step = predict_seconds(work.models.training, setting)
+    return StepPrediction(
+        num_replicas=sizes.num_replicas,
+        seconds=max(1e-3, float(step.seconds[0])),
+        low=float(step.low[0]),
+        high=float(step.high[0]),
+    )
 
 
 def lookahead_steps(work: RemainingWork, step_sec: float) -> int | None:
@@ -195,12 +252,13 @@ LATE_FACTOR = 2.0
 def count_slow_ticks(job: JobState) -> JobState:
     """Count for each replica the consecutive ticks at which it was slow."""
     replicas = [p for p in job.of_pool("replica") if p.status == "running" and p.rate is not None]
-    processes = dict(job.processes)
     for process in replicas:
         others = [p.rate or 0.0 for p in replicas if p.name != process.name]
         slow = bool(others) and (process.rate or 0.0) < SLOW * median(others)
-        processes[process.name] = replace(process, slow_ticks=process.slow_ticks + 1 if slow else 0)
-    return replace(job, processes=processes)
+        ticks = process.slow_ticks + 1 if slow else 0
+        if ticks != process.slow_ticks:
+            job = job.with_process(replace(process, slow_ticks=ticks))
+    return job
 
 
 def find_straggler(job: JobState) -> tuple[Process, str] | None:
@@ -233,11 +291,17 @@ def find_late_segment(
 
 # Memory forecasts.
 
+MAX_FORECASTS = 2
+"""Processes of a pool whose memory is forecast at a tick."""
+
 
 def watch_memory(
     job: JobState, work: RemainingWork, now_sec: float, budget: BudgetConfig, step_sec: float
 ) -> list[MemoryWatch]:
-    """Return a forecast of each process whose memory was read.
+    """Return forecasts of the processes of each pool that use most memory.
+
+    All processes of a pool have the same limit, so one that grows is among them before it is
+    reached.
 
     Args:
         job: the job.
@@ -249,9 +313,7 @@ def watch_memory(
     watches: list[MemoryWatch] = []
     segments, trainers = job.of_pool("segment"), job.trainers
     free = max(0, budget.memory - sum(p.held_memory for p in job.processes.values()))
-    for process in trainers:
-        if not process.readings or process.memory_bytes == 0:
-            continue
+    for process in _largest(trainers):
         extra = free // max(1, len([p for p in trainers if p.memory_bytes]))
         watches.append(
             MemoryWatch(
@@ -263,9 +325,7 @@ def watch_memory(
                 room_bytes=process.memory_bytes + extra,
             )
         )
-    for process in segments:
-        if not process.readings:
-            continue
+    for process in _largest(segments):
         end = int(predict_segment_sec(job, work, process)[0])
         per_worker = process.memory_bytes // process.workers
         extra = free // max(1, sum(p.workers for p in segments))
@@ -280,6 +340,13 @@ def watch_memory(
             )
         )
     return watches
+
+
+def _largest(processes: Sequence[Process]) -> list[Process]:
+    """Return the MAX_FORECASTS processes with the highest latest reading, in their order."""
+    read = [p for p in processes if p.readings and p.memory_bytes]
+    largest = sorted(read, key=lambda p: -p.readings[-1][1])[:MAX_FORECASTS]
+    return [p for p in read if p in largest]
 
 
 def forecast_memory(job: JobState | None, process: Process, end: int) -> Forecast:
@@ -357,8 +424,8 @@ def _needed_memory(
     """Return the bytes that suffice for every process of a pool; None if one has no forecast."""
     forecasts = [watch.forecast for watch in watches if watch.pool == pool]
     processes = job.of_pool("segment") if pool == "preprocessing" else job.trainers
-    live = [p for p in processes if p.memory_bytes]
-    if not forecasts or len(forecasts) < len(live) or not all(f.confident for f in forecasts):
+    read = all(p.readings for p in processes if p.memory_bytes)
+    if not forecasts or not read or not all(f.confident for f in forecasts):
         return None
     needed = int(MEMORY_HEADROOM * max(f.needed_bytes for f in forecasts))
     return max(needed, _least_memory(pool, sizes, work))

@@ -37,6 +37,7 @@ from scheduler.controller.events import (
 from scheduler.controller.handle import handle
 from scheduler.controller.log import Log
 from scheduler.controller.state import ENDED_PHASES, JobState, Process, State
+from scheduler.controller.tick import num_turns
 from scheduler.drivers.base import Platform, Processes, ResourceRequest
 from scheduler.drivers.beam_runners import SegmentRunner
 from scheduler.drivers.job_files import (
@@ -270,13 +271,14 @@ class Driver:
             self._options.progress(f"{name}: files can be reached again")
 
     def _tick_interval(self, now: float) -> float:
-        """Return a hundredth of the youngest job's age, bounded, so that logs stay short."""
+        """Return a hundredth of the youngest job's age, bounded; less if jobs take turns."""
         ages = [
             now - job.submitted_sec
             for job in self.state.jobs.values()
             if job.phase not in ENDED_PHASES
         ]
-        return min(MAX_TICK_SEC, max(self._options.tick_sec, 0.01 * min(ages, default=0.0)))
+        interval = min(MAX_TICK_SEC, 0.01 * min(ages, default=0.0)) / num_turns(len(ages))
+        return max(self._options.tick_sec, interval)
 
     def _restart_is_due(self, now: float) -> bool:
         return any(

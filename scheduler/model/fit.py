@@ -38,6 +38,7 @@ the upper half.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -77,7 +78,11 @@ class Setting(ABC):
     def columns(self) -> Floats:
         """Return (n, num_fields) values, one row per setting."""
         values = [np.asarray(getattr(self, field.name), np.float64) for field in fields(self)]
-        return np.stack(np.broadcast_arrays(*values), axis=-1).reshape(-1, len(values))
+        shape = np.broadcast_shapes(*(value.shape for value in values))
+        columns = np.empty((*shape, len(values)))
+        for i, value in enumerate(values):
+            columns[..., i] = value
+        return columns.reshape(-1, len(values))
 
     def rounded(self) -> Floats:
         """Return the columns with loads rounded to steps of 6 % (a twelfth of a doubling)."""
@@ -179,6 +184,8 @@ becomes lighter is not judged by old times for long."""
 DRIFT = 0.3
 """Log ratio between the halves of a cell's measurements that counts as a change of the job: a third
 more, or a quarter less."""
+DRIFT_CHECKED = MAX_PER_CELL // 4
+"""Measurements of a setting after which a change is looked for."""
 MAX_HALF_LIVES = 5.0
 """Half lives after which a setting is dropped."""
 
@@ -234,30 +241,44 @@ def observe(window: Window, setting: Setting, seconds: Iterable[float], tick: fl
 
     Args:
         window: the measurements before.
-        setting: n settings.
+        setting: n settings, or one for all measurements.
         seconds: (n,) measurements.
         tick: their time on a clock that never goes back.
     """
     cells = dict(window.cells)
-    rows, keys = setting.columns().tolist(), setting.rounded().tolist()
-    for row, rounded, value in zip(rows, keys, seconds, strict=True):
-        if not 0.0 < value < np.inf:
-            continue
-        key = tuple(rounded)
-        old = cells.pop(key, None)  # inserted again at the end: cells are ordered by last use
-        if old is None:
-            cells[key] = Cell(tuple(row), (value,), tick)
-            continue
-        count = len(old.seconds)
-        mean = tuple((a * count + b) / (count + 1) for a, b in zip(old.columns, row, strict=True))
-        cells[key] = Cell(mean, (*old.seconds, value)[-MAX_PER_CELL:], max(tick, old.tick))
-        if has_drifted(cells[key]):
-            cells = {key: Cell(tuple(row), cells[key].seconds[MAX_PER_CELL // 2 :], tick)}
+    rows, keys, values = setting.columns().tolist(), setting.rounded().tolist(), [*seconds]
+    if len(rows) == 1 < len(values):
+        chunks = [values[i : i + DRIFT_CHECKED] for i in range(0, len(values), DRIFT_CHECKED)]
+        rows, keys = rows * len(chunks), keys * len(chunks)
+    else:
+        chunks = [[value] for value in values]
+    for row, key, chunk in zip(rows, keys, chunks, strict=True):
+        if measured := [value for value in chunk if 0.0 < value < np.inf]:
+            _add_to_cell(cells, tuple(key), tuple(row), measured, tick)
     for key in list(cells)[: max(0, len(cells) - MAX_CELLS)]:
         del cells[key]
     oldest = tick - MAX_HALF_LIVES * HALF_LIFE
     cells = {key: cell for key, cell in cells.items() if cell.tick >= oldest}
     return Window(MappingProxyType(cells))
+
+
+def _add_to_cell(
+    cells: dict[Key, Cell], key: Key, row: Key, seconds: Sequence[float], tick: float
+) -> None:
+    """Add measurements of a setting; if they differ from its earlier ones, drop everything else."""
+    old = cells.pop(key, None)  # inserted again at the end: cells are ordered by last use
+    if old is None:
+        cells[key] = Cell(row, tuple(seconds), tick)
+        return
+    a, b = len(old.seconds), len(seconds)
+    mean = row
+    if row != old.columns:
+        mean = tuple((x * a + y * b) / (a + b) for x, y in zip(old.columns, row, strict=True))
+    cell = Cell(mean, (*old.seconds, *seconds)[-MAX_PER_CELL:], max(tick, old.tick))
+    if has_drifted(cell):
+        cells.clear()
+        cell = Cell(row, cell.seconds[MAX_PER_CELL // 2 :], tick)
+    cells[key] = cell
 
 
 def merge_windows(older: Window, newer: Window) -> Window:
@@ -273,10 +294,10 @@ def has_drifted(cell: Cell) -> bool:
     """
     if len(cell.seconds) < MAX_PER_CELL:
         return False
-    earlier, later = np.sort(np.log(cell.seconds).reshape(2, -1), axis=1)
-    quarter = MAX_PER_CELL // 8
-    rise, fall = later[quarter] - earlier[~quarter], earlier[quarter] - later[~quarter]
-    return bool(max(rise, fall) > DRIFT)
+    half, quarter = MAX_PER_CELL // 2, MAX_PER_CELL // 8
+    earlier, later = sorted(cell.seconds[:half]), sorted(cell.seconds[half:])
+    rise, fall = later[quarter] / earlier[~quarter], earlier[quarter] / later[~quarter]
+    return math.log(max(rise, fall)) > DRIFT
 
 
 PRIOR_WEIGHT = 0.01

@@ -204,7 +204,9 @@ def _speeds(
 
 
 def training_speed(job: JobState, event: Stepped) -> Speed | None:
-    """Return the speed of reported steps, None if they were not timed.
+    """Return the speed of reported steps beside the prediction of the last tick.
+
+    None if the steps were not timed.
 
     Args:
         job: its state before the event.
@@ -212,12 +214,17 @@ def training_speed(job: JobState, event: Stepped) -> Speed | None:
     """
     if not event.seconds:
         return None
-    config, batch = job.snapshot.job.schedule, job.snapshot.job.train.batch_samples
-    models = fit_models(job.snapshot, config, job.steps, job.builds)
-    sizes = Grid.of_rows(np.array([(1, 1, event.num_replicas, job.num_stores or 0)]))
-    prediction = predict_seconds(models.training, training_setting(job.snapshot, config, sizes))
+    batch, last = job.snapshot.job.train.batch_samples, job.predicted_step
+    if last is not None and last.num_replicas == event.num_replicas:
+        predicted = (last.seconds, last.low, last.high)
+    else:  # since the last tick the job has started, or its sizes have changed
+        config = job.snapshot.job.schedule
+        models = fit_models(job.snapshot, config, job.steps, job.builds)
+        sizes = Grid.of_rows(np.array([(1, 1, event.num_replicas, job.num_stores or 0)]))
+        setting = training_setting(job.snapshot, config, sizes)
+        predicted = _interval(predict_seconds(models.training, setting))
     seconds = median(event.seconds)
-    return _speed(event.time_sec, "training", event.num_replicas, batch, seconds, prediction)
+    return _speed(event.time_sec, "training", event.num_replicas, batch, seconds, predicted)
 
 
 def building_speed(job: JobState, event: Ended) -> Speed | None:
@@ -237,7 +244,12 @@ def building_speed(job: JobState, event: Ended) -> Speed | None:
     setting = replace(segment_setting(models, job.snapshot, config, sizes), rows=event.num_samples)
     prediction = predict_seconds(models.segments, setting)
     rows, seconds = event.num_samples, event.work_sec
-    return _speed(event.time_sec, "preprocessing", concurrent, rows, seconds, prediction)
+    return _speed(event.time_sec, "preprocessing", concurrent, rows, seconds, _interval(prediction))
+
+
+def _interval(prediction: Prediction) -> tuple[float, float, float]:
+    """Return the predicted seconds of one setting, and both ends of their interval."""
+    return float(prediction.seconds[0]), float(prediction.low[0]), float(prediction.high[0])
 
 
 def _speed(
@@ -246,7 +258,7 @@ def _speed(
     num_processes: int,
     num_samples: int,
     seconds: float,
-    prediction: Prediction,
+    predicted: tuple[float, float, float],
 ) -> Speed:
     """Return the speed at which samples took some seconds, beside the predicted one."""
     return Speed(
@@ -254,9 +266,9 @@ def _speed(
         pool=pool,
         num_processes=num_processes,
         measured=num_samples / seconds,
-        predicted=num_samples / float(prediction.seconds[0]),
-        low=num_samples / float(prediction.high[0]),
-        high=num_samples / float(prediction.low[0]),
+        predicted=num_samples / predicted[0],
+        low=num_samples / predicted[2],
+        high=num_samples / predicted[1],
     )
 
 

@@ -27,7 +27,7 @@ from scheduler.controller.state import (
     State,
     Status,
 )
-from scheduler.controller.tick import lookahead_steps, predict_step_sec
+from scheduler.controller.tick import lookahead_steps, predict_step
 from scheduler.model.fit import predict_seconds
 from scheduler.model.grid import GIB, MIB, training_resources
 from scheduler.model.predict import training_setting
@@ -347,7 +347,7 @@ def _stores(
         return None
     now, ahead = future_step(job, 0), None
     if remaining is not None and job.sizes is not None:
-        num_steps = lookahead_steps(remaining, predict_step_sec(remaining, job.sizes))
+        num_steps = lookahead_steps(remaining, predict_step(remaining, job.sizes).seconds)
         ahead = None if num_steps is None else future_step(job, num_steps)
     shares, shares_ahead = (_shares(job, owners, numbers, step) for step in (now, ahead))
     return Stores(

@@ -1,0 +1,279 @@
+"""The scheduler's log: time to recover, time of a tick, bytes on disk.
+
+`python -m benchmarks.scheduler_log [--json] [--parts recover,month,tick] [--rounds N]
+[--events N]`
+
+`recover`: a log of one job with many events is recovered by its snapshot and changes; the peer
+handles all events again, as `replay` does. `month`: 50 jobs with 10 processes each tick until
+everything that the state keeps has its full size, and until the log is about to be archived; then
+it is recovered, with nothing imported or cached that a restarted scheduler would not have. `tick`:
+200 jobs with 10 processes each report steps and readings, which are handled, logged and synced;
+only reading `/proc` is left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+
+from benchmarks.logs import DEMO_JOB, write_result
+from scheduler.controller.events import BudgetSet, Ended, Event, Read, Started, Stepped, Submitted
+from scheduler.controller.events import Tick as TickEvent
+from scheduler.controller.handle import handle
+from scheduler.controller.log import ARCHIVE, LOG, Log, read_entries, recover
+from scheduler.controller.state import State
+from scheduler.model.history import History
+from scheduler.model.snapshot import DataFacts
+from schemas.config.job import parse_stored_job
+
+GIB = 1 << 30
+NUM_REPLICAS = 9
+"""Of each job, beside its coordinator."""
+SCHEDULE = f"""
+schedule:
+  budget: {{cpus: 16, memory: 64GiB}}
+  preprocessing: {{max_workers: 4}}
+  training: {{min_replicas: {NUM_REPLICAS}, max_replicas: {NUM_REPLICAS}}}
+"""
+FACTS = DataFacts(
+    num_samples=1_000_000_000,
+    num_train_samples=900_000_000,
+    table_rows={"users": 50_000, "items": 200_000},
+    rows_per_step=5_000.0,
+    lookups_per_sample=20.0,
+    row_bytes=800.0,
+    part_rows=4_000.0,
+    num_dense=4,
+    num_sparse=6,
+    measured=True,
+)
+TICK_SEC = 30.0
+FULL_TICKS = 300
+"""Ticks after which readings, windows and curves of the journal have their full size."""
+MEASURED_TICKS = 40
+
+
+class Simulated:
+    """A scheduler whose jobs train, beside a log of what it does."""
+
+    def __init__(self, log: Log, seed: int) -> None:
+        """Train one job in NUM_REPLICAS replicas.
+
+        Args:
+            log: opened, new.
+            seed: of measurements.
+        """
+        self.log = log
+        self.rng = np.random.default_rng(seed)
+        self.now = 1.0
+        self.tell(BudgetSet(time_sec=self.now, cpus=20.0, memory_bytes=80 * GIB))
+        self.tell(_submitted())
+        while builds := self.log.state.jobs["job-0"].of_pool("segment"):
+            who = {"time_sec": self.now, "job": "job-0", "process": builds[0].name}
+            self.tell(Ended(**who, outcome="done", num_samples=1000, work_sec=5.0))
+
+    def tell(self, event: Event) -> None:
+        """Handle and log an event; processes start at once."""
+        state, actions = handle(self.log.state, event)
+        for decision in self.log.append(event, actions, state):
+            if decision.action == "start":
+                who = {"job": decision.job, "process": decision.process}
+                self.tell(Started(time_sec=self.now, **who))
+
+    def copy_job(self, num_jobs: int) -> None:
+        """Let the job have copies, so that there are `num_jobs`, and the budget be as large."""
+        state = self.log.state
+        job, budget = state.jobs["job-0"], state.budget
+        cpus, memory = budget.cpus * num_jobs, budget.memory * num_jobs
+        jobs = {f"job-{i}": replace(job, name=f"job-{i}") for i in range(num_jobs)}
+        budget = replace(budget, cpus=cpus, memory=memory)
+        event = BudgetSet(time_sec=self.now, cpus=cpus, memory_bytes=memory)
+        self.log.append(event, [], replace(state, budget=budget, jobs=jobs))
+
+    def tick_event(self) -> TickEvent:
+        """Return the steps and readings of the next tick."""
+        self.now += TICK_SEC
+        steps: list[Stepped] = []
+        readings: list[Read] = []
+        for name, job in self.log.state.jobs.items():
+            next_step = job.next_step + 32
+            seconds = self.rng.normal(0.5, 0.02, 32).tolist()
+            who: dict[str, Any] = {"time_sec": self.now, "job": name}
+            trained = {"num_samples": 256 * next_step, "num_replicas": NUM_REPLICAS}
+            steps.append(Stepped(**who, next_step=next_step, **trained, seconds=tuple(seconds)))
+            for process in job.processes.values():
+                resident, busy = self.rng.normal(1e9, 1e6), round(self.rng.uniform(0.5, 1.0), 4)
+                reading = {"position": next_step, "resident_bytes": int(resident)}
+                readings.append(Read(**who, process=process.name, **reading, busy_cores=busy))
+        return TickEvent(time_sec=self.now, steps=tuple(steps), readings=tuple(readings))
+
+
+def _submitted() -> Submitted:
+    document = DEMO_JOB.read_text(encoding="utf-8") + SCHEDULE
+    return Submitted(
+        time_sec=1.0,
+        job="job-0",
+        document=document,
+        facts=FACTS,
+        history=History(),
+        num_segments=1000,
+    )
+
+
+@contextmanager
+def unsynced() -> Iterator[None]:
+    """Do not wait for the disk, while a log is prepared."""
+    with mock.patch("os.fsync"):
+        yield
+
+
+def measure_recovery(folder: Path, num_events: int, rounds: int) -> dict[str, Any]:
+    """Recover a log of many events of one job, and handle them again."""
+    path = folder / LOG
+    with unsynced(), Log(path) as log:
+        run = Simulated(log, 1)
+        while log.num_events < num_events:
+            run.tell(run.tick_event())
+    ours: list[float] = []
+    peer: list[float] = []
+    for number in range(rounds):
+        for side in ("ours", "peer") if number % 2 == 0 else ("peer", "ours"):
+            begun = time.perf_counter()
+            if side == "ours":
+                recover(path)
+                ours.append(time.perf_counter() - begun)
+                continue
+            state = State()
+            for _, entry in read_entries(path):
+                state, _ = handle(state, entry.event)
+            peer.append(time.perf_counter() - begun)
+    return {
+        "num_events": num_events,
+        "ours_sec": statistics.median(ours),
+        "peer_sec": statistics.median(peer),
+        "rounds": [b / a for a, b in zip(ours, peer, strict=True)],
+        **_sizes(folder),
+    }
+
+
+def measure_month(folder: Path, num_jobs: int, rounds: int) -> dict[str, Any]:
+    """Recover a log of many jobs that is as large as one becomes."""
+    path = folder / LOG
+    with unsynced(), Log(path) as log:
+        run = Simulated(log, 2)
+        run.copy_job(num_jobs)
+        before, largest, num_logs = 0, b"", 0
+        while num_logs < 2 or log.num_events < FULL_TICKS:
+            before = path.stat().st_size
+            content = path.read_bytes() if before > len(largest) else largest
+            run.tell(run.tick_event())
+            if path.stat().st_size < before:
+                num_logs += 1
+            largest = content
+    sizes = _sizes(folder)
+    path.write_bytes(largest)
+    seconds: list[float] = []
+    for _ in range(rounds):
+        parse_stored_job_cache_clear()
+        begun = time.perf_counter()
+        with Log(path):
+            seconds.append(time.perf_counter() - begun)
+    return {
+        "num_jobs": num_jobs,
+        "recover_sec": seconds,
+        "log_bytes": len(largest),
+        "snapshot_bytes": largest.index(b"\n"),
+        **sizes,
+    }
+
+
+def parse_stored_job_cache_clear() -> None:
+    """Forget the parsed job files."""
+    clear = getattr(parse_stored_job, "cache_clear", None)
+    if clear is not None:
+        clear()
+
+
+def measure_tick(folder: Path, num_jobs: int) -> dict[str, Any]:
+    """Handle, log and sync the steps and readings of many jobs."""
+    with Log(folder / LOG) as log:
+        with unsynced():
+            run = Simulated(log, 3)
+            for _ in range(FULL_TICKS):
+                run.tell(run.tick_event())
+            run.copy_job(num_jobs)
+            for _ in range(2):
+                run.tell(run.tick_event())
+        seconds: list[float] = []
+        archiving: list[float] = []
+        for _ in range(MEASURED_TICKS):
+            event, before = run.tick_event(), _archived(folder)
+            begun = time.perf_counter()
+            run.tell(event)
+            taken = time.perf_counter() - begun
+            (seconds if _archived(folder) == before else archiving).append(taken)
+    return {
+        "num_jobs": num_jobs,
+        "tick_sec": statistics.median(seconds),
+        "tick_sec_p90": float(np.quantile(seconds, 0.9)),
+        "tick_sec_with_archiving": archiving,
+        **_sizes(folder),
+    }
+
+
+def _archived(folder: Path) -> int:
+    return len(list((folder / ARCHIVE).glob("*")))
+
+
+def _sizes(folder: Path) -> dict[str, int]:
+    archived = [file.stat().st_size for file in (folder / ARCHIVE).glob("*")]
+    return {
+        "file_bytes": (folder / LOG).stat().st_size,
+        "archived_logs": len(archived),
+        "archived_bytes": sum(archived),
+    }
+
+
+def main() -> None:
+    """Measure and write the result."""
+    parser = argparse.ArgumentParser(
+        "python -m benchmarks.scheduler_log", description=__doc__, allow_abbrev=False
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--parts", default="recover,month,tick")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--events", type=int, default=10_000, help="of the log of `recover`")
+    options = parser.parse_args()
+    parts: dict[str, dict[str, Any]] = {}
+    for part in options.parts.split(","):
+        with tempfile.TemporaryDirectory() as scratch:
+            if part == "recover":
+                parts[part] = measure_recovery(Path(scratch), options.events, options.rounds)
+            elif part == "month":
+                parts[part] = measure_month(Path(scratch), 50, options.rounds)
+            else:
+                parts[part] = measure_tick(Path(scratch), 200)
+    recovery = parts.get("recover", {"ours_sec": None, "peer_sec": None, "rounds": []})
+    result = {
+        "ours": recovery["ours_sec"],
+        "peer": recovery["peer_sec"],
+        "ratio": statistics.median(recovery["rounds"]) if recovery["rounds"] else None,
+        "unit": "s to recover",
+        "rounds": recovery["rounds"],
+        "parts": parts,
+    }
+    write_result(result, options)
+
+
+if __name__ == "__main__":
+    main()
