@@ -347,5 +347,6 @@ def _codec(kind: Any) -> _Codec:
     if origin is frozenset:
         return _Set()
     if origin in (Mapping, dict):
-        return _Mapping(_codec(hints[0]), _codec(hints[1]), of_text=hints[0] is str)
+        of_text = hints[0] is str or get_origin(hints[0]) is Literal
+        return _Mapping(_codec(hints[0]), _codec(hints[1]), of_text=of_text)
     raise TypeError(f"type has no JSON: {kind}")

@@ -1,10 +1,12 @@
 """The log of retrained days in a root, which several hosts may share.
 
-The log is a numbered manifest with all records: a record is appended by committing the next version
-(`schemas.versions`). One process at a time owns the log. It holds a lease, and each version names
-the lease of its owner: another process takes over once that lease has ended, and the earlier owner,
-if it was only suspended, cannot append any more. A rollback alone is appended beside the owner,
-which reads it before its next record.
+It is a log of states as facts, like that of the scheduler (`scheduler.controller.log`), and has the
+same JSON. A root may be at an object store, where nothing can be appended to a file: each record is
+a new version of a numbered manifest (`schemas.versions`), with the state after it, so that nothing
+is folded again. One process at a time owns the log. It holds a lease, and each version names the
+lease of its owner: another process takes over once that lease has ended, and the earlier owner, if
+it was only suspended, cannot append any more. A rollback alone is appended beside the owner, which
+reads it before its next record.
 """
 
 from __future__ import annotations
@@ -14,9 +16,10 @@ import os
 import socket
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from typing import Any, Self
 
+from scheduler.controller.changes import decode, encode
 from scheduler.files import whole_bytes
 from scheduler.retrain.decide import check_rollback
 from scheduler.retrain.records import (
@@ -47,15 +50,19 @@ KEPT_VERSIONS = 8
 class LogManifest:
     """One version of the log."""
 
-    records: tuple[Mapping[str, Any], ...]
-    """Records as JSON objects, oldest first."""
     owner: str
     """Id of the lease of the process that wrote the version."""
     writer: str
     """Id of the version."""
+    state: Mapping[str, Any] | None = None
+    """State of all days, as JSON."""
+    record: Mapping[str, Any] | None = None
+    """The record that led to it, as JSON; None if the log was only taken over."""
+    records: tuple[Mapping[str, Any], ...] | None = None
+    """Instead of the state, in format 1: all records, oldest first."""
     parent_sha256: str | None = None
     """Hash of the version before it."""
-    format: int = 1
+    format: int = field(default=2, metadata={"older": (1,)})
     """Format version."""
 
 
@@ -68,7 +75,6 @@ class Log:
         self._versions = Versions(root)
         self._lease = Lease(root, f"{socket.gethostname()}:{os.getpid()}", EXPIRY_SEC)
         self._newest: Version | None = None
-        self._records: tuple[Mapping[str, Any], ...] = ()
         self._read_again_at = 0.0  # on the monotonic clock
         self.state = State()
 
@@ -103,12 +109,7 @@ class Log:
                         "it",
                         file=str(self._root),
                     )
-        records = _read_old_log(self._root) if manifest is None else manifest.records
-        state = _state_of(records, self._root)
-        if not self._commit(newest, records):
-            return False
-        self.state = state
-        return True
+        return self._commit(newest, _state_of(manifest, self._root))
 
     def append(self, record: Record) -> bool:
         """Append a record durably, and apply it to the state.
@@ -120,9 +121,7 @@ class Log:
         Raises:
             SchemaError: another process has taken over.
         """
-        state = apply_record(self.state, record)
-        if self._commit(self._newest, (*self._records, record_to_json(record))):
-            self.state = state
+        if self._commit(self._newest, apply_record(self.state, record), record):
             return True
         newest = self._versions.newest()
         manifest = None if newest is None else _decode(self._versions, newest)
@@ -131,8 +130,7 @@ class Log:
                 "another retraining has taken over this root; repeat the command to see its result",
                 file=str(self._root),
             )
-        self.state = _state_of(manifest.records, self._root)
-        self._newest, self._records = newest, manifest.records
+        self.state, self._newest = _state_of(manifest, self._root), newest
         return False
 
     def is_rolled_back(self, run: str | None) -> bool:
@@ -144,19 +142,29 @@ class Log:
             return False
         return any(a.run == run and a.rolled_back for a in read_state(self._root).attempts)
 
-    def _commit(self, previous: Version | None, records: tuple[Mapping[str, Any], ...]) -> bool:
-        manifest = LogManifest(
-            records=records,
-            owner=self._lease.id,
-            writer=writer_id(),
-            parent_sha256=None if previous is None else previous.sha256,
-        )
-        version = self._versions.commit(previous, encode_manifest(manifest))
+    def _commit(self, previous: Version | None, state: State, record: Record | None = None) -> bool:
+        version = _commit(self._versions, previous, self._lease.id, state, record)
         if version is None:
             return False
-        self._newest, self._records = version, records
-        _retire(self._versions, version)
+        self._newest, self.state = version, state
         return True
+
+
+def _commit(
+    versions: Versions, previous: Version | None, owner: str, state: State, record: Record | None
+) -> Version | None:
+    """Write the version after `previous`; None if another writer was faster."""
+    manifest = LogManifest(
+        owner=owner,
+        writer=writer_id(),
+        state=encode(State, state),
+        record=None if record is None else record_to_json(record),
+        parent_sha256=None if previous is None else previous.sha256,
+    )
+    version = versions.commit(previous, encode_manifest(manifest))
+    if version is not None and version.number > KEPT_VERSIONS:
+        versions.retire([version.number - KEPT_VERSIONS])
+    return version
 
 
 def roll_back(root: Location, run: str, now: float) -> State:
@@ -178,28 +186,16 @@ def roll_back(root: Location, run: str, now: float) -> State:
     for _ in backoff():
         newest = versions.newest()
         manifest = None if newest is None else _decode(versions, newest)
-        state = State() if manifest is None else _state_of(manifest.records, root)
+        state = _state_of(manifest, root)
         if any(a.run == run and a.rolled_back is not None for a in state.attempts):
             return state
         check_rollback(state, run)
         assert manifest is not None, "it has a promoted run"
         record = RolledBack(time_sec=now, run=run)
-        manifest = replace(
-            manifest,
-            records=(*manifest.records, record_to_json(record)),
-            writer=writer_id(),
-            parent_sha256=None if newest is None else newest.sha256,
-        )
-        version = versions.commit(newest, encode_manifest(manifest))
-        if version is not None:
-            _retire(versions, version)
-            return apply_record(state, record)
+        state = apply_record(state, record)
+        if _commit(versions, newest, manifest.owner, state, record) is not None:
+            return state
     raise AssertionError("`backoff` does not end")
-
-
-def _retire(versions: Versions, newest: Version) -> None:
-    if newest.number > KEPT_VERSIONS:
-        versions.retire([newest.number - KEPT_VERSIONS])
 
 
 def read_state(root: Location) -> State:
@@ -210,8 +206,7 @@ def read_state(root: Location) -> State:
     """
     versions = Versions(root)
     newest = versions.newest()
-    records = _read_old_log(root) if newest is None else _decode(versions, newest).records
-    return _state_of(records, root)
+    return _state_of(None if newest is None else _decode(versions, newest), root)
 
 
 def _decode(versions: Versions, version: Version) -> LogManifest:
@@ -233,7 +228,16 @@ def _read_old_log(root: Location) -> tuple[Mapping[str, Any], ...]:
         raise SchemaError("line is no record; restore the file", file=str(path)) from error
 
 
-def _state_of(records: tuple[Mapping[str, Any], ...], root: Location) -> State:
+def _state_of(manifest: LogManifest | None, root: Location) -> State:
+    """Return the state of a version; without one, of the records of an earlier release."""
+    if manifest is not None and manifest.state is not None:
+        try:
+            return decode(State, manifest.state)
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise SchemaError(
+                f"log is of another release: {error!r}; use that release", file=str(root)
+            ) from error
+    records = _read_old_log(root) if manifest is None else manifest.records or ()
     state = State()
     for number, record in enumerate(records, start=1):
         try:

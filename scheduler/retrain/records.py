@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from datetime import date, timedelta
 from typing import Any, Literal, get_args
 
+from scheduler.controller.changes import decode, encode
 from schemas.errors import PlanError
 from schemas.storage import Location
 
@@ -222,22 +223,18 @@ class Metrics:
 
 def record_to_json(record: Record) -> dict[str, Any]:
     """Return a record as a JSON object."""
-    return {"kind": type(record).__name__.lower(), **asdict(record)}
+    return {"kind": type(record).__name__.lower(), **encode(type(record), record)}
 
 
 def record_from_json(body: Any) -> Record:
     """Return the record of a JSON object.
 
     Raises:
-        KeyError: its kind is missing or unknown.
-        TypeError: a field is missing or unknown.
+        KeyError: its kind is missing or unknown, or a field is unknown.
+        TypeError: a field is missing.
     """
     values = dict(body)
-    kind = KINDS[values.pop("kind")]
-    for name in ("segments", "reasons"):
-        if name in values:
-            values[name] = tuple(values[name])
-    return kind(**values)
+    return decode(KINDS[values.pop("kind")], values)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

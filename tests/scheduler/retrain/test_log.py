@@ -16,7 +16,14 @@ from pathlib import Path
 import pytest
 
 from scheduler.retrain.drive import Root, newest_checkpoint, read_pointer, write_pointer
-from scheduler.retrain.log import KEPT_VERSIONS, OLD_LOG, Log, read_state, roll_back
+from scheduler.retrain.log import (
+    KEPT_VERSIONS,
+    OLD_LOG,
+    Log,
+    LogManifest,
+    read_state,
+    roll_back,
+)
 from scheduler.retrain.records import (
     KINDS,
     Begun,
@@ -31,6 +38,7 @@ from schemas.config.schedule import RetrainConfig
 from schemas.errors import PlanError, SchemaError
 from schemas.layout import MANIFEST
 from schemas.leases import LEASES
+from schemas.manifest import encode_manifest
 from schemas.storage import Location
 from schemas.versions import Versions
 from tests.scheduler.retrain.world import KilledError, World, good_but_for
@@ -92,6 +100,23 @@ def test_log_of_an_earlier_release_is_continued(world: World, tmp_path: Path) ->
         for record in world.records[5:]:
             log.append(record)
     assert read_state(root) == world.state
+
+
+def test_log_with_all_records_is_continued_with_the_state(world: World, root: Location) -> None:
+    """A version of format 1."""
+    records = tuple(record_to_json(record) for record in world.records[:9])
+    manifest = LogManifest(owner="a", writer="b", records=records, format=1)
+    Versions(root).commit(None, encode_manifest(manifest))
+    assert read_state(root) == reduce(apply_record, world.records[:9], State())
+    with Log(root) as log:
+        for record in world.records[9:]:
+            log.append(record)
+    assert read_state(root) == world.state
+    newest = Versions(root).newest()
+    assert newest is not None
+    body = json.loads(newest.data)
+    assert (body["format"], "records" in body) == (2, False)
+    assert body["record"] == record_to_json(world.records[-1])
 
 
 def test_record_that_is_damaged_is_refused_by_place(world: World, tmp_path: Path) -> None:
