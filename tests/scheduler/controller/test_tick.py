@@ -47,6 +47,9 @@ def test_tick_with_steps_and_readings_is_what_these_are_one_by_one() -> None:
     of_others = [replace(reading, job="unknown") for reading in readings]
     tick = Tick(time_sec=now, steps=(steps,), readings=(*readings, *of_others))
     assert handle(state, tick)[0] == one_by_one
+    (lead,) = one_by_one.jobs["first"].of_pool("lead")
+    assert (lead.readings[-1], lead.busy_cores, lead.rate) == ((16, 900 * MIB), 0.5, 2.0)
+    assert one_by_one.jobs["first"].next_step == 16
 
 
 def test_few_jobs_are_checked_at_every_tick() -> None:
