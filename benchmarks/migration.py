@@ -34,7 +34,7 @@ from pipelines.demo_log.log import GeneratorConfig, write_log
 from scheduler.controller.events import Ended
 from scheduler.controller.log import LOG, read_log
 from scheduler.status.board import Board
-from scheduler.status.journal import Incident
+from scheduler.controller.journal import Incident
 from schemas.run_log import METRICS, read_metrics
 from trainer.diff import compare_runs
 

@@ -45,7 +45,7 @@ from scheduler.controller.handle import handle
 from scheduler.controller.state import Action, JobState, State
 from scheduler.files import AppendLog, to_lines
 from scheduler.planner.policy import counted
-from scheduler.status.journal import Journal, record
+from scheduler.controller.journal import Journal, record
 from schemas.errors import SchemaError
 from schemas.files import replace_bytes
 from schemas.run_log import Decision
@@ -146,7 +146,7 @@ class LogReader:
         self.journal = Journal()
         self.decisions: tuple[Decision, ...] = ()
         """Those of the last event, which may not have been carried out; none after a snapshot."""
-        self.num_lines = 0
+        self.num_lines = self.snapshot_bytes = 0
 
     def read(self, line: bytes) -> Entry | None:
         """Return the entry of the next line without applying it; None for a snapshot.
@@ -169,7 +169,7 @@ class LogReader:
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             what = f"line is no {'event' if self.num_lines else 'snapshot'}"
             raise self._error(f"{what}: {line[:80]!r} ({error!r})", "restore the file") from error
-        self.num_lines = 1
+        self.num_lines, self.snapshot_bytes = 1, len(line)
         return None
 
     def apply(self, entry: Entry) -> None:
@@ -186,17 +186,6 @@ class LogReader:
         self.journal = record(self.journal, self.state, entry.event, state, entry.decisions)
         self.state, self.decisions = state, entry.decisions
         self.num_lines += 1
-
-    def read_all(self, lines: Iterable[bytes]) -> None:
-        """Apply all lines.
-
-        Raises:
-            SchemaError: as `read` and `apply`.
-        """
-        for line in lines:
-            entry = self.read(line)
-            if entry is not None:
-                self.apply(entry)
 
     def _open(self, body: Mapping[str, Any]) -> None:
         if body["format"] != FORMAT:
@@ -245,11 +234,10 @@ class Log(AppendLog):
         elif b"\n" not in content:  # a log is never written without its first line
             raise SchemaError("snapshot is incomplete; restore the file", file=str(self.path))
         super().__enter__()
-        lines = self.path.read_bytes().splitlines(keepends=True)
-        self.recovered = LogReader(self.path)
-        self.recovered.read_all(lines)
+        self.recovered = recover(self.path)
         self.state, self._journal = self.recovered.state, self.recovered.journal
-        self._num_bytes, self._snapshot_bytes = sum(map(len, lines)), len(lines[0])
+        self._num_bytes = self.path.stat().st_size
+        self._snapshot_bytes = self.recovered.snapshot_bytes
         return self
 
     def append(self, event: Event, actions: Iterable[Action], state: State) -> list[Decision]:
@@ -306,7 +294,8 @@ def recover(path: Path) -> LogReader:
         SchemaError: the log cannot be read, is damaged, or of another release.
     """
     reader = LogReader(path)
-    reader.read_all(complete_lines(path))
+    for _ in _read_entries(reader):
+        pass
     return reader
 
 
@@ -326,12 +315,15 @@ def read_entries(path: Path) -> Iterator[tuple[LogReader, Entry]]:
         SchemaError: as `recover`.
     """
     for part in logs_of(path):
-        reader = LogReader(part)
-        for line in complete_lines(part):
-            entry = reader.read(line)
-            if entry is not None:
-                yield reader, entry
-                reader.apply(entry)
+        yield from _read_entries(LogReader(part))
+
+
+def _read_entries(reader: LogReader) -> Iterator[tuple[LogReader, Entry]]:
+    for line in complete_lines(reader.path):
+        entry = reader.read(line)
+        if entry is not None:
+            yield reader, entry
+            reader.apply(entry)
 
 
 def logs_of(path: Path) -> list[Path]:
@@ -387,16 +379,12 @@ class Difference:
 
     def describe(self) -> str:
         """Return the difference in one line."""
-        if math.isinf(self.size):
+        if self.logged is None or self.now is None or math.isinf(self.size):
             return f"{self.place}: {_describe(self.logged)}, now {_describe(self.now)}"
-        assert self.logged is not None, "both decide the same"
-        assert self.now is not None, "both decide the same"
         before, now = self.logged.values, self.now.values
         name = max(before, key=lambda key: relative_difference(before[key], now[key]))
-        return (
-            f"{self.place}: {_describe(self.logged)}: {name}={before[name]!r}, now {now[name]!r} "
-            f"({self.size:.1e} of it)"
-        )
+        numbers = f"{name}={before[name]!r}, now {now[name]!r} ({self.size:.1e} of it)"
+        return f"{self.place}: {_describe(self.logged)}: {numbers}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -431,30 +419,22 @@ def replay(path: Path) -> Replay:
     Raises:
         SchemaError: as `recover`.
     """
-    state, num_events, num_decisions = State(), 0, 0
+    num_events, num_decisions, reader = 0, 0, LogReader(path)
     differences: list[Difference] = []
     for reader, entry in read_entries(path):
         after, actions = handle(reader.state, entry.event)
         decisions = [to_decision(action, after.now_sec) for action in actions]
-        place = f"{reader.path.name}:{entry.line}"
-        differences += compare_decisions(place, entry.decisions, decisions)
+        for logged, now in zip_longest(entry.decisions, decisions):
+            if size := _difference(logged, now):
+                place = f"{reader.path.name}:{entry.line}"
+                differences.append(Difference(place, logged, now, size))
         num_events += 1
         num_decisions += len(entry.decisions)
-    state = recover(path).state
-    return Replay(state, num_events, num_decisions, tuple(differences))
-
-
-def compare_decisions(
-    place: str, logged: Iterable[Decision], now: Iterable[Decision]
-) -> Iterator[Difference]:
-    """Yield the decisions on one event that differ, except in the wording of their reasons."""
-    for before, after in zip_longest(logged, now):
-        size = _difference(before, after)
-        if size:
-            yield Difference(place, before, after, size)
+    return Replay(reader.state, num_events, num_decisions, tuple(differences))
 
 
 def _difference(logged: Decision | None, now: Decision | None) -> float:
+    """Return how much a decision differs, except in the wording of its reason."""
     if logged is None or now is None or logged.values.keys() != now.values.keys():
         return math.inf
     if (logged.job, logged.action, logged.process) != (now.job, now.action, now.process):
@@ -495,24 +475,24 @@ def describe_job(job: JobState) -> str:
 
 def describe_replay(result: Replay) -> str:
     """Return the result of a replay in one line."""
-    rounded = [one.size for one in result.differences if one.size <= SAME_NUMBER]
-    same = result.num_decisions - len(result.differences)
-    line = f"{result.num_events:,} events lead to the same {same:,} decisions"
-    if rounded:
-        line += f", {len(rounded):,} more differ by at most {max(rounded):.1e} of a number"
-    return line + (f", {len(result.others):,} are others" if result.others else "")
+    found = replay_summary(result)
+    same = found["num_decisions"] - found["num_rounded"] - found["num_others"]
+    line = f"{found['num_events']:,} events lead to the same {same:,} decisions"
+    if found["num_rounded"]:
+        largest = found["largest_rounding"]
+        line += f", {found['num_rounded']:,} more differ by at most {largest:.1e} of a number"
+    return line + (f", {found['num_others']:,} are others" if found["num_others"] else "")
 
 
 def replay_summary(result: Replay) -> dict[str, Any]:
     """Return what `replay --json` prints."""
-    sizes = [one.size for one in result.differences]
-    rounding = [size for size in sizes if size <= SAME_NUMBER]
+    rounding = [one.size for one in result.differences if one.size <= SAME_NUMBER]
     return {
         "num_events": result.num_events,
         "num_decisions": result.num_decisions,
         "num_rounded": len(rounding),
         "largest_rounding": max(rounding, default=0.0),
-        "num_others": len(sizes) - len(rounding),
+        "num_others": len(result.differences) - len(rounding),
         "jobs": jobs_summary(result.state),
     }
 

@@ -19,7 +19,7 @@ from markupsafe import Markup
 from scheduler.controller.slots import NUM_RANGES, format_spans
 from scheduler.controller.tick import LOOKAHEAD_SEC
 from scheduler.planner.policy import counted
-from scheduler.status.journal import Incident, Kind, Speed, SpeedPool, Usage
+from scheduler.controller.journal import Incident, Kind, Speed, SpeedPool, Usage
 from scheduler.status.view import (
     JobView,
     View,

@@ -17,7 +17,7 @@ from scheduler.controller.log import LOG
 from scheduler.files import is_locked
 from scheduler.planner.policy import counted
 from scheduler.status.board import Board, serving
-from scheduler.status.journal import Incident
+from scheduler.controller.journal import Incident
 from scheduler.status.page import headline
 from scheduler.status.view import (
     JobView,
