@@ -32,9 +32,9 @@ from benchmarks.logs import DEMO_JOB, REPOSITORY, read_job, write_job_file, writ
 from benchmarks.recovery import in_rounds
 from pipelines.demo_log.log import GeneratorConfig, write_log
 from scheduler.controller.events import Ended
+from scheduler.controller.journal import Incident
 from scheduler.controller.log import LOG, read_log
 from scheduler.status.board import Board
-from scheduler.controller.journal import Incident
 from schemas.run_log import METRICS, read_metrics
 from trainer.diff import compare_runs
 

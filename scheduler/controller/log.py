@@ -42,10 +42,10 @@ from scheduler.controller.events import (
     Tick,
 )
 from scheduler.controller.handle import handle
+from scheduler.controller.journal import Journal, record
 from scheduler.controller.state import Action, JobState, State
 from scheduler.files import AppendLog, to_lines
 from scheduler.planner.policy import counted
-from scheduler.controller.journal import Journal, record
 from schemas.errors import SchemaError
 from schemas.files import replace_bytes
 from schemas.run_log import Decision

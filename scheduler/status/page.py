@@ -16,10 +16,10 @@ from pathlib import Path
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
+from scheduler.controller.journal import Incident, Kind, Speed, SpeedPool, Usage
 from scheduler.controller.slots import NUM_RANGES, format_spans
 from scheduler.controller.tick import LOOKAHEAD_SEC
 from scheduler.planner.policy import counted
-from scheduler.controller.journal import Incident, Kind, Speed, SpeedPool, Usage
 from scheduler.status.view import (
     JobView,
     View,

@@ -13,11 +13,11 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from scheduler.controller.journal import Incident
 from scheduler.controller.log import LOG
 from scheduler.files import is_locked
 from scheduler.planner.policy import counted
 from scheduler.status.board import Board, serving
-from scheduler.controller.journal import Incident
 from scheduler.status.page import headline
 from scheduler.status.view import (
     JobView,

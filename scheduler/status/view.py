@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 
 from scheduler.controller.budget import RemainingWork, available_budget, remaining_work
+from scheduler.controller.journal import Incident, Journal, Kind, Speed, Usage, hour_price
 from scheduler.controller.slots import (
     accesses_at,
     format_spans,
@@ -32,7 +33,6 @@ from scheduler.model.fit import predict_seconds
 from scheduler.model.grid import GIB, MIB, training_resources
 from scheduler.model.predict import training_setting
 from scheduler.planner.candidates import SEC_PER_HOUR, predict_candidates
-from scheduler.controller.journal import Incident, Journal, Kind, Speed, Usage, hour_price
 from schemas.run_log import Decision
 
 POOLS: tuple[PoolName, ...] = ("segment", "lead", "replica", "store")

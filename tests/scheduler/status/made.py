@@ -9,9 +9,9 @@ import numpy as np
 
 from scheduler.controller.events import Event, Submitted
 from scheduler.controller.handle import handle
+from scheduler.controller.journal import Journal, record
 from scheduler.controller.log import Log, to_decision
 from scheduler.controller.state import Action, State
-from scheduler.controller.journal import Journal, record
 from scheduler.status.view import View, view_of
 from tests.scheduler.controller.world import BUDGET, World, run, submitted
 

@@ -7,10 +7,10 @@ import numpy as np
 
 from scheduler.controller.events import Event, LoadKnown, Moved, Read
 from scheduler.controller.handle import handle
+from scheduler.controller.journal import Journal, record
 from scheduler.controller.log import Log, to_decision
 from scheduler.controller.slots import NUM_RANGES
 from scheduler.controller.state import Action, JobState, State
-from scheduler.controller.journal import Journal, record
 from scheduler.status.view import View, view_of
 from tests.scheduler.controller.bench import Bench
 from tests.scheduler.controller.world import BUDGET, MIB, submitted

@@ -1,8 +1,8 @@
 """Busy cores are shown beside reserved ones; old logs have none."""
 
 from scheduler.controller.events import Read
-from scheduler.controller.log import event_from_json, event_to_json
 from scheduler.controller.journal import Journal
+from scheduler.controller.log import event_from_json, event_to_json
 from scheduler.status.metrics import metrics_text
 from scheduler.status.page import page
 from scheduler.status.view import view_of

@@ -7,9 +7,9 @@ from rich.console import Console
 
 from scheduler.controller.events import Ended
 from scheduler.controller.handle import handle
+from scheduler.controller.journal import Incident, Journal, record
 from scheduler.controller.log import to_decision
 from scheduler.controller.state import State
-from scheduler.controller.journal import Incident, Journal, record
 from scheduler.status.page import KIND_LABELS, MARKS, page
 from scheduler.status.terminal import render
 from scheduler.status.view import View, view_of
