@@ -8,8 +8,8 @@ change. The types of the fields say what a JSON value means:
   object of the fields that changed.
 - a tuple is a list; its changes are `{"from": i, "step": n, "add": [...]}`: every n-th item from
   the i-th on (all, if they are absent), and then more; or a list, which replaces it.
-- a mapping is an object; its changes are `{"remove": [...], "set": {...}, "last": ...}`, where
-  `last` says that keys that are set move to the end. Keys that are no text are JSON in a text.
+- a mapping is an object; its changes are `{"remove": [...], "set": {...}}`, new keys last; the order
+  of keys is no difference. Keys that are no text are JSON in a text.
 - a set is an ascending list; its changes are `{"add": [...]}`, or a list, which replaces it.
 - infinity is a text.
 
@@ -23,13 +23,12 @@ import math
 import types
 from collections.abc import Mapping
 from dataclasses import MISSING, Field, fields, is_dataclass, replace
-from functools import cache
+from functools import cache, partial
 from operator import attrgetter
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 from scheduler.controller.state import JobState, job_of_document
-from scheduler.model.history import History
-from scheduler.model.snapshot import DataFacts, Snapshot
+from scheduler.model.snapshot import Snapshot
 
 T = TypeVar("T")
 SAME = object()
@@ -198,31 +197,18 @@ class _Mapping(_Codec):
                 change = self._item.diff(old[key], value)
                 if change is not SAME:
                     changed[key] = change
-        order = list(new)
-        stays = [key for key in old if key in new]
-        last = order != [*stays, *(key for key in changed if key not in old)]
-        if last and order != [*(key for key in stays if key not in changed), *changed]:
-            # An order that no change of single keys leads to.
-            removed, last = list(old), False
-            changed = {key: self._item.encode(value) for key, value in new.items()}
         if not removed and not changed:
             return SAME
-        return {
-            "remove": list(map(self._name, removed)),
-            "set": {self._name(key): value for key, value in changed.items()},
-            "last": last,
-        }
+        change = {"set": {self._name(key): value for key, value in changed.items()}}
+        return {"remove": list(map(self._name, removed)), **change} if removed else change
 
     def patch(self, old: Any, change: Any) -> Any:
         new = dict(old)
-        for name in change["remove"]:
+        for name in change.get("remove", ()):
             del new[self._key_of(name)]
         for name, body in change["set"].items():
             key = self._key_of(name)
-            value = self._item.patch(new[key], body) if key in new else self._item.decode(body)
-            if change["last"]:
-                new.pop(key, None)
-            new[key] = value
+            new[key] = self._item.patch(new[key], body) if key in new else self._item.decode(body)
         return new
 
 
@@ -272,48 +258,27 @@ class _Record(_Codec):
         )
 
 
-class _Job(_Record):
-    """Jobs; of the snapshot without the job's file, which is parsed from its text."""
-
-    SNAPSHOT: Mapping[str, Any] = types.MappingProxyType({"facts": DataFacts, "history": History})
+class _Snapshot(_Record):
+    """Snapshots without the job, which `_Job` parses from the text of its file."""
 
     def __init__(self) -> None:
-        super().__init__(JobState, frozenset({"snapshot"}))
-        self._parts = {name: _codec(kind) for name, kind in self.SNAPSHOT.items()}
+        super().__init__(Snapshot, frozenset({"job"}))
+        self._kind = partial(cast(Any, Snapshot), job=None)
 
-    def encode(self, value: Any) -> Any:
-        snapshot = value.snapshot
-        parts = {name: codec.encode(getattr(snapshot, name)) for name, codec in self._parts.items()}
-        return {**super().encode(value), **parts}
+
+class _Job(_Record):
+    """Jobs."""
 
     def decode(self, body: Any) -> Any:
-        own = {n: self._codecs[n].decode(v) for n, v in body.items() if n not in self._parts}
-        parts = {name: codec.decode(body[name]) for name, codec in self._parts.items()}
-        job = job_of_document(own["document"], own["name"], own.get("machine_sizes"))
-        return JobState(snapshot=Snapshot(job=job, **parts), **own)
-
-    def diff(self, old: Any, new: Any) -> Any:
-        changes = super().diff(old, new)
-        if old is new or old.snapshot is new.snapshot:
-            return changes
-        changes = {} if changes is SAME else changes
-        for name, codec in self._parts.items():
-            change = codec.diff(getattr(old.snapshot, name), getattr(new.snapshot, name))
-            if change is not SAME:
-                changes[name] = change
-        return changes or SAME
+        return self._with_job(super().decode(body))
 
     def patch(self, old: Any, change: Any) -> Any:
-        own = {name: body for name, body in change.items() if name not in self._parts}
-        new = super().patch(old, own)
-        if not change.keys() & {"document", "machine_sizes", *self._parts}:
-            return new
-        parts = {
-            name: codec.patch(getattr(old.snapshot, name), change.get(name, {}))
-            for name, codec in self._parts.items()
-        }
-        job = job_of_document(new.document, new.name, new.machine_sizes)
-        return replace(new, snapshot=Snapshot(job=job, **parts))
+        new = super().patch(old, change)
+        return self._with_job(new) if change.keys() & {"document", "machine_sizes"} else new
+
+    def _with_job(self, value: JobState) -> JobState:
+        job = job_of_document(value.document, value.name, value.machine_sizes)
+        return replace(value, snapshot=replace(value.snapshot, job=job))
 
 
 def _default(field: Field[Any]) -> Any:
@@ -331,8 +296,10 @@ def _codec(kind: Any) -> _Codec:
         TypeError: the type has none.
     """
     origin, hints = get_origin(kind), get_args(kind)
+    if kind is Snapshot:
+        return _Snapshot()
     if kind is JobState:
-        return _Job()
+        return _Job(JobState)
     if is_dataclass(kind):
         return _Record(kind)
     if kind is float:

@@ -255,7 +255,8 @@ def observe(window: Window, setting: Setting, seconds: Iterable[float], tick: fl
     for row, key, chunk in zip(rows, keys, chunks, strict=True):
         if measured := [value for value in chunk if 0.0 < value < np.inf]:
             _add_to_cell(cells, tuple(key), tuple(row), measured, tick)
-    for key in list(cells)[: max(0, len(cells) - MAX_CELLS)]:
+    by_age = sorted(cells, key=lambda key: (cells[key].tick, key)) if len(cells) > MAX_CELLS else []
+    for key in by_age[: len(cells) - MAX_CELLS]:
         del cells[key]
     oldest = tick - MAX_HALF_LIVES * HALF_LIFE
     cells = {key: cell for key, cell in cells.items() if cell.tick >= oldest}
@@ -266,7 +267,7 @@ def _add_to_cell(
     cells: dict[Key, Cell], key: Key, row: Key, seconds: Sequence[float], tick: float
 ) -> None:
     """Add measurements of a setting; if they differ from its earlier ones, drop everything else."""
-    old = cells.pop(key, None)  # inserted again at the end: cells are ordered by last use
+    old = cells.get(key)
     if old is None:
         cells[key] = Cell(row, tuple(seconds), tick)
         return
