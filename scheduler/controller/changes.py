@@ -8,8 +8,8 @@ change. The types of the fields say what a JSON value means:
   object of the fields that changed.
 - a tuple is a list; its changes are `{"from": i, "step": n, "add": [...]}`: every n-th item from
   the i-th on (all, if they are absent), and then more; or a list, which replaces it.
-- a mapping is an object; its changes are `{"remove": [...], "set": {...}}`, new keys last; the order
-  of keys is no difference. Keys that are no text are JSON in a text.
+- a mapping is an object; its changes are `{"remove": [...], "set": {...}}`, new keys last; the
+  order of keys is no difference. Keys that are no text are JSON in a text.
 - a set is an ascending list; its changes are `{"add": [...]}`, or a list, which replaces it.
 - infinity is a text.
 
