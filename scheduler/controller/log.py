@@ -78,9 +78,9 @@ ARCHIVE = "scheduler-archive"
 """Folder of earlier logs beside it, `<number of their first event>.jsonl.gz`."""
 FORMAT = 2
 """Of the snapshot. Logs of format 1 had none."""
-MIN_LOG_BYTES = 8 << 20
+MIN_LOG_BYTES = 4 << 20
 """Bytes below which a log is not archived."""
-SNAPSHOTS_PER_LOG = 3
+SNAPSHOTS_PER_LOG = 2
 """Size of a log over that of its snapshot at which it is archived."""
 ARCHIVE_BYTES = 256 << 20
 """Bytes of archived logs that are kept, the newest ones."""

@@ -392,14 +392,14 @@ class Driver:
             resident = processes.resident_bytes(process.name)
             if process.status != "running" or not resident:
                 continue
-            step = next_steps.get(name, job.next_step)
+            step, busy = next_steps.get(name, job.next_step), processes.busy_cores(process.name)
             yield Read(
                 time_sec=now,
                 job=name,
                 process=process.name,
                 position=int(now - process.began_sec) if process.pool == "segment" else step,
                 resident_bytes=resident,
-                busy_cores=processes.busy_cores(process.name),
+                busy_cores=None if busy is None else round(busy, 4),
             )
 
     def _handle(self, event: Event) -> None:
@@ -613,7 +613,7 @@ class StepTail:
             next_step=steps[-1].step + 1,
             num_samples=self._num_samples,
             num_replicas=replicas,
-            seconds=tuple(m.num_samples / m.samples_per_sec for m in timed[-MAX_STEPS:]),
+            seconds=tuple(round(m.num_samples / m.samples_per_sec, 6) for m in timed[-MAX_STEPS:]),
         )
 
 
