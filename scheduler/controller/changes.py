@@ -68,7 +68,7 @@ class _Codec:
     """The JSON of a type whose values are replaced as a whole; this one is of numbers and texts."""
 
     def encode(self, value: Any) -> Any:
-        return str(value) if isinstance(value, float) and math.isinf(value) else value
+        return value
 
     def decode(self, body: Any) -> Any:
         return body
@@ -81,6 +81,9 @@ class _Codec:
 
 
 class _Float(_Codec):
+    def encode(self, value: Any) -> Any:
+        return value if -math.inf < value < math.inf else str(value)
+
     def decode(self, body: Any) -> Any:
         return float(body)
 
