@@ -64,7 +64,9 @@ FACTS = DataFacts(
     num_sparse=6,
     measured=True,
 )
-TICK_SEC = 30.0
+TICK_SEC = 5.0
+STEPS = 10
+"""Steps of each job from one tick to the next."""
 FULL_TICKS = 300
 """Ticks after which readings, windows and curves of the journal have their full size."""
 MEASURED_TICKS = 40
@@ -113,8 +115,8 @@ class Simulated:
         steps: list[Stepped] = []
         readings: list[Read] = []
         for name, job in self.log.state.jobs.items():
-            next_step = job.next_step + 32
-            seconds = self.rng.normal(0.5, 0.02, 32).round(6).tolist()
+            next_step = job.next_step + STEPS
+            seconds = self.rng.normal(0.5, 0.02, STEPS).round(6).tolist()
             stepped = Stepped(
                 time_sec=self.now,
                 job=name,

@@ -16,8 +16,9 @@ import gzip
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import zip_longest
+from operator import attrgetter
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Self
@@ -72,6 +73,9 @@ EVENT_TYPES: Mapping[str, type[Event]] = MappingProxyType(
 """Event classes by their names in the log, which stay when a class is renamed."""
 _NAMES: Mapping[type[Event], str] = MappingProxyType({kind: n for n, kind in EVENT_TYPES.items()})
 
+_VALUES = ("process", "position", "resident_bytes", "rate", "busy_cores")
+_READING = attrgetter(*_VALUES)
+
 LOG = "scheduler.jsonl"
 """Name of the log in the folder of a scheduler."""
 ARCHIVE = "scheduler-archive"
@@ -87,8 +91,15 @@ ARCHIVE_BYTES = 256 << 20
 
 
 def event_to_json(event: Event) -> dict[str, Any]:
-    """Return an event as an object of JSON."""
-    return {"event": _NAMES[type(event)], **encode(type(event), event)}
+    """Return an event as an object of JSON; of the readings of a tick only the values."""
+    body = {"event": _NAMES[type(event)]}
+    if not isinstance(event, Tick):
+        return {**body, **encode(type(event), event)}
+    readings: dict[str, list[tuple[Any, ...]]] = {}
+    for one in event.readings:
+        readings.setdefault(one.job, []).append(_READING(one))
+    rest = encode(Tick, replace(event, readings=()))
+    return {**body, **rest, "readings": readings} if readings else {**body, **rest}
 
 
 def event_from_json(body: Mapping[str, Any]) -> Event:
@@ -99,8 +110,17 @@ def event_from_json(body: Mapping[str, Any]) -> Event:
         TypeError: a field is missing.
         ValueError: a field has another type.
     """
-    fields = {name: value for name, value in body.items() if name != "event"}
-    return decode(EVENT_TYPES[body["event"]], fields)
+    kind = EVENT_TYPES[body["event"]]
+    fields = {name: value for name, value in body.items() if name not in ("event", "readings")}
+    event = decode(kind, fields)
+    if not isinstance(event, Tick) or "readings" not in body:
+        return event
+    readings = [
+        Read(time_sec=event.time_sec, job=job, **dict(zip(_VALUES, values, strict=True)))
+        for job, processes in body["readings"].items()
+        for values in processes
+    ]
+    return replace(event, readings=tuple(readings))
 
 
 def to_decision(action: Action, time_sec: float) -> Decision:

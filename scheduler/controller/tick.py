@@ -64,7 +64,7 @@ replica takes 10 to 30 s on a busy machine, while the others continue to train."
 CORES_REDUCED = "sizes not compared: cores were reduced, step times are being measured again"
 
 
-MAX_CHECKED = 6
+MAX_CHECKED = 4
 """Jobs whose sizes, memory and cores are compared in one tick, 5 ms each; others take turns."""
 
 

@@ -84,9 +84,9 @@ class Setting(ABC):
             columns[..., i] = value
         return columns.reshape(-1, len(values))
 
-    def rounded(self) -> Floats:
-        """Return the columns with loads rounded to steps of 6 % (a twelfth of a doubling)."""
-        columns = self.columns()
+    def rounded(self, columns: Floats) -> Floats:
+        """Return columns with loads rounded to steps of 6 % (a twelfth of a doubling)."""
+        columns = columns.copy()
         loads = columns[:, : self.NUM_LOADS]
         columns[:, : self.NUM_LOADS] = np.round(12.0 * np.log2(1.0 + loads))
         return columns
@@ -125,9 +125,9 @@ class TrainingSetting(Setting):
     batch_samples: ArrayLike = 1.0
     """n, samples of the global batch."""
 
-    def rounded(self) -> Floats:
-        """Return the columns with loads rounded; loads of stores are 0 without stores."""
-        columns = Setting.rounded(self)
+    def rounded(self, columns: Floats) -> Floats:
+        """Return columns with loads rounded; loads of stores are 0 without stores."""
+        columns = Setting.rounded(self, columns)
         columns[columns[:, 4] == 0, 1:3] = 0.0
         return columns
 
@@ -246,7 +246,8 @@ def observe(window: Window, setting: Setting, seconds: Iterable[float], tick: fl
         tick: their time on a clock that never goes back.
     """
     cells = dict(window.cells)
-    rows, keys, values = setting.columns().tolist(), setting.rounded().tolist(), [*seconds]
+    columns, values = setting.columns(), [*seconds]
+    rows, keys = columns.tolist(), setting.rounded(columns).tolist()
     if len(rows) == 1 < len(values):
         chunks = [values[i : i + DRIFT_CHECKED] for i in range(0, len(values), DRIFT_CHECKED)]
         rows, keys = rows * len(chunks), keys * len(chunks)
@@ -294,6 +295,8 @@ def has_drifted(cell: Cell) -> bool:
     count.
     """
     if len(cell.seconds) < MAX_PER_CELL:
+        return False
+    if max(cell.seconds) < math.exp(DRIFT) * min(cell.seconds):
         return False
     half, quarter = MAX_PER_CELL // 2, MAX_PER_CELL // 8
     earlier, later = sorted(cell.seconds[:half]), sorted(cell.seconds[half:])

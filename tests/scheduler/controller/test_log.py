@@ -75,7 +75,11 @@ EVENTS: list[Event] = [
                 time_sec=3.9, job="a", next_step=2, num_samples=9, num_replicas=1, seconds=(0.1,)
             ),
         ),
-        readings=(Read(time_sec=4.0, job="a", process="b", position=3, resident_bytes=4),),
+        readings=(
+            Read(time_sec=4.0, job="a", process="b", position=3, resident_bytes=4),
+            Read(time_sec=4.0, job="a", process="c", position=3, resident_bytes=5, rate=0.5),
+            Read(time_sec=4.0, job="d", process="b", position=4, resident_bytes=6, busy_cores=2.0),
+        ),
     ),
 ]
 
