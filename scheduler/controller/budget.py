@@ -17,8 +17,6 @@ from scheduler.model.grid import (
     BookedWorker,
     Sizes,
     mib,
-    total_resources,
-    training_resources,
 )
 from scheduler.model.predict import Models, fit_models
 from scheduler.model.snapshot import Snapshot
@@ -141,9 +139,13 @@ def booked_resources(job: JobState, sizes: Sizes | None) -> tuple[float, int]:
     """Return the cores and bytes of the pools at these sizes; none while the job waits."""
     if sizes is None:
         return 0.0, 0
-    config = current_config(job, job.submitted_sec, job.snapshot.job.schedule.budget)
-    booked = (total_resources if job.remaining_segments else training_resources)(sizes.grid, config)
-    return float(booked.cpus[0]), int(booked.memory_bytes[0])
+    cpus = sizes.num_replicas * job.replica_cpus + sizes.num_stores * job.store_cpus
+    memory = sizes.num_replicas * job.replica_memory + sizes.num_stores * job.store_memory
+    if job.remaining_segments:
+        workers = sizes.segment_jobs * sizes.workers_per_job
+        cpus += workers * job.snapshot.job.schedule.preprocessing.worker.cpus
+        memory += workers * job.worker_memory
+    return cpus, memory
 
 
 def shares_of(state: State) -> dict[str, tuple[float, int]]:
