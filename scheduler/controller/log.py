@@ -268,8 +268,6 @@ class Log(AppendLog):
             actions: that followed, in order.
             state: after it; that before it is the one of the log.
         """
-        if self._num_bytes > max(MIN_LOG_BYTES, SNAPSHOTS_PER_LOG * self._snapshot_bytes):
-            self._archive()
         decisions = [to_decision(action, state.now_sec) for action in actions]
         body = event_to_json(event)
         if decisions:
@@ -280,12 +278,14 @@ class Log(AppendLog):
         self.state = state
         return decisions
 
-    def _archive(self) -> None:
-        """Move all entries to the archive, and begin a log with a snapshot.
+    def archive_if_large(self) -> None:
+        """Move all entries of a large log to the archive, and begin one with a snapshot.
 
-        A scheduler that is killed in between has the entries in both, until the archived file is
-        written again.
+        All decisions must have been carried out: the next log does not have them. A scheduler that
+        is killed in between has the entries in both, until the archived file is written again.
         """
+        if self._num_bytes <= max(MIN_LOG_BYTES, SNAPSHOTS_PER_LOG * self._snapshot_bytes):
+            return
         folder = self.path.parent / ARCHIVE
         folder.mkdir(exist_ok=True)
         content = self.path.read_bytes()

@@ -245,6 +245,7 @@ class Driver:
             position = {s.job: s.next_step for s in steps}
             readings = [r for name in self._paths for r in self._read_usage(name, position, now)]
             self._handle(Tick(time_sec=now, steps=tuple(steps), readings=tuple(readings)))
+        self._log.archive_if_large()  # no decision waits for it
 
     def _read_storage(self, name: str, read: Callable[[str], T]) -> T | None:
         """Call a function with a job whose files it reads; nothing ends if they cannot be read.

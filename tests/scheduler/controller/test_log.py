@@ -197,6 +197,7 @@ def live(path: Path, events: Sequence[tuple[State, Event, State, Sequence[Action
     """Write a log, and return it closed."""
     with Log(path) as log:
         for _, event, after, actions in events:
+            log.archive_if_large()
             log.append(event, actions, after)
     return log
 

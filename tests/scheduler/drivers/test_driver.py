@@ -1,16 +1,17 @@
 """Events that a driver sends when it starts, and their order."""
 
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from scheduler.controller.events import BudgetSet, Ended, Event, RunnerSet
+from scheduler.controller.events import BudgetSet, Ended, Event, RunnerSet, Tick
 from scheduler.controller.log import LOG, Log, read_log
 from scheduler.controller.state import State
 from scheduler.drivers.beam_runners import SegmentRunner
-from scheduler.drivers.children import ThisMachine
+from scheduler.drivers.children import Children, ThisMachine
 from scheduler.drivers.driver import Driver, DriverOptions
 from scheduler.planner.machine_sizes import MachineSizes
 from schemas.config.job import parse_stored_job
@@ -111,3 +112,28 @@ def test_nothing_is_decided_about_processes_while_the_store_does_not_answer(
     assert said[-1] == "first: files can be reached again"
     (ended,) = [e.event for e in read_log(tmp_path / LOG) if isinstance(e.event, Ended)]
     assert (ended.process, ended.outcome) == ("segment-0.1", "lost")
+
+
+def test_readings_of_a_tick_are_one_event_and_one_sync(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = Bench(BUDGET, submitted("first", 4, WIDE), submitted("second", 4))
+    names = {name: sorted(job.processes) for name, job in bench.state.jobs.items()}
+    paths = {name: paths_of(tmp_path / name, None, 4) for name in names}
+    syncs: list[int] = []
+    with Log(tmp_path / LOG) as log:
+        log.append(BUDGET, [], bench.state)
+        driver = Driver(DriverOptions(output=tmp_path), ThisMachine(), log, paths)
+        monkeypatch.setattr(driver, "_poll_job", lambda _: None)
+        monkeypatch.setattr(Children, "resident_bytes", lambda _, name: len(name))
+        monkeypatch.setattr(Children, "busy_cores", lambda _, name: 1 / 3)
+        monkeypatch.setattr(os, "fsync", syncs.append)
+        driver.poll()
+    (tick,) = [entry.event for entry in read_log(tmp_path / LOG)[1:]]
+    assert isinstance(tick, Tick)
+    read = {(r.job, r.process): (r.resident_bytes, r.busy_cores) for r in tick.readings}
+    assert read == {(job, one): (len(one), 0.3333) for job in names for one in names[job]}
+    assert len(read) > 1
+    assert len(syncs) == 1
+    for job in log.state.jobs.values():
+        assert all(process.readings for process in job.processes.values())

@@ -92,6 +92,7 @@ def test_view_of_a_log_that_was_archived_is_that_of_all_of_it(
     with Log(log) as writer:
         for number, (_, event, after, actions) in enumerate(seen.events[:60], start=1):
             writer.append(event, actions, after)
+            writer.archive_if_large()
             if number % 3 == 0:
                 assert board.view() == seen.view(number)
     assert len(list((tmp_path / ARCHIVE).iterdir())) > 1
