@@ -1,73 +1,15 @@
-"""An append-only log of JSON lines that are synced on return, and a directory lock."""
+"""Lines of JSON, and a directory lock."""
 
 from __future__ import annotations
 
 import fcntl
 import json
 import os
-from collections.abc import Generator, Iterable
+from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Self
 
 from schemas.errors import SchemaError
-from schemas.local_files import sync_directory
-
-
-class AppendLog:
-    """A log of JSON lines; use it as a context manager."""
-
-    def __init__(self, path: Path) -> None:
-        """Store the path; the file is opened on entry."""
-        self.path = path
-        self._file: int | None = None
-
-    def __enter__(self) -> Self:
-        """Open the file for appending; an incomplete last line is cut off."""
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._open()
-        return self
-
-    def reopen(self) -> None:
-        """Open the file again after it was replaced."""
-        self.__exit__()
-        self._open()
-
-    def _open(self) -> None:
-        self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        try:
-            whole, newline = whole_bytes(self.path.read_bytes())
-            os.ftruncate(self._file, whole)
-            os.lseek(self._file, 0, os.SEEK_END)
-            self._write(b"\n" if newline else b"")
-            sync_directory(self.path.parent)
-        except BaseException:
-            os.close(self._file)
-            raise
-
-    def __exit__(self, *error: object) -> None:
-        """Close the file."""
-        assert self._file is not None, "log is not open"
-        os.close(self._file)
-
-    def write(self, bodies: Iterable[Any]) -> int:
-        """Append one line for each body, and sync the file; return the bytes that were written."""
-        content = to_lines(bodies)
-        self._write(content)
-        return len(content)
-
-    def _write(self, content: bytes) -> None:
-        assert self._file is not None, "log is not open"
-        while content:
-            content = content[os.write(self._file, content) :]
-        os.fsync(self._file)
-
-
-def to_lines(bodies: Iterable[Any]) -> bytes:
-    """Return one line of JSON for each body; keys keep their order."""
-    return "".join(
-        f"{json.dumps(body, separators=(',', ':'), allow_nan=False)}\n" for body in bodies
-    ).encode()
 
 
 def whole_bytes(content: bytes) -> tuple[int, bool]:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import gzip
 import json
 import math
+import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import zip_longest
@@ -45,7 +46,6 @@ from scheduler.controller.events import (
 from scheduler.controller.handle import handle
 from scheduler.controller.journal import Journal, record
 from scheduler.controller.state import Action, JobState, State
-from scheduler.files import AppendLog, to_lines
 from scheduler.planner.policy import counted
 from schemas.errors import SchemaError
 from schemas.files import replace_bytes
@@ -144,12 +144,14 @@ class Entry:
         event: the event.
         decisions: the decisions that followed.
         changes: those of the state, as JSON.
+        num_bytes: of the line.
     """
 
     line: int
     event: Event
     decisions: tuple[Decision, ...]
     changes: Mapping[str, Any]
+    num_bytes: int
 
 
 class LogReader:
@@ -166,7 +168,7 @@ class LogReader:
         self.journal = Journal()
         self.decisions: tuple[Decision, ...] = ()
         """Those of the last event, which may not have been carried out; none after a snapshot."""
-        self.num_lines = self.snapshot_bytes = 0
+        self.num_lines = self.num_bytes = self.snapshot_bytes = 0
 
     def read(self, line: bytes) -> Entry | None:
         """Return the entry of the next line without applying it; None for a snapshot.
@@ -177,7 +179,7 @@ class LogReader:
         try:
             body: Any = json.loads(line)
             if self.num_lines:
-                return _parse_entry(body, self.num_lines + 1)
+                return _parse_entry(body, self.num_lines + 1, len(line))
             if "snapshot" not in body and {"event", "decision"} & body.keys():
                 raise self._error(
                     "log is of an earlier release",
@@ -189,7 +191,7 @@ class LogReader:
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             what = f"line is no {'event' if self.num_lines else 'snapshot'}"
             raise self._error(f"{what}: {line[:80]!r} ({error!r})", "restore the file") from error
-        self.num_lines, self.snapshot_bytes = 1, len(line)
+        self.num_lines, self.num_bytes, self.snapshot_bytes = 1, len(line), len(line)
         return None
 
     def apply(self, entry: Entry) -> None:
@@ -206,6 +208,7 @@ class LogReader:
         self.journal = record(self.journal, self.state, entry.event, state, entry.decisions)
         self.state, self.decisions = state, entry.decisions
         self.num_lines += 1
+        self.num_bytes += entry.num_bytes
 
     def _open(self, body: Mapping[str, Any]) -> None:
         if body["format"] != FORMAT:
@@ -221,44 +224,55 @@ class LogReader:
         )
 
 
-def _parse_entry(body: dict[str, Any], line: int) -> Entry:
+def _parse_entry(body: dict[str, Any], line: int, num_bytes: int) -> Entry:
     decisions = tuple(Decision(**decision) for decision in body.pop("decisions", ()))
     changes = body.pop("changes", {})
-    return Entry(line, event_from_json(body), decisions, changes)
+    return Entry(line, event_from_json(body), decisions, changes, num_bytes)
 
 
-class Log(AppendLog):
-    """The log of a scheduler, opened for writing, and the state after it.
+class Log:
+    """The log of a scheduler, opened for writing, and the state after it; a context."""
 
-    Attributes:
-        recovered: what the log had when it was opened.
-    """
+    def __init__(self, path: Path) -> None:
+        """Store the path; the file is opened on entry.
 
-    recovered: LogReader
+        Args:
+            path: of the log, which is created if it is missing.
+        """
+        self._path = path
+
+    def __enter__(self) -> Self:
+        """Recover the state, and cut off an incomplete last line.
+
+        Raises:
+            SchemaError: the log is damaged, or of another release.
+        """
+        content = self._path.read_bytes() if self._path.exists() else b""
+        if not content:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            replace_bytes(self._path, _snapshot_line(State(), Journal()))
+        elif b"\n" not in content:  # a log is never written without its first line
+            raise SchemaError("snapshot is incomplete; restore the file", file=str(self._path))
+        self.recovered = recover(self._path)
+        """What the log had when it was opened."""
+        self.state, self._journal = self.recovered.state, self.recovered.journal
+        self._snapshot_bytes = self.recovered.snapshot_bytes
+        self._open(self.recovered.num_bytes)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Close the file."""
+        os.close(self._file)
+
+    def _open(self, num_bytes: int) -> None:
+        self._file = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
+        os.ftruncate(self._file, num_bytes)
+        self._num_bytes = num_bytes
 
     @property
     def num_events(self) -> int:
         """Events so far, those of archived logs included."""
         return self._journal.num_events
-
-    def __enter__(self) -> Self:
-        """Open the log, which is created if it is missing, and recover its state.
-
-        Raises:
-            SchemaError: it is damaged, or of another release.
-        """
-        content = self.path.read_bytes() if self.path.exists() else b""
-        if not content:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            replace_bytes(self.path, _snapshot_line(State(), Journal()))
-        elif b"\n" not in content:  # a log is never written without its first line
-            raise SchemaError("snapshot is incomplete; restore the file", file=str(self.path))
-        super().__enter__()
-        self.recovered = recover(self.path)
-        self.state, self._journal = self.recovered.state, self.recovered.journal
-        self._num_bytes = self.path.stat().st_size
-        self._snapshot_bytes = self.recovered.snapshot_bytes
-        return self
 
     def append(self, event: Event, actions: Iterable[Action], state: State) -> list[Decision]:
         """Append an event, sync the file, and return the actions as decisions.
@@ -273,10 +287,16 @@ class Log(AppendLog):
         if decisions:
             body["decisions"] = [encode(Decision, decision) for decision in decisions]
         body["changes"] = diff(State, self.state, state)
-        self._num_bytes += self.write([body])
+        self._write(_line(body))
         self._journal = record(self._journal, self.state, event, state, decisions)
         self.state = state
         return decisions
+
+    def _write(self, content: bytes) -> None:
+        self._num_bytes += len(content)
+        while content:
+            content = content[os.write(self._file, content) :]
+        os.fsync(self._file)
 
     def archive_if_large(self) -> None:
         """Move all entries of a large log to the archive, and begin one with a snapshot.
@@ -286,15 +306,16 @@ class Log(AppendLog):
         """
         if self._num_bytes <= max(MIN_LOG_BYTES, SNAPSHOTS_PER_LOG * self._snapshot_bytes):
             return
-        folder = self.path.parent / ARCHIVE
+        folder = self._path.parent / ARCHIVE
         folder.mkdir(exist_ok=True)
-        content = self.path.read_bytes()
+        content = self._path.read_bytes()
         first = self._journal.num_events - content.count(b"\n") + 2
         replace_bytes(folder / f"{first:012d}.jsonl.gz", gzip.compress(content, 1, mtime=0))
         line = _snapshot_line(self.state, self._journal)
-        replace_bytes(self.path, line)
-        self.reopen()
-        self._num_bytes = self._snapshot_bytes = len(line)
+        replace_bytes(self._path, line)
+        os.close(self._file)
+        self._open(len(line))
+        self._snapshot_bytes = len(line)
         kept = 0
         for path in sorted(folder.glob("*.jsonl.gz"), reverse=True):
             kept += path.stat().st_size
@@ -304,7 +325,12 @@ class Log(AppendLog):
 
 def _snapshot_line(state: State, journal: Journal) -> bytes:
     body = {"format": FORMAT, "state": encode(State, state), "journal": encode(Journal, journal)}
-    return to_lines([{"snapshot": body}])
+    return _line({"snapshot": body})
+
+
+def _line(body: Mapping[str, Any]) -> bytes:
+    """Return an object as a line of JSON; keys keep their order."""
+    return f"{json.dumps(body, separators=(',', ':'), allow_nan=False)}\n".encode()
 
 
 def recover(path: Path) -> LogReader:

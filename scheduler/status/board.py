@@ -69,7 +69,7 @@ class Board:
         self._restart()
 
     def _restart(self) -> None:
-        self._offset, self._inode = 0, 0
+        self._inode = 0
         self._reader = LogReader(self._path)
         self._view: View | None = None
 
@@ -81,11 +81,10 @@ class Board:
         """
         with self._lock:
             lines = self._new_lines()
-            for line in lines:  # the offset advances only if the line is valid
+            for line in lines:
                 entry = self._reader.read(line)
                 if entry is not None:
                     self._reader.apply(entry)
-                self._offset += len(line)
             if lines or self._view is None:
                 self._view = view_of(self._reader.state, self._reader.journal)
             return self._view
@@ -94,10 +93,10 @@ class Board:
         try:
             with self._path.open("rb") as file:
                 status = os.fstat(file.fileno())
-                if status.st_size < self._offset or status.st_ino != self._inode:
+                if status.st_size < self._reader.num_bytes or status.st_ino != self._inode:
                     self._restart()  # another log begins, with a snapshot
                     self._inode = status.st_ino
-                file.seek(self._offset)
+                file.seek(self._reader.num_bytes)
                 content = file.read()
         except FileNotFoundError:
             return []
