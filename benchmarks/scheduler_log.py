@@ -40,6 +40,7 @@ from scheduler.controller.log import (
     recover,
 )
 from scheduler.controller.state import State
+from scheduler.drivers.run import collect_rarely
 from scheduler.model.history import History
 from scheduler.model.snapshot import DataFacts
 
@@ -242,6 +243,7 @@ def measure_month(folder: Path, num_jobs: int, rounds: int) -> dict[str, Any]:
 
 def measure_tick(folder: Path, num_jobs: int) -> dict[str, Any]:
     """Handle, log and sync the steps and readings of many jobs."""
+    collect_rarely()
     with Log(folder / LOG) as log:
         with unsynced():
             run = Simulated(log, 3)

@@ -38,7 +38,14 @@ from scheduler.doctor_url import examine_url
 from scheduler.drivers.beam_runners import segment_runner
 from scheduler.drivers.driver import DriverOptions
 from scheduler.drivers.job_files import CommandFlags
-from scheduler.drivers.run import RunRequest, check_driver, inputs_of, plan_jobs, run_jobs
+from scheduler.drivers.run import (
+    RunRequest,
+    check_driver,
+    collect_rarely,
+    inputs_of,
+    plan_jobs,
+    run_jobs,
+)
 from scheduler.model.measurements import fit_file, fit_summary
 from scheduler.model.snapshot import Snapshot, take_snapshot
 from scheduler.planner.machine_sizes import (
@@ -265,6 +272,7 @@ def _run(arguments: argparse.Namespace) -> None:
                 print(f"{action.job}: command {action.process}: {shlex.join(command)}")
         return
     with watching(arguments.output, arguments.status, Console(stderr=True), _progress) as progress:
+        collect_rarely()
         state = run_jobs(replace(request, driver=replace(request.driver, progress=progress)))
     if arguments.json:
         print(json.dumps(jobs_summary(state)))

@@ -140,13 +140,13 @@ class _Tuple(_Codec):
     def diff(self, old: Any, new: Any) -> Any:
         if old is new or old == new:
             return SAME
-        shifted = old.index(new[0]) if new and new[0] in old else 0
-        for start, step in ((0, 1), (0, 2), (shifted, 1)):
-            kept = old[start::step]
-            if kept and new[: len(kept)] == kept:
-                place = {"from": start} if start else {}
-                every = {"step": step} if step > 1 else {}
-                return {**place, **every, "add": self.encode(new[len(kept) :])}
+        if old and new[: len(old)] == old:
+            return {"add": self.encode(new[len(old) :])}
+        if new and new[0] in old:
+            for place in ({"step": 2}, {"from": old.index(new[0])}):
+                kept = old[place.get("from", 0) :: place.get("step", 1)]
+                if new[: len(kept)] == kept:
+                    return {**place, "add": self.encode(new[len(kept) :])}
         return self.encode(new)
 
     def patch(self, old: Any, change: Any) -> Any:
