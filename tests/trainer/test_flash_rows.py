@@ -116,6 +116,17 @@ def test_rows_that_left_are_those_of_a_dictionary(
         assert len(left) == len(held)
 
 
+def test_positions_that_are_freed_and_used_again_do_not_accumulate() -> None:
+    used = UsedPositions()
+    for step in range(3000):
+        positions = np.arange(10) + step % 7
+        used.free(positions)
+        used.use(positions, step)
+    assert sum(map(len, used._listed)) < 3000  # pyright: ignore[reportPrivateUsage]
+    assert sorted(used.since(2999).tolist()) == (np.arange(10) + 2999 % 7).tolist()
+    assert sorted(used.since(0).tolist()) == list(range(16))
+
+
 def test_copies_of_rows_that_left_are_in_files_beyond_a_size(tmp_path: Path) -> None:
     left = EvictedDirtyRows(LAYOUT, partial(SpillArena, tmp_path, 1 << 16))
     numbers, mapped_bytes = np.arange(20_000, dtype=np.float32), list[int]()

@@ -235,3 +235,18 @@ def test_rewrite_is_given_up_when_the_shard_is_closed(
     again.load()
     assert state_of(again) == before
     again.close()
+
+
+def test_log_of_a_run_without_checkpoints_is_rewritten_when_it_is_long(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shard_module, "LONG_LOG_BYTES", 1 << 18)
+    shard, sizes = opened(tmp_path / "store"), list[int]()
+    for step in range(300):
+        write(shard, step, np.arange(300))
+        if shard._compacting is not None:  # pyright: ignore[reportPrivateUsage]
+            shard._compacting.join()  # pyright: ignore[reportPrivateUsage]
+        sizes.append(sum(p.stat().st_size for p in (tmp_path / "store").glob("log-*.bin")))
+    assert 1 << 17 < max(sizes) < 1 << 19
+    assert state_after_kill(shard, tmp_path / "copy") == state_of(shard)
+    shard.close()

@@ -41,6 +41,7 @@ class UsedPositions:
     def __init__(self) -> None:
         self._last = np.full(1024, _CLEAN, np.int32)  # by position
         self._listed: list[NDArray[np.int32]] = []
+        self._num_listed = 0
 
     def use(self, positions: Array, train_step: int) -> None:
         """Record distinct positions that a step used."""
@@ -50,9 +51,12 @@ class UsedPositions:
         if size > len(self._last):
             self._last = enlarge(self._last, max(size, 2 * len(self._last)), _CLEAN)
         new = positions[self._last[positions] == _CLEAN]
+        self._last[positions] = train_step
         if len(new):
             self._listed.append(new.astype(np.int32))
-        self._last[positions] = train_step
+            self._num_listed += len(new)
+        if self._num_listed > 2 * len(self._last):  # positions that are freed and used again
+            self._listed_once()
 
     def free(self, positions: Array) -> NDArray[np.int32]:
         """Clear positions, which will hold other rows; return the last use of each, -1 for none."""
@@ -72,7 +76,7 @@ class UsedPositions:
         listed = self._listed_once()
         kept = self._last[listed] >= train_step
         self._last[listed[~kept]] = _CLEAN
-        self._listed = [listed[kept]]
+        self._listed, self._num_listed = [listed[kept]], int(kept.sum())
 
     def _listed_once(self) -> NDArray[np.int32]:
         """Return used positions, each once: one that was freed and used again is listed twice."""
@@ -83,7 +87,7 @@ class UsedPositions:
         self._last[listed] = number  # of equal positions the last one's number stays
         once = self._last[listed] == number
         self._last[listed] = last
-        self._listed = [listed[once]]
+        self._listed, self._num_listed = [listed[once]], int(once.sum())
         return self._listed[0]
 
 

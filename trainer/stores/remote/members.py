@@ -165,6 +165,7 @@ class StoreMembers:
                 )
             elif result.slot_map is not None:
                 self._reset_acknowledged(descriptions, result.slot_map.addresses)
+                self._drop_connections(descriptions)
                 if previous is not None:
                     logger.info("slots: new map versions=%s", result.slot_map.versions)
                 self._map = result.slot_map
@@ -191,6 +192,11 @@ class StoreMembers:
             self._acknowledged = {
                 a: max(described[a], self._acknowledged.get(a, 0)) for a in addresses
             }
+
+    def _drop_connections(self, descriptions: Descriptions) -> None:
+        with self._lock:
+            for address in self._connections.keys() - descriptions.keys():
+                del self._connections[address]  # closed when no call uses it any more
 
     def _fence(self, descriptions: Descriptions, fence: Mapping[str, Ranges]) -> None:
         """Increase the version of the remaining copies, so that a lost one is outdated."""

@@ -35,6 +35,8 @@ from trainer.stores.remote.wal import ControlEntry, Entry, OpenEntry, RowsEntry,
 from trainer.stores.remote.wire import Request, check_same_layouts, record_width
 
 logger = logging.getLogger(__name__)
+LONG_LOG_BYTES = 1 << 30
+"""Bytes of a log that is rewritten without a checkpoint, once it is four times what it was last."""
 ROWS_PER_RECORD = 1 << 14
 """Maximum rows per record of a new log, and per message between stores."""
 Tables = Mapping[str, NDArray[np.int64]]
@@ -227,6 +229,7 @@ class Shard:
         self.tracker: ChangeTracker | None = None
         self.barrier = StepBarrier(self.lock)
         self._compacting: threading.Thread | None = None
+        self._compact_at = LONG_LOG_BYTES
 
     def load(self) -> None:
         """Lock the directory and replay its newest log.
@@ -339,6 +342,8 @@ class Shard:
             self._check(request, tables)
             steps = np.full(len(block), request.train_step, np.int64)
             self.write_entry(RowsEntry(tables, steps, block, counted=True))
+            if self._log.num_bytes > self._compact_at:
+                self._start_compacting()
             return self.sequence
 
     def write_entry(self, entry: RowsEntry) -> None:
@@ -386,9 +391,14 @@ class Shard:
             known = tuple(a for a in self.control.addresses if a in addresses)
             if version == self.control.version and known != self.control.addresses:
                 self.log_control(replace(self.control, addresses=known))
-            if self._compacting is None or not self._compacting.is_alive():
-                self._compacting = threading.Thread(target=self._compact, daemon=True)
-                self._compacting.start()
+            self._start_compacting()
+
+    def _start_compacting(self) -> None:
+        """Start to `compact` the log unless that is in progress; the caller holds the lock."""
+        if self._compacting is None or not self._compacting.is_alive():
+            self._compact_at = 2 * self._log.num_bytes  # also if it fails
+            self._compacting = threading.Thread(target=self._compact, daemon=True)
+            self._compacting.start()
 
     def _compact(self) -> None:
         try:
@@ -427,6 +437,7 @@ class Shard:
                 if not self._log.is_current(rewrite):
                     return
                 self._log.switch_to(rewrite)
+                self._compact_at = max(LONG_LOG_BYTES, 4 * self._log.num_bytes)
                 for table in self.tables.values() if outdated else ():
                     table.drop(~self.control.kept)
         self._log.remove_before(rewrite)
@@ -460,6 +471,7 @@ class Shard:
         """Start a new log without rows, and delete the old one; the caller holds the lock."""
         entries = OpenEntry(layouts), ControlEntry(control)
         self._log.replace(entries)
+        self._compact_at = LONG_LOG_BYTES
         for entry in entries:
             self._apply(entry)
 

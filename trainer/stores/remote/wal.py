@@ -357,6 +357,11 @@ class ShardLog:
         self._generation = int(logs[-1].stem.removeprefix("log-"))
         self._log = RecordLog(logs[-1], sync=self._sync)
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the log."""
+        return 0 if self._log is None else self._log.num_bytes
+
     def append(self, entry: Entry) -> None:
         """Append one record.
 
