@@ -219,3 +219,32 @@ def test_writes_stay_long_and_few_buckets_are_open_whatever_the_number_of_steps(
     assert len(writes) < 2500
     assert sum(writes) / len(writes) > 8192  # with 32 MiB of buffers 32 times as long
     assert sum(len(rows) for rows in stored.values()) == len(whole(TableOf(log, LAYOUT))[0])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("buffer_bytes", "bucket_steps", "fan_out", "first_step"),
+    [(0, 1, 2, 0), (2000, 2, 3, 101), (1 << 20, 1, 4, 0), (0, 1, 4, 101)],
+)
+def test_rows_of_far_steps_come_back_at_their_step(
+    buffer_bytes: int, bucket_steps: int, fan_out: int, first_step: int, tmp_path: Path
+) -> None:
+    rng, end_step = np.random.default_rng(buffer_bytes + fan_out), first_step + 160
+    log, stored = log_in(tmp_path, bucket_steps, buffer_bytes, fan_out), dict[int, list[int]]()
+    for step in range(first_step, end_step):
+        rows = np.sort(np.array(stored.pop(step, []), np.int64))
+        found = log.fetch(step, {"items": rows})["items"]
+        assert found.state[:, 0].tolist() == rows.tolist()
+        assert found.values[:, 0].tolist() == rows.tolist()
+        rows = np.arange(step * 10, step * 10 + rng.integers(6))
+        next_use = np.minimum(step + 1 + rng.geometric(0.02, len(rows)), end_step - 1)
+        rows, next_use = rows[next_use > step], next_use[next_use > step]
+        for row, at in zip(rows.tolist(), next_use.tolist(), strict=True):
+            stored.setdefault(at, []).append(row)
+        state = rows[:, None].astype(float)
+        records = Records(np.repeat(state, 2, axis=1), state)
+        log.write(step, {"items": WriteBack(rows, records, next_use)})
+        if step % 20 == 0:
+            held = sorted(row for each in stored.values() for row in each)
+            assert whole(TableOf(log, LAYOUT))[0].tolist() == held
+    assert list(tmp_path.iterdir()) == []
