@@ -133,7 +133,7 @@ class Driver:
         self._silent = set[str]()
         self._loaded_segments = dict.fromkeys(paths, 0)
         self._noticed = set[tuple[str, str]]()
-        self._last_tick_sec = 0.0
+        self._last_tick_sec = self._last_measured_sec = 0.0
         for decision in log.recovered.decisions:
             self._execute(decision)
         self._resend_stop_requests()
@@ -236,16 +236,25 @@ class Driver:
             self._handle(event)
         if now - self._last_tick_sec >= self._tick_interval(now) or self._restart_is_due(now):
             self._last_tick_sec = now
-            steps: list[Stepped] = []
-            for name in self._paths:
-                stepped = None
-                if name not in self._silent:
-                    stepped = self._read_storage(name, self._read_steps)
-                steps += [] if stepped is None else [stepped]
-            position = {s.job: s.next_step for s in steps}
-            readings = [r for name in self._paths for r in self._read_usage(name, position, now)]
-            self._handle(Tick(time_sec=now, steps=tuple(steps), readings=tuple(readings)))
+            self._handle(self._measure(now))
         self._log.archive_if_large()  # no decision waits for it
+
+    def _measure(self, now: float) -> Tick:
+        """Return a tick with the steps and readings that are due.
+
+        While many jobs take turns, ticks come more often than measurements.
+        """
+        steps: list[Stepped] = []
+        readings: list[Read] = []
+        if now - self._last_measured_sec >= self._interval(now):
+            self._last_measured_sec = now
+            for name in self._paths:
+                silent = name in self._silent
+                stepped = None if silent else self._read_storage(name, self._read_steps)
+                steps += [] if stepped is None else [stepped]
+            next_steps = {stepped.job: stepped.next_step for stepped in steps}
+            readings += [r for name in self._paths for r in self._read_usage(name, next_steps, now)]
+        return Tick(time_sec=now, steps=tuple(steps), readings=tuple(readings))
 
     def _read_storage(self, name: str, read: Callable[[str], T]) -> T | None:
         """Call a function with a job whose files it reads; nothing ends if they cannot be read.
@@ -272,14 +281,14 @@ class Driver:
             self._options.progress(f"{name}: files can be reached again")
 
     def _tick_interval(self, now: float) -> float:
-        """Return a hundredth of the youngest job's age, bounded; less if jobs take turns."""
-        ages = [
-            now - job.submitted_sec
-            for job in self.state.jobs.values()
-            if job.phase not in ENDED_PHASES
-        ]
-        interval = min(MAX_TICK_SEC, 0.01 * min(ages, default=0.0)) / num_turns(len(ages))
-        return max(self._options.tick_sec, interval)
+        """Return the time between two ticks: less than that of measurements if jobs take turns."""
+        turns = num_turns(len(self.state.by_priority))
+        return max(self._options.tick_sec, self._interval(now) / turns)
+
+    def _interval(self, now: float) -> float:
+        """Return a hundredth of the youngest job's age, bounded."""
+        youngest = max((job.submitted_sec for job in self.state.by_priority), default=now)
+        return min(MAX_TICK_SEC, max(self._options.tick_sec, 0.01 * (now - youngest)))
 
     def _restart_is_due(self, now: float) -> bool:
         return any(
