@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from scheduler.controller.events import BudgetSet, Ended, Event, Read, Started, Stepped, Tick
 from scheduler.controller.handle import handle
 from scheduler.controller.state import Action, JobState, State
-from tests.scheduler.controller.world import MIB, submitted
+from tests.scheduler.controller.world import MIB, check_logged, submitted
 
 
 class Bench:
@@ -25,7 +25,9 @@ class Bench:
     def tell(self, event: Event) -> list[Action]:
         """Handle an event; return its actions, and those after the confirmed starts."""
         self.now = max(self.now, event.time_sec)
-        self.state, actions = handle(self.state, event)
+        old = self.state
+        self.state, actions = handle(old, event)
+        check_logged(old, self.state)
         found = list(actions)
         for action in actions:
             if action.verb == "start":

@@ -18,7 +18,7 @@ from scheduler.controller.events import (
 from scheduler.controller.handle import handle
 from scheduler.controller.slots import NUM_RANGES, initial_slots, slots_of_range
 from scheduler.controller.state import Action, JobState, State, Status
-from tests.scheduler.controller.world import BATCH, STEPS_PER_SEGMENT, check_laws
+from tests.scheduler.controller.world import BATCH, STEPS_PER_SEGMENT, check_laws, check_logged
 
 NOBODY = -1
 """Owner of a range whose store was removed with it."""
@@ -130,8 +130,9 @@ class ElasticWorld:
 
     def tell(self, event: Event) -> None:
         """Tell the machine, check what holds after every event, and do what it asks for."""
-        before = self.state.used
-        self.state, actions = handle(self.state, event)
+        before, old = self.state.used, self.state
+        self.state, actions = handle(old, event)
+        check_logged(old, self.state)
         if actions or not isinstance(event, Tick):
             told = [f"{self.now:.1f}", type(event).__name__]
             told += [f"{key}={getattr(event, key)}" for key in TRACED if hasattr(event, key)]

@@ -1,11 +1,13 @@
 """A simulated platform that carries out actions, one event after the other, from a seed."""
 
+import json
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from scheduler.controller.changes import diff, patch
 from scheduler.controller.events import (
     BudgetSet,
     Ended,
@@ -136,6 +138,12 @@ class World:
                 seconds=(0.5,),
             )
         return Tick(time_sec=self.now)
+
+
+def check_logged(old: State, new: State) -> None:
+    """Check that the changes which a log has lead from one state to the next."""
+    change = json.loads(json.dumps(diff(State, old, new), allow_nan=False))
+    assert patch(State, old, change) == new
 
 
 def check_laws(state: State) -> None:
