@@ -24,7 +24,8 @@ import types
 from collections.abc import Mapping
 from dataclasses import MISSING, Field, fields, is_dataclass, replace
 from functools import cache, partial
-from operator import attrgetter
+from itertools import compress
+from operator import attrgetter, is_not
 from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 from scheduler.controller.state import JobState, job_of_document
@@ -245,13 +246,12 @@ class _Record(_Codec):
         if old is new:
             return SAME
         changes: dict[str, Any] = {}
-        for (name, codec), before, after in zip(
-            self._items, self._values_of(old), self._values_of(new), strict=True
-        ):
-            if before is not after:
-                change = codec.diff(before, after)
-                if change is not SAME:
-                    changes[name] = change
+        before, after = self._values_of(old), self._values_of(new)
+        for i in compress(range(len(before)), map(is_not, before, after)):
+            name, codec = self._items[i]
+            change = codec.diff(before[i], after[i])
+            if change is not SAME:
+                changes[name] = change
         return changes or SAME
 
     def patch(self, old: Any, change: Any) -> Any:
