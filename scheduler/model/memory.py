@@ -285,7 +285,8 @@ def forecast(
             end_bytes=needed,
             needed_bytes=needed,
         )
-    future = np.unique(np.linspace(x[-1], end_step, MAX_POINTS).astype(np.int64))
+    future = np.linspace(x[-1], end_step, MAX_POINTS).astype(np.int64)
+    future = future[np.diff(future, prepend=future[0] - 1) > 0]
     fits, right = _fits(_columns(x, loads), y, _columns(future, loads))
     middle, high = (np.maximum(end, y.max()) for end in _extrapolate(fits[0], y, right))
     alarms = [np.maximum(_extrapolate(fit, y, right)[1], y.max()) for fit in fits[1:]]
