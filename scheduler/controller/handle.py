@@ -55,7 +55,7 @@ from scheduler.controller.state import (
 from scheduler.controller.tick import add_steps, forecast_memory, predict_segment_sec, run_tick
 from scheduler.elasticity import CoreReadings
 from scheduler.model.fit import observe
-from scheduler.model.grid import Grid
+from scheduler.model.grid import Grid, Sizes
 from scheduler.model.predict import fit_models, segment_setting, training_setting
 from scheduler.model.snapshot import Snapshot
 from scheduler.planner.correction import memory_after_oom
@@ -254,8 +254,10 @@ def _on_stepped(job: JobState, event: Stepped, state: State) -> Result:
     config: ScheduleConfig = job.snapshot.job.schedule
     stores, steps = job.num_serving, job.steps
     if event.seconds and not job.steps_suspect:
-        grid = Grid.of_rows(np.array([(1, 1, event.num_replicas, stores)]))
-        setting = training_setting(job.snapshot, config, grid)
+        sizes = Sizes(
+            segment_jobs=1, workers_per_job=1, num_replicas=event.num_replicas, num_stores=stores
+        )
+        setting = training_setting(job.snapshot, config, sizes)
         steps = observe(steps, setting, event.seconds, event.time_sec - job.submitted_sec)
     backoffs = job.backoffs
     if event.next_step > job.next_step:

@@ -42,6 +42,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from functools import lru_cache
 from types import MappingProxyType
 from typing import ClassVar, Self
 
@@ -90,6 +91,11 @@ class Setting(ABC):
         loads = columns[:, : self.NUM_LOADS]
         columns[:, : self.NUM_LOADS] = np.round(12.0 * np.log2(1.0 + loads))
         return columns
+
+    @property
+    def is_single(self) -> bool:
+        """Whether all inputs are numbers."""
+        return all(isinstance(getattr(self, field.name), int | float) for field in fields(self))
 
     @abstractmethod
     def design(self) -> Floats:
@@ -241,27 +247,38 @@ def observe(window: Window, setting: Setting, seconds: Iterable[float], tick: fl
 
     Args:
         window: the measurements before.
-        setting: n settings, or one for all measurements.
+        setting: n settings, or numbers: one for all measurements.
         seconds: (n,) measurements.
         tick: their time on a clock that never goes back.
     """
     cells = dict(window.cells)
-    columns, values = setting.columns(), [*seconds]
-    rows, keys = columns.tolist(), setting.rounded(columns).tolist()
-    if len(rows) == 1 < len(values):
+    values = [*seconds]
+    if setting.is_single:
         chunks = [values[i : i + DRIFT_CHECKED] for i in range(0, len(values), DRIFT_CHECKED)]
-        rows, keys = rows * len(chunks), keys * len(chunks)
+        rows = [_single_row(setting)] * len(chunks)
     else:
-        chunks = [[value] for value in values]
-    for row, key, chunk in zip(rows, keys, chunks, strict=True):
+        chunks, rows = [[value] for value in values], _rows(setting)
+    for (row, key), chunk in zip(rows, chunks, strict=True):
         if measured := [value for value in chunk if 0.0 < value < np.inf]:
-            _add_to_cell(cells, tuple(key), tuple(row), measured, tick)
+            _add_to_cell(cells, key, row, measured, tick)
     by_age = sorted(cells, key=lambda key: (cells[key].tick, key)) if len(cells) > MAX_CELLS else []
     for key in by_age[: len(cells) - MAX_CELLS]:
         del cells[key]
     oldest = tick - MAX_HALF_LIVES * HALF_LIFE
     cells = {key: cell for key, cell in cells.items() if cell.tick >= oldest}
     return Window(MappingProxyType(cells))
+
+
+def _rows(setting: Setting) -> list[tuple[Key, Key]]:
+    """Return the row of each setting, and its key."""
+    columns = setting.columns()
+    keys = setting.rounded(columns).tolist()
+    return [(tuple(row), tuple(key)) for row, key in zip(columns.tolist(), keys, strict=True)]
+
+
+@lru_cache(maxsize=4096)
+def _single_row(setting: Setting) -> tuple[Key, Key]:
+    return _rows(setting)[0]
 
 
 def _add_to_cell(

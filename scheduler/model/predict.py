@@ -19,7 +19,7 @@ from scheduler.model.fit import (
     merge_windows,
     observe,
 )
-from scheduler.model.grid import Grid, num_segments
+from scheduler.model.grid import Grid, Sizes, num_segments
 from scheduler.model.history import BuildRecord, PastJob, RunRecord
 from scheduler.model.memory import (
     TRAINER_BASE_BYTES,
@@ -348,8 +348,10 @@ def _fit_segments(
     )
 
 
-def training_setting(snapshot: Snapshot, config: ScheduleConfig, grid: Grid) -> TrainingSetting:
-    """Return the settings of full steps of the candidates."""
+def training_setting(
+    snapshot: Snapshot, config: ScheduleConfig, grid: Grid | Sizes
+) -> TrainingSetting:
+    """Return the settings of full steps of the candidates, or of one."""
     facts, train, pool = snapshot.facts, snapshot.job.train, config.training
     return TrainingSetting(
         unique_rows=facts.rows_per_step,
