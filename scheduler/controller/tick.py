@@ -99,10 +99,8 @@ def jobs_in_turn(running: Sequence[JobState]) -> list[str]:
     waiting = sorted(running, key=lambda job: job.checked_sec)
     turns = num_turns(len(running))
     urgent = [job for job in waiting if _may_outgrow(job, turns)] if turns > 1 else []
-    chosen = {job.name for job in urgent[: MAX_CHECKED // 2]}
-    for job in waiting:
-        if len(chosen) < MAX_CHECKED:
-            chosen.add(job.name)
+    order = dict.fromkeys(job.name for job in (*urgent[: MAX_CHECKED // 2], *waiting))
+    chosen = [*order][:MAX_CHECKED]
     return [job.name for job in running if job.name in chosen]
 
 
