@@ -89,6 +89,7 @@ SNAPSHOTS_PER_LOG = 2
 """Size of a log over that of its snapshot at which it is archived."""
 ARCHIVE_BYTES = 256 << 20
 """Bytes of archived logs that are kept, the newest ones."""
+RESTORE = "restore the file, or use the release that wrote it"
 
 
 def event_to_json(event: Event) -> dict[str, Any]:
@@ -191,7 +192,7 @@ class LogReader:
             raise
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             what = f"line is no {'event' if self.num_lines else 'snapshot'}"
-            raise self._error(f"{what}: {line[:80]!r} ({error!r})", "restore the file") from error
+            raise self._error(f"{what}: {line[:80]!r} ({error!r})", RESTORE) from error
         self.num_lines, self.num_bytes, self.snapshot_bytes = 1, len(line), len(line)
         return None
 
@@ -205,7 +206,7 @@ class LogReader:
             state = patch(State, self.state, entry.changes)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             problem = f"changes do not fit the state before them ({error!r})"
-            raise self._error(problem, "restore the file") from error
+            raise self._error(problem, RESTORE) from error
         self.journal = record(self.journal, self.state, entry.event, state, entry.decisions)
         self.state, self.decisions = state, entry.decisions
         self.num_lines += 1
