@@ -14,7 +14,7 @@ from schemas.run_log import METRICS
 from tests.trainer.make_dataset import make_dataset, write_job
 from tests.trainer.runs import run_job
 from trainer.__main__ import main
-from trainer.checkpoint.format import from_bytes, to_bytes
+from trainer.checkpoint.format import from_bytes, to_buffers
 from trainer.checkpoint.load import newest_checkpoint
 from trainer.checkpoint.manifest import (
     DENSE_FILE,
@@ -76,7 +76,7 @@ def dense(run: Path) -> None:
     arrays = {name: array.copy() for name, array in from_bytes(path.read_bytes()).items()}
     name = next(name for name in sorted(arrays) if name.startswith("model/"))
     arrays[name].reshape(-1)[0] += 1e-3
-    path.write_bytes(to_bytes(arrays))
+    path.write_bytes(b"".join(to_buffers(arrays)))
 
 
 def table(run: Path) -> None:

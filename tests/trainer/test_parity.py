@@ -18,7 +18,7 @@ from tests.trainer.runs import (
     reader_of,
     run_job,
 )
-from trainer.checkpoint.format import to_bytes
+from trainer.checkpoint.format import to_buffers
 from trainer.checkpoint.load import read_cached
 from trainer.checkpoint.manifest import PLAN_FILE
 
@@ -214,7 +214,7 @@ def test_torn_keyframe_is_refused_by_name(dataset: Path, tmp_path: Path) -> None
     job = write_job(tmp_path / "job")
     run_job(job, dataset, tmp_path / "run", embedding="cached", steps=3)
     path = checkpoint_at(tmp_path / "run", 3) / PLAN_FILE
-    path.write_bytes(to_bytes({"items/rows": np.arange(3)}))
+    path.write_bytes(b"".join(to_buffers({"items/rows": np.arange(3)})))
     message = (
         f"file with the cache plan's state has other content in {path}; "
         "remove this checkpoint to use the one before it"

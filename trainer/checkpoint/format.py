@@ -85,26 +85,20 @@ def to_buffers(arrays: Mapping[str, Array]) -> list[Buffer]:
     return [_header(specs, crcs), *data.values()]
 
 
-def to_bytes(arrays: Mapping[str, Array]) -> bytes:
-    """Return the bytes of arrays.
-
-    Example:
-        >>> data = to_bytes({"a": np.arange(3), "b": np.ones((1, 1))})
-        >>> {name: array.tolist() for name, array in from_bytes(data).items()}
-        {'a': [0, 1, 2], 'b': [[1.0]]}
-    """
-    return b"".join(to_buffers(arrays))
-
-
 def from_bytes(data: Buffer, *, file: str | None = None) -> dict[str, Array]:
     """Return arrays by name, read-only views of `data`.
 
     Args:
-        data: what `to_bytes` returned.
+        data: what `to_buffers` returned, joined.
         file: origin of the data, for errors.
 
     Raises:
         SchemaError: a byte is missing, added or changed; the message names the array.
+
+    Example:
+        >>> data = b"".join(to_buffers({"a": np.arange(3), "b": np.ones((1, 1))}))
+        >>> {name: array.tolist() for name, array in from_bytes(data).items()}
+        {'a': [0, 1, 2], 'b': [[1.0]]}
     """
     view = memoryview(data).cast("B")
     end, specs, crcs = _read_header(view, file)
