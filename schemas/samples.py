@@ -21,7 +21,7 @@ from schemas.dataset import (
 )
 from schemas.errors import SchemaError, suggest_name
 from schemas.group_files import OpenFile, read_group
-from schemas.layout import BLOCK, inverse_column, samples_path
+from schemas.layout import BLOCK, UNIQUE_INDEX, inverse_column, samples_path
 
 _THREADS = 8
 """Files of a row group that are read at once; a dataset has at most as many groups."""
@@ -64,6 +64,8 @@ def read_joined_row_group(
     row_group: int,
     data: DataConfig,
     defaults: Mapping[str, pa.Scalar] | None = None,
+    columns: Sequence[str] | None = None,
+    open_file: OpenFile | None = None,
 ) -> pa.Table:
     """Return the samples of one row group with the columns of their groups.
 
@@ -73,76 +75,54 @@ def read_joined_row_group(
         row_group: row group in each file of the part.
         data: groups of the dataset.
         defaults: values of columns that the segment does not store.
+        columns: columns of the result, in order; others are not read. All of them, stored ones and
+            those of `defaults`, if None.
+        open_file: opens a file of the segment; `segment.file` if None.
 
     Raises:
         SchemaError: a byte has changed, or an inverse index is out of range.
     """
-    samples = segment.file(samples_path(file_index)).read_row_group(row_group)
-    blocks = blocks_of_row_group(segment, file_index, row_group)
-    columns = {c: samples[c] for c in samples.column_names}
-    for group in data.groups:
-        table = read_group(segment.file, group, file_index, row_group)
-        tuples = tuples_of_samples(segment, group, blocks, samples)
-        columns.update(_take(table.drop_columns(table.column_names[:2]), tuples))
-        del columns[inverse_column(group)]
-    del columns[BLOCK]
-    for name, value in (defaults or {}).items():
-        columns[name] = constant_column(value, samples.num_rows)
-    return pa.table(columns)
-
-
-def _take(unique: pa.Table, tuples: NDArray[np.int64]) -> dict[str, pa.ChunkedArray]:
-    check_inverse(tuples, unique.num_rows)
-    taken = unique.take(pa.array(tuples))
-    return {name: taken[name] for name in taken.column_names}
-
-
-def read_columns_of_row_group(
-    segment: Segment,
-    file_index: int,
-    row_group: int,
-    data: DataConfig,
-    columns: Sequence[str],
-    defaults: Mapping[str, pa.Scalar],
-    open_file: OpenFile,
-) -> pa.Table:
-    """Return some columns of the samples of one row group; others are not read.
-
-    Args:
-        segment: an open segment.
-        file_index: number of the part.
-        row_group: row group in each file of the part.
-        data: groups of the dataset.
-        columns: columns of the result, in order.
-        defaults: values of columns that the segment does not store.
-        open_file: opens a file of the segment, once per part.
-
-    Raises:
-        SchemaError: a byte has changed, or an inverse index is out of range.
-    """
-    members: dict[str, list[str]] = {}
-    own: list[str] = []
-    for name in columns:
-        if name not in defaults:
-            group = data.group_of_column.get(name)
-            (own if group is None else members.setdefault(group, [])).append(name)
-    inverse = [inverse_column(group) for group in members]
+    open_file, defaults = open_file or segment.file, defaults or {}
+    own, members = _columns_of_files(data, columns, defaults)
+    inverse = {group: inverse_column(group) for group in members}
     blocks = blocks_of_row_group(segment, file_index, row_group)
     with ThreadPoolExecutor(_THREADS) as pool:  # a store answers several requests at once
         tables = {
             group: pool.submit(read_group, open_file, group, file_index, row_group, names)
             for group, names in members.items()
         }
-        samples = open_file(samples_path(file_index)).read_row_group(row_group, [*own, *inverse])
-        found = {name: samples[name] for name in own}
+        selected = None if own is None else [*own, *inverse.values()]
+        samples = open_file(samples_path(file_index)).read_row_group(row_group, selected)
+        found = {name: samples[name] for name in samples.column_names}
         for group, table in tables.items():
             tuples = tuples_of_samples(segment, group, blocks, samples)
             found.update(_take(table.result(), tuples))
     num_samples = int(segment.column("num_samples")[blocks].sum())
-    for name in columns:
-        if name in defaults:
-            found[name] = constant_column(defaults[name], num_samples)
+    found.update({name: constant_column(v, num_samples) for name, v in defaults.items()})
+    if columns is None:
+        columns = [name for name in found if name not in (BLOCK, UNIQUE_INDEX, *inverse.values())]
     return pa.table({name: found[name] for name in columns})
+
+
+def _columns_of_files(
+    data: DataConfig, columns: Sequence[str] | None, defaults: Mapping[str, pa.Scalar]
+) -> tuple[list[str] | None, dict[str, list[str] | None]]:
+    """Return the columns to read of the samples, and of each group; None is all of a file."""
+    if columns is None:
+        return None, dict.fromkeys(data.groups)
+    own: list[str] = []
+    members: dict[str, list[str]] = {}
+    for name in columns:
+        if name not in defaults:
+            group = data.group_of_column.get(name)
+            (own if group is None else members.setdefault(group, [])).append(name)
+    return own, {**members}
+
+
+def _take(unique: pa.Table, tuples: NDArray[np.int64]) -> dict[str, pa.ChunkedArray]:
+    check_inverse(tuples, unique.num_rows)
+    taken = unique.take(pa.array(tuples))
+    return {name: taken[name] for name in taken.column_names}
 
 
 def read_live_row_group(
@@ -205,12 +185,7 @@ def samples_schema(dataset: Dataset, columns: Sequence[str]) -> pa.Schema:
 
 def read_samples(dataset: Dataset, model_inputs: bool = False) -> Iterator[pa.Table]:
     """Yield the samples of each row group of all segments and splits, without deleted samples."""
-    columns = column_names(dataset, model_inputs)
-    for segment in dataset.segments:
-        defaults = missing_column_defaults(dataset, segment)
-        for file_index, row_group in row_groups(segment):
-            rows = read_live_row_group(segment, file_index, row_group, dataset.job.data, defaults)
-            yield rows.select(columns)
+    return _read_row_groups(dataset, column_names(dataset, model_inputs), None, by_column=False)
 
 
 def read_columns(
@@ -226,15 +201,23 @@ def read_columns(
     Raises:
         SchemaError: the dataset has no column of a name, or a page has changed.
     """
+    return _read_row_groups(dataset, columns, split, by_column=True)
+
+
+def _read_row_groups(
+    dataset: Dataset, columns: Sequence[str], split: str | None, *, by_column: bool
+) -> Iterator[pa.Table]:
+    """Yield columns of the samples; `by_column` is whether pages are verified, or row groups."""
     schema = samples_schema(dataset, columns)
     for segment in dataset.segments:
         defaults = missing_column_defaults(dataset, segment)
         last_file, open_file = -1, segment.file
         for file_index, row_group in row_groups(segment, split):
             if file_index != last_file:  # each file of a part is opened once, and closed with it
-                last_file, open_file = file_index, cache(partial(segment.file, by_column=True))
+                last_file = file_index
+                open_file = cache(partial(segment.file, by_column=by_column))
             part = (segment, file_index, row_group)
-            rows = read_columns_of_row_group(*part, dataset.job.data, columns, defaults, open_file)
+            rows = read_joined_row_group(*part, dataset.job.data, defaults, columns, open_file)
             yield _keep(rows, live_rows(*part)).cast(schema)
 
 
@@ -242,5 +225,5 @@ def read_sample_column(
     segment: Segment, file_index: int, row_group: int, data: DataConfig, name: str
 ) -> pa.Array:
     """Return one column of the samples of a row group."""
-    rows = read_columns_of_row_group(segment, file_index, row_group, data, [name], {}, segment.file)
+    rows = read_joined_row_group(segment, file_index, row_group, data, columns=[name])
     return one_chunk(rows[name])

@@ -60,7 +60,7 @@ from schemas.layout import SEGMENTS
 from schemas.leases import Lease
 from schemas.manifest import InputFile, find_root, hash_of
 from schemas.paths import path_or_url, schema_path
-from schemas.samples import column_names, read_live_row_group, read_samples, row_groups
+from schemas.samples import column_names, read_live_row_group, row_groups, samples_schema
 from schemas.storage import Location
 
 SEGMENT = "segment"
@@ -183,8 +183,9 @@ class ReadDataset(beam.PTransform):
 
     @property
     def schema(self) -> pa.Schema:
-        """The columns of the tables; reads the first row group."""
-        return next(read_samples(open_dataset(self._path), self._model_inputs)).schema
+        """The columns of the tables."""
+        dataset = open_dataset(self._path)
+        return samples_schema(dataset, column_names(dataset, self._model_inputs))
 
     def expand(self, input_or_inputs: Any) -> Any:
         """List the row groups, distribute them, read each."""
