@@ -16,12 +16,13 @@ from scheduler.controller.state import Action, JobState, Runner, State
 from scheduler.model.grid import (
     BookedWorker,
     Sizes,
+    budget_excess,
     mib,
 )
 from scheduler.model.predict import Models, fit_models
 from scheduler.model.snapshot import Snapshot
 from scheduler.planner.candidates import find_candidates, predict_candidates
-from scheduler.planner.correction import Change, Correction
+from scheduler.planner.correction import MIN_REMAINING_SEC, Change, Correction
 from scheduler.planner.policy import SEED, describe_sizes, preference
 from scheduler.planner.share import WAITING, Options, job_options, share_budget, urgencies
 from schemas.config.schedule import BudgetConfig, ScheduleConfig, WorkerConfig
@@ -224,6 +225,9 @@ def candidate_sizes(job: JobState, state: State) -> tuple[list[Sizes], list[floa
     work = remaining_work(job, state.now_sec, state.budget, state.runner)
     rng = np.random.default_rng(SEED)
     grid = find_candidates(work.snapshot, work.config, work.models, rng, work.largest_job)
+    if _ends_soon(job, work):
+        assert job.sizes is not None, "it runs"
+        grid = job.sizes.grid
     if job.num_stores is not None:
         with_stores = grid.num_stores > 0
         allowed = with_stores if job.stores else grid.num_stores == job.num_stores
@@ -239,6 +243,14 @@ def candidate_sizes(job: JobState, state: State) -> tuple[list[Sizes], list[floa
     indices, options = job_options(grid, predictions, work.config, preferred)
     sizes = [grid.sizes_at(int(index)) for index in indices]
     return sizes, predictions.predicted_sec[indices].tolist(), options
+
+
+def _ends_soon(job: JobState, work: RemainingWork) -> bool:
+    """Return whether a running job within its limits ends before a change would pay for itself."""
+    if job.sizes is None or budget_excess(job.sizes.grid, work.config)[0] > 0:
+        return False
+    predicted = predict_candidates(job.sizes.grid, work.snapshot, work.config, work.models)
+    return float(predicted.predicted_sec[0]) < MIN_REMAINING_SEC
 
 
 def _with_urgency(contenders: Sequence[Contender]) -> list[Options]:

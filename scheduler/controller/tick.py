@@ -47,6 +47,7 @@ from scheduler.model.predict import segment_setting, training_setting
 from scheduler.planner.correction import (
     MEMORY_HEADROOM,
     MIN_GAIN,
+    PAUSE_SEC,
     MemoryWatch,
     Pool,
     SizeComparison,
@@ -58,9 +59,6 @@ from scheduler.planner.policy import describe_sizes
 from schemas.config.schedule import BudgetConfig
 from schemas.errors import PlanError
 
-PAUSE_SEC = 15.0
-"""Cost of a change of sizes, in seconds that both pools are held without progress. Starting a
-replica takes 10 to 30 s on a busy machine, while the others continue to train."""
 CORES_REDUCED = "sizes not compared: cores were reduced, step times are being measured again"
 
 

@@ -41,6 +41,11 @@ from scheduler.planner.policy import (
 )
 from schemas.config.schedule import ScheduleConfig
 
+PAUSE_SEC = 15.0
+"""Cost of a change of sizes, in seconds that both pools are held without progress. Starting a
+replica takes 10 to 30 s on a busy machine, while the others continue to train."""
+MIN_REMAINING_SEC = 10 * PAUSE_SEC
+"""Time that remains of a running job, below which its sizes stay: no change pays for itself."""
 MAX_GROWTH = 2
 """Factor by which a size may grow in one change; predictions farther away are uncertain."""
 MIN_GAIN = 0.10

@@ -27,6 +27,8 @@ WAITING = -1
 RUNNING_FACTOR = 1.25
 """Urgency of a running job over a waiting one with as much work left: a slightly shorter job is not
 worth stopping segment jobs and restarting trainers."""
+RESTART_SEC = 30.0
+"""Seconds that a waiting job takes to start, and the one in whose place it runs to start again."""
 MAX_ROUNDS = 20
 """Most exchanges between two jobs."""
 MAX_JOBS = 32
@@ -95,6 +97,8 @@ def job_options(
 def urgencies(remaining_sec: Floats, runs: np.ndarray) -> Floats:
     """Return the urgency of jobs relative to each other: the less time remains, the higher.
 
+    A waiting job also has to start, so it is not begun in place of one that ends about then.
+
     Args:
         remaining_sec: (n,) predicted seconds; nan if unknown, which counts as the median.
         runs: (n,) whether the job runs.
@@ -103,10 +107,10 @@ def urgencies(remaining_sec: Floats, runs: np.ndarray) -> Floats:
     (Schrage 1968); with jobs of diminishing returns it also gets more (Berg et al. 2020,
     "heSRPT").
     """
-    is_known = np.isfinite(remaining_sec)
-    usual = max(1.0, float(np.median(remaining_sec[is_known]))) if is_known.any() else 1.0
-    seconds = np.maximum(np.where(is_known, remaining_sec, usual), 1.0)
-    return usual / seconds * np.where(runs, RUNNING_FACTOR, 1.0)
+    seconds = np.maximum(remaining_sec, 1.0) + np.where(runs, 0.0, RESTART_SEC)
+    is_known = np.isfinite(seconds)
+    usual = float(np.median(seconds[is_known])) if is_known.any() else 1.0
+    return usual / np.where(is_known, seconds, usual) * np.where(runs, RUNNING_FACTOR, 1.0)
 
 
 def share_budget(

@@ -213,6 +213,11 @@ class KindModel:
         matches = np.flatnonzero((self.replicas == num_replicas) & (self.stores == num_stores))
         return int(matches[0]) if len(matches) else None
 
+    def at(self, selected: np.ndarray) -> KindModel:
+        """Return the predictions at some sizes only."""
+        names = ("replicas", "stores", "seconds", "replica_busy", "store_busy")
+        return replace(self, **{name: getattr(self, name)[selected] for name in names})
+
 
 def build_kind(
     version: int,

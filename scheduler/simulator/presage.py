@@ -15,7 +15,6 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from scheduler.controller.tick import PAUSE_SEC
 from scheduler.elasticity import (
     CoreGrant,
     CoreReadings,
@@ -33,6 +32,8 @@ from scheduler.planner.candidates import pareto_front
 from scheduler.planner.correction import (
     MEMORY_HEADROOM,
     MIN_GAIN,
+    MIN_REMAINING_SEC,
+    PAUSE_SEC,
     Correction,
     MemoryWatch,
     SizeComparison,
@@ -70,7 +71,7 @@ class Parts:
     similar_jobs: bool = True
     """Whether cores are predicted from similar jobs, at each size."""
     give_back: bool = True
-    """Whether unneeded memory is released, and more is reserved before it is urgent."""
+    """Whether unneeded memory is released."""
     grow_after_oom: bool = True
     """Whether a job gets more memory after running out of it."""
     sample: bool = True
@@ -218,10 +219,7 @@ class Estimates:
         request, measured = view.request, self.jobs[view.job].cores
         requested = request.replica_cpus, request.store_cpus
         if not self.parts.similar_jobs:
-            own = self.fitted(view.job, view.kind)
-            replica, store = requested if own is None else own.cpus
-            count = len(kind.replica_busy)
-            return np.full(count, replica), np.full(count, store)
+            return self._own_cores(view, kind)
         units = requested if kind.relative else (1.0, 1.0)
         typical = units[0] * kind.replica_busy, units[1] * kind.store_busy
         given, at = self.fitted(view.job, view.kind), kind.index_of(*measured.sizes)
@@ -239,6 +237,35 @@ class Estimates:
             need = scale * busy
             cores.append(np.minimum(need, cpus * busy / busy[limit]) if capped else need)
         return cores[0], cores[1]
+
+    def _own_cores(self, view: JobView, kind: KindModel) -> tuple[Floats, Floats]:
+        """Return the cores at each trusted size by the request and the readings of the job itself.
+
+        A size at which it was not measured gets as many core seconds a step as its latest size, or
+        the request, and no process less than requested; nan if neither is trusted.
+        """
+        request, readings = view.request, self.jobs[view.job].cores
+        requested = request.replica_cpus, request.store_cpus
+        own = self.fitted(view.job, view.kind)
+        sizes, cpus = (request.num_replicas, request.num_stores), requested
+        if own is not None:
+            sizes, latest = readings.sizes, readings.latest()[-1]
+            cpus = max(own.cpus[0], latest[0].cpus), max(own.cpus[1], latest[1].cpus)
+        reference = kind.index_of(*sizes)
+        if reference is None:
+            return np.full(len(kind.replicas), np.nan), np.full(len(kind.stores), np.nan)
+        steps = kind.seconds[reference] / kind.seconds
+        replica = np.maximum(requested[0], cpus[0] * sizes[0] / kind.replicas * steps)
+        store = np.maximum(requested[1], cpus[1] * sizes[1] / kind.stores * steps)
+        for sizes in readings.readings if own is not None else ():
+            at = kind.index_of(*sizes)
+            grant = fit_pool_cores(replace(readings, sizes=sizes), self._headroom(view.kind))
+            if at is not None and grant is not None:
+                # A trial of more cores is no need (`PresagePolicy._try_cores`).
+                latest = readings.readings[sizes][-1]
+                given = [reading.cpus for reading in latest] if grant.trying else grant.cpus
+                replica[at], store[at] = given
+        return replica, store
 
     def memory(self, view: JobView) -> tuple[float, float]:
         """Return the bytes of one replica, and of all stores together."""
@@ -299,7 +326,7 @@ def _forecast_bytes(
     if not prediction.confident:
         return None
     wanted = MEMORY_HEADROOM * prediction.needed_bytes
-    if give_back:
+    if give_back and wanted < (1.0 - MIN_GAIN) * given:
         return wanted
     now = int(readings.steps[-1])
     later = [int(1000 * point) for point in FORECAST_POINTS[passed:]] or [1000]
@@ -314,14 +341,18 @@ def _forecast_bytes(
     return wanted if is_urgent(watch) and wanted > given else None
 
 
-MIN_REMAINING_PAUSES = 10.0
-"""Remaining time, in pauses, below which cores and memory of a job are no longer changed."""
+INTERVAL_SEC, CONFIRM_SEC = 300.0, 60.0
+"""Time between two decisions on running jobs, and while the gain of a change is confirmed."""
+MIN_SHRINK_SEC = 100 * PAUSE_SEC
+"""Remaining time below which a job keeps cores and memory that it may not need, unless others
+lack them."""
 MIN_SPEED_STEP = 0.05
 """Minimum relative difference of speed between two plans of a job."""
 PRICES = BudgetConfig()
 
-Key = tuple[int, int, int]
-"""Versions of the estimates of a kind and of a job, and its fixed number of stores, 0 for any."""
+Key = tuple[int, int, int, bool]
+"""Versions of the estimates of a kind and of a job, its fixed number of stores, 0 for any, and
+whether it ends too soon to be changed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -345,7 +376,7 @@ class PresagePolicy:
     """Our policy."""
 
     handling = Handling(PAUSE_SEC, PAUSE_SEC, keeps_steps=True, replaces_slow=True)
-    interval_sec = 300.0
+    interval_sec = INTERVAL_SEC
 
     def __init__(self, parts: Parts = ALL, name: str = "presage") -> None:
         """Start without estimates.
@@ -406,18 +437,36 @@ class PresagePolicy:
         kind = self.estimates.kinds.get(view.kind)
         allowed = snapshot.allowed[view.kind]
         stores = self.stores.get(view.job, 0)
-        key = (0 if kind is None else kind.version, self.estimates.jobs[view.job].version, stores)
+        ends = kind is not None and self._ends_soon(view, kind, snapshot)
+        versions = 0 if kind is None else kind.version, self.estimates.jobs[view.job].version
+        key = (*versions, stores, ends)
         old = self.plans.get(view.job)
         if old is not None and old.key == key:
             return old
+        if ends and view.current is not None:
+            return _single_plan(view.current, kind, view, key)
         sampling = self.estimates.sample(view, allowed) is not None
         usable = None if kind is None or sampling else _with_stores(kind, stores)
-        if usable is None or not len(usable.seconds):
+        cores = None if usable is None else self.estimates.cores(view, usable)
+        if usable is None or cores is None or not np.isfinite(cores).any():
             return _single_plan(self.estimates.request_sizes(view, allowed), kind, view, key)
-        return self._trusted_plans(view, usable, key)
+        known = np.isfinite(cores[0])
+        cores = cores[0][known], cores[1][known]
+        return self._trusted_plans(view, usable.at(known), cores, key)
 
-    def _trusted_plans(self, view: JobView, kind: KindModel, key: Key) -> Plans:
-        cores, memory = self.estimates.cores(view, kind), self.estimates.memory(view)
+    def _ends_soon(self, view: JobView, kind: KindModel, snapshot: Snapshot) -> bool:
+        """Return whether a running job ends so soon that no change of it pays for itself."""
+        current = view.current
+        at = None if current is None else kind.index_of(current.num_replicas, current.num_stores)
+        if at is None:
+            return False
+        steps = view.left_samples / snapshot.batch_samples[view.kind]
+        return steps * float(kind.seconds[at]) < MIN_REMAINING_SEC
+
+    def _trusted_plans(
+        self, view: JobView, kind: KindModel, cores: tuple[Floats, Floats], key: Key
+    ) -> Plans:
+        memory = self.estimates.memory(view)
         cpus = kind.replicas * cores[0] + kind.stores * cores[1]
         total_memory = kind.replicas * memory[0] + memory[1]
         price = PRICES.cpu_hour_price * cpus + PRICES.gib_hour_price * total_memory / GIB
@@ -459,7 +508,30 @@ class PresagePolicy:
                 held.append((view.current.cpus - target.cpus, view.job))
         # Others may need what exceeds a share.
         release_excess(wanted, targets, held, snapshot.capacity)
+        self._try_cores(wanted, snapshot)
+        counting = any(c.num_agreeing_ticks for c in self.corrections.values())
+        self.interval_sec = CONFIRM_SEC if counting else INTERVAL_SEC
         return wanted
+
+    def _try_cores(self, wanted: dict[int, Sizes], snapshot: Snapshot) -> None:
+        """Give free cores to running jobs of which more cores may shorten the steps."""
+        free = snapshot.capacity.cpus - sum(sizes.cpus for sizes in wanted.values())
+        for view in snapshot.jobs:
+            current, tried = view.current, self._with_trial(view)
+            if tried is None or current is None or wanted.get(view.job) != current:
+                continue
+            more, ends = tried.cpus - current.cpus, self.plans[view.job].key[-1]
+            if not ends and 0.0 < more <= free:
+                wanted[view.job], free = tried, free - more
+
+    def _with_trial(self, view: JobView) -> Sizes | None:
+        """Return the current sizes of a job with the cores of a trial; None without one."""
+        current, own = view.current, self.estimates.fitted(view.job, view.kind)
+        if current is None or own is None or not own.trying or self.parts.similar_jobs:
+            return None
+        if self.estimates.jobs[view.job].cores.sizes != (current.num_replicas, current.num_stores):
+            return None
+        return replace(current, replica_cpus=own.cpus[0], store_cpus=own.cpus[1])
 
     def _is_worth_it(self, view: JobView, target: Sizes, snapshot: Snapshot) -> bool:
         """Return whether a change of a running job pays for itself."""
@@ -480,7 +552,11 @@ class PresagePolicy:
         if now_sec == 0.0:
             return False  # it ends now
         if (target.num_replicas, target.num_stores) == (current.num_replicas, current.num_stores):
-            return now_sec > MIN_REMAINING_PAUSES * PAUSE_SEC and _is_far_off(current, target)
+            if current == self._with_trial(view):
+                return False  # not measured yet
+            grows = target.cpus > current.cpus
+            least_sec = MIN_REMAINING_SEC if grows else MIN_SHRINK_SEC
+            return now_sec > least_sec and _is_far_off(current, target)
         new_sec = steps * float(plans.seconds[plans.sizes.index(target)]) + PAUSE_SEC
         if not np.isfinite(new_sec):
             return False
@@ -519,9 +595,7 @@ def _single_plan(sizes: Sizes, kind: KindModel | None, view: JobView, key: Key) 
 
 def _with_stores(kind: KindModel, stores: int) -> KindModel:
     """Return a kind's model at sizes with this number of stores, or at all sizes for 0."""
-    selected = kind.stores == stores if stores else np.ones(len(kind.stores), bool)
-    names = ("replicas", "stores", "seconds", "replica_busy", "store_busy")
-    return replace(kind, **{name: getattr(kind, name)[selected] for name in names})
+    return kind.at(kind.stores == stores) if stores else kind
 
 
 def _spaced(indices: np.ndarray, seconds: Floats) -> np.ndarray:

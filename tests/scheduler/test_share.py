@@ -16,6 +16,7 @@ from scheduler.planner.candidates import find_candidates, predict_candidates
 from scheduler.planner.policy import plan, preference
 from scheduler.planner.share import (
     MAX_JOBS,
+    RESTART_SEC,
     RUNNING_FACTOR,
     WAITING,
     Options,
@@ -128,11 +129,13 @@ def test_urgency_is_the_inverse_of_what_is_left_beside_the_others(
 ) -> None:
     seconds, none = np.array(left), np.zeros(len(left), bool)
     weights = urgencies(seconds, none)
-    np.testing.assert_allclose(weights * seconds, np.median(seconds))
+    started = seconds + RESTART_SEC
+    np.testing.assert_allclose(weights * started, np.median(started))
+    # A job that runs need not start.
     runs = np.arange(len(left)) == place
-    np.testing.assert_array_equal(
-        urgencies(seconds, runs), weights * np.where(runs, RUNNING_FACTOR, 1.0)
-    )
+    weights = urgencies(seconds, runs) / np.where(runs, RUNNING_FACTOR, 1.0)
+    started = np.where(runs, seconds, started)
+    np.testing.assert_allclose(weights * started, np.median(started))
 
 
 def test_urgency_of_what_nobody_knows_is_that_of_most() -> None:
@@ -142,12 +145,14 @@ def test_urgency_of_what_nobody_knows_is_that_of_most() -> None:
     assert urgencies(np.array([0.0, 1.0, 1.0]), none).tolist() == [1.0, 1.0, 1.0]
 
 
-@pytest.mark.parametrize(("shorter", "first"), [(0.9, 0), (0.7, 1)])
-def test_share_ends_a_job_that_runs_only_for_one_that_is_much_shorter(
-    shorter: float, first: int
+@pytest.mark.parametrize(
+    ("left", "shorter", "first"), [(1000.0, 0.9, 0), (1000.0, 0.7, 1), (100.0, 0.7, 0)]
+)
+def test_share_ends_a_job_that_runs_only_for_one_that_ends_much_earlier(
+    left: float, shorter: float, first: int
 ) -> None:
     only = make([20], [1.0])
-    weights = urgencies(np.array([100.0, 100.0 * shorter]), np.array([True, False]))
+    weights = urgencies(np.array([left, left * shorter]), np.array([True, False]))
     jobs = [replace(only, urgency=float(urgency)) for urgency in weights]
     assert share_budget(jobs, BUDGET).index(0) == first
 

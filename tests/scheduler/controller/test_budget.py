@@ -3,6 +3,8 @@
 from dataclasses import replace
 from typing import Any
 
+import pytest
+
 from scheduler.controller.events import BudgetSet
 from tests.scheduler.controller.bench import Bench
 from tests.scheduler.controller.world import GIB, submitted
@@ -46,6 +48,18 @@ def test_handle_that_began_a_shorter_job_does_not_go_back_to_the_longer_one() ->
     assert bench.state.jobs["second"].phase == "running"
     again = bench.tell(submitted("third", 60, time_sec=bench.now))
     assert [(a.job, a.verb) for a in again if a.verb in ("admit", "wait")] == [("third", "wait")]
+
+
+@pytest.mark.parametrize(("segments", "changes"), [(40, False), (400, True)])
+def test_handle_resizes_no_job_for_another_that_ends_before_it_would_pay(
+    segments: int, changes: bool
+) -> None:
+    bench = Bench(BudgetSet(time_sec=0.0, cpus=8.0, memory_bytes=32 * GIB))
+    bench.tell(submitted("first", segments))
+    sizes = bench.state.jobs["first"].sizes
+    bench.tell(submitted("second", 2, time_sec=bench.now))
+    assert (bench.state.jobs["first"].sizes != sizes) == changes
+    assert (bench.state.jobs["second"].sizes is not None) == changes
 
 
 LARGE = BudgetSet(time_sec=0.0, cpus=16.0, memory_bytes=64 * GIB)

@@ -241,7 +241,7 @@ def test_knowledge_is_fitted_again_however_often_one_size_was_measured() -> None
 
 MEMORY = {
     "memory that is not needed": (0.2 * GIB, 0, (0.22, 0.22, 1.0)),
-    "more, while it is not urgent": (0.95 * GIB, 0, (1.045, 1.045, 1.0)),
+    "more, while it is not urgent": (0.95 * GIB, 0, (1.0, 1.0, 1.0)),
     "after it ran out": (1.0 * GIB, 1, (1.5, 1.5, 1.1)),
 }
 

@@ -5,6 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from scheduler.elasticity import HEADROOM
 from scheduler.model.fit import Window, observe
 from scheduler.simulator.baselines import GoodputPolicy, fit_optimus, fit_pollux
 from scheduler.simulator.command import (
@@ -195,6 +196,49 @@ def test_live_takes_cores_of_the_request() -> None:
     assert {sizes.replica_cpus for sizes in found.values()} == {REQUEST.replica_cpus}
 
 
+def test_live_gives_a_size_that_it_did_not_measure_no_fewer_cores_than_requested() -> None:
+    policy = PresagePolicy(LIVE)
+    wide = replace(REQUEST, num_replicas=4, num_stores=4)
+    running = view(0, request=wide, current=wide)
+    # Half a core of two is busy: four replicas need fewer, and one needs those of all four.
+    measured = Measurement(0, "made", 4, 4, 0.25, 0.5, 0.5)
+    policy.decide(snapshot([running], 100.0, (*everything(1), measured)[-1:]))
+    policy.decide(snapshot([running, view(1, current=REQUEST)], 100.0, everything(1)))
+    kind = policy.estimates.kinds["made"]
+    replica, store = policy.estimates.cores(running, kind)
+    at = kind.index_of(4, 4)
+    assert at is not None
+    assert replica[at] == pytest.approx(HEADROOM * 0.5)
+    others = np.arange(len(replica)) != at
+    assert min(replica[others].min(), store[others].min()) >= REQUEST.replica_cpus
+    for size in ((1, 4), (2, 4)):
+        one = kind.index_of(*size)
+        assert one is not None
+        total = size[0] * replica[one] * kind.seconds[one]
+        assert total >= 0.99 * 4 * REQUEST.replica_cpus * kind.seconds[at]
+
+
+@pytest.mark.parametrize(("cpus", "tried"), [(100.0, True), (4.0, False)])
+def test_live_tries_more_cores_only_if_they_are_free(cpus: float, tried: bool) -> None:
+    policy = PresagePolicy(LIVE)
+    running = view(0, current=REQUEST, left_samples=1e6)
+    busy = (Measurement(0, "made", 1, 1, 1.0, 1.9, 1.9),)
+    found = policy.decide(snapshot([running], cpus, busy))[0]
+    assert (found.cpus > REQUEST.cpus) == tried
+    assert (found.num_replicas, found.num_stores) == (1, 1)
+
+
+@pytest.mark.parametrize(("left", "kept"), [(100.0, True), (1e6, False)])
+def test_live_changes_no_job_that_ends_soon_for_another(left: float, kept: bool) -> None:
+    policy = PresagePolicy(LIVE)
+    running = Sizes(4, 4, 2.0, 2.0, GIB, GIB)
+    policy.decide(snapshot([view(0, current=running, left_samples=1e6)], 18.0, everything()))
+    jobs = [view(0, current=running, left_samples=left), view(1, left_samples=10.0)]
+    found = policy.decide(snapshot(jobs, 18.0))
+    assert (found.get(0) == running) == kept
+    assert (1 in found) != kept
+
+
 def test_ours_without_its_part_moves_no_store_of_a_job_that_ran() -> None:
     policy = PresagePolicy(replace(LIVE, move_stores=False))
     running = replace(REQUEST, num_stores=2)
@@ -265,6 +309,7 @@ def test_cores_fitted_to_busy_ones_never_starve_a_job_however_it_bursts(peak: fl
     capacity = cluster_capacity(specs, jobs, 0.8)
     found = {
         name: float(np.mean(times(run(name, specs, capacity.cpus, capacity.memory_bytes / GIB))))
-        for name in ("static", "presage")
+        for name in ("static", "presage", "presage-live")
     }
     assert found["presage"] <= 1.1 * found["static"]
+    assert found["presage-live"] <= 1.03 * found["static"]
