@@ -155,7 +155,7 @@ TRACES: Mapping[str, tuple[Path, Callable[[Path], list[TraceJob]]]] = {
     "philly": (PHILLY, philly),
     "alibaba_dlrm_v2025": (ALIBABA, alibaba),
 }
-OURS, OURS_LIVE = "presage", "presage-live"
+OURS = "presage"
 RANGES: Mapping[str, tuple[float, ...]] = {
     "over_request": (1.0, 1.3, 2.0, 3.0),
     "failures": (0.0, 0.03, 0.1, 0.3),
@@ -271,7 +271,7 @@ def summarize(rounds: Sequence[Figures]) -> dict[str, Any]:
 
 def ratios(rounds: Sequence[Figures]) -> tuple[str, list[float]]:
     """Return the best policy that is not ours, and its mean JCT over ours in each round."""
-    others = [name for name in rounds[0] if name not in ("bound", OURS, OURS_LIVE, *WITHOUT)]
+    others = [name for name in rounds[0] if name not in ("bound", OURS, *WITHOUT)]
     best = min(others, key=lambda name: mean(one[name]["jct_mean_sec"] for one in rounds))
     return best, [one[best]["jct_mean_sec"] / one[OURS]["jct_mean_sec"] for one in rounds]
 
@@ -358,7 +358,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--shared-data", type=Path, default=SHARED_DATA)
     options = parser.parse_args(argv)
     policies = options.policies.split(",")
-    if OURS not in policies or not set(policies) - {OURS, OURS_LIVE}:
+    if OURS not in policies or not set(policies) - {OURS}:
         parser.error(f"--policies must name {OURS} and a peer, got {options.policies!r}")
     if not (options.shared_data / DL2).exists():
         _log(f"measurements must exist, got no {options.shared_data / DL2}")

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.logs import SHARED_DATA, write_result
-from benchmarks.policies import ALIBABA, DL2, OURS_LIVE, PHILLY, alibaba, philly, speeds, window
+from benchmarks.policies import ALIBABA, DL2, OURS, PHILLY, alibaba, philly, speeds, window
 from scheduler.simulator.cluster import Result
 from scheduler.simulator.command import POLICIES, cluster_capacity, simulate
 from scheduler.simulator.jobs import (
@@ -185,8 +185,8 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
             for name in options.policies.split(",")
         }
         times = completion_sec(results)
-        ours = times[OURS_LIVE]
-        peers = {name: sec for name, sec in times.items() if not name.startswith("presage")}
+        ours = times[OURS]
+        peers = {name: sec for name, sec in times.items() if name != OURS}
         best = min(peers, key=lambda name: peers[name])
         rows.append(
             {
@@ -229,7 +229,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--workloads", type=int, default=200, help="how many")
     parser.add_argument("--first", type=int, default=0, help="number of the first one")
     parser.add_argument(
-        "--policies", default="static,threshold,marginal,goodput,presage-live", help="to simulate"
+        "--policies", default="static,threshold,marginal,goodput,presage", help="to simulate"
     )
     parser.add_argument("--shared-data", type=Path, default=SHARED_DATA)
     options = parser.parse_args(argv)

@@ -77,22 +77,6 @@ class CoreNeed:
 
 
 @dataclass(frozen=True, slots=True)
-class Headroom:
-    """Cores per busy core of processes of one kind.
-
-    Attributes:
-        factor: cores to give over the mean of the busy ones.
-        suspect_below: cores per busy core below which a process may lack some. For an unknown kind
-            this covers all that would not be reduced, so that too few cores are always noticed.
-        measured: whether it was measured.
-    """
-
-    factor: float = HEADROOM
-    suspect_below: float = HEADROOM * MIN_RATIO
-    measured: bool = False
-
-
-@dataclass(frozen=True, slots=True)
 class CoreFit:
     """The cores that a process is to get.
 
@@ -107,7 +91,7 @@ class CoreFit:
     need: CoreNeed
 
 
-def fit_cores(readings: Sequence[Reading], headroom: Headroom | None = None) -> CoreFit:
+def fit_cores(readings: Sequence[Reading]) -> CoreFit:
     """Return the cores that a process is to get.
 
     Cores that are not busy are taken away once; if steps got longer, cores are given back, and that
@@ -117,7 +101,6 @@ def fit_cores(readings: Sequence[Reading], headroom: Headroom | None = None) -> 
 
     Args:
         readings: at one size of the pools, at least one, the latest one last.
-        headroom: of its kind, if known.
 
     Example:
         >>> fit_cores([Reading(4.0, 1.0, 0.5)])
@@ -125,37 +108,37 @@ def fit_cores(readings: Sequence[Reading], headroom: Headroom | None = None) -> 
         >>> fit_cores([Reading(4.0, 1.0, 0.5), Reading(1.3, 0.8, 0.6)]).why
         'fewer were slower'
     """
-    headroom, need, current = headroom or Headroom(), estimate_need(readings), readings[-1].cpus
+    need, current = estimate_need(readings), readings[-1].cpus
     most = max(reading.cpus for reading in readings)
     largest = [reading for reading in readings if MIN_RATIO * reading.cpus > most]
     busy_share = median(reading.busy / reading.cpus for reading in largest)
     tried = most * MIN_RATIO > min(reading.cpus for reading in readings) * GROWTH
     spins = tried and not need.slower and busy_share > SPIN_SHARE
-    may_lack = not spins and busy_share * headroom.suspect_below > 1.0
+    # Whatever would not be reduced may lack cores, so that too few are always noticed.
+    may_lack = not spins and busy_share * HEADROOM * MIN_RATIO > 1.0
     if may_lack or (need.slower and need.cpus > GROWTH_HELPED * most):
         return CoreFit(GROWTH * most, "more may help", need)
     ample = [reading.busy for reading in readings if MIN_RATIO * reading.cpus > need.cpus]
-    usual, floor = headroom.factor * median(ample), NEED_MARGIN * need.cpus * need.slower
+    usual, floor = HEADROOM * median(ample), NEED_MARGIN * need.cpus * need.slower
     wanted = NEED_MARGIN * need.cpus if spins else max(usual, floor)
     if current / (KEEP_RATIO if need.slower else MIN_RATIO) < wanted < current * MIN_RATIO:
         return CoreFit(current, "kept", need)
     return CoreFit(wanted, "fewer were slower" if floor > usual else "few are busy", need)
 
 
-def estimate_need(readings: Sequence[Reading], lowest: float = 0.0) -> CoreNeed:
+def estimate_need(readings: Sequence[Reading]) -> CoreNeed:
     """Return the cores below which steps get longer: those that explain the readings best.
 
     The error is the sum of absolute log errors, so that stragglers count for little.
 
     Args:
         readings: at least one, of processes whose steps can be compared.
-        lowest: share of them that may lie below the smallest need considered.
     """
     if len(readings) == 1:
         return CoreNeed(readings[0].cpus, slower=False)
     cpus = np.log([reading.cpus for reading in readings])
     steps = np.log([reading.step_sec for reading in readings])
-    fewest = float(np.quantile(cpus, lowest, method="lower"))
+    fewest = float(cpus.min())
     needs = np.linspace(fewest, cpus.max(), NUM_NEEDS)
     # errors: (needs, readings)
     errors = steps - np.maximum(0.0, needs[:, None] - cpus)
@@ -215,12 +198,12 @@ def add_readings(readings: CoreReadings, sizes: PoolSizes, pools: PoolReadings) 
     return CoreReadings(sizes, {**readings.readings, sizes: at_sizes})
 
 
-def fit_pool_cores(readings: CoreReadings, headroom: Headroom) -> CoreGrant | None:
+def fit_pool_cores(readings: CoreReadings) -> CoreGrant | None:
     """Return the cores that a job is to get at its latest sizes; None before any reading."""
     latest = readings.latest()
     if not latest:
         return None
-    fits = [fit_cores([pools[i] for pools in latest], headroom) for i in range(len(latest[-1]))]
+    fits = [fit_cores([pools[i] for pools in latest]) for i in range(len(latest[-1]))]
     trying = [fit.why == "more may help" for fit in fits]
     cpus = tuple(
         fit.cpus * (GROWTH if any(trying) and not own else 1.0)

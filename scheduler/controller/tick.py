@@ -34,7 +34,6 @@ from scheduler.elasticity import (
     MIN_RATIO,
     CoreGrant,
     CoreReadings,
-    Headroom,
     PoolReadings,
     Reading,
     add_readings,
@@ -485,7 +484,7 @@ def fit_cores_to_need(
     )
     readings = _drop_oldest(add_readings(job.cores, usage.sizes, latest))
     job = replace(job, cores=readings, usage=UsageWindow(sizes=usage.sizes, cpus=usage.cpus))
-    grant = fit_pool_cores(readings, Headroom())
+    grant = fit_pool_cores(readings)
     assert grant is not None, "there is a reading"
     job = replace(job, steps_suspect=grant.slower)
     bounds = _core_bounds(job, usage, budget, limits=limits)

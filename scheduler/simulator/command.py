@@ -28,7 +28,7 @@ from scheduler.simulator.jobs import (
     read_trace,
     synthetic_tables,
 )
-from scheduler.simulator.presage import LIVE, PresagePolicy
+from scheduler.simulator.presage import PresagePolicy
 from scheduler.simulator.views import Capacity, Policy
 from schemas.errors import PlanError, suggest_name
 
@@ -88,7 +88,6 @@ POLICIES: Mapping[str, Callable[[], Policy]] = {
     "marginal": MarginalPolicy,
     "goodput": GoodputPolicy,
     "presage": PresagePolicy,
-    "presage-live": lambda: PresagePolicy(LIVE, "presage-live"),
 }
 LOAD = 0.8
 """Default share of the cluster that all requests use while jobs are submitted."""

@@ -1,4 +1,4 @@
-"""Our policy in the simulator: the live policy's functions, and parts that can be turned off.
+"""Our policy in the simulator: the live functions, and parts that can be turned off.
 
 For each job, the sizes with trusted predictions are compared by time^k x cost. All jobs share the
 cluster (`planner.share`), with a larger gain the sooner a job is done. A running job is changed as
@@ -18,9 +18,7 @@ import numpy as np
 from scheduler.elasticity import (
     CoreGrant,
     CoreReadings,
-    Headroom,
     PoolReadings,
-    PoolSizes,
     Reading,
     add_readings,
     fit_pool_cores,
@@ -45,22 +43,14 @@ from scheduler.planner.correction import (
 from scheduler.planner.policy import TIME_COST_EXPONENT, Candidate, weighted_cost
 from scheduler.planner.share import WAITING, Options, share_budget, urgencies
 from scheduler.simulator.baselines import release_excess
-from scheduler.simulator.kind_models import (
-    MIN_ROWS,
-    KindModel,
-    KindModels,
-    build_kind,
-    burst_readings,
-    estimate_headroom,
-    fit_presage,
-)
+from scheduler.simulator.kind_models import KindModel, KindModels, build_kind, fit_presage
 from scheduler.simulator.views import Handling, JobView, Measurement, Readings, Sizes, Snapshot
 from schemas.config.schedule import BudgetConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
-    """Parts of the policy that can be turned off; the live scheduler has those of `LIVE`."""
+    """Parts of the policy that can be turned off."""
 
     time_cost_exponent: float = TIME_COST_EXPONENT
     """Exponent k of time."""
@@ -68,14 +58,10 @@ class Parts:
     """Whether jobs with less remaining work go first."""
     fit_cores: bool = True
     """Whether cores are fitted to busy cores; else those of the request."""
-    similar_jobs: bool = True
-    """Whether cores are predicted from similar jobs, at each size."""
     give_back: bool = True
     """Whether unneeded memory is released."""
     grow_after_oom: bool = True
     """Whether a job gets more memory after running out of it."""
-    sample: bool = True
-    """Whether the first jobs of a kind run at sizes to be measured."""
     move_stores: bool = True
     """Whether the number of stores of a started job may change."""
 
@@ -85,22 +71,14 @@ OFF = Parts(
     time_cost_exponent=1.0,
     urgent=False,
     fit_cores=False,
-    similar_jobs=False,
     give_back=False,
     grow_after_oom=False,
-    sample=False,
     move_stores=False,
 )
 """No parts: time x cost, by priority, then arrival."""
-LIVE = replace(ALL, similar_jobs=False, sample=False)
-"""Parts of the live scheduler."""
 
 FORECAST_POINTS = (0.02, 0.05, 0.1, 0.2, 0.4, 0.7)
 """Progress at which memory is forecast, until the next of these points at least."""
-MAX_GROUPS = 64
-"""Number of first jobs of a kind from which its bursts are estimated."""
-HEADROOM_CHANGE = 1.02
-"""Ratio of a kind's new and old headroom at which its plans are recomputed."""
 
 
 @dataclass(slots=True)
@@ -113,7 +91,7 @@ class JobEstimate:
         memory: bytes of one replica and of all stores that it should get; None for its request.
         num_forecasts: passed `FORECAST_POINTS`.
         oom: handled out-of-memory failures.
-        grant: cores that it should get, with the version and headroom from which they follow.
+        grant: cores that it should get at its last measured sizes; None before.
     """
 
     version: int = 0
@@ -121,15 +99,14 @@ class JobEstimate:
     memory: tuple[float, float] | None = None
     num_forecasts: int = 0
     oom: int = 0
-    grant: tuple[int, Headroom, CoreGrant | None] | None = None
+    grant: CoreGrant | None = None
 
 
 class Estimates:
     """Estimates of all jobs from measurements.
 
-    Busy cores of a typical job come from the kind's model; a measured job scales them to its own,
-    with the headroom for the kind's bursts, and gets at most its request unless it lacked cores.
-    Memory is that of `forecast`, with the touched rows of all later steps.
+    Speeds are those of all jobs of a kind, cores and memory those of the job itself. Memory is that
+    of `forecast`, with the touched rows of all later steps.
     """
 
     def __init__(self, parts: Parts) -> None:
@@ -142,9 +119,6 @@ class Estimates:
         self.models = KindModels(fit_presage)
         self.kinds: dict[str, KindModel] = {}
         self.jobs: dict[int, JobEstimate] = {}
-        self.bursts: dict[str, dict[tuple[int, PoolSizes], list[Reading]]] = {}
-        self.headrooms: dict[str, Headroom] = {}
-        self.updates: dict[str, int] = {}
 
     def update(self, snapshot: Snapshot) -> None:
         """Update all estimates with the measurements since the last decision."""
@@ -152,18 +126,12 @@ class Estimates:
         views = {view.job: view for view in snapshot.jobs}
         for measured in snapshot.measured:
             self._add_measurement(measured, views[measured.job])
-        suspect = {m.job for m in snapshot.measured if self._is_suspect(m)}
+        suspect = {m.job for m in snapshot.measured if self._is_suspect(m.job)}
         self.models.update(snapshot, suspect)
         for kind, version in self.models.versions.items():
-            latest = version + self.updates.get(kind, 0)
-            if kind not in self.kinds or self.kinds[kind].version != latest:
-                self.kinds[kind] = build_kind(
-                    latest,
-                    self.models.seconds[kind],
-                    snapshot.allowed[kind],
-                    self.models.cores(kind, MIN_ROWS),
-                    self._headroom(kind),
-                )
+            if kind not in self.kinds or self.kinds[kind].version != version:
+                seconds = self.models.seconds[kind]
+                self.kinds[kind] = build_kind(version, seconds, snapshot.allowed[kind])
         for view in snapshot.jobs:
             self._update_memory(view, snapshot)
 
@@ -174,79 +142,23 @@ class Estimates:
         estimate.cores = add_readings(
             estimate.cores, at, readings_of(measured, view.current or view.request)
         )
-        by_job = self.bursts.setdefault(measured.kind, {})
-        bursts = burst_readings(estimate.cores.latest())
-        if bursts and self.parts.fit_cores and self.parts.similar_jobs and len(by_job) < MAX_GROUPS:
-            by_job[measured.job, estimate.cores.sizes] = bursts
-            self._update_headroom(measured.kind)
+        if self.parts.fit_cores:
+            estimate.grant = fit_pool_cores(estimate.cores)
 
-    def _update_headroom(self, kind: str) -> None:
-        """Replace the headroom of a kind if it has changed."""
-        before, after = self._headroom(kind), estimate_headroom(list(self.bursts[kind].values()))
-        changes = after.factor / before.factor, after.suspect_below / before.suspect_below
-        if (
-            after.measured > before.measured
-            or max(changes) > HEADROOM_CHANGE
-            or min(changes) < 1.0 / HEADROOM_CHANGE
-        ):
-            self.headrooms[kind] = after
-            self.updates[kind] = self.updates.get(kind, 0) + 1
-
-    def _headroom(self, kind: str) -> Headroom:
-        return self.headrooms.get(kind, Headroom())
-
-    def _is_suspect(self, measured: Measurement) -> bool:
+    def _is_suspect(self, job: int) -> bool:
         """Return whether a job may have been slowed down by too few cores."""
-        given = self.fitted(measured.job, measured.kind)
-        return given is not None and (given.trying or given.slower)
-
-    def fitted(self, job: int, kind: str) -> CoreGrant | None:
-        """Return the cores that a job should get at its last measured sizes; None before."""
-        if not self.parts.fit_cores:
-            return None
-        estimate, headroom = self.jobs[job], self._headroom(kind)
-        if estimate.grant is None or estimate.grant[:2] != (estimate.version, headroom):
-            estimate.grant = estimate.version, headroom, fit_pool_cores(estimate.cores, headroom)
-        return estimate.grant[2]
+        grant = self.jobs[job].grant
+        return grant is not None and (grant.trying or grant.slower)
 
     def cores(self, view: JobView, kind: KindModel) -> tuple[Floats, Floats]:
-        """Return the cores of one replica and one store at each trusted size.
+        """Return the cores of one replica and of one store at each trusted size.
 
-        A measured job gets its own need, any other one the need of `QUANTILE` of the jobs of its
-        kind, once their bursts are known. Both get proportionally at most their request, unless the
-        job lacked cores or gets more as a trial.
-        """
-        request, measured = view.request, self.jobs[view.job].cores
-        requested = request.replica_cpus, request.store_cpus
-        if not self.parts.similar_jobs:
-            return self._own_cores(view, kind)
-        units = requested if kind.relative else (1.0, 1.0)
-        typical = units[0] * kind.replica_busy, units[1] * kind.store_busy
-        given, at = self.fitted(view.job, view.kind), kind.index_of(*measured.sizes)
-        unknown = given is None and not kind.headroom.measured
-        if not self.parts.fit_cores or unknown or not np.isfinite(typical[0]).all():
-            return np.full(len(typical[0]), requested[0]), np.full(len(typical[1]), requested[1])
-        factor = kind.headroom.factor
-        own = factor * kind.most[0], factor * kind.most[1]
-        if given is not None and at is not None:
-            own = given.cpus[0] / typical[0][at], given.cpus[1] / typical[1][at]
-        limit = kind.index_of(request.num_replicas, request.num_stores)
-        capped = limit is not None and (given is None or not (given.trying or given.limited))
-        cores: list[Floats] = []
-        for busy, scale, cpus in zip(typical, own, requested, strict=True):
-            need = scale * busy
-            cores.append(np.minimum(need, cpus * busy / busy[limit]) if capped else need)
-        return cores[0], cores[1]
-
-    def _own_cores(self, view: JobView, kind: KindModel) -> tuple[Floats, Floats]:
-        """Return the cores at each trusted size by the request and the readings of the job itself.
-
-        A size at which it was not measured gets as many core seconds a step as its latest size, or
-        the request, and no process less than requested; nan if neither is trusted.
+        A size at which the job was not measured gets as many core seconds a step as its latest
+        size, or the request, and no process less than requested; nan if neither is trusted.
         """
         request, readings = view.request, self.jobs[view.job].cores
         requested = request.replica_cpus, request.store_cpus
-        own = self.fitted(view.job, view.kind)
+        own = self.jobs[view.job].grant
         sizes, cpus = (request.num_replicas, request.num_stores), requested
         if own is not None:
             sizes, latest = readings.sizes, readings.latest()[-1]
@@ -259,7 +171,7 @@ class Estimates:
         store = np.maximum(requested[1], cpus[1] * sizes[1] / kind.stores * steps)
         for sizes in readings.readings if own is not None else ():
             at = kind.index_of(*sizes)
-            grant = fit_pool_cores(replace(readings, sizes=sizes), self._headroom(view.kind))
+            grant = fit_pool_cores(replace(readings, sizes=sizes))
             if at is not None and grant is not None:
                 # A trial of more cores is no need (`PresagePolicy._try_cores`).
                 latest = readings.readings[sizes][-1]
@@ -291,15 +203,11 @@ class Estimates:
             estimate.memory = wanted, wanted * readings.tables_share
             estimate.version += 1
 
-    def sample(self, view: JobView, allowed: np.ndarray) -> Sizes | None:
-        """Return the sizes at which a job is measured; None if it need not be."""
-        return self.models.sample(view, allowed) if self.parts.sample else None
-
-    def request_sizes(self, view: JobView, allowed: np.ndarray) -> Sizes:
-        """Return the request, or sizes to be measured, with the estimated memory."""
+    def request_sizes(self, view: JobView) -> Sizes:
+        """Return the current sizes, or the request, with the estimated memory."""
         memory = self.memory(view)
-        sampled = self.sample(view, allowed) if view.current is None else view.current
-        return replace(sampled or view.request, replica_memory=memory[0], tables_memory=memory[1])
+        sizes = view.current or view.request
+        return replace(sizes, replica_memory=memory[0], tables_memory=memory[1])
 
 
 def readings_of(measured: Measurement, given: Sizes) -> PoolReadings:
@@ -435,7 +343,6 @@ class PresagePolicy:
     def _plans(self, view: JobView, snapshot: Snapshot) -> Plans:
         """Return the plans of a job; recomputed only when its estimates changed."""
         kind = self.estimates.kinds.get(view.kind)
-        allowed = snapshot.allowed[view.kind]
         stores = self.stores.get(view.job, 0)
         ends = kind is not None and self._ends_soon(view, kind, snapshot)
         versions = 0 if kind is None else kind.version, self.estimates.jobs[view.job].version
@@ -445,11 +352,10 @@ class PresagePolicy:
             return old
         if ends and view.current is not None:
             return _single_plan(view.current, kind, view, key)
-        sampling = self.estimates.sample(view, allowed) is not None
-        usable = None if kind is None or sampling else _with_stores(kind, stores)
+        usable = None if kind is None else _with_stores(kind, stores)
         cores = None if usable is None else self.estimates.cores(view, usable)
         if usable is None or cores is None or not np.isfinite(cores).any():
-            return _single_plan(self.estimates.request_sizes(view, allowed), kind, view, key)
+            return _single_plan(self.estimates.request_sizes(view), kind, view, key)
         known = np.isfinite(cores[0])
         cores = cores[0][known], cores[1][known]
         return self._trusted_plans(view, usable.at(known), cores, key)
@@ -526,8 +432,8 @@ class PresagePolicy:
 
     def _with_trial(self, view: JobView) -> Sizes | None:
         """Return the current sizes of a job with the cores of a trial; None without one."""
-        current, own = view.current, self.estimates.fitted(view.job, view.kind)
-        if current is None or own is None or not own.trying or self.parts.similar_jobs:
+        current, own = view.current, self.estimates.jobs[view.job].grant
+        if current is None or own is None or not own.trying:
             return None
         if self.estimates.jobs[view.job].cores.sizes != (current.num_replicas, current.num_stores):
             return None

@@ -125,7 +125,7 @@ def test_main_without_the_measurements_fails_with_a_message(
     assert "measurements must exist, got no" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("policies", ["presage,presage-live", "static,marginal", "presage"])
+@pytest.mark.parametrize("policies", ["static,marginal", "presage"])
 def test_main_refuses_policies_without_presage_or_a_peer(
     policies: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

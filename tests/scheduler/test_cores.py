@@ -12,12 +12,10 @@ from scheduler.elasticity import (
     MIN_RATIO,
     NEED_MARGIN,
     CoreFit,
-    Headroom,
     Reading,
     estimate_need,
     fit_cores,
 )
-from scheduler.simulator.kind_models import MIN_GROUPS, estimate_headroom, relative_to_largest
 
 PEAKS = (1.0, 1.2, 1.35, 1.5, 1.75, 2.0)
 NOISE = 0.05
@@ -157,32 +155,6 @@ def test_need_explains_readings_as_well_as_any_other_number_of_cores() -> None:
         best = min(error(readings, float(need)) for need in tried)
         assert error(readings, found.cpus) <= best + 0.1
         assert found.cpus == pytest.approx(peak, rel=0.2)
-
-
-def groups(peak: float, count: int, seed: int = 0) -> list[list[Reading]]:
-    rng = np.random.default_rng((seed, 4))
-    return [
-        relative_to_largest(
-            [reading(float(rng.uniform(1.2, 2.2)) * peak, peak, rng), reading(1.3, peak, rng)]
-        )
-        for _ in range(count)
-    ]
-
-
-@pytest.mark.parametrize("peak", PEAKS)
-def test_headroom_of_a_kind_covers_its_bursts_and_hardly_more(peak: float) -> None:
-    for seed in range(10):
-        found = estimate_headroom(groups(peak, 24, seed))
-        assert found.measured
-        assert peak / MIN_RATIO <= found.factor <= max(HEADROOM, 1.2 * peak)
-        assert found.suspect_below < found.factor
-        # Those that have it are neither in doubt nor slow.
-        assert fit_cores([reading(found.factor, peak)], found).why == "kept"
-
-
-def test_headroom_of_few_processes_is_not_known() -> None:
-    assert estimate_headroom(groups(2.0, MIN_GROUPS - 1)) == Headroom()
-    assert estimate_headroom(groups(2.0, MIN_GROUPS)).measured
 
 
 def test_fit_of_an_unknown_kind_leaves_no_number_of_cores_untried() -> None:

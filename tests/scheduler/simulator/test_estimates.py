@@ -10,23 +10,18 @@ from scheduler.elasticity import (
     HEADROOM,
     MIN_RATIO,
     CoreReadings,
-    Headroom,
-    Reading,
     fit_pool_cores,
 )
 from scheduler.elasticity import add_readings as heard_at
 from scheduler.model.fit import MAX_PER_CELL, Window, observe
 from scheduler.simulator.jobs import GIB, PEAK, Table
 from scheduler.simulator.kind_models import (
-    MIN_CELLS,
-    SAMPLED,
     KindModels,
     allowed_sizes,
-    burst_readings,
     fit_presage,
     make_setting,
 )
-from scheduler.simulator.presage import ALL, LIVE, OFF, Estimates, JobEstimate, readings_of
+from scheduler.simulator.presage import ALL, OFF, Estimates, readings_of
 from scheduler.simulator.views import Capacity, JobView, Measurement, Readings, Sizes, Snapshot
 from tests.scheduler.simulator.made import table
 
@@ -67,8 +62,8 @@ def heard(known: CoreReadings, found: Measurement, given: Sizes) -> CoreReadings
     return heard_at(known, at, readings_of(found, given))
 
 
-def again(sizes: Sizes, known: CoreReadings, headroom: Headroom | None = None) -> Sizes:
-    given = fit_pool_cores(known, headroom or Headroom())
+def again(sizes: Sizes, known: CoreReadings) -> Sizes:
+    given = fit_pool_cores(known)
     assert given is not None
     return replace(sizes, replica_cpus=given.cpus[0], store_cpus=given.cpus[1])
 
@@ -84,12 +79,12 @@ def lived(sizes: Sizes, need: float, count: int) -> tuple[CoreReadings, Sizes]:
 
 def test_fitted_of_a_job_with_what_it_needs_tries_more_once_and_never_again() -> None:
     known = heard(CoreReadings(), measured(TIGHT, PEAK), TIGHT)
-    first = fit_pool_cores(known, Headroom())
+    first = fit_pool_cores(known)
     assert first is not None
     assert (first.trying, first.slower) == (True, False)
     assert again(TIGHT, known).cpus == pytest.approx(GROWTH * TIGHT.cpus)
     known, sizes = lived(TIGHT, PEAK, 2)
-    second = fit_pool_cores(known, Headroom())
+    second = fit_pool_cores(known)
     assert second is not None
     assert (second.trying, second.limited) == (False, False)
     assert sizes.replica_cpus == pytest.approx(HEADROOM)
@@ -108,7 +103,7 @@ def test_fitted_ends_with_what_a_job_needs_wherever_it_begins(need: float, facto
 def test_fitted_of_the_pool_that_has_enough_grows_with_the_one_in_doubt() -> None:
     sizes = replace(TIGHT, store_cpus=3.0)
     known = heard(CoreReadings(), measured(sizes, PEAK), sizes)
-    given = fit_pool_cores(known, Headroom())
+    given = fit_pool_cores(known)
     assert given is not None
     assert given.trying
     assert given.cpus == pytest.approx((GROWTH * PEAK, GROWTH * HEADROOM))
@@ -120,102 +115,30 @@ def test_heard_compares_only_measurements_of_the_same_sizes() -> None:
     known = heard(known, measured(wider, PEAK), wider)
     assert known.sizes == (2, 1)
     assert [len(readings) for readings in known.readings.values()] == [1, 1]
-    assert not burst_readings(known.latest())
-
-
-def test_bursts_are_those_of_the_pool_with_less_headroom() -> None:
-    sizes = [replace(TIGHT, replica_cpus=cpus, store_cpus=9.0) for cpus in (3.0, 1.3)]
-    known = CoreReadings()
-    for one in sizes:
-        known = heard(known, measured(one, 1.5), one)
-    found = burst_readings(known.latest())
-    assert [reading.cpus for reading in found] == pytest.approx([3.0, 1.3])
-    assert found[1].step_sec == pytest.approx(1.5 / 1.3)
-
-
-def sampled(first: int = 0) -> list[tuple[JobView, Measurement]]:
-    """Return jobs at the sizes that are measured first, each with exactly what it needs."""
-    found: list[tuple[JobView, Measurement]] = []
-    for job, (replicas, stores) in enumerate(SAMPLED, first):
-        sizes = replace(TIGHT, num_replicas=replicas, num_stores=stores)
-        found.append((view(job, sizes), measured(sizes, PEAK, job)))
-    return found
 
 
 def test_estimates_learn_sizes_of_jobs_that_are_in_doubt() -> None:
     estimates = Estimates(ALL)
-    pairs = sampled()
-    estimates.update(snapshot([v for v, _ in pairs], tuple(m for _, m in pairs)))
-    found = [estimates.fitted(job, "made") for job in range(len(pairs))]
-    assert all(given is not None and given.trying for given in found)
-    assert len(estimates.models.window("made")) == len(SAMPLED) >= MIN_CELLS
-    new = view(99, None)
-    assert estimates.sample(new, KIND.allowed) is None
-    assert Estimates(ALL).sample(new, KIND.allowed) is not None
-    assert Estimates(LIVE).sample(new, KIND.allowed) is None
-    cores = estimates.cores(pairs[0][0], estimates.kinds["made"])
-    at = estimates.kinds["made"].index_of(1, 1)
-    assert cores[0][at] == pytest.approx(GROWTH * PEAK)
-
-
-def told(peak: float) -> tuple[Estimates, list[JobView]]:
-    """Return what is known after jobs with ample cores, and then with those fitted."""
-    estimates, views = Estimates(ALL), [v for v, _ in sampled()]
-    request = replace(TIGHT, replica_cpus=2.0 * peak, store_cpus=2.0 * peak)
-    views = [replace(one, request=request) for one in views]
-    for cpus in (2.0 * peak, HEADROOM):
-        for place, one in enumerate(views):
-            assert one.current is not None
-            sizes = replace(one.current, replica_cpus=cpus, store_cpus=cpus)
-            views[place] = replace(one, current=sizes)
-        found = tuple(measured(v.current, peak, v.job) for v in views if v.current is not None)
-        estimates.update(snapshot(views, found))
-    return estimates, views
-
-
-@pytest.mark.parametrize("peak", [1.0, 1.2, 1.5, 2.0])
-def test_estimates_give_a_new_job_what_bursts_of_its_kind_need(peak: float) -> None:
-    estimates, views = told(peak)
-    kind = estimates.kinds["made"]
-    assert kind.headroom.measured
-    estimates.jobs[99] = JobEstimate()
-    given = estimates.cores(replace(views[0], job=99, current=None), kind)
-    for pool in given:
-        assert (pool >= peak).all()
-        assert (pool <= 1.15 * max(peak, HEADROOM)).all()
+    tight = view(0, TIGHT)
+    estimates.update(snapshot([tight], (measured(TIGHT, PEAK),)))
+    grant = estimates.jobs[0].grant
+    assert grant is not None
+    assert grant.trying
+    assert len(estimates.models.window("made")) == 1
 
 
 def test_estimates_of_slow_measurements_leave_speeds_of_a_kind_alone() -> None:
-    estimates, _ = told(2.0)
+    estimates = Estimates(ALL)
+    ample = replace(TIGHT, replica_cpus=4.0, store_cpus=4.0)
+    for sizes in (ample, replace(TIGHT, replica_cpus=HEADROOM, store_cpus=HEADROOM)):
+        here = view(0, sizes, ample)
+        estimates.update(snapshot([here], (measured(sizes, 2.0),)))
     kind = estimates.kinds["made"]
     at = kind.index_of(1, 1)
     assert at is not None
     assert kind.seconds[at] == pytest.approx(1.0)
-
-
-def test_estimates_give_the_request_until_bursts_of_a_kind_are_known() -> None:
-    estimates = Estimates(ALL)
-    pairs = sampled()
-    estimates.update(snapshot([v for v, _ in pairs], tuple(m for _, m in pairs)))
-    assert np.isfinite(estimates.kinds["made"].replica_busy).all()
-    new = replace(view(99, None), request=replace(TIGHT, replica_cpus=7.0, store_cpus=8.0))
-    estimates.jobs[99] = JobEstimate()
-    found = estimates.cores(new, estimates.kinds["made"])
-    assert (set(found[0]), set(found[1])) == ({7.0}, {8.0})
-
-
-def test_estimates_give_a_measured_job_no_more_than_its_request_unless_it_lacked_cores() -> None:
-    estimates, views = told(PEAK)
-    kind = estimates.kinds["made"]
-    at = kind.index_of(1, 1)
-    assert at is not None
-    few = replace(views[0], request=TIGHT)
-    assert estimates.cores(few, kind)[0][at] == pytest.approx(PEAK)
-    ample, slow = (Reading(cpus, busy, 1.0 / busy) for cpus, busy in ((2.0, 1.0), (1.0, 0.7)))
-    estimates.jobs[few.job] = JobEstimate(
-        cores=CoreReadings((1, 1), {(1, 1): ((ample, ample), (slow, slow))})
-    )
-    assert estimates.cores(few, kind)[0][at] > PEAK
+    # What it lacked it gets back.
+    assert estimates.cores(view(0, TIGHT, ample), kind)[0][at] >= 2.0
 
 
 def test_knowledge_of_a_doubted_size_ends_with_the_first_measurement_that_is_not() -> None:
@@ -225,8 +148,6 @@ def test_knowledge_of_a_doubted_size_ends_with_the_first_measurement_that_is_not
     assert knowledge.window("made").medians().tolist() == [3.0]
     knowledge.update(snapshot([view(0, TIGHT)], (fast,)))
     assert knowledge.window("made").medians().tolist() == [1.0]
-    assert len(knowledge.cores("made", 1)) == 1
-    assert len(knowledge.cores("made", 2)) == 2
 
 
 def test_knowledge_is_fitted_again_however_often_one_size_was_measured() -> None:
@@ -240,17 +161,17 @@ def test_knowledge_is_fitted_again_however_often_one_size_was_measured() -> None
 
 
 MEMORY = {
-    "memory that is not needed": (0.2 * GIB, 0, (0.22, 0.22, 1.0)),
-    "more, while it is not urgent": (0.95 * GIB, 0, (1.0, 1.0, 1.0)),
-    "after it ran out": (1.0 * GIB, 1, (1.5, 1.5, 1.1)),
+    "memory that is not needed": (0.2 * GIB, 0, (0.22, 1.0)),
+    "more, while it is not urgent": (0.95 * GIB, 0, (1.0, 1.0)),
+    "after it ran out": (1.0 * GIB, 1, (1.5, 1.1)),
 }
 
 
 @pytest.mark.parametrize(("peak", "killed", "wanted"), MEMORY.values(), ids=MEMORY.keys())
 def test_memory_of_a_job_is_what_its_parts_say(
-    peak: float, killed: int, wanted: tuple[float, float, float]
+    peak: float, killed: int, wanted: tuple[float, float]
 ) -> None:
-    for parts, share in zip((ALL, LIVE, OFF), wanted, strict=True):
+    for parts, share in zip((ALL, OFF), wanted, strict=True):
         estimates = Estimates(parts)
         here = replace(view(0, TIGHT), num_oom=killed)
         estimates.update(snapshot([here], peak=peak))

@@ -17,7 +17,7 @@ from scheduler.simulator.command import (
 )
 from scheduler.simulator.jobs import GIB, Knobs, draw_jobs, synthetic_tables
 from scheduler.simulator.kind_models import allowed_sizes, fit_presage, make_setting
-from scheduler.simulator.presage import LIVE, PresagePolicy
+from scheduler.simulator.presage import ALL, PresagePolicy
 from scheduler.simulator.views import Capacity, JobView, Measurement, Sizes, Snapshot
 from tests.scheduler.simulator.made import run, spec, table, times
 from tests.scheduler.simulator.test_cluster import trace
@@ -109,13 +109,14 @@ def test_goodput_at_most_doubles_the_replicas_that_a_job_had() -> None:
     assert found[0].num_replicas <= 2
 
 
-def test_presage_gives_a_known_kind_its_cores_and_the_job_with_less_to_do_more() -> None:
+def test_presage_gives_a_measured_job_its_cores_and_the_job_with_less_to_do_more() -> None:
     policy = POLICIES["presage"]()
     jobs = [view(0, left_samples=100_000.0), view(1, left_samples=100.0)]
-    found = policy.decide(snapshot(jobs, 9.2, everything()))
+    found = policy.decide(snapshot(jobs, 11.0, everything()))
     assert found[0].replica_cpus == pytest.approx(1.3)
+    assert found[1].replica_cpus == REQUEST.replica_cpus
     assert found[1].num_replicas > found[0].num_replicas
-    assert sum(sizes.cpus for sizes in found.values()) <= 9.2
+    assert sum(sizes.cpus for sizes in found.values()) <= 11.0
 
 
 def test_presage_takes_the_request_of_a_kind_that_it_does_not_know() -> None:
@@ -124,7 +125,7 @@ def test_presage_takes_the_request_of_a_kind_that_it_does_not_know() -> None:
 
 
 def test_presage_keeps_a_running_job_where_too_little_is_gained() -> None:
-    running = Sizes(3, 1, 1.3, 1.3, GIB, GIB)
+    running = Sizes(3, 1, 1.37, 1.37, GIB, GIB)
     for left, changed in ((90.0, False), (100_000.0, True)):
         policy = POLICIES["presage"]()
         found = running
@@ -189,7 +190,7 @@ def test_presage_of_a_kind_that_nobody_measured_is_as_urgent_as_most() -> None:
 
 
 def test_live_takes_cores_of_the_request() -> None:
-    policy = POLICIES["presage-live"]()
+    policy = POLICIES["presage"]()
     running = replace(REQUEST, num_stores=2)
     jobs = [view(0, current=running, left_samples=1e6), view(1)]
     found = policy.decide(snapshot(jobs, 1000.0, everything()))
@@ -197,7 +198,7 @@ def test_live_takes_cores_of_the_request() -> None:
 
 
 def test_live_gives_a_size_that_it_did_not_measure_no_fewer_cores_than_requested() -> None:
-    policy = PresagePolicy(LIVE)
+    policy = PresagePolicy()
     wide = replace(REQUEST, num_replicas=4, num_stores=4)
     running = view(0, request=wide, current=wide)
     # Half a core of two is busy: four replicas need fewer, and one needs those of all four.
@@ -220,7 +221,7 @@ def test_live_gives_a_size_that_it_did_not_measure_no_fewer_cores_than_requested
 
 @pytest.mark.parametrize(("cpus", "tried"), [(100.0, True), (4.0, False)])
 def test_live_tries_more_cores_only_if_they_are_free(cpus: float, tried: bool) -> None:
-    policy = PresagePolicy(LIVE)
+    policy = PresagePolicy()
     running = view(0, current=REQUEST, left_samples=1e6)
     busy = (Measurement(0, "made", 1, 1, 1.0, 1.9, 1.9),)
     found = policy.decide(snapshot([running], cpus, busy))[0]
@@ -230,7 +231,7 @@ def test_live_tries_more_cores_only_if_they_are_free(cpus: float, tried: bool) -
 
 @pytest.mark.parametrize(("left", "kept"), [(100.0, True), (1e6, False)])
 def test_live_changes_no_job_that_ends_soon_for_another(left: float, kept: bool) -> None:
-    policy = PresagePolicy(LIVE)
+    policy = PresagePolicy()
     running = Sizes(4, 4, 2.0, 2.0, GIB, GIB)
     policy.decide(snapshot([view(0, current=running, left_samples=1e6)], 18.0, everything()))
     jobs = [view(0, current=running, left_samples=left), view(1, left_samples=10.0)]
@@ -240,7 +241,7 @@ def test_live_changes_no_job_that_ends_soon_for_another(left: float, kept: bool)
 
 
 def test_ours_without_its_part_moves_no_store_of_a_job_that_ran() -> None:
-    policy = PresagePolicy(replace(LIVE, move_stores=False))
+    policy = PresagePolicy(replace(ALL, move_stores=False))
     running = replace(REQUEST, num_stores=2)
     jobs = [view(0, current=running, left_samples=1e6), view(1)]
     policy.decide(snapshot(jobs, 1000.0, everything()))
@@ -309,7 +310,6 @@ def test_cores_fitted_to_busy_ones_never_starve_a_job_however_it_bursts(peak: fl
     capacity = cluster_capacity(specs, jobs, 0.8)
     found = {
         name: float(np.mean(times(run(name, specs, capacity.cpus, capacity.memory_bytes / GIB))))
-        for name in ("static", "presage", "presage-live")
+        for name in ("static", "presage")
     }
-    assert found["presage"] <= 1.1 * found["static"]
-    assert found["presage-live"] <= 1.03 * found["static"]
+    assert found["presage"] <= 1.03 * found["static"]
