@@ -154,6 +154,32 @@ def shares_of(state: State) -> dict[str, tuple[float, int]]:
     return {job.name: booked_resources(job, job.sizes) for job in state.by_priority}
 
 
+def has_new_training_sizes(job: JobState, before: State) -> bool:
+    """Return whether a running job has other replicas or stores than before."""
+    old, new = before.jobs[job.name].sizes, job.sizes
+    if old is None or new is None:
+        return new is not None
+    return (old.num_replicas, old.num_stores) != (new.num_replicas, new.num_stores)
+
+
+def restore_cores(job: JobState, cpus: float) -> JobState:
+    """Give the processes of a job the cores of its file, if all of them fit.
+
+    Called when its replicas or stores have changed: what was enough before may be too little.
+
+    Args:
+        job: with its new sizes.
+        cpus: cores that it may use.
+    """
+    file = job.snapshot.job.schedule.training
+    full = replace(
+        job,
+        replica_cpus=max(job.replica_cpus, file.replica.cpus),
+        store_cpus=max(job.store_cpus, file.store.cpus),
+    )
+    return full if booked_resources(full, full.sizes)[0] <= cpus + 1e-9 else job
+
+
 def available_budget(
     state: State, job: JobState, shares: Mapping[str, tuple[float, int]] | None = None
 ) -> BudgetConfig:
@@ -213,7 +239,12 @@ def allocate(state: State) -> tuple[State, list[Action]]:
             continue
         jobs[job.name], action = _with_sizes(job, state, chosen, predicted, len(contenders))
         actions.append(action)
-    return replace(state, jobs=jobs), actions
+    resized = [job.name for job in jobs.values() if has_new_training_sizes(job, state)]
+    state = replace(state, jobs=jobs)
+    for name in resized:
+        others = sum(cpus for other, (cpus, _) in shares_of(state).items() if other != name)
+        state = state.with_job(restore_cores(state.jobs[name], state.budget.cpus - others))
+    return state, actions
 
 
 def candidate_sizes(job: JobState, state: State) -> tuple[list[Sizes], list[float], Options]:

@@ -15,6 +15,7 @@ from scheduler.controller.budget import (
     available_budget,
     booked_resources,
     remaining_work,
+    restore_cores,
     shares_of,
     sizes_as_values,
 )
@@ -142,7 +143,7 @@ def _check_job(
     watches = watch_memory(job, work, state.now_sec, budget, step_sec)
     verdict = decide_correction(job.correction, state.now_sec, comparison, watches)
     job = replace(job, correction=verdict.state, verdict=verdict.reason)
-    job, changes = _apply_verdict(job, verdict, comparison)
+    job, changes = _apply_verdict(job, verdict, comparison, budget)
     actions += changes
     others_wait = any(other.phase == "waiting" for other in state.jobs.values())
     if job.correction.in_flight is None:
@@ -171,7 +172,7 @@ def _replace_process(job: JobState, process: Process, why: str) -> tuple[JobStat
 
 
 def _apply_verdict(
-    job: JobState, verdict: Verdict, comparison: SizeComparison
+    job: JobState, verdict: Verdict, comparison: SizeComparison, budget: BudgetConfig
 ) -> tuple[JobState, list[Action]]:
     change = verdict.change
     if change is None:
@@ -191,7 +192,10 @@ def _apply_verdict(
         f"{describe_sizes(change.sizes)}: {verdict.reason}; {best.predicted_sec:,.0f} s instead of "
         f"{now.predicted_sec:,.0f} s, cost {best.cost:.4g} instead of {now.cost:.4g}"
     )
+    training = change.sizes.num_replicas, change.sizes.num_stores
+    is_new = training != (now.num_replicas, now.num_stores)
     job = replace(job, sizes=change.sizes, grouped=job.grouped or change.sizes.num_replicas > 1)
+    job = restore_cores(job, budget.cpus) if is_new else job
     return job, [Action(verb="scale", job=job.name, reason=reason, values=values)]
 
 

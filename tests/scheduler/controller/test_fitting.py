@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from scheduler.controller.budget import remaining_work
+from scheduler.controller.budget import allocate, remaining_work
 from scheduler.controller.events import (
     BudgetSet,
     Drained,
@@ -253,6 +253,28 @@ def test_processes_at_new_sizes_get_more_before_they_get_fewer() -> None:
     (first, *_) = fits(trainer.trains(3 * CORE_TICKS))
     assert first.values["replica_cpus"] == pytest.approx(GROWTH * HEADROOM, rel=0.01)
     assert cpus_of(bench) == pytest.approx(HEADROOM * 0.5, rel=0.01)
+
+
+FITTED = {
+    "other replicas and enough cores": (2, 8.0, 4.0),
+    "other replicas and too few cores": (2, 4.5, HEADROOM),
+    "the same replicas": (1, 8.0, HEADROOM),
+}
+
+
+@pytest.mark.parametrize(("replicas", "cpus", "expected"), FITTED.values(), ids=FITTED.keys())
+def test_processes_at_new_sizes_begin_with_the_cores_of_the_file_if_these_fit(
+    replicas: int, cpus: float, expected: float
+) -> None:
+    bench = begun()
+    sizes = bench.job.sizes
+    assert sizes is not None
+    job = replace(bench.job, replica_cpus=HEADROOM, sizes=replace(sizes, num_replicas=replicas))
+    state, _ = allocate(
+        replace(bench.state, jobs={"first": job}, budget=replace(bench.state.budget, cpus=cpus))
+    )
+    assert state.jobs["first"].sizes == sizes
+    assert state.jobs["first"].replica_cpus == expected
 
 
 def test_cores_that_nothing_needs_go_to_a_job_that_waits_for_them() -> None:
