@@ -24,6 +24,7 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import mmap
 import re
 import weakref
 import zipfile
@@ -222,7 +223,11 @@ class ModelFile:
         self.path, self.manifest = path, manifest
         self._offsets = offsets
         weakref.finalize(self, copy.close)
-        self._rows = {t: self._mapped(rows_paths(t)) for t in manifest.inputs.features_of}
+        self._rows = {t: self.stored_rows(t) for t in manifest.inputs.features_of}
+        for _, values in self._rows.values():
+            if isinstance(values, np.memmap):  # an empty array is not mapped
+                # no read-ahead: neighbouring rows are unrelated
+                values._mmap.madvise(mmap.MADV_RANDOM)  # type: ignore[attr-defined] # no other way
 
     def read(self, name: str) -> bytes:
         """Return the bytes of a member."""
@@ -237,7 +242,7 @@ class ModelFile:
 
     def stored_rows(self, table: str) -> tuple[NDArray[np.int64], Array]:
         """Return the trained rows of a table, ascending, and their values, memory-mapped."""
-        return self._rows[table]
+        return self._mapped(rows_paths(table))
 
     def rows_of(self, table: str, rows: NDArray[np.int64]) -> Array:
         """Return (num_rows, dim) values of rows; untrained rows have their initial values."""

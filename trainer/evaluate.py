@@ -19,6 +19,7 @@ from trainer.checkpoint.load import (
     fingerprint_of,
     load_checkpoint,
     newest_checkpoint,
+    open_rows,
     verify_checkpoint,
 )
 from trainer.components import (
@@ -73,8 +74,9 @@ def evaluate_run(
     fingerprint = fingerprint_of(job, dataset)
     manifest = verify_checkpoint(checkpoint, fingerprint if segments is None else None)
     check_model(manifest.made_of, fingerprint, str(checkpoint / MANIFEST))
-    load_checkpoint(checkpoint, manifest, components, with_optimizer=False)
-    return evaluate_components(job, dataset, components)
+    load_checkpoint(checkpoint, manifest, components, with_optimizer=False, with_rows=False)
+    rows = open_rows(checkpoint, components.store.layouts)
+    return evaluate_components(job, dataset, components, rows=rows)
 
 
 def evaluate_components(

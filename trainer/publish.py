@@ -41,7 +41,7 @@ from schemas.model import (
 from schemas.run_log import RUN_FILE
 from schemas.run_manifest import local_run
 from schemas.storage import Location, local_copy, new_folder
-from trainer.checkpoint.format import RowsAndRecords, merge_newest, read_parts
+from trainer.checkpoint.format import RowPart, RowsAndRecords, merge_newest
 from trainer.export import (
     Source,
     export_run,
@@ -51,7 +51,7 @@ from trainer.export import (
     texts_of,
     write_rows,
 )
-from trainer.stores.api import ROWS_PER_CHUNK, Records
+from trainer.stores.api import Records, chunks_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -184,12 +184,12 @@ def _published(output: Path | Location, manifest: ChangesManifest) -> Published:
 def _write_changes(older: Source, newer: Source, table: str, output: Path) -> tuple[int, int]:
     """Write the changed and the dropped rows of a table; return their numbers."""
     schema = changed_schema(newer.job.train.embedding_dim, newer.spec.dtype)
+    paths = output / changed_path(table), output / dropped_path(table)
+    options: dict[str, Any] = {"compression": "zstd", "use_dictionary": False}  # few values recur
     num_changed, num_dropped = 0, 0
     with (
-        pq.ParquetWriter(output / changed_path(table), schema, compression="zstd") as changed_file,
-        pq.ParquetWriter(
-            output / dropped_path(table), dropped_schema(), compression="zstd"
-        ) as dropped_file,
+        pq.ParquetWriter(paths[0], schema, **options) as changed_file,
+        pq.ParquetWriter(paths[1], dropped_schema(), **options) as dropped_file,
     ):
         for rows, values, dropped in _changes(older, newer, table):
             num_changed, num_dropped = num_changed + len(rows), num_dropped + len(dropped)
@@ -207,15 +207,20 @@ def _changes(
     old_rows, new_rows = older.rows(table), newer.rows(table)
     parts = [set(s.manifest.parts.get(table, ())) for s in (older, newer)]
     folders = [newer.checkpoint.parent / part for part in sorted(parts[0] ^ parts[1])]
-    if not folders:
-        return
-    for rows, _ in read_parts(folders):
-        old, new = old_rows.fetch(rows).values, new_rows.fetch(rows).values
-        in_old, in_new = old_rows.holds(rows), new_rows.holds(rows)
+    for rows, _ in merge_newest([_rows_only(RowPart(folder)) for folder in folders]):
+        (in_old, old), (in_new, new) = old_rows.find(rows), new_rows.find(rows)
+        old, new = old.values, new.values
         bits = f"u{new.itemsize}"
         is_same = in_old & np.all(old.view(bits) == new.view(bits), axis=1)
         is_changed = in_new & ~is_same
         yield rows[is_changed], new[is_changed], rows[in_old & ~in_new]
+
+
+def _rows_only(part: RowPart) -> Iterator[RowsAndRecords]:
+    """Yield the rows of a part, ascending, in chunks, with records of no width."""
+    values, state = part.records.values[:, :0], part.records.state[:, :0]
+    for chunk in chunks_of(len(part.rows), part.records):
+        yield np.array(part.rows[chunk]), Records(values[chunk], state[chunk])
 
 
 def _merge_rows(
@@ -226,8 +231,7 @@ def _merge_rows(
 
     def old() -> Iterator[RowsAndRecords]:
         rows, values = stored
-        for start in range(0, len(rows), ROWS_PER_CHUNK):
-            part = slice(start, start + ROWS_PER_CHUNK)
+        for part in chunks_of(len(rows), _records(values)):
             keep = np.isin(rows[part], dropped, invert=True, assume_unique=True)
             yield rows[part][keep], _records(values[part][keep])
 

@@ -38,7 +38,7 @@ from trainer.checkpoint.snapshot import (
     SnapshotMemory,
 )
 from trainer.runtime import is_readable
-from trainer.stores.api import ROWS_PER_CHUNK, Records
+from trainer.stores.api import Records, chunks_of
 
 # ---- Write a snapshot as a checkpoint ----
 #
@@ -112,8 +112,8 @@ def _merges(checkpoints: Path, old_parts: tuple[str, ...], num_new: int) -> bool
 
 def _sorted_chunks(rows: NDArray[np.int64], records: Records) -> Iterator[RowsAndRecords]:
     order = np.argsort(rows)
-    for start in range(0, len(order), ROWS_PER_CHUNK):
-        yield select((rows, records), order[start : start + ROWS_PER_CHUNK])
+    for chunk in chunks_of(len(order), records):
+        yield select((rows, records), order[chunk])
 
 
 # ---- The agent process ----

@@ -15,7 +15,7 @@ from numpy.typing import DTypeLike, NDArray
 
 from schemas.arrays import Array
 from schemas.errors import SchemaError
-from trainer.stores.api import ROWS_PER_CHUNK, Records, TableLayout
+from trainer.stores.api import Records, TableLayout, chunks_of
 
 # ---- Named arrays as bytes, in the format of safetensors files, with checksums ----
 #
@@ -261,8 +261,7 @@ class RowPart:
 
     def chunks(self) -> Iterator[RowsAndRecords]:
         """Yield copies of all rows, ascending, in chunks."""
-        for start in range(0, len(self.rows), ROWS_PER_CHUNK):
-            part = slice(start, start + ROWS_PER_CHUNK)
+        for part in chunks_of(len(self.rows), self.records):
             values, state = self.records.values[part], self.records.state[part]
             yield np.array(self.rows[part]), Records(np.array(values), np.array(state))
 

@@ -18,7 +18,6 @@ from schemas.config.train import CacheConfig
 from schemas.dataset import Dataset
 from schemas.errors import SchemaError, suggest_name
 from schemas.layout import MANIFEST
-from schemas.rows import initial_rows
 from schemas.run_log import CHECKPOINTS
 from trainer.checkpoint.format import ArraySpec, RowPart, RowsAndRecords, from_bytes, read_parts
 from trainer.checkpoint.manifest import (
@@ -35,7 +34,14 @@ from trainer.components import Components, layouts_of, order_of
 from trainer.data.decode import spec_of
 from trainer.embedding.cache import CachedRows, arrays_of_cached, cached_of
 from trainer.run import first_difference
-from trainer.stores.api import Records, Store, TableLayout, WriteBack
+from trainer.stores.api import (
+    Records,
+    Store,
+    TableLayout,
+    WriteBack,
+    empty_records,
+    initial_records,
+)
 
 # ---- The dense state as named arrays ----
 #
@@ -206,23 +212,18 @@ class CheckpointTable:
 
     def fetch(self, rows: NDArray[np.int64]) -> Records:
         """Return copies of rows; a row that was never trained has its initial values."""
-        layout = self._layout
-        values = initial_rows(
-            rows, table=layout.table, seed=layout.seed, dim=layout.dim, dtype=layout.dtype
-        )
-        state = np.zeros((len(rows), layout.state_width), layout.dtype)
-        for part in reversed(self._parts):
-            is_in, positions = find_sorted(part.rows, rows)
-            values[is_in] = part.records.values[positions[is_in]]
-            state[is_in] = part.records.state[positions[is_in]]
-        return Records(values, state)
+        return self.find(rows)[1]
 
-    def holds(self, rows: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Return which rows were ever trained."""
-        holds = np.zeros(len(rows), bool)
+    def find(self, rows: NDArray[np.int64]) -> tuple[NDArray[np.bool_], Records]:
+        """Return which rows were ever trained, and copies of all; see `fetch`."""
+        records, is_trained = empty_records(self._layout, len(rows)), np.zeros(len(rows), bool)
         for part in self._parts:
-            holds |= find_sorted(part.rows, rows)[0]
-        return holds
+            missing = np.flatnonzero(~is_trained)
+            is_in, positions = find_sorted(part.rows, rows[missing])
+            records.put(missing[is_in], part.records.take(positions[is_in]))
+            is_trained[missing[is_in]] = True
+        records.put(~is_trained, initial_records(self._layout, rows[~is_trained]))
+        return is_trained, records
 
     def contents(self) -> Iterator[RowsAndRecords]:
         """Yield all rows, ascending, and their records, in chunks."""

@@ -22,6 +22,7 @@ from schemas.cache_plan import required_rows
 from schemas.config.train import CacheConfig
 from schemas.dataset import Dataset
 from schemas.errors import SchemaError
+from schemas.machine import machine_budget
 from schemas.oracle import NEVER
 from schemas.order import Order
 from trainer.checkpoint.format import ROW_FILES, ArraySpec
@@ -42,6 +43,8 @@ DATA_OFFSET = 64
 """Start of the snapshot; the state is before it."""
 WAIT_SEC = 60.0
 """Longest wait at the start of a run for the agent of an earlier process."""
+SHARED_MEMORY = Path("/dev/shm")
+"""File system whose files are memory."""
 _PAGE = 4096
 _NOT_MAPPED = "memory is mapped before it is used"
 
@@ -76,6 +79,9 @@ class SnapshotMemory:
                 break
             os.close(file)  # another process removed it as a leftover before it was locked
         self._file = file
+        if num_bytes > free_bytes(self.path.parent):
+            self.remove()
+            raise no_room(self.path.parent, DATA_OFFSET + num_bytes)
         try:
             self.reserve(num_bytes)
         except OSError as error:
@@ -188,9 +194,17 @@ def claim_memory(path: Path, *, wait_sec: float = WAIT_SEC) -> SnapshotMemory | 
 
 
 def free_bytes(directory: Path) -> int:
-    """Return the free bytes of the filesystem of a directory."""
+    """Return the free bytes of the filesystem of a directory.
+
+    In shared memory at most what the control groups let this process have: the kernel kills it when
+    it reserves more.
+    """
     stat = os.statvfs(directory)
-    return stat.f_bavail * stat.f_frsize
+    free = stat.f_bavail * stat.f_frsize
+    if directory.is_relative_to(SHARED_MEMORY):
+        resident_pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
+        free = min(free, max(0, machine_budget().memory - resident_pages * _PAGE))
+    return free
 
 
 def no_room(directory: Path, num_bytes: int, reason: str = "") -> SchemaError:

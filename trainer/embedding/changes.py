@@ -11,11 +11,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from schemas.arrays import Array
-from trainer.stores.api import ROWS_PER_CHUNK, GatheredRows, Records, TableLayout, enlarge
+from trainer.stores.api import GatheredRows, Records, TableLayout, chunks_of, enlarge
 from trainer.stores.local import Arena, ArrayTable, SpillArena, in_memory
 
 _CLEAN = -1
-MEMORY_BYTES = 64 << 20
+MEMORY_BYTES = 16 << 20
 """Bytes of copies of evicted rows in memory; more are in mapped files."""
 RowsAndArrays = tuple[NDArray[np.int64], Records]
 """Row ids at some positions, and the arrays of all positions."""
@@ -165,8 +165,7 @@ class EvictedDirtyRows:
         rows, view = self.since(train_step, np.empty(0, np.int64))
         last_use = self._last_use[view.positions]
         self._clear()
-        for start in range(0, len(rows), ROWS_PER_CHUNK):
-            chunk = slice(start, start + ROWS_PER_CHUNK)
+        for chunk in chunks_of(len(rows), view.records):
             self.put(rows[chunk], view.take(chunk), last_use[chunk])
 
     def _view(self, positions: NDArray[np.integer]) -> tuple[NDArray[np.int64], GatheredRows]:

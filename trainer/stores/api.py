@@ -18,8 +18,8 @@ from schemas.arrays import Array
 from schemas.errors import SchemaError
 from schemas.rows import initial_rows
 
-ROWS_PER_CHUNK = 1 << 14
-"""Rows of one chunk of `Store.contents`."""
+_CHUNK_BYTES, _CHUNK_ROWS = 4 << 20, 1 << 14
+"""Bytes and rows of one chunk of `Store.contents`, at most."""
 REFUSED, SLOT_MAP_CHANGED, BUSY, BEHIND = "refused", "map", "busy", "behind"
 """Error codes of store processes; `remote/connection.py` maps them to exceptions."""
 
@@ -94,6 +94,19 @@ class Records:
             for array in (self.values, self.state)
         )
         return Records(values, state)
+
+
+def chunks_of(num_rows: int, records: Records) -> Iterator[slice]:
+    """Yield slices that cover rows in order, each of at most 4 MiB and 16,384 rows.
+
+    Args:
+        num_rows: to cover.
+        records: as wide as those of the rows.
+    """
+    width = records.values.shape[1] + records.state.shape[1]
+    size = max(1, min(_CHUNK_ROWS, _CHUNK_BYTES // max(1, width * records.values.itemsize)))
+    for start in range(0, num_rows, size):
+        yield slice(start, min(start + size, num_rows))
 
 
 def enlarge(array: Array, size: int, fill: int | None = None) -> Array:

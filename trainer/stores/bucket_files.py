@@ -102,11 +102,12 @@ class BucketFiles:
         self.dtype = np.dtype(dtype)
         self._directory = directory
         self._entry_bytes = 20 + width * self.dtype.itemsize
-        self._chunk_entries = max(1, chunk_bytes // self._entry_bytes)
+        self.chunk_entries = max(1, chunk_bytes // self._entry_bytes)
+        """Maximum entries of one read or write."""
         self._chunks: dict[str, list[_Chunk]] = {}
         self._write_buffer = memoryview(b"")
 
-    def append(self, name: str, parts: Sequence[Entries]) -> None:
+    def append(self, name: str, parts: Iterable[Entries]) -> None:
         """Append entries in sequential writes.
 
         Raises:
@@ -117,7 +118,7 @@ class BucketFiles:
         added: list[_Chunk] = []
         file = _open_direct(path, os.O_WRONLY | os.O_CREAT)
         try:
-            for group in _groups(parts, self._chunk_entries):
+            for group in _groups(parts, self.chunk_entries):
                 count = sum(map(len, group))
                 buffer = self._reserve_write_buffer(count)
                 _fill(self._columns(buffer, count), group)
@@ -174,7 +175,7 @@ class BucketFiles:
 
     def _reserve_write_buffer(self, count: int) -> memoryview:
         if not self._write_buffer:
-            self._write_buffer = self._allocate(self._chunk_entries)
+            self._write_buffer = self._allocate(self.chunk_entries)
         return self._write_buffer[: self._stored_bytes(count)]
 
     def _stored_bytes(self, count: int) -> int:
@@ -195,7 +196,7 @@ class BucketFiles:
         return Entries(column(np.int32, 1), rows, next_use, block)
 
 
-def _groups(parts: Sequence[Entries], max_rows: int) -> Iterator[list[Entries]]:
+def _groups(parts: Iterable[Entries], max_rows: int) -> Iterator[list[Entries]]:
     """Split entries, in order, into groups of at most `max_rows` rows."""
     group: list[Entries] = []
     room = max_rows
@@ -310,7 +311,8 @@ class SortedRuns:
     def table(self, number: int) -> Iterator[SortedChunk]:
         """Yield the rows of a table, ascending, and their records; call after the last `add`."""
         if not self._in_memory:
-            self._in_memory = self._sort_by_table()
+            entries, orders = self._sort_by_table()
+            self._in_memory = [entries.take(order) for order in orders]
         rest = self._in_memory[number]
         streams = [self._read_run(run, number) for run in range(len(self._first_chunks))]
         if len(rest):
@@ -324,18 +326,21 @@ class SortedRuns:
         self._first_chunks, self._in_memory = [], []
         self._unsorted, self._unsorted_bytes = [], 0
 
-    def _sort_by_table(self) -> list[Entries]:
+    def _sort_by_table(self) -> tuple[Entries, list[NDArray[np.int64]]]:
+        """Return the unsorted entries, and the positions of each table's rows, ascending."""
         entries = concatenate_entries(self._unsorted, self._files.width, self._files.dtype)
         self._unsorted, self._unsorted_bytes = [], 0
-        entries = entries.take(np.lexsort((entries.rows, entries.tables)))
-        cuts = np.searchsorted(entries.tables, np.arange(self._num_tables + 1)).tolist()
-        return [entries.take(slice(a, b)) for a, b in pairwise(cuts)]
+        order = np.lexsort((entries.rows, entries.tables))
+        cuts = np.searchsorted(entries.tables[order], np.arange(self._num_tables + 1)).tolist()
+        return entries, [order[a:b] for a, b in pairwise(cuts)]
 
     def _write_run(self) -> None:
-        name = _run_name(len(self._first_chunks))
+        name, size = _run_name(len(self._first_chunks)), self._files.chunk_entries
         first_chunks = [0]
-        for entries in self._sort_by_table():
-            self._files.append(name, [entries])
+        entries, orders = self._sort_by_table()
+        for order in orders:
+            chunks = (entries.take(order[i : i + size]) for i in range(0, len(order), size))
+            self._files.append(name, chunks)
             first_chunks.append(self._files.num_chunks(name))
         self._first_chunks.append(first_chunks)
 

@@ -143,10 +143,10 @@ class FutureLog:
         for step in [step for step in self._fetched if step <= train_step]:
             del self._fetched[step]
         self._drop_runs()
-        copies = {t: back for t, back in leaving.items() if back.next_use is None}
         self._files.remove(_RESIDENT)
+        copies = [{t: back} for t, back in leaving.items() if back.next_use is None]
         if copies:
-            self._files.append(_RESIDENT, [self._entries(copies)])
+            self._files.append(_RESIDENT, map(self._entries, copies))
         self._put(self._entries({t: b for t, b in leaving.items() if b.next_use is not None}))
         self._flush_buffers()
 

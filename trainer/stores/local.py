@@ -16,11 +16,11 @@ from schemas.arrays import Array
 from schemas.errors import SchemaError
 from schemas.hashing import splitmix64
 from trainer.stores.api import (
-    ROWS_PER_CHUNK,
     GatheredRows,
     Records,
     TableLayout,
     WriteBack,
+    chunks_of,
     doubled,
     empty_records,
     enlarge,
@@ -149,9 +149,8 @@ class ArrayTable:
     def contents(self) -> Iterator[tuple[NDArray[np.int64], Records]]:
         """Yield all rows ever written, ascending, and copies of their records, in chunks."""
         order = np.argsort(self._map.rows)
-        for start in range(0, len(order), ROWS_PER_CHUNK):
-            positions = order[start : start + ROWS_PER_CHUNK]
-            yield self._map.rows[positions], self._records.take(positions)
+        for chunk in chunks_of(len(order), self._records):
+            yield self._map.rows[order[chunk]], self._records.take(order[chunk])
 
     def _find_or_add(
         self, rows: NDArray[np.int64]
@@ -208,9 +207,8 @@ class MappedTable(ArrayTable):
     def _entries(self) -> Iterator[Entries]:
         """Yield all rows in order of first write."""
         all_rows, layout = self._map.rows, self.layout
-        for start in range(0, len(all_rows), ROWS_PER_CHUNK):
-            rows = all_rows[start : start + ROWS_PER_CHUNK]
-            chunk = slice(start, start + len(rows))
+        for chunk in chunks_of(len(all_rows), self._records):
+            rows = all_rows[chunk]
             values = self._files.read("values", chunk, layout.dim)
             state = self._files.read("state", chunk, layout.state_width)
             block = np.concatenate([values, state], axis=1)
