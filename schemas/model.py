@@ -31,6 +31,7 @@ import zipfile
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -402,9 +403,10 @@ def changed_batch(rows: NDArray[np.int64], values: Array, schema: pa.Schema) -> 
 
 
 def read_changed(path: Path) -> Iterator[tuple[NDArray[np.int64], Array]]:
-    """Yield changed rows, ascending, and their vectors, (num_rows, dim)."""
+    """Yield changed rows, ascending, and their vectors, (num_rows, dim), by row group."""
     with pq.ParquetFile(path) as file:
-        for batch in file.iter_batches():
+        groups = map(file.read_row_group, range(file.num_row_groups))
+        for batch in chain.from_iterable(group.to_batches() for group in groups):
             vectors = batch[VECTOR]
             flat = numpy_of(vectors.flatten())
             yield numpy_of(batch[ROW]), flat.reshape(batch.num_rows, vectors.type.list_size)

@@ -158,33 +158,28 @@ def test_commands_need_a_quarter_of_the_tables(tmp_path: Path) -> None:
     assert num_rows(one) * 4 * (DIM + 1) > 0.9 * TABLE_BYTES
     evaluation = run_limited("trainer", "evaluate", jobs[0], *common, "--run", one)
     assert [evaluation[n] for n in ("ne", "auc")] == [summary[n] for n in ("ne", "auc")]
-    exported = run_limited("trainer", "export", one, "--output", model)
-    assert sum(exported["num_rows"].values()) == num_rows(one)
-    scored = run_limited(
-        "pipelines",
-        "score",
-        model,
-        *common,
-        "--output",
-        tmp_path / "scores",
-        "--split",
-        "evaluation",
-    )
-    assert scored["num_samples"] > DAYS[first] / 30
-    model.unlink()
     shutil.rmtree(one / "store")
 
     retrain = [*train, "--output", two, "--steps", 70]
     started = run_limited("trainer", "train", jobs[1], *retrain, "--start-from", one)
-    assert sum(table["kept"] for table in started["start"]["tables"].values()) == num_rows(one)
+    kept = sum(table["kept"] for table in started["start"]["tables"].values())
+    assert kept == num_rows(one)
     shutil.rmtree(one)
     resumed = run_limited("trainer", "train", jobs[1], *train, "--output", two, "--resume")
     assert resumed["num_steps"] > 70
     (tmp_path / "ids").write_text("1\n2\n77\n")
     erased = run_limited("trainer", "erase", two, "--ids", tmp_path / "ids", "--table", "t1")
     assert sum(erased["checkpoints"].values()) >= 6
+
     since = int(complete_checkpoints(two / CHECKPOINTS)[0].name)
-    published = run_limited(
-        "trainer", "publish", two, "--since", since, "--output", tmp_path / "changes"
-    )
+    old = run_limited("trainer", "export", two, "--checkpoint", since, "--output", model)
+    assert sum(old["num_rows"].values()) >= kept - 3
+    scores = ["--output", tmp_path / "scores", "--split", "evaluation"]
+    assert run_limited("pipelines", "score", model, *common, *scores)["num_samples"] > 300
+    changes = tmp_path / "changes"
+    published = run_limited("trainer", "publish", two, "--since", since, "--output", changes)
     assert published["train_step"] == resumed["num_steps"]
+    applied = run_limited(
+        "trainer", "apply", model, "--changes", changes, "--output", tmp_path / "new"
+    )
+    assert applied["num_changed"] == published["num_changed"]
