@@ -74,7 +74,11 @@ def remaining_work(
     return RemainingWork(
         snapshot=snapshot,
         config=config,
-        models=replace(models, num_segments=max(1, job.remaining_segments)),
+        models=replace(
+            models,
+            num_segments=max(1, job.remaining_segments),
+            is_training=job.num_trained > 0,
+        ),
         largest_job=runner.largest,
     )
 

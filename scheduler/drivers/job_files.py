@@ -280,7 +280,7 @@ def segment_command(
     Args:
         paths: of the job.
         number: of the segment.
-        workers: of Beam's local runner.
+        workers: of a build on this machine.
         runner_options: options of another Beam runner; empty for the local one.
     """
     command = module_command("pipelines")
@@ -297,9 +297,8 @@ def segment_command(
 
 
 def local_runner_options(workers: int) -> list[str]:
-    """Return the options of Beam's local runner."""
-    count = f"--direct_num_workers={workers}"
-    return [count, "--direct_running_mode=multi_processing"] if workers > 1 else [count]
+    """Return the options of a build on this machine, which chooses threads or processes."""
+    return [f"--direct_num_workers={workers}"]
 
 
 def coordinator_command(

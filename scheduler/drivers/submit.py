@@ -38,6 +38,8 @@ SAMPLED_FILES, SAMPLED_BYTES = 3, 1 << 20
 CODECS = {".gz": "gzip", ".zst": "zstd"}
 SEGMENTS = "segments.json"
 """File in the scheduler's folder of a job with the files of each segment."""
+PART_BYTES = 28 << 20
+"""Bytes of input for each part of a segment that `pipelines` makes; one worker writes a part."""
 _READS = 16
 """Footers of Parquet files that are read at once."""
 
@@ -84,9 +86,11 @@ def submit(
         generate = replace(job.data.generate or GenerateConfig(), num_samples=num_samples)
         job = replace(job, data=replace(job.data, generate=generate))
     history = output / HISTORY
+    facts = facts_of_job(job, features)
+    parts = sum(-(-sum(entry.num_bytes for entry in files) // PART_BYTES) for files in segments)
     snapshot = Snapshot(
         job=job,
-        facts=facts_of_job(job, features),
+        facts=replace(facts, part_rows=facts.num_samples / max(1, parts)),
         history=read_history(history) if history.is_dir() else History(),
     )
     sizes = None

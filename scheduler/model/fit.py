@@ -8,16 +8,18 @@ are known ahead from the oracle). A step takes
       + u U / c                                 update of the rows, done by every replica
       + k1 (r - 1) + k2 log2 r                  synchronisation: one message each, tree rounds
       + e1 F / (s d) + e2 B / s + e3 B r / s    embedding: look-up, transfer, contention at a store
-      + b                                       fixed
+      + b / min(c, 1)                           fixed
 
 where the terms of e vanish if s = 0. Training is synchronous with a fixed global batch, so more
-replicas share the same work. A segment job of S rows, with w workers of c cores and j such jobs at
-once, takes
+replicas share the same work. Where a batch cannot be divided evenly, n is r times the largest
+share. Fixed work is that of one thread. A segment job of S rows, with w workers
+of c cores and j such jobs at once, takes
 
-    t = t0 + p1 S / min(c, 1) + p2 S / (w min(c, 1)) + p3 S (j - 1)
+    t = (t0 + p1 S) / min(w' c, 1) + p2 S / (w' min(c, 1)) + p3 S (j - 1),  w' = w^0.85
 
 for start-up, serial work, work that workers divide (each computes in one thread), and contention
-between jobs. All coefficients are at least 0.
+between jobs. Start-up and serial work are one thread's, which may use the cores of all workers;
+several workers lose some of their time to each other. All coefficients are at least 0.
 
 Source: compute, update, synchronisation and embedding are the terms of DLRover-RM (2024, the
 section on resource-performance modelling), there for asynchronous parameter servers; r - 1 is
@@ -67,6 +69,9 @@ TRAINING_TERMS = (
 """Names of a1, a2, u, k1, k2, e1, e2, e3 and b."""
 SEGMENT_TERMS = ("startup", "serial", "parallel", "sharing")
 """Names of t0, p1, p2 and p3."""
+WORKERS_EXPONENT = 0.85
+"""w' is w to this power: builds with the same cores in all took 2 to 24 % longer with two workers
+than with one (benchmarks/pools.md)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,7 +134,7 @@ class TrainingSetting(Setting):
     store_cpus: ArrayLike = 1.0
     """d, cores of one store."""
     batch_samples: ArrayLike = 1.0
-    """n, samples of the global batch."""
+    """n, samples of the global batch, as if all replicas had the largest share."""
 
     def rounded(self, columns: Floats) -> Floats:
         """Return columns with loads rounded; loads of stores are 0 without stores."""
@@ -142,16 +147,17 @@ class TrainingSetting(Setting):
         rows, fetched, moved, r, s, c, d, n = self.columns().T
         has_stores = s > 0
         per_store = has_stores / np.where(has_stores, s, 1.0)
+        one_thread = np.minimum(c, 1.0)
         terms = (
             n / (r * c),
-            n / (r * np.minimum(c, 1.0)),
+            n / (r * one_thread),
             rows / c,
             r - 1.0,
             np.log2(r),
             fetched * per_store / d,
             moved * per_store,
             moved * r * per_store,
-            np.ones_like(r),
+            1.0 / one_thread,
         )
         return np.stack(terms, axis=1)
 
@@ -174,8 +180,11 @@ class SegmentSetting(Setting):
     def design(self) -> Floats:
         """Return (n, 4): each term of a segment job without its coefficient."""
         rows, w, c, j = self.columns().T
-        work = rows / np.minimum(c, 1.0)
-        return np.stack((np.ones_like(w), work, work / w, rows * (j - 1.0)), axis=1)
+        w = w**WORKERS_EXPONENT
+        one_thread = np.minimum(w * c, 1.0)
+        divided = rows / (w * np.minimum(c, 1.0))
+        terms = (1.0 / one_thread, rows / one_thread, divided, rows * (j - 1.0))
+        return np.stack(terms, axis=1)
 
 
 # Measurements.

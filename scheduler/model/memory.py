@@ -21,11 +21,10 @@ TRAINER_BASE_BYTES = 930 * _MIB
 the terms below explain 91; the imports alone take 693 (torch 2.13, 2 threads, 2026-11-21)."""
 STORE_BASE_BYTES = 70 * _MIB
 """Measured: 64 MiB resident after `import pyarrow.flight`, the same day."""
-WORKER_BASE_BYTES = 250 * _MIB
-"""Measured: `pipelines build schemas/demo/job.yaml` with the local runner peaked at 400 MiB for
-20,000 samples and at 1,020 MiB for 100,000 (the same day); this is the intercept of both."""
-WORKER_COPIES = 6.1
-"""Copies of its rows in a worker (read, shuffled, sorted, written): the slope of both."""
+WORKER_BASE_BYTES, WORKER_COPIES = 350 * _MIB, 1.2
+"""Bytes of a worker without rows, and copies of its rows: with them, no build of the grid
+(benchmarks/pools.md) needs more. Builds of 100,000 to a million demo samples by one worker peaked
+at 0.4 to 1.0 GB, half a copy of the rows."""
 HEADROOM = 1.2
 """Assumed: allocators and peaks take a fifth more than the arrays themselves."""
 ROW_NUMBER_BYTES = 8
@@ -107,13 +106,18 @@ def dense_parameters(facts: DataFacts, train: TrainConfig) -> int:
     )
 
 
+def encoder_multiplications(train: TrainConfig) -> float:
+    """Return the multiplications of an attention model's encoder for one full history."""
+    if train.model.name != "attention":
+        return 0.0
+    dim = train.embedding_dim  # projections, scores and sums of each entry
+    return float(train.model.max_history * (4 * dim * dim + 2 * dim))
+
+
 def dense_multiplications(facts: DataFacts, train: TrainConfig) -> float:
     """Return the multiplications of one sample's forward pass, interactions included."""
     features = facts.num_sparse + 1
-    encoder = 0
-    if train.model.name == "attention":  # projections, scores and sums of each entry
-        dim = train.embedding_dim
-        encoder = train.model.max_history * (4 * dim * dim + 2 * dim)
+    encoder = encoder_multiplications(train)
     layers = sum(a * b for stack in layer_widths(facts, train) for a, b in pairwise(stack))
     crossed = cross_parameters(facts, train)
     return float(layers + features * features * train.embedding_dim + encoder + crossed)

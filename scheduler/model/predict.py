@@ -7,9 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from scheduler.model.fit import (
     ASSUMED_SPREAD,
+    WORKERS_EXPONENT,
     Fit,
     Floats,
     SegmentSetting,
@@ -24,6 +26,7 @@ from scheduler.model.history import BuildRecord, PastJob, RunRecord
 from scheduler.model.memory import (
     TRAINER_BASE_BYTES,
     dense_multiplications,
+    encoder_multiplications,
     trainer_memory,
     value_bytes,
 )
@@ -33,29 +36,31 @@ from schemas.config.train import TrainConfig
 
 # Defaults, used before anything was measured. A plan that is based on them is not confident.
 
-FLOP_PER_CORE_SEC = 5e9
-"""Assumed: small matrix products reach a fraction of a core's peak."""
-SEC_PER_LOOKUP = 1e-7
-"""Assumed: reading or updating one row costs about one cache miss."""
-PARALLEL_SHARE = 0.9
-"""Assumed: share of a replica's computation that its threads divide."""
-EXCHANGE_SHARE, TREE_SHARE = 0.011, 0.077
-"""k1 and k2 over a1 + a2, from published measurements: 78 configurations of the retrieval model
-`dssm` over parameter servers and workers (DL2, Peng et al. 2021), fitted by `benchmarks.model`:
-0.541, 0.006 and 0.042 s for 1 to 23 workers."""
-FIXED_SHARE = 0.05
-"""b over a1 + a2, assumed: that testbed shows none, but every step has a fixed cost."""
-STORE_BYTES_PER_SEC = 2e8
-"""Assumed: gathered rows that one store sends over Arrow Flight."""
-MEETING_SHARE = 0.1
-"""Assumed: contention of a further replica at a store, as a share of a transfer."""
-ROWS_PER_WORKER_SEC = 1.8e4
-"""Measured: 18,586 rows/s of `pipelines build schemas/demo/job.yaml` on 100,000 samples with the
-local runner on one of two busy cores (2026-11-21); other jobs have other columns and SQL."""
-STARTUP_SEC = 4.0
-"""Measured: 3.7 and 4.7 s in two builds of that day."""
-SERIAL_SHARE = 0.05
-"""Assumed: listing, manifest and commit of a segment."""
+# All measured on one machine by `benchmarks.pools`, and fitted by `benchmarks.pools_fit`
+# (benchmarks/pools.md: date, machine, errors), unless they say that they are assumed.
+
+MULTIPLICATION_SEC, HISTORY_SEC = 6.8e-11, 2.95e-8
+"""Core seconds of a step for each sample, divided by threads: of a multiplication of dense layers
+and interactions, and, in an attention model, of a value of an entry of the history."""
+SERIAL_SEC, SERIAL_FEATURE_SEC = 2.6e-6, 2.7e-7
+"""Core seconds of a sample in one thread, and more for each sparse feature."""
+STEP_SEC = 0.0038
+"""Core seconds of a step of no samples."""
+MESSAGE_SEC, EXCHANGE_SEC = 0.0069, 1.3e-7
+"""Seconds of exchanging sums with another replica, and more for each sample of the batch and sparse
+feature."""
+STORE_SEC = 9.6e-8
+"""Core seconds of stores for each sample of the batch and sparse feature."""
+SMALL_SHARE = 0.01
+"""Assumed: terms that the grid does not show, which a job may: updates by every replica, rounds of
+a tree, transfers and contention at stores; as shares of the step, the exchange and the stores."""
+BUILD_SEC, BUILD_FEATURE_SEC = 1.26, 0.0254
+"""Core seconds of a build of no rows, and more for each feature."""
+ROW_SEC, ROW_FEATURE_SEC = 1.78e-6, 1.06e-7
+"""Core seconds of a row that workers divide, and for each feature those in one thread."""
+TRAINER_START_SEC = 5.0
+"""Core seconds of a trainer besides its steps, most of them imports: from its start to the first
+step, and from the last one to its end (the first five runs of `benchmarks.scheduled_runs`)."""
 SHARING_SHARE = 0.01
 """Assumed: contention of a further segment job, as a share of a worker's time."""
 
@@ -74,34 +79,36 @@ def moved_bytes(facts: DataFacts, train: TrainConfig) -> float:
 def default_training(facts: DataFacts, train: TrainConfig) -> tuple[float, ...]:
     """Return the default coefficients of a step.
 
-    A sample takes 6 m / FLOP_PER_CORE_SEC + l SEC_PER_LOOKUP, with m multiplications of the dense
-    layers (two operations each, in three passes) and l lookups.
+    Rows are upper bounds before the first build, so what was measured by row is kept by sample.
     """
-    flop = 6.0 * dense_multiplications(facts, train)
-    per_sample = flop / FLOP_PER_CORE_SEC + facts.lookups_per_sample * SEC_PER_LOOKUP
-    step = train.batch_samples * per_sample
-    per_byte = 1.0 / STORE_BYTES_PER_SEC
+    dense = dense_multiplications(facts, train) - encoder_multiplications(train)
+    per_sample = dense * MULTIPLICATION_SEC
+    if train.model.name == "attention":
+        per_sample += train.model.max_history * train.embedding_dim * HISTORY_SEC
+    lookups = train.batch_samples * facts.num_sparse
+    exchange = MESSAGE_SEC + lookups * EXCHANGE_SEC
+    moved = SMALL_SHARE * lookups * STORE_SEC / moved_bytes(facts, train)
     return (
-        PARALLEL_SHARE * per_sample,
-        (1.0 - PARALLEL_SHARE) * per_sample,
-        SEC_PER_LOOKUP,
-        EXCHANGE_SHARE * step,
-        TREE_SHARE * step,
-        SEC_PER_LOOKUP,
-        per_byte,
-        MEETING_SHARE * per_byte,
-        FIXED_SHARE * step,
+        per_sample,
+        SERIAL_SEC + facts.num_sparse * SERIAL_FEATURE_SEC,
+        SMALL_SHARE * train.batch_samples * per_sample / facts.rows_per_step,
+        exchange,
+        SMALL_SHARE * exchange,
+        lookups * STORE_SEC / fetched_rows(facts),
+        moved,
+        SMALL_SHARE * moved,
+        STEP_SEC,
     )
 
 
-def default_segments() -> tuple[float, ...]:
+def default_segments(facts: DataFacts) -> tuple[float, ...]:
     """Return the default coefficients of a segment job."""
-    per_row = 1.0 / ROWS_PER_WORKER_SEC
+    features = facts.num_sparse + facts.num_dense
     return (
-        STARTUP_SEC,
-        SERIAL_SHARE * per_row,
-        (1.0 - SERIAL_SHARE) * per_row,
-        SHARING_SHARE * per_row,
+        BUILD_SEC + features * BUILD_FEATURE_SEC,
+        features * ROW_FEATURE_SEC,
+        ROW_SEC,
+        SHARING_SHARE * ROW_SEC,
     )
 
 
@@ -176,7 +183,7 @@ def warm_start(snapshot: Snapshot, past: Sequence[PastJob]) -> WarmStart:
     order = np.argsort(-weights, kind="stable")
     return WarmStart(
         training=_scaled(training, [job.training for job in past], weights),
-        segments=_scaled(default_segments(), segments, weights[built]),
+        segments=_scaled(default_segments(snapshot.facts), segments, weights[built]),
         spread=_spread(steps, weights),
         similar_jobs=tuple(
             (past[i].name, float(weights[i])) for i in order if weights[i] >= MIN_WEIGHT
@@ -203,6 +210,7 @@ def summarize_job(snapshot: Snapshot, training: Fit, segments: Fit) -> PastJob:
     if not training.num_cells:
         raise ValueError("job has no measured step; run it")
     assumed = default_training(snapshot.facts, snapshot.job.train)
+    built = default_segments(snapshot.facts)
     measured = TrainingSetting.of_columns(np.array([training.lowest, training.highest]))
     ratios = training.seconds(measured) / Fit(coefficients=assumed).seconds(measured)
     return PastJob(
@@ -210,7 +218,7 @@ def summarize_job(snapshot: Snapshot, training: Fit, segments: Fit) -> PastJob:
         model=snapshot.job.train.model.name,
         features=features_of(snapshot),
         training=_ratios(training.coefficients, assumed),
-        segments=_ratios(segments.coefficients, default_segments()) if segments.num_cells else (),
+        segments=_ratios(segments.coefficients, built) if segments.num_cells else (),
         step_ratio=float(np.exp(np.log(ratios).mean())),
     )
 
@@ -258,6 +266,8 @@ class Models:
     """Past jobs behind the warm start, with their weights."""
     num_parts: float
     """Parts of a segment, each written by one worker, so that more workers idle; inf if unknown."""
+    is_training: bool = False
+    """Whether the first step was trained, so that no start is to come."""
 
 
 EMPTY_WINDOW = Window()
@@ -280,7 +290,8 @@ def fit_models(
     facts, train, history = snapshot.facts, snapshot.job.train, snapshot.history
     cpus = float(train.num_threads or config.training.replica.cpus)
     runs = _comparable_runs(history.runs)
-    past = _observe_runs(runs, cpus, facts.rows_per_step / train.batch_samples)
+    rows_per_sample = facts.rows_per_step / train.batch_samples
+    past = _observe_runs(runs, cpus, rows_per_sample, snapshot.job.data.block_samples)
     held = trainer_memory(facts, train, 1, 0, base_bytes=0).total_bytes
     peak = max((run.summary.peak_rss_bytes for run in runs if run.metrics[1:]), default=0)
     segments = num_segments(facts.num_samples, train.batch_samples)
@@ -307,16 +318,19 @@ def _comparable_runs(runs: Sequence[RunRecord]) -> list[RunRecord]:
     return plain or [run for run in deduplicated if run.summary.embedding == "cached"]
 
 
-def _observe_runs(runs: Sequence[RunRecord], cpus: float, rows_per_sample: float) -> Window:
+def _observe_runs(
+    runs: Sequence[RunRecord], cpus: float, rows_per_sample: float, block_samples: int
+) -> Window:
     """Return the steps of finished runs except the first of each, as measured at time 0."""
     steps = [m for run in runs for m in run.metrics[1:] if m.samples_per_sec > 0]
     if not steps:
         return EMPTY_WINDOW
     samples = np.array([m.num_samples for m in steps], np.float64)
+    replicas = np.array([m.num_replicas for m in steps])
     setting = TrainingSetting(
-        num_replicas=[m.num_replicas for m in steps],
+        num_replicas=replicas,
         replica_cpus=cpus,
-        batch_samples=samples,
+        batch_samples=replicas * largest_share(samples, block_samples, replicas, cpus),
         unique_rows=rows_per_sample * samples,
     )
     return observe(EMPTY_WINDOW, setting, samples / [m.samples_per_sec for m in steps], 0.0)
@@ -361,17 +375,59 @@ def training_setting(
         num_stores=grid.num_stores,
         replica_cpus=pool.replica.cpus,
         store_cpus=pool.store.cpus,
-        batch_samples=train.batch_samples,
+        batch_samples=grid.num_replicas
+        * largest_share(
+            train.batch_samples,
+            snapshot.job.data.block_samples,
+            grid.num_replicas,
+            pool.replica.cpus,
+        ),
     )
+
+
+def largest_share(
+    batch_samples: ArrayLike, block_samples: int, num_replicas: ArrayLike, cpus: float
+) -> Floats:
+    """Return the samples that the replica with the most of them computes, as all threads did.
+
+    A block is computed by one thread, so a batch is divided among replicas, and a replica's share
+    among its threads, by whole blocks.
+
+    Example:
+        >>> largest_share(4096, 1024, np.array([1, 2, 3, 4, 8]), 1.0).tolist()
+        [4096.0, 2048.0, 2048.0, 1024.0, 1024.0]
+        >>> float(largest_share(3072, 1024, 1, 2.0))
+        4096.0
+    """
+    threads = max(1, int(cpus))
+    blocks = np.ceil(np.ceil(np.asarray(batch_samples) / block_samples) / num_replicas)
+    return block_samples * threads * np.ceil(blocks / threads)
+
+
+def training_start_sec(models: Models, config: ScheduleConfig, grid: Grid) -> Floats:
+    """Return the seconds from the first segment to the first step; 0 if training goes on.
+
+    Replicas of a group start after their coordinator, which has no share of the cores.
+    """
+    if models.is_training:
+        return np.zeros(len(grid))
+    each = TRAINER_START_SEC / min(config.training.replica.cpus, 1.0)
+    return np.where(grid.num_replicas > 1, TRAINER_START_SEC + each, each)
 
 
 def segment_setting(
     models: Models, snapshot: Snapshot, config: ScheduleConfig, grid: Grid
 ) -> SegmentSetting:
-    """Return the settings of segment jobs of the candidates, without workers that have no part."""
+    """Return the settings of segment jobs of the candidates.
+
+    Workers that have no part leave their cores to the others of their job.
+    """
+    workers = np.minimum(grid.workers_per_job, models.num_parts)
+    left = (grid.workers_per_job / workers) ** WORKERS_EXPONENT
+    cpus = config.preprocessing.worker.cpus
     return SegmentSetting(
         rows=snapshot.facts.num_samples / models.num_segments,
-        workers=np.minimum(grid.workers_per_job, models.num_parts),
-        worker_cpus=config.preprocessing.worker.cpus,
+        workers=workers,
+        worker_cpus=np.minimum(cpus * left, max(cpus, 1.0)),
         segment_jobs=grid.segment_jobs,
     )

@@ -19,13 +19,15 @@ from scheduler.model.grid import (
     training_resources,
     training_sizes,
 )
-from scheduler.model.predict import Models, segment_setting, training_setting
+from scheduler.model.predict import Models, segment_setting, training_setting, training_start_sec
 from scheduler.model.snapshot import Snapshot
 from schemas.config.schedule import ScheduleConfig
 
 EXACT_POINTS = 1_000_000
 """Largest grid that is enumerated; a larger one is searched."""
 SEC_PER_HOUR = 3600.0
+NOTICE_SEC = 0.5
+"""From the end of a segment job to what follows it: processes are polled every half a second."""
 
 
 def find_candidates(
@@ -129,11 +131,12 @@ def build_timeline(
     segment_jobs: ArrayLike,
     train_segment_sec: ArrayLike,
     epochs: int,
+    start_sec: ArrayLike = 0.0,
 ) -> Timeline:
     """Return when K equal segments are built and trained.
 
     Segments are committed in W = ceil(K / j) waves, and the first epoch trains each as it is
-    committed. It ends at t + K u if training waits only for the first wave, and at
+    committed. It ends at t + a + K u if training waits only for the first wave, and at
     W t + (K - (W - 1) j) u if it waits for the last one, whichever is later.
 
     Args:
@@ -142,6 +145,7 @@ def build_timeline(
         segment_jobs: (...) j, at least 1.
         train_segment_sec: (...) u.
         epochs: passes over the data; only the first waits for segments.
+        start_sec: (...) a, from the first segment to the first step.
     """
     jobs = np.asarray(segment_jobs, float)
     waves = np.ceil(num_segments / jobs)
@@ -149,9 +153,10 @@ def build_timeline(
     unit = np.asarray(train_segment_sec, float)
     work = num_segments * unit
     last_wave = (num_segments - (waves - 1.0) * jobs) * unit
-    followed = np.maximum(segment + work, built + last_wave)
+    alone = segment + np.asarray(start_sec, float) + work
+    followed = np.maximum(alone, built + last_wave)
     return Timeline(
-        built, segment, followed + (epochs - 1) * work, np.maximum(followed - segment - work, 0.0)
+        built, segment, followed + (epochs - 1) * work, np.maximum(followed - alone, 0.0)
     )
 
 
@@ -173,11 +178,17 @@ def predict_candidates(
     """Return the time and cost of each candidate."""
     facts, segments = snapshot.facts, models.num_segments
     segment = models.segments.seconds(segment_setting(models, snapshot, config, grid))
+    segment = segment + NOTICE_SEC
     step = models.training.seconds(training_setting(snapshot, config, grid))
     speed = snapshot.job.train.batch_samples / step
     train_segment = facts.num_train_samples / segments / speed
     times = build_timeline(
-        segment, segments, grid.segment_jobs, train_segment, snapshot.job.train.epochs
+        segment,
+        segments,
+        grid.segment_jobs,
+        train_segment,
+        snapshot.job.train.epochs,
+        training_start_sec(models, config, grid),
     )
     prices = (
         preprocessing_resources(grid, config).hour_price(config.budget),

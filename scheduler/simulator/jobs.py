@@ -22,7 +22,6 @@ from scipy.interpolate import griddata
 
 from scheduler.model.fit import Floats, TrainingSetting
 from scheduler.model.measurements import read_measurements
-from scheduler.model.predict import EXCHANGE_SHARE, TREE_SHARE
 from scheduler.simulator.views import Sizes
 from schemas.errors import SchemaError, suggest_name
 
@@ -164,12 +163,16 @@ def _number(value: Any, name: str, least: float, path: Path, location: str) -> f
 
 # Tables: the true speed and busy cores of a kind of job at every size. They come from a file of
 # measurements as for `fit`, with two more columns, and are interpolated between measured sizes.
-# Without a file, three synthetic kinds follow the published model (`scheduler/model/predict.py`).
+# Without a file, three synthetic kinds follow the published model (DL2).
 # A policy never sees a table, only noisy measurements at the sizes that it has tried.
 
 REPLICA_BUSY, STORE_BUSY = "replica_busy_cpus", "store_busy_cpus"
 LEAST_BUSY = 0.05
 """Minimum of busy cores: a reading of none is a gap in the measurement."""
+EXCHANGE_SHARE, TREE_SHARE = 0.011, 0.077
+"""k1 and k2 over a1 + a2, from published measurements: 78 configurations of the retrieval model
+`dssm` over parameter servers and workers (DL2, Peng et al. 2021), fitted by `benchmarks.model`:
+0.541, 0.006 and 0.042 s for 1 to 23 workers."""
 SYNTHETIC_REPLICAS, SYNTHETIC_STORES = 16, 8
 SYNTHETIC: Mapping[str, tuple[float, float, float]] = {
     "even": (0.8, 0.1, 0.1),

@@ -31,7 +31,7 @@ data:
     items: {features: [item_id, clicked_items], num_rows: 20000}
   groups:
     user: [user_id, clicked_items]
-  block_samples: 64
+  block_samples: 16
   oracle: {batch_samples: 256}
   generate: {num_samples: 100000}
 train:

@@ -263,7 +263,7 @@ def truth_of(known: Snapshot, compute: float, exchange: float, build: float) -> 
     """Return the models of a job whose terms take so many times what is assumed."""
     factors = np.array([compute, compute, 1, exchange, exchange, 1, 1, 1, 1])
     training = np.array(default_training(known.facts, known.job.train)) * factors
-    segments = np.array(default_segments()) * build
+    segments = np.array(default_segments(known.facts)) * build
     sure = Fit(coefficients=(), num_cells=1, spread=0.1)
     return replace(
         fit_models(known, ROOMY),

@@ -64,13 +64,14 @@ def test_design_of_a_step_holds_each_term_of_the_equation() -> None:
         "lookup": 30 / (2 * 3),
         "transfer": 800 / 2,
         "meeting": 800 * 4 / 2,
-        "fixed": 1,
+        "fixed": 1 / 0.5,
     }
 
 
 def test_design_of_a_segment_job_holds_each_term_of_the_equation() -> None:
     setting = SegmentSetting(rows=1000, workers=4, worker_cpus=0.5, segment_jobs=3)
-    assert setting.design().tolist() == [[1.0, 2000.0, 500.0, 2000.0]]
+    divided = 1000.0 / (4.0**0.85 * 0.5)
+    assert setting.design().tolist() == [[1.0, 1000.0, pytest.approx(divided), 2000.0]]
 
 
 def test_design_without_stores_has_no_embedding_terms() -> None:

@@ -87,7 +87,8 @@ def test_demo_is_planned_on_small_machines(demo: Snapshot, cpus: float, memory: 
     chosen = plan(demo, config).chosen
     assert chosen.preprocessing_cpus + chosen.training_cpus <= cpus + 1e-9
     assert chosen.preprocessing_memory_bytes + chosen.training_memory_bytes <= memory
-    assert chosen.num_replicas == 1
+    if cpus <= 2:
+        assert chosen.num_replicas == 1
     if cpus < 2:
         assert changes[0] == (
             f"preprocessing.worker has {cpus / 2:.3g} instead of 1 cores: this machine has "
@@ -104,11 +105,12 @@ def test_worker_that_needs_more_than_its_memory_gets_it_where_no_second_fits(
     demo: Snapshot,
 ) -> None:
     budget = BudgetConfig(cpus=2.0, memory=24 * GIB)
+    demo = replace(demo, facts=replace(demo.facts, row_bytes=8_000.0))
     with pytest.raises(PlanError, match=r"use at least cpus=3 .*workers=2, replicas=1"):
         plan(demo, replace(demo.job.schedule, budget=budget))
     config, changes = machine_schedule(demo, budget, shares_cores=True)
     assert plan(demo, config).chosen.num_replicas == 1
-    assert changes == ("preprocessing.worker has 2103MiB instead of 2048MiB, which the data need",)
+    assert changes == ("preprocessing.worker has 2182MiB instead of 2048MiB, which the data need",)
 
 
 def test_replica_that_needs_more_than_its_memory_gets_it_instead_of_a_store(

@@ -69,9 +69,9 @@ def test_main_plan_with_history_predicts_what_was_measured(
     write_build(tmp_path / "history" / "build.json", rows_per_sec=4_000)
     body = plan_json([str(job), "--history", str(tmp_path / "history")], capsys)
     assert body["training"]["samples_per_sec"] == pytest.approx(8_000)  # pyright: ignore
-    # 100,000 samples in 6 segments of one job: each starts anew and makes 4,000 rows/s
-    assert body["preprocessing"]["rows_per_sec"] == pytest.approx(100_000 / (6 * 2 + 25))  # pyright: ignore
-    assert body["predicted_sec"] == pytest.approx(6 * 2 + 25 + 100_000 / 6 / 8_000)
+    # 100,000 samples in 6 segments of one job: each starts anew, is noticed, makes 4,000 rows/s
+    assert body["preprocessing"]["rows_per_sec"] == pytest.approx(100_000 / (6 * 2.5 + 25))  # pyright: ignore
+    assert body["predicted_sec"] == pytest.approx(6 * 2.5 + 25 + 100_000 / 6 / 8_000)
 
 
 def test_main_plan_without_finished_runs_uses_the_defaults(

@@ -13,13 +13,24 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scheduler.model.fit import SegmentSetting, TrainingSetting, Window, observe
+from scheduler.model.fit import (
+    WORKERS_EXPONENT,
+    SegmentSetting,
+    TrainingSetting,
+    Window,
+    observe,
+)
 from scheduler.model.grid import Grid
 from scheduler.model.history import BuildRecord, History
 from scheduler.model.memory import store_bytes, trainer_memory, worker_bytes
-from scheduler.model.predict import fit_models, training_setting
+from scheduler.model.predict import TRAINER_START_SEC, fit_models, training_setting
 from scheduler.model.snapshot import Snapshot
-from scheduler.planner.candidates import build_timeline, find_candidates, predict_candidates
+from scheduler.planner.candidates import (
+    NOTICE_SEC,
+    build_timeline,
+    find_candidates,
+    predict_candidates,
+)
 from scheduler.planner.policy import (
     SEED,
     TIME_COST_EXPONENT,
@@ -114,6 +125,9 @@ def brute_force(demo: Snapshot, config: ScheduleConfig) -> dict[Sizes, tuple[flo
         if sum(cpus) > budget.cpus + 1e-9 or sum(memory) > budget.memory:
             continue
         moved = 2 * facts.rows_per_step * train.embedding_dim * 4
+        block, threads = demo.job.data.block_samples, max(1, int(pool.replica.cpus))
+        blocks = math.ceil(train.batch_samples / block / replicas)
+        share = math.ceil(blocks / threads) * threads * block
         step = models.training.seconds(
             TrainingSetting(
                 unique_rows=facts.rows_per_step,
@@ -123,21 +137,26 @@ def brute_force(demo: Snapshot, config: ScheduleConfig) -> dict[Sizes, tuple[flo
                 num_stores=stores,
                 replica_cpus=pool.replica.cpus,
                 store_cpus=pool.store.cpus,
-                batch_samples=train.batch_samples,
+                batch_samples=replicas * share,
             )
         )[0]
+        busy = min(each, math.ceil(rows / 4_000))
         segment = SegmentSetting(
             rows=rows,
-            workers=min(each, math.ceil(rows / 4_000)),
-            worker_cpus=pre.worker.cpus,
+            workers=busy,
+            worker_cpus=min(
+                pre.worker.cpus * (each / busy) ** WORKERS_EXPONENT, max(pre.worker.cpus, 1.0)
+            ),
             segment_jobs=jobs,
         )
         times = build_timeline(
-            models.segments.seconds(segment)[0],
+            models.segments.seconds(segment)[0] + NOTICE_SEC,
             models.num_segments,
             jobs,
             facts.num_train_samples / models.num_segments / (train.batch_samples / step),
             train.epochs,
+            (TRAINER_START_SEC if replicas > 1 else 0.0)
+            + TRAINER_START_SEC / min(1.0, pool.replica.cpus),
         )
         prices = [
             c * budget.cpu_hour_price + m / GIB * budget.gib_hour_price

@@ -53,7 +53,7 @@ def finished(known: Snapshot, factors: Iterable[float]) -> PastJob:
     window = observe(Window(), SIZES, taken, 0.0)
     assumed = default_training(known.facts, known.job.train)
     fit = fit_window(window, TrainingSetting, assumed)
-    return summarize_job(known, fit, Fit(coefficients=default_segments()))
+    return summarize_job(known, fit, Fit(coefficients=default_segments(known.facts)))
 
 
 def larger(known: Snapshot, factor: int) -> Snapshot:
@@ -84,7 +84,7 @@ def test_warm_start_from_similar_jobs_is_nearer_to_the_truth_than_the_defaults(
 def test_warm_start_without_past_jobs_is_the_defaults(known: Snapshot) -> None:
     start = warm_start(known, [])
     assert start.training == default_training(known.facts, known.job.train)
-    assert start.segments == default_segments()
+    assert start.segments == default_segments(known.facts)
     assert start.spread == ASSUMED_SPREAD
     assert start.similar_jobs == ()
 

@@ -8,6 +8,7 @@ import pytest
 from scheduler.controller.events import BudgetSet
 from tests.scheduler.controller.bench import Bench
 from tests.scheduler.controller.world import GIB, submitted
+from tests.scheduler.made import FACTS
 
 ONE = BudgetSet(time_sec=0.0, cpus=2.0, memory_bytes=8 * GIB)
 """Room for one job."""
@@ -66,8 +67,8 @@ LARGE = BudgetSet(time_sec=0.0, cpus=16.0, memory_bytes=64 * GIB)
 
 
 def sizes(budget: BudgetSet, schedule: str = "  priority: 0") -> Any:
-    """Return what a lone job is given."""
-    return Bench(budget, submitted("first", 2, schedule)).job.sizes
+    """Return what a lone job of a million samples is given."""
+    return Bench(budget, replace(submitted("first", 2, schedule), facts=FACTS)).job.sizes
 
 
 def test_handle_prefers_the_exponent_of_the_budget_over_that_of_the_job() -> None:

@@ -173,7 +173,7 @@ def test_commands_of_pipelines_parse_and_the_last_segment_ends_the_dataset(
     assert [beam for _, beam in parsed] == [
         ["--direct_num_workers=1"],
         ["--direct_num_workers=1"],
-        ["--direct_num_workers=2", "--direct_running_mode=multi_processing"],
+        ["--direct_num_workers=2"],
     ]
     whole = replace(paths, segments=((),))
     found, _ = parser.parse_known_args(segment_command(whole, 0, 1)[3:])

@@ -173,7 +173,7 @@ def test_word_of_a_single_writer_is_handed_to_what_writes_a_run(tmp_path: Path) 
 def test_command_of_each_stage_says_what_is_done(tmp_path: Path) -> None:
     root = Root(Location.parse(tmp_path))
     dataset, runs = str(root.dataset), tmp_path / "runs"
-    workers = ["--direct_num_workers=2", "--direct_running_mode=multi_processing"]
+    workers = ["--direct_num_workers=2"]
     source = ["--input", "logs", "--day", TWO, "--json", *workers]
     assert command("append", root) == [
         "pipelines",
