@@ -412,6 +412,29 @@ def test_predict_leaves_workers_without_a_part_idle(
     assert len(np.unique(found.rows_per_sec)) == busy
 
 
+def test_replicas_without_a_block_of_the_batch_change_nothing_but_the_exchange(
+    demo: Snapshot,
+) -> None:
+    blocks = demo.job.train.batch_samples // demo.job.data.block_samples
+    config, models = ScheduleConfig(), fit_models(demo, ScheduleConfig())
+    counts = np.array([blocks // 2, blocks - 1, blocks, 2 * blocks])
+    one = np.ones(4, np.int64)
+    setting = training_setting(demo, config, Grid(one, one, counts, 0 * one))
+    compute = setting.design()[:, 0].tolist()
+    assert compute[0] == compute[1] == 2 * compute[2] == 2 * compute[3]
+    assert (np.diff(models.training.seconds(setting)[2:]) > 0).all()
+
+
+def test_start_of_training_is_predicted_until_it_trains(demo: Snapshot) -> None:
+    config = ScheduleConfig()
+    models = replace(fit_models(demo, config), num_segments=1)
+    one = np.ones(2, np.int64)
+    grid = Grid(one, one, np.array([1, 2]), 0 * one)
+    before = predict_candidates(grid, demo, config, models).predicted_sec
+    after = predict_candidates(grid, demo, config, replace(models, is_training=True)).predicted_sec
+    assert (before - after).tolist() == pytest.approx([TRAINER_START_SEC, 2 * TRAINER_START_SEC])
+
+
 def test_fit_models_of_a_run_that_took_more_memory_raises_the_base(demo: Snapshot) -> None:
     run = make_run([(1, 256, 0.1)])
     before = fit_models(demo, ScheduleConfig())

@@ -9,7 +9,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from pipelines.prepare import PART_INPUT_BYTES
 from scheduler.drivers import run as command
+from scheduler.drivers import submit as module
 from scheduler.drivers.driver import DriverOptions
 from scheduler.drivers.run import RunRequest, plan_jobs
 from scheduler.drivers.submit import submit
@@ -59,6 +61,23 @@ def test_rows_of_parquet_are_counted_and_damage_is_left_to_the_build(tmp_path: P
     (tmp_path / "two" / "log").mkdir(parents=True)
     (tmp_path / "two" / "log" / "a.parquet").write_bytes(b"no parquet")
     assert rows_of(tmp_path / "two", "parquet", "*.parquet") == 100_000, "what generate says"
+
+
+def test_parts_of_a_segment_follow_from_the_bytes_of_its_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "log").mkdir()
+    for name, rows in (("a", 1000), ("b", 3000)):
+        pq.write_table(pa.table({"a": range(rows)}), tmp_path / "log" / f"{name}.parquet")
+    sizes = [(tmp_path / "log" / f"{name}.parquet").stat().st_size for name in "ab"]
+    monkeypatch.setattr(module, "PART_BYTES", sizes[0])
+    job = job_of(tmp_path, "parquet", "*.parquet")
+    submitted, _ = submit(job, {"small": Location.parse(tmp_path / "log")}, tmp_path / "out", 0.0)
+    assert submitted.facts.part_rows == 4000 / (1 + -(-sizes[1] // sizes[0]))
+
+
+def test_part_bytes_are_those_of_the_build() -> None:
+    assert module.PART_BYTES == PART_INPUT_BYTES
 
 
 def test_name_of_a_job_cannot_lead_out_of_the_output(tmp_path: Path) -> None:
