@@ -17,7 +17,9 @@ import tempfile
 import time
 import uuid
 from bisect import bisect_left
+from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -53,8 +55,8 @@ PART_BYTES, MAX_PARTS = 8 << 20, 9_000
 _READ_BYTES = 33 << 20
 """Bytes that an open file at a store reads at once: half a split of the input, and the end of its
 last line."""
-CHUNK_BYTES = 32 << 20
-"""Bytes in memory while a file is copied."""
+CHUNK_BYTES, CHUNKS_AHEAD = 8 << 20, 4
+"""Bytes of one read while a file is copied, and the reads of a file at a store at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,9 +216,26 @@ class Location:
         return io.BufferedReader(_RemoteFile(self), _READ_BYTES)
 
     def chunks(self, num_bytes: int) -> Iterator[memoryview]:
-        """Yield the bytes of a file of known size, in order; raises as `read_ranges`."""
-        for start in range(0, num_bytes, CHUNK_BYTES):
-            yield from self.read_ranges([(start, min(start + CHUNK_BYTES, num_bytes))])
+        """Yield the bytes of a file of known size, in order; raises as `read_ranges`.
+
+        At a store the next chunks are requested meanwhile.
+        """
+        ends = range(CHUNK_BYTES, num_bytes + CHUNK_BYTES, CHUNK_BYTES)
+        ranges = [(end - CHUNK_BYTES, min(end, num_bytes)) for end in ends]
+        if self.local is not None or len(ranges) < 2:
+            for each in ranges:
+                yield from self.read_ranges([each])
+            return
+        pool = ThreadPoolExecutor(CHUNKS_AHEAD, thread_name_prefix="chunks")
+        try:
+            reads = deque(pool.submit(self.read_ranges, [each]) for each in ranges[:CHUNKS_AHEAD])
+            for each in ranges[CHUNKS_AHEAD:]:
+                yield from reads.popleft().result()
+                reads.append(pool.submit(self.read_ranges, [each]))
+            while reads:
+                yield from reads.popleft().result()
+        finally:
+            pool.shutdown(cancel_futures=True)
 
     def _get_ranges(self, ranges: Sequence[tuple[int, int]]) -> list[Any]:
         """Read byte ranges of an object; empty ones are not requested."""

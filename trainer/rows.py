@@ -28,9 +28,9 @@ from trainer.checkpoint.load import (
     NextUseOf,
     load_rows,
     newest_checkpoint,
+    open_checkpoint,
     open_rows,
     step_of,
-    verify_checkpoint,
     write_checkpoint,
 )
 from trainer.checkpoint.manifest import NewCheckpoint
@@ -308,7 +308,7 @@ class EmbeddingRows:
         checkpoint = newest_checkpoint(Path(folder).absolute())
         if checkpoint is None:
             return None
-        manifest = verify_checkpoint(checkpoint)
+        manifest = open_checkpoint(checkpoint)
         difference = first_difference(manifest.made_of, self._fingerprint(), "")
         if difference is not None:
             name, saved, ours = difference

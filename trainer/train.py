@@ -24,9 +24,9 @@ from trainer.checkpoint.load import (
     has_plan_of,
     load_checkpoint,
     newest_checkpoint,
+    open_checkpoint,
     open_rows,
     read_cached,
-    verify_checkpoint,
 )
 from trainer.checkpoint.manager import Saver, claim_leftovers, saver_of
 from trainer.checkpoint.manifest import PLAN_FILE
@@ -180,7 +180,7 @@ def _load_start(
         if isinstance(components.store, FutureLog):
             end, is_warm = span.horizon.known_end, identity.origin is not None
             next_use = NextUseLookup(span.dataset, span.order, end, allow_unknown=is_warm)
-        manifest = verify_checkpoint(checkpoint, fingerprint_of(job, span.dataset))
+        manifest = open_checkpoint(checkpoint, fingerprint_of(job, span.dataset))
         if options.embedding == "cached" and has_plan_of(manifest, job.train.cache):
             cached = read_cached(checkpoint / PLAN_FILE, components.store.layouts)
         first = load_checkpoint(checkpoint, manifest, components, next_use=next_use, cached=cached)

@@ -295,6 +295,26 @@ def test_newest_takes_rows_of_the_first_stream_that_has_them(tmp_path: Path) -> 
     ]
 
 
+def test_part_whose_rows_have_all_changed_is_dropped(tmp_path: Path) -> None:
+    memory, checkpoints = SnapshotMemory(tmp_path / "memory"), tmp_path / "checkpoints"
+    memory.create(0)
+    base = {"items": {1: 1.0, 2: 2.0, 3: 3.0, 4: 4.0}, "users": {}}
+    write_snapshot(checkpoints, snapshot_of(memory, 1, None, base), keep=1)
+    write_snapshot(checkpoints, snapshot_of(memory, 2, 1, {"items": {2: 5.0}, "users": {}}), keep=1)
+    rows = checkpoints / "00000001" / "items" / "rows.npy"
+    data = rows.read_bytes()
+    rows.write_bytes(data.replace((4).to_bytes(8, "little"), (9).to_bytes(8, "little")))
+    changed = {"items": {9: 1.5, 2: 2.5, 1: 3.5, 3: 4.5}, "users": {}}
+    with pytest.raises(SchemaError, match="file must have sha256"):
+        write_snapshot(checkpoints, snapshot_of(memory, 3, 2, changed), keep=1)
+    rows.write_bytes(data)
+    changed["items"][4] = 5.5
+    folder = write_snapshot(checkpoints, snapshot_of(memory, 3, 2, changed), keep=1)
+    assert read_checkpoint_manifest(folder).parts["items"] == ("00000003/items",)
+    assert RowPart(folder / "items").rows.tolist() == [1, 2, 3, 4, 9]
+    assert not rows.exists()
+
+
 def test_part_without_rows_is_read(tmp_path: Path) -> None:
     memory = SnapshotMemory(tmp_path / "memory")
     memory.create(0)

@@ -12,10 +12,17 @@ from typing import BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
+from schemas.arrays import find_sorted
 from schemas.errors import SchemaError
 from schemas.layout import MANIFEST
 from schemas.run_log import CHECKPOINTS
-from trainer.checkpoint.format import RowPart, RowsAndRecords, merge_newest, select
+from trainer.checkpoint.format import (
+    ROW_FILES,
+    RowPart,
+    RowsAndRecords,
+    merge_newest,
+    select,
+)
 from trainer.checkpoint.manifest import (
     DENSE_FILE,
     PLAN_FILE,
@@ -38,13 +45,14 @@ from trainer.checkpoint.snapshot import (
     SnapshotMemory,
 )
 from trainer.runtime import is_readable
-from trainer.stores.api import Records, chunks_of
+from trainer.stores.api import chunks_of
 
 # ---- Write a snapshot as a checkpoint ----
 #
 # A checkpoint writes changed rows as a new part of their table. If the newer parts of a table would
 # have more than half of the rows of its oldest one, or if there are `MAX_PARTS`, all are merged. So
-# a row is rewritten after its table grew or changed by half, not at every checkpoint.
+# a row is rewritten after its table grew or changed by half, not at every checkpoint. Parts whose
+# rows have all changed are dropped first.
 
 MAX_PARTS = 8
 """Parts of a table."""
@@ -75,11 +83,17 @@ def write_snapshot(checkpoints: Path, snapshot: Snapshot, *, keep: int) -> Path:
             checkpoint.write_arrays(PLAN_FILE, plan)
         for table, layout in header.layouts.items():
             rows, records = snapshot.rows(table)
-            chunks = _sorted_chunks(rows, records)
-            old_parts = base.parts.get(table, ()) if base else ()
+            order = np.argsort(rows)
+            chunks = _chunks((rows, records), order)
+            folder = checkpoints / folder_name(header.since or 0)
+            old_parts = tuple(
+                part
+                for part in (base.parts.get(table, ()) if base else ())
+                if not _has_all(rows, order, folder, part, old_files)
+            )
             if _merges(checkpoints, old_parts, len(rows)):
                 for name in _files_of(old_parts, old_files):
-                    check_file(checkpoints / folder_name(header.since or 0), name, old_files[name])
+                    check_file(folder, name, old_files[name])
                 old_chunks = [RowPart(checkpoints / part).chunks() for part in old_parts]
                 chunks, old_parts = merge_newest([chunks, *old_chunks]), ()
             checkpoint.write_rows(table, layout, chunks)
@@ -110,10 +124,33 @@ def _merges(checkpoints: Path, old_parts: tuple[str, ...], num_new: int) -> bool
     return len(old_parts) >= MAX_PARTS or 2 * (sum(lengths[:-1]) + num_new) > lengths[-1]
 
 
-def _sorted_chunks(rows: NDArray[np.int64], records: Records) -> Iterator[RowsAndRecords]:
-    order = np.argsort(rows)
-    for chunk in chunks_of(len(order), records):
-        yield select((rows, records), order[chunk])
+def _has_all(
+    rows: NDArray[np.int64],
+    order: NDArray[np.int64],
+    folder: Path,
+    part: str,
+    files: Mapping[str, FileChecksum],
+) -> bool:
+    """Return whether new rows replace all rows of an old part, so that it is not needed.
+
+    Args:
+        rows: new rows.
+        order: sorts them.
+        folder: checkpoint with the old part.
+        part: its folder below `checkpoints/`.
+        files: of that checkpoint.
+    """
+    old_rows = RowPart(folder.parent / part).rows
+    if len(rows) < len(old_rows):
+        return False
+    name = f"{part}/{ROW_FILES[0]}.npy"
+    check_file(folder, name, files[name])
+    return bool(find_sorted(rows[order], old_rows)[0].all())
+
+
+def _chunks(unsorted: RowsAndRecords, order: NDArray[np.int64]) -> Iterator[RowsAndRecords]:
+    for chunk in chunks_of(len(order), unsorted[1]):
+        yield select(unsorted, order[chunk])
 
 
 # ---- The agent process ----

@@ -19,17 +19,27 @@ from schemas.dataset import Dataset
 from schemas.errors import SchemaError, suggest_name
 from schemas.layout import MANIFEST
 from schemas.run_log import CHECKPOINTS
-from trainer.checkpoint.format import ArraySpec, RowPart, RowsAndRecords, from_bytes, read_parts
+from trainer.checkpoint.format import (
+    ROW_FILES,
+    ArraySpec,
+    RowPart,
+    RowsAndRecords,
+    from_bytes,
+    merge_newest,
+    read_parts,
+)
 from trainer.checkpoint.manifest import (
     DENSE_FILE,
     PLAN_FILE,
     CheckpointManifest,
     NewCheckpoint,
+    check_file,
     complete_checkpoints,
     folder_name,
     read_checkpoint_manifest,
     verify_files,
 )
+from trainer.checkpoint.read_rows import fill_store, verified_chunks
 from trainer.components import Components, layouts_of, order_of
 from trainer.data.decode import spec_of
 from trainer.embedding.cache import CachedRows, arrays_of_cached, cached_of
@@ -42,6 +52,7 @@ from trainer.stores.api import (
     empty_records,
     initial_records,
 )
+from trainer.stores.local import LocalStore
 
 # ---- The dense state as named arrays ----
 #
@@ -478,12 +489,37 @@ def verify_checkpoint(
     Raises:
         SchemaError: a file is missing or has changed, or it does not belong to the run.
     """
+    manifest = _read_manifest(checkpoint, fingerprint)
+    verify_files(checkpoint, manifest)
+    return manifest
+
+
+def open_checkpoint(
+    checkpoint: Path, fingerprint: Mapping[str, Any] | None = None
+) -> CheckpointManifest:
+    """Verify all files of a checkpoint but its rows, which `load_rows` verifies as it reads them.
+
+    Arguments and errors are those of `verify_checkpoint`.
+    """
+    manifest = _read_manifest(checkpoint, fingerprint)
+    row_files = {
+        f"{part}/{name}.npy"
+        for parts in manifest.parts.values()
+        for part in parts
+        for name in ROW_FILES
+    }
+    for name, expected in manifest.files.items():
+        if name not in row_files:
+            check_file(checkpoint, name, expected)
+    return manifest
+
+
+def _read_manifest(checkpoint: Path, fingerprint: Mapping[str, Any] | None) -> CheckpointManifest:
     manifest = read_checkpoint_manifest(checkpoint)
     if fingerprint is not None:
         file = str(checkpoint / MANIFEST)
         check_model(manifest.made_of, fingerprint, file)
         _check_position(manifest.made_of, fingerprint, manifest.train_step, file)
-    verify_files(checkpoint, manifest)
     return manifest
 
 
@@ -501,7 +537,7 @@ def load_checkpoint(
 
     Args:
         checkpoint: folder of the checkpoint.
-        manifest: of the checkpoint, from `verify_checkpoint`.
+        manifest: of the checkpoint, from `open_checkpoint`.
         components: of the run.
         next_use: next use of rows, for stores that are ordered by it.
         cached: rows that the cache holds, which stores that are ordered by next use do not get.
@@ -512,7 +548,7 @@ def load_checkpoint(
         The next step to train.
 
     Raises:
-        SchemaError: the state is of another model.
+        SchemaError: the state is of another model, or a file of rows has changed.
     """
     optimizer = components.optimizer if with_optimizer else None
     dense = read_dense(checkpoint)
@@ -529,16 +565,34 @@ def load_rows(
     next_use: NextUseOf | None = None,
     cached: Mapping[str, CachedRows] | None = None,
 ) -> None:
-    """Write the rows of a checkpoint to a store; arguments as in `load_checkpoint`."""
+    """Write the rows of a checkpoint to an empty store; arguments as in `load_checkpoint`.
+
+    Raises:
+        SchemaError: a file of rows is missing or has changed; the store must not be used then.
+    """
+    if isinstance(store, LocalStore):
+        _load_local(checkpoint, manifest, store)
+        return
     cached_rows = {table: state.rows[state.is_cached] for table, state in (cached or {}).items()}
     for table, layout in store.layouts.items():
-        for rows, records in table_rows(checkpoint, manifest, layout).contents():
+        parts = manifest.parts.get(table, ())
+        chunks = [verified_chunks(checkpoint, manifest, part, layout) for part in parts]
+        for rows, records in merge_newest(chunks):
             steps = None
             if next_use is not None:
                 chosen = np.isin(rows, cached_rows.get(table, _NO_ROWS), invert=True)
                 rows, records = rows[chosen], records.take(chosen)
                 steps = next_use(table, manifest.train_step, rows)
             store.write(manifest.train_step - 1, {table: WriteBack(rows, records, steps)})
+
+
+def _load_local(checkpoint: Path, manifest: CheckpointManifest, store: LocalStore) -> None:
+    """Read the oldest parts into the arrays of the store, and overwrite rows of newer ones."""
+    fill_store(checkpoint, manifest, store)
+    for table, layout in store.layouts.items():
+        for part in reversed(manifest.parts.get(table, ())[:-1]):
+            for rows, records in verified_chunks(checkpoint, manifest, part, layout):
+                store.tables[table].write(rows, records)
 
 
 def read_dense(checkpoint: Path) -> dict[str, Array]:

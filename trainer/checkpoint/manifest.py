@@ -12,6 +12,7 @@ import secrets
 import shutil
 import time
 from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,6 +34,8 @@ DENSE_FILE, PLAN_FILE = "dense.safetensors", "plan.safetensors"
 PARTIAL, AHEAD = ".partial", ".ahead"
 """Suffixes of folders that are no checkpoints: one that is being written, and one that is newer
 than the logs of a run whose last lines were lost."""
+_VERIFIED = 2
+"""Files that are verified at once."""
 LOCK_SEC = 10.0
 """Longest wait for another process that completes or removes a checkpoint."""
 
@@ -116,8 +119,10 @@ def verify_files(folder: Path, manifest: CheckpointManifest) -> None:
     Raises:
         SchemaError: a file is missing, truncated or changed; names the checkpoint to use instead.
     """
-    for name, expected in manifest.files.items():
-        check_file(folder, name, expected)
+    with ThreadPoolExecutor(_VERIFIED, thread_name_prefix="verify") as pool:
+        checks = [pool.submit(check_file, folder, *each) for each in manifest.files.items()]
+        for check in checks:
+            check.result()
 
 
 def check_file(folder: Path, name: str, expected: FileChecksum) -> None:
@@ -126,6 +131,12 @@ def check_file(folder: Path, name: str, expected: FileChecksum) -> None:
     Raises:
         SchemaError: as `verify_files`.
     """
+    check_size(folder, name, expected)
+    check_hash(folder, name, expected, sha256_of(folder.parent / name))
+
+
+def check_size(folder: Path, name: str, expected: FileChecksum) -> None:
+    """Compare the size of a file with the manifest; raises as `verify_files`."""
     path = folder.parent / name
     size = path.stat().st_size if path.is_file() else None
     if size != expected.num_bytes:
@@ -134,12 +145,15 @@ def check_file(folder: Path, name: str, expected: FileChecksum) -> None:
             f"{'none' if size is None else size}; {_alternative_to(folder, name)}",
             file=str(path),
         )
-    sha256 = sha256_of(path)
+
+
+def check_hash(folder: Path, name: str, expected: FileChecksum, sha256: str) -> None:
+    """Compare the hash of a file's bytes with the manifest; raises as `verify_files`."""
     if sha256 != expected.sha256:
         raise SchemaError(
             f"file must have sha256 {expected.sha256[:12]}, got {sha256[:12]}; "
             f"{_alternative_to(folder, name)}",
-            file=str(path),
+            file=str(folder.parent / name),
         )
 
 

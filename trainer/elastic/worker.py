@@ -19,8 +19,8 @@ from trainer.checkpoint.load import (
     fingerprint_of,
     load_checkpoint,
     newest_checkpoint,
+    open_checkpoint,
     save_checkpoint,
-    verify_checkpoint,
 )
 from trainer.components import Components, build_components, layouts_of
 from trainer.data.decode import spec_of
@@ -218,7 +218,7 @@ def _load_newest(
     """
     while (checkpoint := newest_checkpoint(run)) is not None:
         try:
-            manifest = verify_checkpoint(checkpoint, fingerprint)
+            manifest = open_checkpoint(checkpoint, fingerprint)
             return load_checkpoint(checkpoint, manifest, components, with_rows=with_rows)
         except (SchemaError, OSError):
             # another replica may have saved a newer checkpoint and deleted this one

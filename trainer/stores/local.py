@@ -130,6 +130,16 @@ class ArrayTable:
         self._records.put(positions, records)
         return positions
 
+    def reserve(self, num_rows: int) -> Records:
+        """Empty the table and return the arrays of its first rows, to be filled by the caller."""
+        self._map = RowMap()
+        self._reserve(num_rows)
+        return self._records.take(slice(0, num_rows))
+
+    def add_rows(self, rows: NDArray[np.int64]) -> None:
+        """Add the distinct rows of the records that the caller of `reserve` fills, in order."""
+        self._map.add(rows)
+
     def gather(self, rows: NDArray[np.int64]) -> GatheredRows:
         """Return a view of rows, valid until a row is added; new rows get their initial values."""
         positions, added = self._find_or_add(rows)
@@ -311,6 +321,8 @@ def _extend_file(file: IO[bytes], path: Path, num_bytes: int) -> None:
 _EMPTY = -1
 DENSE_MAP_ROWS = 1 << 20
 """Row ids below are looked up in an array with 4 bytes per id: 4 MiB at most."""
+_INSERTED_ROWS = 1 << 16
+"""Rows that are inserted into a hash map at once, which bounds the memory for that."""
 _MOVED_PER_ADDED = 4
 """Rows that are moved to a larger hash map with each that is added."""
 
@@ -394,6 +406,10 @@ class RowMap:
         return positions
 
     def _insert(self, positions: range) -> None:
+        for start in range(0, len(positions), _INSERTED_ROWS):
+            self._insert_chunk(positions[start : start + _INSERTED_ROWS])
+
+    def _insert_chunk(self, positions: range) -> None:
         buckets, entries = self._buckets, np.arange(1 + positions.start, 1 + positions.stop)
         at = self._hash(buckets, self._rows[positions.start : positions.stop])
         pending = np.arange(len(positions))

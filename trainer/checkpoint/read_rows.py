@@ -1,0 +1,226 @@
+"""Read the row files of a checkpoint once: straight to where they are used, and verified beside."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import io
+import math
+import os
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from schemas.arrays import Array
+from schemas.errors import SchemaError
+from trainer.checkpoint.format import ROW_FILES, RowsAndRecords
+from trainer.checkpoint.manifest import CheckpointManifest, check_file, check_hash, check_size
+from trainer.stores.api import Records, TableLayout, chunks_of, empty_records
+from trainer.stores.local import LocalStore, MappedTable
+
+_BLOCK_BYTES = 4 << 20
+"""Bytes of one read."""
+_HASHED_HERE = 1 << 18
+"""Largest read that is hashed by its own thread."""
+_DONTCACHE = 0x80
+"""Flag of a read, since Linux 6.14, after which its pages leave the page cache (RWF_DONTCACHE)."""
+_PENDING = 4
+"""Blocks of a file that wait to be hashed."""
+_FILES = 3
+"""Files that are read at once, each with a thread that hashes: more do not help two cores."""
+
+
+class VerifiedFile:
+    """An `.npy` file that is read from start to end; the end of the context verifies its hash."""
+
+    def __init__(
+        self,
+        checkpoint: Path,
+        manifest: CheckpointManifest,
+        name: str,
+        row_shape: tuple[int, ...],
+        dtype: str,
+    ) -> None:
+        """Read the header.
+
+        Args:
+            checkpoint: folder of the checkpoint.
+            manifest: of the checkpoint.
+            name: of the file, below `checkpoints/`.
+            row_shape: shape of the array without its first axis.
+            dtype: of its numbers.
+
+        Raises:
+            SchemaError: the file is missing, or has other bytes than the manifest says.
+        """
+        self._checkpoint, self._name, self._expected = checkpoint, name, manifest.files[name]
+        self._path = checkpoint.parent / name
+        check_size(checkpoint, name, self._expected)
+        self.shape: tuple[int, ...] = ()
+        """Shape of the array."""
+        self.dtype: np.dtype[Any] = np.dtype(np.uint8)
+        """Type of its numbers."""
+        with self._path.open("rb") as file:
+            try:
+                np.lib.format.read_magic(file)
+                self.shape, _, self.dtype = np.lib.format.read_array_header_1_0(file)
+            except Exception as error:  # numpy parses the header as Python
+                raise self._damaged() from error
+            self._offset = file.tell()
+        num_bytes = self._offset + self.dtype.itemsize * math.prod(self.shape)
+        if (self.shape[1:], self.dtype, num_bytes) != (row_shape, dtype, self._expected.num_bytes):
+            raise self._damaged()
+        self._digest = hashlib.sha256()
+        self._pending: deque[Future[None]] = deque()
+        self._flags = 0
+        self._file: io.FileIO | None = None
+        self._hasher: ThreadPoolExecutor | None = None
+
+    def __enter__(self) -> VerifiedFile:
+        self._file = io.FileIO(self._path)
+        self._hasher = ThreadPoolExecutor(1, thread_name_prefix="hash")
+        self._digest.update(self._file.read(self._offset))
+        return self
+
+    def read_into(self, array: Array) -> None:
+        """Read the next numbers into a contiguous array, which must stay until the end."""
+        assert self._file is not None, "the file is read inside the context"
+        view = array.reshape(-1).view(np.uint8).data
+        for start in range(0, len(view), _BLOCK_BYTES):
+            block = view[start : start + _BLOCK_BYTES]
+            num_read = 0
+            while num_read < len(block):
+                offset = self._offset + num_read
+                count = _read(self._file.fileno(), block[num_read:], offset, self._flags)
+                if not count:
+                    raise self._damaged()
+                num_read += count
+            self._offset += num_read
+            self._hash(block)
+
+    def release_pages(self) -> None:
+        """Let no page stay in the page cache that is not there before it is read."""
+        self._flags = _DONTCACHE
+
+    def _hash(self, block: memoryview) -> None:
+        assert self._hasher is not None, "the file is read inside the context"
+        if len(block) <= _HASHED_HERE and not self._pending:
+            self._digest.update(block)
+            return
+        while len(self._pending) >= _PENDING:
+            self._pending.popleft().result()
+        self._pending.append(self._hasher.submit(self._digest.update, block))
+
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        assert self._file is not None, "the context was entered"
+        assert self._hasher is not None, "the context was entered"
+        self._file.close()
+        self._hasher.shutdown()
+        if kind is None:
+            sha256 = self._digest.hexdigest()
+            check_hash(self._checkpoint, self._name, self._expected, sha256)
+
+    def _damaged(self) -> SchemaError:
+        """Return the error for a file whose header is not that of the table; best by its hash."""
+        try:
+            check_file(self._checkpoint, self._name, self._expected)
+        except SchemaError as error:
+            return error
+        return SchemaError(
+            f"array must be of the job's table, got {self.dtype} {self.shape}; use the checkpoint "
+            "with the job that it was trained with",
+            file=str(self._path),
+        )
+
+
+def _read(file: int, block: memoryview, offset: int, flags: int) -> int:
+    """Read into a block; return the number of bytes. Flags that are not supported are ignored."""
+    try:
+        return os.preadv(file, [block], offset, flags)
+    except OSError as error:
+        if not flags or error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
+            raise
+        return os.preadv(file, [block], offset)
+
+
+def _part_files(
+    checkpoint: Path, manifest: CheckpointManifest, part: str, layout: TableLayout
+) -> list[VerifiedFile]:
+    """Return the files of a part of a table: rows, values and state."""
+    shapes = ((), (layout.dim,), (layout.state_width,))
+    dtypes = ("int64", layout.dtype, layout.dtype)
+    return [
+        VerifiedFile(checkpoint, manifest, f"{part}/{name}.npy", shape, dtype)
+        for name, shape, dtype in zip(ROW_FILES, shapes, dtypes, strict=True)
+    ]
+
+
+def verified_chunks(
+    checkpoint: Path, manifest: CheckpointManifest, part: str, layout: TableLayout
+) -> Iterator[RowsAndRecords]:
+    """Yield the rows of a part, ascending, and their records, in chunks.
+
+    Raises:
+        SchemaError: a file is missing or has changed; after the last chunk at the latest.
+    """
+    files = _part_files(checkpoint, manifest, part, layout)
+    with ExitStack() as stack:
+        for file in files:
+            stack.enter_context(file)
+        for chunk in chunks_of(files[0].shape[0], empty_records(layout, 0)):
+            count = chunk.stop - chunk.start
+            arrays = [np.empty((count, *file.shape[1:]), file.dtype) for file in files]
+            for file, array in zip(files, arrays, strict=True):
+                file.read_into(array)
+            rows, values, state = arrays
+            yield rows, Records(values, state)
+
+
+def fill_store(checkpoint: Path, manifest: CheckpointManifest, store: LocalStore) -> None:
+    """Read the oldest part of each table straight into the arrays of an empty store.
+
+    Raises:
+        SchemaError: a file is missing or has changed.
+    """
+    with ThreadPoolExecutor(_FILES, thread_name_prefix="load") as pool:
+        tasks: list[Future[None]] = []
+        for table, layout in store.layouts.items():
+            parts = manifest.parts.get(table)
+            if parts:
+                files = _part_files(checkpoint, manifest, parts[-1], layout)
+                if not isinstance(store.tables[table], MappedTable):
+                    # the rows are in memory now; of others a planned cache is filled from the files
+                    for file in files:
+                        file.release_pages()
+                tasks += [pool.submit(task) for task in _fill_tasks(store, table, files)]
+        for task in tasks:
+            task.result()
+
+
+def _fill_tasks(
+    store: LocalStore, table: str, files: Sequence[VerifiedFile]
+) -> list[Callable[[], None]]:
+    rows_file, *record_files = files
+    num_rows = rows_file.shape[0]
+    records = store.tables[table].reserve(num_rows)
+
+    def add_rows() -> None:
+        rows = np.empty(num_rows, rows_file.dtype)
+        _read_whole(rows_file, rows)
+        store.tables[table].add_rows(rows)
+
+    def read(file: VerifiedFile, array: Array) -> Callable[[], None]:
+        return lambda: _read_whole(file, array)
+
+    arrays = (records.values, records.state)
+    return [add_rows, *map(read, record_files, arrays)]
+
+
+def _read_whole(file: VerifiedFile, array: Array) -> None:
+    with file:
+        file.read_into(array)
