@@ -106,7 +106,7 @@ TOLERANCE = 0.01
 """Relative difference below which two plans are equally good: no prediction is better than that."""
 TIME_COST_EXPONENT = 8.0
 """Default of `budget.time_cost_exponent`: idle reserved capacity has no value. Measured with
-`benchmarks.policies` (`presage-live`, philly, 2026-11-22): 8 takes 17 % off the mean completion
+`benchmarks.policies` (`presage`, philly, 2026-11-22): 8 takes 17 % off the mean completion
 time of 1 where requests fill 0.3 of the cluster (200 jobs, seeds 0 to 3), 13 % at 0.8 (300 jobs,
 seeds 0 to 5; 2, 4 and 16 take 6, 13 and 16 %), and adds 4 % at 1.5. alibaba, 0.8: 1 % off."""
 
