@@ -9,7 +9,8 @@ peers are `torchrun` over TorchRec's sharded tables (`recovery_peer.py`), which 
 processes from the newest checkpoint, and our own launcher, killed and restarted with `--resume`.
 `stores` trains one process with the planned cache in front of two supervised store processes; a
 store is killed (`kill -9`), alone or with its directory, or a quarter of all slots moves to the
-other one. It also reports the longest gap between commits until the next checkpoint. Scenarios run
+other one; or the trainer is killed, and is forked again (`--restarts`) or started again with
+`--resume`. It also reports the longest gap between commits until the next checkpoint. Scenarios run
 in rounds, forwards and backwards in turn.
 """
 
@@ -66,7 +67,7 @@ FAULTS = {
     "slowed by half": Faults().slow(1, 2.0, FAULT_STEP),
     "cut off": Faults().partition(1, FAULT_STEP, FAULT_SEC),
 }
-WHOLE_RUN, TORCHRUN = "everything", "torchrun"
+WHOLE_RUN, TRAINER, TORCHRUN = "everything", "trainer", "torchrun"
 REPLICA_SCENARIOS = (*FAULTS, WHOLE_RUN, TORCHRUN)
 STORE_SCENARIOS = {
     "process": 1,
@@ -74,6 +75,7 @@ STORE_SCENARIOS = {
     "process, with copies": 2,
     "node, with copies": 2,
     "migration": 1,
+    TRAINER: 1,
     WHOLE_RUN: 1,
 }
 """Scenario -> copies of each slot."""
@@ -163,7 +165,8 @@ def measure_store_failure(scenario: str, dataset: Path, scratch: Path) -> dict[s
         stores = stack.enter_context(StoreProcesses(2, folder / "stores", replicas=copies))
         job = write_store_job(folder / "job", stores, copies)
         run = folder / "run"
-        watcher = CommitWatcher(run, start_training(job, dataset, run))
+        supervised = ("--restarts", "1") if scenario == TRAINER else ()
+        watcher = CommitWatcher(run, start_training(job, dataset, run, *supervised))
         stack.callback(watcher.process.kill)
         watcher.wait_for(lambda count: count >= FAULT_STEP)
         fault, before, costs = time.monotonic(), watcher.commits[-1][1], dict[str, Any]()
@@ -175,6 +178,10 @@ def measure_store_failure(scenario: str, dataset: Path, scratch: Path) -> dict[s
                 move = pool.submit(migrate_slots, source, target, slots, access)
                 watcher.wait_for(lambda _: move.done())
             costs["moved"] = asdict(move.result())
+        elif scenario == TRAINER:
+            pid = watcher.process.pid
+            (trainer,) = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+            os.kill(int(trainer), 9)
         elif scenario == WHOLE_RUN:
             watcher.process.kill()
             watcher.process.wait()

@@ -49,7 +49,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     package = import_module(f"{commands.PACKAGES[command]}.__main__")
     if commands.PACKAGES[command] == "pipelines":
         package.hide_pandas(command)
-    return package.main(words, "presage")
+    is_own = argv is None and words == sys.argv[1:]  # then it may fork this process
+    return package.main(None if is_own else words, "presage")
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -32,8 +33,9 @@ from schemas.run_log import EXIT_BEHIND, EXIT_LOST_ROWS, LEDGER, METRICS, RUN_FI
 from schemas.run_manifest import local_run
 from schemas.storage import Location
 from trainer.cli import WRITTEN, build_parser
-from trainer.recovery import Drain, DrainInterrupt
-from trainer.run import check_no_run
+from trainer.fork_server import ForkClient, run_forked
+from trainer.recovery import Drain, DrainInterrupt, watch_stdin
+from trainer.run import check_no_run, has_run
 
 __all__ = ["build_parser", "main"]
 
@@ -41,8 +43,14 @@ _BY_HAND = "start replicas with: python -m trainer replica {run} --number 0{toke
 
 
 def main(argv: Sequence[str] | None = None, prog: str = "python -m trainer") -> int:
-    """Run one command; return its exit status."""
+    """Run one command; return its exit status.
+
+    Args:
+        argv: the command; None for that of this process, which may fork others.
+        prog: name of the program, for messages.
+    """
     arguments = build_parser(prog).parse_args(argv)
+    arguments.may_fork = argv is None
     # Read when torch loads OpenMP. Spinning threads make a step five times slower if cores are
     # shared with the reader's thread or with other processes.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -107,7 +115,11 @@ def _train(arguments: argparse.Namespace) -> int:
     drain = Drain()
     with drain.handle_signals():
         try:
-            return _train_until(drain, arguments)
+            if not arguments.may_fork or (arguments.replicas < 2 and not arguments.restarts):
+                return _train_until(drain, arguments, None)
+            return run_forked(
+                partial(_train_until, drain, arguments), main, drain, arguments.restarts
+            )
         except DrainInterrupt as interrupt:
             message = _print_interrupt(interrupt)
             if arguments.json:
@@ -133,14 +145,17 @@ def _print_interrupt(interrupt: DrainInterrupt) -> str:
     return message
 
 
-def _train_until(drain: Drain, arguments: argparse.Namespace) -> int:
+def _train_until(drain: Drain, arguments: argparse.Namespace, forks: ForkClient | None) -> int:
+    if forks is not None:
+        watch_stdin(drain)
+        arguments.resume |= forks.restarted and has_run(arguments.output)
     job = _check_inputs(arguments, may_follow=arguments.follow)
     if not arguments.resume:
         check_no_run(arguments.output)
     from schemas.run_log import to_line
     from trainer.checkpoint.upload import open_output
     from trainer.elastic.faults import Faults
-    from trainer.elastic.launcher import LaunchOptions, train_replicas
+    from trainer.elastic.launcher import LaunchOptions, start_replica, train_replicas
     from trainer.runtime import show_progress
     from trainer.setup import TrainOptions
     from trainer.train import train
@@ -170,6 +185,7 @@ def _train_until(drain: Drain, arguments: argparse.Namespace) -> int:
                 port=arguments.port,
                 work=work,
                 faults=Faults.from_json(arguments.faults),
+                start=start_replica if forks is None else forks.start,
             )
             if not arguments.replicas:
                 token = " --token-file FILE" if isinstance(output, Location) else ""
@@ -208,7 +224,6 @@ def _replica_until(drain: Drain, arguments: argparse.Namespace) -> int:
     from trainer.checkpoint.upload import SupersededError
     from trainer.elastic.context import read_rendezvous
     from trainer.elastic.faults import Faults
-    from trainer.elastic.launcher import watch_stdin
     from trainer.elastic.membership import ReplicaOptions
     from trainer.elastic.worker import run_replica
     from trainer.stores.api import BehindError, RowsLostError

@@ -169,6 +169,13 @@ def build_parser(prog: str = "python -m trainer") -> argparse.ArgumentParser:
         default=1,
         help="processes that train together; 0: all are started by hand",
     )
+    run.add_argument(
+        "--restarts",
+        type=not_negative,
+        default=0,
+        help="how often training continues from its newest checkpoint after this process's child "
+        "is killed; replicas are always restarted; default: 0",
+    )
     run.add_argument("--host", default="127.0.0.1", help="of the lighthouse")
     run.add_argument("--port", type=not_negative, default=0, help="of the lighthouse")
     run.add_argument("--faults", default="[]", help="faults to inject into replicas, as JSON")

@@ -51,7 +51,8 @@ class Drain:
             on_ask: called once, when it is asked for the first time.
         """
         self.on_request = on_ask
-        self._reason: str | None = None
+        self.reason: str | None = None
+        """Name of the first signal; None before it."""
         # not an Event: its `set` waits for a lock that the interrupted `wait` may hold
         self._requests = SimpleQueue[None]()
         self._at_once = False
@@ -59,7 +60,7 @@ class Drain:
     @property
     def asked(self) -> bool:
         """Whether shutdown was requested; no step may start."""
-        return self._reason is not None
+        return self.reason is not None
 
     def ask(self, reason: str) -> None:
         """Request shutdown.
@@ -67,7 +68,7 @@ class Drain:
         Raises:
             DrainInterrupt: inside `at_once`.
         """
-        self._reason = reason
+        self.reason = reason
         self._requests.put(None)
         self.on_request()
         if self._at_once:
@@ -76,7 +77,7 @@ class Drain:
     def check(self) -> None:
         """Raise `DrainInterrupt` if shutdown was requested."""
         if self.asked:
-            raise DrainInterrupt(self._reason or "")
+            raise DrainInterrupt(self.reason or "")
 
     @contextmanager
     def at_once(self) -> Iterator[None]:
@@ -108,6 +109,18 @@ class Drain:
         if self.asked:
             os._exit(128 + number)
         self.ask(signal.Signals(number).name)
+
+
+def watch_stdin(drain: Drain) -> None:
+    """Leave when stdin has the name of a signal, and exit when it ends."""
+
+    def wait() -> None:
+        while name := os.read(0, 1024):  # not sys.stdin: its lock would be held at exit
+            if not drain.asked:
+                os.kill(os.getpid(), signal.Signals[name.decode().split()[0]])  # to main thread
+        os._exit(1)
+
+    threading.Thread(target=wait, name="parent", daemon=True).start()
 
 
 @contextmanager

@@ -8,13 +8,37 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import IO, Any
+from typing import IO, Any, Protocol
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from schemas.paths import import_variables
 from schemas.run_log import StepMetric
+
+
+class ChildProcess(Protocol):
+    """What is used of `subprocess.Popen`."""
+
+    pid: int
+    stdin: IO[bytes] | None
+
+    @property
+    def stdout(self) -> IO[bytes] | None:
+        """A pipe from its output; None if it is inherited."""
+        ...
+
+    def poll(self) -> int | None:
+        """Return the exit status; None while it runs."""
+        ...
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Return the exit status; raise `subprocess.TimeoutExpired` after `timeout` seconds."""
+        ...
+
+    def kill(self) -> None:
+        """Kill it unless it has ended."""
+        ...
 
 
 def start_child(
@@ -39,7 +63,7 @@ def start_child(
     )
 
 
-def end_children(children: Iterable[subprocess.Popen[bytes]], seconds: float) -> None:
+def end_children(children: Iterable[ChildProcess], seconds: float) -> None:
     """Close the inputs of children, wait for them, and kill those that do not end.
 
     Args:
@@ -58,7 +82,7 @@ def end_children(children: Iterable[subprocess.Popen[bytes]], seconds: float) ->
         close_pipes(child)
 
 
-def close_pipes(child: subprocess.Popen[bytes]) -> None:
+def close_pipes(child: ChildProcess) -> None:
     """Close this process's ends of a child's pipes."""
     for pipe in (child.stdin, child.stdout):
         _close(pipe)

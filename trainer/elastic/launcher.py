@@ -8,7 +8,6 @@ import math
 import os
 import signal
 import subprocess
-import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack, suppress
@@ -55,14 +54,14 @@ from trainer.elastic.shared_rows import RETAINED_BYTES, SharedStores, launch_sha
 from trainer.follow import FollowedDataset
 from trainer.recovery import Drain, DrainInterrupt, Watchdog, resume_hint
 from trainer.run import truncate_logs
-from trainer.runtime import close_pipes, end_children, start_child
+from trainer.runtime import ChildProcess, close_pipes, end_children, start_child
 from trainer.setup import Rollbacks, TrainOptions, first_checkpoint, open_run, with_rollbacks
 from trainer.stores.api import RowsLostError
 from trainer.stores.remote.wire import write_token
 
 logger = logging.getLogger(__name__)
 
-StartChild = Callable[[Sequence[str]], subprocess.Popen[bytes]]
+StartChild = Callable[[Sequence[str]], ChildProcess]
 """Starts `python -m trainer` with some arguments; the process ends with its stdin."""
 _ROWS_LOST = "rows are lost; see the error above"
 _POLL_SEC, URL_POLL_SEC = 0.1, 2.0
@@ -156,7 +155,7 @@ class LocalReplicas:
         self._arguments = list(arguments)
         self._restarts = restarts
         self._linger_sec = linger_sec
-        self._processes: dict[int, subprocess.Popen[bytes]] = {}
+        self._processes: dict[int, ChildProcess] = {}
         self._hung: set[int] = set()
 
     @property
@@ -248,7 +247,7 @@ class LocalReplicas:
         close_pipes(self._processes[number])
         self._processes[number] = self._start(number, 1)
 
-    def _start(self, number: int, expected: int) -> subprocess.Popen[bytes]:
+    def _start(self, number: int, expected: int) -> ChildProcess:
         arguments = ["replica", str(self._run), "--number", str(number)]
         arguments += ["--expected", str(expected), "--end-with-stdin", *self._arguments]
         return self._start_child(arguments)
@@ -479,24 +478,12 @@ def _threads_each(wanted: int | None, count: int) -> int:
     return wanted or max(1, len(os.sched_getaffinity(0)) // max(1, count))
 
 
-def request_leave(replica: subprocess.Popen[bytes]) -> None:
+def request_leave(replica: ChildProcess) -> None:
     """Ask a replica to leave through its stdin: a signal might be the second one it gets."""
     assert replica.stdin is not None, "its input is a pipe"
     with suppress(BrokenPipeError):
-        replica.stdin.write(b"leave\n")
+        replica.stdin.write(b"SIGTERM\n")
         replica.stdin.flush()
-
-
-def watch_stdin(drain: Drain) -> None:
-    """Leave when stdin has a line, and exit when it ends."""
-
-    def wait() -> None:
-        while os.read(0, 1024):  # not sys.stdin: its lock would be held at exit
-            if not drain.asked:
-                os.kill(os.getpid(), signal.SIGTERM)  # handled by the main thread
-        os._exit(1)
-
-    threading.Thread(target=wait, name="parent", daemon=True).start()
 
 
 def resume_message(run: Path, last: int | None) -> str:

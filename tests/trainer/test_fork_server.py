@@ -1,0 +1,145 @@
+"""Replicas and trainers are forked: they are restarted at once, and end with the fork server."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from schemas.run_log import SUMMARY
+from tests.trainer.make_dataset import make_dataset, write_job
+from tests.trainer.processes import (
+    children_of,
+    ended,
+    is_gone,
+    num_steps,
+    started,
+    trained,
+    until,
+    wait_for,
+)
+from tests.trainer.test_draining import SEGMENT
+from trainer.diff import compare_runs
+from trainer.elastic.faults import Faults
+from trainer.run import verify_run
+
+pytestmark = pytest.mark.slow
+SLOWLY = Faults().pause(0, 0.05).pause(1, 0.05)
+REPLICAS = ("--replicas", "2", "--faults", SLOWLY.to_json())
+STORED = ("--embedding", "cached", "--stores", "1")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with a dataset, its job of 256 steps, and a run of one process."""
+    folder = tmp_path_factory.mktemp("forked")
+    job = write_job(folder, epochs="8", every_steps="8")
+    make_dataset(folder / "dataset", job, SEGMENT)
+    trained(job, folder / "dataset", folder / "alone")
+    return folder
+
+
+def start(folder: Path, run: Path, *arguments: str) -> subprocess.Popen[str]:
+    return started(folder / "job.yaml", folder / "dataset", run, *arguments)
+
+
+def forked(process: subprocess.Popen[str], name: str) -> list[int]:
+    """Return the ids of the processes of one kind that a process has forked."""
+    return [child for child in children_of(process.pid) if name_of(child) == f"presage-{name}"]
+
+
+def name_of(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/comm").read_text().strip()
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
+
+
+def cpu_ticks(pid: int) -> int:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return sum(map(int, fields[11:13]))
+
+
+def assert_same(folder: Path, run: Path) -> None:
+    assert compare_runs(folder / "alone", run).difference is None
+    assert verify_run(run).problems == ()
+
+
+def test_killed_replica_is_forked_again_by_a_server_that_only_waits(
+    folder: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    process = start(folder, run, *REPLICAS)
+    until(process, lambda: num_steps(run) >= 3)
+    assert len(os.listdir(f"/proc/{process.pid}/task")) == 1  # noqa: PTH208
+    busy, before = cpu_ticks(process.pid), set(forked(process, "replica"))
+    assert len(before) == 2
+    os.kill(max(before), signal.SIGKILL)
+    until(process, lambda: len(set(forked(process, "replica")) - before) == 1)
+    (new,) = set(forked(process, "replica")) - before
+    until(process, lambda: num_steps(run) >= 60)
+    assert cpu_ticks(process.pid) - busy <= 5  # hundredths of a second, for a fork
+    assert not is_gone(new)
+    status, said = ended(process)
+    assert status == 0, said
+    assert_same(folder, run)
+
+
+@pytest.mark.parametrize("name", ["server", "train"])
+def test_replicas_and_launcher_end_when_the_server_or_the_launcher_is_killed(
+    name: str, folder: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    process = start(folder, run, *REPLICAS)
+    until(process, lambda: num_steps(run) >= 3)
+    (launcher,), replicas = forked(process, "train"), forked(process, "replica")
+    os.kill(process.pid if name == "server" else launcher, signal.SIGKILL)
+    wait_for(lambda: all(map(is_gone, (launcher, *replicas))))
+    status, said = ended(process)
+    assert status == (-signal.SIGKILL if name == "server" else 1)
+    if name == "train":
+        assert "trainer was killed by SIGKILL; continue with --resume" in said
+    trained(folder / "job.yaml", folder / "dataset", run, "--resume")
+    assert_same(folder, run)
+
+
+def test_killed_trainer_with_stores_continues_until_it_was_killed_too_often(
+    folder: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    process = start(folder, run, *STORED, "--restarts", "2")
+    for step in (0, 20, 60):
+        until(process, lambda: len(forked(process, "train")) == 1)
+        (trainer,) = forked(process, "train")
+        until(process, lambda least=step: num_steps(run) >= least)
+        os.kill(trainer, signal.SIGKILL)
+        wait_for(lambda gone=trainer: is_gone(gone))
+    status, said = ended(process)
+    assert status == 1
+    assert said.count("trainer was killed, it is restarted signal=SIGKILL") == 2
+    assert not (run / SUMMARY).exists()
+    process = start(folder, run, *STORED, "--restarts", "1", "--resume")
+    until(process, lambda: num_steps(run) >= 80)
+    os.kill(forked(process, "train")[0], signal.SIGKILL)
+    status, said = ended(process)
+    assert status == 0, said
+    assert_same(folder, run)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_signal_to_the_server_stops_the_trainer_at_a_step_that_is_saved(
+    number: signal.Signals, folder: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    process = start(folder, run, "--restarts", "1")
+    until(process, lambda: num_steps(run) >= 3)
+    process.send_signal(number)
+    status, said = ended(process)
+    assert status == 0
+    message = f"{number.name}: stopped at step {num_steps(run)}; continue {run} with --resume"
+    assert said.splitlines()[-1] == message
+    trained(folder / "job.yaml", folder / "dataset", run, "--resume")
+    assert_same(folder, run)
