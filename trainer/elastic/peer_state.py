@@ -120,7 +120,7 @@ class PeerServer(fl.FlightServerBase):
         self._retained_bytes = 0
         self._num_cancels = 0
         self._num_waiting = 0
-        self._state: list[Buffer] | None = None
+        self._state: Mapping[str, Array] | None = None
 
     def add_committed(self, train_step: int, committed: CommittedStep) -> None:
         """Retain a committed step for replicas that are behind."""
@@ -140,7 +140,7 @@ class PeerServer(fl.FlightServerBase):
         """
         with self._changed:
             if self._num_waiting and (arrays := state_of()) is not None:
-                self._state = to_buffers(arrays)
+                self._state = arrays
                 self._changed.notify_all()
 
     def cancel_waiters(self) -> None:
@@ -153,7 +153,7 @@ class PeerServer(fl.FlightServerBase):
         """Send the state at the end of the next step, the sums of a step, or nothing (a ping)."""
         body = json.loads(action.body.to_pybytes() or b"{}")
         if action.type == STATE:
-            parts = self._wait_for_state()
+            parts = to_buffers(self._wait_for_state())  # checksums, while training continues
         elif action.type == SUMS:
             parts = [self._wait_for_sums(int(body["train_step"]), float(body["wait_sec"]))]
         elif action.type == LIVES:
@@ -166,7 +166,7 @@ class PeerServer(fl.FlightServerBase):
             for start in range(0, len(part), _CHUNK_BYTES):
                 yield part[start : start + _CHUNK_BYTES]
 
-    def _wait_for_state(self) -> list[Buffer]:
+    def _wait_for_state(self) -> Mapping[str, Array]:
         with self._changed:
             self._num_waiting += 1
             self._state = None

@@ -181,6 +181,16 @@ class StepCompute:
         if not self._is_open(train_step):
             self._open_rows(train_step, NO_MICROBATCHES)
 
+    def warm_up(self, train_step: int) -> None:
+        """Compute a step for nothing, with initial rows: the first is slow, and others would wait.
+
+        Reading it decodes the row groups that later steps use, too.
+        """
+        components, whole = self._context.components, self._context.num_microbatches(train_step)
+        opened = self._reader.call(train_step, range(whole))
+        components.embedding.open_initial(opened, components.store.layouts)
+        self._work.compute(opened)
+
     def update(self, total: PartialSums) -> None:
         """Update model and rows with the sum over all microbatches of the step in flight."""
         with self._timer("update"):
@@ -562,6 +572,8 @@ class Replica:
     def _load_from_peers(self) -> bool:
         """Load the state of a replica that trains; return whether there is one."""
         addresses = self._addresses.read()
+        if addresses and self.step < self.context.end_step:
+            self._compute.warm_up(self.step)
         loaded = bool(addresses) and not self._addresses.use_first(addresses, self._join)
         if not loaded:
             self.context.rows.start(self.step, self.context.span)

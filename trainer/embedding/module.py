@@ -33,7 +33,7 @@ from trainer.embedding.kernels.interface import (
     rule_at,
 )
 from trainer.embedding.pooling import Pooling
-from trainer.stores.api import GatheredRows, Records, RowReader
+from trainer.stores.api import GatheredRows, Records, RowReader, TableLayout, initial_records
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,6 +126,16 @@ class Embedding(nn.Module):
         records = reader.fetch(batch.step.train_step, microbatches.rows)
         rows = {table: self._on_device(GatheredRows(r)) for table, r in records.items()}
         self._set(microbatches, rows)
+
+    def open_initial(self, microbatches: Microbatches, layouts: Mapping[str, TableLayout]) -> None:
+        """Open initial values in place of the rows of a step, to compute it for nothing.
+
+        Args:
+            microbatches: of the step.
+            layouts: of the rows, by table.
+        """
+        rows = {t: initial_records(layouts[t], each) for t, each in microbatches.rows.items()}
+        self._set(microbatches, {t: self._on_device(GatheredRows(r)) for t, r in rows.items()})
 
     def update_from_backward(self) -> None:
         """Update the rows of the only microbatch by their gradients in place, and release them.
