@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 import tracemalloc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 
 from schemas.run_log import StepMetric
 from schemas.storage import Location
@@ -25,7 +28,11 @@ from trainer.elastic.peer_state import (
     PeerServer,
     rows_from_arrays,
 )
+from trainer.elastic.state_copy import RowsCopy
+from trainer.embedding.cache import DirectSource
 from trainer.follow import DatasetExtent
+from trainer.stores.api import Records, TableLayout
+from trainer.stores.local import memory_store
 from trainer.stores.remote.connection import Access
 from trainer.stores.remote.wire import Certificate
 
@@ -116,8 +123,12 @@ memory_rows = MemoryRows(store, Embedding((), TrainConfig(), DirectSource(store)
 server, provided = PeerServer("127.0.0.1", Access(token="secret"), None), []
 print(server.address, flush=True)
 tracemalloc.start()
+def state():
+    arrays = memory_rows.state_before(0)
+    provided.extend([] if arrays is None else [1])
+    return arrays
 while not provided:
-    server.provide_state(lambda: provided.append(1) or memory_rows.state_before(0))
+    server.provide_state(state)
 sys.stdin.read()
 print(tracemalloc.get_traced_memory()[1])
 """
@@ -141,3 +152,42 @@ def test_state_is_copied_once_where_it_is_sent_and_is_once_where_it_comes() -> N
     num_bytes = NUM_ROWS * 4 * (DIM + 1)
     assert peak < 1.3 * num_bytes
     assert peak_of_server < 1.3 * num_bytes
+
+
+def test_rows_are_copied_in_rounds_while_steps_change_them_and_add_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    layout = TableLayout(table="items", dim=3, state_width=1, dtype="float32", seed=0)
+    store, rng, num_rows = memory_store({"items": layout}), np.random.default_rng(0), 50_000
+    source, trained, num_read = DirectSource(store), threading.Event(), list[int]()
+
+    def train(train_step: int, rows: NDArray[np.int64]) -> None:
+        gathered = source.gather(train_step, {"items": rows})["items"]
+        records = gathered.copy()
+        gathered.put(Records(records.values + 1, np.full_like(records.state, train_step)))
+        source.release(train_step, {"items": rows})
+
+    def read_late(table: str, positions: NDArray[np.int32]) -> tuple[NDArray[np.int64], Records]:
+        num_read.append(len(positions))
+        assert trained.wait(60)
+        return read(table, positions)
+
+    read = store.rows_at
+    train(0, np.arange(num_rows))
+    monkeypatch.setattr(store, "rows_at", read_late)
+    copy, step, copied = RowsCopy(store, source, 1), 1, None
+    while copied is None:
+        train(step, np.unique(rng.integers(0, num_rows + 100 * step, 500)))
+        step += 1
+        if step == 9:
+            trained.set()
+        copied = copy.finish(step)
+        assert copied is None or step >= 9
+    rows, records = copied["items"]
+    assert len(np.unique(rows)) == len(rows) == len(store.tables["items"]) > num_rows
+    expected = store.gather("items", rows).copy()
+    assert np.array_equal(records.values, expected.values)
+    assert np.array_equal(records.state, expected.state)
+    assert num_read[-1] == len(rows)  # their ids
+    assert sum(num_read[:-1]) < 1.2 * len(rows)
+    assert source.used is None

@@ -22,11 +22,12 @@ from schemas.errors import SchemaError
 from schemas.run_log import LedgerEntry, StepMetric
 from schemas.storage import Location
 from trainer.checkpoint.format import Buffer, from_bytes, to_buffers
+from trainer.elastic.state_copy import RowsCopy
 from trainer.embedding.cache import DirectSource, RowSource
 from trainer.embedding.changes import Changes
 from trainer.embedding.module import Embedding
 from trainer.follow import DatasetExtent, Span
-from trainer.stores.api import BehindError, GatheredRows, Records, Store, WriteBack
+from trainer.stores.api import BehindError, Records, Store, WriteBack
 from trainer.stores.local import LocalStore
 from trainer.stores.remote.connection import Access, connect
 from trainer.stores.remote.wire import (
@@ -413,6 +414,7 @@ class MemoryRows:
         self._store = store
         self.tracked_since = 0
         self.source = DirectSource(store)
+        self._copy: RowsCopy | None = None
         embedding.set_source(self.source)
 
     def track_changes(self, changes: Changes) -> None:
@@ -423,13 +425,15 @@ class MemoryRows:
         """Start with a step: the checkpoint is in memory."""
         self.tracked_since = train_step
 
-    def state_before(self, train_step: int) -> Mapping[str, Array]:
-        """Return copies of all rows."""
-        arrays: dict[str, Array] = {}
-        for name, table in self._store.tables.items():
-            rows, all_records = table.rows_at(np.arange(len(table), dtype=np.int32))
-            records = GatheredRows(all_records.take(slice(len(rows)))).copy()
-            arrays |= rows_to_arrays(f"{ROWS}/{name}", rows, records)
+    def state_before(self, train_step: int) -> Mapping[str, Array] | None:
+        """Return copies of all rows, which are made beside training."""
+        self._copy = self._copy or RowsCopy(self._store, self.source, train_step)
+        copied = self._copy.finish(train_step)
+        if copied is None:
+            return None
+        self._copy, arrays = None, dict[str, Array]()
+        for table, (rows, records) in copied.items():
+            arrays |= rows_to_arrays(f"{ROWS}/{table}", rows, records)
         return arrays
 
     def load(self, arrays: Mapping[str, Array], train_step: int, span: Span) -> None:

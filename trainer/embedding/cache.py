@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from schemas.arrays import Array, find_sorted
 from schemas.cache_plan import UNUSED, Keyframe, PlanStep
 from schemas.errors import SchemaError
-from trainer.embedding.changes import Changes, RowsAndArrays
+from trainer.embedding.changes import Changes, RowsAndArrays, UsedPositions
 from trainer.stores.api import (
     GatheredRows,
     Records,
@@ -86,6 +86,8 @@ class DirectSource:
         self._store = store
         self._gathered: dict[str, GatheredRows] = {}
         self._changes: Changes | None = None
+        self.used: Mapping[str, UsedPositions] | None = None
+        """Records the positions of rows that steps use, by table; None: they are not needed."""
         self.num_accesses = 0
 
     @property
@@ -112,6 +114,9 @@ class DirectSource:
         }
         if backs:
             self._store.write(train_step, backs)
+        for table, used in (self.used or {}).items():
+            if (positions := self._gathered[table].positions) is not None:
+                used.use(positions, train_step)
         if self._changes is None:
             return
         for table, gathered in self._gathered.items():
