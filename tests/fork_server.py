@@ -195,7 +195,7 @@ def _connect(folder: Path) -> socket.socket:
                 server = _Popen(
                     [sys.executable, "-m", "tests.fork_server", str(folder), " " * _LINE_BYTES],
                     cwd=_REPOSITORY,
-                    env=os.environ | WITHOUT_THREADS,
+                    env=os.environ | WITHOUT_THREADS | {"RUST_LOG": "warn"},
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=log,

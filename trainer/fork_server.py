@@ -22,6 +22,7 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import IO
 
 from schemas.errors import SchemaError
 from trainer.recovery import Drain
@@ -46,7 +47,7 @@ class ForkedProcess:
             connection: receives its id, then its exit status.
             stdin: writable end of the pipe that is its standard input.
         """
-        self.stdin = os.fdopen(stdin, "wb")
+        self.stdin: IO[bytes] | None = os.fdopen(stdin, "wb")
         self.pid = _decode(connection.recv(_NUMBER))
         self._connection = connection
         self._status: int | None = None
