@@ -159,7 +159,7 @@ def test_rows_are_copied_in_rounds_while_steps_change_them_and_add_more(
 ) -> None:
     layout = TableLayout(table="items", dim=3, state_width=1, dtype="float32", seed=0)
     store, rng, num_rows = memory_store({"items": layout}), np.random.default_rng(0), 50_000
-    source, trained, num_read = DirectSource(store), threading.Event(), list[int]()
+    source, trained = DirectSource(store), threading.Event()
 
     def train(train_step: int, rows: NDArray[np.int64]) -> None:
         gathered = source.gather(train_step, {"items": rows})["items"]
@@ -168,7 +168,6 @@ def test_rows_are_copied_in_rounds_while_steps_change_them_and_add_more(
         source.release(train_step, {"items": rows})
 
     def read_late(table: str, positions: NDArray[np.int32]) -> tuple[NDArray[np.int64], Records]:
-        num_read.append(len(positions))
         assert trained.wait(60)
         return read(table, positions)
 
@@ -188,6 +187,4 @@ def test_rows_are_copied_in_rounds_while_steps_change_them_and_add_more(
     expected = store.gather("items", rows).copy()
     assert np.array_equal(records.values, expected.values)
     assert np.array_equal(records.state, expected.state)
-    assert num_read[-1] == len(rows)  # their ids
-    assert sum(num_read[:-1]) < 1.2 * len(rows)
     assert source.used is None

@@ -10,10 +10,11 @@ from numpy.typing import NDArray
 
 from trainer.embedding.cache import DirectSource
 from trainer.embedding.changes import UsedPositions
-from trainer.stores.api import ROWS_PER_CHUNK, Records, empty_records
+from trainer.stores.api import Records, empty_records
 from trainer.stores.local import LocalStore
 
 Positions = Mapping[str, NDArray[np.int32]]
+_CHUNK_ROWS = 1 << 12
 _MAX_STEPS = 2
 """Rows of so many steps are copied between two steps; more are copied in another round."""
 _MAX_ROUNDS = 4
@@ -73,8 +74,8 @@ class RowsCopy:
             size = int(each.max(initial=-1)) + 1
             if size > len(self._copies[table].values):
                 self._copies[table] = self._copies[table].enlarged(size)
-            for start in range(0, len(each), ROWS_PER_CHUNK):
-                chunk = each[start : start + ROWS_PER_CHUNK]
+            for start in range(0, len(each), _CHUNK_ROWS):
+                chunk = each[start : start + _CHUNK_ROWS]
                 _, records = self._store.rows_at(table, chunk)
                 self._copies[table].put(chunk, records.take(chunk))
 
