@@ -31,24 +31,25 @@ from pipelines.demo_log.log import GeneratorConfig, write_log
 from schemas.config.job import load_job
 from schemas.dataset import open_dataset
 from schemas.run_log import CHECKPOINTS
-from trainer.checkpoint.load import fingerprint_of, save_checkpoint
-from trainer.checkpoint.manager import CHECKPOINT_LOG, Saver, saver_of
-from trainer.checkpoint.manifest import read_checkpoint_manifest
-from trainer.checkpoint.snapshot import copy_bytes
+from trainer.checkpoint.load import save_checkpoint
+from trainer.checkpoint.manager import CHECKPOINT_LOG
+from trainer.checkpoint.manifest import read_checkpoint_manifest, step_of_newest
 from trainer.components import (
     build_components,
     layouts_of,
     order_of,
     plans_of,
-    uses_shared_features,
 )
+from trainer.compute import StepCompute
+from trainer.context import RunContext
 from trainer.data.decode import spec_of
-from trainer.data.reader import Reader, prefetch
 from trainer.embedding.cache import DirectSource, PlannedCache, RowSource
+from trainer.follow import Horizon, Span
+from trainer.run_checkpoints import RunCheckpoints, copy_bytes_of
+from trainer.run_rows import RunRows
 from trainer.setup import TrainOptions
 from trainer.step import PhaseTimer
 from trainer.stores.factory import open_store
-from trainer.train import step_of
 
 WARM_UP = 5
 """Steps before the first measured one."""
@@ -72,7 +73,6 @@ def measure(
     assert every is not None, "set by write_job"
     order, spec = order_of(job, dataset), spec_of(dataset, config.dtype)
     last = min(order.num_steps, WARM_UP // every * every + every * (rounds + 1))
-    reader = Reader(dataset, order, spec, find_shared=uses_shared_features(config))
     layouts = layouts_of(spec, config)
     run.mkdir()
     ours: list[float] = []
@@ -95,17 +95,14 @@ def measure(
             )
         components.embedding.set_source(source)
         planned = config.cache if embedding == "cached" else None
-        saver = saver_of(
-            run,
-            config.checkpoint,
-            components,
-            source,
-            lambda: fingerprint_of(job, dataset),
-            first_step=0,
-            loaded=False,
-            num_bytes=lambda n: copy_bytes(dataset, order, layouts, range(last), n, planned),
-        )
-        timer = PhaseTimer(time.perf_counter)
+        span = Span(dataset, order, Horizon(end_step=last, known_end=last, is_final=True))
+        rows = RunRows(source, store)
+        stack.callback(rows.close)
+        clock = time.perf_counter
+        context = RunContext(run, job, TrainOptions(), span, components, rows, 0, clock)
+        checkpoints = RunCheckpoints(context, copy_bytes_of(job, span, 0, components, planned))
+        stack.callback(checkpoints.close)
+        checkpoints.reserve()
 
         def save_at_once(step: int) -> float:
             start = time.perf_counter()
@@ -113,37 +110,33 @@ def measure(
             save_checkpoint(scratch / "peer", step, components, keep=1)
             return time.perf_counter() - start
 
-        try:
-            read, compute = stack.enter_context(step_of(TrainOptions(), config, reader, components))
-            batches = prefetch(read, range(last), 2)
+        compute = stack.enter_context(StepCompute(context, PhaseTimer(clock)))
+        start = time.perf_counter()
+        for step in range(last):
+            for later in range(step + 1, min(step + 3, last)):
+                compute.prefetch(later, range(context.num_microbatches(later)))
+            sums = compute.compute(step, range(context.num_microbatches(step)))
+            compute.update(sums.total())
+            if (step + 1) % every:
+                continue
+            intervals.append(time.perf_counter() - start)
+            ours_first = len(ours) % 2 == 0
+            if ours_first:
+                ours.append(save_in_background(checkpoints, run, step + 1, every))
+            peer.append(save_at_once(step + 1))
+            if not ours_first:
+                ours.append(save_in_background(checkpoints, run, step + 1, every))
             start = time.perf_counter()
-            for step in range(last):
-                batch = next(batches)
-                compute.fetch(batch)
-                compute.forward_backward(batch, timer)
-                compute.update()
-                if (step + 1) % every:
-                    continue
-                intervals.append(time.perf_counter() - start)
-                ours_first = len(ours) % 2 == 0
-                if ours_first:
-                    ours.append(save_in_background(saver, step + 1))
-                peer.append(save_at_once(step + 1))
-                if not ours_first:
-                    ours.append(save_in_background(saver, step + 1))
-                start = time.perf_counter()
-            saver.finish(last)
-        finally:
-            saver.close()
-            source.close()
+        checkpoints.finish(last)
     return {"ours": ours[1:], "peer": peer[1:], "intervals": intervals[1:], **sizes_of(run)}
 
 
-def save_in_background(saver: Saver, step: int) -> float:
+def save_in_background(checkpoints: RunCheckpoints, run: Path, step: int, every: int) -> float:
     """Return the seconds that training waits if the previous copy has been written."""
-    saver.settle()
+    while step > every and step_of_newest(run) < step - every:
+        time.sleep(0.01)
     start = time.perf_counter()
-    saver.after(step)
+    checkpoints.after(step, step_of_newest(run), writes=True)
     return time.perf_counter() - start
 
 

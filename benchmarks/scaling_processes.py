@@ -38,19 +38,23 @@ from schemas.dataset import open_dataset
 from schemas.rows import initial_rows
 from schemas.storage import Location
 from trainer.components import build_components, dense_optimizer
+from trainer.compute import StepCompute
+from trainer.context import RunContext
 from trainer.data.collate import Batch, features_of_tables
 from trainer.data.decode import BatchSpec, spec_of
-from trainer.elastic.checkpoints import FinalCheckpoint
-from trainer.elastic.context import Frontier, ReplicaContext
 from trainer.elastic.faults import FaultInjector, FaultPoint, Faults
 from trainer.elastic.membership import ReplicaOptions
-from trainer.elastic.output import RunOutput
 from trainer.elastic.peer_state import MemoryRows
-from trainer.elastic.replica import Replica
+from trainer.elastic.replica import ReplicaPeers
 from trainer.follow import FollowedDataset
+from trainer.frontier import Frontier
+from trainer.loop import TrainingLoop
 from trainer.models.torchrec_models import build_dlrm, dense_inputs
 from trainer.recovery import Drain, Watchdog
+from trainer.run_checkpoints import RunCheckpoints
+from trainer.run_output import RunOutput
 from trainer.setup import TrainOptions, follow_options
+from trainer.step import PhaseTimer
 from trainer.stores.remote.connection import Access
 
 _TABLE = "table_"
@@ -132,8 +136,9 @@ def run_replica(config: ProcessConfig, connection: Connection) -> None:
     data.wait_for(0)
     frontier = Frontier(data, data.refresh(), Drain(), poll_sec=1.0)
     rows = MemoryRows(components.store, components.embedding)
-    context = ReplicaContext(
-        config.run, job, choice, frontier.span, components, rows, 0, time.perf_counter
+    context = RunContext(
+        *(config.run, job, choice, frontier.span, components, rows, 0, time.perf_counter),
+        is_replica=True,
     )
     options = ReplicaOptions(
         number=config.rank,
@@ -145,10 +150,13 @@ def run_replica(config: ProcessConfig, connection: Connection) -> None:
     lighthouse_port = int(config.address.rpartition(":")[2])
     gate = TurnGate(connection, lighthouse_port, config.run)
     watchdog = Watchdog(job.train.limits.seconds())
-    saves = FinalCheckpoint(config.run, lambda _: None)
+    saves = RunCheckpoints(context, 0, lambda context, step: None)
     output = RunOutput(config.run, Location.parse(config.run), "benchmark")
-    with Replica(context, frontier, options, gate, Drain(), watchdog, saves, output) as replica:
-        replica.train()
+    compute = StepCompute(context, PhaseTimer(time.perf_counter, watchdog), gate)
+    peers = ReplicaPeers(options, rows, compute, gate, output)
+    loop = TrainingLoop(context, frontier, peers, compute, saves, output, Drain(), watchdog)
+    with compute, peers:
+        loop.train()
 
 
 class ShardedTrainer:

@@ -209,13 +209,12 @@ class FollowedDataset:
         self._span: Span | None = None
         self.wait_reason = ""  # why all known steps are trained
 
-    def has_grown(self) -> bool:
-        """Return whether the root manifest was replaced since it was read.
-
-        The store is asked at most once in `train.follow.poll`.
-        """
+    def _has_grown(self, *, at_once: bool) -> bool:
+        """Return whether the root manifest was replaced since it was read."""
         span, now_sec = self._span, time.monotonic()
-        if span is None or span.horizon.is_final or now_sec < self._next_look_sec:
+        if span is None or span.horizon.is_final:
+            return False
+        if now_sec < self._next_look_sec and not at_once:
             return False
         self._next_look_sec = now_sec + self._job.train.follow.poll.total_seconds()
         return self._stamp() != self._last_stamp
@@ -225,13 +224,16 @@ class FollowedDataset:
         assert self._span is not None, "`wait_for` returned the first span"
         return self._span
 
-    def refresh(self) -> DatasetExtent:
+    def refresh(self, *, at_once: bool = False) -> DatasetExtent:
         """Return what is committed, and open it if the root manifest was replaced; do not wait.
+
+        Args:
+            at_once: ask the store even if it was asked less than `train.follow.poll` ago.
 
         Raises:
             SchemaError: the dataset is another one, or one of its segments does not fit the run.
         """
-        if self.has_grown():
+        if self._has_grown(at_once=at_once):
             self._last_stamp = self._stamp()
             self._span = self._try_open()
         manifest = self.current().dataset.manifest
@@ -253,12 +255,11 @@ class FollowedDataset:
         self._used = directories_of(span.dataset)
         return replace(span, horizon=horizon_of(span.order, extent, self._options.stop))
 
-    def wait_for(self, train_step: int, before_wait: Callable[[], None] = lambda: None) -> Span:
+    def wait_for(self, train_step: int) -> Span:
         """Return the span that has a step, or the last one if none has it.
 
         Args:
             train_step: the next step.
-            before_wait: called once if it must wait.
 
         Raises:
             SchemaError: the dataset breaks its format, is another one, or does not fit the run.
@@ -272,8 +273,6 @@ class FollowedDataset:
                 self._span = span
                 if next_action(train_step, span.horizon) != "wait":
                     return span
-            if reported is None:
-                before_wait()
             if self.wait_reason != reported:
                 reported = self.wait_reason
                 self._progress(f"waiting at step {train_step}: {reported}")

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -27,11 +25,9 @@ from schemas.run_log import (
     LEDGER,
     METRICS,
     RUN_FILE,
-    SPLITS,
     SUMMARY,
     LedgerEntry,
     RunSummary,
-    StepMetric,
     read_lines,
     read_metrics,
     to_line,
@@ -271,106 +267,9 @@ def _check_segments(
         )
 
 
-# ---- Log lines of committed steps ----
-
-
-class RunLog:
-    """Appends a line to the metrics and one to the ledger for each committed step."""
-
-    def __init__(self, run: Path) -> None:
-        """Store the folder; the context opens the files."""
-        self._run = run
-        self._files: tuple[TextIO, ...] = ()
-
-    def __enter__(self) -> RunLog:
-        metrics = (self._run / METRICS).open("a", encoding="utf-8")
-        self._files = (metrics, (self._run / LEDGER).open("a", encoding="utf-8"))
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: object
-    ) -> None:
-        for file in self._files:
-            # closing retries a failed write; the exception that ends the run is the one to report
-            with suppress(*([OSError] if error else [])):
-                file.close()
-
-    def commit(self, metric: StepMetric, entry: LedgerEntry) -> None:
-        """Append a step; other processes see it at once.
-
-        Raises:
-            SchemaError: the disk is full.
-        """
-        assert self._files, "a run log is open while steps are committed"
-        metrics, ledger = self._files
-        for file, record in ((ledger, entry), (metrics, metric)):  # a metric completes a step
-            try:
-                file.write(f"{to_line(record)}\n")
-                file.flush()
-            except OSError as error:
-                raise SchemaError(
-                    f"no room on disk for the line of a step: {error.strerror}; free some and "
-                    "continue with --resume",
-                    file=file.name,
-                ) from error
-
-
-def truncate_logs(run: Path, train_step: int) -> None:
-    """Remove the lines of steps from `train_step` on, which will be trained again."""
-    for name in (METRICS, LEDGER, SPLITS):
-        exists = (run / name).is_file()
-        if name == SPLITS and not exists:
-            continue
-        lines = (run / name).read_bytes().splitlines(keepends=True) if exists else []
-        kept = [line for line in lines if step_of_line(line) < train_step]
-        replace_bytes(run / name, b"".join(kept))
-
-
-def step_of_line(line: bytes) -> float:
-    """Return the step of a line, infinity if it is torn or unreadable."""
-    try:
-        return int(json.loads(line)["step"]) if line.endswith(b"\n") else math.inf
-    except (ValueError, TypeError, KeyError):
-        return math.inf
-
-
 def write_summary(run: Path, summary: RunSummary) -> None:
     """Write `summary.json`."""
     replace_bytes(run / SUMMARY, f"{to_line(summary)}\n".encode())
-
-
-def steps_with_lines(run: Path) -> tuple[int, Path]:
-    """Return how many steps from 0 on have all their lines, and the file that ends first.
-
-    A step has its lines if the metrics have one and the ledger has as many of its samples.
-    """
-    num_samples_of = dict[int, int]()
-    for step, num_samples in _read_counts(run / LEDGER):
-        num_samples_of[step] = num_samples_of.get(step, 0) + num_samples
-    count = 0
-    for step, num_samples in _read_counts(run / METRICS):
-        if step != count:
-            break
-        if num_samples_of.get(step) != num_samples:
-            return count, run / LEDGER
-        count += 1
-    return count, run / METRICS
-
-
-def _read_counts(path: Path) -> Iterator[tuple[int, int]]:
-    """Yield step and samples of each line up to the first that is torn or unreadable."""
-    if not path.is_file():
-        return
-    with path.open("rb") as file:
-        for line in file:
-            try:
-                body = json.loads(line)
-                counts = int(body["step"]), int(body["num_samples"])
-            except (ValueError, TypeError, KeyError):
-                return
-            if not line.endswith(b"\n"):
-                return
-            yield counts
 
 
 # ---- Verification: every sample of every epoch was trained exactly once ----

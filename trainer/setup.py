@@ -29,9 +29,9 @@ from trainer.run import (
     has_run,
     read_identity,
     start_run,
-    steps_with_lines,
     write_dataset,
 )
+from trainer.run_log import steps_with_lines
 from trainer.stores.api import RowsLostError
 from trainer.warm_start import (
     WarmStart,

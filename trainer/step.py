@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Generic, NamedTuple, Protocol, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -123,47 +123,6 @@ def metric_of(
         samples_per_sec=num_samples / (seconds - phases[WAIT]),
         phases=phases,
     )
-
-
-class Step(Protocol[B]):
-    """Computes one step after another; the three calls are made in this order for each."""
-
-    def fetch(self, batch: B) -> None:
-        """Fetch the embedding rows that the batch looks up."""
-        ...
-
-    def forward_backward(self, batch: B, timer: PhaseTimer) -> None:
-        """Compute the loss and all gradients."""
-        ...
-
-    def update(self) -> float:
-        """Update parameters and rows; return the loss before the update."""
-        ...
-
-
-class MicrobatchStep:
-    """A step by microbatches of one block each.
-
-    Gradients are summed over a fixed tree, so the result depends neither on threads nor on which
-    process computes which microbatch.
-    """
-
-    def __init__(self, worker: MicrobatchWorker, components: Components) -> None:
-        self._worker, self._components = worker, components
-
-    def fetch(self, batch: Microbatches) -> None:
-        """Fetch the rows of all microbatches."""
-        self._components.embedding.open(batch)
-
-    def forward_backward(self, batch: Microbatches, timer: PhaseTimer) -> None:
-        """Compute all microbatches, on several threads."""
-        with timer("backward"):
-            self._total = self._worker.compute(batch).total()
-
-    def update(self) -> float:
-        """Update by the sum of all microbatches."""
-        update_from_sums(self._total, self._worker, self._components)
-        return self._total.loss / self._total.divisor
 
 
 class WholeBatchStep:

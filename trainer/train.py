@@ -1,23 +1,20 @@
 """A training run from start to end: open it, train with rollbacks, evaluate, summarize.
 
-`TrainingLoop` trains the steps in one process; `elastic/replica.py` is the loop of one of several.
+`train` does it in one process; `elastic/worker.py` starts the same loop in one of several.
 """
 
 from __future__ import annotations
 
 import resource
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, closing, contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 from schemas.config.job import Job, load_job
-from schemas.config.train import SAVE, START, WAIT, TrainConfig
-from schemas.dataset import Dataset
-from schemas.errors import PlanError, SchemaError
-from schemas.order import Order
-from schemas.run_log import METRICS, LedgerEntry, RunSummary, StepMetric, read_metrics
+from schemas.config.train import SAVE, START
+from schemas.errors import SchemaError
+from schemas.run_log import METRICS, SUMMARY, RunSummary, StepMetric, read_metrics, read_summary
 from schemas.storage import Location
 from trainer.checkpoint.load import (
     fingerprint_of,
@@ -28,29 +25,27 @@ from trainer.checkpoint.load import (
     open_rows,
     read_cached,
 )
-from trainer.checkpoint.manager import Saver, claim_leftovers, saver_of
+from trainer.checkpoint.manager import claim_leftovers
 from trainer.checkpoint.manifest import PLAN_FILE
-from trainer.checkpoint.snapshot import copy_bytes
-from trainer.components import Components, build_components, layouts_of, uses_shared_features
-from trainer.data.collate import Batch, Microbatches
+from trainer.components import Components, build_components, layouts_of
+from trainer.compute import open_compute
+from trainer.context import RunContext
 from trainer.data.decode import spec_of
-from trainer.data.reader import Reader, prefetch
-from trainer.device import device_of, to_device
+from trainer.device import device_of
 from trainer.embedding.cache import CachedRows, DirectSource, PlannedCache, RowSource
 from trainer.embedding.kernels.compiled import kernels_of
 from trainer.embedding.lru import LruCache
 from trainer.evaluate import evaluate_components
-from trainer.follow import FollowedDataset, Span, extend, next_action, plans_of_span, settle
+from trainer.follow import Span, plans_of_span
+from trainer.frontier import Frontier
+from trainer.loop import Peers, TrainingLoop
 from trainer.metrics import Evaluation
 from trainer.recovery import Drain, Watchdog, resume_hint
-from trainer.run import (
-    RunIdentity,
-    RunLog,
-    read_identity,
-    truncate_logs,
-    write_dataset,
-    write_summary,
-)
+from trainer.run import RunIdentity, read_identity, write_summary
+from trainer.run_checkpoints import RunCheckpoints, copy_bytes_of
+from trainer.run_log import truncate_logs
+from trainer.run_output import RunOutput
+from trainer.run_rows import RunRows
 from trainer.setup import (
     Rollbacks,
     TrainOptions,
@@ -58,25 +53,14 @@ from trainer.setup import (
     open_run,
     with_rollbacks,
 )
-from trainer.step import (
-    Clock,
-    MicrobatchStep,
-    MicrobatchWorker,
-    PhaseTimer,
-    Step,
-    WholeBatchStep,
-    check_loss,
-    metric_of,
-)
+from trainer.step import Clock, PhaseTimer
 from trainer.stores.api import RowReader
 from trainer.stores.factory import open_store
 from trainer.stores.future_log import FutureLog, NextUseLookup
 from trainer.warm_start import steps_before, summary_of_origin
 
-READ_AHEAD = 2
-"""Batches that the reader's thread prefetches."""
-REPLICA = "0"
-"""Name of the only replica in the ledger."""
+_PAUSE_SEC = 0.05
+"""Interval of asking whether the writer has finished the run."""
 
 
 def train(
@@ -118,10 +102,7 @@ def train(
         identity = read_identity(run)
         watchdog.write_to(run)
 
-        def attempt(
-            checkpoint: Path | None, rollbacks: Rollbacks
-        ) -> tuple[Evaluation, RowSource, Rollbacks]:
-            span = data.current()
+        def attempt(checkpoint: Path | None, rollbacks: Rollbacks) -> None:
             with (
                 ExitStack() as opened,
                 resume_hint(f"stopped before a step; train on {run} with --resume"),
@@ -141,28 +122,107 @@ def train(
                     components = build_components(
                         spec, config, store, steps_before=steps_before(identity)
                     )
+                    poll_sec = config.follow.poll.total_seconds()
+                    frontier = Frontier(data, data.refresh(), drain, poll_sec, progress)
+                    span = frontier.span
                     first_step, source = _load_start(
                         job, options, span, components, checkpoint, identity
                     )
-                timer = PhaseTimer(clock, watchdog)
+                truncate_logs(run, first_step)
+                planned = config if isinstance(source, PlannedCache) else None
+                rows = RunRows(source, store, planned)
+                opened.callback(rows.close)
+                context = RunContext(run, job, options, span, components, rows, first_step, clock)
+                cache = None if planned is None else planned.cache
+                copied = copy_bytes_of(job, span, first_step, components, cache)
+                checkpoints = RunCheckpoints(context, copied)
+                opened.callback(checkpoints.close)
+                checkpoints.reserve()
+                compute = opened.enter_context(open_compute(context, PhaseTimer(clock, watchdog)))
+                output, peers = RunOutput(run, Location.parse(run), ""), Peers()
                 loop = TrainingLoop(
-                    run, job, options, data, components, drain, watchdog, timer, on_step
+                    *(context, frontier, peers, compute, checkpoints, output, drain, watchdog),
+                    on_step,
                 )
-                span = loop.run(span, first_step, source, loaded=checkpoint is not None)
-                with (
-                    drain.at_once(),
-                    resume_hint(f"all steps are trained; evaluate {run} with --resume"),
-                ):
-                    rows = _trained_rows(components, run)
-                    evaluation = evaluate_components(job, span.dataset, components, watchdog, rows)
-                    return evaluation, source, rollbacks
+                train_to_end(
+                    loop,
+                    rollbacks,
+                    trained=f"all steps are trained; evaluate {run} with --resume",
+                    stopped=lambda _: f"stopped at step {loop.step}; continue {run} with --resume",
+                )
 
-        evaluation, source, rollbacks = with_rollbacks(
+        with_rollbacks(
             run, checkpoint, attempt, lambda: claim_leftovers(run, config.checkpoint, resume=True)
         )
-    summary = replace(summary_of(run, options, evaluation, source), **asdict(rollbacks))
-    write_summary(run, summary)
-    return summary
+    return read_summary(run / SUMMARY)
+
+
+def train_to_end(
+    loop: TrainingLoop,
+    rollbacks: Rollbacks,
+    *,
+    trained: str,
+    stopped: Callable[[bool], str],
+) -> None:
+    """Train all steps of a run in one of its processes, and finish the run.
+
+    Args:
+        loop: before its first step.
+        rollbacks: of the run so far.
+        trained: how to resume after the last step.
+        stopped: how to resume after an earlier one; is given whether others continue.
+
+    Raises:
+        SchemaError: the data or a disk failed; complete checkpoints stay.
+        DrainInterrupt: the process was asked to leave; all trained steps are saved.
+    """
+    with loop.peers:
+        outcome = loop.train()
+        if outcome is None:
+            with resume_hint(trained):
+                _finish_run(loop, rollbacks)
+            return
+    if outcome.saves:  # after leaving the context: no replica waits for this one
+        loop.save()
+        if outcome.error is not None:
+            raise outcome.error
+    with resume_hint(stopped(outcome.others_continue)):
+        loop.drain.check()
+
+
+def _finish_run(loop: TrainingLoop, rollbacks: Rollbacks) -> None:
+    """Save, evaluate and summarize if this process is the writer, or wait until the writer has.
+
+    It is repeated by the next writer if this one dies. A signal interrupts a wait and the
+    evaluation at once.
+    """
+    done = False
+    while True:
+        agreement = loop.agree_on_end(done=done)
+        if agreement.members[agreement.writer].status.done:
+            return
+        if loop.writes:
+            _evaluate(loop, rollbacks)
+            done = loop.output.commit()
+        else:
+            with loop.drain.at_once():
+                loop.drain.sleep(_PAUSE_SEC)
+
+
+def _evaluate(loop: TrainingLoop, rollbacks: Rollbacks) -> None:
+    """Save the last step, evaluate it, and write the summary."""
+    context, components = loop.context, loop.context.components
+    is_flushed = loop.save()
+    loop.checkpoints.close()
+    rows = _trained_rows(components, context.run)
+    if rows is components.store and not is_flushed:
+        with loop.watchdog(SAVE):
+            context.rows.flush()
+    with loop.drain.at_once():
+        dataset = context.span.dataset
+        evaluation = evaluate_components(context.job, dataset, components, loop.watchdog, rows)
+    summary = _summarize(context, evaluation)
+    write_summary(context.run, replace(summary, **asdict(rollbacks)))
 
 
 def _load_start(
@@ -241,10 +301,9 @@ def _trained_rows(components: Components, run: Path) -> RowReader:
     return open_rows(checkpoint, components.store.layouts)
 
 
-def summary_of(
-    run: Path, options: TrainOptions, evaluation: Evaluation, source: RowSource
-) -> RunSummary:
+def _summarize(context: RunContext, evaluation: Evaluation) -> RunSummary:
     """Return the summary of a finished run."""
+    run, options, source = context.run, context.options, context.rows.source
     metrics = read_metrics(run / METRICS)
     timed = metrics[1:] or metrics  # the first step includes the warm-up
     seconds = sum(m.num_samples / m.samples_per_sec for m in timed)
@@ -264,180 +323,4 @@ def summary_of(
         expanded=options.expanded,
         fast=options.fast,
         start=summary_of_origin(read_identity(run).origin),
-    )
-
-
-class TrainingLoop:
-    """Trains the steps of a run, one after the other, and commits each."""
-
-    def __init__(
-        self,
-        run: Path,
-        job: Job,
-        options: TrainOptions,
-        data: FollowedDataset,
-        components: Components,
-        drain: Drain,
-        watchdog: Watchdog,
-        timer: PhaseTimer,
-        on_step: Callable[[StepMetric, int], None],
-    ) -> None:
-        """Store the components.
-
-        Args:
-            run: run folder.
-            job: job file.
-            options: command-line options.
-            data: the dataset, which may grow.
-            components: model, embedding, optimizer and stores.
-            drain: requests an early end between two steps.
-            watchdog: limits the time of each phase.
-            timer: measures the phases.
-            on_step: called after each step with its metric and the number of steps.
-        """
-        self._run, self._job, self._options = run, job, options
-        self._data, self._components, self._drain = data, components, drain
-        self._watchdog, self._timer, self._on_step = watchdog, timer, on_step
-
-    def run(self, span: Span, first_step: int, source: RowSource, *, loaded: bool) -> Span:
-        """Train all steps from `first_step` on and save.
-
-        Args:
-            span: dataset and order as known at the start.
-            first_step: step to start at.
-            source: of the embedding rows.
-            loaded: whether a checkpoint was loaded.
-
-        Returns:
-            The last span: a run that follows its dataset passes through several.
-
-        Raises:
-            SchemaError: the data or a disk failed; complete checkpoints stay.
-            DrainInterrupt: the run was stopped by a signal; all trained steps are saved.
-        """
-        self._dataset = span.dataset
-        self._saver = self._open_saver(span, first_step, source, loaded=loaded)
-        truncate_logs(self._run, first_step)
-        step = first_step
-        try:
-            with RunLog(self._run) as log:
-                step = self._train_span(span, step, source, log)
-                while not self._drain.asked and next_action(step, span.horizon) != "end":
-                    span = self._next_span(span, step, source)
-                    step = self._train_span(span, step, source, log)
-            with self._watchdog(SAVE):
-                self._saver.finish(step)
-        finally:
-            self._saver.close()
-            source.close()
-        with resume_hint(f"stopped at step {step}; continue {self._run} with --resume"):
-            self._drain.check()
-        return span
-
-    def _train_span(self, span: Span, step: int, source: RowSource, log: RunLog) -> int:
-        """Train the steps of a span until it ends or the run is stopped; return the next step."""
-        config, end, timer = self._job.train, span.horizon.end_step, self._timer
-        reader = reader_of(span.dataset, span.order, self._options, config)
-        with (
-            step_of(self._options, config, reader, self._components) as (read, compute),
-            closing(prefetch(read, range(step, end), READ_AHEAD)) as batches,
-        ):
-            while step < end and not self._drain.asked:
-                self._watchdog.step = step
-                with timer("read"):
-                    batch = next(batches)
-                with timer("fetch"):
-                    compute.fetch(batch)
-                compute.forward_backward(batch, timer)
-                with timer("update"):
-                    loss = compute.update()
-                metric = metric_of(step, check_loss(loss, step), batch.num_samples, 1, timer)
-                log.commit(metric, _ledger_entry(batch, span.dataset, reader))
-                self._on_step(metric, end)
-                step += 1
-                with self._watchdog(SAVE):
-                    self._saver.after(step)
-                if self._data.has_grown():  # stop where the cache's plan can be extended
-                    end = min(end, max(step, settle(source)))
-        return step
-
-    def _next_span(self, span: Span, step: int, source: RowSource) -> Span:
-        """Wait for more segments, and extend plans and stores by their steps."""
-        self._watchdog.step = step
-        try:
-            with (
-                self._timer(WAIT),
-                resume_hint(f"stopped at step {step}; continue {self._run} with --resume"),
-            ):
-                next_span = self._data.wait_for(step, lambda: self._save(step))
-                if next_span is not span:
-                    self._dataset = next_span.dataset
-                    write_dataset(self._run, self._dataset, self._job.train, follows=True)
-                    extend(source, self._components.store, next_span, self._job.train, step)
-        except (SchemaError, PlanError):
-            self._save(step)
-            raise
-        return next_span
-
-    def _save(self, step: int) -> None:
-        with self._watchdog(SAVE):
-            self._saver.save(step)
-
-    def _open_saver(self, span: Span, first: int, source: RowSource, *, loaded: bool) -> Saver:
-        """Return the saver; raises before the first step if copies do not fit in memory."""
-        config, layouts = self._job.train, self._components.store.layouts
-        steps = range(first, span.horizon.end_step)
-        cache = config.cache if isinstance(source, PlannedCache) else None
-        return saver_of(
-            self._run,
-            config.checkpoint,
-            self._components,
-            source,
-            lambda: fingerprint_of(self._job, self._dataset),
-            first_step=first,
-            loaded=loaded,
-            num_bytes=lambda every: copy_bytes(
-                span.dataset, span.order, layouts, steps, every, cache
-            ),
-        )
-
-
-def reader_of(dataset: Dataset, order: Order, options: TrainOptions, config: TrainConfig) -> Reader:
-    """Return the reader of the training steps of an order."""
-    return Reader(
-        dataset,
-        order,
-        spec_of(dataset, config.dtype),
-        expanded=options.expanded,
-        find_shared=uses_shared_features(config),
-    )
-
-
-@contextmanager
-def step_of(
-    options: TrainOptions, config: TrainConfig, reader: Reader, components: Components
-) -> Iterator[tuple[Callable[[int], Any], Step[Any]]]:
-    """Yield a function that reads the batch of a step, and what computes it.
-
-    Batches are computed whole on a GPU or with `--fast`, otherwise in microbatches.
-    """
-    device = device_of(config.device)
-    if options.fast or device.type != "cpu":
-        whole_batch = WholeBatchStep(components)
-        yield lambda step: to_device(reader.read(step), device), whole_batch
-        return
-    with MicrobatchWorker(
-        components.model, components.embedding, kernels_of(config.kernels)
-    ) as worker:
-        yield reader.read_microbatches, MicrobatchStep(worker, components)
-
-
-def _ledger_entry(batch: Batch | Microbatches, dataset: Dataset, reader: Reader) -> LedgerEntry:
-    return LedgerEntry(
-        step=batch.step.train_step,
-        epoch=batch.step.epoch,
-        segment=dataset.segments[batch.step.segment].id,
-        replica=REPLICA,
-        blocks=tuple(reader.blocks_of(batch.step).tolist()),
-        num_samples=batch.num_samples,
     )

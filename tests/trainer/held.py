@@ -11,9 +11,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from schemas.run_log import LedgerEntry, StepMetric
 from trainer.__main__ import main as train
-from trainer.run import RunLog
+from trainer.run_log import LogWriter
 
 
 def held_by(pipe: Path, step: int) -> tuple[str, str, str]:
@@ -36,15 +35,15 @@ def let_go(pipe: Path) -> Iterator[None]:
 def main(arguments: Sequence[str]) -> int:
     """Train."""
     pipe, held_step, *given = arguments
-    commit = RunLog.commit
+    write = LogWriter.write
 
-    def commit_and_wait(self: RunLog, metric: StepMetric, entry: LedgerEntry) -> None:
-        commit(self, metric, entry)
-        if metric.step == int(held_step):
+    def write_and_wait(self: LogWriter) -> None:
+        write(self)
+        if self.written == int(held_step):
             with Path(pipe).open("rb", 0) as file:
                 file.read(1)
 
-    RunLog.commit = commit_and_wait
+    LogWriter.write = write_and_wait
     return train(given)
 
 

@@ -21,11 +21,11 @@ from trainer.checkpoint.manager import CHECKPOINT_LOG
 from trainer.checkpoint.manifest import complete_checkpoints, step_of_newest
 from trainer.checkpoint.snapshot import SnapshotMemory, memory_path
 from trainer.components import build_components, order_of
+from trainer.context import RunContext
 from trainer.data.decode import spec_of
-from trainer.elastic.checkpoints import BackgroundCheckpoints
-from trainer.elastic.context import ReplicaContext
 from trainer.elastic.peer_state import MemoryRows
 from trainer.follow import Horizon, Span
+from trainer.run_checkpoints import RunCheckpoints
 from trainer.setup import TrainOptions
 
 TABLE = "items"
@@ -56,18 +56,19 @@ class OneReplica:
         end = order.num_steps
         self.span = Span(dataset, order, Horizon(end_step=end, known_end=end, is_final=True))
         options = TrainOptions()
-        setting = ReplicaContext(
-            run, job, options, self.span, components, self.rows, 0, time.perf_counter
+        context = RunContext(
+            *(run, job, options, self.span, components, self.rows, 0, time.perf_counter),
+            is_replica=True,
         )
         self.run = run
         self.memory = memory_path(folder / "memory", run)
         self.whole: list[int] = []
 
-        def save_whole(train_step: int) -> None:
+        def save_whole(context: RunContext, train_step: int) -> None:
             self.whole.append(train_step)
             save_checkpoint(run, train_step, components, keep=20)
 
-        self.saves = BackgroundCheckpoints(setting, 1 << 20, save_whole)
+        self.saves = RunCheckpoints(context, 1 << 20, save_whole)
 
     def train(self, steps: range, *, writes: bool) -> None:
         """Change row `step` in each step, and row 0 in all."""

@@ -139,6 +139,7 @@ def elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
         "trainer.components.device_of",
         "trainer.evaluate.device_of",
         "trainer.train.device_of",
+        "trainer.compute.device_of",
     ):
         monkeypatch.setattr(where, named)
     monkeypatch.setattr("trainer.device._pin", lambda value, device: there(value))

@@ -15,7 +15,6 @@ from schemas.config.train import FollowConfig
 from schemas.errors import PlanError
 from schemas.storage import Location
 from tests.trainer.growing import commit, grown_versions
-from trainer.elastic.context import DatasetRefusedError, Frontier
 from trainer.follow import (
     DatasetExtent,
     FollowedDataset,
@@ -25,6 +24,7 @@ from trainer.follow import (
     common_extent,
     next_action,
 )
+from trainer.frontier import DatasetRefusedError, Frontier
 from trainer.recovery import Drain
 from trainer.stores.api import BehindError
 

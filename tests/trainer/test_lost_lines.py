@@ -20,10 +20,10 @@ from tests.trainer.runs import SEGMENTS, checkpoint_at, run_job
 from tests.trainer.stores import largest_file
 from trainer.checkpoint.manifest import NewCheckpoint, complete_checkpoints
 from trainer.diff import compare_runs
-from trainer.elastic.checkpoints import LogWriter
 from trainer.elastic.faults import Faults
 from trainer.elastic.launcher import LaunchOptions, train_replicas
-from trainer.run import truncate_logs, verify_run
+from trainer.run import verify_run
+from trainer.run_log import LogWriter, truncate_logs
 from trainer.setup import TrainOptions, resumable_checkpoint
 
 NUM_STEPS = 32

@@ -17,6 +17,7 @@ from tests.trainer.make_dataset import make_dataset, write_job
 from tests.trainer.processes import ended, num_steps, started, trained, until
 from tests.trainer.test_draining import SEGMENT
 from tests.trainer.test_replicas import agreed, status
+from trainer.agreement import LeaveOutcome, leave_outcome
 from trainer.checkpoint.load import newest_checkpoint
 from trainer.diff import compare_runs
 from trainer.elastic.exchange import SplitPlanner
@@ -24,11 +25,9 @@ from trainer.elastic.faults import Faults
 from trainer.elastic.launcher import LaunchOptions, LocalReplicas, train_replicas
 from trainer.elastic.membership import (
     DepartedMembers,
-    LeaveOutcome,
     Lighthouse,
     Member,
     Membership,
-    leave_outcome,
 )
 from trainer.recovery import Drain, DrainInterrupt
 from trainer.run import read_ledger, verify_run

@@ -20,11 +20,11 @@ from tests.shared import with_long
 from tests.trainer.make_dataset import make_dataset, write_job
 from tests.trainer.processes import agents_of_run, hold, is_gone, is_stopped, wait_for
 from tests.trainer.runs import SEGMENTS, checkpoint_at, run_job
+from trainer import run_checkpoints as room
 from trainer.checkpoint.manager import CHECKPOINT_LOG
 from trainer.checkpoint.manifest import complete_checkpoints, read_checkpoint_manifest, verify_files
 from trainer.checkpoint.snapshot import memory_path
 from trainer.diff import compare_runs
-from trainer.elastic import checkpoints as room
 from trainer.elastic.faults import Faults
 from trainer.elastic.launcher import LaunchOptions, LocalReplicas, train_replicas
 from trainer.run import verify_run

@@ -27,7 +27,8 @@ from schemas.run_log import (
     to_line,
 )
 from tests.trainer.processes import hold
-from trainer.elastic.checkpoints import LogWriter
+from trainer.agreement import Agreement, Member, ReplicaStatus
+from trainer.compute import smooth_speed
 from trainer.elastic.exchange import (
     SPLIT_AHEAD_STEPS,
     GlooGroup,
@@ -37,14 +38,14 @@ from trainer.elastic.exchange import (
     SumsShape,
     fill_missing_speeds,
     pack_sums,
-    smooth_speed,
     split_microbatches,
     unpack_sums,
 )
 from trainer.elastic.faults import FaultInjector, Faults
-from trainer.elastic.membership import Agreement, Lighthouse, Member, Membership, ReplicaStatus
+from trainer.elastic.membership import Lighthouse, Membership
 from trainer.elastic.peer_state import PeerClient, PeerError
 from trainer.embedding.kernels.interface import RowSums
+from trainer.run_log import LogWriter
 from trainer.step import Node, PartialSums
 from trainer.stores.remote.connection import Access
 

@@ -13,8 +13,7 @@ from tests.shared import hard_links
 from tests.trainer.runs import plain_run
 from tests.trainer.url_runs import check_objects, memory_url, newest_of
 from trainer.checkpoint.upload import RunUploader, SupersededError, begin_attempt
-from trainer.elastic.context import ROWS_LOST
-from trainer.elastic.output import RunOutput
+from trainer.run_output import ROWS_LOST, RunOutput
 from trainer.stores.api import RowsLostError
 
 

@@ -16,7 +16,7 @@ from tests.trainer.processes import hold, wait_for
 from tests.trainer.runs import SEGMENTS, run_job
 from tests.trainer.stores import kill_stores, stores_of
 from trainer.diff import compare_runs
-from trainer.run import RunLog
+from trainer.run_log import LogWriter
 from trainer.stores.remote.client import RemoteStore, open_remote_store
 
 EVERY = 6
@@ -56,15 +56,15 @@ def job_with(folder: Path, replicas: int) -> Path:
 def at_step(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[int, Callable[[Path], None]]]:
     """What happens after a step was committed, once each."""
     wanted: dict[int, Callable[[Path], None]] = {}
-    commit = RunLog.commit
+    write = LogWriter.write
 
-    def commit_and_act(log: RunLog, metric: object, entry: object) -> None:
-        commit(log, metric, entry)  # type: ignore[arg-type]
-        action = wanted.pop(metric.step, None)  # type: ignore[attr-defined]
+    def write_and_act(log: LogWriter) -> None:
+        write(log)
+        action = wanted.pop(log.written, None)
         if action is not None:
             action(log._run)
 
-    monkeypatch.setattr(RunLog, "commit", commit_and_act)
+    monkeypatch.setattr(LogWriter, "write", write_and_act)
     yield wanted
     assert not wanted, "everything happened"
 

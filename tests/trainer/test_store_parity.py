@@ -12,7 +12,7 @@ from tests.trainer.make_dataset import write_job
 from tests.trainer.processes import children_of
 from tests.trainer.runs import final_rows, losses_of, plain_run, run_job
 from tests.trainer.stores import TOKEN, running, start_store
-from trainer.run import RunLog
+from trainer.run_log import LogWriter
 from trainer.setup import TrainOptions
 
 
@@ -96,16 +96,16 @@ def test_train_goes_on_with_the_same_bits_when_store_processes_are_killed(
 ) -> None:
     job = write_job(tmp_path / "job", dtype="float32", every_steps="9")
     killed: list[int] = []
-    whole = RunLog.commit
+    write = LogWriter.write
 
-    def commit_and_kill(log: RunLog, *arguments: object) -> None:
-        whole(log, *arguments)  # type: ignore[arg-type]
+    def write_and_kill(log: LogWriter) -> None:
+        write(log)
         if len(losses_of(tmp_path / "served")) in (5, 14):
             pid = sorted(stores_of_this_process())[0]
             os.kill(pid, 9)
             killed.append(pid)
 
-    monkeypatch.setattr(RunLog, "commit", commit_and_kill)
+    monkeypatch.setattr(LogWriter, "write", write_and_kill)
     run_job(job, dataset, tmp_path / "served", embedding="cached", stores=2)
     assert len(set(killed)) == 2
     assert_same_run(plain_run(dtype="float32"), tmp_path / "served")

@@ -1,4 +1,4 @@
-"""When a run saves: every N steps beside training, or only on request and at its end."""
+"""Save beside training: copies of the changed state, which an agent process writes to disk."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from schemas.arrays import Array
 from schemas.config.train import CheckpointConfig
@@ -19,7 +19,7 @@ from schemas.errors import SchemaError
 from schemas.manifest import canonical_json
 from schemas.run_log import CHECKPOINT_LOG
 from trainer.checkpoint.agent import recover
-from trainer.checkpoint.load import save_checkpoint, state_of
+from trainer.checkpoint.load import state_of
 from trainer.checkpoint.snapshot import (
     COMMITTED,
     WAIT_SEC,
@@ -31,11 +31,11 @@ from trainer.checkpoint.snapshot import (
     memory_path,
 )
 from trainer.components import Components
-from trainer.embedding.cache import PlannedCache, RowSource, arrays_of_cached
+from trainer.embedding.cache import arrays_of_cached
 from trainer.embedding.changes import Changed, Changes
+from trainer.run_rows import RunRows
 from trainer.runtime import close_pipes, is_readable, start_child
 from trainer.stores.api import TableLayout
-from trainer.stores.future_log import FutureLog
 
 logger = logging.getLogger(__name__)
 
@@ -228,7 +228,7 @@ class BackgroundSaver:
 
     def _is_saved(self, train_step: int) -> None:
         self._newest = self._base_step = train_step
-        self._state.on_saved(train_step)
+        self._state.truncate_stores(train_step)
 
     def _on_failure(self, error: str) -> None:
         self._failed = error
@@ -271,84 +271,6 @@ GetFingerprint = Callable[[], Mapping[str, Any]]
 """Returns the fingerprint of the run (`load.fingerprint_of`)."""
 
 
-class Saver(Protocol):
-    """Saves a run."""
-
-    def after(self, train_step: int) -> None:
-        """Called when all steps before `train_step` are committed."""
-        ...
-
-    def settle(self) -> None:
-        """Wait until the pending copy is on disk or has failed."""
-        ...
-
-    def save(self, train_step: int) -> None:
-        """Write the state before `train_step` to disk now.
-
-        Raises:
-            SchemaError: the disk is full.
-        """
-        ...
-
-    def finish(self, train_step: int) -> None:
-        """Write the final state, and flush rows so that evaluation can read them.
-
-        Raises:
-            SchemaError: the disk is full.
-        """
-        ...
-
-    def close(self) -> None:
-        """Release memory and processes; a committed copy is still written."""
-        ...
-
-
-def saver_of(
-    run: Path,
-    config: CheckpointConfig,
-    components: Components,
-    source: RowSource,
-    get_fingerprint: GetFingerprint,
-    *,
-    first_step: int,
-    loaded: bool,
-    num_bytes: Callable[[int], int],
-) -> Saver:
-    """Return the saver of a run; one that saves beside training is started.
-
-    Args:
-        run: run folder.
-        config: of the job.
-        components: components of the run.
-        source: of the embedding rows.
-        get_fingerprint: returns the fingerprint of the run.
-        first_step: first step to train.
-        loaded: whether a checkpoint before that step was loaded.
-        num_bytes: maps the steps between checkpoints to the bytes of the largest copy of rows.
-
-    Raises:
-        SchemaError: there is too little memory for the copies.
-    """
-    if config.every_steps is None:
-        return FinalSaver(run, config, components, source, get_fingerprint, first_step)
-    layouts = components.store.layouts
-    changes = Changes(layouts, run)
-    source.track_changes(changes)
-    state = RunState(components, source, changes, get_fingerprint)
-    memory = SnapshotMemory(memory_path(Path(config.copy_to), run))
-    saver = BackgroundSaver(
-        run,
-        memory,
-        state,
-        layouts=layouts,
-        first_step=first_step,
-        loaded=loaded,
-        config=config,
-    )
-    saver.start(state.dense_bytes + num_bytes(config.every_steps))
-    return PeriodicSaver(saver, state, config.every_steps)
-
-
 def claim_leftovers(
     run: Path, config: CheckpointConfig, *, resume: bool, wait_sec: float = WAIT_SEC
 ) -> None:
@@ -386,7 +308,7 @@ class RunState:
     def __init__(
         self,
         components: Components,
-        source: RowSource,
+        rows: RunRows,
         changes: Changes,
         get_fingerprint: GetFingerprint,
     ) -> None:
@@ -394,12 +316,12 @@ class RunState:
 
         Args:
             components: components of the run.
-            source: of the embedding rows.
-            changes: recorded by the source.
+            rows: of the process.
+            changes: recorded by the source of the rows.
             get_fingerprint: returns the fingerprint of the run.
         """
         self._components = components
-        self._source = source
+        self._rows = rows
         self._changes = changes
         self._get_fingerprint = get_fingerprint
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="truncate")
@@ -425,18 +347,11 @@ class RunState:
 
     def plan(self, train_step: int) -> Mapping[str, Array]:
         """Return the state of the planned cache before a step, {} without one."""
-        if not isinstance(self._source, PlannedCache):
-            return {}
-        return arrays_of_cached(self._source.cached(train_step))
+        return arrays_of_cached(self._rows.cached(train_step))
 
     def changed(self, since: int) -> Mapping[str, list[Changed]]:
         """Return by table the rows used by steps >= `since`, and their positions."""
-        return self._changes.since(since, self._source.rows_at)
-
-    def on_saved(self, train_step: int) -> None:
-        """Drop changes that are saved, and let stores truncate their logs."""
-        self._changes.drop_before(train_step)
-        self.truncate_stores(train_step)
+        return self._changes.since(since, self._rows.source.rows_at)
 
     def truncate_stores(self, train_step: int) -> None:
         """Let stores truncate their logs in the background, after a checkpoint."""
@@ -451,94 +366,6 @@ class RunState:
         if truncating is not None:
             truncating.result()
 
-    def finish(self) -> None:
-        """Flush rows for evaluation, which reads the checkpoint instead of a future-ordered log."""
-        self.check()
-        if not isinstance(self._components.store, FutureLog):
-            self._source.flush()
-
     def close(self) -> None:
         """Stop the thread."""
         self._pool.shutdown()
-
-
-class PeriodicSaver:
-    """Saves every N steps, beside training."""
-
-    def __init__(self, saver: BackgroundSaver, state: RunState, every_steps: int) -> None:
-        self._saver = saver
-        self._state = state
-        self._every_steps = every_steps
-
-    def after(self, train_step: int) -> None:
-        """Copy changes if a checkpoint is due."""
-        if train_step % self._every_steps == 0:
-            self._saver.save(train_step)
-
-    def settle(self) -> None:
-        """Wait until the pending copy is on disk or has failed."""
-        self._saver.settle()
-
-    def save(self, train_step: int) -> None:
-        """Copy changes and wait until they are on disk."""
-        self._saver.finish(train_step)
-
-    def finish(self, train_step: int) -> None:
-        """Save the final state and flush rows."""
-        self.save(train_step)
-        self._state.finish()
-
-    def close(self) -> None:
-        """Stop the agent and remove the memory."""
-        self._saver.close()
-        self._state.close()
-
-
-class FinalSaver:
-    """Saves all rows on request and at the end, while training waits."""
-
-    def __init__(
-        self,
-        run: Path,
-        config: CheckpointConfig,
-        components: Components,
-        source: RowSource,
-        get_fingerprint: GetFingerprint,
-        first_step: int,
-    ) -> None:
-        self._run = run
-        self._config = config
-        self._components = components
-        self._source = source
-        self._get_fingerprint = get_fingerprint
-        self._newest = first_step
-
-    def after(self, train_step: int) -> None:
-        """Do nothing."""
-
-    def settle(self) -> None:
-        """Do nothing: nothing is pending."""
-
-    def finish(self, train_step: int) -> None:
-        """Save, unless no step was trained."""
-        self.save(train_step)
-
-    def save(self, train_step: int) -> None:
-        """Write all rows, unless no step was trained since the last save."""
-        if self._newest == train_step:
-            return
-        self._source.flush()
-        source, components = self._source, self._components
-        save_checkpoint(
-            self._run,
-            train_step,
-            components,
-            keep=self._config.keep,
-            cached=source.cached(train_step) if isinstance(source, PlannedCache) else None,
-            fingerprint=self._get_fingerprint(),
-        )
-        components.store.notify_checkpoint(train_step)
-        self._newest = train_step
-
-    def close(self) -> None:
-        """Do nothing."""

@@ -99,6 +99,7 @@ class Reader:
         self._expanded = expanded
         self._find_shared = find_shared
         self._segments = [_BlockIndex(s, spec.groups) for s in dataset.segments]
+        self._split_positions = [s.positions(split) for s in dataset.segments]
         self._absent = [missing_column_defaults(dataset, s) for s in dataset.segments]
         self._files: dict[tuple[int, str], CheckedFile] = {}
         self._decoded: OrderedDict[_RowGroupKey, RowGroup] = OrderedDict()
@@ -189,9 +190,13 @@ class Reader:
         """Return the ids of a training step's blocks, in batch order."""
         return self._segments[step.segment].segment.block_ids[self._positions(step)]
 
+    def num_samples_of(self, step: Step) -> NDArray[np.int64]:
+        """Return the number of samples of each of a training step's blocks, in batch order."""
+        return self._segments[step.segment].num_samples[self._positions(step)]
+
     def _positions(self, step: Step) -> NDArray[np.int64]:
         """Return the positions of a step's blocks among all blocks of their segment."""
-        return self._segments[step.segment].segment.positions(self._split)[step.positions]
+        return self._split_positions[step.segment][step.positions]
 
     def _stored_blocks(
         self, segment: int, positions: NDArray[np.int64]

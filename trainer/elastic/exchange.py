@@ -20,14 +20,15 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.distributed import ProcessGroupGloo
 
 from schemas.run_log import StepSplit
-from trainer.elastic.membership import Agreement, Member, ReplicaOptions
+from trainer.agreement import Agreement, Member
+from trainer.compute import NO_MICROBATCHES
+from trainer.elastic.membership import ReplicaOptions
 from trainer.elastic.peer_state import PeerClient, PeerError
 from trainer.embedding.kernels.interface import RowSums
 from trainer.step import Node, PartialSums, Tree
 
 SPLIT_AHEAD_STEPS = 2
 """Steps that splits are fixed in advance."""
-NO_MICROBATCHES = range(0)
 
 
 def split_microbatches(num_microbatches: int, speeds: Mapping[str, float]) -> dict[str, range]:
@@ -79,11 +80,6 @@ def reassign_missing(
     missing = sorted(set(range(num_microbatches)) - {n for own in assigned.values() for n in own})
     ranges = split_microbatches(len(missing), speeds)
     return {name: [missing[i] for i in chosen] for name, chosen in ranges.items()}
-
-
-def smooth_speed(before: float | None, measured: float) -> float:
-    """Return the exponential moving average of a speed; `before` is None for the first."""
-    return measured if before is None else before + 0.3 * (measured - before)
 
 
 def fill_missing_speeds(speeds: Mapping[str, float | None]) -> dict[str, float]:
@@ -138,6 +134,10 @@ class SplitPlanner:
         self._splits: dict[int, dict[str, range]] = {}
         self._staying: tuple[str, ...] = ()
         self._new_splits: list[StepSplit] = []
+
+    def is_fixed(self, step: int) -> bool:
+        """Return whether the split of a step is fixed."""
+        return step in self._splits
 
     def own_range(self, step: int) -> range:
         """Return the microbatches of a step that this replica computes."""

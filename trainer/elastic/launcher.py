@@ -39,12 +39,10 @@ from trainer.checkpoint.upload import (
 )
 from trainer.components import layouts_of
 from trainer.data.decode import spec_of
-from trainer.elastic.checkpoints import check_room, copy_bytes_of
 from trainer.elastic.context import (
     TOKEN,
     Rendezvous,
     remove_rendezvous,
-    rows_are_lost,
     write_rendezvous,
 )
 from trainer.elastic.faults import Faults
@@ -53,7 +51,9 @@ from trainer.elastic.peer_state import REPLICAS
 from trainer.elastic.shared_rows import RETAINED_BYTES, SharedStores, launch_shared_stores
 from trainer.follow import FollowedDataset
 from trainer.recovery import Drain, DrainInterrupt, Watchdog, resume_hint
-from trainer.run import truncate_logs
+from trainer.run_checkpoints import check_room, copy_bytes_of
+from trainer.run_log import truncate_logs
+from trainer.run_output import rows_are_lost
 from trainer.runtime import ChildProcess, close_pipes, end_children, start_child
 from trainer.setup import Rollbacks, TrainOptions, first_checkpoint, open_run, with_rollbacks
 from trainer.stores.api import RowsLostError

@@ -27,7 +27,7 @@ from typing import Any
 from torchft.coordination import LighthouseClient, LighthouseServer, Quorum, QuorumMember
 
 from schemas.errors import SchemaError
-from trainer.follow import DatasetExtent, common_extent
+from trainer.agreement import Agreement, Member, ReplicaStatus
 from trainer.stores.remote.connection import Access
 from trainer.stores.remote.wire import Certificate, check_host
 
@@ -63,152 +63,6 @@ class ReplicaOptions:
 
     def __post_init__(self) -> None:
         check_host(self.host, self.certificate)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReplicaStatus:
-    """Status that a replica sends to all others at the start of a step."""
-
-    since: int
-    """First step that it took part in."""
-    state: str
-    """Address of its `PeerServer`."""
-    meeting: str
-    """Address of its `MeetingStore`."""
-    speed: float | None = None
-    """Microbatches per second; None before its first step."""
-    leaves: tuple[int, ...] = ()
-    """Microbatches of the step that it computes or has computed."""
-    failures: int = 0
-    """Number of its failed exchanges."""
-    written: int = -1
-    """Last step whose evicted rows are known to be in the stores."""
-    done: bool = False
-    """Whether it has nothing left to do."""
-    leaving: bool = False
-    """Whether this step is its last because it was asked to leave."""
-    num_segments: int = 0
-    """Committed segments of the dataset that it sees."""
-    finished: bool = False
-    """Whether it sees that the dataset is sealed."""
-    frontier: tuple[int, ...] = ()
-    """`Frontier.state`: what was agreed on before."""
-    trouble: str = ""
-    """Error because of which the run ends with this step."""
-    logged: int = -1
-    """Last step whose log lines it knows to be durable."""
-    saved: int = -1
-    """Step of the newest checkpoint that it knows to be durable; -1: none."""
-
-    @property
-    def extent(self) -> DatasetExtent:
-        """The part of the dataset that it sees."""
-        return DatasetExtent(num_segments=self.num_segments, finished=self.finished)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Member:
-    """One replica of an agreement."""
-
-    name: str
-    """Unique; a restarted replica has a new name."""
-    step: int
-    """Step that it is about to commit."""
-    status: ReplicaStatus
-    """Its status."""
-
-
-@dataclass(frozen=True, slots=True)
-class Agreement:
-    """Status of all members, the same for all of them.
-
-    Attributes:
-        number: changes with the members.
-        members: by name.
-    """
-
-    number: int
-    members: Mapping[str, Member]
-
-    @property
-    def step(self) -> int:
-        """The step to be committed: the maximum over members."""
-        return max(member.step for member in self.members.values())
-
-    @property
-    def ready(self) -> dict[str, Member]:
-        """Members that take part in `step`; others are behind."""
-        return {name: m for name, m in self.members.items() if m.step == self.step}
-
-    @property
-    def written(self) -> int:
-        """The last step whose evicted rows are known to be in the stores by any member."""
-        return max(member.status.written for member in self.members.values())
-
-    @property
-    def logged(self) -> int:
-        """The last step whose log lines any member knows to be durable."""
-        return max(member.status.logged for member in self.members.values())
-
-    @property
-    def saved(self) -> int:
-        """Step of the newest checkpoint that any member knows to be durable; -1: none."""
-        return max(member.status.saved for member in self.members.values())
-
-    @property
-    def extent(self) -> DatasetExtent:
-        """The part of the dataset that all ready members see."""
-        return common_extent([member.status.extent for member in self.ready.values()])
-
-    @property
-    def trouble(self) -> str:
-        """Error because of which all members leave after this step; usually empty."""
-        return next((m.status.trouble for m in self.ready.values() if m.status.trouble), "")
-
-    @property
-    def leaving(self) -> list[str]:
-        """Members for which this step is the last."""
-        all_leave = bool(self.trouble)
-        return [name for name, m in self.members.items() if m.status.leaving or all_leave]
-
-    @property
-    def staying(self) -> dict[str, Member]:
-        """Ready members that take part in the next step, too."""
-        leaving = self.leaving
-        return {name: m for name, m in self.ready.items() if name not in leaving}
-
-    @property
-    def key(self) -> str:
-        """Identifies the connections between the ready members; changes with each failure."""
-        failures = sum(member.status.failures for member in self.ready.values())
-        return f"{self.number}/{failures}/{','.join(self.ready)}"
-
-    @property
-    def writer(self) -> str:
-        """The member that writes the run's files: the oldest of those that stay."""
-        candidates = self.staying or self.ready
-        return min(candidates, key=lambda name: (candidates[name].status.since, name))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LeaveOutcome:
-    """How a replica leaves."""
-
-    saves: bool
-    """Whether no replica stays, and this one saves."""
-    others_continue: bool
-    """Whether other replicas stay."""
-    trouble: str = ""
-    """Error that ended the run."""
-
-
-def leave_outcome(agreement: Agreement, name: str) -> LeaveOutcome | None:
-    """Return how a member leaves after a step, None if it stays."""
-    if name not in agreement.leaving:
-        return None
-    others_continue = name not in agreement.ready or bool(agreement.staying)
-    saves = not others_continue and agreement.writer == name
-    return LeaveOutcome(saves=saves, others_continue=others_continue, trouble=agreement.trouble)
 
 
 class Membership:
@@ -441,7 +295,7 @@ class DepartedMembers:
             threading.Thread(target=self._join, args=(name,), daemon=True).start()
 
     def _join(self, name: str) -> None:
-        status = ReplicaStatus(since=0, state="", meeting="", leaving=True)
+        status = ReplicaStatus(leaving=True)
         # on failure the others wait for one heartbeat time-out
         with suppress(RuntimeError, TimeoutError, ConnectionError):
             client = connect_lighthouse(self._lighthouse)

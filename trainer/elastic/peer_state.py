@@ -8,25 +8,23 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.flight as fl
-import torch
 from numpy.typing import NDArray
 
 from schemas.arrays import Array
 from schemas.errors import SchemaError
-from schemas.run_log import LedgerEntry, StepMetric
 from schemas.storage import Location
+from trainer.agreement import CommittedStep
 from trainer.checkpoint.format import Buffer, from_bytes, to_buffers
 from trainer.elastic.state_copy import RowsCopy
-from trainer.embedding.cache import DirectSource, RowSource
-from trainer.embedding.changes import Changes
+from trainer.embedding.cache import DirectSource
 from trainer.embedding.module import Embedding
-from trainer.follow import DatasetExtent, Span
+from trainer.follow import Span
+from trainer.run_rows import RunRows
 from trainer.stores.api import BehindError, Records, Store, WriteBack
 from trainer.stores.local import LocalStore
 from trainer.stores.remote.connection import Access, connect
@@ -37,54 +35,6 @@ from trainer.stores.remote.wire import (
     read_certificate,
     scheme_of,
 )
-
-_LENGTH = 8
-
-
-@dataclass(frozen=True, slots=True)
-class CommittedStep:
-    """Result of a committed step.
-
-    Attributes:
-        extent: the part of the dataset that all members saw when they agreed on the step.
-        metric: its line in the metrics.
-        entries: its lines in the ledger.
-        sums: message with the sum over all microbatches, see `pack_sums`.
-    """
-
-    extent: DatasetExtent
-    metric: StepMetric
-    entries: tuple[LedgerEntry, ...]
-    sums: torch.Tensor
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes in memory."""
-        return self.sums.nbytes
-
-    def to_bytes(self) -> bytes:
-        """Return the length of the JSON part, JSON, sums."""
-        body = {
-            "known": asdict(self.extent),
-            "metric": asdict(self.metric),
-            "entries": [asdict(e) for e in self.entries],
-        }
-        lines = json.dumps(body).encode()
-        return len(lines).to_bytes(_LENGTH, "little") + lines + self.sums.numpy().tobytes()
-
-    @staticmethod
-    def from_bytes(data: Buffer) -> CommittedStep:
-        """Parse what `to_bytes` returned."""
-        end = _LENGTH + int.from_bytes(data[:_LENGTH], "little")
-        body = json.loads(bytes(data[_LENGTH:end]))
-        entries = tuple(
-            LedgerEntry(**{**entry, "blocks": tuple(entry["blocks"])}) for entry in body["entries"]
-        )
-        sums = torch.frombuffer(bytearray(data[end:]), dtype=torch.uint8)
-        return CommittedStep(
-            DatasetExtent(**body["known"]), StepMetric(**body["metric"]), entries, sums
-        )
-
 
 STATE, SUMS, LIVES = "state", "sums", "lives"
 _CHUNK_BYTES = 4 << 20
@@ -333,101 +283,19 @@ ROWS = "rows"
 """Prefix of rows in a state: all rows, or those that are in no store yet."""
 
 
-class ReplicaRows(Protocol):
-    """Rows of one replica."""
-
-    @property
-    def source(self) -> RowSource:
-        """Source of the rows of steps."""
-        ...
-
-    @property
-    def written(self) -> int:
-        """The last step whose evicted rows are known to be in the stores."""
-        ...
-
-    @property
-    def tracked_since(self) -> int:
-        """First step whose changes of rows are tracked."""
-        ...
-
-    def track_changes(self, changes: Changes) -> None:
-        """Record which rows change, from the first step on."""
-        ...
-
-    def start(self, train_step: int, span: Span) -> None:
-        """Start with a step, from the checkpoint that the stores hold.
-
-        Raises:
-            RowsLostError: the stores hold another checkpoint.
-        """
-        ...
-
-    def state_before(self, train_step: int) -> Mapping[str, Array] | None:
-        """Return the state before a step as copied arrays; None: retry with a later step."""
-        ...
-
-    def load(self, arrays: Mapping[str, Array], train_step: int, span: Span) -> None:
-        """Start with a step, from another replica's `state_before` it.
-
-        Raises:
-            BehindError: there are rows of an earlier step, which cannot be replaced.
-        """
-        ...
-
-    def settle(self, at: int | None = None) -> int:
-        """Fix and return the step from which on more steps may be planned, or one before it.
-
-        Args:
-            at: step that another replica has fixed.
-        """
-        ...
-
-    def extend(self, span: Span, train_step: int) -> None:
-        """Extend the plan to the steps of a span, from a step on.
-
-        Raises:
-            PlanError: the cache is too small.
-        """
-        ...
-
-    def update_written(self, written: int, *, writes: bool) -> None:
-        """Update `written` to that of all replicas, and whether this one is the writer."""
-        ...
-
-    def flush(self) -> None:
-        """Write all rows to the stores; called by the writer."""
-        ...
-
-    def close(self) -> None:
-        """Stop background work and close connections."""
-        ...
-
-
-class MemoryRows:
+class MemoryRows(RunRows):
     """All rows in memory of every replica."""
-
-    written = -1
 
     def __init__(self, store: Store, embedding: Embedding) -> None:
         assert isinstance(store, LocalStore), "rows in memory are in this process"
-        self._store = store
-        self.tracked_since = 0
-        self.source = DirectSource(store)
+        self._local, self._direct = store, DirectSource(store)
         self._copy: RowsCopy | None = None
+        super().__init__(self._direct, store)
         embedding.set_source(self.source)
-
-    def track_changes(self, changes: Changes) -> None:
-        """Record which rows change, from the first step on."""
-        self.source.track_changes(changes)
-
-    def start(self, train_step: int, span: Span) -> None:
-        """Start with a step: the checkpoint is in memory."""
-        self.tracked_since = train_step
 
     def state_before(self, train_step: int) -> Mapping[str, Array] | None:
         """Return copies of all rows, which are made beside training."""
-        self._copy = self._copy or RowsCopy(self._store, self.source, train_step)
+        self._copy = self._copy or RowsCopy(self._local, self._direct, train_step)
         copied = self._copy.finish(train_step)
         if copied is None:
             return None
@@ -441,22 +309,6 @@ class MemoryRows:
         rows = {t: WriteBack(*rows_from_arrays(f"{ROWS}/{t}", arrays)) for t in self._store.layouts}
         self._store.write(train_step - 1, rows)
         self.tracked_since = train_step
-
-    def settle(self, at: int | None = None) -> int:
-        """Return 0: there is no plan."""
-        return 0
-
-    def extend(self, span: Span, train_step: int) -> None:
-        """Do nothing."""
-
-    def update_written(self, written: int, *, writes: bool) -> None:
-        """Do nothing."""
-
-    def flush(self) -> None:
-        """Do nothing."""
-
-    def close(self) -> None:
-        """Do nothing."""
 
 
 def rows_to_arrays(prefix: str, rows: NDArray[np.int64], records: Records) -> dict[str, Array]:

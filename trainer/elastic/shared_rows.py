@@ -21,13 +21,13 @@ from trainer.embedding.cache import (
     CachedRows,
     DirectSource,
     PlannedCache,
-    RowSource,
     arrays_of_cached,
     cached_of,
 )
 from trainer.embedding.changes import Changes, EvictedDirtyRows
 from trainer.embedding.module import Embedding
-from trainer.follow import Span, extend, plans_of_span, settle
+from trainer.follow import Span, plans_of_span
+from trainer.run_rows import RunRows
 from trainer.stores.api import (
     BehindError,
     Records,
@@ -267,7 +267,7 @@ def open_shared(
 _PLAN, _CACHE = "plan", "cache"
 
 
-class SharedRows:
+class SharedRows(RunRows):
     """Rows in stores that all replicas share, behind a cache with the same plan on all replicas."""
 
     def __init__(
@@ -286,19 +286,12 @@ class SharedRows:
             first: step of the checkpoint that the stores hold.
         """
         self._first = first
-        self._write_buffer = write_buffer
+        self._store = self._write_buffer = write_buffer
         self._embedding = embedding
         self._planned = planned
-        self._source: RowSource | None = None
+        self._is_open = False
         self._changes: Changes | None = None
         self._requested_step = -1
-        self.tracked_since = 0
-
-    @property
-    def source(self) -> RowSource:
-        """Source of the rows of steps."""
-        assert self._source is not None, "rows are started or loaded first"
-        return self._source
 
     @property
     def written(self) -> int:
@@ -363,14 +356,9 @@ class SharedRows:
             assert isinstance(self.source, PlannedCache), "only a cache has plans"
             self.source.restore(table, each, rows_from_arrays(f"{_CACHE}/{table}", arrays)[1])
 
-    def settle(self, at: int | None = None) -> int:
-        """Fix and return the step from which on more steps may be planned, or one before it."""
-        return settle(self.source, at)
-
-    def extend(self, span: Span, train_step: int) -> None:
-        """Extend the plan to the steps of a span."""
-        if self._planned is not None:
-            extend(self.source, self._write_buffer, span, self._planned, train_step)
+    def cached(self, train_step: int) -> Mapping[str, CachedRows]:
+        """Return nothing: replicas that continue plan again."""
+        return {}
 
     def update_written(self, written: int, *, writes: bool) -> None:
         """Update `written` to that of all replicas, and whether this one is the writer."""
@@ -385,17 +373,17 @@ class SharedRows:
 
     def close(self) -> None:
         """Stop background work and close connections."""
-        if self._source is not None:
-            self._source.close()
+        if self._is_open:
+            self.source.close()
         self._write_buffer.close()
 
     def _open(self, train_step: int, span: Span, starts: Mapping[str, Keyframe]) -> None:
-        if self._source is not None:
+        if self._is_open:
             raise BehindError(
                 f"replica has rows of a step before {train_step}, which cannot be replaced; "
                 "restart it"
             )
-        self._source = (
+        self.source = (
             DirectSource(self._write_buffer)
             if self._planned is None
             else PlannedCache(
@@ -407,7 +395,7 @@ class SharedRows:
                 saves_at=lambda step: step == self._requested_step,
             )
         )
-        self.tracked_since = train_step
+        self._is_open, self.tracked_since = True, train_step
         if self._changes is not None:
-            self._source.track_changes(self._changes)
-        self._embedding.set_source(self._source)
+            self.source.track_changes(self._changes)
+        self._embedding.set_source(self.source)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,35 +20,32 @@ from trainer.checkpoint.load import (
     load_checkpoint,
     newest_checkpoint,
     open_checkpoint,
-    save_checkpoint,
 )
 from trainer.components import Components, build_components, layouts_of
+from trainer.compute import StepCompute
+from trainer.context import RunContext
 from trainer.data.decode import spec_of
-from trainer.elastic.checkpoints import BackgroundCheckpoints, FinalCheckpoint, ReplicaCheckpoints
 from trainer.elastic.context import (
-    Frontier,
     Rendezvous,
-    ReplicaContext,
-    extent_at_step,
-    report_lost_rows,
 )
 from trainer.elastic.faults import FaultInjector, Faults
 from trainer.elastic.membership import ReplicaOptions
-from trainer.elastic.output import RunOutput, replica_folder
-from trainer.elastic.peer_state import MemoryRows, ReplicaRows
-from trainer.elastic.replica import Replica
+from trainer.elastic.peer_state import MemoryRows
+from trainer.elastic.replica import ReplicaPeers
 from trainer.elastic.shared_rows import SharedRows, WriteBuffer, open_shared
-from trainer.evaluate import evaluate_components
 from trainer.follow import FollowedDataset
+from trainer.frontier import Frontier, extent_at_step
+from trainer.loop import TrainingLoop
 from trainer.recovery import Drain, Watchdog, resume_hint
-from trainer.run import check_run, read_identity, write_dataset, write_summary
+from trainer.run import check_run, read_identity
+from trainer.run_checkpoints import RunCheckpoints
+from trainer.run_output import RunOutput, replica_folder, report_lost_rows
 from trainer.setup import TrainOptions, follow_options, selected_segments
-from trainer.step import Clock
+from trainer.step import Clock, PhaseTimer
 from trainer.stores.api import BehindError, RowsLostError
-from trainer.train import summary_of
+from trainer.train import train_to_end
 from trainer.warm_start import steps_before
 
-_PAUSE_SEC = 0.05
 SYNC = "sync"
 FAULTS_DONE = "faults"
 """Folder of the run with a file for each fault that happened."""
@@ -129,7 +126,7 @@ def _train(
         starting.enter_context(watchdog(START))
         if shared is None:
             components = build_components(spec, config, steps_before=before)
-            rows: ReplicaRows = MemoryRows(components.store, components.embedding)
+            rows = MemoryRows(components.store, components.embedding)
         else:
             layouts = layouts_of(spec, config)
             store = open_shared(shared, run, job_path, config.stores, layouts)
@@ -140,46 +137,39 @@ def _train(
         stack.callback(rows.close)
         fingerprint = fingerprint_of(job, dataset)
         first_step = _load_newest(run, components, fingerprint, with_rows=shared is None)
-        poll_sec = config.follow.poll.total_seconds()
+        poll_sec = min(config.follow.poll.total_seconds(), options.heartbeat_sec)
         agreed = extent_at_step(data.current().order, rendezvous.known, first_step)
         with watchdog(WAIT):
             frontier = Frontier(data, agreed, drain, poll_sec, progress)
-        context = ReplicaContext(
-            run, job, train_options, frontier.span, components, rows, first_step, clock
+        context = RunContext(
+            *(run, job, train_options, frontier.span, components, rows, first_step, clock),
+            is_replica=True,
         )
-        checkpoints = _checkpoints(context, rendezvous.copy_bytes)
+        checkpoints = RunCheckpoints(context, rendezvous.copy_bytes)
         stack.callback(checkpoints.close)
         injector = FaultInjector(faults, options.number, run / FAULTS_DONE)
         options = replace(options, lighthouse=injector.lighthouse_address(options.lighthouse))
         starting.close()
-        with Replica(
-            context, frontier, options, injector, drain, watchdog, checkpoints, output
-        ) as replica:
-            try:
-                outcome = replica.train()
-            except BehindError as error:
-                if replica.followed or shared is None:
-                    raise
-                raise RowsLostError(f"{error}; no replica is ahead of this one") from error
-            if outcome is None:
-                with resume_hint(f"{name} stopped after the last step"):
-                    finish_run(
-                        replica,
-                        output,
-                        lambda: _finish(context, checkpoints, rendezvous, drain, watchdog),
-                        drain,
-                    )
-                return
-        if outcome.saves:  # after leaving the context: no replica waits for this one
-            replica.write_log()
-            with watchdog(SAVE):
-                checkpoints.finish(replica.step)
-            if outcome.trouble:
-                raise SchemaError(outcome.trouble)
-        resume = f"resume {output.location} with --resume"
-        others = "the others continue" if outcome.others_continue else resume
-        with resume_hint(f"{name} stopped at step {replica.step}; {others}"):
-            drain.check()
+        compute = stack.enter_context(StepCompute(context, PhaseTimer(clock, watchdog), injector))
+        peers = ReplicaPeers(options, rows, compute, injector, output)
+        loop = TrainingLoop(context, frontier, peers, compute, checkpoints, output, drain, watchdog)
+
+        def stopped(others_continue: bool) -> str:
+            resume = f"resume {output.location} with --resume"
+            others = "the others continue" if others_continue else resume
+            return f"{name} stopped at step {loop.step}; {others}"
+
+        try:
+            train_to_end(
+                loop,
+                rendezvous.rollbacks,
+                trained=f"{name} stopped after the last step",
+                stopped=stopped,
+            )
+        except BehindError as error:
+            if peers.followed or shared is None:
+                raise
+            raise RowsLostError(f"{error}; no replica is ahead of this one") from error
 
 
 def _open_dataset(
@@ -234,74 +224,3 @@ def replica_limits(config: LimitsConfig) -> dict[str, float]:
     # training first agrees that it has waited for new segments for too long
     seconds[WAIT] += seconds[SYNC]
     return seconds
-
-
-def finish_run(
-    replica: Replica, output: RunOutput, finish: Callable[[], None], drain: Drain
-) -> None:
-    """Wait until the writer has finished the run; call `finish` if this replica is the writer.
-
-    Args:
-        replica: that has trained all steps.
-        output: files of the run.
-        finish: writes checkpoint and summary; repeated by the next writer if this one dies.
-        drain: interrupts a wait at once, and `finish` after saving.
-
-    Raises:
-        DrainInterrupt: this replica was asked to leave.
-    """
-    done = False
-    while True:
-        agreement = replica.agree_on_end(done=done)
-        writer = agreement.writer
-        if agreement.members[writer].status.done:
-            return
-        if writer == replica.options.name:
-            replica.write_log()
-            finish()
-            done = output.commit()
-        else:
-            with drain.at_once():
-                drain.sleep(_PAUSE_SEC)
-
-
-def _finish(
-    context: ReplicaContext,
-    checkpoints: ReplicaCheckpoints,
-    rendezvous: Rendezvous,
-    drain: Drain,
-    watchdog: Watchdog,
-) -> None:
-    components, dataset, options = context.components, context.span.dataset, context.options
-    with watchdog(SAVE):
-        if not checkpoints.finish(context.end_step):
-            context.rows.flush()  # evaluation reads the stores
-    if options.follow:
-        write_dataset(context.run, dataset, context.job.train, follows=True)
-    with drain.at_once():
-        evaluation = evaluate_components(context.job, dataset, components, watchdog)
-    summary = summary_of(context.run, options, evaluation, context.rows.source)
-    write_summary(context.run, replace(summary, **asdict(rendezvous.rollbacks)))
-
-
-def _checkpoints(context: ReplicaContext, copy_bytes: int) -> ReplicaCheckpoints:
-    def save(train_step: int) -> None:
-        _save(context, train_step)
-
-    if context.job.train.checkpoint.every_steps is None:
-        return FinalCheckpoint(context.run, save)
-    return BackgroundCheckpoints(context, copy_bytes, save)
-
-
-def _save(context: ReplicaContext, train_step: int) -> None:
-    """Save everything, then have the stores truncate their logs."""
-    components = context.components
-    context.rows.flush()
-    save_checkpoint(
-        context.run,
-        train_step,
-        components,
-        keep=context.job.train.checkpoint.keep,
-        fingerprint=fingerprint_of(context.job, context.span.dataset),
-    )
-    components.store.notify_checkpoint(train_step)

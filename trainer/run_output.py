@@ -23,11 +23,36 @@ from schemas.storage import Location
 from trainer.checkpoint.manager import claim_leftovers
 from trainer.checkpoint.manifest import step_of_newest
 from trainer.checkpoint.upload import NEWEST, RunUploader, SupersededError, locked_folder
-from trainer.elastic.context import read_run_object, rows_are_lost
 from trainer.recovery import DrainInterrupt
 from trainer.stores.api import RowsLostError
 
 logger = logging.getLogger(__name__)
+
+ROWS_LOST = "rows-lost"
+"""File of the run, at a URL beside its state, with the id of the attempt whose rows are lost."""
+
+
+@contextmanager
+def report_lost_rows(run: Location, attempt: str) -> Generator[None]:
+    """Report a `RowsLostError` to the launcher of an attempt, through a file of the run."""
+    try:
+        yield
+    except RowsLostError:
+        (run / ROWS_LOST).write_bytes(attempt.encode())
+        raise
+
+
+def rows_are_lost(run: Location, attempt: str) -> bool:
+    """Return whether a replica of an attempt has reported lost rows."""
+    return read_run_object(run, ROWS_LOST) == attempt.encode()
+
+
+def read_run_object(run: Location, name: str) -> bytes | None:
+    """Return a file beside the state of a run; None if it does not exist."""
+    try:
+        return (run / name).read_bytes()
+    except FileNotFoundError:
+        return None
 
 
 class RunOutput:

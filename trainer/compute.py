@@ -1,0 +1,248 @@
+"""What a process computes of a step, from batches that a thread reads ahead."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
+from typing import Any, Generic, Protocol, TypeVar
+
+import torch
+
+from trainer.context import RunContext
+from trainer.data.collate import Batch, Microbatches
+from trainer.device import device_of, to_device
+from trainer.embedding.kernels.compiled import kernels_of
+from trainer.step import (
+    MicrobatchWorker,
+    Node,
+    PartialSums,
+    PhaseTimer,
+    Tree,
+    WholeBatchStep,
+    update_from_sums,
+)
+
+NO_MICROBATCHES = range(0)
+T = TypeVar("T")
+
+
+class ReadAhead(Generic[T]):
+    """Calls a function of a step and its microbatches ahead of time, in one thread."""
+
+    def __init__(self, function: Callable[[int, range], T]) -> None:
+        """Start no thread yet.
+
+        Args:
+            function: of step and microbatches; never called concurrently.
+        """
+        self._function = function
+        self._pool = ThreadPoolExecutor(
+            1, "reader", initializer=torch.set_num_threads, initargs=(1,)
+        )
+        self._pending: dict[tuple[int, range], Future[T]] = {}
+
+    def __enter__(self) -> ReadAhead[T]:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._pool.shutdown(cancel_futures=True)
+
+    def prefetch(self, step: int, microbatches: range) -> None:
+        """Start the call for a step unless it is pending; cancel other ranges of that step."""
+        for key in [key for key in self._pending if key[0] == step and key[1] != microbatches]:
+            self._pending.pop(key).cancel()
+        if (step, microbatches) not in self._pending:
+            self._pending[step, microbatches] = self._pool.submit(
+                self._function, step, microbatches
+            )
+
+    def take(self, step: int, microbatches: range) -> T:
+        """Return the result for a step, and cancel calls for earlier ones."""
+        self.prefetch(step, microbatches)
+        result = self._pending.pop((step, microbatches)).result()
+        for key in [key for key in self._pending if key[0] <= step]:
+            self._pending.pop(key).cancel()
+        return result
+
+    def call(self, step: int, microbatches: range) -> T:
+        """Return the result for more microbatches of a step."""
+        return self._pool.submit(self._function, step, microbatches).result()
+
+
+class WholeBatchCompute:
+    """Computes all samples of a step at once, on any device; for a process that trains alone."""
+
+    speed = None
+
+    def __init__(self, context: RunContext, timer: PhaseTimer) -> None:
+        self.timer = timer
+        self._step = WholeBatchStep(context.components)
+        device = device_of(context.job.train.device)
+        self._reader = ReadAhead[Batch](lambda step, _: to_device(context.read_batch(step), device))
+
+    def __enter__(self) -> WholeBatchCompute:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._reader.__exit__(*error)
+
+    def prefetch(self, train_step: int, microbatches: range) -> None:
+        """Start to read the batch of a later step."""
+        self._reader.prefetch(train_step, microbatches)
+
+    def compute(self, train_step: int, microbatches: range) -> Tree[WholeBatchStep]:
+        """Open the rows of a step and compute it, as the only leaf of its tree."""
+        with self.timer("read"):
+            batch = self._reader.take(train_step, microbatches)
+        with self.timer("fetch"):
+            self._step.fetch(batch)
+        self._step.forward_backward(batch, self.timer)
+        tree = Tree[WholeBatchStep](1, lambda left, _: left)
+        tree.add(Node(0, 0), self._step)
+        return tree
+
+    def update(self, total: WholeBatchStep) -> float:
+        """Update model and rows; return the loss before that."""
+        with self.timer("update"):
+            return total.update()
+
+
+class Injector(Protocol):
+    """Injects faults, see `elastic/faults.py`."""
+
+    def trigger(self, point: Any, step: int) -> None:
+        """Inject the faults that are due at a point of a step."""
+        ...
+
+    def delay_sec(self, step: int, num_microbatches: int, compute_sec: float) -> float:
+        """Return the delay to add to the microbatches of a step."""
+        ...
+
+
+class StepCompute:
+    """Computes microbatches, which are read ahead of time; a context for its threads."""
+
+    def __init__(
+        self, context: RunContext, timer: PhaseTimer, injector: Injector | None = None
+    ) -> None:
+        """Start no thread yet.
+
+        Args:
+            context: of the process.
+            timer: of the phases.
+            injector: of faults; None: there are none.
+        """
+        self.timer = timer
+        self.speed: float | None = None  # microbatches per second; None before the first
+        self._context = context
+        self._injector = injector
+        self._open: Microbatches | None = None
+        self._stack = ExitStack()
+
+    def __enter__(self) -> StepCompute:
+        components, enter = self._context.components, self._stack.enter_context
+        kernels = kernels_of(self._context.job.train.kernels)
+        self._work = enter(MicrobatchWorker(components.model, components.embedding, kernels))
+        self._reader = enter(ReadAhead(self._context.read))
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stack.close()
+
+    @property
+    def opened(self) -> Microbatches:
+        """Microbatches of the step in flight that were opened last."""
+        assert self._open is not None, "rows of the step are open"
+        return self._open
+
+    def prefetch(self, train_step: int, microbatches: range) -> None:
+        """Start to read microbatches of a later step."""
+        self._reader.prefetch(train_step, microbatches)
+
+    def compute(self, train_step: int, microbatches: range) -> Tree[PartialSums]:
+        """Open the rows of a step, compute microbatches, and return their sums."""
+        clock = self._context.clock
+        if self._injector is not None:
+            self._injector.trigger("start", train_step)
+        opened = self._open_rows(train_step, microbatches)
+        start = clock()
+        with self.timer("backward"):
+            tree = self._work.compute(opened)
+            if self._injector is not None:
+                seconds = clock() - start
+                delay_sec = self._injector.delay_sec(train_step, len(microbatches), seconds)
+                time.sleep(max(0.0, delay_sec))
+        if len(microbatches):
+            self.speed = smooth_speed(self.speed, len(microbatches) / (clock() - start))
+        if self._injector is not None:
+            self._injector.trigger("computed", train_step)
+        return tree
+
+    def compute_more(self, train_step: int, microbatches: range, tree: Tree[PartialSums]) -> None:
+        """Add the sums of more microbatches of the step in flight to a tree."""
+        with self.timer("read"):
+            opened = self._reader.call(train_step, microbatches)
+        with self.timer("backward"):
+            self._context.components.embedding.add(opened)
+            self._work.compute(opened, tree)
+
+    def empty_tree(self, train_step: int) -> Tree[PartialSums]:
+        """Return sums of a step without any microbatch."""
+        return self._work.tree(self._context.num_microbatches(train_step))
+
+    def open(self, train_step: int) -> None:
+        """Open the rows of a step that others have computed, unless they are open."""
+        if not self._is_open(train_step):
+            self._open_rows(train_step, NO_MICROBATCHES)
+
+    def warm_up(self, train_step: int) -> None:
+        """Compute a step for nothing, with initial rows: the first is slow, and others would wait.
+
+        Reading it decodes the row groups that later steps use, too.
+        """
+        components, whole = self._context.components, self._context.num_microbatches(train_step)
+        opened = self._reader.call(train_step, range(whole))
+        components.embedding.open_initial(opened, components.store.layouts)
+        self._work.compute(opened)
+
+    def update(self, total: PartialSums) -> float:
+        """Update model and rows by the sum over all microbatches; return the loss before that."""
+        with self.timer("update"):
+            update_from_sums(total, self._work, self._context.components)
+        self.reset()
+        return total.loss / total.divisor
+
+    def reset(self) -> None:
+        """Drop the step in flight."""
+        self._open = None
+
+    def _open_rows(self, train_step: int, microbatches: range) -> Microbatches:
+        with self.timer("read"):
+            opened = self._reader.take(train_step, microbatches)
+        embedding = self._context.components.embedding
+        with self.timer("fetch"):
+            if self._is_open(train_step):  # opened before a failed attempt to catch up
+                embedding.add(opened)
+            else:
+                embedding.open(opened)
+        self._open = opened
+        return opened
+
+    def _is_open(self, train_step: int) -> bool:
+        return self._open is not None and self._open.step.train_step == train_step
+
+
+def smooth_speed(before: float | None, measured: float) -> float:
+    """Return the exponential moving average of a speed; `before` is None for the first."""
+    return measured if before is None else before + 0.3 * (measured - before)
+
+
+def open_compute(context: RunContext, timer: PhaseTimer) -> WholeBatchCompute | StepCompute:
+    """Return what computes the steps of a process that trains alone.
+
+    Batches are computed whole on a GPU or with `--fast`, otherwise in microbatches.
+    """
+    is_whole = context.options.fast or device_of(context.job.train.device).type != "cpu"
+    return WholeBatchCompute(context, timer) if is_whole else StepCompute(context, timer)
