@@ -23,6 +23,7 @@ from tests.trainer.processes import children_of, hold
 from trainer.stores.api import Records, Store, TableLayout, WriteBack
 from trainer.stores.remote.client import RemoteStore, open_remote_store
 from trainer.stores.remote.connection import Access
+from trainer.stores.remote.ownership import Ranges, SlotMap, mask_of, slot_map_of
 
 TOKEN = "a-token-of-tests"
 ACCESS = Access(token=TOKEN, timeout_sec=120.0)
@@ -94,10 +95,12 @@ def _announced(arguments: list[str]) -> tuple[subprocess.Popen[str], str]:
 
 @contextmanager
 def running(*stores: StoreProcess) -> Iterator[tuple[StoreProcess, ...]]:
-    """End processes after a test, by their ids."""
+    """End processes after a test, by their ids, and what was opened meanwhile."""
     try:
         yield stores
     finally:
+        while _opened:
+            _opened.pop().close()
         for store in stores:
             store.process.kill()
             store.process.wait()
@@ -163,15 +166,25 @@ def group_over(
     access: Access = ACCESS,
     owner: str = "run",
     session: str = "process",
-    reset: bool = True,
+    joins: bool = False,
     replicas: int = 1,
 ) -> dict[str, TableOf[RemoteStore]]:
     """Open stores of one table, or of `layouts`."""
     tables = layouts or {LAYOUT.table: LAYOUT}
     store = open_remote_store(
-        addresses, access, tables, owner=owner, session=session, reset=reset, replicas=replicas
+        addresses, access, tables, owner=owner, session=session, joins=joins, replicas=replicas
     )
+    _opened.append(store)
     return {table: TableOf(store, layout) for table, layout in tables.items()}
+
+
+_opened: list[RemoteStore] = []
+
+
+def one_store_map(slots: Ranges, epoch: int = 0, session: str = "process") -> SlotMap:
+    """Return a slot map with some slots of a store `here`, and the others of another one."""
+    owned = {"here": mask_of(slots), "there": ~mask_of(slots)}
+    return slot_map_of(session, epoch, owned, dict.fromkeys(owned, "process"))
 
 
 def record_of(value: float, count: int) -> Records:

@@ -3,93 +3,70 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import count
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from schemas.errors import SchemaError
 from tests.trainer.stores import (
     ACCESS,
     LAYOUT,
     group_over,
     kill_store,
+    one_store_map,
     record_of,
     running,
     start_store,
 )
-from tests.trainer.test_slot_map import HIGH, LOW, SESSION, TWO, mapped, store
 from trainer.stores.api import RowsLostError
 from trainer.stores.remote.migration import IncomingMigrations
-from trainer.stores.remote.ownership import (
-    SlotMigration,
-    empty_ownership,
-    mask_of,
-    resolve_slot_map,
-)
+from trainer.stores.remote.ownership import SlotMigration, ranges_of
 from trainer.stores.remote.processes import migrate_slots
 from trainer.stores.remote.shard import Shard
+from trainer.stores.remote.wal import RowsEntry
 
-NAMES_C = {"a": replace(TWO["a"], addresses=("c",)), "b": TWO["b"]}
-LOST_B = {**NAMES_C, "b": replace(store(()), session="")}
-WAITING = {
-    "a store that is gone and has nothing is not waited for": (NAMES_C, LOST_B, (), HIGH),
-    "one that slots were given to since is": (
-        NAMES_C,
-        {**LOST_B, "a": replace(store(LOW, 2), addresses=("c",))},
-        ("c",),
-        (),
-    ),
-    "so is one that another new store names": (
-        TWO,
-        {**LOST_B, "a": TWO["a"], "d": replace(store(()), addresses=("c",))},
-        ("c",),
-        (),
-    ),
-    "and one whose slots are known": ({**TWO, "c": store((), 0)}, {**TWO, "b": None}, ("b",), ()),
-}
+LOW, HIGH = ((0, 2048),), ((2048, 4096),)
 
 
-@pytest.mark.parametrize("case", WAITING)
-def test_slots_are_lost_or_waited_for(case: str) -> None:
-    before, now, waiting, lost = WAITING[case]
-    now = {"c": None, **now}
-    result = resolve_slot_map(mapped(**before), now, SESSION, {})
-    assert (result.slot_map, result.waiting, result.lost) == (None, waiting, lost)
-
-
-def test_ids_of_migrations_do_not_accumulate(tmp_path: Path) -> None:
-    shard = Shard(tmp_path / "store", (), sync=False)
+def test_store_is_emptied_with_its_last_slots_and_takes_none_whose_rows_it_lacks(
+    tmp_path: Path,
+) -> None:
+    shard, layouts, rows = (
+        Shard(tmp_path / "store", LOW, sync=False),
+        {"items": LAYOUT},
+        np.arange(9),
+    )
     shard.load()
-    incoming, numbers = IncomingMigrations(shard), count()
-    layouts, ownership = {"items": LAYOUT}, empty_ownership().with_slots(mask_of(LOW), 1, 7)
-    for source in ("one", "two", "one", "one", "two"):
-        migration = SlotMigration(
-            id=f"{source}-{next(numbers)}",
-            target="here",
-            ownership=tuple(ownership.to_json()),
-            version=shard.control.version + 1,
-            keep=False,
-        )
-        incoming.begin(migration, "run", "process", layouts)
-        incoming.complete(migration.id)
-        incoming.complete(migration.id)  # it may be repeated until its source knows
-        assert incoming.cancel(migration.id, "process")
-        gone = replace(shard.control, ownership=empty_ownership())
-        shard.log_control(gone)
-    assert shard.control.completed == ("one-3", "two-4")
-    shard.close()
-
-
-def test_store_that_slots_were_given_to_since_is_not_forgotten(tmp_path: Path) -> None:
-    shard = Shard(tmp_path / "store", LOW, sync=False)
-    shard.load()
-    ownership, layouts = empty_ownership().with_slots(mask_of(LOW), 1, 7), {"items": LAYOUT}
-    shard.open("run", "process", layouts, ownership=ownership, version=1, reset=True)
-    shard.log_control(replace(shard.control, version=2, addresses=("c", "d")))
-    for version, known in ((1, ("c", "d")), (2, ("d",))):
-        shard.notify_checkpoint("process", version, ["here", "d"])
-        assert shard.control.addresses == known
+    shard.open("run", layouts, one_store_map(LOW, 0), "here")
+    with shard.lock:
+        shard.write_entry(RowsEntry({"items": rows}, rows, np.zeros((9, 5), np.float32)))
+    shard.adopt(one_store_map((), 1), "here")
+    assert len(shard.tables["items"]) == 0
+    with pytest.raises(SchemaError, match=r"^slots are assigned whose rows were never received"):
+        shard.adopt(one_store_map(LOW, 2), "here")
+    incoming = IncomingMigrations(shard)
+    migrations = [SlotMigration(id=i, target="here", slots=LOW, keep=False) for i in "012"]
+    for migration in migrations:  # the last one counts
+        incoming.begin(migration, "run", layouts, one_store_map((), 1))
+        assert not shard.control.served.any()
+    with pytest.raises(SchemaError, match=r"^slots are assigned whose rows were never received"):
+        shard.adopt(one_store_map(LOW, 2), "here")
+    with pytest.raises(SchemaError, match=r"^migration '1' is not in progress; move again$"):
+        incoming.complete("1")
+    incoming.complete("2")
+    incoming.complete("2")  # it may be repeated
+    shard.adopt(one_store_map(LOW, 2), "here")
+    shard.adopt(one_store_map((), 1), "here")  # an older map comes late
+    assert ranges_of(shard.control.served) == LOW
+    with pytest.raises(SchemaError, match=r"^the target serves 2048 of the slots already"):
+        incoming.begin(migrations[0], "run", layouts, one_store_map(LOW, 2))
+    with pytest.raises(SchemaError, match=r"^the target has a newer slot map than the source"):
+        incoming.begin(migrations[0], "run", layouts, one_store_map((), 1))
+    with pytest.raises(SchemaError, match=r"^the target has a newer slot map than the source"):
+        incoming.begin(migrations[0], "run", layouts, one_store_map((), 1, "older session"))
+    with pytest.raises(SchemaError, match=r"^the target has lost the rows of its slots"):
+        incoming.begin(migrations[0], "run", layouts, one_store_map(HIGH, 3, "another session"))
     shard.close()
 
 
@@ -110,7 +87,6 @@ def test_rows_of_a_lost_store_are_lost_at_once_though_another_store_has_departed
         store.write(rows, record_of(3, 500), 3)
         three.kill()
         members = store.all_tables.members
-        members.refresh(members.slot_map)  # as with the next change of slots
         members.access = replace(ACCESS, timeout_sec=5.0)
         kill_store(two.process.pid, tmp_path / "two")
         two.process.wait()
@@ -121,7 +97,7 @@ def test_rows_of_a_lost_store_are_lost_at_once_though_another_store_has_departed
 
 
 @pytest.mark.slow
-def test_stores_forget_one_that_has_departed_at_the_next_checkpoint(tmp_path: Path) -> None:
+def test_stores_forget_one_that_has_departed(tmp_path: Path) -> None:
     one = start_store(tmp_path / "one")
     two = start_store(tmp_path / "two", "--slots", "none")
     rows, part = np.arange(500), ((0, 1024),)

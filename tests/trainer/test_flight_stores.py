@@ -134,7 +134,7 @@ def test_store_with_rows_refuses(case: str, filled: tuple[str, Path]) -> None:
     )
     with pytest.raises(SchemaError, match=f"^{re.escape(message)}$"):
         group_over(address, layouts={layout.table: layout}, session="other")
-    rows = whole(group_over(address, session=case, reset=False)["items"])[0]
+    rows = whole(group_over(address, joins=True)["items"])[0]
     assert rows.tolist() == [5]
 
 
@@ -217,9 +217,7 @@ def test_write_to_a_store_slower_than_the_time_out_fails_in_one_line_and_can_be_
 ) -> None:
     with running(start_store(tmp_path / "store", "--delay-sec", "0.6")) as (process,):
         store = group_over(process.address)["items"]
-        impatient = group_over(
-            process.address, access=replace(ACCESS, timeout_sec=0.2), reset=False
-        )
+        impatient = group_over(process.address, access=replace(ACCESS, timeout_sec=0.2), joins=True)
         rows = np.array([5, 9])
         with pytest.raises(
             SchemaError, match=r"^store must answer within 0\.2 s, got '.+' in grpc"

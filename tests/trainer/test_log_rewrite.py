@@ -18,14 +18,15 @@ from hypothesis import strategies as st
 from schemas.errors import SchemaError
 from schemas.hashing import slot_of_row
 from tests.trainer.processes import wait_for
-from tests.trainer.stores import LAYOUT, largest_file
+from tests.trainer.stores import LAYOUT, largest_file, one_store_map
 from trainer.stores.remote import shard as shard_module
-from trainer.stores.remote.ownership import empty_ownership, mask_of
+from trainer.stores.remote.migration import IncomingMigrations
+from trainer.stores.remote.ownership import SlotMigration
 from trainer.stores.remote.shard import Shard
 from trainer.stores.remote.wal import LogRewrite, RecordLog, RowsEntry
 from trainer.stores.remote.wire import Request
 
-ALL = ((0, 4096),)
+ALL, LOW, HIGH = ((0, 4096),), ((0, 2048),), ((2048, 4096),)
 TABLES = {name: replace(LAYOUT, table=name) for name in ("items", "users")}
 PATIENCE_SEC = 60.0
 
@@ -33,22 +34,20 @@ PATIENCE_SEC = 60.0
 def opened(directory: Path) -> Shard:
     shard = Shard(directory, ALL, sync=False)
     shard.load()
-    begin_session(shard, "process", reset=True)
+    begin_session(shard, "process")
     return shard
 
 
-def begin_session(shard: Shard, session: str, *, reset: bool) -> None:
-    version = shard.control.version + 1
-    ownership = empty_ownership().with_slots(mask_of(ALL), version, 1)
-    shard.open("run", session, TABLES, ownership=ownership, version=version, reset=reset)
+def begin_session(shard: Shard, session: str) -> None:
+    slot_map = one_store_map(ALL, shard.control.epoch + 1, session)
+    shard.open("run", TABLES, slot_map, "here")
 
 
 def request_of(shard: Shard, train_step: int = -1) -> Request:
     return Request(
         op="write",
         session=shard.control.session,
-        incarnation=shard.incarnation,
-        store_version=shard.control.version,
+        epoch=shard.control.epoch,
         train_step=train_step,
     )
 
@@ -92,7 +91,7 @@ def test_shard_serves_while_its_log_is_rewritten(
 
     monkeypatch.setattr(RecordLog, "flush_to_disk", flush_late)
     with ThreadPoolExecutor(2) as pool:
-        notified = pool.submit(shard.notify_checkpoint, "process", shard.control.version, ())
+        notified = pool.submit(shard.notify_checkpoint, "process")
         try:
             wait_for(lambda: list((tmp_path / "store").glob("*.partial")))
             pool.submit(write, shard, 2, rows[:500]).result(10.0)
@@ -132,7 +131,7 @@ class Drawn:
             rows = self.data.draw(st.sets(st.integers(0, 60), min_size=1))
             self.write(table, np.array(sorted(rows)) * 1_000_003)
         elif action == "session":
-            begin_session(self.shard, f"later-{next(self.names)}", reset=False)
+            begin_session(self.shard, f"later-{next(self.names)}")
         else:
             self.move(give=action == "give")
 
@@ -149,12 +148,16 @@ class Drawn:
 
     def move(self, *, give: bool) -> None:
         """Give a part of the slots away, or get them anew and without the former rows."""
-        control, slots = self.shard.control, mask_of([(0, 2048)])
-        ownership = control.ownership.without_slots(slots)
-        if not give:
-            ownership = ownership.with_slots(slots, control.version + 1, 1)
-        control = replace(control, ownership=ownership, version=control.version + 1)
-        self.shard.log_control(control, () if give else ((0, 2048),))
+        epoch, session = self.shard.control.epoch + 1, self.shard.control.session
+        if give:
+            self.shard.adopt(one_store_map(HIGH, epoch, session), "here")
+        elif not self.shard.control.owned[0]:
+            incoming = IncomingMigrations(self.shard)
+            migration = SlotMigration(id=f"{epoch}", target="here", slots=LOW, keep=False)
+            slot_map = one_store_map(HIGH, epoch, session)
+            incoming.begin(migration, "run", TABLES, slot_map)
+            incoming.complete(migration.id)
+            self.shard.adopt(one_store_map(ALL, epoch + 1, session), "here")
 
 
 @given(data=st.data(), rows_per_record=st.integers(1, 20))
@@ -193,8 +196,7 @@ def test_log_has_each_row_once_and_none_of_slots_that_were_given_away(tmp_path: 
         write(shard, step, np.arange(3000))
     [long] = (tmp_path / "store").glob("log-*.bin")
     long_bytes = long.stat().st_size
-    ownership = shard.control.ownership.without_slots(mask_of([(0, 2048)]))
-    shard.log_control(replace(shard.control, ownership=ownership))
+    shard.adopt(one_store_map(HIGH, shard.control.epoch + 1, "process"), "here")
     shard.compact()
     [short] = (tmp_path / "store").glob("log-*.bin")
     assert short.stat().st_size < long_bytes / 35

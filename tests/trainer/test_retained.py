@@ -33,7 +33,7 @@ class Together:
     def __init__(self, process: StoreProcess, most_bytes: int) -> None:
         session = str(next(sessions))
         opened = [
-            group_over(process.address, owner="same", session=session, reset=first)
+            group_over(process.address, owner="same", session=session, joins=not first)
             for first in (True, False)
         ]
         stores = [found["items"].all_tables for found in opened]

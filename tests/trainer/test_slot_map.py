@@ -1,6 +1,8 @@
-"""Who serves what, concluded from what stores say of themselves."""
+"""Which slot map follows, whatever stores say of themselves."""
 
+import json
 import re
+from collections.abc import Mapping
 from dataclasses import replace
 
 import numpy as np
@@ -9,186 +11,224 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from schemas.errors import SchemaError
-from tests.trainer.stores import ACCESS
-from trainer.stores.remote.members import StoreMembers, next_fill
 from trainer.stores.remote.ownership import (
-    Ownership,
+    Descriptions,
     Ranges,
     SlotMap,
+    SlotMigration,
     StoreDescription,
     covers_all_slots,
-    empty_ownership,
     format_ranges,
-    initial_ownership,
+    initial_slot_map,
+    lost_slots,
     mask_of,
-    ownership_from_json,
+    newest_slot_map,
+    next_fill,
+    next_slot_map,
     parse_ranges,
     ranges_of,
-    resolve_slot_map,
+    slot_map_from_json,
+    slot_map_of,
 )
 
 ALL, LOW, HIGH = ((0, 4096),), ((0, 2048),), ((2048, 4096),)
 SESSION = "process"
+ACKNOWLEDGED = {"of a": 10, "of b": 10}
 
 
-def store(
-    ranges: Ranges, version: int = 1, tag: int = 7, *, home: Ranges | None = None
-) -> StoreDescription:
-    ownership = empty_ownership().with_slots(mask_of(ranges), version, tag)
+def map_of(epoch: int = 1, session: str = SESSION, **slots: Ranges) -> SlotMap:
+    owned = {address: mask_of(ranges) for address, ranges in slots.items()}
+    return slot_map_of(session, epoch, owned, {address: f"of {address}" for address in owned})
+
+
+def store(address: str, slot_map: SlotMap | None, home: Ranges = ALL) -> StoreDescription:
     return StoreDescription(
-        incarnation="process",
-        session=SESSION,
-        owner="run",
+        incarnation=f"of {address}",
+        slot_map=slot_map,
         sequence=10,
-        version=version,
-        ownership=ownership,
-        maybe_owned_slots=mask_of([]),
-        keeps_copy=False,
-        home=mask_of(ranges if home is None else home),
-        addresses=(),
+        served=slot_map.slots_of(address) if slot_map else mask_of(()),
+        outgoing=None,
+        received="",
+        migrating=False,
+        home=mask_of(home),
         message_bytes=4096,
     )
 
 
-def mapped(**stores: StoreDescription) -> SlotMap:
-    found = resolve_slot_map(None, stores, SESSION, {}).slot_map
-    assert found is not None
+def slots_of(slot_map: SlotMap | None) -> dict[str, Ranges] | None:
+    if slot_map is None:
+        return None
+    return {address: ranges_of(slot_map.slots_of(address)) for address in slot_map.addresses}
+
+
+def described(slot_map: SlotMap, **changes: Mapping[str, object] | None) -> Descriptions:
+    """Return what the stores of a map say; a change of None is a store that is gone."""
+    found: dict[str, StoreDescription | None] = {}
+    for address in {*slot_map.addresses, *changes}:
+        change = changes.get(address, {})
+        found[address] = None if change is None else replace(store(address, slot_map), **change)
     return found
 
 
-def test_newest_claim_is_in_force_whoever_still_says_that_it_serves() -> None:
-    found = mapped(a=store(ALL, 1), b=store(LOW, 2))
-    assert found.versions == (1, 2)
-    assert found.addresses == ("a", "b")
-    assert found.readers.tolist() == [1] * 2048 + [0] * 2048
-    assert (found.num_copies == 1).all()
-
-
 def test_copies_share_what_is_read() -> None:
-    found = mapped(a=store(ALL), b=store(ALL))
+    found = map_of(a=ALL, b=ALL)
     assert (found.num_copies == 2).all()
     assert np.bincount(found.readers).tolist() == [2048, 2048]
+    assert (map_of(a=LOW, b=HIGH).num_copies == 1).all()
 
 
-TWO = {"a": store(LOW), "b": store(HIGH)}
-COPIED = {"a": store(ALL), "b": store(ALL)}
-WITHOUT = {
-    "a store that is gone is waited for": (TWO, {"b": None}, ("b",), ()),
-    "one that began empty has lost its rows": (
+TWO, COPIED = map_of(a=LOW, b=HIGH), map_of(a=ALL, b=ALL)
+MOVE = SlotMigration(id="move", target="c", slots=LOW, keep=False)
+FILL = replace(MOVE, keep=True)
+EMPTY = {"slot_map": None, "sequence": 0}
+RESTARTED = {"incarnation": "later"}
+BEHIND = {"sequence": 9}
+OLDER = {"slot_map": map_of(0, "older", a=LOW, b=HIGH)}
+Change = Mapping[str, object]
+NEXT: dict[str, tuple[SlotMap, dict[str, Change | None], dict[str, Ranges] | None]] = {
+    "nothing has happened": (TWO, {}, None),
+    "a store without copies is gone: it is waited for": (TWO, {"b": None}, None),
+    "one was restarted: it has its log": (TWO, {"b": RESTARTED}, None),
+    "a copy is gone": (COPIED, {"b": None}, {"a": ALL}),
+    "a copy began empty": (COPIED, {"b": EMPTY}, {"a": ALL}),
+    "a copy has lost acknowledged messages": (COPIED, {"b": BEHIND}, {"a": ALL}),
+    "a copy is of an older session": (COPIED, {"b": OLDER}, {"a": ALL}),
+    "a copy was restarted, and may lack writes": (COPIED, {"b": RESTARTED}, {"a": ALL}),
+    "both were": (COPIED, {"a": RESTARTED, "b": RESTARTED}, None),
+    "one was restarted, the other is gone": (COPIED, {"a": RESTARTED, "b": None}, {"a": ALL}),
+    "both are gone": (COPIED, {"a": None, "b": None}, None),
+    "both have lost their rows": (COPIED, {"a": EMPTY, "b": BEHIND}, None),
+    "the target has the rows": (
         TWO,
-        {"b": replace(store(()), session="")},
-        (),
-        HIGH,
+        {"a": {"outgoing": MOVE}, "c": {"received": "move"}},
+        {"b": HIGH, "c": LOW},
     ),
-    "one that acknowledged more than it has lost some": (
+    "the source has died since": (
         TWO,
-        {"b": replace(store(HIGH), sequence=9)},
-        (),
-        HIGH,
+        {"a": {"outgoing": MOVE, **RESTARTED}, "c": {"received": "move"}},
+        {"b": HIGH, "c": LOW},
     ),
-    "one of an older version was overtaken": (TWO, {"b": store(HIGH, 0)}, (), HIGH),
-    "one that knows of another claim in the same version": (
+    "the target is gone": (TWO, {"a": {"outgoing": MOVE}, "c": None}, {"a": LOW, "b": HIGH}),
+    "the target has lost the rows": (
         TWO,
-        {"b": store(HIGH, 1, 8)},
-        (),
-        HIGH,
+        {"a": {"outgoing": MOVE}, "c": EMPTY},
+        {"a": LOW, "b": HIGH},
     ),
-    "a move in doubt is waited for": (
+    "the target has those of another migration": (
         TWO,
-        {"b": replace(store(()), maybe_owned_slots=mask_of(HIGH))},
-        ("b",),
-        (),
+        {"a": {"outgoing": MOVE}, "c": {"received": "other"}},
+        {"a": LOW, "b": HIGH},
     ),
-    "a copy that was made is taken, and its giver does not know yet": (
-        {"a": store(ALL), "b": store((), home=ALL)},
-        {"a": replace(store(()), maybe_owned_slots=mask_of(ALL), keeps_copy=True), "b": store(ALL)},
-        ("a",),
-        (),
+    "a copy was made": (
+        TWO,
+        {"a": {"outgoing": FILL}, "c": {"received": "move"}},
+        {"a": LOW, "b": HIGH, "c": LOW},
     ),
-    "both copies are gone": (COPIED, {"a": None, "b": None}, ("a", "b"), ()),
-    "both copies have lost their rows": (
+    "one of two copies moves": (
         COPIED,
-        {"a": replace(store(()), session=""), "b": replace(store(ALL), sequence=0)},
-        (),
-        ALL,
+        {"a": {"outgoing": MOVE}, "c": {"received": "move"}},
+        {"a": HIGH, "b": ALL, "c": LOW},
     ),
-    "copies that went on without each other": (
+    "one of two copies moves while the other dies": (
         COPIED,
-        {"a": store(ALL, 2, 8), "b": store(ALL, 2, 9)},
-        (),
-        ALL,
+        {"a": {"outgoing": MOVE}, "c": {"received": "move"}, "b": None},
+        {"a": HIGH, "c": LOW},
+    ),
+    "a migration that an earlier map has decided": (
+        replace(TWO, epoch=2),
+        {"a": {"outgoing": MOVE, "slot_map": TWO}, "c": {"received": "move"}},
+        None,
     ),
 }
 
 
-@pytest.mark.parametrize("case", WITHOUT)
-def test_map_is_not_known_when(case: str) -> None:
-    before, change, waiting, lost = WITHOUT[case]
-    acknowledged = dict.fromkeys(before, 10)
-    result = resolve_slot_map(mapped(**before), {**before, **change}, SESSION, acknowledged)
-    assert result.slot_map is None
-    assert (result.waiting, result.lost) == (waiting, lost)
+@pytest.mark.parametrize("case", NEXT)
+def test_next_slot_map_when(case: str) -> None:
+    current, changes, wanted = NEXT[case]
+    found = next_slot_map(current, described(current, **changes), ACKNOWLEDGED)
+    assert slots_of(found) == wanted
+    assert found is None or (found.session, found.epoch) == (SESSION, current.epoch + 1)
 
 
-@pytest.mark.parametrize("other", [None, replace(store(()), session=""), store(ALL, 0)])
-def test_copy_that_is_left_is_fenced_before_it_goes_on_alone(
-    other: StoreDescription | None,
-) -> None:
-    known = mapped(**COPIED)
-    result = resolve_slot_map(known, {"a": store(ALL), "b": other}, SESSION, {})
-    assert result.slot_map is None
-    assert result.fence == {"a": ALL}
-    alone = resolve_slot_map(known, {"a": store(ALL, 2, 9), "b": other}, SESSION, {}).slot_map
+LOST: dict[str, tuple[SlotMap, dict[str, Change | None], Ranges]] = {
+    "a store is gone": (TWO, {"b": None}, ()),
+    "one began empty": (TWO, {"b": EMPTY}, HIGH),
+    "one acknowledged more than it has": (TWO, {"b": BEHIND}, HIGH),
+    "one is of an older session": (TWO, {"b": OLDER}, HIGH),
+    "one was restarted": (TWO, {"b": RESTARTED}, ()),
+    "a copy is left": (COPIED, {"b": EMPTY}, ()),
+    "the other copy may come back": (COPIED, {"a": None, "b": EMPTY}, ()),
+    "both copies began empty": (COPIED, {"a": EMPTY, "b": BEHIND}, ALL),
+}
+
+
+@pytest.mark.parametrize("case", LOST)
+def test_slots_are_lost_when(case: str) -> None:
+    current, changes, wanted = LOST[case]
+    assert ranges_of(lost_slots(current, described(current, **changes), ACKNOWLEDGED)) == wanted
+
+
+def test_copy_that_was_dropped_is_not_believed_until_it_is_filled() -> None:
+    alone = next_slot_map(COPIED, described(COPIED, b=None), {})
     assert alone is not None
-    assert (alone.num_copies == 1).all()
-    # the other one comes back as it was: it is not believed
-    later = resolve_slot_map(alone, {"a": store(ALL, 2, 9), "b": store(ALL)}, SESSION, {}).slot_map
-    assert later is not None
-    assert (later.readers == later.addresses.index("a")).all()
-    filled = resolve_slot_map(
-        alone, {"a": store(ALL, 2, 9), "b": store(ALL, 2, 9)}, SESSION, {}
-    ).slot_map
-    assert filled is not None
-    assert (filled.num_copies == 2).all()
+    back = {"a": store("a", alone), "b": store("b", COPIED)}
+    assert next_slot_map(alone, back, {}) is None
+    assert slots_of(newest_slot_map(COPIED, back)) == {"a": ALL}
+    chosen = next_fill(alone, back, 2)
+    assert chosen is not None
+    assert (*chosen[:2], ranges_of(chosen[2])) == ("a", "b", ALL)
+    fill = SlotMigration(id="fill", target="b", slots=ALL, keep=True)
+    filled = {
+        "a": replace(back["a"], outgoing=fill),
+        "b": replace(store("b", alone), received="fill"),
+    }
+    assert slots_of(next_slot_map(alone, filled, {})) == {"a": ALL, "b": ALL}
 
 
 def test_copy_is_made_where_a_store_was_started_with_the_slots() -> None:
-    alone = {"a": store(ALL, 2), "b": store((), 0, home=ALL), "c": store((), 0, home=())}
-    chosen = next_fill(mapped(**alone), alone, 2)
+    alone = map_of(a=ALL)
+    stores = {"a": store("a", alone), "c": store("c", None, home=()), "b": store("b", None)}
+    chosen = next_fill(alone, stores, 2)
     assert chosen is not None
-    giver, taker, slots = chosen
-    assert (giver, taker, ranges_of(slots)) == ("a", "b", ALL)
-    assert next_fill(mapped(**COPIED), COPIED, 2) is None
-    assert next_fill(mapped(**alone), {k: alone[k] for k in "ac"}, 2) is None
+    assert (*chosen[:2], ranges_of(chosen[2])) == ("a", "b", ALL)
+    assert next_fill(COPIED, described(COPIED), 2) is None
+    assert next_fill(alone, {**stores, "b": None}, 2) is None
+
+
+def test_newest_map_is_that_of_the_session() -> None:
+    newer, other = map_of(2, a=ALL), map_of(9, "later", b=ALL)
+    stores = {"a": store("a", newer), "b": store("b", other), "c": None}
+    assert newest_slot_map(TWO, stores) is newer
+    assert newest_slot_map(map_of(3, a=ALL), stores).epoch == 3
 
 
 def test_new_session_takes_slots_as_they_are_or_as_stores_were_started() -> None:
-    moved = {"a": store(LOW, 3, home=ALL), "b": store(HIGH, 3, home=())}
-    version, ownership = initial_ownership(moved, 1, "other")
-    assert version == 4
-    assert {a: ranges_of(c.served) for a, c in ownership.items()} == {"a": LOW, "b": HIGH}
-    torn = {"a": store(LOW, 3, home=ALL), "b": store((), 0, home=())}
-    version, ownership = initial_ownership(torn, 1, "other")
-    assert {a: ranges_of(c.served) for a, c in ownership.items()} == {"a": ALL, "b": ()}
-    assert len({int(t) for c in ownership.values() for t in c.tags[c.served]}) == 1
+    newest = map_of(3, a=LOW, b=HIGH)
+    moved = {"a": store("a", newest, ALL), "b": store("b", map_of(2, a=ALL), ())}
+    found = initial_slot_map(moved, 1, "other")
+    assert (found.session, found.epoch, slots_of(found)) == ("other", 4, {"a": LOW, "b": HIGH})
+    torn = {"a": store("a", newest, ALL), "c": store("c", None, ())}
+    assert slots_of(initial_slot_map(torn, 1, "other")) == {"a": ALL}
     # the store that was started with the rest has left, and that which had it has lost it
-    left = {"a": store(((0, 3000),), 3, home=LOW), "c": store((), 0, home=())}
-    _, ownership = initial_ownership(left, 1, "other", elastic=True)
-    assert {a: ranges_of(c.served) for a, c in ownership.items()} == {
+    left = {
+        "a": store("a", map_of(3, a=((0, 3000),), b=((3000, 4096),)), LOW),
+        "c": store("c", None, ()),
+    }
+    assert slots_of(initial_slot_map(left, 1, "other", elastic=True)) == {
         "a": ((0, 3000),),
         "c": ((3000, 4096),),
     }
     forgotten = "stores must serve each of 4096 slots once, got slot 2048 served 0 times by a, c; "
     with pytest.raises(SchemaError, match=f"^{re.escape(forgotten)}"):
-        initial_ownership(left, 1, "other")
+        initial_slot_map(left, 1, "other")
     assert not covers_all_slots(left, 1)
     assert covers_all_slots(moved, 1)
     message = (
-        "stores must serve each of 4096 slots twice, got slot 0 served 1 times by a, b; "
+        "stores must serve each of 4096 slots twice, got slot 0 served 1 times by a, c; "
         "start them with other --slots"
     )
     with pytest.raises(SchemaError, match=f"^{re.escape(message)}$"):
-        initial_ownership(torn, 2, "other")
+        initial_slot_map(torn, 2, "other")
 
 
 RANGES = st.lists(st.tuples(st.integers(0, 4095), st.integers(1, 4096)), max_size=5).map(
@@ -198,32 +238,19 @@ RANGES = st.lists(st.tuples(st.integers(0, 4095), st.integers(1, 4096)), max_siz
 
 @settings(max_examples=50)
 @given(RANGES, RANGES)
-def test_claims_and_ranges_are_read_as_they_were_written(one: Ranges, other: Ranges) -> None:
+def test_maps_and_ranges_are_read_as_they_were_written(one: Ranges, other: Ranges) -> None:
     mask = mask_of(one)
     assert mask_of(ranges_of(mask)).tolist() == mask.tolist()
     assert parse_ranges(format_ranges(ranges_of(mask))) == ranges_of(mask)
-    ownership = empty_ownership().with_slots(mask, 1, 5).with_slots(mask_of(other), 2, 6)
-    read: Ownership = ownership_from_json(ownership.to_json())
-    assert read.versions.tolist() == ownership.versions.tolist()
-    assert read.tags.tolist() == ownership.tags.tolist()
-    assert (ownership.without_slots(mask).served == (ownership.served & ~mask)).all()
+    slot_map = map_of(a=one, b=other, c=ALL if not (one or other) else ())
+    read = slot_map_from_json(json.loads(json.dumps(slot_map.to_json())))
+    assert replace(read, copies=slot_map.copies) == slot_map
+    assert read.copies.tolist() == slot_map.copies.tolist()
+    for address, ranges in (("a", one), ("b", other)):
+        assert read.slots_of(address).tolist() == mask_of(ranges).tolist()
 
 
 @pytest.mark.parametrize("text", ["", "1", "3:2", "0:4097", "a:b", "1:2:3"])
 def test_slots_that_are_none_are_refused(text: str) -> None:
     with pytest.raises(ValueError, match=r"^slots must "):
         parse_ranges(text)
-
-
-def test_what_stores_said_at_different_moments_is_not_believed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    giver, taker = store(ALL, 2, 7), store((), 0, home=ALL)
-    filled = {"a": replace(giver, version=3), "b": replace(store(ALL, 2, 7), version=3)}
-    answers = iter([{"a": filled["a"], "b": taker}, filled, filled, filled])
-    members = StoreMembers(("a", "b"), ACCESS, SESSION, replicas=2)
-    monkeypatch.setattr(members, "_describe", lambda wanted: next(answers))
-    members._resolve(None)  # pyright: ignore[reportPrivateUsage]
-    # a map with the giver alone would bring writes that the taker never hears of
-    assert (members.slot_map.num_copies == 2).all()
-    members.close()

@@ -18,7 +18,6 @@ from tests.trainer.test_store_moves import Writer
 from trainer.stores.api import RowsLostError
 from trainer.stores.remote.client import RemoteStore, open_remote_store
 from trainer.stores.remote.connection import Access, read_access
-from trainer.stores.remote.members import StoreMembers
 from trainer.stores.remote.ownership import StoreDescription, ranges_of
 from trainer.stores.remote.processes import TOKEN, StoreProcesses, migrate_slots
 
@@ -27,7 +26,7 @@ def group_over(stores: StoreProcesses, replicas: int = 2) -> TableOf[RemoteStore
     access = Access(token=stores.token, timeout_sec=ACCESS.timeout_sec)
     tables = {LAYOUT.table: LAYOUT}
     opened = open_remote_store(
-        stores.addresses, access, tables, owner="run", session="s", reset=True, replicas=replicas
+        stores.addresses, access, tables, owner="run", session="s", replicas=replicas
     )
     return TableOf(opened)
 
@@ -72,7 +71,7 @@ def test_stores_are_called_by_nobody_any_more_when_they_are_given_back(
     def refuse(index: int, port: int) -> None:
         raise BlockingIOError("no process to be had")
 
-    def ask_slowly(members: StoreMembers) -> dict[str, StoreDescription | None]:
+    def ask_slowly() -> dict[str, StoreDescription | None]:
         calling.set()
         answered.wait()
         return {}
@@ -84,13 +83,13 @@ def test_stores_are_called_by_nobody_any_more_when_they_are_given_back(
         writer.write_step()
         group = writer.store.all_tables
         assert (group.members.slot_map.num_copies == 1).all()
-        monkeypatch.setattr(StoreMembers, "describe_all", ask_slowly)
+        monkeypatch.setattr(group.members, "describe_all", ask_slowly)
         wait_for(calling.is_set)  # by who has copies made again
         threading.Timer(1.0, answered.set).start()
         group.close()
         # a call that outlives the interpreter ends the process by SIGSEGV
         assert answered.is_set()
-        assert "repair" not in {thread.name for thread in threading.enumerate()}
+        assert "slots" not in {thread.name for thread in threading.enumerate()}
 
 
 @pytest.mark.slow

@@ -176,7 +176,7 @@ def test_node_that_dies_costs_nothing_where_slots_have_copies(
 
     def next_when_filled(run: Path) -> None:
         (members,) = (group.members for group in groups)
-        assert max(members.slot_map.versions) > 1, "training went on with one copy"
+        assert members.slot_map.epoch > 0, "training went on with one copy"
         wait_for(lambda: (members.slot_map.num_copies == 2).all())
         kill_stores(run, 1, forget=True)
 

@@ -20,6 +20,7 @@ from tests.trainer.stores import (
     TOKEN,
     TableOf,
     group_over,
+    one_store_map,
     record_of,
     running,
     start_store,
@@ -28,13 +29,12 @@ from tests.trainer.stores import (
 from trainer.stores.remote.client import RemoteStore
 from trainer.stores.remote.connection import StoreConnection
 from trainer.stores.remote.migration import OutgoingMigrations
-from trainer.stores.remote.ownership import empty_ownership, mask_of
 from trainer.stores.remote.server import Actions, BusyError, ByteBudget, MessageLimits, StoreServer
 from trainer.stores.remote.shard import Shard
 from trainer.stores.remote.wire import Request, record_bytes, rows_batch
 
 NUM_ROWS = 200
-ALL = ((0, 4096),)
+ALL, LOW = ((0, 4096),), ((0, 2048),)
 
 
 def write_step(store: TableOf[RemoteStore], step: int) -> np.ndarray:
@@ -90,8 +90,8 @@ def test_store_killed_among_writes_has_every_acknowledged_one_after_a_restart(
             with pytest.raises(SchemaError, match=r"^store must answer within 6 s"):
                 writing.result()
     assert len(last_step) > 100
-    with running(start_store(directory)) as (again,):
-        store = group_over(again.address, session="process", reset=False)["items"]
+    with running(start_store(directory, "--port", process.port)) as (again,):
+        store = group_over(again.address, joins=True)["items"]
         assert_holds(store, last_step, maybe=begun[0])
 
 
@@ -129,8 +129,8 @@ def test_checkpoint_truncates_the_log_and_keeps_the_rows(tmp_path: Path) -> None
         assert short.stat().st_size < long_bytes / 20
         last_step.update(dict.fromkeys(write_step(store, 200).tolist(), 200))
         process.kill()
-    with running(start_store(directory)) as (again,):
-        store = group_over(again.address, reset=False)["items"]
+    with running(start_store(directory, "--port", process.port)) as (again,):
+        store = group_over(again.address, joins=True)["items"]
         assert_holds(store, last_step)
         store.write(np.array([0]), record_of(1, 1), 1)  # steps are known after a restart, too
         assert store.fetch(np.array([0])).state[0, 0] == last_step[0]
@@ -155,8 +155,8 @@ def test_store_on_a_full_disk_refuses_by_name_and_loses_nothing(tmp_path: Path) 
         assert len(last_step) > 100
         assert_holds(store, last_step)
         process.kill()
-    with running(start_store(directory)) as (again,):
-        store = group_over(again.address, reset=False)["items"]
+    with running(start_store(directory, "--port", process.port)) as (again,):
+        store = group_over(again.address, joins=True)["items"]
         assert_holds(store, last_step)
         last_step.update(dict.fromkeys(write_step(store, 101).tolist(), 101))
         assert_holds(store, last_step)
@@ -185,11 +185,9 @@ def test_directory_of_a_running_store_is_refused_to_another(tmp_path: Path) -> N
 
 
 def test_store_restarted_with_other_slots_is_refused(tmp_path: Path) -> None:
-    shard = Shard(tmp_path / "store", ((0, 2048),), sync=True)
+    shard = Shard(tmp_path / "store", LOW, sync=True)
     shard.load()
-    ownership = empty_ownership().with_slots(mask_of([(0, 2048)]), 1, 1)
-    layouts = {"items": LAYOUT}
-    shard.open("run", "process", layouts, ownership=ownership, version=1, reset=True)
+    shard.open("run", {"items": LAYOUT}, one_store_map(LOW), "here")
     shard.close()
     other = Shard(tmp_path / "store", ALL, sync=True)
     with pytest.raises(

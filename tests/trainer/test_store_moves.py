@@ -88,7 +88,7 @@ def token_of(directory: Path) -> Path:
 def served(group: RemoteStore) -> dict[str, int]:
     """Return how many slots each store says it serves."""
     found = group.members.describe_all()
-    return {a: int(s.ownership.served.sum()) for a, s in found.items() if s is not None}
+    return {a: int(s.served.sum()) for a, s in found.items() if s is not None}
 
 
 @pytest.mark.slow
@@ -118,15 +118,17 @@ def test_slots_move_while_rows_are_written_and_clients_follow(tmp_path: Path) ->
         writer.write_step()
         writer.check()
         # another client finds the taker by the giver, whose address alone it knows
-        other = group_over(one.address, session="process", reset=False)["items"]
+        other = group_over(one.address, joins=True)["items"]
         rows, records = whole(other)
         assert records.state[:, 0].tolist() == writer.last_step[rows].tolist()
-        later = group_over(one.address, session="later", reset=False)["items"]
-        assert whole(later)[0].tolist() == rows.tolist()
         back = migrate_slots(two.address, one.address, HALF, read_access(token))
         assert back.num_rows == (slot_of_row(rows) < 2048).sum()
-        assert whole(later)[0].tolist() == rows.tolist()
-        assert served(later.all_tables)[one.address] == 4096
+        assert whole(other)[0].tolist() == rows.tolist()
+        assert served(group)[one.address] == 4096
+        migrate_slots(one.address, two.address, HALF, read_access(token))
+        later = group_over(one.address, session="later")["items"]
+        assert served(later.all_tables) == {one.address: 2048, two.address: 2048}
+        assert whole(later)[0].tolist() == []
 
 
 @pytest.mark.slow
@@ -155,12 +157,12 @@ def test_slots_are_gathered_from_whoever_has_them_and_a_store_without_any_may_go
         # who knows the run by the address of the store that has gone, too, does not wait for it
         begun = time.monotonic()
         elastic = replace(ACCESS, elastic=True)
-        joined = group_over(*stores[:2], session="process", reset=False, access=elastic)["items"]
+        joined = group_over(*stores[:2], joins=True, access=elastic)["items"]
         rows = whole(writer.store)[0].tolist()
         assert whole(joined)[0].tolist() == rows
         assert time.monotonic() - begun < ACCESS.timeout_sec
-        later = group_over(one.address, session="later", reset=False)["items"]
-        assert whole(later)[0].tolist() == rows
+        later = group_over(one.address, session="later")["items"]
+        assert served(later.all_tables) == {one.address: 2048, three.address: 2048}
 
 
 def slots_of_all() -> np.ndarray:
@@ -217,37 +219,41 @@ def result_of(moving: "Future[MigrationStats]") -> MigrationStats | SchemaError:
         return error
 
 
+DIES = {
+    "nothing": ((), (), {"one": 2048, "two": 2048}),
+    "the source": (("one",), ("one",), {"one": 2048, "two": 2048}),
+    "the target": (("two",), ("two",), {"one": 2048, "two": 2048}),
+    "both": (("one", "two"), ("one", "two"), {"one": 2048, "two": 2048}),
+    "the target, which is not restarted": (("two",), (), {"one": 4096}),
+}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("taken", [True, False])
-def test_move_in_doubt_is_settled_by_its_taker(taken: bool, tmp_path: Path) -> None:
-    """The giver dies after it logged that it may not serve, before or after the taker took over."""
-    one, two = start_store(tmp_path / "one"), start_store(tmp_path / "two", "--slots", "none")
-    with running(one, two):
-        writer = Writer(group_over(one.address)["items"])
-        for _ in range(10):
-            writer.write_step()
-        migrate_slots(one.address, two.address, HALF, read_access(token_of(tmp_path / "one")))
-        one.kill()
-        if not taken:
-            two.kill()
-        for name, process, slots in (("one", one, "0:4096"), ("two", two, "none")):
-            if process.process.poll() is not None:
-                cut_last_control(tmp_path / name)
-                options = ("--slots", slots, "--port", process.port)
-                process.process = start_store(tmp_path / name, *options).process
+@pytest.mark.parametrize("case", DIES)
+def test_migration_is_decided_whatever_dies_once_the_source_serves_no_more(
+    case: str, tmp_path: Path
+) -> None:
+    killed, restarted, wanted = DIES[case]
+    slots = {"one": "0:4096", "two": "none"}
+    stores = {name: start_store(tmp_path / name, "--slots", slots[name]) for name in slots}
+    addresses, token = {n: s.address for n, s in stores.items()}, token_of(tmp_path / "one")
+    with running(*stores.values()), ThreadPoolExecutor(1) as pool:
+        writer = Writer(group_over(addresses["one"])["items"])
+        writer.write_step()
+        members, pair = writer.store.all_tables.members, (addresses["one"], addresses["two"])
+        with members._refreshing:  # pyright: ignore[reportPrivateUsage]
+            moving = pool.submit(migrate_slots, *pair, HALF, read_access(token))
+            wait_for(lambda: (one := members.describe_all()[addresses["one"]]) and one.outgoing)
+            for name in killed:
+                stores[name].kill()
+            for name in restarted:
+                options = ("--slots", slots[name], "--port", stores[name].port)
+                stores[name].process = start_store(tmp_path / name, *options).process
         writer.write_step()
         writer.check()
-        expected = {one.address: 2048, two.address: 2048} if taken else {one.address: 4096}
-        assert {a: n for a, n in served(writer.store.all_tables).items() if n} == expected
-
-
-def cut_last_control(directory: Path) -> None:
-    """Take the last record, how a move ended, from a log: it was not written before the death."""
-    (log,) = directory.glob("log-*.bin")
-    data = log.read_bytes()
-    last = data.rindex(b"PRL1")
-    assert b'"op": "control"' in data[last:]
-    log.write_bytes(data[:last])
+        outcome, found = result_of(moving), served(writer.store.all_tables)
+        assert {n: found[a] for n, a in addresses.items() if found.get(a)} == wanted
+        assert isinstance(outcome, MigrationStats) == (case in ("nothing", "the target"))
 
 
 @pytest.mark.slow

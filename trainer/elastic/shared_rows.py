@@ -258,9 +258,8 @@ def open_shared(
         layouts,
         owner=run_owner(run),
         session=shared.session,
-        reset=False,
         replicas=config.replicas,
-        repairs=False,
+        joins=True,
     )
 
 

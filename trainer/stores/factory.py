@@ -95,7 +95,6 @@ def _open_processes(
         layouts,
         owner=run_owner(run),
         session=secrets.token_hex(8),
-        reset=True,
         replicas=replicas,
     )
 

@@ -20,7 +20,7 @@ from trainer.stores.api import (
 )
 from trainer.stores.bucket_files import SortedChunk, merge_sorted
 from trainer.stores.remote.connection import Access, Reply
-from trainer.stores.remote.members import CallAttempts, CopyRepair, StoreMembers
+from trainer.stores.remote.members import CallAttempts, SlotCoordinator, StoreMembers
 from trainer.stores.remote.ownership import SlotMap
 from trainer.stores.remote.wire import (
     CHECKPOINTED,
@@ -65,11 +65,11 @@ class RemoteStore:
         self._rows_per_message = max(1, message_bytes // record_bytes(self._layout))
         workers = _CALLS_PER_STORE * len(members.addresses)
         self._pool = ThreadPoolExecutor(workers, thread_name_prefix="stores")
-        self._repair = CopyRepair(members)
+        self._coordinator = SlotCoordinator(members)
 
-    def repair(self) -> None:
-        """Start to restore missing copies in the background."""
-        self._repair.start()
+    def coordinate(self) -> None:
+        """Start to move slots and to restore missing copies in the background."""
+        self._coordinator.start()
 
     def fetch(
         self, train_step: int, rows: Mapping[str, NDArray[np.int64]], as_of: int | None = None
@@ -140,19 +140,16 @@ class RemoteStore:
                 return
 
     def notify_checkpoint(self, train_step: int) -> None:
-        """Have the stores shorten their logs, and forget the addresses of stores that are gone."""
+        """Have the stores shorten their logs."""
 
-        def notify(address: str, version: int, slot_map: SlotMap) -> None:
-            body = {"session": self.members.session, "version": version}
-            body |= {"addresses": slot_map.addresses}
-            timeout_sec = self.members.access.timeout_sec
+        def notify(address: str) -> None:
+            body, timeout_sec = {"session": self.members.session}, self.members.access.timeout_sec
             self.members.connection(address).action_once(CHECKPOINTED, body, timeout_sec)
 
         attempts = CallAttempts(self.members)
         while True:
             slot_map = self.members.slot_map
-            stores = zip(slot_map.addresses, slot_map.versions, strict=True)
-            calls = [self._pool.submit(notify, *store, slot_map) for store in stores]
+            calls = [self._pool.submit(notify, address) for address in slot_map.addresses]
             try:
                 for call in calls:
                     call.result()
@@ -163,10 +160,10 @@ class RemoteStore:
 
     def close(self) -> None:
         """Close the connections; the processes continue."""
-        self._repair.stop()
+        self._coordinator.stop()
         self._pool.shutdown()
-        self.members.close()  # makes a pending refresh of the repair thread fail
-        self._repair.join()
+        self.members.close()  # makes a pending call of the coordinator fail
+        self._coordinator.join()
 
     def _send_all(
         self,
@@ -215,7 +212,7 @@ class RemoteStore:
     ) -> Reply:
         address = slot_map.addresses[store]
         reply = self.members.connection(address).exchange(request.to_bytes(), batch, self._layout)
-        self.members.record_acknowledged(address, reply.sequence)
+        self.members.record_acknowledged(slot_map.incarnations[store], reply.sequence)
         return reply
 
     def _contents_of(
@@ -254,9 +251,8 @@ class RemoteStore:
         return Request(
             op=op,
             session=self.members.session,
-            incarnation=slot_map.incarnations[store],
-            store_version=slot_map.versions[store],
-            acknowledged=self.members.acknowledged(slot_map.addresses[store]),
+            epoch=slot_map.epoch,
+            acknowledged=self.members.acknowledged(slot_map.incarnations[store]),
             train_step=train_step,
             as_of=as_of,
             tables=tables,
@@ -278,9 +274,8 @@ def open_remote_store(
     *,
     owner: str,
     session: str,
-    reset: bool,
     replicas: int = 1,
-    repairs: bool = True,
+    joins: bool = False,
 ) -> RemoteStore:
     """Open store processes for a run.
 
@@ -289,10 +284,10 @@ def open_remote_store(
         access: to the stores.
         layouts: tables by name.
         owner: identifies the run.
-        session: of this process; calls of an older one are refused from now on.
-        reset: delete the rows of this run; those of its checkpoint will be written.
+        session: of this process; calls of an older one are refused from now on, and the rows of
+            the run are deleted: those of its checkpoint will be written.
         replicas: stores per slot.
-        repairs: restore missing copies; set in one of the processes that share a session.
+        joins: whether another process has opened the session, and coordinates it.
 
     Raises:
         SchemaError: a store refuses or cannot be reached, or they do not cover each slot
@@ -300,13 +295,13 @@ def open_remote_store(
     """
     members = StoreMembers(addresses, access, session, replicas)
     try:
-        message_bytes = members.open(owner, layouts, reset=reset)
+        message_bytes = members.join() if joins else members.open(owner, layouts)
     except BaseException:
         members.close()
         raise
     store = RemoteStore(members, layouts, message_bytes)
-    if repairs:
-        store.repair()
+    if not joins:
+        store.coordinate()
     return store
 
 

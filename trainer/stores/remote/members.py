@@ -1,19 +1,14 @@
-"""The store processes of a run as a trainer sees them: slot map, retries, missing copies."""
+"""The store processes of a run as a trainer sees them, and the coordinator of their slots."""
 
 from __future__ import annotations
 
 import logging
-import secrets
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
-
-import numpy as np
-from numpy.typing import NDArray
 
 from schemas.errors import SchemaError
 from trainer.stores.api import (
@@ -24,28 +19,33 @@ from trainer.stores.api import (
 )
 from trainer.stores.remote.connection import Access, StoreConnection, unreachable_error
 from trainer.stores.remote.ownership import (
-    Ranges,
+    Descriptions,
     SlotMap,
     StoreDescription,
     covers_all_slots,
     description_from_json,
     format_ranges,
-    initial_ownership,
+    initial_slot_map,
+    lost_slots,
+    newest_slot_map,
+    next_fill,
+    next_slot_map,
     ranges_of,
-    resolve_slot_map,
 )
-from trainer.stores.remote.wire import DESCRIBE, FENCE, FILL, OPEN
+from trainer.stores.remote.wire import ADOPT, DESCRIBE, FILL, OPEN
 
 logger = logging.getLogger(__name__)
 _DESCRIBE_SEC = 5.0
 """Maximum wait for a description; a slower store counts as gone."""
-_PAUSE_SEC = 0.05
-Descriptions = Mapping[str, StoreDescription | None]
-"""By address; None for a store that cannot be reached."""
+_PAUSE_SEC = 0.02
 
 
 class StoreMembers:
-    """The stores of a run and their slot map, which is resolved again after each change."""
+    """The stores of a session, and the newest slot map that this process knows.
+
+    The process that opens the session is its coordinator: it alone decides slot maps. All others
+    learn them from the stores.
+    """
 
     def __init__(
         self, addresses: Sequence[str], access: Access, session: str, replicas: int
@@ -55,7 +55,7 @@ class StoreMembers:
         Args:
             addresses: of the stores that the run was started with.
             access: to the stores.
-            session: of this process.
+            session: of this process, or of the group of replicas.
             replicas: stores per slot.
         """
         self.session = session
@@ -64,6 +64,7 @@ class StoreMembers:
         self.access = access
         self._connections: dict[str, StoreConnection] = {}
         self._map: SlotMap | None = None
+        self._coordinates = False
         self._acknowledged: dict[str, int] = {}
         self._lock = threading.Lock()
         self._refreshing = threading.Lock()
@@ -71,7 +72,7 @@ class StoreMembers:
 
     @property
     def slot_map(self) -> SlotMap:
-        """The last resolved slot map."""
+        """The newest slot map that this process knows."""
         assert self._map is not None, "stores are opened first"
         return self._map
 
@@ -82,33 +83,57 @@ class StoreMembers:
                 self._connections[address] = StoreConnection(address, self.access)
             return self._connections[address]
 
-    def acknowledged(self, address: str) -> int:
-        """Return the number of messages that a store acknowledged."""
+    def acknowledged(self, incarnation: str) -> int:
+        """Return the number of messages that a store of the slot map acknowledged."""
         with self._lock:
-            return self._acknowledged.get(address, 0)
+            return self._acknowledged.get(incarnation, 0)
 
-    def record_acknowledged(self, address: str, sequence: int) -> None:
-        """Record the number of messages that a store acknowledged."""
+    def record_acknowledged(self, incarnation: str, sequence: int) -> None:
+        """Record the number of messages that a store of the slot map acknowledged."""
         with self._lock:
-            self._acknowledged[address] = max(sequence, self._acknowledged.get(address, 0))
+            self._acknowledged[incarnation] = max(sequence, self._acknowledged.get(incarnation, 0))
 
-    def open(self, owner: str, layouts: Mapping[str, TableLayout], *, reset: bool) -> int:
-        """Open the stores for this session; return the maximum message size.
+    def open(self, owner: str, layouts: Mapping[str, TableLayout]) -> int:
+        """Open the stores for a new session, without rows; return the maximum message size.
 
         Raises:
             SchemaError: a store refuses or cannot be reached, or they do not cover all slots.
         """
         stores = self._describe_for_open()
-        version, ownership = initial_ownership(
+        slot_map = initial_slot_map(
             stores, self.replicas, self.session, elastic=self.access.elastic
         )
-        body: dict[str, Any] = {"owner": owner, "session": self.session, "version": version}
-        body |= {"reset": reset, "layouts": [asdict(layout) for layout in layouts.values()]}
-        for address, owned in ownership.items():
-            if owned.served.any() or address in self.addresses:
-                self.connection(address).action(OPEN, body | {"claims": owned.to_json()})
-        self._resolve(None)
+        body: dict[str, Any] = {"owner": owner, "map": slot_map.to_json()}
+        body["layouts"] = [asdict(layout) for layout in layouts.values()]
+        for address in stores:
+            if address in slot_map.addresses or address in self.addresses:
+                self.connection(address).action(OPEN, body | {"address": address})
+        self._map, self._coordinates = slot_map, True
         return min(store.message_bytes for store in stores.values())
+
+    def join(self) -> int:
+        """Learn the slot map of a session that is open; return the maximum message size.
+
+        Raises:
+            SchemaError: a store with slots cannot be reached, or serves another session.
+        """
+        start, missing = time.monotonic(), self.addresses
+        while time.monotonic() - start <= self.access.timeout_sec:
+            found = self.describe_all()
+            stores = _reachable(found)
+            in_session = {a: s for a, s in stores.items() if s.session == self.session}
+            maps = [store.slot_map for store in in_session.values() if store.slot_map]
+            if maps:
+                newest = newest_slot_map(maps[0], stores)
+                missing = tuple(a for a in newest.addresses if a not in in_session)
+                if not missing:
+                    self._map = newest
+                    return min(in_session[a].message_bytes for a in newest.addresses)
+            elif all(store and store.session for store in found.values()):
+                raise self._replaced_error(missing[0])
+            time.sleep(_PAUSE_SEC)
+        error = StoreUnavailableError("it does not serve the session")
+        raise unreachable_error(missing[0], self.access.timeout_sec, error)
 
     def _describe_for_open(self) -> dict[str, StoreDescription]:
         """Describe all stores; wait for one that is gone unless the others cover all slots.
@@ -123,23 +148,42 @@ class StoreMembers:
             address: description_from_json(self.connection(address).action(DESCRIBE, {}))
             for address in self.addresses
         }
-        return _reachable(self._with_targets(initial))
+        return _reachable(self._with_named(initial))
 
     def refresh(self, outdated: SlotMap) -> None:
-        """Resolve the slot map again, unless that has been done since `outdated`.
+        """Learn or decide the slot map after `outdated`, unless that has been done.
+
+        The map stays if there is nothing to change: a store may come back.
 
         Raises:
             RowsLostError: acknowledged rows are in no store.
-            SchemaError: a store is gone for too long, or serves another process.
+            SchemaError: a store serves another process.
         """
         with self._refreshing:
             if self._map is outdated:
-                self._resolve(outdated)
+                self._update()
+            if self._map is outdated:
+                time.sleep(_PAUSE_SEC)
+
+    def coordinate(self) -> bool:
+        """Decide the next slot map if there is one, and have missing copies made.
+
+        Returns:
+            Whether a migration is in progress.
+        """
+        with self._refreshing:
+            stores = self._update()
+            fill = next_fill(self.slot_map, stores, self.replicas)
+        if fill is not None:  # a no-op at the source while that copy is in progress
+            source, target, slots = fill
+            body = {"target": target, "slots": ranges_of(slots)}
+            self.connection(source).action_once(FILL, body, _DESCRIBE_SEC)
+        return any(store.migrating for store in _reachable(stores).values())
 
     def describe_all(self) -> dict[str, StoreDescription | None]:
         """Describe all stores, including targets of migrations; None for one that is gone."""
         mapped = self._map.addresses if self._map is not None else ()
-        return self._with_targets(self._describe({*self.addresses, *mapped}))
+        return self._with_named(self._describe({*self.addresses, *mapped}))
 
     def close(self) -> None:
         """Close the connections; the processes continue."""
@@ -148,94 +192,84 @@ class StoreMembers:
             for connection in self._connections.values():
                 connection.close()
 
-    def _resolve(self, previous: SlotMap | None) -> None:
-        start = time.monotonic()
-        while True:
-            with self._lock:
-                acknowledged = dict(self._acknowledged)  # before `describe`, because it grows
-            descriptions = self.describe_all()
-            result = resolve_slot_map(previous, descriptions, self.session, acknowledged)
-            if (result.lost or result.slot_map is not None) and not self._is_stable(descriptions):
-                continue  # slots moved between the descriptions of two stores
-            if result.lost:
-                self._check_sessions(descriptions)
-                raise RowsLostError(
-                    f"no store has the acknowledged writes of slots {format_ranges(result.lost)}; "
-                    "go back to the newest checkpoint with --resume"
-                )
-            elif result.slot_map is not None:
-                self._reset_acknowledged(descriptions, result.slot_map.addresses)
-                self._drop_connections(descriptions)
-                if previous is not None:
-                    logger.info("slots: new map versions=%s", result.slot_map.versions)
-                self._map = result.slot_map
-                return
-            elif result.fence is not None:
-                self._fence(descriptions, result.fence)
-            elif time.monotonic() - start > self.access.timeout_sec:
-                address = result.waiting[0]
-                error = self._unreachable_cause(address)
-                raise unreachable_error(address, self.access.timeout_sec, error)
-            else:
-                time.sleep(_PAUSE_SEC)
+    def _update(self) -> Descriptions:
+        """Learn or decide the newest slot map, and tell it to stores that have not seen it."""
+        with self._lock:
+            acknowledged = dict(self._acknowledged)  # before `describe`, because it grows
+        current, stores = self.slot_map, self.describe_all()
+        self._check_sessions(current, stores)
+        newest = newest_slot_map(current, stores)
+        if self._coordinates:
+            # a target has received all rows before its source stops to serve: it is asked later
+            stores |= self._describe(
+                {s.outgoing.target for s in _reachable(stores).values() if s.outgoing is not None}
+            )
+            newest = next_slot_map(current, stores, acknowledged) or current
+        if newest is current and (lost := lost_slots(current, stores, acknowledged)).any():
+            raise RowsLostError(
+                f"no store has the acknowledged writes of slots {format_ranges(ranges_of(lost))}; "
+                "go back to the newest checkpoint with --resume"
+            )
+        if newest is not current:
+            self._replace_map(newest, stores)
+        self._tell(newest, stores)
+        return stores
 
-    def _is_stable(self, descriptions: Descriptions) -> bool:
-        """Return whether a second round gives the same states: they held at one moment."""
-        states = {a: store.state for a, store in descriptions.items() if store is not None}
-        second = self._describe(states)
-        return states == {a: store and store.state for a, store in second.items()}
-
-    def _reset_acknowledged(self, descriptions: Descriptions, addresses: Sequence[str]) -> None:
-        """Keep the counts of stores in the map; others will start empty."""
-        described = {a: store.sequence for a, store in descriptions.items() if store is not None}
+    def _replace_map(self, newest: SlotMap, stores: Descriptions) -> None:
+        fewer = newest.num_copies < self.slot_map.num_copies
+        if fewer.any():
+            slots = format_ranges(ranges_of(fewer))
+            logger.warning("slots have one copy only, another store is gone slots=%s", slots)
+        logger.info("slots: new map epoch=%s stores=%s", newest.epoch, newest.addresses)
         with self._lock:
             self._acknowledged = {
-                a: max(described[a], self._acknowledged.get(a, 0)) for a in addresses
+                i: n for i, n in self._acknowledged.items() if i in newest.incarnations
             }
-
-    def _drop_connections(self, descriptions: Descriptions) -> None:
-        with self._lock:
-            for address in self._connections.keys() - descriptions.keys():
+            for address in self._connections.keys() - stores.keys():
                 del self._connections[address]  # closed when no call uses it any more
+            self._map = newest
 
-    def _fence(self, descriptions: Descriptions, fence: Mapping[str, Ranges]) -> None:
-        """Increase the version of the remaining copies, so that a lost one is outdated."""
-        versions = (store.version for store in descriptions.values() if store is not None)
-        body = {
-            "session": self.session,
-            "version": max(versions) + 1,
-            "tag": secrets.randbits(56) + 1,
-        }
-        for address, slots in fence.items():
-            logger.warning(
-                "slots have one copy only, another store is gone store=%s slots=%s",
-                address,
-                format_ranges(slots),
-            )
-            with suppress(StoreUnavailableError, SlotMapChangedError):  # described again later
-                self.connection(address).action_once(FENCE, body | {"slots": slots}, _DESCRIBE_SEC)
+    def _tell(self, newest: SlotMap, stores: Descriptions) -> None:
+        """Tell the slot map to stores of the session that have an older one."""
 
-    def _unreachable_cause(self, address: str) -> Exception:
-        try:
-            self.connection(address).action_once(DESCRIBE, {}, _DESCRIBE_SEC)
-        except (StoreUnavailableError, SchemaError, SlotMapChangedError) as error:
-            return error
-        return StoreUnavailableError("its last slot migration is not settled")
+        def tell(address: str) -> None:
+            body = {"map": newest.to_json(), "address": address}
+            try:
+                self.connection(address).action_once(ADOPT, body, _DESCRIBE_SEC)
+            except (StoreUnavailableError, SlotMapChangedError, SchemaError) as error:
+                logger.info("store is not told its slots yet store=%s: %s", address, error)
 
-    def _check_sessions(self, descriptions: Descriptions) -> None:
-        for address, store in descriptions.items():
-            if store is not None and store.session not in ("", self.session):
-                raise SchemaError(
-                    f"session {self.session!r} of the store was replaced; another process trains "
-                    "on it, end one of the two",
-                    file=address,
-                )
+        behind = [
+            address
+            for address, store in _reachable(stores).items()
+            if store.session == self.session and store.epoch < newest.epoch
+        ]
+        list(self._pool.map(tell, behind))
 
-    def _with_targets(self, descriptions: Descriptions) -> dict[str, StoreDescription | None]:
-        """Add the stores that slots were migrated to."""
+    def _check_sessions(self, current: SlotMap, descriptions: Descriptions) -> None:
+        for address in current.addresses:
+            store = descriptions.get(address)
+            # a session with a lower epoch is that of an older state of the store
+            if store and store.session != self.session and store.epoch > current.epoch:
+                raise self._replaced_error(address)
+
+    def _replaced_error(self, address: str) -> SchemaError:
+        return SchemaError(
+            f"session {self.session!r} of the store was replaced; another process trains on it, "
+            "end one of the two",
+            file=address,
+        )
+
+    def _with_named(self, descriptions: Descriptions) -> dict[str, StoreDescription | None]:
+        """Add the stores that others name; once a session is open, those that others of it name."""
         stores = dict(descriptions)
         while True:
-            named = {a for store in stores.values() if store is not None for a in store.addresses}
+            named = {
+                address
+                for store in _reachable(stores).values()
+                if self._map is None or store.session == self.session
+                for address in store.named
+            }
             if not (named := named - stores.keys()):
                 return stores
             stores |= self._describe(named)
@@ -270,31 +304,38 @@ class CallAttempts:
 
         Raises:
             RowsLostError: acknowledged rows are in no store.
-            SchemaError: a store describes itself but answers no call for the time-out, or is gone
-                for too long.
+            SchemaError: there was no progress for the time-out.
         """
         members, now = self._members, time.monotonic()
-        state = slot_map.addresses, slot_map.incarnations, slot_map.versions, num_pending
+        state = slot_map.epoch, num_pending
         if state != self._state:
             self._state, self._since = state, now
-        gone = next((error for error in errors if isinstance(error, StoreUnavailableError)), None)
-        timeout_sec = members.access.timeout_sec
-        if gone is not None and now - self._since >= timeout_sec:
-            raise unreachable_error(gone.address, timeout_sec, gone)
+        elif now - self._since >= members.access.timeout_sec:
+            raise _no_progress_error(errors, members.access.timeout_sec)
         members.refresh(slot_map)
+
+
+def _no_progress_error(errors: Sequence[Exception], timeout_sec: float) -> SchemaError:
+    for error in errors:
+        if isinstance(error, StoreUnavailableError):
+            return unreachable_error(error.address, timeout_sec, error)
+    return SchemaError(
+        f"stores must agree on their slots within {timeout_sec:g} s, got {str(errors[0])!r}; "
+        "resume the run"
+    )
 
 
 def _reachable(descriptions: Descriptions) -> dict[str, StoreDescription]:
     return {address: store for address, store in descriptions.items() if store is not None}
 
 
-_REPAIR_INTERVAL_SEC = 0.25
-_FILL_SEC = 5.0
-"""Maximum wait for the response to `fill`, which is sent before the copy starts."""
+_INTERVAL_SEC = 0.25
+_MIGRATION_INTERVAL_SEC = 0.02
+"""Between two looks at the stores while slots are being moved."""
 
 
-class CopyRepair:
-    """A thread that has missing copies of slots made while the run trains."""
+class SlotCoordinator:
+    """A thread of the process that opened a session: moves slots and restores missing copies."""
 
     def __init__(self, members: StoreMembers) -> None:
         self._members = members
@@ -302,13 +343,12 @@ class CopyRepair:
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """Start the thread if slots have copies."""
-        if self._members.replicas > 1:
-            self._thread = threading.Thread(target=self._run, name="repair", daemon=True)
-            self._thread.start()
+        """Start the thread."""
+        self._thread = threading.Thread(target=self._run, name="slots", daemon=True)
+        self._thread.start()
 
     def stop(self) -> None:
-        """Request no more copies; a copy in progress continues between the stores."""
+        """Decide nothing more; a copy in progress continues between the stores."""
         self._ending.set()
 
     def join(self) -> None:
@@ -317,14 +357,11 @@ class CopyRepair:
             self._thread.join()
 
     def _run(self) -> None:
-        logged = ""
-        while not self._ending.wait(_REPAIR_INTERVAL_SEC):
-            slot_map = self._members.slot_map
-            if not (slot_map.num_copies < self._members.replicas).any():
-                continue
+        logged, interval = "", _INTERVAL_SEC
+        while not self._ending.wait(interval):
             try:
-                self._request_fill(slot_map)
-                logged = ""
+                is_migrating = self._members.coordinate()
+                interval = _MIGRATION_INTERVAL_SEC if is_migrating else _INTERVAL_SEC
             except (
                 StoreUnavailableError,
                 SlotMapChangedError,
@@ -333,32 +370,4 @@ class CopyRepair:
             ) as error:
                 if str(error) != logged and not self._ending.is_set():
                     logged = str(error)
-                    logger.info("slots have too few copies: %s", error)
-
-    def _request_fill(self, slot_map: SlotMap) -> None:
-        """Request the next copy; a no-op at the source while that copy is in progress."""
-        self._members.refresh(slot_map)
-        slot_map = self._members.slot_map
-        stores = _reachable(self._members.describe_all())
-        fill = next_fill(slot_map, stores, self._members.replicas)
-        if fill is not None:
-            source, target, slots = fill
-            body = {"to": target, "slots": ranges_of(slots)}
-            self._members.connection(source).action_once(FILL, body, _FILL_SEC)
-
-
-def next_fill(
-    slot_map: SlotMap, stores: Mapping[str, StoreDescription], replicas: int
-) -> tuple[str, str, NDArray[np.bool_]] | None:
-    """Return (source, target, slots) of the next missing copy, None if no copy is missing.
-
-    Slots are copied to a store that was started with them.
-    """
-    few = slot_map.num_copies < replicas
-    for target, store in stores.items():
-        missing = few & store.home & ~slot_map.slots_of(target)
-        for source in stores:
-            slots = missing & slot_map.slots_of(source)
-            if slots.any():
-                return source, target, slots
-    return None
+                    logger.info("slots are not changed: %s", error)

@@ -1,9 +1,9 @@
 """Migration of slots from one store process to another while both serve.
 
 The source sends all rows of the slots, then the rows written meanwhile, until few are left. These
-and the ownership follow between the writes of two steps. Before the source asks the target to serve
-the slots, it logs that it no longer serves them: from then on the target decides who owns them,
-whichever process dies.
+follow between the writes of two steps. Once the target has logged that it has all rows, the source
+logs that it no longer serves the slots. The next slot map decides: the coordinator gives them to
+the target, or back to the source if the target does not confirm that it has the rows.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -25,19 +24,18 @@ from trainer.stores.api import SlotMapChangedError, StoreUnavailableError, Table
 from trainer.stores.remote.connection import Access, StoreConnection
 from trainer.stores.remote.ownership import (
     ShardControl,
+    SlotMap,
     SlotMigration,
     format_ranges,
     mask_of,
-    ownership_from_json,
     ranges_of,
 )
 from trainer.stores.remote.shard import ROWS_PER_RECORD, ChangeTracker, Shard, Tables
 from trainer.stores.remote.wal import RowsEntry
 from trainer.stores.remote.wire import (
     ARRIVE,
-    GIVE_UP,
     RECEIVE,
-    TAKE,
+    RECEIVED,
     Request,
     record_bytes,
     stepped_records_batch,
@@ -49,7 +47,8 @@ _FEW_ROWS = 1 << 8
 _HANDOVER_SEC = 5.0
 """Maximum time that training is blocked by a target that does not answer."""
 _STEP_WAIT_SEC = 1.0
-_SETTLE_SEC = 0.2
+_DECISION_SEC = 60.0
+"""Maximum wait for the slot map that decides about a migration."""
 
 
 class IncomingMigrations:
@@ -62,48 +61,39 @@ class IncomingMigrations:
         self,
         migration: SlotMigration,
         owner: str,
-        session: str,
         layouts: Mapping[str, TableLayout],
+        slot_map: SlotMap,
     ) -> None:
         """Prepare to receive rows; existing rows of the slots are deleted.
 
         Args:
             migration: of slots that are not served here.
             owner: identifies the run.
-            session: of the source; a store without one, or with an older one, is emptied.
             layouts: tables by name.
+            slot_map: of the source; a store of an older session is emptied.
 
         Raises:
-            SchemaError: the store serves the slots, or holds rows of another run.
+            SchemaError: the store serves the slots, has a newer slot map, lost rows of the session,
+                or holds rows of another run.
         """
-        shard = self._shard
+        shard, address = self._shard, migration.target
         with shard.lock:
             shard.check_owner(owner, layouts)
-            if session != shard.control.session:
-                control = ShardControl(home=shard.control.home, owner=owner, session=session)
+            if slot_map.epoch < shard.control.epoch:
+                raise SchemaError("the target has a newer slot map than the source; move again")
+            if slot_map.session != shard.control.session:
+                if slot_map.slots_of(address).any():
+                    raise SchemaError("the target has lost the rows of its slots; move to another")
+                home = shard.control.home
+                control = ShardControl(home=home, owner=owner, slot_map=slot_map, address=address)
                 shard.start_log(control, layouts)
-            control, slots = shard.control, migration.slots
-            # an older version is that of a store that came back: others were written to since
-            source_versions = ownership_from_json(migration.ownership).versions
-            served = slots & (control.ownership.versions >= source_versions)
-            if served.any():
-                raise SchemaError(
-                    f"the target serves {int(served.sum())} of the slots already; move others"
-                )
-            ownership = control.ownership.without_slots(slots)
-            dropped = slots
-            if control.incoming is not None:
-                dropped = dropped | (control.incoming.slots & ~ownership.served)
-            changed = bool((ownership.served != control.ownership.served).any())
-            shard.log_control(
-                replace(
-                    control,
-                    ownership=ownership,
-                    incoming=migration,
-                    version=control.version + changed,
-                ),
-                ranges_of(dropped),
-            )
+            shard.adopt(slot_map, address)
+            control, slots = shard.control, mask_of(migration.slots)
+            if served := int((slots & control.owned).sum()):
+                raise SchemaError(f"the target serves {served} of the slots already; move others")
+            dropped = (slots | control.kept) & ~control.owned
+            incoming = replace(control, incoming=migration, received=False)
+            shard.log_control(incoming, ranges_of(dropped))
 
     def layout(self, migration_id: str) -> TableLayout:
         """Return the layout of one table; all have one shape.
@@ -127,55 +117,21 @@ class IncomingMigrations:
             shard.write_entry(entry)
 
     def complete(self, migration_id: str) -> None:
-        """Take over the slots of a migration; may be repeated.
+        """Log that all rows of a migration are here; may be repeated.
 
         Raises:
             SchemaError: the migration is not in progress.
         """
         shard = self._shard
         with shard.lock:
-            control = shard.control
-            if migration_id in control.completed:
-                return
-            migration = self._check(migration_id)
-            # a source settles a migration before it starts the next one
-            source = _source_of(migration_id)
-            others = (each for each in control.completed if _source_of(each) != source)
-            shard.log_control(
-                replace(
-                    control,
-                    ownership=control.ownership.merge(ownership_from_json(migration.ownership)),
-                    version=max(control.version + 1, migration.version),
-                    incoming=None,
-                    completed=(*others, migration_id),
-                )
-            )
-
-    def cancel(self, migration_id: str, session: str) -> bool:
-        """Cancel a migration unless it is complete; return whether it may be complete.
-
-        Args:
-            migration_id: of the migration.
-            session: of the source; a store of another session has lost its state.
-        """
-        shard = self._shard
-        with shard.lock:
-            control = shard.control
-            if control.incoming is not None and control.incoming.id == migration_id:
-                dropped = ranges_of(control.incoming.slots & ~control.ownership.served)
-                shard.log_control(replace(control, incoming=None), dropped)
-            return migration_id in control.completed or session != control.session
+            self._check(migration_id)
+            shard.log_control(replace(shard.control, received=True))
 
     def _check(self, migration_id: str) -> SlotMigration:
         migration = self._shard.control.incoming
         if migration is None or migration.id != migration_id:
             raise SchemaError(f"migration {migration_id!r} is not in progress; move again")
         return migration
-
-
-def _source_of(migration_id: str) -> str:
-    """Return the incarnation of the store that a migration is from."""
-    return migration_id.partition("-")[0]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -189,7 +145,7 @@ class MigrationStats:
     copy_sec: float
     """Time from the start to the handover."""
     pause_sec: float
-    """Time in which the source answered no call."""
+    """Time in which no store served the slots."""
 
 
 class OutgoingMigrations:
@@ -206,174 +162,128 @@ class OutgoingMigrations:
         self._access = access
         self._one = threading.Lock()
         self._ended = threading.Event()
-        self._threads: dict[str, threading.Thread] = {}
+        self._filling: threading.Thread | None = None
 
-    def move(
-        self, target: str, slots: NDArray[np.bool_], *, migration_id: str, keep: bool
-    ) -> MigrationStats:
+    def move(self, migration: SlotMigration) -> MigrationStats:
         """Migrate slots to another store; returns when it serves them.
 
         Args:
-            target: address.
-            slots: (NUM_SLOTS,) mask, all served here.
-            migration_id: of this migration.
-            keep: serve the slots here, too.
+            migration: of slots that are all served here.
 
         Raises:
             SchemaError: the slots are not served here, another migration is in progress, or the
-                target refuses or is gone; the source keeps the slots.
+                target refuses or is gone; the source keeps the slots. Or no coordinator decides.
         """
         if not self._one.acquire(blocking=False):
             raise SchemaError("another migration from this store is in progress; retry later")
         try:
             access = replace(self._access, timeout_sec=_HANDOVER_SEC)
-            with StoreConnection(target, access) as connection:
-                return self._move(connection, slots, migration_id, keep)
+            with StoreConnection(migration.target, access) as connection:
+                return self._move(connection, migration)
         except (StoreUnavailableError, SlotMapChangedError) as error:
             line = f"target of the migration does not answer: {error}; start it, and move again"
-            raise SchemaError(line, file=target) from error
+            raise SchemaError(line, file=migration.target) from error
         finally:
+            with self._shard.lock:
+                self._shard.tracker = None
             self._one.release()
 
-    def fill_in_background(
-        self, target: str, slots: NDArray[np.bool_], *, migration_id: str
-    ) -> None:
+    def fill_in_background(self, migration: SlotMigration) -> None:
         """Start to copy slots to another store unless a copy is in progress; see `move`."""
-        filling = self._threads.get("fill")
-        if filling is None or not filling.is_alive():
-            self._start("fill", lambda: self._fill(target, slots, migration_id))
+        if self._filling is None or not self._filling.is_alive():
+            self._filling = threading.Thread(target=self._fill, args=(migration,), daemon=True)
+            self._filling.start()
 
-    def _fill(self, target: str, slots: NDArray[np.bool_], migration_id: str) -> None:
+    def _fill(self, migration: SlotMigration) -> None:
         try:
-            stats = self.move(target, slots, migration_id=migration_id, keep=True)
+            stats = self.move(migration)
         except SchemaError as error:
-            if not self._ended.is_set():  # the caller retries while copies are missing
+            if not self._ended.is_set():  # the coordinator retries while copies are missing
                 logger.info("slots have too few copies: %s", error)
         else:
-            logger.warning("slots served by two stores again store=%s %s", target, stats)
-
-    def settle(self, migration: SlotMigration) -> bool:
-        """Ask the target who owns the slots of an unsettled migration; return whether it answered.
-
-        The target cancels the migration unless it has taken over.
-        """
-        access = replace(self._access, timeout_sec=_HANDOVER_SEC)
-        with StoreConnection(migration.target, access) as connection:
-            try:
-                completed = self._cancel(connection, migration)
-            except (StoreUnavailableError, SchemaError, SlotMapChangedError) as error:
-                logger.info(
-                    "migration unsettled: target does not answer to=%s error=%s",
-                    migration.target,
-                    error,
-                )
-                return False
-        with self._shard.lock:
-            if self._shard.control.outgoing == migration:
-                # a copy kept here is outdated: the target may have served writes since
-                self._finish(replace(migration, keep=False) if completed else None)
-        return True
-
-    def settle_in_background(self) -> None:
-        """Settle an unsettled migration, retrying until its target answers."""
-        self._start("settle", self._settle_until_answered)
+            logger.warning("slots served by two stores again store=%s %s", migration.target, stats)
 
     def end(self) -> None:
         """Stop background work; slots that were not handed over stay here."""
         self._ended.set()
-        for thread in self._threads.values():
-            thread.join(self._access.timeout_sec)
+        with self._shard.lock:
+            self._shard.lock.notify_all()
+        if self._filling is not None:
+            self._filling.join(self._access.timeout_sec)
 
-    def _start(self, name: str, function: Callable[[], None]) -> None:
-        self._threads[name] = threading.Thread(target=function, name=name, daemon=True)
-        self._threads[name].start()
-
-    def _settle_until_answered(self) -> None:
-        while not self._ended.is_set() and (migration := self._shard.control.outgoing) is not None:
-            with suppress(SchemaError):  # the disk is full: retried
-                if self.settle(migration):
-                    return
-            self._ended.wait(_SETTLE_SEC)
-
-    def _cancel(self, connection: StoreConnection, migration: SlotMigration) -> bool:
-        """Return whether the target may have taken over."""
-        body = {"id": migration.id, "session": self._shard.control.session}
-        return bool(connection.action_once(GIVE_UP, body, _HANDOVER_SEC).get("taken"))
-
-    def _move(
-        self, connection: StoreConnection, slots: NDArray[np.bool_], migration_id: str, keep: bool
-    ) -> MigrationStats:
+    def _move(self, connection: StoreConnection, migration: SlotMigration) -> MigrationStats:
         start = time.monotonic()
-        migration, rows, layouts = self._begin(connection.address, slots, migration_id, keep)
-        unsettled, num_rows, num_rounds = False, 0, 0
-        try:
-            message_bytes = self._announce(connection, migration, layouts)
-            layout = next(iter(layouts.values()))
-            send = self._sender(connection, migration, layout, message_bytes)
-            while num_rounds < _MAX_ROUNDS:
-                num_sent = send(rows, self._access.timeout_sec)
-                num_rows, num_rounds = num_rows + num_sent, num_rounds + 1
-                rows = self._changed()
-                num_changed = sum(map(len, rows.values()))
-                if num_changed < _FEW_ROWS or num_changed > num_sent / 2:
-                    break  # few, or written as fast as they are sent
-            with self._shard.barrier.before_next_step(_STEP_WAIT_SEC):
-                handover = time.monotonic()
-                num_rows += send(rows, _HANDOVER_SEC) + send(self._changed(), _HANDOVER_SEC)
-                self._check_unchanged(migration)
-                self._shard.log_control(replace(self._shard.control, outgoing=migration))
-                unsettled = True
-                connection.action(TAKE, {"id": migration.id})
-                self._finish(migration)
-                end = time.monotonic()
-        except BaseException:
-            self._stop_tracking()
-            if unsettled and self._shard.control.outgoing is not None:
-                self.settle_in_background()
-            elif not unsettled:
-                with suppress(StoreUnavailableError, SchemaError, SlotMapChangedError):
-                    self._cancel(connection, migration)
-            raise
-        self._stop_tracking()
+        rows, layouts = self._begin(migration)
+        message_bytes = self._announce(connection, migration, layouts)
+        layout = next(iter(layouts.values()))
+        send = self._sender(connection, migration, layout, message_bytes)
+        num_rows, num_rounds = 0, 0
+        while num_rounds < _MAX_ROUNDS:
+            num_sent = send(rows, self._access.timeout_sec)
+            num_rows, num_rounds = num_rows + num_sent, num_rounds + 1
+            rows = self._changed()
+            num_changed = sum(map(len, rows.values()))
+            if num_changed < _FEW_ROWS or num_changed > num_sent / 2:
+                break  # few, or written as fast as they are sent
+        with self._shard.barrier.before_next_step(_STEP_WAIT_SEC):
+            handover = time.monotonic()
+            num_rows += send(rows, _HANDOVER_SEC) + send(self._changed(), _HANDOVER_SEC)
+            self._check_served(mask_of(migration.slots))
+            connection.action(RECEIVED, {"id": migration.id})
+            self._shard.log_control(replace(self._shard.control, outgoing=migration))
+        self._wait_for_decision(migration)
         return MigrationStats(
             num_rows=num_rows,
             num_rounds=num_rounds,
             copy_sec=handover - start,
-            pause_sec=end - handover,
+            pause_sec=time.monotonic() - handover,
         )
 
-    def _begin(
-        self, target: str, slots: NDArray[np.bool_], migration_id: str, keep: bool
-    ) -> tuple[SlotMigration, Tables, dict[str, TableLayout]]:
-        """Start to track changes; return the migration, its rows, and the layouts."""
+    def _wait_for_decision(self, migration: SlotMigration) -> None:
+        """Wait for the slot map that decides.
+
+        Raises:
+            SchemaError: there is none in time, or it leaves the slots here.
+        """
         shard = self._shard
         with shard.lock:
-            control = shard.control
+            shard.lock.wait_for(
+                lambda: shard.control.outgoing != migration or self._ended.is_set(), _DECISION_SEC
+            )
+            slot_map = shard.control.slot_map
+            if shard.control.outgoing == migration:
+                raise SchemaError(
+                    f"no process has decided within {_DECISION_SEC:g} s about slots that were "
+                    "moved; it does when it trains again"
+                )
+            slots = mask_of(migration.slots)
+            if slot_map is None or not slot_map.slots_of(migration.target)[slots].all():
+                raise SchemaError(
+                    "slots stay at the source, the target did not confirm; move again",
+                    file=migration.target,
+                )
+
+    def _begin(self, migration: SlotMigration) -> tuple[Tables, dict[str, TableLayout]]:
+        """Start to track changes; return the rows of the slots, and the layouts."""
+        shard, slots = self._shard, mask_of(migration.slots)
+        with shard.lock:
             if not shard.tables:
                 raise SchemaError("store serves no run; start training first")
-            if control.outgoing is not None:
-                raise SchemaError(
-                    f"migration to {control.outgoing.target} is not settled: that store does not "
-                    "answer; restart it"
-                )
-            if not slots.any() or not control.served[slots].all():
-                raise SchemaError(
-                    f"slots {format_ranges(ranges_of(slots))} are not all served by the source; "
-                    f"it serves {format_ranges(ranges_of(control.served))}"
-                )
-            migration = SlotMigration(
-                id=migration_id,
-                target=target,
-                ownership=tuple(control.ownership.without_slots(~slots).to_json()),
-                version=control.version + 1,
-                keep=keep,
-            )
+            self._check_served(slots)
             shard.tracker = ChangeTracker(slots)
             rows = {
                 name: table.rows[slots[slot_of_row(table.rows)]]
                 for name, table in shard.tables.items()
             }
-            return migration, rows, {name: table.layout for name, table in shard.tables.items()}
+            return rows, {name: table.layout for name, table in shard.tables.items()}
+
+    def _check_served(self, slots: NDArray[np.bool_]) -> None:
+        served = self._shard.control.served
+        if not slots.any() or not served[slots].all():
+            raise SchemaError(
+                f"slots {format_ranges(ranges_of(slots))} are not all served by the source; "
+                f"it serves {format_ranges(ranges_of(served))}"
+            )
 
     def _announce(
         self,
@@ -383,10 +293,11 @@ class OutgoingMigrations:
     ) -> int:
         """Announce the migration to the target; return its maximum message size."""
         control = self._shard.control
+        assert control.slot_map is not None, "the slots are served"
         body: dict[str, Any] = {
-            "move": migration.to_json(),
+            "migration": migration.to_json(),
             "owner": control.owner,
-            "session": control.session,
+            "map": control.slot_map.to_json(),
             "layouts": [asdict(layout) for layout in layouts.values()],
         }
         return int(connection.action(ARRIVE, body)["message_bytes"])
@@ -431,30 +342,3 @@ class OutgoingMigrations:
         if tracker is None:
             raise SchemaError("a new session was opened during the migration; move again")
         return tracker
-
-    def _check_unchanged(self, migration: SlotMigration) -> None:
-        control = self._shard.control
-        if not control.served[migration.slots].all() or control.version >= migration.version:
-            raise SchemaError("the slot map changed during the migration; move again")
-
-    def _finish(self, migration: SlotMigration | None) -> None:
-        """Log the end of a migration, None for a cancelled one; the caller holds the lock."""
-        control: ShardControl = replace(self._shard.control, outgoing=None)
-        if migration is not None:
-            ownership = control.ownership
-            control = replace(
-                control,
-                ownership=ownership if migration.keep else ownership.without_slots(migration.slots),
-                version=max(control.version + 1, migration.version),
-                addresses=tuple(dict.fromkeys((*control.addresses, migration.target))),
-            )
-        self._shard.log_control(control)
-
-    def _stop_tracking(self) -> None:
-        with self._shard.lock:
-            self._shard.tracker = None
-
-
-def slots_from_json(body: Mapping[str, Any]) -> NDArray[np.bool_]:
-    """Return the mask of the slots of a request."""
-    return mask_of([(int(first), int(end)) for first, end in body["slots"]])

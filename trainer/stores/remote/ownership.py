@@ -1,15 +1,14 @@
-"""Which store process owns which slots.
+"""Which store processes own which slots: numbered slot maps, each decided by one coordinator.
 
-There is no coordinator: each store describes the slots that it owns, each with the version of the
-slot map in which it was assigned and a tag of the assignment. The newest version of a slot is
-valid. `resolve_slot_map` derives the slot map from the descriptions of all stores.
+The process that opens a session decides its slot maps, one after the other: `initial_slot_map`,
+then `next_slot_map` whenever slots were handed over or a copy is gone. Stores obey the newest map
+of their session that they have seen, and refuse calls with another one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import pairwise
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -21,8 +20,6 @@ from schemas.hashing import NUM_SLOTS
 MAX_COPIES = 2
 Ranges = tuple[tuple[int, int], ...]
 """Slot ranges [first, end)."""
-OwnershipRange = tuple[int, int, int, int]
-"""(first slot, end, version, tag)."""
 
 
 def mask_of(ranges: Iterable[Sequence[int]]) -> NDArray[np.bool_]:
@@ -109,139 +106,23 @@ def home_slots(index: int, count: int, replicas: int) -> Ranges:
     return ranges_of(mask_of(parts))
 
 
-@dataclass(frozen=True, slots=True)
-class Ownership:
-    """Slots that one store owns.
-
-    Attributes:
-        versions: (NUM_SLOTS,) int64, version of the slot map that assigned each slot; -1: not
-            owned.
-        tags: (NUM_SLOTS,) int64, identifies the assignment: two stores that were assigned a slot
-            in the same version by different callers (split brain) have different tags.
-    """
-
-    versions: NDArray[np.int64]
-    tags: NDArray[np.int64]
-
-    @property
-    def served(self) -> NDArray[np.bool_]:
-        """(NUM_SLOTS,) mask of owned slots."""
-        return self.versions >= 0
-
-    def with_slots(self, slots: NDArray[np.bool_], version: int, tag: int) -> Ownership:
-        """Return a copy that owns `slots` with this version and tag."""
-        return Ownership(np.where(slots, version, self.versions), np.where(slots, tag, self.tags))
-
-    def without_slots(self, slots: NDArray[np.bool_]) -> Ownership:
-        """Return a copy that does not own `slots`."""
-        return self.with_slots(slots, -1, 0)
-
-    def merge(self, other: Ownership) -> Ownership:
-        """Return the union; `other` wins where both own a slot."""
-        return Ownership(
-            np.where(other.served, other.versions, self.versions),
-            np.where(other.served, other.tags, self.tags),
-        )
-
-    def to_json(self) -> list[OwnershipRange]:
-        """Return maximal ranges of one version and tag.
-
-        Example:
-            >>> empty_ownership().with_slots(mask_of([(0, 3), (5, 6)]), 2, 7).to_json()
-            [(0, 3, 2, 7), (5, 6, 2, 7)]
-        """
-        changes = (np.diff(self.versions) != 0) | (np.diff(self.tags) != 0)
-        cuts = [0, *(np.flatnonzero(changes) + 1).tolist(), NUM_SLOTS]
-        return [
-            (first, end, int(self.versions[first]), int(self.tags[first]))
-            for first, end in pairwise(cuts)
-            if self.versions[first] >= 0
-        ]
-
-
-def empty_ownership() -> Ownership:
-    """Return the ownership of a store without slots."""
-    return Ownership(np.full(NUM_SLOTS, -1, np.int64), np.zeros(NUM_SLOTS, np.int64))
-
-
-def ownership_from_json(body: Iterable[Sequence[int]]) -> Ownership:
-    """Parse what `Ownership.to_json` returned."""
-    ownership = empty_ownership()
-    for first, end, version, tag in body:
-        ownership = ownership.with_slots(mask_of([(first, end)]), version, tag)
-    return ownership
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StoreDescription:
-    """Answer of a store to `describe`.
-
-    Attributes:
-        incarnation: identifies the process.
-        session: of the trainer that opened it; empty for a store that started empty.
-        owner: run of its rows.
-        sequence: messages of rows that it acknowledged in the session.
-        version: grows whenever its slots change.
-        ownership: slots that it owns.
-        maybe_owned_slots: (NUM_SLOTS,) slots of a migration whose outcome it does not know.
-        keeps_copy: whether it owns these slots after the migration, too.
-        home: (NUM_SLOTS,) slots that it was started with.
-        addresses: stores that slots were migrated to.
-        message_bytes: maximum message size.
-    """
-
-    incarnation: str
-    session: str
-    owner: str
-    sequence: int
-    version: int
-    ownership: Ownership
-    maybe_owned_slots: NDArray[np.bool_]
-    keeps_copy: bool
-    home: NDArray[np.bool_]
-    addresses: tuple[str, ...]
-    message_bytes: int
-
-    @property
-    def state(self) -> tuple[str, int, bool]:
-        """A value that changes whenever the owned slots do."""
-        return self.incarnation, self.version, bool(self.maybe_owned_slots.any())
-
-
-def description_from_json(body: Mapping[str, Any]) -> StoreDescription:
-    """Parse the answer to `describe`."""
-    return StoreDescription(
-        incarnation=str(body["incarnation"]),
-        session=str(body["session"]),
-        owner=str(body["owner"]),
-        sequence=int(body["sequence"]),
-        version=int(body["version"]),
-        ownership=ownership_from_json(body["claims"]),
-        maybe_owned_slots=mask_of(body["leaving"]),
-        keeps_copy=bool(body["keeps"]),
-        home=mask_of(body["slots"]),
-        addresses=tuple(body["addresses"]),
-        message_bytes=int(body["message_bytes"]),
-    )
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlotMap:
     """The stores of each slot.
 
     Attributes:
-        addresses: of stores.
-        incarnations: of their processes, one for each.
-        versions: of their slots, one for each.
+        session: of the process that decided it.
+        epoch: its number; greater than those of all earlier maps that its stores have seen.
+        addresses: of stores with slots.
+        incarnations: of their processes when they got their first slots.
         copies: (MAX_COPIES, NUM_SLOTS) index in `addresses` of each slot's stores, -1 for none.
-        ownership: the valid version and tag of each slot.
     """
 
+    session: str
+    epoch: int
     addresses: tuple[str, ...]
     incarnations: tuple[str, ...]
-    versions: tuple[int, ...]
     copies: NDArray[np.int64]
-    ownership: Ownership
 
     @property
     def num_copies(self) -> NDArray[np.int64]:
@@ -254,110 +135,154 @@ class SlotMap:
         chosen = np.arange(NUM_SLOTS) % np.maximum(self.num_copies, 1)
         return self.copies[chosen, np.arange(NUM_SLOTS)]
 
-    def has_changed(self, address: str, store: StoreDescription) -> bool:
-        """Return whether a store may have given slots away since the map was resolved."""
-        if address not in self.addresses:
-            return True
-        return store.version != self.versions[self.addresses.index(address)]
-
     def slots_of(self, address: str) -> NDArray[np.bool_]:
         """(NUM_SLOTS,) mask of the slots that a store has a copy of."""
         if address not in self.addresses:
             return np.zeros(NUM_SLOTS, bool)
         return (self.copies == self.addresses.index(address)).any(0)
 
+    def to_json(self) -> dict[str, Any]:
+        """Return the form of logs and messages."""
+        stores = zip(self.addresses, self.incarnations, strict=True)
+        return {
+            "session": self.session,
+            "epoch": self.epoch,
+            "stores": [
+                {"address": a, "incarnation": i, "slots": ranges_of(self.slots_of(a))}
+                for a, i in stores
+            ],
+        }
+
+
+def slot_map_from_json(body: Mapping[str, Any]) -> SlotMap:
+    """Parse what `SlotMap.to_json` returned."""
+    owned = {str(each["address"]): mask_of(each["slots"]) for each in body["stores"]}
+    incarnations = {str(each["address"]): str(each["incarnation"]) for each in body["stores"]}
+    return slot_map_of(str(body["session"]), int(body["epoch"]), owned, incarnations)
+
+
+def slot_map_of(
+    session: str,
+    epoch: int,
+    owned: Mapping[str, NDArray[np.bool_]],
+    incarnations: Mapping[str, str],
+) -> SlotMap:
+    """Return the slot map with these slots by address; stores without slots are left out."""
+    addresses = tuple(sorted(address for address, slots in owned.items() if slots.any()))
+    masks = np.stack([owned[address] for address in addresses])
+    order = np.argsort(~masks, axis=0, kind="stable")[:MAX_COPIES]
+    copies = np.full((MAX_COPIES, NUM_SLOTS), -1, np.int64)
+    copies[: len(order)] = np.where(np.take_along_axis(masks, order, 0), order, -1)
+    return SlotMap(
+        session=session,
+        epoch=epoch,
+        addresses=addresses,
+        incarnations=tuple(incarnations[address] for address in addresses),
+        copies=copies,
+    )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Resolution:
-    """Result of `resolve_slot_map`.
+class SlotMigration:
+    """Slots that move from one store to another.
 
     Attributes:
-        slot_map: the slot map; None if it cannot be derived yet.
-        waiting: addresses of stores whose description is missing.
-        lost: slots whose acknowledged rows are in no store.
-        fence: address to slots whose version it must increase because another copy is gone.
+        id: unique.
+        target: address of the store that receives the slots.
+        slots: that move.
+        keep: whether the source keeps them, too: the target becomes a second copy.
     """
 
-    slot_map: SlotMap | None = None
-    waiting: tuple[str, ...] = ()
-    lost: Ranges = ()
-    fence: Mapping[str, Ranges] | None = None
+    id: str
+    target: str
+    slots: Ranges
+    keep: bool
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the form of logs and messages."""
+        return asdict(self)
 
 
-def resolve_slot_map(
-    previous: SlotMap | None,
-    descriptions: Mapping[str, StoreDescription | None],
-    session: str,
-    acknowledged: Mapping[str, int],
-) -> Resolution:
-    """Derive the slot map from the descriptions of all stores.
-
-    Args:
-        previous: the last slot map; None at the start.
-        descriptions: by address; None for a store that cannot be reached.
-        session: of the caller.
-        acknowledged: address to the messages that the store acknowledged to the caller; a store
-            that reports fewer has lost some, and is ignored.
-    """
-    stores = {
-        address: store
-        for address, store in descriptions.items()
-        if store is not None
-        and store.session == session
-        and store.sequence >= acknowledged.get(address, 0)
-    }
-    if unsettled := tuple(address for address, store in stores.items() if store.keeps_copy):
-        # if only its target were written to, it would later serve older rows beside the target
-        return Resolution(waiting=unsettled)
-    addresses = tuple(sorted(stores))
-    versions, tags = _versions_and_tags([stores[address] for address in addresses])
-    if previous is not None:
-        outdated = versions < previous.ownership.versions
-        foreign = (versions == previous.ownership.versions) & (tags != previous.ownership.tags)
-        versions = np.where(outdated | foreign, -1, versions)
-    newest = versions.max(0, initial=-1)
-    owns = (versions == newest) & (newest >= 0)
-    tag = np.where(owns, tags, 0).max(0, initial=0)
-    split_brain = (owns & (tags != tag)).any(0)
-    count = owns.sum(0)
-    missing = count == 0
-    if missing.any() or split_brain.any():
-        waiting = tuple(
-            address
-            for address in descriptions
-            if (_maybe_owned(previous, descriptions, address) & missing).any()
-        )
-        undecided = mask_of([])
-        for address in waiting:
-            undecided |= _maybe_owned(previous, descriptions, address)
-        lost = split_brain | missing & ~undecided
-        return Resolution(waiting=waiting, lost=ranges_of(lost))
-    if previous is not None:
-        fewer = (count < previous.num_copies) & (newest == previous.ownership.versions)
-        if fewer.any():
-            fence = {a: ranges_of(owns[k] & fewer) for k, a in enumerate(addresses)}
-            return Resolution(fence={a: ranges for a, ranges in fence.items() if ranges})
-    order = np.argsort(~owns, axis=0, kind="stable")[:MAX_COPIES]
-    copies = np.full((MAX_COPIES, NUM_SLOTS), -1, np.int64)
-    copies[: len(order)] = np.where(np.take_along_axis(owns, order, 0), order, -1)
-    slot_map = SlotMap(
-        addresses=addresses,
-        incarnations=tuple(stores[address].incarnation for address in addresses),
-        versions=tuple(stores[address].version for address in addresses),
-        copies=copies,
-        ownership=Ownership(newest, tag),
+def migration_from_json(body: Mapping[str, Any]) -> SlotMigration:
+    """Parse what `SlotMigration.to_json` returned."""
+    return SlotMigration(
+        id=str(body["id"]),
+        target=str(body["target"]),
+        slots=ranges_of(mask_of(body["slots"])),
+        keep=bool(body["keep"]),
     )
-    return Resolution(slot_map=slot_map)
 
 
-def initial_ownership(
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreDescription:
+    """Answer of a store to `describe`.
+
+    Attributes:
+        incarnation: identifies the process.
+        slot_map: the newest that it has seen; None for a store that started empty.
+        sequence: messages of rows that it acknowledged in the session.
+        served: (NUM_SLOTS,) slots that it serves.
+        outgoing: slots that it has stopped to serve, whose rows are at another store.
+        received: id of a migration to it, of which it has all rows; usually empty.
+        migrating: whether a migration from it is in progress.
+        home: (NUM_SLOTS,) slots that it was started with.
+        message_bytes: maximum message size.
+    """
+
+    incarnation: str
+    slot_map: SlotMap | None
+    sequence: int
+    served: NDArray[np.bool_]
+    outgoing: SlotMigration | None
+    received: str
+    migrating: bool
+    home: NDArray[np.bool_]
+    message_bytes: int
+
+    @property
+    def session(self) -> str:
+        """Of the process that opened it last; empty for a store that started empty."""
+        return self.slot_map.session if self.slot_map else ""
+
+    @property
+    def epoch(self) -> int:
+        """Of its slot map; -1: none."""
+        return self.slot_map.epoch if self.slot_map else -1
+
+    @property
+    def named(self) -> set[str]:
+        """Addresses of other stores that it knows."""
+        targets = {self.outgoing.target} if self.outgoing else set[str]()
+        return targets.union(self.slot_map.addresses if self.slot_map else ())
+
+
+Descriptions = Mapping[str, StoreDescription | None]
+"""By address; None for a store that cannot be reached."""
+
+
+def description_from_json(body: Mapping[str, Any]) -> StoreDescription:
+    """Parse the answer to `describe`."""
+    return StoreDescription(
+        incarnation=str(body["incarnation"]),
+        slot_map=slot_map_from_json(body["map"]) if body["map"] else None,
+        sequence=int(body["sequence"]),
+        served=mask_of(body["served"]),
+        outgoing=migration_from_json(body["outgoing"]) if body["outgoing"] else None,
+        received=str(body["received"]),
+        migrating=bool(body["migrating"]),
+        home=mask_of(body["home"]),
+        message_bytes=int(body["message_bytes"]),
+    )
+
+
+def initial_slot_map(
     descriptions: Mapping[str, StoreDescription],
     replicas: int,
     session: str,
     *,
     elastic: bool = False,
-) -> tuple[int, dict[str, Ownership]]:
-    """Return the ownership of all stores in a new session: the current one, or their home slots.
+) -> SlotMap:
+    """Return the first slot map of a session: the newest of its stores, or their home slots.
 
     With elastic stores, a slot without an owner (its store was removed or lost its directory) goes
     to a store that was started with it, or to the store with the fewest slots.
@@ -365,40 +290,39 @@ def initial_ownership(
     Args:
         descriptions: by address.
         replicas: stores per slot.
-        session: the new session; the tag is derived from it.
+        session: the new session.
         elastic: whether stores are added and removed while a run trains.
-
-    Returns:
-        (version of the slot map, address to ownership).
 
     Raises:
         SchemaError: the stores do not cover each slot `replicas` times.
     """
-    stores = list(descriptions.values())
-    version = max((store.version for store in stores), default=0) + 1
-    tag = int.from_bytes(session.encode()[:7], "little")
-    owned = _owned(stores)
+    owned = _owned(descriptions)
     if not (owned.sum(0) == replicas).all():
-        home = np.stack([store.home for store in stores])
+        home = np.stack([store.home for store in descriptions.values()])
         if elastic and replicas == 1 and owned.any():
             owned = _one_owner_per_slot(owned, home)
         else:
             owned = home
             _check_covered(owned.sum(0), replicas, tuple(descriptions))
-    assigned = (empty_ownership().with_slots(mask, version, tag) for mask in owned)
-    return version, dict(zip(descriptions, assigned, strict=True))
+    return slot_map_of(
+        session,
+        max(store.epoch for store in descriptions.values()) + 1,
+        dict(zip(descriptions, owned, strict=True)),
+        {address: store.incarnation for address, store in descriptions.items()},
+    )
 
 
 def covers_all_slots(descriptions: Mapping[str, StoreDescription], replicas: int) -> bool:
     """Return whether the stores own each slot `replicas` times."""
-    return bool((_owned(list(descriptions.values())).sum(0) == replicas).all())
+    return bool(descriptions) and bool((_owned(descriptions).sum(0) == replicas).all())
 
 
-def _owned(stores: Sequence[StoreDescription]) -> NDArray[np.bool_]:
-    """Return (num_stores, NUM_SLOTS), which stores have the newest version of a slot."""
-    versions, _ = _versions_and_tags(stores)
-    newest = versions.max(0, initial=-1)
-    return (versions == newest) & (newest >= 0)
+def _owned(descriptions: Mapping[str, StoreDescription]) -> NDArray[np.bool_]:
+    """Return (num_stores, NUM_SLOTS), the slots of each store in the newest slot map."""
+    newest = max(descriptions.values(), key=lambda store: store.epoch).slot_map
+    if newest is None:
+        return np.zeros((len(descriptions), NUM_SLOTS), bool)
+    return np.stack([newest.slots_of(address) for address in descriptions])
 
 
 def _one_owner_per_slot(owned: NDArray[np.bool_], home: NDArray[np.bool_]) -> NDArray[np.bool_]:
@@ -408,33 +332,6 @@ def _one_owner_per_slot(owned: NDArray[np.bool_], home: NDArray[np.bool_]) -> ND
     missing = ~first.any(0)
     first[int(first.sum(1).argmin())] |= missing
     return first
-
-
-def _versions_and_tags(
-    stores: Sequence[StoreDescription],
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return (num_stores, NUM_SLOTS) versions and tags, without slots of unsettled migrations."""
-    if not stores:
-        return np.empty((0, NUM_SLOTS), np.int64), np.empty((0, NUM_SLOTS), np.int64)
-    owned = [store.ownership.without_slots(store.maybe_owned_slots) for store in stores]
-    return np.stack([each.versions for each in owned]), np.stack([each.tags for each in owned])
-
-
-def _maybe_owned(
-    previous: SlotMap | None, descriptions: Mapping[str, StoreDescription | None], address: str
-) -> NDArray[np.bool_]:
-    """Return the slots that a store may turn out to own, beside those that it describes."""
-    store = descriptions[address]
-    if store is not None:
-        return store.maybe_owned_slots
-    if previous is not None and address in previous.addresses:
-        return previous.slots_of(address)
-    # when the previous map was resolved it owned nothing: others had all slots
-    given = previous is None or any(
-        other is not None and address in other.addresses and previous.has_changed(name, other)
-        for name, other in descriptions.items()
-    )
-    return mask_of([(0, NUM_SLOTS)] if given else [])
 
 
 def _check_covered(count: NDArray[np.int64], replicas: int, addresses: tuple[str, ...]) -> None:
@@ -447,49 +344,126 @@ def _check_covered(count: NDArray[np.int64], replicas: int, addresses: tuple[str
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SlotMigration:
-    """Slots that move from one store to another.
-
-    Attributes:
-        id: incarnation of the source and a number, with `-` between.
-        target: address of the store that receives the slots.
-        ownership: of the source on the slots; the target takes over versions and tags.
-        version: of the source after the migration; no store that took part has an older one.
-        keep: whether the source keeps the slots, too: the target becomes a second copy.
-    """
-
-    id: str
-    target: str
-    ownership: tuple[OwnershipRange, ...]
-    version: int
-    keep: bool
-
-    @property
-    def slots(self) -> NDArray[np.bool_]:
-        """(NUM_SLOTS,) mask of the slots that move."""
-        return mask_of([(first, end) for first, end, _, _ in self.ownership])
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the persisted form."""
-        return {
-            "id": self.id,
-            "to": self.target,
-            "claims": self.ownership,
-            "version": self.version,
-            "keep": self.keep,
-        }
-
-
-def migration_from_json(body: Mapping[str, Any]) -> SlotMigration:
-    """Parse what `SlotMigration.to_json` returned."""
-    return SlotMigration(
-        id=str(body["id"]),
-        target=str(body["to"]),
-        ownership=tuple(ownership_from_json(body["claims"]).to_json()),
-        version=int(body["version"]),
-        keep=bool(body["keep"]),
+def newest_slot_map(current: SlotMap, descriptions: Descriptions) -> SlotMap:
+    """Return the newest slot map of the session that a store has seen."""
+    return max(
+        (
+            current,
+            *(
+                s.slot_map
+                for s in descriptions.values()
+                if s is not None and s.slot_map is not None and s.session == current.session
+            ),
+        ),
+        key=lambda slot_map: slot_map.epoch,
     )
+
+
+def lost_slots(
+    current: SlotMap, descriptions: Descriptions, acknowledged: Mapping[str, int]
+) -> NDArray[np.bool_]:
+    """Return the (NUM_SLOTS,) mask of slots whose acknowledged rows are in no store.
+
+    Args:
+        current: the slot map.
+        descriptions: of its stores.
+        acknowledged: incarnation in the map to the messages that the store acknowledged to the
+            caller.
+    """
+    lost = np.ones(NUM_SLOTS, bool)
+    for address in current.addresses:
+        store = descriptions.get(address)
+        if store is None or _has_rows(current, address, store, acknowledged):
+            lost &= ~current.slots_of(address)
+    return lost
+
+
+def _has_rows(
+    current: SlotMap,
+    address: str,
+    store: StoreDescription | None,
+    acknowledged: Mapping[str, int],
+) -> bool:
+    """Return whether a store of the slot map has all rows that it acknowledged to the caller."""
+    incarnation = current.incarnations[current.addresses.index(address)]
+    return (
+        store is not None
+        and store.session == current.session
+        and store.sequence >= acknowledged.get(incarnation, 0)
+    )
+
+
+def next_slot_map(
+    current: SlotMap, descriptions: Descriptions, acknowledged: Mapping[str, int]
+) -> SlotMap | None:
+    """Return the slot map that follows, None if the current one stays.
+
+    Slots that a store has stopped to serve go to the target if that has their rows, else back. A
+    copy whose store is gone, or was restarted, is dropped if there is another one.
+
+    Args:
+        current: the newest slot map of the session.
+        descriptions: of all stores, taken while it was the newest.
+        acknowledged: as in `lost_slots`.
+    """
+    owned = {address: current.slots_of(address) for address in current.addresses}
+    incarnations = dict(zip(current.addresses, current.incarnations, strict=True))
+    dropped = _dropped_copies(current, descriptions, acknowledged)
+    changed = any(slots.any() for slots in dropped.values())
+    for address, slots in dropped.items():
+        owned[address] = owned[address] & ~slots
+    for address, store in descriptions.items():
+        if store is None or store.outgoing is None or store.slot_map is None:
+            continue
+        if (store.session, store.epoch) != (current.session, current.epoch):
+            continue
+        changed, migration = True, store.outgoing
+        target, slots = descriptions.get(migration.target), mask_of(migration.slots)
+        if target is not None and target.received == migration.id:
+            incarnations.setdefault(migration.target, target.incarnation)
+            owned[migration.target] = owned.get(migration.target, mask_of([])) | slots
+            if not migration.keep:
+                owned[address] = owned[address] & ~slots
+    if not changed:
+        return None
+    return slot_map_of(current.session, current.epoch + 1, owned, incarnations)
+
+
+def _dropped_copies(
+    current: SlotMap, descriptions: Descriptions, acknowledged: Mapping[str, int]
+) -> dict[str, NDArray[np.bool_]]:
+    """Return the slots by address of which another store has a better copy."""
+    quality: dict[str, int] = {}
+    for address, incarnation in zip(current.addresses, current.incarnations, strict=True):
+        store = descriptions.get(address)
+        has_rows = _has_rows(current, address, store, acknowledged)
+        same = store is not None and store.incarnation == incarnation
+        quality[address] = has_rows + (has_rows and same)
+    best = np.zeros(NUM_SLOTS, np.int64)
+    for address in current.addresses:
+        best = np.where(current.slots_of(address), np.maximum(best, quality[address]), best)
+    return {
+        address: current.slots_of(address) & (best > quality[address])
+        for address in current.addresses
+    }
+
+
+def next_fill(
+    slot_map: SlotMap, descriptions: Descriptions, replicas: int
+) -> tuple[str, str, NDArray[np.bool_]] | None:
+    """Return (source, target, slots) of the next missing copy, None if no copy is missing.
+
+    Slots are copied to a store that was started with them.
+    """
+    few = slot_map.num_copies < replicas
+    for target, store in descriptions.items():
+        if store is None or not (missing := few & store.home & ~slot_map.slots_of(target)).any():
+            continue
+        for source in slot_map.addresses:
+            slots = missing & slot_map.slots_of(source)
+            if slots.any() and descriptions.get(source) is not None:
+                return source, target, slots
+    return None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -499,84 +473,77 @@ class ShardControl:
     Attributes:
         home: slots that it was started with.
         owner: run of its rows.
-        session: of the training process or group of replicas; empty before the first.
-        ownership: slots that it owns.
-        version: grows whenever slots or copies change; no slot has a newer one.
+        slot_map: the newest that it has seen; None before the first session.
+        address: its own in the slot map.
         sequence: acknowledged messages of rows in this session, when this was logged.
-        outgoing: a migration whose target was asked to take over and has not answered.
-        incoming: a migration whose rows are being received.
-        completed: ids of incoming migrations that were taken over, the last of each source.
-        addresses: stores that slots were migrated to.
+        outgoing: a migration whose rows are at the target; the next slot map decides about it.
+        incoming: a migration to this store.
+        received: whether all rows of `incoming` are here.
     """
 
     home: Ranges
     owner: str = ""
-    session: str = ""
-    ownership: Ownership = field(default_factory=empty_ownership)
-    version: int = 0
+    slot_map: SlotMap | None = None
+    address: str = ""
     sequence: int = 0
     outgoing: SlotMigration | None = None
     incoming: SlotMigration | None = None
-    completed: tuple[str, ...] = ()
-    addresses: tuple[str, ...] = ()
+    received: bool = False
+
+    @property
+    def session(self) -> str:
+        """Of the process that opened it last; empty before the first."""
+        return self.slot_map.session if self.slot_map else ""
+
+    @property
+    def epoch(self) -> int:
+        """Of the slot map; -1: none."""
+        return self.slot_map.epoch if self.slot_map else -1
+
+    @property
+    def owned(self) -> NDArray[np.bool_]:
+        """(NUM_SLOTS,) mask of its slots in the slot map."""
+        return self.slot_map.slots_of(self.address) if self.slot_map else mask_of([])
 
     @property
     def served(self) -> NDArray[np.bool_]:
         """(NUM_SLOTS,) mask of slots that are served; those of `outgoing` are not."""
-        return self._certain_ownership.served
+        return self.owned & ~mask_of(self.outgoing.slots if self.outgoing else ())
 
     @property
     def kept(self) -> NDArray[np.bool_]:
         """(NUM_SLOTS,) mask of slots whose rows are kept."""
-        owned = self.ownership.served
-        return owned if self.incoming is None else owned | self.incoming.slots
-
-    @property
-    def _certain_ownership(self) -> Ownership:
-        if self.outgoing is None:
-            return self.ownership
-        return self.ownership.without_slots(self.outgoing.slots)
+        return self.owned | mask_of(self.incoming.slots if self.incoming else ())
 
     def to_json(self) -> dict[str, Any]:
         """Return the persisted form."""
         return {
             "home": self.home,
             "owner": self.owner,
-            "session": self.session,
-            "claims": self.ownership.to_json(),
-            "version": self.version,
+            "map": self.slot_map and self.slot_map.to_json(),
+            "address": self.address,
             "sequence": self.sequence,
-            "taken": self.completed,
-            "addresses": self.addresses,
-            "leaving": self.outgoing and self.outgoing.to_json(),
-            "arriving": self.incoming and self.incoming.to_json(),
-        }
-
-    def describe(self) -> dict[str, Any]:
-        """Return the part that callers see."""
-        return {
-            "slots": self.home,
-            "owner": self.owner,
-            "session": self.session,
-            "claims": self._certain_ownership.to_json(),
-            "leaving": ranges_of(self.outgoing.slots) if self.outgoing else (),
-            "keeps": self.outgoing is not None and self.outgoing.keep,
-            "version": self.version,
-            "addresses": self.addresses,
+            "outgoing": self.outgoing and self.outgoing.to_json(),
+            "incoming": self.incoming and self.incoming.to_json(),
+            "received": self.incoming.id if self.incoming and self.received else "",
         }
 
 
 def control_from_json(body: Mapping[str, Any]) -> ShardControl:
-    """Parse what `ShardControl.to_json` returned."""
+    """Parse what `ShardControl.to_json` returned.
+
+    Raises:
+        SchemaError: another release wrote it.
+    """
+    if "map" not in body:
+        raise SchemaError("log is of another release; start the store with an empty --directory")
     return ShardControl(
         home=tuple((int(first), int(end)) for first, end in body["home"]),
         owner=str(body["owner"]),
-        session=str(body["session"]),
-        ownership=ownership_from_json(body["claims"]),
-        version=int(body["version"]),
+        slot_map=slot_map_from_json(body["map"]) if body["map"] else None,
+        address=str(body["address"]),
         sequence=int(body["sequence"]),
-        outgoing=migration_from_json(body["leaving"]) if body["leaving"] else None,
-        incoming=migration_from_json(body["arriving"]) if body["arriving"] else None,
-        completed=tuple(body["taken"]),
-        addresses=tuple(body["addresses"]),
+        outgoing=migration_from_json(body["outgoing"]) if body["outgoing"] else None,
+        incoming=migration_from_json(body["incoming"]) if body["incoming"] else None,
+        received=bool(body["received"]),
     )

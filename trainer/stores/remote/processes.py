@@ -186,10 +186,10 @@ def migrate_slots(source: str, target: str, slots: Ranges, access: Access) -> Mi
         access: to the stores.
 
     Raises:
-        SchemaError: a store refuses or cannot be reached; the source keeps the slots, or gets them
-            back once the target answers.
+        SchemaError: a store refuses or cannot be reached, or no process trains on the stores; the
+            source keeps the slots unless its coordinator decides otherwise later.
     """
-    body = {"to": target, "slots": slots}
+    body = {"target": target, "slots": slots}
     return MigrationStats(**_call_once(source, MOVE, body, _MOVE_SEC, access)["moved"])
 
 
@@ -218,7 +218,7 @@ def gather_slots(
         if source == target:
             continue
         description = _call_once(source, DESCRIBE, {}, _ACTION_SEC, access)
-        served = description_from_json(description).ownership.served
+        served = description_from_json(description).served
         if (chosen := requested & served).any():
             migrations.append(migrate_slots(source, target, ranges_of(chosen), access))
     return MigrationStats(

@@ -35,31 +35,30 @@ from trainer.stores.api import (
     TableLayout,
 )
 from trainer.stores.remote.connection import Access, publish_address
-from trainer.stores.remote.migration import IncomingMigrations, OutgoingMigrations, slots_from_json
+from trainer.stores.remote.migration import IncomingMigrations, OutgoingMigrations
 from trainer.stores.remote.ownership import (
     Ranges,
+    SlotMigration,
     check_ranges,
     migration_from_json,
-    ownership_from_json,
-    ranges_of,
+    slot_map_from_json,
 )
 from trainer.stores.remote.shard import Shard
 from trainer.stores.remote.wal import RowsEntry
 from trainer.stores.remote.wire import (
+    ADOPT,
     ARRIVE,
     CHECKPOINTED,
     CONTENTS,
     DESCRIBE,
-    FENCE,
     FETCH,
     FILL,
-    GIVE_UP,
     KILL,
     MOVE,
     OPEN,
     RECEIVE,
+    RECEIVED,
     RESTART,
-    TAKE,
     WRITE,
     Certificate,
     Request,
@@ -154,13 +153,12 @@ class Actions:
         self._actions: dict[str, Callable[[_Body], dict[str, Any] | None]] = {
             DESCRIBE: lambda _: None,
             OPEN: self._open,
-            CHECKPOINTED: self._notify_checkpoint,
-            FENCE: self._fence,
+            ADOPT: lambda body: shard.adopt(slot_map_from_json(body["map"]), str(body["address"])),
+            CHECKPOINTED: lambda body: shard.notify_checkpoint(str(body["session"])),
             MOVE: self._move,
             FILL: self._fill,
             ARRIVE: self._arrive,
-            TAKE: lambda body: self.incoming.complete(str(body["id"])),
-            GIVE_UP: self._give_up,
+            RECEIVED: lambda body: self.incoming.complete(str(body["id"])),
             KILL: lambda _: kill(),
             RESTART: lambda _: restart(),
         }
@@ -185,45 +183,28 @@ class Actions:
     def _open(self, body: _Body) -> None:
         self._shard.open(
             str(body["owner"]),
-            str(body["session"]),
             layouts_from_json(body["layouts"]),
-            ownership=ownership_from_json(body["claims"]),
-            version=int(body["version"]),
-            reset=bool(body["reset"]),
+            slot_map_from_json(body["map"]),
+            str(body["address"]),
         )
-
-    def _notify_checkpoint(self, body: _Body) -> None:
-        addresses = [str(address) for address in body["addresses"]]
-        self._shard.notify_checkpoint(str(body["session"]), int(body["version"]), addresses)
-
-    def _fence(self, body: _Body) -> None:
-        slots = ranges_of(slots_from_json(body))
-        self._shard.fence(str(body["session"]), slots, int(body["version"]), int(body["tag"]))
 
     def _move(self, body: _Body) -> dict[str, Any]:
-        stats = self._outgoing.move(
-            str(body["to"]), slots_from_json(body), migration_id=self._new_id(), keep=False
-        )
-        return {"moved": asdict(stats)}
+        return {"moved": asdict(self._outgoing.move(_new_migration(body, keep=False)))}
 
     def _fill(self, body: _Body) -> None:
-        self._outgoing.fill_in_background(
-            str(body["to"]), slots_from_json(body), migration_id=self._new_id()
-        )
-
-    def _new_id(self) -> str:
-        return f"{self._shard.incarnation}-{secrets.token_hex(4)}"
+        self._outgoing.fill_in_background(_new_migration(body, keep=True))
 
     def _arrive(self, body: _Body) -> None:
         self.incoming.begin(
-            migration_from_json(body["move"]),
+            migration_from_json(body["migration"]),
             str(body["owner"]),
-            str(body["session"]),
             layouts_from_json(body["layouts"]),
+            slot_map_from_json(body["map"]),
         )
 
-    def _give_up(self, body: _Body) -> dict[str, Any]:
-        return {"taken": self.incoming.cancel(str(body["id"]), str(body["session"]))}
+
+def _new_migration(body: _Body, *, keep: bool) -> SlotMigration:
+    return migration_from_json({**body, "id": secrets.token_hex(8), "keep": keep})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -463,7 +444,6 @@ def run_store(
     )
     try:
         shard.load()
-        outgoing.settle_in_background()
         server = StoreServer(
             shard,
             f"{scheme}://{options.host}:{options.port}",

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import secrets
 import threading
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from schemas.arrays import Array
 from schemas.errors import SchemaError
-from schemas.hashing import slot_of_row
+from schemas.hashing import NUM_SLOTS, slot_of_row
 from trainer.stores.api import (
     BehindError,
     SlotMapChangedError,
@@ -30,8 +30,22 @@ from trainer.stores.api import (
     initial_records,
 )
 from trainer.stores.local import RowMap
-from trainer.stores.remote.ownership import Ownership, Ranges, ShardControl, format_ranges, mask_of
-from trainer.stores.remote.wal import ControlEntry, Entry, OpenEntry, RowsEntry, ShardLog
+from trainer.stores.remote.ownership import (
+    Ranges,
+    ShardControl,
+    SlotMap,
+    format_ranges,
+    mask_of,
+    ranges_of,
+)
+from trainer.stores.remote.wal import (
+    ControlEntry,
+    Entry,
+    LogRewrite,
+    OpenEntry,
+    RowsEntry,
+    ShardLog,
+)
 from trainer.stores.remote.wire import Request, check_same_layouts, record_width
 
 logger = logging.getLogger(__name__)
@@ -113,9 +127,19 @@ class ShardTable:
         self._steps[chosen], self._block[chosen] = steps[newer], block[newer]
         self.newest_step = max(self.newest_step, int(steps.max(initial=_NEVER)))
 
+    @property
+    def unsorted(self) -> RowMap | None:
+        """The map whose rows `ascending` would sort; None: it need not."""
+        return None if len(self._order) == len(self._map) else self._map
+
+    def sort_with(self, row_map: RowMap, order: NDArray[np.int64]) -> None:
+        """Keep the order of the rows of `unsorted`, unless there are others by now."""
+        if row_map is self._map and len(order) == len(row_map):
+            self._order = order
+
     def ascending(self, after: int, count: int) -> VersionedRows:
         """Return the next `count` rows greater than `after`, with copies of their records."""
-        if len(self._order) != len(self._map):
+        if self.unsorted is not None:
             self._order = np.argsort(self._map.rows)
         start = int(np.searchsorted(self._map.rows, after, side="right", sorter=self._order))
         chosen = self._order[start : start + count]
@@ -227,6 +251,7 @@ class Shard:
         self.incarnation = secrets.token_hex(8)
         self.sequence = 0
         self.tracker: ChangeTracker | None = None
+        self._changed: ChangeTracker | None = None
         self.barrier = StepBarrier(self.lock)
         self._compacting: threading.Thread | None = None
         self._compact_at = LONG_LOG_BYTES
@@ -251,7 +276,9 @@ class Shard:
         """Return the JSON of a `StoreDescription`, with the number of rows of each table."""
         with self.lock:
             return {
-                **self.control.describe(),
+                **self.control.to_json(),
+                "served": ranges_of(self.control.served),
+                "migrating": self.tracker is not None or self.control.outgoing is not None,
                 "rows": {table: len(rows) for table, rows in self.tables.items()},
                 "incarnation": self.incarnation,
                 "sequence": self.sequence,
@@ -260,44 +287,58 @@ class Shard:
     def open(
         self,
         owner: str,
-        session: str,
         layouts: Mapping[str, TableLayout],
-        *,
-        ownership: Ownership,
-        version: int,
-        reset: bool,
+        slot_map: SlotMap,
+        address: str,
     ) -> None:
-        """Start a session, which ends the previous one.
+        """Start a session without rows, which ends the previous one.
 
         Args:
             owner: identifies the run.
-            session: identifies the training process.
             layouts: tables by name.
-            ownership: slots to be served.
-            version: of the slot map.
-            reset: delete all rows; those of a checkpoint will be written.
+            slot_map: the first of the session.
+            address: of this store.
 
         Raises:
             SchemaError: there are rows of another run or of other tables.
         """
         with self.lock:
-            if session == self.control.session:
+            if slot_map.session == self.control.session:
                 return  # a retry: rows may have been written since the first call
             self.check_owner(owner, layouts)
             control = ShardControl(
-                home=self.control.home,
-                owner=owner,
-                session=session,
-                ownership=ownership,
-                version=version,
-                addresses=self.control.addresses,
+                home=self.control.home, owner=owner, slot_map=slot_map, address=address
             )
-            self.tracker = None
-            stored = {name: table.layout for name, table in self.tables.items()}
-            if reset or stored != dict(layouts):
-                self.start_log(control, layouts)
+            self.start_log(control, layouts)
+
+    def adopt(self, slot_map: SlotMap, address: str) -> None:
+        """Obey a newer slot map of the session.
+
+        Args:
+            slot_map: decided by the coordinator.
+            address: of this store.
+
+        Raises:
+            SchemaError: another session, or rows of its slots were never received.
+        """
+        with self.lock:
+            self.check_session(slot_map.session)
+            control = self.control
+            if slot_map.epoch <= control.epoch:
+                return
+            adopted = replace(control, slot_map=slot_map, address=address, outgoing=None)
+            new = adopted.owned & ~control.owned
+            if new.any():
+                received = control.incoming if control.received else None
+                if (new & ~mask_of(received.slots if received else ())).any():
+                    raise SchemaError("slots are assigned whose rows were never received")
+                adopted = replace(adopted, incoming=None, received=False)
+            if adopted.kept.any():
+                self.log_control(adopted)
             else:
-                self._log_control(ControlEntry(control))
+                layouts = {name: table.layout for name, table in self.tables.items()}
+                self.start_log(replace(adopted, sequence=self.sequence), layouts)
+            self.lock.notify_all()
 
     def check_owner(self, owner: str, layouts: Mapping[str, TableLayout]) -> None:
         """Raise SchemaError if there are rows of another run or of other tables."""
@@ -354,8 +395,9 @@ class Shard:
         """
         self._log.append(entry)
         self._apply(entry)
-        if self.tracker is not None:
-            self.tracker.add(entry.tables)
+        for tracker in (self.tracker, self._changed):
+            if tracker is not None:
+                tracker.add(entry.tables)
 
     def contents(
         self, request: Request, table: str, count: int
@@ -364,6 +406,7 @@ class Shard:
 
         At most `count` rows; none at the end of the table.
         """
+        self._sort_beside(table)
         with self.lock:
             self._check(request, {table: np.empty(0, np.int64)})
             served, after = self.control.served, request.after
@@ -374,23 +417,26 @@ class Shard:
                     return rows[is_served], block[is_served], self.sequence
                 after = int(rows[-1])
 
-    def notify_checkpoint(self, session: str, version: int, addresses: Collection[str]) -> None:
-        """Forget stores that are gone, and start to `compact` the log unless that is in progress.
+    def _sort_beside(self, table: str) -> None:
+        """Sort the rows of a table while calls are served; what is added meanwhile comes later."""
+        with self.lock:
+            found = self.tables.get(table)
+            row_map = None if found is None else found.unsorted
+            if found is None or row_map is None:
+                return
+            rows = row_map.rows
+        order = np.argsort(rows)
+        with self.lock:
+            found.sort_with(row_map, order)
 
-        Args:
-            session: of the caller.
-            version: of this store in the caller's slot map.
-            addresses: of all stores in that map; others own nothing, unless slots were migrated to
-                them since.
+    def notify_checkpoint(self, session: str) -> None:
+        """Start to `compact` the log unless that is in progress.
 
         Raises:
             SchemaError: another session.
         """
         with self.lock:
             self.check_session(session)
-            known = tuple(a for a in self.control.addresses if a in addresses)
-            if version == self.control.version and known != self.control.addresses:
-                self.log_control(replace(self.control, addresses=known))
             self._start_compacting()
 
     def _start_compacting(self) -> None:
@@ -414,55 +460,66 @@ class Shard:
         """
         with self.lock:
             control = replace(self.control, sequence=self.sequence)
-            layouts = {name: table.layout for name, table in self.tables.items()}
-            tables = {name: table.rows for name, table in self.tables.items()}
+            tables = {name: (table.layout, table.rows) for name, table in self.tables.items()}
             rewrite = self._log.rewrite()
-        kept, outdated = control.kept, False
-        with rewrite:
-            rewrite.append(OpenEntry(layouts))
-            rewrite.append(ControlEntry(control))
-            for name, rows in tables.items():
-                for start in range(0, len(rows), ROWS_PER_RECORD):
-                    chunk = rows[start : start + ROWS_PER_RECORD]
-                    chosen = chunk[kept[slot_of_row(chunk)]]
-                    outdated |= len(chosen) < len(chunk)
-                    with self.lock:
-                        if not self._log.is_current(rewrite):
-                            return  # another session was opened, or the store is closed
-                        written, steps, block = self.tables[name].records(chosen)
-                    rewrite.append(RowsEntry({name: written}, steps, block))
-            rewrite.copy_appended()
-            rewrite.flush_to_disk()
-            with self.lock:
-                if not self._log.is_current(rewrite):
-                    return
-                self._log.switch_to(rewrite)
-                self._compact_at = max(LONG_LOG_BYTES, 4 * self._log.num_bytes)
-                for table in self.tables.values() if outdated else ():
-                    table.drop(~self.control.kept)
-        self._log.remove_before(rewrite)
+            changed = self._changed = ChangeTracker(np.ones(NUM_SLOTS, bool))
+        try:
+            with rewrite:
+                rewrite.append(OpenEntry({name: layout for name, (layout, _) in tables.items()}))
+                rewrite.append(ControlEntry(control))
+                smaller = self._write_rows(rewrite, tables, control.kept)
+                rewrite.copy_appended()
+                rewrite.flush_to_disk()
+                with self.lock:
+                    if not self._log.is_current(rewrite):
+                        return
+                    self._log.switch_to(rewrite)
+                    self._compact_at = max(LONG_LOG_BYTES, 4 * self._log.num_bytes)
+                    self._replace_tables(smaller, changed)
+            self._log.remove_before(rewrite)
+        finally:
+            self._changed = None
 
-    def fence(self, session: str, slots: Ranges, version: int, tag: int) -> None:
-        """Increase the version of served slots, so that other copies of them are outdated.
+    def _write_rows(
+        self,
+        rewrite: LogRewrite,
+        tables: Mapping[str, tuple[TableLayout, NDArray[np.int64]]],
+        kept: NDArray[np.bool_],
+    ) -> dict[str, ShardTable]:
+        """Write the rows of kept slots to a log; return copies of tables that have others, too."""
+        smaller: dict[str, ShardTable] = {}
+        for name, (layout, rows) in tables.items():
+            chosen = rows[kept[slot_of_row(rows)]]
+            if len(chosen) < len(rows):
+                smaller[name] = ShardTable(layout)
+            for start in range(0, len(chosen), ROWS_PER_RECORD):
+                with self.lock:
+                    if not self._log.is_current(rewrite):
+                        return {}  # another session was opened, or the store is closed
+                    records = self.tables[name].records(chosen[start : start + ROWS_PER_RECORD])
+                rewrite.append(RowsEntry({name: records[0]}, *records[1:]))
+                if name in smaller:
+                    smaller[name].write(*records)
+        return smaller
 
-        Raises:
-            SlotMapChangedError: the store has that version already.
+    def _replace_tables(self, smaller: Mapping[str, ShardTable], changed: ChangeTracker) -> None:
+        """Replace tables by copies without rows of slots that are not kept.
+
+        Args:
+            smaller: the copies, by table.
+            changed: rows written since they were begun.
         """
-        with self.lock:
-            self.check_session(session)
-            mask = mask_of(slots) & self.control.served
-            if version <= self.control.version:
-                if not (self.control.ownership.tags[mask] == tag).all():
-                    raise SlotMapChangedError("store has a newer slot map")
-                return  # a retry
-            ownership = self.control.ownership.with_slots(mask, version, tag)
-            self.log_control(replace(self.control, ownership=ownership, version=version))
+        if self._changed is changed:  # otherwise rows were deleted since
+            for name, rows in changed.drain().items():
+                if name in smaller:
+                    smaller[name].write(*self.tables[name].records(rows))
+            for name, table in smaller.items():
+                table.newest_step = self.tables[name].newest_step
+                self.tables[name] = table
 
     def log_control(self, control: ShardControl, dropped: Ranges = ()) -> None:
         """Log and apply a new control state of this session; the caller holds the lock."""
-        self._log_control(ControlEntry(replace(control, sequence=self.sequence), dropped))
-
-    def _log_control(self, entry: ControlEntry) -> None:
+        entry = ControlEntry(replace(control, sequence=self.sequence), dropped)
         self._log.append(entry)
         self._log.flush_to_disk()  # rare, and other stores rely on it
         self._apply(entry)
@@ -471,9 +528,11 @@ class Shard:
         """Start a new log without rows, and delete the old one; the caller holds the lock."""
         entries = OpenEntry(layouts), ControlEntry(control)
         self._log.replace(entries)
+        self.tracker = None
         self._compact_at = LONG_LOG_BYTES
         for entry in entries:
             self._apply(entry)
+        self.lock.notify_all()
 
     def close(self) -> None:
         """Close the log and unlock the directory."""
@@ -506,19 +565,20 @@ class Shard:
 
     def _check(self, request: Request, tables: Tables) -> None:
         self.check_session(request.session)
-        if request.incarnation != self.incarnation:
-            raise SlotMapChangedError("store was restarted since it was described")
+        if request.epoch != self.control.epoch:
+            raise SlotMapChangedError(
+                f"store has the slot map of epoch {self.control.epoch}, not {request.epoch}"
+            )
         if request.acknowledged > self.sequence:
             raise SlotMapChangedError("store lost acknowledged writes")
-        if request.store_version != self.control.version:
-            raise SlotMapChangedError("slots of the store have changed since it was described")
+        served = self.control.served
         for table, rows in tables.items():
             if table not in self.tables:
                 raise SchemaError(
                     f"store has no table {table!r}, only {sorted(self.tables)}; open it first",
                     file=self._where,
                 )
-            if not self.control.served[slot_of_row(rows)].all():
+            if not served[slot_of_row(rows)].all():
                 raise SlotMapChangedError(f"rows of {table!r} are in slots of other stores")
 
     def _apply(self, entry: Entry) -> None:
@@ -526,6 +586,7 @@ class Shard:
             self.tables = {name: ShardTable(layout) for name, layout in entry.layouts.items()}
         elif isinstance(entry, ControlEntry):
             self.control, self.sequence = entry.control, entry.control.sequence
+            self._changed = None if entry.dropped else self._changed
             for table in self.tables.values() if entry.dropped else ():
                 table.drop(mask_of(entry.dropped))
         else:

@@ -58,19 +58,19 @@ def scheme_of(certificate: Certificate | None) -> str:
 
 FETCH, WRITE, CONTENTS, RECEIVE = "fetch", "write", "contents", "receive"
 """Operations of `do_exchange`; `receive` is called by other stores."""
-DESCRIBE, OPEN, CHECKPOINTED, FENCE, FILL, MOVE, KILL, RESTART = (
+DESCRIBE, OPEN, ADOPT, CHECKPOINTED, FILL, MOVE, KILL, RESTART = (
     "describe",
     "open",
+    "adopt",
     "checkpointed",
-    "fence",
     "fill",
     "move",
     "kill",
     "restart",
 )
 """Actions of trainers, the scheduler and the command line."""
-ARRIVE, TAKE, GIVE_UP = "arrive", "take", "give-up"
-"""Actions between stores: announce a migration, complete it, cancel it."""
+ARRIVE, RECEIVED = "arrive", "received"
+"""Actions between stores: announce a migration, confirm that all of its rows were sent."""
 AUTHORIZATION = "authorization"
 """Header with `Bearer <token>`."""
 
@@ -83,10 +83,8 @@ class Request:
     """fetch, write, contents or receive."""
     session: str
     """Session of the caller, which must be the newest of the store; for receive, the migration."""
-    incarnation: str = ""
-    """Incarnation of the store in its description."""
-    store_version: int = 0
-    """Version of the store in its description; outdated if its slots have changed since."""
+    epoch: int = 0
+    """Epoch of the caller's slot map, which must be the store's."""
     acknowledged: int = 0
     """Messages of rows that the store acknowledged to the caller."""
     train_step: int = -1
