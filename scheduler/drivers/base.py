@@ -35,6 +35,7 @@ class ResourceRequest:
     cpus: float = 0.0
     """Cores."""
     memory_bytes: int = 0
+    gpus: int = 0
 
 
 NO_RESOURCES = ResourceRequest()

@@ -58,6 +58,7 @@ from scheduler.files import whole_bytes
 from scheduler.model.history import PAST_JOBS, format_past_job
 from scheduler.model.predict import fit_models, summarize_job
 from schemas.config.job import parse_stored_job
+from schemas.config.train import TrainConfig
 from schemas.errors import SchemaError, StorageError
 from schemas.manifest import find_root
 from schemas.run_log import (
@@ -471,7 +472,11 @@ class Driver:
             if paths.is_remote and endpoint is None:
                 ensure_token(paths.token)
             command = replica_command(paths, work, process.number, threads, endpoint)
-        request = ResourceRequest(cpus=process.cpus, memory_bytes=process.memory_bytes)
+        request = ResourceRequest(
+            cpus=process.cpus,
+            memory_bytes=process.memory_bytes,
+            gpus=num_gpus_of(process, job.snapshot.job.train),
+        )
         processes.start(process.name, command, request)
 
     def _start_move(self, job: JobState, decision: Decision, processes: Processes) -> None:
@@ -492,6 +497,12 @@ class Driver:
         if job.stores:
             live, paths = {p.number for p in job.of_pool("store")}, self._paths[job.name]
             discard_stores(paths, live | {*job.stores}, paths.folder / "work")
+
+
+def num_gpus_of(process: Process, config: TrainConfig) -> int:
+    """Return the GPUs of a process: one if it trains on one; a mere coordinator books nothing."""
+    trains = process.pool in ("lead", "replica") and process.memory_bytes > 0
+    return int(config.device == "cuda" and trains)
 
 
 def _newest_move(job: JobState, processes: Processes) -> str | None:

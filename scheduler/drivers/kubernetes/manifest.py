@@ -170,6 +170,8 @@ HASHED = 10
 MANAGER = "presage-scheduler"
 """Field manager of server-side apply."""
 CONTAINER = "main"
+GPU = "nvidia.com/gpu"
+"""Resource of the GPUs that NVIDIA's device plugin offers on a node."""
 INSTANCE, JOB, POOL, PROCESS = (
     "app.kubernetes.io/instance",
     "presage/job",
@@ -372,6 +374,7 @@ def resources_of(request: ResourceRequest) -> dict[str, Any]:
     if not request.memory_bytes:
         return {"requests": dict(IDLE)}
     amounts = {"cpu": f"{round(1000 * request.cpus)}m", "memory": str(request.memory_bytes)}
+    amounts |= {GPU: str(request.gpus)} if request.gpus else {}
     return {"requests": amounts, "limits": dict(amounts)}
 
 

@@ -9,8 +9,9 @@ import pytest
 from scheduler.controller.state import JobState, PoolName, Process
 from scheduler.drivers.base import Endpoint
 from scheduler.drivers.children import Children
-from scheduler.drivers.driver import StepTail, ended_event, record_history
+from scheduler.drivers.driver import StepTail, ended_event, num_gpus_of, record_history
 from scheduler.model.history import PAST_JOBS, read_past_jobs
+from schemas.config.train import TrainConfig
 from schemas.run_log import METRICS, SUMMARY, StepMetric, to_line
 from schemas.storage import Location
 from tests.scheduler.controller.bench import Bench
@@ -29,6 +30,16 @@ def process(pool: PoolName, name: str) -> Process:
         memory_bytes=1,
         began_sec=0.0,
     )
+
+
+def test_trainers_of_a_job_on_cuda_need_a_gpu_each() -> None:
+    cuda, cpu = TrainConfig(device="cuda"), TrainConfig()
+    pools: list[PoolName] = ["segment", "lead", "replica", "store"]
+    alone = [process(pool, f"{pool}-0.1") for pool in pools]
+    assert [num_gpus_of(each, cuda) for each in alone] == [0, 1, 1, 0]
+    assert [num_gpus_of(each, cpu) for each in alone] == [0, 0, 0, 0]
+    beside_replicas = replace(alone[1], cpus=0.0, memory_bytes=0)
+    assert num_gpus_of(beside_replicas, cuda) == 0
 
 
 FAILED = "error: pipeline must finish, got Pipeline a_1 failed in state FAILED:"

@@ -20,6 +20,7 @@ from scheduler.drivers.kubernetes.manifest import (
     pod_name,
     pod_of,
     read_cluster,
+    resize_patch,
     secret_name,
 )
 from schemas.errors import SchemaError
@@ -117,6 +118,16 @@ def test_pod_of_has_what_is_booked_and_what_the_file_says(tmp_path: Path) -> Non
         "presage/process": "replica-2.3",
     }
     assert not {"serviceAccountName", "hostNetwork"} & spec.keys()
+
+
+def test_pod_of_a_trainer_on_a_gpu_asks_for_one(tmp_path: Path) -> None:
+    request = ResourceRequest(cpus=2.0, memory_bytes=1 << 30, gpus=1)
+    (container,) = pod_of(read(tmp_path), "a1", task(request=request))["spec"]["containers"]
+    booked = {"cpu": "2000m", "memory": "1073741824", "nvidia.com/gpu": "1"}
+    assert container["resources"] == {"requests": booked, "limits": booked}
+    smaller = resize_patch(ResourceRequest(cpus=1.0, memory_bytes=1 << 29))
+    (patched,) = smaller["spec"]["containers"]
+    assert "nvidia.com/gpu" not in patched["resources"]["limits"]  # merged into what it has
 
 
 def test_pod_of_sees_its_own_address_and_what_is_its_jobs(tmp_path: Path) -> None:

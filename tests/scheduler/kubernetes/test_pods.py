@@ -2,13 +2,14 @@
 
 import itertools
 import sys
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
 import pytest
 
 from scheduler.drivers.base import ExitStatus, ResourceRequest
-from scheduler.drivers.kubernetes.manifest import pod_name
+from scheduler.drivers.kubernetes.manifest import GPU, pod_name
 from tests.cluster.servers import Cluster
 from tests.scheduler.kubernetes.pods import LEAVES, SLEEPS, bench, config_of
 
@@ -147,6 +148,31 @@ def test_a_process_without_room_is_given_up_until_later(
             assert lost.startswith("Unschedulable: 0/")
         assert len([line for line in made.said if "Unschedulable" in line]) == 1
         made.until(lambda: not cluster.core().list_namespaced_pod(namespace).items)
+
+
+def test_a_process_on_a_gpu_waits_for_a_node_that_has_one_and_keeps_it(
+    cluster: Cluster, namespace: str, tmp_path: Path
+) -> None:
+    api, needs = cluster.core(), replace(NEEDS, gpus=1)
+    node = api.list_node().items[0].metadata.name
+    with bench(config_of(cluster, namespace, tmp_path), tmp_path) as made:
+        made.pods.start("lead-0.1", SLEEPS, needs)
+        made.until_ended("lead-0.1")
+        assert f"Insufficient {GPU}" in made.pods.exit_status("lead-0.1").lost
+        offered = {"capacity": {GPU: "1"}, "allocatable": {GPU: "1"}}
+        api.patch_node_status(node, {"status": offered})
+        try:
+            made.pods.start("lead-0.2", SLEEPS, needs)
+            made.until_up("lead-0.2")
+            made.until(lambda: made.pods.resize("lead-0.2", 0.05, 256 << 20))
+            (pod,) = [p for p in api.list_namespaced_pod(namespace).items if p.spec.node_name]
+            assert pod.spec.node_name == node
+            limits = {"cpu": "50m", "memory": str(256 << 20), GPU: "1"}
+            assert pod.spec.containers[0].resources.limits == limits
+            assert pod.spec.containers[0].resources.requests == limits
+        finally:
+            gone = {"capacity": {GPU: None}, "allocatable": {GPU: None}}
+            api.patch_node_status(node, {"status": gone})
 
 
 def test_a_process_over_the_quota_is_lost_and_begins_when_there_is_room(
