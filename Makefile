@@ -26,7 +26,7 @@ export PATH := $(CURDIR)/$(BIN):$(PATH)
 # Without its caches of bytecode a process that imports Torch compiles for 15 seconds first.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup demo test test-quick check format bench chaos lock clean
+.PHONY: help setup demo test test-quick test-gpu check format bench chaos lock clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-11s %s\n", $$1, $$2}' Makefile
@@ -84,6 +84,11 @@ format: .venv/synced ## mend format and what lint can mend
 bench: .venv/synced ## every benchmark into benchmarks/results
 	@mkdir -p benchmarks/results
 	for name in $(BENCHMARKS); do python -m benchmarks.$$name --json > benchmarks/results/$$name.json; done
+
+# On a machine with a GPU, whose environment is requirements-gpu.lock or the machine's own.
+test-gpu: ## what needs a GPU: losses and bits against the processors', then times of a step
+	python -m pytest -m gpu -p no:xdist tests/trainer tests/presage
+	python -m benchmarks.gpu
 
 chaos: .venv/synced ## the long fault-injection run; DRAW=seed LIMIT=240 runs a part of it
 	$(PYTEST) -m chaos $(if $(DRAW),--draw $(DRAW)) $(if $(LIMIT),--seconds $(LIMIT))

@@ -25,6 +25,7 @@ from trainer.data.collate import features_of_tables
 from trainer.data.decode import BatchSpec
 from trainer.device import device_of
 from trainer.embedding.cache import DirectSource, TablePlan
+from trainer.embedding.device import DeviceEmbedding
 from trainer.embedding.kernels.compiled import interactions_of
 from trainer.embedding.kernels.interface import state_width
 from trainer.embedding.module import Embedding, TableSpec
@@ -92,10 +93,12 @@ def build_components(
         steps_before: steps that preceding runs trained the rows, which Adam counts.
     """
     store = store or memory_store(layouts_of(spec, config))
-    device = device_of(config.device)
-    if device.type != "cpu":
+    device, tables, source = device_of(config.device), table_specs(spec), DirectSource(store)
+    if device.type == "cpu":
+        embedding = Embedding(tables, config, source, steps_before=steps_before)
+    else:
         config = replace(config, kernels="torch")  # compiled kernels run on CPUs only
-    embedding = Embedding(table_specs(spec), config, DirectSource(store), steps_before=steps_before)
+        embedding = DeviceEmbedding(tables, config, source, device, steps_before=steps_before)
     model = build_model(config, spec, embedding).to(device)
     optimizer = dense_optimizer(config.dense_optimizer, list(model.parameters()))
     return Components(store, embedding, model, optimizer)
@@ -124,7 +127,7 @@ def dense_optimizer(
 def uses_shared_features(config: TrainConfig) -> bool:
     """Return whether the model reads `Batch.shared`."""
     model = config.model
-    return model.name == "dlrm" and model.dedup_compute and config.device == "cpu"
+    return model.name == "dlrm" and model.dedup_compute
 
 
 def build_model(config: TrainConfig, spec: BatchSpec, embedding: nn.Module) -> nn.Module:

@@ -11,8 +11,10 @@ from typing import Any, Generic, Protocol, TypeVar
 import torch
 
 from trainer.context import RunContext
-from trainer.data.collate import Batch, Microbatches
-from trainer.device import device_of, to_device
+from trainer.data.collate import Batch, Microbatches, move_batch
+from trainer.data.decode import spec_of
+from trainer.device import device_of
+from trainer.device_worker import DeviceMicrobatchWorker
 from trainer.embedding.kernels.compiled import kernels_of
 from trainer.step import (
     MicrobatchWorker,
@@ -79,8 +81,11 @@ class WholeBatchCompute:
     def __init__(self, context: RunContext, timer: PhaseTimer) -> None:
         self.timer = timer
         self._step = WholeBatchStep(context.components)
-        device = device_of(context.job.train.device)
-        self._reader = ReadAhead[Batch](lambda step, _: to_device(context.read_batch(step), device))
+        config = context.job.train
+        device = device_of(config.device)
+        self._reader = ReadAhead[Batch](
+            lambda step, _: move_batch(context.read_batch(step), config.model, device)
+        )
 
     def __enter__(self) -> WholeBatchCompute:
         return self
@@ -142,9 +147,8 @@ class StepCompute:
         self._stack = ExitStack()
 
     def __enter__(self) -> StepCompute:
-        components, enter = self._context.components, self._stack.enter_context
-        kernels = kernels_of(self._context.job.train.kernels)
-        self._work = enter(MicrobatchWorker(components.model, components.embedding, kernels))
+        enter = self._stack.enter_context
+        self._work = enter(_open_worker(self._context))
         self._reader = enter(ReadAhead(self._context.read))
         return self
 
@@ -232,6 +236,16 @@ class StepCompute:
 
     def _is_open(self, train_step: int) -> bool:
         return self._open is not None and self._open.step.train_step == train_step
+
+
+def _open_worker(context: RunContext) -> MicrobatchWorker:
+    """Return what computes microbatches on the device of a job."""
+    config, components = context.job.train, context.components
+    device = device_of(config.device)
+    if device.type != "cpu":
+        spec = spec_of(context.span.dataset, config.dtype)
+        return DeviceMicrobatchWorker(components, spec, config, device)
+    return MicrobatchWorker(components.model, components.embedding, kernels_of(config.kernels))
 
 
 def smooth_speed(before: float | None, measured: float) -> float:

@@ -1,7 +1,12 @@
-"""The device of a run, and the transfer of batches to it."""
+"""The device of a run, and the transfer of batches and rows to it.
+
+A step transfers few large blocks: every copy of pageable memory, and every question that the
+processor asks about a tensor of a GPU, waits until the GPU has done all work so far.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import fields, is_dataclass, replace
 from typing import Any, TypeVar
 
@@ -11,6 +16,8 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from schemas.errors import SchemaError
 
 T = TypeVar("T")
+_ALIGNMENT = 64
+_Move = Callable[[torch.Tensor], torch.Tensor]
 
 
 def device_of(name: str) -> torch.device:
@@ -30,10 +37,25 @@ def device_of(name: str) -> torch.device:
     return torch.device(name)
 
 
+def select_device(name: str, number: int) -> None:
+    """Make one of several GPUs the device `cuda` of this thread; replicas take them in turn.
+
+    Args:
+        name: `train.device`.
+        number: of the process.
+
+    Raises:
+        SchemaError: the device is not available.
+    """
+    if device_of(name).type == "cuda":
+        torch.cuda.set_device(number % torch.cuda.device_count())
+
+
 def to_device(value: T, device: torch.device) -> T:
     """Return a batch, or any part of one, with its tensors on a device.
 
-    Copies to a GPU are asynchronous, from pinned memory. NumPy arrays are not copied.
+    All tensors are copied in one block; the copy to a GPU is asynchronous, from pinned memory.
+    NumPy arrays are not copied.
 
     Args:
         value: tensor, KeyedJaggedTensor, or dataclasses and mappings of these.
@@ -41,43 +63,71 @@ def to_device(value: T, device: torch.device) -> T:
     """
     if device.type == "cpu":
         return value
-    return _to_device(value, device)
+    tensors: list[torch.Tensor] = []
+
+    def collect(tensor: torch.Tensor) -> torch.Tensor:
+        tensors.append(tensor)
+        return tensor
+
+    _map_tensors(value, collect)
+    moved = iter(_copy_in_one_block(tensors, device))
+    return _map_tensors(value, lambda _: next(moved))
 
 
-def _to_device(value: Any, device: torch.device) -> Any:
+def upload(block: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return a copy of a block of `host_block` on a device; the copy to a GPU is asynchronous."""
+    return block.to(device, non_blocking=True)
+
+
+def host_block(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return uninitialized memory of the host, pinned for copies to a GPU."""
+    return torch.empty(shape, dtype=dtype, pin_memory=device.type == "cuda")
+
+
+def _copy_in_one_block(tensors: list[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
+    """Return copies on a device, in order; views of one block."""
+    starts: list[int] = []
+    end = 0
+    for tensor in tensors:
+        starts.append(end)
+        end += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
+
+    def views_of(block: torch.Tensor) -> list[torch.Tensor]:
+        parts = zip(starts, tensors, strict=True)
+        return [block[i : i + t.nbytes].view(t.dtype).view(t.shape) for i, t in parts]
+
+    block = host_block((end,), torch.uint8, device)
+    for view, tensor in zip(views_of(block), tensors, strict=True):
+        view.copy_(tensor)
+    return views_of(upload(block, device))
+
+
+def _map_tensors(value: Any, move: _Move) -> Any:
+    """Return a value with `move` applied to each of its tensors, in a fixed order."""
     if isinstance(value, torch.Tensor):
-        return _pin(value, device).to(device, non_blocking=True)
+        return move(value)
     if isinstance(value, KeyedJaggedTensor):
-        return _kjt_to_device(value, device)
+        return _map_kjt(value, move)
     if is_dataclass(value) and not isinstance(value, type):
-        parts = {f.name: _to_device(getattr(value, f.name), device) for f in fields(value)}
+        parts = {f.name: _map_tensors(getattr(value, f.name), move) for f in fields(value)}
         return replace(value, **parts)
     if isinstance(value, dict):
-        return {name: _to_device(part, device) for name, part in value.items()}
+        return {name: _map_tensors(part, move) for name, part in value.items()}
     return value
 
 
-def _kjt_to_device(value: KeyedJaggedTensor, device: torch.device) -> KeyedJaggedTensor:
+def _map_kjt(value: KeyedJaggedTensor, move: _Move) -> KeyedJaggedTensor:
     """Return TorchRec's own class: the look-ups of the reader are in the batch as well."""
     inverse = value.inverse_indices_or_none()
     weights = value.weights_or_none()
     variable = value.variable_stride_per_key()
     return KeyedJaggedTensor(
         value.keys(),
-        _to_device(value.values(), device),
-        None if weights is None else _to_device(weights, device),
-        lengths=_to_device(value.lengths(), device),
-        offsets=_to_device(value.offsets(), device),
+        move(value.values()),
+        None if weights is None else move(weights),
+        lengths=move(value.lengths()),
+        offsets=move(value.offsets()),
         stride=None if variable else value.stride(),
         stride_per_key_per_rank=value.stride_per_key_per_rank() if variable else None,
-        inverse_indices=None if inverse is None else (inverse[0], _to_device(inverse[1], device)),
+        inverse_indices=None if inverse is None else (inverse[0], move(inverse[1])),
     )
-
-
-def updates_in_place(device: torch.device) -> bool:
-    """Return whether kernels of a device update rows in place, or copies of them."""
-    return device.type == "cpu"
-
-
-def _pin(value: torch.Tensor, device: torch.device) -> torch.Tensor:
-    return value.pin_memory() if device.type == "cuda" else value

@@ -28,10 +28,10 @@ from trainer.components import (
     order_of,
     uses_shared_features,
 )
-from trainer.data.collate import Batch
+from trainer.data.collate import Batch, move_batch
 from trainer.data.decode import spec_of
 from trainer.data.reader import Reader
-from trainer.device import device_of, to_device
+from trainer.device import device_of
 from trainer.metrics import Evaluation, MetricColumns, Metrics, columns_of
 from trainer.recovery import Watchdog
 from trainer.run import check_run, check_schema, read_identity
@@ -92,8 +92,8 @@ def evaluate_components(
     reader = Reader(
         dataset, order_of(job, dataset), spec, find_shared=uses_shared_features(job.train)
     )
-    device = device_of(job.train.device)
-    batches = (to_device(batch, device) for batch in reader.evaluation_batches())
+    model, device = job.train.model, components.embedding.device
+    batches = (move_batch(batch, model, device) for batch in reader.evaluation_batches())
     if watchdog is not None:
         batches = watchdog.each(EVALUATE, batches)
     return evaluate(components, batches, columns, rows)

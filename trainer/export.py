@@ -56,9 +56,10 @@ from trainer.checkpoint.load import (
 from trainer.checkpoint.manifest import DENSE_FILE, CheckpointManifest, folder_name
 from trainer.components import build_model, layouts_of, table_specs
 from trainer.data.decode import BatchSpec, spec_of_columns
+from trainer.data.history import QueryBuckets
 from trainer.embedding.cache import DirectSource
 from trainer.embedding.module import Embedding
-from trainer.models.attention import AttentionModel, QueryBuckets, build
+from trainer.models.attention import AttentionModel, build
 from trainer.run import has_run, read_identity
 from trainer.stores.local import memory_store
 

@@ -209,12 +209,13 @@ class FollowedDataset:
         self._span: Span | None = None
         self.wait_reason = ""  # why all known steps are trained
 
-    def _has_grown(self, *, at_once: bool) -> bool:
-        """Return whether the root manifest was replaced since it was read."""
+    def _has_grown(self) -> bool:
+        """Return whether the root manifest was replaced since it was read.
+
+        The store is asked at most once in `train.follow.poll`.
+        """
         span, now_sec = self._span, time.monotonic()
-        if span is None or span.horizon.is_final:
-            return False
-        if now_sec < self._next_look_sec and not at_once:
+        if span is None or span.horizon.is_final or now_sec < self._next_look_sec:
             return False
         self._next_look_sec = now_sec + self._job.train.follow.poll.total_seconds()
         return self._stamp() != self._last_stamp
@@ -228,12 +229,12 @@ class FollowedDataset:
         """Return what is committed, and open it if the root manifest was replaced; do not wait.
 
         Args:
-            at_once: ask the store even if it was asked less than `train.follow.poll` ago.
+            at_once: open it in any case, even less than `train.follow.poll` after the last look.
 
         Raises:
             SchemaError: the dataset is another one, or one of its segments does not fit the run.
         """
-        if self._has_grown(at_once=at_once):
+        if at_once or self._has_grown():
             self._last_stamp = self._stamp()
             self._span = self._try_open()
         manifest = self.current().dataset.manifest

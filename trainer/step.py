@@ -368,12 +368,12 @@ class MicrobatchWorker:
         return PartialSums(
             loss=loss.item(),
             weight=batch.weights.sum().item(),
-            dense=_flat(self._parameters, gradients[:count]),
+            dense=flatten_gradients(self._parameters, gradients[:count]),
             rows=lookups.row_gradients(),
         )
 
 
-def _flat(
+def flatten_gradients(
     parameters: Iterable[torch.Tensor], gradients: Iterable[torch.Tensor | None]
 ) -> torch.Tensor:
     """Concatenate gradients, zeros for None."""

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 from schemas.config.job import Job, load_job
 from schemas.config.train import SAVE, START
@@ -33,6 +34,7 @@ from trainer.context import RunContext
 from trainer.data.decode import spec_of
 from trainer.device import device_of
 from trainer.embedding.cache import CachedRows, DirectSource, PlannedCache, RowSource
+from trainer.embedding.device_cache import DeviceCache
 from trainer.embedding.kernels.compiled import kernels_of
 from trainer.embedding.lru import LruCache
 from trainer.evaluate import evaluate_components
@@ -271,14 +273,17 @@ def _row_source(
     every = job.train.checkpoint.every_steps
     end = span.horizon.end_step
     starts = {table: state.keyframe for table, state in cached.items()}
-    return PlannedCache(
-        components.store,
-        plans_of_span(span, components.store.layouts, job.train, first, starts),
-        first_step=first,
-        last_step=end,
-        prefetch_steps=cache.prefetch_steps,
-        saves_at=lambda step: step == end or (every is not None and step % every == 0),
-    )
+    plans = plans_of_span(span, components.store.layouts, job.train, first, starts)
+    steps: dict[str, Any] = {
+        "first_step": first,
+        "last_step": end,
+        "prefetch_steps": cache.prefetch_steps,
+        "saves_at": lambda step: step == end or (every is not None and step % every == 0),
+    }
+    if job.train.device == "cpu":
+        return PlannedCache(components.store, plans, **steps)
+    device = device_of(job.train.device)
+    return DeviceCache(components.store, plans, device, cache.rows, **steps)
 
 
 def _fill_cache(

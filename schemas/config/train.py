@@ -248,7 +248,7 @@ class TrainConfig:
     sparse_optimizer: SparseOptimizerConfig = field(default_factory=SparseOptimizerConfig)
     """Optimizer of the embedding rows."""
     device: Literal["cpu", "cuda"] = "cpu"
-    """Device of the computation; rows stay in host memory between steps."""
+    """Device of the computation, and of rows that `--embedding cached` keeps between steps."""
     kernels: Literal["compiled", "torch"] = "compiled"
     """Lookup and update of rows: C++ compiled on first use, or torch operators."""
     cache: CacheConfig = field(default_factory=CacheConfig)

@@ -4,7 +4,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
+from tests.trainer.elsewhere import there
 from tests.trainer.runs import small_dataset
 
 
@@ -20,3 +22,17 @@ def patience() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("trainer.checkpoint.manager._AGENT_EXIT_SEC", 300.0)
         yield
+
+
+@pytest.fixture
+def uploads(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """Copy blocks to the device that refuses the processor's tensors; return their shapes."""
+    shapes: list[tuple[int, ...]] = []
+
+    def upload(block: torch.Tensor, device: torch.device) -> torch.Tensor:
+        shapes.append(tuple(block.shape))
+        return there(block)
+
+    for where in ("trainer.device.upload", "trainer.embedding.device.upload"):
+        monkeypatch.setattr(where, upload)
+    return shapes

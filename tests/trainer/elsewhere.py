@@ -1,12 +1,15 @@
-"""A device that computes as the processor does and refuses the processor's tensors.
+"""A device that computes as the processor does and refuses what a GPU would refuse or wait for.
 
 Stands in for a GPU where there is none: its tensors say that they lie on `meta`, hold numbers all
 the same, and an operator that is given one of them beside a tensor of the processor raises, as
-CUDA's would.
+CUDA's would. An operator whose result has a size that only the device knows raises as well: CUDA
+would wait for all work so far. Copies to and from the device, and numbers read from it, are
+counted.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import torch
@@ -18,6 +21,10 @@ DEVICE = torch.device("meta")
 
 class MixedDevicesError(RuntimeError):
     """Tensors of both devices met in one operator."""
+
+
+class SynchronizationError(RuntimeError):
+    """An operator would wait until the device has done all its work."""
 
 
 class Elsewhere(torch.Tensor):
@@ -40,26 +47,33 @@ class Elsewhere(torch.Tensor):
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
-    def tolist(self) -> Any:
-        """Return numbers, as a GPU's tensors do."""
-        return self.held.tolist()
-
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return _run(func, args, kwargs or {})
 
 
 class OnElsewhere(TorchDispatchMode):
-    """Lets `device=` make tensors there; counts the operators that it was given."""
+    """Lets `device=` make tensors there; counts the operators that it was given, by name."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.num_calls = 0
+        self.calls: Counter[str] = Counter()
+        """Operators of tensors there; `upload` and `download` are copies of blocks, `read` waits
+        for a number."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        tensors = tree_flatten((args, kwargs or {}))[0]
-        self.num_calls += any(isinstance(t, Elsewhere) for t in tensors)
-        return _run(func, args, kwargs or {})
+        tensors = [t for t in tree_flatten((args, kwargs or {}))[0] if isinstance(t, torch.Tensor)]
+        found = _run(func, args, kwargs or {})
+        was_there = any(isinstance(t, Elsewhere) for t in tensors)
+        if was_there or isinstance(found, Elsewhere):
+            self.calls[_name_of(func, was_there, isinstance(found, Elsewhere))] += 1
+        return found
+
+
+def _name_of(func: Any, was_there: bool, is_there: bool) -> str:
+    if func is torch.ops.aten._to_copy.default and was_there != is_there:
+        return "download" if was_there else "upload"
+    return "read" if func is torch.ops.aten._local_scalar_dense.default else func._opname
 
 
 def there(value: torch.Tensor) -> torch.Tensor:
@@ -67,6 +81,16 @@ def there(value: torch.Tensor) -> torch.Tensor:
     return value if isinstance(value, Elsewhere) else Elsewhere(value.detach().clone())
 
 
+_WAITS = {
+    "nonzero",
+    "masked_select",
+    "bincount",
+    "equal",
+    "unique_consecutive",
+    "_unique2",
+    "is_nonzero",
+}
+"""Operators that ask the device for a size or a truth value."""
 _COPIES = {torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default}
 
 
@@ -76,6 +100,8 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     others = [t for t in tensors if not isinstance(t, Elsewhere) and t.dim() > 0]
     if mine and others and func not in _COPIES:
         raise MixedDevicesError(f"{func} of both devices, got {[tuple(t.shape) for t in others]}")
+    if mine:
+        _check_that_nothing_waits(func, args, kwargs)
     wanted = kwargs.get("device")
     stays = bool(mine) if wanted is None else torch.device(wanted) == DEVICE
     kwargs = {**kwargs, "device": torch.device("cpu")} if wanted is not None else kwargs
@@ -86,3 +112,13 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if func is torch.ops.aten._to_copy.default and found is inner[0][0]:
         found = found.clone()
     return tree_map(lambda t: Elsewhere(t) if isinstance(t, torch.Tensor) and stays else t, found)
+
+
+def _check_that_nothing_waits(func: Any, args: Any, kwargs: dict[str, Any]) -> None:
+    name = func._opname
+    masks = name in ("index", "index_put", "index_put_") and any(
+        t is not None and t.dtype in (torch.bool, torch.uint8) for t in args[1]
+    )
+    repeats = name == "repeat_interleave" and kwargs.get("output_size") is None
+    if name in _WAITS or masks or repeats:
+        raise SynchronizationError(f"{func} would wait for the device")

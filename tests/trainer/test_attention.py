@@ -27,8 +27,9 @@ from tests.trainer.model_samples import (
     gradients,
     random_samples,
 )
+from trainer.data.history import bucket_queries
 from trainer.models import attention
-from trainer.models.attention import AttentionModel, bucket_queries
+from trainer.models.attention import AttentionModel
 
 
 def attention_model(num_dense: int = NUM_DENSE) -> AttentionModel:

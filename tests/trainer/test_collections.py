@@ -288,7 +288,15 @@ def with_tables(**changes: Any) -> list[EmbeddingBagConfig]:
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "a GPU": (
         lambda: EmbeddingBagCollection(bag_tables("mean"), device=torch.device("cuda")),
-        "device must be cpu, got cuda; leave it out",
+        "device must be cpu, where a collection of Presage keeps its rows, got cuda; leave it out "
+        "and move the result, or shard TorchRec's as in docs/distributed.md",
+    ),
+    "look-ups on a device": (
+        lambda: EmbeddingBagCollection(bag_tables("mean"))(
+            keyed(lists_of(0), unique=True).to(torch.device("meta"))
+        ),
+        "look-ups must be in CPU memory, where a collection of Presage keeps its rows, got a "
+        "KeyedJaggedTensor on meta; pass the batch's before it is moved, and move the result",
     ),
     "half precision": (
         lambda: EmbeddingBagCollection(with_tables(data_type=DataType.FP16)),

@@ -11,24 +11,24 @@ import torch
 from torch.utils._pytree import tree_map
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from schemas.config.train import DenseOptimizerConfig, TrainConfig
+from schemas.config.job import load_job
+from schemas.config.train import DenseOptimizerConfig
+from schemas.dataset import open_dataset
 from schemas.errors import SchemaError
 from schemas.run_log import SUMMARY, read_summary
 from schemas.storage import Location
+from tests.trainer.device_jobs import MODELS, with_device
 from tests.trainer.elsewhere import DEVICE, Elsewhere, MixedDevicesError, OnElsewhere, there
 from tests.trainer.make_dataset import make_dataset, write_job
-from tests.trainer.runs import final_rows, losses_of, reader_of, run_job
+from tests.trainer.runs import final_rows, losses_of, parts_of, reader_of, run_job
+from trainer.components import uses_shared_features
+from trainer.data.collate import move_batch
+from trainer.data.decode import spec_of
 from trainer.device import to_device
-from trainer.embedding.module import Embedding
+from trainer.device_worker import DeviceMicrobatchWorker
+from trainer.embedding.kernels.compiled import kernels_of
 from trainer.evaluate import evaluate_run
-
-MODELS = {
-    "dlrm": "{name: dlrm, top_layers: [16]}",
-    "dcn": "{name: dcn, cross_rank: 4}",
-    "deepfm": "{name: deepfm}",
-    "wide and deep": "{name: wide_deep}",
-    "attention": "{name: attention, history: clicked, target: item, num_heads: 2}",
-}
+from trainer.step import MicrobatchWorker, PhaseTimer, train_batch, update_from_sums
 
 
 @pytest.fixture(scope="module")
@@ -36,12 +36,6 @@ def few(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A dataset of six steps."""
     folder = tmp_path_factory.mktemp("few")
     return make_dataset(folder / "dataset", write_job(folder / "job"), [[(120, 50)], [(64, 0)]])
-
-
-def with_device(job: Path, name: str) -> Path:
-    """Name a device in a job file."""
-    job.write_text(job.read_text().replace("  kernels:", f"  device: {name}\n  kernels:"))
-    return job
 
 
 def tensors_of(value: Any) -> list[torch.Tensor]:
@@ -72,32 +66,6 @@ def test_every_tensor_of_a_batch_is_moved(expanded: bool, dataset: Path, tmp_pat
     assert to_device(batch, torch.device("cpu")) is batch
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("model", "embedding"),
-    [
-        ("dlrm", "plain"),
-        ("dlrm", "cached"),
-        ("dcn", "cached"),
-        ("deepfm", "plain"),
-        ("wide and deep", "cached"),
-        ("attention", "plain"),
-    ],
-)
-def test_copies_of_rows_train_with_the_bits_of_rows_where_they_lie(
-    model: str, embedding: str, few: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    job = write_job(tmp_path / "job", model=MODELS[model], kernels="torch")
-    here = run_job(job, few, tmp_path / "here", embedding=embedding)
-    monkeypatch.setattr("trainer.embedding.module.updates_in_place", lambda device: False)
-    monkeypatch.setattr("trainer.embedding.module.to_device", lambda rows, device: rows)
-    there = run_job(job, few, tmp_path / "there", embedding=embedding)
-    assert losses_of(tmp_path / "here").tobytes() == losses_of(tmp_path / "there").tobytes()
-    one, other = final_rows(tmp_path / "here"), final_rows(tmp_path / "there")
-    assert {n: a.tobytes() for n, a in one.items()} == {n: a.tobytes() for n, a in other.items()}
-    assert (here.ne, here.auc) == (there.ne, there.auc)
-
-
 def test_device_that_is_not_there_is_refused_before_anything_starts(
     dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -115,16 +83,11 @@ def test_device_that_is_not_there_is_refused_before_anything_starts(
 
 
 @pytest.fixture
-def elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let `train.device: cuda` mean a device that refuses the processor's tensors."""
-    begun = Embedding.__init__
+def elsewhere(monkeypatch: pytest.MonkeyPatch, uploads: list[tuple[int, ...]]) -> None:
+    """Let `train.device: cuda` mean that device."""
 
     def named(name: str) -> torch.device:
         return DEVICE if name == "cuda" else torch.device(name)
-
-    def begin(self: Embedding, tables: Any, config: TrainConfig, source: Any, **more: int) -> None:
-        begun(self, tables, config, source, **more)
-        self._device = named(config.device)
 
     def unfused(config: DenseOptimizerConfig, parameters: list[Any]) -> torch.optim.Optimizer:
         return torch.optim.Adam(parameters, lr=config.learning_rate)  # fused asks who made a device
@@ -142,9 +105,7 @@ def elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
         "trainer.compute.device_of",
     ):
         monkeypatch.setattr(where, named)
-    monkeypatch.setattr("trainer.device._pin", lambda value, device: there(value))
     monkeypatch.setattr("trainer.components.dense_optimizer", unfused)
-    monkeypatch.setattr(Embedding, "__init__", begin)
 
 
 @pytest.mark.slow
@@ -165,10 +126,92 @@ def test_run_elsewhere_meets_no_tensor_of_the_processor(
         run_job(cuda, few, run, embedding=embedding, steps=2)
         summary = run_job(cuda, few, run, embedding=embedding, resume=True)
         found = evaluate_run(cuda, Location.parse(few), run)
-    assert mode.num_calls > 1000
+    assert mode.calls.total() > 1000
     assert summary.ne == pytest.approx(read_summary(tmp_path / "run-cpu" / SUMMARY).ne, rel=1e-9)
     assert found.ne == summary.ne
     np.testing.assert_allclose(losses_of(run), losses_of(tmp_path / "run-cpu"), rtol=1e-10)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("elsewhere")
+@pytest.mark.parametrize(
+    ("policy", "rows", "files"),
+    [("ttl", "null", "log"), ("ttl", "310", "mmap"), ("belady", "310", "mmap")],
+)
+def test_rows_cached_there_have_the_bits_of_rows_copied_in_each_step(
+    policy: str, rows: str, files: str, few: Path, tmp_path: Path
+) -> None:
+    changes = {"policy": policy, "rows": rows, "files": files, "lookahead": "2"}
+    job = with_device(write_job(tmp_path / "job", every_steps="2", **changes), "cuda")
+    with OnElsewhere():
+        run_job(job, few, tmp_path / "plain", embedding="plain")
+        run_job(job, few, tmp_path / "cached", embedding="cached", steps=3)
+        summary = run_job(job, few, tmp_path / "cached", embedding="cached", resume=True)
+    one, other = final_rows(tmp_path / "plain"), final_rows(tmp_path / "cached")
+    assert {n: a.tobytes() for n, a in one.items()} == {n: a.tobytes() for n, a in other.items()}
+    assert losses_of(tmp_path / "plain").tobytes() == losses_of(tmp_path / "cached").tobytes()
+    if policy == "ttl":  # the second epoch has no new rows
+        assert summary.fetched_rows > 0, "rows were evicted, and fetched again"
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("elsewhere")
+@pytest.mark.parametrize("model", MODELS.values(), ids=MODELS.keys())
+def test_step_waits_for_the_loss_and_for_its_rows_alone(
+    model: str, few: Path, tmp_path: Path, uploads: list[tuple[int, ...]]
+) -> None:
+    job_path = with_device(write_job(tmp_path / "job", model=model), "cuda")
+    job = load_job(job_path)
+    with OnElsewhere() as mode:
+        components = parts_of(job_path, few)
+        reader = reader_of(job_path, few, find_shared=uses_shared_features(job.train))
+        for _ in range(2):  # the second time, what is made once is there
+            mode.calls.clear()
+            uploads.clear()
+            batch = move_batch(reader.read(0), job.train.model, DEVICE)
+            train_batch(components, batch, PhaseTimer(lambda: 0.0))
+    num_rows = sum(len(lookup.rows) for lookup in batch.lookups.values())
+    assert len(uploads) == 2  # the batch, and its rows with their state
+    assert uploads[1] == (num_rows, job.train.embedding_dim + 1)
+    assert mode.calls["upload"] == 0  # no copy besides
+    assert mode.calls["download"] == mode.calls["read"] == 1
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("elsewhere")
+@pytest.mark.parametrize("model", MODELS.values(), ids=MODELS.keys())
+def test_microbatches_of_a_replica_have_the_sums_of_the_processors(
+    model: str, few: Path, tmp_path: Path, uploads: list[tuple[int, ...]]
+) -> None:
+    job_path = write_job(tmp_path / "job", model=model)
+    config, components = load_job(job_path).train, parts_of(job_path, few)
+    spec, kernels = spec_of(open_dataset(few), config.dtype), kernels_of(config.kernels)
+    reader = reader_of(job_path, few, find_shared=uses_shared_features(config))
+    with OnElsewhere() as mode:
+        device_worker = DeviceMicrobatchWorker(components, spec, config, DEVICE)
+    with MicrobatchWorker(components.model, components.embedding, kernels) as worker:
+        for train_step in range(3):
+            opened = reader.read_microbatches(train_step)
+            components.embedding.open(opened)
+            total = worker.compute(opened).total()
+            with OnElsewhere() as mode:
+                uploads.clear()
+                device_tree = device_worker.compute(opened)
+            found = device_tree.total()
+            count = len(opened.batches)
+            assert count > 1
+            assert mode.calls["read"] == mode.calls["upload"] == 0
+            assert mode.calls["download"] == count  # one for each microbatch
+            assert len(uploads) >= count + 2  # besides parameters and rows
+            assert found.weight == total.weight
+            assert found.loss == pytest.approx(total.loss, rel=1e-12)
+            for name in ("dense", "rows"):
+                left, right = getattr(found, name), getattr(total, name)
+                if name == "rows":
+                    assert torch.equal(left.rows, right.rows)
+                    left, right = left.sums, right.sums
+                torch.testing.assert_close(left, right, rtol=1e-9, atol=1e-11)
+            update_from_sums(found, worker, components)
 
 
 def test_elsewhere_refuses_what_a_gpu_would() -> None:
@@ -178,20 +221,3 @@ def test_elsewhere_refuses_what_a_gpu_would() -> None:
     with pytest.raises((RuntimeError, TypeError)):
         x.numpy()
     assert x.cpu().numpy().tolist() == [1, 1, 1]
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("embedding", ["plain", "cached"])
-@pytest.mark.parametrize("model", MODELS.values(), ids=MODELS.keys())
-def test_run_on_a_gpu_has_the_losses_of_the_processors(
-    model: str, embedding: str, dataset: Path, tmp_path: Path
-) -> None:
-    runs: dict[str, np.ndarray] = {}
-    for device in ("cpu", "cuda"):
-        job = with_device(write_job(tmp_path / device, model=model), device)
-        run = tmp_path / f"run-{device}"
-        run_job(job, dataset, run, embedding=embedding, steps=9)
-        summary = run_job(job, dataset, run, embedding=embedding, resume=True)
-        assert summary.ne is not None
-        runs[device] = losses_of(run)
-    np.testing.assert_allclose(runs["cuda"], runs["cpu"], rtol=1e-10)

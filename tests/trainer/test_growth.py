@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from tests.trainer.stores import LAYOUT, record_of
-from trainer.embedding.cache import _Slots  # pyright: ignore[reportPrivateUsage]
+from trainer.embedding.cache import CacheSlots
 from trainer.stores import api
-from trainer.stores.api import Records, grown
+from trainer.stores.api import Records, empty_records, grown
 from trainer.stores.local import DENSE_MAP_ROWS, ArrayTable, RowMap
 from trainer.stores.remote.shard import ShardTable
 
@@ -45,7 +45,7 @@ def shard_table() -> tuple[Write, Callable[[], list[np.ndarray]], Callable[[], n
 
 
 def slots() -> tuple[Write, Callable[[], list[np.ndarray]], Callable[[], np.ndarray]]:
-    cache = _Slots(LAYOUT)
+    cache = CacheSlots(empty_records(LAYOUT, 1024), 1024)
 
     def write(rows: np.ndarray, start: int) -> None:
         cache.put(np.arange(start, start + len(rows)), rows, records_from(start))

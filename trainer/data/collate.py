@@ -13,20 +13,45 @@ from numpy.typing import NDArray
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
 from schemas.arrays import Array, Jagged, concat, find_sorted, offsets_of
+from schemas.config.train import ModelConfig
 from schemas.order import Step
 from trainer.data.decode import BatchSpec, RowGroup
+from trainer.data.history import HistoryLayout, lay_out_histories
 from trainer.data.kernels import batch_kernels
 from trainer.data.lookup import (
     Inverse,
     KeyedBags,
+    MergedLookups,
     TableLookup,
     VectorLayout,
     distinct_positions,
     inverse_of,
+    merge_lookups,
     table_lookups,
     vector_layout,
 )
-from trainer.data.shared import SharedFeatures, find_shared_features
+from trainer.data.shared import SharedFeatures, find_dense_group, find_shared_features
+from trainer.device import to_device
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceInputs:
+    """What a batch on a device has besides its tensors.
+
+    Asking a device how large something is waits for all its work; these were found in host memory.
+
+    Attributes:
+        lookups: of all tables as one.
+        dense_group: dedup group whose tuples determine the dense features, or None.
+        history: layout of target attention, None for other models.
+        row_numbers: (num_rows,) int32, its rows among those of the step, all tables one after the
+            other; None: all, in order.
+    """
+
+    lookups: MergedLookups
+    dense_group: str | None
+    history: HistoryLayout | None
+    row_numbers: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +72,7 @@ class Batch:
         group_of: by sparse feature, its dedup group or None.
         shared: features that samples share; None if not requested or nothing is deduplicated.
         kept: by column of `BatchSpec.kept`, (B,) int64: keys and times of samples.
+        device_inputs: of a batch on a device, whose `sparse` and `lookups` are in host memory.
     """
 
     step: Step
@@ -60,6 +86,7 @@ class Batch:
     group_of: Mapping[str, str | None]
     shared: SharedFeatures | None = None
     kept: Mapping[str, Array] = field(default_factory=dict)
+    device_inputs: DeviceInputs | None = None
 
     @property
     def layout(self) -> VectorLayout:
@@ -276,6 +303,42 @@ def _reader_kjt(
     )
 
 
+def move_batch(
+    batch: Batch,
+    model: ModelConfig,
+    device: torch.device,
+    row_numbers: torch.Tensor | None = None,
+) -> Batch:
+    """Return a batch with what a model computes on a device, copied in one block.
+
+    Args:
+        batch: in host memory, with look-ups.
+        model: of the job.
+        device: for cpu, the batch itself is returned.
+        row_numbers: of `DeviceInputs`.
+    """
+    if device.type == "cpu":
+        return batch
+    inputs = DeviceInputs(
+        merge_lookups(batch.lookups, batch.layout),
+        find_dense_group(batch.groups, batch.dense),
+        _history_of(batch, model) if model.name == "attention" else None,
+        row_numbers,
+    )
+    names = ("labels", "weights", "dense", "groups", "shared")
+    parts = {name: getattr(batch, name) for name in names} | {"device_inputs": inputs}
+    return replace(batch, **to_device(parts, device))
+
+
+def _history_of(batch: Batch, model: ModelConfig) -> HistoryLayout:
+    feature = model.history
+    assert feature is not None, "ModelConfig gives the attention model a history"
+    [lookup] = [each for each in batch.lookups.values() if feature in each.features]
+    bags = lookup.slices_of(feature)[1]
+    offsets = lookup.bag_offsets[bags.start : bags.stop + 1].long()
+    return lay_out_histories(offsets - offsets[0], batch.inverse_of(feature), model.max_history)
+
+
 # ---- Microbatches: one per block of a step, all its blocks or those of one process ----
 #
 # Forward and backward run per microbatch, so that its result depends on its block alone. Embedding
@@ -307,6 +370,19 @@ class Microbatches:
     def num_samples(self) -> int:
         """Samples of `batches`."""
         return sum(batch.num_samples for batch in self.batches)
+
+    def row_numbers(self, index: int) -> torch.Tensor:
+        """Return the rows of a microbatch among those of the step, one table after the other.
+
+        Returns:
+            (num_rows_of_microbatch,) int32.
+        """
+        ends = np.cumsum([0, *map(len, self.rows.values())]).tolist()
+        positions = self.row_positions[index]
+        if positions is None:
+            return torch.arange(ends[-1], dtype=torch.int32)
+        firsts = dict(zip(self.rows, ends, strict=False))
+        return torch.cat([positions[t] + firsts[t] for t in self.batches[index].lookups])
 
 
 def single_microbatch(batch: Batch) -> Microbatches:
@@ -511,6 +587,12 @@ def _reader_lookups(
 
 
 def _check(sparse: KeyedJaggedTensor, features: tuple[str, ...], *, weighted: bool) -> None:
+    if sparse.device().type != "cpu":
+        raise ValueError(
+            f"look-ups must be in CPU memory, where a collection of Presage keeps its rows, got a "
+            f"KeyedJaggedTensor on {sparse.device()}; pass the batch's before it is moved, and "
+            "move the result"
+        )
     for feature in features:
         if feature not in sparse.keys():  # noqa: SIM118 (it is no mapping)
             raise ValueError(

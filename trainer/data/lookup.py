@@ -25,7 +25,6 @@ from numpy.typing import NDArray
 
 from schemas.arrays import Array, offsets_of
 from trainer.data.kernels import BagRange, TableArrays, batch_kernels
-from trainer.device import to_device
 
 _PACKED_BITS = 63
 _INT32_MAX = 2**31 - 1
@@ -64,13 +63,7 @@ class TableLookup:
 
     def slices_of(self, feature: str) -> tuple[slice, slice]:
         """Return the look-ups and the bags of one feature."""
-        index = self.features.index(feature)
-        first_value = sum(self.values_per_feature[:index])
-        first_bag = sum(self.bags_per_feature[:index])
-        return (
-            slice(first_value, first_value + self.values_per_feature[index]),
-            slice(first_bag, first_bag + self.bags_per_feature[index]),
-        )
+        return _slices_of(self, feature)
 
 
 def stable_order(values: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -287,10 +280,7 @@ class _Take(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         order, offsets = ctx.saved_tensors
-        sums = F.embedding_bag(
-            order, grads[0].contiguous(), offsets, mode="sum", include_last_offset=True
-        )
-        return sums, None, None, None
+        return segment_sums(grads[0].contiguous(), order, offsets), None, None, None
 
 
 def take(source: torch.Tensor, inverse: Inverse) -> torch.Tensor:
@@ -310,8 +300,46 @@ def take_unsorted(source: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
         source: (num_rows, dim).
         indices: (n,) int64 into `source`.
     """
-    inverse = inverse_of(indices.cpu().numpy(), source.shape[0])
-    return take(source, to_device(inverse, indices.device))
+    return take(source, inverse_of(indices.numpy(), source.shape[0]))
+
+
+def segment_sums(
+    source: torch.Tensor,
+    indices: torch.Tensor,
+    offsets: torch.Tensor,
+    weights: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Return the sums of rows of `source`, in order, without asking a device for a number.
+
+    Args:
+        source: (num_rows, width).
+        indices: (n,) into `source`.
+        offsets: (num_sums + 1,) from 0 to n.
+        weights: (n,) factor of each row, None for ones.
+    """
+    if not len(indices):
+        return source.new_zeros(len(offsets) - 1, source.shape[1])
+    return F.embedding_bag(
+        indices,
+        source,
+        offsets,
+        mode="sum",
+        include_last_offset=True,
+        per_sample_weights=weights,
+    )
+
+
+def transpose_on_device(indices: torch.Tensor, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the stable order of indices, and the offsets of each row in it, both int32.
+
+    Args:
+        indices: (n,) in [0, num_rows).
+        num_rows: number of rows.
+    """
+    order = indices.argsort(stable=True)
+    rows = torch.arange(num_rows + 1, dtype=indices.dtype, device=indices.device)
+    offsets = torch.searchsorted(indices.index_select(0, order), rows, out_int32=True)
+    return order.int(), offsets
 
 
 # ---- Look-ups of all tables of a step ----
@@ -424,3 +452,122 @@ def _arrays_of_table(
         torch.from_numpy(own_weights),
         torch.from_numpy(own_weights if weights is None else own_weights[order]),
     )
+
+
+# ---- Look-ups of all tables as those of one, for devices ----
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MergedLookups:
+    """The look-ups of all tables, whose rows are numbered one table after the other.
+
+    Attributes:
+        features: in the order of their bags.
+        bags_per_feature: bags of each feature.
+        values_per_feature: look-ups of each feature.
+        num_rows: distinct rows of all tables.
+        longest_bag: look-ups of the longest bag.
+        positions: (num_values,) int32, the row of each look-up.
+        bag_offsets: (num_bags + 1,) int32.
+        readers: (num_values,) int32, bags, sorted by the row that they read.
+        reader_offsets: (num_rows + 1,) int32, offsets of each row's readers.
+        per_sample_weights: (num_values,) weight of each look-up, None for ones.
+        reader_weights: (num_values,) weight of each reader, None for ones.
+    """
+
+    features: tuple[str, ...]
+    bags_per_feature: tuple[int, ...]
+    values_per_feature: tuple[int, ...]
+    num_rows: int
+    longest_bag: int
+    positions: torch.Tensor
+    bag_offsets: torch.Tensor
+    readers: torch.Tensor
+    reader_offsets: torch.Tensor
+    per_sample_weights: torch.Tensor | None
+    reader_weights: torch.Tensor | None
+
+    def slices_of(self, feature: str) -> tuple[slice, slice]:
+        """Return the look-ups and the bags of one feature."""
+        return _slices_of(self, feature)
+
+
+def _slices_of(lookups: TableLookup | MergedLookups, feature: str) -> tuple[slice, slice]:
+    index = lookups.features.index(feature)
+    first_value = sum(lookups.values_per_feature[:index])
+    first_bag = sum(lookups.bags_per_feature[:index])
+    return (
+        slice(first_value, first_value + lookups.values_per_feature[index]),
+        slice(first_bag, first_bag + lookups.bags_per_feature[index]),
+    )
+
+
+def merge_lookups(lookups: Mapping[str, TableLookup], layout: VectorLayout) -> MergedLookups:
+    """Return the look-ups of all tables as those of one.
+
+    Args:
+        lookups: by table, at least one.
+        layout: vectors that the look-ups' readers are.
+
+    Raises:
+        ValueError: the number of look-ups does not fit 32 bits.
+    """
+    tables = list(lookups.values())
+    bags_per_feature = tuple(n for t in tables for n in t.bags_per_feature)
+    features = tuple(f for t in tables for f in t.features)
+    num_values = sum(len(t.positions) for t in tables)
+    if num_values > _INT32_MAX:
+        raise ValueError(
+            f"a batch must have at most {_INT32_MAX} look-ups on a device, got {num_values}; "
+            "lower train.batch_samples"
+        )
+    return MergedLookups(
+        features=features,
+        bags_per_feature=bags_per_feature,
+        values_per_feature=tuple(n for t in tables for n in t.values_per_feature),
+        num_rows=sum(len(t.rows) for t in tables),
+        longest_bag=max(t.longest_bag for t in tables),
+        positions=_concat_counted([(t.positions, len(t.rows)) for t in tables]),
+        bag_offsets=_concat_offsets([t.bag_offsets for t in tables]),
+        readers=_bags_of_vectors(features, bags_per_feature, layout)[
+            torch.cat([t.readers for t in tables])
+        ],
+        reader_offsets=_concat_offsets([t.reader_offsets for t in tables]),
+        per_sample_weights=_concat_weights([(t.per_sample_weights, t.positions) for t in tables]),
+        reader_weights=_concat_weights([(t.reader_weights, t.readers) for t in tables]),
+    )
+
+
+def _bags_of_vectors(
+    features: Sequence[str], bags_per_feature: Sequence[int], layout: VectorLayout
+) -> torch.Tensor:
+    """Return (num_vectors,) int32, the bag of each vector that look-ups read."""
+    bags = torch.zeros(layout.num_vectors, dtype=torch.int32)
+    first_bag = 0
+    for feature, count in zip(features, bags_per_feature, strict=True):
+        first, stride = layout.of(feature)
+        own = torch.arange(first_bag, first_bag + count, dtype=torch.int32)
+        bags[first::stride][:count] = own
+        first_bag += count
+    return bags
+
+
+def _concat_counted(parts: Sequence[tuple[torch.Tensor, int]]) -> torch.Tensor:
+    """Concatenate indices into consecutive ranges of some lengths."""
+    firsts = np.cumsum([0, *(length for _, length in parts)]).tolist()
+    return torch.cat([indices + first for (indices, _), first in zip(parts, firsts, strict=False)])
+
+
+def _concat_offsets(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Concatenate offsets that each start at 0."""
+    ends = _concat_counted([(offsets[1:], int(offsets[-1])) for offsets in parts])
+    return torch.cat([parts[0][:1], ends])
+
+
+def _concat_weights(parts: Sequence[tuple[torch.Tensor | None, torch.Tensor]]) -> Any:
+    """Concatenate weights, ones where a table has none; None if no table has weights."""
+    weighted = [weights for weights, _ in parts if weights is not None]
+    if not weighted:
+        return None
+    like = weighted[0]
+    return torch.cat([like.new_ones(len(of)) if w is None else w for w, of in parts])

@@ -61,6 +61,19 @@ def find_shared_features(
     return None if best is None else _shared_features(groups, group_of, best)
 
 
+def find_dense_group(groups: Mapping[str, Inverse], dense: torch.Tensor) -> str | None:
+    """Return the smallest group whose tuples determine the dense features; None if none does.
+
+    Args:
+        groups: dedup groups of the batch.
+        dense: (num_samples, num_dense).
+    """
+    for group, inverse in sorted(groups.items(), key=lambda item: len(item[1].offsets)):
+        if inverse.unique_values(dense) is not None:
+            return group
+    return None
+
+
 @dataclass(frozen=True, slots=True)
 class _Candidate:
     """Groups of the shared rows in order of choice, these rows, and `dense` if they share it."""

@@ -231,21 +231,32 @@ class _StepReads:
     plan_step: PlanStep
 
 
-class _Slots:
+class CacheSlots:
     """The cached rows of one table with their state, by slot."""
 
-    def __init__(self, layout: TableLayout) -> None:
-        self.rows = np.full(1024, -1, np.int64)
-        self.records = empty_records(layout, 1024)
+    def __init__(self, records: Any, num_slots: int) -> None:
+        """Start empty.
+
+        Args:
+            records: of `num_slots` slots: `Records`, or the same on a device.
+            num_slots: more are added when they are used.
+        """
+        self.rows = np.full(num_slots, -1, np.int64)
+        self.records = records
         self._sorted: tuple[NDArray[np.int64], NDArray[np.int64]] | None = None
 
-    def put(self, slots: NDArray[np.int64], rows: NDArray[np.int64], records: Records) -> None:
+    def reserve(self, slots: NDArray[np.int64], rows: NDArray[np.int64]) -> None:
+        """Name the rows of slots, and make room for their records."""
         self._sorted = None
         num_slots = int(slots.max(initial=-1)) + 1
         if num_slots > len(self.rows):
             self.rows = enlarge(self.rows, doubled(num_slots), -1)
             self.records = self.records.grown(num_slots)
         self.rows[slots] = rows
+
+    def put(self, slots: NDArray[np.int64], rows: NDArray[np.int64], records: Records) -> None:
+        """Put rows into slots."""
+        self.reserve(slots, rows)
         self.records.put(slots, records)
 
     def put_fetched(self, reads: _StepReads) -> None:
@@ -266,15 +277,25 @@ class _Slots:
 
     def evict(self, step: PlanStep) -> WriteBack:
         """Free the slots of evicted rows and return the rows that changed."""
-        self._sorted = None
         changed = step.evict_slots[step.write_back]
-        rows = self.rows[changed]
-        self.rows[step.evict_slots] = -1
+        rows = self.free(step.evict_slots)[step.write_back]
         return WriteBack(rows, self.records.take(changed), step.next_use[step.write_back])
 
+    def free(self, slots: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Free slots and return their rows."""
+        self._sorted = None
+        rows = self.rows[slots]
+        self.rows[slots] = -1
+        return rows
+
     def cached_rows(self) -> WriteBack:
+        """Return all rows and copies of their records."""
         slots = np.flatnonzero(self.rows >= 0)
         return WriteBack(self.rows[slots], self.records.take(slots))
+
+
+def _slots_of(layout: TableLayout) -> CacheSlots:
+    return CacheSlots(empty_records(layout, 1024), 1024)
 
 
 def _unplanned(table: str, train_step: int, rows: NDArray[np.int64]) -> SchemaError:
@@ -297,6 +318,7 @@ class PlannedCache:
         last_step: int,
         prefetch_steps: int,
         saves_at: Callable[[int], bool] = lambda _: False,
+        make_slots: Callable[[TableLayout], CacheSlots] = _slots_of,
     ) -> None:
         """Keep the arguments; no thread runs before the first `gather`.
 
@@ -307,10 +329,11 @@ class PlannedCache:
             last_step: one after the last.
             prefetch_steps: steps between the read of a row and its use, as in the plans.
             saves_at: whether `cached` will be called for the state before a step.
+            make_slots: of the cached rows of a table.
         """
         self._store = store
         self._plans = plans
-        self._slots = {table: _Slots(layout) for table, layout in store.layouts.items()}
+        self._slots = {table: make_slots(layout) for table, layout in store.layouts.items()}
         self._next = first_step
         self._last = last_step
         self._prefetch_steps = prefetch_steps
@@ -394,6 +417,10 @@ class PlannedCache:
             SchemaError: the plan has other rows than the batch.
         """
         self.open(train_step)
+        self._check_planned(train_step, rows)
+        return {table: self._in_slots(table, self._current[table].slots) for table in rows}
+
+    def _check_planned(self, train_step: int, rows: RowsOfTables) -> None:
         for table, table_rows in rows.items():
             planned = self._current[table].rows
             if not np.array_equal(planned, table_rows):
@@ -402,14 +429,18 @@ class PlannedCache:
                     f"{table!r} at step {train_step}, and the batch has {len(table_rows)}; "
                     "rebuild the dataset"
                 )
-        return {table: self._in_slots(table, self._current[table].slots) for table in rows}
 
     def open(self, train_step: int) -> None:
         """Put the rows of a step into the cache, for `select`, until they are released."""
-        self._submit_reads(min(train_step + self._prefetch_steps + 1, self._last))
-        self._current = self._pending.popleft().result()
+        self._take_reads(train_step)
         for table, reads in self._current.items():
             self._slots[table].put_fetched(reads)
+
+    def _take_reads(self, train_step: int) -> None:
+        """Issue the reads of a later step, and wait for those of this one."""
+        self._submit_reads(min(train_step + self._prefetch_steps + 1, self._last))
+        self._current = self._pending.popleft().result()
+        for reads in self._current.values():
             self.num_accesses += len(reads.rows)
             self.fetched_rows += int(reads.fetch.sum())
 
@@ -463,6 +494,9 @@ class PlannedCache:
             table: self._slots[table].evict(reads.plan_step)
             for table, reads in self._current.items()
         }
+        self._write_evicted(train_step, evicted)
+
+    def _write_evicted(self, train_step: int, evicted: Mapping[str, WriteBack]) -> None:
         self._written = train_step
         self._thread.write(train_step, evicted)
         self._thread.check()

@@ -292,7 +292,10 @@ def _fused_rows(
 def _check(tables: Sequence[BaseEmbeddingConfig], device: torch.device | None) -> None:
     """Raise ValueError for unsupported configs; warn of ignored settings."""
     if device is not None and torch.device(device).type != "cpu":
-        raise ValueError(f"device must be cpu, got {device}; leave it out")
+        raise ValueError(
+            f"device must be cpu, where a collection of Presage keeps its rows, got {device}; "
+            "leave it out and move the result, or shard TorchRec's as in docs/distributed.md"
+        )
     names = [t.name for t in tables]
     features = [f for t in tables for f in t.feature_names]
     for kind, kind_names in (("table", names), ("feature", features)):

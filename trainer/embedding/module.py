@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -20,7 +21,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 from schemas.config.train import TrainConfig
 from trainer.data.collate import Batch, Microbatches, single_microbatch
 from trainer.data.lookup import take_unsorted
-from trainer.device import to_device, updates_in_place
+from trainer.data.shared import SharedFeatures
 from trainer.embedding.cache import RowSource
 from trainer.embedding.kernels.compiled import kernels_of
 from trainer.embedding.kernels.interface import (
@@ -33,7 +34,7 @@ from trainer.embedding.kernels.interface import (
     rule_at,
 )
 from trainer.embedding.pooling import Pooling
-from trainer.stores.api import GatheredRows, Records, RowReader, TableLayout, initial_records
+from trainer.stores.api import GatheredRows, RowReader, TableLayout, initial_records
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,11 +78,13 @@ class Embedding(nn.Module):
         self._steps_before = steps_before
         self._table_of = {f: t.name for t in tables for f in t.features}
         self._mean = config.pooling == "mean"
-        self._lookups: list[MicrobatchLookups] = []  # of the open microbatches
+        self._lookups: list[Any] = []  # of open microbatches: `MicrobatchLookups`, or a device's
         self._microbatches: Microbatches | None = None
         self._rows: dict[str, ArenaRows] = {}
-        self._gathered: Mapping[str, GatheredRows] = {}
-        self._device = torch.device(config.device)
+        self.device = torch.device("cpu")
+        """Of batches and rows."""
+        self.gathered: Mapping[str, GatheredRows] = {}
+        """Rows of the open step, by table."""
 
     def set_source(self, source: RowSource) -> None:
         """Gather rows from another source from now on."""
@@ -103,8 +106,8 @@ class Embedding(nn.Module):
 
     def open(self, microbatches: Microbatches) -> None:
         """Gather the rows of a step for look-ups of its microbatches."""
-        self._gathered = self._source.gather(microbatches.step.train_step, microbatches.rows)
-        rows = {table: self._on_device(gathered) for table, gathered in self._gathered.items()}
+        self.gathered = self._source.gather(microbatches.step.train_step, microbatches.rows)
+        rows = {table: arena_rows(each) for table, each in self.gathered.items()}
         self._set(microbatches, rows)
 
     def add(self, microbatches: Microbatches) -> None:
@@ -124,7 +127,7 @@ class Embedding(nn.Module):
         """
         microbatches = single_microbatch(batch)
         records = reader.fetch(batch.step.train_step, microbatches.rows)
-        rows = {table: self._on_device(GatheredRows(r)) for table, r in records.items()}
+        rows = {table: arena_rows(GatheredRows(each)) for table, each in records.items()}
         self._set(microbatches, rows)
 
     def open_initial(self, microbatches: Microbatches, layouts: Mapping[str, TableLayout]) -> None:
@@ -135,7 +138,7 @@ class Embedding(nn.Module):
             layouts: of the rows, by table.
         """
         rows = {t: initial_records(layouts[t], each) for t, each in microbatches.rows.items()}
-        self._set(microbatches, {t: self._on_device(GatheredRows(r)) for t, r in rows.items()})
+        self._set(microbatches, {t: arena_rows(GatheredRows(r)) for t, r in rows.items()})
 
     def update_from_backward(self) -> None:
         """Update the rows of the only microbatch by their gradients in place, and release them.
@@ -193,9 +196,8 @@ class Embedding(nn.Module):
             (num_samples, dim) for each key.
         """
         lookups = self._lookups_of(sparse)
-        keys = list(lookups.pooling.keys)
-        pooled = lookups.pooling(lookups.rows)
-        return KeyedTensor(keys, [self._config.embedding_dim] * len(keys), pooled)
+        keys = list(lookups.keys)
+        return KeyedTensor(keys, [self._config.embedding_dim] * len(keys), lookups.pool())
 
     def unique(self, sparse: KeyedJaggedTensor) -> dict[str, torch.Tensor]:
         """Return the pooled rows of each feature, (num_bags, dim), one bag per unique tuple.
@@ -203,8 +205,7 @@ class Embedding(nn.Module):
         Args:
             sparse: `batch.sparse` of an open batch.
         """
-        lookups = self._lookups_of(sparse)
-        return lookups.pooling.unique(lookups.rows)
+        return self._lookups_of(sparse).unique()
 
     def pool_shared(self, sparse: KeyedJaggedTensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the pooled rows of shared and of per-sample features; see `Pooling.pool_shared`.
@@ -215,7 +216,7 @@ class Embedding(nn.Module):
         lookups = self._lookups_of(sparse)
         shared = lookups.batch.shared
         assert shared is not None, "the reader was created with find_shared"
-        return lookups.pooling.pool_shared(lookups.rows, shared)
+        return lookups.pool_shared(shared)
 
     def sequence(
         self, sparse: KeyedJaggedTensor, feature: str
@@ -232,12 +233,6 @@ class Embedding(nn.Module):
         """
         return self._lookups_of(sparse).unpooled(self._table_of[feature], feature)
 
-    def _on_device(self, gathered: GatheredRows) -> ArenaRows:
-        """Return rows in place, or copies for a device that cannot access them."""
-        if updates_in_place(self._device):
-            return arena_rows(gathered)
-        return to_device(arena_rows(GatheredRows(gathered.copy())), self._device)
-
     def _rule(self, microbatches: Microbatches) -> RowRule:
         train_step = self._steps_before + microbatches.step.train_step
         return rule_at(self._config.sparse_optimizer, train_step)
@@ -247,10 +242,6 @@ class Embedding(nn.Module):
         self.add(microbatches)
 
     def _release(self, microbatches: Microbatches) -> None:
-        if not updates_in_place(self._device):
-            for table, gathered in self._gathered.items():
-                rows = self._rows[table]
-                gathered.put(Records(rows.values.cpu().numpy(), rows.state.cpu().numpy()))
         self._source.release(microbatches.step.train_step, microbatches.rows)
         self._lookups, self._microbatches = [], None
 
@@ -310,6 +301,23 @@ class MicrobatchLookups:
         """Set the gradients of `autograd_inputs`, which `torch.autograd.grad` does not store."""
         for copy, gradient in zip(self._copies.values(), gradients[1:], strict=True):
             copy.grad = gradient
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """Features in the order of `pool`."""
+        return self.pooling.keys
+
+    def pool(self) -> torch.Tensor:
+        """Return the vectors of each sample, (num_samples, num_features * dim)."""
+        return self.pooling(self.rows)
+
+    def unique(self) -> dict[str, torch.Tensor]:
+        """Return the pooled rows of each feature, one bag per unique tuple."""
+        return self.pooling.unique(self.rows)
+
+    def pool_shared(self, shared: SharedFeatures) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the pooled rows of shared and of per-sample features."""
+        return self.pooling.pool_shared(self.rows, shared)
 
     def unpooled(self, table: str, feature: str) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the rows of a feature and the offsets of its bags."""

@@ -10,7 +10,6 @@ computing on unique rows.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Protocol, cast
 
 import torch
@@ -21,6 +20,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from schemas.config.job import TrainConfig
 from trainer.data.collate import Batch
+from trainer.data.history import HistoryLayout, QueryBuckets, lay_out_histories
 from trainer.models.shared_compute import (
     DENSE,
     GroupVectors,
@@ -56,99 +56,6 @@ class SequenceEmbedding(Protocol):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the rows of each unique list, (sum_len, dim), and (U + 1,) int64 offsets."""
         ...
-
-
-@dataclass(frozen=True, slots=True)
-class QueryBuckets:
-    """Queries of all samples, grouped by history and padded by bucket.
-
-    A row is a history, its slots are queries. Rows are in buckets of equal width, the next power of
-    two, so that a history with hundreds of queries does not widen all others. Fewer than half of
-    the slots are empty:
-
-        inverse_indices = [0 1 1 1 2 0]     width 1: row 2 | 4
-                                            width 2: row 0 | 0 5
-                                            width 4: row 1 | 1 2 3 -
-
-    Attributes:
-        rows: (num_used_rows,) int64, the rows with a query, bucket by bucket.
-        row_counts: (num_buckets,), rows of each bucket.
-        widths: (num_buckets,), slots of each row in a bucket: ascending powers of two.
-        slots: (num_samples,) int64, slot of each sample's query among those of all buckets.
-    """
-
-    rows: torch.Tensor
-    row_counts: tuple[int, ...]
-    widths: tuple[int, ...]
-    slots: torch.Tensor
-
-    @property
-    def slot_counts(self) -> tuple[int, ...]:
-        """Slots of each bucket."""
-        return tuple(n * w for n, w in zip(self.row_counts, self.widths, strict=True))
-
-
-def bucket_queries(inverse_indices: torch.Tensor, num_rows: int) -> QueryBuckets:
-    """Group samples by their row.
-
-    Args:
-        inverse_indices: (num_samples,) int64 in [0, num_rows), the row of each sample.
-        num_rows: number of rows; one without a sample gets no slot.
-
-    Example:
-        >>> buckets = bucket_queries(torch.tensor([0, 1, 1, 1, 2, 0]), 3)
-        >>> buckets.rows.tolist(), buckets.widths, buckets.slots.tolist()
-        ([2, 0, 1], (1, 2, 4), [1, 3, 4, 5, 0, 2])
-    """
-    counts = torch.bincount(inverse_indices, minlength=num_rows)
-    powers = 1 << torch.arange(63, device=counts.device)
-    exponents = torch.searchsorted(powers, counts)  # of the smallest power >= the count
-    used = counts.nonzero().squeeze(1)
-    rows = used[torch.argsort(exponents[used], stable=True)]
-    widths = powers[exponents[rows]]
-    first_slot = torch.empty_like(counts)
-    first_slot[rows] = widths.cumsum(0) - widths
-    bucket_widths, row_counts = torch.unique_consecutive(widths, return_counts=True)
-    return QueryBuckets(
-        rows,
-        tuple(row_counts.tolist()),
-        tuple(bucket_widths.tolist()),
-        first_slot[inverse_indices] + _rank_within(inverse_indices, counts),
-    )
-
-
-def _rank_within(inverse_indices: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-    """Return how many earlier samples have the same row, (num_samples,) int64."""
-    order = torch.argsort(inverse_indices, stable=True)
-    starts = counts.cumsum(0) - counts
-    ranks = torch.empty_like(order)
-    ranks[order] = torch.arange(len(order), device=order.device) - starts[inverse_indices[order]]
-    return ranks
-
-
-def pad_newest(
-    values: torch.Tensor, offsets: torch.Tensor, rows: torch.Tensor, max_history: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Copy the newest entries of some lists into a padded block, the newest in column 0.
-
-    Args:
-        values: (sum_len, dim), lists end to end, newest last.
-        offsets: (U + 1,) int64.
-        rows: (n,) int64 in [0, U), distinct lists.
-        max_history: maximum entries of a list.
-
-    Returns:
-        padded: (n, H, dim), zeros after the end of a list; H is the longest, at least 1.
-        lengths: (n,) int64, entries of each list, at most `max_history`.
-    """
-    lengths = offsets.diff()[rows].clamp(max=max_history)
-    columns = torch.arange(max(int(lengths.max()), 1) if len(rows) else 1, device=values.device)
-    filled = columns < lengths[:, None]
-    source = (offsets[1:][rows] - 1)[:, None] - columns
-    flat = values.new_zeros(filled.numel(), values.shape[1]).index_copy(
-        0, filled.flatten().nonzero().squeeze(1), values.index_select(0, source[filled])
-    )
-    return flat.view(len(rows), len(columns), values.shape[1]), lengths
 
 
 class HistoryEncoder(nn.Module):
@@ -299,16 +206,21 @@ class AttentionModel(nn.Module):
     ) -> torch.Tensor:
         """Return (B, dim), a learned vector for an empty history."""
         values, offsets = embedding.sequence(batch.sparse, self.history)
-        inverse_indices = batch.inverse_of(self.history)
-        buckets = bucket_queries(inverse_indices, len(offsets) - 1)
-        padded, lengths = pad_newest(values, offsets, buckets.rows, self.max_history)
+        layout = self._layout_of(batch, offsets)
+        padded = layout.pad(values)
         # The mask of an empty list has column 0, which is zero, so that no softmax is empty.
-        columns = torch.arange(padded.shape[1], device=padded.device)
-        readable = columns < lengths.clamp(min=1)[:, None]
+        columns = torch.arange(layout.width, device=padded.device)
+        readable = columns < layout.lengths.clamp(min=1)[:, None]
         encoded = self.encoder(padded, readable)
-        read = self.attention(targets, encoded, readable, buckets)
-        is_empty = (offsets.diff() == 0)[inverse_indices]
-        return torch.where(is_empty[:, None], self.empty_history, read)
+        read = self.attention(targets, encoded, readable, layout.buckets)
+        return torch.where(layout.is_empty[:, None], self.empty_history, read)
+
+    def _layout_of(self, batch: Batch, offsets: torch.Tensor) -> HistoryLayout:
+        if batch.device_inputs is not None:
+            layout = batch.device_inputs.history
+            assert layout is not None, "the batch was moved for this model"
+            return layout
+        return lay_out_histories(offsets, batch.inverse_of(self.history), self.max_history)
 
 
 def build(

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, cast
 
 import torch
@@ -23,6 +24,7 @@ from torchrec.modules.mlp import MLP
 
 from trainer.data.collate import Batch
 from trainer.data.lookup import take
+from trainer.data.shared import find_dense_group
 
 DENSE = "dense features"
 """Key of dense features, or of the output of a bottom MLP, in `GroupVectors.vectors`."""
@@ -71,11 +73,13 @@ def dense_vectors(batch: Batch, dense: torch.Tensor) -> GroupVectors:
         batch: with its groups.
         dense: (num_samples, num_dense).
     """
-    for group, inverse in sorted(batch.groups.items(), key=lambda item: len(item[1].offsets)):
-        by_tuple = inverse.unique_values(dense)
-        if by_tuple is not None:
-            return GroupVectors(group, {DENSE: by_tuple})
-    return GroupVectors(None, {DENSE: dense})
+    if batch.device_inputs is not None:
+        group = batch.device_inputs.dense_group
+    else:
+        group = find_dense_group(batch.groups, dense)
+    if group is not None:
+        dense = dense.index_select(0, batch.groups[group].first_samples)
+    return GroupVectors(group, {DENSE: dense})
 
 
 def to_samples(batch: Batch, group: str | None, vectors: torch.Tensor) -> torch.Tensor:
@@ -125,8 +129,15 @@ def linear_term(
         columns: by feature, its columns of `weight`.
     """
     # one index per group: the gradient of each slice would have the size of the whole weight
-    indices = [torch.arange(columns[n].start, columns[n].stop) for n in group.vectors]
-    return F.linear(group.flat, weight.index_select(1, torch.cat(indices).to(weight.device)))
+    slices = tuple((columns[name].start, columns[name].stop) for name in group.vectors)
+    return F.linear(group.flat, weight.index_select(1, _indices_of(slices, weight.device)))
+
+
+@cache
+def _indices_of(slices: tuple[tuple[int, int], ...], device: torch.device) -> torch.Tensor:
+    """Return the indices in some slices, one after the other; made once, not in each step."""
+    indices = [torch.arange(start, stop) for start, stop in slices]
+    return torch.cat(indices).to(device)
 
 
 def first_layer(layers: nn.Module) -> tuple[nn.Linear, Callable[[torch.Tensor], torch.Tensor]]:

@@ -24,6 +24,7 @@ from schemas.config.train import ModelConfig, TrainConfig
 from trainer.data.collate import Batch
 from trainer.data.lookup import Inverse, take
 from trainer.data.shared import SharedFeatures
+from trainer.device import to_device
 from trainer.embedding.kernels.interface import Interactions, Vectors
 from trainer.models.shared_compute import (
     DENSE,
@@ -246,7 +247,7 @@ class DedupDlrm(nn.Module):
         dense = batch.dense if shared.shared_dense is None else shared.shared_dense
         bottom = self.dlrm.dense_arch(dense_inputs(dense))
         by_row, by_sample = (None, bottom) if shared.shared_dense is None else (bottom, None)
-        columns = self._columns_of(shared, rows.shape[2])
+        columns = self._columns_of(shared, rows)
         row_inputs, own_inputs = interact(
             self._kernel, Vectors(by_row, rows), Vectors(by_sample, own), shared.rows
         )
@@ -262,7 +263,7 @@ class DedupDlrm(nn.Module):
             hidden = layer(hidden)
         return top[1](hidden).squeeze(1)
 
-    def _columns_of(self, shared: SharedFeatures, dim: int) -> _Columns:
+    def _columns_of(self, shared: SharedFeatures, like: torch.Tensor) -> _Columns:
         features = self.dlrm.sparse_arch.sparse_feature_names
         rows = tuple(1 + features.index(f) for f in shared.shared_features)
         own = tuple(1 + features.index(f) for f in shared.per_sample_features)
@@ -271,7 +272,7 @@ class DedupDlrm(nn.Module):
         else:
             rows = (0, *rows)
         if (rows, own) not in self._columns:
-            self._columns[rows, own] = top_columns(rows, own, dim)
+            self._columns[rows, own] = to_device(top_columns(rows, own, like.shape[2]), like.device)
         return self._columns[rows, own]
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 
-from trainer.data.lookup import Inverse
+from trainer.data.lookup import Inverse, segment_sums
 from trainer.embedding.kernels.interface import (
     FeatureBags,
     GroupSamples,
@@ -174,7 +174,9 @@ class TorchInteractions:
         crossed = gradients[1][:, own.own_width :].reshape(-1, own.count, rows.count)
         of_rows, of_own = _back(rows, x, gradients[0]), _back(own, v, gradients[1])
         of_own += torch.bmm(crossed, x[inverse.indices])
-        of_rows.index_add_(0, inverse.indices, torch.bmm(crossed.transpose(1, 2), v))
+        products = torch.bmm(crossed.transpose(1, 2), v)
+        sums = segment_sums(products.flatten(1), inverse.order, inverse.offsets)
+        of_rows += sums.view_as(of_rows)
         for vectors, gradient in zip(out, (of_rows, of_own), strict=True):
             if vectors.first is not None:
                 vectors.first.copy_(gradient[:, 0])
@@ -193,7 +195,7 @@ def _first(vectors: Vectors) -> list[torch.Tensor]:
 
 def _pairs(block: torch.Tensor) -> torch.Tensor:
     """Return (n, p) products of pairs a < b of (n, m, dim) vectors."""
-    a, b = torch.triu_indices(block.shape[1], block.shape[1], offset=1)
+    a, b = torch.triu_indices(block.shape[1], block.shape[1], offset=1, device=block.device)
     return torch.bmm(block, block.transpose(1, 2))[:, a, b]
 
 
@@ -201,7 +203,7 @@ def _back(vectors: Vectors, block: torch.Tensor, gradient: torch.Tensor) -> torc
     """Return the gradient of (n, m, dim) vectors from that of the first and of pairs."""
     count, dim = block.shape[1:]
     start = dim if vectors.first is not None else 0
-    a, b = torch.triu_indices(count, count, offset=1)
+    a, b = torch.triu_indices(count, count, offset=1, device=block.device)
     of_pairs = block.new_zeros(len(block), count, count)
     of_pairs[:, a, b] = of_pairs[:, b, a] = gradient[:, start : vectors.own_width]
     of_vectors = torch.bmm(of_pairs, block)

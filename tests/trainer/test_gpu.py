@@ -1,0 +1,87 @@
+"""Runs on a GPU against those of the processors; `make test-gpu` runs them, and times a step."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from schemas.config.job import load_job
+from schemas.run_log import SUMMARY, read_summary
+from schemas.storage import Location
+from tests.trainer.device_jobs import MODELS, with_device
+from tests.trainer.make_dataset import write_job
+from tests.trainer.runs import final_rows, losses_of, parts_of, reader_of, run_job
+from trainer.__main__ import main
+from trainer.components import uses_shared_features
+from trainer.data.collate import move_batch
+from trainer.evaluate import evaluate_run
+from trainer.step import PhaseTimer, WholeBatchStep, train_batch
+
+pytestmark = pytest.mark.gpu
+
+
+def jobs(folder: Path, **changes: str) -> dict[str, Path]:
+    """Write a job for both devices."""
+    return {d: with_device(write_job(folder / d, **changes), d) for d in ("cpu", "cuda")}
+
+
+@pytest.mark.parametrize("embedding", ["plain", "cached"])
+@pytest.mark.parametrize("model", MODELS.values(), ids=MODELS.keys())
+def test_run_has_the_losses_of_the_processors(
+    model: str, embedding: str, dataset: Path, tmp_path: Path
+) -> None:
+    losses: dict[str, np.ndarray] = {}
+    for device, job in jobs(tmp_path, model=model).items():
+        run = tmp_path / f"run-{device}"
+        run_job(job, dataset, run, embedding=embedding, steps=9)
+        summary = run_job(job, dataset, run, embedding=embedding, resume=True)
+        assert evaluate_run(job, Location.parse(dataset), run).ne == summary.ne
+        losses[device] = losses_of(run)
+    np.testing.assert_allclose(losses["cuda"], losses["cpu"], rtol=1e-10)
+
+
+@pytest.mark.parametrize("embedding", ["cached", "lru", "uncached"])
+def test_rows_have_the_bits_of_a_plain_run_on_the_gpu(
+    embedding: str, dataset: Path, tmp_path: Path
+) -> None:
+    job = jobs(tmp_path)["cuda"]
+    rows: dict[str, dict[str, np.ndarray]] = {}
+    for each in ("plain", embedding):
+        run_job(job, dataset, tmp_path / each, embedding=each)
+        rows[each] = final_rows(tmp_path / each)
+    assert rows["plain"].keys() == rows[embedding].keys()
+    for name, array in rows["plain"].items():
+        assert array.tobytes() == rows[embedding][name].tobytes(), name
+
+
+def test_replicas_have_the_losses_of_one_process(dataset: Path, tmp_path: Path) -> None:
+    both = jobs(tmp_path)
+    run_job(both["cpu"], dataset, tmp_path / "one")
+    run = tmp_path / "two"
+    arguments = ["train", str(both["cuda"]), "--dataset", str(dataset), "--output", str(run)]
+    assert main([*arguments, "--replicas", "2"]) == 0
+    np.testing.assert_allclose(losses_of(run), losses_of(tmp_path / "one"), rtol=1e-10)
+    found, expected = read_summary(run / SUMMARY).ne, read_summary(tmp_path / "one" / SUMMARY).ne
+    assert found == pytest.approx(expected, rel=1e-9)
+
+
+@pytest.mark.parametrize("model", MODELS.values(), ids=MODELS.keys())
+def test_nothing_waits_for_the_gpu_before_the_update(
+    model: str, dataset: Path, tmp_path: Path
+) -> None:
+    job_path = jobs(tmp_path, model=model)["cuda"]
+    job, components = load_job(job_path), parts_of(job_path, dataset)
+    reader = reader_of(job_path, dataset, find_shared=uses_shared_features(job.train))
+    timer, device = PhaseTimer(lambda: 0.0), torch.device("cuda")
+    for _ in range(2):  # the first time, tensors that stay are made
+        train_batch(components, move_batch(reader.read(0), job.train.model, device), timer)
+    step = WholeBatchStep(components)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        batch = move_batch(reader.read(0), job.train.model, device)
+        step.fetch(batch)
+        step.forward_backward(batch, timer)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    step.update()
