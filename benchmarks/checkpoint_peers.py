@@ -38,10 +38,13 @@ from schemas.arrays import Array
 from schemas.config.train import CheckpointConfig, TrainConfig
 from schemas.run_log import CHECKPOINTS
 from trainer.checkpoint.load import load_rows, newest_checkpoint, open_checkpoint
-from trainer.checkpoint.manager import PeriodicSaver, saver_of
+from trainer.checkpoint.manager import BackgroundSaver, RunState
+from trainer.checkpoint.snapshot import SnapshotMemory, memory_path
 from trainer.components import Components
 from trainer.embedding.cache import DirectSource
+from trainer.embedding.changes import Changes
 from trainer.embedding.module import Embedding
+from trainer.run_rows import RunRows
 from trainer.stores.api import TableLayout
 from trainer.stores.local import LocalStore, memory_store
 
@@ -114,28 +117,32 @@ class Tables:
         return arrays
 
 
-def open_saver(run: Path, tables: Tables, num_bytes: int) -> PeriodicSaver:
+def open_saver(run: Path, tables: Tables, num_bytes: int) -> BackgroundSaver:
     """Return the saver that the trainer uses, with a model of one parameter."""
+    config = CheckpointConfig(every_steps=1, keep=1, late="wait")
     model = torch.nn.Linear(1, 1)
     embedding = Embedding((), TrainConfig(), tables.source)
-    saver = saver_of(
+    optimizer = torch.optim.Adam(model.parameters())
+    components = Components(tables.store, embedding, model, optimizer)
+    changes = Changes(tables.layouts, run)
+    tables.source.track_changes(changes)
+    saver = BackgroundSaver(
         run,
-        CheckpointConfig(every_steps=1, keep=1, late="wait"),
-        Components(tables.store, embedding, model, torch.optim.Adam(model.parameters())),
-        tables.source,
-        dict,
+        SnapshotMemory(memory_path(Path(config.copy_to), run)),
+        RunState(components, RunRows(tables.source, tables.store), changes, dict),
+        layouts=tables.layouts,
         first_step=0,
         loaded=False,
-        num_bytes=lambda every_steps: num_bytes + num_bytes // 10,
+        config=config,
     )
-    assert isinstance(saver, PeriodicSaver), "it saves every step"
+    saver.start(num_bytes + num_bytes // 10)
     return saver
 
 
-def save_ours(run: Path, saver: PeriodicSaver, step: int) -> tuple[float, float, float]:
+def save_ours(run: Path, saver: BackgroundSaver, step: int) -> tuple[float, float, float]:
     """Return pause, seconds until the checkpoint is on disk, and its own bytes."""
     start = time.perf_counter()
-    saver.after(step)
+    saver.save(step)
     pause = time.perf_counter() - start
     saver.settle()
     seconds = time.perf_counter() - start
@@ -162,7 +169,7 @@ def check_equal(loaded: LocalStore, tables: Tables) -> None:
         assert np.array_equal(ours.values, tables.store.tables[table].fetch(some).values), table
 
 
-def measure_ours(run: Path, tables: Tables, saver: PeriodicSaver, figures: Figures) -> None:
+def measure_ours(run: Path, tables: Tables, saver: BackgroundSaver, figures: Figures) -> None:
     """Save and load a full checkpoint and one of each share of changed rows."""
     for share in (1, *SHARES):
         tables.train(share)

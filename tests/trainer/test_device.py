@@ -165,11 +165,13 @@ def test_step_waits_for_the_loss_and_for_its_rows_alone(
     with OnElsewhere() as mode:
         components = parts_of(job_path, few)
         reader = reader_of(job_path, few, find_shared=uses_shared_features(job.train))
+        batch = None
         for _ in range(2):  # the second time, what is made once is there
             mode.calls.clear()
             uploads.clear()
             batch = move_batch(reader.read(0), job.train.model, DEVICE)
             train_batch(components, batch, PhaseTimer(lambda: 0.0))
+    assert batch is not None
     num_rows = sum(len(lookup.rows) for lookup in batch.lookups.values())
     assert len(uploads) == 2  # the batch, and its rows with their state
     assert uploads[1] == (num_rows, job.train.embedding_dim + 1)

@@ -67,6 +67,7 @@ def test_stores_are_called_by_nobody_any_more_when_they_are_given_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calling, answered = threading.Event(), threading.Event()
+    before = set(threading.enumerate())
 
     def refuse(index: int, port: int) -> None:
         raise BlockingIOError("no process to be had")
@@ -89,7 +90,7 @@ def test_stores_are_called_by_nobody_any_more_when_they_are_given_back(
         group.close()
         # a call that outlives the interpreter ends the process by SIGSEGV
         assert answered.is_set()
-        assert "slots" not in {thread.name for thread in threading.enumerate()}
+        assert "slots" not in {thread.name for thread in set(threading.enumerate()) - before}
 
 
 @pytest.mark.slow

@@ -39,6 +39,7 @@ from trainer.checkpoint.upload import (
 )
 from trainer.components import layouts_of
 from trainer.data.decode import spec_of
+from trainer.device import device_of
 from trainer.elastic.context import (
     TOKEN,
     Rendezvous,
@@ -317,6 +318,8 @@ def train_replicas(
             "leave these out, or train with one process"
         )
     job, drain = load_job(job_path), drain or Drain()
+    if launch.count:  # others may run on machines with a device
+        device_of(job.train.device)
     with ExitStack() as stack:
         run, uploader = output, None
         if isinstance(run, Location):

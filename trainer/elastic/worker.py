@@ -25,6 +25,7 @@ from trainer.components import Components, build_components, layouts_of
 from trainer.compute import StepCompute
 from trainer.context import RunContext
 from trainer.data.decode import spec_of
+from trainer.device import select_device
 from trainer.elastic.context import (
     Rendezvous,
 )
@@ -124,13 +125,15 @@ def _train(
         spec = spec_of(dataset, config.dtype)
         before = steps_before(read_identity(run))
         starting.enter_context(watchdog(START))
+        select_device(config.device, options.number)
+        on_host = replace(config, device="cpu")  # a device computes microbatches alone
         if shared is None:
-            components = build_components(spec, config, steps_before=before)
+            components = build_components(spec, on_host, steps_before=before)
             rows = MemoryRows(components.store, components.embedding)
         else:
             layouts = layouts_of(spec, config)
             store = open_shared(shared, run, job_path, config.stores, layouts)
-            components = build_components(spec, config, store, steps_before=before)
+            components = build_components(spec, on_host, store, steps_before=before)
             planned = config if train_options.embedding == "cached" else None
             write_buffer = WriteBuffer(store, rendezvous.retained_bytes)
             rows = SharedRows(write_buffer, components.embedding, planned, shared.first)

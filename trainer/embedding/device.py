@@ -155,8 +155,8 @@ class DeviceEmbedding(Embedding):
         self._device_source.release_block(step, rows, self._block)
         self._lookups, self._microbatches = [], None
 
-    def open_block(self, microbatches: Microbatches, block: torch.Tensor) -> None:
-        """Open microbatches on rows that are on the device.
+    def open_block(self, microbatches: Microbatches, block: torch.Tensor) -> list[DeviceLookups]:
+        """Open microbatches on rows that are on the device, and return the look-ups of each.
 
         Args:
             microbatches: on the device.
@@ -167,6 +167,7 @@ class DeviceEmbedding(Embedding):
         self._lookups = [
             DeviceLookups(batch, values, mean=self._mean) for batch in microbatches.batches
         ]
+        return self._lookups
 
 
 class DeviceLookups:
