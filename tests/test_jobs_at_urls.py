@@ -58,7 +58,7 @@ def test_job_and_schema_at_a_url_are_those_of_the_folder(name: str, repository: 
     ("old", "new"),
     [
         ("data:", "dota:"),
-        ("block_samples: 64", "block_samples: 65"),
+        ("block_samples: 16", "block_samples: 17"),
         ("session: {key", "session: {kay"),
         ("groups:", "groups: ["),
         ("batch_samples: 256\n", "batch_samples: 100\n"),

@@ -115,18 +115,18 @@ def descendants(pid: int) -> Iterator[int]:
 
 
 def resident_bytes() -> int:
-    """Return what the container's processes hold that is in no file.
-
-    Memory that several of them share is counted for each.
-    """
+    """Return what the container's processes hold that is in no file."""
     return sum(private_bytes(pid) for pid in descendants(os.getpid()))
 
 
 def private_bytes(pid: int) -> int:
-    """Return what one process holds, anonymous and shared memory; 0 when it has ended."""
+    """Return what one process holds, anonymous and shared memory; 0 when it has ended.
+
+    A page that several processes share, as after a fork, is divided among them.
+    """
     with suppress(OSError):
-        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-        held = (line.split() for line in lines if line.startswith(("RssAnon", "RssShmem")))
+        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+        held = (line.split() for line in lines if line.startswith(("Pss_Anon", "Pss_Shmem")))
         return 1024 * sum(int(words[1]) for words in held)
     return 0
 
