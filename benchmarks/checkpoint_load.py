@@ -14,7 +14,6 @@ run into a folder and loads it from there. `ratio` is our rate over the peer's.
 from __future__ import annotations
 
 import argparse
-import gc
 import mmap
 import os
 import resource
@@ -22,7 +21,6 @@ import shutil
 import statistics
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -31,7 +29,7 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.checkpoint_peers import drop_pages
+from benchmarks.checkpoint_peers import drop_pages, timed
 from benchmarks.logs import write_result
 from schemas.run_log import CHECKPOINTS, RUN_FILE
 from schemas.run_manifest import ALL, fetch_run, read_newest_state
@@ -121,12 +119,7 @@ def load_from(
 def seconds_of(action: Callable[[], object], files: Path) -> float:
     """Return the seconds that an action takes after files have left the page cache."""
     drop_pages(files)
-    start = time.perf_counter()
-    result = action()
-    seconds = time.perf_counter() - start
-    del result
-    gc.collect()
-    return seconds
+    return timed(action)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -237,7 +237,7 @@ class StoreMembers:
             try:
                 self.connection(address).action_once(ADOPT, body, _DESCRIBE_SEC)
             except (StoreUnavailableError, SlotMapChangedError, SchemaError) as error:
-                logger.info("store is not told its slots yet store=%s: %s", address, error)
+                logger.info("store has not received its slot map yet store=%s: %s", address, error)
 
         behind = [
             address
