@@ -54,7 +54,11 @@ PRELOADED = (
     "trainer.stores.remote.processes",
     "trainer.train",
 )
-WITHOUT_THREADS = {"OPENBLAS_NUM_THREADS": "1", "JE_ARROW_MALLOC_CONF": "background_thread:false"}
+WITHOUT_THREADS = {
+    "OPENBLAS_NUM_THREADS": "1",
+    "JE_ARROW_MALLOC_CONF": "background_thread:false",
+    "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # CUDA starts threads, and works in no forked process
+}
 """Keeps the imports from starting threads: `fork` copies only the calling thread, and a lock that
 another thread holds stays locked in the child."""
 _REPOSITORY = Path(__file__).resolve().parents[1]

@@ -54,6 +54,9 @@ def main(argv: Sequence[str] | None = None, prog: str = "python -m trainer") -> 
     # Read when torch loads OpenMP. Spinning threads make a step five times slower if cores are
     # shared with the reader's thread or with other processes.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    # Read when FBGEMM is loaded, which looks for a GPU. Otherwise this initializes CUDA, and
+    # processes forked later cannot use it.
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     # Read when torchft is loaded: its lighthouse logs six lines per step otherwise.
     os.environ.setdefault("RUST_LOG", "warn")
     # The import of torchrec uses a deprecated function of torch, which warns.
