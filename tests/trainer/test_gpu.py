@@ -9,6 +9,7 @@ import torch
 from schemas.config.job import load_job
 from schemas.run_log import SUMMARY, read_summary
 from schemas.storage import Location
+from tests.fork_server import without_forking
 from tests.trainer.device_jobs import MODELS, with_device
 from tests.trainer.make_dataset import write_job
 from tests.trainer.processes import trained
@@ -63,7 +64,8 @@ def test_forked_processes_have_the_losses_of_one_process(
     both = jobs(tmp_path)
     run_job(both["cpu"], dataset, tmp_path / "one")
     run = tmp_path / "forked"
-    trained(both["cuda"], dataset, run, *arguments)
+    with without_forking():  # beside CUDA's thread the fork server of the tests refuses to fork
+        trained(both["cuda"], dataset, run, *arguments)
     np.testing.assert_allclose(losses_of(run), losses_of(tmp_path / "one"), rtol=1e-10)
     found, expected = read_summary(run / SUMMARY).ne, read_summary(tmp_path / "one" / SUMMARY).ne
     assert found == pytest.approx(expected, rel=1e-9)
