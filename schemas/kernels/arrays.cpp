@@ -317,4 +317,17 @@ void presage_hash_rows(const u64* ids, i64 num_ids, u64 salt, u64 num_rows, i64*
   for (i64 i = 0; i < num_ids; i++) out[i] = static_cast<i64>(hash_row(ids[i], salt, num_rows));
 }
 
+// Inserts the rows at some positions into a hash map, each into the first free bucket from its hash on. A bucket has
+// 1 + position, 0 if it is free; at least one is.
+void presage_insert_rows(uint32_t* buckets, i64 num_buckets, const i64* rows, i64 start, i64 end) {
+  const u64 mask = num_buckets - 1;
+  constexpr i64 kAhead = 16;  // buckets that are being loaded from memory
+  for (i64 i = start; i < end; i++) {
+    if (i + kAhead < end) __builtin_prefetch(&buckets[splitmix64(rows[i + kAhead]) & mask], 1);
+    u64 at = splitmix64(rows[i]) & mask;
+    while (buckets[at]) at = (at + 1) & mask;
+    buckets[at] = static_cast<uint32_t>(i + 1);
+  }
+}
+
 }  // extern "C"

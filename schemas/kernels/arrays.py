@@ -24,6 +24,7 @@ _ENTRIES = {
     "overlaps": (POINTER, POINTER, POINTER, WORD, WORD, POINTER),
     "splitmix64": (POINTER, WORD, POINTER),
     "hash_rows": (POINTER, WORD, UNSIGNED, UNSIGNED, POINTER),
+    "insert_rows": (POINTER, WORD, POINTER, WORD, WORD),
 }
 
 FlatColumn = tuple[NDArray[Any], NDArray[np.int64] | None]
@@ -176,3 +177,9 @@ class ArrayKernels(Functions):
         out = np.empty(len(ids), np.int64)
         self.call("hash_rows", ids, len(ids), int(salt), num_rows, out)
         return out
+
+    def insert_rows(
+        self, buckets: NDArray[np.uint32], rows: NDArray[np.int64], positions: range
+    ) -> None:
+        """Insert the rows at some positions into the hash map of `trainer.stores.local.RowMap`."""
+        self.call("insert_rows", buckets, len(buckets), rows, positions.start, positions.stop)

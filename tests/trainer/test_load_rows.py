@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -99,7 +100,6 @@ def load(saved: Saved, store: Store) -> None:
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let small files have several blocks, which threads hash, and parts several chunks."""
     monkeypatch.setattr(read_rows, "_BLOCK_BYTES", 100)
-    monkeypatch.setattr(read_rows, "_HASHED_HERE", 50)
     monkeypatch.setattr("trainer.stores.api._CHUNK_ROWS", 16)
 
 
@@ -135,6 +135,42 @@ def damages(path: Path) -> Iterator[Callable[[], object]]:
     yield lambda: path.write_bytes(data[:-1])
     yield lambda: path.write_bytes(data + b"\0")
     yield path.unlink
+
+
+@pytest.mark.parametrize("is_cached", [True, False])
+def test_files_of_many_blocks_are_loaded_and_verified(
+    is_cached: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(read_rows, "_BLOCK_BYTES", mmap.PAGESIZE)
+    monkeypatch.setattr(read_rows, "_is_cached", lambda file, num_bytes: is_cached)
+    for num_rows in (4 * mmap.PAGESIZE // 8 - 16, 30_001):  # rows end with a page, and not
+        folder = tmp_path / str(num_rows)
+        rows = np.arange(num_rows) * 7
+        block = np.random.default_rng(0).random((num_rows, 4), np.float32)
+        with NewCheckpoint(folder / "checkpoints", 1) as checkpoint:
+            chunk = rows, Records(block[:, :3], block[:, 3:])
+            checkpoint.write_rows("items", LAYOUTS["items"], [chunk])
+            checkpoint.finish({}, {"items": (f"{folder_name(1)}/items",)}, {}, keep=1)
+        saved, store = Saved(checkpoint.folder, {}), memory_store(LAYOUTS)
+        load(saved, store)
+        loaded = store.fetch(1, {"items": rows})["items"]
+        assert np.array_equal(np.hstack([loaded.values, loaded.state]), block)
+        for name in ROW_FILES:
+            path = saved.folder / "items" / f"{name}.npy"
+            data = path.read_bytes()
+            for place in (mmap.PAGESIZE + 1, len(data) - 1):
+                path.write_bytes(data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :])
+                with pytest.raises(SchemaError, match="file must have sha256") as raised:
+                    load(saved, memory_store(LAYOUTS))
+                assert raised.value.file == str(path)
+            path.write_bytes(data)
+
+
+def test_file_that_was_just_written_is_read_from_the_page_cache(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(bytes(1 << 20))
+    with path.open("rb") as file:
+        assert read_rows._is_cached(file.fileno(), 1 << 20)  # pyright: ignore[reportPrivateUsage]
 
 
 @pytest.mark.slow

@@ -27,8 +27,13 @@ SIZES = {
 }
 
 
+@pytest.mark.parametrize("is_compiled", [True, False])
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES.keys())
-def test_row_map_is_a_dict(sizes: Callable[[int], list[int]]) -> None:
+def test_row_map_is_a_dict(
+    sizes: Callable[[int], list[int]], is_compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not is_compiled:
+        monkeypatch.setattr("trainer.stores.local.array_kernels", lambda: None)
     rng = np.random.default_rng(0)
     found, reference = RowMap(), {}
     for step in range(60):

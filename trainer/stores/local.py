@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from schemas.arrays import Array
 from schemas.errors import SchemaError
 from schemas.hashing import splitmix64
+from schemas.kernels.arrays import array_kernels
 from trainer.stores.api import (
     GatheredRows,
     Records,
@@ -406,6 +407,10 @@ class RowMap:
         return positions
 
     def _insert(self, positions: range) -> None:
+        kernels = array_kernels()
+        if kernels is not None:
+            kernels.insert_rows(self._buckets, self._rows, positions)
+            return
         for start in range(0, len(positions), _INSERTED_ROWS):
             self._insert_chunk(positions[start : start + _INSERTED_ROWS])
 
