@@ -24,13 +24,13 @@ from trainer.stores.remote.migration import IncomingMigrations
 from trainer.stores.remote.ownership import SlotMigration, ranges_of
 from trainer.stores.remote.processes import migrate_slots
 from trainer.stores.remote.shard import Shard
-from trainer.stores.remote.wal import RowsEntry
+from trainer.stores.remote.wal import RecordLog, RowsEntry
 
 LOW, HIGH = ((0, 2048),), ((2048, 4096),)
 
 
 def test_store_is_emptied_with_its_last_slots_and_takes_none_whose_rows_it_lacks(
-    tmp_path: Path,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shard, layouts, rows = (
         Shard(tmp_path / "store", LOW, sync=False),
@@ -41,11 +41,19 @@ def test_store_is_emptied_with_its_last_slots_and_takes_none_whose_rows_it_lacks
     shard.open("run", layouts, one_store_map(LOW, 0), "here")
     with shard.lock:
         shard.write_entry(RowsEntry({"items": rows}, rows, np.zeros((9, 5), np.float32)))
+    leaving = SlotMigration(id="leaving", target="there", slots=LOW, keep=False)
+    with shard.lock:
+        shard.log_control(replace(shard.control, outgoing=leaving))
+    shard.adopt(one_store_map(LOW, 0), "here")  # its own map comes again
+    assert not shard.control.served.any()
     shard.adopt(one_store_map((), 1), "here")
     assert len(shard.tables["items"]) == 0
     with pytest.raises(SchemaError, match=r"^slots are assigned whose rows were never received"):
         shard.adopt(one_store_map(LOW, 2), "here")
-    incoming = IncomingMigrations(shard)
+    incoming, on_device = IncomingMigrations(shard), list[int]()
+    monkeypatch.setattr(
+        RecordLog, "flush_to_disk", lambda log: on_device.append(log.path.stat().st_size)
+    )
     migrations = [SlotMigration(id=i, target="here", slots=LOW, keep=False) for i in "012"]
     for migration in migrations:  # the last one counts
         incoming.begin(migration, "run", layouts, one_store_map((), 1))
@@ -56,6 +64,8 @@ def test_store_is_emptied_with_its_last_slots_and_takes_none_whose_rows_it_lacks
         incoming.complete("1")
     incoming.complete("2")
     incoming.complete("2")  # it may be repeated
+    [log] = (tmp_path / "store").glob("log-*.bin")
+    assert on_device[-1] == log.stat().st_size, "the source deletes its rows"
     shard.adopt(one_store_map(LOW, 2), "here")
     shard.adopt(one_store_map((), 1), "here")  # an older map comes late
     assert ranges_of(shard.control.served) == LOW

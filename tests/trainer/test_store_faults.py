@@ -7,7 +7,9 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -26,6 +28,7 @@ from tests.trainer.stores import (
     start_store,
     whole,
 )
+from trainer.stores.api import SlotMapChangedError
 from trainer.stores.remote.client import RemoteStore
 from trainer.stores.remote.connection import StoreConnection
 from trainer.stores.remote.migration import OutgoingMigrations
@@ -196,6 +199,33 @@ def test_store_restarted_with_other_slots_is_refused(tmp_path: Path) -> None:
     ):
         other.load()
     other.close()
+
+
+REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "of an older epoch": ({"epoch": 0}, SlotMapChangedError, "store has the slot map of epoch 1, "),
+    "of a newer epoch": ({"epoch": 2}, SlotMapChangedError, "store has the slot map of epoch 1, "),
+    "who knows of more writes": ({"acknowledged": 2}, SlotMapChangedError, "store lost "),
+    "of another session": ({"session": "other"}, SchemaError, "session 'other' of the store was "),
+}
+
+
+@pytest.mark.parametrize("caller", REFUSED)
+def test_store_serves_no_caller(caller: str, tmp_path: Path) -> None:
+    changes, error, message = REFUSED[caller]
+    shard, rows = Shard(tmp_path / "store", ALL, sync=False), np.arange(9)
+    shard.load()
+    shard.open("run", {"items": LAYOUT}, one_store_map(ALL, 1), "here")
+    request = Request(op="write", session="process", epoch=1, acknowledged=0, train_step=1)
+    assert shard.write(request, {"items": rows}, np.ones((9, 5), np.float32)) == 1
+    for call in (
+        lambda request: shard.fetch(request, {"items": rows}),
+        lambda request: shard.write(request, {"items": rows}, np.zeros((9, 5), np.float32)),
+        lambda request: shard.contents(request, "items", 9),
+    ):
+        with pytest.raises(error, match=f"^{message}"):
+            call(replace(request, **changes))
+    assert (shard.fetch(replace(request, acknowledged=1), {"items": rows})[0] == 1).all()
+    shard.close()
 
 
 def test_budget_is_never_exceeded_and_says_when_it_is_spent() -> None:
