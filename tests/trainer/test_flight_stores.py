@@ -1,11 +1,14 @@
 """Store processes against a store in memory: real processes, real Flight calls."""
 
 import re
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.flight as fl
 import pytest
 
@@ -13,6 +16,7 @@ from schemas.errors import SchemaError
 from schemas.hashing import MAX_ROW
 from schemas.rows import initial_rows
 from tests.trainer.certificates import make_certificate
+from tests.trainer.processes import PATIENCE
 from tests.trainer.stores import (
     ACCESS,
     LAYOUT,
@@ -23,8 +27,9 @@ from tests.trainer.stores import (
     whole,
 )
 from trainer.__main__ import main
-from trainer.stores.api import Records, TableLayout
+from trainer.stores.api import Records, StoreUnavailableError, TableLayout
 from trainer.stores.local import memory_store
+from trainer.stores.remote import connection as connection_module
 from trainer.stores.remote.connection import Access, StoreConnection
 from trainer.stores.remote.ownership import slot_range_of_part
 
@@ -209,6 +214,42 @@ def test_stranger_on_the_port_of_a_store_that_died_is_waited_out() -> None:
         )
         with peer, pytest.raises(SchemaError, match=r"^store must answer within 0\.3 s"):
             peer.action("hello", {})
+
+
+class FakeClient:
+    """A client whose call `first` fails while `second` is in progress."""
+
+    def __init__(self) -> None:
+        self.is_closed = False
+        self._begun, self._failed = threading.Event(), threading.Event()
+
+    def do_action(self, action: fl.Action, options: object) -> list[fl.Result]:
+        if action.type == "first":
+            assert self._begun.wait(PATIENCE)
+            raise fl.FlightUnavailableError("the store is gone")
+        self._begun.set()
+        assert self._failed.wait(PATIENCE)
+        if self.is_closed:
+            raise pa.ArrowInvalid("FlightClient is closed")
+        return [fl.Result(pa.py_buffer(b"{}"))]
+
+    def go_on(self) -> None:
+        self._failed.set()
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+def test_call_that_fails_leaves_another_one_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    client = FakeClient()
+    monkeypatch.setattr(connection_module, "connect", lambda *_: client)
+    peer = StoreConnection("grpc://127.0.0.1:1", ACCESS)
+    with ThreadPoolExecutor(1) as pool:
+        second = pool.submit(peer.action_once, "second", {}, PATIENCE)
+        with pytest.raises(StoreUnavailableError, match="the store is gone"):
+            peer.action_once("first", {}, PATIENCE)
+        client.go_on()
+        assert second.result() == {}
 
 
 @pytest.mark.slow

@@ -256,27 +256,31 @@ class StoreConnection:
                 timeout=timeout_sec,
                 headers=[(AUTHORIZATION.encode(), f"Bearer {self._access.token}".encode())],
             )
+            client: fl.FlightClient | None = None
             try:
-                return call(self._connected(), options)
+                client = self._connected()
+                return call(client, options)
             except _GONE as error:
                 code, line = _code_and_line(error)
                 if code != BUSY:
-                    self.close()
+                    if self._client is client:
+                        self._client = None  # closed when no other call uses it any more
                     raise StoreUnavailableError(_reason(error), self.address) from error
             except (fl.FlightError, pa.ArrowException) as error:
                 raise self._to_error(error) from error
         raise SchemaError(line, file=self.address)
 
     def _connected(self) -> fl.FlightClient:
-        if self._client is None:
+        client = self._client
+        if client is None:
             try:
-                self._client = connect(resolve_address(self.address), self._access)
+                client = self._client = connect(resolve_address(self.address), self._access)
             except RefusedError:
                 raise
             except StorageError as error:
                 line = error.message.partition("; ")[0]
                 raise StoreUnavailableError(line, self.address) from error
-        return self._client
+        return client
 
     def _to_error(self, error: Exception) -> Exception:
         code, line = _code_and_line(error)
