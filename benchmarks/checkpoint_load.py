@@ -4,16 +4,20 @@
 [--store KIND] [--s3]`
 
 Writes a checkpoint of drawn rows with the state of row-wise AdaGrad. A round reads its files one
-after the other into one buffer, in the page cache's blocks, and loads it into a new store, in
-alternating order; before each its pages are removed from the page cache. Loading verifies every
-byte. With `--s3` the checkpoint is at versitygw on this machine instead: the peer is one client
-that reads the objects by ranges, with the fastest number of requests at once, and ours fetches the
-run into a folder and loads it from there. `ratio` is our rate over the peer's.
+after the other into one buffer, through the page cache and around it, of which the faster one
+counts, and loads it into a new store, in alternating order; before each its pages are removed from
+the page cache. Loading verifies every byte. `kept` is the rate of reads around the page cache into
+new memory, as that of a store is. `processor_sec` is of our loads.
+
+With `--s3` the checkpoint is at versitygw on this machine instead: the peer is one client that
+reads the objects by ranges, with the fastest number of requests at once, and ours fetches the run
+into a folder and loads it from there. `ratio` is our rate over the peer's.
 """
 
 from __future__ import annotations
 
 import argparse
+import io
 import mmap
 import os
 import resource
@@ -21,9 +25,10 @@ import shutil
 import statistics
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
 
@@ -71,13 +76,27 @@ def write_run(run: Path, layouts: dict[str, TableLayout], num_bytes: int) -> Non
         checkpoint.finish({}, parts, {}, keep=1)
 
 
-def read_files(run: Path) -> None:
-    """Read the files of a run, one after the other, into one buffer."""
-    buffer = mmap.mmap(-1, RANGE_BYTES)
+def new_memory(num_bytes: int) -> mmap.mmap:
+    """Return memory in huge pages, which need few requests of a disk."""
+    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory.madvise(mmap.MADV_HUGEPAGE)
+    return memory
+
+
+def read_files(run: Path, flags: int, *, keep: bool = False) -> list[mmap.mmap]:
+    """Read the files of a run, one after the other, into one buffer or into memory that is kept."""
+    buffer, kept = new_memory(RANGE_BYTES), list[mmap.mmap]()
     for path in sorted(path for path in (run / CHECKPOINTS).rglob("*") if path.is_file()):
-        with path.open("rb", buffering=0) as file:
-            while file.readinto(buffer):  # type: ignore[attr-defined] # an unbuffered file
-                pass
+        num_bytes, num_read = path.stat().st_size, 0
+        if keep:
+            kept.append(new_memory(-(-num_bytes // RANGE_BYTES) * RANGE_BYTES))
+        with closing(
+            io.FileIO(path, opener=lambda name, mode: os.open(name, mode | flags))
+        ) as file:
+            while num_read < num_bytes:
+                view = memoryview(kept[-1])[num_read:] if keep else memoryview(buffer)
+                num_read += os.preadv(file.fileno(), [view[:RANGE_BYTES]], num_read)
+    return kept
 
 
 def load_run(run: Path, layouts: dict[str, TableLayout], kind: str) -> LocalStore:
@@ -146,7 +165,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         run = files = Path(name) / "run"
         write_run(run, layouts, int(options.gigabytes * 1e9))
         num_bytes = drop_pages(run)
-        peers: list[Callable[[], object]] = [partial(read_files, run)]
+        peers: list[Callable[[], object]] = [
+            partial(read_files, run, 0),
+            partial(read_files, run, os.O_DIRECT),
+        ]
+        keep = partial(read_files, run, os.O_DIRECT, keep=True)
         load = partial(load_run, run, layouts, options.store)
         if options.s3:
             files = Path(name) / "server"
@@ -160,12 +183,23 @@ def main(argv: Sequence[str] | None = None) -> int:
             load = partial(load_from, url, run, layouts, options.store)
         ours: list[float] = []
         peer: list[float] = []
+        kept: list[float] = []
+        processor: list[float] = []
+
+        def measured_load() -> object:
+            start = time.process_time()
+            store = load()
+            processor.append(time.process_time() - start)
+            return store
+
         for number in range(options.rounds):
             if number % 2:
-                ours.append(num_bytes / seconds_of(load, files) / 1e9)
+                ours.append(num_bytes / seconds_of(measured_load, files) / 1e9)
             peer.append(num_bytes / min(seconds_of(each, files) for each in peers) / 1e9)
+            if not options.s3:
+                kept.append(num_bytes / seconds_of(keep, files) / 1e9)
             if not number % 2:
-                ours.append(num_bytes / seconds_of(load, files) / 1e9)
+                ours.append(num_bytes / seconds_of(measured_load, files) / 1e9)
     result = {
         "ours": statistics.median(ours),
         "peer": statistics.median(peer),
@@ -174,6 +208,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         "rounds": [a / b for a, b in zip(ours, peer, strict=True)],
         "ours_rounds": ours,
         "peer_rounds": peer,
+        "kept_rounds": kept,
+        "processor_sec": processor,
         "gigabytes": num_bytes / 1e9,
         "store": options.store,
         "peak_rss_gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9,

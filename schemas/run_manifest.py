@@ -31,6 +31,7 @@ from typing import Any, BinaryIO, TypeVar
 
 from schemas.errors import SchemaError
 from schemas.layout import BLOCKS, JOB, MANIFEST, SCHEMA
+from schemas.local_files import write_all, write_uncached
 from schemas.manifest import decode_manifest, encode_manifest
 from schemas.paths import is_below
 from schemas.run_log import (
@@ -251,9 +252,10 @@ def _fetch_file(run: Location, manifest: RunManifest, folder: Path, name: str) -
         with path.open("rb") as file:
             if len(matching_objects(file, objects)) == len(objects):
                 return
-    with Location.parse(path).new_file() as new_path, new_path.open("wb") as target:
+    with Location.parse(path).new_file() as new_path, io.FileIO(new_path, "w") as target:
         for each in objects:
-            _copy_object(run, each, target)
+            write = write_uncached if each.num_bytes > CHUNK_BYTES else write_all
+            _copy_object(run, each, partial(write, target.fileno()))
 
 
 def matching_objects(file: BinaryIO, objects: Sequence[RunObject]) -> tuple[RunObject, ...]:
@@ -269,11 +271,14 @@ def matching_objects(file: BinaryIO, objects: Sequence[RunObject]) -> tuple[RunO
     return tuple(objects)
 
 
-def _copy_object(run: Location, each: RunObject, target: BinaryIO) -> None:
+def _copy_object(run: Location, each: RunObject, write: Callable[[memoryview], object]) -> None:
+    """Write the bytes of an object, and hash them meanwhile."""
     source, digest = run / each.name, hashlib.sha256()
-    for data in source.chunks(each.num_bytes):
-        digest.update(data)
-        target.write(data)
+    with ThreadPoolExecutor(1, thread_name_prefix="hash") as pool:
+        for data in source.chunks(each.num_bytes):
+            hashed = pool.submit(digest.update, data)
+            write(data)
+            hashed.result()
     if digest.hexdigest() != each.sha256:
         raise SchemaError(
             f"object must have sha256 {each.sha256[:12]}, got {digest.hexdigest()[:12]}; {_REMEDY}",
@@ -385,7 +390,7 @@ def read_run_file(run: Location, name: str) -> bytes | None:
             return None
         data = io.BytesIO()
         for each in objects:
-            _copy_object(run, each, data)
+            _copy_object(run, each, data.write)
         return data.getvalue()
 
     return _read_newest(Versions(run), read)
