@@ -357,16 +357,10 @@ class Result:
     Attributes:
         ended: results of all jobs by number.
         used: resource use.
-        num_rounds: decisions of the policy.
-        num_changes: changes of running jobs.
-        peak: maximum of cores and bytes, as shares of the capacity.
     """
 
     ended: tuple[EndedJob, ...]
     used: ResourceUse
-    num_rounds: int
-    num_changes: int
-    peak: tuple[float, float]
 
 
 class Cluster:
@@ -388,9 +382,8 @@ class Cluster:
         self.allowed = {kind: table.allowed for kind, table in self.tables.items()}
         self.batches = {kind: table.batch_samples for kind, table in self.tables.items()}
         self.events: list[tuple[float, int, int, int, EventKind | None]] = []
-        self.count = self.num_rounds = self.num_changes = 0
+        self.count = 0
         self.next_round = math.inf
-        self.peak = (0.0, 0.0)
 
     def simulate(self) -> Result:
         """Run until every job has ended.
@@ -410,7 +403,7 @@ class Cluster:
                 self._apply_event(self.active[job], kind, now)
         assert not self.active, f"{self.policy.name} left {len(self.active)} jobs"
         ended = tuple(self.ended[job] for job in range(len(self.specs)))
-        return Result(ended, self.used, self.num_rounds, self.num_changes, self.peak)
+        return Result(ended, self.used)
 
     def _push(self, at: float, version: int, job: int, kind: EventKind | None) -> None:
         self.count += 1
@@ -469,7 +462,6 @@ class Cluster:
             return
         for run in self.active.values():
             run.advance(now)
-        self.num_rounds += 1
         self._apply(self.policy.decide(self._snapshot(now)), now)
         self._round_at(now + max(ROUND_SEC, self.policy.interval_sec))
 
@@ -479,7 +471,6 @@ class Cluster:
             sizes = decided.get(run.job)
             if sizes == run.sizes:
                 continue
-            self.num_changes += run.sizes is not None
             run.place(sizes, now)
             if sizes is not None:
                 self._push_next_event(run)
@@ -491,7 +482,6 @@ class Cluster:
     def _check(self, decided: Mapping[int, Sizes]) -> None:
         cpus = sum(sizes.cpus for sizes in decided.values()) / self.capacity.cpus
         memory = sum(sizes.memory_bytes for sizes in decided.values()) / self.capacity.memory_bytes
-        self.peak = max(self.peak[0], cpus), max(self.peak[1], memory)
         name = self.policy.name
         assert max(cpus, memory) <= 1.0 + 1e-6, (
             f"{name} exceeds the capacity: {cpus:.4f}, {memory:.4f}"
