@@ -13,12 +13,7 @@ from datetime import timedelta
 import numpy as np
 
 from scheduler.controller.state import Action, JobState, Runner, State
-from scheduler.model.grid import (
-    BookedWorker,
-    Sizes,
-    budget_excess,
-    mib,
-)
+from scheduler.model.grid import BookedWorker, Sizes, budget_excess, mib
 from scheduler.model.predict import Models, fit_models
 from scheduler.model.snapshot import Snapshot
 from scheduler.planner.candidates import find_candidates, predict_candidates
@@ -246,8 +241,8 @@ def allocate(state: State) -> tuple[State, list[Action]]:
     resized = [job.name for job in jobs.values() if has_new_training_sizes(job, state)]
     state = replace(state, jobs=jobs)
     for name in resized:
-        others = sum(cpus for other, (cpus, _) in shares_of(state).items() if other != name)
-        state = state.with_job(restore_cores(state.jobs[name], state.budget.cpus - others))
+        job = state.jobs[name]
+        state = state.with_job(restore_cores(job, available_budget(state, job).cpus))
     return state, actions
 
 
