@@ -165,8 +165,6 @@ class Read(ProcessEvent):
     """Its step; for a segment job, the seconds since it started."""
     resident_bytes: int
     """Its memory."""
-    rate: float | None = None
-    """Work per second of a replica, in a unit common to the replicas of the job."""
     busy_cores: float | None = None
     """Cores that were busy since the previous reading; None if not measured."""
 

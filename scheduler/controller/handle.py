@@ -116,9 +116,12 @@ def _apply(state: State, event: Event) -> tuple[State, list[Action]]:
 
 def _measure(state: State, tick: Tick) -> State:
     """Return the state with the steps and readings of a tick."""
-    for steps in tick.steps:
-        state, _ = _apply(state, replace(steps, time_sec=tick.time_sec))
     jobs = dict(state.jobs)
+    for steps in tick.steps:
+        job = jobs.get(steps.job)
+        if job is not None:
+            stepped = replace(steps, time_sec=tick.time_sec)
+            jobs[job.name], _ = _on_stepped(job, stepped, state)
     for name, readings in groupby(tick.readings, key=attrgetter("job")):
         job = jobs.get(name)
         if job is not None:
@@ -225,9 +228,8 @@ def _with_reading(process: Process, event: Read) -> Process:
         readings = process.readings  # no progress, so nothing about its growth
     if len(readings) > MAX_READINGS:
         readings = readings[::2]
-    rate = process.rate if event.rate is None else event.rate
     busy = process.busy_cores if event.busy_cores is None else event.busy_cores
-    return replace(process, readings=readings, rate=rate, busy_cores=busy)
+    return replace(process, readings=readings, busy_cores=busy)
 
 
 def _on_resized(job: JobState, event: Resized, state: State) -> Result:

@@ -74,7 +74,7 @@ EVENT_TYPES: Mapping[str, type[Event]] = MappingProxyType(
 """Event classes by their names in the log, which stay when a class is renamed."""
 _NAMES: Mapping[type[Event], str] = MappingProxyType({kind: n for n, kind in EVENT_TYPES.items()})
 
-_VALUES = ("process", "position", "resident_bytes", "rate", "busy_cores")
+_VALUES = ("process", "position", "resident_bytes", "busy_cores")
 _READING = attrgetter(*_VALUES)
 
 LOG = "scheduler.jsonl"
@@ -118,9 +118,12 @@ def event_from_json(body: Mapping[str, Any]) -> Event:
     if not isinstance(event, Tick) or "readings" not in body:
         return event
     readings = [
-        Read(time_sec=event.time_sec, job=job, **dict(zip(_VALUES, values, strict=True)))
+        # The first logs had a null before the busy cores.
+        Read(
+            time_sec=event.time_sec, job=job, **dict(zip(_VALUES, (*one[:3], one[-1]), strict=True))
+        )
         for job, processes in body["readings"].items()
-        for values in processes
+        for one in processes
     ]
     return replace(event, readings=tuple(readings))
 

@@ -55,12 +55,8 @@ class Process:
     """Time of its start."""
     readings: tuple[tuple[int, int], ...] = ()
     """Positions, and resident bytes at each."""
-    rate: float | None = None
-    """Latest work per second."""
     busy_cores: float | None = None
     """Latest number of busy cores."""
-    slow_ticks: int = 0
-    """Consecutive ticks at which it was slow."""
     memory_before: int | None = None
     """Its memory before a resize that is in flight."""
     cpus_before: float | None = None

@@ -60,8 +60,6 @@ from schemas.config.schedule import BudgetConfig
 from schemas.errors import PlanError
 
 CORES_REDUCED = "sizes not compared: cores were reduced, step times are being measured again"
-
-
 MAX_CHECKED = 4
 """Jobs whose sizes, memory and cores are compared in one tick, 5 ms each; others take turns."""
 
@@ -70,8 +68,6 @@ def run_tick(state: State) -> tuple[State, list[Action]]:
     """Check the running jobs whose turn it is, the highest priority first."""
     actions: list[Action] = []
     running = [job for job in state.by_priority if job.phase == "running" and job.sizes is not None]
-    counted = {job.name: count_slow_ticks(job) for job in running}
-    state = replace(state, jobs={**state.jobs, **counted})
     shares = shares_of(state)
     for name in jobs_in_turn(running):
         job = replace(state.jobs[name], checked_sec=state.now_sec)
@@ -122,9 +118,9 @@ def _check_job(
     ahead_steps = lookahead_steps(work, step_sec)
     if ahead_steps is not None and job.stores:
         job, actions = move_slots(job, sizes, ahead_steps, state.now_sec)
-    slow = find_straggler(job) or find_late_segment(job, work, state.now_sec)
-    if slow is not None:
-        job, replacement = _replace_process(job, *slow)
+    late = find_late_segment(job, work, state.now_sec)
+    if late is not None:
+        job, replacement = _replace_segment_job(job, *late)
         return job, actions + replacement
     try:
         comparison = compare_sizes(
@@ -140,7 +136,7 @@ def _check_job(
         return replace(job, verdict=f"no other size fits what is free: {error}"), actions
     if job.steps_suspect:
         comparison = replace(comparison, not_compared=CORES_REDUCED)
-    watches = watch_memory(job, work, state.now_sec, budget, step_sec)
+    watches = watch_memory(job, work, budget, step_sec)
     verdict = decide_correction(job.correction, state.now_sec, comparison, watches)
     job = replace(job, correction=verdict.state, verdict=verdict.reason)
     job, changes = _apply_verdict(job, verdict, comparison, budget)
@@ -159,15 +155,16 @@ def _check_job(
     return job, actions
 
 
-def _replace_process(job: JobState, process: Process, why: str) -> tuple[JobState, list[Action]]:
+def _replace_segment_job(
+    job: JobState, process: Process, why: str
+) -> tuple[JobState, list[Action]]:
     job = replace(
         job.with_process(replace(process, status="leaving")),
         replaced=job.replaced | {process.task_id},
     )
-    verb = "stop" if process.pool == "segment" else "drain"
     return job, [
         Action(verb="replace", job=job.name, process=process.name, reason=why),
-        Action(verb=verb, job=job.name, process=process.name, reason=why),
+        Action(verb="stop", job=job.name, process=process.name, reason=why),
     ]
 
 
@@ -237,39 +234,10 @@ def lookahead_steps(work: RemainingWork, step_sec: float) -> int | None:
     return int(LOOKAHEAD_SEC / step_sec) if work.models.training.num_cells else None
 
 
-# Slow processes.
+# Slow segment jobs. A slow replica is not replaced: the trainer gives it fewer blocks.
 
-SLOW = 0.5
-"""A replica below this share of the median of the others is slow. One that is half as fast costs
-little, because the trainer gives it half the blocks."""
-SLOW_TICKS = 3
-"""Consecutive slow ticks after which a replica is a straggler."""
 LATE_FACTOR = 2.0
 """A segment job that takes this many times the upper end of its interval is replaced, once."""
-
-
-def count_slow_ticks(job: JobState) -> JobState:
-    """Count for each replica the consecutive ticks at which it was slow."""
-    replicas = [p for p in job.of_pool("replica") if p.status == "running" and p.rate is not None]
-    for process in replicas:
-        others = [p.rate or 0.0 for p in replicas if p.name != process.name]
-        slow = bool(others) and (process.rate or 0.0) < SLOW * median(others)
-        ticks = process.slow_ticks + 1 if slow else 0
-        if ticks != process.slow_ticks:
-            job = job.with_process(replace(process, slow_ticks=ticks))
-    return job
-
-
-def find_straggler(job: JobState) -> tuple[Process, str] | None:
-    """Return a straggler among the replicas, and why it is replaced; one at a time."""
-    if any(p.status != "running" for p in job.of_pool("replica")):
-        return None
-    for process in job.of_pool("replica"):
-        if process.slow_ticks >= SLOW_TICKS and process.task_id not in job.replaced:
-            others = [p.rate or 0.0 for p in job.of_pool("replica") if p.name != process.name]
-            share = (process.rate or 0.0) / median(others)
-            return process, f"its speed is {share:.0%} of the others' for {SLOW_TICKS} ticks"
-    return None
 
 
 def find_late_segment(
@@ -295,7 +263,7 @@ MAX_FORECASTS = 2
 
 
 def watch_memory(
-    job: JobState, work: RemainingWork, now_sec: float, budget: BudgetConfig, step_sec: float
+    job: JobState, work: RemainingWork, budget: BudgetConfig, step_sec: float
 ) -> list[MemoryWatch]:
     """Return forecasts of the processes of each pool that use most memory.
 
@@ -305,7 +273,6 @@ def watch_memory(
     Args:
         job: the job.
         work: its remaining work.
-        now_sec: the time.
         budget: what both of its pools may use.
         step_sec: predicted seconds of a step.
     """

@@ -10,7 +10,6 @@ from scheduler.controller.events import (
     LoadKnown,
     Moved,
     Preempted,
-    Read,
     Tick,
 )
 from scheduler.controller.handle import handle
@@ -148,21 +147,6 @@ def test_handle_stops_a_later_segment_job_that_waits_for_one_that_has_no_room() 
 
 
 GROUP = "  training: {min_replicas: 3, max_replicas: 3}"
-
-
-def test_handle_of_a_slow_replica_replaces_it_once_and_the_lead_is_left_alone() -> None:
-    bench = Bench(BUDGET, submitted("first", 3, GROUP))
-    bench.built(0)
-    assert [p.name for p in bench.job.of_pool("replica")] == [f"replica-{i}.1" for i in range(3)]
-    found: list[Action] = []
-    for look in range(1, 8):
-        for number, rate in enumerate([1.0, 0.4, 1.1]):
-            name = f"replica-{number}.1"
-            bench.at(Read, name, position=look, resident_bytes=GIB, rate=rate)
-        found += [a for a in bench.ticks(1) if a.process.startswith("replica")]
-    assert said(found) == ["replace replica-1.1", "drain replica-1.1"]
-    assert found[0].reason == "its speed is 38% of the others' for 3 ticks"
-    assert said(bench.at(Ended, "replica-1.1", outcome="left")) == ["start replica-1.2"]
 
 
 def test_handle_of_a_lost_lead_ends_its_replicas_before_another_begins() -> None:

@@ -61,7 +61,7 @@ EVENTS: list[Event] = [
     Started(time_sec=1.0, job="first", process="segment-0.1"),
     Ended(time_sec=1.5, job="first", process="segment-0.1", outcome="done", num_samples=7),
     Preempted(time_sec=2.0, job="first", process="lead-0.1", grace_sec=30.0),
-    Read(time_sec=2.0, job="first", process="lead-0.1", position=3, resident_bytes=4, rate=0.5),
+    Read(time_sec=2.0, job="first", process="lead-0.1", position=3, resident_bytes=4),
     Resized(time_sec=2.0, job="first", process="lead-0.1", resized=True),
     Stepped(
         time_sec=3.0, job="first", next_step=2, num_samples=9, num_replicas=1, seconds=(0.1, 0.2)
@@ -77,7 +77,7 @@ EVENTS: list[Event] = [
         ),
         readings=(
             Read(time_sec=4.0, job="a", process="b", position=3, resident_bytes=4),
-            Read(time_sec=4.0, job="a", process="c", position=3, resident_bytes=5, rate=0.5),
+            Read(time_sec=4.0, job="a", process="c", position=3, resident_bytes=5),
             Read(time_sec=4.0, job="d", process="b", position=4, resident_bytes=6, busy_cores=2.0),
         ),
     ),
@@ -91,6 +91,18 @@ def test_event_of_gives_back_what_body_of_was_given(event: Event) -> None:
 
 def test_events_that_are_tried_are_all_kinds() -> None:
     assert {type(event) for event in EVENTS} == set(EVENT_TYPES.values())
+
+
+def test_event_from_json_reads_the_readings_of_the_first_logs() -> None:
+    tick = Tick(
+        time_sec=4.0,
+        readings=(
+            Read(time_sec=4.0, job="a", process="b", position=3, resident_bytes=4, busy_cores=2.0),
+        ),
+    )
+    body = event_to_json(tick)
+    assert body["readings"] == {"a": [("b", 3, 4, 2.0)]}
+    assert event_from_json({**body, "readings": {"a": [["b", 3, 4, None, 2.0]]}}) == tick
 
 
 def test_event_of_gives_back_a_history() -> None:

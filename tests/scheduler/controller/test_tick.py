@@ -38,7 +38,7 @@ def test_tick_with_steps_and_readings_is_what_these_are_one_by_one() -> None:
     steps = Stepped(**who, next_step=16, num_samples=4096, num_replicas=1, seconds=(0.5,) * 8)
     names = sorted(state.jobs["first"].processes)
     readings = [
-        Read(**who, process=name, position=16, resident_bytes=900 * MIB, busy_cores=0.5, rate=2.0)
+        Read(**who, process=name, position=16, resident_bytes=900 * MIB, busy_cores=0.5)
         for name in (*names, "of-nobody.1")
     ]
     one_by_one = state
@@ -48,7 +48,7 @@ def test_tick_with_steps_and_readings_is_what_these_are_one_by_one() -> None:
     tick = Tick(time_sec=now, steps=(steps,), readings=(*readings, *of_others))
     assert handle(state, tick)[0] == one_by_one
     (lead,) = one_by_one.jobs["first"].of_pool("lead")
-    assert (lead.readings[-1], lead.busy_cores, lead.rate) == ((16, 900 * MIB), 0.5, 2.0)
+    assert (lead.readings[-1], lead.busy_cores) == ((16, 900 * MIB), 0.5)
     assert one_by_one.jobs["first"].next_step == 16
 
 

@@ -109,7 +109,7 @@ class World:
             return Preempted(**who, grace_sec=10.0)
         if chance < 0.3:
             position = int(self.now)
-            return Read(**who, position=position, resident_bytes=GIB // 2, rate=1.0)
+            return Read(**who, position=position, resident_bytes=GIB // 2)
         return self._works(job, name, child, who)
 
     def _works(self, job: str, name: str, child: Child, who: dict) -> Event:
