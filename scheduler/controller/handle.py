@@ -189,7 +189,7 @@ def _on_drained(job: JobState, _event: Drained, _state: State) -> Result:
 
 # Measurements.
 
-MAX_READINGS = 256
+MAX_READINGS = 128
 """Readings of a process that are kept; beyond, every second one is dropped."""
 
 

@@ -114,26 +114,45 @@ def test_nothing_is_decided_about_processes_while_the_store_does_not_answer(
     assert (ended.process, ended.outcome) == ("segment-0.1", "lost")
 
 
-def test_readings_of_a_tick_are_one_event_and_one_sync(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    bench = Bench(BUDGET, submitted("first", 4, WIDE), submitted("second", 4))
-    names = {name: sorted(job.processes) for name, job in bench.state.jobs.items()}
-    paths = {name: paths_of(tmp_path / name, None, 4) for name in names}
+def measure(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, num_polls: int
+) -> tuple[State, list[Tick], list[int]]:
+    """Poll two jobs; return the state afterwards, the ticks, and the files that they synced."""
     syncs: list[int] = []
-    with Log(tmp_path / LOG) as log:
+    bench = Bench(BUDGET, submitted("first", 4, WIDE), submitted("second", 4))
+    paths = {name: paths_of(folder / name, None, 4) for name in bench.state.jobs}
+    with Log(folder / LOG) as log:
         log.append(BUDGET, [], bench.state)
-        driver = Driver(DriverOptions(output=tmp_path), ThisMachine(), log, paths)
+        driver = Driver(DriverOptions(output=folder), ThisMachine(), log, paths)
         monkeypatch.setattr(driver, "_poll_job", lambda _: None)
+        monkeypatch.setattr(driver, "_interval", lambda _: 0.0)
+        monkeypatch.setattr(driver, "_tick_interval", lambda _: 0.0)
         monkeypatch.setattr(Children, "resident_bytes", lambda _, name: len(name))
         monkeypatch.setattr(Children, "busy_cores", lambda _, name: 1 / 3)
         monkeypatch.setattr(os, "fsync", syncs.append)
-        driver.poll()
-    (tick,) = [entry.event for entry in read_log(tmp_path / LOG)[1:]]
-    assert isinstance(tick, Tick)
+        for _ in range(num_polls):
+            driver.poll()
+    ticks = [entry.event for entry in read_log(folder / LOG)[1:]]
+    return log.state, [tick for tick in ticks if isinstance(tick, Tick)], syncs
+
+
+def test_readings_of_a_tick_are_one_event_and_one_sync(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state, (tick,), syncs = measure(tmp_path, monkeypatch, 1)
     read = {(r.job, r.process): (r.resident_bytes, r.busy_cores) for r in tick.readings}
-    assert read == {(job, one): (len(one), 0.3333) for job in names for one in names[job]}
+    names = [(job.name, process) for job in state.jobs.values() for process in job.processes]
+    assert read == {(job, process): (len(process), 0.3333) for job, process in names}
     assert len(read) > 1
     assert len(syncs) == 1
-    for job in log.state.jobs.values():
+    for job in state.jobs.values():
         assert all(process.readings for process in job.processes.values())
+
+
+def test_jobs_beyond_the_most_of_a_tick_take_turns_in_being_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("scheduler.drivers.driver.MAX_MEASURED", 1)
+    _, ticks, _ = measure(tmp_path, monkeypatch, 3)
+    measured = [{reading.job for reading in tick.readings} for tick in ticks]
+    assert measured == [{"first"}, {"second"}, {"first"}]
