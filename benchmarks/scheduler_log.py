@@ -1,13 +1,14 @@
 """The scheduler's log: time to recover, time of a tick, bytes on disk.
 
 `python -m benchmarks.scheduler_log [--json] [--parts recover,month,tick] [--rounds N]
-[--events N]`
+[--events N] [--days N]`
 
 `recover`: a log of one job with many events, each step and reading one of its own, is recovered by
 its snapshot and changes; the peer handles all events again, as the scheduler did before. `month`:
-50 jobs with 10 processes each tick until everything that the state keeps has its full size, and
-until the log is about to be archived; then it is recovered. `tick`: 200 jobs with 10 processes each
+50 jobs with 10 processes each, of which each loses one a day, are measured for many days, and until
+the log is about to be archived; then it is recovered. `tick`: 200 jobs with 10 processes each
 report steps and readings, which are handled, logged and synced; only reading `/proc` is left out.
+The driver measures MAX_MEASURED jobs in a tick, in turn; a tick with all 200 is measured as well.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ from scheduler.controller.log import (
     recover,
 )
 from scheduler.controller.state import State
+from scheduler.drivers.driver import MAX_MEASURED
 from scheduler.drivers.run import collect_rarely
 from scheduler.model.history import History
 from scheduler.model.snapshot import DataFacts
@@ -66,6 +68,10 @@ FACTS = DataFacts(
     measured=True,
 )
 TICK_SEC = 5.0
+MONTH_TICK_SEC = 300.0
+"""Time between two ticks of `month`, all of which measure. Live jobs of this age are measured each
+30 s; the log becomes as large either way, and is archived so much more often."""
+DAY_SEC = 86_400.0
 STEPS = 10
 """Steps of each job from one tick to the next."""
 FULL_TICKS = 300
@@ -85,7 +91,7 @@ class Simulated:
         """
         self.log = log
         self.rng = np.random.default_rng(seed)
-        self.now = 1.0
+        self.now, self.tick_sec = 1.0, TICK_SEC
         self.tell(BudgetSet(time_sec=self.now, cpus=20.0, memory_bytes=80 * GIB))
         self.tell(_submitted())
         while builds := self.log.state.jobs["job-0"].of_pool("segment"):
@@ -105,6 +111,14 @@ class Simulated:
         self.tell(self.tick_event())
         self.log.archive_if_large()
 
+    def lose_processes(self, losses_per_day: float) -> None:
+        """Let some jobs lose a replica since the last tick; each is started again."""
+        share = losses_per_day * self.tick_sec / DAY_SEC
+        for name, job in list(self.log.state.jobs.items()):
+            if self.rng.random() < share and (replicas := job.of_pool("replica")):
+                lost = replicas[int(self.rng.integers(len(replicas)))].name
+                self.tell(Ended(time_sec=self.now, job=name, process=lost, outcome="lost"))
+
     def copy_job(self, num_jobs: int) -> None:
         """Let the job have copies, so that there are `num_jobs`, and the budget be as large."""
         state = self.log.state
@@ -115,12 +129,14 @@ class Simulated:
         event = BudgetSet(time_sec=self.now, cpus=cpus, memory_bytes=memory)
         self.log.append(event, [], replace(state, budget=budget, jobs=jobs))
 
-    def tick_event(self) -> TickEvent:
-        """Return the steps and readings of the next tick."""
-        self.now += TICK_SEC
+    def tick_event(self, most: int | None = None) -> TickEvent:
+        """Return the steps and readings of the next tick, of `most` jobs in turn, or of all."""
+        self.now += self.tick_sec
         steps: list[Stepped] = []
         readings: list[Read] = []
-        for name, job in self.log.state.jobs.items():
+        jobs = self.log.state.jobs
+        for name in sorted(jobs, key=lambda name: jobs[name].next_step)[:most]:
+            job = jobs[name]
             next_step = job.next_step + STEPS
             seconds = self.rng.normal(0.5, 0.02, STEPS).round(6).tolist()
             stepped = Stepped(
@@ -208,17 +224,20 @@ def handle_again(path: Path) -> State:
     return state
 
 
-def measure_month(folder: Path, num_jobs: int, rounds: int) -> dict[str, Any]:
-    """Recover a log of many jobs that is as large as one becomes."""
-    path = folder / LOG
+def measure_month(folder: Path, num_jobs: int, num_days: float, rounds: int) -> dict[str, Any]:
+    """Recover a log of many jobs and days that is as large as one becomes."""
+    path, largest, most_files = folder / LOG, b"", 0
     with unsynced(), Log(path) as log:
         run = Simulated(log, 2)
         run.copy_job(num_jobs)
-        largest = b""
-        while log.num_events < FULL_TICKS:
+        run.tick_sec = MONTH_TICK_SEC
+        end = run.now + num_days * DAY_SEC
+        while run.now < end:
+            run.lose_processes(1.0)
             run.tick()
-        archived = _archived(folder)
-        while _archived(folder) == archived:
+            most_files = max(most_files, _archived(folder))
+        num_events = log.num_events
+        while (folder / LOG).stat().st_size >= len(largest):
             run.tell(run.tick_event())
             largest = path.read_bytes()
             log.archive_if_large()
@@ -233,10 +252,13 @@ def measure_month(folder: Path, num_jobs: int, rounds: int) -> dict[str, Any]:
             cpu.append(time.process_time() - used)
     return {
         "num_jobs": num_jobs,
+        "num_days": num_days,
+        "num_events": num_events,
         "recover_sec": seconds,
         "recover_cpu_sec": cpu,
         "log_bytes": len(largest),
         "snapshot_bytes": largest.index(b"\n"),
+        "most_archived_logs": most_files,
         **sizes,
     }
 
@@ -244,34 +266,47 @@ def measure_month(folder: Path, num_jobs: int, rounds: int) -> dict[str, Any]:
 def measure_tick(folder: Path, num_jobs: int) -> dict[str, Any]:
     """Handle, log and sync the steps and readings of many jobs."""
     collect_rarely()
+    with unsynced(), Log(folder / LOG) as log:
+        run = Simulated(log, 3)
+        for _ in range(FULL_TICKS):
+            run.tick()
+        run.copy_job(num_jobs)
+        for _ in range(2):
+            run.tick()
+    # Opened again, so that the copies of the job share nothing in memory.
     with Log(folder / LOG) as log:
-        with unsynced():
-            run = Simulated(log, 3)
-            for _ in range(FULL_TICKS):
-                run.tick()
-            run.copy_job(num_jobs)
-            for _ in range(2):
-                run.tick()
-        seconds: list[float] = []
-        cpu: list[float] = []
-        archiving: list[float] = []
-        for _ in range(MEASURED_TICKS):
-            event, before = run.tick_event(), _archived(folder)
-            begun, used = time.perf_counter(), time.process_time()
-            run.tell(event)
-            seconds.append(time.perf_counter() - begun)
-            cpu.append(time.process_time() - used)
-            begun = time.perf_counter()
-            log.archive_if_large()
-            if _archived(folder) != before:
-                archiving.append(time.perf_counter() - begun)
+        run.log = log
+        run.tick()
+        return {
+            "num_jobs": num_jobs,
+            "measured_in_turn": MAX_MEASURED,
+            "in_turn": _measure_ticks(run, folder / LOG, MAX_MEASURED),
+            "all": _measure_ticks(run, folder / LOG, num_jobs),
+            **_sizes(folder),
+        }
+
+
+def _measure_ticks(run: Simulated, path: Path, most: int) -> dict[str, Any]:
+    """Have ticks that measure `most` jobs each."""
+    seconds: list[float] = []
+    cpu: list[float] = []
+    archiving: list[float] = []
+    for _ in range(MEASURED_TICKS):
+        event = run.tick_event(most)
+        begun, used = time.perf_counter(), time.process_time()
+        run.tell(event)
+        seconds.append(time.perf_counter() - begun)
+        cpu.append(time.process_time() - used)
+        size, begun = path.stat().st_size, time.perf_counter()
+        run.log.archive_if_large()
+        if path.stat().st_size < size:
+            archiving.append(time.perf_counter() - begun)
     return {
-        "num_jobs": num_jobs,
         "tick_sec": statistics.median(seconds),
+        "tick_sec_p10": float(np.quantile(seconds, 0.1)),
         "tick_sec_p90": float(np.quantile(seconds, 0.9)),
         "tick_cpu_sec": statistics.median(cpu),
         "archive_sec": archiving,
-        **_sizes(folder),
     }
 
 
@@ -297,6 +332,7 @@ def main() -> None:
     parser.add_argument("--parts", default="recover,month,tick")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--events", type=int, default=10_000, help="of the log of `recover`")
+    parser.add_argument("--days", type=float, default=1.0, help="of `month`")
     options = parser.parse_args()
     parts: dict[str, dict[str, Any]] = {}
     for part in options.parts.split(","):
@@ -304,7 +340,7 @@ def main() -> None:
             if part == "recover":
                 parts[part] = measure_recovery(Path(scratch), options.events, options.rounds)
             elif part == "month":
-                parts[part] = measure_month(Path(scratch), 50, options.rounds)
+                parts[part] = measure_month(Path(scratch), 50, options.days, options.rounds)
             else:
                 parts[part] = measure_tick(Path(scratch), 200)
     recovery = parts.get("recover", {"ours_sec": None, "peer_sec": None, "rounds": []})
