@@ -234,7 +234,7 @@ def lookahead_steps(work: RemainingWork, step_sec: float) -> int | None:
     return int(LOOKAHEAD_SEC / step_sec) if work.models.training.num_cells else None
 
 
-# Slow segment jobs. A slow replica is not replaced: the trainer gives it fewer blocks.
+# Slow segment jobs. A slow replica is not replaced: it gets fewer microbatches.
 
 LATE_FACTOR = 2.0
 """A segment job that takes this many times the upper end of its interval is replaced, once."""
