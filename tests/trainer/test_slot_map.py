@@ -45,12 +45,10 @@ def store(address: str, slot_map: SlotMap | None, home: Ranges = ALL) -> StoreDe
     return StoreDescription(
         incarnation=f"of {address}",
         slot_map=slot_map,
+        address=address,
         sequence=10,
-        served=slot_map.slots_of(address) if slot_map else mask_of(()),
-        outgoing=None,
-        received="",
         migrating=False,
-        home=mask_of(home),
+        home=home,
         message_bytes=4096,
     )
 
@@ -80,6 +78,7 @@ def test_copies_share_what_is_read() -> None:
 TWO, COPIED = map_of(a=LOW, b=HIGH), map_of(a=ALL, b=ALL)
 MOVE = SlotMigration(id="move", target="c", slots=LOW, keep=False)
 FILL = replace(MOVE, keep=True)
+MOVED, FILLED = ({"incoming": migration, "received": True} for migration in (MOVE, FILL))
 EMPTY = {"slot_map": None, "sequence": 0}
 RESTARTED = {"incarnation": "later"}
 BEHIND = {"sequence": 9}
@@ -100,12 +99,12 @@ NEXT: dict[str, tuple[SlotMap, dict[str, Change | None], dict[str, Ranges] | Non
     "both have lost their rows": (COPIED, {"a": EMPTY, "b": BEHIND}, None),
     "the target has the rows": (
         TWO,
-        {"a": {"outgoing": MOVE}, "c": {"received": "move"}},
+        {"a": {"outgoing": MOVE}, "c": MOVED},
         {"b": HIGH, "c": LOW},
     ),
     "the source has died since": (
         TWO,
-        {"a": {"outgoing": MOVE, **RESTARTED}, "c": {"received": "move"}},
+        {"a": {"outgoing": MOVE, **RESTARTED}, "c": MOVED},
         {"b": HIGH, "c": LOW},
     ),
     "the target is gone": (TWO, {"a": {"outgoing": MOVE}, "c": None}, {"a": LOW, "b": HIGH}),
@@ -116,27 +115,27 @@ NEXT: dict[str, tuple[SlotMap, dict[str, Change | None], dict[str, Ranges] | Non
     ),
     "the target has those of another migration": (
         TWO,
-        {"a": {"outgoing": MOVE}, "c": {"received": "other"}},
+        {"a": {"outgoing": MOVE}, "c": {"incoming": replace(MOVE, id="other"), "received": True}},
         {"a": LOW, "b": HIGH},
     ),
     "a copy was made": (
         TWO,
-        {"a": {"outgoing": FILL}, "c": {"received": "move"}},
+        {"a": {"outgoing": FILL}, "c": FILLED},
         {"a": LOW, "b": HIGH, "c": LOW},
     ),
     "one of two copies moves": (
         COPIED,
-        {"a": {"outgoing": MOVE}, "c": {"received": "move"}},
+        {"a": {"outgoing": MOVE}, "c": MOVED},
         {"a": HIGH, "b": ALL, "c": LOW},
     ),
     "one of two copies moves while the other dies": (
         COPIED,
-        {"a": {"outgoing": MOVE}, "c": {"received": "move"}, "b": None},
+        {"a": {"outgoing": MOVE}, "c": MOVED, "b": None},
         {"a": HIGH, "c": LOW},
     ),
     "a migration that an earlier map has decided": (
         replace(TWO, epoch=2),
-        {"a": {"outgoing": MOVE, "slot_map": TWO}, "c": {"received": "move"}},
+        {"a": {"outgoing": MOVE, "slot_map": TWO}, "c": MOVED},
         None,
     ),
 }
@@ -180,7 +179,7 @@ def test_copy_that_was_dropped_is_not_believed_until_it_is_filled() -> None:
     fill = SlotMigration(id="fill", target="b", slots=ALL, keep=True)
     filled = {
         "a": replace(back["a"], outgoing=fill),
-        "b": replace(store("b", alone), received="fill"),
+        "b": replace(store("b", alone), incoming=fill, received=True),
     }
     assert slots_of(next_slot_map(alone, filled, {})) == {"a": ALL, "b": ALL}
 

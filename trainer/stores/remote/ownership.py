@@ -8,7 +8,7 @@ of their session that they have seen, and refuse calls with another one.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -214,40 +214,101 @@ def migration_from_json(body: Mapping[str, Any]) -> SlotMigration:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StoreDescription:
-    """Answer of a store to `describe`.
+class ShardControl:
+    """State of a store beside its rows; replaced as a whole, after the new one is logged.
 
     Attributes:
-        incarnation: identifies the process.
+        home: slots that it was started with.
+        owner: run of its rows.
         slot_map: the newest that it has seen; None for a store that started empty.
-        sequence: messages of rows that it acknowledged in the session.
-        served: (NUM_SLOTS,) slots that it serves.
-        outgoing: slots that it has stopped to serve, whose rows are at another store.
-        received: id of a migration to it, of which it has all rows; usually empty.
-        migrating: whether a migration from it is in progress.
-        home: (NUM_SLOTS,) slots that it was started with.
-        message_bytes: maximum message size.
+        address: its own in the slot map.
+        sequence: acknowledged messages of rows in this session, when this was logged or described.
+        outgoing: a migration whose rows are at the target; the next slot map decides about it.
+        incoming: a migration to this store.
+        received: whether all rows of `incoming` are here.
     """
 
-    incarnation: str
-    slot_map: SlotMap | None
-    sequence: int
-    served: NDArray[np.bool_]
-    outgoing: SlotMigration | None
-    received: str
-    migrating: bool
-    home: NDArray[np.bool_]
-    message_bytes: int
+    home: Ranges
+    owner: str = ""
+    slot_map: SlotMap | None = None
+    address: str = ""
+    sequence: int = 0
+    outgoing: SlotMigration | None = None
+    incoming: SlotMigration | None = None
+    received: bool = False
 
     @property
     def session(self) -> str:
-        """Of the process that opened it last; empty for a store that started empty."""
+        """Of the process that opened it last; empty before the first."""
         return self.slot_map.session if self.slot_map else ""
 
     @property
     def epoch(self) -> int:
-        """Of its slot map; -1: none."""
+        """Of the slot map; -1: none."""
         return self.slot_map.epoch if self.slot_map else -1
+
+    @property
+    def owned(self) -> NDArray[np.bool_]:
+        """(NUM_SLOTS,) mask of its slots in the slot map."""
+        return self.slot_map.slots_of(self.address) if self.slot_map else mask_of([])
+
+    @property
+    def served(self) -> NDArray[np.bool_]:
+        """(NUM_SLOTS,) mask of slots that are served; those of `outgoing` are not."""
+        return self.owned & ~mask_of(self.outgoing.slots if self.outgoing else ())
+
+    @property
+    def kept(self) -> NDArray[np.bool_]:
+        """(NUM_SLOTS,) mask of slots whose rows are kept."""
+        return self.owned | mask_of(self.incoming.slots if self.incoming else ())
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the persisted form."""
+        return {
+            "home": self.home,
+            "owner": self.owner,
+            "map": self.slot_map and self.slot_map.to_json(),
+            "address": self.address,
+            "sequence": self.sequence,
+            "outgoing": self.outgoing and self.outgoing.to_json(),
+            "incoming": self.incoming and self.incoming.to_json(),
+            "received": self.received,
+        }
+
+
+def control_from_json(body: Mapping[str, Any]) -> ShardControl:
+    """Parse what `ShardControl.to_json` returned.
+
+    Raises:
+        SchemaError: another release wrote it.
+    """
+    if "map" not in body:
+        raise SchemaError("log is of another release; start the store with an empty --directory")
+    return ShardControl(
+        home=tuple((int(first), int(end)) for first, end in body["home"]),
+        owner=str(body["owner"]),
+        slot_map=slot_map_from_json(body["map"]) if body["map"] else None,
+        address=str(body["address"]),
+        sequence=int(body["sequence"]),
+        outgoing=migration_from_json(body["outgoing"]) if body["outgoing"] else None,
+        incoming=migration_from_json(body["incoming"]) if body["incoming"] else None,
+        received=bool(body["received"]),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreDescription(ShardControl):
+    """Answer of a store to `describe`.
+
+    Attributes:
+        incarnation: identifies the process.
+        migrating: whether a migration from it is in progress.
+        message_bytes: maximum message size.
+    """
+
+    incarnation: str
+    migrating: bool
+    message_bytes: int
 
     @property
     def named(self) -> set[str]:
@@ -262,15 +323,11 @@ Descriptions = Mapping[str, StoreDescription | None]
 
 def description_from_json(body: Mapping[str, Any]) -> StoreDescription:
     """Parse the answer to `describe`."""
+    control = control_from_json(body)
     return StoreDescription(
+        **{each.name: getattr(control, each.name) for each in fields(control)},
         incarnation=str(body["incarnation"]),
-        slot_map=slot_map_from_json(body["map"]) if body["map"] else None,
-        sequence=int(body["sequence"]),
-        served=mask_of(body["served"]),
-        outgoing=migration_from_json(body["outgoing"]) if body["outgoing"] else None,
-        received=str(body["received"]),
         migrating=bool(body["migrating"]),
-        home=mask_of(body["home"]),
         message_bytes=int(body["message_bytes"]),
     )
 
@@ -298,7 +355,7 @@ def initial_slot_map(
     """
     owned = _owned(descriptions)
     if not (owned.sum(0) == replicas).all():
-        home = np.stack([store.home for store in descriptions.values()])
+        home = np.stack([mask_of(store.home) for store in descriptions.values()])
         if elastic and replicas == 1 and owned.any():
             owned = _one_owner_per_slot(owned, home)
         else:
@@ -413,13 +470,13 @@ def next_slot_map(
     for address, slots in dropped.items():
         owned[address] = owned[address] & ~slots
     for address, store in descriptions.items():
-        if store is None or store.outgoing is None or store.slot_map is None:
+        if store is None or store.outgoing is None:
             continue
         if (store.session, store.epoch) != (current.session, current.epoch):
             continue
         changed, migration = True, store.outgoing
         target, slots = descriptions.get(migration.target), mask_of(migration.slots)
-        if target is not None and target.received == migration.id:
+        if target is not None and target.received and target.incoming == migration:
             incarnations.setdefault(migration.target, target.incarnation)
             owned[migration.target] = owned.get(migration.target, mask_of([])) | slots
             if not migration.keep:
@@ -457,93 +514,11 @@ def next_fill(
     """
     few = slot_map.num_copies < replicas
     for target, store in descriptions.items():
-        if store is None or not (missing := few & store.home & ~slot_map.slots_of(target)).any():
+        if store is None:
             continue
+        missing = few & mask_of(store.home) & ~slot_map.slots_of(target)
         for source in slot_map.addresses:
             slots = missing & slot_map.slots_of(source)
             if slots.any() and descriptions.get(source) is not None:
                 return source, target, slots
     return None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ShardControl:
-    """State of a store beside its rows; replaced as a whole, after the new one is logged.
-
-    Attributes:
-        home: slots that it was started with.
-        owner: run of its rows.
-        slot_map: the newest that it has seen; None before the first session.
-        address: its own in the slot map.
-        sequence: acknowledged messages of rows in this session, when this was logged.
-        outgoing: a migration whose rows are at the target; the next slot map decides about it.
-        incoming: a migration to this store.
-        received: whether all rows of `incoming` are here.
-    """
-
-    home: Ranges
-    owner: str = ""
-    slot_map: SlotMap | None = None
-    address: str = ""
-    sequence: int = 0
-    outgoing: SlotMigration | None = None
-    incoming: SlotMigration | None = None
-    received: bool = False
-
-    @property
-    def session(self) -> str:
-        """Of the process that opened it last; empty before the first."""
-        return self.slot_map.session if self.slot_map else ""
-
-    @property
-    def epoch(self) -> int:
-        """Of the slot map; -1: none."""
-        return self.slot_map.epoch if self.slot_map else -1
-
-    @property
-    def owned(self) -> NDArray[np.bool_]:
-        """(NUM_SLOTS,) mask of its slots in the slot map."""
-        return self.slot_map.slots_of(self.address) if self.slot_map else mask_of([])
-
-    @property
-    def served(self) -> NDArray[np.bool_]:
-        """(NUM_SLOTS,) mask of slots that are served; those of `outgoing` are not."""
-        return self.owned & ~mask_of(self.outgoing.slots if self.outgoing else ())
-
-    @property
-    def kept(self) -> NDArray[np.bool_]:
-        """(NUM_SLOTS,) mask of slots whose rows are kept."""
-        return self.owned | mask_of(self.incoming.slots if self.incoming else ())
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the persisted form."""
-        return {
-            "home": self.home,
-            "owner": self.owner,
-            "map": self.slot_map and self.slot_map.to_json(),
-            "address": self.address,
-            "sequence": self.sequence,
-            "outgoing": self.outgoing and self.outgoing.to_json(),
-            "incoming": self.incoming and self.incoming.to_json(),
-            "received": self.incoming.id if self.incoming and self.received else "",
-        }
-
-
-def control_from_json(body: Mapping[str, Any]) -> ShardControl:
-    """Parse what `ShardControl.to_json` returned.
-
-    Raises:
-        SchemaError: another release wrote it.
-    """
-    if "map" not in body:
-        raise SchemaError("log is of another release; start the store with an empty --directory")
-    return ShardControl(
-        home=tuple((int(first), int(end)) for first, end in body["home"]),
-        owner=str(body["owner"]),
-        slot_map=slot_map_from_json(body["map"]) if body["map"] else None,
-        address=str(body["address"]),
-        sequence=int(body["sequence"]),
-        outgoing=migration_from_json(body["outgoing"]) if body["outgoing"] else None,
-        incoming=migration_from_json(body["incoming"]) if body["incoming"] else None,
-        received=bool(body["received"]),
-    )

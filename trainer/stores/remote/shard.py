@@ -36,7 +36,6 @@ from trainer.stores.remote.ownership import (
     SlotMap,
     format_ranges,
     mask_of,
-    ranges_of,
 )
 from trainer.stores.remote.wal import (
     ControlEntry,
@@ -277,7 +276,6 @@ class Shard:
         with self.lock:
             return {
                 **self.control.to_json(),
-                "served": ranges_of(self.control.served),
                 "migrating": self.tracker is not None or self.control.outgoing is not None,
                 "rows": {table: len(rows) for table, rows in self.tables.items()},
                 "incarnation": self.incarnation,
