@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
 import numpy as np
 import pyarrow as pa
@@ -20,7 +21,7 @@ from trainer.stores.api import (
 )
 from trainer.stores.bucket_files import SortedChunk, merge_sorted
 from trainer.stores.remote.connection import Access, Reply
-from trainer.stores.remote.members import CallAttempts, SlotCoordinator, StoreMembers
+from trainer.stores.remote.members import CallAttempts, StoreMembers
 from trainer.stores.remote.ownership import SlotMap
 from trainer.stores.remote.wire import (
     CHECKPOINTED,
@@ -65,11 +66,6 @@ class RemoteStore:
         self._rows_per_message = max(1, message_bytes // record_bytes(self._layout))
         workers = _CALLS_PER_STORE * len(members.addresses)
         self._pool = ThreadPoolExecutor(workers, thread_name_prefix="stores")
-        self._coordinator = SlotCoordinator(members)
-
-    def coordinate(self) -> None:
-        """Start to move slots and to restore missing copies in the background."""
-        self._coordinator.start()
 
     def fetch(
         self, train_step: int, rows: Mapping[str, NDArray[np.int64]], as_of: int | None = None
@@ -140,30 +136,26 @@ class RemoteStore:
                 return
 
     def notify_checkpoint(self, train_step: int) -> None:
-        """Have the stores shorten their logs."""
+        """Have the stores shorten their logs; one that is gone does it after the next checkpoint.
+
+        Raises:
+            SchemaError: another process trains on a store.
+        """
+        members = self.members
 
         def notify(address: str) -> None:
-            body, timeout_sec = {"session": self.members.session}, self.members.access.timeout_sec
-            self.members.connection(address).action_once(CHECKPOINTED, body, timeout_sec)
+            body = {"session": members.session}
+            with suppress(StoreUnavailableError, SlotMapChangedError):
+                members.connection(address).action_once(
+                    CHECKPOINTED, body, members.access.timeout_sec
+                )
 
-        attempts = CallAttempts(self.members)
-        while True:
-            slot_map = self.members.slot_map
-            calls = [self._pool.submit(notify, address) for address in slot_map.addresses]
-            try:
-                for call in calls:
-                    call.result()
-            except (StoreUnavailableError, SlotMapChangedError) as error:
-                attempts.failed(slot_map, [error])
-            else:
-                return
+        list(self._pool.map(notify, members.slot_map.addresses))
 
     def close(self) -> None:
         """Close the connections; the processes continue."""
-        self._coordinator.stop()
         self._pool.shutdown()
-        self.members.close()  # makes a pending call of the coordinator fail
-        self._coordinator.join()
+        self.members.close()
 
     def _send_all(
         self,
@@ -299,10 +291,7 @@ def open_remote_store(
     except BaseException:
         members.close()
         raise
-    store = RemoteStore(members, layouts, message_bytes)
-    if not joins:
-        store.coordinate()
-    return store
+    return RemoteStore(members, layouts, message_bytes)
 
 
 def _flat(

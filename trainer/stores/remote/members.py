@@ -1,4 +1,4 @@
-"""The store processes of a run as a trainer sees them, and the coordinator of their slots."""
+"""The store processes of a run as a trainer sees them, and how their slot maps are decided."""
 
 from __future__ import annotations
 
@@ -38,13 +38,15 @@ logger = logging.getLogger(__name__)
 _DESCRIBE_SEC = 5.0
 """Maximum wait for a description; a slower store counts as gone."""
 _PAUSE_SEC = 0.02
+_INTERVAL_SEC, _MIGRATION_INTERVAL_SEC = 0.25, 0.02
+"""Between two descriptions of all stores by the coordinator: usually, and while slots are moved."""
 
 
 class StoreMembers:
     """The stores of a session, and the newest slot map that this process knows.
 
-    The process that opens the session is its coordinator: it alone decides slot maps. All others
-    learn them from the stores.
+    The process that opens the session is its coordinator: it alone decides slot maps, and has a
+    thread for that. All others learn them from the stores.
     """
 
     def __init__(
@@ -64,7 +66,8 @@ class StoreMembers:
         self.access = access
         self._connections: dict[str, StoreConnection] = {}
         self._map: SlotMap | None = None
-        self._coordinates = False
+        self._coordinator: threading.Thread | None = None
+        self._ending = threading.Event()
         self._acknowledged: dict[str, int] = {}
         self._lock = threading.Lock()
         self._refreshing = threading.Lock()
@@ -94,7 +97,10 @@ class StoreMembers:
             self._acknowledged[incarnation] = max(sequence, self._acknowledged.get(incarnation, 0))
 
     def open(self, owner: str, layouts: Mapping[str, TableLayout]) -> int:
-        """Open the stores for a new session, without rows; return the maximum message size.
+        """Open the stores for a new session, without rows, and coordinate it from now on.
+
+        Returns:
+            The maximum message size.
 
         Raises:
             SchemaError: a store refuses or cannot be reached, or they do not cover all slots.
@@ -108,7 +114,9 @@ class StoreMembers:
         for address in stores:
             if address in slot_map.addresses or address in self.addresses:
                 self.connection(address).action(OPEN, body | {"address": address})
-        self._map, self._coordinates = slot_map, True
+        self._map = slot_map
+        self._coordinator = threading.Thread(target=self._coordinate, name="slots", daemon=True)
+        self._coordinator.start()
         return min(store.message_bytes for store in stores.values())
 
     def join(self) -> int:
@@ -186,11 +194,29 @@ class StoreMembers:
         return self._with_named(self._describe({*self.addresses, *mapped}))
 
     def close(self) -> None:
-        """Close the connections; the processes continue."""
+        """Close the connections; the processes continue, and a copy that is made between them."""
+        self._ending.set()
         self._pool.shutdown()
         with self._lock:
             for connection in self._connections.values():
-                connection.close()
+                connection.close()  # makes a pending call of the coordinator fail
+        if self._coordinator is not None:
+            self._coordinator.join()  # a call would not survive the interpreter
+
+    def _coordinate(self) -> None:
+        logged, interval = "", _INTERVAL_SEC
+        while not self._ending.wait(interval):
+            try:
+                interval = _MIGRATION_INTERVAL_SEC if self.coordinate() else _INTERVAL_SEC
+            except (
+                StoreUnavailableError,
+                SlotMapChangedError,
+                SchemaError,
+                RuntimeError,
+            ) as error:
+                if str(error) != logged and not self._ending.is_set():
+                    logged = str(error)
+                    logger.info("slots are not changed: %s", error)
 
     def _update(self) -> Descriptions:
         """Learn or decide the newest slot map, and tell it to stores that have not seen it."""
@@ -199,7 +225,7 @@ class StoreMembers:
         current, stores = self.slot_map, self.describe_all()
         self._check_sessions(current, stores)
         newest = newest_slot_map(current, stores)
-        if self._coordinates:
+        if self._coordinator is not None:
             # a target has received all rows before its source stops to serve: it is asked later
             stores |= self._describe(
                 {s.outgoing.target for s in _reachable(stores).values() if s.outgoing is not None}
@@ -327,47 +353,3 @@ def _no_progress_error(errors: Sequence[Exception], timeout_sec: float) -> Schem
 
 def _reachable(descriptions: Descriptions) -> dict[str, StoreDescription]:
     return {address: store for address, store in descriptions.items() if store is not None}
-
-
-_INTERVAL_SEC = 0.25
-_MIGRATION_INTERVAL_SEC = 0.02
-"""Between two looks at the stores while slots are being moved."""
-
-
-class SlotCoordinator:
-    """A thread of the process that opened a session: moves slots and restores missing copies."""
-
-    def __init__(self, members: StoreMembers) -> None:
-        self._members = members
-        self._ending = threading.Event()
-        self._thread: threading.Thread | None = None
-
-    def start(self) -> None:
-        """Start the thread."""
-        self._thread = threading.Thread(target=self._run, name="slots", daemon=True)
-        self._thread.start()
-
-    def stop(self) -> None:
-        """Decide nothing more; a copy in progress continues between the stores."""
-        self._ending.set()
-
-    def join(self) -> None:
-        """Wait for the last call: it would not survive the interpreter."""
-        if self._thread is not None:
-            self._thread.join()
-
-    def _run(self) -> None:
-        logged, interval = "", _INTERVAL_SEC
-        while not self._ending.wait(interval):
-            try:
-                is_migrating = self._members.coordinate()
-                interval = _MIGRATION_INTERVAL_SEC if is_migrating else _INTERVAL_SEC
-            except (
-                StoreUnavailableError,
-                SlotMapChangedError,
-                SchemaError,
-                RuntimeError,
-            ) as error:
-                if str(error) != logged and not self._ending.is_set():
-                    logged = str(error)
-                    logger.info("slots are not changed: %s", error)
