@@ -1,9 +1,9 @@
 """Migration of slots from one store process to another while both serve.
 
 The source sends all rows of the slots, then the rows written meanwhile, until few are left. These
-follow between the writes of two steps. Once the target has logged that it has all rows, the source
-logs that it no longer serves the slots. The next slot map decides: the coordinator gives them to
-the target, or back to the source if the target does not confirm that it has the rows.
+follow while it serves no call. Once the target has logged that it has all rows, the source logs
+that it no longer serves the slots. The next slot map decides: the coordinator gives them to the
+target, or back to the source if the target does not confirm that it has the rows.
 """
 
 from __future__ import annotations
@@ -46,7 +46,6 @@ _MAX_ROUNDS = 16
 _FEW_ROWS = 1 << 8
 _HANDOVER_SEC = 5.0
 """Maximum time that training is blocked by a target that does not answer."""
-_STEP_WAIT_SEC = 1.0
 _DECISION_SEC = 60.0
 """Maximum wait for the slot map that decides about a migration."""
 
@@ -225,7 +224,7 @@ class OutgoingMigrations:
             num_changed = sum(map(len, rows.values()))
             if num_changed < _FEW_ROWS or num_changed > num_sent / 2:
                 break  # few, or written as fast as they are sent
-        with self._shard.barrier.before_next_step(_STEP_WAIT_SEC):
+        with self._shard.lock:
             handover = time.monotonic()
             num_rows += send(rows, _HANDOVER_SEC) + send(self._changed(), _HANDOVER_SEC)
             self._check_served(mask_of(migration.slots))

@@ -10,8 +10,7 @@ from __future__ import annotations
 import logging
 import secrets
 import threading
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -201,36 +200,6 @@ class ChangeTracker:
         return {table: np.unique(np.concatenate(parts)) for table, parts in changed.items()}
 
 
-class StepBarrier:
-    """Holds back the writes of the next step while slots are handed over."""
-
-    def __init__(self, lock: threading.Condition) -> None:
-        self._lock = lock
-        self._last_step = -1
-        self._closed = False
-        self._reached = False
-
-    def enter_step(self, train_step: int) -> None:
-        """Wait if `train_step` is new and the barrier is closed; the caller holds the lock."""
-        if self._closed and train_step > self._last_step:
-            self._reached = True
-            self._lock.notify_all()
-            self._lock.wait_for(lambda: not self._closed)
-        self._last_step = max(self._last_step, train_step)
-
-    @contextmanager
-    def before_next_step(self, timeout_sec: float) -> Iterator[None]:
-        """Hold the lock from the first write of the next step, or from `timeout_sec`, on."""
-        with self._lock:
-            self._closed, self._reached = True, False
-            self._lock.wait_for(lambda: self._reached, timeout_sec)
-            try:
-                yield
-            finally:
-                self._closed = False
-                self._lock.notify_all()
-
-
 class Shard:
     """Rows of some slots of all tables; thread-safe."""
 
@@ -251,7 +220,6 @@ class Shard:
         self.sequence = 0
         self.tracker: ChangeTracker | None = None
         self._changed: ChangeTracker | None = None
-        self.barrier = StepBarrier(self.lock)
         self._compacting: threading.Thread | None = None
         self._compact_at = LONG_LOG_BYTES
 
@@ -377,7 +345,6 @@ class Shard:
             SlotMapChangedError: as `fetch`.
         """
         with self.lock:
-            self.barrier.enter_step(request.train_step)
             self._check(request, tables)
             steps = np.full(len(block), request.train_step, np.int64)
             self.write_entry(RowsEntry(tables, steps, block, counted=True))
