@@ -27,7 +27,6 @@ from trainer.diff import compare_runs
 from trainer.elastic.launcher import LaunchOptions, train_replicas
 from trainer.elastic.membership import (
     MAX_DEPARTED,
-    DepartedMembers,
     Lighthouse,
     Membership,
     connect_lighthouse,
@@ -181,9 +180,9 @@ def test_what_a_peer_is_sent_is_of_no_use_elsewhere() -> None:
 
 def test_departed_members_leave_no_thread_behind() -> None:
     before = threading.active_count()
-    departed = DepartedMembers("http://127.0.0.1:1", "secret", 0.5)
+    member = Membership("http://127.0.0.1:1", "a", "secret", 0.5, 0.5)
     for number in range(50):
-        departed.join_next_quorum([f"replica-{number}"])
+        member.join_for([f"replica-{number}"])
     wait_for(lambda: threading.active_count() <= before)
 
 
@@ -193,12 +192,11 @@ def test_many_departed_members_are_answered_for_no_longer() -> None:
         Membership(lighthouse.address, "a", "secret", NEVER_SEC, NEVER_SEC) as member,
     ):
         agreement = member.agree(1, status())  # who is in no quorum with it may be alone in one
-        departed = DepartedMembers(lighthouse.address, "secret", NEVER_SEC)
         before, names = threading.active_count(), [f"b{n}" for n in range(MAX_DEPARTED + 1)]
-        departed.join_next_quorum(names)
+        member.join_for(names)
         assert threading.active_count() == before
-        departed.join_next_quorum(names[1:])
+        member.join_for(names[1:])
         while agreement.leaving != names[1:]:
             agreement = member.agree(2, status())
-            departed.join_next_quorum(agreement.leaving)
+            member.join_for(agreement.leaving)
         member.agree(3, status())

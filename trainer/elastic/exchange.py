@@ -135,13 +135,10 @@ class SplitPlanner:
         self._staying: tuple[str, ...] = ()
         self._new_splits: list[StepSplit] = []
 
-    def is_fixed(self, step: int) -> bool:
-        """Return whether the split of a step is fixed."""
-        return step in self._splits
-
-    def own_range(self, step: int) -> range:
-        """Return the microbatches of a step that this replica computes."""
-        return self._splits.get(step, {}).get(self._name, NO_MICROBATCHES)
+    def own_range(self, step: int) -> range | None:
+        """Return the microbatches of a step that this replica computes, None if not yet fixed."""
+        split = self._splits.get(step)
+        return None if split is None else split.get(self._name, NO_MICROBATCHES)
 
     def reset(self) -> None:
         """Drop all splits, after the others have continued without this replica."""

@@ -5,7 +5,7 @@ leaves no replica that stays, its step is the last one and its writer saves.
 
 The lighthouse has no way to leave: it waits for every member of the previous quorum and for every
 replica with a recent heartbeat. So the writer requests quorums in the name of members that have
-left (`DepartedMembers`). If the writer dies, they expire after one heartbeat time-out.
+left (`Membership.join_for`). If the writer dies, they expire after one heartbeat time-out.
 
 The lighthouse has no authentication, either: anyone who reaches it may join a quorum. So a member
 signs its status with the token of the run; those without a valid signature are no members.
@@ -91,6 +91,7 @@ class Membership:
         self._token = token
         self._num_strangers = 0
         self._lighthouse = lighthouse
+        self._heartbeat_sec = heartbeat_sec
         self._interval = heartbeat_sec / _BEATS_PER_TIMEOUT
         self._wait_sec, self._check_attempt = wait_sec, check_attempt
         self._client: LighthouseClient | None = None
@@ -147,6 +148,23 @@ class Membership:
                         f"{self._lighthouse}; restart it at that address"
                     ) from error
                 time.sleep(self._interval)
+
+    def join_for(self, names: Sequence[str]) -> None:
+        """Join the next quorum in the name of members that have left, so that nobody waits.
+
+        Once there are more than `MAX_DEPARTED`, none joins: the lighthouse drops all of them after
+        one heartbeat time-out. Each that is never dropped would cost every later step a request.
+        """
+        for name in names if len(names) <= MAX_DEPARTED else ():
+            # a daemon: the process does not wait for it at exit
+            threading.Thread(target=self._join_as, args=(name,), daemon=True).start()
+
+    def _join_as(self, name: str) -> None:
+        status = ReplicaStatus(leaving=True)
+        # on failure the others wait for one heartbeat time-out
+        with suppress(RuntimeError, TimeoutError, ConnectionError):
+            client = connect_lighthouse(self._lighthouse)
+            request_quorum(client, name, self._token, _NO_STEP, status, self._heartbeat_sec)
 
     def _members(self, quorum: Quorum) -> dict[str, Member]:
         """Return the members of a quorum by name; participants that did not sign are ignored."""
@@ -267,36 +285,3 @@ class Lighthouse:
     def __exit__(self, *error: object) -> None:
         if self._server is not None:
             self._server.shutdown()
-
-
-class DepartedMembers:
-    """Joins quorums in the name of members that have left, so that nobody waits for them."""
-
-    def __init__(self, lighthouse: str, token: str, heartbeat_sec: float) -> None:
-        """Store the arguments.
-
-        Args:
-            lighthouse: `http://host:port`.
-            token: of the run's replicas.
-            heartbeat_sec: heartbeat time-out, after which the lighthouse drops a silent member.
-        """
-        self._lighthouse = lighthouse
-        self._token = token
-        self._heartbeat_sec = heartbeat_sec
-
-    def join_next_quorum(self, names: Sequence[str]) -> None:
-        """Join the next quorum in the name of each of these members.
-
-        Once there are more than `MAX_DEPARTED`, none joins: the lighthouse drops all of them after
-        one heartbeat time-out. Each that is never dropped would cost every later step a request.
-        """
-        for name in names if len(names) <= MAX_DEPARTED else ():
-            # a daemon: the process does not wait for it at exit
-            threading.Thread(target=self._join, args=(name,), daemon=True).start()
-
-    def _join(self, name: str) -> None:
-        status = ReplicaStatus(leaving=True)
-        # on failure the others wait for one heartbeat time-out
-        with suppress(RuntimeError, TimeoutError, ConnectionError):
-            client = connect_lighthouse(self._lighthouse)
-            request_quorum(client, name, self._token, _NO_STEP, status, self._heartbeat_sec)

@@ -32,7 +32,7 @@ from trainer.elastic.exchange import (
     unpack_sums,
 )
 from trainer.elastic.faults import FaultInjector
-from trainer.elastic.membership import DepartedMembers, Membership, ReplicaOptions
+from trainer.elastic.membership import Membership, ReplicaOptions
 from trainer.elastic.peer_state import (
     MemoryRows,
     PeerAddresses,
@@ -79,9 +79,6 @@ class ReplicaPeers(Peers):
         self._timer = compute.timer
         self._since, self._failures = 0, 0
         self._splits = SplitPlanner(options.name)
-        self._departed = DepartedMembers(
-            options.lighthouse, options.access.token, options.heartbeat_sec
-        )
         self._addresses = PeerAddresses(output.location, output.attempt, options.access)
         self._stack = ExitStack()
 
@@ -120,7 +117,7 @@ class ReplicaPeers(Peers):
 
     def own_range(self, train_step: int) -> range | None:
         """Return the microbatches of a step that this replica computes, None if not yet known."""
-        return self._splits.own_range(train_step) if self._splits.is_fixed(train_step) else None
+        return self._splits.own_range(train_step)
 
     def agree(self, train_step: int, status: ReplicaStatus) -> Agreeing:
         """Form an agreement in a thread, because the main thread handles signals."""
@@ -171,7 +168,7 @@ class ReplicaPeers(Peers):
         """Publish the addresses of staying members, and agree in the name of departed ones."""
         self._addresses.publish([member.status.state for member in agreement.staying.values()])
         if agreement.staying:
-            self._departed.join_next_quorum(agreement.leaving)
+            self._membership.join_for(agreement.leaving)
 
     def provide_state(self) -> None:
         """Send the state before the next step to replicas that wait for it."""
