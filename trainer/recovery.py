@@ -44,13 +44,9 @@ class DrainInterrupt(BaseException):
 class Drain:
     """A request to shut down."""
 
-    def __init__(self, on_ask: Callable[[], None] = lambda: None) -> None:
-        """Start unasked.
-
-        Args:
-            on_ask: called once, when it is asked for the first time.
-        """
-        self.on_request = on_ask
+    def __init__(self) -> None:
+        self.on_request: Callable[[], None] = lambda: None
+        """Called when shutdown is requested; set by the caller."""
         self.reason: str | None = None
         """Name of the first signal; None before it."""
         # not an Event: its `set` waits for a lock that the interrupted `wait` may hold

@@ -221,7 +221,8 @@ def test_signal_interrupts_only_where_nothing_can_be_lost() -> None:
     with pytest.raises(DrainInterrupt), drain.at_once():
         raise AssertionError("a body that may be interrupted is not begun")
     asked: list[str] = []
-    drain = Drain(lambda: asked.append("once"))
+    drain = Drain()
+    drain.on_request = lambda: asked.append("once")
     with pytest.raises(DrainInterrupt), drain.at_once():
         drain.ask("SIGINT")
     assert asked == ["once"]

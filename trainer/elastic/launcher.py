@@ -19,7 +19,6 @@ from schemas.errors import SchemaError
 from schemas.run_log import (
     EXIT_BEHIND,
     EXIT_HUNG,
-    EXIT_LOST_ROWS,
     METRICS,
     SUMMARY,
     RunSummary,
@@ -48,7 +47,6 @@ from trainer.elastic.context import (
 )
 from trainer.elastic.faults import Faults
 from trainer.elastic.membership import Lighthouse
-from trainer.elastic.peer_state import REPLICAS
 from trainer.elastic.shared_rows import RETAINED_BYTES, SharedStores, launch_shared_stores
 from trainer.follow import FollowedDataset
 from trainer.recovery import Drain, DrainInterrupt, Watchdog, resume_hint
@@ -64,7 +62,6 @@ logger = logging.getLogger(__name__)
 
 StartChild = Callable[[Sequence[str]], ChildProcess]
 """Starts `python -m trainer` with some arguments; the process ends with its stdin."""
-_ROWS_LOST = "rows are lost; see the error above"
 _POLL_SEC, URL_POLL_SEC = 0.1, 2.0
 """Interval of looking at processes and at a run's folder, and at its URL."""
 _END_SEC = 10.0
@@ -109,7 +106,7 @@ class AttemptMonitor:
         for line in self._tail.read()[0]:
             self._on_step(StepMetric(**json.loads(line)), self._num_steps())
         if rows_are_lost(self._run, self._rendezvous.attempt):
-            raise RowsLostError(_ROWS_LOST)
+            raise RowsLostError("rows are lost; see the error above")
         self.is_finished = self._has_summary()
 
     def _has_summary(self) -> bool:
@@ -207,8 +204,6 @@ class LocalReplicas:
                 running.discard(number)
                 monitor.look(now=True)
                 finished = monitor.is_finished
-                if status == EXIT_LOST_ROWS:
-                    raise RowsLostError(_ROWS_LOST)
                 if status == EXIT_HUNG and not drain.asked and self._mark_hung(number):
                     if not running and not finished:
                         raise SchemaError(
@@ -333,47 +328,43 @@ def train_replicas(
         with Watchdog(job.train.limits.seconds()) as watchdog:
             data = open_run(job_path, job, dataset_path, run, options, drain, progress, watchdog)
         launcher = Launcher(
-            job_path, job, data, run, uploader, options, launch, on_step, drain, on_start
+            job_path=job_path,
+            job=job,
+            data=data,
+            run=run,
+            uploader=uploader,
+            options=options,
+            launch=launch,
+            on_step=on_step,
+            drain=drain,
+            on_start=on_start,
         )
         checkpoint = first_checkpoint(run, options)
         return with_rollbacks(run, checkpoint, launcher.attempt, launcher.settle)
 
 
+@dataclass(slots=True, kw_only=True)
 class Launcher:
-    """Runs attempts at a run."""
+    """Runs attempts at a run; arguments as in `train_replicas`."""
 
-    def __init__(
-        self,
-        job_path: Path | Location,
-        job: Job,
-        data: FollowedDataset,
-        run: Path,
-        uploader: RunUploader | None,
-        options: TrainOptions,
-        launch: LaunchOptions,
-        on_step: Callable[[StepMetric, int], None],
-        drain: Drain,
-        on_start: Callable[[LocalReplicas], None],
-    ) -> None:
-        """Store the arguments, see `train_replicas`.
+    job_path: Path | Location
+    job: Job
+    data: FollowedDataset
+    """The dataset, with its first span."""
+    run: Path
+    """Local folder of the run."""
+    uploader: RunUploader | None
+    """Of the folder to the URL of the run; None if it has none."""
+    options: TrainOptions
+    launch: LaunchOptions
+    on_step: Callable[[StepMetric, int], None]
+    drain: Drain
+    on_start: Callable[[LocalReplicas], None]
 
-        Args:
-            job_path: job file.
-            job: content of the job file.
-            data: the dataset, with its first span.
-            run: local folder of the run.
-            uploader: of the folder to the URL of the run; None if it has none.
-            options: of the command line.
-            launch: of the launcher.
-            on_step: called after each step.
-            drain: asks the run to stop.
-            on_start: called when the replicas are started.
-        """
-        self._job_path, self._job, self._data = job_path, job, data
-        self._run, self._uploader = run, uploader
-        self._location = Location.parse(run) if uploader is None else uploader.output
-        self._options, self._launch = options, launch
-        self._on_step, self._drain, self._on_start = on_step, drain, on_start
+    @property
+    def location(self) -> Location:
+        """Folder or URL of the run."""
+        return Location.parse(self.run) if self.uploader is None else self.uploader.output
 
     def attempt(self, checkpoint: Path | None, rollbacks: Rollbacks) -> RunSummary:
         """Train from a checkpoint to the end.
@@ -383,35 +374,35 @@ class Launcher:
             SchemaError: as `train_replicas`.
             DrainInterrupt: as `train_replicas`.
         """
-        run, train = self._run, self._job.train
+        run, train = self.run, self.job.train
         truncate_logs(run, step_of(checkpoint))
         (run / SUMMARY).unlink(missing_ok=True)
         with ExitStack() as stack:
             shared = None
-            if self._options.embedding != "plain":
-                layouts = layouts_of(spec_of(self._data.current().dataset, train.dtype), train)
+            if self.options.embedding != "plain":
+                layouts = layouts_of(spec_of(self.data.current().dataset, train.dtype), train)
                 stores = launch_shared_stores(
-                    run, self._job_path, train, layouts, self._options.stores, checkpoint
+                    run, self.job_path, train, layouts, self.options.stores, checkpoint
                 )
                 shared = stack.enter_context(stores)
             rendezvous = self._publish(stack, checkpoint, rollbacks, shared)
-            monitor = AttemptMonitor(self._location, rendezvous, self._on_step, self._known_steps)
+            monitor = AttemptMonitor(self.location, rendezvous, self.on_step, self._known_steps)
             replicas = LocalReplicas(
-                self._launch.count,
-                self._location,
+                self.launch.count,
+                self.location,
                 self._replica_arguments(),
-                restarts=self._launch.restarts,
-                start=self._launch.start,
-                linger_sec=1 + 2 * self._launch.heartbeat_sec,
+                restarts=self.launch.restarts,
+                start=self.launch.start,
+                linger_sec=1 + 2 * self.launch.heartbeat_sec,
             )
-            self._on_start(stack.enter_context(replicas))
-            replicas.wait(monitor, self._drain, train.limits.drain.total_seconds())
-        if self._uploader is not None:
-            fetch_run(self._location, run, (*SMALL_FILES, *LOGS))
+            self.on_start(stack.enter_context(replicas))
+            replicas.wait(monitor, self.drain, train.limits.drain.total_seconds())
+        if self.uploader is not None:
+            fetch_run(self.location, run, (*SMALL_FILES, *LOGS))
         if not (run / SUMMARY).is_file():
-            horizon = self._data.current().horizon
+            horizon = self.data.current().horizon
             with resume_hint(resume_message(run, horizon.end_step if horizon.is_final else None)):
-                self._drain.check()
+                self.drain.check()
                 raise DrainInterrupt("SIGTERM")  # the replicas were signalled directly
         return read_summary(run / SUMMARY)
 
@@ -423,58 +414,57 @@ class Launcher:
         shared: SharedStores | None,
     ) -> Rendezvous:
         """Start the lighthouse, and write what replicas need; both end with the stack."""
-        launch, train = self._launch, self._job.train
-        copy_bytes = copy_bytes_of(self._job, self._data.current(), step_of(checkpoint))
+        launch, train = self.launch, self.job.train
+        copy_bytes = copy_bytes_of(self.job, self.data.current(), step_of(checkpoint))
         if launch.count:
             check_room(train.checkpoint, copy_bytes)
-        if launch.count or self._uploader is None:
-            write_token(self._run / TOKEN)
-        if self._uploader is not None:
-            self._uploader.commit()
+        if launch.count or self.uploader is None:
+            write_token(self.run / TOKEN)
+        if self.uploader is not None:
+            self.uploader.commit()
         lighthouse = Lighthouse(launch.host, launch.port, launch.heartbeat_sec)
         rendezvous = Rendezvous(
-            job=str(Location.parse(self._job_path)),
-            dataset=str(self._data.location),
+            job=str(Location.parse(self.job_path)),
+            dataset=str(self.data.location),
             lighthouse=stack.enter_context(lighthouse).address,
             heartbeat_sec=launch.heartbeat_sec,
-            embedding=self._options.embedding,
-            expanded=self._options.expanded,
-            steps=self._options.steps,
-            follow=self._options.follow,
-            known=self._data.refresh(),
+            embedding=self.options.embedding,
+            expanded=self.options.expanded,
+            steps=self.options.steps,
+            follow=self.options.follow,
+            known=self.data.refresh(),
             retained_bytes=launch.retained_bytes,
             copy_bytes=copy_bytes,
             shared=shared,
-            attempt=writer_id() if self._uploader is None else self._uploader.attempt,
+            attempt=writer_id() if self.uploader is None else self.uploader.attempt,
             rollbacks=rollbacks,
         )
-        self._location.remove([REPLICAS])
-        write_rendezvous(self._location, rendezvous)
-        stack.callback(remove_rendezvous, self._location, rendezvous)
+        write_rendezvous(self.location, rendezvous)
+        stack.callback(remove_rendezvous, self.location, rendezvous)
         return rendezvous
 
     def _replica_arguments(self) -> list[str]:
-        launch = self._launch
-        threads = _threads_each(self._job.train.num_threads, launch.count)
+        launch = self.launch
+        threads = _threads_each(self.job.train.num_threads, launch.count)
         arguments = ["--threads", str(threads)]
         if launch.faults.schedule:
             arguments += ["--faults", launch.faults.to_json()]
-        if self._uploader is not None:
-            arguments += ["--work", str(launch.work), "--token-file", str(self._run / TOKEN)]
+        if self.uploader is not None:
+            arguments += ["--work", str(launch.work), "--token-file", str(self.run / TOKEN)]
         return arguments
 
     def _known_steps(self) -> int:
         with suppress(SchemaError):  # replicas report it after saving
-            self._data.refresh()
-        return self._data.current().horizon.end_step
+            self.data.refresh()
+        return self.data.current().horizon.end_step
 
     def settle(self) -> None:
         """Make the folder contain all files of the attempt, whose replicas commit nothing more."""
-        if self._uploader is None:
-            claim_leftovers(self._run, self._job.train.checkpoint, resume=True)
+        if self.uploader is None:
+            claim_leftovers(self.run, self.job.train.checkpoint, resume=True)
         else:
-            newest = begin_attempt(self._location, self._run)
-            self._uploader = RunUploader(self._run, self._uploader.output, newest)
+            newest = begin_attempt(self.location, self.run)
+            self.uploader = RunUploader(self.run, self.uploader.output, newest)
 
 
 def _threads_each(wanted: int | None, count: int) -> int:
