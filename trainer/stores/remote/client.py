@@ -20,7 +20,7 @@ from trainer.stores.api import (
     WriteBack,
 )
 from trainer.stores.bucket_files import SortedChunk, merge_sorted
-from trainer.stores.remote.connection import Access, Reply
+from trainer.stores.remote.connection import Access
 from trainer.stores.remote.members import CallAttempts, StoreMembers
 from trainer.stores.remote.ownership import SlotMap
 from trainer.stores.remote.wire import (
@@ -86,8 +86,8 @@ class RemoteStore:
         def send(slot_map: SlotMap, store: int, chosen: NDArray[np.int64]) -> None:
             tables = _count_by_table(rows, offsets, chosen)
             request = self._request(slot_map, store, FETCH, tables=tables, as_of=as_of)
-            reply = self._exchange(slot_map, store, request, rows_batch(flat[chosen]))
-            block[chosen] = block_of(reply.batch, self._layout)
+            answer = self._exchange(slot_map, store, request, rows_batch(flat[chosen]))
+            block[chosen] = block_of(answer, self._layout)
 
         self._send_all(flat, send, lambda slot_map: slot_map.readers[None])
         return {
@@ -201,11 +201,11 @@ class RemoteStore:
 
     def _exchange(
         self, slot_map: SlotMap, store: int, request: Request, batch: pa.RecordBatch | None
-    ) -> Reply:
-        address = slot_map.addresses[store]
-        reply = self.members.connection(address).exchange(request.to_bytes(), batch, self._layout)
-        self.members.record_acknowledged(slot_map.incarnations[store], reply.sequence)
-        return reply
+    ) -> pa.RecordBatch:
+        connection = self.members.connection(slot_map.addresses[store])
+        answer, sequence = connection.exchange(request.to_bytes(), batch, self._layout)
+        self.members.record_acknowledged(slot_map.incarnations[store], sequence)
+        return answer
 
     def _contents_of(
         self, slot_map: SlotMap, store: int, table: str, after: int
@@ -216,7 +216,7 @@ class RemoteStore:
         def fetch_page(after: int) -> pa.RecordBatch:
             tables = ((table, size),)
             request = self._request(slot_map, store, CONTENTS, tables=tables, after=after)
-            return self._exchange(slot_map, store, request, None).batch
+            return self._exchange(slot_map, store, request, None)
 
         next_page = self._pool.submit(fetch_page, after)
         while True:

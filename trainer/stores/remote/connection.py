@@ -103,19 +103,6 @@ _GONE = (
 _Call = Callable[[fl.FlightClient, fl.FlightCallOptions], T]
 
 
-@dataclass(frozen=True, slots=True)
-class Reply:
-    """Response message of a store.
-
-    Attributes:
-        batch: rows with their records.
-        sequence: messages of rows that the store acknowledged in this session.
-    """
-
-    batch: pa.RecordBatch
-    sequence: int
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Access:
     """Credentials and time-outs of calls, the same for all stores."""
@@ -187,7 +174,7 @@ class StoreConnection:
         batch: pa.RecordBatch | None,
         layout: TableLayout,
         timeout_sec: float | None = None,
-    ) -> Reply:
+    ) -> tuple[pa.RecordBatch, int]:
         """Send one message of rows once, retrying while the store is busy.
 
         Args:
@@ -196,6 +183,10 @@ class StoreConnection:
             layout: of the records.
             timeout_sec: maximum wait for the response; None: that of `Access`.
 
+        Returns:
+            Rows with their records, and the messages of rows that the store acknowledged in this
+            session.
+
         Raises:
             StoreUnavailableError: the store cannot be reached.
             SchemaError: it refuses.
@@ -203,7 +194,9 @@ class StoreConnection:
         """
         sent = rows_batch(np.empty(0, np.int64)) if batch is None else batch
 
-        def call(client: fl.FlightClient, options: fl.FlightCallOptions) -> Reply:
+        def call(
+            client: fl.FlightClient, options: fl.FlightCallOptions
+        ) -> tuple[pa.RecordBatch, int]:
             descriptor = fl.FlightDescriptor.for_command(request)
             writer, reader = client.do_exchange(descriptor, options)
             try:
@@ -222,7 +215,7 @@ class StoreConnection:
                     "trainer's release",
                     file=self.address,
                 )
-            return Reply(chunk.data, int(chunk.app_metadata.to_pybytes()))
+            return chunk.data, int(chunk.app_metadata.to_pybytes())
 
         return self._once(call, self._access.timeout_sec if timeout_sec is None else timeout_sec)
 
