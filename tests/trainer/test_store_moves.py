@@ -17,23 +17,26 @@ from schemas.hashing import slot_of_row
 from tests.trainer.processes import PATIENCE, wait_for
 from tests.trainer.stores import (
     ACCESS,
+    LAYOUT,
     TOKEN,
     StoreProcess,
     TableOf,
     group_over,
+    one_store_map,
     record_of,
     running,
     start_store,
     whole,
 )
 from trainer.__main__ import main
-from trainer.stores.api import StoreUnavailableError
+from trainer.stores.api import SlotMapChangedError, StoreUnavailableError
 from trainer.stores.remote.client import RemoteStore
 from trainer.stores.remote.connection import StoreConnection, read_access
 from trainer.stores.remote.migration import MigrationStats
-from trainer.stores.remote.ownership import description_from_json
+from trainer.stores.remote.ownership import SlotMigration, description_from_json
 from trainer.stores.remote.processes import gather_slots, kill_store, migrate_slots, restart_store
-from trainer.stores.remote.wire import DESCRIBE
+from trainer.stores.remote.shard import Shard
+from trainer.stores.remote.wire import DESCRIBE, Request
 
 NUM_ROWS = 3000
 HALF = ((0, 2048),)
@@ -89,6 +92,21 @@ def served(group: RemoteStore) -> dict[str, int]:
     """Return how many slots each store says it serves."""
     found = group.members.describe_all()
     return {a: int(s.served.sum()) for a, s in found.items() if s is not None}
+
+
+def test_contents_lack_no_rows_that_are_handed_over(tmp_path: Path) -> None:
+    shard, rows = Shard(tmp_path / "store", ((0, 4096),), sync=False), np.arange(50)
+    shard.load()
+    shard.open("run", {"items": LAYOUT}, one_store_map(((0, 4096),)), "here")
+    request = Request(op="contents", session="process")
+    shard.write(request, {"items": rows}, np.zeros((50, 5), np.float32))
+    assert len(shard.contents(request, "items", 100)[0]) == 50
+    outgoing = SlotMigration(id="move", target="there", slots=HALF, keep=False)
+    with shard.lock:
+        shard.log_control(replace(shard.control, outgoing=outgoing))
+    with pytest.raises(SlotMapChangedError, match=r"^slots of the store are being handed over$"):
+        shard.contents(request, "items", 100)
+    shard.close()
 
 
 @pytest.mark.slow

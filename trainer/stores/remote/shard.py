@@ -367,19 +367,22 @@ class Shard:
     def contents(
         self, request: Request, table: str, count: int
     ) -> tuple[NDArray[np.int64], Array, int]:
-        """Return rows of served slots after `request.after`, their records, and the sequence.
+        """Return rows of its slots after `request.after`, their records, and the sequence.
 
-        At most `count` rows; none at the end of the table.
+        At most `count` rows; none at the end of the table. Raises as `fetch`, also while slots are
+        handed over: their rows would be missing.
         """
         self._sort_beside(table)
         with self.lock:
             self._check(request, {table: np.empty(0, np.int64)})
-            served, after = self.control.served, request.after
+            if self.control.outgoing is not None:
+                raise SlotMapChangedError("slots of the store are being handed over")
+            owned, after = self.control.owned, request.after
             while True:
                 rows, _, block = self.tables[table].ascending(after, count)
-                is_served = served[slot_of_row(rows)]
-                if is_served.any() or len(rows) < count:
-                    return rows[is_served], block[is_served], self.sequence
+                is_owned = owned[slot_of_row(rows)]
+                if is_owned.any() or len(rows) < count:
+                    return rows[is_owned], block[is_owned], self.sequence
                 after = int(rows[-1])
 
     def _sort_beside(self, table: str) -> None:
