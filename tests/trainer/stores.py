@@ -172,7 +172,12 @@ def group_over(
     """Open stores of one table, or of `layouts`."""
     tables = layouts or {LAYOUT.table: LAYOUT}
     store = open_remote_store(
-        addresses, access, tables, owner=owner, session=session, joins=joins, replicas=replicas
+        addresses,
+        access,
+        tables,
+        owner=None if joins else owner,
+        session=session,
+        replicas=replicas,
     )
     _opened.append(store)
     return {table: TableOf(store, layout) for table, layout in tables.items()}

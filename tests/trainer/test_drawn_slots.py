@@ -63,9 +63,8 @@ class Training:
             addresses,
             PATIENT,
             tables,
-            owner="run",
+            owner=None if joins else "run",
             session=self.session,
-            joins=joins,
             replicas=self.copies,
         )
         return TableOf(store)

@@ -121,7 +121,7 @@ def test_replicas_are_told_the_name_of_the_token_not_where_it_leads_to(tmp_path:
         train = TrainConfig(stores=config)
         with launch_shared_stores(run, tmp_path / "job.yaml", train, layouts, None, None) as shared:
             assert shared.token_file is None, "each host reads the one that the job names"
-            opened = open_shared(shared, run, tmp_path / "job.yaml", config, layouts)
+            opened = open_shared(shared, tmp_path / "job.yaml", config, layouts)
             assert whole(TableOf(opened))[0].tolist() == []
 
 

@@ -39,7 +39,6 @@ from trainer.stores.api import (
 from trainer.stores.factory import (
     STORE,
     open_store,
-    run_owner,
     store_access,
 )
 from trainer.stores.remote.client import RemoteStore, open_remote_store
@@ -234,7 +233,6 @@ def launch_shared_stores(
 
 def open_shared(
     shared: SharedStores,
-    run: Path,
     job: Path | Location,
     config: StoresConfig,
     layouts: Mapping[str, TableLayout],
@@ -243,7 +241,6 @@ def open_shared(
 
     Args:
         shared: written by the launcher.
-        run: run folder.
         job: job file.
         config: store processes of the job.
         layouts: tables by name.
@@ -256,10 +253,8 @@ def open_shared(
         shared.addresses,
         store_access(config, job, None if token is None else Path(token)),
         layouts,
-        owner=run_owner(run),
+        owner=None,
         session=shared.session,
-        replicas=config.replicas,
-        joins=True,
     )
 
 

@@ -132,7 +132,7 @@ def _train(
             rows = MemoryRows(components.store, components.embedding)
         else:
             layouts = layouts_of(spec, config)
-            store = open_shared(shared, run, job_path, config.stores, layouts)
+            store = open_shared(shared, job_path, config.stores, layouts)
             components = build_components(spec, on_host, store, steps_before=before)
             planned = config if train_options.embedding == "cached" else None
             write_buffer = WriteBuffer(store, rendezvous.retained_bytes)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -64,39 +64,26 @@ def open_store(
     with ExitStack() as stack:
         if embedding == "plain":
             store: Store = memory_store(layouts)
-        elif num_processes:
-            replicas = config.stores.replicas
-            processes = StoreProcesses(num_processes, run / STORE, replicas=replicas)
-            stack.enter_context(processes)
-            access = store_access(config.stores, job, run / STORE / TOKEN)
-            store = _open_processes(run, layouts, processes.addresses, access, replicas)
-        elif config.stores.addresses:
-            access = store_access(config.stores, job)
-            addresses, replicas = config.stores.addresses, config.stores.replicas
-            store = _open_processes(run, layouts, addresses, access, replicas)
+        elif num_processes or config.stores.addresses:
+            addresses, token, replicas = config.stores.addresses, None, config.stores.replicas
+            if num_processes:
+                processes = StoreProcesses(num_processes, run / STORE, replicas=replicas)
+                addresses = stack.enter_context(processes).addresses
+                token = run / STORE / TOKEN
+            store = open_remote_store(
+                addresses,
+                store_access(config.stores, job, token),
+                layouts,
+                owner=run_owner(run),
+                session=secrets.token_hex(8),
+                replicas=replicas,
+            )
         elif embedding == "cached" and config.cache.files == "log":
             store = log_store(layouts, run / STORE)
         else:
             store = mmap_store(layouts, run / STORE)
         stack.callback(store.close)
         yield store
-
-
-def _open_processes(
-    run: Path,
-    layouts: Mapping[str, TableLayout],
-    addresses: Sequence[str],
-    access: Access,
-    replicas: int,
-) -> Store:
-    return open_remote_store(
-        addresses,
-        access,
-        layouts,
-        owner=run_owner(run),
-        session=secrets.token_hex(8),
-        replicas=replicas,
-    )
 
 
 def token_file_of(config: StoresConfig, job: Path | Location) -> Path:

@@ -264,10 +264,9 @@ def open_remote_store(
     access: Access,
     layouts: Mapping[str, TableLayout],
     *,
-    owner: str,
+    owner: str | None,
     session: str,
     replicas: int = 1,
-    joins: bool = False,
 ) -> RemoteStore:
     """Open store processes for a run.
 
@@ -275,11 +274,11 @@ def open_remote_store(
         addresses: `grpc://host:port`, `grpc+tls://host:port` or `file:///...` of each.
         access: to the stores.
         layouts: tables by name.
-        owner: identifies the run.
-        session: of this process; calls of an older one are refused from now on, and the rows of
-            the run are deleted: those of its checkpoint will be written.
-        replicas: stores per slot.
-        joins: whether another process has opened the session, and coordinates it.
+        owner: identifies the run. The session is new: calls of an older one are refused from now
+            on, and the rows of the run are deleted: those of its checkpoint will be written. None:
+            another process has opened the session, and coordinates it.
+        session: of this process, or of all that share the stores.
+        replicas: stores per slot of a new session.
 
     Raises:
         SchemaError: a store refuses or cannot be reached, or they do not cover each slot
@@ -287,7 +286,7 @@ def open_remote_store(
     """
     members = StoreMembers(addresses, access, session, replicas)
     try:
-        message_bytes = members.join() if joins else members.open(owner, layouts)
+        message_bytes = members.join() if owner is None else members.open(owner, layouts)
     except BaseException:
         members.close()
         raise

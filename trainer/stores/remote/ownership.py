@@ -42,16 +42,6 @@ def ranges_of(mask: NDArray[np.bool_]) -> Ranges:
     return tuple(zip(starts.tolist(), ends.tolist(), strict=True))
 
 
-def check_ranges(ranges: Iterable[Sequence[int]]) -> None:
-    """Raise ValueError for the first range that is empty or outside [0, NUM_SLOTS]."""
-    for first, end in ranges:
-        if not 0 <= first < end <= NUM_SLOTS:
-            raise ValueError(
-                f"slots must lie in [0, {NUM_SLOTS}], got {first}:{end}; "
-                f"write 0:{NUM_SLOTS} for all"
-            )
-
-
 def format_ranges(ranges: Iterable[Sequence[int]]) -> str:
     """Format ranges for the command line.
 
@@ -81,7 +71,12 @@ def parse_ranges(text: str) -> Ranges:
             f"slots must be START:END, separated by commas, or none, got {text!r}; "
             f"write 0:{NUM_SLOTS} for all"
         ) from None
-    check_ranges(ranges)
+    for first, end in ranges:
+        if not 0 <= first < end <= NUM_SLOTS:
+            raise ValueError(
+                f"slots must lie in [0, {NUM_SLOTS}], got {first}:{end}; "
+                f"write 0:{NUM_SLOTS} for all"
+            )
     return ranges_of(mask_of(ranges))
 
 

@@ -11,7 +11,6 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from schemas.errors import SchemaError
@@ -65,7 +64,11 @@ class StoreProcesses:
         Raises:
             ValueError: `replicas` exceeds `count`.
         """
-        check_replicas(replicas, count)
+        if replicas > count:
+            raise ValueError(
+                f"replicas must be at most the number of stores, got replicas={replicas}, "
+                f"stores={count}; start more stores"
+            )
         self._count = count
         self._replicas = replicas
         self.directory = directory
@@ -98,12 +101,7 @@ class StoreProcesses:
             self._watchers.append(watcher)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._end()
 
     def _start(self, index: int, port: int) -> subprocess.Popen[bytes]:
@@ -150,15 +148,6 @@ class StoreProcesses:
         end_children(self._processes, _END_SEC)
         for watcher in self._watchers:
             watcher.join()
-
-
-def check_replicas(replicas: int, count: int) -> None:
-    """Raise ValueError if there are fewer stores than copies."""
-    if replicas > count:
-        raise ValueError(
-            f"replicas must be at most the number of stores, got replicas={replicas}, "
-            f"stores={count}; start more stores"
-        )
 
 
 def _read_address(process: subprocess.Popen[bytes]) -> str:

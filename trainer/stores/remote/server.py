@@ -39,7 +39,6 @@ from trainer.stores.remote.migration import IncomingMigrations, OutgoingMigratio
 from trainer.stores.remote.ownership import (
     Ranges,
     SlotMigration,
-    check_ranges,
     migration_from_json,
     slot_map_from_json,
 )
@@ -409,7 +408,6 @@ class StoreOptions:
 
     def __post_init__(self) -> None:
         check_host(self.host, self.certificate)
-        check_ranges(self.slots)
 
 
 def run_store(
