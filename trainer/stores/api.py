@@ -20,8 +20,6 @@ from schemas.rows import initial_rows
 
 _CHUNK_BYTES, _CHUNK_ROWS = 4 << 20, 1 << 14
 """Bytes and rows of one chunk of `Store.contents`, at most."""
-REFUSED, SLOT_MAP_CHANGED, BUSY, BEHIND = "refused", "map", "busy", "behind"
-"""Error codes of store processes; `remote/connection.py` maps them to exceptions."""
 
 
 class StoreUnavailableError(Exception):

@@ -25,10 +25,6 @@ from schemas.files import replace_bytes
 from schemas.storage import Location
 from schemas.store_client import RefusedError
 from trainer.stores.api import (
-    BEHIND,
-    BUSY,
-    REFUSED,
-    SLOT_MAP_CHANGED,
     BehindError,
     SlotMapChangedError,
     StoreUnavailableError,
@@ -36,7 +32,11 @@ from trainer.stores.api import (
 )
 from trainer.stores.remote.wire import (
     AUTHORIZATION,
+    BEHIND,
+    BUSY,
     LOOPBACK,
+    REFUSED,
+    SLOT_MAP_CHANGED,
     read_token,
     records_schema,
     rows_batch,

@@ -25,10 +25,6 @@ from schemas.hashing import NUM_SLOTS
 from schemas.run_log import STORE_ADDRESS
 from schemas.storage import Location
 from trainer.stores.api import (
-    BEHIND,
-    BUSY,
-    REFUSED,
-    SLOT_MAP_CHANGED,
     BehindError,
     SlotMapChangedError,
     StoreUnavailableError,
@@ -47,6 +43,8 @@ from trainer.stores.remote.wal import RowsEntry
 from trainer.stores.remote.wire import (
     ADOPT,
     ARRIVE,
+    BEHIND,
+    BUSY,
     CHECKPOINTED,
     CONTENTS,
     DESCRIBE,
@@ -57,7 +55,9 @@ from trainer.stores.remote.wire import (
     OPEN,
     RECEIVE,
     RECEIVED,
+    REFUSED,
     RESTART,
+    SLOT_MAP_CHANGED,
     WRITE,
     Certificate,
     Request,
@@ -363,20 +363,19 @@ def _flight_errors() -> Iterator[None]:
     try:
         yield
     except BusyError as error:
-        line = f"store is busy: {error}"
-        raise fl.FlightUnavailableError(line, extra_info=_info(BUSY, line)) from error
+        raise _flight_error(BUSY, f"store is busy: {error}", fl.FlightUnavailableError) from error
     except SlotMapChangedError as error:
-        raise fl.FlightServerError(
-            str(error), extra_info=_info(SLOT_MAP_CHANGED, str(error))
-        ) from error
+        raise _flight_error(SLOT_MAP_CHANGED, str(error)) from error
     except BehindError as error:
-        raise fl.FlightServerError(str(error), extra_info=_info(BEHIND, str(error))) from error
+        raise _flight_error(BEHIND, str(error)) from error
     except (SchemaError, OSError, StoreUnavailableError) as error:
-        raise fl.FlightServerError(str(error), extra_info=_info(REFUSED, str(error))) from error
+        raise _flight_error(REFUSED, str(error)) from error
 
 
-def _info(code: str, line: str) -> bytes:
-    return json.dumps({"code": code, "line": line}).encode()
+def _flight_error(
+    code: str, line: str, kind: type[fl.FlightError] = fl.FlightServerError
+) -> fl.FlightError:
+    return kind(line, extra_info=json.dumps({"code": code, "line": line}).encode())
 
 
 _SHUTDOWN_SEC = 5.0

@@ -240,12 +240,11 @@ class Shard:
             )
 
     def describe(self) -> dict[str, Any]:
-        """Return the JSON of a `StoreDescription`, with the number of rows of each table."""
+        """Return the JSON of a `StoreDescription`, apart from its message size."""
         with self.lock:
             return {
                 **self.control.to_json(),
                 "migrating": self.tracker is not None or self.control.outgoing is not None,
-                "rows": {table: len(rows) for table, rows in self.tables.items()},
                 "incarnation": self.incarnation,
                 "sequence": self.sequence,
             }

@@ -71,6 +71,8 @@ DESCRIBE, OPEN, ADOPT, CHECKPOINTED, FILL, MOVE, KILL, RESTART = (
 """Actions of trainers, the scheduler and the command line."""
 ARRIVE, RECEIVED = "arrive", "received"
 """Actions between stores: announce a migration, confirm that all of its rows were sent."""
+REFUSED, SLOT_MAP_CHANGED, BUSY, BEHIND = "refused", "map", "busy", "behind"
+"""Error codes of answers; `connection.py` maps them to exceptions."""
 AUTHORIZATION = "authorization"
 """Header with `Bearer <token>`."""
 
