@@ -320,20 +320,20 @@ class CallAttempts:
         self._state: object = None
         self._since = 0.0
 
-    def failed(self, slot_map: SlotMap, errors: Sequence[Exception], num_pending: int = 0) -> None:
+    def failed(self, slot_map: SlotMap, errors: Sequence[Exception], progress: int) -> None:
         """Refresh the slot map for the next attempt.
 
         Args:
             slot_map: of the failed attempt.
             errors: of its calls.
-            num_pending: a number that changes with progress, such as rows without an answer.
+            progress: changes with each attempt that succeeds in part.
 
         Raises:
             RowsLostError: acknowledged rows are in no store.
             SchemaError: there was no progress for the time-out.
         """
         members, now = self._members, time.monotonic()
-        state = slot_map.epoch, num_pending
+        state = slot_map.epoch, progress
         if state != self._state:
             self._state, self._since = state, now
         elif now - self._since >= members.access.timeout_sec:
