@@ -189,7 +189,8 @@ _opened: list[RemoteStore] = []
 def one_store_map(slots: Ranges, epoch: int = 0, session: str = "process") -> SlotMap:
     """Return a slot map with some slots of a store `here`, and the others of another one."""
     owned = {"here": mask_of(slots), "there": ~mask_of(slots)}
-    return slot_map_of(session, epoch, owned, dict.fromkeys(owned, "process"))
+    processes = dict.fromkeys(owned, "process")
+    return slot_map_of(session, epoch, owned, processes, processes)
 
 
 def record_of(value: float, count: int) -> Records:

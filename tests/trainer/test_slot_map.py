@@ -38,7 +38,8 @@ ACKNOWLEDGED = {"of a": 10, "of b": 10}
 
 def map_of(epoch: int = 1, session: str = SESSION, **slots: Ranges) -> SlotMap:
     owned = {address: mask_of(ranges) for address, ranges in slots.items()}
-    return slot_map_of(session, epoch, owned, {address: f"of {address}" for address in owned})
+    incarnations = {address: f"of {address}" for address in owned}
+    return slot_map_of(session, epoch, owned, incarnations, incarnations)
 
 
 def store(address: str, slot_map: SlotMap | None, home: Ranges = ALL) -> StoreDescription:
@@ -182,6 +183,22 @@ def test_copy_that_was_dropped_is_not_believed_until_it_is_filled() -> None:
         "b": replace(store("b", alone), incoming=fill, received=True),
     }
     assert slots_of(next_slot_map(alone, filled, {})) == {"a": ALL, "b": ALL}
+
+
+def test_copies_in_restarted_stores_are_complete_again_at_some_time() -> None:
+    current, restarted = map_of(a=ALL, b=LOW, c=HIGH), ("a", "b")
+    for number in range(4):  # c has a better copy of its slots: those of a are dropped and filled
+        stores = described(current)
+        stores = {
+            address: store and (replace(store, **RESTARTED) if address in restarted else store)
+            for address, store in stores.items()
+        }
+        following = next_slot_map(current, stores, ACKNOWLEDGED)
+        if following is not None:
+            assert slots_of(following) == {"a": LOW, "b": LOW, "c": HIGH}
+            assert (following.incarnations, number) == (current.incarnations, 0)
+            current = replace(following, epoch=following.epoch + 1, copies=current.copies)
+    assert slots_of(current) == {"a": ALL, "b": LOW, "c": HIGH}
 
 
 def test_copy_is_made_where_a_store_was_started_with_the_slots() -> None:

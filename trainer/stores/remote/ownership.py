@@ -109,7 +109,9 @@ class SlotMap:
         session: of the process that decided it.
         epoch: its number; greater than those of all earlier maps that its stores have seen.
         addresses: of stores with slots.
-        incarnations: of their processes when they got their first slots.
+        incarnations: of their processes when they got their first slots; acknowledged messages are
+            counted by it, also after a restart.
+        processes: incarnations of their processes when this map was decided.
         copies: (MAX_COPIES, NUM_SLOTS) index in `addresses` of each slot's stores, -1 for none.
     """
 
@@ -117,6 +119,7 @@ class SlotMap:
     epoch: int
     addresses: tuple[str, ...]
     incarnations: tuple[str, ...]
+    processes: tuple[str, ...]
     copies: NDArray[np.int64]
 
     @property
@@ -138,13 +141,18 @@ class SlotMap:
 
     def to_json(self) -> dict[str, Any]:
         """Return the form of logs and messages."""
-        stores = zip(self.addresses, self.incarnations, strict=True)
+        stores = zip(self.addresses, self.incarnations, self.processes, strict=True)
         return {
             "session": self.session,
             "epoch": self.epoch,
             "stores": [
-                {"address": a, "incarnation": i, "slots": ranges_of(self.slots_of(a))}
-                for a, i in stores
+                {
+                    "address": address,
+                    "incarnation": incarnation,
+                    "process": process,
+                    "slots": ranges_of(self.slots_of(address)),
+                }
+                for address, incarnation, process in stores
             ],
         }
 
@@ -152,8 +160,11 @@ class SlotMap:
 def slot_map_from_json(body: Mapping[str, Any]) -> SlotMap:
     """Parse what `SlotMap.to_json` returned."""
     owned = {str(each["address"]): mask_of(each["slots"]) for each in body["stores"]}
-    incarnations = {str(each["address"]): str(each["incarnation"]) for each in body["stores"]}
-    return slot_map_of(str(body["session"]), int(body["epoch"]), owned, incarnations)
+    incarnations, processes = (
+        {str(each["address"]): str(each[name]) for each in body["stores"]}
+        for name in ("incarnation", "process")
+    )
+    return slot_map_of(str(body["session"]), int(body["epoch"]), owned, incarnations, processes)
 
 
 def slot_map_of(
@@ -161,6 +172,7 @@ def slot_map_of(
     epoch: int,
     owned: Mapping[str, NDArray[np.bool_]],
     incarnations: Mapping[str, str],
+    processes: Mapping[str, str],
 ) -> SlotMap:
     """Return the slot map with these slots by address; stores without slots are left out."""
     addresses = tuple(sorted(address for address, slots in owned.items() if slots.any()))
@@ -173,6 +185,7 @@ def slot_map_of(
         epoch=epoch,
         addresses=addresses,
         incarnations=tuple(incarnations[address] for address in addresses),
+        processes=tuple(processes[address] for address in addresses),
         copies=copies,
     )
 
@@ -356,12 +369,10 @@ def initial_slot_map(
         else:
             owned = home
             _check_covered(owned.sum(0), replicas, tuple(descriptions))
-    return slot_map_of(
-        session,
-        max(store.epoch for store in descriptions.values()) + 1,
-        dict(zip(descriptions, owned, strict=True)),
-        {address: store.incarnation for address, store in descriptions.items()},
-    )
+    incarnations = {address: store.incarnation for address, store in descriptions.items()}
+    epoch = max(store.epoch for store in descriptions.values()) + 1
+    slots = dict(zip(descriptions, owned, strict=True))
+    return slot_map_of(session, epoch, slots, incarnations, incarnations)
 
 
 def covers_all_slots(descriptions: Mapping[str, StoreDescription], replicas: int) -> bool:
@@ -451,7 +462,8 @@ def next_slot_map(
     """Return the slot map that follows, None if the current one stays.
 
     Slots that a store has stopped to serve go to the target if that has their rows, else back. A
-    copy whose store is gone, or was restarted, is dropped if there is another one.
+    copy whose store is gone, or was restarted since the last map, is dropped if there is a better
+    one; what is left of a restarted store is as good as any later copy.
 
     Args:
         current: the newest slot map of the session.
@@ -460,10 +472,14 @@ def next_slot_map(
     """
     owned = {address: current.slots_of(address) for address in current.addresses}
     incarnations = dict(zip(current.addresses, current.incarnations, strict=True))
+    processes = dict(zip(current.addresses, current.processes, strict=True))
     dropped = _dropped_copies(current, descriptions, acknowledged)
     changed = any(slots.any() for slots in dropped.values())
     for address, slots in dropped.items():
         owned[address] = owned[address] & ~slots
+        store = descriptions.get(address)
+        if store is not None and _has_rows(current, address, store, acknowledged):
+            processes[address] = store.incarnation
     for address, store in descriptions.items():
         if store is None or store.outgoing is None:
             continue
@@ -473,12 +489,13 @@ def next_slot_map(
         target, slots = descriptions.get(migration.target), mask_of(migration.slots)
         if target is not None and target.received and target.incoming == migration:
             incarnations.setdefault(migration.target, target.incarnation)
+            processes.setdefault(migration.target, target.incarnation)
             owned[migration.target] = owned.get(migration.target, mask_of([])) | slots
             if not migration.keep:
                 owned[address] = owned[address] & ~slots
     if not changed:
         return None
-    return slot_map_of(current.session, current.epoch + 1, owned, incarnations)
+    return slot_map_of(current.session, current.epoch + 1, owned, incarnations, processes)
 
 
 def _dropped_copies(
@@ -486,10 +503,10 @@ def _dropped_copies(
 ) -> dict[str, NDArray[np.bool_]]:
     """Return the slots by address of which another store has a better copy."""
     quality: dict[str, int] = {}
-    for address, incarnation in zip(current.addresses, current.incarnations, strict=True):
+    for address, process in zip(current.addresses, current.processes, strict=True):
         store = descriptions.get(address)
         has_rows = _has_rows(current, address, store, acknowledged)
-        same = store is not None and store.incarnation == incarnation
+        same = store is not None and store.incarnation == process
         quality[address] = has_rows + (has_rows and same)
     best = np.zeros(NUM_SLOTS, np.int64)
     for address in current.addresses:
