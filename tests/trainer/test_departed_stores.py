@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 
 from schemas.errors import SchemaError
+from schemas.hashing import slot_of_row
 from tests.trainer.stores import (
     ACCESS,
     LAYOUT,
@@ -20,11 +22,13 @@ from tests.trainer.stores import (
     start_store,
 )
 from trainer.stores.api import RowsLostError
-from trainer.stores.remote.migration import IncomingMigrations
+from trainer.stores.remote import migration as migration_module
+from trainer.stores.remote.migration import IncomingMigrations, OutgoingMigrations
 from trainer.stores.remote.ownership import SlotMigration, ranges_of
 from trainer.stores.remote.processes import migrate_slots
 from trainer.stores.remote.shard import Shard
 from trainer.stores.remote.wal import RecordLog, RowsEntry
+from trainer.stores.remote.wire import Request
 
 LOW, HIGH = ((0, 2048),), ((2048, 4096),)
 
@@ -55,9 +59,14 @@ def test_store_is_emptied_with_its_last_slots_and_takes_none_whose_rows_it_lacks
         RecordLog, "flush_to_disk", lambda log: on_device.append(log.path.stat().st_size)
     )
     migrations = [SlotMigration(id=i, target="here", slots=LOW, keep=False) for i in "012"]
-    for migration in migrations:  # the last one counts
+    for number, migration in enumerate(migrations):  # the last one counts
         incoming.begin(migration, "run", layouts, one_store_map((), 1))
         assert not shard.control.served.any()
+        sent = np.arange(100 * number, 100 * number + 100)
+        sent = sent[slot_of_row(sent) < 2048]
+        block = np.zeros((len(sent), 5), np.float32)
+        incoming.receive(migration.id, RowsEntry({"items": sent}, sent, block))
+        assert shard.tables["items"].rows.tolist() == sent.tolist()
     with pytest.raises(SchemaError, match=r"^slots are assigned whose rows were never received"):
         shard.adopt(one_store_map(LOW, 2), "here")
     with pytest.raises(SchemaError, match=r"^migration '1' is not in progress; move again$"):
@@ -77,6 +86,55 @@ def test_store_is_emptied_with_its_last_slots_and_takes_none_whose_rows_it_lacks
         incoming.begin(migrations[0], "run", layouts, one_store_map((), 1, "older session"))
     with pytest.raises(SchemaError, match=r"^the target has lost the rows of its slots"):
         incoming.begin(migrations[0], "run", layouts, one_store_map(HIGH, 3, "another session"))
+    shard.close()
+
+
+def test_rows_that_were_received_stay_until_the_slot_map_is_decided(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shard, layouts = Shard(tmp_path / "store", (), sync=False), {"items": LAYOUT}
+    monkeypatch.setattr(migration_module, "_UNDECIDED_SEC", 30.0)
+    shard.load()
+    rows, incoming = np.arange(99), IncomingMigrations(shard)
+    rows = rows[slot_of_row(rows) < 2048]
+    first, second = (
+        SlotMigration(id=id, target="here", slots=slots, keep=False)
+        for id, slots in (("first", LOW), ("second", HIGH))
+    )
+    incoming.begin(first, "run", layouts, one_store_map((), 1))
+    incoming.receive("first", RowsEntry({"items": rows}, rows, np.ones((len(rows), 5), np.float32)))
+    incoming.begin(first, "run", layouts, one_store_map((), 1))  # the call is repeated
+    incoming.complete("first")
+    with ThreadPoolExecutor(1) as pool:
+        begun = pool.submit(incoming.begin, second, "run", layouts, one_store_map((), 1))
+        wait([begun], 0.1)
+        shard.adopt(one_store_map(LOW, 2), "here")
+        with pytest.raises(SchemaError, match=r"^the target has a newer slot map than the source"):
+            begun.result()
+    assert ranges_of(shard.control.served) == LOW
+    assert (shard.control.incoming, shard.control.received) == (None, False)
+    incoming.begin(second, "run", layouts, one_store_map(LOW, 2))
+    incoming.complete("second")
+    shard.adopt(one_store_map(LOW, 3), "here")  # the slots stay at the source
+    assert (shard.control.incoming, shard.control.received) == (None, False)
+    request = Request(op="fetch", session="process", epoch=3)
+    assert (shard.fetch(request, {"items": rows})[0] == 1).all()
+    shard.close()
+
+
+def test_next_migration_of_a_store_is_refused_until_the_last_one_is_decided(tmp_path: Path) -> None:
+    shard = Shard(tmp_path / "store", LOW, sync=False)
+    shard.load()
+    shard.open("run", {"items": LAYOUT}, one_store_map(LOW), "here")
+    first, second = (
+        SlotMigration(id=str(slots), target="grpc://127.0.0.1:1", slots=slots, keep=False)
+        for slots in (((0, 100),), ((100, 200),))
+    )
+    with shard.lock:
+        shard.log_control(replace(shard.control, outgoing=first))
+    with pytest.raises(SchemaError, match=r"^the last migration from this store is not decided"):
+        OutgoingMigrations(shard, replace(ACCESS, timeout_sec=0.1)).move(second)
+    assert shard.control.outgoing == first
     shard.close()
 
 

@@ -48,10 +48,15 @@ _HANDOVER_SEC = 5.0
 """Maximum time that training is blocked by a target that does not answer."""
 _DECISION_SEC = 60.0
 """Maximum wait for the slot map that decides about a migration."""
+_UNDECIDED_SEC = 2.0
+"""Maximum wait of the next migration to a target; the source of the last one may have died."""
 
 
 class IncomingMigrations:
-    """Migrations to one store, one at a time; a new one replaces one that was not completed."""
+    """Migrations to one store, one at a time; a new one replaces one that was not completed.
+
+    A new one waits for the slot map that decides about a completed one.
+    """
 
     def __init__(self, shard: Shard) -> None:
         self._shard = shard
@@ -77,6 +82,9 @@ class IncomingMigrations:
         """
         shard, address = self._shard, migration.target
         with shard.lock:
+            if shard.control.incoming == migration:
+                return  # a retry: rows may have arrived since the first call
+            shard.lock.wait_for(lambda: not shard.control.received, _UNDECIDED_SEC)
             shard.check_owner(owner, layouts)
             if slot_map.epoch < shard.control.epoch:
                 raise SchemaError("the target has a newer slot map than the source; move again")
@@ -277,6 +285,8 @@ class OutgoingMigrations:
             return rows, {name: table.layout for name, table in shard.tables.items()}
 
     def _check_served(self, slots: NDArray[np.bool_]) -> None:
+        if self._shard.control.outgoing is not None:
+            raise SchemaError("the last migration from this store is not decided yet; retry later")
         served = self._shard.control.served
         if not slots.any() or not served[slots].all():
             raise SchemaError(

@@ -292,11 +292,11 @@ class Shard:
             if slot_map.epoch <= control.epoch:
                 return
             adopted = replace(control, slot_map=slot_map, address=address, outgoing=None)
-            new = adopted.owned & ~control.owned
-            if new.any():
-                received = control.incoming if control.received else None
-                if (new & ~mask_of(received.slots if received else ())).any():
-                    raise SchemaError("slots are assigned whose rows were never received")
+            received = control.incoming if control.received else None
+            has_rows = control.owned | mask_of(received.slots if received else ())
+            if (adopted.owned & ~has_rows).any():
+                raise SchemaError("slots are assigned whose rows were never received")
+            if received is not None:  # the map assigns its slots, or leaves them at the source
                 adopted = replace(adopted, incoming=None, received=False)
             if adopted.kept.any():
                 self.log_control(adopted)
