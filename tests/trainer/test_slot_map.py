@@ -78,7 +78,7 @@ def test_copies_share_what_is_read() -> None:
 
 TWO, COPIED = map_of(a=LOW, b=HIGH), map_of(a=ALL, b=ALL)
 MOVE = SlotMigration(id="move", target="c", slots=LOW, keep=False)
-FILL = replace(MOVE, keep=True)
+FILL, TO_B = replace(MOVE, keep=True), replace(MOVE, target="b")
 MOVED, FILLED = ({"incoming": migration, "received": True} for migration in (MOVE, FILL))
 EMPTY = {"slot_map": None, "sequence": 0}
 RESTARTED = {"incarnation": "later"}
@@ -107,6 +107,11 @@ NEXT: dict[str, tuple[SlotMap, dict[str, Change | None], dict[str, Ranges] | Non
         TWO,
         {"a": {"outgoing": MOVE, **RESTARTED}, "c": MOVED},
         {"b": HIGH, "c": LOW},
+    ),
+    "the target has other slots, and was restarted": (
+        TWO,
+        {"a": {"outgoing": TO_B}, "b": {"incoming": TO_B, "received": True, **RESTARTED}},
+        {"b": ALL},
     ),
     "the target is gone": (TWO, {"a": {"outgoing": MOVE}, "c": None}, {"a": LOW, "b": HIGH}),
     "the target has lost the rows": (
@@ -147,7 +152,9 @@ def test_next_slot_map_when(case: str) -> None:
     current, changes, wanted = NEXT[case]
     found = next_slot_map(current, described(current, **changes), ACKNOWLEDGED)
     assert slots_of(found) == wanted
-    assert found is None or (found.session, found.epoch) == (SESSION, current.epoch + 1)
+    if found is not None:
+        assert (found.session, found.epoch) == (SESSION, current.epoch + 1)
+        assert found.incarnations == tuple(f"of {address}" for address in found.addresses)
 
 
 LOST: dict[str, tuple[SlotMap, dict[str, Change | None], Ranges]] = {
