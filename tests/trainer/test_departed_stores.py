@@ -11,6 +11,7 @@ import pytest
 
 from schemas.errors import SchemaError
 from schemas.hashing import slot_of_row
+from tests.trainer.local_stores import LocalStore
 from tests.trainer.stores import (
     ACCESS,
     LAYOUT,
@@ -136,6 +137,19 @@ def test_next_migration_of_a_store_is_refused_until_the_last_one_is_decided(tmp_
         OutgoingMigrations(shard, replace(ACCESS, timeout_sec=0.1)).move(second)
     assert shard.control.outgoing == first
     shard.close()
+
+
+def test_process_whose_session_was_replaced_does_not_take_its_rows_for_lost(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path / "store", ((0, 4096),))
+    store.start()
+    with running():
+        former, _ = (
+            group_over(store.address, session=session)["items"].all_tables.members
+            for session in ("former", "later")
+        )
+        with pytest.raises(SchemaError, match=r"^session 'former' of the store was replaced"):
+            former.refresh(former.slot_map)
+    store.kill()
 
 
 @pytest.mark.slow
