@@ -46,6 +46,8 @@ def test_store_is_emptied_with_its_last_slots_and_takes_none_whose_rows_it_lacks
     shard.open("run", layouts, one_store_map(LOW, 0), "here")
     with shard.lock:
         shard.write_entry(RowsEntry({"items": rows}, rows, np.zeros((9, 5), np.float32)))
+    shard.open("run", layouts, one_store_map(LOW, 0), "here")  # the call is repeated
+    assert len(shard.tables["items"]) == 9
     leaving = SlotMigration(id="leaving", target="there", slots=LOW, keep=False)
     with shard.lock:
         shard.log_control(replace(shard.control, outgoing=leaving))
@@ -149,6 +151,24 @@ def test_process_whose_session_was_replaced_does_not_take_its_rows_for_lost(tmp_
         )
         with pytest.raises(SchemaError, match=r"^session 'former' of the store was replaced"):
             former.refresh(former.slot_map)
+    store.kill()
+
+
+def test_only_the_process_that_opened_the_session_decides_slot_maps(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path / "store", ((0, 4096),))
+    store.start()
+    with running():
+        first, other = (
+            group_over(store.address, joins=joins)["items"].all_tables for joins in (False, True)
+        )
+        first.close()
+        leaving = SlotMigration(id="leaving", target="grpc://127.0.0.1:1", slots=LOW, keep=False)
+        with store.shard.lock:
+            store.shard.log_control(replace(store.shard.control, outgoing=leaving))
+        current = other.members.slot_map
+        other.members.refresh(current)
+        assert other.members.slot_map is current
+        assert store.shard.control.outgoing == leaving
     store.kill()
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
+from schemas.errors import SchemaError
 from tests.trainer.stores import (
     StoreProcess,
     group_over,
@@ -97,4 +98,21 @@ def test_a_replica_that_was_held_reads_no_row_of_a_later_step(process: StoreProc
         BehindError, match=f"as of step {at - 1} were replaced by those of step {at}"
     ):
         together.found(1, at)
+    together.close()
+
+
+def test_rows_that_the_stores_refuse_are_not_said_to_be_written(
+    process: StoreProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    together = Together(process, most_bytes=0)
+    together.agree(0)
+
+    def refuse(*_: object) -> None:
+        raise SchemaError("no room on disk")
+
+    monkeypatch.setattr(together.replicas[0]._store, "write", refuse)
+    with pytest.raises(SchemaError, match=r"^no room on disk$"):
+        together.leave([1, 2], late=False)
+    assert together.replicas[0].written == -1
+    assert together.found(0, 2) == {1: 1, 2: 1}
     together.close()
