@@ -286,6 +286,7 @@ def measure_replica_failure(
             process.kill()
             process.wait()
             watcher.process = start_replicas(job, dataset, run, Faults(), "--resume")
+            watcher.wait_for(lambda count: count < FAULT_STEP)  # processes that end may commit more
         elif scenario in FAULTS and FAULTS[scenario].schedule[0].kind == "slow":
             fault = time.monotonic()  # this fault leaves no mark
         else:

@@ -49,7 +49,7 @@ def test_requests_that_are_too_small_are_half_to_all_of_the_need() -> None:
 
 def test_job_that_failed_counts_until_the_last_job_of_any_policy_ended() -> None:
     def result(*ended: EndedJob) -> Result:
-        return Result(ended, ResourceUse(), 0, 0, (0.0, 0.0))
+        return Result(ended, ResourceUse())
 
     found = completion_sec(
         {

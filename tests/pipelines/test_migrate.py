@@ -7,7 +7,7 @@ shuffled blocks, a second index, and tombstones. `samples.parquet` is what `expa
 """
 
 import json
-import tarfile
+import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -39,8 +39,7 @@ SETTINGS = {"blocks": (32, 2, "blocks", 7), "none": (32, 1, "none", 7)}
 def old(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the dataset of format 1 and what is expected of it, not to be changed."""
     folder = tmp_path_factory.mktemp("old")
-    with tarfile.open(Path(__file__).parent / "data" / "format-1.tar.gz") as archive:
-        archive.extractall(folder, filter="data")
+    shutil.unpack_archive(Path(__file__).parent / "data" / "format-1.tar.gz", folder)
     return folder
 
 

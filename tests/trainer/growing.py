@@ -74,7 +74,8 @@ def commit(version: Path, dataset: Path) -> None:
         if not (dataset / place).exists():
             shutil.copytree(version / place, dataset / place)
     for path in (*version.glob(f"{JOB}*"), *version.glob(f"{SCHEMA}*")):
-        shutil.copy(path, dataset)
+        if not (dataset / path.name).exists():  # named by its hash; others may read it now
+            shutil.copy(path, dataset)
     assert commit_root(dataset, old, root) is not None
 
 
