@@ -117,8 +117,8 @@ class Tables:
         return arrays
 
 
-def open_saver(run: Path, tables: Tables, num_bytes: int) -> BackgroundSaver:
-    """Return the saver that the trainer uses, with a model of one parameter."""
+def open_saver(run: Path, tables: Tables, num_bytes: int) -> tuple[BackgroundSaver, Changes]:
+    """Return the saver that the trainer uses, with a model of one parameter, and the changes."""
     config = CheckpointConfig(every_steps=1, keep=1, late="wait")
     model = torch.nn.Linear(1, 1)
     embedding = Embedding((), TrainConfig(), tables.source)
@@ -136,7 +136,7 @@ def open_saver(run: Path, tables: Tables, num_bytes: int) -> BackgroundSaver:
         config=config,
     )
     saver.start(num_bytes + num_bytes // 10)
-    return saver
+    return saver, changes
 
 
 def save_ours(run: Path, saver: BackgroundSaver, step: int) -> tuple[float, float, float]:
@@ -169,10 +169,13 @@ def check_equal(loaded: LocalStore, tables: Tables) -> None:
         assert np.array_equal(ours.values, tables.store.tables[table].fetch(some).values), table
 
 
-def measure_ours(run: Path, tables: Tables, saver: BackgroundSaver, figures: Figures) -> None:
+def measure_ours(
+    run: Path, tables: Tables, saver: BackgroundSaver, changes: Changes, figures: Figures
+) -> None:
     """Save and load a full checkpoint and one of each share of changed rows."""
     for share in (1, *SHARES):
         tables.train(share)
+        changes.drop_before(tables.step - 1)  # as the trainer does with what is saved
         pause, seconds, size = save_ours(run, saver, tables.step)
         name = f"ours_{100 * share:g}%"
         for key, figure in (("pause", pause), ("save", seconds), ("size", size)):
@@ -234,13 +237,13 @@ def measure(scratch: Path, num_bytes: int, num_tables: int, rounds: int) -> Figu
     tables, figures = Tables(num_bytes, num_tables), defaultdict[str, list[float]](list)
     run, folder = scratch / "run", scratch / "peer"
     run.mkdir()
-    saver = open_saver(run, tables, num_bytes)
+    saver, changes = open_saver(run, tables, num_bytes)
     with closing(saver):
         tables.train(1)
         save_ours(run, saver, tables.step)  # not measured: rows are new
         for number in range(rounds):
             ways: list[Callable[[], None]] = [
-                lambda: measure_ours(run, tables, saver, figures),
+                lambda: measure_ours(run, tables, saver, changes, figures),
                 lambda: measure_dcp(folder, tables, figures, is_async=False),
                 lambda: measure_dcp(folder, tables, figures, is_async=True),
                 lambda: measure_copy(folder, tables, figures, by="torch"),
