@@ -14,9 +14,11 @@ from schemas.errors import SchemaError
 from trainer.stores.remote.ownership import (
     Descriptions,
     Ranges,
+    ShardControl,
     SlotMap,
     SlotMigration,
     StoreDescription,
+    control_from_json,
     covers_all_slots,
     format_ranges,
     initial_slot_map,
@@ -277,3 +279,12 @@ def test_maps_and_ranges_are_read_as_they_were_written(one: Ranges, other: Range
 def test_slots_that_are_none_are_refused(text: str) -> None:
     with pytest.raises(ValueError, match=r"^slots must "):
         parse_ranges(text)
+
+
+@pytest.mark.parametrize("missing", ["map", "process"])
+def test_control_of_another_release_is_refused(missing: str) -> None:
+    body = ShardControl(home=ALL, slot_map=map_of(a=ALL), address="a").to_json()
+    assert control_from_json(body).to_json() == body
+    del (body if missing == "map" else body["map"]["stores"][0])[missing]
+    with pytest.raises(SchemaError, match=r"^log is of another release; start the store with an "):
+        control_from_json(body)

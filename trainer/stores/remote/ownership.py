@@ -290,18 +290,21 @@ def control_from_json(body: Mapping[str, Any]) -> ShardControl:
     Raises:
         SchemaError: another release wrote it.
     """
-    if "map" not in body:
-        raise SchemaError("log is of another release; start the store with an empty --directory")
-    return ShardControl(
-        home=tuple((int(first), int(end)) for first, end in body["home"]),
-        owner=str(body["owner"]),
-        slot_map=slot_map_from_json(body["map"]) if body["map"] else None,
-        address=str(body["address"]),
-        sequence=int(body["sequence"]),
-        outgoing=migration_from_json(body["outgoing"]) if body["outgoing"] else None,
-        incoming=migration_from_json(body["incoming"]) if body["incoming"] else None,
-        received=bool(body["received"]),
-    )
+    try:
+        return ShardControl(
+            home=tuple((int(first), int(end)) for first, end in body["home"]),
+            owner=str(body["owner"]),
+            slot_map=slot_map_from_json(body["map"]) if body["map"] else None,
+            address=str(body["address"]),
+            sequence=int(body["sequence"]),
+            outgoing=migration_from_json(body["outgoing"]) if body["outgoing"] else None,
+            incoming=migration_from_json(body["incoming"]) if body["incoming"] else None,
+            received=bool(body["received"]),
+        )
+    except KeyError as error:
+        raise SchemaError(
+            "log is of another release; start the store with an empty --directory"
+        ) from error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
