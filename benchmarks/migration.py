@@ -1,14 +1,15 @@
 """Cost of the death of one process to a scheduled job: pause, lost work, time to the replacement.
 
-`python -m benchmarks.migration [--json] [--parts replica,lead,store,node,segment] [--rounds N]`
+`python -m benchmarks.migration [--json] [--parts PART,...] [--rounds N]`; parts are replica,
+coordinator, store, node, segment.
 
 Each part runs a job under `python -m scheduler run` with real processes and kills one of them
-(`kill -9`): a replica of two, the trainer of a job whose rows are in two stores (`lead`), one of
-these stores, both at once with the store's directory as in the loss of their node, or a segment
-job. `pause_sec` is the time without a new step, or in which no process builds the segment; the peer
-is the usual time between two steps before the kill, or the time to build the segment. The bits of
-each run are compared with those of an undisturbed run. All parts run in each round, forwards and
-backwards in turn.
+(`kill -9`): a replica of two, the trainer of a job whose rows are in two stores (`coordinator`),
+one of these stores, both at once with the store's directory as in the loss of their node, or a
+segment job. `pause_sec` is the time without a new step, or in which no process builds the segment;
+the peer is the usual time between two steps before the kill, or the time to build the segment. The
+bits of each run are compared with those of an undisturbed run. All parts run in each round,
+forwards and backwards in turn.
 """
 
 from __future__ import annotations
@@ -50,13 +51,18 @@ POLL_SEC = 0.01
 TIMEOUT_SEC = 1200.0
 KINDS = {
     "replica": "replicas",
-    "lead": "stores",
+    "coordinator": "stores",
     "store": "stores",
     "node": "stores",
     "segment": "stores",
 }
 """Part -> its job: one with two replicas, or one whose rows are in two stores."""
-VICTIMS = {"replica": "replica-1.1", "lead": "lead-0.1", "store": "store-1.1", "node": "store-1.1"}
+VICTIMS = {
+    "replica": "replica-1.1",
+    "coordinator": "coordinator-0.1",
+    "store": "store-1.1",
+    "node": "store-1.1",
+}
 SEGMENT = "segment-1.1"
 SCHEDULES: dict[str, dict[str, Any]] = {
     "replicas": {"training": {"min_replicas": 2, "max_replicas": 2}},
@@ -207,7 +213,7 @@ def _kill_in_training(run: SchedulerRun, part: str) -> dict[str, Any]:
     before = run.num_steps
     fault = _kill(run, victim)
     if part == "node":  # the node also has the trainer and the store's directory
-        _kill(run, VICTIMS["lead"])
+        _kill(run, VICTIMS["coordinator"])
         shutil.rmtree(run.run.parent / "stores" / victim.removeprefix("store-").partition(".")[0])
     after = run.wait_for(lambda: run.num_steps > before)
     run.finish()

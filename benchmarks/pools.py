@@ -259,8 +259,10 @@ def measure_steps(cell: StepCell, scratch: Path) -> list[dict[str, Any]]:
         ]
         for number in range(cell.stores):
             _wait(lambda n=number: paths.address_file(n).stat() is not None)
-        lead = start("lead", coordinator_command(paths, work, grouped=grouped, served=served))
-        replicas = [lead]
+        coordinator = start(
+            "coordinator", coordinator_command(paths, work, grouped=grouped, served=served)
+        )
+        replicas = [coordinator]
         if grouped:
             _wait(lambda: (paths.run / RENDEZVOUS).stat() is not None)
             replicas = [

@@ -64,34 +64,34 @@ def inputs_of(group: str, expanded: pa.Table, data: DataConfig) -> list[str]:
     return [c for c in expanded.column_names if c not in excluded]
 
 
-def apply_all(tables: Tables, data: DataConfig, learned: FittedValues) -> dict[str, float]:
+def apply_all(tables: Tables, data: DataConfig, fitted: FittedValues) -> dict[str, float]:
     """Apply the transforms to every part; return the seconds of each group."""
     seconds: dict[str, float] = {}
     for name, parts in tables.items():
         start = time.perf_counter()
         for table in parts:
-            apply_transforms(table, name, data.transforms[name], learned)
+            apply_transforms(table, name, data.transforms[name], fitted)
         seconds[name] = time.perf_counter() - start
     return seconds
 
 
-def run_round(tables: Tables, data: DataConfig, learned: FittedValues) -> dict[str, float]:
+def run_round(tables: Tables, data: DataConfig, fitted: FittedValues) -> dict[str, float]:
     """Apply the transforms repeatedly for `ROUND_SEC`; return each group's seconds per pass."""
     passes: list[dict[str, float]] = []
     start = time.perf_counter()
     while time.perf_counter() - start < ROUND_SEC:
-        passes.append(apply_all(tables, data, learned))
+        passes.append(apply_all(tables, data, fitted))
     return {name: statistics.mean(p[name] for p in passes) for name in tables}
 
 
 def ratio_of_long_parts(
-    tuples: Tables, samples: Tables, data: DataConfig, learned: FittedValues
+    tuples: Tables, samples: Tables, data: DataConfig, fitted: FittedValues
 ) -> float:
     """Return the ratio with parts four times as long, which reduces the fixed cost of calls."""
     seconds = [
         sum(
             run_round(
-                {n: [pa.concat_tables([*p] * 4)] for n, p in side.items()}, data, learned
+                {n: [pa.concat_tables([*p] * 4)] for n, p in side.items()}, data, fitted
             ).values()
         )
         for side in (tuples, samples)
@@ -107,13 +107,13 @@ def measure(dataset: Dataset, rounds: int) -> dict[str, Any]:
         rounds: runs of each side after one warm-up run.
     """
     data = dataset.job.data
-    learned = load_fitted(dataset.directory, dataset.segments[-1].manifest.learned, data)
+    fitted = load_fitted(dataset.directory, dataset.segments[-1].manifest.fitted, data)
     tuples, samples = sides(dataset)
     tables = {"ours": tuples, "peer": samples}
     seconds: dict[str, list[dict[str, float]]] = {"ours": [], "peer": []}
     for number in range(rounds + 1):
         for side in ("ours", "peer") if number % 2 else ("peer", "ours"):
-            by_group = run_round(tables[side], data, learned)
+            by_group = run_round(tables[side], data, fitted)
             if number:
                 seconds[side].append(by_group)
     totals = {side: [sum(s.values()) for s in of_side] for side, of_side in seconds.items()}
@@ -126,7 +126,7 @@ def measure(dataset: Dataset, rounds: int) -> dict[str, Any]:
         "ratio": round(statistics.median(ratios), 3),
         "rounds": [round(r, 3) for r in ratios],
         "ratio_of_four_times_the_rows": round(
-            ratio_of_long_parts(tuples, samples, data, learned), 3
+            ratio_of_long_parts(tuples, samples, data, fitted), 3
         ),
         "groups": {
             name: {

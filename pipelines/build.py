@@ -174,7 +174,7 @@ def build_segment(request: BuildRequest, job: Job, features: FeatureSet) -> Buil
         directory = take_over(request.dataset, key, request.attempt)
         if directory is not None:
             lease.hold(
-                [directory.name, *new_files(read_segment(directory).learned, request.dataset)]
+                [directory.name, *new_files(read_segment(directory).fitted, request.dataset)]
             )
             request.progress("segment finished by an attempt that died: taken over")
         else:
@@ -237,7 +237,7 @@ def _write_segment(
 ) -> None:
     """Run the pipeline and finish the segment in the directory in which it is built."""
     building = context.segment_root
-    stage_fitted(request.dataset, context.learned, building)
+    stage_fitted(request.dataset, context.fitted, building)
     with (
         report_progress(
             building,
@@ -297,8 +297,8 @@ def finish_segment_files(
     building, parts = context.segment_root, deserialize_results(values["parts"])
     rejects = merge_counts(values["rejects"])
     check_usable(parts, rejects, context.data)
-    learned = returned_files(values, context.learned)
-    publish_fitted(building, request.dataset, learned, lease)
+    fitted = returned_files(values, context.fitted)
+    publish_fitted(building, request.dataset, fitted, lease)
     write_counts(building, values["events"])
     finish_segment(
         building,
@@ -309,7 +309,7 @@ def finish_segment_files(
         hashes,
         context.data,
         context.features,
-        learned,
+        fitted,
         context.num_parts,
     )
 

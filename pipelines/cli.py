@@ -420,7 +420,7 @@ def _rewrite(arguments: argparse.Namespace, beam_args: list[str]) -> int:
 
 def _seal(arguments: argparse.Namespace, _: list[str]) -> int:
     manifest = seal(arguments.dataset, sealed=arguments.command == "seal")
-    result = {"num_segments": len(manifest.segments), "finished": manifest.finished}
+    result = {"num_segments": len(manifest.segments), "sealed": manifest.sealed}
     _print_result(arguments, result)
     return 0
 
@@ -445,7 +445,7 @@ def _erase(arguments: argparse.Namespace, beam_args: list[str]) -> int:
         request = EraseRequest(
             dataset=arguments.dataset, ids=arguments.ids, column=arguments.column, at=now
         )
-        result["forgotten"] = erase(request)
+        result["erased"] = erase(request)
     if rewrites:
         module = importlib.import_module("pipelines.table.compact")  # imports Beam
         compaction = module.CompactionRequest(

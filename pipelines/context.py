@@ -107,7 +107,7 @@ class BuildContext:
         empty_rows: by source and side table, an empty table with its columns.
         broadcast: side tables that are copied to every worker.
         key_types: by side table, the type in which its key is compared.
-        learned: files that earlier segments fitted, path to sha256.
+        fitted: files that earlier segments fitted, path to sha256.
         owns_workers: False in a user's pipeline, whose processes are not configured.
         has_files: False if the rows come from a user's pipeline and have no position; the only
             listed file names them then.
@@ -123,7 +123,7 @@ class BuildContext:
     empty_rows: Mapping[str, pa.Table]
     broadcast: frozenset[str] = frozenset()
     key_types: Mapping[str, pa.DataType] = field(default_factory=dict)
-    learned: Mapping[str, str] = field(default_factory=dict)
+    fitted: Mapping[str, str] = field(default_factory=dict)
     owns_workers: bool = True
     has_files: bool = True
 

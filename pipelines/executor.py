@@ -57,7 +57,7 @@ from pipelines.stages import (
 )
 from pipelines.transforms.apply import fit_inputs
 from pipelines.transforms.fit import (
-    LEARNED,
+    FITTED,
     Partial,
     add_partial,
     load_staged,
@@ -92,7 +92,7 @@ def run_segment(
         progress: called with a line about the disk.
 
     Returns:
-        The values of each output: `parts, tables, rejects, events`, and `learned` if the job has
+        The values of each output: `parts, tables, rejects, events`, and `fitted` if the job has
         transforms to fit.
     """
     num_bytes = sum(f.num_bytes for f in context.listing)
@@ -102,12 +102,12 @@ def run_segment(
     with open_exchange(context, options.num_workers, in_memory) as exchange:
         sources, sides = split_inputs(context, exchange)
         made = make_samples(context, exchange, sources, sides)
-        learned = fit_transforms(context, made.partials)
-        parts = write_parts(context, exchange, exchange.take(SAMPLES), learned or {})
+        fitted = fit_transforms(context, made.partials)
+        parts = write_parts(context, exchange, exchange.take(SAMPLES), fitted or {})
         rejects = exchange.run("rejects", write_reject_range, exchange.take(REJECTS).items())
         numbers = number_tables(context, exchange, parts)
     return {
-        **({} if learned is None else {"learned": [learned]}),
+        **({} if fitted is None else {"fitted": [fitted]}),
         "parts": [serialize_result(part) for part in parts],
         "tables": numbers,
         "rejects": rejects,
@@ -149,7 +149,7 @@ def identity_of(context: BuildContext) -> str:
     packages = (Path(__file__).parent, Path(schemas.__file__).parent)
     code = [path for package in packages for path in sorted(package.rglob("*.py"))]
     files = [(str(path), path.stat().st_mtime_ns) for path in code]
-    settings = [context.num_parts, BUNDLE_BYTES, sorted(context.learned.items())]
+    settings = [context.num_parts, BUNDLE_BYTES, sorted(context.fitted.items())]
     return f"{hash_of([settings, files, sys.version])} {boot_id()}"
 
 
@@ -204,7 +204,7 @@ class Outputs:
             elif name == REJECTS:
                 for key, rows in group_rows(value, range_keys(value, self._context.listing)):
                     self._result.send(REJECTS, key, ("", rows))
-            elif name == LEARNED:
+            elif name == FITTED:
                 self._made.add_partial(*value)
             else:
                 self._made.events.append(value)
@@ -409,7 +409,7 @@ def fit_transforms(
     if not fit_inputs(data):
         return None
     sums = {key: write_shard(root, data, key, merge_partials(p)[0]) for key, p in partials.items()}
-    return write_fitted(root / LEARNED, sums, data, context.learned)
+    return write_fitted(root / FITTED, sums, data, context.fitted)
 
 
 def write_parts(
@@ -428,11 +428,11 @@ def write_parts(
     """
     if not samples:
         return []
-    learned = load_staged(context.segment_root, files, context.data)
+    fitted = load_staged(context.segment_root, files, context.data)
     first = Received(samples[min(samples)])
     tasks = ((part, samples.pop(part)) for part in list(samples))  # frees memory part by part
     with ThreadPoolExecutor(num_threads()) as pool, ThreadPoolExecutor(1) as chooser:
-        layout = chooser.submit(layout_of, context, first, learned, pool.map)
+        layout = chooser.submit(layout_of, context, first, fitted, pool.map)
         del first
         ready = layout if exchange.in_memory else layout.result()  # processes receive no future
         return exchange.run("part", build_part, tasks, ready, files)
@@ -446,8 +446,8 @@ def build_part(
 ) -> TaskResult:
     """Write a part."""
     part, sent = samples
-    learned = worker.learned(files)
-    return TaskResult(write_part(worker.context, part, Received(sent), layout, learned))
+    fitted = worker.fitted(files)
+    return TaskResult(write_part(worker.context, part, Received(sent), layout, fitted))
 
 
 def write_reject_range(worker: Worker, rejects: tuple[int, Sequence[Sent]]) -> TaskResult:

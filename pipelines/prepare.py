@@ -88,7 +88,7 @@ def prepare(request: BuildRequest, job: Job, features: FeatureSet) -> BuildConte
             steps=job_steps(data),
             num_parts=count_parts(size),
             empty_rows=empty,
-            learned=fitted_files(request.dataset),
+            fitted=fitted_files(request.dataset),
         )
         return _compile_sql(context)
     except SqlError as error:

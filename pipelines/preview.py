@@ -190,9 +190,9 @@ def _read_rows(context: BuildContext) -> tuple[dict[str, list[pa.Table]], Counte
 def _with_transforms(context: BuildContext, rows: pa.Table, files: Mapping[str, str]) -> pa.Table:
     if not rows.num_rows:
         return rows
-    learned = load_staged(context.segment_root, files, context.data)
+    fitted = load_staged(context.segment_root, files, context.data)
     for group, transforms in context.data.transforms.items():
-        rows = apply_transforms(rows, group, transforms, learned)
+        rows = apply_transforms(rows, group, transforms, fitted)
     return rows.select([name for name in context.features.names if name in rows.column_names])
 
 

@@ -52,7 +52,7 @@ from pipelines.sources.formats import input_splits, read_split
 from pipelines.sources.rejects import rejects_from_table, rejects_table
 from pipelines.sources.rows import CHUNK_ROWS, ORIGIN, InputSplit
 from pipelines.transforms.apply import fit_inputs
-from pipelines.transforms.fit import LEARNED, partial_fits
+from pipelines.transforms.fit import FITTED, partial_fits
 from schemas.arrays import one_chunk
 from schemas.config.job import GateConfig
 from schemas.fitted import FittedValues
@@ -248,7 +248,7 @@ class SampleStage:
         good, unusable = usable_samples(separated, features, data)
         good = sample_negatives(good, features, data)
         for key, partial in partial_fits(good, self.inputs, data):
-            yield LEARNED, (key, partial)
+            yield FITTED, (key, partial)
         if good.num_samples:
             count_rows(context.segment_root, Counts(samples=good.num_samples))
             self.on_output(good.samples)
@@ -268,17 +268,17 @@ def partition_by_session(context: BuildContext, samples: Tuples) -> list[Tuples 
 
 
 def layout_of(
-    context: BuildContext, samples: Iterable[Tuples], learned: FittedValues, run_all: RunAll = map
+    context: BuildContext, samples: Iterable[Tuples], fitted: FittedValues, run_all: RunAll = map
 ) -> SegmentLayout:
     """Return the layout that the samples of the first part determine for all parts.
 
     Args:
         context: of the build.
         samples: of the first part.
-        learned: fitted values of transforms.
+        fitted: fitted values of transforms.
         run_all: runs the trials.
     """
-    return choose_segment_layout(samples, context.data, learned, context.num_parts, run_all)
+    return choose_segment_layout(samples, context.data, fitted, context.num_parts, run_all)
 
 
 def write_part(
@@ -286,11 +286,11 @@ def write_part(
     part: int,
     samples: Iterable[Tuples],
     layout: SegmentLayout | Future[SegmentLayout],
-    learned: FittedValues,
+    fitted: FittedValues,
 ) -> PartResult:
     """Write one part of the segment from its samples."""
     return build_part(
-        context.segment_root, part, samples, context.data, layout, context.features, learned
+        context.segment_root, part, samples, context.data, layout, context.features, fitted
     )
 
 

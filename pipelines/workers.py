@@ -52,7 +52,7 @@ class Worker:
         """Store the context."""
         self.context = context
         self._sides: Sides | None = None
-        self._learned: tuple[Mapping[str, str], FittedValues] | None = None
+        self._fitted: tuple[Mapping[str, str], FittedValues] | None = None
 
     @cached_property
     def _stage(self) -> SampleStage:
@@ -70,12 +70,12 @@ class Worker:
             self._sides = load_sides(paths, self.context)
         return self._sides
 
-    def learned(self, files: Mapping[str, str]) -> FittedValues:
+    def fitted(self, files: Mapping[str, str]) -> FittedValues:
         """Return the fitted values of the build's transforms; `files` are path to sha256."""
-        if self._learned is None or self._learned[0] != files:
+        if self._fitted is None or self._fitted[0] != files:
             context = self.context
-            self._learned = files, load_staged(context.segment_root, files, context.data)
-        return self._learned[1]
+            self._fitted = files, load_staged(context.segment_root, files, context.data)
+        return self._fitted[1]
 
 
 class Workers:

@@ -343,7 +343,7 @@ class DataLoader(IterableDataset[Batch]):
         return dataset.order(self.batch_samples, self.epochs, shuffle, self.seed, self.split)
 
     def _may_grow(self) -> bool:
-        return self.follow and not self._dataset.manifest.finished
+        return self.follow and not self._dataset.manifest.sealed
 
     def _end_step(self) -> int:
         """Return one after the last known step; later epochs follow the last segment."""

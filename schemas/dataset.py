@@ -477,8 +477,8 @@ def merge_tombstones(tables: Sequence[pa.Table]) -> pa.Table:
     """Merge tombstones, sorted: each sample and reason once, with its earliest time."""
     table = pa.concat_tables([_NO_TOMBSTONES, *tables])
     keys = ["segment", "block", "sample_index", "file_row", "reason"]
-    merged = table.group_by(keys).aggregate([("forgotten_at", "min")])
-    merged = merged.rename_columns([*keys, "forgotten_at"]).cast(TOMBSTONES_SCHEMA)
+    merged = table.group_by(keys).aggregate([("erased_at", "min")])
+    merged = merged.rename_columns([*keys, "erased_at"]).cast(TOMBSTONES_SCHEMA)
     return merged.sort_by([(name, "ascending") for name in keys]).combine_chunks()
 
 

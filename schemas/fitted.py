@@ -1,6 +1,6 @@
 """Values that transforms fitted on the training range, as stored with the dataset.
 
-A segment's manifest lists the files with their hashes in `learned`: the versions of each
+A segment's manifest lists the files with their hashes in `fitted`: the versions of each
 vocabulary, and a JSON file with the statistics of `normalize` and `bucketize`. Files are never
 changed; later segments add files. The name of a file has a part of its hash, so that it identifies
 the content.
@@ -215,7 +215,7 @@ def shards_of(values: pa.Array, num_shards: int) -> NDArray[np.int64]:
 # Statistics, and the fitted values of a whole job.
 
 
-FITTED_DIRECTORY = "learned"
+FITTED_DIRECTORY = "fitted"
 
 
 @dataclass(frozen=True, slots=True)

@@ -75,7 +75,7 @@ TOMBSTONES_SCHEMA = pa.schema(
         pa.field("sample_index", pa.int32()),  # index in the block
         pa.field("file_row", pa.int64()),  # row of the block's file in samples/
         pa.field("reason", pa.string()),  # column whose value was to be erased
-        pa.field("forgotten_at", pa.timestamp("us")),  # UTC
+        pa.field("erased_at", pa.timestamp("us")),  # UTC
     ]
 )
 """Deleted samples: one row each, sorted by segment, block and index in the block."""

@@ -261,7 +261,7 @@ class SegmentManifest:
     """Hash of `files.parquet`."""
     columns: Mapping[str, str] = field(default_factory=dict)
     """Column of samples, groups and transforms to the name of its Arrow type."""
-    learned: Mapping[str, str] = field(default_factory=dict[str, str])
+    fitted: Mapping[str, str] = field(default_factory=dict[str, str])
     """Files of fitted values that its transforms used: path below the dataset to sha256."""
     directories: tuple[str, ...] | None = None
     """Directories of its data files, such as `samples` and `tuples/user`; None in format 1."""
@@ -399,7 +399,7 @@ class DatasetManifest:
     """Indexes; the first is the default."""
     lineage: Mapping[str, str] = field(default_factory=dict)
     """Origin of the dataset: names and hashes, free form."""
-    finished: bool = False
+    sealed: bool = False
     """Whether the dataset is sealed: no segment follows, and `train --follow` ends."""
     tombstones_sha256: str | None = None
     """Hash of the file of deleted samples, or None."""
@@ -458,7 +458,7 @@ def read_segment(directory: Location | Path, reference: Reference | None = None)
     """
     directory = Location.parse(directory)
     manifest = _read(SegmentManifest, directory, reference)
-    for name in manifest.learned:
+    for name in manifest.fitted:
         if not is_below(name):
             raise SchemaError(
                 f"path leads out of the dataset: {name!r}; restore the manifest",
@@ -586,7 +586,7 @@ def _check_ids(ids: Iterable[str], path: Location) -> None:
 # A segment that is rewritten without erased ids gets another id and hash. The lineage of the root
 # manifest maps the old ones to the new id, for runs that trained the old segment and for rebuilds.
 
-ERASED_PREFIX = "forgotten:"
+ERASED_PREFIX = "erased:"
 """Prefix of these keys in the lineage, before a segment id or the sha256 of a manifest."""
 
 
@@ -594,7 +594,7 @@ def previous_names(lineage: Mapping[str, str], segment_id: str) -> frozenset[str
     """Return the previous ids and manifest hashes of a segment.
 
     Example:
-        >>> sorted(previous_names({"forgotten:00000-a": "00000-b", "day:x": "00000-b"}, "00000-b"))
+        >>> sorted(previous_names({"erased:00000-a": "00000-b", "day:x": "00000-b"}, "00000-b"))
         ['00000-a']
     """
     return frozenset(

@@ -26,7 +26,7 @@ STORE_OWNER = "store.json"
 """File with the id under which store processes hold the rows of a run."""
 STORE_ADDRESS = "address"
 """File with the address of a store, in its folder."""
-RENDEZVOUS = "together.json"
+RENDEZVOUS = "rendezvous.json"
 """File with the rendezvous of a run's replicas."""
 EXIT_HUNG, EXIT_BEHIND, EXIT_LOST_ROWS = 4, 75, 76
 """Exit statuses of trainers that are worth a retry: a phase exceeded its time limit, a replica fell
@@ -79,7 +79,7 @@ class StepSplit:
     """First step with this split; a later line for the same step replaces this one."""
     fixed_at: int
     """Step at which the replicas agreed on it."""
-    leaves: Mapping[str, tuple[int, int]]
+    microbatches: Mapping[str, tuple[int, int]]
     """Replica to its first microbatch and one after its last."""
 
 

@@ -235,23 +235,23 @@ def _replica_until(drain: Drain, arguments: argparse.Namespace) -> int:
     if arguments.end_with_stdin:
         watch_stdin(drain)
     torch.set_num_threads(arguments.threads)
-    together = read_rendezvous(Location.parse(arguments.run))
+    rendezvous = read_rendezvous(Location.parse(arguments.run))
     options = ReplicaOptions(
         number=arguments.number,
         name=f"{arguments.number:03d}-{secrets.token_hex(4)}",
-        lighthouse=together.lighthouse,
+        lighthouse=rendezvous.lighthouse,
         access=read_access(_token_file(arguments), arguments.trusted, arguments.tls_name),
         certificate=_certificate(arguments),
         host=arguments.host,
         expected=arguments.expected,
-        heartbeat_sec=together.heartbeat_sec,
+        heartbeat_sec=rendezvous.heartbeat_sec,
     )
     faults = Faults.from_json(arguments.faults)
     try:
         clock = time.perf_counter
         run_replica(
             arguments.run,
-            together,
+            rendezvous,
             options,
             work=_work(arguments),
             clock=clock,

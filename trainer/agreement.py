@@ -46,7 +46,7 @@ class CommittedStep:
     def to_bytes(self) -> bytes:
         """Return the length of the JSON part, JSON, sums."""
         body = {
-            "known": asdict(self.extent),
+            "extent": asdict(self.extent),
             "metric": asdict(self.metric),
             "entries": [asdict(e) for e in self.entries],
         }
@@ -63,7 +63,7 @@ class CommittedStep:
         )
         sums = torch.frombuffer(bytearray(data[end:]), dtype=torch.uint8)
         return CommittedStep(
-            DatasetExtent(**body["known"]), StepMetric(**body["metric"]), entries, sums
+            DatasetExtent(**body["extent"]), StepMetric(**body["metric"]), entries, sums
         )
 
 
@@ -79,7 +79,7 @@ class ReplicaStatus:
     """Address of its `MeetingStore`."""
     speed: float | None = None
     """Microbatches per second; None before its first step."""
-    leaves: tuple[int, ...] = ()
+    microbatches: tuple[int, ...] = ()
     """Microbatches of the step that it computes or has computed."""
     failures: int = 0
     """Number of its failed exchanges."""
@@ -91,11 +91,11 @@ class ReplicaStatus:
     """Whether this step is its last because it was asked to leave."""
     num_segments: int = 0
     """Committed segments of the dataset that it sees."""
-    finished: bool = False
+    sealed: bool = False
     """Whether it sees that the dataset is sealed."""
     frontier: tuple[int, ...] = ()
     """`Frontier.state`: what was agreed on before."""
-    trouble: str = ""
+    fatal_error: str = ""
     """Error because of which the run ends with this step."""
     logged: int = -1
     """Last step whose log lines it knows to be durable."""
@@ -105,7 +105,7 @@ class ReplicaStatus:
     @property
     def extent(self) -> DatasetExtent:
         """The part of the dataset that it sees."""
-        return DatasetExtent(num_segments=self.num_segments, finished=self.finished)
+        return DatasetExtent(num_segments=self.num_segments, sealed=self.sealed)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,14 +163,14 @@ class Agreement:
         return common_extent([member.status.extent for member in self.ready.values()])
 
     @property
-    def trouble(self) -> str:
+    def fatal_error(self) -> str:
         """Error because of which all members leave after this step; usually empty."""
-        return next((m.status.trouble for m in self.ready.values() if m.status.trouble), "")
+        return next((m.status.fatal_error for m in self.ready.values() if m.status.fatal_error), "")
 
     @property
     def leaving(self) -> list[str]:
         """Members for which this step is the last."""
-        all_leave = bool(self.trouble)
+        all_leave = bool(self.fatal_error)
         return [name for name, m in self.members.items() if m.status.leaving or all_leave]
 
     @property
@@ -210,5 +210,5 @@ def leave_outcome(agreement: Agreement, name: str) -> LeaveOutcome | None:
         return None
     others_continue = name not in agreement.ready or bool(agreement.staying)
     saves = not others_continue and agreement.writer == name
-    error = SchemaError(agreement.trouble) if agreement.trouble else None
+    error = SchemaError(agreement.fatal_error) if agreement.fatal_error else None
     return LeaveOutcome(saves=saves, others_continue=others_continue, error=error)

@@ -73,7 +73,7 @@ def evaluate_run(
         raise SchemaError("run has no checkpoint; train again", file=str(run))
     fingerprint = fingerprint_of(job, dataset)
     manifest = verify_checkpoint(checkpoint, fingerprint if segments is None else None)
-    check_model(manifest.made_of, fingerprint, str(checkpoint / MANIFEST))
+    check_model(manifest.fingerprint, fingerprint, str(checkpoint / MANIFEST))
     load_checkpoint(checkpoint, manifest, components, with_optimizer=False, with_rows=False)
     rows = open_rows(checkpoint, components.store.layouts)
     return evaluate_components(job, dataset, components, rows=rows)

@@ -37,7 +37,7 @@ from trainer.stores.future_log import FutureLog, NextUseLookup
 # ---- The horizon: how far a run may train ----
 #
 # The horizon of a dataset that is still built is the end of its first epoch over the committed
-# segments. The steps before it are those of the finished dataset, since batches do not span
+# segments. The steps before it are those of the sealed dataset, since batches do not span
 # segments and an epoch reads its segments in order. Later epochs follow the last segment, so they
 # wait until the dataset is sealed. Replicas agree on a `DatasetExtent`, from which each computes
 # the same horizon, so they end and wait at the same step.
@@ -49,7 +49,7 @@ class DatasetExtent:
 
     num_segments: int
     """Committed segments, counted from the first one."""
-    finished: bool
+    sealed: bool
     """Whether no segment follows them."""
 
 
@@ -66,18 +66,18 @@ class Horizon:
 
 
 def common_extent(extents: Sequence[DatasetExtent]) -> DatasetExtent:
-    """Return the extent that all processes see; finished only if all see the end.
+    """Return the extent that all processes see; sealed only if all see the end.
 
     Args:
         extents: of each process, of one dataset.
 
     Example:
-        >>> three = DatasetExtent(num_segments=3, finished=True)
-        >>> common_extent([three, DatasetExtent(num_segments=2, finished=False)])
-        DatasetExtent(num_segments=2, finished=False)
+        >>> three = DatasetExtent(num_segments=3, sealed=True)
+        >>> common_extent([three, DatasetExtent(num_segments=2, sealed=False)])
+        DatasetExtent(num_segments=2, sealed=False)
     """
     fewest = min(extent.num_segments for extent in extents)
-    return DatasetExtent(num_segments=fewest, finished=all(e.finished for e in extents))
+    return DatasetExtent(num_segments=fewest, sealed=all(e.sealed for e in extents))
 
 
 def horizon_of(order: Order, extent: DatasetExtent, stop: int | None = None) -> Horizon:
@@ -94,29 +94,29 @@ def horizon_of(order: Order, extent: DatasetExtent, stop: int | None = None) -> 
     Example:
         >>> from schemas.config.job import OrderConfig
         >>> order = Order((4, 3), 2, epochs=2, config=OrderConfig())
-        >>> horizon_of(order, DatasetExtent(num_segments=1, finished=False))
+        >>> horizon_of(order, DatasetExtent(num_segments=1, sealed=False))
         Horizon(end_step=2, known_end=2, is_final=False)
-        >>> horizon_of(order, DatasetExtent(num_segments=2, finished=False))
+        >>> horizon_of(order, DatasetExtent(num_segments=2, sealed=False))
         Horizon(end_step=4, known_end=4, is_final=False)
-        >>> horizon_of(order, DatasetExtent(num_segments=2, finished=True))
+        >>> horizon_of(order, DatasetExtent(num_segments=2, sealed=True))
         Horizon(end_step=8, known_end=8, is_final=True)
-        >>> horizon_of(order, DatasetExtent(num_segments=2, finished=False), stop=3)
+        >>> horizon_of(order, DatasetExtent(num_segments=2, sealed=False), stop=3)
         Horizon(end_step=3, known_end=4, is_final=True)
     """
     num_segments = len(order.num_blocks)
     if num_segments < extent.num_segments or (
-        extent.finished and num_segments != extent.num_segments
+        extent.sealed and num_segments != extent.num_segments
     ):
         raise PlanError(
             f"order is of {num_segments} segments, but the dataset has {extent.num_segments}; "
             "open the dataset again"
         )
     end = order.num_steps
-    if not extent.finished:
+    if not extent.sealed:
         end = sum(order.steps_per_segment[: extent.num_segments])
     if stop is not None and stop <= end:
         return Horizon(end_step=stop, known_end=end, is_final=True)
-    return Horizon(end_step=end, known_end=end, is_final=extent.finished)
+    return Horizon(end_step=end, known_end=end, is_final=extent.sealed)
 
 
 def next_action(train_step: int, horizon: Horizon) -> Literal["train", "wait", "end"]:
@@ -240,7 +240,7 @@ class FollowedDataset:
         manifest = self.current().dataset.manifest
         return DatasetExtent(
             num_segments=len(manifest.segments),
-            finished=manifest.finished or not self._options.follow,
+            sealed=manifest.sealed or not self._options.follow,
         )
 
     def use(self, extent: DatasetExtent) -> Span:
@@ -291,7 +291,7 @@ class FollowedDataset:
         try:
             span = self._open()
         except _NoIndexError as error:
-            if previous is None or error.finished:
+            if previous is None or error.sealed:
                 raise error.error from None
             self.wait_reason = str(error.error)
             return previous
@@ -336,11 +336,11 @@ class FollowedDataset:
             return span
 
     def _span_of(self, dataset: Dataset) -> Span | None:
-        finished = dataset.manifest.finished or not self._options.follow
-        if not finished and not any(len(s.positions(TRAIN)) for s in dataset.segments):
+        sealed = dataset.manifest.sealed or not self._options.follow
+        if not sealed and not any(len(s.positions(TRAIN)) for s in dataset.segments):
             return None
         order = order_of(self._job, dataset)
-        extent = DatasetExtent(num_segments=len(dataset.segments), finished=finished)
+        extent = DatasetExtent(num_segments=len(dataset.segments), sealed=sealed)
         return Span(dataset, order, horizon_of(order, extent, self._options.stop))
 
     def _check_index(self, span: Span) -> None:
@@ -349,7 +349,7 @@ class FollowedDataset:
         except SchemaError as error:
             if not self._options.follow:
                 raise
-            raise _NoIndexError(error, finished=span.dataset.manifest.finished) from error
+            raise _NoIndexError(error, sealed=span.dataset.manifest.sealed) from error
 
     def _stamp(self) -> int:
         """Return the number of the newest root manifest; 0 if there is none."""
@@ -364,10 +364,10 @@ def directories_of(dataset: Dataset) -> tuple[str, ...]:
 class _NoIndexError(Exception):
     """A dataset has no index for the run's order."""
 
-    def __init__(self, error: SchemaError, *, finished: bool) -> None:
+    def __init__(self, error: SchemaError, *, sealed: bool) -> None:
         super().__init__(str(error))
         self.error = error
-        self.finished = finished
+        self.sealed = sealed
 
 
 def check_continues(old: DatasetManifest, new: DatasetManifest, path: Location) -> None:

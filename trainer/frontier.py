@@ -53,7 +53,7 @@ class Frontier:
             SchemaError: the dataset was replaced.
             DrainInterrupt: the process is asked to leave.
         """
-        self.trouble = ""
+        self.fatal_error = ""
         self._data, self._drain, self._poll_sec = data, drain, poll_sec
         self._progress = progress
         self.visible = data.refresh()
@@ -71,7 +71,7 @@ class Frontier:
         """The valid part, the pending part, and the step at which it becomes valid or -1."""
         pending, at = (self._agreed, -1) if self._pending is None else self._pending
         extents = self._agreed, pending
-        both = [number for each in extents for number in (each.num_segments, int(each.finished))]
+        both = [number for each in extents for number in (each.num_segments, int(each.sealed))]
         return (*both, at)
 
     def sleep(self) -> None:
@@ -79,7 +79,7 @@ class Frontier:
         self._drain.sleep(self._poll_sec)
 
     def refresh(self, *, at_once: bool = False) -> None:
-        """Look for new segments; a replaced dataset sets `trouble`, which ends the run.
+        """Look for new segments; a replaced dataset sets `fatal_error`, which ends the run.
 
         Args:
             at_once: look even if the last look was less than `train.follow.poll` ago.
@@ -87,12 +87,12 @@ class Frontier:
         try:
             self.visible = self._data.refresh(at_once=at_once)
         except SchemaError as error:
-            self.trouble = self.trouble or str(error)
+            self.fatal_error = self.fatal_error or str(error)
 
     def time_out(self, train_step: int, seconds: float) -> None:
-        """Set `trouble`, because training has waited for too long."""
-        self.trouble = self.trouble or (
-            f"dataset must grow or be finished within {seconds:g} s, got a run that waits at step "
+        """Set `fatal_error`, because training has waited for too long."""
+        self.fatal_error = self.fatal_error or (
+            f"dataset must grow or be sealed within {seconds:g} s, got a run that waits at step "
             f"{train_step}: {self._data.wait_reason}; continue with --resume --follow"
         )
 
@@ -179,10 +179,10 @@ class Frontier:
         Returns:
             The step that `settle` returned there; None if it was not called.
         """
-        segments, finished, pending_segments, pending_finished, at = arrays[FRONTIER].tolist()
-        self._agreed = DatasetExtent(num_segments=segments, finished=bool(finished))
+        segments, sealed, pending_segments, pending_sealed, at = arrays[FRONTIER].tolist()
+        self._agreed = DatasetExtent(num_segments=segments, sealed=bool(sealed))
         self._in_flight = None
-        pending = DatasetExtent(num_segments=pending_segments, finished=bool(pending_finished))
+        pending = DatasetExtent(num_segments=pending_segments, sealed=bool(pending_sealed))
         self._pending = None if at < 0 else (pending, at)
         self.span = self._wait_for(self._agreed)
         return None if at < 0 else at
@@ -208,14 +208,14 @@ def covers(visible: DatasetExtent, agreed: DatasetExtent) -> bool:
     """Return whether a process that sees `visible` can train `agreed`.
 
     Example:
-        >>> fewer = DatasetExtent(num_segments=2, finished=False)
-        >>> covers(DatasetExtent(num_segments=3, finished=False), fewer)
+        >>> fewer = DatasetExtent(num_segments=2, sealed=False)
+        >>> covers(DatasetExtent(num_segments=3, sealed=False), fewer)
         True
-        >>> covers(fewer, DatasetExtent(num_segments=2, finished=True))
+        >>> covers(fewer, DatasetExtent(num_segments=2, sealed=True))
         False
     """
     enough = visible.num_segments >= agreed.num_segments
-    return enough and (visible.finished or not agreed.finished)
+    return enough and (visible.sealed or not agreed.sealed)
 
 
 def extent_at_step(order: Order, agreed: DatasetExtent, train_step: int) -> DatasetExtent:
@@ -229,17 +229,17 @@ def extent_at_step(order: Order, agreed: DatasetExtent, train_step: int) -> Data
     Example:
         >>> from schemas.config.job import OrderConfig
         >>> order = Order((4, 3, 1), 2, epochs=2, config=OrderConfig())
-        >>> first = DatasetExtent(num_segments=1, finished=False)
+        >>> first = DatasetExtent(num_segments=1, sealed=False)
         >>> [extent_at_step(order, first, step).num_segments for step in (2, 3, 4, 5)]
         [1, 2, 2, 3]
         >>> extent_at_step(order, first, 6)
-        DatasetExtent(num_segments=3, finished=True)
+        DatasetExtent(num_segments=3, sealed=True)
     """
-    if agreed.finished:
+    if agreed.sealed:
         return agreed
     num_steps = 0
     for count, steps in enumerate(order.steps_per_segment, 1):
         num_steps += steps
         if count >= agreed.num_segments and num_steps >= train_step:
-            return DatasetExtent(num_segments=count, finished=False)
-    return DatasetExtent(num_segments=len(order.num_blocks), finished=True)
+            return DatasetExtent(num_segments=count, sealed=False)
+    return DatasetExtent(num_segments=len(order.num_blocks), sealed=True)

@@ -230,14 +230,14 @@ class TrainingLoop:
         visible = self._frontier.visible
         status = ReplicaStatus(
             speed=self._compute.speed,
-            leaves=tuple(microbatches),
+            microbatches=tuple(microbatches),
             written=self.context.rows.written,
             done=done,
             leaving=leaving,
             num_segments=visible.num_segments,
-            finished=visible.finished,
+            sealed=visible.sealed,
             frontier=self._frontier.state,
-            trouble=self._frontier.trouble,
+            fatal_error=self._frontier.fatal_error,
             logged=self.output.logged(self.log.written),
             saved=self.output.saved if self.writes else -1,
         )

@@ -309,7 +309,7 @@ class EmbeddingRows:
         if checkpoint is None:
             return None
         manifest = open_checkpoint(checkpoint)
-        difference = first_difference(manifest.made_of, self._fingerprint(), "")
+        difference = first_difference(manifest.fingerprint, self._fingerprint(), "")
         if difference is not None:
             name, saved, ours = difference
             raise SchemaError(

@@ -73,7 +73,7 @@ def identity_of(
     return RunIdentity(
         **body,
         segments=tuple(reference.manifest_sha256 for reference in m.segments),
-        closed=m.finished or not follows,
+        closed=m.sealed or not follows,
         chosen=chosen,
         origin=origin,
     )

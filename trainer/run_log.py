@@ -79,7 +79,12 @@ class LogWriter:
         )
         self._lines = OrderedDict(lines)
         self._splits = [
-            StepSplit(**{**split, "leaves": {n: (a, b) for n, (a, b) in split["leaves"].items()}})
+            StepSplit(
+                **{
+                    **split,
+                    "microbatches": {n: (a, b) for n, (a, b) in split["microbatches"].items()},
+                }
+            )
             for split in body["splits"]
         ]
 

@@ -127,7 +127,7 @@ def untrained_segments(start: WarmStart, dataset: Dataset) -> tuple[str, ...]:
     Raises:
         SchemaError: there is none, or the other run is not finished.
     """
-    order, train_step = start.manifest.made_of.get("order", {}), start.manifest.train_step
+    order, train_step = start.manifest.fingerprint.get("order", {}), start.manifest.train_step
     steps = sum(-(-n // order["blocks_per_batch"]) for n in order["num_blocks"]) * order["epochs"]
     if train_step < steps:
         raise SchemaError(
@@ -179,7 +179,7 @@ def write_initial_checkpoint(
                 alive=rows_of_days(dataset, table, expire_days, start.trained),
             )
             checkpoint.write_rows(table, layout, rows.kept_of(start, layout))
-            old_num_rows = int(start.manifest.made_of["tables"][table]["num_rows"])
+            old_num_rows = int(start.manifest.fingerprint["tables"][table]["num_rows"])
             counts[table] = rows.report(tables[table].num_rows - old_num_rows)
         parts = {table: (f"{folder_name(0)}/{table}",) for table in layouts}
         checkpoint.finish(fingerprint, parts, {}, keep=1)
@@ -284,7 +284,7 @@ class _RowCounter:
 def _check_compatible(start: WarmStart, job: Job, dataset: Dataset) -> None:
     check_schema(start.run / RUN_FILE, start.identity, dataset)
     file = start.checkpoint / MANIFEST
-    check_model(start.manifest.made_of, fingerprint_of(job, dataset), str(file))
+    check_model(start.manifest.fingerprint, fingerprint_of(job, dataset), str(file))
     spec = spec_of(dataset, job.train.dtype)
     components = build_components(spec, job.train)
     dense = read_dense(start.checkpoint)

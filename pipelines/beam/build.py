@@ -35,7 +35,7 @@ from pipelines.shuffle import decode_table
 from pipelines.stages import BLOCKS, EVENTS, REJECTS, SAMPLES
 from pipelines.table.compact import StoredPart
 from pipelines.transforms.apply import fit_inputs
-from pipelines.transforms.fit import LEARNED
+from pipelines.transforms.fit import FITTED
 from pipelines.workers import keep_freed_memory
 from schemas.config.job import TableConfig
 from schemas.dataset import Segment, committed_segment
@@ -67,9 +67,9 @@ def segment_of_rows(
     samples = rows[SAMPLES] | "MakeSamples" >> MakeSamples(context)
     outputs: dict[str, beam.PCollection] = {}
     if fit_inputs(context.data):
-        fit = FitTransforms(context.segment_root, context.data, context.learned)
-        outputs["learned"] = samples[LEARNED] | "FitTransforms" >> fit
-    parts = samples[SAMPLES] | "BuildParts" >> BuildParts(context, outputs.get("learned"))
+        fit = FitTransforms(context.segment_root, context.data, context.fitted)
+        outputs["fitted"] = samples[FITTED] | "FitTransforms" >> fit
+    parts = samples[SAMPLES] | "BuildParts" >> BuildParts(context, outputs.get("fitted"))
     number = NumberAccesses(context.segment_root, context.data.tables, context.owns_workers)
     tables = parts[BLOCKS] | "NumberAccesses" >> number
     rejects = (rows[REJECTS], samples[REJECTS]) | "join rejects" >> beam.Flatten()

@@ -389,10 +389,10 @@ def _start_build(
     context = replace(
         context,
         segment_root=root,
-        learned=fitted_files(request.dataset),
+        fitted=fitted_files(request.dataset),
         owns_workers=False,
     )
-    stage_fitted(request.dataset, context.learned, root)
+    stage_fitted(request.dataset, context.fitted, root)
     return PendingSegment(request, job, context)
 
 

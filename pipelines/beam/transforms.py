@@ -57,7 +57,7 @@ from pipelines.stages import (
     write_side,
 )
 from pipelines.transforms.fit import (
-    LEARNED,
+    FITTED,
     Partial,
     add_partial,
     load_staged,
@@ -330,7 +330,7 @@ def _write_shard(
 def _write_fitted(
     partials: list[tuple[str, Any]], root: Location, data: DataConfig, base: Mapping[str, str]
 ) -> dict[str, str]:
-    return write_fitted(root / LEARNED, dict(partials), data, base)
+    return write_fitted(root / FITTED, dict(partials), data, base)
 
 
 @dataclass  # not frozen: Beam assigns to its transforms
@@ -438,7 +438,7 @@ class MakeSamples(beam.PTransform):
             side_rows, small = good[SAMPLES], [_small_sides(good[SAMPLES], context)]
             rejects.append(good[REJECTS])
             rows = rows | "rows of sources" >> beam.Filter(lambda row: not self._is_side(row))
-        tags = (REJECTS, LEARNED, EVENTS)
+        tags = (REJECTS, FITTED, EVENTS)
         if context.shard is None:
             stage = self._typed(beam.ParDo(_MapRows(context, "MapRows"), *small))
             outputs = rows | "map rows" >> stage.with_outputs(*tags, main=SAMPLES)
@@ -465,7 +465,7 @@ class MakeSamples(beam.PTransform):
         return {
             REJECTS: rejects | "join key rejects" >> beam.Flatten(),
             EVENTS: events,
-            **{name: outputs[name] for name in (SAMPLES, LEARNED)},
+            **{name: outputs[name] for name in (SAMPLES, FITTED)},
         }
 
     def _typed(self, stage: beam.ParDo) -> beam.ParDo:
@@ -522,20 +522,20 @@ def _choose_layout(
 ) -> Iterator[SegmentLayout]:
     """Yield the layout by the samples of the first partition; the others are not read."""
     if samples[0] == first:
-        learned = load_staged(context.segment_root, files, context.data)
-        yield layout_of(context, context.transport.receive(samples[1]), learned)
+        fitted = load_staged(context.segment_root, files, context.data)
+        yield layout_of(context, context.transport.receive(samples[1]), fitted)
 
 
 class _BuildPart(_Counted):
-    learned: FittedValues | None = None
+    fitted: FittedValues | None = None
 
     def process(
         self, samples: tuple[int, Iterable[Any]], layout: SegmentLayout, files: Mapping[str, str]
     ) -> Iterator[Any]:
-        if self.learned is None:
-            self.learned = load_staged(self.context.segment_root, files, self.context.data)
+        if self.fitted is None:
+            self.fitted = load_staged(self.context.segment_root, files, self.context.data)
         rows = self.context.transport.receive(samples[1])
-        result = write_part(self.context, samples[0], rows, layout, self.learned)
+        result = write_part(self.context, samples[0], rows, layout, self.fitted)
         self.counters["in-rows"].inc(result.num_samples)
         yield result.file_index // PARTS_PER_SUM, serialize_result(result)
         yield pvalue.TaggedOutput(BLOCKS, encode_blocks(result))
@@ -555,13 +555,13 @@ class BuildParts(beam.PTransform):
     """
 
     context: BuildContext
-    learned: beam.PCollection | None = None
+    fitted: beam.PCollection | None = None
     """Files of fitted transforms, one mapping of path to sha256; None without transforms to fit."""
 
     def expand(self, input_or_inputs: beam.PCollection) -> Any:
         """Group samples by partition, determine the layout from the first, write all."""
         context = self.context
-        files = {} if self.learned is None else pvalue.AsSingleton(self.learned)
+        files = {} if self.fitted is None else pvalue.AsSingleton(self.fitted)
         samples: Any = input_or_inputs | "SendSamples" >> SendSamples(context)
         parts = samples | "cluster by session" >> beam.GroupByKey()
         first: Any = (

@@ -99,7 +99,7 @@ def build_part(
     data: DataConfig,
     layout: SegmentLayout | Future[SegmentLayout],
     features: FeatureSet,
-    learned: FittedValues | None = None,
+    fitted: FittedValues | None = None,
 ) -> PartResult:
     """Cluster, deduplicate and write the samples of one part, chunk by chunk.
 
@@ -112,13 +112,13 @@ def build_part(
         layout: layout of the segment; one that is still being chosen is awaited before the first
             write.
         features: declared columns.
-        learned: fitted parameters of transforms.
+        fitted: fitted parameters of transforms.
     """
     with PartFiles(root) as files:
         writer: PartWriter | None = None
         results: list[PartResult] = []
         for clustered in cluster_chunks(samples, data):
-            star = to_star(clustered, file_index, data, learned)
+            star = to_star(clustered, file_index, data, fitted)
             slices = split_statistics(star, clustered, data, features)
             if writer is None:
                 chosen = layout.result() if isinstance(layout, Future) else layout

@@ -311,7 +311,7 @@ class Star:
 
 
 def to_star(
-    clustered: Clustered, file_index: int, data: DataConfig, learned: FittedValues | None = None
+    clustered: Clustered, file_index: int, data: DataConfig, fitted: FittedValues | None = None
 ) -> Star:
     """Deduplicate each group within each block and apply the transforms.
 
@@ -319,9 +319,9 @@ def to_star(
         clustered: samples of one part in order.
         file_index: number of the part, the upper bits of its block ids.
         data: groups and transforms.
-        learned: fitted parameters of transforms.
+        fitted: fitted parameters of transforms.
     """
-    learned = learned or FittedValues()
+    fitted = fitted or FittedValues()
     num_blocks = int(clustered.block[-1]) + 1 if len(clustered.block) else 0
     check_num_blocks(clustered.first_block + num_blocks, data.block_samples)
     prefix = (np.int64(file_index) << np.int64(FILE_SHIFT)) + clustered.first_block
@@ -330,7 +330,7 @@ def to_star(
         c: tuples.samples[c] for c in tuples.samples.column_names if c not in (ORIGIN, LIST_INDEX)
     }
     samples = pa.table({BLOCK: pa.array(prefix + clustered.block), **columns})
-    samples = apply_transforms(samples, SAMPLES, data.transforms.get(SAMPLES, {}), learned)
+    samples = apply_transforms(samples, SAMPLES, data.transforms.get(SAMPLES, {}), fitted)
     groups: dict[str, pa.Table] = {}
     unique_per_block: dict[str, NDArray[np.int64]] = {}
     samples_per_tuple: dict[str, NDArray[np.int64]] = {}
@@ -350,7 +350,7 @@ def to_star(
                 **{c: taken[c] for c in names},
             }
         )
-        groups[group] = apply_transforms(table, group, data.transforms.get(group, {}), learned)
+        groups[group] = apply_transforms(table, group, data.transforms.get(group, {}), fitted)
         local = (inverse - starts[clustered.block]).astype(np.int32)
         samples = samples.append_column(inverse_column(group), pa.array(local))
         unique_per_block[group] = counts

@@ -72,7 +72,7 @@ class SegmentLayout:
 def choose_segment_layout(
     parts: Iterable[Tuples],
     data: DataConfig,
-    learned: FittedValues | None = None,
+    fitted: FittedValues | None = None,
     num_parts: int = 1,
     run_all: RunAll = map,
 ) -> SegmentLayout:
@@ -81,11 +81,11 @@ def choose_segment_layout(
     Args:
         parts: all samples of the part's sessions, at least one, in any order.
         data: the job's data section.
-        learned: fitted parameters of transforms.
+        fitted: fitted parameters of transforms.
         num_parts: parts of the segment.
         run_all: runs the trials.
     """
-    star = to_star(cluster(sample_sessions(parts, data), data), 0, data, learned)
+    star = to_star(cluster(sample_sessions(parts, data), data), 0, data, fitted)
     layouts = choose_layouts(star, data.storage, run_all)
     encodings = {
         directory: choose_encodings(table, run_all)

@@ -194,7 +194,7 @@ def folder_bytes(dataset: Dataset) -> int:
     named = {
         version_name(JOB, manifest.job_sha256),
         version_name(SCHEMA, manifest.schema_sha256),
-        *(path for segment in dataset.segments for path in segment.manifest.learned),
+        *(path for segment in dataset.segments for path in segment.manifest.fitted),
     }
     if manifest.tombstones_sha256:
         named.add(tombstones_path(manifest.tombstones_sha256))

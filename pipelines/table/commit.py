@@ -334,12 +334,12 @@ def seal(dataset: Location, *, sealed: bool = True) -> DatasetManifest:
     Raises:
         SchemaError: there is no dataset.
     """
-    return update_root(dataset, lambda root: replace(root, finished=sealed))
+    return update_root(dataset, lambda root: replace(root, sealed=sealed))
 
 
 def refuse_sealed(root: DatasetManifest, dataset: Location) -> None:
     """Raise SchemaError if the dataset is sealed: a run that follows it may have ended."""
-    if root.finished:
+    if root.sealed:
         raise SchemaError(
             f"dataset is sealed after {pluralize(len(root.segments), 'segment')}; run "
             f"python -m pipelines unseal {dataset}, or build a new dataset",

@@ -118,7 +118,7 @@ REWRITTEN_FIELDS = (
     "files_sha256",
     "columns",
     "directories",
-    "learned",
+    "fitted",
 )
 """Fields of a segment's manifest that come from the new files."""
 
@@ -195,7 +195,7 @@ def due_segments(dataset: Dataset, request: CompactionRequest) -> list[Segment]:
     texts = _requested_texts(dataset, request)
 
     def is_due(segment: Segment) -> bool:
-        times = segment.tombstones["forgotten_at"]
+        times = segment.tombstones["erased_at"]
         is_old = bool(pc.any(pc.less_equal(times, limit)).as_py())
         return is_old or _has_text_in_rejects(segment, texts)
 
@@ -302,16 +302,16 @@ def _write_segments(
     previous: Segment | None = None
     for segment in dataset.segments:
         directory = request.dataset / SEGMENTS / f"erase-{request.attempt}-{segment.id}"
-        learned = with_blanked_files(segment.manifest.learned, blanked)
+        fitted = with_blanked_files(segment.manifest.fitted, blanked)
         if segment.id in due_ids:
             request.progress(f"segment {segment.id}: rewriting")
             deleted = requested | deleted_texts(dataset, segment)
             texts = None if segment.id in expired else deleted
-            if not compact_segment(dataset, segment, directory, texts, learned, request):
+            if not compact_segment(dataset, segment, directory, texts, fitted, request):
                 rewritten[segment.id] = None
                 continue
-        elif segment.id in expired or learned != dict(segment.manifest.learned):
-            copy_segment(segment, directory, learned, with_rejects=segment.id not in expired)
+        elif segment.id in expired or fitted != dict(segment.manifest.fitted):
+            copy_segment(segment, directory, fitted, with_rejects=segment.id not in expired)
         else:
             rewritten[segment.id], previous = segment.reference, segment
             continue
@@ -332,7 +332,7 @@ def _new_reference(old: Reference, directory: Location, anomalies: str) -> Refer
     """
     new = read_segment(directory)
     position, _, key = old.id.partition("-")
-    content = [key, new.blocks_sha256, new.files_sha256, dict(new.learned)]
+    content = [key, new.blocks_sha256, new.files_sha256, dict(new.fitted)]
     reference = replace(
         old,
         id=f"{position}-{hash_of(content)[:12]}",
@@ -414,7 +414,7 @@ def compact_segment(
     segment: Segment,
     directory: Location,
     texts: frozenset[str] | None,
-    learned: Mapping[str, str],
+    fitted: Mapping[str, str],
     request: CompactionRequest,
 ) -> bool:
     """Write a segment without its deleted samples.
@@ -425,7 +425,7 @@ def compact_segment(
         directory: of the new segment.
         texts: ids as texts; lines of `rejects/` and `late/` that contain one are removed; None
             removes all lines.
-        learned: files of fitted parameters, path to sha256.
+        fitted: files of fitted parameters, path to sha256.
         request: for the runner and the place of local files.
 
     Returns:
@@ -451,7 +451,7 @@ def compact_segment(
             (old.job_sha256, old.schema_sha256),
             data,
             features,
-            learned,
+            fitted,
             old.num_parts,
         )
         fields = {field: getattr(new, field) for field in REWRITTEN_FIELDS}
@@ -513,7 +513,7 @@ def _copy_late_events(segment: Segment, building: Location, texts: frozenset[str
 
 
 def copy_segment(
-    segment: Segment, directory: Location, learned: Mapping[str, str], *, with_rejects: bool
+    segment: Segment, directory: Location, fitted: Mapping[str, str], *, with_rejects: bool
 ) -> None:
     """Copy the files of a segment, with or without its rejects and late events."""
     entries = {
@@ -530,7 +530,7 @@ def copy_segment(
     manifest = replace(
         segment.manifest,
         **changed,
-        learned=dict(learned),
+        fitted=dict(fitted),
         id=None,
         day=None,
         format=FORMAT_VERSION,
@@ -630,9 +630,9 @@ BlankedVocabularies = Mapping[str, tuple[str, bytes]]
 """Path of a replaced file of a vocabulary to the path and the content of the new one."""
 
 
-def with_blanked_files(learned: Mapping[str, str], blanked: BlankedVocabularies) -> dict[str, str]:
+def with_blanked_files(fitted: Mapping[str, str], blanked: BlankedVocabularies) -> dict[str, str]:
     """Return the files, path to sha256, that a segment's new manifest names."""
-    files = dict(learned)
+    files = dict(fitted)
     for old_path, (path, content) in blanked.items():
         if files.pop(old_path, None) is not None:
             files[path] = sha256(content).hexdigest()
@@ -642,13 +642,13 @@ def with_blanked_files(learned: Mapping[str, str], blanked: BlankedVocabularies)
 def blank_vocabularies(dataset: Dataset) -> BlankedVocabularies:
     """Return vocabularies without the values that only deleted samples have."""
     blanked: dict[str, tuple[str, bytes]] = {}
-    learned = {p: h for s in dataset.segments for p, h in s.manifest.learned.items()}
+    fitted = {p: h for s in dataset.segments for p, h in s.manifest.fitted.items()}
     for name, config in dataset.job.data.vocabularies.items():
-        versions = load_vocabulary_versions(dataset.directory, learned, name)
+        versions = load_vocabulary_versions(dataset.directory, fitted, name)
         values = _values_of_deleted_samples(dataset, config.columns) if versions else None
         if values is None or not len(values):
             continue
-        old_paths = sorted(p for p in learned if p.startswith(f"{VOCABULARIES}/{name}/"))
+        old_paths = sorted(p for p in fitted if p.startswith(f"{VOCABULARIES}/{name}/"))
         for number, (path, table) in enumerate(zip(old_paths, versions, strict=True)):
             value_set = values.cast(table["value"].type)
             mask = pc.is_in(one_chunk(table["value"]), value_set=value_set, skip_nulls=True)

@@ -320,7 +320,7 @@ def new_segment(
             refuse_sealed(dataset.manifest, request.dataset)
             check_compatible(dataset, job, features, request.job_path)
             check_types(dataset, manifest.columns, request.job_path)
-            check_fitted_files(manifest.learned, request.dataset)
+            check_fitted_files(manifest.fitted, request.dataset)
         earlier = dataset.segments[num_before - 1] if dataset and num_before else None
         refused = refused_path(request.dataset, key)
         return pass_gate(

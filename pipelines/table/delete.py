@@ -256,7 +256,7 @@ def _find_in_row_group(
     }
     arrays = {name: pa.array(values) for name, values in columns.items()}
     times = pa.array([at.replace(tzinfo=None)] * len(rows), pa.timestamp("us"))
-    return pa.table({**arrays, "forgotten_at": times}).cast(TOMBSTONES_SCHEMA)
+    return pa.table({**arrays, "erased_at": times}).cast(TOMBSTONES_SCHEMA)
 
 
 REJECT_PREFIXES = ("rejects/", "late/")

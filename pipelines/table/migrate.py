@@ -65,7 +65,7 @@ def migrate(dataset: Location) -> dict[str, Any]:
         segments=tuple(segment.reference for segment in segments),
         indexes=_indexes(dataset, job, old["indexes"], segments),
         lineage=old["lineage"],
-        finished=old["finished"],
+        sealed=old["sealed"],
         tombstones_sha256=old.get("tombstones_sha256"),
     )
     committed = commit_root(dataset, None, manifest)

@@ -180,7 +180,7 @@ def finish_segment(
     hashes: tuple[str, str],
     data: DataConfig,
     features: FeatureSet,
-    learned: Mapping[str, str],
+    fitted: Mapping[str, str],
     num_parts: int | None,
 ) -> SegmentManifest:
     """Complete a segment whose parts are written; its manifest is written last.
@@ -194,7 +194,7 @@ def finish_segment(
         hashes: sha256 of the job's data section and of the schema.
         data: the job's data section.
         features: declared columns.
-        learned: files of fitted parameters in the dataset, path to sha256.
+        fitted: files of fitted parameters in the dataset, path to sha256.
         num_parts: parts that the hash of the session key was divided into.
     """
     num_samples, num_rows = sum(r.num_samples for r in results), sum(r.num_rows for r in results)
@@ -235,7 +235,7 @@ def finish_segment(
         partition_key=None if num_parts is None else data.session.key,
         num_parts=num_parts,
         columns=stored_columns(root, results[0].file_index, groups, entries),
-        learned=learned,
+        fitted=fitted,
     )
     write_manifest(root, manifest)
     return manifest

@@ -48,7 +48,7 @@ class _Named:
             self.directories.add(f"{SEGMENTS}/{reference.directory}")
             self.files |= committed_segment(
                 dataset / SEGMENTS / reference.directory, reference
-            ).learned.keys()
+            ).fitted.keys()
         for index in manifest.indexes:
             self.directories |= {f"{index.id}/{p.directory}" for p in index.parts.values()}
         if manifest.tombstones_sha256:

@@ -77,7 +77,7 @@ def segment_problems(segment: Segment, dataset: Dataset) -> Iterator[str]:
     if damaged:
         return
     try:
-        load_fitted(dataset.directory, segment.manifest.learned, dataset.job.data)
+        load_fitted(dataset.directory, segment.manifest.fitted, dataset.job.data)
         yield from count_problems(segment, dataset)
         for file_index, row_group in row_groups(segment):
             location = f"row group {row_group} of part {file_index}"

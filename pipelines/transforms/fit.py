@@ -66,7 +66,7 @@ NUM_SHARDS = 16
 MERGE_SIZE = 8
 """Partial results of one key that are merged at once."""
 
-LEARNED = "learned"
+FITTED = "fitted"
 """Directory in a segment being built, with the layout of the dataset; deleted before the commit."""
 
 
@@ -310,7 +310,7 @@ def write_shard(root: Location, data: DataConfig, key: str, partial: Partial) ->
     name = f"{uuid.uuid4().hex}.arrow"  # a temporary file, never part of the dataset
     table = partial.table.filter(pa.array(frequent))
     with (
-        (root / LEARNED / "shards" / name).new_file() as temporary,
+        (root / FITTED / "shards" / name).new_file() as temporary,
         pa.OSFile(str(temporary), "wb") as sink,
         pa.ipc.new_file(sink, table.schema) as writer,
     ):
@@ -398,19 +398,19 @@ def fitted_files(dataset: Location) -> dict[str, str]:
     root = find_root(dataset)
     files: dict[str, str] = {}
     for reference in root.manifest.segments if root else ():
-        files |= committed_segment(dataset / SEGMENTS / reference.directory, reference).learned
+        files |= committed_segment(dataset / SEGMENTS / reference.directory, reference).fitted
     return dict(sorted(files.items()))
 
 
 def load_staged(root: Location, files: Mapping[str, str], data: DataConfig) -> FittedValues:
     """Read the fitted transforms of a segment being built."""
-    return load_fitted(root / LEARNED, files, data)
+    return load_fitted(root / FITTED, files, data)
 
 
 def stage_fitted(dataset: Location, files: Mapping[str, str], building: Location) -> None:
     """Copy files of earlier segments, verified, into the directory of a segment being built."""
     for path, digest in files.items():
-        (building / LEARNED / path).write_bytes(read_verified(dataset / path, digest))
+        (building / FITTED / path).write_bytes(read_verified(dataset / path, digest))
 
 
 def publish_fitted(
@@ -424,14 +424,14 @@ def publish_fitted(
     new = new_files(files, dataset)
     lease.add(new)
     for path in new:
-        data = read_verified(building / LEARNED / path, files[path])
+        data = read_verified(building / FITTED / path, files[path])
         (dataset / path).write_bytes(data)
-    (building / LEARNED).remove_all()
+    (building / FITTED).remove_all()
 
 
 def returned_files(values: Mapping[str, Sequence[Any]], base: Mapping[str, str]) -> dict[str, str]:
     """Return the files in the results of a pipeline, `base` if nothing was fitted."""
-    (files,) = values.get("learned") or (base,)
+    (files,) = values.get("fitted") or (base,)
     return dict(files)
 
 

@@ -263,7 +263,7 @@ def _on_stepped(job: JobState, event: Stepped, state: State) -> Result:
         steps = observe(steps, setting, event.seconds, event.time_sec - job.submitted_sec)
     backoffs = job.backoffs
     if event.next_step > job.next_step:
-        trains = ("lead", "replica", "store")
+        trains = ("coordinator", "replica", "store")
         backoffs = {k: v for k, v in backoffs.items() if not k.startswith(trains)}
     job = replace(
         job,
@@ -319,7 +319,7 @@ def _on_ended(job: JobState, event: Ended, state: State) -> Result:
     job = replace(job, processes={k: v for k, v in job.processes.items() if k != process.name})
     if event.outcome == "done" and process.pool == "segment":
         return _add_built(job, process, event, segment_jobs), []
-    if event.outcome == "done" and process.pool == "lead":
+    if event.outcome == "done" and process.pool == "coordinator":
         return _finish(job, event)
     if event.outcome in ("done", "left") or process.status == "leaving":
         return job, []
@@ -424,7 +424,7 @@ def _most_memory(job: JobState, pool: PoolName, state: State) -> int:
         "replica": max(1, config.training.min_replicas),
         "store": stores,
     }
-    own: PoolName = "replica" if pool == "lead" else pool
+    own: PoolName = "replica" if pool == "coordinator" else pool
     others = sum(n * job.memory_of(other) for other, n in counts.items() if other != own)
     most = min(config.budget.memory, state.budget.memory)
     return max(0, most - others) // max(1, counts[own])
@@ -440,7 +440,7 @@ def _on_preempted(job: JobState, event: Preempted, state: State) -> Result:
         return job, []
     notice = f"it is preempted in {event.grace_sec:g} s"
     verb, why = "drain", "it leaves without losing work"
-    if process.pool == "lead" and job.grouped:
+    if process.pool == "coordinator" and job.grouped:
         why = "its replicas continue from the checkpoint with a new coordinator"
     if process.pool == "segment":
         work = remaining_work(job, event.time_sec, state.budget, state.runner)

@@ -54,25 +54,27 @@ from schemas.run_log import Decision
 
 EVENT_TYPES: Mapping[str, type[Event]] = MappingProxyType(
     {
-        "BudgetSet": BudgetSet,
-        "RunnerSet": RunnerSet,
-        "SlotsRead": SlotsRead,
-        "SlotsUnread": SlotsUnread,
-        "Submitted": Submitted,
-        "Drained": Drained,
-        "Started": Started,
-        "Ended": Ended,
-        "Preempted": Preempted,
-        "Read": Read,
-        "Resized": Resized,
-        "Stepped": Stepped,
-        "LoadKnown": LoadKnown,
-        "Moved": Moved,
-        "Ticked": Tick,
+        kind.__name__: kind
+        for kind in (
+            BudgetSet,
+            RunnerSet,
+            SlotsRead,
+            SlotsUnread,
+            Submitted,
+            Drained,
+            Started,
+            Ended,
+            Preempted,
+            Read,
+            Resized,
+            Stepped,
+            LoadKnown,
+            Moved,
+            Tick,
+        )
     }
 )
-"""Event classes by their names in the log, which stay when a class is renamed."""
-_NAMES: Mapping[type[Event], str] = MappingProxyType({kind: n for n, kind in EVENT_TYPES.items()})
+"""Event classes by their names in the log."""
 
 _VALUES = ("process", "position", "resident_bytes", "busy_cores")
 _READING = attrgetter(*_VALUES)
@@ -94,7 +96,7 @@ RESTORE = "restore the file, or use the release that wrote it"
 
 def event_to_json(event: Event) -> dict[str, Any]:
     """Return an event as an object of JSON; of the readings of a tick only the values."""
-    body = {"event": _NAMES[type(event)]}
+    body = {"event": type(event).__name__}
     if not isinstance(event, Tick):
         return {**body, **encode(type(event), event)}
     readings: dict[str, list[tuple[Any, ...]]] = {}
@@ -118,10 +120,7 @@ def event_from_json(body: Mapping[str, Any]) -> Event:
     if not isinstance(event, Tick) or "readings" not in body:
         return event
     readings = [
-        # The first logs had a null before the busy cores.
-        Read(
-            time_sec=event.time_sec, job=job, **dict(zip(_VALUES, (*one[:3], one[-1]), strict=True))
-        )
+        Read(time_sec=event.time_sec, job=job, **dict(zip(_VALUES, one, strict=True)))
         for job, processes in body["readings"].items()
         for one in processes
     ]
@@ -515,7 +514,7 @@ def describe_job(job: JobState) -> str:
     """Return the progress of a job in one line."""
     live = job.processes.values()
     pools = {pool: sum(p.pool == pool for p in live) for pool in ("segment", "replica", "store")}
-    trainers = pools["replica"] if job.grouped else len(job.of_pool("lead"))
+    trainers = pools["replica"] if job.grouped else len(job.of_pool("coordinator"))
     return (
         f"{job.phase}, {len(job.built)} of {counted(job.num_segments, 'segment')} built, "
         f"{counted(job.next_step, 'step')} trained, "

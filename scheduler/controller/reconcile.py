@@ -198,7 +198,7 @@ class Reconciler:
         self.booked_workers += bound.workers if pool == "segment" else 0
         values = {"workers": float(bound.workers), "memory_bytes": float(memory_bytes)}
         values |= bound.values
-        if pool == "lead":
+        if pool == "coordinator":
             values["grouped"] = float(job.grouped)
         self.actions.append(
             Action(
@@ -223,7 +223,7 @@ def required_resources(job: JobState, pool: PoolName, workers: int = 1) -> tuple
         return workers * config.preprocessing.worker.cpus, workers * job.worker_memory
     if pool == "store":
         return job.store_cpus, job.store_memory
-    if pool == "lead" and job.grouped:
+    if pool == "coordinator" and job.grouped:
         return 0.0, 0
     return job.replica_cpus, job.replica_memory
 
@@ -263,7 +263,7 @@ def _end_all(job: JobState, reconciler: Reconciler, reason: str) -> JobState:
     """
     for process in job.of_pool("segment"):
         job = reconciler.end(job, process, reason, stop=True)
-    pools: tuple[PoolName, ...] = ("replica", "lead", "store")
+    pools: tuple[PoolName, ...] = ("replica", "coordinator", "store")
     for pool in pools:
         processes = job.of_pool(pool)
         for process in processes:
@@ -280,7 +280,7 @@ def _reconcile_training(job: JobState, sizes: Sizes, reconciler: Reconciler) -> 
     if job.num_stores is None:
         job = replace(job, num_stores=sizes.num_stores)
     job = _reconcile_stores(job, sizes, reconciler)
-    coordinator = next(iter(job.of_pool("lead")), None)
+    coordinator = next(iter(job.of_pool("coordinator")), None)
     if coordinator is not None and job.grouped and coordinator.trains_alone:
         why = "restarted as coordinator of several replicas, after a checkpoint"
         return reconciler.end(job, coordinator, why)
@@ -293,9 +293,9 @@ def _reconcile_training(job: JobState, sizes: Sizes, reconciler: Reconciler) -> 
             job = reconciler.end(job, process, "its coordinator ended", stop=True)
         return job
     if coordinator is None and stores_ready(job):
-        verb = "restart" if "lead-0" in job.attempts else "start"
+        verb = "restart" if "coordinator-0" in job.attempts else "start"
         what = "coordinator" if job.grouped else "trainer"
-        job = reconciler.start(job, "lead", 0, f"{verb} the {what}")
+        job = reconciler.start(job, "coordinator", 0, f"{verb} the {what}")
     if not job.grouped or coordinator is None or coordinator.status != "running":
         return job
     for process in reversed(replicas):
@@ -329,7 +329,7 @@ def _reconcile_stores(job: JobState, sizes: Sizes, reconciler: Reconciler) -> Jo
 def _resize_running(job: JobState, reconciler: Reconciler) -> JobState:
     """Give running trainers and stores the resources of new ones, as far as they can change."""
     for process in (*job.trainers, *job.of_pool("store")):
-        if process.pool == "lead" and not process.trains_alone:
+        if process.pool == "coordinator" and not process.trains_alone:
             continue  # a coordinator beside replicas, which computes nothing
         cpus, memory_bytes = required_resources(job, process.pool)
         job = reconciler.change_cpus(job, process, cpus)
@@ -407,7 +407,7 @@ def is_settled(job: JobState) -> bool:
     if job.stores and not stores_present(job, job.sizes):
         return False
     replicas = job.sizes.num_replicas if job.grouped else 0
-    return len(job.of_pool("lead")) == 1 and len(job.of_pool("replica")) == replicas
+    return len(job.of_pool("coordinator")) == 1 and len(job.of_pool("replica")) == replicas
 
 
 def _lacks_memory(job: JobState, process: Process) -> bool:

@@ -336,7 +336,7 @@ def move_slots(
     running = set(job.running_stores)
     wait = min(MAX_RETRY_SEC, RETRY_SEC * 2.0 ** max(0, job.num_failed_moves - 1))
     early = job.move_failed_sec is not None and now_sec < job.move_failed_sec + wait
-    trains = any(p.status == "running" for p in job.of_pool("lead"))
+    trains = any(p.status == "running" for p in job.of_pool("coordinator"))
     if job.moving or early or not trains or not set(job.owners) <= running:
         return job, []
     counts, step = range_loads(job, ahead_steps)

@@ -24,8 +24,8 @@ from scheduler.planner.policy import counted
 from schemas.config.job import Job, parse_stored_job
 from schemas.config.schedule import BudgetConfig
 
-PoolName = Literal["segment", "lead", "replica", "store"]
-"""`segment`: segment jobs. `lead`: the coordinator, one process that starts and ends a job's
+PoolName = Literal["segment", "coordinator", "replica", "store"]
+"""`segment`: segment jobs. `coordinator`: the coordinator, one process that starts and ends a job's
 training, and trains itself while there are no replicas. `replica`: trainers beside a coordinator.
 `store`: embedding stores. The names are part of process names in the log."""
 Status = Literal["starting", "running", "leaving"]
@@ -86,7 +86,7 @@ class Process:
     @property
     def trains_alone(self) -> bool:
         """Whether it is a coordinator that trains itself, without replicas."""
-        return self.pool == "lead" and self.cpus > 0
+        return self.pool == "coordinator" and self.cpus > 0
 
     @property
     def task_id(self) -> str:
@@ -259,7 +259,7 @@ class JobState:
     @property
     def trainers(self) -> list[Process]:
         """The coordinator and the replicas."""
-        return [*self.of_pool("lead"), *self.of_pool("replica")]
+        return [*self.of_pool("coordinator"), *self.of_pool("replica")]
 
     def of_pool(self, pool: PoolName) -> list[Process]:
         """Return the live processes of one pool, by number."""

@@ -309,7 +309,7 @@ class Driver:
         gone = [p for p in processes if not observed.is_alive(p.name)]
         if gone and (stepped := self._read_steps(name)) is not None:
             self._handle(stepped)
-        coordinated = any(p.pool == "lead" and p not in gone for p in processes)
+        coordinated = any(p.pool == "coordinator" and p not in gone for p in processes)
         for process in gone:
             if process.pool == "replica" and coordinated and is_trained(paths):
                 continue  # the run is complete; the coordinator is about to exit
@@ -364,7 +364,7 @@ class Driver:
         paths = self._paths[name]
         if process.pool == "store":
             return paths.address_file(process.number).stat() is not None
-        if process.pool == "lead" and self.state.jobs[name].grouped:  # replicas can join it
+        if process.pool == "coordinator" and self.state.jobs[name].grouped:  # replicas can join it
             return (paths.run / RENDEZVOUS).stat() is not None
         return True
 
@@ -456,7 +456,7 @@ class Driver:
         if process.pool == "segment":
             options = self._options.runner.options(job.name, process.name, process.workers)
             command = segment_command(paths, process.number, process.workers, options)
-        elif process.pool == "lead":
+        elif process.pool == "coordinator":
             if is_new:
                 paths.run.remove([RENDEZVOUS])  # of a killed coordinator
             served, grouped = bool(job.num_stores), bool(decision.values.get("grouped"))
@@ -506,7 +506,7 @@ class Driver:
 
 def num_gpus_of(process: Process, config: TrainConfig) -> int:
     """Return the GPUs of a process: one if it trains on one; a mere coordinator books nothing."""
-    trains = process.pool in ("lead", "replica") and process.memory_bytes > 0
+    trains = process.pool in ("coordinator", "replica") and process.memory_bytes > 0
     return int(config.device == "cuda" and trains)
 
 
@@ -535,7 +535,7 @@ def ended_event(
     if process.pool == "segment" and is_built(paths, process.number):
         outcome: Outcome = "done"
         num_samples, work_sec = _build_figures(processes.output(name))
-    elif process.pool == "lead" and is_trained(paths):
+    elif process.pool == "coordinator" and is_trained(paths):
         outcome = "done"
     elif status == 0 and process.pool != "segment":
         outcome = "left"
@@ -589,7 +589,7 @@ def is_built(paths: JobPaths, number: int) -> bool:
     if root is None:
         return False
     committed = any(segment.position == number for segment in root.manifest.segments)
-    return committed and (number + 1 < paths.num_segments or root.manifest.finished)
+    return committed and (number + 1 < paths.num_segments or root.manifest.sealed)
 
 
 def is_trained(paths: JobPaths) -> bool:

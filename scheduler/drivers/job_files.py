@@ -318,7 +318,7 @@ def coordinator_command(
     command += ["--output", str(paths.run), "--follow", "--resume"]
     command += ["--embedding", "cached"] if served else []
     command += ["--replicas", "0"] if grouped else []
-    command += ["--work", str(work / "lead")] if paths.is_remote else []
+    command += ["--work", str(work / "coordinator")] if paths.is_remote else []
     command += paths.flags.write
     command += ["--host", endpoint.host] if grouped and endpoint is not None else []
     return command

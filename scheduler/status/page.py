@@ -36,7 +36,7 @@ from schemas.hashing import NUM_SLOTS
 
 POOL_LABELS = {
     "segment": "segment jobs",
-    "lead": "coordinator",
+    "coordinator": "coordinator",
     "replica": "replicas",
     "store": "stores",
 }

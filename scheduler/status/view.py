@@ -35,7 +35,7 @@ from scheduler.model.predict import training_setting
 from scheduler.planner.candidates import SEC_PER_HOUR, predict_candidates
 from schemas.run_log import Decision
 
-POOLS: tuple[PoolName, ...] = ("segment", "lead", "replica", "store")
+POOLS: tuple[PoolName, ...] = ("segment", "coordinator", "replica", "store")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -292,7 +292,7 @@ def _target_size(job: JobState, name: PoolName) -> int:
         return 0
     replicas = sizes.num_replicas if job.grouped else 0
     stores = target_stores(sizes) if job.stores else 0
-    return {"lead": 1, "replica": replicas, "store": stores}[name]
+    return {"coordinator": 1, "replica": replicas, "store": stores}[name]
 
 
 def _process_view(process: Process) -> ProcessView:

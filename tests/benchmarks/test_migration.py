@@ -28,7 +28,7 @@ def test_headline_compares_pauses_with_the_usual_time() -> None:
 def test_main_refuses_an_unknown_part(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["--parts", "replica,moon"])
-    assert "parts must be of replica, lead, store, node, segment, got 'replica,moon'" in (
+    assert "parts must be of replica, coordinator, store, node, segment, got 'replica,moon'" in (
         capsys.readouterr().err
     )
 

@@ -32,9 +32,9 @@ def test_sides_differ_in_repetition_only(dataset: Path) -> None:
     assert set(ours) == {"user", SAMPLES}
     assert pa.concat_tables(peer["user"]).num_rows > 3 * pa.concat_tables(ours["user"]).num_rows
     assert peer[SAMPLES][0].equals(ours[SAMPLES][0])
-    learned = load_fitted(dataset, opened.segments[0].manifest.learned, data)
+    fitted = load_fitted(dataset, opened.segments[0].manifest.fitted, data)
     made = [
-        apply_transforms(pa.concat_tables(side["user"]), "user", data.transforms["user"], learned)
+        apply_transforms(pa.concat_tables(side["user"]), "user", data.transforms["user"], fitted)
         for side in (ours, peer)
     ]
     first, second = (sorted(set(map(str, table.to_pylist()))) for table in made)

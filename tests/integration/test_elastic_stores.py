@@ -95,14 +95,16 @@ def test_stores_of_a_job_become_more_and_fewer_and_its_bits_stay(
         run.num_stores = 1
         run.until(lambda: num_steps(place.run) >= 2)
         assert run.job.stores == (0,)
-        with stopped(output, "lead-0.1"):  # so that the run does not end before
+        with stopped(output, "coordinator-0.1"):  # so that the run does not end before
             run.num_stores = 3
             run.until(lambda: set(run.job.owners) == {0, 1, 2} and not run.job.moving)
         before = num_steps(place.run)
         run.until(lambda: num_steps(place.run) >= before + 2)
-        send(output, "demo", "lead-0.1")  # who begins anew finds rows where they have gone
-        run.until(lambda: num_steps(place.run) > before + 4 and "lead-0.2" in run.job.processes)
-        with stopped(output, "lead-0.2"):
+        send(output, "demo", "coordinator-0.1")  # who begins anew finds rows where they have gone
+        run.until(
+            lambda: num_steps(place.run) > before + 4 and "coordinator-0.2" in run.job.processes
+        )
+        with stopped(output, "coordinator-0.2"):
             run.num_stores = 1
             run.until(lambda: [p.number for p in run.job.of_pool("store")] == [0])
             assert set(run.job.owners) == {0}

@@ -83,7 +83,7 @@ def test_follower_of_a_real_pipeline_killed_and_resumed_has_the_bits_of_one_on_t
     for process in (follower, resumed):
         status, said = ended(process)
         assert status == 0, said
-    assert read_dataset(dataset).finished
+    assert read_dataset(dataset).sealed
     trained(job, dataset, tmp_path / "whole")
     for one in (run, killed):
         assert compare_runs(one, tmp_path / "whole").difference is None
@@ -156,9 +156,9 @@ def test_rewriting_is_refused_while_a_run_reads(
 def test_finished_dataset_takes_no_segment_until_it_is_opened_again(
     job: Path, logs: list[Path], dataset: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert not read_dataset(dataset).finished
+    assert not read_dataset(dataset).sealed
     assert append(job, logs[1], dataset, "--final") == 0
-    assert read_dataset(dataset).finished
+    assert read_dataset(dataset).sealed
     assert append(job, logs[1], dataset, "--final") == 0  # already there, and so is the mark
     capsys.readouterr()
     assert append(job, logs[2], dataset) == 1
@@ -169,16 +169,16 @@ def test_finished_dataset_takes_no_segment_until_it_is_opened_again(
     assert capsys.readouterr().err.splitlines()[-1] == message
     reindex = ["oracle", str(dataset), "--reindex", "--batch-samples", "64", "--epochs", "1"]
     assert main(reindex) == 0
-    assert read_dataset(dataset).finished
+    assert read_dataset(dataset).sealed
     before = open_dataset(dataset).manifest
     capsys.readouterr()
     assert main(["unseal", str(dataset), "--json"]) == 0
-    assert capsys.readouterr().out == '{"num_segments": 2, "finished": false}\n'
+    assert capsys.readouterr().out == '{"num_segments": 2, "sealed": false}\n'
     after = open_dataset(dataset).manifest
     assert (after.segments, after.indexes) == (before.segments, before.indexes)
     assert append(job, logs[2], dataset) == 0
     assert main(["seal", str(dataset)]) == 0
-    assert read_dataset(dataset).finished
+    assert read_dataset(dataset).sealed
     assert main(["verify", str(dataset)]) == 0
 
 

@@ -34,7 +34,7 @@ from tests.object_store import Store
 __all__ = ["cluster", "namespace"]
 
 
-REACHED = ("lead-0.1", "replica-0.1", "replica-1.1", "store-0.1", "store-1.1")
+REACHED = ("coordinator-0.1", "replica-0.1", "replica-1.1", "store-0.1", "store-1.1")
 """Processes of a job that reach each other, as they begin."""
 TOGETHER = """
 schedule:
@@ -113,10 +113,10 @@ def test_a_job_of_pods_that_are_lost_finishes_with_the_bits_of_an_undisturbed_on
     api.delete_namespaced_pod(pod.metadata.name, namespace, grace_period_seconds=1)
     with held(str(storage), "--position\0003\0"):  # without it the run cannot end
         scheduler.until(lambda: num_steps(run) >= 2)
-        lead = pod_of(cluster, namespace, "lead-0.1")
-        body = {"metadata": {"name": lead.metadata.name}}
-        api.create_namespaced_pod_eviction(lead.metadata.name, namespace, body)
-        scheduler.until(lambda: pod_of(cluster, namespace, "lead-0.2"))
+        coordinator = pod_of(cluster, namespace, "coordinator-0.1")
+        body = {"metadata": {"name": coordinator.metadata.name}}
+        api.create_namespaced_pod_eviction(coordinator.metadata.name, namespace, body)
+        scheduler.until(lambda: pod_of(cluster, namespace, "coordinator-0.2"))
         cluster.restart_api_server()
         store = pod_of(cluster, namespace, "store-0.1")
         cluster.fail_node(store.spec.node_name)
@@ -133,7 +133,7 @@ def test_a_job_of_pods_that_are_lost_finishes_with_the_bits_of_an_undisturbed_on
     assert len(told) == len(ends), "each process ends once"
     assert told["segment-0.1"].outcome == "lost"
     assert told["segment-0.1"].detail == "deleted"
-    assert told["lead-0.1"].outcome == "left", "it was told before it was taken away"
+    assert told["coordinator-0.1"].outcome == "left", "it was told before it was taken away"
     assert told["store-0.1"].outcome == "lost", "and its rows with it"
     assert not replay(output / LOG).differences
     check_run(repository, demo, storage / "demo", tmp_path / "undisturbed")
@@ -230,7 +230,7 @@ class Watched:
             called = {other[0] for other in sockets.called if other != self._endpoint}
             assert called <= set(self.addresses.values()), (name, sockets)
         for name in processes:
-            if not name.startswith("lead-"):
+            if not name.startswith("coordinator-"):
                 assert found[name].listening, name
         replicas = [found[name] for name in processes if name.startswith("replica-")]
         assert all(each.called - {self._endpoint} for each in replicas)

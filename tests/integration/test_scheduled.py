@@ -173,8 +173,8 @@ def test_jobs_whose_processes_and_scheduler_are_killed_finish_with_the_bits_of_u
         send(output, "urgent", "replica-1.1")
         scheduler.until(lambda: num_steps(output / "demo" / "run") >= 3)
         send(output, "demo", "store-1.1")
-        send(output, "demo", "lead-0.1")
-        scheduler.until(lambda: pid_of(output, "demo", "lead-0.2"))
+        send(output, "demo", "coordinator-0.1")
+        scheduler.until(lambda: pid_of(output, "demo", "coordinator-0.2"))
         scheduler.process.kill()
         scheduler.process.wait()
 
@@ -186,7 +186,7 @@ def test_jobs_whose_processes_and_scheduler_are_killed_finish_with_the_bits_of_u
     }
     ends = [entry.event for entry in read_log(output / LOG) if isinstance(entry.event, Ended)]
     told = {(end.job, end.process): end.outcome for end in ends}
-    killed = {"urgent": ["segment-0.1", "replica-1.1"], "demo": ["lead-0.1", "store-1.1"]}
+    killed = {"urgent": ["segment-0.1", "replica-1.1"], "demo": ["coordinator-0.1", "store-1.1"]}
     found = [told[job, process] for job, processes in killed.items() for process in processes]
     assert found == ["lost"] * 4
     assert len(told) == len(ends), "each process ends once"

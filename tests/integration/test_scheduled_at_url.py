@@ -42,8 +42,8 @@ def test_jobs_at_a_url_whose_processes_are_killed_finish_with_the_bits_of_undist
             scheduler.until(lambda: pid_of(output, "urgent", "replica-1.2"))
         scheduler.until(lambda: num_steps(storage / "demo" / "run") >= 2)
         send(output, "demo", "store-1.1")
-        send(output, "demo", "lead-0.1")
-        scheduler.until(lambda: pid_of(output, "demo", "lead-0.2"))
+        send(output, "demo", "coordinator-0.1")
+        scheduler.until(lambda: pid_of(output, "demo", "coordinator-0.2"))
         scheduler.process.kill()
         scheduler.process.wait()
 
@@ -55,7 +55,7 @@ def test_jobs_at_a_url_whose_processes_are_killed_finish_with_the_bits_of_undist
     ends = [entry.event for entry in read_log(output / LOG) if isinstance(entry.event, Ended)]
     told = {(end.job, end.process): end.outcome for end in ends}
     assert len(told) == len(ends), "each process ends once"
-    killed = {("urgent", "replica-1.1"), ("demo", "lead-0.1"), ("demo", "store-1.1")}
+    killed = {("urgent", "replica-1.1"), ("demo", "coordinator-0.1"), ("demo", "store-1.1")}
     assert {told[process] for process in killed} == {"lost"}
     assert not replay(output / LOG).differences
     assert not list(output.glob("*/work")), "copies are removed"

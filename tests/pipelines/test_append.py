@@ -240,7 +240,7 @@ def test_append_in_order_is_built_beside_others_and_enters_behind_those_before(
         "00001",
         "00002",
     ]
-    assert read_dataset(dataset).finished
+    assert read_dataset(dataset).sealed
     assert results[0]["waited_sec"] != 0
 
 

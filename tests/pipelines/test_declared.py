@@ -37,14 +37,14 @@ from schemas.fitted import FittedStats, FittedValues, Vocabulary
 
 INTS = st.none() | st.integers(-(2**40), 2**40)
 FLOATS = st.none() | st.floats(-1e6, 1e6, width=32)
-LEARNED = FittedValues(
+FITTED = FittedValues(
     {"v": Vocabulary(pa.array([3, 1, 2]), 2)},
     {"g.y": FittedStats(center=3.0, scale=2.0, boundaries=(0.0, 10.0))},
 )
 
 
-def applied(column: pa.Array, learned: FittedValues = LEARNED, **kind: Any) -> pa.Array:
-    return apply_declared(pa.table({"x": column}), "g", "y", TransformConfig(**kind), learned)
+def applied(column: pa.Array, fitted: FittedValues = FITTED, **kind: Any) -> pa.Array:
+    return apply_declared(pa.table({"x": column}), "g", "y", TransformConfig(**kind), fitted)
 
 
 def of_float(f: Callable[[float], float]) -> Callable[[Any], Any]:
@@ -138,10 +138,10 @@ def test_vocabulary_gives_rows_of_values_and_lists() -> None:
 
 
 def test_lists_of_texts_are_looked_up_hashed_and_cut_as_their_values() -> None:
-    learned = FittedValues({"v": Vocabulary(pa.array(["b", ""]), 1)})
+    fitted = FittedValues({"v": Vocabulary(pa.array(["b", ""]), 1)})
     lists = pa.array([["x"], ["b", "", "c"], None, []], pa.large_list(pa.string())).slice(1)
     look = VocabularyLookupConfig(name="v", column="x")
-    assert applied(lists, learned, vocabulary=look).to_pylist() == [[1, 2, 0], None, []]
+    assert applied(lists, fitted, vocabulary=look).to_pylist() == [[1, 2, 0], None, []]
     flat = hash_columns([pa.array(["b", "", "c"])], 1000, "s").to_pylist()
     assert hash_columns([lists], 1000, "s").to_pylist() == [flat, None, []]
     assert truncate_lists(lists, 2, from_end=True).to_pylist() == [["", "c"], None, []]
@@ -188,7 +188,7 @@ def test_null_in_a_list_that_sql_makes_is_told_by_its_name() -> None:
         apply_sql(table, {"y": "[nullif(v, v) for v in x]"})
 
 
-def test_quantiles_use_the_learned_boundaries() -> None:
+def test_quantiles_use_the_fitted_boundaries() -> None:
     config = BucketizeConfig(column="x", quantiles=3)
     assert applied(pa.array([-1, 0, 10]), bucketize=config).to_pylist() == [0, 1, 2]
 
@@ -224,7 +224,7 @@ def test_two_lists_are_not_crossed() -> None:
     )
     for config in configs:
         with pytest.raises(SchemaError, match="hash must read at most one list, got large_list"):
-            apply_declared(table, "g", "y", config, LEARNED)
+            apply_declared(table, "g", "y", config, FITTED)
 
 
 def test_columns_of_an_expression_are_those_it_names() -> None:

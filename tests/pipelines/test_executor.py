@@ -59,7 +59,7 @@ def shop(directory: Path) -> Path:
     return job
 
 
-def learned(directory: Path) -> Path:
+def fitted(directory: Path) -> Path:
     """Vocabularies, normalisation and quantiles."""
     transform_jobs.write_log(directory / "input", transform_jobs.raw_rows(400, seed=1))
     return transform_jobs.write_job(directory / "job")
@@ -90,7 +90,7 @@ def events(directory: Path) -> Path:
 
 JOBS: dict[str, tuple[Callable[[Path], Path], int]] = {
     "sampled, with rejects": (shop, 1 << 30),
-    "learned": (learned, 1 << 30),
+    "fitted": (fitted, 1 << 30),
     "joined, every worker has the side tables": (joined, 1 << 30),
     "joined by key, after per and map": (joined_per, 1000),
     "events": (events, 1 << 30),
@@ -136,7 +136,7 @@ def test_a_real_log_built_in_process_has_the_bytes_of_the_local_runner(
 
 @pytest.mark.slow
 def test_commands_on_a_small_log_import_no_beam(tmp_path: Path, repository: Path) -> None:
-    job = learned(tmp_path)
+    job = fitted(tmp_path)
     transform_jobs.write_log(tmp_path / "more", transform_jobs.raw_rows(90, seed=2))
     dataset, here = str(tmp_path / "dataset"), ("--direct_num_workers=1", "--json")
     commands = [

@@ -156,7 +156,7 @@ def test_sums_of_repeated_values_equal_those_written_out() -> None:
 
 
 @pytest.mark.parametrize("zeros", [[0.0, -0.0], [-0.0, 0.0]])
-def test_what_is_learned_does_not_depend_on_the_order_of_signed_zeros(zeros: list[float]) -> None:
+def test_what_is_fitted_does_not_depend_on_the_order_of_signed_zeros(zeros: list[float]) -> None:
     first, second = (moments(np.array([zero]), np.ones(1, np.int64)) for zero in zeros)
     assert str(first.merged([second]).stats("min_max", "x").center) == "0.0"
     one, other = (bottom_k_sample(np.zeros(1, np.uint64), np.array([zero])) for zero in zeros)
@@ -174,7 +174,7 @@ def test_constant_and_missing_numbers() -> None:
         moments(np.zeros(0), np.zeros(0, np.int64)).stats("min_max", "user.x")
 
 
-def test_only_what_a_learned_column_is_made_of_runs_before(data: DataConfig) -> None:
+def test_only_what_a_fitted_column_is_made_of_runs_before(data: DataConfig) -> None:
     before = {(i.vocabulary or i.stats_key, i.column): list(i.before) for i in fit_inputs(data)}
     assert before == {
         ("items", "item"): [],
@@ -198,19 +198,19 @@ def test_counted_column_is_taken_once_per_tuple(data: DataConfig) -> None:
     assert counts.sum() == samples.num_samples
 
 
-def test_learned_files_are_verified_when_read(tmp_path: Path, data: DataConfig) -> None:
+def test_fitted_files_are_verified_when_read(tmp_path: Path, data: DataConfig) -> None:
     numbers = {
         "user.age_scale": FittedStats(0.1, 1 / 3, (1e300, float(np.nextafter(1e300, 2e300))))
     }
     content = encode_stats(numbers)
     path = stats_path(content)
-    (tmp_path / "learned").mkdir()
+    (tmp_path / "fitted").mkdir()
     (tmp_path / path).write_bytes(content)
     digest = hashlib.sha256(content).hexdigest()
     assert load_fitted(tmp_path, {path: digest}, data).stats == numbers
     newer = content.replace(b'"center"', b'"centre"')
     (tmp_path / path).write_bytes(newer)
-    message = r"another release: missing key: user\.age_scale\.center in .*learned"
+    message = r"another release: missing key: user\.age_scale\.center in .*fitted"
     with pytest.raises(SchemaError, match=message):
         load_fitted(tmp_path, {path: hashlib.sha256(newer).hexdigest()}, data)
     (tmp_path / path).write_bytes(content.replace(b"0.1", b"0.2"))

@@ -30,7 +30,7 @@ from schemas.manifest import read_dataset
 from schemas.storage import Location
 from tests.pipelines.appending import addition
 from tests.pipelines.logs import bytes_of, copy_of, unnamed_places
-from tests.pipelines.test_forget import ID, log_with, sessions
+from tests.pipelines.test_erase import ID, log_with, sessions
 
 SETTINGS = {"blocks": (32, 2, "blocks", 7), "none": (32, 1, "none", 7)}
 

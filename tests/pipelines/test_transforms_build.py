@@ -102,21 +102,21 @@ def test_expand_without_model_inputs_leaves_out_what_was_made(
     assert set(pq.read_table(tmp_path / "x.parquet").column_names) == wanted
 
 
-def test_what_was_learned_is_named_by_the_manifest_and_verified(
+def test_what_was_fitted_is_named_by_the_manifest_and_verified(
     dataset: Path, tmp_path: Path
 ) -> None:
     opened = open_dataset(dataset)
-    files = opened.segments[0].manifest.learned
+    files = opened.segments[0].manifest.fitted
     on_disk = {
         str(p.relative_to(dataset))
-        for d in ("vocabularies", "learned")
+        for d in ("vocabularies", "fitted")
         for p in (dataset / d).rglob("*.*")
     }
     assert set(files) == on_disk
-    assert sorted(p.split("/")[0] for p in files) == ["learned", "vocabularies", "vocabularies"]
-    learned = load_fitted(dataset, files, opened.job.data)
-    assert len(learned.vocabularies["items"].values) == 56
-    assert set(learned.stats) == {"user.age_scale", "samples.price_scale", "samples.price_bucket"}
+    assert sorted(p.split("/")[0] for p in files) == ["fitted", "vocabularies", "vocabularies"]
+    fitted = load_fitted(dataset, files, opened.job.data)
+    assert len(fitted.vocabularies["items"].values) == 56
+    assert set(fitted.stats) == {"user.age_scale", "samples.price_scale", "samples.price_bucket"}
     assert verify(dataset)["problems"] == []
     damaged = copy_of(dataset, tmp_path / "damaged")
     path = next((damaged / "vocabularies" / "items").iterdir())
@@ -153,8 +153,8 @@ def test_other_cuts_into_files_and_parts_learn_the_same(
     many = built(tmp_path, num_files=7)
     assert len(set(open_dataset(many).segments[0].column("file").tolist())) > 3
     assert {
-        p: b for p, b in bytes_of(many).items() if p.startswith(("vocabularies", "learned"))
-    } == {p: b for p, b in bytes_of(dataset).items() if p.startswith(("vocabularies", "learned"))}
+        p: b for p, b in bytes_of(many).items() if p.startswith(("vocabularies", "fitted"))
+    } == {p: b for p, b in bytes_of(dataset).items() if p.startswith(("vocabularies", "fitted"))}
     assert verify(many)["problems"] == []
 
 
@@ -188,7 +188,7 @@ def roomy_job(directory: Path) -> Path:
 
 def vocabulary(dataset: Path, segment: int) -> list[object]:
     opened = open_dataset(dataset)
-    files = opened.segments[segment].manifest.learned
+    files = opened.segments[segment].manifest.fitted
     return load_fitted(dataset, files, opened.job.data).vocabularies["items"].values.to_pylist()
 
 
@@ -197,14 +197,14 @@ def test_later_segment_appends_and_keeps_every_row_and_number(tmp_path: Path) ->
     log = jobs.write_log(tmp_path / "log", jobs.raw_rows(400, 0))
     dataset = tmp_path / "dataset"
     build(request(roomy_job(tmp_path / "job"), log, dataset))
-    first = open_dataset(dataset).segments[0].manifest.learned
+    first = open_dataset(dataset).segments[0].manifest.fitted
     build(later(tmp_path, dataset, 5, shift=5000))
     old, new = vocabulary(dataset, 0), vocabulary(dataset, 1)
     assert new[: len(old)] == old
     added = new[len(old) :]
     assert len(added) > 5
     assert {v for v in added if isinstance(v, int) and v > 5000}
-    second = open_dataset(dataset).segments[1].manifest.learned
+    second = open_dataset(dataset).segments[1].manifest.fitted
     assert set(first.items()) < set(second.items())
     assert [p.split("-")[0] for p in set(second) - set(first)] == ["vocabularies/items/00001"]
     expand(Location.parse(dataset), Location.parse(tmp_path / "x.parquet"), model_inputs=True)
@@ -267,7 +267,7 @@ def test_new_column_of_a_later_segment_learns_numbers_of_its_own(tmp_path: Path)
     build(more)
     opened = open_dataset(dataset)
     numbers = [
-        load_fitted(dataset, s.manifest.learned, opened.job.data).stats for s in opened.segments
+        load_fitted(dataset, s.manifest.fitted, opened.job.data).stats for s in opened.segments
     ]
     assert set(numbers[1]) - set(numbers[0]) == {"user.range"}
     assert {k: numbers[1][k] for k in numbers[0]} == numbers[0]
@@ -287,8 +287,8 @@ FAULTS: dict[str, tuple[str, str, str]] = {
     "texts and numbers in a vocabulary": ("items: {columns: [item, recent]", "items: {columns: [item, city]", "data.vocabularies.items.columns must have one type in vocabulary 'items', got string for 'city' and int64 for 'item'"),
     "texts looked up among numbers": ("{name: items, column: item}", "{name: cities, column: item}", "transforms.samples.item_row must have one type in vocabulary 'cities', got int64 for 'item' and string for 'city'"),
     "a vocabulary of an unknown column": ("cities: {columns: [city]", "cities: {columns: [citi]", "data.vocabularies.cities.columns must be columns of the samples, got 'citi'"),
-    "a vocabulary of a learned column": ("items: {columns: [item, recent]", "items: {columns: [item, recent_rows]", "data.vocabularies.items.columns must not depend on a fitted transform, got 'recent_rows'"),
-    "numbers of learned numbers": ("normalize: {column: young}", "normalize: {column: city_row}", "transforms.user.age_scale must not depend on a fitted transform, got 'city_row'"),
+    "a vocabulary of a fitted column": ("items: {columns: [item, recent]", "items: {columns: [item, recent_rows]", "data.vocabularies.items.columns must not depend on a fitted transform, got 'recent_rows'"),
+    "numbers of fitted numbers": ("normalize: {column: young}", "normalize: {column: city_row}", "transforms.user.age_scale must not depend on a fitted transform, got 'city_row'"),
     "a vocabulary larger than its table": ("identity, num_rows: 64", "identity, num_rows: 59", "transforms.user.recent_rows must have ids below the rows of table 'items', got 60 and 59"),
     "a hash larger than its table": ("identity, num_rows: 50", "identity, num_rows: 49", "transforms.user.city_id must have ids below the rows of table 'city_ids', got 50 and 49"),
     "more buckets than rows": ("quantiles: 4", "quantiles: 5", "transforms.samples.price_bucket must have ids below the rows of table 'prices', got 5 and 4"),
@@ -320,7 +320,7 @@ def test_nothing_to_learn_from_is_said_by_name_and_leaves_nothing(tmp_path: Path
     with pytest.raises(SchemaError, match="has no numbers in the training range"):
         build(request(job, log, tmp_path / "dataset"))
     assert bytes_of(tmp_path / "dataset") == {}
-    assert not (tmp_path / "dataset" / "learned").exists()
+    assert not (tmp_path / "dataset" / "fitted").exists()
 
 
 def test_transform_that_gives_no_finite_number_is_named_with_its_value(tmp_path: Path) -> None:
@@ -336,5 +336,5 @@ def test_transform_that_gives_no_finite_number_is_named_with_its_value(tmp_path:
 
 def test_manifest_holds_the_whole_hash_of_each_file(dataset: Path) -> None:
     body = json.loads(next(dataset.glob("segments/*/MANIFEST.json")).read_text())
-    assert len(body["learned"]) == 3
-    assert all(re.fullmatch(r"[0-9a-f]{64}", v) for v in body["learned"].values())
+    assert len(body["fitted"]) == 3
+    assert all(re.fullmatch(r"[0-9a-f]{64}", v) for v in body["fitted"].values())

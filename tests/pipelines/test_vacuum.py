@@ -128,7 +128,7 @@ def test_replaced_root_keeps_what_it_names_for_the_given_time(dataset: Path) -> 
     assert len(open_root(location, before).segments) == 1
     vacuum(location, timedelta())
     assert first.stat().st_size == 0  # its number is never used again
-    assert read_dataset(dataset).finished
+    assert read_dataset(dataset).sealed
     assert verify(dataset)["problems"] == []
 
 

@@ -115,7 +115,7 @@ def test_committed_root_names_its_writer_and_its_parent(tmp_path: Path) -> None:
     data = (tmp_path / "_manifests/00000001.json").read_bytes()
     assert read_dataset(tmp_path) == replace(DATASET, writer=first.manifest.writer)
     assert commit_root(tmp_path, None, DATASET) is None
-    second = commit_root(tmp_path, first, replace(DATASET, finished=True))
+    second = commit_root(tmp_path, first, replace(DATASET, sealed=True))
     assert second is not None
     assert second.manifest.parent_sha256 == hashlib.sha256(data).hexdigest()
     assert read_dataset(tmp_path) == second.manifest
@@ -252,7 +252,7 @@ def test_replace_bytes_that_cannot_be_written_leaves_the_old_file(
 
 def test_ids_and_paths_that_lead_elsewhere_are_refused(tmp_path: Path) -> None:
     elsewhere = "00000-/../../x"
-    write_manifest(tmp_path, replace(SEGMENT, learned={"../x": "0f"}))
+    write_manifest(tmp_path, replace(SEGMENT, fitted={"../x": "0f"}))
     with pytest.raises(SchemaError, match="path leads out of the dataset"):
         read_segment(tmp_path)
     named = Reference(id=elsewhere, manifest_sha256="0f")

@@ -41,7 +41,7 @@ def make_versions(
             folder / f"version-{n}",
             job,
             segments[:n],
-            finished=n == len(segments),
+            sealed=n == len(segments),
         )
         for n in range(1, len(segments) + 1)
     ]

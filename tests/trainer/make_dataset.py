@@ -183,7 +183,7 @@ def make_dataset(
     segments: list[list[tuple[int, int]]],
     seed: int = 0,
     *,
-    finished: bool = False,
+    sealed: bool = False,
     days: Sequence[str | None] = (),
 ) -> Path:
     """Write a dataset.
@@ -193,7 +193,7 @@ def make_dataset(
         job_path: from `write_job`.
         segments: for each segment and file the training and the evaluation samples.
         seed: of the samples.
-        finished: whether no segment follows.
+        sealed: whether no segment follows.
         days: of the segments, none for those beyond.
     """
     job = load_job(job_path)
@@ -208,7 +208,7 @@ def make_dataset(
         job_sha256=hashes[0],
         schema_sha256=hashes[1],
         segments=references,
-        finished=finished,
+        sealed=sealed,
     )
     oracle = job.data.oracle
     index = new_index(oracle.batch_samples, oracle.epochs, oracle.order.shuffle, oracle.order.seed)

@@ -51,12 +51,12 @@ def test_store_is_emptied_with_its_last_slots_and_takes_none_whose_rows_it_lacks
     leaving = SlotMigration(id="leaving", target="there", slots=LOW, keep=False)
     with shard.lock:
         shard.log_control(replace(shard.control, outgoing=leaving))
-    shard.adopt(one_store_map(LOW, 0), "here")  # its own map comes again
+    shard.apply_map(one_store_map(LOW, 0), "here")  # its own map comes again
     assert not shard.control.served.any()
-    shard.adopt(one_store_map((), 1), "here")
+    shard.apply_map(one_store_map((), 1), "here")
     assert len(shard.tables["items"]) == 0
     with pytest.raises(SchemaError, match=r"^slots are assigned whose rows were never received"):
-        shard.adopt(one_store_map(LOW, 2), "here")
+        shard.apply_map(one_store_map(LOW, 2), "here")
     incoming, on_device = IncomingMigrations(shard), list[int]()
     monkeypatch.setattr(
         RecordLog, "flush_to_disk", lambda log: on_device.append(log.path.stat().st_size)
@@ -71,15 +71,15 @@ def test_store_is_emptied_with_its_last_slots_and_takes_none_whose_rows_it_lacks
         incoming.receive(migration.id, RowsEntry({"items": sent}, sent, block))
         assert shard.tables["items"].rows.tolist() == sent.tolist()
     with pytest.raises(SchemaError, match=r"^slots are assigned whose rows were never received"):
-        shard.adopt(one_store_map(LOW, 2), "here")
+        shard.apply_map(one_store_map(LOW, 2), "here")
     with pytest.raises(SchemaError, match=r"^migration '1' is not in progress; move again$"):
         incoming.complete("1")
     incoming.complete("2")
     incoming.complete("2")  # it may be repeated
     [log] = (tmp_path / "store").glob("log-*.bin")
     assert on_device[-1] == log.stat().st_size, "the source deletes its rows"
-    shard.adopt(one_store_map(LOW, 2), "here")
-    shard.adopt(one_store_map((), 1), "here")  # an older map comes late
+    shard.apply_map(one_store_map(LOW, 2), "here")
+    shard.apply_map(one_store_map((), 1), "here")  # an older map comes late
     assert ranges_of(shard.control.served) == LOW
     with pytest.raises(SchemaError, match=r"^the target serves 2048 of the slots already"):
         incoming.begin(migrations[0], "run", layouts, one_store_map(LOW, 2))
@@ -111,14 +111,14 @@ def test_rows_that_were_received_stay_until_the_slot_map_is_decided(
     with ThreadPoolExecutor(1) as pool:
         begun = pool.submit(incoming.begin, second, "run", layouts, one_store_map((), 1))
         wait([begun], 0.1)
-        shard.adopt(one_store_map(LOW, 2), "here")
+        shard.apply_map(one_store_map(LOW, 2), "here")
         with pytest.raises(SchemaError, match=r"^the target has a newer slot map than the source"):
             begun.result()
     assert ranges_of(shard.control.served) == LOW
     assert (shard.control.incoming, shard.control.received) == (None, False)
     incoming.begin(second, "run", layouts, one_store_map(LOW, 2))
     incoming.complete("second")
-    shard.adopt(one_store_map(LOW, 3), "here")  # the slots stay at the source
+    shard.apply_map(one_store_map(LOW, 3), "here")  # the slots stay at the source
     assert (shard.control.incoming, shard.control.received) == (None, False)
     request = Request(op="fetch", session="process", epoch=3)
     assert (shard.fetch(request, {"items": rows})[0] == 1).all()

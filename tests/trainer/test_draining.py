@@ -146,7 +146,7 @@ def test_run_that_waits_for_the_pipeline_ends_when_asked_and_goes_on_later(tmp_p
     assert process.stderr.readline().startswith("waiting at step 32: 1 segments are committed")
     process.send_signal(signal.SIGTERM)
     assert ended(process)[0] == 0
-    commit(make_dataset(tmp_path / "last", job, [*SEGMENT, [(300, 0)]], finished=True), dataset)
+    commit(make_dataset(tmp_path / "last", job, [*SEGMENT, [(300, 0)]], sealed=True), dataset)
     trained(job, dataset, run, *arguments, "--resume")
     trained(job, dataset, tmp_path / "whole")
     assert compare_runs(run, tmp_path / "whole").difference is None

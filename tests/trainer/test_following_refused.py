@@ -172,7 +172,7 @@ def test_segment_without_its_index_is_waited_for_and_refused_when_none_follows(
             pipeline.more()
             changed(dataset, indexes=read_dataset(versions[0]).indexes)
         else:
-            changed(dataset, finished=True)
+            changed(dataset, sealed=True)
 
     pipeline.say = say  # type: ignore[method-assign]
     with pytest.raises(SchemaError, match=r"^dataset must have an index for batch_samples=64"):

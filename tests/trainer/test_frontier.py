@@ -28,7 +28,7 @@ from trainer.frontier import DatasetRefusedError, Frontier
 from trainer.recovery import Drain
 from trainer.stores.api import BehindError
 
-FIRST = DatasetExtent(num_segments=1, finished=False)
+FIRST = DatasetExtent(num_segments=1, sealed=False)
 PREFETCH_STEPS = 3
 NUM_STEPS = 22
 

@@ -28,7 +28,7 @@ def test_steps_before_a_horizon_are_those_of_the_finished_dataset(
     whole = order_of(counts, epochs, shuffle)
     for n in range(1, len(counts) + 1):
         then = order_of(counts[:n], epochs, shuffle)
-        known = DatasetExtent(num_segments=n, finished=False)
+        known = DatasetExtent(num_segments=n, sealed=False)
         assert horizon_of(then, known) == horizon_of(whole, known)
         for step in range(horizon_of(then, known).end_step):
             a, b = then.step(step), whole.step(step)
@@ -43,7 +43,7 @@ def test_run_over_growing_segments_trains_each_step_once_and_ends(
     for limit in (None, stop):
         step, waits, horizon = 0, 0, Horizon(end_step=0, known_end=0, is_final=False)
         for n in range(1, len(counts) + 1):
-            known = DatasetExtent(num_segments=n, finished=n == len(counts))
+            known = DatasetExtent(num_segments=n, sealed=n == len(counts))
             horizon = horizon_of(order_of(counts[:n], epochs), known, limit)
             while next_action(step, horizon) == "train":
                 step += 1
@@ -60,18 +60,18 @@ def test_run_over_growing_segments_trains_each_step_once_and_ends(
 def test_what_is_agreed_is_known_to_all_whatever_their_order(
     states: list[tuple[int, bool]],
 ) -> None:
-    known = [DatasetExtent(num_segments=n, finished=f) for n, f in states]
+    known = [DatasetExtent(num_segments=n, sealed=f) for n, f in states]
     found = common_extent(known)
     assert found == common_extent(known[::-1]) == common_extent([found, *known])
     assert all(found.num_segments <= state.num_segments for state in known)
-    assert found.finished == all(state.finished for state in known)
+    assert found.sealed == all(state.sealed for state in known)
 
 
 @pytest.mark.parametrize(
     ("known", "num_segments"),
     [
-        (DatasetExtent(num_segments=3, finished=False), 2),
-        (DatasetExtent(num_segments=1, finished=True), 2),
+        (DatasetExtent(num_segments=3, sealed=False), 2),
+        (DatasetExtent(num_segments=1, sealed=True), 2),
     ],
 )
 def test_order_of_other_segments_is_refused(known: DatasetExtent, num_segments: int) -> None:
@@ -84,6 +84,6 @@ def test_order_of_other_segments_is_refused(known: DatasetExtent, num_segments: 
 
 
 def test_empty_horizon_of_an_open_dataset_is_waited_at() -> None:
-    horizon = horizon_of(order_of([0, 4], 2), DatasetExtent(num_segments=1, finished=False))
+    horizon = horizon_of(order_of([0, 4], 2), DatasetExtent(num_segments=1, sealed=False))
     assert horizon == Horizon(end_step=0, known_end=0, is_final=False)
     assert next_action(0, horizon) == "wait"

@@ -150,14 +150,14 @@ class Drawn:
         """Give a part of the slots away, or get them anew and without the former rows."""
         epoch, session = self.shard.control.epoch + 1, self.shard.control.session
         if give:
-            self.shard.adopt(one_store_map(HIGH, epoch, session), "here")
+            self.shard.apply_map(one_store_map(HIGH, epoch, session), "here")
         elif not self.shard.control.owned[0]:
             incoming = IncomingMigrations(self.shard)
             migration = SlotMigration(id=f"{epoch}", target="here", slots=LOW, keep=False)
             slot_map = one_store_map(HIGH, epoch, session)
             incoming.begin(migration, "run", TABLES, slot_map)
             incoming.complete(migration.id)
-            self.shard.adopt(one_store_map(ALL, epoch + 1, session), "here")
+            self.shard.apply_map(one_store_map(ALL, epoch + 1, session), "here")
 
 
 @given(data=st.data(), rows_per_record=st.integers(1, 20))
@@ -196,7 +196,7 @@ def test_log_has_each_row_once_and_none_of_slots_that_were_given_away(tmp_path: 
         write(shard, step, np.arange(3000))
     [long] = (tmp_path / "store").glob("log-*.bin")
     long_bytes = long.stat().st_size
-    shard.adopt(one_store_map(HIGH, shard.control.epoch + 1, "process"), "here")
+    shard.apply_map(one_store_map(HIGH, shard.control.epoch + 1, "process"), "here")
     shard.compact()
     [short] = (tmp_path / "store").glob("log-*.bin")
     assert short.stat().st_size < long_bytes / 35

@@ -34,7 +34,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder with a job, its dataset, a whole run, and one stopped at step 12."""
     folder = tmp_path_factory.mktemp("lines")
     job = write_job(folder / "job", dtype="float32", every_steps="4")
-    make_dataset(folder / "dataset", job, SEGMENTS, finished=True)
+    make_dataset(folder / "dataset", job, SEGMENTS, sealed=True)
     run_job(job, folder / "dataset", folder / "whole")
     run_job(job, folder / "dataset", folder / "stopped", steps=12)
     return folder

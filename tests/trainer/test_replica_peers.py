@@ -37,7 +37,7 @@ from trainer.stores.remote.connection import Access
 from trainer.stores.remote.wire import Certificate
 
 ACCESS = Access(token="secret", timeout_sec=20.0)
-EXTENT = DatasetExtent(num_segments=2, finished=False)
+EXTENT = DatasetExtent(num_segments=2, sealed=False)
 METRIC = StepMetric(step=3, loss=0.5, num_samples=4, num_replicas=1, samples_per_sec=1.0, phases={})
 
 
@@ -80,7 +80,7 @@ def test_replica_beyond_loopback_must_have_a_certificate(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "token").write_text("secret")
-    together = Rendezvous(
+    rendezvous = Rendezvous(
         job="j",
         dataset="d",
         lighthouse="http://127.0.0.1:1",
@@ -89,13 +89,13 @@ def test_replica_beyond_loopback_must_have_a_certificate(
         expanded=False,
         steps=None,
         follow=False,
-        known=EXTENT,
+        extent=EXTENT,
         retained_bytes=1,
         copy_bytes=0,
         shared=None,
         attempt="a",
     )
-    write_rendezvous(Location.parse(tmp_path), together)
+    write_rendezvous(Location.parse(tmp_path), rendezvous)
     arguments = ["replica", str(tmp_path), "--number", "0", "--host", "0.0.0.0"]
     assert main(arguments) == 1
     assert "host must be loopback without TLS, got host='0.0.0.0'" in capsys.readouterr().err

@@ -84,7 +84,10 @@ def test_all_replicas_work_out_the_same_shares_and_the_dead_one_s_leaves_are_tak
         "b": range(2, 4),
         "c": range(4, 8),
     }
-    left = {"a": status(speed=1.0, leaves=(0, 1)), "b": status(speed=1.0, leaves=(2, 3))}
+    left = {
+        "a": status(speed=1.0, microbatches=(0, 1)),
+        "b": status(speed=1.0, microbatches=(2, 3)),
+    }
     second = agreed(1, 2, a=left["a"], b=left["b"])
     more = {name: shares[name].assign(second, lambda _: 8) for name in "ab"}
     assert more["a"].owners == more["b"].owners == {"a": [0, 1, 4, 5], "b": [2, 3, 6, 7]}
@@ -114,7 +117,7 @@ def test_a_replica_slowed_by_half_has_half_within_ten_steps_and_the_log_says_so(
     assert len(done[15]["b"]) == 8
     lines = [json.loads(line) for line in (tmp_path / SPLITS).read_text().splitlines()]
     assert all(line["step"] - line["fixed_at"] == SPLIT_AHEAD_STEPS for line in lines[1:])
-    logged: dict[int, dict[str, list[int]]] = {line["step"]: line["leaves"] for line in lines}
+    logged: dict[int, dict[str, list[int]]] = {line["step"]: line["microbatches"] for line in lines}
     for step in range(1, 16):
         newest = logged[max(s for s in logged if s <= step)]
         assert {n: list(range(*run)) for n, run in newest.items()} == {
@@ -124,7 +127,7 @@ def test_a_replica_slowed_by_half_has_half_within_ten_steps_and_the_log_says_so(
 
 
 def test_microbatches_that_two_replicas_tell_count_for_one_of_them() -> None:
-    both = agreed(0, a=status(leaves=(0, 1)), b=status(leaves=(1, 2), since=1))
+    both = agreed(0, a=status(microbatches=(0, 1)), b=status(microbatches=(1, 2), since=1))
     kept, dropped = (SplitPlanner(name).assign(both, lambda _: 4) for name in "ab")
     assert (kept.dropped, dropped.dropped) == (False, True)
     assert kept.owners == dropped.owners
@@ -234,7 +237,7 @@ def test_a_replica_that_joins_remembers_the_lines_that_are_not_durable(tmp_path:
         first.remember(*lines_of(step))
     first.write()
     first.forget(first.written)
-    split = StepSplit(step=4, fixed_at=2, leaves={"a": (0, 3), "b": (3, 4)})
+    split = StepSplit(step=4, fixed_at=2, microbatches={"a": (0, 3), "b": (3, 4)})
     for step in range(2, 5):
         first.remember(*lines_of(step))
     first.remember_splits([split])
@@ -274,9 +277,9 @@ def test_one_member_agrees_with_itself_and_leaves_nobody_to_wait_for() -> None:
         Lighthouse("127.0.0.1", 0, 0.5) as lighthouse,
         Membership(lighthouse.address, "a", "token", 0.5, 10.0) as member,
     ):
-        agreement = member.agree(3, status(leaves=(1, 2)))
+        agreement = member.agree(3, status(microbatches=(1, 2)))
         assert (agreement.step, agreement.writer) == (3, "a")
-        assert agreement.ready["a"].status.leaves == (1, 2)
+        assert agreement.ready["a"].status.microbatches == (1, 2)
 
 
 @pytest.mark.slow

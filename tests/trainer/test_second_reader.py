@@ -96,7 +96,7 @@ def test_rows_of_a_checkpoint_are_those_that_the_trainer_reads(run: Path) -> Non
     assert any(len(parts) > 1 for parts in manifest["parts"].values())
     known = rows_in(folder)
     for table, parts in manifest["parts"].items():
-        told = manifest["made_of"]["tables"][table]
+        told = manifest["fingerprint"]["tables"][table]
         found = rows_of(folder, parts)
         rows = sorted(found)
         np.testing.assert_array_equal(rows, known[f"{table}/rows.npy"])

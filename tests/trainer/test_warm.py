@@ -100,7 +100,7 @@ def test_run_takes_the_segments_that_are_left(
         run_job(job, dataset, tmp_path / "more", start_from=tmp_path / "rest")
 
 
-def forgotten(dataset: Path, segment_id: str) -> Path:
+def erased(dataset: Path, segment_id: str) -> Path:
     """Give a segment another name and another hash, as `pipelines erase --rewrite` does."""
     place, name = dataset / "segments", f"{segment_id.partition('-')[0]}-left"
     (place / segment_id).rename(place / name)
@@ -110,7 +110,7 @@ def forgotten(dataset: Path, segment_id: str) -> Path:
     def change(root: DatasetManifest) -> DatasetManifest:
         (old,) = [s for s in root.segments if s.id == segment_id]
         new = replace(old, id=name, manifest_sha256=sha256)
-        now = {f"forgotten:{each}": name for each in (old.id, old.manifest_sha256)}
+        now = {f"erased:{each}": name for each in (old.id, old.manifest_sha256)}
         segments = tuple(new if s == old else s for s in root.segments)
         return replace(root, segments=segments, lineage={**root.lineage, **now})
 
@@ -122,7 +122,7 @@ def test_run_does_not_train_again_what_is_left_of_a_segment_after_forgetting(
     small: tuple[Path, Path, Path], tmp_path: Path
 ) -> None:
     job, dataset, folder = small
-    left = forgotten(Path(shutil.copytree(dataset, tmp_path / "dataset")), "00000-small")
+    left = erased(Path(shutil.copytree(dataset, tmp_path / "dataset")), "00000-small")
     run = tmp_path / "rest"
     summary = run_job(job, left, run, start_from=folder / DATES[0], expire_days=30)
     assert summary.start is not None

@@ -335,7 +335,7 @@ def _cache_fingerprint(cache: CacheConfig) -> dict[str, Any]:
 
 def has_plan_of(manifest: CheckpointManifest, cache: CacheConfig) -> bool:
     """Return whether a run with this cache can continue the plan of a checkpoint."""
-    return manifest.made_of.get("cache") == _cache_fingerprint(cache)
+    return manifest.fingerprint.get("cache") == _cache_fingerprint(cache)
 
 
 def check_model(actual: Mapping[str, Any], expected: Mapping[str, Any], file: str) -> None:
@@ -518,8 +518,8 @@ def _read_manifest(checkpoint: Path, fingerprint: Mapping[str, Any] | None) -> C
     manifest = read_checkpoint_manifest(checkpoint)
     if fingerprint is not None:
         file = str(checkpoint / MANIFEST)
-        check_model(manifest.made_of, fingerprint, file)
-        _check_position(manifest.made_of, fingerprint, manifest.train_step, file)
+        check_model(manifest.fingerprint, fingerprint, file)
+        _check_position(manifest.fingerprint, fingerprint, manifest.train_step, file)
     return manifest
 
 

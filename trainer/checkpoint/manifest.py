@@ -56,7 +56,7 @@ class CheckpointManifest:
 
     train_step: int
     """The next step to train; the state is that after all earlier steps."""
-    made_of: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    fingerprint: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """Fingerprint of dataset, tables, model and optimizers (`load.fingerprint_of`)."""
     parts: Mapping[str, tuple[str, ...]]
     """By table, folders below `checkpoints/` with its rows, the newest first, which takes
@@ -254,7 +254,7 @@ class NewCheckpoint:
             name = path.relative_to(self._partial).as_posix()
             files[f"{self._folder.name}/{name}"] = checksum_of(path)
         manifest = CheckpointManifest(
-            train_step=self._train_step, made_of=fingerprint, parts=parts, files=files
+            train_step=self._train_step, fingerprint=fingerprint, parts=parts, files=files
         )
         _sync_logs(self._folder.parent.parent)
         write_checkpoint_manifest(self._partial, manifest)

@@ -374,7 +374,7 @@ class Snapshot:
         self.header = SnapshotHeader(
             train_step=body["train_step"],
             since=body["since"],
-            fingerprint=body["made_of"],
+            fingerprint=body["fingerprint"],
             layouts={table: TableLayout(**each) for table, each in body["layouts"].items()},
         )
         self._arrays = {
@@ -417,7 +417,7 @@ def _encode_header(
         body = {
             "train_step": header.train_step,
             "since": header.since,
-            "made_of": header.fingerprint,
+            "fingerprint": header.fingerprint,
             "layouts": {table: asdict(layout) for table, layout in header.layouts.items()},
             "arrays": {n: [str(s.dtype), s.shape, offsets[n]] for n, s in specs.items()},
         }

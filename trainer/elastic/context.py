@@ -38,7 +38,7 @@ class Rendezvous:
     """Stop before this step."""
     follow: bool
     """Whether to wait for new segments."""
-    known: DatasetExtent
+    extent: DatasetExtent
     """The part of the dataset that is agreed on at the start."""
     retained_bytes: int
     """Size of the write buffer in front of the stores."""

@@ -166,7 +166,7 @@ class SplitPlanner:
         return StepAssignment(
             owners={name: sorted([*assigned[name], *additional[name]]) for name in ready},
             ranges=contiguous_ranges(additional[self._name]),
-            dropped=len(assigned[self._name]) < len(ready[self._name].status.leaves),
+            dropped=len(assigned[self._name]) < len(ready[self._name].status.microbatches),
         )
 
     def _plan(
@@ -183,8 +183,12 @@ class SplitPlanner:
             if later not in self._splits and num_microbatches(later):
                 self._splits[later] = split_microbatches(num_microbatches(later), speeds)
                 if self._splits[later] != self._splits.get(later - 1):
-                    leaves = {n: (own.start, own.stop) for n, own in self._splits[later].items()}
-                    self._new_splits.append(StepSplit(step=later, fixed_at=step, leaves=leaves))
+                    microbatches = {
+                        n: (own.start, own.stop) for n, own in self._splits[later].items()
+                    }
+                    self._new_splits.append(
+                        StepSplit(step=later, fixed_at=step, microbatches=microbatches)
+                    )
 
 
 def _without_duplicates(ready: Mapping[str, Member]) -> dict[str, tuple[int, ...]]:
@@ -192,7 +196,7 @@ def _without_duplicates(ready: Mapping[str, Member]) -> dict[str, tuple[int, ...
     taken: set[int] = set()
     assigned: dict[str, tuple[int, ...]] = {}
     for name in sorted(ready, key=lambda name: (ready[name].status.since, name)):
-        own = ready[name].status.leaves
+        own = ready[name].status.microbatches
         assigned[name] = () if taken.intersection(own) else own
         taken.update(assigned[name])
     return assigned

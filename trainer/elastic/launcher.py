@@ -432,7 +432,7 @@ class Launcher:
             expanded=self.options.expanded,
             steps=self.options.steps,
             follow=self.options.follow,
-            known=self.data.refresh(),
+            extent=self.data.refresh(),
             retained_bytes=launch.retained_bytes,
             copy_bytes=copy_bytes,
             shared=shared,

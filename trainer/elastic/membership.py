@@ -249,7 +249,7 @@ def verified_member(participant: QuorumMember, token: str) -> Member | None:
     if not hmac.compare_digest(signature.encode(), expected.encode()):
         return None
     body = json.loads(text)
-    body |= {key: tuple(body[key]) for key in ("leaves", "frontier")}
+    body |= {key: tuple(body[key]) for key in ("microbatches", "frontier")}
     return Member(name=name, step=step, status=ReplicaStatus(**body))
 
 

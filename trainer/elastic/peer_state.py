@@ -253,30 +253,30 @@ class PeerAddresses:
         Returns:
             The last error; empty after a success or without addresses.
         """
-        trouble = ""
+        last_error = ""
         for address in addresses:
             try:
                 with PeerClient(address, self._access) as peer:
                     use(peer)
                 return ""
             except PeerError as error:
-                trouble = str(error)
-        return trouble
+                last_error = str(error)
+        return last_error
 
-    def check_reachable(self, trouble: str) -> None:
+    def check_reachable(self, last_error: str) -> None:
         """Give up if peers have been unreachable for longer than the time-out.
 
         Args:
-            trouble: result of `use_first`.
+            last_error: result of `use_first`.
 
         Raises:
             BehindError: this replica must be restarted.
         """
         now = time.monotonic()
-        self._unreachable_since = (self._unreachable_since or now) if trouble else None
+        self._unreachable_since = (self._unreachable_since or now) if last_error else None
         since = self._unreachable_since
         if since and now - since > self._access.timeout_sec:
-            raise BehindError(f"others are ahead of this replica, and {trouble}; restart it")
+            raise BehindError(f"others are ahead of this replica, and {last_error}; restart it")
 
 
 ROWS = "rows"

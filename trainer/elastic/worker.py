@@ -141,7 +141,7 @@ def _train(
         fingerprint = fingerprint_of(job, dataset)
         first_step = _load_newest(run, components, fingerprint, with_rows=shared is None)
         poll_sec = min(config.follow.poll.total_seconds(), options.heartbeat_sec)
-        agreed = extent_at_step(data.current().order, rendezvous.known, first_step)
+        agreed = extent_at_step(data.current().order, rendezvous.extent, first_step)
         with watchdog(WAIT):
             frontier = Frontier(data, agreed, drain, poll_sec, progress)
         context = RunContext(

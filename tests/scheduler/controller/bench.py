@@ -86,7 +86,7 @@ def grow_until(bench: Bench, wanted: str) -> tuple[int, list[Action]]:
         bench.stepped(10, 0.2)
         resident = 950 * MIB + step * MIB // 2
         assert resident < limit, "it would have been killed"
-        bench.at(Read, "lead-0.1", position=step, resident_bytes=resident)
+        bench.at(Read, "coordinator-0.1", position=step, resident_bytes=resident)
         actions += bench.ticks(1, 0.1)
         if wanted in said(actions):
             break

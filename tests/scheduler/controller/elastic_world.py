@@ -94,7 +94,9 @@ class Rows:
         if first:
             assert NOBODY not in owners, f"every slot is served, got {self.homes} of {job.stores}"
         missing = set(owners) - {NOBODY, *alive}
-        assert not missing, f"the lead waits for nobody who is gone, got {missing}, {job.owners}"
+        assert not missing, (
+            f"the coordinator waits for nobody who is gone, got {missing}, {job.owners}"
+        )
         if NOBODY in owners:
             fewest = min(there, key=lambda store: (owners.count(store), store))
             owners = [fewest if owner == NOBODY else owner for owner in owners]
@@ -187,13 +189,13 @@ class ElasticWorld:
         assert key not in self.started, "a name is given once"
         assert number not in self._alive(action.job, pool), "one place, one process"
         rows = self.rows.setdefault(action.job, Rows())
-        if pool in ("lead", "store"):
+        if pool in ("coordinator", "store"):
             self._clean_up(job, rows)
         self.children[key] = "starting"
         self.started.add(key)
         if pool == "store":
             rows.opened(number, job)
-        elif pool == "lead":
+        elif pool == "coordinator":
             rows.begun(job, self._alive(action.job, "store"))
 
     def _clean_up(self, job: JobState, rows: Rows) -> None:
@@ -228,7 +230,7 @@ class ElasticWorld:
         return [number for found, number in places if found == pool]
 
     def _trains(self, job: str) -> bool:
-        return bool(self._alive(job, "lead") or self._alive(job, "replica"))
+        return bool(self._alive(job, "coordinator") or self._alive(job, "replica"))
 
     def _later(self) -> float:
         self.now += float(self.rng.uniform(0.1, 4.0))
@@ -272,11 +274,11 @@ class ElasticWorld:
         state, (pool, _) = self.state.jobs[job], place_of(name)
         who = {"time_sec": self.now, "job": job, "process": name}
         over = self.steps[job] >= state.num_segments * STEPS_PER_SEGMENT
-        if pool == "segment" or (pool == "lead" and over):
+        if pool == "segment" or (pool == "coordinator" and over):
             del self.children[job, name]
             samples = STEPS_PER_SEGMENT * BATCH if pool == "segment" else 0
             return Ended(**who, outcome="done", num_samples=samples, work_sec=5.0)
-        trains = pool == "replica" or (pool == "lead" and not state.grouped)
+        trains = pool == "replica" or (pool == "coordinator" and not state.grouped)
         if trains and self.steps[job] < len(state.built) * STEPS_PER_SEGMENT:
             return self._make_steps(job, len(state.built) * STEPS_PER_SEGMENT)
         return Tick(time_sec=self.now)

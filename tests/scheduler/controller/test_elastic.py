@@ -136,17 +136,17 @@ def test_a_move_that_failed_is_tried_again_later_and_slots_stay_where_they_were(
     assert moves_of(bench.ticks(1)), "at once when one did not fail"
 
 
-def test_the_lead_does_not_wait_for_a_store_that_has_no_slots() -> None:
+def test_the_coordinator_does_not_wait_for_a_store_that_has_no_slots() -> None:
     bench = bench_of()
     found = wants(bench, 4)
     assert "start store-3.1" in said(found)
     bench.at(Ended, "store-3.1", outcome="lost")
-    assert "start lead-0.2" in said(
-        [*bench.at(Ended, "lead-0.1", outcome="lost"), *bench.ticks(1, 2.0)]
+    assert "start coordinator-0.2" in said(
+        [*bench.at(Ended, "coordinator-0.1", outcome="lost"), *bench.ticks(1, 2.0)]
     )
     bench.at(Ended, "store-1.1", outcome="lost")
-    bench.at(Ended, "lead-0.2", outcome="lost")
-    assert not [a for a in said(bench.ticks(1, 0.1)) if a.startswith("start lead")]
+    bench.at(Ended, "coordinator-0.2", outcome="lost")
+    assert not [a for a in said(bench.ticks(1, 0.1)) if a.startswith("start coordinator")]
 
 
 def test_where_all_has_ended_only_the_stores_that_are_wanted_begin_again() -> None:

@@ -38,7 +38,7 @@ def test_stores_cut_before_training_serve_every_slot() -> None:
     assert sum(end - first for first, end in spans) == 4096, spans
 
 
-def test_stores_cut_before_any_began_let_the_lead_begin() -> None:
+def test_stores_cut_before_any_began_let_the_coordinator_begin() -> None:
     """There is room for no store at first, and fewer are wanted by the time that there is."""
     job = submitted("first", 40, STORES)
     bench = Bench(AMPLE, replace(job, facts=replace(job.facts, window_rows=1000)))
@@ -48,7 +48,7 @@ def test_stores_cut_before_any_began_let_the_lead_begin() -> None:
     bench.state = replace(bench.state, budget=replace(bench.state.budget, cpus=16.0))
     wants(bench, 1)
     bench.ticks(5, 2.0)
-    assert bench.job.of_pool("lead")
+    assert bench.job.of_pool("coordinator")
 
 
 def test_a_store_that_a_failed_move_may_have_given_slots_stays() -> None:
@@ -67,8 +67,8 @@ def test_a_store_that_a_failed_move_may_have_given_slots_stays() -> None:
     assert bench.job.owners == before
 
 
-def test_stores_that_are_too_many_do_not_hold_the_room_that_the_lead_needs() -> None:
-    """The budget becomes smaller, and the lead is gone before slots have moved."""
+def test_stores_that_are_too_many_do_not_hold_the_room_that_the_coordinator_needs() -> None:
+    """The budget becomes smaller, and the coordinator is gone before slots have moved."""
     text = STORES.replace("80MiB", "400MiB")
     job = submitted("first", 3, text)
     bench = Bench(AMPLE, replace(job, facts=replace(job.facts, window_rows=1000)))
@@ -79,13 +79,13 @@ def test_stores_that_are_too_many_do_not_hold_the_room_that_the_lead_needs() -> 
     wants(bench, 4)
     settle(bench)
     bench.tell(replace(AMPLE, time_sec=bench.now, cpus=3.0))
-    bench.at(Ended, "lead-0.1", outcome="lost")
+    bench.at(Ended, "coordinator-0.1", outcome="lost")
     bench.ticks(5)
     for process in list(bench.job.of_pool("store")):
         if process.status == "leaving":
             bench.at(Ended, process.name, outcome="left")
     bench.ticks(5)
-    assert "lead-0.2" in bench.job.processes
+    assert "coordinator-0.2" in bench.job.processes
     assert set(bench.job.owners) == set(bench.job.stores)
 
 

@@ -50,12 +50,12 @@ class Trainer:
         """Let it train, with a look each 5 s."""
         found: list[Action] = []
         for _ in range(num_looks):
-            (lead,) = self.bench.job.of_pool("lead")
-            cpus = lead.cpus if self.limits else 1e9
+            (coordinator,) = self.bench.job.of_pool("coordinator")
+            cpus = coordinator.cpus if self.limits else 1e9
             step_sec = max(1.0, self.need / cpus)
             found += self.bench.stepped(2, step_sec)
             busy = self.work_sec / step_sec
-            found += self.bench.at(Read, lead.name, position=self.bench.job.next_step,
+            found += self.bench.at(Read, coordinator.name, position=self.bench.job.next_step,
                                    resident_bytes=GIB, busy_cores=busy)  # fmt: skip
             found += self.bench.ticks(1, 5.0)
             check_laws(self.bench.state)
@@ -74,8 +74,8 @@ def fits(actions: list[Action]) -> list[Action]:
 
 
 def cpus_of(bench: Bench) -> float:
-    (lead,) = bench.job.of_pool("lead")
-    return lead.cpus
+    (coordinator,) = bench.job.of_pool("coordinator")
+    return coordinator.cpus
 
 
 def test_look_at_cores_that_nothing_needs_books_fewer_and_ends_nobody() -> None:
@@ -152,12 +152,12 @@ def test_cores_that_are_limits_are_changed_in_place() -> None:
     trainer = Trainer(bench, work_sec=1.0, need=1.2)
     found = trainer.trains(CORE_TICKS + 2)
     (resize,) = [a for a in found if a.verb == "resize"]
-    assert (resize.process, resize.values) == ("lead-0.1", {"cpus": HEADROOM})
+    assert (resize.process, resize.values) == ("coordinator-0.1", {"cpus": HEADROOM})
     assert resize.reason == "it gets 1.30 cores instead of 4.00"
-    assert bench.job.processes["lead-0.1"].is_changing
+    assert bench.job.processes["coordinator-0.1"].is_changing
     assert not is_settled(bench.job)
-    assert bench.at(Resized, "lead-0.1", resized=True) == []
-    assert not bench.job.processes["lead-0.1"].is_changing
+    assert bench.at(Resized, "coordinator-0.1", resized=True) == []
+    assert not bench.job.processes["coordinator-0.1"].is_changing
     assert cpus_of(bench) == HEADROOM
 
 
@@ -171,13 +171,13 @@ def test_process_whose_cores_cannot_be_changed_keeps_them_and_is_asked_again_lat
     bench = begun(replace(BUDGET, resizes=True))
     trainer = Trainer(bench, work_sec=1.0, need=1.2)
     trainer.trains(CORE_TICKS + 2)
-    bench.at(Resized, "lead-0.1", resized=False)
+    bench.at(Resized, "coordinator-0.1", resized=False)
     assert cpus_of(bench) == 4.0
     assert bench.job.replica_cpus == HEADROOM, "of the next one"
     found = trainer.trains(2 * CORE_TICKS)
     assert [a for a in of_cores(found) if a.verb in ("resize", "drain", "fit cores")] == []
     found = of_cores(trainer.trains(int(RESIZE_RETRY_SEC / 5)))
-    assert [a.process for a in found if a.verb == "resize"] == ["lead-0.1"]
+    assert [a.process for a in found if a.verb == "resize"] == ["coordinator-0.1"]
 
 
 def test_cores_are_free_for_others_only_when_the_node_has_taken_them() -> None:
@@ -187,9 +187,11 @@ def test_cores_are_free_for_others_only_when_the_node_has_taken_them() -> None:
     assert bench.state.jobs["second"].sizes is not None
     who = {"job": "second", "process": "segment-0.1"}
     done = Ended(time_sec=bench.now, outcome="done", num_samples=1024, work_sec=5.0, **who)
-    assert not [a for a in bench.tell(done) if a.process == "lead-0.1"], "not 4 and 4 and 1 of 8"
+    assert not [a for a in bench.tell(done) if a.process == "coordinator-0.1"], (
+        "not 4 and 4 and 1 of 8"
+    )
     check_laws(bench.state)
-    bench.at(Resized, "lead-0.1", resized=False)
+    bench.at(Resized, "coordinator-0.1", resized=False)
     check_laws(bench.state)
     assert cpus_of(bench) == 4.0
 
@@ -208,19 +210,19 @@ def test_cores_begin_anew_with_a_file_that_says_others() -> None:
 @pytest.mark.slow
 def test_look_at_a_trainer_that_waits_for_data_takes_nothing_away() -> None:
     bench = begun()
-    (lead,) = bench.job.of_pool("lead")
+    (coordinator,) = bench.job.of_pool("coordinator")
     for position in range(100):
-        bench.at(Read, lead.name, position=position, resident_bytes=GIB, busy_cores=0.02)
+        bench.at(Read, coordinator.name, position=position, resident_bytes=GIB, busy_cores=0.02)
         assert fits(bench.ticks(1, 5.0)) == []
     assert fits(Trainer(bench, work_sec=3.0, need=3.9).trains(2 * CORE_TICKS)) == []
 
 
 def test_look_at_an_idle_store_or_trainer_does_not_fail() -> None:
     bench = begun()
-    (lead,) = bench.job.of_pool("lead")
+    (coordinator,) = bench.job.of_pool("coordinator")
     for position in range(2 * CORE_TICKS):
         bench.stepped(2, 1.0)
-        bench.at(Read, lead.name, position=position, resident_bytes=GIB, busy_cores=0.0)
+        bench.at(Read, coordinator.name, position=position, resident_bytes=GIB, busy_cores=0.0)
         bench.ticks(1, 5.0)
     assert cpus_of(bench) == MIN_CPUS
 

@@ -27,11 +27,11 @@ def test_handle_of_a_job_builds_the_first_segment_alone_then_trains_beside_the_n
     assert said(first) == ["admit", "start segment-0.1"]
     assert first[0].reason.startswith("1 segment job x 1 worker, 1 replica and 0 stores: ")
     assert first[0].values["predicted_sec"] > 0
-    assert said(bench.built(0)) == ["start lead-0.1", "start segment-1.1"]
+    assert said(bench.built(0)) == ["start coordinator-0.1", "start segment-1.1"]
     assert said(bench.built(1)) == ["start segment-2.1"]
     assert said(bench.built(2)) == []
     assert said(bench.stepped(12, 0.5)) == []
-    finish = bench.at(Ended, "lead-0.1", 1.0, outcome="done")
+    finish = bench.at(Ended, "coordinator-0.1", 1.0, outcome="done")
     assert said(finish) == ["finish"]
     assert (
         finish[0].reason == "3,072 samples of 3 segments are trained, 22 s after it was submitted"
@@ -80,11 +80,11 @@ def test_handle_of_measured_steps_scales_training_up_calmly_and_settles() -> Non
     assert f"% saved in {NUM_TICKS} ticks; " in scale.reason
     assert scale.values["predicted_sec"] < scale.values["predicted_sec_before"]
     assert bench.job.grouped
-    # The lone trainer saves and leaves; a lead with replicas takes over.
-    assert "drain lead-0.1" in said(changes)
-    after = bench.at(Ended, "lead-0.1", 1.0, outcome="left")
+    # The lone trainer saves and leaves; a coordinator with replicas takes over.
+    assert "drain coordinator-0.1" in said(changes)
+    after = bench.at(Ended, "coordinator-0.1", 1.0, outcome="left")
     number = int(scale.values["num_replicas"])
-    assert said(after)[:1] == ["start lead-0.2"]
+    assert said(after)[:1] == ["start coordinator-0.2"]
     assert [text for text in said(after) if "replica" in text] == [
         f"start replica-{i}.1" for i in range(number)
     ]
@@ -92,7 +92,7 @@ def test_handle_of_measured_steps_scales_training_up_calmly_and_settles() -> Non
 
 def test_handle_of_a_job_that_needs_no_more_segment_jobs_starts_none() -> None:
     bench = Bench(BUDGET, submitted("first", 4, "  preprocessing: {min_workers: 3}"))
-    assert said(bench.built(0)).count("start lead-0.1") == 1
+    assert said(bench.built(0)).count("start coordinator-0.1") == 1
     live = [p.name for p in bench.job.of_pool("segment")]
     assert live == ["segment-1.1", "segment-2.1", "segment-3.1"]
     assert said(bench.built(1)) == []
@@ -101,10 +101,12 @@ def test_handle_of_a_job_that_needs_no_more_segment_jobs_starts_none() -> None:
 def test_handle_of_a_preempted_trainer_hands_it_back_and_starts_another() -> None:
     bench = Bench(BUDGET, submitted("first", 3, ALONE))
     bench.built(0)
-    notice = bench.at(Preempted, "lead-0.1", 1.0, grace_sec=30.0)
-    assert said(notice) == ["hand back lead-0.1", "drain lead-0.1"]
+    notice = bench.at(Preempted, "coordinator-0.1", 1.0, grace_sec=30.0)
+    assert said(notice) == ["hand back coordinator-0.1", "drain coordinator-0.1"]
     assert notice[0].reason == "it is preempted in 30 s; it leaves without losing work"
-    assert said(bench.at(Ended, "lead-0.1", 5.0, outcome="left")) == ["start lead-0.2"]
+    assert said(bench.at(Ended, "coordinator-0.1", 5.0, outcome="left")) == [
+        "start coordinator-0.2"
+    ]
 
 
 def test_handle_of_a_preempted_segment_job_leaves_it_when_it_is_done_in_time() -> None:
@@ -149,17 +151,17 @@ def test_handle_stops_a_later_segment_job_that_waits_for_one_that_has_no_room() 
 GROUP = "  training: {min_replicas: 3, max_replicas: 3}"
 
 
-def test_handle_of_a_lost_lead_ends_its_replicas_before_another_begins() -> None:
+def test_handle_of_a_lost_coordinator_ends_its_replicas_before_another_begins() -> None:
     bench = Bench(BUDGET, submitted("first", 3, GROUP))
     bench.built(0)
-    lost = bench.at(Ended, "lead-0.1", outcome="lost")
+    lost = bench.at(Ended, "coordinator-0.1", outcome="lost")
     assert said(lost)[1:] == [f"stop replica-{i}.1" for i in range(3)]
     bench.ticks(1, 5.0)
     gone = [bench.at(Ended, f"replica-{number}.1", outcome="lost") for number in range(3)]
-    assert said(gone[-1])[:2] == ["start lead-0.2", "start replica-0.2"]
+    assert said(gone[-1])[:2] == ["start coordinator-0.2", "start replica-0.2"]
 
 
-def test_handle_of_a_drained_group_keeps_the_lead_until_its_replicas_have_saved() -> None:
+def test_handle_of_a_drained_group_keeps_the_coordinator_until_its_replicas_have_saved() -> None:
     bench = Bench(BUDGET, submitted("first", 3, GROUP))
     bench.built(0)
     drained = bench.at(Drained)
@@ -169,8 +171,8 @@ def test_handle_of_a_drained_group_keeps_the_lead_until_its_replicas_have_saved(
     for name in [p.name for p in bench.job.of_pool("segment")]:
         bench.at(Ended, name, outcome="left")
     left = [bench.at(Ended, f"replica-{i}.1", outcome="left") for i in range(3)]
-    assert [said(actions) for actions in left] == [[], [], ["drain lead-0.1"]]
-    bench.at(Ended, "lead-0.1", outcome="left")
+    assert [said(actions) for actions in left] == [[], [], ["drain coordinator-0.1"]]
+    bench.at(Ended, "coordinator-0.1", outcome="left")
     assert bench.job.phase == "drained"
 
 
@@ -206,12 +208,12 @@ def test_handle_of_a_hot_range_that_the_oracle_knows_of_moves_it_before_it_is_ho
 
 def test_handle_of_growing_memory_gives_more_before_the_limit_is_met() -> None:
     bench = Bench(BUDGET, GROWS)
-    limit, actions = grow_until(bench, "drain lead-0.1")
+    limit, actions = grow_until(bench, "drain coordinator-0.1")
     give = next(action for action in actions if action.verb == "give memory")
     assert give.values["memory_bytes"] > limit
     assert f"training may reach its {limit:,} bytes at step" in give.reason
-    again = bench.at(Ended, "lead-0.1", outcome="left")
-    assert said(again) == ["start lead-0.2"]
+    again = bench.at(Ended, "coordinator-0.1", outcome="left")
+    assert said(again) == ["start coordinator-0.2"]
     assert again[0].values["memory_bytes"] == give.values["memory_bytes"]
 
 
@@ -240,7 +242,7 @@ def test_handle_of_jobs_that_share_a_budget_gives_to_the_important_one_and_says_
     drained = bench.tell(Drained(time_sec=bench.now, job="second"))
     assert ("first", "admit") in [(a.job, a.verb) for a in drained]
     # One core is free; the other one is held until the process of the second job has ended.
-    assert [a.process for a in drained if a.verb == "start"] == ["lead-0.2"]
+    assert [a.process for a in drained if a.verb == "start"] == ["coordinator-0.2"]
     found = bench.tell(
         Ended(time_sec=bench.now, job="second", process="segment-0.1", outcome="left")
     )

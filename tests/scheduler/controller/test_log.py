@@ -60,9 +60,9 @@ EVENTS: list[Event] = [
     Drained(time_sec=1.0, job="first"),
     Started(time_sec=1.0, job="first", process="segment-0.1"),
     Ended(time_sec=1.5, job="first", process="segment-0.1", outcome="done", num_samples=7),
-    Preempted(time_sec=2.0, job="first", process="lead-0.1", grace_sec=30.0),
-    Read(time_sec=2.0, job="first", process="lead-0.1", position=3, resident_bytes=4),
-    Resized(time_sec=2.0, job="first", process="lead-0.1", resized=True),
+    Preempted(time_sec=2.0, job="first", process="coordinator-0.1", grace_sec=30.0),
+    Read(time_sec=2.0, job="first", process="coordinator-0.1", position=3, resident_bytes=4),
+    Resized(time_sec=2.0, job="first", process="coordinator-0.1", resized=True),
     Stepped(
         time_sec=3.0, job="first", next_step=2, num_samples=9, num_replicas=1, seconds=(0.1, 0.2)
     ),
@@ -164,7 +164,7 @@ def what_became(world: World, state: State, now: float) -> list[Event]:
             if (job.name, process.name) in world.children:
                 continue
             is_built = process.pool == "segment" and world.built[job.name, process.number]
-            is_done = is_built or (process.pool == "lead" and world.finished[job.name])
+            is_done = is_built or (process.pool == "coordinator" and world.finished[job.name])
             outcome = "done" if is_done else "lost"
             found.append(Ended(time_sec=now, job=job.name, process=process.name, outcome=outcome))
     return found
@@ -371,7 +371,7 @@ def test_replay_of_decisions_that_were_changed_says_where(
         assert log.state == seen.state(40)
 
 
-TICK = '{"event":"Ticked","time_sec":1.0}'
+TICK = '{"event":"Tick","time_sec":1.0}'
 SNAPSHOT = '{"snapshot":{"format":2,"state":{},"journal":{}}}'
 BAD: dict[str, tuple[list[str], str]] = {
     "a line in the middle that is none": (
@@ -415,7 +415,7 @@ def test_append_syncs_before_it_returns(tmp_path: Path, monkeypatch: pytest.Monk
     with Log(path) as log:
         monkeypatch.setattr(os, "fsync", fsync)
         log.append(Tick(time_sec=1.0), [], State(now_sec=1.0))
-    line = b'{"event":"Ticked","time_sec":1.0,"changes":{"now_sec":1.0}}\n'
+    line = b'{"event":"Tick","time_sec":1.0,"changes":{"now_sec":1.0}}\n'
     assert synced[-1].endswith(b"\n" + line)
 
 

@@ -56,25 +56,25 @@ def train(*, looks: bool) -> tuple[list[str], int]:
     bench.built(0, 10.0)
     endings: list[str] = []
     while True:
-        lead = bench.job.of_pool("lead")[0]
-        grown = Grown(lead.memory_bytes)
+        coordinator = bench.job.of_pool("coordinator")[0]
+        grown = Grown(coordinator.memory_bytes)
         for step in range(NUM_STEPS):
             resident = grown.step()
             if resident is None:
-                bench.at(Ended, lead.name, outcome="lost", detail="signal 9")
+                bench.at(Ended, coordinator.name, outcome="lost", detail="signal 9")
                 return [*endings, "killed"], step
             after: list[Action] = bench.stepped(max(0, step + 1 - bench.job.next_step), STEP_SEC)
-            bench.at(Read, lead.name, position=step, resident_bytes=resident)
+            bench.at(Read, coordinator.name, position=step, resident_bytes=resident)
             after += bench.at(Tick) if looks else []
-            if f"drain {lead.name}" in said(after):
+            if f"drain {coordinator.name}" in said(after):
                 break
         else:
             grown.end()
-            bench.at(Ended, lead.name, outcome="done")
+            bench.at(Ended, coordinator.name, outcome="done")
             return [*endings, bench.job.phase], NUM_STEPS
         grown.end()
         endings.append("drained")
-        bench.at(Ended, lead.name, outcome="left")
+        bench.at(Ended, coordinator.name, outcome="left")
 
 
 @pytest.mark.slow

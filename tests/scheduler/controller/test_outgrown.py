@@ -39,9 +39,9 @@ def test_after_oom_is_half_as_much_more_or_what_is_foreseen_and_never_less() -> 
 def test_handle_of_a_trainer_killed_for_memory_starts_one_with_half_as_much_more() -> None:
     bench = Bench(BUDGET, GROWS)
     bench.built(0)
-    had = bench.job.processes["lead-0.1"].memory_bytes
-    reason = killed(bench, "lead-0.1")
-    given = bench.job.processes["lead-0.2"].memory_bytes
+    had = bench.job.processes["coordinator-0.1"].memory_bytes
+    reason = killed(bench, "coordinator-0.1")
+    given = bench.job.processes["coordinator-0.2"].memory_bytes
     assert given == int(1.5 * had)
     assert reason == (
         f"it was killed for memory with {had:,} bytes, and gets {given:,} from now on; "
@@ -55,12 +55,12 @@ def test_handle_of_a_trainer_that_was_to_need_far_more_gives_what_was_foreseen()
     for step in range(10, 200, 10):
         bench.stepped(10, 0.2)
         resident = 600 * MIB + 3 * step * MIB
-        bench.at(Read, "lead-0.1", position=step, resident_bytes=resident)
-    process = bench.job.processes["lead-0.1"]
+        bench.at(Read, "coordinator-0.1", position=step, resident_bytes=resident)
+    process = bench.job.processes["coordinator-0.1"]
     needed = forecast_memory(bench.job, process, bench.job.num_steps).needed_bytes
     assert needed > 2 * process.memory_bytes
-    killed(bench, "lead-0.1")
-    assert bench.job.processes["lead-0.2"].memory_bytes == int(MEMORY_HEADROOM * needed)
+    killed(bench, "coordinator-0.1")
+    assert bench.job.processes["coordinator-0.2"].memory_bytes == int(MEMORY_HEADROOM * needed)
 
 
 def test_handle_of_a_segment_job_killed_for_memory_gives_more_to_each_worker() -> None:
@@ -99,14 +99,14 @@ def test_handle_gives_no_more_than_the_budget_has_and_gives_up_after_three_times
     given: list[int] = []
     reasons: list[str] = []
     while bench.job.phase == "running":
-        (lead,) = bench.job.of_pool("lead")
-        given.append(lead.memory_bytes)
-        reasons.append(killed(bench, lead.name))
+        (coordinator,) = bench.job.of_pool("coordinator")
+        given.append(coordinator.memory_bytes)
+        reasons.append(killed(bench, coordinator.name))
         assert len(given) < 10
     assert given == [2 * GIB, 3 * GIB, int(4.5 * GIB), int(6.75 * GIB), *[8 * GIB] * 3]
     assert reasons[-1] == (
-        f"lead-0 failed 3 times: it was killed for memory with {8 * GIB:,} bytes, and the budget "
-        "has no more"
+        f"coordinator-0 failed 3 times: it was killed for memory with {8 * GIB:,} bytes, "
+        "and the budget has no more"
     )
     assert bench.job.phase == "failed"
 
@@ -119,7 +119,7 @@ def test_handle_shares_anew_where_more_memory_than_the_share_of_a_job_is_needed(
     bench.built(0)
     before = bench.job.num_outgrown
     for _ in range(3):
-        leads = bench.job.of_pool("lead")
+        leads = bench.job.of_pool("coordinator")
         if leads:
             killed(bench, leads[0].name)
     assert bench.job.num_outgrown > before
@@ -134,16 +134,16 @@ def test_handle_of_another_end_gives_no_more_memory(outcome: str) -> None:
     bench = Bench(BUDGET, GROWS)
     bench.built(0)
     had = bench.job.replica_memory
-    bench.at(Ended, "lead-0.1", outcome=outcome)
+    bench.at(Ended, "coordinator-0.1", outcome=outcome)
     bench.at(Tick, after=100.0)
-    assert bench.job.of_pool("lead")[0].memory_bytes == had
+    assert bench.job.of_pool("coordinator")[0].memory_bytes == had
 
 
-def test_handle_of_a_lead_that_computes_nothing_grows_no_replica() -> None:
+def test_handle_of_a_coordinator_that_computes_nothing_grows_no_replica() -> None:
     bench = Bench(BUDGET, submitted("first", 6, "  training: {min_replicas: 2}"))
     bench.built(0)
-    lead = bench.job.of_pool("lead")[0]
-    assert lead.memory_bytes == 0
+    coordinator = bench.job.of_pool("coordinator")[0]
+    assert coordinator.memory_bytes == 0
     had = bench.job.replica_memory
-    bench.at(Ended, lead.name, outcome="oom")
+    bench.at(Ended, coordinator.name, outcome="oom")
     assert bench.job.replica_memory == had

@@ -12,41 +12,41 @@ from tests.scheduler.controller.world import BUDGET, submitted
 
 def test_handle_gives_a_running_process_more_memory_where_that_can_be() -> None:
     bench = Bench(replace(BUDGET, resizes=True), GROWS)
-    limit, actions = grow_until(bench, "resize lead-0.1")
+    limit, actions = grow_until(bench, "resize coordinator-0.1")
     resize = next(action for action in actions if action.verb == "resize")
-    assert "drain lead-0.1" not in said(actions)
-    grown = bench.job.processes["lead-0.1"]
+    assert "drain coordinator-0.1" not in said(actions)
+    grown = bench.job.processes["coordinator-0.1"]
     assert grown.memory_bytes == resize.values["memory_bytes"] > limit
     assert grown.memory_before == limit
     assert not is_settled(bench.job)
-    assert bench.at(Resized, "lead-0.1", resized=True) == []
-    assert bench.job.processes["lead-0.1"].memory_before is None
+    assert bench.at(Resized, "coordinator-0.1", resized=True) == []
+    assert bench.job.processes["coordinator-0.1"].memory_before is None
     assert is_settled(bench.job)
-    assert bench.at(Resized, "lead-0.1", resized=False) == [], "news of what is over"
+    assert bench.at(Resized, "coordinator-0.1", resized=False) == [], "news of what is over"
 
 
 def test_handle_replaces_a_process_whose_memory_cannot_be_changed() -> None:
     bench = Bench(replace(BUDGET, resizes=True), GROWS)
-    limit, actions = grow_until(bench, "resize lead-0.1")
+    limit, actions = grow_until(bench, "resize coordinator-0.1")
     wanted = next(action for action in actions if action.verb == "resize").values["memory_bytes"]
-    assert said(bench.at(Resized, "lead-0.1", resized=False)) == ["drain lead-0.1"]
-    assert bench.job.processes["lead-0.1"].memory_bytes == limit
-    again = bench.at(Ended, "lead-0.1", outcome="left")
-    assert said(again) == ["start lead-0.2"]
+    assert said(bench.at(Resized, "coordinator-0.1", resized=False)) == ["drain coordinator-0.1"]
+    assert bench.job.processes["coordinator-0.1"].memory_bytes == limit
+    again = bench.at(Ended, "coordinator-0.1", outcome="left")
+    assert said(again) == ["start coordinator-0.2"]
     assert again[0].values["memory_bytes"] == wanted
 
 
 def test_handle_books_no_more_memory_than_there_is_for_a_process_that_runs() -> None:
     bench = Bench(replace(BUDGET, resizes=True), GROWS)
     bench.built(0)
-    (lead,) = bench.job.of_pool("lead")
+    (coordinator,) = bench.job.of_pool("coordinator")
     free = bench.state.budget.memory - bench.state.used[1]
-    job = replace(bench.job, replica_memory=lead.memory_bytes + free + 1)
+    job = replace(bench.job, replica_memory=coordinator.memory_bytes + free + 1)
     _, actions = reconcile(replace(bench.state, jobs={"first": job}))
-    assert said(actions) == ["drain lead-0.1"]
-    job = replace(bench.job, replica_memory=lead.memory_bytes + free)
+    assert said(actions) == ["drain coordinator-0.1"]
+    job = replace(bench.job, replica_memory=coordinator.memory_bytes + free)
     state, actions = reconcile(replace(bench.state, jobs={"first": job}))
-    assert said(actions) == ["resize lead-0.1"]
+    assert said(actions) == ["resize coordinator-0.1"]
     assert state.used[1] == state.budget.memory
 
 

@@ -180,7 +180,7 @@ def test_handle_waits_for_a_slot_says_it_once_and_goes_on() -> None:
 def test_is_settled_when_there_is_no_slot_for_more() -> None:
     bench = Bench(BUDGET, FLINK, slots(1))
     bench.tell(submitted("first", 3, WIDE))
-    assert said(bench.built(0)) == ["start lead-0.1", "start segment-1.1", "wait"]
+    assert said(bench.built(0)) == ["start coordinator-0.1", "start segment-1.1", "wait"]
     assert len(bench.job.of_pool("segment")) == 1
     assert is_settled(bench.job)
     assert said(bench.tell(slots(1, own=1))) == ["start segment-2.1"]

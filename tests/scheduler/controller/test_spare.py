@@ -28,14 +28,14 @@ SMALL = """\
 
 
 def trains(bench: Bench, num_looks: int, resident: int = 1200 * MIB) -> list[Action]:
-    """Let the lead of the first job train with steady memory, a look after each window."""
+    """Let the coordinator of the first job train with steady memory, a look after each window."""
     found: list[Action] = []
     for _ in range(num_looks):
         found += bench.stepped(2, 0.5)
-        lead = next(p.name for p in bench.job.of_pool("lead"))
+        coordinator = next(p.name for p in bench.job.of_pool("coordinator"))
         position = bench.job.next_step
         noise = position % 3 * MIB
-        found += bench.at(Read, lead, position=position, resident_bytes=resident + noise)
+        found += bench.at(Read, coordinator, position=position, resident_bytes=resident + noise)
         found += bench.ticks(1, 5.0)
     return found
 
@@ -56,13 +56,13 @@ def test_look_at_memory_that_is_not_needed_gives_the_next_process_less_and_ends_
         f"training is forecast to need less than its {6 * GIB:,} bytes for "
     )
     assert [a for a in found if a.verb in ("drain", "stop", "resize")] == []
-    (lead,) = bench.job.of_pool("lead")
-    assert lead.memory_bytes == 6 * GIB
+    (coordinator,) = bench.job.of_pool("coordinator")
+    assert coordinator.memory_bytes == 6 * GIB
     assert 1200 * MIB < bench.job.replica_memory < (1 - MIN_GAIN) * 6 * GIB
-    bench.at(Ended, lead.name, outcome="lost")
+    bench.at(Ended, coordinator.name, outcome="lost")
     bench.ticks(5, 5.0)
-    (lead,) = bench.job.of_pool("lead")
-    assert lead.memory_bytes == bench.job.replica_memory == back.values["memory_bytes"]
+    (coordinator,) = bench.job.of_pool("coordinator")
+    assert coordinator.memory_bytes == bench.job.replica_memory == back.values["memory_bytes"]
 
 
 def test_look_at_memory_that_grows_gives_nothing_back() -> None:
@@ -86,12 +86,12 @@ def test_memory_is_given_back_to_a_job_that_waits_for_it() -> None:
     assert ("second", "admit") in [(a.job, a.verb) for a in found]
     # 2.5 GiB are free and 3 are needed, so a trainer that has more than it needs leaves.
     (drain,) = [a for a in found if a.verb == "drain"]
-    assert (drain.job, drain.process) == ("first", "lead-0.1")
+    assert (drain.job, drain.process) == ("first", "coordinator-0.1")
     assert "bytes more than its successor gets, and others need them" in drain.reason
     check_laws(bench.state)
-    started = bench.at(Ended, "lead-0.1", outcome="left")
+    started = bench.at(Ended, "coordinator-0.1", outcome="left")
     assert sorted((a.job, a.process) for a in started) == [
-        ("first", "lead-0.2"),
+        ("first", "coordinator-0.2"),
         ("second", "segment-0.1"),
     ]
     check_laws(bench.state)
@@ -103,7 +103,7 @@ def test_a_trainer_leaves_for_memory_only_while_nobody_leaves_anyway() -> None:
     bench = begun(replace(BUDGET, memory_bytes=int(8.5 * GIB)))
     trains(bench, 2 * SPARE_TICKS)
     first = bench.tell(submitted("second", 400, SMALL, bench.now))
-    assert [a.process for a in first if a.verb == "drain"] == ["lead-0.1"]
+    assert [a.process for a in first if a.verb == "drain"] == ["coordinator-0.1"]
     assert not [a for a in bench.ticks(3, 5.0) if a.verb == "drain"]
 
 
@@ -116,12 +116,12 @@ def test_a_trainer_whose_memory_is_a_limit_has_less_as_it_runs_once_its_node_has
     (back,) = [a for a in found if a.verb == "give back"]
     (resize,) = [a for a in found if a.verb == "resize" and "memory_bytes" in a.values]
     assert resize.values == back.values
-    (lead,) = bench.job.of_pool("lead")
-    assert lead.memory_bytes == resize.values["memory_bytes"]
-    assert lead.held_memory == 6 * GIB, "nobody else may have it yet"
+    (coordinator,) = bench.job.of_pool("coordinator")
+    assert coordinator.memory_bytes == resize.values["memory_bytes"]
+    assert coordinator.held_memory == 6 * GIB, "nobody else may have it yet"
     booked = bench.state.used[1]
-    bench.at(Resized, "lead-0.1", resized=True)
-    assert booked - bench.state.used[1] == 6 * GIB - lead.memory_bytes
+    bench.at(Resized, "coordinator-0.1", resized=True)
+    assert booked - bench.state.used[1] == 6 * GIB - coordinator.memory_bytes
     assert not [a for a in found if a.verb in ("drain", "stop")]
 
 
@@ -129,22 +129,26 @@ def test_a_trainer_whose_memory_is_a_limit_has_less_as_it_runs_once_its_node_has
 def test_a_trainer_whose_node_refuses_keeps_what_it_had_and_is_asked_again_later() -> None:
     bench = begun(PODS)
     trains(bench, 2 * SPARE_TICKS)
-    bench.at(Resized, "lead-0.1", resized=False)
-    (lead,) = bench.job.of_pool("lead")
-    assert (lead.memory_bytes, lead.held_memory, lead.fixed) == (6 * GIB, 6 * GIB, False)
+    bench.at(Resized, "coordinator-0.1", resized=False)
+    (coordinator,) = bench.job.of_pool("coordinator")
+    assert (coordinator.memory_bytes, coordinator.held_memory, coordinator.fixed) == (
+        6 * GIB,
+        6 * GIB,
+        False,
+    )
     # A look is 6 s apart from the next one.
     found = trains(bench, int(RESIZE_RETRY_SEC / 6) - 2)
     assert not [a for a in found if a.verb == "resize" and "memory_bytes" in a.values]
     found = trains(bench, 4)
-    assert [a.process for a in found if "memory_bytes" in a.values] == ["lead-0.1"]
+    assert [a.process for a in found if "memory_bytes" in a.values] == ["coordinator-0.1"]
 
 
 def test_a_trainer_that_gave_memory_back_gets_more_again_before_it_lacks_it() -> None:
     bench = begun(PODS, num_segments=400)
     trains(bench, 2 * SPARE_TICKS)
-    bench.at(Resized, "lead-0.1", resized=True)
-    (lead,) = bench.job.of_pool("lead")
-    limit, resident = lead.memory_bytes, 1200 * MIB
+    bench.at(Resized, "coordinator-0.1", resized=True)
+    (coordinator,) = bench.job.of_pool("coordinator")
+    limit, resident = coordinator.memory_bytes, 1200 * MIB
     found: list[Action] = []
     while not [a for a in found if a.verb == "give memory"]:
         resident += 10 * MIB
@@ -163,7 +167,7 @@ def test_memory_of_a_running_trainer_is_not_for_others_before_it_is_confirmed() 
     assert ("second", "admit") in [(a.job, a.verb) for a in found]
     assert not [a for a in found if a.job == "second" and a.verb == "start"]
     assert not [a for a in found if a.verb == "drain"], "nobody leaves for what is on its way"
-    started = bench.at(Resized, "lead-0.1", resized=True)
+    started = bench.at(Resized, "coordinator-0.1", resized=True)
     assert [(a.job, a.process) for a in started] == [("second", "segment-0.1")]
     check_laws(bench.state)
 
@@ -194,9 +198,9 @@ def test_segment_jobs_give_back_no_more_than_the_largest_left_over() -> None:
 def test_less_memory_is_not_asked_for_again_once_it_has_been_outgrown() -> None:
     bench = begun(PODS, num_segments=400)
     trains(bench, 2 * SPARE_TICKS)
-    (lead,) = bench.job.of_pool("lead")
-    asked = lead.memory_bytes
-    bench.at(Resized, "lead-0.1", resized=False)
+    (coordinator,) = bench.job.of_pool("coordinator")
+    asked = coordinator.memory_bytes
+    bench.at(Resized, "coordinator-0.1", resized=False)
     for look in range(int(RESIZE_RETRY_SEC / 6) + 4):
         found = trains(bench, 1, min(1200 + 60 * look, 2500) * MIB)
         given = [a.values["memory_bytes"] for a in found if a.verb == "resize"]
@@ -216,9 +220,9 @@ def test_what_a_trainer_has_until_its_node_says_else_is_free_for_no_segment_job(
         bench.stepped(2, 0.5)
         position = bench.job.next_step
         noise = position % 3 * MIB
-        bench.at(Read, "lead-0.1", position=position, resident_bytes=1200 * MIB + noise)
-        (lead,) = bench.job.of_pool("lead")
-        grown += 6 * MIB * (lead.memory_before is not None)
+        bench.at(Read, "coordinator-0.1", position=position, resident_bytes=1200 * MIB + noise)
+        (coordinator,) = bench.job.of_pool("coordinator")
+        grown += 6 * MIB * (coordinator.memory_before is not None)
         resident = 1130 * MIB + grown + look % 3 * MIB
         bench.at(Read, "segment-1.1", position=6 * look, resident_bytes=resident)
         found = bench.ticks(1, 5.0)

@@ -47,8 +47,8 @@ def test_tick_with_steps_and_readings_is_what_these_are_one_by_one() -> None:
     of_others = [replace(reading, job="unknown") for reading in readings]
     tick = Tick(time_sec=now, steps=(steps,), readings=(*readings, *of_others))
     assert handle(state, tick)[0] == one_by_one
-    (lead,) = one_by_one.jobs["first"].of_pool("lead")
-    assert (lead.readings[-1], lead.busy_cores) == ((16, 900 * MIB), 0.5)
+    (coordinator,) = one_by_one.jobs["first"].of_pool("coordinator")
+    assert (coordinator.readings[-1], coordinator.busy_cores) == ((16, 900 * MIB), 0.5)
     assert one_by_one.jobs["first"].next_step == 16
 
 
@@ -90,7 +90,7 @@ def test_job_that_may_run_out_of_memory_before_its_turn_goes_first() -> None:
 
 def _grown(job: JobState, grows: bool) -> JobState:
     """Return a job whose trainer has two readings, the second one larger if it grows."""
-    (lead,) = job.of_pool("lead")
-    limit = lead.memory_bytes
+    (coordinator,) = job.of_pool("coordinator")
+    limit = coordinator.memory_bytes
     second = int(0.8 * limit) if grows else limit // 2
-    return job.with_process(replace(lead, readings=((1, limit // 2), (2, second))))
+    return job.with_process(replace(coordinator, readings=((1, limit // 2), (2, second))))

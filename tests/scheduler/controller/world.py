@@ -122,11 +122,11 @@ class World:
             self.built[job, child.number] += 1
             samples = STEPS_PER_SEGMENT * BATCH
             return Ended(**who, outcome="done", num_samples=samples, work_sec=5.0)
-        if child.pool == "lead" and self.steps[job] == total * STEPS_PER_SEGMENT:
+        if child.pool == "coordinator" and self.steps[job] == total * STEPS_PER_SEGMENT:
             del self.children[job, name]
             self.finished[job] += 1
             return Ended(**who, outcome="done")
-        trains = child.pool == "replica" or (child.pool == "lead" and not child.grouped)
+        trains = child.pool == "replica" or (child.pool == "coordinator" and not child.grouped)
         if trains and self.steps[job] < there * STEPS_PER_SEGMENT:
             self.steps[job] += 1
             return Stepped(

@@ -74,9 +74,14 @@ def test_commands_of_trainers_parse(paths: JobPaths) -> None:
 
 def test_commands_of_a_job_at_a_url_name_folders_of_their_own(remote: JobPaths) -> None:
     parser, url = trainer_parser(), "s3://bucket/small"
-    lead = parser.parse_args(coordinator_command(remote, WORK, grouped=True, served=True)[3:])
-    assert (str(lead.job), str(lead.output)) == (f"{url}/job-with-stores.yaml", f"{url}/run")
-    assert (str(lead.dataset), lead.work) == (f"{url}/dataset", WORK / "lead")
+    coordinator = parser.parse_args(
+        coordinator_command(remote, WORK, grouped=True, served=True)[3:]
+    )
+    assert (str(coordinator.job), str(coordinator.output)) == (
+        f"{url}/job-with-stores.yaml",
+        f"{url}/run",
+    )
+    assert (str(coordinator.dataset), coordinator.work) == (f"{url}/dataset", WORK / "coordinator")
     replica = parser.parse_args(replica_command(remote, WORK, 2, 3)[3:])
     assert (str(replica.run), replica.work) == (f"{url}/run", WORK / "replica-2")
     assert replica.token_file == remote.token
@@ -99,8 +104,8 @@ def test_flags_are_passed_to_the_commands_that_need_them(paths: JobPaths) -> Non
         assert (found.single_writer, found.allow_outside) == (False, False)
     parser = trainer_parser()
     for grouped in (False, True):
-        lead = coordinator_command(told, WORK, grouped=grouped, served=False)[3:]
-        assert parser.parse_args(lead).single_writer
+        coordinator = coordinator_command(told, WORK, grouped=grouped, served=False)[3:]
+        assert parser.parse_args(coordinator).single_writer
     assert parser.parse_args(store_command(told, WORK, 1, 2)[3:]).single_writer
 
 
@@ -118,10 +123,10 @@ def test_commands_of_trainers_with_networks_of_their_own_parse(paths: JobPaths) 
         coordinator_command(paths, WORK, grouped=False, served=True, endpoint=ENDPOINT)[3:]
     )
     assert lone.host == "127.0.0.1", "it serves nobody"
-    lead = parser.parse_args(
+    coordinator = parser.parse_args(
         coordinator_command(paths, WORK, grouped=True, served=True, endpoint=ENDPOINT)[3:]
     )
-    assert lead.host == "$(HOST)"
+    assert coordinator.host == "$(HOST)"
     served = [
         parser.parse_args(words[3:])
         for words in (

@@ -34,7 +34,7 @@ def process(pool: PoolName, name: str) -> Process:
 
 def test_trainers_of_a_job_on_cuda_need_a_gpu_each() -> None:
     cuda, cpu = TrainConfig(device="cuda"), TrainConfig()
-    pools: list[PoolName] = ["segment", "lead", "replica", "store"]
+    pools: list[PoolName] = ["segment", "coordinator", "replica", "store"]
     alone = [process(pool, f"{pool}-0.1") for pool in pools]
     assert [num_gpus_of(each, cuda) for each in alone] == [0, 1, 1, 0]
     assert [num_gpus_of(each, cpu) for each in alone] == [0, 0, 0, 0]
@@ -67,10 +67,10 @@ ENDINGS: dict[str, tuple[PoolName, str, bool, str, str]] = {
     ),
     "a segment job that leaves nothing": ("segment", "exit 0", False, "failed", ""),
     "a process that is killed": ("replica", "kill -9 $$", False, "lost", "signal 9"),
-    "a trainer that hung": ("lead", "echo hung >&2; exit 4", False, "lost", "hung"),
+    "a trainer that hung": ("coordinator", "echo hung >&2; exit 4", False, "lost", "hung"),
     "a replica that is too far behind": ("replica", "exit 75", False, "lost", ""),
-    "a trainer that left as it was asked": ("lead", "exit 0", False, "left", ""),
-    "a trainer that fails after its run is finished": ("lead", "exit 1", True, "done", ""),
+    "a trainer that left as it was asked": ("coordinator", "exit 0", False, "left", ""),
+    "a trainer that fails after its run is finished": ("coordinator", "exit 1", True, "done", ""),
 }
 
 
@@ -101,10 +101,11 @@ def test_a_process_whose_others_are_away_is_lost_with_them_where_each_has_a_netw
     children = Children(paths.processes, os.environ)
     children.start("a", ["/bin/sh", "-c", f'echo "{said}" >&2; exit 1'])
     until(lambda: not children.is_alive("a"))
-    lead = process("lead", "a")
-    assert ended_event(paths, children, "job", lead, 5.0).outcome == "failed", "nobody moves here"
+    coordinator = process("coordinator", "a")
+    found = ended_event(paths, children, "job", coordinator, 5.0)
+    assert found.outcome == "failed", "nobody moves here"
     children.endpoint = Endpoint(host="h", folder="/f", name="n")
-    found = ended_event(paths, children, "job", lead, 5.0)
+    found = ended_event(paths, children, "job", coordinator, 5.0)
     assert (found.outcome, found.detail) == ("lost", said)
 
 

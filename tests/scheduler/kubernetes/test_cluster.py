@@ -108,26 +108,26 @@ def test_a_delete_that_is_refused_is_asked_again_at_a_pace_and_said_once(
     followed: Followed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server, pods = followed.server, followed.pods
-    pods.start("lead-0.1", [])
+    pods.start("coordinator-0.1", [])
     server.fails["delete"] = FORBIDDEN
     monkeypatch.setattr(asked, "RETRY_SEC", 600.0)
-    pods.request_stop("lead-0.1")
+    pods.request_stop("coordinator-0.1")
     for _ in range(3):
         followed.cluster.poll()
     assert server.calls.count("delete") == 1, "not with each look"
     monkeypatch.setattr(asked, "RETRY_SEC", RETRY_SEC)
     followed.until(lambda: server.calls.count("delete") == 3)
-    assert followed.said == [f"Pod {followed.name('lead-0.1')} cannot be deleted: no right"]
+    assert followed.said == [f"Pod {followed.name('coordinator-0.1')} cannot be deleted: no right"]
     server.fails.clear()
-    followed.until(lambda: not pods.is_alive("lead-0.1"))
+    followed.until(lambda: not pods.is_alive("coordinator-0.1"))
 
 
 def test_missed_pods_are_asked_for_at_a_pace(
     followed: Followed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server, pods = followed.server, followed.pods
-    pods.start("lead-0.1", [])
-    server.tell(followed.name("lead-0.1"), "DELETED")  # its labels are gone, it is not
+    pods.start("coordinator-0.1", [])
+    server.tell(followed.name("coordinator-0.1"), "DELETED")  # its labels are gone, it is not
     server.fails["get"] = FORBIDDEN
     followed.until(lambda: "get" in server.calls)
     monkeypatch.setattr(asked, "RETRY_SEC", 600.0)
@@ -141,12 +141,12 @@ def test_one_call_without_an_answer_is_taken_back_by_the_next_that_has_one(
     followed: Followed,
 ) -> None:
     followed.server.fails["apply"] = SILENT
-    followed.pods.start("lead-0.1", [])
+    followed.pods.start("coordinator-0.1", [])
     assert followed.said == [AWAY]
     followed.server.fails.clear()
     followed.until(lambda: len(followed.said) == 2)
     assert followed.said == [AWAY, BACK]
-    assert followed.name("lead-0.1") in followed.server.pods
+    assert followed.name("coordinator-0.1") in followed.server.pods
 
 
 def test_a_watch_that_is_cut_is_away_until_it_goes_on(followed: Followed) -> None:
@@ -154,7 +154,7 @@ def test_a_watch_that_is_cut_is_away_until_it_goes_on(followed: Followed) -> Non
     server.fails["watch"] = SILENT
     server.cut()
     followed.until(lambda: followed.said)
-    followed.pods.start("lead-0.1", [])
+    followed.pods.start("coordinator-0.1", [])
     assert followed.said == [AWAY], "calls are answered, the watch is not"
     server.fails.clear()
     followed.until(lambda: followed.said == [AWAY, BACK])
@@ -164,11 +164,11 @@ def test_while_calls_hang_no_other_one_is_begun(
     followed: Followed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server, pods = followed.server, followed.pods
-    for name in ("lead-0.1", "store-0.1"):
+    for name in ("coordinator-0.1", "store-0.1"):
         pods.start(name, [])
     monkeypatch.setattr(asked, "RETRY_SEC", 600.0)
     server.fails["resize"] = SILENT
-    for name in ("lead-0.1", "store-0.1", "lead-0.1"):
+    for name in ("coordinator-0.1", "store-0.1", "coordinator-0.1"):
         assert pods.resize(name, 0.5, 1 << 30) is None, "it is asked again"
     assert server.calls.count("resize") == 1
 
@@ -177,13 +177,13 @@ def test_a_reading_of_usage_that_took_long_is_not_begun_again_at_once(
     followed: Followed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server = followed.server
-    followed.pods.start("lead-0.1", [])
-    server.pods[followed.name("lead-0.1")]["status"] = {
+    followed.pods.start("coordinator-0.1", [])
+    server.pods[followed.name("coordinator-0.1")]["status"] = {
         "phase": "Running",
         "containerStatuses": [{"state": {"running": {}}}],
     }
-    server.tell(followed.name("lead-0.1"), "MODIFIED")
-    followed.until(lambda: followed.pods.is_running("lead-0.1"))
+    server.tell(followed.name("coordinator-0.1"), "MODIFIED")
+    followed.until(lambda: followed.pods.is_running("coordinator-0.1"))
     clock = [time.monotonic()]
     answer = server.usage
 
@@ -194,10 +194,10 @@ def test_a_reading_of_usage_that_took_long_is_not_begun_again_at_once(
     monkeypatch.setattr(asked, "time", SimpleNamespace(monotonic=lambda: clock[0]))
     monkeypatch.setattr(server, "usage", usage)
     for _ in range(2):
-        followed.pods.resident_bytes("lead-0.1")
+        followed.pods.resident_bytes("coordinator-0.1")
     assert server.calls.count("usage") == 1
     clock[0] += USAGE_SEC
-    followed.pods.resident_bytes("lead-0.1")
+    followed.pods.resident_bytes("coordinator-0.1")
     assert server.calls.count("usage") == 2
 
 
@@ -215,8 +215,8 @@ def test_no_pod_is_given_up_for_what_was_seen_before_the_server_went_away(
     config = replace(CONFIG, unschedulable_after=patience)
     with following(tmp_path, monkeypatch, config) as followed:
         server, pods = followed.server, followed.pods
-        pods.start("lead-0.1", [])
-        name = followed.name("lead-0.1")
+        pods.start("coordinator-0.1", [])
+        name = followed.name("coordinator-0.1")
         server.pods[name]["status"] = UNSCHEDULABLE
         server.tell(name, "MODIFIED")
         followed.until(lambda: followed.said)
@@ -227,17 +227,19 @@ def test_no_pod_is_given_up_for_what_was_seen_before_the_server_went_away(
         followed.until(lambda: time.monotonic() > end_sec)
         assert "delete" not in server.calls
         server.fails.clear()
-        followed.until(lambda: not pods.is_alive("lead-0.1"))
-        assert pods.exit_status("lead-0.1") == ExitStatus(lost="Unschedulable")
+        followed.until(lambda: not pods.is_alive("coordinator-0.1"))
+        assert pods.exit_status("coordinator-0.1") == ExitStatus(lost="Unschedulable")
         assert name not in server.pods, "it is gone before it is called ended"
 
 
 def test_a_full_quota_is_said_once_however_often_it_is_met(followed: Followed) -> None:
     for attempt in (1, 2):
-        said = f'pods "lead-{attempt}" is forbidden: exceeded quota: small, requested: cpu=1'
+        said = f'pods "coordinator-{attempt}" is forbidden: exceeded quota: small, requested: cpu=1'
         followed.server.fails["apply"] = RefusedError(403, said)
-        followed.pods.start(f"lead-0.{attempt}", [])
-        assert followed.pods.exit_status(f"lead-0.{attempt}") == ExitStatus(lost="quota exceeded")
+        followed.pods.start(f"coordinator-0.{attempt}", [])
+        assert followed.pods.exit_status(f"coordinator-0.{attempt}") == ExitStatus(
+            lost="quota exceeded"
+        )
     assert followed.said == ["the namespace's quota small is exceeded"]
 
 
@@ -245,8 +247,11 @@ def test_what_a_folder_does_not_give_is_as_if_nothing_was_said(
     followed: Followed, tmp_path: Path
 ) -> None:
     for kind in ("out", "err"):
-        (tmp_path / "processes" / f"lead-0.1.{kind}").mkdir(parents=True)
-    assert (followed.pods.output("lead-0.1"), followed.pods.last_stderr_line("lead-0.1")) == (
+        (tmp_path / "processes" / f"coordinator-0.1.{kind}").mkdir(parents=True)
+    assert (
+        followed.pods.output("coordinator-0.1"),
+        followed.pods.last_stderr_line("coordinator-0.1"),
+    ) == (
         "",
         "",
     )

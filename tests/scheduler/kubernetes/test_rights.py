@@ -55,18 +55,18 @@ def test_the_shipped_rights_are_enough(
     path = cluster.kubeconfig_of(namespace, ACCOUNT)
     settings = config_of(cluster, namespace, tmp_path, kubeconfig=str(path))
     with bench(settings, tmp_path) as made:
-        made.pods.start("lead-0.1", LEAVES, NEEDS)
-        made.until_up("lead-0.1")
-        made.until(lambda: made.pods.resize("lead-0.1", 0.1, 256 << 20))
-        assert made.pods.resident_bytes("lead-0.1") == 0
+        made.pods.start("coordinator-0.1", LEAVES, NEEDS)
+        made.until_up("coordinator-0.1")
+        made.until(lambda: made.pods.resize("coordinator-0.1", 0.1, 256 << 20))
+        assert made.pods.resident_bytes("coordinator-0.1") == 0
         made.pods.start("segment-0.1", LEAVES, NEEDS)
         made.until_up("segment-0.1")
         # One that lost its label is asked for by its name.
         name = pod_name((tmp_path / "instance").read_text().strip(), "job", "segment-0.1")
         patch = {"metadata": {"labels": {INSTANCE: None}}}
         cluster.core().patch_namespaced_pod(name, namespace, patch)
-        made.pods.request_stop("lead-0.1")
-        made.until_ended("lead-0.1")
+        made.pods.request_stop("coordinator-0.1")
+        made.until_ended("coordinator-0.1")
         made.until_ended("segment-0.1")
         made.pods.remove_ended([])
         made.until(lambda: not cluster.core().list_namespaced_pod(namespace).items)

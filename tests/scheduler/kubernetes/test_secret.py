@@ -91,7 +91,7 @@ def test_a_secret_is_there_before_the_pods_that_see_it_and_stays_as_it_is(
     pods.start("store-0.1", [])
     assert server.calls[-2:] == ["ensure_secret", "apply"]
     before = dict(server.secrets)
-    pods.start("lead-0.1", [])
+    pods.start("coordinator-0.1", [])
     assert list(before) == [secret_name(followed.instance, "job")]
     assert server.secrets == before
 
@@ -100,13 +100,13 @@ def test_a_secret_goes_with_the_last_process_and_the_next_job_has_its_own(
     followed: Followed,
 ) -> None:
     server, pods = followed.server, followed.pods
-    pods.start("lead-0.1", [])
+    pods.start("coordinator-0.1", [])
     first = dict(server.secrets)
-    pods.remove_ended(["lead-0.1"])
+    pods.remove_ended(["coordinator-0.1"])
     assert server.secrets
     pods.start("move-1-to-0.5", [])
-    pods.kill("lead-0.1")
-    followed.until(lambda: not pods.is_alive("lead-0.1"))
+    pods.kill("coordinator-0.1")
+    followed.until(lambda: not pods.is_alive("coordinator-0.1"))
     pods.remove_ended([])
     assert server.secrets, "a move of slots lives unnamed"
     pods.kill("move-1-to-0.5")
@@ -116,7 +116,7 @@ def test_a_secret_goes_with_the_last_process_and_the_next_job_has_its_own(
     for _ in range(3):
         pods.remove_ended([])
     assert server.calls.count("delete_secret") == 1, "asked once"
-    pods.start("lead-0.2", [])
+    pods.start("coordinator-0.2", [])
     assert server.secrets.keys() == first.keys()
     assert server.secrets != first
 
@@ -126,28 +126,28 @@ def test_a_secret_that_cannot_be_made_now_is_asked_for_again_before_the_pod(
 ) -> None:
     server, pods = followed.server, followed.pods
     server.fails["ensure_secret"] = SILENT
-    pods.start("lead-0.1", [])
+    pods.start("coordinator-0.1", [])
     assert "apply" not in server.calls
-    assert pods.is_alive("lead-0.1"), "it waits"
+    assert pods.is_alive("coordinator-0.1"), "it waits"
     server.fails.clear()
-    followed.until(lambda: followed.name("lead-0.1") in server.pods)
+    followed.until(lambda: followed.name("coordinator-0.1") in server.pods)
     assert server.secrets
 
 
 def test_a_process_whose_secret_is_refused_ends_with_the_reason(followed: Followed) -> None:
     followed.server.fails["ensure_secret"] = FORBIDDEN
-    followed.pods.start("lead-0.1", [])
-    refused = f"Pod {followed.name('lead-0.1')}: no right"
-    assert followed.pods.exit_status("lead-0.1") == ExitStatus(refused=refused)
+    followed.pods.start("coordinator-0.1", [])
+    refused = f"Pod {followed.name('coordinator-0.1')}: no right"
+    assert followed.pods.exit_status("coordinator-0.1") == ExitStatus(refused=refused)
     followed.pods.start("segment-0.1", [])
     assert followed.pods.is_alive("segment-0.1"), "it needs none"
 
 
 def test_a_secret_whose_end_is_not_answered_is_dropped_later(followed: Followed) -> None:
     server, pods = followed.server, followed.pods
-    pods.start("lead-0.1", [])
-    pods.kill("lead-0.1")
-    followed.until(lambda: not pods.is_alive("lead-0.1"))
+    pods.start("coordinator-0.1", [])
+    pods.kill("coordinator-0.1")
+    followed.until(lambda: not pods.is_alive("coordinator-0.1"))
     server.fails["delete_secret"] = SILENT
     pods.remove_ended([])
     server.fails.clear()
@@ -205,7 +205,7 @@ def test_the_shipped_network_policy_is_one_and_holds_for_every_pod(
     (rule,) = policy["spec"]["ingress"]
     selected = policy["spec"]["podSelector"]["matchLabels"]
     assert rule == {"from": [{"podSelector": {"matchLabels": selected}}]}
-    for name in ("segment-0.1", "lead-0.1", "replica-1.2", "store-0.1", "move-1-to-2.3"):
+    for name in ("segment-0.1", "coordinator-0.1", "replica-1.2", "store-0.1", "move-1-to-2.3"):
         task = Task(job="job", name=name, command=[], request=NEEDS)
         labels = pod_of(CONFIG, "a1", task)["metadata"]["labels"]
         assert selected.items() <= labels.items()

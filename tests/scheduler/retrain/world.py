@@ -66,7 +66,7 @@ class World:
     state: State = field(default_factory=State)
     segments: dict[str, str] = field(default_factory=dict)
     before: dict[str, frozenset[str]] = field(default_factory=dict)
-    """Names that the segment of a day had before ids were forgotten in it."""
+    """Names that the segment of a day had before ids were erased from it."""
     pointer: str | None = None
     folders: set[str] = field(default_factory=set)
     rollback_after: int | None = None

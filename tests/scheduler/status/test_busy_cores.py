@@ -11,25 +11,27 @@ from tests.scheduler.controller.world import BUDGET, GIB, submitted
 
 
 def trained(*busy: float | None) -> Bench:
-    """Return a machine whose lead was read so often."""
+    """Return a machine whose coordinator was read so often."""
     bench = Bench(BUDGET, submitted("first"))
     bench.built(0)
     for step, cores in enumerate(busy, start=1):
         fields = {} if cores is None else {"busy_cores": cores}
-        bench.at(Read, "lead-0.1", 1.0, position=step, resident_bytes=GIB, **fields)
+        bench.at(Read, "coordinator-0.1", 1.0, position=step, resident_bytes=GIB, **fields)
     return bench
 
 
 def test_busy_cores_are_shown_beside_booked_ones_and_scraped() -> None:
     bench = trained(0.5, 0.757, None)
     view = view_of(bench.state, Journal())
-    (lead,) = [one for pool in view.jobs[0].pools for one in pool.processes if pool.name == "lead"]
-    assert lead.busy_cores == 0.757, "the last that was read"
-    assert f"<td>0.76 of {lead.cpus:g}</td>" in page(view)
-    labels = 'job="first",pool="lead",process="lead-0.1"'
+    (coordinator,) = [
+        one for pool in view.jobs[0].pools for one in pool.processes if pool.name == "coordinator"
+    ]
+    assert coordinator.busy_cores == 0.757, "the last that was read"
+    assert f"<td>0.76 of {coordinator.cpus:g}</td>" in page(view)
+    labels = 'job="first",pool="coordinator",process="coordinator-0.1"'
     text = metrics_text(view).decode()
     assert f"presage_process_busy_cores{{{labels}}} 0.757" in text
-    assert f"presage_process_booked_cores{{{labels}}} {lead.cpus}" in text
+    assert f"presage_process_booked_cores{{{labels}}} {coordinator.cpus}" in text
 
 
 def test_what_was_not_measured_is_left_out() -> None:

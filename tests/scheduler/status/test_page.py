@@ -76,7 +76,7 @@ def test_page_and_terminal_show_a_hostile_name_as_text(name: str) -> None:
 def test_page_shows_each_kind_of_incident_by_a_shape_of_its_own() -> None:
     assert len(set(MARKS.values())) == len(MARKS) == len(KIND_LABELS)
     incidents = tuple(
-        Incident(time_sec=i, job="none", process=f"lead-0.{i}", kind=kind, detail="why")
+        Incident(time_sec=i, job="none", process=f"coordinator-0.{i}", kind=kind, detail="why")
         for i, kind in enumerate(MARKS)
     )
     text = page(view_of(State(now_sec=9.0), Journal(num_events=1, incidents=incidents)))

@@ -32,7 +32,7 @@ from trainer.stores.remote.ownership import (
     next_slot_map,
     ranges_of,
 )
-from trainer.stores.remote.wire import ADOPT, DESCRIBE, FILL, OPEN
+from trainer.stores.remote.wire import APPLY_MAP, DESCRIBE, FILL, OPEN
 
 logger = logging.getLogger(__name__)
 _DESCRIBE_SEC = 5.0
@@ -261,7 +261,7 @@ class StoreMembers:
         def tell(address: str) -> None:
             body = {"map": newest.to_json(), "address": address}
             try:
-                self.connection(address).action_once(ADOPT, body, _DESCRIBE_SEC)
+                self.connection(address).action_once(APPLY_MAP, body, _DESCRIBE_SEC)
             except (StoreUnavailableError, SlotMapChangedError, SchemaError) as error:
                 logger.info("store has not received its slot map yet store=%s: %s", address, error)
 

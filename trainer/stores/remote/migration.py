@@ -94,7 +94,7 @@ class IncomingMigrations:
                 home = shard.control.home
                 control = ShardControl(home=home, owner=owner, slot_map=slot_map, address=address)
                 shard.start_log(control, layouts)
-            shard.adopt(slot_map, address)
+            shard.apply_map(slot_map, address)
             control, slots = shard.control, mask_of(migration.slots)
             if served := int((slots & control.owned).sum()):
                 raise SchemaError(f"the target serves {served} of the slots already; move others")

@@ -41,7 +41,7 @@ from trainer.stores.remote.ownership import (
 from trainer.stores.remote.shard import Shard
 from trainer.stores.remote.wal import RowsEntry
 from trainer.stores.remote.wire import (
-    ADOPT,
+    APPLY_MAP,
     ARRIVE,
     BEHIND,
     BUSY,
@@ -152,7 +152,9 @@ class Actions:
         self._actions: dict[str, Callable[[_Body], dict[str, Any] | None]] = {
             DESCRIBE: lambda _: None,
             OPEN: self._open,
-            ADOPT: lambda body: shard.adopt(slot_map_from_json(body["map"]), str(body["address"])),
+            APPLY_MAP: lambda body: shard.apply_map(
+                slot_map_from_json(body["map"]), str(body["address"])
+            ),
             CHECKPOINTED: lambda body: shard.notify_checkpoint(str(body["session"])),
             MOVE: self._move,
             FILL: self._fill,

@@ -276,7 +276,7 @@ class Shard:
             )
             self.start_log(control, layouts)
 
-    def adopt(self, slot_map: SlotMap, address: str) -> None:
+    def apply_map(self, slot_map: SlotMap, address: str) -> None:
         """Obey a newer slot map of the session.
 
         Args:
@@ -291,18 +291,18 @@ class Shard:
             control = self.control
             if slot_map.epoch <= control.epoch:
                 return
-            adopted = replace(control, slot_map=slot_map, address=address, outgoing=None)
+            applied = replace(control, slot_map=slot_map, address=address, outgoing=None)
             received = control.incoming if control.received else None
             has_rows = control.owned | mask_of(received.slots if received else ())
-            if (adopted.owned & ~has_rows).any():
+            if (applied.owned & ~has_rows).any():
                 raise SchemaError("slots are assigned whose rows were never received")
             if received is not None:  # the map assigns its slots, or leaves them at the source
-                adopted = replace(adopted, incoming=None, received=False)
-            if adopted.kept.any():
-                self.log_control(adopted)
+                applied = replace(applied, incoming=None, received=False)
+            if applied.kept.any():
+                self.log_control(applied)
             else:
                 layouts = {name: table.layout for name, table in self.tables.items()}
-                self.start_log(replace(adopted, sequence=self.sequence), layouts)
+                self.start_log(replace(applied, sequence=self.sequence), layouts)
             self.lock.notify_all()
 
     def check_owner(self, owner: str, layouts: Mapping[str, TableLayout]) -> None:

@@ -58,10 +58,10 @@ def scheme_of(certificate: Certificate | None) -> str:
 
 FETCH, WRITE, CONTENTS, RECEIVE = "fetch", "write", "contents", "receive"
 """Operations of `do_exchange`; `receive` is called by other stores."""
-DESCRIBE, OPEN, ADOPT, CHECKPOINTED, FILL, MOVE, KILL, RESTART = (
+DESCRIBE, OPEN, APPLY_MAP, CHECKPOINTED, FILL, MOVE, KILL, RESTART = (
     "describe",
     "open",
-    "adopt",
+    "apply_map",
     "checkpointed",
     "fill",
     "move",

@@ -1,4 +1,4 @@
-"""What was forgotten in a day does not come back, and leaves its older versions, too."""
+"""What was erased from a day does not come back, and leaves its older versions, too."""
 
 import json
 from dataclasses import replace
@@ -18,7 +18,7 @@ from tests.id_search import files_with_id
 from tests.pipelines.appending import addition
 from tests.pipelines.logs import bytes_of, copy_of, request, segment_directory
 from tests.pipelines.test_days import FIRST, LAST, LATE
-from tests.pipelines.test_forget import ID, ids_file, job_of, log_with, run, sessions
+from tests.pipelines.test_erase import ID, ids_file, job_of, log_with, run, sessions
 
 NEW = f"{LATE}-corrected"
 
@@ -121,7 +121,7 @@ def test_day_with_tombstones_is_not_replaced(
     )
     assert bytes_of(dataset) == before
     assert append(logs, dataset, LAST, LAST) == 0  # a new day may come
-    assert ID in sessions(dataset)  # and is forgotten by itself
+    assert ID in sessions(dataset)  # and is erased by itself
     run(capsys, str(dataset), "--ids", ids_file(tmp_path, ID), "--rewrite")
     assert append(logs, dataset, LATE, NEW, "--replace") == 0
     assert files_with_id(dataset, ID) == []
@@ -145,7 +145,7 @@ def test_old_version_of_a_day_goes_with_the_rewriting_unless_a_run_holds_it(
     run(capsys, str(dataset), "--rewrite")
     assert not old.exists()
     assert files_with_id(dataset, ID) == []
-    assert append(logs, dataset, LATE, LATE, "--replace") == 0  # nothing was forgotten in it
+    assert append(logs, dataset, LATE, LATE, "--replace") == 0  # nothing was erased from it
     run(capsys, str(dataset), "--ids", ids, "--rewrite")
     assert files_with_id(dataset, ID) == []
 

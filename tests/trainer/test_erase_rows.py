@@ -1,4 +1,4 @@
-"""Rows of forgotten ids: in no byte of a run, which trains on; forgotten samples weigh nothing."""
+"""Rows of erased ids: in no byte of a run, which trains on; erased samples weigh nothing."""
 
 import json
 import re
@@ -190,7 +190,7 @@ def test_forget_reads_texts_where_features_of_the_table_are_texts(
 
 
 def entombed(dataset: Path, target: Path, positions: list[int]) -> tuple[Path, int]:
-    """Copy a dataset, all samples of some blocks of its first segment forgotten; say how many."""
+    """Copy a dataset, all samples of some blocks of its first segment erased; say how many."""
     shutil.copytree(dataset, target)
     opened = open_dataset(target)
     segment = opened.segments[0]
@@ -202,7 +202,7 @@ def entombed(dataset: Path, target: Path, positions: list[int]) -> tuple[Path, i
             "sample_index": i,
             "file_row": 0,
             "reason": "session",
-            "forgotten_at": datetime(2026, 1, 1),
+            "erased_at": datetime(2026, 1, 1),
         }
         for p in positions
         for i in range(int(counts[p]))

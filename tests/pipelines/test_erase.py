@@ -146,7 +146,7 @@ def test_forget_leaves_samples_out_at_once_and_touches_no_data_file(
 ) -> None:
     dataset = copy_of(two, tmp_path / "dataset")
     before, kept = bytes_of(dataset), [s for s in sessions(two) if s != ID]
-    found = run(capsys, str(dataset), "--ids", ids_file(tmp_path, ID, 999_999))["forgotten"]
+    found = run(capsys, str(dataset), "--ids", ids_file(tmp_path, ID, 999_999))["erased"]
     assert found["num_samples"] == len(sessions(two)) - len(kept) > 0
     assert sessions(dataset) == kept
     assert verify(dataset)["problems"] == []
@@ -155,7 +155,7 @@ def test_forget_leaves_samples_out_at_once_and_touches_no_data_file(
     (added,) = after.keys() - before.keys()
     assert added.startswith("tombstones/")
     assert files_with_id(dataset / "tombstones", ID) == []
-    assert run(capsys, str(dataset), "--ids", ids_file(tmp_path, ID))["forgotten"]["num_ids"] == 1
+    assert run(capsys, str(dataset), "--ids", ids_file(tmp_path, ID))["erased"]["num_ids"] == 1
     assert bytes_of(dataset) == after
 
 
@@ -178,7 +178,7 @@ def test_forget_finds_ids_in_lists_and_in_parquet(
     dataset = copy_of(two, tmp_path / "dataset")
     ids = tmp_path / "ids.parquet"
     pq.write_table(pa.table({"history": pa.array([ID + 1])}), ids)
-    found = run(capsys, str(dataset), "--ids", str(ids), "--column", "history")["forgotten"]
+    found = run(capsys, str(dataset), "--ids", str(ids), "--column", "history")["erased"]
     assert found["num_samples"] == sessions(two).count(ID)
     assert ID not in sessions(dataset)
 
