@@ -93,7 +93,7 @@ def test_events_that_are_tried_are_all_kinds() -> None:
     assert {type(event) for event in EVENTS} == set(EVENT_TYPES.values())
 
 
-def test_event_from_json_reads_the_readings_of_the_first_logs() -> None:
+def test_tick_has_only_the_values_of_its_readings() -> None:
     tick = Tick(
         time_sec=4.0,
         readings=(
@@ -102,7 +102,7 @@ def test_event_from_json_reads_the_readings_of_the_first_logs() -> None:
     )
     body = event_to_json(tick)
     assert body["readings"] == {"a": [("b", 3, 4, 2.0)]}
-    assert event_from_json({**body, "readings": {"a": [["b", 3, 4, None, 2.0]]}}) == tick
+    assert event_from_json(json.loads(json.dumps(body))) == tick
 
 
 def test_event_of_gives_back_a_history() -> None:
