@@ -18,7 +18,7 @@ from scheduler.model.predict import Models, fit_models
 from scheduler.model.snapshot import Snapshot
 from scheduler.planner.candidates import find_candidates, predict_candidates
 from scheduler.planner.correction import MIN_REMAINING_SEC, Change, Correction
-from scheduler.planner.policy import SEED, describe_sizes, preference
+from scheduler.planner.policy import describe_sizes, preference
 from scheduler.planner.share import WAITING, Options, job_options, share_budget, urgencies
 from schemas.config.schedule import BudgetConfig, ScheduleConfig, WorkerConfig
 from schemas.errors import PlanError
@@ -253,8 +253,7 @@ def candidate_sizes(job: JobState, state: State) -> tuple[list[Sizes], list[floa
         PlanError: even its smallest pools do not fit into the whole budget.
     """
     work = remaining_work(job, state.now_sec, state.budget, state.runner)
-    rng = np.random.default_rng(SEED)
-    grid = find_candidates(work.snapshot, work.config, work.models, rng, work.largest_job)
+    grid = find_candidates(work.snapshot, work.config, work.models, work.largest_job)
     if _ends_soon(job, work):
         assert job.sizes is not None, "it runs"
         grid = job.sizes.grid

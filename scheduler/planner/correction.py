@@ -32,7 +32,6 @@ from scheduler.model.predict import Models, segment_setting, training_setting
 from scheduler.model.snapshot import Snapshot
 from scheduler.planner.candidates import SEC_PER_HOUR, find_candidates, predict_candidates
 from scheduler.planner.policy import (
-    SEED,
     Candidate,
     candidate_at,
     preference,
@@ -108,7 +107,7 @@ def compare_sizes(
         PlanError: no size fits.
     """
     near = _within_reach(config, current)
-    grid = find_candidates(snapshot, near, models, np.random.default_rng(SEED), largest_job)
+    grid = find_candidates(snapshot, near, models, largest_job)
     if served:
         grid = grid[grid.num_stores > 0]
     not_compared = NO_OTHER_TRUSTED if _has_other(grid, current) else NO_OTHER_FITS

@@ -11,14 +11,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import product
 
-import numpy as np
-
 from scheduler.model.grid import GIB, MIB, mib
 from scheduler.model.memory import trainer_memory, worker_bytes
 from scheduler.model.predict import Models, fit_models
 from scheduler.model.snapshot import Snapshot
 from scheduler.planner.candidates import find_candidates
-from scheduler.planner.policy import SEED
 from schemas.config.schedule import UNLIMITED_CPUS, UNLIMITED_MEMORY, BudgetConfig, ScheduleConfig
 from schemas.errors import PlanError
 
@@ -121,7 +118,7 @@ def machine_schedule(
 
 def _fits(snapshot: Snapshot, config: ScheduleConfig, models: Models) -> bool:
     try:
-        find_candidates(snapshot, config, models, np.random.default_rng(SEED))
+        find_candidates(snapshot, config, models)
     except PlanError:
         return False
     return True

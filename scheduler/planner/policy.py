@@ -100,8 +100,6 @@ def describe_training(sizes: Sizes) -> str:
     return f"{counted(sizes.num_replicas, 'replica')} and {stores}"
 
 
-SEED = 0
-"""Seed of the search among candidates that are too many to enumerate."""
 TOLERANCE = 0.01
 """Relative difference below which two plans are equally good: no prediction is better than that."""
 TIME_COST_EXPONENT = 8.0
@@ -118,7 +116,7 @@ def plan(snapshot: Snapshot, config: ScheduleConfig) -> PlanDecision:
         PlanError: no plan fits, or none is fast enough; the message names what would work.
     """
     models = fit_models(snapshot, config)
-    grid = find_candidates(snapshot, config, models, np.random.default_rng(SEED))
+    grid = find_candidates(snapshot, config, models)
     predictions = predict_candidates(grid, snapshot, config, models)
     order = preference(grid, predictions, config)
     best = int(order[0])

@@ -32,7 +32,6 @@ from scheduler.planner.candidates import (
     predict_candidates,
 )
 from scheduler.planner.policy import (
-    SEED,
     TIME_COST_EXPONENT,
     TOLERANCE,
     Candidate,
@@ -487,7 +486,7 @@ def test_objective_is_least_where_time_to_the_power_x_cost_is(
 ) -> None:
     config = weighted(exponent)
     models = fit_models(demo, config)
-    grid = find_candidates(demo, config, models, np.random.default_rng(SEED))
+    grid = find_candidates(demo, config, models)
     found = predict_candidates(grid, demo, config, models)
     logs = exponent * np.log(found.predicted_sec) + np.log(found.cost)
     wanted = objective(found, config)

@@ -179,7 +179,7 @@ def test_options_end_at_the_own_choice_and_a_job_alone_gets_it(
     config = ScheduleConfig()
     known = snapshot(tmp_path_factory.mktemp("job"), config)
     models = fit_models(known, config)
-    grid = find_candidates(known, config, models, np.random.default_rng(0))
+    grid = find_candidates(known, config, models)
     found = predict_candidates(grid, known, config, models)
     preferred = int(preference(grid, found, config)[0])
     places, job = job_options(grid, found, config, preferred)
