@@ -12,7 +12,7 @@ from datetime import timedelta
 
 import numpy as np
 
-from scheduler.controller.state import Action, JobState, Runner, State
+from scheduler.controller.state import Action, JobState, State
 from scheduler.model.grid import BookedWorker, Sizes, budget_excess, mib
 from scheduler.model.predict import Models, fit_models
 from scheduler.model.snapshot import Snapshot
@@ -42,7 +42,7 @@ class RemainingWork:
 
 
 def remaining_work(
-    job: JobState, now_sec: float, budget: BudgetConfig, runner: Runner
+    job: JobState, now_sec: float, budget: BudgetConfig, largest_job: int | None
 ) -> RemainingWork:
     """Return the remaining work of a job.
 
@@ -52,11 +52,11 @@ def remaining_work(
         job: the job.
         now_sec: the time.
         budget: the most that it may use; its own file limits it further.
-        runner: where segment jobs run.
+        largest_job: most workers of one segment job; None if not limited.
     """
     facts, train = job.snapshot.facts, job.snapshot.job.train
     config = _limit_workers(
-        current_config(job, now_sec, budget), runner, max(1, job.remaining_segments)
+        current_config(job, now_sec, budget), largest_job, max(1, job.remaining_segments)
     )
     models = fit_models(job.snapshot, config, job.steps, job.builds)
     built = round(facts.num_samples * job.remaining_segments / job.num_segments)
@@ -74,7 +74,7 @@ def remaining_work(
             num_segments=max(1, job.remaining_segments),
             is_training=job.num_trained > 0,
         ),
-        largest_job=runner.largest,
+        largest_job=largest_job,
     )
 
 
@@ -123,16 +123,15 @@ def _with_resources(process: WorkerConfig, memory_bytes: int, cpus: float) -> Wo
     return BookedWorker(cpus=process.cpus, memory=memory_bytes, booked=cpus)
 
 
-def _limit_workers(config: ScheduleConfig, runner: Runner, num_segments: int) -> ScheduleConfig:
-    """Limit the workers to those that the runner can give to the remaining segment jobs."""
+def _limit_workers(
+    config: ScheduleConfig, largest_job: int | None, num_segments: int
+) -> ScheduleConfig:
+    """Lower the fewest workers to what the remaining segment jobs may have together."""
+    if largest_job is None:
+        return config
     pool = config.preprocessing
-    fewest, most = pool.min_workers, pool.max_workers
-    if runner.slots is not None:
-        slots = max(1, runner.slots.total)
-        fewest, most = min(fewest, slots), min(most, slots)
-    if runner.largest is not None:
-        fewest = min(fewest, num_segments * runner.largest)
-    return replace(config, preprocessing=replace(pool, min_workers=fewest, max_workers=most))
+    fewest = min(pool.min_workers, num_segments * largest_job)
+    return replace(config, preprocessing=replace(pool, min_workers=fewest))
 
 
 def booked_resources(job: JobState, sizes: Sizes | None) -> tuple[float, int]:
@@ -252,7 +251,7 @@ def candidate_sizes(job: JobState, state: State) -> tuple[list[Sizes], list[floa
     Raises:
         PlanError: even its smallest pools do not fit into the whole budget.
     """
-    work = remaining_work(job, state.now_sec, state.budget, state.runner)
+    work = remaining_work(job, state.now_sec, state.budget, state.largest_job)
     grid = find_candidates(work.snapshot, work.config, work.models, work.largest_job)
     if _ends_soon(job, work):
         assert job.sizes is not None, "it runs"

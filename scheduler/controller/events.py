@@ -17,8 +17,6 @@ Outcome = Literal["done", "left", "failed", "lost", "oom"]
 """How a process ended. `done`: its work is complete; `left`: it exited on request; `failed`: it
 reported that it cannot do its work; `lost`: it was killed, or its node failed; `oom`: it was killed
 for memory."""
-RunnerName = Literal["local", "flink", "dataflow"]
-"""The Beam runner of segment jobs; `local` runs them in their own processes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,48 +39,8 @@ class BudgetSet(Event):
     """Whether cores and memory of a process are limits that can be changed while it runs."""
     time_cost_exponent: float | None = None
     """That of `schedule.budget` for all jobs; None to use the one of each job."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunnerSet(Event):
-    """Where segment jobs run from now on; what was read of another cluster is discarded.
-
-    The first answer of a cluster is part of the event, so that no job starts before its slots are
-    known.
-    """
-
-    name: RunnerName
-    """The Beam runner."""
-    largest: int | None = None
-    """Most workers of one segment job; None if its configuration does not limit them."""
-    address: str | None = None
-    """Address of a cluster."""
-    free: int | None = None
-    """As in `SlotsRead`; all three, or none."""
-    own: int | None = None
-    """As in `SlotsRead`."""
-    total: int | None = None
-    """As in `SlotsRead`."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SlotsRead(Event):
-    """The slots of the cluster that runs segment jobs; each holds one worker."""
-
-    free: int
-    """Slots that no job holds."""
-    own: int
-    """Slots that this scheduler's segment jobs hold."""
-    total: int
-    """All slots."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SlotsUnread(Event):
-    """The cluster did not answer."""
-
-    detail: str
-    """The error."""
+    largest_job: int | None = None
+    """Most workers of one segment job; None if the Beam runner does not limit them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

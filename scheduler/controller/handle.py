@@ -30,9 +30,6 @@ from scheduler.controller.events import (
     ProcessEvent,
     Read,
     Resized,
-    RunnerSet,
-    SlotsRead,
-    SlotsUnread,
     Started,
     Stepped,
     Submitted,
@@ -50,7 +47,6 @@ from scheduler.controller.state import (
     State,
     UsageWindow,
     job_of_document,
-    update_runner,
 )
 from scheduler.controller.tick import add_steps, forecast_memory, predict_segment_sec, run_tick
 from scheduler.elasticity import CoreReadings
@@ -103,8 +99,6 @@ def _apply(state: State, event: Event) -> tuple[State, list[Action]]:
         return _set_budget(state, event), []
     if isinstance(event, Submitted):
         return _submit(state, event), []
-    if isinstance(event, RunnerSet | SlotsRead | SlotsUnread):
-        return replace(state, runner=update_runner(state.runner, event)), []
     if not isinstance(event, JobEvent):
         return state, []
     job = state.jobs.get(event.job)
@@ -136,7 +130,7 @@ def _set_budget(state: State, event: BudgetSet) -> State:
         memory=event.memory_bytes,
         time_cost_exponent=event.time_cost_exponent,
     )
-    return replace(state, budget=budget, resizes=event.resizes)
+    return replace(state, budget=budget, resizes=event.resizes, largest_job=event.largest_job)
 
 
 def _submit(state: State, event: Submitted) -> State:
@@ -157,7 +151,6 @@ def _submit(state: State, event: Submitted) -> State:
             phase="submitted",
             sizes=None,
             backoffs={},
-            waits_for_slots=False,
             replica_cpus=replica_cpus,
             store_cpus=store_cpus,
             usage=UsageWindow(),
@@ -407,7 +400,7 @@ def _forecast_need(job: JobState, process: Process, state: State) -> int:
         return 0
     trainer, end = job, job.num_steps
     if process.pool == "segment":
-        work = remaining_work(job, state.now_sec, state.budget, state.runner)
+        work = remaining_work(job, state.now_sec, state.budget, state.largest_job)
         trainer, end = None, int(predict_segment_sec(job, work, process)[0])
     forecast = forecast_memory(trainer, process, end)
     return -(-forecast.needed_bytes // process.workers) if forecast.confident else 0
@@ -443,7 +436,7 @@ def _on_preempted(job: JobState, event: Preempted, state: State) -> Result:
     if process.pool == "coordinator" and job.grouped:
         why = "its replicas continue from the checkpoint with a new coordinator"
     if process.pool == "segment":
-        work = remaining_work(job, event.time_sec, state.budget, state.runner)
+        work = remaining_work(job, event.time_sec, state.budget, state.largest_job)
         latest_end = process.began_sec + predict_segment_sec(job, work, process)[1]
         rest = latest_end - event.time_sec
         if 0.0 < rest <= event.grace_sec:

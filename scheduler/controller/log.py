@@ -36,9 +36,6 @@ from scheduler.controller.events import (
     Preempted,
     Read,
     Resized,
-    RunnerSet,
-    SlotsRead,
-    SlotsUnread,
     Started,
     Stepped,
     Submitted,
@@ -57,9 +54,6 @@ EVENT_TYPES: Mapping[str, type[Event]] = MappingProxyType(
         kind.__name__: kind
         for kind in (
             BudgetSet,
-            RunnerSet,
-            SlotsRead,
-            SlotsUnread,
             Submitted,
             Drained,
             Started,

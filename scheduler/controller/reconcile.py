@@ -11,16 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from scheduler.controller.slots import stores_present, stores_ready, update_members
-from scheduler.controller.state import (
-    Action,
-    JobState,
-    PoolName,
-    Process,
-    Runner,
-    State,
-    WorkerBound,
-    bound_workers,
-)
+from scheduler.controller.state import Action, JobState, PoolName, Process, State
 from scheduler.model.grid import MIB, Sizes, mib
 from scheduler.planner.correction import MEMORY_HEADROOM, MIN_GAIN, end_change
 from scheduler.planner.policy import counted
@@ -37,8 +28,7 @@ def reconcile(state: State) -> tuple[State, list[Action]]:
         cpus=state.budget.cpus - cpus,
         memory_bytes=state.budget.memory - memory,
         resizes=state.resizes,
-        runner=state.runner,
-        booked_workers=sum(p.workers for j in state.jobs.values() for p in j.of_pool("segment")),
+        largest_job=state.largest_job,
     )
     jobs: Mapping[str, JobState] = dict(state.jobs)
     for job in state.jobs.values():
@@ -63,8 +53,7 @@ class Reconciler:
     now_sec: float
     cpus: float
     memory_bytes: int
-    runner: Runner
-    booked_workers: int
+    largest_job: int | None = None
     resizes: bool = False
     lacks_memory: bool = False
     """Whether a process was not started for lack of memory only (its cores fit)."""
@@ -88,11 +77,6 @@ class Reconciler:
             "(draining processes still count)"
         )
         return False
-
-    def next_workers(self, job: JobState) -> WorkerBound:
-        """Return the workers of a job's next segment job."""
-        wanted = 1 if job.sizes is None else job.sizes.workers_per_job
-        return bound_workers(self.runner, wanted, self.booked_workers, self.now_sec)
 
     def end(self, job: JobState, process: Process, reason: str, *, stop: bool = False) -> JobState:
         """Drain or kill a process, unless it is leaving already."""
@@ -171,15 +155,14 @@ class Reconciler:
         pool: PoolName,
         number: int,
         reason: str,
-        bound: WorkerBound | None = None,
+        workers: int = 1,
     ) -> JobState:
         """Start a process, unless its task has one, is backing off, or does not fit."""
-        bound = bound or WorkerBound(1)
         task_id = f"{pool}-{number}"
         backoff = job.backoffs.get(task_id)
         runs = any(p.task_id == task_id for p in job.processes.values())
         early = backoff is not None and self.now_sec < backoff.retry_sec
-        cpus, memory_bytes = required_resources(job, pool, bound.workers)
+        cpus, memory_bytes = required_resources(job, pool, workers)
         if runs or early or not self.has_room(task_id, cpus, memory_bytes):
             return job
         attempt = job.attempts.get(task_id, 0) + 1
@@ -190,14 +173,12 @@ class Reconciler:
             status="starting",
             cpus=cpus,
             memory_bytes=memory_bytes,
-            workers=bound.workers,
+            workers=workers,
             began_sec=self.now_sec,
         )
         self.cpus -= cpus
         self.memory_bytes -= memory_bytes
-        self.booked_workers += bound.workers if pool == "segment" else 0
-        values = {"workers": float(bound.workers), "memory_bytes": float(memory_bytes)}
-        values |= bound.values
+        values = {"workers": float(workers), "memory_bytes": float(memory_bytes)}
         if pool == "coordinator":
             values["grouped"] = float(job.grouped)
         self.actions.append(
@@ -353,43 +334,23 @@ def _reconcile_segments(job: JobState, sizes: Sizes, reconciler: Reconciler) -> 
             continue
         if len(building) >= most:
             break
-        bound = reconciler.next_workers(job)
-        if not bound.workers:
-            job = _wait_for_slots(job, number, bound, reconciler)
-            break
-        job = replace(job, waits_for_slots=False)
-        resources = required_resources(job, "segment", bound.workers)
+        workers = min(sizes.workers_per_job, reconciler.largest_job or sizes.workers_per_job)
+        resources = required_resources(job, "segment", workers)
         if not reconciler.has_room(f"segment-{number}", *resources):
             break
         before = len(job.processes)
-        job = _build(job, number, bound, reconciler)
+        reason = f"segment {number} of {job.num_segments} is to be built"
+        if workers < sizes.workers_per_job:
+            reason += f" by {counted(workers, 'worker')}: the runner's file allows no more"
+        job = reconciler.start(job, "segment", number, reason, workers)
         if len(job.processes) == before:
             break  # it is backing off, and later segments wait for it anyway
         building.append(number)
-    full = len(building) >= most or job.waits_for_slots
-    if unbuilt and building and unbuilt[0] not in building and full:
+    if unbuilt and unbuilt[0] not in building and len(building) >= most:
         last = job.of_pool("segment")[-1]
         why = f"segment {unbuilt[0]} is to be built first: later ones wait for it"
         job = reconciler.end(job, last, why, stop=True)
     return job
-
-
-def _build(job: JobState, number: int, bound: WorkerBound, reconciler: Reconciler) -> JobState:
-    reason = f"segment {number} of {job.num_segments} is to be built"
-    if bound.reason:
-        reason += f" by {counted(bound.workers, 'worker')}: {bound.reason}"
-    return reconciler.start(job, "segment", number, reason, bound)
-
-
-def _wait_for_slots(
-    job: JobState, number: int, bound: WorkerBound, reconciler: Reconciler
-) -> JobState:
-    """Decide once that the next segment job waits for a slot."""
-    if job.waits_for_slots:
-        return job
-    reason = f"segment {number} of {job.num_segments} waits for a slot: {bound.reason}"
-    reconciler.actions.append(Action(verb="wait", job=job.name, reason=reason, values=bound.values))
-    return replace(job, waits_for_slots=True)
 
 
 def is_settled(job: JobState) -> bool:
@@ -399,8 +360,7 @@ def is_settled(job: JobState) -> bool:
     if any(p.status != "running" or _lacks_memory(job, p) for p in job.processes.values()):
         return False
     wanted = min(job.sizes.segment_jobs if job.built else 1, job.remaining_segments)
-    building = len(job.of_pool("segment"))
-    if building > wanted or (building < wanted and not job.waits_for_slots):
+    if len(job.of_pool("segment")) != wanted:
         return False
     if not job.built:
         return True

@@ -1,4 +1,4 @@
-"""The controller's state: the jobs, their processes and measurements, and the runner of builds."""
+"""The controller's state: the jobs, their processes and measurements."""
 
 from __future__ import annotations
 
@@ -6,21 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from scheduler.controller.events import (
-    Event,
-    LoadKnown,
-    RunnerName,
-    RunnerSet,
-    SlotsRead,
-    SlotsUnread,
-)
+from scheduler.controller.events import LoadKnown
 from scheduler.elasticity import CoreReadings, PoolSizes
 from scheduler.model.fit import Window
 from scheduler.model.grid import Sizes
 from scheduler.model.snapshot import Snapshot
 from scheduler.planner.correction import Correction
 from scheduler.planner.machine_sizes import MachineSizes, cluster_schedule
-from scheduler.planner.policy import counted
 from schemas.config.job import Job, parse_stored_job
 from schemas.config.schedule import BudgetConfig
 
@@ -186,8 +178,6 @@ class JobState:
     """Live processes by name."""
     built: frozenset[int] = frozenset()
     """Committed segments."""
-    waits_for_slots: bool = False
-    """Whether its next segment job waits for a slot of the cluster, and a decision says so."""
     attempts: Mapping[str, int] = field(default_factory=dict[str, int])
     """Starts by task."""
     backoffs: Mapping[str, BackoffState] = field(default_factory=dict[str, BackoffState])
@@ -302,110 +292,6 @@ def job_of_document(document: str, name: str, sizes: MachineSizes | None) -> Job
     return replace(job, schedule=schedule)
 
 
-# Where segment jobs run, and how many workers the next one may have.
-#
-# A slot of a cluster holds one worker. Slots of this scheduler's jobs are counted by what was
-# started, because a job gets its slots seconds after its start and holds none between its two
-# pipelines; the cluster's answer is used only for the slots of others.
-
-SLOTS_VALID_SEC = 300.0
-"""How long the last answer of a cluster that became silent is used; a segment job takes minutes."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ClusterSlots:
-    """Slots of a cluster, as read last."""
-
-    total: int
-    """All slots."""
-    others: int
-    """Slots that other schedulers' jobs hold."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Runner:
-    """Where segment jobs run."""
-
-    name: RunnerName = "local"
-    """The Beam runner."""
-    largest: int | None = None
-    """Most workers of one segment job; None if its configuration does not limit them."""
-    address: str | None = None
-    """Address of a cluster."""
-    slots: ClusterSlots | None = None
-    """Slots of a cluster that has answered."""
-    silent_sec: float | None = None
-    """Time since which it does not answer."""
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerBound:
-    """Workers of the next segment job.
-
-    Attributes:
-        workers: how many; 0 if it must wait for a slot.
-        reason: what limits them; empty if only the target sizes do.
-        values: numbers for the decision.
-    """
-
-    workers: int
-    reason: str = ""
-    values: dict[str, float] = field(default_factory=dict[str, float])
-
-
-def update_runner(runner: Runner, event: Event) -> Runner:
-    """Return the runner after an event."""
-    if isinstance(event, RunnerSet):
-        return Runner(
-            name=event.name,
-            largest=event.largest,
-            address=event.address,
-            slots=_slots(event.free, event.own, event.total),
-        )
-    if isinstance(event, SlotsRead):
-        slots = _slots(event.free, event.own, event.total)
-        return replace(runner, slots=slots, silent_sec=None)
-    if isinstance(event, SlotsUnread) and runner.silent_sec is None:
-        return replace(runner, silent_sec=event.time_sec)
-    return runner
-
-
-def _slots(free: int | None, own: int | None, total: int | None) -> ClusterSlots | None:
-    if free is None or own is None or total is None:
-        return None
-    # The three are not read at the same instant, so they need not add up.
-    return ClusterSlots(total=total, others=max(0, total - free - own))
-
-
-def bound_workers(runner: Runner, wanted: int, booked: int, now_sec: float) -> WorkerBound:
-    """Return how many workers the next segment job gets.
-
-    Args:
-        runner: where it runs.
-        wanted: workers by the job's sizes.
-        booked: workers of all live segment jobs.
-        now_sec: the time.
-    """
-    most = wanted if runner.largest is None else min(wanted, runner.largest)
-    by_file = f"the runner's file allows {counted(most, 'worker')}" if most < wanted else ""
-    if runner.name != "flink":
-        return WorkerBound(most, by_file)
-    silent = None if runner.silent_sec is None else now_sec - runner.silent_sec
-    slots = runner.slots
-    if slots is None or (silent is not None and silent > SLOTS_VALID_SEC):
-        return WorkerBound(
-            max(0, min(most, 1 - booked)), "the cluster does not answer, so one worker at a time"
-        )
-    free = max(0, slots.total - slots.others - booked)
-    reason = f"{free} of {counted(slots.total, 'slot')} {'is' if free == 1 else 'are'} free"
-    if silent is not None:
-        reason += f" (the cluster has not answered for {silent:,.0f} s)"
-    if by_file and free >= most:
-        reason += f", {by_file}"
-    values = {"free_slots": float(free), "total_slots": float(slots.total)}
-    return WorkerBound(min(most, free), reason, values)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class State:
     """All jobs and what they share."""
@@ -416,8 +302,8 @@ class State:
     """Budget of all jobs together."""
     resizes: bool = False
     """Whether cores and memory of a process are limits that can be changed while it runs."""
-    runner: Runner = field(default_factory=Runner)
-    """Where segment jobs run."""
+    largest_job: int | None = None
+    """Most workers of one segment job; None if the Beam runner does not limit them."""
     jobs: Mapping[str, JobState] = field(default_factory=dict[str, JobState])
     """By name, in order of submission."""
 

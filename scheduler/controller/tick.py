@@ -111,7 +111,7 @@ def _may_outgrow(job: JobState, num_ticks: int) -> bool:
 def _check_job(
     job: JobState, sizes: Sizes, state: State, budget: BudgetConfig
 ) -> tuple[JobState, list[Action]]:
-    work = remaining_work(job, state.now_sec, budget, state.runner)
+    work = remaining_work(job, state.now_sec, budget, state.largest_job)
     predicted = predict_step(work, sizes)
     job, step_sec = replace(job, predicted_step=predicted), predicted.seconds
     actions: list[Action] = []

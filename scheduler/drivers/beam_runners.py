@@ -1,7 +1,6 @@
 """Run segment jobs on Beam runners: a Flink session cluster, Dataflow, or this machine.
 
-Nothing is decided here: what a cluster reports goes into the log as events, and the controller
-limits the next segment job by it.
+Each gets its workers at its submission. A Flink cluster without free slots queues it.
 """
 
 from __future__ import annotations
@@ -12,14 +11,13 @@ import json
 import re
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 from urllib.parse import quote, urlsplit
 
-from scheduler.controller.events import Event, RunnerName, RunnerSet, SlotsRead, SlotsUnread
-from scheduler.controller.state import ENDED_PHASES, SLOTS_VALID_SEC, State
+from scheduler.controller.state import State
 from scheduler.drivers.base import instance_of
 from schemas.config.parse import read_yaml
 from schemas.errors import SchemaError, check_at_least
@@ -31,20 +29,14 @@ Progress = Callable[[str], None]
 class SegmentRunner:
     """Where segment jobs run. This one is Beam's local runner, in their own processes."""
 
-    def begin(self, state: State, now_sec: float) -> list[Event]:
-        """Return the events that precede all decisions: that this runner is selected.
+    largest_job: int | None = None
+    """Most workers of one segment job; None if not limited."""
 
-        Raises:
-            SchemaError: no segment job can run there.
-        """
-        return [] if state.runner.name == "local" else [RunnerSet(time_sec=now_sec, name="local")]
+    def check(self) -> None:
+        """Raise SchemaError if no segment job can run there."""
 
-    def poll(self, state: State, now_sec: float, progress: Progress) -> list[Event]:
-        """Return new events; called about twice a second. Only a cluster has some."""
-        return []
-
-    def end(self, state: State, progress: Progress) -> None:
-        """Cancel what remains of ended segment jobs; called once, at the end."""
+    def cancel_ended(self, state: State, now_sec: float, progress: Progress) -> None:
+        """Cancel what remains of segment jobs that have ended; called about twice a second."""
 
     def options(self, job: str, process: str, workers: int) -> list[str]:
         """Return the Beam options of a segment job; those of the local runner are added later."""
@@ -96,8 +88,8 @@ class FlinkConfig:
 
     address: str
     """URL of its REST API, such as `http://127.0.0.1:8081`."""
-    largest_parallelism: int | None = None
-    """Maximum workers of one segment job; null: the number of slots."""
+    largest_parallelism: int
+    """Maximum workers of one segment job, at most the number of slots."""
     job_endpoint: str | None = None
     """`HOST:PORT` of a running Beam job server; either this or `job_server_jar`."""
     job_server_jar: str | None = None
@@ -171,7 +163,7 @@ class DataflowConfig:
 class RunnerConfig:
     """Where segment jobs run."""
 
-    runner: RunnerName = "local"
+    runner: Literal["local", "flink", "dataflow"] = "local"
     """`local`: processes on this machine; `flink`, `dataflow`: as configured in that section."""
     flink: FlinkConfig | None = None
     """For `runner: flink`."""
@@ -198,111 +190,14 @@ def _check_options(options: Sequence[str], reserved: Sequence[str]) -> None:
 
 TIMEOUT_SEC = 5.0
 """Time limit of one request; the scheduler's loop waits for it."""
-FLINK_ENDED = ("FINISHED", "CANCELED", "FAILED", "CANCELLING")
-"""Job states that need no cancellation."""
-GONE = (http.HTTPStatus.NOT_FOUND, http.HTTPStatus.CONFLICT)
-"""Status codes for a job or task manager that is gone, or ended before it was cancelled."""
-
-
-class UnreachableError(Exception):
-    """The API does not answer, or not as Flink does."""
-
-
-@dataclass(frozen=True, slots=True)
-class Load:
-    """Slots of a cluster.
-
-    Attributes:
-        free: slots that no job holds.
-        own: slots that jobs with the given prefix hold.
-        total: all slots.
-        running: names of unfinished jobs with that prefix, by id.
-    """
-
-    free: int
-    own: int
-    total: int
-    running: Mapping[str, str]
-
-
-class FlinkRest:
-    """The REST API of one cluster."""
-
-    def __init__(self, address: str, timeout_sec: float = TIMEOUT_SEC) -> None:
-        """Create a client; nothing is sent.
-
-        Args:
-            address: URL.
-            timeout_sec: time limit of one request.
-        """
-        self._address = address.rstrip("/")
-        self._timeout_sec = timeout_sec
-        # Without the environment's web proxies.
-        self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-
-    def load(self, prefix: str) -> Load:
-        """Return the current use of slots.
-
-        Free slots are read first, so that slots which an own job takes meanwhile are counted twice
-        rather than not at all.
-
-        Args:
-            prefix: of the names of own jobs.
-
-        Raises:
-            UnreachableError: no valid answer.
-        """
-        try:
-            managers = self._request("GET", "/taskmanagers")["taskmanagers"]
-            jobs = {job["jid"]: job for job in self._request("GET", "/jobs/overview")["jobs"]}
-            names = {i: job["name"] for i, job in jobs.items() if job["name"].startswith(prefix)}
-            busy = [m["id"] for m in managers if names and m["freeSlots"] < m["slotsNumber"]]
-            return Load(
-                free=sum(manager["freeSlots"] for manager in managers),
-                own=sum(self._held(manager, names) for manager in busy),
-                total=sum(manager["slotsNumber"] for manager in managers),
-                running={i: n for i, n in names.items() if jobs[i]["state"] not in FLINK_ENDED},
-            )
-        except (KeyError, TypeError, AttributeError) as error:
-            raise UnreachableError(f"invalid answer ({error!r})") from error
-
-    def cancel(self, job_id: str) -> None:
-        """Cancel a job, unless it has ended.
-
-        Raises:
-            UnreachableError: no valid answer.
-        """
-        self._request("PATCH", f"/jobs/{quote(job_id)}?mode=cancel")
-
-    def _held(self, manager: str, names: Mapping[str, str]) -> int:
-        """Return the number of slots of a task manager that own jobs hold, 0 if it is gone."""
-        answer = self._request("GET", f"/taskmanagers/{quote(manager, safe=':')}")
-        return sum(slot["jobId"] in names for slot in answer.get("allocatedSlots", []))
-
-    def _request(self, method: str, path: str) -> Any:
-        request = urllib.request.Request(self._address + path, method=method)
-        try:
-            with self._opener.open(request, timeout=self._timeout_sec) as answer:
-                return json.loads(answer.read())
-        except urllib.error.HTTPError as error:
-            error.close()
-            if error.code in GONE and path.count("/") > 1:
-                return {}  # it was listed a moment ago
-            raise UnreachableError(f"HTTP {error.code} of {path}") from error
-        except urllib.error.URLError as error:
-            raise UnreachableError(str(error.reason)) from error
-        except (OSError, http.client.HTTPException, ValueError) as error:
-            raise UnreachableError(f"{type(error).__name__}: {error}") from error
-
-
 READ_SEC = 5.0
 """Time between two requests."""
-MAX_READ_SEC = 60.0
-"""Upper limit of that time; it doubles while the cluster does not answer."""
+FLINK_ENDED = ("FINISHED", "CANCELED", "FAILED", "CANCELLING")
+"""Job states that need no cancellation."""
 
 
 class FlinkRunner(SegmentRunner):
-    """A Flink session cluster, polled for its free slots."""
+    """A Flink session cluster. Its jobs outlive their segment jobs, and are cancelled here."""
 
     def __init__(self, config: FlinkConfig, names: JobNames, file: str) -> None:
         """Create a runner; nothing is sent.
@@ -315,82 +210,77 @@ class FlinkRunner(SegmentRunner):
         self._config = config
         self._names = names
         self._file = file
-        self._rest = FlinkRest(config.address)
-        self._last_load: tuple[int, int, int] | None = None
-        self._reported_silence = False
+        self._is_silent = False
         self._next_sec = 0.0
-        self._pause_sec = READ_SEC
+        self.largest_job = config.largest_parallelism
 
-    def begin(self, state: State, now_sec: float) -> list[Event]:
-        """Return the events that precede all decisions.
-
-        Raises:
-            SchemaError: the cluster has never answered, or has never had enough slots for
-                `largest_parallelism`.
-        """
-        largest, address = self._config.largest_parallelism, self._config.address
-        last = state.runner
-        same = (last.name, last.largest, last.address) == ("flink", largest, address)
-        self._next_sec = now_sec + READ_SEC
+    def check(self) -> None:
+        """Raise SchemaError if the cluster does not answer."""
         try:
-            load = self._rest.load(self._names.prefix)
-        except UnreachableError as error:
-            if same and last.slots is not None:
-                self._next_sec = now_sec
-                return []
+            self._running_jobs()
+        except OSError as error:
             raise SchemaError(
                 f"flink.address does not answer: {self._config.address}: {error}; start the "
                 "cluster, or correct the address",
                 file=self._file,
             ) from error
-        if same:  # lost task managers may return
-            return [self._slots_read(load, now_sec)]
-        if largest is not None and largest > load.total:
-            raise SchemaError(
-                f"flink.largest_parallelism exceeds the {load.total} slots of the cluster: "
-                f"{largest}; lower it, or start more task managers",
-                file=self._file,
-            )
-        self._last_load = (load.free, load.own, load.total)
-        return [
-            RunnerSet(
-                time_sec=now_sec,
-                name="flink",
-                largest=largest,
-                address=address,
-                free=load.free,
-                own=load.own,
-                total=load.total,
-            )
-        ]
 
-    def poll(self, state: State, now_sec: float, progress: Progress) -> list[Event]:
-        """Return new events, at most one request in `READ_SEC`.
-
-        Flink jobs whose segment job was stopped or killed are cancelled.
-        """
-        builds = any(
-            job.remaining_segments for job in state.jobs.values() if job.phase not in ENDED_PHASES
-        )
-        if now_sec < self._next_sec or not builds:
-            return []
-        try:
-            load = self._rest.load(self._names.prefix)
-            self._cancel(load, state, progress)
-        except UnreachableError as error:
-            return self._on_silence(state, now_sec, error, progress)
-        self._pause_sec, self._reported_silence = READ_SEC, False
+    def cancel_ended(self, state: State, now_sec: float, progress: Progress) -> None:
+        """Cancel Flink jobs whose segment job was stopped or killed, every `READ_SEC`."""
+        if now_sec < self._next_sec:
+            return
         self._next_sec = now_sec + READ_SEC
-        changed = self._last_load != (load.free, load.own, load.total)
-        was_silent = state.runner.silent_sec is not None
-        return [self._slots_read(load, now_sec)] if changed or was_silent else []
-
-    def end(self, state: State, progress: Progress) -> None:
-        """Cancel the Flink jobs of segment jobs that have ended."""
+        live = {
+            self._names.of(job.name, process.name)
+            for job in state.jobs.values()
+            for process in job.of_pool("segment")
+        }
         try:
-            self._cancel(self._rest.load(self._names.prefix), state, progress)
-        except UnreachableError as error:
-            progress(f"runner: {self._config.address} does not answer: {error}; jobs may run on")
+            for job_id, name in self._running_jobs().items():
+                if name not in live:
+                    progress(f"runner: {name} is cancelled: its segment job has ended")
+                    self._request("PATCH", f"/jobs/{quote(job_id)}?mode=cancel")
+            self._is_silent = False
+        except OSError as error:
+            if not self._is_silent:
+                progress(
+                    f"runner: {self._config.address} does not answer: {error}; jobs may run on"
+                )
+            self._is_silent = True
+
+    def _running_jobs(self) -> dict[str, str]:
+        """Return the names of this scheduler's unfinished jobs by id.
+
+        Raises:
+            OSError: no valid answer.
+        """
+        try:
+            return {
+                job["jid"]: job["name"]
+                for job in json.loads(self._request("GET", "/jobs/overview"))["jobs"]
+                if job["name"].startswith(self._names.prefix) and job["state"] not in FLINK_ENDED
+            }
+        except (ValueError, KeyError, TypeError) as error:
+            raise OSError(f"invalid answer ({error!r})") from error
+
+    def _request(self, method: str, path: str) -> bytes:
+        url = self._config.address.rstrip("/") + path
+        # Without the environment's web proxies.
+        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        try:
+            with opener.open(
+                urllib.request.Request(url, method=method), timeout=TIMEOUT_SEC
+            ) as got:
+                return got.read()
+        except urllib.error.HTTPError as error:
+            error.close()
+            if method == "PATCH":
+                return b""  # it ended before it was cancelled
+            raise OSError(f"HTTP {error.code} of {path}") from error
+        except urllib.error.URLError as error:
+            raise OSError(str(error.reason)) from error
+        except http.client.HTTPException as error:
+            raise OSError(f"{type(error).__name__}: {error}") from error
 
     def options(self, job: str, process: str, workers: int) -> list[str]:
         """Return the Beam options of a segment job."""
@@ -411,36 +301,6 @@ class FlinkRunner(SegmentRunner):
             *config.options,
         ]
 
-    def _slots_read(self, load: Load, now_sec: float) -> SlotsRead:
-        self._last_load = (load.free, load.own, load.total)
-        return SlotsRead(time_sec=now_sec, free=load.free, own=load.own, total=load.total)
-
-    def _on_silence(
-        self, state: State, now_sec: float, error: UnreachableError, progress: Progress
-    ) -> list[Event]:
-        self._pause_sec = min(MAX_READ_SEC, 2.0 * self._pause_sec)
-        self._next_sec = now_sec + self._pause_sec
-        if not self._reported_silence:
-            self._reported_silence = True
-            progress(
-                f"runner: {self._config.address} does not answer ({error}); its last known slots "
-                f"are used for {SLOTS_VALID_SEC:g} s, then one worker at a time"
-            )
-        if state.runner.silent_sec is not None:
-            return []
-        return [SlotsUnread(time_sec=now_sec, detail=str(error))]
-
-    def _cancel(self, load: Load, state: State, progress: Progress) -> None:
-        live = {
-            self._names.of(job.name, process.name)
-            for job in state.jobs.values()
-            for process in job.of_pool("segment")
-        }
-        for job_id, name in load.running.items():
-            if name not in live:
-                progress(f"runner: {name} is cancelled: its segment job has ended")
-                self._rest.cancel(job_id)
-
 
 def _master(address: str) -> str:
     """Return an address as Beam expects it: without the scheme `http`.
@@ -454,7 +314,7 @@ def _master(address: str) -> str:
 
 
 class DataflowRunner(SegmentRunner):
-    """Google Cloud Dataflow, which provides the workers that a job requests: nothing is polled."""
+    """Google Cloud Dataflow, which provides the workers that a job requests."""
 
     def __init__(self, config: DataflowConfig, names: JobNames) -> None:
         """Create a runner.
@@ -465,13 +325,7 @@ class DataflowRunner(SegmentRunner):
         """
         self._config = config
         self._names = names
-
-    def begin(self, state: State, now_sec: float) -> list[Event]:
-        """Return the event that selects this runner, if another one was selected."""
-        largest = self._config.max_workers
-        if (state.runner.name, state.runner.largest) == ("dataflow", largest):
-            return []
-        return [RunnerSet(time_sec=now_sec, name="dataflow", largest=largest)]
+        self.largest_job = config.max_workers
 
     def options(self, job: str, process: str, workers: int) -> list[str]:
         """Return the Beam options of a segment job."""

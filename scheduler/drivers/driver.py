@@ -9,6 +9,7 @@ processes that kept running are found by name.
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import shutil
@@ -183,17 +184,19 @@ class Driver:
             job = self.state.jobs.get(submitted.job)
             if job is None or job.phase != "finished":
                 copy_job_file(self._paths[submitted.job])
-        # First, as it may raise; its events follow the budget that bounds them.
-        runner_events = self._options.runner.begin(self.state, time.time())
+        if not self.state.jobs:
+            self._options.runner.check()
         state, resizes = self.state, self._platform.resizes
+        largest_job = self._options.runner.largest_job
         budget = state.budget
         current = (
             budget.cpus,
             budget.memory,
             budget.time_cost_exponent,
             state.resizes,
+            state.largest_job,
         )
-        if current != (cpus, memory_bytes, time_cost_exponent, resizes):
+        if current != (cpus, memory_bytes, time_cost_exponent, resizes, largest_job):
             self._handle(
                 BudgetSet(
                     time_sec=time.time(),
@@ -201,10 +204,9 @@ class Driver:
                     memory_bytes=memory_bytes,
                     resizes=resizes,
                     time_cost_exponent=time_cost_exponent,
+                    largest_job=largest_job,
                 )
             )
-        for event in runner_events:
-            self._handle(event)
         for submitted in jobs:
             job = self.state.jobs.get(submitted.job)
             if job is None or job.phase in ("drained", "draining", "failed"):
@@ -217,7 +219,7 @@ class Driver:
 
     def end(self) -> None:
         """Cancel what remains where segment jobs ran; remove copies of files at a store."""
-        self._options.runner.end(self.state, self._options.progress)
+        self._options.runner.cancel_ended(self.state, math.inf, self._options.progress)
         for name, paths in self._paths.items():
             if paths.is_remote and self.state.jobs[name].phase == "finished":
                 shutil.rmtree(paths.folder / "work", ignore_errors=True)
@@ -236,8 +238,7 @@ class Driver:
             if name in self._paths and time.time() >= self._next_poll_sec[name]:
                 self._read_storage(name, self._poll_job)
         now = time.time()
-        for event in self._options.runner.poll(self.state, now, self._options.progress):
-            self._handle(event)
+        self._options.runner.cancel_ended(self.state, now, self._options.progress)
         if now - self._last_tick_sec >= self._tick_interval(now) or self._restart_is_due(now):
             self._last_tick_sec = now
             self._handle(self._measure(now))

@@ -173,12 +173,12 @@ def plan_jobs(request: RunRequest) -> list[tuple[Action, list[str]]]:
     state, runner = State(), request.driver.runner
     planned: list[tuple[Action, list[str]]] = []
     events: list[Event] = [
-        *runner.begin(state, now),
         BudgetSet(
             time_sec=now,
             cpus=budget.cpus,
             memory_bytes=budget.memory,
             time_cost_exponent=budget.time_cost_exponent,
+            largest_job=runner.largest_job,
         ),
         *jobs,
     ]

@@ -23,9 +23,6 @@ from scheduler.controller.events import (
     Preempted,
     Read,
     Resized,
-    RunnerSet,
-    SlotsRead,
-    SlotsUnread,
     Started,
     Stepped,
     Tick,
@@ -52,10 +49,6 @@ from tests.scheduler.status.made import lived
 
 EVENTS: list[Event] = [
     BUDGET,
-    RunnerSet(time_sec=0.0, name="flink", largest=4),
-    RunnerSet(time_sec=0.0, name="flink", address="http://a:1", free=3, own=1, total=8),
-    SlotsRead(time_sec=0.5, free=3, own=1, total=8),
-    SlotsUnread(time_sec=0.7, detail="refused"),
     submitted("first"),
     Drained(time_sec=1.0, job="first"),
     Started(time_sec=1.0, job="first", process="segment-0.1"),

@@ -1,13 +1,12 @@
 """Events that a driver sends when it starts, and their order."""
 
 import os
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from scheduler.controller.events import BudgetSet, Ended, Event, RunnerSet, Tick
+from scheduler.controller.events import Ended, Tick
 from scheduler.controller.log import LOG, Log, read_log
 from scheduler.controller.state import State
 from scheduler.drivers.beam_runners import SegmentRunner
@@ -22,46 +21,19 @@ from tests.scheduler.controller.world import BUDGET, submitted
 from tests.scheduler.made import paths_of
 
 WIDE = "  preprocessing: {min_workers: 4, max_workers: 4}"
-ONE_SLOT = RunnerSet(time_sec=0.0, name="flink", free=1, own=0, total=1)
-
-
-class Elsewhere(SegmentRunner):
-    """A place that says so much at the beginning."""
-
-    def __init__(self, events: Callable[[], list[Event]]) -> None:
-        self._events = events
-
-    def begin(self, state: State, now_sec: float) -> list[Event]:
-        return [replace(event, time_sec=now_sec) for event in self._events()]
-
-
-def begin(folder: Path, events: Callable[[], list[Event]]) -> None:
-    """Begin where a bench stood that had one slot, with less of a budget."""
-    bench = Bench(BUDGET, ONE_SLOT, submitted("first", 4, WIDE))
-    bench.built(0)
-    options = DriverOptions(output=folder, runner=Elsewhere(events))
-    with Log(folder / LOG) as log:
-        log.append(BUDGET, [], bench.state)
-        driver = Driver(options, ThisMachine(), log, {})
-        driver.begin([], 3.0, BUDGET.memory_bytes)
-
-
-def test_begin_starts_nothing_under_the_budget_before(tmp_path: Path) -> None:
-    more = replace(ONE_SLOT, free=8, total=8)
-    begin(tmp_path, lambda: [more])
-    entries = read_log(tmp_path / LOG)[1:]
-    assert [type(entry.event) for entry in entries] == [BudgetSet, RunnerSet]
-    # What runs takes more than the new budget, so the slots that are free now are of no use.
-    assert not [d for e in entries for d in e.decisions if d.action == "start"]
 
 
 def test_begin_does_nothing_where_segment_jobs_cannot_run(tmp_path: Path) -> None:
-    def refuse() -> list[Event]:
-        raise SchemaError("cluster must answer, got nothing; start it")
+    class Silent(SegmentRunner):
+        def check(self) -> None:
+            raise SchemaError("cluster must answer, got nothing; start it")
 
-    with pytest.raises(SchemaError, match="cluster must answer"):
-        begin(tmp_path, refuse)
-    assert len(read_log(tmp_path / LOG)) == 1
+    options = DriverOptions(output=tmp_path, runner=Silent())
+    with Log(tmp_path / LOG) as log:
+        driver = Driver(options, ThisMachine(), log, {})
+        with pytest.raises(SchemaError, match="cluster must answer"):
+            driver.begin([], 3.0, BUDGET.memory_bytes)
+    assert read_log(tmp_path / LOG) == []
 
 
 def test_begin_again_takes_a_job_whose_sizes_were_settled_and_refuses_another_file(

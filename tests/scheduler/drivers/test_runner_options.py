@@ -20,9 +20,6 @@ from apache_beam.runners.dataflow.dataflow_runner import DataflowRunner
 from pipelines.beam.runner import pipeline_options
 from pipelines.cli import build_parser as pipelines_parser
 from scheduler.__main__ import main
-from scheduler.controller.events import RunnerSet
-from scheduler.controller.handle import handle
-from scheduler.controller.state import State
 from scheduler.drivers.base import instance_of
 from scheduler.drivers.beam_runners import (
     FlinkRunner,
@@ -131,20 +128,16 @@ def test_files_that_the_document_shows_are_read_and_beam_takes_their_options(
     assert runners == ["FlinkRunner", "DataflowRunner"]
 
 
-def test_place_of_no_file_is_the_local_runner_and_takes_another_back(tmp_path: Path) -> None:
+def test_place_of_no_file_is_the_local_runner(tmp_path: Path) -> None:
     local = segment_runner(None, tmp_path)
     assert type(local) is SegmentRunner
     assert local.options("small", "segment-0.1", 2) == []
-    assert local.begin(State(), 1.0) == []
-    state, _ = handle(State(), RunnerSet(time_sec=0.0, name="dataflow", largest=8))
-    assert local.begin(state, 1.0) == [RunnerSet(time_sec=1.0, name="local")]
+    assert local.largest_job is None
 
 
-def test_begin_of_dataflow_tells_the_machine_once(tmp_path: Path) -> None:
-    runner = runner_in(tmp_path, DATAFLOW)
-    events = runner.begin(State(), 1.0)
-    assert events == [RunnerSet(time_sec=1.0, name="dataflow", largest=8)]
-    assert runner.begin(handle(State(), events[0])[0], 2.0) == []
+def test_files_limit_the_workers_of_one_segment_job(tmp_path: Path) -> None:
+    found = [runner_in(tmp_path, text).largest_job for text in (FLINK, DATAFLOW)]
+    assert found == [4, 8]
 
 
 def test_names_are_those_of_one_scheduler_and_stay_when_it_is_started_again(
