@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import uuid
 from collections.abc import Generator, Iterator
@@ -52,27 +51,6 @@ def _new_file(path: Path) -> BinaryIO:
             return path.open("wb")
         except FileNotFoundError:
             _make_directory(path.parent)
-
-
-_DONTCACHE = 0x80
-"""Flag of a write, since Linux 6.14, whose pages leave the page cache once they are on disk."""
-
-
-def write_all(file: int, data: memoryview) -> None:
-    """Write all bytes to an open file."""
-    while len(data):
-        data = data[os.write(file, data) :]
-
-
-def write_uncached(file: int, data: memoryview) -> None:
-    """Write all bytes; the page cache drops them once they are on disk, if the system can do so."""
-    try:
-        count = os.pwritev(file, [data], -1, _DONTCACHE)  # -1: at the position of the file
-    except OSError as error:
-        if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
-            raise
-        count = 0
-    write_all(file, data[count:])
 
 
 def link_new(target: Path, data: bytes) -> str | None:

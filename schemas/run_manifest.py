@@ -31,7 +31,6 @@ from typing import Any, BinaryIO, TypeVar
 
 from schemas.errors import SchemaError
 from schemas.layout import BLOCKS, JOB, MANIFEST, SCHEMA
-from schemas.local_files import write_all, write_uncached
 from schemas.manifest import decode_manifest, encode_manifest
 from schemas.paths import is_below
 from schemas.run_log import (
@@ -252,10 +251,9 @@ def _fetch_file(run: Location, manifest: RunManifest, folder: Path, name: str) -
         with path.open("rb") as file:
             if len(matching_objects(file, objects)) == len(objects):
                 return
-    with Location.parse(path).new_file() as new_path, io.FileIO(new_path, "w") as target:
+    with Location.parse(path).new_file() as new_path, new_path.open("wb") as target:
         for each in objects:
-            write = write_uncached if each.num_bytes > CHUNK_BYTES else write_all
-            _copy_object(run, each, partial(write, target.fileno()))
+            _copy_object(run, each, target.write)
 
 
 def matching_objects(file: BinaryIO, objects: Sequence[RunObject]) -> tuple[RunObject, ...]:

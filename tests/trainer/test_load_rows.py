@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import mmap
+import errno
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -98,7 +99,7 @@ def load(saved: Saved, store: Store) -> None:
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let small files have several blocks, which threads hash, and parts several chunks."""
+    """Let small files have several blocks, and parts several chunks."""
     monkeypatch.setattr(read_rows, "_BLOCK_BYTES", 100)
     monkeypatch.setattr("trainer.stores.api._CHUNK_ROWS", 16)
 
@@ -137,13 +138,21 @@ def damages(path: Path) -> Iterator[Callable[[], object]]:
     yield path.unlink
 
 
-@pytest.mark.parametrize("is_cached", [True, False])
+@pytest.mark.parametrize("is_supported", [True, False])
 def test_files_of_many_blocks_are_loaded_and_verified(
-    is_cached: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    is_supported: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(read_rows, "_BLOCK_BYTES", mmap.PAGESIZE)
-    monkeypatch.setattr(read_rows, "_is_cached", lambda file, num_bytes: is_cached)
-    for num_rows in (4 * mmap.PAGESIZE // 8 - 16, 30_001):  # rows end with a page, and not
+    preadv = os.preadv
+
+    def refuse(file: int, buffers: list[memoryview], offset: int, flags: int) -> int:
+        if flags:
+            raise OSError(errno.EOPNOTSUPP, "refused")
+        return preadv(file, buffers, offset)
+
+    if not is_supported:
+        monkeypatch.setattr("trainer.checkpoint.read_rows.os.preadv", refuse)
+    monkeypatch.setattr(read_rows, "_BLOCK_BYTES", 4096)
+    for num_rows in (4 * 4096 // 8 - 16, 30_001):  # files end with a block, and not
         folder = tmp_path / str(num_rows)
         rows = np.arange(num_rows) * 7
         block = np.random.default_rng(0).random((num_rows, 4), np.float32)
@@ -158,19 +167,12 @@ def test_files_of_many_blocks_are_loaded_and_verified(
         for name in ROW_FILES:
             path = saved.folder / "items" / f"{name}.npy"
             data = path.read_bytes()
-            for place in (mmap.PAGESIZE + 1, len(data) - 1):
+            for place in (4097, len(data) - 1):
                 path.write_bytes(data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :])
                 with pytest.raises(SchemaError, match="file must have sha256") as raised:
                     load(saved, memory_store(LAYOUTS))
                 assert raised.value.file == str(path)
             path.write_bytes(data)
-
-
-def test_file_that_was_just_written_is_read_from_the_page_cache(tmp_path: Path) -> None:
-    path = tmp_path / "file"
-    path.write_bytes(bytes(1 << 20))
-    with path.open("rb") as file:
-        assert read_rows._is_cached(file.fileno(), 1 << 20)  # pyright: ignore[reportPrivateUsage]
 
 
 @pytest.mark.slow
