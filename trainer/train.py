@@ -14,7 +14,6 @@ from typing import Any
 
 from schemas.config.job import Job, load_job
 from schemas.config.train import SAVE, START
-from schemas.errors import SchemaError
 from schemas.run_log import METRICS, SUMMARY, RunSummary, StepMetric, read_metrics, read_summary
 from schemas.storage import Location
 from trainer.checkpoint.load import (
@@ -33,10 +32,10 @@ from trainer.compute import open_compute
 from trainer.context import RunContext
 from trainer.data.decode import spec_of
 from trainer.device import device_of
-from trainer.embedding.cache import CachedRows, DirectSource, PlannedCache, RowSource
+from trainer.embedding.baselines import open_baseline
+from trainer.embedding.cache import CachedRows, PlannedCache, RowSource
 from trainer.embedding.device_cache import DeviceCache
 from trainer.embedding.kernels.compiled import kernels_of
-from trainer.embedding.lru import LruCache
 from trainer.evaluate import evaluate_components
 from trainer.follow import Span, plans_of_span
 from trainer.frontier import Frontier
@@ -262,14 +261,8 @@ def _row_source(
     cached: Mapping[str, CachedRows],
 ) -> RowSource:
     cache = job.train.cache
-    if options.embedding in ("plain", "uncached"):
-        return DirectSource(components.store)
-    if options.embedding == "lru":
-        if cache.rows is None:
-            raise SchemaError(
-                "--embedding lru has no train.cache.rows; set the number of rows to cache"
-            )
-        return LruCache(components.store, cache.rows)
+    if options.embedding != "cached":
+        return open_baseline(options.embedding, components.store, cache.rows)
     every = job.train.checkpoint.every_steps
     end = span.horizon.end_step
     starts = {table: state.keyframe for table, state in cached.items()}

@@ -15,8 +15,8 @@ from schemas.config.train import CacheConfig
 from schemas.errors import PlanError, SchemaError
 from schemas.oracle import next_use, number_by_first_use
 from tests.trainer.stores import whole
+from trainer.embedding.baselines import LruCache
 from trainer.embedding.cache import DirectSource, PlannedCache, RowSource, TablePlan
-from trainer.embedding.lru import LruCache
 from trainer.stores.api import Records, TableLayout
 from trainer.stores.local import memory_store
 

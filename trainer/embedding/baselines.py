@@ -1,20 +1,16 @@
-"""A least-recently-used cache: the baseline of `--embedding lru`.
+"""Row sources without a plan: `--embedding lru` and `uncached`, to compare the planned cache with.
 
 A step waits for its missing rows, since its rows are not known earlier; evicted rows are written
-back beside training, by one thread as in `cache.py`. Eviction is exact LRU, kept in queues by step
-at a cost linear in accesses.
+back beside training, by one thread as in `cache.py`. Eviction is exact LRU.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from dataclasses import dataclass
-
 import numpy as np
 from numpy.typing import NDArray
 
-from schemas.errors import PlanError
-from trainer.embedding.cache import RowsOfTables
+from schemas.errors import PlanError, SchemaError
+from trainer.embedding.cache import DirectSource, RowsOfTables, RowSource
 from trainer.embedding.changes import Changes, RowsAndArrays
 from trainer.stores.api import (
     GatheredRows,
@@ -30,38 +26,38 @@ from trainer.stores.local import RowMap
 _NONE = -1
 
 
-@dataclass(frozen=True, slots=True)
-class _Admission:
-    """Changes of one table's cache for a step.
+def open_baseline(embedding: str, store: Store, cache_rows: int | None) -> RowSource:
+    """Return the source of `--embedding lru`, or the store itself (`plain`, `uncached`).
 
-    Attributes:
-        slots: (n,) slot of each row of the step.
-        missing: (n,) bool, rows that must be read.
-        evicted: rows that were replaced, with their current values.
-        evicted_slots: their slots.
+    Raises:
+        SchemaError: an LRU cache has no size.
     """
-
-    slots: NDArray[np.int64]
-    missing: NDArray[np.bool_]
-    evicted: WriteBack
-    evicted_slots: NDArray[np.int64]
+    if embedding != "lru":
+        return DirectSource(store)
+    if cache_rows is None:
+        raise SchemaError(
+            "--embedding lru has no train.cache.rows; set the number of rows to cache"
+        )
+    return LruCache(store, cache_rows)
 
 
 class _TableCache:
     """The cached rows of one table."""
 
     def __init__(self, layout: TableLayout, cache_rows: int) -> None:
-        self._layout = layout
+        self._table = layout.table
         self._map = RowMap()
         self._slot_of = np.empty(0, np.int64)  # by position in the map
         self._position = np.full(cache_rows, _NONE, np.int64)  # by slot
         self._last_used = np.full(cache_rows, _NONE, np.int64)  # by slot
-        self._free = np.arange(cache_rows)
-        self._queue: deque[tuple[int, NDArray[np.int64]]] = deque()  # step and its slots
         self.records = empty_records(layout, cache_rows)
 
-    def admit(self, train_step: int, rows: NDArray[np.int64]) -> _Admission:
-        """Assign a slot to each row; evicts the least recently used other rows if none is free.
+    def find(
+        self, train_step: int, rows: NDArray[np.int64]
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return the slots of the rows of a step, -1 for missing ones, and slots for these.
+
+        The latter hold the least recently used rows, lower slots first within a step, or none.
 
         Raises:
             PlanError: the cache is smaller than the step.
@@ -70,29 +66,33 @@ class _TableCache:
         if len(rows) > capacity:
             raise PlanError(
                 f"cache is smaller than a step: cache_rows={capacity} and {len(rows)} rows of "
-                f"table {self._layout.table!r} at step {train_step}; use at least {len(rows)}",
+                f"table {self._table!r} at step {train_step}; use at least {len(rows)}",
                 required_rows=len(rows),
             )
         positions = self._map_positions(rows)
         slots = self._slot_of[positions]
-        missing = slots == _NONE
-        self._last_used[slots[~missing]] = train_step  # before the eviction
-        num_missing = int(missing.sum())
-        evicted, evicted_slots = self._evict(num_missing - len(self._free))
-        new_slots, self._free = self._free[:num_missing], self._free[num_missing:]
-        slots[missing] = new_slots
+        self._last_used[slots[slots != _NONE]] = train_step
+        num_missing = int((slots == _NONE).sum())
+        age = self._last_used * capacity + np.arange(capacity)
+        if num_missing < capacity:
+            return slots, np.argpartition(age, num_missing)[:num_missing]
+        return slots, np.arange(capacity)
+
+    def assign(self, train_step: int, slots: NDArray[np.int64], rows: NDArray[np.int64]) -> None:
+        """Replace the rows in some slots."""
+        replaced = self._position[slots]
+        self._slot_of[replaced[replaced != _NONE]] = _NONE
+        self._position[slots] = positions = self._map.find(rows)
         self._slot_of[positions] = slots
-        self._position[new_slots] = positions[missing]
-        self._last_used[new_slots] = train_step
-        self._queue.append((train_step, slots))
-        return _Admission(slots, missing, evicted, evicted_slots)
+        self._last_used[slots] = train_step
 
     def rows_in(self, slots: NDArray[np.integer]) -> NDArray[np.int64]:
         return self._map.rows[self._position[slots]]
 
-    def cached_rows(self) -> WriteBack:
-        slots = np.flatnonzero(self._position != _NONE)
-        return WriteBack(self.rows_in(slots), self.records.take(slots))
+    def cached(self, slots: NDArray[np.integer]) -> WriteBack:
+        """Return the rows in those of the slots that hold one."""
+        used = slots[self._position[slots] != _NONE]
+        return WriteBack(self.rows_in(used), self.records.take(used))
 
     def _map_positions(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
         positions = self._map.find(rows)
@@ -103,26 +103,6 @@ class _TableCache:
                 size = max(1024, 2 * len(self._map))
                 self._slot_of = enlarge(self._slot_of, size, _NONE)
         return positions
-
-    def _evict(self, count: int) -> tuple[WriteBack, NDArray[np.int64]]:
-        """Evict the `count` least recently used rows, lower slots first within a step."""
-        parts: list[NDArray[np.int64]] = []
-        while count > 0:
-            step, slots = self._queue.popleft()
-            slots = slots[self._last_used[slots] == step]  # others were used again since
-            if len(slots) > count:
-                slots = np.sort(slots)
-                self._queue.appendleft((step, slots[count:]))
-                slots = slots[:count]
-            parts.append(slots)
-            count -= len(slots)
-        evicted_slots = np.concatenate([*parts, np.empty(0, np.int64)]).astype(np.int64)
-        evicted = WriteBack(self.rows_in(evicted_slots), self.records.take(evicted_slots))
-        self._slot_of[self._position[evicted_slots]] = _NONE
-        self._position[evicted_slots] = _NONE
-        self._last_used[evicted_slots] = _NONE
-        self._free = np.concatenate([self._free, evicted_slots])
-        return evicted, evicted_slots
 
 
 class LruCache:
@@ -136,13 +116,14 @@ class LruCache:
             cache_rows: rows that the cache of each table holds.
         """
         self._store = store
+        self._slots = np.arange(cache_rows)
         self._tables = {t: _TableCache(layout, cache_rows) for t, layout in store.layouts.items()}
         self._thread = StoreThread(store, "lru")
         self.num_accesses = 0
         self.fetched_rows = 0
         self._written = -1
         self._changes: Changes | None = None
-        self._slots: dict[str, NDArray[np.int64]] = {}
+        self._used: dict[str, NDArray[np.int64]] = {}
 
     def gather(self, train_step: int, rows: RowsOfTables) -> dict[str, GatheredRows]:
         """Return the rows of a step after reading the missing ones.
@@ -150,38 +131,40 @@ class LruCache:
         Raises:
             PlanError: the cache is smaller than the step.
         """
-        admitted = {t: self._tables[t].admit(train_step, r) for t, r in rows.items()}
-        missing = {table: rows[table][a.missing] for table, a in admitted.items()}
+        found = {table: self._tables[table].find(train_step, r) for table, r in rows.items()}
+        missing = {table: rows[table][slots == _NONE] for table, (slots, _) in found.items()}
         # One thread reads and writes in turn: a row that was evicted earlier is in its store.
         reading = self._thread.read(lambda step: self._store.fetch(step, missing), train_step)
-        evicted = {table: a.evicted for table, a in admitted.items()}
+        evicted = {table: self._tables[table].cached(free) for table, (_, free) in found.items()}
         if any(len(back.rows) for back in evicted.values()):
             self._thread.write(train_step - 1, evicted)
         fetched = reading.result()
-        if self._changes is not None:
-            for table, a in admitted.items():
-                records = self._tables[table].records
-                self._changes.record_eviction(table, a.evicted_slots, a.evicted.rows, records)
-        self._slots = {table: a.slots for table, a in admitted.items()}
         gathered: dict[str, GatheredRows] = {}
-        for table, a in admitted.items():
-            self._tables[table].records.put(a.slots[a.missing], fetched[table])
-            gathered[table] = GatheredRows(self._tables[table].records, a.slots.astype(np.int32))
-            self.num_accesses += len(a.slots)
-            self.fetched_rows += len(missing[table])
+        for table, (slots, free) in found.items():
+            cache = self._tables[table]
+            if self._changes is not None:
+                self._changes.record_eviction(table, free, cache.rows_in(free), cache.records)
+            cache.assign(train_step, free, missing[table])
+            cache.records.put(free, fetched[table])
+            slots[slots == _NONE] = free
+            gathered[table] = GatheredRows(cache.records, slots.astype(np.int32))
+            self._used[table] = slots
+            self.num_accesses += len(slots)
+            self.fetched_rows += len(free)
         return gathered
 
     def release(self, train_step: int, rows: RowsOfTables) -> None:
         """Keep the rows that were gathered last; they stay cached until they are evicted."""
         self._written = train_step
         if self._changes is not None:
-            for table, slots in self._slots.items():
+            for table, slots in self._used.items():
                 self._changes.record_use(table, slots, train_step)
         self._thread.check()
 
     def flush(self) -> None:
         """Write every cached row to its store; the rows stay cached."""
-        self._thread.write(self._written, {t: c.cached_rows() for t, c in self._tables.items()})
+        cached = {table: cache.cached(self._slots) for table, cache in self._tables.items()}
+        self._thread.write(self._written, cached)
         self._thread.finish_writes()
 
     def track_changes(self, changes: Changes) -> None:
