@@ -44,9 +44,9 @@ from benchmarks.logs import (
 )
 from pipelines.demo_log.log import GeneratorConfig, write_log
 from schemas.run_log import METRICS, SUMMARY, read_metrics
+from tests.trainer.faults import FAULTY, Faults
+from tests.trainer.faulty import DONE
 from trainer.diff import compare_runs
-from trainer.elastic.faults import Faults
-from trainer.elastic.worker import FAULTS_DONE
 from trainer.run import verify_run
 from trainer.stores.remote.connection import read_access
 from trainer.stores.remote.processes import TOKEN, StoreProcesses, migrate_slots
@@ -224,9 +224,9 @@ def start_replicas(
     job: Path, dataset: Path, run: Path, faults: Faults, *options: str
 ) -> subprocess.Popen[bytes]:
     """Start our launcher."""
-    command = [sys.executable, "-m", "trainer", "train", str(job), "--dataset", str(dataset)]
-    command += ["--output", str(run), "--replicas", str(NUM_REPLICAS)]
-    return start_silently([*command, "--faults", faults.to_json(), *options, "--json"])
+    command = [sys.executable, "-m", *FAULTY, "train", str(job), "--dataset", str(dataset)]
+    command += ["--output", str(run), "--replicas", str(NUM_REPLICAS), *options, "--json"]
+    return start_silently(command, faults.environment())
 
 
 def start_torchrun(job: Path, dataset: Path, run: Path) -> subprocess.Popen[bytes]:
@@ -239,10 +239,12 @@ def start_torchrun(job: Path, dataset: Path, run: Path) -> subprocess.Popen[byte
     return start_silently(command)
 
 
-def start_silently(command: Sequence[str]) -> subprocess.Popen[bytes]:
+def start_silently(
+    command: Sequence[str], environment: dict[str, str] | None = None
+) -> subprocess.Popen[bytes]:
     """Start a process without output."""
     none = subprocess.DEVNULL
-    return subprocess.Popen(command, cwd=REPOSITORY, stdout=none, stderr=none)
+    return subprocess.Popen(command, cwd=REPOSITORY, stdout=none, stderr=none, env=environment)
 
 
 def train_undisturbed(job: Path, dataset: Path, run: Path) -> Path:
@@ -313,7 +315,7 @@ def measure_replica_failure(
 
 def wait_for_fault(run: Path, watcher: CommitWatcher) -> float:
     """Wait for the mark of the fault, recording commits; return when the fault happened."""
-    mark = run / FAULTS_DONE / "0"
+    mark = run / DONE / "0"
     while not mark.is_file():
         count = watcher.commits[-1][1]
         watcher.wait_for(lambda current, count=count: current > count or mark.is_file())

@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_state_dic
 from benchmarks.scaling_processes import ProcessConfig, ShardedTrainer
 from schemas.files import replace_bytes
 from schemas.run_log import METRICS
-from trainer.elastic.faults import FaultInjector, Faults
+from tests.trainer.faults import FaultInjector, Faults
 
 NEWEST = "newest"
 

@@ -42,7 +42,6 @@ from trainer.compute import StepCompute
 from trainer.context import RunContext
 from trainer.data.collate import Batch, features_of_tables
 from trainer.data.decode import BatchSpec, spec_of
-from trainer.elastic.faults import FaultInjector, FaultPoint, Faults
 from trainer.elastic.membership import ReplicaOptions
 from trainer.elastic.peer_state import MemoryRows
 from trainer.elastic.replica import ReplicaPeers
@@ -54,7 +53,7 @@ from trainer.recovery import Drain, Watchdog
 from trainer.run_checkpoints import RunCheckpoints
 from trainer.run_output import RunOutput
 from trainer.setup import TrainOptions, follow_options
-from trainer.step import PhaseTimer
+from trainer.step import PartialSums, PhaseTimer, Tree
 from trainer.stores.remote.connection import Access
 
 _TABLE = "table_"
@@ -99,25 +98,32 @@ class Turn:
     losses: tuple[float, ...] = ()
 
 
-class TurnGate(FaultInjector):
-    """Blocks a replica at the end of each turn until the next one starts."""
+class GatedCompute(StepCompute):
+    """Computes steps; blocks at the end of each turn until the next one starts."""
 
-    def __init__(self, connection: Connection, excluded_port: int, folder: Path) -> None:
+    def __init__(
+        self, context: RunContext, timer: PhaseTimer, connection: Connection, excluded_port: int
+    ) -> None:
         """Block before the first step.
 
         Args:
+            context: of the replica.
+            timer: of its phases.
             connection: to the benchmark.
             excluded_port: peer port whose connections are not counted.
-            folder: unused, since no fault is injected.
         """
-        super().__init__(Faults(), 0, folder)
+        super().__init__(context, timer)
         self._connection, self._excluded_port = connection, excluded_port
         self._end_step, self._sent = 0, 0
 
-    def trigger(self, point: FaultPoint, step: int) -> None:
+    def compute(self, train_step: int, microbatches: range) -> Tree[PartialSums]:
+        """Compute microbatches, after the turn of their step has started."""
+        if train_step == self._end_step:
+            self._end_turn()
+        return super().compute(train_step, microbatches)
+
+    def _end_turn(self) -> None:
         """Report the bytes sent in the turn and wait for the next one."""
-        if point != "start" or step != self._end_step:
-            return
         self._connection.send(Turn(bytes_sent=sent_bytes(self._excluded_port) - self._sent))
         num_steps = self._connection.recv()
         if not num_steps:
@@ -148,12 +154,12 @@ def run_replica(config: ProcessConfig, connection: Connection) -> None:
         expected=config.count,
     )
     lighthouse_port = int(config.address.rpartition(":")[2])
-    gate = TurnGate(connection, lighthouse_port, config.run)
     watchdog = Watchdog(job.train.limits.seconds())
     saves = RunCheckpoints(context, 0, lambda context, step: None)
     output = RunOutput(config.run, Location.parse(config.run), "benchmark")
-    compute = StepCompute(context, PhaseTimer(time.perf_counter, watchdog), gate)
-    peers = ReplicaPeers(options, rows, compute, gate, output)
+    timer = PhaseTimer(time.perf_counter, watchdog)
+    compute = GatedCompute(context, timer, connection, lighthouse_port)
+    peers = ReplicaPeers(options, rows, compute, output)
     loop = TrainingLoop(context, frontier, peers, compute, saves, output, Drain(), watchdog)
     with compute, peers:
         loop.train()

@@ -25,11 +25,11 @@ from tests.cluster.sockets import sockets_of
 from tests.conftest import REPOSITORY
 from tests.documents import blocks, commands
 from tests.scheduler.made import paths_of
+from tests.trainer.faults import Faults
 from tests.trainer.make_dataset import make_dataset, write_job
 from tests.trainer.processes import children_of, ended, num_steps, started, until
 from tests.trainer.runs import SEGMENTS
 from tests.trainer.stores import running, start_store
-from trainer.elastic.faults import Faults
 from trainer.stores.remote.wire import write_token
 
 PACKAGES = ("schemas", "pipelines", "trainer", "scheduler")
@@ -46,7 +46,6 @@ SERVER_FILES = {
     "trainer/elastic/exchange.py",
     "trainer/elastic/membership.py",
     "trainer/elastic/peer_state.py",
-    "trainer/elastic/faults.py",  # for injected faults, on loopback
     "trainer/stores/remote/server.py",
 }
 
@@ -281,8 +280,8 @@ def test_run_with_stores_and_replicas_leaves_tokens_in_their_files_alone(tmp_pat
     job = write_job(tmp_path / "job", lookahead="2", every_steps="12")
     dataset = make_dataset(tmp_path / "dataset", job, SEGMENTS)
     run, slowly = tmp_path / "run", Faults().pause(0, 0.1).pause(1, 0.1)
-    more = ("--embedding", "cached", "--stores", "1", "--faults", slowly.to_json())
-    process = started(job, dataset, run, "--replicas", "2", *more)
+    more = ("--embedding", "cached", "--stores", "1")
+    process = started(job, dataset, run, "--replicas", "2", *more, faults=slowly)
     until(process, lambda: num_steps(run) >= 3)
     secrets = {path: (run / path).read_text().strip() for path in ("token", "store/token")}
     family = family_of(process.pid)

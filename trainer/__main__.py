@@ -157,7 +157,6 @@ def _train_until(drain: Drain, arguments: argparse.Namespace, forks: ForkClient 
         check_no_run(arguments.output)
     from schemas.run_log import to_line
     from trainer.checkpoint.upload import open_output
-    from trainer.elastic.faults import Faults
     from trainer.elastic.launcher import LaunchOptions, start_replica, train_replicas
     from trainer.runtime import show_progress
     from trainer.setup import TrainOptions
@@ -187,7 +186,6 @@ def _train_until(drain: Drain, arguments: argparse.Namespace, forks: ForkClient 
                 host=arguments.host,
                 port=arguments.port,
                 work=work,
-                faults=Faults.from_json(arguments.faults),
                 start=start_replica if forks is None else forks.start,
             )
             if not arguments.replicas:
@@ -226,7 +224,6 @@ def _replica_until(drain: Drain, arguments: argparse.Namespace) -> int:
 
     from trainer.checkpoint.upload import SupersededError
     from trainer.elastic.context import read_rendezvous
-    from trainer.elastic.faults import Faults
     from trainer.elastic.membership import ReplicaOptions
     from trainer.elastic.worker import run_replica
     from trainer.stores.api import BehindError, RowsLostError
@@ -246,7 +243,6 @@ def _replica_until(drain: Drain, arguments: argparse.Namespace) -> int:
         expected=arguments.expected,
         heartbeat_sec=rendezvous.heartbeat_sec,
     )
-    faults = Faults.from_json(arguments.faults)
     try:
         clock = time.perf_counter
         run_replica(
@@ -255,7 +251,6 @@ def _replica_until(drain: Drain, arguments: argparse.Namespace) -> int:
             options,
             work=_work(arguments),
             clock=clock,
-            faults=faults,
             drain=drain,
             progress=_print_progress,
         )

@@ -28,7 +28,6 @@ def add_replica(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--expected", type=positive, default=1, help="replicas to wait for")
     parser.add_argument("--threads", type=positive, default=1, help="microbatches computed at once")
-    parser.add_argument("--faults", default="[]", help="faults to inject, as JSON")
     parser.add_argument("--end-with-stdin", action="store_true", help="end when stdin is closed")
 
 
@@ -178,7 +177,6 @@ def build_parser(prog: str = "python -m trainer") -> argparse.ArgumentParser:
     )
     run.add_argument("--host", default="127.0.0.1", help="of the lighthouse")
     run.add_argument("--port", type=not_negative, default=0, help="of the lighthouse")
-    run.add_argument("--faults", default="[]", help="faults to inject into replicas, as JSON")
     replica = commands.add_parser("replica", help="run one replica of train --replicas")
     add_replica(replica)
     score = commands.add_parser("evaluate", help="metrics of a run on the evaluation split")

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
 import torch
 
@@ -114,35 +113,19 @@ class WholeBatchCompute:
             return total.update()
 
 
-class Injector(Protocol):
-    """Injects faults, see `elastic/faults.py`."""
-
-    def trigger(self, point: Any, step: int) -> None:
-        """Inject the faults that are due at a point of a step."""
-        ...
-
-    def delay_sec(self, step: int, num_microbatches: int, compute_sec: float) -> float:
-        """Return the delay to add to the microbatches of a step."""
-        ...
-
-
 class StepCompute:
     """Computes microbatches, which are read ahead of time; a context for its threads."""
 
-    def __init__(
-        self, context: RunContext, timer: PhaseTimer, injector: Injector | None = None
-    ) -> None:
+    def __init__(self, context: RunContext, timer: PhaseTimer) -> None:
         """Start no thread yet.
 
         Args:
             context: of the process.
             timer: of the phases.
-            injector: of faults; None: there are none.
         """
         self.timer = timer
         self.speed: float | None = None  # microbatches per second; None before the first
         self._context = context
-        self._injector = injector
         self._open: Microbatches | None = None
         self._stack = ExitStack()
 
@@ -168,20 +151,12 @@ class StepCompute:
     def compute(self, train_step: int, microbatches: range) -> Tree[PartialSums]:
         """Open the rows of a step, compute microbatches, and return their sums."""
         clock = self._context.clock
-        if self._injector is not None:
-            self._injector.trigger("start", train_step)
         opened = self._open_rows(train_step, microbatches)
         start = clock()
         with self.timer("backward"):
             tree = self._work.compute(opened)
-            if self._injector is not None:
-                seconds = clock() - start
-                delay_sec = self._injector.delay_sec(train_step, len(microbatches), seconds)
-                time.sleep(max(0.0, delay_sec))
         if len(microbatches):
             self.speed = smooth_speed(self.speed, len(microbatches) / (clock() - start))
-        if self._injector is not None:
-            self._injector.trigger("computed", train_step)
         return tree
 
     def compute_more(self, train_step: int, microbatches: range, tree: Tree[PartialSums]) -> None:

@@ -6,7 +6,7 @@ from typing import get_args
 
 import numpy as np
 
-from trainer.elastic.faults import FaultPoint, Faults
+from tests.trainer.faults import FaultPoint, Faults
 
 MOST = 4
 """Faults of a schedule, beside deaths of replicas that are to join."""

@@ -1,4 +1,7 @@
-"""Fault injection: kill, delay or cut off a replica at a given point of a given step."""
+"""Kill, delay or cut off a replica at a given point of a given step.
+
+`python -m tests.trainer.faulty` is `python -m trainer` with the faults of an environment variable.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +11,25 @@ import resource
 import signal
 import socket
 import subprocess
+import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Literal
 
+FAULTS = "PRESAGE_TEST_FAULTS"
+"""Environment variable with the faults of a run's replicas, as JSON."""
+FAULTY = ("tests.trainer.faulty",)
+"""Module that is run instead of `trainer`."""
+_IMPORTS = {
+    "OMP_WAIT_POLICY": "PASSIVE",
+    "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
+    "RUST_LOG": "warn",
+}
+"""What `trainer.__main__` sets before it imports what `faulty.py` imports first."""
 _BYTES = 1 << 16
 
 
@@ -133,6 +147,19 @@ class Faults:
     def pause(self, replica: int, seconds: float, until: int | None = None) -> Faults:
         """Add some seconds to each microbatch of a replica."""
         return self._with(Fault(kind="slow", replica=replica, seconds=seconds, until=until))
+
+    def environment(self) -> dict[str, str]:
+        """Return the environment of a process whose replicas, or which itself, they happen to."""
+        return {**os.environ, **_IMPORTS, FAULTS: self.to_json()}
+
+    def start(self, arguments: Sequence[str]) -> subprocess.Popen[bytes]:
+        """Start a replica that they happen to, as `LaunchOptions.start`."""
+        return subprocess.Popen(
+            [sys.executable, "-m", *FAULTY, *arguments],
+            stdin=subprocess.PIPE,
+            env=self.environment(),
+            start_new_session=True,
+        )
 
     def to_json(self) -> str:
         """Return the schedule as JSON."""

@@ -14,6 +14,7 @@ from schemas.run_log import METRICS
 from schemas.storage import Location
 from tests.conftest import REPOSITORY
 from tests.fork_server import forked_children
+from tests.trainer.faults import FAULTY, Faults
 
 PATIENCE = 400.0
 """Seconds until a test gives up; nothing is measured."""
@@ -32,8 +33,11 @@ def started(
     *arguments: str,
     own_group: bool = False,
     module: Sequence[str] = ("trainer",),
+    faults: Faults | None = None,
 ) -> subprocess.Popen[str]:
     """Start `python -m trainer train`, or by another module with its own arguments."""
+    if faults is not None:
+        module = FAULTY
     command = [sys.executable, "-m", *module, "train", str(job), "--dataset", str(dataset)]
     return subprocess.Popen(
         [*command, "--output", str(run), *arguments],
@@ -41,6 +45,7 @@ def started(
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        env=None if faults is None else faults.environment(),
         start_new_session=own_group,
     )
 

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from schemas.run_log import RunSummary, StepMetric
 from schemas.storage import Location
+from tests.trainer.faults import Faults
 from tests.trainer.growing import commit
 from tests.trainer.processes import num_steps, wait_for
 from tests.trainer.runs import checkpoint_at
-from trainer.elastic.faults import Faults
-from trainer.elastic.launcher import LaunchOptions, LocalReplicas, start_replica, train_replicas
+from trainer.elastic.launcher import LaunchOptions, LocalReplicas, StartChild, train_replicas
 from trainer.recovery import Drain
 from trainer.setup import TrainOptions
 
@@ -66,7 +65,7 @@ class Together:
         at_step: dict[int, Callable[[], None]] | None = None,
         count: int = 2,
         faults: Faults | None = None,
-        start: Callable[[Sequence[str]], subprocess.Popen[bytes]] = start_replica,
+        start: StartChild | None = None,
         progress: Callable[[str], None] = lambda _: None,
         **options: object,
     ) -> RunSummary:
@@ -78,7 +77,7 @@ class Together:
             at_step: done after steps.
             count: replicas.
             faults: that happen to them.
-            start: starts one.
+            start: starts one; None: with the faults.
             progress: called with a line when the start waits.
             options: of the run.
         """
@@ -98,7 +97,7 @@ class Together:
                 self.drain.ask("SIGTERM")
 
         launch = LaunchOptions(
-            count=count, heartbeat_sec=2.0, faults=faults or Faults(), start=start
+            count=count, heartbeat_sec=2.0, start=start or (faults or Faults()).start
         )
         given = TrainOptions(follow=True, **options)  # type: ignore[arg-type]
         paths = (self.job, Location.parse(self.dataset), self.run)

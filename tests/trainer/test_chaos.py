@@ -9,10 +9,10 @@ import pytest
 from schemas.errors import SchemaError
 from schemas.storage import Location
 from tests.trainer.drawn_faults import CHANCES, draw
+from tests.trainer.faults import Faults
 from tests.trainer.make_dataset import make_dataset, write_job
 from tests.trainer.runs import SEGMENTS, run_job
 from trainer.diff import compare_runs
-from trainer.elastic.faults import Faults
 from trainer.elastic.launcher import LaunchOptions, train_replicas
 from trainer.run import verify_run
 from trainer.setup import TrainOptions
@@ -44,7 +44,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_drawn_faults_do_not_show(seed: int, folder: Path, tmp_path: Path) -> None:
     count = 2 + seed % 3
     faults, run = draw(seed, count, NUM_STEPS), tmp_path / "run"
-    launch = LaunchOptions(count=count, faults=faults)
+    launch = LaunchOptions(count=count, start=faults.start)
     job = folder / "job" / "job.yaml"
     for attempt in range(len(faults.schedule) + 1):
         options = TrainOptions(resume=attempt > 0)

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from schemas.run_log import SUMMARY
+from tests.trainer.faults import Faults
 from tests.trainer.make_dataset import make_dataset, write_job
 from tests.trainer.processes import (
     children_of,
@@ -23,12 +24,11 @@ from tests.trainer.processes import (
 )
 from tests.trainer.test_draining import SEGMENT
 from trainer.diff import compare_runs
-from trainer.elastic.faults import Faults
 from trainer.run import verify_run
 
 pytestmark = pytest.mark.slow
 SLOWLY = Faults().pause(0, 0.05).pause(1, 0.05)
-REPLICAS = ("--replicas", "2", "--faults", SLOWLY.to_json())
+REPLICAS = ("--replicas", "2")
 STORED = ("--embedding", "cached", "--stores", "1")
 
 
@@ -42,8 +42,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def start(folder: Path, run: Path, *arguments: str) -> subprocess.Popen[str]:
-    return started(folder / "job.yaml", folder / "dataset", run, *arguments)
+def start(
+    folder: Path, run: Path, *arguments: str, faults: Faults | None = None
+) -> subprocess.Popen[str]:
+    return started(folder / "job.yaml", folder / "dataset", run, *arguments, faults=faults)
 
 
 def forked(process: subprocess.Popen[str], name: str) -> list[int]:
@@ -72,7 +74,7 @@ def test_killed_replica_is_forked_again_by_a_server_that_only_waits(
     folder: Path, tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
-    process = start(folder, run, *REPLICAS)
+    process = start(folder, run, *REPLICAS, faults=SLOWLY)
     until(process, lambda: num_steps(run) >= 3)
     assert len(os.listdir(f"/proc/{process.pid}/task")) == 1  # noqa: PTH208
     busy, before = cpu_ticks(process.pid), set(forked(process, "replica"))
@@ -93,7 +95,7 @@ def test_replicas_and_launcher_end_when_the_server_or_the_launcher_is_killed(
     name: str, folder: Path, tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
-    process = start(folder, run, *REPLICAS)
+    process = start(folder, run, *REPLICAS, faults=SLOWLY)
     until(process, lambda: num_steps(run) >= 3)
     (launcher,), replicas = forked(process, "train"), forked(process, "replica")
     os.kill(process.pid if name == "server" else launcher, signal.SIGKILL)

@@ -15,12 +15,12 @@ from schemas.errors import SchemaError
 from schemas.run_log import CHECKPOINTS, LEDGER, METRICS, LedgerEntry, StepMetric, to_line
 from schemas.storage import Location
 from tests.trainer.daily import DATES, make_days
+from tests.trainer.faults import Faults
 from tests.trainer.make_dataset import make_dataset, write_job
 from tests.trainer.runs import SEGMENTS, checkpoint_at, run_job
 from tests.trainer.stores import largest_file
 from trainer.checkpoint.manifest import NewCheckpoint, complete_checkpoints
 from trainer.diff import compare_runs
-from trainer.elastic.faults import Faults
 from trainer.elastic.launcher import LaunchOptions, train_replicas
 from trainer.run import verify_run
 from trainer.run_log import LogWriter, truncate_logs
@@ -51,7 +51,7 @@ def resume(folder: Path, run: Path, **options: object) -> None:
 
 
 def resume_together(folder: Path, run: Path, faults: Faults | None = None) -> None:
-    launch = LaunchOptions(count=2, heartbeat_sec=2.0, faults=faults or Faults())
+    launch = LaunchOptions(count=2, heartbeat_sec=2.0, start=(faults or Faults()).start)
     options = TrainOptions(resume=faults is None)
     job = folder / "job" / "job.yaml"
     train_replicas(job, Location.parse(folder / "dataset"), run, options, launch, lambda *_: None)

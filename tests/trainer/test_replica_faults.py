@@ -13,11 +13,11 @@ from schemas.errors import SchemaError
 from schemas.run_log import LEDGER, RunSummary, StepMetric
 from schemas.storage import Location
 from tests.shared import with_long
+from tests.trainer.faults import Faults
 from tests.trainer.make_dataset import make_dataset, write_job
 from tests.trainer.processes import PATIENCE
 from tests.trainer.runs import SEGMENTS, run_job
 from trainer.diff import compare_runs
-from trainer.elastic.faults import Faults
 from trainer.elastic.launcher import LaunchOptions, LocalReplicas, start_replica, train_replicas
 from trainer.recovery import Drain, DrainInterrupt
 from trainer.run import read_ledger, verify_run
@@ -39,7 +39,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def together(
     folder: Path, run: Path, count: int, faults: Faults | None = None, **options: object
 ) -> RunSummary:
-    launch = LaunchOptions(count=count, heartbeat_sec=2.0, faults=faults or Faults())
+    launch = LaunchOptions(count=count, heartbeat_sec=2.0, start=(faults or Faults()).start)
     given = TrainOptions(**options)  # type: ignore[arg-type]
     job = folder / "job" / "job.yaml"
     return train_replicas(
@@ -110,7 +110,7 @@ def test_one_that_was_away_computes_leaves_again(what: str, folder: Path, tmp_pa
                 back.add(entry.replica)
 
     faults = AWAY[what].pause(0, PAUSE_SEC)  # who stays, so that the other is back in time
-    launch = LaunchOptions(count=2, heartbeat_sec=1.0, faults=faults)
+    launch = LaunchOptions(count=2, heartbeat_sec=1.0, start=faults.start)
     job, dataset = folder / "job" / "job.yaml", folder / "dataset"
     train_replicas(job, Location.parse(dataset), run, TrainOptions(), launch, look)
     assert_as_alone(folder, run)
@@ -170,7 +170,7 @@ def test_a_run_that_is_asked_to_end_ends_and_goes_on(folder: Path, tmp_path: Pat
 
     job, dataset = folder / "job" / "job.yaml", folder / "dataset"
     slowly = Faults().pause(0, PAUSE_SEC, until=20).pause(1, PAUSE_SEC, until=20)
-    launch = LaunchOptions(count=2, heartbeat_sec=2.0, faults=slowly)
+    launch = LaunchOptions(count=2, heartbeat_sec=2.0, start=slowly.start)
     with pytest.raises(DrainInterrupt) as asked:
         train_replicas(job, Location.parse(dataset), run, TrainOptions(), launch, ask, drain)
     assert "--resume" in asked.value.message

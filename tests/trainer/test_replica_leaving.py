@@ -13,6 +13,7 @@ import pytest
 
 from schemas.run_log import LEDGER, SUMMARY, StepMetric
 from schemas.storage import Location
+from tests.trainer.faults import Faults
 from tests.trainer.make_dataset import make_dataset, write_job
 from tests.trainer.processes import ended, num_steps, started, trained, until
 from tests.trainer.test_draining import SEGMENT
@@ -21,7 +22,6 @@ from trainer.agreement import LeaveOutcome, leave_outcome
 from trainer.checkpoint.load import newest_checkpoint
 from trainer.diff import compare_runs
 from trainer.elastic.exchange import SplitPlanner
-from trainer.elastic.faults import Faults
 from trainer.elastic.launcher import LaunchOptions, LocalReplicas, train_replicas
 from trainer.elastic.membership import (
     Lighthouse,
@@ -111,8 +111,8 @@ def test_replicas_that_are_asked_to_end_agree_on_their_last_step_and_save_it(
 ) -> None:
     run, job = tmp_path / "run", folder / "job.yaml"
     slowly = Faults().pause(0, 0.02).pause(1, 0.02).pause(2, 0.02)  # 256 steps take seconds
-    more = ("--replicas", "3", "--faults", slowly.to_json())
-    process = started(job, folder / "dataset", run, *more, own_group=True)
+    more = ("--replicas", "3")
+    process = started(job, folder / "dataset", run, *more, own_group=True, faults=slowly)
     until(process, lambda: num_steps(run) >= 3)
     os.killpg(process.pid, number)
     status, said = ended(process)

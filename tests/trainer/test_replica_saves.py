@@ -17,6 +17,7 @@ from schemas.errors import SchemaError
 from schemas.run_log import CHECKPOINTS
 from schemas.storage import Location
 from tests.shared import with_long
+from tests.trainer.faults import Faults
 from tests.trainer.make_dataset import make_dataset, write_job
 from tests.trainer.processes import agents_of_run, hold, is_gone, is_stopped, wait_for
 from tests.trainer.runs import SEGMENTS, checkpoint_at, run_job
@@ -25,7 +26,6 @@ from trainer.checkpoint.manager import CHECKPOINT_LOG
 from trainer.checkpoint.manifest import complete_checkpoints, read_checkpoint_manifest, verify_files
 from trainer.checkpoint.snapshot import memory_path
 from trainer.diff import compare_runs
-from trainer.elastic.faults import Faults
 from trainer.elastic.launcher import LaunchOptions, LocalReplicas, train_replicas
 from trainer.run import verify_run
 from trainer.setup import TrainOptions
@@ -57,7 +57,7 @@ def together(
     launch = LaunchOptions(
         count=2,
         heartbeat_sec=heartbeat_sec,
-        faults=faults or Faults(),
+        start=(faults or Faults()).start,
         restarts=restarts,
     )
     given = TrainOptions(**options)  # type: ignore[arg-type]

@@ -13,6 +13,7 @@ import pytest
 from schemas.run_log import CHECKPOINTS, EXIT_LOST_ROWS, LEDGER, RunSummary, StepMetric
 from schemas.storage import Location
 from tests.shared import with_long
+from tests.trainer.faults import Faults
 from tests.trainer.make_dataset import make_dataset, write_job
 from tests.trainer.processes import PATIENCE
 from tests.trainer.runs import SEGMENTS, rows_in, run_job
@@ -20,7 +21,6 @@ from tests.trainer.stores import kill_stores
 from trainer.checkpoint.manager import CHECKPOINT_LOG
 from trainer.checkpoint.manifest import DENSE_FILE, complete_checkpoints
 from trainer.diff import compare_runs
-from trainer.elastic.faults import Faults
 from trainer.elastic.launcher import LaunchOptions, LocalReplicas, start_replica, train_replicas
 from trainer.run import read_ledger, verify_run
 from trainer.setup import TrainOptions
@@ -61,7 +61,7 @@ def together(
     launch = LaunchOptions(
         count=count,
         heartbeat_sec=2.0,
-        faults=faults or Faults(),
+        start=(faults or Faults()).start,
         retained_bytes=retained_bytes,
     )
     wanted = dict(at_step or {})
@@ -188,8 +188,7 @@ def test_replicas_started_by_hand_tell_that_rows_are_lost(folder: Path, tmp_path
 
     def start(_: object) -> None:
         for number in ("0", "1"):
-            arguments = ["replica", str(run), "--number", number, "--faults", SLOWLY.to_json()]
-            started.append(start_replica(arguments))
+            started.append(SLOWLY.start(["replica", str(run), "--number", number]))
 
     def kill_all(metric: StepMetric, _: int) -> None:
         if not killed and metric.step > EVERY and complete_checkpoints(run / CHECKPOINTS):

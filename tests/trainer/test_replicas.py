@@ -26,6 +26,7 @@ from schemas.run_log import (
     read_metrics,
     to_line,
 )
+from tests.trainer.faults import FaultInjector, Faults
 from tests.trainer.processes import hold
 from trainer.agreement import Agreement, Member, ReplicaStatus
 from trainer.compute import smooth_speed
@@ -41,7 +42,6 @@ from trainer.elastic.exchange import (
     split_microbatches,
     unpack_sums,
 )
-from trainer.elastic.faults import FaultInjector, Faults
 from trainer.elastic.membership import Lighthouse, Membership
 from trainer.elastic.peer_state import PeerClient, PeerError
 from trainer.embedding.kernels.interface import RowSums

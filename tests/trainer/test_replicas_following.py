@@ -19,6 +19,7 @@ from schemas.manifest import read_dataset
 from schemas.run_log import LEDGER
 from schemas.storage import Location
 from tests.shared import with_long
+from tests.trainer.faults import Faults
 from tests.trainer.growing import GROWING, ONCE, assert_equal, commit, grown_versions, make_versions
 from tests.trainer.make_dataset import change_root, write_job
 from tests.trainer.processes import (
@@ -32,7 +33,6 @@ from tests.trainer.replicas_following import KNOWN, Together
 from tests.trainer.runs import checkpoint_at, run_job
 from tests.trainer.stores import kill_stores
 from trainer.elastic.context import read_rendezvous, write_rendezvous
-from trainer.elastic.faults import Faults
 from trainer.elastic.launcher import start_replica
 from trainer.elastic.peer_state import REPLICAS
 from trainer.recovery import Drain, DrainInterrupt

@@ -14,6 +14,7 @@ from schemas.run_manifest import ALL, fetch_run
 from schemas.storage import Location
 from tests.object_store import Store
 from tests.shared import make_once
+from tests.trainer.faults import Faults
 from tests.trainer.make_dataset import write_job
 from tests.trainer.processes import PATIENCE, ended, num_steps, started, until, wait_for, with_keys
 from tests.trainer.runs import run_job, small_dataset
@@ -22,7 +23,6 @@ from tests.trainer.url_hosts import Hosts, statuses
 from tests.trainer.url_runs import check_equal
 from trainer.checkpoint import upload
 from trainer.elastic import launcher
-from trainer.elastic.faults import Faults
 from trainer.stores.remote.connection import resolve_address
 
 EVERY = 6

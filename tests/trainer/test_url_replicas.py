@@ -14,6 +14,7 @@ from schemas.run_manifest import read_run_file
 from schemas.storage import Location
 from tests.object_store import Store
 from tests.shared import make_once
+from tests.trainer.faults import Faults
 from tests.trainer.growing import commit, grown_versions
 from tests.trainer.processes import PATIENCE, wait_for
 from tests.trainer.replicas_following import KNOWN
@@ -24,7 +25,6 @@ from trainer.__main__ import main
 from trainer.checkpoint import upload
 from trainer.elastic import launcher
 from trainer.elastic.context import TOKEN
-from trainer.elastic.faults import Faults
 from trainer.elastic.launcher import request_leave
 from trainer.elastic.peer_state import REPLICAS
 from trainer.recovery import DrainInterrupt

@@ -10,10 +10,10 @@ from pathlib import Path
 
 from schemas.run_log import CHECKPOINTS, RENDEZVOUS, RunSummary
 from schemas.storage import Location
+from tests.trainer.faults import Faults
 from tests.trainer.processes import PATIENCE, wait_for
 from tests.trainer.url_runs import newest_of
-from trainer.elastic.faults import Faults
-from trainer.elastic.launcher import LaunchOptions, start_replica, train_replicas
+from trainer.elastic.launcher import LaunchOptions, train_replicas
 from trainer.recovery import Drain, DrainInterrupt
 from trainer.setup import TrainOptions
 
@@ -67,8 +67,8 @@ class Hosts:
         """Start a replica on a host of its own."""
         arguments = ["replica", self.url, "--number", str(number), "--expected", str(expected)]
         arguments += ["--token-file", str(self._token), "--work", str(self.folder_of(number))]
-        arguments += ["--faults", faults.to_json(), "--end-with-stdin"]
-        self.replicas.append(start_replica(arguments))
+        arguments += ["--end-with-stdin"]
+        self.replicas.append(faults.start(arguments))
         return self.replicas[-1]
 
     def saved(self, step: int) -> Callable[[], bool]:

@@ -11,7 +11,7 @@ import subprocess
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from schemas.config.job import Job, load_job
@@ -45,7 +45,6 @@ from trainer.elastic.context import (
     remove_rendezvous,
     write_rendezvous,
 )
-from trainer.elastic.faults import Faults
 from trainer.elastic.membership import Lighthouse
 from trainer.elastic.shared_rows import RETAINED_BYTES, SharedStores, launch_shared_stores
 from trainer.follow import FollowedDataset
@@ -272,8 +271,6 @@ class LaunchOptions:
     """Size of the write buffer in front of the stores."""
     work: Path | None = None
     """Directory of work folders, for a run at a URL."""
-    faults: Faults = field(default_factory=Faults)
-    """Faults to inject."""
     start: StartChild = start_replica
     """Starts a replica process."""
 
@@ -447,8 +444,6 @@ class Launcher:
         launch = self.launch
         threads = _threads_each(self.job.train.num_threads, launch.count)
         arguments = ["--threads", str(threads)]
-        if launch.faults.schedule:
-            arguments += ["--faults", launch.faults.to_json()]
         if self.uploader is not None:
             arguments += ["--work", str(launch.work), "--token-file", str(self.run / TOKEN)]
         return arguments

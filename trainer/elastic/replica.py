@@ -31,7 +31,6 @@ from trainer.elastic.exchange import (
     SumsShape,
     unpack_sums,
 )
-from trainer.elastic.faults import FaultInjector
 from trainer.elastic.membership import Membership, ReplicaOptions
 from trainer.elastic.peer_state import (
     MemoryRows,
@@ -56,7 +55,6 @@ class ReplicaPeers(Peers):
         options: ReplicaOptions,
         rows: MemoryRows | SharedRows,
         compute: StepCompute,
-        injector: FaultInjector,
         output: RunOutput,
     ) -> None:
         """Create no thread or connection yet.
@@ -65,7 +63,6 @@ class ReplicaPeers(Peers):
             options: of this replica.
             rows: of this replica.
             compute: of this replica.
-            injector: of faults.
             output: files of the run.
         """
         self.name = options.name
@@ -74,7 +71,6 @@ class ReplicaPeers(Peers):
         self._options = options
         self._rows = rows
         self._compute = compute
-        self._injector = injector
         self._output = output
         self._timer = compute.timer
         self._since, self._failures = 0, 0
@@ -156,13 +152,11 @@ class ReplicaPeers(Peers):
                 self._failures += 1
                 self._server.cancel_waiters()
                 agreeing = loop.agree_on_step(computed)
-        self._injector.trigger("exchanged", loop.step)
         return StepTotal(agreement, total, assignment.owners, message)
 
     def on_commit(self, train_step: int, committed: CommittedStep) -> None:
         """Keep the sums of a committed step for replicas that are behind."""
         self._server.add_committed(train_step, committed)
-        self._injector.trigger("committed", train_step)
 
     def on_write(self, agreement: Agreement) -> None:
         """Publish the addresses of staying members, and agree in the name of departed ones."""
@@ -216,7 +210,6 @@ class ReplicaPeers(Peers):
         self._load(peer.fetch_state())
         self.followed = True
         with suppress(PeerError):  # the next agreement has the step of the others
-            self._injector.trigger("joining", self.loop.step)
             while (data := peer.fetch_sums(self.loop.step)) is not None:
                 self._apply(CommittedStep.from_bytes(data))
         self._since = self.loop.step

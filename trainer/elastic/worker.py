@@ -29,7 +29,6 @@ from trainer.device import select_device
 from trainer.elastic.context import (
     Rendezvous,
 )
-from trainer.elastic.faults import FaultInjector, Faults
 from trainer.elastic.membership import ReplicaOptions
 from trainer.elastic.peer_state import MemoryRows
 from trainer.elastic.replica import ReplicaPeers
@@ -48,8 +47,6 @@ from trainer.train import train_to_end
 from trainer.warm_start import steps_before
 
 SYNC = "sync"
-FAULTS_DONE = "faults"
-"""Folder of the run with a file for each fault that happened."""
 
 
 def run_replica(
@@ -59,7 +56,6 @@ def run_replica(
     *,
     work: Path,
     clock: Clock,
-    faults: Faults,
     drain: Drain,
     progress: Callable[[str], None] = lambda _: None,
 ) -> None:
@@ -71,7 +67,6 @@ def run_replica(
         options: of this replica.
         work: directory of work folders; not used for a path.
         clock: seconds, for phases.
-        faults: to inject.
         drain: asks this replica to leave.
         progress: called with a line when training waits, on the writer.
 
@@ -90,7 +85,7 @@ def run_replica(
         location = Location.parse(run)
         stack.enter_context(report_lost_rows(location, rendezvous.attempt))
         with RunOutput(folder, location, rendezvous.attempt) as output:
-            _train(output, job, rendezvous, options, clock, faults, drain, progress)
+            _train(output, job, rendezvous, options, clock, drain, progress)
 
 
 def _train(
@@ -99,7 +94,6 @@ def _train(
     rendezvous: Rendezvous,
     options: ReplicaOptions,
     clock: Clock,
-    faults: Faults,
     drain: Drain,
     progress: Callable[[str], None],
 ) -> None:
@@ -150,11 +144,9 @@ def _train(
         )
         checkpoints = RunCheckpoints(context, rendezvous.copy_bytes)
         stack.callback(checkpoints.close)
-        injector = FaultInjector(faults, options.number, run / FAULTS_DONE)
-        options = replace(options, lighthouse=injector.lighthouse_address(options.lighthouse))
         starting.close()
-        compute = stack.enter_context(StepCompute(context, PhaseTimer(clock, watchdog), injector))
-        peers = ReplicaPeers(options, rows, compute, injector, output)
+        compute = stack.enter_context(StepCompute(context, PhaseTimer(clock, watchdog)))
+        peers = ReplicaPeers(options, rows, compute, output)
         loop = TrainingLoop(context, frontier, peers, compute, checkpoints, output, drain, watchdog)
 
         def stopped(others_continue: bool) -> str:

@@ -1,0 +1,107 @@
+"""`python -m tests.trainer.faulty`: the trainer's command line with injected faults (`faults.py`).
+
+Nothing in the trainer knows of faults: functions that a replica calls at the points are wrapped.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from schemas.paths import import_variables
+from tests.trainer.faults import FAULTS, FaultInjector, Faults
+from trainer.__main__ import main
+from trainer.compute import StepCompute
+from trainer.data.collate import Microbatches
+from trainer.elastic.membership import ReplicaOptions
+from trainer.elastic.replica import ReplicaPeers
+from trainer.loop import StepTotal
+from trainer.run_output import RunOutput
+from trainer.step import MicrobatchWorker
+
+DONE = "faults"
+"""Folder of the run with a file for each fault that happened."""
+
+
+def wrap(owner: type, name: str, wrapper: Callable[..., Any]) -> None:
+    """Replace a method by one that gets it as its first argument."""
+    wrapped = getattr(owner, name)
+    setattr(owner, name, lambda *args, **more: wrapper(wrapped, *args, **more))
+
+
+def install(faults: Faults) -> None:
+    """Inject faults into the replica of this process."""
+    injectors: list[FaultInjector] = []
+    inside: set[str] = set()  # wrapped methods that are running
+
+    def start(
+        wrapped: Callable[..., None],
+        peers: ReplicaPeers,
+        options: ReplicaOptions,
+        rows: object,
+        compute: StepCompute,
+        output: RunOutput,
+    ) -> None:
+        injectors.append(FaultInjector(faults, options.number, output.folder / DONE))
+        address = injectors[-1].lighthouse_address(options.lighthouse)
+        wrapped(peers, replace(options, lighthouse=address), rows, compute, output)
+
+    def compute(wrapped: Callable[..., Any], step: StepCompute, train_step: int, own: range) -> Any:
+        injectors[-1].trigger("start", train_step)
+        inside.add("compute")
+        sums = wrapped(step, train_step, own)
+        inside.discard("compute")
+        injectors[-1].trigger("computed", train_step)
+        return sums
+
+    def slow_down(
+        wrapped: Callable[..., Any], worker: object, opened: Microbatches, *args: object
+    ) -> Any:
+        before = time.perf_counter()
+        sums = wrapped(worker, opened, *args)
+        if "compute" in inside:
+            seconds = time.perf_counter() - before
+            step, count = opened.step.train_step, len(opened.batches)
+            time.sleep(max(0.0, injectors[-1].delay_sec(step, count, seconds)))
+        return sums
+
+    def add(wrapped: Callable[..., Any], peers: ReplicaPeers, *args: object) -> Any:
+        total = wrapped(peers, *args)
+        if isinstance(total, StepTotal):
+            injectors[-1].trigger("exchanged", peers.loop.step)
+        return total
+
+    def on_commit(
+        wrapped: Callable[..., None], peers: ReplicaPeers, train_step: int, committed: object
+    ) -> None:
+        wrapped(peers, train_step, committed)
+        injectors[-1].trigger("committed", train_step)
+
+    def load_from(wrapped: Callable[..., None], peers: ReplicaPeers, peer: object) -> None:
+        inside.add("load_from")
+        wrapped(peers, peer)
+        inside.discard("load_from")
+
+    def load(wrapped: Callable[..., None], peers: ReplicaPeers, arrays: object) -> None:
+        wrapped(peers, arrays)
+        if "load_from" in inside:
+            injectors[-1].trigger("joining", peers.loop.step)
+
+    wrap(ReplicaPeers, "__init__", start)
+    wrap(StepCompute, "compute", compute)
+    wrap(MicrobatchWorker, "compute", slow_down)
+    wrap(ReplicaPeers, "add", add)
+    wrap(ReplicaPeers, "on_commit", on_commit)
+    wrap(ReplicaPeers, "_load_from", load_from)
+    wrap(ReplicaPeers, "_load", load)
+
+
+install(Faults.from_json(os.environ.get(FAULTS, "[]")))  # also in processes that are forked
+
+if __name__ == "__main__":
+    os.environ |= import_variables()
+    sys.exit(main())
