@@ -1,13 +1,13 @@
 """Rows that collections update in the backward pass, as FBGEMM's fused optimizers do.
 
-`FusedRows` selects rows from where they are: `MemoryRows`, or a source such as
+`FusedRows` selects rows from where they are: memory, or a source such as
 `trainer.rows.EmbeddingRows`. With several ranks of torch.distributed, every rank has all rows and
 updates them by the mean gradient of all ranks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -41,27 +41,11 @@ Readers = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
 """Vectors that read each row of a table, their offsets, and their weights."""
 
 
-class Rows(Protocol):
-    """Where the rows of collections are."""
+class ExternalRows(Protocol):
+    """Holds the rows of collections outside of them, such as `trainer.rows.EmbeddingRows`."""
 
     version: int
     """Positions of rows that were selected under another version must not be used."""
-
-    def select(self, rows: RowsOfTables) -> dict[str, GatheredRows]:
-        """Return rows in place, valid until others of their tables are selected."""
-        ...
-
-    def read(self, rows: RowsOfTables) -> dict[str, Records]:
-        """Return copies of rows; none is created."""
-        ...
-
-    def write(self, table: str, rows: NDArray[np.int64], records: Records) -> None:
-        """Overwrite distinct rows."""
-        ...
-
-
-class ExternalRows(Rows, Protocol):
-    """Holds the rows of collections outside of them, such as `trainer.rows.EmbeddingRows`."""
 
     @property
     def train_step(self) -> int:
@@ -74,30 +58,17 @@ class ExternalRows(Rows, Protocol):
         """Add the tables of a collection, and the features that look into each."""
         ...
 
-
-class MemoryRows:
-    """Rows in memory."""
-
-    def __init__(self, layouts: Mapping[str, TableLayout]) -> None:
-        """Start empty; a row uses memory once it is selected or written."""
-        self._store = memory_store(layouts)
-        self.version = 0
-
     def select(self, rows: RowsOfTables) -> dict[str, GatheredRows]:
-        """Return rows in place, valid until others are selected; new rows are initialized."""
-        return {table: self._store.gather(table, ids) for table, ids in rows.items()}
+        """Return rows in place, valid until others of their tables are selected."""
+        ...
 
     def read(self, rows: RowsOfTables) -> dict[str, Records]:
         """Return copies of rows; none is created."""
-        return self._store.fetch(0, rows)
+        ...
 
     def write(self, table: str, rows: NDArray[np.int64], records: Records) -> None:
         """Overwrite distinct rows."""
-        self._store.write(0, {table: WriteBack(rows, records)})
-
-    def contents(self, table: str) -> Iterator[tuple[NDArray[np.int64], Records]]:
-        """Yield all rows of a table ever selected or written, ascending, in chunks."""
-        return self._store.contents(table)
+        ...
 
 
 class FusedRows:
@@ -134,9 +105,8 @@ class FusedRows:
         }
         if source is not None:
             source.add_tables(self.layouts, {t.name: t.feature_names for t in tables})
-        self._memory = MemoryRows(self.layouts) if source is None else None
+        self._memory = memory_store(self.layouts)  # stays empty with a source
         self._source = source
-        self._rows: Rows = self._memory or source  # type: ignore[assignment]  # one is not None
         self._num_selects = 0
         self._num_updates = 0
         self._group: dist.ProcessGroup | None = None
@@ -161,14 +131,14 @@ class FusedRows:
                 )
         if not torch.is_grad_enabled():
             copies = {t: arena_rows(GatheredRows(r)) for t, r in self.read(rows).items()}
-            return (self._num_selects, self._rows.version), copies
+            return self._version(), copies
         if self._group is None and world_size() > 1:
             # created by all ranks in their first forward pass; rows are in CPU memory
             group = dist.new_group(backend="gloo")
             assert isinstance(group, dist.ProcessGroup), "every rank belongs to it"
             self._group = group
         selected = self._select(rows)
-        return (self._num_selects, self._rows.version), selected
+        return self._version(), selected
 
     def update(
         self,
@@ -190,7 +160,7 @@ class FusedRows:
         Raises:
             ValueError: the step of the rows has ended.
         """
-        if version[1] != self._rows.version:
+        if version[1] != self._version()[1]:
             raise ValueError(
                 "backward pass reaches rows of a step that has ended; call backward before "
                 "rows.advance(batch) of the next batch and before rows.save"
@@ -231,11 +201,24 @@ class FusedRows:
 
     def _select(self, rows: RowsOfTables) -> dict[str, ArenaRows]:
         self._num_selects += 1
-        return {table: arena_rows(each) for table, each in self._rows.select(rows).items()}
+        if self._source is not None:
+            selected = self._source.select(rows)
+        else:
+            selected = {table: self._memory.gather(table, ids) for table, ids in rows.items()}
+        return {table: arena_rows(each) for table, each in selected.items()}
+
+    def _version(self) -> tuple[int, int]:
+        return self._num_selects, 0 if self._source is None else self._source.version
 
     def read(self, rows: RowsOfTables) -> dict[str, Records]:
         """Return copies of rows; none is created."""
-        return self._rows.read(rows)
+        return self._memory.fetch(0, rows) if self._source is None else self._source.read(rows)
+
+    def _write(self, table: str, rows: NDArray[np.int64], records: Records) -> None:
+        if self._source is not None:
+            self._source.write(table, rows, records)
+        else:
+            self._memory.write(0, {table: WriteBack(rows, records)})
 
     def set_rows(self, table: str, rows: NDArray[np.int64], values: Array) -> None:
         """Set the values of rows and clear their optimizer state.
@@ -246,19 +229,17 @@ class FusedRows:
             values: (n, dim).
         """
         state = np.zeros((len(rows), self.layouts[table].state_width), values.dtype)
-        self._rows.write(table, rows, Records(values, state))
+        self._write(table, rows, Records(values, state))
         self._num_selects += 1
 
     def state(self) -> dict[str, Any]:
         """Return every row ever updated, with its optimizer state; no rows of a source."""
         if self._source is not None:
             return {"num_updates": self._num_updates, "train_step": self._source.train_step}
-        memory = self._memory
-        assert memory is not None, "rows without a source are in memory"
         tables: dict[str, dict[str, torch.Tensor]] = {}
         for table in self.layouts:
             no_rows = np.zeros(0, np.int64)
-            parts = [(no_rows, self.read({table: no_rows})[table]), *memory.contents(table)]
+            parts = [(no_rows, self.read({table: no_rows})[table]), *self._memory.contents(table)]
             arrays = {
                 "rows": [rows for rows, _ in parts],
                 "values": [records.values for _, records in parts],
@@ -281,7 +262,7 @@ class FusedRows:
             )
         for table, arrays in state.get("tables", {}).items():
             records = Records(arrays["values"].numpy(), arrays["state"].numpy())
-            self._rows.write(table, arrays["rows"].numpy(), records)
+            self._write(table, arrays["rows"].numpy(), records)
         self._num_updates = state["num_updates"]
         self._num_selects += 1
 
