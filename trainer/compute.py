@@ -229,9 +229,11 @@ def smooth_speed(before: float | None, measured: float) -> float:
 
 
 def open_compute(context: RunContext, timer: PhaseTimer) -> WholeBatchCompute | StepCompute:
-    """Return what computes the steps of a process that trains alone.
+    """Return what computes the steps of a process.
 
-    Batches are computed whole on a GPU or with `--fast`, otherwise in microbatches.
+    One that trains alone computes batches whole on a GPU or with `--fast`, otherwise in
+    microbatches.
     """
-    is_whole = context.options.fast or device_of(context.job.train.device).type != "cpu"
+    on_device = device_of(context.job.train.device).type != "cpu"
+    is_whole = not context.is_replica and (context.options.fast or on_device)
     return WholeBatchCompute(context, timer) if is_whole else StepCompute(context, timer)

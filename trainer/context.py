@@ -96,7 +96,7 @@ class RunContext:
         self.run, self.job, self.options = run, job, options
         self.components, self.rows, self.clock = components, rows, clock
         self.first_step = first_step
-        self._is_replica = is_replica
+        self.is_replica = is_replica
         self.set_span(span)
 
     def set_span(self, span: Span) -> None:
@@ -109,7 +109,7 @@ class RunContext:
             expanded=self.options.expanded,
             find_shared=uses_shared_features(config),
         )
-        step_rows = StepRows(span.dataset, span.order, tables) if self._is_replica else None
+        step_rows = StepRows(span.dataset, span.order, tables) if self.is_replica else None
         self._span_reader = _SpanReader(span, reader, step_rows)
 
     @property

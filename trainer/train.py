@@ -1,6 +1,6 @@
 """A training run from start to end: open it, train with rollbacks, evaluate, summarize.
 
-`train` does it in one process; `elastic/worker.py` starts the same loop in one of several.
+`train` does it in one process; `elastic/worker.py` calls `train_process` in one of several.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import resource
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,16 +28,16 @@ from trainer.checkpoint.load import (
 from trainer.checkpoint.manager import claim_leftovers
 from trainer.checkpoint.manifest import PLAN_FILE
 from trainer.components import Components, build_components, layouts_of
-from trainer.compute import open_compute
+from trainer.compute import StepCompute, WholeBatchCompute, open_compute
 from trainer.context import RunContext
-from trainer.data.decode import spec_of
+from trainer.data.decode import BatchSpec, spec_of
 from trainer.device import device_of
 from trainer.embedding.baselines import open_baseline
 from trainer.embedding.cache import CachedRows, PlannedCache, RowSource
 from trainer.embedding.device_cache import DeviceCache
 from trainer.embedding.kernels.compiled import kernels_of
 from trainer.evaluate import evaluate_components
-from trainer.follow import Span, plans_of_span
+from trainer.follow import FollowedDataset, Span, plans_of_span
 from trainer.frontier import Frontier
 from trainer.loop import Peers, TrainingLoop
 from trainer.metrics import Evaluation
@@ -98,59 +98,52 @@ def train(
     with Watchdog(config.limits.seconds()) as watchdog:
         drain.on_request = watchdog.drain
         data = open_run(job_path, job, dataset_path, run, options, drain, progress, watchdog)
-        spec = spec_of(data.current().dataset, config.dtype)
         checkpoint = first_checkpoint(run, options)
         identity = read_identity(run)
         watchdog.write_to(run)
 
         def attempt(checkpoint: Path | None, rollbacks: Rollbacks) -> None:
-            with (
-                ExitStack() as opened,
-                resume_hint(f"stopped before a step; train on {run} with --resume"),
-            ):
-                with watchdog(START), drain.at_once():
-                    kernels_of(config.kernels)
-                    store = opened.enter_context(
-                        open_store(
-                            run,
-                            layouts_of(spec, config),
-                            config,
-                            job=job_path,
-                            embedding=options.embedding,
-                            num_processes=options.stores,
-                        )
+            def open_rows(stack: ExitStack, spec: BatchSpec, before: int) -> OpenedRows:
+                kernels_of(config.kernels)
+                store = stack.enter_context(
+                    open_store(
+                        run,
+                        layouts_of(spec, config),
+                        config,
+                        job=job_path,
+                        embedding=options.embedding,
+                        num_processes=options.stores,
                     )
-                    components = build_components(
-                        spec, config, store, steps_before=steps_before(identity)
-                    )
-                    poll_sec = config.follow.poll.total_seconds()
-                    frontier = Frontier(data, data.refresh(), drain, poll_sec, progress)
-                    span = frontier.span
-                    first_step, source = _load_start(
-                        job, options, span, components, checkpoint, identity
-                    )
+                )
+                components = build_components(spec, config, store, steps_before=before)
+                poll_sec = config.follow.poll.total_seconds()
+                frontier = Frontier(data, data.refresh(), drain, poll_sec, progress)
+                first_step, source = _load_start(
+                    job, options, frontier.span, components, checkpoint, identity
+                )
                 truncate_logs(run, first_step)
                 planned = config if isinstance(source, PlannedCache) else None
                 rows = RunRows(source, store, planned)
-                opened.callback(rows.close)
-                context = RunContext(run, job, options, span, components, rows, first_step, clock)
-                cache = None if planned is None else planned.cache
-                copied = copy_bytes_of(job, span, first_step, components, cache)
-                checkpoints = RunCheckpoints(context, copied)
-                opened.callback(checkpoints.close)
-                checkpoints.reserve()
-                compute = opened.enter_context(open_compute(context, PhaseTimer(clock, watchdog)))
-                output, peers = RunOutput(run, Location.parse(run), ""), Peers()
-                loop = TrainingLoop(
-                    *(context, frontier, peers, compute, checkpoints, output, drain, watchdog),
-                    on_step,
-                )
-                train_to_end(
-                    loop,
-                    rollbacks,
+                stack.callback(rows.close)
+                return OpenedRows(components, rows, first_step, frontier, lambda _: Peers())
+
+            process = Process(
+                output=RunOutput(run, Location.parse(run), ""),
+                job=job,
+                options=options,
+                data=data,
+                rollbacks=rollbacks,
+                clock=clock,
+                drain=drain,
+                watchdog=watchdog,
+                on_step=on_step,
+                hints=ResumeHints(
+                    before=f"stopped before a step; train on {run} with --resume",
                     trained=f"all steps are trained; evaluate {run} with --resume",
-                    stopped=lambda _: f"stopped at step {loop.step}; continue {run} with --resume",
-                )
+                    stopped=lambda step, _: f"stopped at step {step}; continue {run} with --resume",
+                ),
+            )
+            train_process(process, open_rows)
 
         with_rollbacks(
             run, checkpoint, attempt, lambda: claim_leftovers(run, config.checkpoint, resume=True)
@@ -158,36 +151,128 @@ def train(
     return read_summary(run / SUMMARY)
 
 
-def train_to_end(
-    loop: TrainingLoop,
-    rollbacks: Rollbacks,
-    *,
-    trained: str,
-    stopped: Callable[[bool], str],
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResumeHints:
+    """What a process that leaves says, and how to resume."""
+
+    before: str
+    """Before its first step."""
+    trained: str
+    """After the last step."""
+    stopped: Callable[[int, bool], str]
+    """After an earlier step, which it is given; also whether others continue."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Process:
+    """One of the processes of a run, or the only one."""
+
+    output: RunOutput
+    """Files of the run."""
+    job: Job
+    """Job of the run."""
+    options: TrainOptions
+    """Options of the run."""
+    data: FollowedDataset
+    """Open dataset of the run."""
+    rollbacks: Rollbacks
+    """Rollbacks of the run so far."""
+    clock: Clock
+    """Seconds, for phases."""
+    drain: Drain
+    """Asks the process to leave."""
+    watchdog: Watchdog
+    """Limits the time of each phase."""
+    on_step: Callable[[StepMetric, int], None] = lambda metric, num_steps: None
+    """Called after each committed step with its metric and the number of steps."""
+    hints: ResumeHints
+    """Messages of the process if it leaves."""
+    copy_bytes: int | None = None
+    """Size of the largest copy for a checkpoint of a replica; None: the process trains alone."""
+
+
+@dataclass(frozen=True, slots=True)
+class OpenedRows:
+    """Model and rows of a process at its first step.
+
+    Attributes:
+        components: model, embedding and optimizer.
+        rows: of the embedding.
+        first_step: the first step to be trained.
+        frontier: the part of the dataset that may be trained.
+        open_peers: returns the other processes of the run.
+    """
+
+    components: Components
+    rows: RunRows
+    first_step: int
+    frontier: Frontier
+    open_peers: Callable[[WholeBatchCompute | StepCompute], Peers]
+
+
+def train_process(
+    process: Process, open_rows: Callable[[ExitStack, BatchSpec, int], OpenedRows]
 ) -> None:
-    """Train all steps of a run in one of its processes, and finish the run.
+    """Build the parts of a process, train all steps of its run, and finish the run.
 
     Args:
-        loop: before its first step.
-        rollbacks: of the run so far.
-        trained: how to resume after the last step.
-        stopped: how to resume after an earlier one; is given whether others continue.
+        process: the process.
+        open_rows: opens model and rows, and loads the newest checkpoint; gets a stack for what it
+            opens, the columns of batches, and the number of steps of the run that this one began
+            from.
 
     Raises:
         SchemaError: the data or a disk failed; complete checkpoints stay.
         DrainInterrupt: the process was asked to leave; all trained steps are saved.
     """
+    run, config, watchdog = process.output.folder, process.job.train, process.watchdog
+    with ExitStack() as stack, resume_hint(process.hints.before):
+        spec = spec_of(process.data.current().dataset, config.dtype)
+        with watchdog(START), process.drain.at_once():
+            opened = open_rows(stack, spec, steps_before(read_identity(run)))
+        components, rows, first_step = opened.components, opened.rows, opened.first_step
+        context = RunContext(
+            *(run, process.job, process.options, opened.frontier.span, components, rows),
+            first_step,
+            process.clock,
+            is_replica=process.copy_bytes is not None,
+        )
+        if process.copy_bytes is not None:
+            checkpoints = RunCheckpoints(context, process.copy_bytes)
+            stack.callback(checkpoints.close)
+        else:
+            cache = config.cache if isinstance(rows.source, PlannedCache) else None
+            num_bytes = copy_bytes_of(process.job, context.span, first_step, components, cache)
+            checkpoints = RunCheckpoints(context, num_bytes)
+            stack.callback(checkpoints.close)
+            checkpoints.reserve()
+        compute = stack.enter_context(open_compute(context, PhaseTimer(process.clock, watchdog)))
+        loop = TrainingLoop(
+            context,
+            opened.frontier,
+            opened.open_peers(compute),
+            compute,
+            checkpoints,
+            process.output,
+            process.drain,
+            watchdog,
+            process.on_step,
+        )
+        _train_to_end(loop, process.rollbacks, process.hints)
+
+
+def _train_to_end(loop: TrainingLoop, rollbacks: Rollbacks, hints: ResumeHints) -> None:
     with loop.peers:
         outcome = loop.train()
         if outcome is None:
-            with resume_hint(trained):
+            with resume_hint(hints.trained):
                 _finish_run(loop, rollbacks)
             return
     if outcome.saves:  # after leaving the context: no replica waits for this one
         loop.save()
         if outcome.error is not None:
             raise outcome.error
-    with resume_hint(stopped(outcome.others_continue)):
+    with resume_hint(hints.stopped(loop.step, outcome.others_continue)):
         loop.drain.check()
 
 

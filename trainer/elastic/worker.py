@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from schemas.config.job import Job, load_job
-from schemas.config.train import SAVE, START, WAIT, LimitsConfig
+from schemas.config.train import SAVE, WAIT, LimitsConfig
 from schemas.dataset import Dataset
 from schemas.errors import SchemaError
 from schemas.paths import path_or_url
@@ -22,9 +22,8 @@ from trainer.checkpoint.load import (
     open_checkpoint,
 )
 from trainer.components import Components, build_components, layouts_of
-from trainer.compute import StepCompute
-from trainer.context import RunContext
-from trainer.data.decode import spec_of
+from trainer.compute import StepCompute, WholeBatchCompute
+from trainer.data.decode import BatchSpec
 from trainer.device import select_device
 from trainer.elastic.context import (
     Rendezvous,
@@ -35,16 +34,13 @@ from trainer.elastic.replica import ReplicaPeers
 from trainer.elastic.shared_rows import SharedRows, WriteBuffer, open_shared
 from trainer.follow import FollowedDataset
 from trainer.frontier import Frontier, extent_at_step
-from trainer.loop import TrainingLoop
 from trainer.recovery import Drain, Watchdog, resume_hint
 from trainer.run import check_run, read_identity
-from trainer.run_checkpoints import RunCheckpoints
 from trainer.run_output import RunOutput, replica_folder, report_lost_rows
 from trainer.setup import TrainOptions, follow_options, selected_segments
-from trainer.step import Clock, PhaseTimer
+from trainer.step import Clock
 from trainer.stores.api import BehindError, RowsLostError
-from trainer.train import train_to_end
-from trainer.warm_start import steps_before
+from trainer.train import OpenedRows, Process, ResumeHints, train_process
 
 SYNC = "sync"
 
@@ -97,7 +93,7 @@ def _train(
     drain: Drain,
     progress: Callable[[str], None],
 ) -> None:
-    name, run = f"replica {options.number}", output.folder
+    name, run, config = f"replica {options.number}", output.folder, job.train
     job_path, shared = path_or_url(rendezvous.job), rendezvous.shared
     train_options = TrainOptions(
         steps=rendezvous.steps,
@@ -105,20 +101,9 @@ def _train(
         embedding=rendezvous.embedding,
         follow=rendezvous.follow,
     )
-    config = job.train
-    watchdog = Watchdog(replica_limits(config.limits), rank=str(options.number))
-    watchdog.write_to(run)
-    with ExitStack() as stack, resume_hint(f"{name} stopped before a step"):
-        stack.enter_context(watchdog)
-        drain.on_request = watchdog.drain
-        starting = stack.enter_context(ExitStack())
-        with watchdog(WAIT):
-            dataset_path = Location.parse(rendezvous.dataset)
-            data = _open_dataset(run, dataset_path, job, train_options, drain, progress)
-        dataset = data.current().dataset
-        spec = spec_of(dataset, config.dtype)
-        before = steps_before(read_identity(run))
-        starting.enter_context(watchdog(START))
+    opened_peers: list[ReplicaPeers] = []
+
+    def open_rows(stack: ExitStack, spec: BatchSpec, before: int) -> OpenedRows:
         select_device(config.device, options.number)
         on_host = replace(config, device="cpu")  # a device computes microbatches alone
         if shared is None:
@@ -132,37 +117,54 @@ def _train(
             write_buffer = WriteBuffer(store, rendezvous.retained_bytes)
             rows = SharedRows(write_buffer, components.embedding, planned, shared.first)
         stack.callback(rows.close)
-        fingerprint = fingerprint_of(job, dataset)
+        fingerprint = fingerprint_of(job, data.current().dataset)
         first_step = _load_newest(run, components, fingerprint, with_rows=shared is None)
         poll_sec = min(config.follow.poll.total_seconds(), options.heartbeat_sec)
         agreed = extent_at_step(data.current().order, rendezvous.extent, first_step)
         with watchdog(WAIT):
             frontier = Frontier(data, agreed, drain, poll_sec, progress)
-        context = RunContext(
-            *(run, job, train_options, frontier.span, components, rows, first_step, clock),
-            is_replica=True,
+
+        def open_peers(compute: WholeBatchCompute | StepCompute) -> ReplicaPeers:
+            assert isinstance(compute, StepCompute), "a replica computes microbatches"
+            opened_peers.append(ReplicaPeers(options, rows, compute, output))
+            return opened_peers[-1]
+
+        return OpenedRows(components, rows, first_step, frontier, open_peers)
+
+    def stopped(step: int, others_continue: bool) -> str:
+        resume = f"resume {output.location} with --resume"
+        return (
+            f"{name} stopped at step {step}; {'the others continue' if others_continue else resume}"
         )
-        checkpoints = RunCheckpoints(context, rendezvous.copy_bytes)
-        stack.callback(checkpoints.close)
-        starting.close()
-        compute = stack.enter_context(StepCompute(context, PhaseTimer(clock, watchdog)))
-        peers = ReplicaPeers(options, rows, compute, output)
-        loop = TrainingLoop(context, frontier, peers, compute, checkpoints, output, drain, watchdog)
 
-        def stopped(others_continue: bool) -> str:
-            resume = f"resume {output.location} with --resume"
-            others = "the others continue" if others_continue else resume
-            return f"{name} stopped at step {loop.step}; {others}"
-
+    hints = ResumeHints(
+        before=f"{name} stopped before a step",
+        trained=f"{name} stopped after the last step",
+        stopped=stopped,
+    )
+    watchdog = Watchdog(replica_limits(config.limits), rank=str(options.number))
+    watchdog.write_to(run)
+    with resume_hint(hints.before), watchdog:
+        drain.on_request = watchdog.drain
+        with watchdog(WAIT):
+            dataset = Location.parse(rendezvous.dataset)
+            data = _open_dataset(run, dataset, job, train_options, drain, progress)
+        process = Process(
+            output=output,
+            job=job,
+            options=train_options,
+            data=data,
+            rollbacks=rendezvous.rollbacks,
+            clock=clock,
+            drain=drain,
+            watchdog=watchdog,
+            hints=hints,
+            copy_bytes=rendezvous.copy_bytes,
+        )
         try:
-            train_to_end(
-                loop,
-                rendezvous.rollbacks,
-                trained=f"{name} stopped after the last step",
-                stopped=stopped,
-            )
+            train_process(process, open_rows)
         except BehindError as error:
-            if peers.followed or shared is None:
+            if shared is None or any(peers.followed for peers in opened_peers):
                 raise
             raise RowsLostError(f"{error}; no replica is ahead of this one") from error
 
