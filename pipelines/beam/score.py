@@ -1,14 +1,12 @@
 """Score the samples of a dataset with an exported model, by Beam's RunInference.
 
-Workers import torch (extra `score`) when they load the model; everything else about the model is
-in its file (`schemas/model.py`). Each row group is read as Arrow and scored on one thread in
-batches of a fixed size, so that neither runner nor number of workers change a bit.
+Workers import torch (extra `score`) when they load the model (`schemas/scoring.py`). Each row group
+is read as Arrow and scored on one thread in batches of a fixed size, so that neither runner nor
+number of workers change a bit.
 """
 
 from __future__ import annotations
 
-import importlib
-import io
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -35,6 +33,7 @@ from schemas.layout import EVALUATION, MANIFEST, SAMPLE_WEIGHT, TRAIN
 from schemas.manifest import canonical_json
 from schemas.model import ModelFile, open_model
 from schemas.samples import blocks_of_row_group, read_joined_row_group
+from schemas.scoring import LoadedModel, load_model
 from schemas.storage import Location
 
 SCORE, SCORES = "score", "scores"
@@ -203,21 +202,6 @@ class ReadSamples(beam.DoFn):
         yield name, pa.table({**kept, **{c: table[c] for c in self.read}}).combine_chunks()
 
 
-@dataclass(frozen=True, slots=True, weakref_slot=True)
-class LoadedModel:
-    """A model in a worker's memory; Beam shares it between threads by a weak reference."""
-
-    file: ModelFile
-    program: Any
-    torch: Any
-
-    def logits(self, samples: pa.Table) -> np.ndarray:
-        """Return (num_samples,) logits."""
-        inputs = {n: self.torch.from_numpy(a) for n, a in self.file.inputs(samples).items()}
-        with self.torch.no_grad():
-            return self.program(inputs).numpy()[: samples.num_rows]
-
-
 class ExportedModelHandler(ModelHandler[Samples, Samples, LoadedModel]):
     """Loads an exported model once per process and scores tables."""
 
@@ -227,28 +211,8 @@ class ExportedModelHandler(ModelHandler[Samples, Samples, LoadedModel]):
         self._path = path
 
     def load_model(self) -> LoadedModel:
-        """Open the file.
-
-        Raises:
-            SchemaError: the file is missing or damaged, or torch is missing or cannot load it.
-        """
-        file = open_model(self._path)
-        try:
-            torch = importlib.import_module("torch")
-        except ModuleNotFoundError as error:
-            raise SchemaError(
-                f"extra `score` is not installed: no module {error.name}; use requirements.lock"
-            ) from error
-        try:
-            program = torch.export.load(io.BytesIO(file.program)).module()
-        except (RuntimeError, AssertionError, ValueError, KeyError) as error:
-            first_line = str(error).partition("\n")[0]
-            raise SchemaError(
-                f"program cannot be loaded by torch {torch.__version__}: {first_line}; export the "
-                "run with this version of torch",
-                file=str(self._path),
-            ) from error
-        return LoadedModel(file, program, torch)
+        """Open the file; raises as `schemas.scoring.load_model`."""
+        return load_model(self._path)
 
     def run_inference(
         self,
@@ -274,8 +238,7 @@ def scored(samples: pa.Table, model: LoadedModel) -> pa.Table:
     """Return the kept columns and the score of each sample."""
     size = model.file.manifest.batch_samples
     starts = range(0, samples.num_rows, size)
-    logits = np.concatenate([model.logits(samples.slice(start, size)) for start in starts])
-    scores = 1 / (1 + np.exp(-logits.astype(np.float64)))
+    scores = np.concatenate([model.score(samples.slice(start, size)) for start in starts])
     kept = [n for n in samples.column_names if n.startswith(_KEPT)]
     columns = {n.removeprefix(_KEPT): samples[n] for n in kept}
     return pa.table({**columns, SCORE: scores})

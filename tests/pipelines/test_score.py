@@ -14,6 +14,7 @@ from pipelines.cli import main
 from schemas.dataset import open_dataset
 from schemas.errors import SchemaError
 from schemas.layout import MANIFEST
+from schemas.scoring import load_model
 from schemas.storage import Location
 from tests.trainer.exact_metrics import auc, normalized_entropy
 from tests.trainer.make_dataset import make_dataset, write_job
@@ -21,7 +22,6 @@ from tests.trainer.runs import SEGMENTS, checkpoint_at, run_job
 from tests.trainer.served import evaluation_logits, evaluation_table
 from trainer.evaluate import evaluate_run
 from trainer.export import export_run
-from trainer.serving import load
 
 pytestmark = pytest.mark.slow
 
@@ -67,7 +67,7 @@ def test_scores_are_those_of_the_samples_in_stored_order(made: Path) -> None:
     logits = evaluation_logits(job, made / "dataset", checkpoint, expanded=True)
     wanted = 1 / (1 + np.exp(-np.concatenate(logits)))
     assert found[SCORE].to_numpy() == pytest.approx(wanted, rel=1e-12)
-    assert load(made / "model").score(table) == pytest.approx(wanted, rel=1e-12)
+    assert load_model(made / "model").score(table) == pytest.approx(wanted, rel=1e-12)
 
 
 @pytest.mark.parametrize("mode", ["multi_threading", "multi_processing"])

@@ -13,12 +13,12 @@ from schemas.layout import SCHEMA
 from schemas.model import open_model
 from schemas.model_inputs import PADDING, build_inputs
 from schemas.rows import initial_rows
+from schemas.scoring import load_model, probabilities
 from tests.trainer.make_dataset import make_dataset, write_job
 from tests.trainer.runs import SEGMENTS, checkpoint_at, rows_in, run_job
 from tests.trainer.served import MODELS, evaluation_logits, evaluation_table
 from trainer.__main__ import main
 from trainer.export import export_run
-from trainer.serving import load, probabilities
 
 WEIGHTS = ", clicked_weights"
 
@@ -60,7 +60,7 @@ def test_exported_model_has_the_bits_of_the_trainers_expanded_evaluation(
     )
     run_job(job, dataset, tmp_path / "run", steps=6)
     export_run(tmp_path / "run", tmp_path / "model.presage")
-    served, table = load(tmp_path / "model.presage"), evaluation_table(dataset)
+    served, table = load_model(tmp_path / "model.presage"), evaluation_table(dataset)
     checkpoint = checkpoint_at(tmp_path / "run", 6)
     wanted = evaluation_logits(job, dataset, checkpoint, expanded=True)
     shared = evaluation_logits(job, dataset, checkpoint, expanded=False)
@@ -80,7 +80,7 @@ def test_exported_model_has_the_bits_of_the_trainers_expanded_evaluation(
 def test_any_number_of_samples_is_scored_the_same(
     count: int, exported: Path, dataset: Path
 ) -> None:
-    served, table = load(exported / "model.presage"), evaluation_table(dataset)
+    served, table = load_model(exported / "model.presage"), evaluation_table(dataset)
     found = served.score(table.slice(0, count))
     assert found.shape == (count,)
     assert found == pytest.approx(served.score(table)[:count], rel=1e-12)
@@ -88,10 +88,8 @@ def test_any_number_of_samples_is_scored_the_same(
 
 
 def test_samples_that_look_nothing_up_are_scored(exported: Path, dataset: Path) -> None:
-    served, table = load(exported / "model.presage"), evaluation_table(dataset).slice(0, 3)
-    nothing = pa.table(
-        {n: pa.nulls(3, table[n].type) for n in served.model.manifest.inputs.columns}
-    )
+    served, table = load_model(exported / "model.presage"), evaluation_table(dataset).slice(0, 3)
+    nothing = pa.table({n: pa.nulls(3, table[n].type) for n in served.file.manifest.inputs.columns})
     found = served.score(nothing)
     assert np.isfinite(found).all()
     assert len(set(found.tolist())) == 1
@@ -171,7 +169,7 @@ def test_export_of_no_run_or_checkpoint_says_what_to_do(
 
 
 def test_samples_without_a_column_are_refused_by_name(exported: Path, dataset: Path) -> None:
-    served, table = load(exported / "model.presage"), evaluation_table(dataset)
+    served, table = load_model(exported / "model.presage"), evaluation_table(dataset)
     renamed = table.rename_columns(["itm" if n == "item" else n for n in table.column_names])
     message = "samples lack column 'item'; did you mean 'itm'?"
     with pytest.raises(SchemaError, match=re.escape(message)):

@@ -32,6 +32,7 @@ from schemas.run_manifest import (
     local_run,
     read_newest_state,
 )
+from schemas.scoring import load_model
 from schemas.storage import MANIFESTS, Location, StorageError
 from schemas.versions import Versions
 from tests.shared import hard_links, make_once
@@ -54,7 +55,6 @@ from trainer.checkpoint.upload import MERGED_BYTES, RunUploader, work_folder
 from trainer.diff import compare_runs
 from trainer.recovery import Drain, DrainInterrupt
 from trainer.run import read_identity
-from trainer.serving import load
 
 LAST_STEP = 31
 """Of a run of two epochs."""
@@ -501,8 +501,8 @@ def test_export_publish_and_apply_write_the_same_bytes_at_a_url(
     for name in names:
         data = (Location.parse(out) / name).read_bytes()
         assert data == (tmp_path / "out" / name).read_bytes()
-    served = load(f"{out}/new")
-    assert served.model.manifest.lineage.train_step == 32
+    served = load_model(f"{out}/new")
+    assert served.file.manifest.lineage.train_step == 32
 
 
 def test_erased_rows_are_in_no_object(
