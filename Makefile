@@ -1,5 +1,5 @@
 # The front door. Each target sets up what it needs; `make help` lists them.
-# Needs Linux, make and Python 3.11 with its venv module, nothing else.
+# Needs Linux, make, a C++ compiler, and Python 3.11 with its venv module and headers, nothing else.
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
@@ -10,6 +10,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
 PACKAGES := schemas pipelines trainer scheduler presage benchmarks tests
 BENCHMARKS = $(filter-out recovery_peer,$(basename $(notdir $(shell grep -l '__name__ == "__main__"' benchmarks/*.py))))
+KERNELS := schemas/kernels trainer/data trainer/embedding/kernels
 JOB := schemas/demo/job.yaml
 JOBS ?= 2
 DATASET := demo/dataset
@@ -26,12 +27,12 @@ export PATH := $(CURDIR)/$(BIN):$(PATH)
 # Without its caches of bytecode a process that imports Torch compiles for 15 seconds first.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup demo test test-quick test-gpu check format bench chaos lock clean
+.PHONY: help setup wheel demo test test-quick test-gpu check format bench chaos lock clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-11s %s\n", $$1, $$2}' Makefile
 
-setup: .venv/synced ## make .venv from requirements.lock
+setup: build/installed ## make .venv from requirements.lock and build the kernels
 
 # pip brings the locked uv, and uv brings the rest. The lock names uv, so a sync keeps it.
 $(BIN)/uv:
@@ -46,8 +47,24 @@ $(BIN)/uv:
 	$(BIN)/uv pip sync --quiet --require-hashes --python $(BIN)/python requirements.lock
 	@touch $@
 
+# The modules are installed beside their sources, for this processor alone.
+build/installed: .venv/synced CMakeLists.txt $(wildcard $(addsuffix /*.cpp,$(KERNELS)) $(addsuffix /*.h,$(KERNELS)))
+	@command -v c++ g++ clang++ > /dev/null || { echo "set-up must find a C++ compiler, got none on PATH; install g++" >&2; exit 1; }
+	@cmake --fresh -S . -B build -G Ninja --log-level=WARNING \
+	  -D Python_EXECUTABLE=$(CURDIR)/$(BIN)/python -D LEVELS=$$(python schemas/processor.py)
+	@cmake --build build -- --quiet
+	@cmake --install build --prefix . > /dev/null
+	@touch $@
+
+# One wheel for the oldest Linux that this compiler's library allows. Torch brings the OpenMP that the trainer's kernels use.
+wheel: build/installed ## dist/presage-*.whl, with kernels for AVX2 and for AVX-512
+	@rm -rf dist build/wheel
+	@uv build --quiet --wheel --no-build-isolation --python $(BIN)/python --out-dir build/wheel .
+	@auditwheel -q repair --exclude libgomp.so.1 --wheel-dir dist build/wheel/*.whl
+	@ls dist
+
 # A fresh start each time, so that the second run shows the same numbers as the first.
-demo: .venv/synced ## log, dataset, oracle, three trainings, plan and demo/report.html
+demo: build/installed ## log, dataset, oracle, three trainings, plan and demo/report.html
 	@rm -rf demo
 	python -m pipelines generate $(JOB) --output demo/log
 	@mkdir -p demo/runs
@@ -61,27 +78,27 @@ demo: .venv/synced ## log, dataset, oracle, three trainings, plan and demo/repor
 	@echo "open demo/report.html"
 
 # Tests of a cluster wait more than they compute: they run beside the others.
-test: .venv/synced ## every test, the slow ones too, but for the long fault injection
+test: build/installed ## every test, the slow ones too, but for the long fault injection
 	cluster=$$(mktemp); trap 'rm $$cluster' EXIT; status=0; \
 	python -m pytest $(ON_A_CLUSTER) > $$cluster 2>&1 & \
 	$(PYTEST) -m "not chaos" $(addprefix --ignore=,$(ON_A_CLUSTER)) || status=$$?; \
 	wait $$! || status=$$?; \
 	cat $$cluster; exit $$status
 
-test-quick: .venv/synced ## the tests without those marked slow
+test-quick: build/installed ## the tests without those marked slow
 	$(PYTEST) -m "not slow and not chaos"
 
-check: .venv/synced ## format, lint, types and import directions
+check: build/installed ## format, lint, types and import directions
 	ruff format --check .
 	ruff check .
 	pyright
 	python -m pytest -q tests/test_imports.py
 
-format: .venv/synced ## mend format and what lint can mend
+format: build/installed ## mend format and what lint can mend
 	ruff format .
 	ruff check --fix .
 
-bench: .venv/synced ## every benchmark into benchmarks/results
+bench: build/installed ## every benchmark into benchmarks/results
 	@mkdir -p benchmarks/results
 	for name in $(BENCHMARKS); do python -m benchmarks.$$name --json > benchmarks/results/$$name.json; done
 
@@ -90,7 +107,7 @@ test-gpu: ## what needs a GPU: losses and bits against the processors', then tim
 	python -m pytest -m gpu -p no:xdist tests/trainer tests/presage
 	python -m benchmarks.gpu
 
-chaos: .venv/synced ## the long fault-injection run; DRAW=seed LIMIT=240 runs a part of it
+chaos: build/installed ## the long fault-injection run; DRAW=seed LIMIT=240 runs a part of it
 	$(PYTEST) -m chaos $(if $(DRAW),--draw $(DRAW)) $(if $(LIMIT),--seconds $(LIMIT))
 
 # torchrec asks for the CUDA build of fbgemm by name: the override drops that from the CPU locks.
@@ -107,6 +124,7 @@ lock: | $(BIN)/uv ## compile the locks; UPGRADE=--upgrade takes newer versions
 	$(COMPILE) --extra scheduler --constraints requirements.lock --output-file requirements-scheduler.lock
 	$(PIN) deploy/airflow/requirements.in --output-file deploy/airflow/requirements.lock
 
-clean: ## remove .venv, demo and caches
-	rm -rf .venv demo .pytest_cache .ruff_cache .hypothesis
+clean: ## remove .venv, the kernels, demo and caches
+	rm -rf .venv build dist demo .pytest_cache .ruff_cache .hypothesis
 	find $(PACKAGES) -name __pycache__ -type d -prune -exec rm -rf {} +
+	find $(KERNELS) -name '*.so' -delete

@@ -39,8 +39,8 @@ from schemas.arrays import offsets_of
 from schemas.config.train import SparseOptimizerConfig
 from trainer.data.collate import Batch
 from trainer.data.lookup import KeyedBags, TableLookup, table_lookups, vector_layout
-from trainer.embedding.kernels.compiled import kernels_of
-from trainer.embedding.kernels.interface import ArenaRows, Kernels, TableRows, rule_at
+from trainer.embedding.kernels import compiled
+from trainer.embedding.kernels.interface import ArenaRows, TableRows, rule_at
 from trainer.embedding.pooling import Pooling
 
 SKEWS = ("uniform", "mild", "heavy")
@@ -105,9 +105,9 @@ class Step:
         """Return the number of distinct rows of the step."""
         return sum(len(part) for part in self.rows.values())
 
-    def pooling(self, kernels: Kernels) -> Pooling:
+    def pooling(self) -> Pooling:
         """Return the pooling of this step."""
-        return Pooling(kernels, self.batch, mean=False)
+        return Pooling(self.batch, mean=False)
 
     def transpose(self) -> None:
         """Compute the lookups and their transpose, as the reader's thread does for each batch."""
@@ -241,14 +241,13 @@ def ours(step: Step, dim: int, gradient: torch.Tensor) -> Callable[[], None]:
     weights = {t: torch.randn(n, dim).mul_(0.01) for t, n in step.tables.items()}
     states = {t: torch.zeros(n, 1) for t, n in step.tables.items()}
     rows = {t: ArenaRows(weights[t], states[t], step.rows[t]) for t in step.tables}
-    kernels = kernels_of("compiled")
 
     def run() -> None:
-        pooling = step.pooling(kernels)
+        pooling = step.pooling()
         pooling(rows).backward(gradient)
         tables = step.table_rows(rows)
         assert pooling.gradients is not None, "set by the backward pass"
-        kernels.update(tables, pooling.gradients, rule_at(RULE, 0))
+        compiled.update(tables, pooling.gradients, rule_at(RULE, 0))
 
     return run
 

@@ -208,7 +208,7 @@ Kernel = Callable[[NDArray[np.int32], int, int], NDArray[np.int32]]
 def ours(rows: NDArray[np.int32], batch: int, num_rows: int) -> NDArray[np.int32]:
     """Return the next-use distances of all entries, step by step."""
     offsets = np.append(np.arange(0, len(rows), batch), len(rows))
-    unique = distinct(Jagged(rows, offsets), num_rows)
+    unique = distinct(Jagged(rows.astype(np.int64), offsets))
     steps = [unique.values[a:b] for a, b in pairwise(unique.offsets.tolist())]
     return np.concatenate(next_use(steps, num_rows))
 

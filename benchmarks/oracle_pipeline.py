@@ -13,7 +13,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from benchmarks.logs import NUM_ROWS, build_job, job_path, raw_log
+from benchmarks.logs import build_job, job_path, raw_log
 from pipelines.beam.build import NumberAccesses
 from pipelines.beam.runner import run_pipeline
 from pipelines.clustering.part import lookups_table
@@ -48,7 +48,7 @@ class _WriteLookups(beam.DoFn):
         size = BLOCKS_PER_PART * self.batch
         of_part = np.asarray(rows[part * size : (part + 1) * size], np.int64)
         offsets = np.append(np.arange(0, len(of_part), self.batch), len(of_part))
-        unique = distinct(Jagged(of_part, offsets), NUM_ROWS[table])
+        unique = distinct(Jagged(of_part, offsets))
         path = self.root / LOOKUPS / str(table) / part_name(part)
         path.parent.mkdir(parents=True, exist_ok=True)
         pq.write_table(lookups_table(unique), path, compression="lz4")

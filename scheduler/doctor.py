@@ -33,8 +33,6 @@ SOURCES = Path(__file__).resolve().parents[1]
 LOCK = SOURCES / "requirements.lock"
 OLDEST_PYTHON, NEWEST_PYTHON = (3, 11), (3, 13)
 """Versions that the packages have wheels for (`docs/install.md`)."""
-COMPILERS = ("g++", "c++", "clang++")
-"""C++ compilers that the trainer uses."""
 OLDEST_JAVA, NEWEST_JAVA = 11, 17
 """Versions of Java that Flink 1.19 supports."""
 MAX_SKEW_SEC = 2.0
@@ -244,12 +242,6 @@ def differences(pinned: Mapping[str, str], installed: Mapping[str, str]) -> list
     return problems
 
 
-def _probe_compiler(machine: Machine) -> tuple[bool, str]:
-    search = machine.environment.get("PATH", "")
-    compiler = next((p for name in COMPILERS if (p := shutil.which(name, path=search))), None)
-    return compiler is not None, _one_line(compiler or "none")
-
-
 def _probe_shared_memory(machine: Machine) -> tuple[bool, str]:
     free = _free_bytes(machine.shared_memory)
     if free is None:
@@ -409,13 +401,6 @@ CHECKS = (
         probe=_probe_packages,
         must=lambda m: f"have the versions of {_versions_of(m)}",
         fix="run make setup, or install Presage again (docs/install.md)",
-    ),
-    Check(
-        name="compiler",
-        probe=_probe_compiler,
-        must=lambda _: f"be one of {', '.join(COMPILERS)} on PATH",
-        fix="install g++, or set train.kernels to torch",
-        needed_for="train.kernels: compiled",
     ),
     Check(
         name="shared memory",

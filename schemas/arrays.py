@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 
 from schemas.errors import SchemaError
 from schemas.hashing import splitmix64
-from schemas.kernels.arrays import array_kernels
+from schemas.kernels import arrays as kernels
 
 Array = NDArray[Any]
 
@@ -43,7 +43,7 @@ class Jagged:
     """Rows of variable length in two flat arrays.
 
     Attributes:
-        values: (num_values,), any fixed-width type.
+        values: (num_values,), numbers of any width.
         offsets: (num_rows + 1,) int64, from 0 to num_values.
     """
 
@@ -68,14 +68,8 @@ class Jagged:
         """
         if self.num_rows == len(self.values) and _is_range(self.offsets):  # one value per row
             return Jagged(self.values[rows], np.arange(len(rows) + 1))
-        kernels = array_kernels()
-        if kernels is not None:
-            values, offsets = np.ascontiguousarray(self.values), np.ascontiguousarray(self.offsets)
-            rows = np.ascontiguousarray(rows, np.int64)
-            return Jagged(*kernels.take_lists(values, offsets, rows))
-        lengths = self.lengths[rows]
-        offsets = offsets_of(lengths)
-        return Jagged(self.values[ranges(self.offsets[:-1][rows], lengths)], offsets)
+        values, offsets = np.ascontiguousarray(self.values), np.ascontiguousarray(self.offsets)
+        return Jagged(*kernels.take_lists(values, offsets, np.ascontiguousarray(rows, np.int64)))
 
 
 Column = Array | Jagged
@@ -180,31 +174,16 @@ def unique_tuples(columns: Sequence[Column]) -> tuple[NDArray[np.int64], NDArray
     """
     if not columns:
         raise ValueError("columns is empty; add a column")
-    kernels = array_kernels()
-    flat = [(c.values, c.offsets) if isinstance(c, Jagged) else (c, None) for c in columns]
-    num_rows = len(flat[0][0]) if flat[0][1] is None else len(flat[0][1]) - 1
+    flat = [
+        (np.ascontiguousarray(c.values), c.offsets)
+        if isinstance(c, Jagged)
+        else (np.ascontiguousarray(c), None)
+        for c in columns
+    ]
     for seed in range(64):
-        if kernels is None:
-            found = _unique_by_sorting(columns, seed)
-        else:
-            found = kernels.unique_tuples(flat, num_rows, seed)
-        if found is not None:
+        if (found := kernels.unique_tuples(flat, seed)) is not None:
             return found
     raise AssertionError("rows collide under 64 hash functions")
-
-
-def _unique_by_sorting(
-    columns: Sequence[Column], seed: int
-) -> tuple[NDArray[np.int64], NDArray[np.int32]] | None:
-    """Return `unique_tuples` in numpy, or None if hashes collide under this seed."""
-    hashes = _hash_rows(columns, seed)
-    _, first, inverse = np.unique(hashes, return_index=True, return_inverse=True)
-    order = np.argsort(first, kind="stable")
-    rank = np.empty(len(order), np.int32)
-    rank[order] = np.arange(len(order), dtype=np.int32)
-    first, inverse = first[order].astype(np.int64), rank[inverse]
-    equal = all(_equal_to_first(column, first[inverse]) for column in columns)
-    return (first, inverse) if equal else None
 
 
 def bits(values: Array) -> NDArray[np.uint64]:
@@ -223,13 +202,9 @@ def hash_keys(columns: Sequence[Column]) -> NDArray[np.uint64]:
     Returns:
         (num_rows,) uint64.
     """
-    return _hash_rows(columns, 0)
-
-
-def _hash_rows(columns: Sequence[Column], seed: int) -> NDArray[np.uint64]:
     total: NDArray[np.uint64] | None = None
     for index, column in enumerate(columns):
-        salt = splitmix64(np.array([seed * 1_000_003 + index]))
+        salt = splitmix64(np.array([index]))
         part = splitmix64(_hash_column(column, salt) ^ salt)
         total = part if total is None else splitmix64(total * np.uint64(31) + part)
     if total is None:
@@ -274,18 +249,6 @@ def _byte_table(salt: int) -> NDArray[np.uint64]:
     """Return `_mixed` of every byte at each of the first positions."""
     positions, values = np.divmod(np.arange(_TABLE_POSITIONS << 8), 256)
     return _mixed(values.astype(np.uint8), positions, np.array([salt], np.uint64))
-
-
-def _equal_to_first(column: Column, first: NDArray[np.int64]) -> bool:
-    others = np.flatnonzero(first != np.arange(len(first)))
-    if not isinstance(column, Jagged):
-        own = bits(column)
-        return bool(np.array_equal(own[others], own[first[others]]))
-    mine, theirs = column.take(others), column.take(first[others])
-    return bool(
-        np.array_equal(mine.offsets, theirs.offsets)
-        and np.array_equal(bits(mine.values), bits(theirs.values))
-    )
 
 
 def one_chunk(column: pa.Array | pa.ChunkedArray) -> pa.Array:
@@ -447,8 +410,7 @@ def take_rows(table: pa.Table, rows: NDArray[np.integer]) -> pa.Table:
 
 def take_values(array: pa.Array, rows: NDArray[np.integer]) -> pa.Array:
     """Return some values or lists of an array, in the given order; row numbers are in range."""
-    kernels = array_kernels()
-    if kernels is None or array.null_count or not len(array):
+    if array.null_count or not len(array):
         return array.take(pa.array(rows))
     rows = np.ascontiguousarray(rows, np.int64)
     if _is_fixed_width(array.type):
@@ -466,8 +428,7 @@ def take_values(array: pa.Array, rows: NDArray[np.integer]) -> pa.Array:
 
 def take_ranges(array: pa.Array, starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> pa.Array:
     """Return the values of some ranges of an array, concatenated; all ranges are within it."""
-    kernels = array_kernels()
-    if kernels is None or array.null_count or not len(array) or not _is_fixed_width(array.type):
+    if array.null_count or not len(array) or not _is_fixed_width(array.type):
         return array.take(pa.array(ranges(starts, lengths)))
     return _fixed_array(array.type, kernels.take_ranges(_fixed_values(array), starts, lengths))
 

@@ -27,7 +27,7 @@ from schemas.arrays import (
 from schemas.errors import SchemaError
 from schemas.files import CheckedFile
 from schemas.hashing import splitmix64
-from schemas.kernels.arrays import array_kernels
+from schemas.kernels import arrays as kernels
 from schemas.layout import (
     BLOCK,
     BUFFER_INDEX,
@@ -159,7 +159,10 @@ def _window_ranges(
 def _forward(lists: Jagged) -> Windows:
     """Return windows over buffers that grow at their end."""
     stored_rows, stored_index = _distinct(lists)
-    return _lay_out(lists, stored_rows, stored_index, _overlaps(lists, stored_rows))
+    overlap = kernels.overlaps(
+        np.ascontiguousarray(lists.values), lists.offsets, stored_rows, MAX_CANDIDATES
+    )
+    return _lay_out(lists, stored_rows, stored_index, overlap)
 
 
 def _backward(lists: Jagged) -> Windows:
@@ -211,58 +214,6 @@ def _distinct(lists: Jagged) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     index = np.full(len(lengths) + 1, -1, np.int64)
     index[stored_rows] = np.arange(len(stored_rows))
     return stored_rows, index[first_row]
-
-
-def _overlaps(lists: Jagged, stored_rows: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return the length of the overlap of each stored list with the end of the previous one.
-
-    An overlap may start wherever a list has the first value of the next one; the earliest few
-    candidates are compared entry by entry.
-    """
-    kernels = array_kernels()
-    if kernels is not None:
-        values = np.ascontiguousarray(lists.values)
-        return kernels.overlaps(values, lists.offsets, stored_rows, MAX_CANDIDATES)
-    overlap = np.zeros(len(stored_rows), np.int64)
-    if len(stored_rows) < 2:
-        return overlap
-    lengths, starts = lists.lengths, lists.offsets[:-1]
-    before, after = stored_rows[:-1], stored_rows[1:]
-    next_first = np.zeros(len(lengths), np.uint64)
-    next_first[before] = lists.values[starts[after]]
-    candidates = np.flatnonzero(lists.values == np.repeat(next_first, lengths))
-    pair_of_row = np.full(len(lengths), -1, np.int64)
-    pair_of_row[before] = np.arange(len(before))
-    pair = pair_of_row[np.searchsorted(lists.offsets, candidates, side="right") - 1]
-    candidates, pair = candidates[pair >= 0], pair[pair >= 0]
-    overlap_length = (starts + lengths)[before[pair]] - candidates
-    shorter = np.minimum(lengths[before], lengths[after])[pair]
-    fits = (overlap_length <= shorter) & (2 * overlap_length >= shorter)
-    candidates, pair, overlap_length = candidates[fits], pair[fits], overlap_length[fits]
-    for _ in range(MAX_CANDIDATES):
-        if not len(pair):
-            break
-        tried = np.flatnonzero(np.diff(pair, prepend=-1))  # the longest overlap of each pair
-        same = _equal(
-            lists.values, candidates[tried], starts[after[pair[tried]]], overlap_length[tried]
-        )
-        overlap[pair[tried[same]] + 1] = overlap_length[tried[same]]
-        rest = overlap[pair + 1] == 0
-        rest[tried] = False
-        candidates, pair, overlap_length = candidates[rest], pair[rest], overlap_length[rest]
-    return overlap
-
-
-def _equal(
-    values: NDArray[np.uint64],
-    one: NDArray[np.int64],
-    other: NDArray[np.int64],
-    lengths: NDArray[np.int64],
-) -> NDArray[np.bool_]:
-    """Return whether pairs of non-empty ranges of values are equal."""
-    positions = ranges(one, lengths)
-    differ = values[positions] != values[positions + np.repeat(other - one, lengths)]
-    return ~np.logical_or.reduceat(differ, offsets_of(lengths)[:-1])
 
 
 def _lay_out(

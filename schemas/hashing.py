@@ -13,19 +13,13 @@ import hashlib
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from schemas.kernels.arrays import array_kernels
+from schemas.kernels import arrays as kernels
 
 NUM_SLOTS = 4096
 """Hash slots of a table's rows; fixed in format 1."""
 
 MAX_ROW = (1 << 63) - 1
 """Largest row: rows fit a signed 64-bit column."""
-
-_MANY = 64
-"""Values that are worth a call of a compiled kernel."""
-_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
-_MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
-_MIX_2 = np.uint64(0x94D049BB133111EB)
 
 
 def splitmix64(x: ArrayLike) -> NDArray[np.uint64]:
@@ -42,16 +36,7 @@ def splitmix64(x: ArrayLike) -> NDArray[np.uint64]:
         ['0xe220a8397b1dcdaf', '0x910a2dec89025cc1']
     """
     bits = as_bits(x)
-    kernels = array_kernels() if bits.size >= _MANY else None
-    if kernels is not None:
-        return kernels.splitmix64(np.ravel(bits)).reshape(bits.shape)
-    z = np.atleast_1d(bits) + _GOLDEN  # at least 1-d: numpy warns of overflow in scalars only
-    z ^= z >> np.uint64(30)
-    z *= _MIX_1
-    z ^= z >> np.uint64(27)
-    z *= _MIX_2
-    z ^= z >> np.uint64(31)
-    return z.reshape(bits.shape)
+    return kernels.splitmix64(np.ravel(bits)).reshape(bits.shape)
 
 
 def as_bits(x: ArrayLike) -> NDArray[np.uint64]:
@@ -81,12 +66,8 @@ def hash_rows(ids: NDArray[np.integer], table: str, num_rows: int) -> NDArray[np
     Returns:
         int64 rows in [0, num_rows), same shape.
     """
-    kernels = array_kernels()
-    if kernels is not None:
-        rows = kernels.hash_rows(np.ravel(as_bits(ids)), salt_of(table), num_rows)
-        return rows.reshape(np.shape(ids))
-    mixed = splitmix64(as_bits(ids) ^ salt_of(table)) & np.uint64(MAX_ROW)
-    return (mixed % np.uint64(num_rows)).astype(np.int64)
+    rows = kernels.hash_rows(np.ravel(as_bits(ids)), int(salt_of(table)), num_rows)
+    return rows.reshape(np.shape(ids))
 
 
 def slot_of_row(rows: NDArray[np.integer]) -> NDArray[np.int64]:

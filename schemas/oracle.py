@@ -7,113 +7,39 @@ in accesses, except for sorting the rows of one block or step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from schemas.arrays import Array, Jagged, offsets_of, unique_tuples
-from schemas.kernels.arrays import array_kernels
-from schemas.kernels.oracle import oracle_kernels
+from schemas.arrays import Jagged, offsets_of, unique_tuples
+from schemas.kernels import arrays as array_kernels
+from schemas.kernels import oracle as kernels
 
-# Distinct values of many lists. The fastest method depends on the ratio of possible values to list
-# length (`python -m benchmarks.oracle`): small ranges are marked in an array of bools, larger ones
-# in an array of positions, where the last of equal values wins, and ranges that exceed the
-# processor's cache are sorted.
-
-MAPPED, STAMPED = 32, 128
-"""Largest ratio of possible values to list length for marking bools, or positions."""
-MAP_CELLS, STAMP_CELLS = 1 << 19, 1 << 18
-"""Cells of these arrays, shared by several lists: they fit the processor's cache."""
-GROUP_VALUES = 1 << 18
-"""Values that are processed at once."""
+_GROUP_VALUES = 1 << 18
+"""Values that are numbered at once."""
 
 
-def distinct(lists: Jagged, num_values: int) -> Jagged:
-    """Return the ascending distinct values of each list.
-
-    Args:
-        lists: integers in [0, num_values), in any order.
-        num_values: number of possible values.
-
-    Returns:
-        as many lists, int64 or of the given type.
+def distinct(lists: Jagged) -> Jagged:
+    """Return the ascending distinct values of each list of int64.
 
     Example:
-        >>> unique = distinct(Jagged(np.array([3, 1, 3, 2, 2]), np.array([0, 3, 5])), 4)
+        >>> unique = distinct(Jagged(np.array([3, 1, 3, 2, 2]), np.array([0, 3, 5])))
         >>> unique.values.tolist(), unique.offsets.tolist()
         ([1, 3, 2], [0, 2, 3])
     """
-    kernels = array_kernels()
-    if kernels is not None and lists.values.dtype == np.int64:
-        return Jagged(*kernels.distinct([(lists.values, lists.offsets)]))
-    per_list = len(lists.values) / max(1, lists.num_rows)
-    if num_values <= MAPPED * per_list:
-        return _mark_groups(lists, num_values, MAP_CELLS, _marked)
-    if num_values <= STAMPED * per_list:
-        return _mark_groups(lists, num_values, STAMP_CELLS, _stamped)
-    return _sorted(lists)
+    return Jagged(*array_kernels.distinct(lists.values, lists.offsets))
 
 
-def _sorted(lists: Jagged) -> Jagged:
-    values = sort_each(lists).values
-    new = np.ones(len(values), bool)
-    np.not_equal(values[1:], values[:-1], out=new[1:])
-    new[lists.offsets[:-1][lists.lengths > 0]] = True
-    before = offsets_of(new)
-    return Jagged(values[new], before[lists.offsets])
-
-
-def _mark_groups(
-    lists: Jagged,
-    num_values: int,
-    cells: int,
-    find: Callable[[NDArray[np.int64], int], NDArray[np.int64]],
-) -> Jagged:
-    """Find the distinct values of several lists at once: each list has its own range of cells."""
-    max_lists = max(1, cells // max(1, num_values))
-    bases = np.arange(max_lists + 1, dtype=np.int64) * num_values
-    values: list[NDArray[np.int64]] = []
-    lengths: list[NDArray[np.int64]] = []
-    for first, end in _groups(lists.offsets, max_lists):
-        offsets = lists.offsets[first : end + 1]
-        base = bases[: end - first]
-        keys = np.repeat(base, np.diff(offsets))
-        keys += lists.values[offsets[0] : offsets[-1]]
-        unique = find(keys, (end - first) * num_values)
-        counts = np.diff(np.searchsorted(unique, bases[: end - first + 1]))
-        unique -= np.repeat(base, counts)
-        values.append(unique)
-        lengths.append(counts)
-    flat = np.concatenate([np.empty(0, np.int64), *values])
-    return Jagged(flat, offsets_of(np.concatenate([np.empty(0, np.int64), *lengths])))
-
-
-def _groups(offsets: NDArray[np.int64], max_lists: int) -> Iterator[tuple[int, int]]:
-    """Yield ranges of at most `max_lists` lists and about `GROUP_VALUES` values."""
+def _groups(offsets: NDArray[np.int64]) -> Iterator[tuple[int, int]]:
+    """Yield ranges of lists with about `_GROUP_VALUES` values."""
     start, num_lists = 0, len(offsets) - 1
     while start < num_lists:
-        fits = int(np.searchsorted(offsets, offsets[start] + GROUP_VALUES, side="right")) - 1
-        end = min(max(fits, start + 1), start + max_lists, num_lists)
+        fits = int(np.searchsorted(offsets, offsets[start] + _GROUP_VALUES, side="right")) - 1
+        end = min(max(fits, start + 1), num_lists)
         yield start, end
         start = end
-
-
-def _marked(keys: NDArray[np.int64], num_cells: int) -> NDArray[np.int64]:
-    cells = np.zeros(num_cells, bool)
-    cells[keys] = True
-    return np.flatnonzero(cells)
-
-
-def _stamped(keys: NDArray[np.int64], num_cells: int) -> NDArray[np.int64]:
-    cells = np.empty(num_cells, np.int32)  # only cells that are written are read
-    positions = np.arange(len(keys), dtype=np.int32)
-    cells[keys] = positions
-    unique = keys[cells[keys] == positions]
-    unique.sort()
-    return unique
 
 
 NEVER = 0
@@ -136,25 +62,7 @@ def unique_per_block(
     if np.any(blocks[1:] < blocks[:-1]):
         order = np.argsort(blocks, kind="stable")
         rows, blocks = rows[order], blocks[order]
-    lists = Jagged(rows, offsets_of(np.bincount(blocks, minlength=num_blocks)))
-    span = (int(rows.min()), int(rows.max()) + 1) if len(rows) else (0, 0)
-    unique = distinct(lists, span[1] if span[0] >= 0 else 1 << 63)
-    return Jagged(unique.values.astype(np.int64, copy=False), unique.offsets)
-
-
-def distinct_of_lists(sources: Sequence[Jagged]) -> Jagged:
-    """Return the ascending distinct values of the lists of each block, taken together.
-
-    Args:
-        sources: lists of int64, one list per block; at least one source.
-    """
-    kernels = array_kernels()
-    if kernels is not None:
-        return Jagged(*kernels.distinct([(s.values, s.offsets) for s in sources]))
-    num_blocks = sources[0].num_rows
-    blocks = [np.repeat(np.arange(num_blocks), s.lengths) for s in sources]
-    values = np.concatenate([s.values for s in sources])
-    return unique_per_block(values, np.concatenate(blocks), num_blocks)
+    return distinct(Jagged(rows, offsets_of(np.bincount(blocks, minlength=num_blocks))))
 
 
 def sort_each(lists: Jagged) -> Jagged:
@@ -229,15 +137,9 @@ class FirstUseNumbering:
                 requires 32 to 64 bytes for each row that is used.
         """
         self.count = 0
-        self._low = None if size is None else low
-        self._kernels = oracle_kernels()
-        self._last = np.empty(0, np.int32)
-        if self._kernels is None:
-            self._slots: Array = np.empty((0, 2), np.int64)  # ascending rows, the number of each
-        elif size is None:
-            self._slots = np.zeros((1024, 2), np.int64)
-        else:
-            self._slots = np.zeros(size, np.int32)
+        self._low, self._last = low, np.empty(0, np.int32)
+        self._slots = None if size is None else np.zeros(size, np.int32)
+        self._pairs = np.zeros(2 * 1024 if size is None else 0, np.int64)
 
     @property
     def last(self) -> NDArray[np.int32]:
@@ -254,52 +156,35 @@ class FirstUseNumbering:
         Returns:
             The number of each row, and for each list its rows that are new, in order of numbers.
         """
-        parts = [(np.empty(0, np.int32), np.empty(0, np.int64), np.empty(0, np.int64))]
-        for start, end in _groups(lists.offsets, max(1, lists.num_rows)):
+        parts: list[tuple[NDArray[np.int32], NDArray[np.int64], NDArray[np.int32]]] = [
+            (np.empty(0, np.int32), np.empty(0, np.int64), np.empty(0, np.int32))
+        ]
+        for start, end in _groups(lists.offsets):
             offsets = lists.offsets[start : end + 1]
-            group = Jagged(lists.values[offsets[0] : offsets[-1]], offsets - offsets[0])
+            values = np.ascontiguousarray(lists.values[offsets[0] : offsets[-1]])
+            group = Jagged(values, offsets - offsets[0])
             parts.append(self._number(group, position + start))
         numbers, new_rows, num_new = (np.concatenate(part) for part in zip(*parts, strict=True))
         return numbers, Jagged(new_rows, offsets_of(num_new))
 
     def _number(
         self, lists: Jagged, position: int
-    ) -> tuple[NDArray[np.int32], NDArray[np.int64], NDArray[Any]]:
+    ) -> tuple[NDArray[np.int32], NDArray[np.int64], NDArray[np.int32]]:
         """Return the number of each row, the new rows, and how many are in each list."""
         most = self.count + len(lists.values)
         if most > len(self._last):
             before, self._last = self.last, np.empty(max(most, 2 * len(self._last)), np.int32)
             self._last[: self.count] = before
-        if self._kernels is None:
-            numbers, new_rows, num_new = self._number_sorted(lists)
-            positions = np.arange(position, position + lists.num_rows, dtype=np.int32)
-            self._last[numbers] = np.repeat(positions, lists.lengths)
+        if self._slots is None and 4 * most >= len(self._pairs):
+            smaller, self._pairs = self._pairs, np.zeros(2 << (2 * most).bit_length(), np.int64)
+            kernels.rehash(smaller, self._pairs)
+        flat, state = (lists.values, lists.offsets), (self.count, position, self._last)
+        if self._slots is None:
+            found = kernels.number_hashed(*flat, self._pairs, *state)
         else:
-            if self._low is None and 2 * most >= len(self._slots):
-                self._slots = self._kernels.rehash(self._slots, 1 << (2 * most).bit_length())
-            state = (self._low, self._slots, self._last, self.count, position)
-            numbers, new_rows, num_new = self._kernels.number_rows(
-                np.ascontiguousarray(lists.values), lists.offsets, *state
-            )
-        self.count += len(new_rows)
-        return numbers, new_rows, num_new
-
-    def _number_sorted(
-        self, lists: Jagged
-    ) -> tuple[NDArray[np.int32], NDArray[np.int64], NDArray[np.int64]]:
-        """Return the results of the kernel; rows with numbers are found by bisection."""
-        first, codes = unique_tuples([lists.values])
-        rows, (known, numbers) = lists.values[first], self._slots.T
-        at = np.minimum(np.searchsorted(known, rows), max(0, len(known) - 1))
-        is_new = known[at] != rows if len(known) else np.ones(len(rows), bool)
-        of_row = np.empty(len(rows), np.int32)
-        of_row[~is_new] = numbers[at[~is_new]]
-        of_row[is_new] = self.count + np.arange(np.count_nonzero(is_new))
-        new = np.stack([rows[is_new], of_row[is_new]], axis=1)
-        joined = np.concatenate([self._slots, new])
-        self._slots = joined[np.argsort(joined[:, 0], kind="stable")]
-        of_list = np.searchsorted(lists.offsets, first[is_new], side="right") - 1
-        return of_row[codes], rows[is_new], np.bincount(of_list, minlength=lists.num_rows)
+            found = kernels.number_in_range(*flat, self._low, self._slots, *state)
+        self.count += len(found[1])
+        return found
 
 
 def union(lists: Sequence[NDArray[np.signedinteger]]) -> NDArray[np.signedinteger]:
@@ -361,27 +246,9 @@ class EpochUses:
             first_step: number of the first step; the step after the last one is the first of the
                 previous call.
         """
-        kernels = oracle_kernels()
-        if kernels is not None:
-            state = (lists_of_steps, first_step, self._low, self.first, self.last)
-            distances, lengths = kernels.link_steps(gaps.values, gaps.offsets, *state)
-            return Jagged(distances, offsets_of(lengths))
-        numbers = from_gaps(gaps).values - self._low
-        linked: list[NDArray[np.int32]] = []
-        bounds = list(pairwise(gaps.offsets[lists_of_steps].tolist()))
-        for index in range(len(bounds) - 1, -1, -1):
-            entries = np.unique(numbers[slice(*bounds[index])])
-            entries = entries[(entries >= 0) & (entries < len(self.first))]
-            linked.append(self._link_step(entries, first_step + index))
-        linked.reverse()
-        distances = np.concatenate([np.empty(0, np.int32), *linked])
-        return Jagged(distances, offsets_of(np.array(list(map(len, linked)), np.int64)))
-
-    def _link_step(self, entries: NDArray[np.int64], step: int) -> NDArray[np.int32]:
-        later = self.first[entries]
-        self.last[entries[later == 0]] = step
-        self.first[entries] = step
-        return np.where(later == 0, np.int32(NEVER), later - np.int32(step))
+        state = (lists_of_steps, first_step, self._low, self.first, self.last)
+        distances, lengths = kernels.link_steps(gaps.values, gaps.offsets, *state)
+        return Jagged(distances, offsets_of(lengths))
 
 
 def clip_to_horizon(distances: NDArray[np.int32], train_step: int, until: int) -> NDArray[np.int32]:
@@ -435,10 +302,7 @@ def sorted_gaps(numbers: Jagged, size: int) -> NDArray[np.int64]:
         numbers: int32, the distinct numbers of each block in any order.
         size: larger than any number.
     """
-    kernels = oracle_kernels()
-    if kernels is not None:
-        return kernels.sorted_gaps(np.ascontiguousarray(numbers.values), numbers.offsets, size)
-    return to_gaps(sort_each(numbers))
+    return kernels.sorted_gaps(np.ascontiguousarray(numbers.values), numbers.offsets, size)
 
 
 def from_gaps(gaps: Jagged) -> Jagged:

@@ -12,8 +12,7 @@ from schemas.arrays import Array, Jagged, hash_values, is_text, numpy_of
 from schemas.config.job import TableConfig
 from schemas.errors import SchemaError
 from schemas.hashing import as_bits, hash_rows, salt_of, splitmix64
-from schemas.kernels.arrays import array_kernels
-from schemas.oracle import distinct_of_lists
+from schemas.kernels import arrays as kernels
 
 _BITS = 24
 """Random bits per value: exact in float32, so that both precisions start with equal values."""
@@ -98,16 +97,14 @@ def distinct_rows(columns: Sequence[Jagged], name: str, table: TableConfig) -> J
     Raises:
         SchemaError: an id of an `identity` table is outside [0, num_rows).
     """
-    kernels = array_kernels()
-    if kernels is not None:
-        salt = salt_of(name) if table.rows == "hash" else None
-        pairs = [(ids.values, ids.offsets) for ids in columns]
-        found = kernels.distinct_rows(pairs, salt, table.num_rows)
-        if found is not None:
-            return Jagged(*found)
-    return distinct_of_lists(
-        [Jagged(rows_of_ids(ids.values, name, table), ids.offsets) for ids in columns]
-    )
+    salt = int(salt_of(name)) if table.rows == "hash" else None
+    pairs = [(np.ascontiguousarray(ids.values), ids.offsets) for ids in columns]
+    found = kernels.distinct_rows(pairs, salt, table.num_rows)
+    if found is None:
+        for ids in columns:
+            rows_of_ids(ids.values, name, table)
+        raise AssertionError("no id is outside the table")
+    return Jagged(*found)
 
 
 def initial_bound(dim: int) -> float:

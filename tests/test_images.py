@@ -15,9 +15,17 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.external_tools import install_environment
+from tests.external_tools import install_wheel
 
-IMAGES = ("worker", "jobs", "scheduler", "template")
+IMAGES = {
+    "worker": ("schemas", "pipelines"),
+    "jobs": ("schemas", "pipelines", "trainer", "scheduler"),
+    "scheduler": ("schemas", "scheduler"),
+    "template": ("schemas", "pipelines"),
+}
+"""The packages that run in each image; the wheel has all of them."""
+WHEEL = "dist"
+"""The folder of `make wheel`."""
 GIVEN = "${LAUNCHER}"
 """A base without a default: its registry is Google's own."""
 EXACT = re.compile(r"[a-z0-9._/-]+(:[\w.-]*\d+\.\d+\.\d+[\w.-]*|@sha256:[0-9a-f]{64})")
@@ -66,8 +74,13 @@ def read_image(path: Path) -> Image:
 
 
 @pytest.fixture(params=IMAGES)
-def image(request: pytest.FixtureRequest, repository: Path) -> Image:
-    return read_image(repository / "deploy" / "images" / f"{request.param}.Dockerfile")
+def name(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture
+def image(name: str, repository: Path) -> Image:
+    return read_image(repository / "deploy" / "images" / f"{name}.Dockerfile")
 
 
 def test_no_dockerfile_is_left_out(repository: Path) -> None:
@@ -88,16 +101,21 @@ def test_processes_are_not_root(image: Image) -> None:
 
 
 def test_packages_come_from_a_lock_with_hashes(image: Image) -> None:
-    (install,) = [argument for argument in image.all("RUN") if "pip install" in argument]
-    words = shlex.split(install)
-    assert "--require-hashes" in words
+    locked, own = (shlex.split(argument) for argument in image.all("RUN"))
+    assert "--require-hashes" in locked
     place = dict(image.copied)[image.lock]
-    assert words[words.index("--requirement") + 1] == f"{place}{image.lock}"
+    assert locked[locked.index("--requirement") + 1] == f"{place}{image.lock}"
+    assert {"--no-deps", "--no-index"} < set(own)
+    assert own[own.index("--find-links") + 1] == dict(image.copied)[WHEEL]
+    assert own[-1] == "presage"
 
 
 def test_what_is_copied_is_tracked_and_in_the_context(image: Image, repository: Path) -> None:
     allowed = (repository / ".dockerignore").read_text().splitlines()
+    assert f"!{WHEEL}" in allowed
     for source, _ in image.copied:
+        if source == WHEEL:
+            continue
         listed = subprocess.run(
             ["git", "ls-files", source], cwd=repository, capture_output=True, text=True, check=True
         )
@@ -138,37 +156,32 @@ def test_workers_beside_flink_run_what_their_image_holds(repository: Path) -> No
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_what_is_in_an_image_starts(image: Image, repository: Path, tmp_path: Path) -> None:
+def test_what_is_in_an_image_starts(
+    name: str, image: Image, repository: Path, tmp_path: Path
+) -> None:
     """Each module is imported, with the packages and the files of the image alone."""
-    lock, tree = repository / image.lock, tmp_path / "tree"
-    name = lock.stem.removeprefix("requirements-")
-    python = install_environment(name, lock, repository / ".venv" / "bin") / "python"
-    for source, place in image.copied:
-        if (repository / source).is_dir():
-            ignored = shutil.ignore_patterns("__pycache__")
-            shutil.copytree(repository / source, tree / Path(place).name, ignore=ignored)
-    packages = sorted(path.name for path in tree.iterdir())
+    python = install_wheel(repository, repository / image.lock) / "python"
     for source, _ in image.copied:
         if source.endswith(".py"):
-            shutil.copy(repository / source, tree)
-            run([python, "-c", f"import {Path(source).stem}"], tmp_path, tree)
-    run([python, "-c", IMPORT_ALL, *packages], tmp_path, tree)
-    for package in packages:
-        if (tree / package / "__main__.py").exists():
-            assert "usage" in run([python, "-m", package, "--help"], tmp_path, tree)
+            shutil.copy(repository / source, tmp_path)
+            run([python, "-c", f"import {Path(source).stem}"], tmp_path)
+    run([python, "-c", IMPORT_ALL, *IMAGES[name]], tmp_path)
+    for package in IMAGES[name]:
+        if (repository / package / "__main__.py").exists():
+            assert "usage" in run([python, "-m", package, "--help"], tmp_path)
     entry = json.loads(image.all("ENTRYPOINT")[-1])
     if entry[0] == "python":
         words = [*entry[1:], *json.loads(image.all("CMD")[-1])]
-        assert "usage" in run([python, *words], tmp_path, tree)
+        assert "usage" in run([python, *words], tmp_path)
 
 
-def run(words: Sequence[str | Path], folder: Path, tree: Path | None = None) -> str:
-    """Run a command that finds our packages in `tree` only; return what it prints."""
+def run(words: Sequence[str | Path], folder: Path) -> str:
+    """Run a command that finds our packages in its environment only; return what it prints."""
     kept = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     done = subprocess.run(
         [str(word) for word in words],
         cwd=folder,
-        env=kept | ({"PYTHONPATH": str(tree)} if tree else {}),
+        env=kept,
         capture_output=True,
         text=True,
         check=False,

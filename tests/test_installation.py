@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from schemas.kernels.build import processor_level
 from tests.documents import blocks
-from tests.external_tools import run_uv, sync_environment
+from tests.external_tools import install_wheel
 from tests.test_documents import run_block
 
 MARK = "outside the source tree"
@@ -16,18 +15,9 @@ MARK = "outside the source tree"
 
 
 @pytest.fixture(scope="module")
-def programs(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def programs(repository: Path) -> Path:
     """The programs of an environment with the locked packages and our wheel, and nothing else."""
-    folder, own = tmp_path_factory.mktemp("installed"), repository / ".venv" / "bin"
-    lock = repository / "requirements-jobs.lock"
-    sync_environment(lock.name, lock, own, folder / "venv")
-    # Kernels for this processor alone take half as long to compile.
-    levels = ["--config-setting", f"cmake.define.LEVELS={processor_level()}"]
-    run_uv(own / "uv", "the wheel", ["build", "--wheel", *levels, "--out-dir", folder, repository])
-    (wheel,) = folder.glob("*.whl")
-    python = folder / "venv" / "bin" / "python"
-    run_uv(own / "uv", "the wheel", ["pip", "install", "--no-deps", "--python", python, wheel])
-    return python.parent
+    return install_wheel(repository, repository / "requirements-jobs.lock")
 
 
 @pytest.mark.slow
@@ -45,4 +35,3 @@ def test_first_lines_of_the_readme_run_in_a_fresh_environment(
     ]
     assert not problems, "\n".join(problems)
     assert (tmp_path / "demo" / "dataset").is_dir()
-    assert not (tmp_path / ".cache" / "presage").exists()  # the kernels are those of the wheel

@@ -6,7 +6,7 @@ Order, stores, cache plans, the model, and the optimizer of its dense parameters
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -26,7 +26,6 @@ from trainer.data.decode import BatchSpec
 from trainer.device import device_of
 from trainer.embedding.cache import DirectSource, TablePlan
 from trainer.embedding.device import DeviceEmbedding
-from trainer.embedding.kernels.compiled import interactions_of
 from trainer.embedding.kernels.interface import state_width
 from trainer.embedding.module import Embedding, TableSpec
 from trainer.models import attention, torchrec_models
@@ -97,7 +96,6 @@ def build_components(
     if device.type == "cpu":
         embedding = Embedding(tables, config, source, steps_before=steps_before)
     else:
-        config = replace(config, kernels="torch")  # compiled kernels run on CPUs only
         embedding = DeviceEmbedding(tables, config, source, device, steps_before=steps_before)
     model = build_model(config, spec, embedding).to(device)
     optimizer = dense_optimizer(config.dense_optimizer, list(model.parameters()))
@@ -151,7 +149,7 @@ def build_model(config: TrainConfig, spec: BatchSpec, embedding: nn.Module) -> n
         case "dlrm":
             model = torchrec_models.build_dlrm(config, num_dense, embedding)
             if uses_shared_features(config):
-                return torchrec_models.DedupDlrm(model, interactions_of(config.kernels))
+                return torchrec_models.DedupDlrm(model)
             return model
 
 

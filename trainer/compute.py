@@ -14,7 +14,6 @@ from trainer.data.collate import Batch, Microbatches, move_batch
 from trainer.data.decode import spec_of
 from trainer.device import device_of
 from trainer.device_worker import DeviceMicrobatchWorker
-from trainer.embedding.kernels.compiled import kernels_of
 from trainer.step import (
     MicrobatchWorker,
     Node,
@@ -220,7 +219,7 @@ def _open_worker(context: RunContext) -> MicrobatchWorker:
     if device.type != "cpu":
         spec = spec_of(context.span.dataset, config.dtype)
         return DeviceMicrobatchWorker(components, spec, config, device)
-    return MicrobatchWorker(components.model, components.embedding, kernels_of(config.kernels))
+    return MicrobatchWorker(components.model, components.embedding)
 
 
 def smooth_speed(before: float | None, measured: float) -> float:

@@ -8,8 +8,6 @@ and all replicas add the same sums.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 import torch.nn.functional as F
 
@@ -20,7 +18,6 @@ from trainer.data.decode import BatchSpec
 from trainer.device import to_device
 from trainer.embedding.cache import DirectSource
 from trainer.embedding.device import DeviceEmbedding, DeviceLookups, upload_rows
-from trainer.embedding.kernels.compiled import kernels_of
 from trainer.embedding.kernels.interface import RowSums
 from trainer.step import MicrobatchWorker, Node, PartialSums, Tree, flatten_gradients
 
@@ -39,8 +36,7 @@ class DeviceMicrobatchWorker(MicrobatchWorker):
             config: train section of the job.
             device: other than cpu.
         """
-        super().__init__(components.model, components.embedding, kernels_of(config.kernels))
-        config = replace(config, kernels="torch")  # compiled kernels run on CPUs only
+        super().__init__(components.model, components.embedding)
         tables, source = table_specs(spec), DirectSource(components.store)
         self._config, self._device = config, device
         self._device_embedding = DeviceEmbedding(tables, config, source, device)

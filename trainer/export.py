@@ -384,7 +384,7 @@ class ServedModel(nn.Module):
 def served_model(config: TrainConfig, spec: BatchSpec) -> ServedModel:
     """Return the module to export for a job, with initial parameters."""
     plain = replace(config.model, dedup_compute=False)
-    config = replace(config, model=plain, device="cpu", kernels="torch")
+    config = replace(config, model=plain, device="cpu")
     embedding = ServedEmbedding(spec, config)
     if config.model.name != "attention":
         return ServedModel(build_model(config, spec, embedding))

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import partial
 from typing import Generic, NamedTuple, TypeVar
 
 import torch
@@ -20,7 +19,8 @@ from schemas.errors import SchemaError
 from schemas.run_log import PHASES, StepMetric
 from trainer.components import Components
 from trainer.data.collate import Batch, Microbatches, single_microbatch
-from trainer.embedding.kernels.interface import Kernels, RowSums
+from trainer.embedding.kernels.compiled import merge
+from trainer.embedding.kernels.interface import RowSums
 from trainer.embedding.module import Embedding
 
 T = TypeVar("T")
@@ -295,30 +295,28 @@ class PartialSums:
         return self.weight or 1.0
 
 
-def add_partial_sums(kernels: Kernels, left: PartialSums, right: PartialSums) -> PartialSums:
+def add_partial_sums(left: PartialSums, right: PartialSums) -> PartialSums:
     """Return left + right."""
     return PartialSums(
         loss=left.loss + right.loss,
         weight=left.weight + right.weight,
         dense=left.dense + right.dense,
-        rows=kernels.merge(left.rows, right.rows),
+        rows=merge(left.rows, right.rows),
     )
 
 
 class MicrobatchWorker:
     """Computes microbatches on a pool of threads; a context manager that owns the threads."""
 
-    def __init__(self, model: nn.Module, embedding: Embedding, kernels: Kernels) -> None:
+    def __init__(self, model: nn.Module, embedding: Embedding) -> None:
         """Create a pool of as many threads as torch uses.
 
         Args:
             model: maps a batch to (B,) logits; without state that changes between calls.
             embedding: of the model.
-            kernels: add gradients of rows.
         """
         self._model = model
         self._embedding = embedding
-        self._kernels = kernels
         self._parameters = [p for p in model.parameters() if p.requires_grad]
         self._pool = ThreadPoolExecutor(
             torch.get_num_threads(), "microbatch", initializer=torch.set_num_threads, initargs=(1,)
@@ -332,7 +330,7 @@ class MicrobatchWorker:
 
     def tree(self, num_leaves: int) -> Tree[PartialSums]:
         """Return the empty tree of a step of `num_leaves` microbatches."""
-        return Tree(num_leaves, partial(add_partial_sums, self._kernels))
+        return Tree(num_leaves, add_partial_sums)
 
     def compute(
         self, microbatches: Microbatches, tree: Tree[PartialSums] | None = None

@@ -35,7 +35,6 @@ from trainer.device import device_of
 from trainer.embedding.baselines import open_baseline
 from trainer.embedding.cache import CachedRows, PlannedCache, RowSource
 from trainer.embedding.device_cache import DeviceCache
-from trainer.embedding.kernels.compiled import kernels_of
 from trainer.evaluate import evaluate_components
 from trainer.follow import FollowedDataset, Span, plans_of_span
 from trainer.frontier import Frontier
@@ -104,7 +103,6 @@ def train(
 
         def attempt(checkpoint: Path | None, rollbacks: Rollbacks) -> None:
             def open_rows(stack: ExitStack, spec: BatchSpec, before: int) -> OpenedRows:
-                kernels_of(config.kernels)
                 store = stack.enter_context(
                     open_store(
                         run,

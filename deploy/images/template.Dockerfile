@@ -7,21 +7,16 @@ FROM ${BEAM} AS beam
 
 FROM ${LAUNCHER} AS launcher
 
-FROM ${PYTHON} AS kernels
-RUN apt-get update && apt-get install --yes --no-install-recommends g++ && rm -rf /var/lib/apt/lists/*
-COPY schemas /opt/presage/schemas
-RUN cd /opt/presage && python -m schemas.kernels.build
-
 FROM ${PYTHON}
 COPY requirements-dataflow.lock /opt/presage/
 RUN python -m pip install --no-cache-dir --require-hashes --no-deps \
     --requirement /opt/presage/requirements-dataflow.lock
 COPY --from=beam /opt/apache/beam /opt/apache/beam
 COPY --from=launcher /opt/google/dataflow/python_template_launcher /opt/google/dataflow/python_template_launcher
-COPY --from=kernels /opt/presage/schemas /opt/presage/schemas
-COPY pipelines /opt/presage/pipelines
+COPY dist /opt/presage/dist
+RUN python -m pip install --no-cache-dir --no-deps --no-index --find-links /opt/presage/dist presage
 COPY deploy/dataflow/template.py /opt/presage/
-ENV PYTHONPATH=/opt/presage PYTHONDONTWRITEBYTECODE=1 DO_NOT_TRACK=1 FLEX_TEMPLATE_PYTHON_PY_FILE=/opt/presage/template.py
+ENV PYTHONDONTWRITEBYTECODE=1 DO_NOT_TRACK=1 FLEX_TEMPLATE_PYTHON_PY_FILE=/opt/presage/template.py
 USER 10001:10001
 WORKDIR /tmp
 ENTRYPOINT ["/opt/apache/beam/boot"]

@@ -1,6 +1,6 @@
 """Statistics of columns that can be added exactly.
 
-Sums are exact fractions, and distributions are sketches, so that the result does not depend on the
+Sums are exact, and distributions are sketches, so that the result does not depend on the
 order of rows or partitions, nor on the machine.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from fractions import Fraction
+from math import isqrt, sqrt
 from typing import Any
 
 import numpy as np
@@ -18,117 +18,41 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from schemas.arrays import comparable, hash_keys, is_list, numpy_of, one_chunk
-from schemas.hashing import splitmix64
-from schemas.kernels.statistics import statistics_kernels
-
-_FLOAT_BITS = 53
-"""Integers up to 2**53 are exact in float64."""
-_CHUNK = 1 << 16
-"""Values that are squared at once: they stay in the processor's cache."""
-_LAYERS = 6
-"""Layers of bits that are summed before the slow method: 6 * 35 bits cover most columns."""
-
+from schemas.kernels import statistics as kernels
 
 # Exact sums.
+#
+# A sum is an integer in units of the smallest float64, a sum of squares one in units of its square:
+# they are added in any
+# order, and rounded once when they are divided.
+
+_UNIT = 1 << 1074
 
 
-def exact_sum(values: NDArray[np.generic]) -> Fraction:
-    """Return the sum of finite numbers without rounding.
-
-    Example:
-        >>> exact_sum(np.array([1e100, 1.0, -1e100]))
-        Fraction(1, 1)
-        >>> exact_sum(np.array([2**63 - 1, 2**63 - 1])) == 2**64 - 2
-        True
-    """
-    if not len(values):
-        return Fraction(0)
-    if values.dtype.kind != "f":
-        return Fraction(_integer_sum(values))
-    return _float_sum(values.astype(np.float64))
+def exact_sums(values: NDArray[np.generic]) -> tuple[int, int]:
+    """Return the sum of finite numbers and that of their squares, for `mean_and_deviation`."""
+    return _totals(values)[3:]
 
 
-def exact_sum_of_squares(values: NDArray[np.generic]) -> Fraction:
-    """Return the sum of squares.
+def mean_and_deviation(total: int, total_squares: int, num_values: int) -> tuple[float, float]:
+    """Return the mean and the standard deviation of values.
 
-    Squares of float32 and of integers below 2**31 are exact; those of larger numbers are each
-    rounded to float64.
+    Args:
+        total: exact sum.
+        total_squares: exact sum of squares.
+        num_values: at least one; a value that is summed several times counts as often.
 
     Example:
-        >>> exact_sum_of_squares(np.array([3, -4]))
-        Fraction(25, 1)
+        >>> mean_and_deviation(*exact_sums(np.array([1e100, 1.0, 3.0, -1e100])), 4)[0]
+        1.0
+        >>> mean_and_deviation(*exact_sums(np.array([2**62 + 1, 2**62 - 1])), 2)[1]
+        1.0
     """
-    chunks = (values[i : i + _CHUNK] for i in range(0, len(values), _CHUNK))
-    return sum(map(_sum_of_squares, chunks), Fraction(0))
-
-
-def _sum_of_squares(values: NDArray[np.generic]) -> Fraction:
-    if values.dtype.kind == "f":
-        return exact_sum(_squares(values.astype(np.float64)))
-    largest = _largest(values)
-    if largest < 1 << 31:
-        wide = values.astype(np.int64)
-        if largest**2 * len(wide) < 1 << 63:
-            return Fraction(int(np.dot(wide, wide)))
-        return exact_sum(wide * wide)
-    is_small = np.abs(values.astype(np.float64)) < 2.0**31
-    large = _squares(values[~is_small].astype(np.float64))
-    return exact_sum_of_squares(values[is_small]) + exact_sum(large)
-
-
-def _squares(values: NDArray[np.float64]) -> NDArray[np.float64]:
-    with np.errstate(over="ignore"):  # squares above the range of float64 become its maximum
-        return np.minimum(values * values, np.finfo(np.float64).max)
-
-
-def _largest(values: NDArray[np.generic]) -> int:
-    return max(int(values.max()), -int(values.min()))
-
-
-def _integer_sum(values: NDArray[np.generic]) -> int:
-    if _largest(values) * len(values) < 1 << 63:
-        return int(values.sum(dtype=np.int64))
-    wide: NDArray[Any] = values if values.dtype == np.uint64 else values.astype(np.int64)
-    low, high = wide & wide.dtype.type(0xFFFFFFFF), wide >> wide.dtype.type(32)
-    return (int(high.sum()) << 32) + int(low.sum())
-
-
-def _float_sum(rest: NDArray[np.float64]) -> Fraction:
-    """Split off layer after layer of upper bits of all values; the sum of a layer is exact.
-
-    A layer holds multiples of one power of two whose sum is below 2**53 times this power.
-    """
-    bits = _FLOAT_BITS - len(rest).bit_length()
-    total = Fraction(0)
-    for _ in range(_LAYERS):
-        largest = float(np.abs(rest).max())
-        if not largest:
-            return total
-        exponent = int(np.frexp(largest)[1]) - bits
-        if not -1000 < exponent < 900:  # the unit would be outside the range of float64
-            break
-        unit = 2.0**exponent
-        whole = np.trunc(rest / unit)
-        total += int(whole.sum()) * Fraction(2) ** exponent
-        rest = rest - whole * unit
-    return total + _sum_by_exponent(rest)
-
-
-def _sum_by_exponent(values: NDArray[np.float64]) -> Fraction:
-    """Split numbers into 53-bit integers and exponents, and sum halves of the integers by exponent.
-
-    Exact for fewer than 2**26 values.
-    """
-    mantissa, exponent = np.frexp(values)
-    whole = (mantissa * 2.0**53).astype(np.int64)
-    base = int(exponent.min())
-    total = Fraction(0)
-    for bits, shift in ((whole & 0x7FFFFFF, 0), (whole >> 27, 27)):
-        sums = np.bincount(exponent - base, weights=bits.astype(np.float64))
-        for index in np.flatnonzero(sums).tolist():
-            power = index + base - 53 + shift
-            total += int(sums[index]) * (Fraction(2) ** power)
-    return total
+    numerator = num_values * total_squares - total**2
+    denominator = (num_values * _UNIT) ** 2
+    if numerator.bit_length() - denominator.bit_length() < 1023:
+        return total / (num_values * _UNIT), sqrt(numerator / denominator)
+    return total / (num_values * _UNIT), float(isqrt(numerator // denominator))
 
 
 # Sketches: histogram, frequent values, number of distinct values.
@@ -146,9 +70,6 @@ TOP_VALUES = 1000
 """Frequent values that are kept, as in TFDV."""
 SMALLEST_HASHES = 1024
 """Hashes that are kept; the estimate of distinct values is off by 3 % (one standard deviation)."""
-
-CHUNK_VALUES = 1 << 15
-"""Values that are processed at once: they stay in the processor's cache."""
 
 _SHIFT = np.uint64(64 - BUCKET_BITS)
 _SIGN = 1 << (BUCKET_BITS - 1)
@@ -253,14 +174,9 @@ def _sketch_ids(
     values: NDArray[np.integer], step: int
 ) -> tuple[pa.Array, NDArray[np.int64], NDArray[np.uint64]]:
     """Return frequent values, their counts among every `step`-th value, and the smallest hashes."""
-    kernels = statistics_kernels()
-    if kernels is not None:
-        frequent, counts = kernels.frequent_values(values, step, TOP_VALUES)
-        return pa.array(frequent), counts, kernels.smallest_hashes(values, SMALLEST_HASHES)
-    values = values.astype(np.int64)
-    distinct, counts = np.unique(values[::step], return_counts=True)
-    hashes = np.unique(splitmix64(values))[:SMALLEST_HASHES]
-    return *_most_frequent(pa.array(distinct), counts), hashes
+    values = np.ascontiguousarray(values)
+    frequent, counts = kernels.frequent_values(values, step, TOP_VALUES)
+    return pa.array(frequent), counts, kernels.smallest_hashes(values, SMALLEST_HASHES)
 
 
 def _sketch_texts(
@@ -282,15 +198,7 @@ def count_buckets(numbers: NDArray[np.generic]) -> dict[int, int]:
         >>> count_buckets(np.array([1.0, 1.1, 3.0])).values()
         dict_values([2, 1])
     """
-    kernels = statistics_kernels()
-    if kernels is not None:
-        counts = kernels.count_buckets(numbers, BUCKET_BITS)
-    else:
-        counts = np.zeros(1 << BUCKET_BITS, np.int64)
-        for start in range(0, len(numbers), CHUNK_VALUES):
-            chunk = numbers[start : start + CHUNK_VALUES].astype(np.float64)
-            bits = (chunk + 0.0).view(np.uint64) >> _SHIFT  # -0.0 becomes 0.0
-            counts += np.bincount(bits.view(np.int64), minlength=len(counts))
+    counts = kernels.count_buckets(_kernel_values(numbers), BUCKET_BITS)
     nonempty = np.flatnonzero(counts)
     return dict(zip(nonempty.tolist(), counts[nonempty].tolist(), strict=True))
 
@@ -355,8 +263,8 @@ class ColumnStatistics:
         num_nan: values that are not finite.
         minimum: smallest value.
         maximum: largest value.
-        total: exact sum of values.
-        total_squares: exact sum of squares.
+        total: `exact_sums` of values.
+        total_squares: the same of squares.
         min_values: fewest values of a row.
         max_values: most values of a row.
         sketch: histogram, frequent values and distinct values.
@@ -371,8 +279,8 @@ class ColumnStatistics:
     num_nan: int
     minimum: float
     maximum: float
-    total: Fraction
-    total_squares: Fraction
+    total: int
+    total_squares: int
     min_values: int
     max_values: int
     sketch: Sketch = field(default_factory=empty_sketch)
@@ -395,8 +303,8 @@ def sum_columns(columns: Sequence[ColumnStatistics]) -> ColumnStatistics:
         sum(c.num_nan for c in columns),
         min(c.minimum for c in columns),
         max(c.maximum for c in columns),
-        sum((c.total for c in columns), Fraction()),
-        sum((c.total_squares for c in columns), Fraction()),
+        sum(c.total for c in columns),
+        sum(c.total_squares for c in columns),
         min((c.min_values for c in columns if c.num_present), default=0),
         max(c.max_values for c in columns),
         sum_sketches([c.sketch for c in columns]),
@@ -447,16 +355,18 @@ def column_statistics(column: pa.Array | pa.ChunkedArray) -> ColumnStatistics:
     )
 
 
-def _totals(values: NDArray[np.generic]) -> tuple[int, float, float, Fraction, Fraction]:
+def _totals(values: NDArray[np.generic]) -> tuple[int, float, float, int, int]:
     """Return zeros, minimum, maximum, exact sum and sum of squares of finite numbers."""
     if not len(values):
-        return 0, float("inf"), float("-inf"), Fraction(0), Fraction(0)
-    kernels = statistics_kernels()
-    if kernels is not None:
-        return kernels.totals(values)
-    zeros, smallest, largest = int((values == 0).sum()), values.min(), values.max()
-    sums = exact_sum(values), exact_sum_of_squares(values)
-    return zeros, float(smallest), float(largest), *sums
+        return 0, float("inf"), float("-inf"), 0, 0
+    zeros, smallest, largest, *sums = kernels.totals(_kernel_values(values))
+    total, squares = (int.from_bytes(each, "little", signed=True) for each in sums)
+    return zeros, smallest, largest, total, squares
+
+
+def _kernel_values(values: NDArray[np.generic]) -> NDArray[np.generic]:
+    """Return contiguous values, float16 as float32."""
+    return np.ascontiguousarray(values, np.float32 if values.dtype == np.float16 else None)
 
 
 def table_statistics(table: pa.Table, skip: Iterable[str] = ()) -> dict[str, ColumnStatistics]:

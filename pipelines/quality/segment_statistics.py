@@ -9,9 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from fractions import Fraction
 from itertools import groupby, islice
-from math import sqrt
 from pathlib import Path
 
 import pyarrow as pa
@@ -22,6 +20,7 @@ from pipelines.quality.column_statistics import (
     ColumnStatistics,
     Sketch,
     bucket_range,
+    mean_and_deviation,
     sum_buckets,
     sum_tables,
 )
@@ -93,7 +92,9 @@ def _fill(
     kinds = statistics_pb2.FeatureNameStatistics
     feature.path.step.append(name)
     feature.type = getattr(kinds, column.kind)
-    mean = float(column.total / column.num_values) if column.num_values else 0.0
+    mean = deviation = 0.0
+    if column.num_values:
+        mean, deviation = mean_and_deviation(column.total, column.total_squares, column.num_values)
     if column.kind == "STRING":
         feature.string_stats.avg_length = mean
         common = feature.string_stats.common_stats
@@ -101,7 +102,7 @@ def _fill(
     else:
         numbers = feature.num_stats
         common = numbers.common_stats
-        _fill_numbers(numbers, column, mean)
+        _fill_numbers(numbers, column, mean, deviation)
         if column.kind == "INT":
             feature.custom_stats.add(name="unique", num=column.sketch.num_unique)
             ranks = feature.custom_stats.add(name="rank_histogram").rank_histogram
@@ -118,15 +119,15 @@ def _fill(
 
 
 def _fill_numbers(
-    numbers: statistics_pb2.NumericStatistics, column: ColumnStatistics, mean: float
+    numbers: statistics_pb2.NumericStatistics,
+    column: ColumnStatistics,
+    mean: float,
+    deviation: float,
 ) -> None:
     numbers.mean = mean
     numbers.num_zeros = column.num_zeros
     if column.num_values:
-        variance = (
-            column.total_squares / column.num_values - (column.total / column.num_values) ** 2
-        )
-        numbers.std_dev = sqrt(float(max(Fraction(0), variance)))
+        numbers.std_dev = deviation
         numbers.min, numbers.max = column.minimum, column.maximum
     if column.num_nan or column.sketch.buckets:
         histogram = numbers.histograms.add(num_nan=column.num_nan)

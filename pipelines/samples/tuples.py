@@ -33,7 +33,7 @@ from schemas.config.job import DataConfig
 from schemas.errors import SchemaError
 from schemas.features import FeatureSet
 from schemas.hashing import salt_of, splitmix64
-from schemas.kernels.arrays import array_kernels
+from schemas.kernels import arrays as kernels
 from schemas.layout import SAMPLE_WEIGHT
 
 Item = TypeVar("Item")
@@ -130,11 +130,8 @@ def unique_in_ranges(
         ([0, 1, 3], [0, 1, 0, 2])
     """
     num_tuples = int(references.max()) + 1 if len(references) else 1
-    kernels = array_kernels()
-    if kernels is not None:
-        return kernels.unique_in_ranges(ranges, references, num_tuples)
-    first, inverse = unique_tuples([ranges * num_tuples + references])
-    return first, inverse.astype(np.int64)
+    ranges, references = (np.ascontiguousarray(a, np.int64) for a in (ranges, references))
+    return kernels.unique_in_ranges(ranges, references, num_tuples)
 
 
 def concat_tuples(chunks: Sequence[Tuples]) -> Tuples:

@@ -2,7 +2,7 @@
 
 The stage that makes samples also computes a partial result of each chunk; partial results are
 merged by key and finished before the partitions of a segment are written. Merging does not depend
-on order or grouping: counts and sums are integers or exact fractions, and quantiles are those of
+on order or grouping: counts and sums are exact, and quantiles are those of
 the values with the smallest hashes. A vocabulary is merged in `NUM_SHARDS` ranges of the value's
 hash, so that a worker holds one shard; the final sort takes about 50 bytes per entry (half a
 gigabyte for ten million), look-ups in workers about 30.
@@ -18,8 +18,6 @@ import hashlib
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from fractions import Fraction
-from math import sqrt
 from typing import Any
 
 import numpy as np
@@ -27,7 +25,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from pipelines.quality.column_statistics import exact_sum, exact_sum_of_squares
+from pipelines.quality.column_statistics import exact_sums, mean_and_deviation
 from pipelines.samples.sql import LIST_INDEX
 from pipelines.samples.tuples import Tuples, in_evaluation
 from pipelines.sources.rows import ORIGIN
@@ -100,15 +98,15 @@ class Moments:
 
     Attributes:
         num_values: number of values.
-        total: sum.
-        squares: sum of squares.
+        total: sum, as from `exact_sums`.
+        squares: sum of squares, the same.
         minimum: infinite without values.
         maximum: minus infinite without values.
     """
 
     num_values: int
-    total: Fraction
-    squares: Fraction
+    total: int
+    squares: int
     minimum: float
     maximum: float
 
@@ -117,8 +115,8 @@ class Moments:
         all_moments = [self, *(o for o in others if isinstance(o, Moments))]
         return Moments(
             sum(m.num_values for m in all_moments),
-            sum((m.total for m in all_moments), Fraction(0)),
-            sum((m.squares for m in all_moments), Fraction(0)),
+            sum(m.total for m in all_moments),
+            sum(m.squares for m in all_moments),
             min(m.minimum for m in all_moments),
             max(m.maximum for m in all_moments),
         )
@@ -132,9 +130,8 @@ class Moments:
         _check_not_empty(self.num_values, key)
         if by == "min_max":
             return FittedStats(self.minimum, (self.maximum - self.minimum) or 1.0)
-        mean = self.total / self.num_values
-        deviation = sqrt(float(max(Fraction(0), self.squares / self.num_values - mean**2)))
-        return FittedStats(float(mean), deviation or 1.0)
+        mean, deviation = mean_and_deviation(self.total, self.squares, self.num_values)
+        return FittedStats(mean, deviation or 1.0)
 
 
 def moments(values: NDArray[np.generic], counts: NDArray[np.int64]) -> Moments:
@@ -148,11 +145,10 @@ def moments(values: NDArray[np.generic], counts: NDArray[np.int64]) -> Moments:
     if values.dtype.kind == "f":
         used &= np.isfinite(values)
     values, counts = values[used], counts[used]
-    total, squares = Fraction(0), Fraction(0)
+    total = squares = 0
     for bit in range(int(counts.max()).bit_length() if len(counts) else 0):
-        chosen = values[counts >> bit & 1 == 1]
-        total += exact_sum(chosen) * (1 << bit)
-        squares += exact_sum_of_squares(chosen) * (1 << bit)
+        sums = exact_sums(values[counts >> bit & 1 == 1])
+        total, squares = total + (sums[0] << bit), squares + (sums[1] << bit)
     return Moments(
         int(counts.sum()),
         total,

@@ -195,7 +195,7 @@ class LimitsConfig:
     """Longest time of each activity of a trainer; beyond it, the trainer reports and exits."""
 
     start: timedelta = timedelta(minutes=30)
-    """Start until the first step: kernels, stores, the checkpoint, the plan."""
+    """Start until the first step: stores, the checkpoint, the plan."""
     read: timedelta = timedelta(minutes=10)
     """Phase of a step: its batch from the dataset's files."""
     fetch: timedelta = timedelta(minutes=10)
@@ -249,8 +249,6 @@ class TrainConfig:
     """Optimizer of the embedding rows."""
     device: Literal["cpu", "cuda"] = "cpu"
     """Device of the computation, and of rows that `--embedding cached` keeps between steps."""
-    kernels: Literal["compiled", "torch"] = "compiled"
-    """Lookup and update of rows: C++ compiled on first use, or torch operators."""
     cache: CacheConfig = field(default_factory=CacheConfig)
     """Plan of the cached embedding."""
     stores: StoresConfig = field(default_factory=StoresConfig)

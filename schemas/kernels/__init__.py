@@ -1,1 +1,7 @@
-"""Compiled kernels over flat arrays, with a slower reference of each in numpy."""
+"""Compiled loops over flat arrays: `arrays`, `oracle` and `statistics`."""
+
+from pathlib import Path
+
+from schemas.processor import module_folder
+
+__path__.append(module_folder(Path(__file__).parent))

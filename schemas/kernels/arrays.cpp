@@ -1,7 +1,5 @@
 // Kernels over flat arrays: distinct tuples, gathers of lists, distinct values of lists.
-//
-// Called through ctypes without the lock of Python; they allocate nothing that outlives a call. `arrays.py` checks
-// shapes and types, and has a slower reference of each in numpy.
+// `arrays.pyi` says what each function returns.
 #include <algorithm>
 
 #include "common.h"
@@ -31,7 +29,7 @@ inline u64 hash_bytes(const uint8_t* p, size_t size, u64 seed) {
 struct Column {
   const uint8_t* values;
   const i64* offsets;
-  i64 width;
+  i64 width, num_rows;
 };
 
 template <class T>
@@ -43,7 +41,8 @@ void hash_fixed(const uint8_t* values, i64 rows, u64 seed, u64* hashes) {
   }
 }
 
-void hash_column(const Column& c, i64 rows, u64 seed, u64* hashes) {
+void hash_column(const Column& c, u64 seed, u64* hashes) {
+  const i64 rows = c.num_rows;
   if (c.offsets) {
     for (i64 i = 0; i < rows; i++) {
       const size_t size = (c.offsets[i + 1] - c.offsets[i]) * c.width;
@@ -67,23 +66,23 @@ bool equal_rows(const Column& c, i64 a, i64 b) {
 }
 
 template <class T>
-bool fixed_equal(const Column& c, i64 rows, const i32* number, const i64* first) {
+bool fixed_equal(const Column& c, const i32* number, const i64* first) {
   const T* values = reinterpret_cast<const T*>(c.values);
   T different = 0;
-  for (i64 i = 0; i < rows; i++) different |= values[i] ^ values[first[number[i]]];
+  for (i64 i = 0; i < c.num_rows; i++) different |= values[i] ^ values[first[number[i]]];
   return different == 0;
 }
 
-bool column_equal(const Column& c, i64 rows, const i32* number, const i64* first) {
+bool column_equal(const Column& c, const i32* number, const i64* first) {
   if (!c.offsets) {
     switch (c.width) {
-      case 1: return fixed_equal<uint8_t>(c, rows, number, first);
-      case 2: return fixed_equal<uint16_t>(c, rows, number, first);
-      case 4: return fixed_equal<uint32_t>(c, rows, number, first);
-      default: return fixed_equal<u64>(c, rows, number, first);
+      case 1: return fixed_equal<uint8_t>(c, number, first);
+      case 2: return fixed_equal<uint16_t>(c, number, first);
+      case 4: return fixed_equal<uint32_t>(c, number, first);
+      default: return fixed_equal<u64>(c, number, first);
     }
   }
-  for (i64 i = 0; i < rows; i++) {
+  for (i64 i = 0; i < c.num_rows; i++) {
     const i64 representative = first[number[i]];
     if (representative != i && !equal_rows(c, i, representative)) return false;
   }
@@ -91,8 +90,15 @@ bool column_equal(const Column& c, i64 rows, const i32* number, const i64* first
 }
 
 template <class T>
-void take_values(const T* values, const i64* rows, i64 num_rows, T* out) {
-  for (i64 i = 0; i < num_rows; i++) out[i] = values[rows[i]];
+void take_values(const T* values, Flat<const i64> rows, T* out) {
+  for (i64 i = 0; i < rows.size; i++) out[i] = values[rows[i]];
+}
+
+// Returns the end of the copy.
+uint8_t* copy_range(Numbers values, i64 start, i64 length, uint8_t* to) {
+  const i64 width = values.width();
+  if (length) std::memcpy(to, values.bytes() + start * width, length * width);
+  return to + length * width;
 }
 
 inline u64 hash_row(u64 id, u64 salt, u64 num_rows) {
@@ -145,15 +151,25 @@ class RowSet {
   std::vector<i64> rows_;
 };
 
-}  // namespace
 
-extern "C" {
+using Columns = std::vector<std::tuple<Numbers, std::optional<Flat<const i64>>>>;
 
-// Numbers the distinct rows of all columns taken together, in order of first appearance. Returns their count, or -1 if
-// different rows have equal hashes under this seed.
-i64 presage_unique_tuples(const Column* columns, i64 num_columns, i64 num_rows, u64 seed, i64* first, i32* inverse) {
+// Numbers the distinct rows of all columns taken together, in order of first appearance; none if different rows have
+// equal hashes under this seed.
+std::optional<std::tuple<Made<i64>, Made<i32>>> unique_tuples(const Columns& arguments, u64 seed) {
+  require(!arguments.empty(), "columns must be at least one");
+  std::vector<Column> columns;
+  for (const auto& [values, offsets] : arguments) {
+    if (offsets) require_offsets(*offsets, values.size);
+    const i64 num_rows = offsets ? offsets->size - 1 : values.size;
+    columns.push_back({values.bytes(), offsets ? offsets->data : nullptr, values.width(), num_rows});
+    require(num_rows == columns[0].num_rows, "columns must have equally many rows");
+  }
+  const i64 num_rows = columns[0].num_rows;
+  Made<i64> first(num_rows);
+  Made<i32> inverse(num_rows);
   std::vector<u64> hashes(num_rows, seed);
-  for (i64 c = 0; c < num_columns; c++) hash_column(columns[c], num_rows, (seed + c + 1) * kOdd, hashes.data());
+  for (size_t c = 0; c < columns.size(); c++) hash_column(columns[c], (seed + c + 1) * kOdd, hashes.data());
   Numbering numbering;
   for (i64 i = 0; i < num_rows; i++) {
     if (i && hashes[i] == hashes[i - 1]) {  // consecutive rows often repeat
@@ -164,18 +180,20 @@ i64 presage_unique_tuples(const Column* columns, i64 num_columns, i64 num_rows, 
     inverse[i] = numbering.number(hashes[i]);
     if (numbering.count() > before) first[before] = i;
   }
-  for (i64 c = 0; c < num_columns; c++)
-    if (!column_equal(columns[c], num_rows, inverse, first)) return -1;
-  return numbering.count();
+  for (const Column& column : columns)
+    if (!column_equal(column, inverse.data(), first.data())) return std::nullopt;
+  first.shrink(numbering.count());
+  return std::tuple(std::move(first), std::move(inverse));
 }
 
 // Finds the first of equal references within each range, of which there are ascending ones; numbers them in order.
-// References are below `num_references`. Returns how many are found.
-i64 presage_unique_in_ranges(const i64* ranges, const i64* references, i64 count, i64 num_references, i64* first,
-                             i64* inverse) {
+std::tuple<Made<i64>, Made<i64>> unique_in_ranges(Flat<const i64> ranges, Flat<const i64> references, i64 num_references) {
+  require(ranges.size == references.size, "ranges and references must be equally many");
+  require_rows(references, num_references);
+  Made<i64> first(references.size), inverse(references.size);
   std::vector<i64> numbers(num_references, -1);
   i64 found = 0, range_start = 0;
-  for (i64 i = 0; i < count; i++) {
+  for (i64 i = 0; i < references.size; i++) {
     if (i && ranges[i] != ranges[i - 1]) range_start = found;
     i64& number = numbers[references[i]];
     if (number < range_start) {
@@ -184,119 +202,143 @@ i64 presage_unique_in_ranges(const i64* ranges, const i64* references, i64 count
     }
     inverse[i] = number;
   }
-  return found;
+  first.shrink(found);
+  return {std::move(first), std::move(inverse)};
 }
 
-void presage_take(const void* values, i64 width, const i64* rows, i64 num_rows, void* out) {
-  switch (width) {
-    case 1: return take_values(static_cast<const uint8_t*>(values), rows, num_rows, static_cast<uint8_t*>(out));
-    case 2: return take_values(static_cast<const uint16_t*>(values), rows, num_rows, static_cast<uint16_t*>(out));
-    case 4: return take_values(static_cast<const uint32_t*>(values), rows, num_rows, static_cast<uint32_t*>(out));
-    default: return take_values(static_cast<const u64*>(values), rows, num_rows, static_cast<u64*>(out));
+MadeNumbers take(Numbers values, Flat<const i64> rows) {
+  require_rows(rows, values.size);
+  MadeNumbers out(rows.size, values.dtype);
+  const auto copy = [&](auto like) {
+    using T = decltype(like);
+    take_values(static_cast<const T*>(values.data), rows, reinterpret_cast<T*>(out.bytes()));
+  };
+  switch (values.width()) {
+    case 1: copy(uint8_t()); break;
+    case 2: copy(uint16_t()); break;
+    case 4: copy(u32()); break;
+    default: copy(u64());
   }
+  return out;
 }
 
-// Writes the offsets of the lists of `rows`; returns the number of their values.
-i64 presage_take_offsets(const i64* offsets, const i64* rows, i64 num_rows, i64* out) {
-  out[0] = 0;
-  for (i64 i = 0; i < num_rows; i++) out[i + 1] = out[i] + offsets[rows[i] + 1] - offsets[rows[i]];
-  return out[num_rows];
+// Returns the values and offsets of the lists of `rows`.
+std::tuple<MadeNumbers, Made<i64>> take_lists(Numbers values, Flat<const i64> offsets, Flat<const i64> rows) {
+  require_offsets(offsets, values.size);
+  require_rows(rows, offsets.size - 1);
+  Made<i64> ends(rows.size + 1);
+  ends[0] = 0;
+  for (i64 i = 0; i < rows.size; i++) ends[i + 1] = ends[i] + offsets[rows[i] + 1] - offsets[rows[i]];
+  MadeNumbers out(ends[rows.size], values.dtype);
+  const i64 width = values.width();
+  for (i64 i = 0; i < rows.size; i++)
+    copy_range(values, offsets[rows[i]], ends[i + 1] - ends[i], out.bytes() + ends[i] * width);
+  return {std::move(out), std::move(ends)};
 }
 
-void presage_take_lists(const uint8_t* values, i64 width, const i64* offsets, const i64* rows, i64 num_rows,
-                        const i64* out_offsets, uint8_t* out) {
-  for (i64 i = 0; i < num_rows; i++) {
-    const i64 size = (out_offsets[i + 1] - out_offsets[i]) * width;
-    if (size) std::memcpy(out + out_offsets[i] * width, values + offsets[rows[i]] * width, size);
+// Returns the values of some ranges, one after the other.
+MadeNumbers take_ranges(Numbers values, Flat<const i64> starts, Flat<const i64> lengths) {
+  require(starts.size == lengths.size, "starts and lengths must be equally many");
+  i64 total = 0;
+  for (i64 i = 0; i < starts.size; i++) {
+    require(starts[i] >= 0 && lengths[i] >= 0 && starts[i] <= values.size - lengths[i], "ranges must be within the values");
+    total += lengths[i];
   }
+  MadeNumbers out(total, values.dtype);
+  uint8_t* to = out.bytes();
+  for (i64 i = 0; i < starts.size; i++) to = copy_range(values, starts[i], lengths[i], to);
+  return out;
 }
 
-// Lists of one source; every source of a call has the same number of lists.
-struct Lists {
-  const i64* values;
-  const i64* offsets;
-};
-
-// Writes the ascending distinct values of list l of all sources together, list after list, and their offsets. Returns
-// their number.
-i64 presage_distinct(const Lists* sources, i64 num_sources, i64 num_lists, i64* out, i64* out_offsets) {
+// Returns the ascending distinct values of each list, list after list, and their offsets.
+std::tuple<Made<i64>, Made<i64>> distinct(Flat<const i64> values, Flat<const i64> offsets) {
   struct Slot {
     i64 value;
     i64 list;
   };
-  i64 longest = 0, total = 0;
-  for (i64 l = 0; l < num_lists; l++) {
-    i64 length = 0;
-    for (i64 s = 0; s < num_sources; s++) length += sources[s].offsets[l + 1] - sources[s].offsets[l];
-    longest = std::max(longest, length);
-  }
+  require_offsets(offsets, values.size);
+  const i64 num_lists = offsets.size - 1;
+  i64 longest = 0;
+  for (i64 l = 0; l < num_lists; l++) longest = std::max(longest, offsets[l + 1] - offsets[l]);
   u64 size = 64;
   while (size < 2 * static_cast<u64>(longest)) size *= 2;
   std::vector<Slot> table(size, Slot{0, -1});
-  out_offsets[0] = 0;
+  Made<i64> out(offsets[num_lists] - offsets[0]), out_offsets(num_lists + 1);
+  i64 total = out_offsets[0] = 0;
   for (i64 l = 0; l < num_lists; l++) {
     const i64 start = total;
-    for (i64 s = 0; s < num_sources; s++) {
-      const i64* values = sources[s].values;
-      for (i64 i = sources[s].offsets[l]; i < sources[s].offsets[l + 1]; i++) {
-        u64 at = (static_cast<u64>(values[i]) * kOdd >> 20) & (size - 1);
-        while (table[at].list == l && table[at].value != values[i]) at = (at + 1) & (size - 1);
-        if (table[at].list == l) continue;
-        table[at] = Slot{values[i], l};
-        out[total++] = values[i];
-      }
+    for (i64 i = offsets[l]; i < offsets[l + 1]; i++) {
+      u64 at = (static_cast<u64>(values[i]) * kOdd >> 20) & (size - 1);
+      while (table[at].list == l && table[at].value != values[i]) at = (at + 1) & (size - 1);
+      if (table[at].list == l) continue;
+      table[at] = Slot{values[i], l};
+      out[total++] = values[i];
     }
-    std::sort(out + start, out + total);
+    std::sort(&out[start], &out[total]);
     out_offsets[l + 1] = total;
   }
-  return total;
+  out.shrink(total);
+  return {std::move(out), std::move(out_offsets)};
 }
 
-// Ids of one column, and `num_blocks + 1` offsets of the ids of each block.
-struct Ids {
-  const void* values;
-  i64 type;
-  const i64* offsets;
-};
-
-// Writes the ascending distinct rows of a table that the ids of all columns stand for, block after block, and their
-// offsets. Ids are hashed, or are the rows themselves. Returns their number, or -1 if an id is not a row.
-i64 presage_distinct_rows(const Ids* columns, i64 num_columns, i64 num_blocks, i64 is_hashed, u64 salt, u64 num_rows,
-                          i64* out, i64* out_offsets) {
+// Returns the ascending distinct rows of a table that the ids of all columns stand for, block after block, and their
+// offsets; none if an id is not a row. Ids are hashed with a salt, or are the rows themselves.
+std::optional<std::tuple<Made<i64>, Made<i64>>> distinct_rows(const std::vector<std::tuple<Numbers, Flat<const i64>>>& columns,
+                                                              std::optional<u64> salt, u64 num_rows) {
+  require(!columns.empty(), "columns must be at least one");
+  require(num_rows > 0, "the table must have rows");
+  const i64 num_blocks = std::get<1>(columns[0]).size - 1;
+  for (const auto& [ids, offsets] : columns) {
+    require_offsets(offsets, ids.size);
+    require(offsets.size == num_blocks + 1, "columns must have equally many blocks");
+  }
+  u64 capacity = 0;
+  for (i64 b = 0; b < num_blocks; b++) {
+    u64 count = 0;
+    for (const auto& [ids, offsets] : columns) count += offsets[b + 1] - offsets[b];
+    capacity += std::min(count, num_rows);
+  }
+  Made<i64> out(capacity), out_offsets(num_blocks + 1);
   RowSet set(num_rows);
-  i64* end = out;
+  i64* end = out.data();
   out_offsets[0] = 0;
   for (i64 b = 0; b < num_blocks; b++) {
-    for (i64 c = 0; c < num_columns; c++) {
-      const Ids& ids = columns[c];
-      const bool is_valid = typed(ids.values, ids.type, [&](auto* values) {
+    for (const auto& [ids, offsets] : columns) {
+      const i64 first = offsets[b], last = offsets[b + 1];
+      const bool is_valid = typed(ids, [&](auto* values) {
         u64 largest = 0;
-        for (i64 i = ids.offsets[b]; i < ids.offsets[b + 1]; i++) {
+        for (i64 i = first; i < last; i++) {
           const u64 id = static_cast<u64>(static_cast<i64>(values[i]));
           largest = std::max(largest, id);
-          if (is_hashed)
-            set.add(hash_row(id, salt, num_rows));
+          if (salt)
+            set.add(hash_row(id, *salt, num_rows));
           else if (id < num_rows)
             set.add(id);
         }
-        return is_hashed || largest < num_rows || ids.offsets[b] == ids.offsets[b + 1];
+        return salt || largest < num_rows || first == last;
       });
-      if (!is_valid) return -1;
+      if (!is_valid) return std::nullopt;
     }
     end = set.write(end);
-    out_offsets[b + 1] = end - out;
+    out_offsets[b + 1] = end - out.data();
   }
-  return end - out;
+  out.shrink(end - out.data());
+  return std::tuple(std::move(out), std::move(out_offsets));
 }
 
 // For each list of `rows` but the first: the length of its start that is the end of the list before it, if that is at least
 // half of the shorter one. The longest `max_candidates` possible overlaps are compared.
-void presage_overlaps(const u64* values, const i64* offsets, const i64* rows, i64 num_rows, i64 max_candidates, i64* out) {
-  for (i64 i = 1; i < num_rows; i++) {
-    const u64* before = values + offsets[rows[i - 1]];
-    const u64* after = values + offsets[rows[i]];
+Made<i64> overlaps(Flat<const u64> values, Flat<const i64> offsets, Flat<const i64> rows, i64 max_candidates) {
+  require_offsets(offsets, values.size);
+  require_rows(rows, offsets.size - 1);
+  Made<i64> out(rows.size);
+  std::fill_n(out.data(), rows.size, 0);
+  for (i64 i = 1; i < rows.size; i++) {
+    const u64* before = values.data + offsets[rows[i - 1]];
+    const u64* after = values.data + offsets[rows[i]];
     const i64 length = offsets[rows[i - 1] + 1] - offsets[rows[i - 1]];
     const i64 shorter = std::min(length, offsets[rows[i] + 1] - offsets[rows[i]]);
+    require(shorter > 0, "lists must not be empty");
     i64 candidates = 0;
     for (i64 overlap = shorter; 2 * overlap >= shorter && candidates < max_candidates; overlap--) {
       if (before[length - overlap] != after[0]) continue;
@@ -306,28 +348,50 @@ void presage_overlaps(const u64* values, const i64* offsets, const i64* rows, i6
       break;
     }
   }
+  return out;
 }
 
-void presage_splitmix64(const u64* values, i64 num_values, u64* out) {
-  for (i64 i = 0; i < num_values; i++) out[i] = splitmix64(values[i]);
+Made<u64> splitmix64_all(Flat<const u64> values) {
+  Made<u64> out(values.size);
+  for (i64 i = 0; i < values.size; i++) out[i] = splitmix64(values[i]);
+  return out;
 }
 
 // Maps ids to rows of a hashed table.
-void presage_hash_rows(const u64* ids, i64 num_ids, u64 salt, u64 num_rows, i64* out) {
-  for (i64 i = 0; i < num_ids; i++) out[i] = static_cast<i64>(hash_row(ids[i], salt, num_rows));
+Made<i64> hash_rows(Flat<const u64> ids, u64 salt, u64 num_rows) {
+  require(num_rows > 0, "the table must have rows");
+  Made<i64> out(ids.size);
+  for (i64 i = 0; i < ids.size; i++) out[i] = static_cast<i64>(hash_row(ids[i], salt, num_rows));
+  return out;
 }
 
 // Inserts the rows at some positions into a hash map, each into the first free bucket from its hash on. A bucket has
 // 1 + position, 0 if it is free; at least one is.
-void presage_insert_rows(uint32_t* buckets, i64 num_buckets, const i64* rows, i64 start, i64 end) {
-  const u64 mask = num_buckets - 1;
+void insert_rows(Flat<u32> buckets, Flat<const i64> rows, i64 start, i64 end) {
+  require(0 <= start && end <= rows.size, "positions must be of rows");
+  require(buckets.size > end && !(buckets.size & (buckets.size - 1)), "buckets must be a power of two and more than rows");
+  const u64 mask = buckets.size - 1;
   constexpr i64 kAhead = 16;  // buckets that are being loaded from memory
   for (i64 i = start; i < end; i++) {
     if (i + kAhead < end) __builtin_prefetch(&buckets[splitmix64(rows[i + kAhead]) & mask], 1);
     u64 at = splitmix64(rows[i]) & mask;
     while (buckets[at]) at = (at + 1) & mask;
-    buckets[at] = static_cast<uint32_t>(i + 1);
+    buckets[at] = static_cast<u32>(i + 1);
   }
 }
 
-}  // extern "C"
+}  // namespace
+
+NB_MODULE(arrays, m) {
+  m.def("unique_tuples", unique_tuples, nb::arg("columns"), nb::arg("seed"), Unlocked());
+  m.def("unique_in_ranges", unique_in_ranges, nb::arg("ranges"), nb::arg("references"), nb::arg("num_references"), Unlocked());
+  m.def("take", take, nb::arg("values"), nb::arg("rows"), Unlocked());
+  m.def("take_lists", take_lists, nb::arg("values"), nb::arg("offsets"), nb::arg("rows"), Unlocked());
+  m.def("take_ranges", take_ranges, nb::arg("values"), nb::arg("starts"), nb::arg("lengths"), Unlocked());
+  m.def("distinct", distinct, nb::arg("values"), nb::arg("offsets"), Unlocked());
+  m.def("distinct_rows", distinct_rows, nb::arg("columns"), nb::arg("salt").none(), nb::arg("num_rows"), Unlocked());
+  m.def("overlaps", overlaps, nb::arg("values"), nb::arg("offsets"), nb::arg("rows"), nb::arg("max_candidates"), Unlocked());
+  m.def("splitmix64", splitmix64_all, nb::arg("values"), Unlocked());
+  m.def("hash_rows", hash_rows, nb::arg("ids"), nb::arg("salt"), nb::arg("num_rows"), Unlocked());
+  m.def("insert_rows", insert_rows, nb::arg("buckets"), nb::arg("rows"), nb::arg("start"), nb::arg("end"), Unlocked());
+}

@@ -1,28 +1,31 @@
 // What the kernels share: typed values, hashes, a hash table.
 #pragma once
-#include <cstdint>
 #include <cstring>
+#include <limits>
 #include <vector>
 
-using u64 = uint64_t;
-using i64 = int64_t;
-using i32 = int32_t;
+#include "border.h"
 
-// Calls `run` with typed values; `type` is the kind (i, u or f) times 16 plus the width in bytes, as in numpy.
-template <class Run>
-auto typed(const void* values, i64 type, Run run) {
-  switch (type) {
-    case 'i' * 16 + 1: return run(static_cast<const int8_t*>(values));
-    case 'i' * 16 + 2: return run(static_cast<const int16_t*>(values));
-    case 'i' * 16 + 4: return run(static_cast<const int32_t*>(values));
-    case 'u' * 16 + 1: return run(static_cast<const uint8_t*>(values));
-    case 'u' * 16 + 2: return run(static_cast<const uint16_t*>(values));
-    case 'u' * 16 + 4: return run(static_cast<const uint32_t*>(values));
-    case 'u' * 16 + 8: return run(static_cast<const uint64_t*>(values));
-    case 'f' * 16 + 4: return run(static_cast<const float*>(values));
-    case 'f' * 16 + 8: return run(static_cast<const double*>(values));
-    default: return run(static_cast<const int64_t*>(values));
+// Calls `run` with a pointer to typed integers; `and_floats` accepts float32 and float64, too.
+template <bool and_floats = false, class Run>
+auto typed(Numbers numbers, Run run) {
+  const auto is = [&](nb::dlpack::dtype_code code, int bits) {
+    return numbers.dtype.code == static_cast<uint8_t>(code) && numbers.dtype.bits == bits;
+  };
+  using code = nb::dlpack::dtype_code;
+  if constexpr (and_floats) {
+    if (is(code::Float, 32)) return run(static_cast<const float*>(numbers.data));
+    if (is(code::Float, 64)) return run(static_cast<const double*>(numbers.data));
   }
+  if (is(code::Int, 8)) return run(static_cast<const int8_t*>(numbers.data));
+  if (is(code::Int, 16)) return run(static_cast<const int16_t*>(numbers.data));
+  if (is(code::Int, 32)) return run(static_cast<const int32_t*>(numbers.data));
+  if (is(code::UInt, 8)) return run(static_cast<const uint8_t*>(numbers.data));
+  if (is(code::UInt, 16)) return run(static_cast<const uint16_t*>(numbers.data));
+  if (is(code::UInt, 32)) return run(static_cast<const uint32_t*>(numbers.data));
+  if (is(code::UInt, 64)) return run(static_cast<const uint64_t*>(numbers.data));
+  require(is(code::Int, 64), and_floats ? "values must be integers, float32 or float64" : "values must be integers");
+  return run(static_cast<const int64_t*>(numbers.data));
 }
 
 constexpr u64 kOdd = 0x9E3779B97F4A7C15ull, kMix = 0xD6E8FEB86659FD93ull;
@@ -49,6 +52,7 @@ class Numbering {
     u64 at = place(key);
     while (slots_[at].number >= 0 && slots_[at].key != key) at = (at + 1) & (slots_.size() - 1);
     if (slots_[at].number >= 0) return slots_[at].number;
+    require(count_ < std::numeric_limits<i32>::max(), "distinct values must be fewer than 2**31");
     slots_[at] = Slot{key, count_};
     if (2 * static_cast<size_t>(++count_) > slots_.size()) grow();
     return count_ - 1;

@@ -1,16 +1,11 @@
-// Kernels of the oracle: rows numbered by first use, ascending numbers as gaps, next uses.
-//
-// Called through ctypes without the lock of Python; they allocate nothing that outlives a call. `oracle.py` checks
-// shapes and types; the references in numpy are in `schemas/oracle.py`.
+// Kernels of the oracle: rows numbered by first use, ascending numbers as gaps, next uses. `oracle.pyi` says what each
+// function returns.
 #include <algorithm>
-#include <cstdint>
 #include <vector>
 
-namespace {
+#include "border.h"
 
-using u64 = uint64_t;
-using i64 = int64_t;
-using i32 = int32_t;
+namespace {
 
 // A set of numbers in [0, size), which is read and emptied in ascending order. A second level of bits marks the words
 // that are not empty.
@@ -71,75 +66,95 @@ struct HashedSlots {
   }
 };
 
+// Returns the number of each row, the new rows, and how many are new in each list. Sets for each number the position of
+// the last list with it; `count` rows have numbers.
 template <class Slots>
-i64 number_rows(Slots find, const i64* rows, const i64* offsets, i64 num_lists, i64 count, i64 position, i32* last,
-                i32* numbers, i64* new_rows, i32* num_new) {
+std::tuple<Made<i32>, Made<i64>, Made<i32>> number_rows(Slots find, Flat<const i64> rows, Flat<const i64> offsets, i64 count,
+                                                        i64 position, Flat<i32> last) {
+  require_offsets(offsets, rows.size);
+  require(0 <= count && count + rows.size <= last.size, "last must have room for the numbers of all rows");
+  const i64 num_lists = offsets.size - 1, before = count;
+  Made<i32> numbers(rows.size), num_new(num_lists);
+  Made<i64> new_rows(rows.size);
   for (i64 l = 0; l < num_lists; l++) {
-    const i64 before = count;
+    const i64 first = count;
     for (i64 i = offsets[l]; i < offsets[l + 1]; i++) {
       auto& number = find(rows[i]);
       if (!number) {
-        *new_rows++ = rows[i];
+        new_rows[count - before] = rows[i];
         number = ++count;
       }
       numbers[i] = static_cast<i32>(number) - 1;
       last[number - 1] = static_cast<i32>(position + l);
     }
-    num_new[l] = static_cast<i32>(count - before);
+    num_new[l] = static_cast<i32>(count - first);
   }
-  return count;
+  new_rows.shrink(count - before);
+  return {std::move(numbers), std::move(new_rows), std::move(num_new)};
 }
 
-}  // namespace
-
-extern "C" {
-
-// Numbers rows in [low, low + slots) by first use; `count` rows have numbers. Writes the number of each, the new rows,
-// how many are new in each list, and for each number the position of the last list with it. Returns the new count.
-i64 presage_number_rows(const i64* rows, const i64* offsets, i64 num_lists, i64 low, i32* slots, i64 count,
-                        i64 position, i32* last, i32* numbers, i64* new_rows, i32* num_new) {
-  return number_rows(DirectSlots{slots, low}, rows, offsets, num_lists, count, position, last, numbers, new_rows,
-                     num_new);
+auto number_in_range(Flat<const i64> rows, Flat<const i64> offsets, i64 low, Flat<i32> slots, i64 count, i64 position,
+                     Flat<i32> last) {
+  bool inside = true;
+  for (i64 i = 0; i < rows.size; i++) inside &= static_cast<u64>(rows[i] - low) < static_cast<u64>(slots.size);
+  require(inside, "rows must be in the range of the slots");
+  return number_rows(DirectSlots{slots.data, low}, rows, offsets, count, position, last);
 }
 
-// The same for any rows, by a hash table of `capacity` pairs (row, number and 1).
-i64 presage_number_hashed(const i64* rows, const i64* offsets, i64 num_lists, i64 capacity, i64* slots, i64 count,
-                          i64 position, i32* last, i32* numbers, i64* new_rows, i32* num_new) {
-  return number_rows(HashedSlots{reinterpret_cast<HashedSlots::Slot*>(slots), static_cast<u64>(capacity - 1)}, rows,
-                     offsets, num_lists, count, position, last, numbers, new_rows, num_new);
+HashedSlots hashed(Flat<i64> slots) {
+  require(slots.size > 1 && !(slots.size & (slots.size - 1)), "slots must be a power of two of pairs");
+  return {reinterpret_cast<HashedSlots::Slot*>(slots.data), static_cast<u64>(slots.size / 2 - 1)};
+}
+
+auto number_hashed(Flat<const i64> rows, Flat<const i64> offsets, Flat<i64> slots, i64 count, i64 position, Flat<i32> last) {
+  require(count + rows.size < slots.size / 2, "slots must have room for all rows");
+  return number_rows(hashed(slots), rows, offsets, count, position, last);
 }
 
 // Moves the pairs of a hash table to a larger one.
-void presage_rehash(const i64* slots, i64 capacity, i64* larger, i64 larger_capacity) {
-  HashedSlots find{reinterpret_cast<HashedSlots::Slot*>(larger), static_cast<u64>(larger_capacity - 1)};
-  for (i64 i = 0; i < capacity; i++)
-    if (slots[2 * i + 1]) find(slots[2 * i]) = slots[2 * i + 1];
+void rehash(Flat<const i64> slots, Flat<i64> larger) {
+  require(slots.size <= larger.size, "the new table must not be smaller");
+  HashedSlots find = hashed(larger);
+  for (i64 i = 0; i + 1 < slots.size; i += 2)
+    if (slots[i + 1]) find(slots[i]) = slots[i + 1];
 }
 
-// Writes each list of distinct numbers below `size`, in any order, as the gaps of the ascending list.
-void presage_sorted_gaps(const i32* numbers, const i64* offsets, i64 num_lists, i64 size, i64* gaps) {
+// Returns each list of distinct numbers below `size`, in any order, as the gaps of the ascending list.
+Made<i64> sorted_gaps(Flat<const i32> numbers, Flat<const i64> offsets, i64 size) {
+  require_offsets(offsets, numbers.size);
+  require_rows(numbers, size);
+  Made<i64> gaps(numbers.size);
+  i64* to = gaps.data();
   NumberSet set(size);
   std::vector<i32> sorted;
-  for (i64 l = 0; l < num_lists; l++) {
-    sorted.assign(numbers + offsets[l], numbers + offsets[l + 1]);
-    set.sort_distinct(sorted.data(), static_cast<i64>(sorted.size()));
+  for (i64 l = 0; l + 1 < offsets.size; l++) {
+    sorted.assign(&numbers[offsets[l]], &numbers[offsets[l + 1]]);
+    const i64 count = set.sort_distinct(sorted.data(), static_cast<i64>(sorted.size()));
+    require(count == static_cast<i64>(sorted.size()), "numbers of a list must be distinct");
     i32 before = 0;
     for (const i32 number : sorted) {
-      *gaps++ = number - before;
+      *to++ = number - before;
       before = number;
     }
   }
+  gaps.shrink(to - gaps.data());
+  return gaps;
 }
 
 // Links the numbers in [low, low + size) of steps to their next uses, from the last step to the first. A step is some
 // consecutive lists of gaps. `later` is the step of the next use of each number, or 0, and `last` that of its last one.
-// Writes the distances at the end of `distances`, and how many each step has; returns how many all have.
-i64 presage_link_steps(const i32* gaps, const i64* offsets, const i64* lists_of_steps, i64 num_steps, i64 first_step,
-                       i64 low, i64 size, i32* later, i32* last, i32* distances, i64* lengths) {
+// Returns the distances of all steps, and how many each has.
+std::tuple<Made<i32>, Made<i64>> link_steps(Flat<const i32> gaps, Flat<const i64> offsets, Flat<const i64> lists_of_steps,
+                                            i64 first_step, i64 low, Flat<i32> later, Flat<i32> last) {
+  require_offsets(offsets, gaps.size);
+  require_offsets(lists_of_steps, offsets.size - 1);
+  require(later.size == last.size, "first and last must be equally long");
+  const i64 num_steps = lists_of_steps.size - 1, size = later.size;
+  Made<i64> lengths(num_steps);
   NumberSet set(size);
   std::vector<i32> numbers;
-  i64 at = offsets[lists_of_steps[num_steps]];
-  const i64 end = at;
+  i64 at = gaps.size;
+  Made<i32> distances(at);
   for (i64 s = num_steps - 1; s >= 0; s--) {
     numbers.clear();
     for (i64 l = lists_of_steps[s]; l < lists_of_steps[s + 1]; l++) {
@@ -159,7 +174,20 @@ i64 presage_link_steps(const i32* gaps, const i64* offsets, const i64* lists_of_
       later[number] = step;
     }
   }
-  return end - at;
+  std::copy(&distances[at], &distances[gaps.size], distances.data());
+  distances.shrink(gaps.size - at);
+  return {std::move(distances), std::move(lengths)};
 }
 
-}  // extern "C"
+}  // namespace
+
+NB_MODULE(oracle, m) {
+  m.def("number_in_range", number_in_range, nb::arg("rows"), nb::arg("offsets"), nb::arg("low"), nb::arg("slots"),
+        nb::arg("count"), nb::arg("position"), nb::arg("last"), Unlocked());
+  m.def("number_hashed", number_hashed, nb::arg("rows"), nb::arg("offsets"), nb::arg("slots"), nb::arg("count"),
+        nb::arg("position"), nb::arg("last"), Unlocked());
+  m.def("rehash", rehash, nb::arg("slots"), nb::arg("larger"), Unlocked());
+  m.def("sorted_gaps", sorted_gaps, nb::arg("numbers"), nb::arg("offsets"), nb::arg("size"), Unlocked());
+  m.def("link_steps", link_steps, nb::arg("gaps"), nb::arg("offsets"), nb::arg("lists_of_steps"), nb::arg("first_step"),
+        nb::arg("low"), nb::arg("first"), nb::arg("last"), Unlocked());
+}

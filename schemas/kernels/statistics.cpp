@@ -1,16 +1,16 @@
-// Kernels for the statistics of a column: exact sums, histograms, frequent values, the smallest hashes.
+// Kernels for the statistics of a column: exact sums, histograms, frequent values, the smallest hashes. `statistics.pyi` says
+// what each function returns.
 //
-// Called like those of `arrays.cpp`. Every result is independent of the order of the values, except for frequent values,
-// which are counted on a regular sample.
+// Every result is independent of the order of the values, except for frequent values, which are counted on a regular sample.
 #include <algorithm>
 #include <cmath>
-#include <limits>
 
 #include "common.h"
 
 namespace {
 
 using i128 = __int128;
+using u128 = unsigned __int128;
 
 inline u64 bits_of(double number) {
   u64 bits;
@@ -18,77 +18,106 @@ inline u64 bits_of(double number) {
   return bits;
 }
 
-// Sums finite numbers exactly: their mantissas by exponent.
-class ExactSum {
+// A signed integer of any size that a sum of 2**63 numbers has; two's complement.
+template <int kLimbs>
+class Integer {
  public:
-  ExactSum() : bins_(2048, 0) {}
-
-  void add(double number) {
-    const u64 bits = bits_of(number);
-    const u64 exponent = bits >> 52 & 2047;
-    const i64 mantissa = (bits & ((1ull << 52) - 1)) | (static_cast<u64>(exponent > 0) << 52);
-    bins_[exponent] += number < 0 ? -mantissa : mantissa;
+  // Adds units * 2**shift.
+  void add(u128 units, int shift, bool is_negative) {
+    int limb = shift / 64;
+    const int bits = shift % 64;
+    const u64 low = static_cast<u64>(units), high = static_cast<u64>(units >> 64);
+    const u64 parts[3] = {low << bits, bits ? low >> (64 - bits) | high << bits : high, bits ? high >> (64 - bits) : 0};
+    u64 carry = 0;
+    for (int i = 0; limb < kLimbs && (i < 3 || carry); i++, limb++) {
+      const u64 part = i < 3 ? parts[i] : 0, before = limbs_[limb];
+      if (is_negative) {
+        limbs_[limb] = before - part - carry;
+        carry = before < part || (before == part && carry);
+      } else {
+        limbs_[limb] = before + part + carry;
+        carry = carry ? limbs_[limb] <= before : limbs_[limb] < before;
+      }
+    }
   }
 
-  void add(i128 units) { whole_ += units; }
+  void add(i128 units, int shift) { add(static_cast<u128>(units < 0 ? -units : units), shift, units < 0); }
 
-  // Writes (exponent, lower half, upper half) of each part of the sum; returns their number.
-  i64 write(i64* terms) const {
-    i64 count = 0;
-    if (whole_) write(terms, count++, 0, whole_);
-    for (i64 e = 0; e < 2048; e++)
-      if (bins_[e]) write(terms, count++, std::max<i64>(e, 1) - 1075, bins_[e]);
-    return count;
-  }
+  nb::bytes bytes() const { return nb::bytes(reinterpret_cast<const char*>(limbs_), sizeof(limbs_)); }
 
  private:
-  static void write(i64* terms, i64 index, i64 exponent, i128 units) {
-    terms[3 * index] = exponent;
-    terms[3 * index + 1] = static_cast<i64>(units);
-    terms[3 * index + 2] = static_cast<i64>(units >> 64);
-  }
-
-  std::vector<i128> bins_;
-  i128 whole_ = 0;
+  u64 limbs_[kLimbs] = {};
 };
 
-inline double square(double number) { return std::min(number * number, std::numeric_limits<double>::max()); }
+constexpr int kUnit = 1074;  // the smallest float64 is 2**-1074
 
-// `largest` is at least the absolute value of each number.
-template <class T>
-void add_all(const T* values, i64 count, double largest, ExactSum& sum, ExactSum& squares) {
-  if constexpr (std::is_floating_point_v<T>) {
-    for (i64 i = 0; i < count; i++) sum.add(static_cast<double>(values[i]));
-    for (i64 i = 0; i < count; i++) squares.add(square(static_cast<double>(values[i])));
-  } else if (largest < 1 << 30 && largest * largest * static_cast<double>(count) < 0x1p62) {  // no sum overflows
-    i64 total = 0, total_squares = 0;
+// The exact sum of numbers in units of 2**-1074, and that of their squares in units of 2**-2148.
+class ExactSums {
+ public:
+  void add(const double* numbers, i64 count) { add_floats(numbers, count); }
+  void add(const float* numbers, i64 count) { add_floats(numbers, count); }
+
+  template <class T>
+  void add(const T* numbers, i64 count) {
+    i128 total = 0;
+    u128 low = 0, high = 0;  // halves of squares
     for (i64 i = 0; i < count; i++) {
-      const i64 value = static_cast<i64>(values[i]);
-      total += value;
-      total_squares += value * value;
+      const i128 number = numbers[i];
+      const u128 size = number < 0 ? -number : number, square = size * size;
+      total += number;
+      low += static_cast<u64>(square);
+      high += square >> 64;
     }
-    sum.add(static_cast<i128>(total));
-    squares.add(static_cast<i128>(total_squares));
-  } else {
-    constexpr i64 kLimit = 1ll << 31;  // squares of larger numbers are rounded to float64
-    i128 total = 0, total_squares = 0;
-    for (i64 i = 0; i < count; i++) total += values[i];
-    for (i64 i = 0; i < count; i++) {
-      const T value = values[i];
-      bool is_small;
-      if constexpr (std::is_signed_v<T>)
-        is_small = value < kLimit && value > -kLimit;
-      else
-        is_small = value < static_cast<u64>(kLimit);
-      if (is_small)
-        total_squares += static_cast<i64>(value) * static_cast<i64>(value);
-      else
-        squares.add(square(static_cast<double>(value)));
-    }
-    sum.add(total);
-    squares.add(total_squares);
+    sum_.add(total, kUnit);
+    squares_.add(low, 2 * kUnit, false);
+    squares_.add(high, 2 * kUnit + 64, false);
   }
-}
+
+  // Adds integers whose sums do not overflow 64 bits.
+  template <class T>
+  void add_small(const T* numbers, i64 count) {
+    i64 total = 0, squares = 0;
+    for (i64 i = 0; i < count; i++) {
+      const i64 number = static_cast<i64>(numbers[i]);
+      total += number;
+      squares += number * number;
+    }
+    sum_.add(total, kUnit);
+    squares_.add(squares, 2 * kUnit);
+  }
+
+  nb::bytes sum() const { return sum_.bytes(); }
+  nb::bytes squares() const { return squares_.bytes(); }
+
+ private:
+  static constexpr i64 kChunk = 1 << 20;  // squares of 106 bits that 128 bits can sum
+
+  // Mantissas and their squares are added by exponent.
+  template <class T>
+  void add_floats(const T* numbers, i64 count) {
+    std::vector<i128> sums(2048);
+    std::vector<u128> squares(2048);
+    for (i64 start = 0; start < count; start += kChunk) {
+      for (i64 i = start; i < std::min(count, start + kChunk); i++) {
+        const u64 bits = bits_of(static_cast<double>(numbers[i])), exponent = bits >> 52 & 2047;
+        const i64 mantissa = (bits & ((1ull << 52) - 1)) | (static_cast<u64>(exponent > 0) << 52);
+        sums[exponent] += bits >> 63 ? -mantissa : mantissa;
+        squares[exponent] += static_cast<u128>(mantissa) * static_cast<u128>(mantissa);
+      }
+      require(!squares[2047], "values must be finite");
+      for (int e = 0; e < 2047; e++) {
+        if (!squares[e]) continue;
+        const int shift = std::max(e, 1) - 1;
+        sum_.add(sums[e], shift);
+        squares_.add(squares[e], 2 * shift, false);
+        sums[e] = squares[e] = 0;
+      }
+    }
+  }
+
+  Integer<34> sum_;      // 1,074 bits of fractions, 1,024 before, 63 for the count
+  Integer<67> squares_;  // twice as many
+};
 
 // The range of every `step`-th integer, of which there is at least one.
 struct Range {
@@ -107,48 +136,55 @@ struct Range {
   i64 minimum, maximum;
 };
 
-struct Totals {
-  i64 num_zeros;
-  double minimum, maximum;
-  i64 num_terms, num_square_terms;
-};
-
-}  // namespace
-
-extern "C" {
-
-// Describes finite numbers, at least one; the terms of sums have room for 2,049 each.
-void presage_totals(const void* values, i64 type, i64 count, Totals* out, i64* terms, i64* square_terms) {
-  typed(values, type, [&](auto* typed_values) {
-    auto minimum = typed_values[0], maximum = typed_values[0];
-    i64 zeros = 0;
-    for (i64 i = 0; i < count; i++) {
-      minimum = std::min(minimum, typed_values[i]);
-      maximum = std::max(maximum, typed_values[i]);
-      zeros += typed_values[i] == 0;
-    }
-    ExactSum sum, squares;
-    const double low = static_cast<double>(minimum), high = static_cast<double>(maximum);
-    add_all(typed_values, count, std::max(std::fabs(low), std::fabs(high)), sum, squares);
-    *out = {zeros, low, high, sum.write(terms), squares.write(square_terms)};
-  });
+// Describes finite numbers, at least one: zeros, minimum, maximum and the exact sums.
+std::tuple<i64, double, double, nb::bytes, nb::bytes> totals(Numbers values) {
+  require(values.size > 0, "values must be at least one");
+  i64 zeros = 0;
+  double low, high;
+  ExactSums sums;
+  {
+    nb::gil_scoped_release unlocked;
+    typed<true>(values, [&](auto* typed_values) {
+      auto minimum = typed_values[0], maximum = typed_values[0];
+      for (i64 i = 0; i < values.size; i++) {
+        minimum = std::min(minimum, typed_values[i]);
+        maximum = std::max(maximum, typed_values[i]);
+        zeros += typed_values[i] == 0;
+      }
+      low = static_cast<double>(minimum), high = static_cast<double>(maximum);
+      if constexpr (!std::is_floating_point_v<decltype(minimum)>) {
+        const double largest = std::max(std::fabs(low), std::fabs(high));
+        if (largest < 1 << 30 && largest * largest * static_cast<double>(values.size) < 0x1p62)
+          return sums.add_small(typed_values, values.size);
+      }
+      sums.add(typed_values, values.size);
+    });
+  }
+  return {zeros, low, high, sums.sum(), sums.squares()};
 }
 
 // Counts numbers by the upper bits of their float64.
-void presage_count_buckets(const void* values, i64 type, i64 count, i64 shift, i64* counts) {
-  typed(values, type, [&](auto* typed_values) {
-    for (i64 i = 0; i < count; i++) counts[bits_of(static_cast<double>(typed_values[i]) + 0.0) >> shift]++;  // -0.0 becomes 0.0
+Made<i64> count_buckets(Numbers values, int bits) {
+  require(0 < bits && bits < 32, "bits must be in (0, 32)");
+  Made<i64> counts(i64{1} << bits);
+  std::fill_n(counts.data(), counts.size(), 0);
+  const int shift = 64 - bits;
+  typed<true>(values, [&](auto* typed_values) {
+    for (i64 i = 0; i < values.size; i++) counts[bits_of(static_cast<double>(typed_values[i]) + 0.0) >> shift]++;  // -0.0 becomes 0.0
   });
+  return counts;
 }
 
-// Counts every `step`-th integer; writes the most frequent ones with their counts, ties in ascending order. Returns their
-// number, at most `limit`.
-i64 presage_frequent_values(const void* values, i64 type, i64 count, i64 step, i64 limit, i64* out, i64* out_counts) {
+// Counts every `step`-th integer; returns the most frequent ones, at most `limit`, with their counts, ties in ascending
+// order.
+std::tuple<Made<i64>, Made<i64>> frequent_values(Numbers values, i64 step, i64 limit) {
+  require(step > 0 && limit > 0, "step and limit must be positive");
+  const i64 count = values.size;
   struct Counted {
     i64 value, count;
   };
   std::vector<Counted> distinct;
-  typed(values, type, [&](auto* typed_values) {
+  typed(values, [&](auto* typed_values) {
     if (!count) return;
     const Range range(typed_values, count, step);
     if (range.is_small()) {
@@ -173,13 +209,16 @@ i64 presage_frequent_values(const void* values, i64 type, i64 count, i64 step, i
   if (kept < static_cast<i64>(distinct.size()))
     std::nth_element(distinct.begin(), distinct.begin() + kept, distinct.end(), before);
   std::sort(distinct.begin(), distinct.begin() + kept, before);
+  Made<i64> out(kept), out_counts(kept);
   for (i64 i = 0; i < kept; i++) out[i] = distinct[i].value, out_counts[i] = distinct[i].count;
-  return kept;
+  return {std::move(out), std::move(out_counts)};
 }
 
-// Writes the smallest distinct hashes of integers in ascending order; returns their number, at most `limit`.
-i64 presage_smallest_hashes(const void* values, i64 type, i64 count, i64 limit, u64* out) {
+// Returns the smallest distinct hashes of integers in ascending order, at most `limit`.
+Made<u64> smallest_hashes(Numbers values, i64 limit) {
+  require(limit > 0, "limit must be positive");
   constexpr i64 kChunk = 1024;
+  const i64 count = values.size;
   u64 size = 64;
   while (size < 4 * static_cast<u64>(limit)) size *= 2;
   std::vector<u64> table(size, 0), found;  // 0 marks an empty slot
@@ -203,7 +242,7 @@ i64 presage_smallest_hashes(const void* values, i64 type, i64 count, i64 limit, 
     for (const u64 hash : kept) add(hash);
   };
   u64 hashes[kChunk];
-  typed(values, type, [&](auto* typed_values) {
+  typed(values, [&](auto* typed_values) {
     if (!count) return;
     const Range range(typed_values, count, 1);
     if (range.is_small()) {
@@ -225,9 +264,16 @@ i64 presage_smallest_hashes(const void* values, i64 type, i64 count, i64 limit, 
   });
   if (has_zero) found.push_back(0);
   std::sort(found.begin(), found.end());
-  const i64 kept = std::min<i64>(limit, found.size());
-  std::copy(found.begin(), found.begin() + kept, out);
-  return kept;
+  Made<u64> out(std::min<i64>(limit, found.size()));
+  std::copy_n(found.begin(), out.size(), out.data());
+  return out;
 }
 
-}  // extern "C"
+}  // namespace
+
+NB_MODULE(statistics, m) {
+  m.def("totals", totals, nb::arg("values"));
+  m.def("count_buckets", count_buckets, nb::arg("values"), nb::arg("bits"), Unlocked());
+  m.def("frequent_values", frequent_values, nb::arg("values"), nb::arg("step"), nb::arg("limit"), Unlocked());
+  m.def("smallest_hashes", smallest_hashes, nb::arg("values"), nb::arg("limit"), Unlocked());
+}

@@ -123,13 +123,11 @@ RANGES = {"an array": (1 << 24, 1 << 20), "arrays": (9, 1 << 20), "hash tables":
 
 
 @pytest.mark.parametrize("ranges", RANGES.values(), ids=RANGES)
-@pytest.mark.parametrize("compiled", [True, False])
 @pytest.mark.parametrize("seed", range(2))
 def test_rows_of_any_order_of_blocks_are_numbered_by_first_use(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     seed: int,
-    compiled: bool,
     ranges: tuple[int, int],
 ) -> None:
     small_files(monkeypatch)
@@ -138,8 +136,6 @@ def test_rows_of_any_order_of_blocks_are_numbered_by_first_use(
     monkeypatch.setattr(numbering, "ARRAY_ROWS", ranges[0])
     monkeypatch.setattr(numbering, "HASHED_ROWS", ranges[1])
     monkeypatch.setattr(numbering, "SAMPLED_SLOTS", NUM_SLOTS)
-    if not compiled:
-        monkeypatch.setattr("schemas.oracle.oracle_kernels", lambda: None)
     rng = np.random.default_rng(seed)
     universe = rng.integers(0, 1 << 62, 40) if ranges[0] == 1 else rng.permutation(300)[:40]
     lists = [sorted(set(rng.choice(universe, rng.integers(0, 15)).tolist())) for _ in range(23)]

@@ -1,6 +1,5 @@
 """Statistics are exact, encodings lossless, and SQL keeps the origin of rows."""
 
-from fractions import Fraction
 from io import BytesIO
 from pathlib import Path
 
@@ -10,15 +9,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from google.protobuf import text_format
-from hypothesis import given
-from hypothesis import strategies as st
 from tensorflow_metadata.proto.v0 import statistics_pb2
 
 from pipelines.clustering.layout import choose_encodings, open_writer
 from pipelines.quality.column_statistics import (
     column_statistics,
-    exact_sum,
-    exact_sum_of_squares,
     sum_columns,
     table_statistics,
 )
@@ -35,35 +30,6 @@ from pipelines.sources.rows import ORIGIN
 from schemas.errors import SchemaError
 from schemas.layout import PLAIN_STATISTICS, STATISTICS
 from schemas.storage import Location
-
-FLOATS = st.lists(st.floats(allow_nan=False, allow_infinity=False), max_size=30)
-
-
-@pytest.mark.slow
-@given(FLOATS)
-def test_exact_sum_of_floats_is_the_sum_of_their_fractions(values: list[float]) -> None:
-    assert exact_sum(np.array(values, np.float64)) == sum(map(Fraction, values), Fraction(0))
-
-
-@given(st.lists(st.integers(-(2**63), 2**63 - 1), max_size=30))
-def test_exact_sum_of_ints_does_not_wrap(values: list[int]) -> None:
-    assert exact_sum(np.array(values, np.int64)) == sum(values)
-
-
-@given(st.lists(st.integers(1 - (2**31), 2**31 - 1), max_size=30))
-def test_sum_of_squares_of_ids_is_exact(values: list[int]) -> None:
-    assert exact_sum_of_squares(np.array(values, np.int64)) == sum(v * v for v in values)
-
-
-@given(FLOATS, st.integers(0, 30))
-def test_sum_of_squares_does_not_depend_on_the_cut(values: list[float], cut: int) -> None:
-    array = np.array(values, np.float64)
-    parts = exact_sum_of_squares(array[:cut]) + exact_sum_of_squares(array[cut:])
-    assert parts == exact_sum_of_squares(array)
-
-
-def test_sum_of_unsigned_ids_does_not_wrap() -> None:
-    assert exact_sum(np.array([2**64 - 1, 2**63, 7], np.uint64)) == 2**64 - 1 + 2**63 + 7
 
 
 def test_statistics_of_the_largest_numbers_are_finite() -> None:

@@ -161,11 +161,6 @@ def test_clock_that_is_behind_files_or_the_log_lacks(tmp_path: Path) -> None:
     assert check("clock", output=tmp_path, now_sec=now).ok
 
 
-def test_compiler_is_looked_for_on_the_given_path(tmp_path: Path) -> None:
-    assert not check("compiler", environment={"PATH": str(tmp_path)}).ok
-    assert check("compiler", environment=program(tmp_path / "bin", "clang++", "true")).ok
-
-
 JAVAS = {
     "17": ("echo 'openjdk version \"17.0.15\" 2025-04-15' >&2", True),
     "8": ("echo 'java version \"1.8.0_392\"' >&2", False),

@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from schemas import arrays as jagged
 from schemas.arrays import (
     Jagged,
     check_inverse,
@@ -77,7 +76,7 @@ def test_dedup_tells_rows_apart_that_differ_in_order_length_or_cut() -> None:
     assert inverse_indices.tolist() == list(range(len(rows)))
 
 
-DTYPES = ("i1", "u2", "i4", "f2", "f4", "f8", "i8", "u8", "?", "M8[us]")
+DTYPES = ("i1", "u2", "i4", "f2", "f4", "f8", "i8", "u8", "?")
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -116,46 +115,6 @@ def test_unique_tuples_of_scalars_and_lists_equals_the_reference(
     assert [whole[index] for index in first] == expected
     assert inverse_indices.tolist() == expected_inverse
     assert (np.diff(first) > 0).all()
-
-
-def test_unique_tuples_is_exact_when_hashes_collide(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first three hash functions know four values only; the fourth is the true one."""
-    true_hash = jagged._hash_rows
-    seeds: list[int] = []
-
-    def colliding(columns: Sequence[jagged.Column], seed: int) -> np.ndarray:
-        seeds.append(seed)
-        hashes = true_hash(columns, seed)
-        return hashes & np.uint64(3) if seed < 3 else hashes
-
-    x = jagged_from([[value] for value in [*range(50), *range(50)]], "i8")
-    monkeypatch.setattr(jagged, "array_kernels", lambda: None)
-    monkeypatch.setattr(jagged, "_hash_rows", colliding)
-    unique, inverse_indices = dedup(x)
-    assert seeds == [0, 1, 2, 3]
-    assert tuples_of(unique) == [(value,) for value in range(50)]
-    assert inverse_indices.tolist() == [*range(50), *range(50)]
-
-
-def test_unique_tuples_compares_the_bits_of_scalars_when_hashes_collide(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    true_hash = jagged._hash_rows
-    monkeypatch.setattr(jagged, "array_kernels", lambda: None)
-    monkeypatch.setattr(
-        jagged,
-        "_hash_rows",
-        lambda columns, seed: true_hash(columns, seed) * np.uint64(0 if seed == 0 else 1),
-    )
-    first, inverse_indices = unique_tuples([np.array([0.0, -0.0, np.nan, np.nan])])
-    assert first.tolist() == [0, 1, 2]
-    assert inverse_indices.tolist() == [0, 1, 2, 2]
-
-
-def test_hash_function_depends_on_its_seed() -> None:
-    columns = [np.arange(100)]
-    hashes = [jagged._hash_rows(columns, seed) for seed in range(4)]
-    assert len(np.unique(np.concatenate(hashes))) == 400
 
 
 def test_unique_tuples_of_no_column_raises() -> None:

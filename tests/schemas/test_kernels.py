@@ -1,9 +1,13 @@
-"""The compiled kernels equal their references in numpy, on any input."""
+"""The compiled kernels equal their references in plain Python and numpy, on any input."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Literal
+import math
+from collections import Counter
+from fractions import Fraction
+from itertools import pairwise
+from random import Random
+from typing import Any, Literal
 
 import numpy as np
 import pyarrow as pa
@@ -11,15 +15,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipelines.quality import column_statistics as column_statistics_module
-from pipelines.quality.column_statistics import column_statistics
-from pipelines.samples import tuples
+from pipelines.quality import column_statistics as statistics
+from pipelines.quality.column_statistics import (
+    column_statistics,
+    exact_sums,
+    mean_and_deviation,
+)
 from pipelines.samples.tuples import unique_in_ranges
-from schemas import arrays, group_files, hashing, oracle
-from schemas import rows as rows_module
 from schemas.arrays import (
     Jagged,
     comparable_tuple,
+    numpy_of,
     offsets_of,
     take_ranges,
     take_rows,
@@ -27,32 +33,10 @@ from schemas.arrays import (
 )
 from schemas.config.job import TableConfig
 from schemas.errors import SchemaError
-from schemas.hashing import hash_rows, splitmix64
-from schemas.kernels.arrays import ArrayKernels, array_kernels
-from schemas.oracle import distinct_of_lists
-from schemas.rows import distinct_rows
-
-
-@pytest.fixture
-def in_numpy(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Use the references alone."""
-    for module in (arrays, hashing, oracle):
-        monkeypatch.setattr(module, "array_kernels", lambda: None)
-
-
-def both(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """Run the body with the kernels, then with the references."""
-    yield "compiled"
-    for module in (arrays, hashing, oracle):
-        monkeypatch.setattr(module, "array_kernels", lambda: None)
-    yield "numpy"
-
-
-def kernels() -> ArrayKernels:
-    found = array_kernels()
-    assert found is not None, "the tests need g++"
-    return found
-
+from schemas.hashing import hash_rows, salt_of, splitmix64
+from schemas.kernels import arrays as kernels
+from schemas.oracle import distinct
+from schemas.rows import distinct_rows, rows_of_ids
 
 VALUES = {
     "int8": st.integers(-3, 3),
@@ -135,10 +119,10 @@ def test_ranges_are_taken_as_from_python_lists(
     assert taken.to_pylist() == [v for start, end in ranges for v in values[start:end]]
 
 
-@given(st.lists(st.lists(st.lists(st.integers(-5, 5)), min_size=4, max_size=4), min_size=1))
-def test_distinct_values_of_lists_are_sorted_sets(sources: list[list[list[int]]]) -> None:
-    found = distinct_of_lists([jagged(lists) for lists in sources])
-    expected = [sorted({v for lists in sources for v in lists[block]}) for block in range(4)]
+@given(st.lists(st.lists(st.integers(-5, 5) | st.integers(-(2**63), 2**63 - 1))))
+def test_distinct_values_of_lists_are_sorted_sets(lists: list[list[int]]) -> None:
+    found = distinct(jagged(lists))
+    expected = [sorted(set(values)) for values in lists]
     assert found.values.tolist() == [v for values in expected for v in values]
     assert found.lengths.tolist() == list(map(len, expected))
 
@@ -148,66 +132,62 @@ def jagged(lists: list[list[int]]) -> Jagged:
     return Jagged(values, offsets_of(np.array(list(map(len, lists)), np.int64)))
 
 
-@pytest.mark.parametrize("size", [0, 1, 63, 1000])
-def test_hashes_equal_those_of_numpy(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    ids = np.random.default_rng(size).integers(-(2**63), 2**63 - 1, size)
-    hashes = [splitmix64(ids).tolist() for _ in both(monkeypatch)]
-    assert hashes[0] == hashes[1]
+def mixed(x: int) -> int:
+    """Return splitmix64 of an integer of 64 bits."""
+    z = (x + 0x9E3779B97F4A7C15) % 2**64
+    z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 % 2**64
+    z = (z ^ z >> 27) * 0x94D049BB133111EB % 2**64
+    return z ^ z >> 31
 
 
-@pytest.mark.parametrize("num_rows", [1, 7, 2**63])
-def test_rows_of_hashed_tables_equal_those_of_numpy(
-    num_rows: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ids = np.random.default_rng(3).integers(-(2**63), 2**63 - 1, (5, 40))
-    rows = [hash_rows(ids, "items", num_rows).tolist() for _ in both(monkeypatch)]
-    assert rows[0] == rows[1]
+@given(st.lists(st.integers(-(2**63), 2**63 - 1)))
+def test_hashes_are_those_of_the_algorithm(ids: list[int]) -> None:
+    expected = [mixed(x % 2**64) for x in ids]
+    assert splitmix64(np.array(ids, np.int64)).tolist() == expected
+    assert splitmix64(np.array([ids, ids], np.int64)).tolist() == [expected, expected]
 
 
-@pytest.mark.usefixtures("in_numpy")
-@given(tables())
-def test_references_number_the_same_rows(table: pa.Table) -> None:
-    columns = comparable_tuple(table, table.column_names)
-    flat = [(c.values, c.offsets) if isinstance(c, Jagged) else (c, None) for c in columns]
-    found = kernels().unique_tuples(flat, table.num_rows)
-    expected = unique_tuples(columns)
-    assert found is not None
-    assert [part.tolist() for part in found] == [part.tolist() for part in expected]
+@given(st.lists(st.integers(-(2**63), 2**63 - 1)), st.sampled_from([1, 7, 64, 2**63 - 1, 2**63]))
+def test_rows_of_hashed_tables_are_remainders_of_hashes(ids: list[int], num_rows: int) -> None:
+    salt = int(salt_of("items"))
+    expected = [mixed(x % 2**64 ^ salt) % 2**63 % num_rows for x in ids]
+    assert hash_rows(np.array(ids, np.int64), "items", num_rows).tolist() == expected
 
 
 def test_rows_of_one_hash_are_hashed_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    found, seeds = ArrayKernels.unique_tuples, list[int]()
+    found, seeds = kernels.unique_tuples, list[int]()
 
-    def collide(self: ArrayKernels, columns: object, num_rows: int, seed: int = 0) -> object:
+    def collide(columns: Any, seed: int) -> object:
         seeds.append(seed)
-        return None if seed < 2 else found(self, columns, num_rows, seed)  # pyright: ignore[reportArgumentType]
+        return None if seed < 2 else found(columns, seed)
 
-    monkeypatch.setattr(ArrayKernels, "unique_tuples", collide)
+    monkeypatch.setattr(kernels, "unique_tuples", collide)
     assert unique_tuples([np.array([4, 4, 1])])[1].tolist() == [0, 0, 1]
     assert seeds == [0, 1, 2]
 
 
+def overlap(before: list[int], after: list[int], max_candidates: int) -> int:
+    shorter = min(len(before), len(after))
+    lengths = [n for n in range(shorter, 0, -1) if before[-n] == after[0] and 2 * n >= shorter]
+    return next((n for n in lengths[:max_candidates] if before[-n:] == after[:n]), 0)
+
+
 @given(st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=12), min_size=1, max_size=12))
-def test_overlaps_equal_those_of_numpy(lists: list[list[int]]) -> None:
+def test_overlaps_equal_those_of_python_lists(lists: list[list[int]]) -> None:
     rows = np.arange(0, len(lists), 1 + len(lists) // 7)
     flat = jagged(lists)
-    flat = Jagged(flat.values.view(np.uint64), flat.offsets)
-    compiled = kernels().overlaps(flat.values, flat.offsets, rows, 3)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(group_files, "array_kernels", lambda: None)
-        patch.setattr(group_files, "MAX_CANDIDATES", 3)
-        assert group_files._overlaps(flat, rows).tolist() == compiled.tolist()
+    found = kernels.overlaps(flat.values.view(np.uint64), flat.offsets, rows, 3)
+    chosen = [lists[row] for row in rows]
+    assert found.tolist() == [0, *(overlap(a, b, 3) for a, b in pairwise(chosen))]
 
 
 @given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 6)), max_size=60))
-def test_unique_references_in_ranges_equal_those_of_numpy(pairs: list[tuple[int, int]]) -> None:
+def test_unique_references_in_ranges_are_those_of_a_dictionary(
+    pairs: list[tuple[int, int]],
+) -> None:
     ranges, references = np.array(sorted(pairs), np.int64).reshape(-1, 2).T
     references = np.random.default_rng(0).permutation(references)
-    compiled = [x.tolist() for x in unique_in_ranges(ranges, references)]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tuples, "array_kernels", lambda: None)
-        assert [x.tolist() for x in unique_in_ranges(ranges, references)] == compiled
-    first, inverse = compiled
+    first, inverse = (x.tolist() for x in unique_in_ranges(ranges, references))
     keys = list(zip(ranges.tolist(), references.tolist(), strict=True))
     assert [keys[i] for i in first] == list(dict.fromkeys(keys))
     assert [keys[first[i]] for i in inverse] == keys
@@ -222,7 +202,7 @@ SMALL = st.lists(st.lists(st.integers(-4, 70), max_size=40), min_size=3, max_siz
     st.sampled_from(["hash", "identity"]),
     st.sampled_from([1, 64, 70, 5000, 1 << 24, (1 << 24) + 1, 2**63]),
 )
-def test_distinct_rows_of_ids_equal_those_of_numpy(
+def test_distinct_rows_of_ids_are_sorted_sets(
     kind: str, blocks: list[list[list[int]]], rule: Literal["hash", "identity"], num_rows: int
 ) -> None:
     if kind.startswith("u"):
@@ -230,19 +210,15 @@ def test_distinct_rows_of_ids_equal_those_of_numpy(
     columns = [jagged(lists) for lists in blocks]
     columns = [Jagged(c.values.astype(kind), c.offsets) for c in columns]
     table = TableConfig(features=("a",), rows=rule, num_rows=num_rows)
-
-    def found() -> object:
-        try:
-            rows = distinct_rows(columns, "items", table)
-        except SchemaError as error:
-            return str(error)
-        return rows.values.tolist(), rows.offsets.tolist()
-
-    compiled = found()
-    with pytest.MonkeyPatch.context() as patch:
-        for module in (arrays, hashing, oracle, rows_module):
-            patch.setattr(module, "array_kernels", lambda: None)
-        assert found() == compiled
+    ids = [[i for lists in blocks for i in lists[block]] for block in range(3)]
+    if rule == "identity" and any(not 0 <= i < num_rows for block in ids for i in block):
+        with pytest.raises(SchemaError, match="id must be in"):
+            distinct_rows(columns, "items", table)
+        return
+    found = distinct_rows(columns, "items", table)
+    expected = [sorted(set(rows_of_ids(np.array(i, np.int64), "items", table))) for i in ids]
+    assert found.values.tolist() == [row for rows in expected for row in rows]
+    assert found.lengths.tolist() == list(map(len, expected))
 
 
 def limits(sign: str, bits: int) -> st.SearchStrategy[int]:
@@ -272,22 +248,137 @@ def columns_of_numbers(draw: st.DrawFn) -> pa.Array:
     return pa.array(draw(st.lists(value, max_size=60)), arrow)[draw(st.integers(0, 2)) :]
 
 
+def described(column: pa.Array) -> tuple[object, ...]:
+    """Return what `column_statistics` says of the values of a column, by numpy and fractions."""
+    present = column.drop_null()
+    if pa.types.is_large_list(present.type):
+        present = present.flatten().drop_null()
+    values = numpy_of(present)
+    finite = values[np.isfinite(values)]
+    exact = [Fraction(x) for x in finite.tolist()]
+    buckets = Counter((finite.astype(np.float64) + 0.0).view(np.uint64) >> np.uint64(50))
+    counts = Counter(finite[:: max(1, -(-len(finite) // SAMPLED))].tolist())
+    top = sorted(counts.items(), key=lambda item: (-item[1], item[0]))[:TOP]
+    hashes = sorted({mixed(int(x) % 2**64) for x in finite.tolist()})[:HASHES]
+    is_whole = finite.dtype.kind != "f"
+    return (
+        len(finite),
+        sum(x == 0 for x in exact),
+        float(min(finite.tolist(), default=float("inf"))),
+        float(max(finite.tolist(), default=float("-inf"))),
+        sum(exact) * 2**1074,
+        sum(x * x for x in exact) * 2**2148,
+        dict(buckets),
+        dict(top) if is_whole else {},
+        hashes if is_whole else [],
+    )
+
+
+SAMPLED, TOP, HASHES = 20, 4, 3
+
+
+def compare_statistics(column: pa.Array) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(statistics, "SAMPLED_VALUES", SAMPLED)
+        patch.setattr(statistics, "TOP_VALUES", TOP)
+        patch.setattr(statistics, "SMALLEST_HASHES", HASHES)
+        found = column_statistics(column)
+    values = [] if found.sketch.values is None else found.sketch.values.to_pylist()
+    assert described(column) == (
+        found.num_values,
+        found.num_zeros,
+        found.minimum,
+        found.maximum,
+        found.total,
+        found.total_squares,
+        found.sketch.buckets,
+        dict(zip(values, found.sketch.counts.tolist(), strict=True)),
+        found.sketch.hashes.tolist(),
+    )
+
+
 @given(columns_of_numbers())
 def test_statistics_equal_those_of_numpy(column: pa.Array) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(column_statistics_module, "SAMPLED_VALUES", 20)
-        patch.setattr(column_statistics_module, "TOP_VALUES", 4)
-        patch.setattr(column_statistics_module, "SMALLEST_HASHES", 3)
-        compiled = column_statistics(column)
-        patch.setattr(column_statistics_module, "statistics_kernels", lambda: None)
-        assert column_statistics(column) == compiled
+    compare_statistics(column)
 
 
-def test_statistics_of_many_numbers_equal_those_of_numpy(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["normal", "zipf", "integers", "small"])
+def test_statistics_of_many_numbers_equal_those_of_numpy(kind: str) -> None:
     rng = np.random.default_rng(1)
     numbers = rng.normal(0, 1e3, 70_000)
     numbers[:3] = 0.0, -0.0, 5e-324
-    columns = [numbers, rng.zipf(1.3, 200_000), rng.integers(-(2**63), 2**63 - 1, 200_000)]
-    compiled = [column_statistics(pa.array(c)) for c in columns]
-    monkeypatch.setattr(column_statistics_module, "statistics_kernels", lambda: None)
-    assert [column_statistics(pa.array(c)) for c in columns] == compiled
+    columns = {
+        "normal": numbers,
+        "zipf": rng.zipf(1.3, 70_000),
+        "integers": rng.integers(-(2**63), 2**63 - 1, 70_000),
+        "small": rng.integers(-1000, 1000, 70_000, np.int32),
+    }
+    compare_statistics(pa.array(columns[kind]))
+
+
+SUMMED = st.lists(
+    st.floats(allow_nan=False, allow_infinity=False)
+    | st.sampled_from([5e-324, -5e-324, 1e308, -1e308, 1.0, 2**53 + 2.0])
+)
+
+
+@given(SUMMED, st.integers(0, 20), st.randoms())
+def test_sums_are_those_of_fractions_in_any_order_and_parts(
+    values: list[float], cut: int, random: Random
+) -> None:
+    total, squares = exact_sums(np.array(values, np.float64))
+    exact = [Fraction(x) for x in values]
+    assert (total, squares) == (sum(exact) * 2**1074, sum(x * x for x in exact) * 2**2148)
+    shuffled = np.array(random.sample(values, len(values)), np.float64)
+    parts = exact_sums(shuffled[:cut]), exact_sums(shuffled[cut:])
+    assert tuple(map(sum, zip(*parts, strict=True))) == (total, squares)
+    if values:
+        mean, deviation = mean_and_deviation(total, squares, len(values))
+        assert mean == float(sum(exact) / len(exact))
+        variance = sum((x - sum(exact) / len(exact)) ** 2 for x in exact) / len(exact)
+        if Fraction(2) ** -1000 < variance < Fraction(2) ** 1000:
+            assert deviation == math.sqrt(float(variance))
+        else:
+            assert 0 <= deviation < float("inf")
+
+
+def test_sums_of_more_squares_than_fit_128_bits_are_exact() -> None:
+    largest = np.full((1 << 22) + 3, np.finfo(np.float64).max)
+    exact = Fraction(float(largest[0]))
+    assert exact_sums(largest) == (
+        exact * len(largest) * 2**1074,
+        exact**2 * len(largest) * 2**2148,
+    )
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_sums_of_values_that_are_not_finite_are_an_error(value: float) -> None:
+    with pytest.raises(ValueError, match="values must be finite"):
+        exact_sums(np.array([1.0, value, -value]))
+
+
+@pytest.mark.parametrize(
+    ("values", "offsets", "rows", "error"),
+    [
+        ([1, 2], np.array([0, 2], np.int32), [0], TypeError),
+        ([1, 2], np.array([0, 1, 2])[::2], [0], TypeError),
+        ([1, 2], np.array([[0, 2]]), [0], TypeError),
+        ([1, 2], [0, 2], np.array([0.0]), TypeError),
+        ([1, 2], [], [], ValueError),
+        ([1, 2], [0, 3], [0], ValueError),
+        ([1, 2], [-1, 2], [0], ValueError),
+        ([1, 2], [0, 2, 1], [0], ValueError),
+        ([1, 2], [0, 2], [1], ValueError),
+        ([1, 2], [0, 2], [-1], ValueError),
+    ],
+)
+def test_arguments_of_kernels_are_checked(
+    values: list[int], offsets: Any, rows: Any, error: type[Exception]
+) -> None:
+    """Types are those of the signature; nothing is converted, and nothing outside is read."""
+    arrays = [
+        np.asarray(x, None if isinstance(x, np.ndarray) else np.int64) for x in (offsets, rows)
+    ]
+    with pytest.raises(error):
+        kernels.take_lists(np.array(values), *arrays)

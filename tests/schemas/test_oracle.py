@@ -1,7 +1,5 @@
 """The functions of the oracle against brute force and a trace computed by other software."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 from random import Random
@@ -11,7 +9,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from schemas import oracle
 from schemas.accesses import merge_dictionaries
 from schemas.arrays import Jagged, offsets_of
 from schemas.oracle import (
@@ -94,31 +91,20 @@ def test_first_and_last_equal_a_scan(lookups: list[list[int]]) -> None:
     assert (np.diff(first) >= 0).all()
 
 
-@contextmanager
-def kernels(compiled: bool) -> Iterator[None]:
-    """Run the body with the compiled kernels, or with their references."""
-    with pytest.MonkeyPatch.context() as patch:
-        if not compiled:
-            patch.setattr(oracle, "oracle_kernels", lambda: None)
-        yield
-
-
 ROWS = st.lists(st.lists(st.integers(3, 40), max_size=8, unique=True), max_size=12)
 
 
-@pytest.mark.parametrize("compiled", [True, False])
 @pytest.mark.parametrize("size", [None, 38])
 @given(ROWS, st.integers(1, 5))
 def test_rows_are_numbered_by_first_use_in_chunks_of_any_size(
-    compiled: bool, size: int | None, lookups: list[list[int]], chunk: int
+    size: int | None, lookups: list[list[int]], chunk: int
 ) -> None:
-    with kernels(compiled):
-        numbering = FirstUseNumbering(3, size)
-        numbers, new = list[int](), list[list[int]]()
-        for start in range(0, len(lookups), chunk):
-            found, new_rows = numbering.number(jagged_from(lookups[start : start + chunk]), start)
-            numbers += found.tolist()
-            new += lists_of(new_rows)
+    numbering = FirstUseNumbering(3, size)
+    numbers, new = list[int](), list[list[int]]()
+    for start in range(0, len(lookups), chunk):
+        found, new_rows = numbering.number(jagged_from(lookups[start : start + chunk]), start)
+        numbers += found.tolist()
+        new += lists_of(new_rows)
     rows = list(dict.fromkeys(row for block in lookups for row in block))
     assert numbers == [rows.index(row) for block in lookups for row in block]
     assert [row for block in new for row in block] == rows
@@ -130,14 +116,12 @@ def test_rows_are_numbered_by_first_use_in_chunks_of_any_size(
     assert numbering.last.tolist() == [positions[-1] for positions in users]
 
 
-@pytest.mark.parametrize("compiled", [True, False])
-def test_a_hash_table_that_grows_keeps_its_numbers(compiled: bool) -> None:
+def test_a_hash_table_that_grows_keeps_its_numbers() -> None:
     rows = np.random.default_rng(1).integers(0, 2**63 - 1, 20_000)
-    with kernels(compiled):
-        numbering = FirstUseNumbering()
-        parts = [jagged_from([part.tolist()]) for part in np.array_split(rows, 7)]
-        first = [numbering.number(part, 0)[0] for part in parts]
-        again = [numbering.number(part, 1)[0] for part in parts]
+    numbering = FirstUseNumbering()
+    parts = [jagged_from([part.tolist()]) for part in np.array_split(rows, 7)]
+    first = [numbering.number(part, 0)[0] for part in parts]
+    again = [numbering.number(part, 1)[0] for part in parts]
     assert np.concatenate(first).tolist() == list(range(len(rows)))
     assert np.concatenate(again).tolist() == list(range(len(rows)))
     assert numbering.count == len(rows)
@@ -147,15 +131,13 @@ SPARSE = st.frozensets(st.integers(0, 2**24 - 1), max_size=20)
 """Numbers that are sorted, not marked as bits."""
 
 
-@pytest.mark.parametrize("compiled", [True, False])
 @given(st.lists(st.one_of(SPARSE, st.frozensets(st.integers(0, 300)))), st.randoms())
 def test_gaps_of_unsorted_lists_are_those_of_sorted_ones(
-    compiled: bool, blocks: list[frozenset[int]], random: Random
+    blocks: list[frozenset[int]], random: Random
 ) -> None:
     shuffled = [random.sample(sorted(block), len(block)) for block in blocks]
     lists = jagged_from(shuffled)
-    with kernels(compiled):
-        gaps = sorted_gaps(Jagged(lists.values.astype(np.int32), lists.offsets), 2**24)
+    gaps = sorted_gaps(Jagged(lists.values.astype(np.int32), lists.offsets), 2**24)
     assert lists_of(from_gaps(Jagged(gaps, lists.offsets))) == [sorted(block) for block in blocks]
 
 
@@ -169,23 +151,21 @@ def test_gaps_of_long_lists_over_many_numbers_are_those_of_sorted_ones(counts: l
     assert lists_of(found) == [numbers.tolist() for numbers in lists]
 
 
-@pytest.mark.parametrize("compiled", [True, False])
 @given(st.lists(st.frozensets(st.integers(0, 9)), max_size=9), st.data())
 def test_next_uses_of_an_epoch_equal_the_reference(
-    compiled: bool, blocks: list[frozenset[int]], data: st.DataObject
+    blocks: list[frozenset[int]], data: st.DataObject
 ) -> None:
     """In steps of several blocks, in calls of several steps, for a range of the numbers."""
     cuts = sorted(data.draw(st.sets(st.integers(0, len(blocks))))) if blocks else []
     bounds = sorted({0, *cuts, len(blocks)})
     calls = sorted({0, *data.draw(st.sets(st.integers(0, len(bounds) - 1))), len(bounds) - 1})
     low, size = data.draw(st.integers(0, 5)), data.draw(st.integers(1, 10))
-    with kernels(compiled):
-        uses, found = EpochUses(low, size), list[list[int]]()
-        for start, end in reversed(list(pairwise(calls))):
-            lists = jagged_from([sorted(b) for b in blocks[bounds[start] : bounds[end]]])
-            gaps = Jagged(to_gaps(lists).astype(np.int32), lists.offsets)
-            steps = np.array(bounds[start : end + 1]) - bounds[start]
-            found = lists_of(uses.link(gaps, steps, start)) + found
+    uses, found = EpochUses(low, size), list[list[int]]()
+    for start, end in reversed(list(pairwise(calls))):
+        lists = jagged_from([sorted(b) for b in blocks[bounds[start] : bounds[end]]])
+        gaps = Jagged(to_gaps(lists).astype(np.int32), lists.offsets)
+        steps = np.array(bounds[start : end + 1]) - bounds[start]
+        found = lists_of(uses.link(gaps, steps, start)) + found
     joined = [frozenset[int]().union(*blocks[a:b]) for a, b in pairwise(bounds)]
     entries = [sorted(n for n in step if low <= n < low + size) for step in joined]
     assert found == reference.next_use(entries)

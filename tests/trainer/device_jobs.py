@@ -13,5 +13,5 @@ MODELS = {
 
 def with_device(job: Path, name: str) -> Path:
     """Name a device in a job file."""
-    job.write_text(job.read_text().replace("  kernels:", f"  device: {name}\n  kernels:"))
+    job.write_text(job.read_text().replace("  cache:", f"  device: {name}\n  cache:"))
     return job

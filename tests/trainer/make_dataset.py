@@ -78,7 +78,6 @@ train:
   num_threads: 2
   dense_optimizer: {{learning_rate: 0.003}}
   sparse_optimizer: {{name: {optimizer}, learning_rate: 0.05}}
-  kernels: {kernels}
   cache: {{policy: {policy}, lookahead: {lookahead}, rows: {rows}, files: {files}}}
   checkpoint: {{every_steps: {every_steps}, keep: 20, late: wait{checkpoint}}}
   follow: {{poll: {poll}}}
@@ -107,7 +106,6 @@ _DEFAULTS = {
     "pooling": "mean",
     "optimizer": "rowwise_adagrad",
     "policy": "ttl",
-    "kernels": "compiled",
     "lookahead": "3",
     "rows": "null",
     "every_steps": "null",

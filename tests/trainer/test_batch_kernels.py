@@ -1,9 +1,9 @@
-"""The compiled kernels that make batches equal their references in numpy, on any input."""
+"""The compiled kernels that make batches equal their references, on any input."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,14 +14,14 @@ from hypothesis import strategies as st
 from schemas.arrays import offsets_of
 from schemas.config.job import TableConfig
 from schemas.order import Step
-from trainer.data import collate, lookup, shared
+from trainer.data import collate, shared
 from trainer.data.collate import BlockRange
 from trainer.data.decode import BatchSpec, Lists, RowGroup, padding_row_group
-from trainer.data.kernels import batch_kernels
 from trainer.data.lookup import (
     Inverse,
     KeyedBags,
     TableLookup,
+    VectorLayout,
     distinct_positions,
     inverse_of,
     table_lookups,
@@ -31,17 +31,6 @@ from trainer.data.shared import find_shared_features
 
 TABLES = {"items": ("item", "clicked"), "users": ("user",)}
 FEATURES = ("clicked", "user", "item")
-T = TypeVar("T")
-
-
-def both(make: Callable[[], T]) -> tuple[T, T]:
-    """Return what the kernels make, and what the references make."""
-    assert batch_kernels() is not None, "the tests need g++"
-    compiled = make()
-    with pytest.MonkeyPatch.context() as patch:
-        for module in (collate, lookup, shared):
-            patch.setattr(module, "batch_kernels", lambda: None)
-        return compiled, make()
 
 
 def equal(one: Any, other: Any) -> bool:
@@ -81,40 +70,59 @@ def steps(draw: st.DrawFn) -> KeyedBags:
 def test_lookups_are_those_of_the_reference(bags: KeyedBags) -> None:
     num_tuples = {"group": bags.num_bags["user"]}
     layout = vector_layout({"clicked": None, "user": "group", "item": None}, num_tuples, 6)
-    found, expected = both(lambda: table_lookups(TABLES, bags, layout))
-    assert equal(found, expected)
-    items = found["items"]
-    rows = items.rows[items.positions.numpy()]
-    ends = {
-        f: int(bags.offsets[sum(bags.num_bags[g] for g in FEATURES[: i + 1])])
-        for i, f in enumerate(FEATURES)
-    }
-    assert rows.tolist() == [*bags.values[ends["user"] :], *bags.values[: ends["clicked"]]]
+    found = table_lookups(TABLES, bags, layout)
+    assert equal(found, {t: reference_lookup(f, bags, layout) for t, f in TABLES.items()})
+
+
+def reference_lookup(
+    features: tuple[str, ...], bags: KeyedBags, layout: VectorLayout
+) -> TableLookup:
+    ends = np.cumsum(list(bags.num_bags.values())).tolist()
+    ranges = {f: (end - n, end) for (f, n), end in zip(bags.num_bags.items(), ends, strict=True)}
+    lengths = [bags.lengths[slice(*ranges[f])] for f in features]
+    cuts = [slice(*bags.offsets[list(ranges[f])]) for f in features]
+    rows, positions = np.unique(np.concatenate([bags.values[c] for c in cuts]), return_inverse=True)
+    order = np.argsort(positions, kind="stable")
+    vectors = [layout.of(f)[0] + layout.of(f)[1] * np.arange(bags.num_bags[f]) for f in features]
+    readers = np.repeat(np.concatenate(vectors), np.concatenate(lengths))[order]
+    weights = None
+    if bags.weights is not None and not bags.weighted.isdisjoint(features):
+        weights = np.concatenate([bags.weights[c] for c in cuts])
+    return TableLookup(
+        features=features,
+        bags_per_feature=tuple(bags.num_bags[f] for f in features),
+        values_per_feature=tuple(int(of.sum()) for of in lengths),
+        rows=rows,
+        longest_bag=int(np.concatenate(lengths).max(initial=0)),
+        positions=torch.from_numpy(positions).int(),
+        bag_offsets=torch.from_numpy(offsets_of(np.concatenate(lengths))).int(),
+        readers=torch.from_numpy(readers).int(),
+        reader_offsets=torch.from_numpy(offsets_of(np.bincount(positions))).int(),
+        per_sample_weights=None if weights is None else torch.from_numpy(weights),
+        reader_weights=None if weights is None else torch.from_numpy(weights[order]),
+    )
 
 
 @given(values=st.lists(st.integers(0, 2**62) | st.integers(0, 70), max_size=60))
 def test_positions_are_those_of_the_reference(values: list[int]) -> None:
     for limit in (2**63, 2**40, 2**11, 1):
         array = np.array([value % limit for value in values], np.int64)
-        found, expected = both(lambda array=array: distinct_positions(array))
+        expected = np.unique(array, return_inverse=True)
+        found = distinct_positions(array)
         assert [part.tolist() for part in found] == [part.tolist() for part in expected]
 
 
 @given(rows=st.lists(st.integers(0, 6), max_size=20))
 def test_inverse_is_that_of_the_reference(rows: list[int]) -> None:
-    found, expected = both(lambda: inverse_of(np.array(rows, np.int64), 7))
-    assert equal(found, expected)
+    found = inverse_of(np.array(rows, np.int64), 7)
+    assert found.order.tolist() == sorted(range(len(rows)), key=rows.__getitem__)
+    assert found.offsets.tolist() == [sum(row < limit for row in rows) for limit in range(8)]
 
 
 @pytest.mark.parametrize("rows", [[0, 3], [-1, 0]])
 def test_inverse_index_out_of_range_is_an_error(rows: list[int]) -> None:
-    def message() -> str:
-        with pytest.raises(ValueError, match="inverse indices must be in") as error:
-            inverse_of(np.array(rows), 3)
-        return str(error.value)
-
-    found, expected = both(message)
-    assert found == expected
+    with pytest.raises(ValueError, match=r"inverse indices must be in \[0, 3\), got"):
+        inverse_of(np.array(rows), 3)
 
 
 @pytest.mark.slow
@@ -130,8 +138,62 @@ def test_shared_rows_are_those_of_the_reference(data: st.DataObject) -> None:
     group_of = {f"f{i}": owner for i, owner in enumerate(owners)}
     dense = np.array(data.draw(_indices(2, num_samples))).reshape(-1, 1) * np.ones((1, 2))
     tensor = torch.from_numpy(dense.astype(data.draw(st.sampled_from([np.float32, np.float64]))))
-    found, expected = both(lambda: find_shared_features(groups, group_of, tensor))
-    assert equal(found, expected)
+    found = find_shared_features(groups, group_of, tensor)
+    indices = {g: inverse.indices.tolist() for g, inverse in groups.items()}
+    sizes = {g: inverse.num_unique for g, inverse in groups.items()}
+    expected = reference_division(indices, sizes, owners, tensor[:, 0].tolist())
+    if expected is None:
+        assert found is None
+        return
+    members, rows, shares_dense = expected
+    assert found is not None
+    assert set(found.tuples) == set(members)
+    assert found.rows.indices.tolist() == rows
+    assert (found.shared_dense is not None) == shares_dense
+    for group, tuples in found.tuples.items():
+        own = range(found.num_rows) if tuples is None else tuples.indices.tolist()
+        assert [own[row] for row in rows] == indices[group]
+
+
+def reference_division(
+    indices: dict[str, list[int]],
+    sizes: dict[str, int],
+    owners: list[str | None],
+    dense: list[float],
+) -> tuple[list[str], list[int], bool] | None:
+    """Return the groups of a greedy search, the row of each sample, whether dense is shared."""
+
+    def products(num_shared: int, num_rows: int) -> int:
+        num_own = len(owners) + 1 - num_shared
+        own_pairs = num_shared * num_own + num_own * (num_own - 1) // 2
+        return num_rows * (num_shared * (num_shared - 1) // 2) + len(dense) * own_pairs
+
+    best: tuple[list[str], list[int], bool] | None = None
+    cost = products(0, 0)
+    while True:
+        candidates: list[tuple[int, tuple[list[str], list[int], bool]]] = []
+        chosen = [] if best is None else best[0]
+        for group in (g for g in indices if g not in chosen):
+            members = [*chosen, group]
+            keys = list(zip(*(indices[m] for m in members), strict=True))
+            numbers = {key: n for n, key in enumerate(sorted(set(keys), key=_order_of(best, keys)))}
+            rows = indices[group] if best is None else [numbers[key] for key in keys]
+            num_rows = sizes[group] if best is None else len(numbers)
+            shares = len(set(zip(rows, dense, strict=True))) == len(set(rows))
+            num_shared = sum(owner in members for owner in owners) + shares
+            candidates.append((products(num_shared, num_rows), (members, rows, shares)))
+        lowest, candidate = min(candidates, key=lambda pair: pair[0], default=(cost, best))
+        if lowest >= cost:
+            return best
+        cost, best = lowest, candidate
+
+
+def _order_of(
+    best: tuple[list[str], list[int], bool] | None, keys: list[tuple[int, ...]]
+) -> Callable[[tuple[int, ...]], tuple[int, int]]:
+    """Return the order of pairs: by the row so far, then by the tuple that joins it."""
+    row_of = dict(zip(keys, best[1] if best else [0] * len(keys), strict=True))
+    return lambda key: (row_of[key], key[-1])
 
 
 def _indices(count: int, size: int) -> st.SearchStrategy[list[int]]:
@@ -185,12 +247,19 @@ def test_bags_of_two_row_groups_are_those_of_the_reference(expanded: bool) -> No
     )
     ranges = [BlockRange(each, 0, 1) for each in (one, other, padding_row_group(spec, 2))]
     step = Step(0, 0, 0, np.zeros(0, np.int64))
-    found, expected = both(lambda: collate.collate(spec, step, ranges, expanded=expanded))
+    found = collate.collate(spec, step, ranges, expanded=expanded)
     bags = [[19], [14, 15, 16, 17], [14, 15, 16, 17], [], [2, 3, 4, 5], [3, 4], [0], [], []]
     unique = [[14, 15, 16, 17], [], [19], [3, 4], [2, 3, 4, 5], [0], []]
     values = found.sparse["a"]
     assert [list(map(int, bag)) for bag in values.to_dense()] == (bags if expanded else unique)
-    assert torch.allclose(values.weights()[:5] * 3 + 10, values.values()[:5].double())
-    assert equal(found.lookups, expected.lookups)
-    for name in ("values", "weights", "lengths", "offsets"):
-        assert equal(*(getattr(batch.sparse, name)() for batch in (found, expected))), name
+    first, second = [4 / 3, 5 / 3, 6 / 3, 7 / 3], [2 / 7, 3 / 7, 4 / 7, 5 / 7]
+    if expanded:
+        expected = [9 / 3, *first, *first, *second, 0, 1 / 7, 1 / 7]
+    else:
+        expected = [*first, 9 / 3, 0, 1 / 7, *second, 1 / 7]
+    assert values.weights()[: len(expected)].tolist() == expected
+    plain = found.sparse["b"]
+    assert [list(map(int, bag)) for bag in plain.to_dense()] == [
+        [7], [], [8, 9], [1], [3], [4], [5], [], []
+    ]  # fmt: skip
+    assert plain.weights().tolist() == [1.0] * 7

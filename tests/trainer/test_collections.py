@@ -134,20 +134,17 @@ def score(values: torch.Tensor) -> torch.Tensor:
     return (values * target).sin().sum()
 
 
-@pytest.mark.parametrize("kernels", ["compiled", "torch"])
 @pytest.mark.parametrize("unique", [True, False], ids=["unique", "plain"])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("pooling", ["sum", "mean", "mixed", "weighted"])
-def test_bags_train_like_torchrecs(
-    pooling: str, optimizer: str, unique: bool, kernels: str
-) -> None:
+def test_bags_train_like_torchrecs(pooling: str, optimizer: str, unique: bool) -> None:
     torch.manual_seed(2)
     weighted = pooling == "weighted"
     tables = bag_tables("sum" if weighted else pooling)
     theirs = TheirBags(tables, is_weighted=weighted)
     for bag in theirs.embedding_bags.values():
         bag.sparse = optimizer == "adam"  # type: ignore[assignment]
-    ours = EmbeddingBagCollection(tables, weighted, optimizer=config_of(optimizer), kernels=kernels)
+    ours = EmbeddingBagCollection(tables, weighted, optimizer=config_of(optimizer))
     weights: dict[str, Any] = {n: b.weight for n, b in theirs.embedding_bags.items()}
     copy_rows(weights, ours)
     update = OPTIMIZERS[optimizer](list(weights.values()))

@@ -15,25 +15,24 @@ from trainer.data.collate import Batch, single_microbatch
 from trainer.data.decode import spec_of
 from trainer.data.lookup import inverse_of
 from trainer.data.shared import find_shared_features
-from trainer.embedding.kernels.compiled import interactions_of
 from trainer.embedding.module import Embedding
 from trainer.models.torchrec_models import DedupDlrm, DlrmModel, top_columns
 from trainer.step import loss_of
 
 
 def plain_and_dedup(
-    dataset: Path, folder: Path, pooling: str = "mean", kernels: str = "compiled"
+    dataset: Path, folder: Path, pooling: str = "mean"
 ) -> tuple[DlrmModel, DedupDlrm, Embedding]:
     """Return both models over one embedding and the same parameters, in float64."""
     job = load_job(write_job(folder, dtype="float64"))
     model = replace(job.train.model, name="dlrm", top_layers=(16, 8), dedup_compute=False)
-    config = replace(job.train, model=model, pooling=pooling, kernels=kernels)  # type: ignore[arg-type]
+    config = replace(job.train, model=model, pooling=pooling)  # type: ignore[arg-type]
     spec = spec_of(open_dataset(dataset), "float64")
     components = build_components(spec, config)
     assert isinstance(components.model, DlrmModel)
     return (
         components.model,
-        DedupDlrm(components.model, interactions_of(kernels)),
+        DedupDlrm(components.model),
         components.embedding,
     )
 
@@ -49,13 +48,12 @@ def results(model: torch.nn.Module, embedding: Embedding, batch: Batch) -> dict[
     return found | {f"rows of {t}": g for t, g in row_gradients(embedding, batch).items()}
 
 
-@pytest.mark.parametrize("kernels", ["compiled", "torch"])
 @pytest.mark.parametrize("pooling", ["mean", "sum"])
 @pytest.mark.parametrize("step", [0, 7, 31])
 def test_dedup_dlrm_has_the_logits_and_gradients_of_torchrecs(
-    pooling: str, kernels: str, step: int, dataset: Path, tmp_path: Path
+    pooling: str, step: int, dataset: Path, tmp_path: Path
 ) -> None:
-    plain, dedup, embedding = plain_and_dedup(dataset, tmp_path / "job", pooling, kernels)
+    plain, dedup, embedding = plain_and_dedup(dataset, tmp_path / "job", pooling)
     job = write_job(tmp_path / "j", dtype="float64")
     batch = reader_of(job, dataset, find_shared=True).read(step)
     assert batch.shared is not None

@@ -26,7 +26,6 @@ from trainer.data.collate import move_batch
 from trainer.data.decode import spec_of
 from trainer.device import to_device
 from trainer.device_worker import DeviceMicrobatchWorker
-from trainer.embedding.kernels.compiled import kernels_of
 from trainer.evaluate import evaluate_run
 from trainer.step import MicrobatchWorker, PhaseTimer, train_batch, update_from_sums
 
@@ -187,11 +186,11 @@ def test_microbatches_of_a_replica_have_the_sums_of_the_processors(
 ) -> None:
     job_path = write_job(tmp_path / "job", model=model)
     config, components = load_job(job_path).train, parts_of(job_path, few)
-    spec, kernels = spec_of(open_dataset(few), config.dtype), kernels_of(config.kernels)
+    spec = spec_of(open_dataset(few), config.dtype)
     reader = reader_of(job_path, few, find_shared=uses_shared_features(config))
     with OnElsewhere() as mode:
         device_worker = DeviceMicrobatchWorker(components, spec, config, DEVICE)
-    with MicrobatchWorker(components.model, components.embedding, kernels) as worker:
+    with MicrobatchWorker(components.model, components.embedding) as worker:
         for train_step in range(3):
             opened = reader.read_microbatches(train_step)
             components.embedding.open(opened)

@@ -9,7 +9,6 @@ from schemas.config.train import ModelConfig
 from tests.trainer.elsewhere import DEVICE, OnElsewhere, there
 from trainer.data.collate import Batch, batch_from_kjt, move_batch
 from trainer.embedding.device import DeviceLookups
-from trainer.embedding.kernels.compiled import kernels_of
 from trainer.embedding.kernels.interface import ArenaRows
 from trainer.embedding.module import MicrobatchLookups
 
@@ -61,7 +60,7 @@ def test_all_tables_at_once_equal_one_after_the_other(
     batch = draw_batch(6, seed, grouped=grouped, weighted=weighted)
     rows = draw_rows(batch, seed)
     arenas = {table: ArenaRows(values, values[:, :0]) for table, values in rows.items()}
-    one = MicrobatchLookups(kernels_of("torch"), batch, arenas, None, mean=mean)
+    one = MicrobatchLookups(batch, arenas, None, mean=mean)
     with OnElsewhere():
         moved = move_batch(batch, ModelConfig(), DEVICE)
         both = DeviceLookups(moved, there(torch.cat(list(rows.values()))), mean=mean)
@@ -88,7 +87,7 @@ def test_unique_tuples_have_the_vectors_of_one_table_after_the_other(seed: int) 
     batch = draw_batch(6, seed, grouped=True, weighted=False)
     rows = draw_rows(batch, seed)
     arenas = {table: ArenaRows(values, values[:, :0]) for table, values in rows.items()}
-    one = MicrobatchLookups(kernels_of("torch"), batch, arenas, None, mean=True)
+    one = MicrobatchLookups(batch, arenas, None, mean=True)
     with OnElsewhere():
         moved = move_batch(batch, ModelConfig(), DEVICE)
         both = DeviceLookups(moved, there(torch.cat(list(rows.values()))), mean=True)

@@ -81,7 +81,7 @@ def test_evaluation_reads_each_sample_of_its_split_once_and_no_other(
 @pytest.mark.parametrize("key", ["user", "item"])
 def test_gauc_of_another_key_groups_by_it(key: str, dataset: Path, tmp_path: Path) -> None:
     job = write_job(tmp_path / "job")
-    text = job.read_text().replace("  kernels:", f"  metrics: {{gauc_key: {key}}}\n  kernels:")
+    text = job.read_text().replace("  cache:", f"  metrics: {{gauc_key: {key}}}\n  cache:")
     job.write_text(text)
     run_job(job, dataset, tmp_path / "run")
     found = evaluate_run(job, Location.parse(dataset), tmp_path / "run")

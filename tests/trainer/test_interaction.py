@@ -9,12 +9,13 @@ import torch
 from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
-from trainer.data.lookup import inverse_of
-from trainer.embedding.kernels.compiled import interactions_of
+from trainer.data.lookup import Inverse, inverse_of
+from trainer.embedding.kernels.compiled import CompiledInteractions
 from trainer.embedding.kernels.interface import Interactions, Vectors
+from trainer.embedding.kernels.torch_ops import TorchInteractions
 from trainer.models.torchrec_models import interact
 
-COMPILED, TORCH = interactions_of("compiled"), interactions_of("torch")
+COMPILED, TORCH = CompiledInteractions(), TorchInteractions()
 
 
 def case(
@@ -34,12 +35,20 @@ def case(
     return tensors, indices
 
 
+def products_by(
+    kernel: Interactions, tensors: Sequence, inverse: Inverse
+) -> tuple[torch.Tensor, torch.Tensor]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("trainer.models.torchrec_models.CompiledInteractions", lambda: kernel)
+        return interact(Vectors(*tensors[:2]), Vectors(*tensors[2:]), inverse)
+
+
 def results(
     kernel: Interactions, tensors: Sequence, indices: torch.Tensor, num_rows: int
 ) -> list[torch.Tensor]:
     """Return both outputs and the gradients of all vectors under a fixed gradient."""
     inverse = inverse_of(indices.numpy(), num_rows)
-    out = interact(kernel, Vectors(*tensors[:2]), Vectors(*tensors[2:]), inverse)
+    out = products_by(kernel, tensors, inverse)
     random = torch.Generator().manual_seed(1)
     loss = torch.zeros((), dtype=out[0].dtype)
     for o in out:
@@ -77,7 +86,7 @@ def test_torch_products_have_the_gradients_of_autograd() -> None:
     inverse = inverse_of(indices.numpy(), 4)
 
     def products(*given: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return interact(TORCH, Vectors(*given[:2]), Vectors(*given[2:]), inverse)
+        return products_by(TORCH, given, inverse)
 
     assert torch.autograd.gradcheck(products, [t for t in tensors if t is not None])
 

@@ -1,4 +1,4 @@
-"""Both kernels against FBGEMM's, torch's sparse optimizers, and each other."""
+"""The kernels against FBGEMM's and torch's sparse optimizers."""
 
 from dataclasses import replace
 
@@ -14,33 +14,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from schemas.config.train import SparseOptimizerConfig
-from schemas.kernels.build import COMPILERS, build_library, cache_folder
 from tests.trainer.pooled_cases import FEATURES, NUM_ROWS, TABLES, Case, cases, flat
 from trainer.data.collate import Batch
-from trainer.embedding.kernels.compiled import EMBEDDING, CompiledKernels
+from trainer.embedding.kernels import compiled
 from trainer.embedding.kernels.interface import (
     ArenaRows,
-    Kernels,
     RowRule,
     TableRows,
     rule_at,
     state_width,
 )
-from trainer.embedding.kernels.torch_ops import TorchKernels
 from trainer.embedding.pooling import Pooling
 
 RATE, EPS = 0.1, 1e-6
 TABLE_OF = {feature: table for table, features in TABLES.items() for feature in features}
 Tables = dict[str, tuple[torch.Tensor, torch.Tensor]]
-
-
-@pytest.fixture(scope="module", params=["compiled", "torch"])
-def kernels(request: pytest.FixtureRequest) -> Kernels:
-    return compiled() if request.param == "compiled" else TorchKernels()
-
-
-def compiled() -> CompiledKernels:
-    return CompiledKernels(build_library(cache_folder(), COMPILERS, EMBEDDING))
 
 
 def first_tables(case: Case, dtype: torch.dtype, width: int) -> Tables:
@@ -63,7 +51,6 @@ def output_gradient(case: Case, train_step: int, dtype: torch.dtype) -> torch.Te
 
 
 def run_step(
-    kernels: Kernels,
     batch: Batch,
     tables: Tables,
     gradient: torch.Tensor,
@@ -72,7 +59,7 @@ def run_step(
     mean: bool,
 ) -> torch.Tensor:
     """Pool, go back and update whole tables in place; return pooled vectors as in `FEATURES`."""
-    pooling = Pooling(kernels, batch, mean=mean)
+    pooling = Pooling(batch, mean=mean)
     rows = {
         t: ArenaRows(values, state, torch.from_numpy(batch.lookups[t].rows).int())
         for t, (values, state) in tables.items()
@@ -81,7 +68,7 @@ def run_step(
     pooled = pooling(rows).view(gradient.shape[0], len(FEATURES), -1)[:, columns]
     pooled.backward(gradient)
     assert pooling.gradients is not None
-    kernels.update(
+    compiled.update(
         [
             TableRows(
                 rows=rows[t],
@@ -116,9 +103,7 @@ POOLINGS = {"sum": (False, False), "mean": (True, False), "weighted": (False, Tr
 @pytest.mark.parametrize("pooling", POOLINGS)
 @given(case=cases())
 @settings(max_examples=25, deadline=None)
-def test_steps_give_what_fbgemm_gives(
-    pooling: str, optimizer: str, kernels: Kernels, case: Case
-) -> None:
+def test_steps_give_what_fbgemm_gives(pooling: str, optimizer: str, case: Case) -> None:
     mean, weighted = POOLINGS[pooling]
     dim = case.dim // 4 * 4  # FBGEMM takes multiples of 4
     case = replace(case, dim=dim)
@@ -145,7 +130,7 @@ def test_steps_give_what_fbgemm_gives(
     for step in range(3):
         gradient = output_gradient(case, step, torch.float32)
         batch = case.batch(weighted=torch.float32 if weighted else None)
-        pooled = run_step(kernels, batch, tables, gradient, rule_at(config, step), mean=mean)
+        pooled = run_step(batch, tables, gradient, rule_at(config, step), mean=mean)
         expected = theirs(
             torch.from_numpy(flat(bags)),
             offsets,
@@ -170,9 +155,7 @@ TORCH_RULES = {
 @pytest.mark.parametrize("pooling", POOLINGS)
 @given(case=cases())
 @settings(max_examples=25, deadline=None)
-def test_steps_in_float64_give_what_torch_gives(
-    pooling: str, optimizer: str, kernels: Kernels, case: Case
-) -> None:
+def test_steps_in_float64_give_what_torch_gives(pooling: str, optimizer: str, case: Case) -> None:
     mean, weighted = POOLINGS[pooling]
     config = config_of(optimizer)
     tables = first_tables(case, torch.float64, state_width(config, case.dim))
@@ -182,7 +165,7 @@ def test_steps_in_float64_give_what_torch_gives(
         gradient = output_gradient(case, step, torch.float64)
         batch = case.batch(weighted=torch.float64 if weighted else None)
         rule = rule_at(config, step)
-        pooled = run_step(kernels, batch, tables, gradient, rule, mean=mean)
+        pooled = run_step(batch, tables, gradient, rule, mean=mean)
         update.zero_grad()
         expected = torch.stack(
             [
@@ -221,15 +204,13 @@ def reference_pooled(
 @pytest.mark.slow
 @given(case=cases(), dtype=st.sampled_from([torch.float32, torch.float64]))
 @settings(max_examples=40, deadline=None)
-def test_rowwise_adagrad_gives_what_its_formula_gives(
-    kernels: Kernels, case: Case, dtype: torch.dtype
-) -> None:
+def test_rowwise_adagrad_gives_what_its_formula_gives(case: Case, dtype: torch.dtype) -> None:
     tables = first_tables(case, dtype, 1)
     expected = {t: (values.double(), state.double()) for t, (values, state) in tables.items()}
     for step in range(3):
         gradient = output_gradient(case, step, dtype)
         rule = rule_at(config_of("rowwise_adagrad"), step)
-        run_step(kernels, case.batch(), tables, gradient, rule, mean=False)
+        run_step(case.batch(), tables, gradient, rule, mean=False)
         for table, features in TABLES.items():
             sums = torch.zeros(NUM_ROWS, case.dim, dtype=torch.float64)
             for feature in features:
@@ -260,7 +241,6 @@ def test_bits_do_not_depend_on_threads(optimizer: str, dtype: torch.dtype) -> No
             tables = first_tables(case, dtype, state_width(config, case.dim))
             pooled = [
                 run_step(
-                    compiled(),
                     case.batch(),
                     tables,
                     output_gradient(case, step, dtype),
@@ -293,11 +273,11 @@ def large_case() -> Case:
     )
 
 
-def test_row_with_many_readers_has_the_sum_of_all(kernels: Kernels) -> None:
+def test_row_with_many_readers_has_the_sum_of_all() -> None:
     case = large_case()
     gradient = output_gradient(case, 0, torch.float64)
     tables = first_tables(case, torch.float64, 0)
-    run_step(kernels, case.batch(), tables, gradient, RowRule(name="sum"), mean=False)
+    run_step(case.batch(), tables, gradient, RowRule(name="sum"), mean=False)
     users = torch.tensor(case.inverse) % 2
     expected = [gradient[users == row, FEATURES.index("user")].sum(0) for row in (0, 1)]
     torch.testing.assert_close(tables["users"][0][:2], torch.stack(expected), rtol=1e-9, atol=1e-9)
@@ -307,15 +287,13 @@ def test_row_with_many_readers_has_the_sum_of_all(kernels: Kernels) -> None:
 @pytest.mark.parametrize("mean", [False, True], ids=["sum", "mean"])
 @given(case=cases())
 @settings(max_examples=30, deadline=None)
-def test_deduplicated_step_gives_what_the_expanded_one_gives(
-    mean: bool, kernels: Kernels, case: Case
-) -> None:
+def test_deduplicated_step_gives_what_the_expanded_one_gives(mean: bool, case: Case) -> None:
     gradient = output_gradient(case, 0, torch.float64)
     found = []
     for expanded in (False, True):
         tables = first_tables(case, torch.float64, case.dim)
         batch = case.batch(expanded=expanded)
         rule = rule_at(config_of("adagrad"), 0)
-        pooled = run_step(kernels, batch, tables, gradient, rule, mean=mean)
+        pooled = run_step(batch, tables, gradient, rule, mean=mean)
         found.append([pooled, *(array for pair in tables.values() for array in pair)])
     torch.testing.assert_close(found[0], found[1], rtol=1e-7, atol=1e-9)

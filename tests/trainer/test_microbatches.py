@@ -13,7 +13,7 @@ from schemas.config.job import load_job
 from tests.trainer.make_dataset import write_job
 from tests.trainer.runs import final_rows, losses_of, parts_of, reader_of, run_job
 from trainer.components import uses_shared_features
-from trainer.embedding.kernels.compiled import kernels_of
+from trainer.embedding.kernels.compiled import merge
 from trainer.embedding.kernels.interface import RowSums
 from trainer.step import MicrobatchWorker, PartialSums
 
@@ -47,9 +47,8 @@ def test_leaf_by_leaf_is_the_whole_batch_up_to_rounding(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kernels", ["compiled", "torch"])
-def test_threads_do_not_show(kernels: str, dataset: Path, tmp_path: Path) -> None:
-    job = write_job(tmp_path / "job", dtype="float32", kernels=kernels)
+def test_threads_do_not_show(dataset: Path, tmp_path: Path) -> None:
+    job = write_job(tmp_path / "job", dtype="float32")
     before = torch.get_num_threads()
     try:
         for threads in (1, 2, 3):
@@ -79,11 +78,11 @@ def test_it_does_not_show_who_computed_which_leaf(
         parts = parts_of(path, dataset)
         leaves = reader.read_microbatches(2, slice(first, end), every.rows)
         parts.embedding.open(leaves)
-        with MicrobatchWorker(parts.model, parts.embedding, kernels_of(job.kernels)) as work:
+        with MicrobatchWorker(parts.model, parts.embedding) as work:
             return work.compute(leaves).held
 
     parts = parts_of(path, dataset)
-    with MicrobatchWorker(parts.model, parts.embedding, kernels_of(job.kernels)) as work:
+    with MicrobatchWorker(parts.model, parts.embedding) as work:
         joined = work.tree(4)
         edges = (0, *cuts, 4)
         for first, end in pairwise(edges):
@@ -105,21 +104,19 @@ def same(one: PartialSums, other: PartialSums) -> bool:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("seed", range(20))
-def test_kernels_merge_sums_alike(seed: int, dtype: torch.dtype) -> None:
+def test_sums_are_merged_as_by_hand(seed: int, dtype: torch.dtype) -> None:
     chance = np.random.default_rng(seed)
     sides: list[RowSums] = []
     for _ in range(2):
         rows = np.flatnonzero(chance.random(chance.integers(0, 60)) < 0.5)
         sums = torch.from_numpy(chance.normal(size=(len(rows), 5))).to(dtype)
         sides.append(RowSums(torch.from_numpy(rows).int(), sums))
-    compiled, torchs = (kernels_of(k).merge(*sides) for k in ("compiled", "torch"))
-    assert torch.equal(compiled.rows, torchs.rows)
-    assert torch.equal(compiled.sums, torchs.sums)
+    merged = merge(*sides)
     by_hand = {int(r): s.clone() for r, s in zip(sides[0].rows, sides[0].sums, strict=True)}
     for row, sums in zip(sides[1].rows.tolist(), sides[1].sums, strict=True):
         by_hand[row] = by_hand[row] + sums if row in by_hand else sums
-    assert compiled.rows.tolist() == sorted(by_hand)
-    for row, sums in zip(compiled.rows.tolist(), compiled.sums, strict=True):
+    assert merged.rows.tolist() == sorted(by_hand)
+    for row, sums in zip(merged.rows.tolist(), merged.sums, strict=True):
         assert torch.equal(sums, by_hand[row])
 
 

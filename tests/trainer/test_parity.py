@@ -61,29 +61,6 @@ def test_train_cached_has_the_bits_of_plain(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", ["{top_layers: [16]}", ATTENTION])
-def test_train_with_torch_operators_has_the_losses_of_compiled_kernels(
-    model: str, dataset: Path, tmp_path: Path
-) -> None:
-    for name in ("compiled", "torch"):
-        job = write_job(tmp_path / name, model=model, kernels=name)
-        run_job(job, dataset, tmp_path / f"{name}-run", steps=12)
-    compiled, plain = losses_of(tmp_path / "compiled-run"), losses_of(tmp_path / "torch-run")
-    np.testing.assert_allclose(compiled, plain, rtol=1e-10, atol=0)
-
-
-@pytest.mark.slow
-def test_train_cached_with_torch_operators_has_the_bits_of_plain(
-    dataset: Path, tmp_path: Path
-) -> None:
-    job = write_job(tmp_path / "job", dtype="float32", kernels="torch")
-    for embedding in ("plain", "cached"):
-        run_job(job, dataset, tmp_path / embedding, embedding=embedding)
-    assert losses_of(tmp_path / "plain").tobytes() == losses_of(tmp_path / "cached").tobytes()
-    assert_same_rows(tmp_path / "plain", tmp_path / "cached")
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("embedding", "optimizer"),
     [("lru", "rowwise_adagrad"), ("lru", "sgd"), ("uncached", "adagrad"), ("uncached", "adam")],

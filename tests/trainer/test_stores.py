@@ -6,7 +6,6 @@ import pytest
 
 from schemas.rows import initial_bound, initial_rows
 from tests.trainer.stores import whole
-from trainer.data.lookup import stable_order
 from trainer.stores.api import Records, TableLayout
 from trainer.stores.local import ArrayTable, RowMap, memory_store, mmap_store
 
@@ -27,13 +26,10 @@ SIZES = {
 }
 
 
-@pytest.mark.parametrize("is_compiled", [True, False])
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES.keys())
 def test_row_map_is_a_dict(
-    sizes: Callable[[int], list[int]], is_compiled: bool, monkeypatch: pytest.MonkeyPatch
+    sizes: Callable[[int], list[int]],
 ) -> None:
-    if not is_compiled:
-        monkeypatch.setattr("trainer.stores.local.array_kernels", lambda: None)
     rng = np.random.default_rng(0)
     found, reference = RowMap(), {}
     for step in range(60):
@@ -116,11 +112,3 @@ def test_initial_rows_are_uniform_and_differ_by_table_seed_and_row() -> None:
     for table, seed in (("users", 3), ("items", 4)):
         other = initial_rows(rows, table=table, seed=seed, dim=8, dtype="float64")
         assert np.abs(np.corrcoef(values.ravel(), other.ravel())[0, 1]) < 0.02
-
-
-@pytest.mark.parametrize("largest", [10, 1 << 40, (1 << 63) - 1])
-def test_stable_order_is_that_of_a_stable_sort(largest: int) -> None:
-    values = np.random.default_rng(2).integers(0, largest, 5000)
-    values[::3] = values[0]
-    assert stable_order(values).tolist() == np.argsort(values, kind="stable").tolist()
-    assert stable_order(values[:0]).tolist() == []

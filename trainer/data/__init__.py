@@ -1,1 +1,7 @@
 """From stored row groups to batches."""
+
+from pathlib import Path
+
+from schemas.processor import module_folder
+
+__path__.append(module_folder(Path(__file__).parent))  # `batch`

@@ -1,7 +1,5 @@
 // Kernels that make a batch: lists of decoded row groups, look-ups of all tables, features that samples share.
-//
-// Called through ctypes without the lock of Python; `kernels.py` checks types, `collate.py`, `lookup.py` and `shared.py` have
-// a slower reference of each in numpy.
+// `batch.pyi` says what each function returns.
 #include <algorithm>
 #include <numeric>
 
@@ -9,23 +7,148 @@
 
 namespace {
 
-// Lists that are ranges of one array: `first` to `last`, or those that `rows[first]` to `rows[last - 1]` name.
+// Lists that are ranges of one array.
 struct Lists {
-  const uint8_t* values;
-  const i64* starts;
-  const i64* ends;
-  const i64* rows;
-  i64 first, last;
+  Numbers values;
+  Flat<const i64> starts, ends;
 
-  i64 at(i64 i) const { return rows ? rows[i] : i; }
-  bool is_one_range() const { return !rows && ends == starts + 1; }  // offsets
+  i64 length(i64 i) const { return ends[i] - starts[i]; }
+  bool are_consecutive() const { return ends.data == starts.data + 1; }  // offsets
 };
 
-inline void copy_bytes(uint8_t* to, const uint8_t* from, i64 size) {
+// The lists of all features in one row group, and the weights of their values. Holds the arrays.
+class ListColumns {
+ public:
+  ListColumns(nb::list bags, nb::list weights) : arrays_(nb::make_tuple(bags, weights)) {
+    require(bags.size() == weights.size(), "weights must be of all features, or None");
+    for (size_t f = 0; f < bags.size(); f++) {
+      const Lists of_bags = lists_of(bags[f]);
+      of_values_.push_back(of_bags);
+      require(is_int64(of_bags.values), "values must be int64");
+      weights_.emplace_back();
+      if (weights[f].is_none()) continue;
+      weights_[f] = lists_of(weights[f]);
+      require(weights_[f]->starts.size == of_bags.starts.size, "weights must be of all lists");
+      for (i64 i = 0; i < of_bags.starts.size; i++)
+        require(weights_[f]->length(i) == of_bags.length(i), "weights must be of all values");
+    }
+  }
+
+  i64 num_features() const { return of_values_.size(); }
+  const Lists& values(i64 feature) const { return of_values_[feature]; }
+  const std::optional<Lists>& weights(i64 feature) const { return weights_[feature]; }
+
+ private:
+  static bool is_int64(Numbers numbers) { return numbers.dtype == nb::dtype<i64>(); }
+
+  static Lists lists_of(nb::handle arrays) {
+    const auto [values, starts, ends] =
+        nb::cast<std::tuple<Numbers, Flat<const i64>, Flat<const i64>>>(arrays, false);
+    require(starts.size == ends.size, "starts and ends must be equally many");
+    bool inside = true;
+    for (i64 i = 0; i < starts.size; i++) inside &= 0 <= starts[i] && starts[i] <= ends[i] && ends[i] <= values.size;
+    require(inside, "lists must be within the values");
+    return {values, starts, ends};
+  }
+
+  nb::object arrays_;
+  std::vector<Lists> of_values_;
+  std::vector<std::optional<Lists>> weights_;
+};
+
+// The lists of a feature that a batch has of a row group: `first` to `last`, or those that `indices` name there.
+struct Chosen {
+  const ListColumns* columns;
+  Flat<const i64> indices;  // empty: all in order
+  i64 first, last;
+
+  i64 at(i64 i) const { return indices.data ? indices[i] : i; }
+
+  template <class Copy>
+  void copy(const Lists& lists, Copy copy) const {
+    if (!indices.data && lists.are_consecutive()) {
+      if (first < last) copy(lists.starts[first], lists.ends[last - 1]);
+      return;
+    }
+    for (i64 i = first; i < last; i++) copy(lists.starts[at(i)], lists.ends[at(i)]);
+  }
+};
+
+inline uint8_t* copy_bytes(uint8_t* to, const uint8_t* from, i64 size) {
   if (size == 8)  // one id, most often
     std::memcpy(to, from, 8);
-  else
+  else if (size)
     std::memcpy(to, from, size);
+  return to + size;
+}
+
+// Of a row group: its lists; by owner the indices of lists, or none; by owner the first and the last list, or index.
+using RangeOfColumns = std::tuple<const ListColumns*, std::vector<std::optional<Flat<const i64>>>, Flat<const i64>>;
+
+// Returns the lengths, offsets and values of the lists of all features, feature after feature, and their weights, of
+// `weight_bits` each (0: none). A weight that a row group does not have is 1.
+std::tuple<Made<i64>, Made<i64>, Made<i64>, MadeNumbers> concat_lists(const std::vector<RangeOfColumns>& ranges,
+                                                                      Flat<const i64> owner_of, int weight_bits) {
+  require(weight_bits == 0 || weight_bits == 32 || weight_bits == 64, "weights must have 0, 32 or 64 bits");
+  std::vector<std::vector<Chosen>> features(owner_of.size);
+  i64 num_lists = 0;
+  for (i64 f = 0; f < owner_of.size; f++)
+    for (const auto& [columns, indices_of, rows] : ranges) {
+      const i64 owner = owner_of[f];
+      require(f < columns->num_features(), "row groups must have all features");
+      require(0 <= owner && owner < static_cast<i64>(indices_of.size()) && rows.size == 2 * static_cast<i64>(indices_of.size()),
+              "owners must be in range");
+      const Chosen chosen{columns, indices_of[owner].value_or(Flat<const i64>{}), rows[2 * owner], rows[2 * owner + 1]};
+      const i64 size = columns->values(f).starts.size;
+      require(0 <= chosen.first && chosen.first <= chosen.last &&
+                  chosen.last <= (chosen.indices.data ? chosen.indices.size : size),
+              "lists must be in range");
+      if (chosen.indices.data)
+        require_rows(Flat<const i64>{chosen.indices.data + chosen.first, chosen.last - chosen.first}, size);
+      features[f].push_back(chosen);
+      num_lists += chosen.last - chosen.first;
+    }
+  Made<i64> lengths(num_lists), offsets(num_lists + 1);
+  i64 total = offsets[0] = 0, at = 0;
+  for (i64 f = 0; f < owner_of.size; f++)
+    for (const Chosen& chosen : features[f]) {
+      const Lists& lists = chosen.columns->values(f);
+      for (i64 i = chosen.first; i < chosen.last; i++) {
+        lengths[at] = lists.length(chosen.at(i));
+        total += lengths[at++];
+        offsets[at] = total;
+      }
+    }
+  const nb::dlpack::dtype dtype = weight_bits == 32 ? nb::dtype<float>() : nb::dtype<double>();
+  const i64 width = weight_bits / 8;
+  Made<i64> values(total);
+  MadeNumbers weights(weight_bits ? total : 0, dtype);
+  uint8_t* value = reinterpret_cast<uint8_t*>(values.data());
+  uint8_t* weight = weights.bytes();
+  for (i64 f = 0; f < owner_of.size; f++)
+    for (const Chosen& chosen : features[f]) {
+      const Lists& lists = chosen.columns->values(f);
+      const uint8_t* before = value;
+      chosen.copy(lists, [&](i64 start, i64 end) {
+        value = copy_bytes(value, lists.values.bytes() + start * 8, (end - start) * 8);
+      });
+      if (!weight_bits) continue;
+      const i64 count = (value - before) / 8;
+      const auto& of_lists = chosen.columns->weights(f);
+      if (of_lists) {
+        require(of_lists->values.dtype == dtype, "weights must have the type of the batch");
+        uint8_t* to = weight;
+        chosen.copy(*of_lists, [&](i64 start, i64 end) {
+          to = copy_bytes(to, of_lists->values.bytes() + start * width, (end - start) * width);
+        });
+      } else if (weight_bits == 32) {
+        std::fill_n(reinterpret_cast<float*>(weight), count, 1.0f);
+      } else {
+        std::fill_n(reinterpret_cast<double*>(weight), count, 1.0);
+      }
+      weight += count * width;
+    }
+  return {std::move(lengths), std::move(offsets), std::move(values), std::move(weights)};
 }
 
 // The bags of one feature among all bags, and the vectors that they read rows for.
@@ -38,7 +161,13 @@ class Distinct {
  public:
   // Writes positions; `distinct` has room for `count` values. Returns how many they are.
   i64 find(const i64* values, i64 count, i64* distinct, i32* positions) {
-    const i64 largest = count ? *std::max_element(values, values + count) : 0;
+    i64 largest = 0;
+    u64 all = 0;
+    for (i64 i = 0; i < count; i++) {
+      largest = std::max(largest, values[i]);
+      all |= static_cast<u64>(values[i]);
+    }
+    require(all >> 63 == 0, "rows must not be negative");
     return largest < kMaxBits ? by_bits(values, count, largest, distinct, positions)
                               : by_hashes(values, count, distinct, positions);
   }
@@ -112,18 +241,18 @@ struct Rows {
 };
 
 struct Group {
-  const i64* tuples;  // of each sample
-  const i32* order;
-  const i32* offsets;
-  i64 num_tuples;
+  Flat<const i64> tuples;  // of each sample
+  Flat<const i32> order, offsets;
   i64 num_features;
+
+  i64 num_tuples() const { return offsets.size - 1; }
 };
 
 // The pairs of a row and a tuple of a group. Keeps the last row of each tuple, and the first sample of that pair.
 class Pairs {
  public:
   Pairs(const Rows& rows, const Group& group)
-      : rows_(rows), group_(group), row_(group.num_tuples, -1), first_(group.num_tuples) {}
+      : rows_(rows), group_(group), row_(group.num_tuples(), -1), first_(group.num_tuples()) {}
 
   // Returns their number; `is_equal(a, b)` is asked for samples of one pair until it is false.
   template <class Equal>
@@ -185,150 +314,171 @@ auto equal_dense(const T* dense, i64 width) {
   return [=](i64 a, i64 b) { return std::equal(dense + a * width, dense + (a + 1) * width, dense + b * width); };
 }
 
-// See `presage_shared_rows`.
+// Indices of the groups in the order of choice, whether dense features are equal within each shared row; the row of each
+// sample, the samples sorted by row, and the offsets of each row.
+using SharedRows = std::tuple<std::vector<i64>, bool, Made<i64>, Made<i32>, Made<i32>>;
+
 template <class Equal>
-i64 shared_rows(const Group* groups, i64 num_groups, i64 num_features, i64 num_samples, Equal is_equal, i64* members,
-                i64* shares_dense, i64* row_of, i32* order, i32* offsets) {
+SharedRows search_groups(const std::vector<Group>& groups, i64 num_features, i64 num_samples, Equal is_equal) {
   Rows rows{1, std::vector<i32>(num_samples), {0, static_cast<i32>(num_samples)}};
   std::iota(rows.order.begin(), rows.order.end(), 0);
-  i64 cost = num_products(0, num_features + 1, 0, num_samples), num_members = 0, shared_features = 0;
-  std::vector<i64> remaining(num_groups);
+  i64 cost = num_products(0, num_features + 1, 0, num_samples), shared_features = 0;
+  std::vector<i64> remaining(groups.size()), members;
   std::iota(remaining.begin(), remaining.end(), 0);
+  bool shares_dense = false;
+  Made<i64> row_of(num_samples);
   while (!remaining.empty()) {
     i64 best = -1;
     for (i64 g : remaining) {
       bool is_dense_shared;
       const i64 pairs = Pairs(rows, groups[g]).count(is_equal, is_dense_shared);
-      const i64 num_rows = num_members ? pairs : groups[g].num_tuples;
+      const i64 num_rows = members.empty() ? groups[g].num_tuples() : pairs;
       const i64 num_shared = shared_features + groups[g].num_features + is_dense_shared;
       const i64 candidate = num_products(num_shared, num_features + 1 - num_shared, num_rows, num_samples);
       if (candidate >= cost) continue;
       cost = candidate;
       best = g;
-      *shares_dense = is_dense_shared;
+      shares_dense = is_dense_shared;
     }
     if (best < 0) break;
-    rows = paired(rows, groups[best], row_of);
-    members[num_members++] = best;
+    rows = paired(rows, groups[best], row_of.data());
+    members.push_back(best);
     shared_features += groups[best].num_features;
     remaining.erase(std::find(remaining.begin(), remaining.end(), best));
   }
-  std::copy(rows.order.begin(), rows.order.end(), order);
-  std::copy(rows.offsets.begin(), rows.offsets.end(), offsets);
-  return num_members;
+  Made<i32> order(num_samples), offsets(rows.offsets.size());
+  std::copy(rows.order.begin(), rows.order.end(), order.data());
+  std::copy(rows.offsets.begin(), rows.offsets.end(), offsets.data());
+  return {std::move(members), shares_dense, std::move(row_of), std::move(order), std::move(offsets)};
 }
 
-}  // namespace
-
-extern "C" {
-
-// Writes the lengths and the offsets of all lists, one after the other; returns the number of their values.
-i64 presage_list_offsets(const Lists* parts, i64 num_parts, i64* lengths, i64* offsets) {
-  i64 total = 0;
-  *offsets++ = 0;
-  for (i64 p = 0; p < num_parts; p++) {
-    const Lists& lists = parts[p];
-    for (i64 i = lists.first; i < lists.last; i++) {
-      const i64 at = lists.at(i), length = lists.ends[at] - lists.starts[at];
-      *lengths++ = length;
-      *offsets++ = total += length;
-    }
+// Chooses the groups whose tuples together are the shared rows of a batch. `dense` has equally many numbers of each sample.
+SharedRows shared_rows(const std::vector<std::tuple<Flat<const i64>, Flat<const i32>, Flat<const i32>, i64>>& arguments,
+                       i64 num_features, i64 num_samples, Numbers dense) {
+  require(0 <= num_samples && num_samples <= std::numeric_limits<i32>::max(), "samples must be fewer than 2**31");
+  require(num_samples ? dense.size % num_samples == 0 : !dense.size, "dense must have equally many numbers of each sample");
+  std::vector<Group> groups;
+  for (const auto& [tuples, order, offsets, own_features] : arguments) {
+    require(tuples.size == num_samples && order.size == num_samples, "groups must have all samples");
+    require(offsets.size > 0, "groups must have offsets");
+    require_rows(tuples, offsets.size - 1);
+    require_rows(order, num_samples);
+    groups.push_back({tuples, order, offsets, own_features});
   }
-  return total;
+  const i64 width = num_samples ? dense.size / num_samples : 0;
+  if (dense.dtype == nb::dtype<float>())
+    return search_groups(groups, num_features, num_samples, equal_dense(static_cast<const float*>(dense.data), width));
+  require(dense.dtype == nb::dtype<double>(), "dense must be float32 or float64");
+  return search_groups(groups, num_features, num_samples, equal_dense(static_cast<const double*>(dense.data), width));
 }
 
-// Writes the values of all lists; those of a part without values are left unchanged.
-void presage_list_values(const Lists* parts, i64 num_parts, i64 width, uint8_t* out) {
-  for (i64 p = 0; p < num_parts; p++) {
-    const Lists& lists = parts[p];
-    const auto append = [&](i64 start, i64 end) {
-      const i64 size = (end - start) * width;
-      if (lists.values) copy_bytes(out, lists.values + start * width, size);
-      out += size;
-    };
-    if (lists.is_one_range() && lists.first < lists.last) {
-      append(lists.starts[lists.first], lists.ends[lists.last - 1]);
-      continue;
-    }
-    for (i64 i = lists.first; i < lists.last; i++) append(lists.starts[lists.at(i)], lists.ends[lists.at(i)]);
-  }
+// Returns the stable order of some rows, and the offsets of each row in it; none if a row is out of range.
+std::optional<std::tuple<Made<i32>, Made<i32>>> invert(Flat<const i64> rows, i64 num_rows) {
+  require(num_rows >= 0 && std::max(rows.size, num_rows) < std::numeric_limits<i32>::max(), "rows must be fewer than 2**31");
+  for (i64 row : rows)
+    if (row < 0 || row >= num_rows) return std::nullopt;
+  Made<i32> order(rows.size), offsets(num_rows + 1);
+  count_rows(rows.data, rows.size, num_rows, offsets.data());
+  std::vector<i32> next(offsets.data(), offsets.data() + num_rows);
+  for (i64 i = 0; i < rows.size; i++) order[next[rows[i]]++] = static_cast<i32>(i);
+  return std::tuple(std::move(order), std::move(offsets));
 }
 
-// Writes the stable order of some rows, and the offsets of each row in it; returns -1 if a row is out of range.
-i64 presage_invert(const i64* rows, i64 count, i64 num_rows, i32* order, i32* offsets) {
-  for (i64 i = 0; i < count; i++)
-    if (rows[i] < 0 || rows[i] >= num_rows) return -1;
-  count_rows(rows, count, num_rows, offsets);
-  std::vector<i32> next(offsets, offsets + num_rows);
-  for (i64 i = 0; i < count; i++) order[next[rows[i]]++] = static_cast<i32>(i);
-  return 0;
-}
-
-// Writes the ascending distinct values and the position of each value in them; returns how many they are.
-i64 presage_distinct_positions(const i64* values, i64 count, i64* distinct, i32* positions) {
-  return distinct_values.find(values, count, distinct, positions);
+// Returns the ascending distinct values and the position of each value in them.
+std::tuple<Made<i64>, Made<i32>> distinct_positions(Flat<const i64> values) {
+  Made<i64> distinct(values.size);
+  Made<i32> positions(values.size);
+  distinct.shrink(distinct_values.find(values.data, values.size, distinct.data(), positions.data()));
+  return {std::move(distinct), std::move(positions)};
 }
 
 // Makes the look-ups of all tables of a step: `TableLookup` of lookup.py, table after table in each array. `bags` has the
-// features of each table in turn; `sizes` gets the number of rows and the longest bag of each table. Weights of `width` bytes
-// are copied in the order of the look-ups, and of the readers; there are none if `width` is 0.
-void presage_table_lookups(const i64* values, const i64* offsets, const Bags* bags, const i64* features_per_table,
-                           i64 num_tables, i64* rows, i32* positions, i32* bag_offsets, i32* readers, i32* reader_offsets,
-                           i64* sizes, i64 width, const uint8_t* weights, uint8_t* own_weights, uint8_t* reader_weights) {
+// features of each table in turn. Returns the number of rows and the longest bag of each table, then rows, positions,
+// offsets of bags, readers, offsets of readers; and weights, if any, in the order of the look-ups and of the readers.
+auto table_lookups(Flat<const i64> values, Flat<const i64> offsets, std::optional<Numbers> weights, Flat<const i64> bags_of_tables,
+                   Flat<const i64> features_of_tables) {
+  require_offsets(offsets, values.size);
+  require(!weights || weights->size == values.size, "weights must be of all values");
+  const i64 num_tables = features_of_tables.size, num_features = bags_of_tables.size / 4;
+  const Bags* bags = reinterpret_cast<const Bags*>(bags_of_tables.data);
+  i64 features = 0, total = 0, total_bags = 0;
+  for (i64 t = 0; t < num_tables; t++) {
+    i64 of_table = 0;
+    require(features_of_tables[t] >= 0, "features must be of all tables");
+    for (i64 f = 0; f < features_of_tables[t]; f++, features++) {
+      require(features < num_features, "bags must be of all features");
+      const Bags& b = bags[features];
+      require(b.first >= 0 && b.count >= 0 && b.first <= offsets.size - 1 - b.count, "bags must be in range");
+      of_table += offsets[b.first + b.count] - offsets[b.first];
+      total_bags += b.count;
+    }
+    require(of_table <= std::numeric_limits<i32>::max(), "look-ups of a table must be fewer than 2**31");
+    total += of_table;
+  }
+  const nb::dlpack::dtype dtype = weights ? weights->dtype : nb::dtype<float>();
+  const i64 width = weights ? weights->width() : 0, num_weights = weights ? total : 0;
+  Made<i64> sizes(2 * num_tables), rows(total);
+  Made<i32> positions(total), bag_offsets(total_bags + num_tables), readers(total), reader_offsets(total + num_tables);
+  MadeNumbers own_weights(num_weights, dtype), reader_weights(num_weights, dtype);
+  i64* row = rows.data();
+  i32 *position = positions.data(), *bag_offset = bag_offsets.data(), *reader = readers.data(), *reader_offset = reader_offsets.data();
+  uint8_t *own_weight = own_weights.bytes(), *reader_weight = reader_weights.bytes();
   std::vector<i64> of_table;
   std::vector<i32> next;
-  for (i64 t = 0; t < num_tables; bags += features_per_table[t++]) {
-    const Bags* end_of_table = bags + features_per_table[t];
+  for (i64 t = 0; t < num_tables; bags += features_of_tables[t++]) {
+    const Bags* end_of_table = bags + features_of_tables[t];
     of_table.clear();
     i64 longest = 0;
-    *bag_offsets++ = 0;
+    *bag_offset++ = 0;
     for (const Bags* b = bags; b < end_of_table; b++) {
-      const i64* own = offsets + b->first;
+      const i64* own = &offsets[b->first];
       const i64 before = static_cast<i64>(of_table.size()) - own[0];
-      of_table.insert(of_table.end(), values + own[0], values + own[b->count]);
+      of_table.insert(of_table.end(), &values[own[0]], &values[own[b->count]]);
       for (i64 i = 0; i < b->count; i++) {
         longest = std::max(longest, own[i + 1] - own[i]);
-        *bag_offsets++ = static_cast<i32>(before + own[i + 1]);
+        *bag_offset++ = static_cast<i32>(before + own[i + 1]);
       }
     }
-    const i64 count = of_table.size(), num_rows = distinct_values.find(of_table.data(), count, rows, positions);
-    count_rows(positions, count, num_rows, reader_offsets);
-    next.assign(reader_offsets, reader_offsets + num_rows);
+    const i64 count = of_table.size(), num_rows = distinct_values.find(of_table.data(), count, row, position);
+    count_rows(position, count, num_rows, reader_offset);
+    next.assign(reader_offset, reader_offset + num_rows);
     for (const Bags* b = bags; b < end_of_table; b++) {
-      const i64* own = offsets + b->first;
-      const uint8_t* weight = weights + own[0] * width;
+      const i64* own = &offsets[b->first];
+      const uint8_t* weight = weights ? weights->bytes() + own[0] * width : nullptr;
       i32 vector = static_cast<i32>(b->first_vector);
       for (i64 i = 0; i < b->count; i++, vector += static_cast<i32>(b->stride))
         for (i64 length = own[i + 1] - own[i]; length > 0; length--) {
-          const i32 place = next[*positions++]++;
-          readers[place] = vector;
-          if (!width) continue;
-          std::memcpy(own_weights, weight, width);
-          std::memcpy(reader_weights + place * width, weight, width);
-          own_weights += width;
+          const i32 place = next[*position++]++;
+          reader[place] = vector;
+          if (!weights) continue;
+          std::memcpy(own_weight, weight, width);
+          std::memcpy(reader_weight + place * width, weight, width);
+          own_weight += width;
           weight += width;
         }
     }
     sizes[2 * t] = num_rows;
     sizes[2 * t + 1] = longest;
-    rows += num_rows;
-    readers += count;
-    reader_offsets += num_rows + 1;
-    reader_weights += count * width;
+    row += num_rows;
+    reader += count;
+    reader_offset += num_rows + 1;
+    reader_weight += count * width;
   }
+  rows.shrink(row - rows.data());
+  reader_offsets.shrink(reader_offset - reader_offsets.data());
+  return std::tuple(std::move(sizes), std::move(rows), std::move(positions), std::move(bag_offsets), std::move(readers),
+                    std::move(reader_offsets), std::move(own_weights), std::move(reader_weights));
 }
 
-// Chooses the groups whose tuples together are the shared rows of a batch, in the order of choice; writes the row of each
-// sample, the samples sorted by row, and the offsets of each row; returns the number of groups. `width` is of one number in
-// `dense`, which has `num_dense` for each sample.
-i64 presage_shared_rows(const Group* groups, i64 num_groups, i64 num_features, i64 num_samples, const void* dense,
-                        i64 num_dense, i64 width, i64* members, i64* shares_dense, i64* row_of, i32* order, i32* offsets) {
-  const auto search = [&](auto is_equal) {
-    return shared_rows(groups, num_groups, num_features, num_samples, is_equal, members, shares_dense, row_of, order,
-                       offsets);
-  };
-  return width == 4 ? search(equal_dense(static_cast<const float*>(dense), num_dense))
-                    : search(equal_dense(static_cast<const double*>(dense), num_dense));
-}
+}  // namespace
 
-}  // extern "C"
+NB_MODULE(batch, m) {
+  nb::class_<ListColumns>(m, "ListColumns").def(nb::init<nb::list, nb::list>(), nb::arg("bags"), nb::arg("weights"));
+  m.def("concat_lists", concat_lists, nb::arg("ranges"), nb::arg("owner_of"), nb::arg("weight_bits"), Unlocked());
+  m.def("invert", invert, nb::arg("rows"), nb::arg("num_rows"), Unlocked());
+  m.def("distinct_positions", distinct_positions, nb::arg("values"), Unlocked());
+  m.def("table_lookups", table_lookups, nb::arg("values"), nb::arg("offsets"), nb::arg("weights").none(), nb::arg("bags"),
+        nb::arg("features_of_tables"), Unlocked());
+  m.def("shared_rows", shared_rows, nb::arg("groups"), nb::arg("num_features"), nb::arg("num_samples"), nb::arg("dense"),
+        Unlocked());
+}

@@ -12,12 +12,12 @@ import torch
 from numpy.typing import NDArray
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
-from schemas.arrays import Array, Jagged, concat, find_sorted, offsets_of
+from schemas.arrays import Array, find_sorted, offsets_of
 from schemas.config.train import ModelConfig
 from schemas.order import Step
+from trainer.data import batch as kernels
 from trainer.data.decode import BatchSpec, RowGroup
 from trainer.data.history import HistoryLayout, lay_out_histories
-from trainer.data.kernels import batch_kernels
 from trainer.data.lookup import (
     Inverse,
     KeyedBags,
@@ -214,27 +214,22 @@ def _concat_bags(spec: BatchSpec, ranges: Sequence[BlockRange], *, expanded: boo
     """Return the bags of all features, of each sample if `expanded`."""
     owners = (None, *spec.groups)
     owner_of = [owners.index(spec.owner.get(feature)) for feature in spec.sparse]
-    rows_of_owner = [[_rows(blocks, owner, expanded) for owner in owners] for blocks in ranges]
-    rows = np.array(rows_of_owner, np.int64)[:, owner_of]
-    kernels = batch_kernels()
-    if kernels is None:
-        lists, weights = _concat_in_numpy(spec, ranges, rows, expanded=expanded)
-        lengths, offsets, values = lists.lengths, lists.offsets, lists.values
-    else:
-        parts = np.zeros((2, len(spec.sparse), len(ranges), 6), np.int64)  # Lists of batch.cpp
-        for index, blocks in enumerate(ranges):
-            parts[:, :, index, :3] = blocks.row_group.addresses
-            if expanded:
-                inverse = [blocks.row_group.inverse[g].ctypes.data for g in spec.groups]
-                parts[:, :, index, 3] = np.array([0, *inverse])[owner_of]
-        parts[..., 4:] = rows.swapaxes(0, 1)
-        lengths, offsets = kernels.list_offsets(parts[0])
-        values = np.empty(int(offsets[-1]), np.int64)
-        kernels.list_values(parts[0], values)
-        weights = np.ones(len(values) if spec.weighted else 0, spec.dtype)
-        if spec.weighted:
-            kernels.list_values(parts[1], weights)
-    num_bags = (rows[..., 1] - rows[..., 0]).sum(0).tolist()
+    rows = np.array(
+        [[_rows(blocks, owner, expanded) for owner in owners] for blocks in ranges], np.int64
+    )
+    lengths, offsets, values, weights = kernels.concat_lists(
+        [
+            (
+                blocks.row_group.list_columns,
+                [blocks.row_group.inverse[o] if expanded and o else None for o in owners],
+                of_owners.ravel(),
+            )
+            for blocks, of_owners in zip(ranges, rows, strict=True)
+        ],
+        np.array(owner_of, np.int64),
+        np.finfo(spec.dtype).bits if spec.weighted else 0,
+    )
+    num_bags = (rows[..., 1] - rows[..., 0]).sum(0)[owner_of].tolist()
     return KeyedBags(
         num_bags=dict(zip(spec.sparse, num_bags, strict=True)),
         values=values,
@@ -248,33 +243,6 @@ def _concat_bags(spec: BatchSpec, ranges: Sequence[BlockRange], *, expanded: boo
 def _rows(blocks: BlockRange, group: str | None, expanded: bool) -> tuple[int, int]:
     rows = blocks.samples if expanded or group is None else blocks.uniques(group)
     return rows.start, rows.stop
-
-
-def _concat_in_numpy(
-    spec: BatchSpec, ranges: Sequence[BlockRange], rows: NDArray[np.int64], *, expanded: bool
-) -> tuple[Jagged, Array]:
-    """Return the bags of all features and their weights.
-
-    Args:
-        spec: sparse features.
-        ranges: blocks.
-        rows: (len(ranges), num_sparse, 2), the first and the last bag, or sample if `expanded`.
-        expanded: take the bag of each sample.
-    """
-    bags: list[Jagged] = []
-    weights: list[Array] = []
-    for feature, rows_of_ranges in zip(spec.sparse, rows.swapaxes(0, 1), strict=True):
-        group = spec.owner.get(feature)
-        for blocks, (start, end) in zip(ranges, rows_of_ranges.tolist(), strict=True):
-            indices, row_group = np.arange(start, end), blocks.row_group
-            if expanded and group is not None:
-                indices = row_group.inverse[group][start:end]
-            bags.append(row_group.sparse[feature].take(indices))
-            if feature in spec.weighted:
-                weights.append(row_group.per_sample_weights[feature].take(indices).values)
-            else:
-                weights.append(np.ones(len(bags[-1].values), spec.dtype))
-    return concat(bags), np.concatenate(weights)
 
 
 def _reader_kjt(

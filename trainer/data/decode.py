@@ -13,14 +13,12 @@ from numpy.typing import DTypeLike, NDArray
 
 from schemas.arrays import (
     Array,
-    Jagged,
     comparable,
     hash_keys,
     is_list,
     numpy_of,
     offsets_of,
     one_chunk,
-    ranges,
     values_of,
 )
 from schemas.config.job import DataConfig, TableConfig
@@ -30,6 +28,7 @@ from schemas.features import FeatureSet
 from schemas.layout import BLOCK, SAMPLE_WEIGHT, inverse_column, weights_column
 from schemas.model_inputs import check_lengths, check_range, scalar_values
 from schemas.rows import rows_of_values
+from trainer.data.batch import ListColumns
 
 SAMPLES = "samples"
 """Owner of the columns that are stored once per sample."""
@@ -183,11 +182,6 @@ class Lists:
     starts: NDArray[np.int64]
     ends: NDArray[np.int64]
 
-    def take(self, rows: NDArray[np.int64]) -> Jagged:
-        """Return the given lists, in the given order."""
-        starts, lengths = self.starts[rows], self.ends[rows] - self.starts[rows]
-        return Jagged(self.values[ranges(starts, lengths)], offsets_of(lengths))
-
     @property
     def arrays(self) -> tuple[Array, Array, Array]:
         """Values, starts and ends."""
@@ -243,19 +237,13 @@ class RowGroup:
         return sum({x.ctypes.data: x.nbytes for x in arrays}.values())
 
     @cached_property
-    def addresses(self) -> NDArray[np.int64]:
-        """Where values, starts and ends of each feature are, and of its weights: (2, n, 3).
-
-        A feature without weights has those of its bags, and no values.
-        """
-        bags = [[x.ctypes.data for x in lists.arrays] for lists in self.sparse.values()]
-        weights = [
-            [x.ctypes.data for x in self.per_sample_weights[f].arrays]
-            if f in self.per_sample_weights
-            else [0, *own[1:]]
-            for f, own in zip(self.sparse, bags, strict=True)
-        ]
-        return np.array([bags, weights], np.int64)
+    def list_columns(self) -> ListColumns:
+        """The bags of each feature and their weights, checked."""
+        weights = self.per_sample_weights
+        return ListColumns(
+            [lists.arrays for lists in self.sparse.values()],
+            [weights[f].arrays if f in weights else None for f in self.sparse],
+        )
 
 
 def padding_row_group(spec: BatchSpec, num_samples: int) -> RowGroup:

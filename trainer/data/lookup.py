@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 
 from schemas.arrays import Array, offsets_of
-from trainer.data.kernels import BagRange, TableArrays, batch_kernels
+from trainer.data import batch as kernels
 
 _PACKED_BITS = 63
 _INT32_MAX = 2**31 - 1
@@ -66,58 +66,11 @@ class TableLookup:
         return _slices_of(self, feature)
 
 
-def stable_order(values: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return the stable ascending order of non-negative integers.
-
-    Value and position are packed into one integer if they fit: sorting integers is several times
-    faster than an argsort.
-
-    Example:
-        >>> stable_order(np.array([7, 3, 7, 5])).tolist()
-        [1, 3, 0, 2]
-    """
-    bits = max(1, len(values).bit_length())
-    largest = int(values.max()) if len(values) else 0
-    if largest.bit_length() + bits > _PACKED_BITS:
-        return np.argsort(values, kind="stable")
-    packed = np.sort(values << bits | np.arange(len(values)))
-    return packed & ((1 << bits) - 1)
-
-
-def transpose(
-    values: NDArray[np.int64],
-) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-    """Return distinct values, the position of each value in them, their order and its offsets.
-
-    Args:
-        values: (n,) non-negative integers.
-
-    Returns:
-        distinct: (u,) ascending.
-        positions: (n,) `distinct[positions] == values`.
-        order: (n,) stable order of `values`.
-        offsets: (u + 1,) offsets of each distinct value in `order`.
-    """
-    order = stable_order(values)
-    ordered = values[order]
-    is_first = np.ones(len(ordered), bool)
-    np.not_equal(ordered[1:], ordered[:-1], out=is_first[1:])
-    positions = np.empty(len(ordered), np.int64)
-    positions[order] = np.cumsum(is_first) - 1
-    offsets = np.append(np.flatnonzero(is_first), len(ordered))
-    return ordered[is_first], positions, order, offsets
-
-
 def distinct_positions(
     values: NDArray[np.int64],
 ) -> tuple[NDArray[np.int64], NDArray[np.integer]]:
     """Return the ascending distinct values, and the position of each value in them."""
-    kernels = batch_kernels()
-    return transpose(values)[:2] if kernels is None else kernels.distinct_positions(values)
-
-
-def _int32(array: NDArray[np.integer]) -> torch.Tensor:
-    return torch.from_numpy(array.astype(np.int32, copy=False))
+    return kernels.distinct_positions(values)
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,18 +121,13 @@ def inverse_of(indices: NDArray[np.int64], num_rows: int) -> Inverse:
         >>> inverse_of(np.array([2, 0, 2]), 3).order.tolist()
         [1, 0, 2]
     """
-    kernels = batch_kernels()
-    inverted = None
-    if kernels is not None:
-        inverted = kernels.invert(indices, num_rows)
-    elif not len(indices) or (indices.min() >= 0 and indices.max() < num_rows):
-        counts = np.bincount(indices, minlength=num_rows)
-        inverted = stable_order(indices), offsets_of(counts)
+    indices = np.ascontiguousarray(indices)
+    inverted = kernels.invert(indices, num_rows)
     if inverted is None:
         raise ValueError(
             f"inverse indices must be in [0, {num_rows}), got {indices.min()} to {indices.max()}"
         )
-    return Inverse(torch.from_numpy(indices), *map(_int32, inverted))
+    return Inverse(torch.from_numpy(indices), *map(torch.from_numpy, inverted))
 
 
 @dataclass(frozen=True, slots=True)
@@ -383,8 +331,9 @@ def table_lookups(
     first_bags = dict(zip(bags.num_bags, edges.tolist(), strict=False))
     values_of = dict(zip(bags.num_bags, np.diff(bags.offsets[edges]).tolist(), strict=True))
     ranges = [
-        [(first_bags[f], bags.num_bags[f], *layout.of(f)) for f in features]
+        (first_bags[f], bags.num_bags[f], *layout.of(f))
         for features in tables.values()
+        for f in features
     ]
     num_values = [tuple(values_of[f] for f in features) for features in tables.values()]
     for features, counts in zip(tables.values(), num_values, strict=True):
@@ -393,65 +342,39 @@ def table_lookups(
                 f"a batch must have at most {_INT32_MAX} look-ups, got {sum(counts)} of "
                 f"{', '.join(features)}; lower train.batch_samples"
             )
-    kernels = batch_kernels()
-    make_arrays = _arrays_of_tables if kernels is None else kernels.table_lookups
-    all_arrays = make_arrays(bags.values, bags.offsets, bags.weights, ranges)
+    sizes, rows, *arrays = kernels.table_lookups(
+        bags.values,
+        bags.offsets,
+        bags.weights,
+        np.array(ranges, np.int64).ravel(),
+        np.array(list(map(len, tables.values())), np.int64),
+    )
+    num_rows, longest = sizes.reshape(-1, 2).T.tolist()
+    lengths = [sum(counts) for counts in num_values]
+    bag_counts = [sum(bags.num_bags[f] for f in features) + 1 for features in tables.values()]
+    num_weights = [0] * len(tables) if bags.weights is None else lengths
+    parts = (lengths, bag_counts, lengths, [n + 1 for n in num_rows], num_weights, num_weights)
+    cut = [torch.from_numpy(a).split_with_sizes(n) for a, n in zip(arrays, parts, strict=True)]
     lookups: dict[str, TableLookup] = {}
-    for (table, features), counts, arrays in zip(
-        tables.items(), num_values, all_arrays, strict=True
-    ):
+    end = 0
+    for index, (table, features) in enumerate(tables.items()):
+        positions, bag_offsets, readers, reader_offsets, own, of_readers = (c[index] for c in cut)
         is_weighted = not bags.weighted.isdisjoint(features)
+        start, end = end, end + num_rows[index]
         lookups[table] = TableLookup(
             features=features,
             bags_per_feature=tuple(bags.num_bags[f] for f in features),
-            values_per_feature=counts,
-            rows=arrays.rows,
-            longest_bag=arrays.longest_bag,
-            positions=arrays.positions,
-            bag_offsets=arrays.bag_offsets,
-            readers=arrays.readers,
-            reader_offsets=arrays.reader_offsets,
-            per_sample_weights=arrays.weights if is_weighted else None,
-            reader_weights=arrays.reader_weights if is_weighted else None,
+            values_per_feature=num_values[index],
+            rows=rows[start:end],
+            longest_bag=longest[index],
+            positions=positions,
+            bag_offsets=bag_offsets,
+            readers=readers,
+            reader_offsets=reader_offsets,
+            per_sample_weights=own if is_weighted else None,
+            reader_weights=of_readers if is_weighted else None,
         )
     return lookups
-
-
-def _arrays_of_tables(
-    values: NDArray[np.int64],
-    offsets: NDArray[np.int64],
-    weights: Array | None,
-    ranges: Sequence[Sequence[BagRange]],
-) -> list[TableArrays]:
-    """Return `BatchKernels.table_lookups`."""
-    return [_arrays_of_table(values, offsets, weights, own) for own in ranges]
-
-
-def _arrays_of_table(
-    values: NDArray[np.int64],
-    offsets: NDArray[np.int64],
-    weights: Array | None,
-    ranges: Sequence[BagRange],
-) -> TableArrays:
-    def of_features(array: Array) -> Array:
-        """Return the entries of the look-ups of the table's features."""
-        edges = [(offsets[first], offsets[first + count]) for first, count, _, _ in ranges]
-        return np.concatenate([array[start:end] for start, end in edges])
-
-    lengths = np.concatenate([np.diff(offsets[i : i + count + 1]) for i, count, _, _ in ranges])
-    vectors = [first + np.arange(count) * stride for _, count, first, stride in ranges]
-    rows, positions, order, reader_offsets = transpose(of_features(values))
-    own_weights = np.empty(0) if weights is None else of_features(weights)
-    return TableArrays(
-        rows,
-        int(lengths.max(initial=0)),
-        _int32(positions),
-        _int32(offsets_of(lengths)),
-        _int32(np.repeat(np.concatenate(vectors), lengths)[order]),
-        _int32(reader_offsets),
-        torch.from_numpy(own_weights),
-        torch.from_numpy(own_weights if weights is None else own_weights[order]),
-    )
 
 
 # ---- Look-ups of all tables as those of one, for devices ----

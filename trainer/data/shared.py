@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 import torch
 
-from trainer.data.kernels import BatchKernels, batch_kernels
-from trainer.data.lookup import Inverse, inverse_of, transpose
+from trainer.data import batch as kernels
+from trainer.data.lookup import Inverse, inverse_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,13 +52,8 @@ def find_shared_features(
         group_of: by sparse feature, its dedup group or None.
         dense: (num_samples, num_dense).
     """
-    num_features = {g: sum(owner == g for owner in group_of.values()) for g in groups}
-    kernels = batch_kernels()
-    if kernels is None:
-        best = _search(groups, num_features, len(group_of), dense)
-    else:
-        best = _search_compiled(kernels, groups, num_features, len(group_of), dense)
-    return None if best is None else _shared_features(groups, group_of, best)
+    division = _divide(groups, group_of, dense)
+    return None if division is None else _shared_features(groups, group_of, division)
 
 
 def find_dense_group(groups: Mapping[str, Inverse], dense: torch.Tensor) -> str | None:
@@ -75,7 +70,7 @@ def find_dense_group(groups: Mapping[str, Inverse], dense: torch.Tensor) -> str 
 
 
 @dataclass(frozen=True, slots=True)
-class _Candidate:
+class _Division:
     """Groups of the shared rows in order of choice, these rows, and `dense` if they share it."""
 
     members: tuple[str, ...]
@@ -83,100 +78,47 @@ class _Candidate:
     shared_dense: torch.Tensor | None
 
 
-def _search_compiled(
-    kernels: BatchKernels,
-    groups: Mapping[str, Inverse],
-    num_features: Mapping[str, int],
-    num_sparse: int,
-    dense: torch.Tensor,
-) -> _Candidate | None:
-    if not groups:
-        return None
+def _divide(
+    groups: Mapping[str, Inverse], group_of: Mapping[str, str | None], dense: torch.Tensor
+) -> _Division | None:
     arrays = [
-        (i.indices.numpy(), i.order.numpy(), i.offsets.numpy(), num_features[group])
-        for group, i in groups.items()
+        (
+            inverse.indices.numpy(),
+            inverse.order.numpy(),
+            inverse.offsets.numpy(),
+            sum(owner == group for owner in group_of.values()),
+        )
+        for group, inverse in groups.items()
     ]
-    chosen, is_shared, *found = kernels.shared_rows(arrays, num_sparse, dense.numpy())
+    flat = dense.contiguous().view(-1).numpy()
+    chosen, is_shared, *found = kernels.shared_rows(arrays, len(group_of), len(dense), flat)
     if not chosen:
         return None
     members = tuple(list(groups)[index] for index in chosen)
     rows = groups[members[0]] if len(members) == 1 else Inverse(*map(torch.from_numpy, found))
-    return _Candidate(members, rows, dense[rows.first_samples] if is_shared else None)
-
-
-def _search(
-    groups: Mapping[str, Inverse],
-    num_features: Mapping[str, int],
-    num_sparse: int,
-    dense: torch.Tensor,
-) -> _Candidate | None:
-    best: _Candidate | None = None
-    cost = _num_products(0, num_sparse + 1, 0, len(dense))
-    remaining = list(groups)
-    while remaining:
-        candidates: list[tuple[int, _Candidate]] = []
-        for group in remaining:
-            candidate = _add_group(groups, best, group, dense)
-            num_shared = sum(num_features[member] for member in candidate.members)
-            num_shared += candidate.shared_dense is not None
-            num_own, num_rows = num_sparse + 1 - num_shared, candidate.rows.num_unique
-            price = _num_products(num_shared, num_own, num_rows, len(dense))
-            candidates.append((price, candidate))
-        lowest, candidate = min(candidates, key=lambda pair: pair[0])
-        if lowest >= cost:
-            break
-        best, cost = candidate, lowest
-        remaining.remove(candidate.members[-1])
-    return best
-
-
-def _add_group(
-    groups: Mapping[str, Inverse], candidate: _Candidate | None, group: str, dense: torch.Tensor
-) -> _Candidate:
-    members, rows = (group,), groups[group]
-    if candidate is not None:
-        members, rows = (*candidate.members, group), _pairs(candidate.rows, rows)
-    return _Candidate(members, rows, rows.unique_values(dense))
+    return _Division(members, rows, dense[rows.first_samples] if is_shared else None)
 
 
 def _shared_features(
     groups: Mapping[str, Inverse],
     group_of: Mapping[str, str | None],
-    candidate: _Candidate,
+    division: _Division,
 ) -> SharedFeatures:
     def tuples_of_rows(group: str) -> Inverse | None:
-        if len(candidate.members) == 1:
+        if len(division.members) == 1:
             return None
-        tuples = groups[group].indices[candidate.rows.first_samples]
+        tuples = groups[group].indices[division.rows.first_samples]
         return inverse_of(tuples.numpy(), groups[group].num_unique)
 
     def features_of(*names: str | None) -> tuple[str, ...]:
         return tuple(f for name in names for f, group in group_of.items() if group == name)
 
-    shared = [group for group in groups if group in candidate.members]
-    per_sample = [group for group in groups if group not in candidate.members]
+    shared = [group for group in groups if group in division.members]
+    per_sample = [group for group in groups if group not in division.members]
     return SharedFeatures(
-        candidate.rows,
+        division.rows,
         {group: tuples_of_rows(group) for group in shared},
         features_of(*shared),
         features_of(None, *per_sample),
-        candidate.shared_dense,
+        division.shared_dense,
     )
-
-
-def _pairs(left: Inverse, right: Inverse) -> Inverse:
-    """Return the distinct pairs of a left and a right row."""
-    pairs = left.indices * right.num_unique + right.indices
-    _, positions, order, offsets = transpose(pairs.numpy())
-    return Inverse(
-        torch.from_numpy(positions).long(),
-        torch.from_numpy(order).int(),
-        torch.from_numpy(offsets).int(),
-    )
-
-
-def _num_products(num_shared: int, num_own: int, num_rows: int, num_samples: int) -> int:
-    """Return the dot products of all vectors, shared ones computed once per shared row."""
-    shared_pairs = num_shared * (num_shared - 1) // 2
-    own_pairs = num_shared * num_own + num_own * (num_own - 1) // 2
-    return num_rows * shared_pairs + num_samples * own_pairs

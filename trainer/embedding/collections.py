@@ -35,7 +35,6 @@ from schemas.config.train import SparseOptimizerConfig
 from trainer.data.collate import OrderedKeyedTensor, batch_from_kjt
 from trainer.data.lookup import take_unsorted
 from trainer.embedding.fused import ExternalRows, FusedRows, PooledStep, SequenceStep, fused_outputs
-from trainer.embedding.kernels.compiled import kernels_of
 
 _CPU = torch.device("cpu")
 
@@ -52,7 +51,6 @@ class EmbeddingBagCollection(EmbeddingBagCollectionInterface):
         optimizer: SparseOptimizerConfig | None = None,
         seed: int = 0,
         dtype: str = "float32",
-        kernels: str = "compiled",
         source: ExternalRows | None = None,
     ) -> None:
         """Create empty tables.
@@ -64,7 +62,6 @@ class EmbeddingBagCollection(EmbeddingBagCollectionInterface):
             optimizer: update rule of the rows; None: row-wise Adagrad.
             seed: of the rows' initial values.
             dtype: float32 or float64.
-            kernels: `compiled` or `torch`.
             source: of the rows, from `presage.open_rows`; None: memory.
 
         Raises:
@@ -85,9 +82,7 @@ class EmbeddingBagCollection(EmbeddingBagCollectionInterface):
             key = f"{table.embedding_dim} {table.pooling.name.lower()}"
             self._parts.setdefault(key, []).append(table)
         for key, part in self._parts.items():
-            self._rows[key] = _fused_rows(
-                part, optimizer, kernels, seed=seed, dtype=dtype, source=source
-            )
+            self._rows[key] = _fused_rows(part, optimizer, seed=seed, dtype=dtype, source=source)
         self._anchor = torch.zeros(0, requires_grad=True)
 
     def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
@@ -142,7 +137,6 @@ class EmbeddingCollection(EmbeddingCollectionInterface):
         optimizer: SparseOptimizerConfig | None = None,
         seed: int = 0,
         dtype: str = "float32",
-        kernels: str = "compiled",
         source: ExternalRows | None = None,
     ) -> None:
         """Create empty tables. See `EmbeddingBagCollection`.
@@ -159,9 +153,7 @@ class EmbeddingCollection(EmbeddingCollectionInterface):
                 "make a collection of each"
             )
         self._tables, self._need_indices = list(tables), need_indices
-        self._rows = _fused_rows(
-            self._tables, optimizer, kernels, seed=seed, dtype=dtype, source=source
-        )
+        self._rows = _fused_rows(self._tables, optimizer, seed=seed, dtype=dtype, source=source)
         self._anchor = torch.zeros(0, requires_grad=True)
 
     def unique(
@@ -279,14 +271,13 @@ def _expand(lists: JaggedTensor, inverse: torch.Tensor) -> JaggedTensor:
 def _fused_rows(
     tables: Sequence[BaseEmbeddingConfig],
     optimizer: SparseOptimizerConfig | None,
-    kernels: str,
     *,
     seed: int,
     dtype: str,
     source: ExternalRows | None,
 ) -> FusedRows:
     rule = optimizer or SparseOptimizerConfig()
-    return FusedRows(tables, rule, kernels_of(kernels), seed=seed, dtype=dtype, source=source)
+    return FusedRows(tables, rule, seed=seed, dtype=dtype, source=source)
 
 
 def _check(tables: Sequence[BaseEmbeddingConfig], device: torch.device | None) -> None:

@@ -21,9 +21,9 @@ from schemas.config.train import SparseOptimizerConfig
 from trainer.data.collate import Batch
 from trainer.data.lookup import inverse_of
 from trainer.embedding.cache import RowsOfTables
+from trainer.embedding.kernels import compiled
 from trainer.embedding.kernels.interface import (
     ArenaRows,
-    Kernels,
     RowRule,
     TableRows,
     VectorGradients,
@@ -78,7 +78,6 @@ class FusedRows:
         self,
         tables: Sequence[BaseEmbeddingConfig],
         optimizer: SparseOptimizerConfig,
-        kernels: Kernels,
         *,
         seed: int,
         dtype: str,
@@ -89,13 +88,12 @@ class FusedRows:
         Args:
             tables: of one width.
             optimizer: update rule; its state is stored with each row.
-            kernels: compute the updates.
             seed: of the rows' initial values.
             dtype: float32 or float64.
             source: of the rows; None for memory.
         """
         self._num_rows = {table.name: table.num_embeddings for table in tables}
-        self._optimizer, self.kernels = optimizer, kernels
+        self._optimizer = optimizer
         self.dtype: torch.dtype = getattr(torch, dtype)
         dim = tables[0].embedding_dim
         width = state_width(optimizer, dim)
@@ -180,7 +178,7 @@ class FusedRows:
         dim = gradients.outputs.shape[2]
         sums = {t: gradients.outputs.new_empty(len(rows[t]), dim) for t in readers}
         blank = {t: ArenaRows(each, each[:, :0]) for t, each in sums.items()}
-        self.kernels.update(_table_rows(blank, readers), gradients, RowRule(name="sum"))
+        compiled.update(_table_rows(blank, readers), gradients, RowRule(name="sum"))
         own = {table: RowGradients(rows[table], sums[table]) for table in readers}
         means = average_over_ranks(own, self._group)
         selected = self._select({table: mean.rows for table, mean in means.items()})
@@ -197,7 +195,7 @@ class FusedRows:
         self._apply(tables, no_gradients(gradients.outputs[:, 0]))
 
     def _apply(self, tables: Sequence[TableRows], gradients: VectorGradients) -> None:
-        self.kernels.update(tables, gradients, rule_at(self._optimizer, self._num_updates))
+        compiled.update(tables, gradients, rule_at(self._optimizer, self._num_updates))
 
     def _select(self, rows: RowsOfTables) -> dict[str, ArenaRows]:
         self._num_selects += 1
@@ -288,7 +286,7 @@ class PooledStep:
     def __init__(self, rows: FusedRows, batch: Batch, *, mean: bool) -> None:
         self._rows = rows
         self._lookups = batch.lookups
-        self._pooling = Pooling(rows.kernels, batch, mean=mean)
+        self._pooling = Pooling(batch, mean=mean)
         self.keys = self._pooling.keys
         self._step_rows = {t: lookup.rows for t, lookup in batch.lookups.items()}
         self._version, self._gathered = rows.gather(self._step_rows)

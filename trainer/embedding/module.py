@@ -23,10 +23,9 @@ from trainer.data.collate import Batch, Microbatches, single_microbatch
 from trainer.data.lookup import take_unsorted
 from trainer.data.shared import SharedFeatures
 from trainer.embedding.cache import RowSource
-from trainer.embedding.kernels.compiled import kernels_of
+from trainer.embedding.kernels import compiled
 from trainer.embedding.kernels.interface import (
     ArenaRows,
-    Kernels,
     RowRule,
     RowSums,
     TableRows,
@@ -112,11 +111,8 @@ class Embedding(nn.Module):
 
     def add(self, microbatches: Microbatches) -> None:
         """Open more microbatches of the open step, among the same rows."""
-        kernels = kernels_of(self._config.kernels)
         for batch, positions in zip(microbatches.batches, microbatches.row_positions, strict=True):
-            self._lookups.append(
-                MicrobatchLookups(kernels, batch, self._rows, positions, mean=self._mean)
-            )
+            self._lookups.append(MicrobatchLookups(batch, self._rows, positions, mean=self._mean))
 
     def open_copies(self, batch: Batch, reader: RowReader) -> None:
         """Open copies of the rows of a batch, for evaluation.
@@ -181,9 +177,7 @@ class Embedding(nn.Module):
                 )
             )
         if tables:
-            kernels_of(self._config.kernels).update(
-                tables, no_gradients(total.sums), self._rule(microbatches)
-            )
+            compiled.update(tables, no_gradients(total.sums), self._rule(microbatches))
         self._release(microbatches)
 
     def forward(self, sparse: KeyedJaggedTensor) -> KeyedTensor:
@@ -267,7 +261,6 @@ class MicrobatchLookups:
 
     def __init__(
         self,
-        kernels: Kernels,
         batch: Batch,
         step_rows: Mapping[str, ArenaRows],
         positions: Mapping[str, torch.Tensor] | None,
@@ -277,7 +270,6 @@ class MicrobatchLookups:
         """Select the rows of the microbatch.
 
         Args:
-            kernels: compute pooling and updates.
             batch: samples of the microbatch.
             step_rows: by table, the rows of the step.
             positions: by table, positions of the microbatch's rows in `step_rows`; None: all, in
@@ -286,8 +278,7 @@ class MicrobatchLookups:
         """
         self.batch = batch
         self.rows = _select_rows(step_rows, positions)
-        self.pooling = Pooling(kernels, batch, mean=mean)
-        self._kernels = kernels
+        self.pooling = Pooling(batch, mean=mean)
         self._step_rows = step_rows
         self._positions = positions
         self._copies: dict[str, torch.Tensor] = {}
@@ -350,7 +341,7 @@ class MicrobatchLookups:
             )
         if tables:
             none = no_gradients(tables[0].rows.values)
-            self._kernels.update(tables, pooled or none, rule)
+            compiled.update(tables, pooled or none, rule)
 
     def row_gradients(self) -> RowSums:
         """Return the gradients of the microbatch's rows."""

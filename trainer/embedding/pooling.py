@@ -15,11 +15,11 @@ import torch
 from trainer.data.collate import Batch
 from trainer.data.lookup import Inverse
 from trainer.data.shared import SharedFeatures
+from trainer.embedding.kernels import compiled
 from trainer.embedding.kernels.interface import (
     ArenaRows,
     FeatureBags,
     GroupSamples,
-    Kernels,
     VectorGradients,
 )
 
@@ -32,9 +32,8 @@ class Pooling:
     Outputs depend on `autograd_anchor`, which requires grad, since rows themselves do not.
     """
 
-    def __init__(self, kernels: Kernels, batch: Batch, *, mean: bool) -> None:
+    def __init__(self, batch: Batch, *, mean: bool) -> None:
         """Keep the arguments; `mean` divides by the length of each bag."""
-        self._kernels = kernels
         self._batch = batch
         self._mean = mean and any(t.longest_bag > 1 for t in batch.lookups.values())
         self._layout = batch.layout
@@ -126,7 +125,7 @@ class Pooling:
             members = [
                 self._group_samples(name, layout.keys, groups[name]) for name in layout.groups
             ]
-            self._kernels.segment_sum(members, outputs, bags)
+            compiled.segment_sum(members, outputs, bags)
         self._accumulate(outputs, bags)
 
     def _add_unique_gradients(self, *gradients: torch.Tensor) -> None:
@@ -162,9 +161,9 @@ class Pooling:
                 count = group.num_tuples * group.num_features
                 bags[first : first + count] = of_rows.view(count, dim)
         if sample_groups:
-            self._kernels.segment_sum(sample_groups, of_samples, bags)
+            compiled.segment_sum(sample_groups, of_samples, bags)
         if row_groups:
-            self._kernels.segment_sum(row_groups, of_rows, bags)
+            compiled.segment_sum(row_groups, of_rows, bags)
         self._accumulate(of_samples, bags)
 
     def _accumulate(self, outputs: torch.Tensor, bags: torch.Tensor) -> None:
@@ -230,7 +229,7 @@ class Pooling:
                 )
             )
         if bags:
-            self._kernels.pool(bags, out, self._scales)
+            compiled.pool(bags, out, self._scales)
         return out
 
     def _group_samples(self, group: str, features: Sequence[str], inverse: Inverse) -> GroupSamples:

@@ -25,7 +25,9 @@ from trainer.data.collate import Batch
 from trainer.data.lookup import Inverse, take
 from trainer.data.shared import SharedFeatures
 from trainer.device import to_device
-from trainer.embedding.kernels.interface import Interactions, Vectors
+from trainer.embedding.kernels.compiled import CompiledInteractions
+from trainer.embedding.kernels.interface import Vectors
+from trainer.embedding.kernels.torch_ops import TorchInteractions
 from trainer.models.shared_compute import (
     DENSE,
     GroupVectors,
@@ -136,13 +138,10 @@ def build_dlrm(config: TrainConfig, num_dense: int, embedding: nn.Module) -> Dlr
     return DlrmModel(dlrm)
 
 
-def interact(
-    kernel: Interactions, rows: Vectors, own: Vectors, inverse: Inverse
-) -> tuple[torch.Tensor, torch.Tensor]:
+def interact(rows: Vectors, own: Vectors, inverse: Inverse) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the products of two vectors of a row, and of a sample and its row.
 
     Args:
-        kernel: computes the products.
         rows: of num_rows rows.
         own: of num_samples samples.
         inverse: from samples to rows.
@@ -150,6 +149,7 @@ def interact(
     Returns:
         `row_out` and `own_out` of `Interactions.interact`.
     """
+    kernel = CompiledInteractions() if rows.rest.is_cpu else TorchInteractions()
     return _Interact.apply(kernel, inverse, rows.first, rows.rest, own.first, own.rest)
 
 
@@ -230,11 +230,10 @@ def top_columns(row_vectors: tuple[int, ...], own_vectors: tuple[int, ...], dim:
 class DedupDlrm(nn.Module):
     """DLRM with computation per shared row, with the parameter names of `DlrmModel`."""
 
-    def __init__(self, plain: DlrmModel, kernel: Interactions) -> None:
+    def __init__(self, plain: DlrmModel) -> None:
         """Take over the layers of a plain model."""
         super().__init__()
         self.dlrm: DLRM = plain.dlrm
-        self._kernel = kernel
         self._columns: dict[tuple[tuple[int, ...], tuple[int, ...]], _Columns] = {}
 
     def forward(self, batch: Batch) -> torch.Tensor:
@@ -249,7 +248,7 @@ class DedupDlrm(nn.Module):
         by_row, by_sample = (None, bottom) if shared.shared_dense is None else (bottom, None)
         columns = self._columns_of(shared, rows)
         row_inputs, own_inputs = interact(
-            self._kernel, Vectors(by_row, rows), Vectors(by_sample, own), shared.rows
+            Vectors(by_row, rows), Vectors(by_sample, own), shared.rows
         )
         top = cast(Any, self.dlrm.over_arch).model
         first = top[0]._mlp[0]

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from schemas.arrays import Array
 from schemas.errors import SchemaError
 from schemas.hashing import splitmix64
-from schemas.kernels.arrays import array_kernels
+from schemas.kernels import arrays as kernels
 from trainer.stores.api import (
     GatheredRows,
     Records,
@@ -322,8 +322,6 @@ def _extend_file(file: IO[bytes], path: Path, num_bytes: int) -> None:
 _EMPTY = -1
 DENSE_MAP_ROWS = 1 << 20
 """Row ids below are looked up in an array with 4 bytes per id: 4 MiB at most."""
-_INSERTED_ROWS = 1 << 16
-"""Rows that are inserted into a hash map at once, which bounds the memory for that."""
 _MOVED_PER_ADDED = 4
 """Rows that are moved to a larger hash map with each that is added."""
 
@@ -407,23 +405,7 @@ class RowMap:
         return positions
 
     def _insert(self, positions: range) -> None:
-        kernels = array_kernels()
-        if kernels is not None:
-            kernels.insert_rows(self._buckets, self._rows, positions)
-            return
-        for start in range(0, len(positions), _INSERTED_ROWS):
-            self._insert_chunk(positions[start : start + _INSERTED_ROWS])
-
-    def _insert_chunk(self, positions: range) -> None:
-        buckets, entries = self._buckets, np.arange(1 + positions.start, 1 + positions.stop)
-        at = self._hash(buckets, self._rows[positions.start : positions.stop])
-        pending = np.arange(len(positions))
-        while len(pending):
-            # if several rows hash to one free bucket the last write wins; the others probe further
-            free = pending[buckets[at[pending]] == 0]
-            buckets[at[free]] = entries[free]
-            pending = pending[buckets[at[pending]] != entries[pending]]
-            at[pending] = (at[pending] + 1) & (len(buckets) - 1)
+        kernels.insert_rows(self._buckets, self._rows, positions.start, positions.stop)
 
     def _hash(self, buckets: NDArray[np.uint32], rows: NDArray[np.int64]) -> NDArray[np.int64]:
         return (splitmix64(rows) & np.uint64(len(buckets) - 1)).astype(np.int64)

@@ -1,1 +1,7 @@
-"""Embedding kernels: C++ and torch operators."""
+"""Embedding kernels: C++ (`embedding`, `interaction`), and torch operators for other devices."""
+
+from pathlib import Path
+
+from schemas.processor import module_folder
+
+__path__.append(module_folder(Path(__file__).parent))

@@ -6,10 +6,13 @@
 
 #include "rows.h"
 #include "rules.h"
+#include "tensors.h"
+
+#include <nanobind/stl/string.h>
 
 namespace presage {
 
-// Filled by CompiledKernels.pool.
+// The bags of one feature.
 template <typename T>
 struct Feature {
   const T* values;            // rows of its table, among others
@@ -25,7 +28,7 @@ struct Feature {
   int64_t column;             // of the output
 };
 
-// Filled by CompiledKernels.update.
+// The rows of one table that a step reads, and their readers.
 template <typename T>
 struct Table {
   T* values;
@@ -38,7 +41,7 @@ struct Table {
   int64_t num_rows;
 };
 
-// Filled by CompiledKernels.segment_sum.
+// The samples of each bag of one dedup group.
 struct Group {
   const int32_t* order;
   const int32_t* samples;
@@ -278,46 +281,131 @@ int64_t merge(const int32_t* left, const T* left_sums, int64_t num_left, const i
   return n;
 }
 
+// Offsets of bags: their number is returned. No offset is beyond `size` values.
+inline int64_t count_bags(const Tensor<int32_t, 1>& offsets, int64_t size) {
+  require(offsets.size() > 0, "offsets must have one entry more than there are bags, got none");
+  require(offsets.data[offsets.size() - 1] <= size, "offsets must be within the values");
+  return offsets.size() - 1;
+}
+
+template <typename T>
+const T* data_of(const std::optional<Tensor<T, 1>>& tensor, int64_t size, const char* rule) {
+  if (tensor) require(tensor->size() == size, rule);
+  return tensor ? tensor->data : nullptr;
+}
+
+// In the order of `Feature`: rows and where they are, positions, offsets, weights, order and offsets of samples; then the first
+// vector, the stride of vectors and the column of the output.
+template <typename T>
+using FeatureArguments =
+    std::tuple<Tensor<T, 2>, std::optional<Tensor<int32_t, 1>>, Tensor<int32_t, 1>, Tensor<int32_t, 1>, std::optional<Tensor<T, 1>>,
+               std::optional<Tensor<int32_t, 1>>, std::optional<Tensor<int32_t, 1>>, int64_t, int64_t, int64_t>;
+
+template <typename T>
+void pool_features(const std::vector<FeatureArguments<T>>& arguments, Tensor<T, 3> out, std::optional<Tensor<T, 1>> scales,
+                   int threads) {
+  const int64_t num_samples = out.shape[0], stride = out.shape[1], dim = out.shape[2];
+  std::vector<Feature<T>> features;
+  for (const auto& [values, rows, positions, offsets, weights, order, samples, first_vector, vector_stride, column] : arguments) {
+    const int64_t num_bags = count_bags(offsets, positions.size());
+    require(values.shape[1] == dim, "rows must have the width of the output");
+    require(0 <= column && column < stride, "columns must be of the output");
+    require(order.has_value() == samples.has_value(), "samples must have both an order and offsets, or neither");
+    if (order)
+      require(count_bags(*samples, order->size()) == num_bags, "samples must have offsets of all bags");
+    else
+      require(num_bags <= num_samples, "bags without an order must be of samples");
+    T* scale = nullptr;
+    if (scales) {
+      const int64_t last = first_vector + (num_bags - 1) * vector_stride;
+      require(!num_bags || (0 <= first_vector && 0 < vector_stride && last < scales->size()), "scales must be of all vectors");
+      scale = scales->data + first_vector;
+    }
+    features.push_back({values.data, rows ? rows->data : nullptr, positions.data, offsets.data,
+                        data_of(weights, positions.size(), "weights must be of all look-ups"), order ? order->data : nullptr,
+                        samples ? samples->data : nullptr, scale, vector_stride, num_bags, column});
+  }
+  with_width(dim, [&](auto width) {
+    pool(features.data(), int64_t(features.size()), width, num_samples, stride, out.data, threads);
+  });
+}
+
+// In the order of `Group`, without the number of bags.
+using GroupArguments = std::tuple<Tensor<int32_t, 1>, Tensor<int32_t, 1>, int64_t, int64_t, int64_t>;
+
+template <typename T>
+void sum_groups(const std::vector<GroupArguments>& arguments, Tensor<T, 3> gradient, Tensor<T, 2> out, int threads) {
+  const int64_t stride = gradient.shape[1], dim = gradient.shape[2];
+  require(out.shape[1] == dim, "sums must have the width of the gradient");
+  std::vector<Group> groups;
+  for (const auto& [order, samples, column, num_features, first_vector] : arguments) {
+    const int64_t num_bags = count_bags(samples, order.size());
+    require(0 <= column && 0 < num_features && column + num_features <= stride, "columns must be of the gradient");
+    require(0 <= first_vector && first_vector + num_bags * num_features <= out.size(), "vectors must be of the sums");
+    groups.push_back({order.data, samples.data, num_bags, column, num_features, first_vector});
+  }
+  segment_sum(groups.data(), int64_t(groups.size()), dim, stride, gradient.data, out.data, threads);
+}
+
+// In the order of `Table`, without the number of rows.
+template <typename T>
+using TableArguments =
+    std::tuple<Tensor<T, 2>, Tensor<T, 2>, std::optional<Tensor<int32_t, 1>>, Tensor<int32_t, 1>, Tensor<int32_t, 1>,
+               std::optional<Tensor<T, 1>>, std::optional<Tensor<T, 2>>>;
+// The gradients of the output, how many vectors of a sample it has, those of bags, and the scales of all.
+template <typename T>
+using GradientArguments = std::tuple<Tensor<T, 3>, int64_t, Tensor<T, 2>, std::optional<Tensor<T, 1>>>;
+// Its name, the learning rate, eps and both betas.
+using RuleArguments = std::tuple<std::string, double, double, double, double>;
+
+template <typename T>
+void update_tables(const std::vector<TableArguments<T>>& arguments, const GradientArguments<T>& gradient_arguments,
+                   const RuleArguments& rule_arguments, int threads) {
+  const auto& [name, learning_rate, eps, beta1, beta2] = rule_arguments;
+  const Rule rule{kind_of(name), learning_rate, eps, beta1, beta2};
+  const auto& [outputs, num_features, bags, scales] = gradient_arguments;
+  const int64_t num_samples = outputs.shape[0], stride = outputs.shape[1], dim = outputs.shape[2];
+  require(bags.shape[1] == dim, "gradients must have one width");
+  const int64_t num_outputs = num_samples * num_features, state = state_width(rule, dim);
+  const T* scale = data_of(scales, num_outputs + bags.size(), "scales must be of all vectors");
+  const Gradients<T> gradients{outputs.data, bags.data, num_outputs, num_features, stride, scale, dim};
+  std::vector<Table<T>> tables;
+  for (const auto& [values, states, rows, readers, offsets, weights, extra] : arguments) {
+    const int64_t num_rows = count_bags(offsets, readers.size());
+    require(values.shape[1] == dim, "rows must have the width of the gradients");
+    require(!state || (states.shape[1] == state && states.size() == values.size()), "rows must have the state of the rule");
+    require(rows ? rows->size() == num_rows : num_rows <= values.size(), "positions must be of all rows");
+    require(!extra || (extra->size() == num_rows && extra->shape[1] == dim), "extra gradients must be of all rows");
+    tables.push_back({values.data, states.data, rows ? rows->data : nullptr, readers.data, offsets.data,
+                      data_of(weights, readers.size(), "weights must be of all readers"), extra ? extra->data : nullptr, num_rows});
+  }
+  with_width(dim, [&](auto width) {
+    update(tables.data(), int64_t(tables.size()), gradients, width, rule, threads);
+  });
+}
+
+template <typename T>
+int64_t merge_sums(Tensor<int32_t, 1> left, Tensor<T, 2> left_sums, Tensor<int32_t, 1> right, Tensor<T, 2> right_sums,
+                   Tensor<int32_t, 1> rows, Tensor<T, 2> sums) {
+  const int64_t dim = sums.shape[1], most = left.size() + right.size();
+  require(left.size() == left_sums.size() && right.size() == right_sums.size(), "rows must have sums");
+  require(left_sums.shape[1] == dim && right_sums.shape[1] == dim, "sums must have one width");
+  require(rows.size() == most && sums.size() == most, "the union must have room for all rows");
+  return merge(left.data, left_sums.data, left.size(), right.data, right_sums.data, right.size(), dim, rows.data, sums.data);
+}
+
+template <typename T>
+void define(nb::module_& m) {
+  m.def("pool", pool_features<T>, nb::arg("features"), nb::arg("out"), nb::arg("scales").none(), nb::arg("threads"), Unlocked());
+  m.def("segment_sum", sum_groups<T>, nb::arg("groups"), nb::arg("gradient"), nb::arg("out"), nb::arg("threads"), Unlocked());
+  m.def("update", update_tables<T>, nb::arg("tables"), nb::arg("gradients"), nb::arg("rule"), nb::arg("threads"), Unlocked());
+  m.def("merge", merge_sums<T>, nb::arg("left"), nb::arg("left_sums"), nb::arg("right"), nb::arg("right_sums"), nb::arg("rows"),
+        nb::arg("sums"), Unlocked());
+}
+
 }  // namespace presage
 
-using namespace presage;
-
-#define PRESAGE_ENTRIES(T, suffix)                                                              \
-  extern "C" void presage_pool_##suffix(const void* features, int64_t num_features, int64_t dim, \
-                                        int64_t num_samples, int64_t stride, void* out,          \
-                                        int64_t threads) {                                       \
-    with_width(dim, [&](auto width) {                                                           \
-      pool(static_cast<const Feature<T>*>(features), num_features, width, num_samples, stride,  \
-           static_cast<T*>(out), int(threads));                                                 \
-    });                                                                                         \
-  }                                                                                             \
-  extern "C" void presage_segment_sum_##suffix(const void* groups, int64_t num_groups, int64_t dim, \
-                                            int64_t stride, const void* gradient, void* out,     \
-                                            int64_t threads) {                                   \
-    segment_sum(static_cast<const Group*>(groups), num_groups, dim, stride,                        \
-             static_cast<const T*>(gradient), static_cast<T*>(out), int(threads));              \
-  }                                                                                             \
-  extern "C" void presage_update_##suffix(const void* tables, int64_t num_tables,               \
-                                          const void* outputs, const void* bags,                \
-                                          int64_t num_outputs, int64_t num_features,            \
-                                          int64_t stride, const void* scales, int64_t dim,      \
-                                          const void* rule, int64_t threads) {                  \
-    const Gradients<T> gradients{static_cast<const T*>(outputs), static_cast<const T*>(bags),   \
-                                 num_outputs,  num_features, stride,                            \
-                                 static_cast<const T*>(scales),  dim};                          \
-    with_width(dim, [&](auto width) {                                                           \
-      update(static_cast<const Table<T>*>(tables), num_tables, gradients, width,                \
-             *static_cast<const Rule*>(rule), int(threads));                                    \
-    });                                                                                         \
-  }                                                                                             \
-  extern "C" int64_t presage_merge_##suffix(const int32_t* left, const void* left_sums,         \
-                                            int64_t num_left, const int32_t* right,             \
-                                            const void* right_sums, int64_t num_right,          \
-                                            int64_t dim, int32_t* rows, void* sums) {           \
-    return merge(left, static_cast<const T*>(left_sums), num_left, right,                       \
-                 static_cast<const T*>(right_sums), num_right, dim, rows,                       \
-                 static_cast<T*>(sums));                                                        \
-  }
-
-PRESAGE_ENTRIES(float, float32)
-PRESAGE_ENTRIES(double, float64)
+NB_MODULE(embedding, m) {
+  presage::define<float>(m);
+  presage::define<double>(m);
+}

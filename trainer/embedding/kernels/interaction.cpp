@@ -9,11 +9,11 @@
 // All samples of a row are computed while its vectors are in the L1 cache. See README.md.
 
 #include "rows.h"
+#include "tensors.h"
 
 namespace presage {
 
-// The vectors of a row or of a sample: an optional first one, then a block. Filled by `_struct` of
-// interaction.py.
+// The vectors of a row or of a sample: an optional first one, then a block.
 template <typename T>
 struct Vectors {
   T* first;       // (n, dim) or null
@@ -341,30 +341,70 @@ void interact_back(const Vectors<T>& rows, const Vectors<T>& own, const Vectors<
   }
 }
 
+// The first vectors, if any, the others, and the outputs or their gradients.
+template <typename T>
+using VectorArguments = std::tuple<std::optional<Tensor<T, 2>>, Tensor<T, 3>, Tensor<T, 2>>;
+
+template <typename T>
+Vectors<T> vectors_of(const VectorArguments<T>& arguments) {
+  const auto& [first, rest, out] = arguments;
+  require(!first || (first->size() == rest.size() && first->shape[1] == rest.shape[2]), "vectors must have one width");
+  require(out.size() == rest.size(), "outputs must be of all rows or samples");
+  const Vectors<T> vectors{first ? first->data : nullptr, rest.data, out.data, rest.shape[1], out.shape[1]};
+  require(vectors.count() > 0, "rows and samples must have vectors");
+  return vectors;
+}
+
+// Of the first vector and of pairs of vectors.
+template <typename T>
+int64_t own_width(const Vectors<T>& vectors, int64_t dim) {
+  return (vectors.first ? dim : 0) + vectors.count() * (vectors.count() - 1) / 2;
+}
+
+// Checks sizes; returns the width of a vector.
+template <typename T>
+int64_t check(const VectorArguments<T>& rows, const VectorArguments<T>& own, Tensor<int32_t, 1> order, Tensor<int32_t, 1> offsets) {
+  const int64_t dim = std::get<1>(rows).shape[2], num_samples = std::get<1>(own).size();
+  const Vectors<T> x = vectors_of(rows), v = vectors_of(own);
+  require(std::get<1>(own).shape[2] == dim, "vectors must have one width");
+  require(x.width == own_width(x, dim), "outputs of rows must have the width of their products");
+  require(v.width == own_width(v, dim) + v.count() * x.count(), "outputs of samples must have the width of their products");
+  require(offsets.size() == std::get<1>(rows).size() + 1 && order.size() == num_samples, "samples must be sorted by row");
+  require(offsets.data[offsets.size() - 1] == num_samples, "offsets must be of all samples");
+  return dim;
+}
+
+template <typename T>
+void interact_all(const VectorArguments<T>& rows, const VectorArguments<T>& own, Tensor<int32_t, 1> order, Tensor<int32_t, 1> offsets,
+                  int threads) {
+  with_width(check(rows, own, order, offsets), [&](auto width) {
+    interact(vectors_of(rows), vectors_of(own), offsets.size() - 1, order.data, offsets.data, width, threads);
+  });
+}
+
+template <typename T>
+void interact_back_all(const VectorArguments<T>& rows, const VectorArguments<T>& own, const VectorArguments<T>& to_rows,
+                       const VectorArguments<T>& to_own, Tensor<int32_t, 1> order, Tensor<int32_t, 1> offsets, int threads) {
+  const auto same = [](const Vectors<T>& a, const Vectors<T>& b) { return a.num_rest == b.num_rest && !a.first == !b.first; };
+  check(to_rows, to_own, order, offsets);
+  require(same(vectors_of(rows), vectors_of(to_rows)) && same(vectors_of(own), vectors_of(to_own)), "gradients must be of all vectors");
+  with_width(check(rows, own, order, offsets), [&](auto width) {
+    interact_back(vectors_of(rows), vectors_of(own), vectors_of(to_rows), vectors_of(to_own), offsets.size() - 1, order.data,
+                  offsets.data, width, threads);
+  });
+}
+
+template <typename T>
+void define(nb::module_& m) {
+  m.def("interact", interact_all<T>, nb::arg("rows"), nb::arg("own"), nb::arg("order"), nb::arg("offsets"), nb::arg("threads"),
+        Unlocked());
+  m.def("interact_back", interact_back_all<T>, nb::arg("rows"), nb::arg("own"), nb::arg("to_rows"), nb::arg("to_own"),
+        nb::arg("order"), nb::arg("offsets"), nb::arg("threads"), Unlocked());
+}
+
 }  // namespace presage
 
-using namespace presage;
-
-#define PRESAGE_ENTRIES(T, suffix)                                                               \
-  extern "C" void presage_interact_##suffix(const void* rows, const void* own, int64_t num_rows, \
-                                            const int32_t* order, const int32_t* offsets,        \
-                                            int64_t dim, int64_t threads) {                      \
-    with_width(dim, [&](auto width) {                                                            \
-      interact(*static_cast<const Vectors<T>*>(rows), *static_cast<const Vectors<T>*>(own),      \
-               num_rows, order, offsets, width, int(threads));                                   \
-    });                                                                                          \
-  }                                                                                              \
-  extern "C" void presage_interact_back_##suffix(                                                \
-      const void* rows, const void* own, const void* to_rows, const void* to_own,                \
-      int64_t num_rows, const int32_t* order, const int32_t* offsets, int64_t dim,               \
-      int64_t threads) {                                                                         \
-    with_width(dim, [&](auto width) {                                                            \
-      interact_back(*static_cast<const Vectors<T>*>(rows), *static_cast<const Vectors<T>*>(own), \
-                    *static_cast<const Vectors<T>*>(to_rows),                                    \
-                    *static_cast<const Vectors<T>*>(to_own), num_rows, order, offsets, width,    \
-                    int(threads));                                                               \
-    });                                                                                          \
-  }
-
-PRESAGE_ENTRIES(float, float32)
-PRESAGE_ENTRIES(double, float64)
+NB_MODULE(interaction, m) {
+  presage::define<float>(m);
+  presage::define<double>(m);
+}

@@ -7,7 +7,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -187,44 +186,6 @@ def rule_at(config: SparseOptimizerConfig, train_step: int) -> RowRule:
         beta1=config.beta1,
         beta2=config.beta2,
     )
-
-
-class Kernels(Protocol):
-    """Pooled look-ups of all tables of a step, and their backward."""
-
-    def pool(
-        self, features: Sequence[FeatureBags], out: torch.Tensor, scales: torch.Tensor | None
-    ) -> None:
-        """Write the sum or mean of each bag's rows to all samples of the bag.
-
-        Args:
-            features: one per column of `out`, in that order.
-            out: (num_samples, num_features, dim).
-            scales: (num_vectors,), set to one over each bag's length, for means; None: sums.
-        """
-        ...
-
-    def segment_sum(
-        self, groups: Sequence[GroupSamples], gradient: torch.Tensor, out: torch.Tensor
-    ) -> None:
-        """Sum the gradients of the samples of each bag.
-
-        Args:
-            groups: dedup groups.
-            gradient: (num_samples, num_features, dim).
-            out: (num_vectors - num_outputs, dim).
-        """
-        ...
-
-    def update(
-        self, tables: Sequence[TableRows], gradients: VectorGradients, rule: RowRule
-    ) -> None:
-        """Sum the gradients of each row over its readers, in order, and update it."""
-        ...
-
-    def merge(self, left: RowSums, right: RowSums) -> RowSums:
-        """Return the union of rows; for a row of both, left plus right."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,17 +1,28 @@
-// Update rules of rows, as in update_rows in torch_ops.py.
+// Update rules of rows, as in `update_rows` of torch_ops.py.
 #pragma once
 
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <stdexcept>
+#include <string>
 
 namespace presage {
 
-enum Kind : int64_t { kSum = 0, kSgd = 1, kAdagrad = 2, kRowwiseAdagrad = 3, kAdam = 4 };
+enum Kind { kSum, kSgd, kAdagrad, kRowwiseAdagrad, kAdam };
 
-// `_Rule` of compiled.py.
+inline Kind kind_of(const std::string& name) {
+  if (name == "sum") return kSum;
+  if (name == "sgd") return kSgd;
+  if (name == "adagrad") return kAdagrad;
+  if (name == "rowwise_adagrad") return kRowwiseAdagrad;
+  if (name == "adam") return kAdam;
+  throw std::invalid_argument("rule must be sum, sgd, adagrad, rowwise_adagrad or adam, got " + name);
+}
+
+// `RowRule` of interface.py.
 struct Rule {
-  int64_t kind;
+  Kind kind;
   double learning_rate;  // including Adam's bias corrections
   double eps;
   double beta1;
