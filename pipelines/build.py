@@ -62,7 +62,7 @@ from pipelines.unfinished import (
     vocabulary_leases,
 )
 from pipelines.workers import num_processes
-from schemas.config.job import DataConfig, Job, SplitConfig, check_new_names, load_job
+from schemas.config.job import DataConfig, Job, SplitConfig, load_job
 from schemas.dataset import Dataset, Segment, open_dataset, select_segments
 from schemas.errors import SchemaError
 from schemas.features import FeatureSet, load_features
@@ -73,7 +73,6 @@ from schemas.manifest import (
     Reference,
     SegmentManifest,
     canonical_json,
-    find_root,
     hash_of,
     read_root,
     read_segment,
@@ -143,7 +142,6 @@ def load_request(request: BuildRequest) -> tuple[Job, FeatureSet]:
         SchemaError: the job file or the schema is invalid.
     """
     job = load_job(request.job_path)
-    check_new_names(job, request.job_path, is_new=find_root(request.dataset) is None)
     if request.day is not None:
         split = job.data.split.for_day(date.fromisoformat(request.day))
         job = replace(job, data=replace(job.data, split=split))

@@ -24,7 +24,6 @@ from pipelines.quality.gate import GateError
 from pipelines.table.commit import seal
 from pipelines.table.delete import EraseRequest, erase
 from pipelines.table.indexes import oracle
-from pipelines.table.migrate import migrate
 from pipelines.table.rows import expand
 from pipelines.table.vacuum import KEEP, vacuum
 from pipelines.table.verify import verify
@@ -34,29 +33,19 @@ from schemas.errors import PlanError, SchemaError, pluralize
 from schemas.paths import (
     ALLOW_OUTSIDE,
     ALLOW_OUTSIDE_HELP,
-    SINGLE_WRITER,
     ArgumentParser,
     path_or_url,
 )
 from schemas.storage import Location
 
 DESCRIPTION = "Build, check and rewrite datasets."
-WRITTEN = ("build", "append", "seal", "unseal", "vacuum", "rewrite", "erase", "score", "oracle")
-"""Commands that accept `--single-writer`, which has no effect."""
-_RENAMED = {
-    "finish": "seal",
-    "prune": "vacuum",
-    "forget": "erase",
-    "--last": "--final",
-    "--reopen": "the command unseal",
-}
 DATASET = "path or URL of the dataset"
 _WITHOUT_JSON = ("generate", "expand", "report")
 
 
 def build_parser(prog: str = "python -m pipelines") -> argparse.ArgumentParser:
     """Return the parser of all commands; commands in `_WITH_BEAM` pass unknown options to Beam."""
-    parser = ArgumentParser(prog=prog, description=DESCRIPTION, renamed=_RENAMED)
+    parser = ArgumentParser(prog=prog, description=DESCRIPTION)
     commands = parser.add_subparsers(dest="command", required=True)
 
     command = commands.add_parser("demo", help="write an example: a job, its log, and a dataset")
@@ -119,9 +108,6 @@ def build_parser(prog: str = "python -m pipelines") -> argparse.ArgumentParser:
         metavar="TIME",
         help="keep what was replaced, or left by a killed build, less than so long ago",
     )
-
-    command = commands.add_parser("migrate", help="bring a dataset of format 1 to format 2")
-    command.add_argument("dataset", type=Location, metavar="DATASET", help=DATASET)
 
     command = commands.add_parser("rewrite", help="make a Parquet dataset smaller; keep all rows")
     command.add_argument("folder", metavar="DIR", help="a directory or a URL")
@@ -206,11 +192,6 @@ def build_parser(prog: str = "python -m pipelines") -> argparse.ArgumentParser:
             type=Path,
             metavar="DIR",
             help="for local files of a dataset at a URL, until they are uploaded",
-        )
-    for name in WRITTEN:
-        # without effect: commits no longer depend on locks
-        commands.choices[name].add_argument(
-            SINGLE_WRITER, action="store_true", help=argparse.SUPPRESS
         )
     for name, command in commands.choices.items():
         if name not in _WITHOUT_JSON:
@@ -430,11 +411,6 @@ def _vacuum(arguments: argparse.Namespace, _: list[str]) -> int:
     return 0
 
 
-def _migrate(arguments: argparse.Namespace, _: list[str]) -> int:
-    _print_result(arguments, migrate(arguments.dataset))
-    return 0
-
-
 def _erase(arguments: argparse.Namespace, beam_args: list[str]) -> int:
     rewrites = arguments.rewrite or arguments.rejects_older_than is not None
     if arguments.ids is None and not rewrites:
@@ -521,7 +497,6 @@ _COMMANDS = {
     "seal": _seal,
     "unseal": _seal,
     "vacuum": _vacuum,
-    "migrate": _migrate,
     "rewrite": _rewrite,
     "erase": _erase,
     "verify": _verify,

@@ -50,7 +50,6 @@ TASKS: dict[str, dict[str, tuple[str, str]]] = {
         "verify": ("pipelines", "recompute counts and checksums"),
         "erase": ("pipelines", "delete the samples of some ids"),
         "vacuum": ("pipelines", "remove what no manifest names any more"),
-        "migrate": ("pipelines", "bring a dataset of format 1 to format 2"),
     },
     "Operate replicas and stores by hand": {
         "replica": ("trainer", "run one replica of train --replicas"),

@@ -37,7 +37,6 @@ from scheduler.controller.log import (
 from scheduler.doctor_url import examine_url
 from scheduler.drivers.beam_runners import segment_runner
 from scheduler.drivers.driver import DriverOptions
-from scheduler.drivers.job_files import CommandFlags
 from scheduler.drivers.run import (
     RunRequest,
     check_driver,
@@ -66,12 +65,10 @@ from schemas.machine import machine_budget
 from schemas.paths import (
     ALLOW_OUTSIDE,
     ALLOW_OUTSIDE_HELP,
-    SINGLE_WRITER,
-    SINGLE_WRITER_HELP,
     ArgumentParser,
-    check_writable,
     import_variables,
     local_path,
+    network_warning,
     path_or_url,
 )
 from schemas.storage import Location
@@ -225,7 +222,6 @@ def _add_run_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--runner", type=Path, metavar="FILE", help="Beam runner of segment jobs; default: local"
     )
-    command.add_argument(SINGLE_WRITER, action="store_true", help=SINGLE_WRITER_HELP)
     command.add_argument(ALLOW_OUTSIDE, action="store_true", help=ALLOW_OUTSIDE_HELP)
     command.add_argument("--dry-run", action="store_true", help="print the first decisions only")
     command.add_argument(
@@ -249,7 +245,8 @@ def _folder(text: str) -> Path:
 def _run(arguments: argparse.Namespace) -> None:
     storage = arguments.storage or Location.parse(arguments.output.resolve())
     for folder in {arguments.output, storage.local or arguments.output}:
-        check_writable(folder, single_writer=arguments.single_writer)
+        if warning := network_warning(folder):
+            print(warning, file=sys.stderr)
     inputs = inputs_of(arguments.input, arguments.jobs)
     check_driver(arguments.driver, arguments.cluster, arguments.jobs, storage, inputs.values())
     request = RunRequest(
@@ -263,7 +260,7 @@ def _run(arguments: argparse.Namespace) -> None:
             output=arguments.output,
             runner=segment_runner(arguments.runner, arguments.output),
         ),
-        flags=CommandFlags(arguments.single_writer, arguments.allow_outside),
+        allow_outside=arguments.allow_outside,
     )
     if arguments.dry_run:
         for action, command in plan_jobs(request):

@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from schemas.arrays import Jagged, concat, jagged_of, offsets_of
-from schemas.config.job import Job, parse_stored_job
+from schemas.config.job import Job, parse_job
 from schemas.errors import SchemaError, pluralize
 from schemas.features import FeatureSet, parse_features
 from schemas.files import (
@@ -454,7 +454,7 @@ def open_dataset(path: str | Path | Location) -> Dataset:
 def open_root(directory: Location, manifest: DatasetManifest) -> Dataset:
     """Open one version of a dataset; raises as `open_dataset`."""
     name = directory / version_name(JOB, manifest.job_sha256)
-    job = parse_stored_job(read_verified(name, manifest.job_sha256).decode(), str(name))
+    job = parse_job(read_verified(name, manifest.job_sha256).decode(), str(name))
     name = directory / version_name(SCHEMA, manifest.schema_sha256)
     features = parse_features(read_verified(name, manifest.schema_sha256).decode(), str(name))
     tombstones = read_tombstones(directory, manifest.tombstones_sha256)

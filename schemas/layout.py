@@ -1,4 +1,4 @@
-"""Names, paths and Arrow schemas of the files of format 2; `FORMAT.md` explains each."""
+"""Names, paths and Arrow schemas of the files of a dataset; `FORMAT.md` explains each."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import PurePosixPath
 
 import pyarrow as pa
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 1
 
 MANIFEST = "MANIFEST.json"
 SCHEMA = "schema.pbtxt"
@@ -16,7 +16,6 @@ SEGMENTS = "segments"
 BLOCKS = "blocks.parquet"
 FILES = "files.parquet"
 STATISTICS = "statistics.pbtxt.zst"
-PLAIN_STATISTICS = "statistics.pbtxt"  # of segments written before 2026-11-23
 ANOMALIES = "anomalies.pbtxt"
 EVENTS = "events.parquet"
 TOMBSTONES = "tombstones"

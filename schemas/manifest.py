@@ -112,8 +112,7 @@ def _join(key: str, name: str) -> str:
 def encode_manifest(manifest: Any, indent: int | None = None) -> bytes:
     """Return the JSON of a dataclass, with a checksum of itself.
 
-    Keys that were added to a format later have the default None, and are left out while they are
-    None: manifests without them keep their bytes.
+    Keys that are None by default are left out while they are None.
     """
     body = _body_of(manifest)
     return _encode(body, hash_of(body), indent)
@@ -174,10 +173,7 @@ def decode_manifest(kind: type[T], data: bytes, path: Location | Path, remedy: s
 
 def _check_format(kind: type, body: Mapping[str, Any]) -> None:
     for f in fields(kind):
-        if f.name == "format" and body.get("format") not in (
-            f.default,
-            *f.metadata.get("older", ()),
-        ):
+        if f.name == "format" and body.get("format") != f.default:
             raise ValueError(f"format must be {f.default}, got {body.get('format')!r}")
 
 
@@ -263,19 +259,15 @@ class SegmentManifest:
     """Column of samples, groups and transforms to the name of its Arrow type."""
     fitted: Mapping[str, str] = field(default_factory=dict[str, str])
     """Files of fitted values that its transforms used: path below the dataset to sha256."""
-    directories: tuple[str, ...] | None = None
-    """Directories of its data files, such as `samples` and `tuples/user`; None in format 1."""
-    partition_key: str | None = None
-    """Column whose hash assigns a sample to a part; None in format 1."""
-    num_parts: int | None = None
-    """Parts that the hash was divided into, empty ones included; None in format 1."""
+    directories: tuple[str, ...]
+    """Directories of its data files, such as `samples` and `tuples/user`."""
+    partition_key: str
+    """Column whose hash assigns a sample to a part."""
+    num_parts: int
+    """Parts that the hash was divided into, empty ones included."""
     num_source_rows: int | None = None
     """Rows of the log that gave samples; None if each sample has its own row."""
-    id: str | None = None
-    """Of format 1: its id in the dataset."""
-    day: str | None = None
-    """Of format 1: day of its logs."""
-    format: int = field(default=FORMAT_VERSION, metadata={"older": (1,)})
+    format: int = FORMAT_VERSION
     """Format version."""
 
     @property
@@ -488,15 +480,7 @@ def find_root(directory: Location | Path | str) -> Root | None:
         )
     versions = Versions(directory)
     version = versions.newest()
-    if version is None:
-        if (directory / MANIFEST).stat() is not None:
-            raise SchemaError(
-                f"dataset has format 1; run python -m pipelines migrate {directory}, without "
-                "rewriting data",
-                file=str(directory),
-            )
-        return None
-    return Root(version, parse_root(version, versions.path(version.number)))
+    return version and Root(version, parse_root(version, versions.path(version.number)))
 
 
 def parse_root(version: Version, path: Location) -> DatasetManifest:

@@ -2,7 +2,7 @@
 
 Names of a job file must not lead out of the folder that they are joined to. A job file may lie at
 a URL; files that only a local disk can hold, such as tokens, may not. On a network filesystem two
-hosts do not see each other's locks, so a run there requires `--single-writer`.
+hosts may not see each other's locks; a run there gets a warning.
 """
 
 from __future__ import annotations
@@ -10,11 +10,9 @@ from __future__ import annotations
 import argparse
 import os
 import re
-import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path, PurePosixPath
-from types import MappingProxyType
 from typing import Any, NoReturn, TypeVar
 
 from schemas.errors import SchemaError, StorageError
@@ -42,10 +40,6 @@ LOCAL_FUSE = frozenset({"fuse.fuse-overlayfs", "fuse.lxcfs"})
 
 _ROOT = Path(__file__).resolve().parents[1]
 
-SINGLE_WRITER = "--single-writer"
-SINGLE_WRITER_HELP = (
-    "allow a network filesystem: no other process, on any host, writes there meanwhile"
-)
 ALLOW_OUTSIDE = "--allow-outside"
 ALLOW_OUTSIDE_HELP = "allow data.schema outside the folder of the job file"
 
@@ -150,18 +144,9 @@ def parse_store_address(text: str) -> str:
 class ArgumentParser(argparse.ArgumentParser):
     """A parser of types `Path`, `Location` and `path_or_url`, in its subparsers, too."""
 
-    def __init__(
-        self, *args: Any, renamed: Mapping[str, str] = MappingProxyType({}), **kwargs: Any
-    ) -> None:
-        """Create a parser that refuses old names.
-
-        Args:
-            args: as `argparse.ArgumentParser`.
-            renamed: old names of commands and options to the new ones.
-            kwargs: as `argparse.ArgumentParser`.
-        """
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """Create a parser; arguments are those of `argparse.ArgumentParser`."""
         super().__init__(*args, **kwargs)
-        self._renamed = renamed
         self.register("type", Path, _argument_type(local_path))
         self.register("type", Location, _argument_type(Location.parse))
         self.register("type", path_or_url, _argument_type(path_or_url))
@@ -170,20 +155,6 @@ class ArgumentParser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Exit with one line that names the way to all options."""
         self.exit(2, f"{self.prog}: error: {message}; see {self.prog} --help\n")
-
-    # the overloads of the base have one generic type for the namespace
-    def parse_known_args(  # pyright: ignore[reportIncompatibleMethodOverride]
-        self, args: Any = None, namespace: Any = None
-    ) -> Any:
-        """Parse arguments; exit with one line that gives the new name of one that was renamed."""
-        words = list(sys.argv[1:] if args is None else args)
-        options = [word.partition("=")[0] for word in words if word.startswith("--")]
-        for word in [*options, *words[:1]]:
-            if word in self._renamed:
-                kind = "option" if word.startswith("--") else "command"
-                line = f"{kind} was renamed: {word}; use {self._renamed[word]}"
-                self.exit(2, f"{self.prog}: error: {line}\n")
-        return super().parse_known_args(words, namespace)
 
 
 class _Commands(argparse._SubParsersAction):  # pyright: ignore[reportPrivateUsage, reportMissingTypeArgument]
@@ -228,26 +199,23 @@ def schema_path(
     return resolve_beside(job_file, schema)
 
 
-def check_writable(path: Path, *, single_writer: bool = False, mounts: str | None = None) -> None:
-    """Raise SchemaError if another host could write to a path unnoticed.
+def network_warning(path: Path, mounts: str | None = None) -> str:
+    """Return a warning if other hosts may write to a path unnoticed, else an empty string.
 
     Args:
-        path: a dataset, a run or their folder; it need not exist.
-        single_writer: whether no other host writes there.
+        path: a run, a store or their folder; it need not exist.
         mounts: text of /proc/self/mountinfo; read if None.
     """
-    if single_writer:
-        return
     if mounts is None:
         mounts = MOUNTS.read_text("utf-8", "surrogateescape") if MOUNTS.exists() else ""
     point, kind = find_mount(Path(os.path.realpath(path)), mounts)
     is_fuse = kind == "fuse" or (kind.startswith("fuse.") and kind not in LOCAL_FUSE)
-    if is_fuse or kind in NETWORK_FILESYSTEMS:
-        raise SchemaError(
-            f"output must not be on a network filesystem, where writers on two hosts lose data, "
-            f"got {str(path)!r} on {kind} (mounted at {point}); use a local disk, or give "
-            f"{SINGLE_WRITER} if nothing else writes there"
-        )
+    if not is_fuse and kind not in NETWORK_FILESYSTEMS:
+        return ""
+    return (
+        f"warning: output is on a network filesystem, where locks may not hold between hosts: "
+        f"{str(path)!r} on {kind} (mounted at {point}); let no other process write there"
+    )
 
 
 def find_mount(path: Path, mounts: str) -> tuple[str, str]:

@@ -1,4 +1,4 @@
-"""Where datasets and runs may lie: unsafe places are refused before anything is written."""
+"""Where datasets and runs may lie."""
 
 from __future__ import annotations
 
@@ -19,12 +19,14 @@ Main = Callable[[Sequence[str]], int]
 LOCKING: tuple[tuple[Main, str], ...] = (
     (trainer.main, "train JOB --dataset dataset --output PLACE"),
     (trainer.main, "erase PLACE --ids ids --table users"),
-    (trainer.main, "store --directory PLACE --token-file token"),
-    (scheduler.main, "run JOB --output PLACE"),
     (scheduler.main, "run JOB --output PLACE --dry-run"),
 )
-"""Commands that write to a folder under a lock."""
-LOCAL: tuple[tuple[Main, str], ...] = (*LOCKING[2:], (scheduler.main, "status PLACE"))
+"""Commands that write to a folder under a lock, and end at once as something is missing."""
+LOCAL: tuple[tuple[Main, str], ...] = (
+    (trainer.main, "store --directory PLACE --token-file token"),
+    (scheduler.main, "run JOB --output PLACE"),
+    (scheduler.main, "status PLACE"),
+)
 """Commands that take no URL."""
 ANYWHERE: tuple[tuple[Main, str], ...] = (
     (pipelines.main, "append JOB --input log --dataset PLACE"),
@@ -37,7 +39,7 @@ ANYWHERE: tuple[tuple[Main, str], ...] = (
     (pipelines.main, "oracle PLACE"),
     (pipelines.main, "oracle PLACE --reindex"),
     (trainer.main, "evaluate JOB --dataset PLACE --run run"),
-    (trainer.main, "train JOB --dataset PLACE --output run --single-writer"),
+    (trainer.main, "train JOB --dataset PLACE --output run"),
     (scheduler.main, "plan JOB --dataset PLACE"),
 )
 """Commands that take a dataset at a path or a URL."""
@@ -67,17 +69,15 @@ def told(main: Main, line: str, job: str, place: str) -> int:
 
 
 @pytest.mark.parametrize(("main", "line"), LOCKING, ids=[line for _, line in LOCKING])
-def test_network_filesystem_is_refused_by_every_command_that_locks(
+def test_every_command_that_locks_warns_of_a_network_filesystem(
     main: Main, line: str, job: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert told(main, line, job, "data") == 1
-    error = capsys.readouterr().err
-    assert error.count("\n") == 1
-    assert (
-        f"got 'data' on nfs4 (mounted at {tmp_path.resolve()}); use a local disk"
-        in error.replace(str(tmp_path / "data"), "data")
+    told(main, line, job, "data")
+    first = capsys.readouterr().err.splitlines()[0].replace(str(tmp_path / "data"), "data")
+    assert first == (
+        "warning: output is on a network filesystem, where locks may not hold between hosts: "
+        f"'data' on nfs4 (mounted at {tmp_path.resolve()}); let no other process write there"
     )
-    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(("main", "line"), LOCAL, ids=[line for _, line in LOCAL])
@@ -98,9 +98,9 @@ def test_dataset_may_lie_anywhere_and_one_that_is_missing_is_named(
 ) -> None:
     assert told(main, line, job, place) == 1
     where = Location.parse(place)
-    assert capsys.readouterr().err == (
+    assert capsys.readouterr().err.splitlines()[-1] == (
         f"error: there is no dataset: no build was committed in {where}; build it, or correct the "
-        "path\n"
+        "path"
     )
     assert where.entries() == []
     assert list(tmp_path.iterdir()) == []

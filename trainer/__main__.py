@@ -28,7 +28,7 @@ from schemas.config.job import Job, load_job
 from schemas.errors import PlanError, SchemaError, pluralize
 from schemas.layout import BLOCKS
 from schemas.manifest import read_dataset
-from schemas.paths import check_writable, import_variables
+from schemas.paths import import_variables, network_warning
 from schemas.run_log import EXIT_BEHIND, EXIT_LOST_ROWS, LEDGER, METRICS, RUN_FILE
 from schemas.run_manifest import local_run
 from schemas.storage import Location
@@ -82,7 +82,8 @@ def main(argv: Sequence[str] | None = None, prog: str = "python -m trainer") -> 
             folder = getattr(arguments, WRITTEN[arguments.command])
             if isinstance(folder, Location):
                 folder = _work(arguments)
-            check_writable(folder, single_writer=arguments.single_writer)
+            if warning := network_warning(folder):
+                print(warning, file=sys.stderr)
         return command(arguments)
     except (SchemaError, PlanError, ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)

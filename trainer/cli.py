@@ -6,8 +6,6 @@ import argparse
 from pathlib import Path
 
 from schemas.paths import (
-    SINGLE_WRITER,
-    SINGLE_WRITER_HELP,
     ArgumentParser,
     parse_store_address,
     path_or_url,
@@ -109,14 +107,13 @@ def add_export(commands: argparse._SubParsersAction[ArgumentParser]) -> None:
         command.add_argument("--json", action="store_true", help="one JSON object on stdout")
 
 
-_RENAMED = {"equal": "diff", "forget": "erase", "persist": "agent"}
 WRITTEN = {"train": "output", "erase": "run", "store": "directory"}
 """Command to the argument of the folder that it writes and that other processes may write."""
 
 
 def build_parser(prog: str = "python -m trainer") -> argparse.ArgumentParser:
     """Return the parser of all commands."""
-    parser = ArgumentParser(prog=prog, description="Train a model on a dataset.", renamed=_RENAMED)
+    parser = ArgumentParser(prog=prog, description="Train a model on a dataset.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     run = commands.add_parser("train", help="train a job on a dataset")
     run.add_argument("job", type=path_or_url, help="job file, or its URL")
@@ -238,9 +235,6 @@ def build_parser(prog: str = "python -m trainer") -> argparse.ArgumentParser:
     agent.add_argument("--parent", type=positive, required=True, help="process id of the trainer")
     for command in (run, score, check, diff, erase, move, kill, restart):
         command.add_argument("--json", action="store_true", help="one JSON object on stdout")
-    for name in WRITTEN:
-        command = commands.choices[name]
-        command.add_argument(SINGLE_WRITER, action="store_true", help=SINGLE_WRITER_HELP)
     return parser
 
 

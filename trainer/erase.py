@@ -81,7 +81,7 @@ def erase_ids(source: Path | Location, path: Path, table: str, work: Path) -> di
 
 def _erase_ids(run: Path, path: Path, table: str) -> dict[str, Any]:
     read_identity(run)  # raises SchemaError if the folder holds no run
-    config = table_of(load_job(run / JOB, stored=True).data.tables, table, run)
+    config = table_of(load_job(run / JOB).data.tables, table, run)
     types = {f.name: f.type for f in load_features(run / SCHEMA).features}
     is_text = any(types.get(name) == "BYTES" for name in config.features)
     return erase_rows(run, read_ids(path, is_text=is_text), table)
@@ -129,7 +129,7 @@ def erase_rows(run: Path, ids: NDArray[np.int64], table: str) -> dict[str, Any]:
         SchemaError: there is no run or table, a process uses the run, or a checkpoint is damaged.
     """
     read_identity(run)  # raises SchemaError if the folder holds no run
-    job = load_job(run / JOB, stored=True)
+    job = load_job(run / JOB)
     rows = np.unique(rows_of_ids(ids, table, table_of(job.data.tables, table, run)))
     check_unused(run)
     claim_leftovers(run, job.train.checkpoint, resume=True)

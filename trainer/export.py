@@ -128,7 +128,7 @@ def open_source(run: Path, train_step: int | None = None) -> Source:
             f"run has no {SCHEMA}; continue it with --resume, which copies it from the dataset",
             file=str(run),
         )
-    job, features = load_job(run / JOB, stored=True), load_features(run / SCHEMA)
+    job, features = load_job(run / JOB), load_features(run / SCHEMA)
     checkpoint = newest_checkpoint(run)
     if train_step is not None:
         checkpoint = run / CHECKPOINTS / folder_name(train_step)

@@ -26,7 +26,6 @@ def parser() -> ArgumentParser:
     made.add_argument("--input", required=True, help="directory of raw files, or its URL")
     made.add_argument("--output", required=True, help="directory of the dataset, or its URL")
     made.add_argument("--append", choices=YES, default="false", help="the dataset must be there")
-    made.add_argument("--single_writer", choices=YES, default="false", help="no other job writes")
     return made
 
 
@@ -46,7 +45,6 @@ def pipeline_of(arguments: Sequence[str]) -> beam.Pipeline:
         asked.input,
         asked.output,
         asked.append == "true",
-        single_writer=asked.single_writer == "true",
     )
     _ = made["segment"] | "say segment" >> beam.Map(_say, "segment %s committed")
     _ = made["rejects"] | "say reject" >> beam.Map(_say, "rejected: %s")

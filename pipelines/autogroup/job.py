@@ -48,7 +48,7 @@ from pipelines.sources.rows import ORIGIN, InputSplit, microseconds
 from pipelines.stages import good_side_rows, read_rows, split_file
 from pipelines.transforms.apply import inputs_of
 from schemas.arrays import is_list, one_chunk
-from schemas.config.job import SAMPLES, DataConfig, Job, parse_stored_job
+from schemas.config.job import SAMPLES, DataConfig, Job, parse_job
 from schemas.config.transforms import TransformConfig
 from schemas.dataset import read_version
 from schemas.errors import SchemaError
@@ -87,7 +87,7 @@ def with_groups(request: BuildRequest, job: Job, features: FeatureSet) -> tuple[
     root = find_root(request.dataset)
     if root is not None:
         job_bytes = read_version(request.dataset, JOB, root.manifest.job_sha256)
-        existing = parse_stored_job(job_bytes.decode(), str(request.dataset / JOB))
+        existing = parse_job(job_bytes.decode(), str(request.dataset / JOB))
         named = named_groups(job, existing.data.groups)
         if named != existing:
             job_bytes = rewritten(text, named.data, {}).encode()

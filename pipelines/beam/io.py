@@ -11,7 +11,6 @@ Arguments of several transforms:
     dataset: directory of the dataset.
     append: whether the dataset must exist.
     num_parts: ranges of keys, processed in parallel; the rows of each fit a worker.
-    single_writer: without effect; a dataset may have several writers.
     allow_outside: whether the schema may be outside the folder of the job file.
 """
 
@@ -52,13 +51,13 @@ from pipelines.table.compatibility import check_admissible, new_segment
 from pipelines.table.rows import ContentHash, content_hash, row_hashes
 from pipelines.transforms.fit import fitted_files, stage_fitted
 from pipelines.unfinished import discarded_on_error
-from schemas.config.job import Job, check_new_names, load_job
+from schemas.config.job import Job, load_job
 from schemas.dataset import missing_column_defaults, open_dataset
 from schemas.errors import SchemaError, suggest_name, suggest_name_or
 from schemas.features import FeatureSet, load_features
 from schemas.layout import SEGMENTS
 from schemas.leases import Lease
-from schemas.manifest import InputFile, find_root, hash_of
+from schemas.manifest import InputFile, hash_of
 from schemas.paths import path_or_url, schema_path
 from schemas.samples import column_names, read_live_row_group, row_groups, samples_schema
 from schemas.storage import Location
@@ -83,7 +82,7 @@ class BuildDataset(beam.PTransform):
 
     def __init__(
         self, job: str | Path, log: str | Path, dataset: str | Path, append: bool = False,
-        *, single_writer: bool = False, allow_outside: bool = False,
+        *, allow_outside: bool = False,
     ) -> None:  # fmt: skip
         """Check the job.
 
@@ -91,9 +90,7 @@ class BuildDataset(beam.PTransform):
             SchemaError: the job is invalid, or the dataset cannot be written.
         """
         super().__init__()
-        request, self._job, self._features = _segment_request(
-            job, dataset, append, single_writer, allow_outside
-        )
+        request, self._job, self._features = _segment_request(job, dataset, append, allow_outside)
         self._request = replace(request, input_root=str(log))
 
     def expand(self, input_or_inputs: Any) -> dict[str, Any]:
@@ -129,7 +126,7 @@ class WriteDataset(beam.PTransform):
 
     def __init__(
         self, job: str | Path, dataset: str | Path, name: str, num_parts: int = 1,
-        append: bool = False, *, single_writer: bool = False, allow_outside: bool = False,
+        append: bool = False, *, allow_outside: bool = False,
     ) -> None:  # fmt: skip
         """Check the job; `name` replaces the name of a file, in the manifest and in rejects.
 
@@ -138,9 +135,7 @@ class WriteDataset(beam.PTransform):
         """
         super().__init__()
         _check_num_parts(num_parts)
-        request, self._job, features = _segment_request(
-            job, dataset, append, single_writer, allow_outside
-        )
+        request, self._job, features = _segment_request(job, dataset, append, allow_outside)
         listing = (_unread_file(self._job, request.job_path, name),)
         self._request = replace(request, listing=listing)
         context = prepare(self._request, self._job, features)
@@ -341,12 +336,11 @@ def _load_job(job: str | Path, allow_outside: bool) -> tuple[Path | Location, Jo
 
 
 def _segment_request(
-    job: str | Path, dataset: str | Path, append: bool, single_writer: bool, allow_outside: bool
+    job: str | Path, dataset: str | Path, append: bool, allow_outside: bool
 ) -> tuple[BuildRequest, Job, FeatureSet]:
     """Check the job and the target; return the request of a segment without files."""
     path, parsed, features = _load_job(job, allow_outside)
     target = Location.parse(dataset)
-    check_new_names(parsed, path, is_new=find_root(target) is None)
     request = BuildRequest(
         job_path=path,
         input_root=str(_NOWHERE / "input"),

@@ -34,12 +34,10 @@ class PresageBuild(beam.PTransform):
 
     _yaml_requires_inputs = False
 
-    def __init__(
-        self, job: str, input: str, output: str, append: bool = False, single_writer: bool = False
-    ) -> None:
+    def __init__(self, job: str, input: str, output: str, append: bool = False) -> None:
         """Check the job; see `BuildDataset`."""
         super().__init__()
-        self._build = BuildDataset(job, input, output, append, single_writer=single_writer)
+        self._build = BuildDataset(job, input, output, append)
 
     def expand(self, input_or_inputs: Any) -> dict[str, Any]:
         """Build."""
@@ -54,13 +52,10 @@ class PresageWriteDataset(beam.PTransform):
 
     def __init__(
         self, job: str, output: str, name: str, num_parts: int = 1, append: bool = False,
-        single_writer: bool = False,
     ) -> None:  # fmt: skip
         """Check the job; see `WriteDataset`."""
         super().__init__()
-        self._write = WriteDataset(
-            job, output, name, num_parts, append, single_writer=single_writer
-        )
+        self._write = WriteDataset(job, output, name, num_parts, append)
         data = load_job(job).data
         declared = data.sources[data.sample_source].declared
         self._types = {column: arrow_type(name) for column, name in declared.items()}

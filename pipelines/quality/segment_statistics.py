@@ -29,7 +29,7 @@ from schemas.dataset import Segment
 from schemas.errors import SchemaError
 from schemas.features import FeatureSet
 from schemas.files import read_verified
-from schemas.layout import EVALUATION, PLAIN_STATISTICS, STATISTICS, TRAIN
+from schemas.layout import EVALUATION, STATISTICS, TRAIN
 from schemas.storage import Location
 
 SHOWN_VALUES = 20
@@ -184,15 +184,13 @@ def read_statistics(segment: Location) -> statistics_pb2.DatasetFeatureStatistic
 
 
 def parse_statistics(path: Location, data: bytes) -> statistics_pb2.DatasetFeatureStatisticsList:
-    """Parse the content of a compressed or an uncompressed file of statistics.
+    """Parse the content of a file of statistics; `path` is used in errors.
 
     Raises:
         SchemaError: it is damaged.
     """
     try:
-        if path.name == STATISTICS:
-            data = pa.CompressedInputStream(pa.py_buffer(data), "zstd").read()
-        text = data.decode()
+        text = pa.CompressedInputStream(pa.py_buffer(data), "zstd").read().decode()
         if text in _last_written:
             return _last_written[text]
         return text_format.Parse(text, statistics_pb2.DatasetFeatureStatisticsList())
@@ -209,9 +207,8 @@ def segment_statistics(segment: Segment) -> statistics_pb2.DatasetFeatureStatist
     Raises:
         SchemaError: the file is missing or changed.
     """
-    name = PLAIN_STATISTICS if PLAIN_STATISTICS in segment.files else STATISTICS
-    path = segment.directory / name
-    return parse_statistics(path, read_verified(path, segment.files[name].sha256))
+    path = segment.directory / STATISTICS
+    return parse_statistics(path, read_verified(path, segment.files[STATISTICS].sha256))
 
 
 # Statistics of training and evaluation samples.

@@ -27,7 +27,7 @@ from pipelines.context import BuildRequest
 from pipelines.table.indexes import INDEX_PREFIX, PartBuilder, segment_of_part
 from pipelines.table.root import update_root, write_copies, write_version
 from pipelines.table.segment import directory_reference
-from schemas.config.job import parse_stored_job
+from schemas.config.job import parse_job
 from schemas.dataset import Dataset, Segment, open_root, read_tombstones
 from schemas.errors import SchemaError, pluralize
 from schemas.files import read_verified
@@ -159,7 +159,7 @@ def _next_manifest(
     )
     segment = Segment(new.directory, reference, read_segment(new.directory, reference))
     present = [s for s in (dataset.segments if dataset else ()) if s.reference in kept]
-    data = parse_stored_job(new.job.decode(), JOB).data
+    data = parse_job(new.job.decode(), JOB).data
     indexes = new.parts.updated_indexes(dataset, data, [*present, segment])
     return reference, replace(manifest, indexes=indexes)
 

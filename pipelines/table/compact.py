@@ -79,7 +79,6 @@ from schemas.layout import (
     BLOCKS,
     EVENTS,
     FILES,
-    FORMAT_VERSION,
     MANIFEST,
     SCHEMA,
     SEGMENTS,
@@ -455,8 +454,7 @@ def compact_segment(
             old.num_parts,
         )
         fields = {field: getattr(new, field) for field in REWRITTEN_FIELDS}
-        manifest = replace(old, **fields, id=None, day=None, format=FORMAT_VERSION)
-        write_manifest(building, manifest)
+        write_manifest(building, replace(old, **fields))
     return True
 
 
@@ -524,16 +522,12 @@ def copy_segment(
     for path in (BLOCKS, *entries):
         (directory / path).copy_from(segment.directory / path)
     changed: dict[str, Any] = {} if with_rejects else {"num_rejects": 0}
-    if segment.manifest.directories is not None:
-        changed["directories"] = directories_of(entries.values())
-    changed["files_sha256"] = write_files(directory / FILES, entries.values())
     manifest = replace(
         segment.manifest,
         **changed,
+        directories=directories_of(entries.values()),
+        files_sha256=write_files(directory / FILES, entries.values()),
         fitted=dict(fitted),
-        id=None,
-        day=None,
-        format=FORMAT_VERSION,
     )
     write_manifest(directory, manifest)
 

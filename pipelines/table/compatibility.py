@@ -57,14 +57,7 @@ NOT_IN_ID = frozenset({"gate", "generate"})
 def identity_of(data: DataConfig) -> dict[str, Any]:
     """Return the part of the data section that determines the content of a segment."""
     identity = {key: value for key, value in asdict(data).items() if key not in NOT_IN_ID}
-    # Unset keys that were added later are left out, so that ids do not change.
-    if data.split.evaluation_last is None:
-        del identity["split"]["evaluation_last"]
     del identity["samples"]["limits"]
-    for inputs in (identity["sources"], identity["sides"]):
-        for config in inputs.values():
-            if not config["partitions"]:
-                del config["partitions"]
     return identity
 
 

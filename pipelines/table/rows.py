@@ -209,10 +209,7 @@ def _owner_table(segment: Segment, group: str) -> str:
 
 
 def _has(segment: Segment, *folders: str) -> bool:
-    directory = "/".join(folders)
-    if segment.manifest.directories is not None:
-        return directory in segment.manifest.directories
-    return any(path.startswith(f"{directory}/") for path in segment.files)
+    return "/".join(folders) in segment.manifest.directories
 
 
 def _files(segment: Segment, *folders: str, numbered: bool = False) -> str:

@@ -181,7 +181,7 @@ def finish_segment(
     data: DataConfig,
     features: FeatureSet,
     fitted: Mapping[str, str],
-    num_parts: int | None,
+    num_parts: int,
 ) -> SegmentManifest:
     """Complete a segment whose parts are written; its manifest is written last.
 
@@ -232,7 +232,7 @@ def finish_segment(
         blocks_sha256=blocks_sha256,
         files_sha256=files_sha256,
         directories=directories_of(entries),
-        partition_key=None if num_parts is None else data.session.key,
+        partition_key=data.session.key,
         num_parts=num_parts,
         columns=stored_columns(root, results[0].file_index, groups, entries),
         fitted=fitted,

@@ -12,8 +12,6 @@ change. The types of the fields say what a JSON value means:
   order of keys is no difference. Keys that are no text are JSON in a text.
 - a set is an ascending list; its changes are `{"add": [...]}`, or a list, which replaces it.
 - infinity is a text.
-
-A field that a later release adds with a default is absent in states of earlier releases.
 """
 
 from __future__ import annotations

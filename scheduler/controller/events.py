@@ -64,7 +64,7 @@ class Submitted(JobEvent):
     num_segments: int
     """Segments of its input."""
     sizes: MachineSizes | None = None
-    """Sizes that its file leaves to the machine; None for Pods, and in older logs."""
+    """Sizes that its file leaves to the machine; None for Pods."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -77,8 +77,8 @@ LOG = "scheduler.jsonl"
 """Name of the log in the folder of a scheduler."""
 ARCHIVE = "scheduler-archive"
 """Folder of earlier logs beside it, `<number of their first event>.jsonl.gz`."""
-FORMAT = 2
-"""Of the snapshot. Logs of format 1 had none."""
+FORMAT = 1
+"""Format version, in the snapshot."""
 MIN_LOG_BYTES = 4 << 20
 """Bytes below which a log is not archived."""
 SNAPSHOTS_PER_LOG = 2
@@ -172,17 +172,12 @@ class LogReader:
         """Return the entry of the next line without applying it; None for a snapshot.
 
         Raises:
-            SchemaError: the line is invalid, or the log is of an earlier release.
+            SchemaError: the line is invalid, or the log has another format.
         """
         try:
             body: Any = json.loads(line)
             if self.num_lines:
                 return _parse_entry(body, self.num_lines + 1, len(line))
-            if "snapshot" not in body and {"event", "decision"} & body.keys():
-                raise self._error(
-                    "log is of an earlier release",
-                    "end its jobs with that release, or start in another folder",
-                )
             self._open(body["snapshot"])
         except SchemaError:
             raise
@@ -243,7 +238,7 @@ class Log:
         """Recover the state, and cut off an incomplete last line.
 
         Raises:
-            SchemaError: the log is damaged, or of another release.
+            SchemaError: the log is damaged, or has another format.
         """
         content = self._path.read_bytes() if self._path.exists() else b""
         if not content:
@@ -335,7 +330,7 @@ def recover(path: Path) -> LogReader:
     """Return the state that a log leads to; an incomplete last line is left out.
 
     Raises:
-        SchemaError: the log cannot be read, is damaged, or of another release.
+        SchemaError: the log cannot be read, is damaged, or has another format.
     """
     reader = LogReader(path)
     for _ in _read_entries(reader):

@@ -13,7 +13,7 @@ from scheduler.model.grid import Sizes
 from scheduler.model.snapshot import Snapshot
 from scheduler.planner.correction import Correction
 from scheduler.planner.machine_sizes import MachineSizes, cluster_schedule
-from schemas.config.job import Job, parse_stored_job
+from schemas.config.job import Job, parse_job
 from schemas.config.schedule import BudgetConfig
 
 PoolName = Literal["segment", "coordinator", "replica", "store"]
@@ -286,7 +286,7 @@ def job_of_document(document: str, name: str, sizes: MachineSizes | None) -> Job
     Raises:
         SchemaError: the file is invalid.
     """
-    job = parse_stored_job(document, name)
+    job = parse_job(document, name)
     declared = job.schedule
     schedule = cluster_schedule(declared) if sizes is None else sizes.applied_to(declared)
     return replace(job, schedule=schedule)

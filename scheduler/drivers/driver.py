@@ -58,7 +58,7 @@ from scheduler.drivers.submit import HISTORY
 from scheduler.files import whole_bytes
 from scheduler.model.history import PAST_JOBS, format_past_job
 from scheduler.model.predict import fit_models, summarize_job
-from schemas.config.job import parse_stored_job
+from schemas.config.job import parse_job
 from schemas.config.train import TrainConfig
 from schemas.errors import SchemaError, StorageError
 from schemas.manifest import find_root
@@ -173,9 +173,7 @@ class Driver:
             if job is None or job.phase in ENDED_PHASES:
                 continue
             # Compare the files: the sizes in the snapshot's job were adapted to this machine.
-            if parse_stored_job(job.document, job.name) != parse_stored_job(
-                submitted.document, job.name
-            ):
+            if parse_job(job.document, job.name) != parse_job(submitted.document, job.name):
                 raise SchemaError(
                     "job file changed while the job runs; restore it, or use another --output",
                     file=str(self._paths[job.name].source),

@@ -23,36 +23,9 @@ from schemas.config.train import TrainConfig
 from schemas.dataset import open_dataset
 from schemas.errors import SchemaError, StorageError
 from schemas.hashing import NUM_SLOTS
-from schemas.paths import ALLOW_OUTSIDE, SINGLE_WRITER, import_variables, is_below, schema_path
+from schemas.paths import import_variables, is_below, schema_path
 from schemas.run_log import STORE_ADDRESS
 from schemas.storage import Location
-
-
-@dataclass(frozen=True, slots=True)
-class CommandFlags:
-    """Flags that commands of our packages get besides paths.
-
-    Attributes:
-        single_writer: whether nothing else writes to runs and stores there, as the user asserts
-            (network filesystems); datasets may have several writers.
-        allow_outside: whether the job's schema may be outside the folder of the job file.
-    """
-
-    single_writer: bool = False
-    allow_outside: bool = False
-
-    @property
-    def write(self) -> list[str]:
-        """Flags of commands that write a run or a store."""
-        return [SINGLE_WRITER] if self.single_writer else []
-
-    @property
-    def build(self) -> list[str]:
-        """Flags of commands that build from the job file as it was submitted."""
-        return [ALLOW_OUTSIDE] if self.allow_outside else []
-
-
-NO_FLAGS = CommandFlags()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,8 +43,8 @@ class JobPaths:
     """Raw files."""
     segments: tuple[tuple[str, ...], ...]
     """Paths of each segment's files below the input; none of a segment of all files."""
-    flags: CommandFlags = NO_FLAGS
-    """Flags of the commands of its processes."""
+    allow_outside: bool = False
+    """Whether the job's schema may be outside the folder of the job file."""
 
     @property
     def num_segments(self) -> int:
@@ -147,7 +120,7 @@ def copy_job_file(paths: JobPaths) -> None:
     """
     text = paths.source.read_bytes().decode()
     name = load_job(paths.source).data.schema
-    schema = schema_path(paths.source, name, allow_outside=paths.flags.allow_outside)
+    schema = schema_path(paths.source, name, allow_outside=paths.allow_outside)
     if not is_below(os.path.normpath(name)):
         name = "schema.pbtxt"
         body: Any = yaml.safe_load(text)
@@ -319,7 +292,6 @@ def coordinator_command(
     command += ["--embedding", "cached"] if served else []
     command += ["--replicas", "0"] if grouped else []
     command += ["--work", str(work / "coordinator")] if paths.is_remote else []
-    command += paths.flags.write
     command += ["--host", endpoint.host] if grouped and endpoint is not None else []
     return command
 
@@ -367,7 +339,7 @@ def store_command(
     folder, address = paths.store(number, work), paths.address_file(number)
     command = [*module_command("trainer"), "store", "--directory", str(folder)]
     command += ["--address-file", str(address)] if paths.is_remote else []
-    command += ["--slots", slots, *paths.flags.write]
+    command += ["--slots", slots]
     return [*command, *(_loopback_flags(paths) if endpoint is None else _server_flags(endpoint))]
 
 

@@ -17,7 +17,7 @@ from scheduler.drivers.base import Platform, stop_signals
 from scheduler.drivers.beam_runners import SegmentRunner
 from scheduler.drivers.children import ThisMachine
 from scheduler.drivers.driver import Driver, DriverOptions, unnamed_jobs
-from scheduler.drivers.job_files import NO_FLAGS, CommandFlags, JobPaths, segment_command
+from scheduler.drivers.job_files import JobPaths, segment_command
 from scheduler.drivers.kubernetes.manifest import check_volumes, read_cluster
 from scheduler.drivers.submit import submit
 from scheduler.files import directory_lock
@@ -55,8 +55,8 @@ class RunRequest:
     """Configuration file of the cluster; None for this machine."""
     driver: DriverOptions
     """How processes are observed."""
-    flags: CommandFlags = NO_FLAGS
-    """Flags of the commands of all processes."""
+    allow_outside: bool = False
+    """Whether a job's schema may be outside the folder of its job file."""
 
 
 def inputs_of(words: Sequence[str], job_files: Sequence[Path | Location]) -> dict[str, Location]:
@@ -231,7 +231,7 @@ def _submissions(
             request.output,
             time.time(),
             storage=request.storage,
-            flags=request.flags,
+            allow_outside=request.allow_outside,
             budget=budget if request.cluster is None else None,
             shares_cores=request.budget is None,
             progress=request.driver.progress,

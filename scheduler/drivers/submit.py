@@ -14,8 +14,6 @@ import pyarrow.parquet as pq
 
 from scheduler.controller.events import Submitted
 from scheduler.drivers.job_files import (
-    NO_FLAGS,
-    CommandFlags,
     JobPaths,
     environment,
     generate_command,
@@ -23,7 +21,7 @@ from scheduler.drivers.job_files import (
 from scheduler.model.history import History, read_history
 from scheduler.model.snapshot import Snapshot, facts_of_job
 from scheduler.planner.machine_sizes import MachineSizes, machine_schedule
-from schemas.config.job import GenerateConfig, Job, check_new_names, load_job
+from schemas.config.job import GenerateConfig, Job, load_job
 from schemas.config.schedule import BudgetConfig
 from schemas.errors import SchemaError
 from schemas.features import load_features
@@ -51,7 +49,7 @@ def submit(
     time_sec: float,
     *,
     storage: Location | None = None,
-    flags: CommandFlags = NO_FLAGS,
+    allow_outside: bool = False,
     budget: BudgetConfig | None = None,
     shares_cores: bool = False,
     progress: Callable[[str], None] = lambda _: None,
@@ -65,7 +63,7 @@ def submit(
         output: folder of the scheduler.
         time_sec: the current time.
         storage: where the job's files are; None for the folder of the scheduler.
-        flags: of the commands of its processes.
+        allow_outside: whether the job's schema may be outside the folder of the job file.
         budget: of all jobs together on this machine; None for Pods.
         shares_cores: whether processes may share cores, as with a budget of the whole machine.
         progress: called with a line for each size that differs from the declared one.
@@ -74,8 +72,7 @@ def submit(
         SchemaError: the job file or its input is invalid.
     """
     job = load_job(job_file)
-    check_new_names(job, job_file)
-    schema = schema_path(job_file, job.data.schema, allow_outside=flags.allow_outside)
+    schema = schema_path(job_file, job.data.schema, allow_outside=allow_outside)
     features = load_features(schema)
     storage = Location.parse(output.resolve()) if storage is None else storage
     folder, storage = (output / job.name).resolve(), storage / job.name
@@ -124,7 +121,7 @@ def submit(
             tuple(entry.path for entry in files) if has_segment_per_file(job) else ()
             for files in segments
         ),
-        flags=flags,
+        allow_outside=allow_outside,
     )
     return submitted, paths
 

@@ -13,7 +13,6 @@ from rich.table import Table
 
 from scheduler.drivers.base import stop_signals
 from scheduler.drivers.children import ThisMachine
-from scheduler.drivers.job_files import CommandFlags
 from scheduler.retrain.decide import EXIT_REFUSED, DayRequest, Finished
 from scheduler.retrain.drive import (
     RetrainContext,
@@ -36,8 +35,6 @@ from schemas.errors import PlanError, SchemaError
 from schemas.paths import (
     ALLOW_OUTSIDE,
     ALLOW_OUTSIDE_HELP,
-    SINGLE_WRITER,
-    SINGLE_WRITER_HELP,
     path_or_url,
     resolve_beside,
 )
@@ -170,7 +167,6 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
         "--corrected", action="store_true", help="replace existing segments of the days"
     )
     command.add_argument("--again", action="store_true", help="train and judge refused days again")
-    command.add_argument(SINGLE_WRITER, action="store_true", help=SINGLE_WRITER_HELP)
     command.add_argument(ALLOW_OUTSIDE, action="store_true", help=ALLOW_OUTSIDE_HELP)
     command.add_argument(
         "--rollback", metavar="RUN", help="withdraw a promoted run and those that started from it"
@@ -237,7 +233,7 @@ def retrain(arguments: argparse.Namespace, today: date, progress: Callable[[str]
             job_file=arguments.job.resolve(),
             root=root,
             config=job.schedule.retrain,
-            flags=CommandFlags(arguments.single_writer, arguments.allow_outside),
+            allow_outside=arguments.allow_outside,
             processes=ThisMachine().of_job(job.name, root.processes),
             log=log,
             stopped=stopped,

@@ -244,7 +244,7 @@ def check_rollback(state: State, run: str) -> None:
     withdrawn = started_from(state, run)
     left = [other for other in state.promoted if other not in withdrawn]
     previous = state.attempt(left[-1]).promoted if left else None
-    if previous is None or previous.run in state.removed or previous.pointer is None:
+    if previous is None or previous.run in state.removed:
         raise PlanError(
             f"no promoted run before {run} is left to roll back to; correct its day, or train a "
             "newer one"

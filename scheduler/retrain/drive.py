@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from scheduler.drivers.base import Processes
-from scheduler.drivers.job_files import CommandFlags, local_runner_options, module_command
+from scheduler.drivers.job_files import local_runner_options, module_command
 from scheduler.model.history import BUILD
 from scheduler.model.snapshot import Snapshot, take_snapshot
 from scheduler.planner.machine_sizes import machine_schedule
@@ -53,6 +53,7 @@ from schemas.errors import SchemaError
 from schemas.layout import EVALUATION, MANIFEST
 from schemas.machine import machine_budget
 from schemas.manifest import canonical_json, find_root, previous_names
+from schemas.paths import ALLOW_OUTSIDE
 from schemas.run_log import CHECKPOINTS, RUN_FILE
 from schemas.run_manifest import read_newest_state
 from schemas.storage import Location
@@ -69,7 +70,8 @@ class RetrainContext:
     job_file: Path | Location
     root: Root
     config: RetrainConfig
-    flags: CommandFlags
+    allow_outside: bool
+    """Whether the job's schema may be outside the folder of the job file."""
     processes: Processes
     """Where stages run."""
     log: Log
@@ -149,7 +151,7 @@ def _start(context: RetrainContext, action: Run) -> None:
     """Log the start of a stage; `_await` starts its process."""
     sizes = Sizes()
     if action.stage in ("append", "train"):
-        outside = context.flags.allow_outside
+        outside = context.allow_outside
         sizes = sizes_of(context.job_file, context.root, allow_outside=outside)
     planned = f"; {sizes.summary}" if sizes.summary else ""
     context.progress(f"{action.run}: {action.stage}: {action.reason}{planned}")
@@ -173,7 +175,7 @@ def _await(context: RetrainContext, started: Started) -> None:
     attempt, name = context.log.state.attempt(started.run), started.process
     if not context.processes.was_started(name):
         command = command_of(
-            started, attempt, context.job_file, context.root, context.config, context.flags
+            started, attempt, context.job_file, context.root, context.config, context.allow_outside
         )
         context.processes.start(name, command)
     _until_ended(
@@ -348,13 +350,14 @@ def command_of(
     job_file: Path | Location,
     root: Root,
     config: RetrainConfig,
-    flags: CommandFlags,
+    allow_outside: bool,
 ) -> list[str]:
     """Return the command of a stage."""
     if started.stage == "append":
-        return [*_append(started, attempt, job_file, root), *flags.build]
+        outside = [ALLOW_OUTSIDE] if allow_outside else []
+        return [*_append(started, attempt, job_file, root), *outside]
     if started.stage == "train":
-        return [*_train(started, job_file, root, config), *flags.write]
+        return _train(started, job_file, root, config)
     run = started.run if started.stage == "evaluate" else started.base
     assert run is not None, "a comparison has a base"
     evaluate = [*module_command("trainer"), "evaluate", str(job_file)]

@@ -11,23 +11,20 @@ reads it before its next record.
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Self
 
 from scheduler.controller.changes import decode, encode
-from scheduler.files import whole_bytes
 from scheduler.retrain.decide import check_rollback
 from scheduler.retrain.records import (
     Record,
     RolledBack,
     State,
     apply_record,
-    record_from_json,
     record_to_json,
 )
 from schemas.errors import SchemaError
@@ -36,8 +33,6 @@ from schemas.manifest import decode_manifest, encode_manifest
 from schemas.storage import Location
 from schemas.versions import Version, Versions, backoff, writer_id
 
-OLD_LOG = "state.jsonl"
-"""File of the records in a root of an earlier release, one JSON object a line."""
 EXPIRY_SEC = 60
 """Time after which another host takes over from one that does not renew its lease."""
 READ_SEC = 20
@@ -54,15 +49,13 @@ class LogManifest:
     """Id of the lease of the process that wrote the version."""
     writer: str
     """Id of the version."""
-    state: Mapping[str, Any] | None = None
+    state: Mapping[str, Any]
     """State of all days, as JSON."""
     record: Mapping[str, Any] | None = None
     """The record that led to it, as JSON; None if the log was only taken over."""
-    records: tuple[Mapping[str, Any], ...] | None = None
-    """Instead of the state, in format 1: all records, oldest first."""
     parent_sha256: str | None = None
     """Hash of the version before it."""
-    format: int = field(default=2, metadata={"older": (1,)})
+    format: int = 1
     """Format version."""
 
 
@@ -214,38 +207,13 @@ def _decode(versions: Versions, version: Version) -> LogManifest:
     return decode_manifest(LogManifest, version.data, path, "restore the root")
 
 
-def _read_old_log(root: Location) -> tuple[Mapping[str, Any], ...]:
-    """Return the records of a root of an earlier release, without an incomplete last line."""
-    path = root / OLD_LOG
-    try:
-        content = path.read_bytes()
-    except FileNotFoundError:
-        return ()
-    whole, _ = whole_bytes(content)
-    try:
-        return tuple(json.loads(line) for line in content[:whole].splitlines())
-    except ValueError as error:
-        raise SchemaError("line is no record; restore the file", file=str(path)) from error
-
-
 def _state_of(manifest: LogManifest | None, root: Location) -> State:
-    """Return the state of a version; without one, of the records of an earlier release."""
-    if manifest is not None and manifest.state is not None:
-        try:
-            return decode(State, manifest.state)
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
-            raise SchemaError(
-                f"log is of another release: {error!r}; use that release", file=str(root)
-            ) from error
-    records = _read_old_log(root) if manifest is None else manifest.records or ()
-    state = State()
-    for number, record in enumerate(records, start=1):
-        try:
-            state = apply_record(state, record_from_json(record))
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
-            raise SchemaError(
-                f"record is not valid: {str(record)[:80]!r} ({error!r}); restore the log",
-                file=str(root),
-                location=str(number),
-            ) from error
-    return state
+    """Return the state of a version; without one, that before the first record."""
+    if manifest is None:
+        return State()
+    try:
+        return decode(State, manifest.state)
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise SchemaError(
+            f"log is of another version: {error!r}; use the release that wrote it", file=str(root)
+        ) from error

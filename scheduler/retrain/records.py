@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from datetime import date, timedelta
 from typing import Any, Literal, get_args
 
-from scheduler.controller.changes import decode, encode
+from scheduler.controller.changes import encode
 from schemas.errors import PlanError
 from schemas.storage import Location
 
@@ -176,8 +176,8 @@ class Promoted(Record):
 
     checkpoint: str
     """Hash of the manifest of its checkpoint."""
-    pointer: Mapping[str, Any] | None = None
-    """Content of the pointer; None in records of an earlier release."""
+    pointer: Mapping[str, Any]
+    """Content of the pointer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -201,12 +201,6 @@ class Removed(Record):
     """The folder of the run is removed."""
 
 
-KINDS: Mapping[str, type[Record]] = {
-    kind.__name__.lower(): kind
-    for kind in (Begun, Started, Done, Failed, Judged, Promoted, RolledBack, Closed, Removed)
-}
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Metrics:
     """Metrics from `python -m trainer evaluate --json`; None if undefined."""
@@ -224,17 +218,6 @@ class Metrics:
 def record_to_json(record: Record) -> dict[str, Any]:
     """Return a record as a JSON object."""
     return {"kind": type(record).__name__.lower(), **encode(type(record), record)}
-
-
-def record_from_json(body: Any) -> Record:
-    """Return the record of a JSON object.
-
-    Raises:
-        KeyError: its kind is missing or unknown, or a field is unknown.
-        TypeError: a field is missing.
-    """
-    values = dict(body)
-    return decode(KINDS[values.pop("kind")], values)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

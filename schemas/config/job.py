@@ -290,6 +290,7 @@ class DataConfig:
                 f"got {self.oracle.batch_samples} and {block}; "
                 f"use {max(1, self.oracle.batch_samples // block) * block}"
             )
+        check_names("sides", self.sides)
         check_sources(self.sources, self.samples, self.sides)
         if self.on_error == "drop_key" and self.samples.per is None:
             raise ValueError("on_error is drop_key without samples.per; write reject or fail")
@@ -351,50 +352,35 @@ class Job:
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     """Resources."""
 
+    def __post_init__(self) -> None:
+        """Check the name, which becomes that of a folder."""
+        if not NAME.fullmatch(self.name):
+            raise ValueError(
+                "name must consist of letters, digits, '_' and '-' and not start with '-', got "
+                f"{self.name!r}; rename it"
+            )
 
-def load_job(path: str | Path | Location, *, stored: bool = False) -> Job:
+
+def load_job(path: str | Path | Location) -> Job:
     """Read and check a job file.
 
     Args:
         path: the job file, or its URL.
-        stored: whether it is the copy in a dataset or run, which may hold keys of older releases.
 
     Raises:
         SchemaError: a key or value is invalid; names the file and line.
         StorageError: the store of the URL failed.
     """
-    return _checked(read_yaml(path_or_url(path), Job, accept_renamed=stored), str(path))
+    return _checked(read_yaml(path_or_url(path), Job), str(path))
 
 
-def parse_stored_job(text: str, name: str) -> Job:
-    """Read and check a job file that a log holds; `name` is used in errors.
+def parse_job(text: str, name: str) -> Job:
+    """Read and check the text of a job file; `name` is used in errors.
 
     Raises:
         SchemaError: a key or value is invalid.
     """
-    return _checked(parse_yaml(text, name, Job, accept_renamed=True), name)
-
-
-def check_new_names(job: Job, path: Path | Location, *, is_new: bool = True) -> None:
-    """Raise SchemaError if the job's name or a side table's name cannot be a file name.
-
-    Args:
-        job: the job.
-        path: its file, for the error.
-        is_new: False if its dataset exists already: names of older releases are accepted then.
-    """
-    if not is_new:
-        return
-    try:
-        check_names("data.sides", job.data.sides)
-    except ValueError as error:
-        raise SchemaError(str(error), file=str(path)) from error
-    if not NAME.fullmatch(job.name):
-        raise SchemaError(
-            f"name must consist of letters, digits, '_' and '-' and not start with '-', got "
-            f"{job.name!r}; rename it",
-            file=str(path),
-        )
+    return _checked(parse_yaml(text, name, Job), name)
 
 
 def _checked(job: Job, name: str) -> Job:

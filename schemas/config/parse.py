@@ -34,12 +34,6 @@ MAX_DEPTH = 32
 MAX_NODES = 100_000
 """Most keys, values and lists, with aliases expanded."""
 
-RENAMED_KEYS: Mapping[tuple[str, str], str] = {
-    ("BudgetConfig", "haste"): "time_cost_exponent",
-}
-"""(dataclass, old key) to the new key. An old key is refused with the name of the new one, except
-in copies that an earlier release stored."""
-
 
 def parse_duration(text: str) -> timedelta:
     """Return the time span of a text such as `90s`, `30m` or `1d`.
@@ -80,7 +74,7 @@ def parse_size(text: str) -> int:
     return int(Fraction(match[1]) * _BYTES[match[2]])
 
 
-def read_yaml(path: Path | Location, kind: type[T], *, accept_renamed: bool = False) -> T:
+def read_yaml(path: Path | Location, kind: type[T]) -> T:
     """Read one YAML file into a dataclass.
 
     Args:
@@ -88,7 +82,6 @@ def read_yaml(path: Path | Location, kind: type[T], *, accept_renamed: bool = Fa
         kind: a dataclass with fields of the supported types: str, int, float, bool, timedelta,
             datetime, Literal, `X | None`, tuple[X, ...], Mapping[str, X], dataclasses, and
             Annotated[Mapping[str, tuple[X, ...]], "word"], where the word alone means {word: ()}.
-        accept_renamed: read old keys of `RENAMED_KEYS` as the new ones.
 
     Raises:
         SchemaError: the file cannot be read, or a key or value does not match its declaration.
@@ -104,10 +97,10 @@ def read_yaml(path: Path | Location, kind: type[T], *, accept_renamed: bool = Fa
         raise SchemaError(
             f"job file cannot be read: {error}; check the path", file=str(path)
         ) from error
-    return parse_yaml(text, str(path), kind, accept_renamed=accept_renamed)
+    return parse_yaml(text, str(path), kind)
 
 
-def parse_yaml(text: str, name: str, kind: type[T], *, accept_renamed: bool = False) -> T:
+def parse_yaml(text: str, name: str, kind: type[T]) -> T:
     """Read a YAML document into a dataclass, as `read_yaml` does; `name` is used in errors.
 
     Raises:
@@ -130,7 +123,7 @@ def parse_yaml(text: str, name: str, kind: type[T], *, accept_renamed: bool = Fa
         ) from error
     if node is None:
         raise SchemaError("job file must not be empty; start from a shipped one", file=name)
-    return _Reader(name, accept_renamed).build(kind, node, "")
+    return _Reader(name).build(kind, node, "")
 
 
 def _check_size(text: str, name: str) -> None:
@@ -216,9 +209,8 @@ def position_in_value(text: str, key: str, offset: int) -> str | None:
 class _Reader:
     """Builds values from YAML nodes and type hints; keeps the file name for errors."""
 
-    def __init__(self, file: str, accept_renamed: bool) -> None:
+    def __init__(self, file: str) -> None:
         self.file = file
-        self.accept_renamed = accept_renamed
 
     def fail(self, node: yaml.Node, text: str) -> SchemaError:
         return SchemaError(text, file=self.file, location=str(node.start_mark.line + 1))
@@ -260,17 +252,11 @@ class _Reader:
         hints, fields = _fields_of(kind)
         values: dict[str, Any] = {}
         for name, at, value in self.items(node, key):
-            renamed = RENAMED_KEYS.get((kind.__name__, name))
-            if renamed is not None and not self.accept_renamed:
-                raise self.fail(
-                    at, f"key was renamed: {_join(key, name)}; use {_join(key, renamed)}"
-                )
-            field_name = renamed or name
-            if field_name not in fields:
+            if name not in fields:
                 raise self.fail(
                     at, f"unknown key: {_join(key, name)}; {suggest_name(name, fields)}"
                 )
-            values[field_name] = self.build(hints[field_name], value, _join(key, name))
+            values[name] = self.build(hints[name], value, _join(key, name))
         for name, field in fields.items():
             required = (
                 field.default is dataclasses.MISSING

@@ -23,7 +23,6 @@ from pipelines.sources.listing import (
     undeclared_partitions,
 )
 from pipelines.sources.rows import ORIGIN, InputSplit, arrow_type
-from pipelines.table.compatibility import identity_of
 from pipelines.table.rows import expand
 from schemas.config.job import load_job
 from schemas.config.sources import SourceConfig
@@ -219,13 +218,6 @@ def test_types_in_the_examples_of_the_job_page_are_known(tmp_path: Path) -> None
                 arrow_type(word)
                 result += 1
     assert result > 10
-
-
-def test_identity_of_a_job_without_partitions_is_what_it_was(log: Path, tmp_path: Path) -> None:
-    plain = load_job(job_of(tmp_path / "a", "", {"x": "INT"})).data
-    declared = load_job(job_of(tmp_path / "b", ", partitions: {day: date}", {"x": "INT"})).data
-    assert "partitions" not in identity_of(plain)["sources"]["log"]
-    assert identity_of(declared)["sources"]["log"]["partitions"] == {"day": "date"}
 
 
 @pytest.mark.slow

@@ -19,7 +19,6 @@ from pipelines.quality.column_statistics import (
 )
 from pipelines.quality.segment_statistics import (
     Slice,
-    parse_statistics,
     read_statistics,
     statistics_text,
     write_statistics,
@@ -28,7 +27,7 @@ from pipelines.samples.sql import Connection, run, select_origin, with_list_inde
 from pipelines.samples.sql_rejects import map_rows
 from pipelines.sources.rows import ORIGIN
 from schemas.errors import SchemaError
-from schemas.layout import PLAIN_STATISTICS, STATISTICS
+from schemas.layout import STATISTICS
 from schemas.storage import Location
 
 
@@ -151,18 +150,12 @@ def test_list_index_counts_the_samples_of_each_row() -> None:
     assert with_list_index(samples)["_list_index"].to_pylist() == [0, 1, 0, 2, 1]
 
 
-def test_statistics_are_read_back_compressed_and_as_older_segments_have_them(
-    tmp_path: Path,
-) -> None:
+def test_statistics_are_read_back_compressed(tmp_path: Path) -> None:
     text = statistics_text([Slice("segment", 3, table_statistics(pa.table({"a": [1, 2, 2]})), {})])
     write_statistics(tmp_path, text)
     assert (tmp_path / STATISTICS).stat().st_size < len(text) / 2
     proto = read_statistics(Location.parse(tmp_path))
     assert proto == text_format.Parse(text, statistics_pb2.DatasetFeatureStatisticsList())
-    (tmp_path / STATISTICS).unlink()
-    (tmp_path / PLAIN_STATISTICS).write_text(text)
-    plain = Location.parse(tmp_path / PLAIN_STATISTICS)
-    assert parse_statistics(plain, plain.read_bytes()) == proto
 
 
 @pytest.mark.parametrize("damage", [slice(5, None), slice(None, -9)])

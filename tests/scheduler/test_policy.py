@@ -40,7 +40,7 @@ from scheduler.planner.policy import (
     weighted_cost,
 )
 from scheduler.planner.reasons import reasons
-from schemas.config.job import load_job, parse_stored_job
+from schemas.config.job import load_job
 from schemas.config.schedule import (
     BudgetConfig,
     PreprocessingPoolConfig,
@@ -525,18 +525,6 @@ def test_plan_of_a_pool_of_one_says_that_the_exponent_changes_nothing(demo: Snap
     config = ScheduleConfig(budget=BudgetConfig(cpus=2.0, memory=8 * GIB, time_cost_exponent=8.0))
     text = reasons(demo, config, plan(demo, config))
     assert "the smallest time x cost would be the same plan" in text[-2]
-
-
-def test_job_file_with_the_old_key_is_refused_with_the_new_one(tmp_path: Path) -> None:
-    path = write_job(tmp_path, "  budget: {haste: 2.5}")
-    expected = (
-        "key was renamed: schedule.budget.haste in .*; use schedule.budget.time_cost_exponent"
-    )
-    with pytest.raises(SchemaError, match=expected):
-        load_job(path)
-    assert load_job(path, stored=True).schedule.budget.time_cost_exponent == 2.5
-    stored = parse_stored_job(path.read_text(), "job")
-    assert stored.schedule.budget.time_cost_exponent == 2.5
 
 
 def test_job_file_sets_the_exponent(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 
 from schemas import layout
 from schemas.arrays import Jagged, large_list, offsets_of
-from schemas.config.job import parse_stored_job
+from schemas.config.job import parse_job
 from schemas.dataset import Dataset, Segment
 from schemas.features import FeatureSet
 from schemas.files import FileEntry, describe_file, sha256_of, write_files
@@ -147,7 +147,7 @@ def write_lists(
         schema_sha256="",
         segments=tuple(segment.reference for segment in opened),
     )
-    job = parse_stored_job(JOB, "job.yaml")
+    job = parse_job(JOB, "job.yaml")
     dataset = Dataset(Location.parse(root), manifest, job, FeatureSet(()), opened)
     index = write_index(dataset, new_index(*settings))
     return replace(dataset, manifest=replace(manifest, indexes=(index,)))
@@ -191,6 +191,9 @@ def _write_segment(
         schema_sha256="",
         blocks_sha256=sha256_of(directory / layout.BLOCKS),
         files_sha256=write_files(directory / layout.FILES, list(files.values())),
+        directories=tuple(sorted({path.rpartition("/")[0] for path in files})),
+        partition_key="session_id",
+        num_parts=1,
         columns={} if lists is None else {"item_id": "int64"},
     )
     sha256 = write_manifest(directory, manifest)

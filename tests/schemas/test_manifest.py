@@ -44,6 +44,9 @@ SEGMENT = SegmentManifest(
     schema_sha256="2",
     blocks_sha256="3",
     files_sha256="4",
+    directories=("samples", "tuples/user"),
+    partition_key="session_id",
+    num_parts=1,
 )
 INDEX = IndexManifest(
     segment_sha256="6",
@@ -121,16 +124,6 @@ def test_committed_root_names_its_writer_and_its_parent(tmp_path: Path) -> None:
     assert read_dataset(tmp_path) == second.manifest
 
 
-def test_dataset_of_format_1_is_refused_with_the_command_that_migrates_it(tmp_path: Path) -> None:
-    (tmp_path / "MANIFEST.json").write_text("{}")
-    message = (
-        f"dataset has format 1 in {tmp_path}; run python -m pipelines migrate {tmp_path}, without "
-        "rewriting data"
-    )
-    with pytest.raises(SchemaError, match=f"^{re.escape(message)}$"):
-        read_dataset(tmp_path)
-
-
 def test_num_blocks_counts_all_splits() -> None:
     assert SEGMENT.num_blocks == 3
 
@@ -153,11 +146,11 @@ OTHER_RELEASE = "manifest is of another release: {} in {}; use that release or r
 CHANGES = {
     "another format": (
         lambda body: {**body, "format": 3},
-        "format must be 2, got 3",
+        "format must be 1, got 3",
     ),
     "no format": (
         lambda body: {key: value for key, value in body.items() if key != "format"},
-        "format must be 2, got None",
+        "format must be 1, got None",
     ),
     "unknown key": (
         lambda body: {**body, "zebra": 1},

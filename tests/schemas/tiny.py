@@ -222,7 +222,8 @@ def write_segment(root: Path, seed: int) -> Reference:
     blocks = write_star(directory, samples)
     oracle = write_oracle(directory, samples)
     write_blocks(directory, blocks)
-    (directory / layout.PLAIN_STATISTICS).write_text("datasets { num_examples: 70 }\n")
+    text = b"datasets { num_examples: 70 }\n"
+    (directory / layout.STATISTICS).write_bytes(pa.compress(text, "zstd", asbytes=True))
     names = sorted(
         path.relative_to(directory).as_posix()
         for path in directory.rglob("*")
@@ -256,6 +257,9 @@ def write_segment(root: Path, seed: int) -> Reference:
         schema_sha256=hashlib.sha256(SCHEMA.encode()).hexdigest(),
         blocks_sha256=sha256(directory / layout.BLOCKS),
         files_sha256=files_sha256,
+        directories=tuple(sorted({name.rpartition("/")[0] for name in names if "/" in name})),
+        partition_key="session_id",
+        num_parts=1,
     )
     return Reference(id=directory.name, manifest_sha256=write_manifest(directory, manifest))
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from scheduler.controller.changes import decode, diff, encode, patch
 from scheduler.controller.state import JobState, State
-from schemas.config.job import parse_stored_job
+from schemas.config.job import parse_job
 from tests.scheduler.controller.bench import Bench
 from tests.scheduler.controller.world import BUDGET, submitted
 
@@ -119,7 +119,7 @@ def test_job_is_that_of_its_file_and_of_the_sizes_of_the_machine() -> None:
     assert decode(State, through_json(encode(State, state))) == state
     job: JobState = state.jobs["first"]
     document = job.document.replace("priority: 2", "priority: 5")
-    parsed = replace(job.snapshot.job, schedule=parse_stored_job(document, "first").schedule)
+    parsed = replace(job.snapshot.job, schedule=parse_job(document, "first").schedule)
     other = replace(job, document=document, snapshot=replace(job.snapshot, job=parsed))
     change = through_json(diff(State, state, state.with_job(other)))
     assert change["jobs"]["set"]["first"].keys() == {"document"}

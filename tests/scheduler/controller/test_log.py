@@ -365,7 +365,7 @@ def test_replay_of_decisions_that_were_changed_says_where(
 
 
 TICK = '{"event":"Tick","time_sec":1.0}'
-SNAPSHOT = '{"snapshot":{"format":2,"state":{},"journal":{}}}'
+SNAPSHOT = '{"snapshot":{"format":1,"state":{},"journal":{}}}'
 BAD: dict[str, tuple[list[str], str]] = {
     "a line in the middle that is none": (
         [SNAPSHOT, TICK, "{", TICK, ""],
@@ -375,14 +375,9 @@ BAD: dict[str, tuple[list[str], str]] = {
         [SNAPSHOT, '{"event":"Slept","time_sec":2.0}', ""],
         'line is no event: b\'{"event":"Slept","time_sec":2.0}\\n\' (KeyError(\'Slept\')) in LOG:2',
     ),
-    "a log of an earlier release": (
-        [TICK, ""],
-        "log is of an earlier release in LOG:1; end its jobs with that release, or start in "
-        "another folder",
-    ),
-    "a log of a later release": (
-        [SNAPSHOT.replace("2", "3"), ""],
-        "log has format 3, not 2 in LOG:1; use the release that wrote it",
+    "a log of another format": (
+        [SNAPSHOT.replace("1", "2"), ""],
+        "log has format 2, not 1 in LOG:1; use the release that wrote it",
     ),
     "a first line of another kind": (['{"a":1}', ""], 'line is no snapshot: b\'{"a":1}'),
 }

@@ -9,7 +9,6 @@ import pytest
 from pipelines.cli import build_parser as pipelines_parser
 from scheduler.drivers.base import Endpoint
 from scheduler.drivers.job_files import (
-    CommandFlags,
     JobPaths,
     coordinator_command,
     copy_job_file,
@@ -93,20 +92,6 @@ def test_commands_of_a_job_at_a_url_name_folders_of_their_own(remote: JobPaths) 
     assert move.token_file == remote.token
     build, _ = pipelines_parser().parse_known_args(segment_command(remote, 0, 1)[3:])
     assert (str(build.job), str(build.output)) == (f"{url}/job.yaml", f"{url}/dataset")
-
-
-def test_flags_are_passed_to_the_commands_that_need_them(paths: JobPaths) -> None:
-    told = replace(paths, flags=CommandFlags(single_writer=True, allow_outside=True))
-    for number in (0, 1):
-        found, _ = pipelines_parser().parse_known_args(segment_command(told, number, 1)[3:])
-        assert (found.single_writer, found.allow_outside) == (False, False), "its copy is inside"
-        found, _ = pipelines_parser().parse_known_args(segment_command(paths, number, 1)[3:])
-        assert (found.single_writer, found.allow_outside) == (False, False)
-    parser = trainer_parser()
-    for grouped in (False, True):
-        coordinator = coordinator_command(told, WORK, grouped=grouped, served=False)[3:]
-        assert parser.parse_args(coordinator).single_writer
-    assert parser.parse_args(store_command(told, WORK, 1, 2)[3:]).single_writer
 
 
 ENDPOINT = Endpoint(host="$(HOST)", folder="/run/job", name="job.presage")

@@ -13,7 +13,7 @@ from scheduler.drivers.beam_runners import SegmentRunner
 from scheduler.drivers.children import Children, ThisMachine
 from scheduler.drivers.driver import Driver, DriverOptions
 from scheduler.planner.machine_sizes import MachineSizes
-from schemas.config.job import parse_stored_job
+from schemas.config.job import parse_job
 from schemas.errors import SchemaError, StorageError
 from schemas.storage import Location
 from tests.scheduler.controller.bench import Bench
@@ -40,7 +40,7 @@ def test_begin_again_takes_a_job_whose_sizes_were_settled_and_refuses_another_fi
     tmp_path: Path,
 ) -> None:
     job = submitted("first", 4, WIDE)
-    declared = parse_stored_job(job.document, "first").schedule
+    declared = parse_job(job.document, "first").schedule
     half = replace(declared.training.replica, cpus=declared.training.replica.cpus / 2)
     settled = replace(declared, training=replace(declared.training, replica=half))
     state = Bench(BUDGET, replace(job, sizes=MachineSizes.of(settled))).state

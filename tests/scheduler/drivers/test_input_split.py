@@ -9,7 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from scheduler.__main__ import main
-from scheduler.drivers.job_files import CommandFlags, copy_job_file
+from scheduler.drivers.job_files import copy_job_file
 from scheduler.drivers.submit import split_input, submit
 from schemas.config.job import load_job
 from schemas.errors import SchemaError
@@ -80,8 +80,7 @@ def test_schema_outside_the_jobs_folder_is_copied_beside_the_job(tmp_path: Path)
     text = job.read_text().replace("data:\n", "data:\n  schema: ../other.pbtxt\n")
     job.write_text(text)
     log = Location.parse(write_log(tmp_path / "log", ["a.parquet"]))
-    flags = CommandFlags(allow_outside=True)
-    _, paths = submit(job, {"small": log}, tmp_path / "out", 5.0, flags=flags)
+    _, paths = submit(job, {"small": log}, tmp_path / "out", 5.0, allow_outside=True)
     copy_job_file(paths)
     copied, submitted = load_job(paths.job_file), load_job(job)
     assert replace(copied, data=replace(copied.data, schema="../other.pbtxt")) == submitted

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from scheduler.__main__ import main
-from scheduler.drivers.job_files import NO_FLAGS, CommandFlags
 from scheduler.retrain.command import run_rows
 from scheduler.retrain.drive import Root, command_of, sizes_of
 from scheduler.retrain.log import Log
@@ -147,27 +146,20 @@ def test_sizes_of_a_first_day_are_those_of_the_plan_within_this_machine(tmp_path
     assert re.match(r"1 segment job x \d+ workers?, \d+ replicas? and 0 stores: ", sizes.summary)
 
 
-def command(stage: str, root: Root, flags: CommandFlags = NO_FLAGS, **more: object) -> list[str]:
+def command(stage: str, root: Root, *, allow_outside: bool = False, **more: object) -> list[str]:
     """The words of a stage after `python -m`."""
     sizes = {"workers": 2, "num_replicas": 3}
     started = Started(time_sec=0.0, run=f"{TWO}.1", process="p", stage=stage, **sizes, **more)  # pyright: ignore[reportArgumentType]: of a table
     attempt = Attempt(run=f"{TWO}.1", day=TWO, input="logs")
     config = RetrainConfig(expire_days=9)
-    return command_of(started, attempt, Path("job.yaml"), root, config, flags)[2:]
+    return command_of(started, attempt, Path("job.yaml"), root, config, allow_outside)[2:]
 
 
-def test_word_of_a_single_writer_is_handed_to_what_writes_a_run(tmp_path: Path) -> None:
-    root, flags = (
-        Root(Location.parse(tmp_path)),
-        CommandFlags(single_writer=True, allow_outside=True),
-    )
-    both = ["--single-writer", "--allow-outside"]
-    append = command("append", root, flags)
-    assert append[-1] == "--allow-outside"
-    assert "--single-writer" not in append, "a dataset may have several writers"
-    assert command("train", root, flags, segments=("a",))[-1] == "--single-writer"
-    evaluate = command("evaluate", root, flags, segments=("a",))
-    assert not set(both) & set(evaluate), "it writes nothing"
+def test_append_alone_may_read_a_schema_outside(tmp_path: Path) -> None:
+    root = Root(Location.parse(tmp_path))
+    assert command("append", root, allow_outside=True)[-1] == "--allow-outside"
+    for stage in ("train", "evaluate"):
+        assert "--allow-outside" not in command(stage, root, allow_outside=True, segments=("a",))
 
 
 def test_command_of_each_stage_says_what_is_done(tmp_path: Path) -> None:

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from schemas.errors import SchemaError
-from schemas.paths import SINGLE_WRITER
 from trainer.runtime import close_pipes, end_children, is_readable, start_child
 from trainer.stores.api import SlotMapChangedError, StoreUnavailableError
 from trainer.stores.remote.connection import Access, StoreConnection, unreachable_error
@@ -109,7 +108,6 @@ class StoreProcesses:
         arguments = ["store", "--port", str(port), "--slots", slots, "--end-with-stdin"]
         arguments += ["--directory", str(self.directory / f"store-{index:03d}")]
         arguments += ["--token-file", str(self.directory / TOKEN)]
-        arguments += [SINGLE_WRITER]  # stores write below the run, which the trainer has checked
         # own session: the trainer needs the stores until it has saved after ^C
         return start_child(arguments, answers=True, own_session=True)
 
