@@ -50,8 +50,9 @@ PER_SEGMENT_KEYS = frozenset(
 
 _DECLARE_AGAIN = "declare it and let the job's SQL yield it, NULL where there is none"
 
-NOT_IN_ID = frozenset({"gate", "generate"})
-"""Keys of `data` that do not change the samples, and so not the segment's id."""
+NOT_IN_ID = frozenset({"gate", "generate", "oracle", "schema"})
+"""Keys of `data` that are not in the segment's id, as they do not change the samples; the content
+of the file `schema` is hashed apart."""
 
 
 def identity_of(data: DataConfig) -> dict[str, Any]:
@@ -176,8 +177,10 @@ def _check_added(feature: Feature, path: Path | Location) -> None:
 def _may_differ(
     key: str, old: Mapping[str, Any], new: Mapping[str, Any], added: frozenset[str]
 ) -> bool:
-    """Return whether a key differs only because of added columns, or more rows of identity ids."""
+    """Return whether a key may differ: added columns, more rows of identity ids, another index."""
     parts = key.split(".")
+    if parts[:2] == ["data", "oracle"]:  # trainers read the order of blocks from the dataset
+        return parts[2] != "order"
     if parts[:2] == ["data", "transforms"]:
         return key not in old and len(parts) > 3 and parts[3] in added
     if parts[:2] == ["data", "vocabularies"]:  # a new one: only added columns can use it

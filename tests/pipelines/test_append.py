@@ -1,6 +1,5 @@
 """Segments: one more in a dataset, and all of them read as one."""
 
-import hashlib
 import json
 import shutil
 import threading
@@ -18,9 +17,8 @@ from pipelines.oracle.index import index_table
 from pipelines.table.rows import expand
 from pipelines.table.verify import verify
 from schemas.accesses import TableAccesses, indexed_steps
-from schemas.dataset import Segment, open_dataset, version_name
-from schemas.errors import SchemaError
-from schemas.layout import JOB, SEGMENTS
+from schemas.dataset import Segment, open_dataset
+from schemas.layout import SEGMENTS
 from schemas.manifest import commit_root, read_dataset, read_root
 from schemas.oracle import next_use
 from schemas.rows import rows_of_ids
@@ -52,22 +50,29 @@ def two(one: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return dataset
 
 
-@pytest.mark.slow
-def test_dataset_with_a_name_that_is_no_name_of_a_folder_is_appended_to(
-    one: Path, tmp_path: Path
+NOT_OF_THE_SEGMENT = {
+    "another default index": [
+        ("{batch_samples: 32}\n  on_error", "{batch_samples: 64, epochs: 2}\n  on_error")
+    ],
+    "another name of the schema": [("data:\n", "data:\n  schema: columns.pbtxt\n")],
+}
+
+
+@pytest.mark.parametrize("name", NOT_OF_THE_SEGMENT)
+def test_index_and_name_of_the_schema_are_not_of_the_segment(
+    name: str, one: Path, two: Path, tmp_path: Path
 ) -> None:
-    """Builds before the rule for names left such datasets; a new one is refused."""
+    job = changed(tmp_path / "job", *NOT_OF_THE_SEGMENT[name])
+    shutil.copy(job.parent / "schema.pbtxt", job.parent / "columns.pbtxt")
     dataset = copy_of(one / "dataset", tmp_path / "dataset")
-    job = changed(tmp_path / "job", (f"name: {open_dataset(dataset).job.name}", "name: of May"))
-    with pytest.raises(SchemaError, match=r"got 'of May' in .*; rename it"):
-        build(request(job, one / "log-1", tmp_path / "new"))
-    assert not (tmp_path / "new").exists()
-    sha256, root = hashlib.sha256(job.read_bytes()).hexdigest(), read_root(dataset)
-    (dataset / version_name(JOB, sha256)).write_bytes(job.read_bytes())
-    assert commit_root(dataset, root, replace(root.manifest, name="of May", job_sha256=sha256))
     build(addition(job, one / "log-1", dataset))
+    opened = open_dataset(dataset)
+    assert [s.id for s in opened.segments] == [s.id for s in open_dataset(two).segments]
     assert verify(dataset)["problems"] == []
-    assert len(open_dataset(dataset).segments) == 2
+    index = opened.manifest.indexes[0]
+    oracle = opened.job.data.oracle
+    assert (index.batch_samples, index.epochs) == (oracle.batch_samples, oracle.epochs)
+    assert len(index.parts) == 2
 
 
 def brute_force(dataset: Path, table: str, epochs: int) -> list[dict[int, int]]:

@@ -72,6 +72,10 @@ PINNED = {
         ("time: time}", "time: time, gap: 60s}"),
         "data.session.gap must be None as in the dataset, got datetime.timedelta(seconds=60)",
     ),
+    "order of blocks": (
+        ("oracle: {batch_samples: 32}", "oracle: {batch_samples: 32, order: {shuffle: blocks}}"),
+        "data.oracle.order.shuffle must be 'none' as in the dataset, got 'blocks'",
+    ),
     "name": (("name: shop", "name: mall"), "name must be 'shop' as in the dataset, got 'mall'"),
 }
 
