@@ -33,7 +33,6 @@ from schemas.run_log import EXIT_BEHIND, EXIT_LOST_ROWS, LEDGER, METRICS, RUN_FI
 from schemas.run_manifest import local_run
 from schemas.storage import Location
 from trainer.cli import WRITTEN, build_parser
-from trainer.fork_server import ForkClient, run_forked
 from trainer.recovery import Drain, DrainInterrupt, watch_stdin
 from trainer.run import check_no_run, has_run
 
@@ -42,15 +41,19 @@ __all__ = ["build_parser", "main"]
 _BY_HAND = "start replicas with: python -m trainer replica {run} --number 0{token}"
 
 
-def main(argv: Sequence[str] | None = None, prog: str = "python -m trainer") -> int:
+def main(
+    argv: Sequence[str] | None = None, prog: str = "python -m trainer", *, forked: bool = False
+) -> int:
     """Run one command; return its exit status.
 
     Args:
-        argv: the command; None for that of this process, which may fork others.
+        argv: the command; None for that of this process, which may have others forked.
         prog: name of the program, for messages.
+        forked: whether this process runs only this command, and ends with its standard input.
     """
     arguments = build_parser(prog).parse_args(argv)
-    arguments.may_fork = argv is None
+    arguments.words = sys.argv[1:] if argv is None else argv
+    arguments.forked, arguments.may_fork = forked, forked or argv is None
     # Read when torch loads OpenMP. Spinning threads make a step five times slower if cores are
     # shared with the reader's thread or with other processes.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -119,11 +122,12 @@ def _train(arguments: argparse.Namespace) -> int:
     drain = Drain()
     with drain.handle_signals():
         try:
-            if not arguments.may_fork or (arguments.replicas < 2 and not arguments.restarts):
-                return _train_until(drain, arguments, None)
-            return run_forked(
-                partial(_train_until, drain, arguments), main, drain, arguments.restarts
-            )
+            if arguments.may_fork and arguments.restarts:
+                from trainer.fork_server import run_restarted
+
+                has_begun = partial(has_run, arguments.output)
+                return run_restarted(arguments.words, drain, arguments.restarts, has_begun)
+            return _train_until(drain, arguments)
         except DrainInterrupt as interrupt:
             message = _print_interrupt(interrupt)
             if arguments.json:
@@ -149,13 +153,17 @@ def _print_interrupt(interrupt: DrainInterrupt) -> str:
     return message
 
 
-def _train_until(drain: Drain, arguments: argparse.Namespace, forks: ForkClient | None) -> int:
-    if forks is not None:
+def _train_until(drain: Drain, arguments: argparse.Namespace) -> int:
+    if arguments.forked:
         watch_stdin(drain)
-        arguments.resume |= forks.restarted and has_run(arguments.output)
     job = _check_inputs(arguments, may_follow=arguments.follow)
     if not arguments.resume:
         check_no_run(arguments.output)
+    start_forked = None
+    if arguments.may_fork and arguments.replicas > 1:
+        from trainer.fork_server import start_fork_server
+
+        start_forked = start_fork_server()  # its imports run beside ours
     from schemas.run_log import to_line
     from trainer.checkpoint.upload import open_output
     from trainer.elastic.launcher import LaunchOptions, start_replica, train_replicas
@@ -187,7 +195,7 @@ def _train_until(drain: Drain, arguments: argparse.Namespace, forks: ForkClient 
                 host=arguments.host,
                 port=arguments.port,
                 work=work,
-                start=start_replica if forks is None else forks.start,
+                start=start_forked or start_replica,
             )
             if not arguments.replicas:
                 token = " --token-file FILE" if isinstance(output, Location) else ""

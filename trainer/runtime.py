@@ -82,6 +82,14 @@ def end_children(children: Iterable[ChildProcess], seconds: float) -> None:
         close_pipes(child)
 
 
+def request_leave(child: ChildProcess, reason: str = "SIGTERM") -> None:
+    """Ask a child to leave through its stdin: a signal might be the second one it gets."""
+    assert child.stdin is not None, "its input is a pipe"
+    with suppress(BrokenPipeError):
+        child.stdin.write(f"{reason}\n".encode())
+        child.stdin.flush()
+
+
 def close_pipes(child: ChildProcess) -> None:
     """Close this process's ends of a child's pipes."""
     for pipe in (child.stdin, child.stdout):

@@ -1,4 +1,4 @@
-"""Replicas and trainers are forked: they are restarted at once, and end with the fork server."""
+"""Replicas and trainers are forked: they are restarted at once, and end with their launcher."""
 
 from __future__ import annotations
 
@@ -49,8 +49,17 @@ def start(
 
 
 def forked(process: subprocess.Popen[str], name: str) -> list[int]:
-    """Return the ids of the processes of one kind that a process has forked."""
-    return [child for child in children_of(process.pid) if name_of(child) == f"presage-{name}"]
+    """Return the ids of the processes of one kind that the server of a process has forked."""
+    descendants, found = [process.pid], list[int]()
+    while descendants:
+        children = children_of(descendants.pop())
+        found += [child for child in children if name_of(child) == f"presage-{name}"]
+        descendants += children
+    return found
+
+
+def parent_of(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
 def name_of(pid: int) -> str:
@@ -76,34 +85,30 @@ def test_killed_replica_is_forked_again_by_a_server_that_only_waits(
     run = tmp_path / "run"
     process = start(folder, run, *REPLICAS, faults=SLOWLY)
     until(process, lambda: num_steps(run) >= 3)
-    assert len(os.listdir(f"/proc/{process.pid}/task")) == 1  # noqa: PTH208
-    busy, before = cpu_ticks(process.pid), set(forked(process, "replica"))
+    before = set(forked(process, "replica"))
     assert len(before) == 2
+    (server,) = set(map(parent_of, before))
+    busy = cpu_ticks(server)
     os.kill(max(before), signal.SIGKILL)
     until(process, lambda: len(set(forked(process, "replica")) - before) == 1)
     (new,) = set(forked(process, "replica")) - before
     until(process, lambda: num_steps(run) >= 20)
-    assert cpu_ticks(process.pid) - busy <= 5  # hundredths of a second, for a fork
+    assert cpu_ticks(server) - busy <= 20  # hundredths of a second, for a fork
     assert not is_gone(new)
     status, said = ended(process)
     assert status == 0, said
     assert_same(folder, run)
 
 
-@pytest.mark.parametrize("name", ["server", "train"])
-def test_replicas_and_launcher_end_when_the_server_or_the_launcher_is_killed(
-    name: str, folder: Path, tmp_path: Path
-) -> None:
+def test_replicas_and_server_end_when_the_launcher_is_killed(folder: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     process = start(folder, run, *REPLICAS, faults=SLOWLY)
     until(process, lambda: num_steps(run) >= 3)
-    (launcher,), replicas = forked(process, "train"), forked(process, "replica")
-    os.kill(process.pid if name == "server" else launcher, signal.SIGKILL)
-    wait_for(lambda: all(map(is_gone, (launcher, *replicas))))
-    status, said = ended(process)
-    assert status == (-signal.SIGKILL if name == "server" else 1)
-    if name == "train":
-        assert "trainer was killed by SIGKILL; continue with --resume" in said
+    replicas = forked(process, "replica")
+    server = parent_of(replicas[0])
+    os.kill(process.pid, signal.SIGKILL)
+    wait_for(lambda: all(map(is_gone, (server, *replicas))))
+    assert ended(process)[0] == -signal.SIGKILL
     trained(folder / "job.yaml", folder / "dataset", run, "--resume")
     assert_same(folder, run)
 

@@ -52,7 +52,7 @@ from trainer.recovery import Drain, DrainInterrupt, Watchdog, resume_hint
 from trainer.run_checkpoints import check_room, copy_bytes_of
 from trainer.run_log import truncate_logs
 from trainer.run_output import rows_are_lost
-from trainer.runtime import ChildProcess, close_pipes, end_children, start_child
+from trainer.runtime import ChildProcess, close_pipes, end_children, request_leave, start_child
 from trainer.setup import Rollbacks, TrainOptions, first_checkpoint, open_run, with_rollbacks
 from trainer.stores.api import RowsLostError
 from trainer.stores.remote.wire import write_token
@@ -464,14 +464,6 @@ class Launcher:
 
 def _threads_each(wanted: int | None, count: int) -> int:
     return wanted or max(1, len(os.sched_getaffinity(0)) // max(1, count))
-
-
-def request_leave(replica: ChildProcess) -> None:
-    """Ask a replica to leave through its stdin: a signal might be the second one it gets."""
-    assert replica.stdin is not None, "its input is a pipe"
-    with suppress(BrokenPipeError):
-        replica.stdin.write(b"SIGTERM\n")
-        replica.stdin.flush()
 
 
 def resume_message(run: Path, last: int | None) -> str:
