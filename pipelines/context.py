@@ -236,8 +236,10 @@ def local_options(beam_args: Sequence[str]) -> LocalOptions | None:
             f"direct_num_workers must not be negative, got {known.direct_num_workers}; 0 means "
             "all processors"
         )
-    if others:  # such as credentials of a filesystem of Beam
-        runner_module("runner").parsed_options(others)
+    if others:
+        raise SchemaError(
+            f"unknown option: {others[0]}; see --help, and --runner for those of Beam"
+        )
     in_memory = True if known.runner == IN_PROCESS else None
     if known.direct_running_mode == "multi_processing":
         in_memory = False

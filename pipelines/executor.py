@@ -132,11 +132,9 @@ def open_exchange(context: BuildContext, num_workers: int, in_memory: bool) -> I
         in_memory: whether the samples fit the memory of this process.
     """
     keep_freed_memory()
-    # The options of Beam's filesystems are known to this process only.
-    use_processes = not in_memory and not context.folder.needs_beam
-    num_workers = num_workers or (num_processes() if use_processes else num_threads())
+    num_workers = num_workers or (num_threads() if in_memory else num_processes())
     scratch = None if in_memory else context.local_root / SHUFFLE
-    with Workers(context, num_workers, use_processes=use_processes) as workers:
+    with Workers(context, num_workers, use_processes=not in_memory) as workers:
         yield Exchange(workers, scratch, "" if scratch is None else identity_of(context))
 
 

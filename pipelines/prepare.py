@@ -11,8 +11,6 @@ from pipelines.context import (
     BuildContext,
     BuildRequest,
     LocalOptions,
-    local_options,
-    runner_module,
 )
 from pipelines.samples.event_join import join_events
 from pipelines.samples.lookups import broadcast_sides, key_type, key_types
@@ -196,16 +194,12 @@ def _per_key(connection: Connection, context: BuildContext) -> Iterator[pa.Table
 
 
 def _input_folder(request: BuildRequest) -> Folder:
-    """Return the input directory, and pass the Beam options to Beam's filesystems.
+    """Return the input directory.
 
     Raises:
         SchemaError: the output lies in the input.
     """
     folder = folder_of(request.input_root, request.only)
-    if folder.needs_beam:
-        local = local_options(request.beam_args)
-        in_memory = local is not None and local.in_memory
-        runner_module("runner").use_options([] if in_memory else request.beam_args)
     if folder.contains(request.dataset):
         raise SchemaError(
             f"output must lie outside the input, got {request.dataset} below {request.input_root}; "

@@ -1,22 +1,18 @@
-"""Beam options, pipelines whose small results return to the launcher, and input files at URLs."""
+"""Beam options, and pipelines whose small results return to the launcher."""
 
 from __future__ import annotations
 
-import errno
 import hmac
-import os
 import pickle
 import re
 import secrets
 from argparse import ArgumentParser
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, BinaryIO, cast
+from typing import Any
 
 import apache_beam as beam
 import grpc
-from apache_beam.io.filesystem import BeamIOError, CompressionTypes
-from apache_beam.io.filesystems import FileSystems
 from apache_beam.options.pipeline_options import (
     DirectOptions,
     GoogleCloudOptions,
@@ -222,65 +218,3 @@ def local_runner(options: PipelineOptions) -> FnApiRunner | None:
         )
         return FnApiRunner(provision_info=ExtendedProvisionInfo(quiet))
     return None
-
-
-# Input files at URLs, through Beam's filesystems.
-
-
-def use_options(beam_args: list[str]) -> None:
-    """Configure Beam's filesystems with the options of a command.
-
-    Raises:
-        SchemaError: an option is unknown to Beam.
-    """
-    FileSystems.set_options(pipeline_options(beam_args))
-
-
-_NOT_INSTALLED = ("Missing boto3", "Failed to import")
-"""Parts of Beam's errors for a filesystem, S3 or HDFS, whose extra is not installed."""
-
-
-def list_files(root: str) -> Iterator[tuple[str, int]]:
-    """Yield the files below a URL, at any depth, with their sizes.
-
-    Raises:
-        SchemaError: the URL cannot be listed.
-    """
-    base = root.rstrip("/") + "/"
-    try:
-        (match,) = FileSystems.match([f"{base}**"])
-    except (ValueError, BeamIOError) as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        if isinstance(error, ValueError) or any(word in reason for word in _NOT_INSTALLED):
-            scheme = root.partition("://")[0]
-            raise SchemaError(
-                f"Beam has no filesystem for {scheme}://; install Beam with its extra",
-                file=root,
-            ) from error
-        raise SchemaError(f"input cannot be listed: {reason}; check --input", file=root) from error
-    if not match.metadata_list:
-        raise SchemaError("there is no input: no directory; check the path", file=root)
-    for entry in match.metadata_list:
-        yield entry.path.removeprefix(base), entry.size_in_bytes
-
-
-def file_size(url: str, path: str) -> int:
-    """Return the bytes of a file.
-
-    Args:
-        url: of the file.
-        path: its name in errors.
-
-    Raises:
-        FileNotFoundError: the file does not exist.
-    """
-    if not FileSystems.exists(url):
-        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
-    (match,) = FileSystems.match([url])
-    return match.metadata_list[0].size_in_bytes
-
-
-def open_file(url: str) -> BinaryIO:
-    """Open a file for reading and seeking, without decompression."""
-    stored = CompressionTypes.UNCOMPRESSED
-    return cast(BinaryIO, FileSystems.open(url, compression_type=stored))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import hashlib
-import importlib
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -13,7 +12,6 @@ from dataclasses import dataclass, replace
 from datetime import date
 from functools import partial
 from pathlib import Path, PurePosixPath
-from types import ModuleType
 from typing import BinaryIO
 from urllib.parse import unquote
 
@@ -24,7 +22,7 @@ from schemas.config.sources import SourceConfig
 from schemas.errors import SchemaError, suggest_name
 from schemas.manifest import InputFile
 from schemas.paths import is_below, local_path
-from schemas.storage import SCHEMES, Location
+from schemas.storage import Location
 
 _BLOCK_BYTES = 8 << 20
 _READERS = 8
@@ -36,7 +34,7 @@ class Folder:
     """A directory of raw files; paths in it are relative, with `/`.
 
     Attributes:
-        root: a local path, or a URL such as `gs://bucket/logs`.
+        root: a local path, or the URL of an object store such as `gs://bucket/logs`.
         only: the files to list; all of the directory tree when empty.
     """
 
@@ -49,13 +47,13 @@ class Folder:
         return "://" not in self.root
 
     @property
-    def needs_beam(self) -> bool:
-        """Whether only Beam's filesystems know the root."""
-        return not self.is_local and self.location is None
+    def location(self) -> Location | None:
+        """The root if it is at an object store."""
+        return None if self.is_local else Location.parse(self.root)
 
     def contains(self, location: Location) -> bool:
         """Return whether a location is the root or below it, with symbolic links followed."""
-        root = self.root if self.needs_beam else Location.parse(self.root).resolve().url
+        root = Location.parse(self.root).resolve().url
         return f"{location.resolve()}/".startswith(f"{root.rstrip('/')}/")
 
     def full_path(self, path: str) -> str:
@@ -79,7 +77,8 @@ class Folder:
 
     def all_files(self) -> Mapping[str, int | None]:
         """Return the files of the directory tree under any name; raises as `files`."""
-        return dict(self._local_files() if self.is_local else self._remote_files())
+        location = self.location
+        return dict(self._local_files() if location is None else self._stored_files(location))
 
     def _only_files(self) -> Iterator[tuple[str, int | None]]:
         for name in self.only:
@@ -108,18 +107,8 @@ class Folder:
                 if (folder / file).is_file():
                     yield (folder / file).relative_to(root).as_posix(), None
 
-    @property
-    def location(self) -> Location | None:
-        """The root if it is at a store that `schemas.storage` knows; Beam knows others."""
-        scheme = self.root.partition("://")[0]
-        return Location.parse(self.root) if scheme in SCHEMES else None
-
-    def _remote_files(self) -> Iterator[tuple[str, int | None]]:
-        location = self.location
-        if location is None:
-            yield from _remote().list_files(self.root)
-            return
-        entries = location.entries()
+    def _stored_files(self, root: Location) -> Iterator[tuple[str, int]]:
+        entries = root.entries()
         if not entries:
             raise SchemaError("there is no input: no directory; check the path", file=self.root)
         for entry in entries:
@@ -140,14 +129,12 @@ class Folder:
         Raises:
             OSError: the file does not exist.
         """
-        if self.is_local:
+        if self.location is None:
             return Path(self.root, path).stat().st_size
-        if self.location is not None:
-            size = (self.location / path).num_bytes()
-            if size is None:
-                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
-            return size
-        return _remote().file_size(self.full_path(path), path)
+        size = (self.location / path).num_bytes()
+        if size is None:
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
+        return size
 
     def open(self, path: str) -> BinaryIO:
         """Open a file for random reads, without decompression.
@@ -155,12 +142,9 @@ class Folder:
         Raises:
             OSError: the file does not exist.
         """
-        if self.is_local:
+        if self.location is None:
             return Path(self.root, path).open("rb")
-        if self.location is not None:
-            return (self.location / path).open()
-        self.size(path)  # some filesystems report a missing file at the first read only
-        return _remote().open_file(self.full_path(path))
+        return (self.location / path).open()
 
     def arrow_file(self, path: str) -> pa.NativeFile:
         """Open a file for Arrow's readers, memory-mapped if it is local.
@@ -189,14 +173,16 @@ class Folder:
         return digest.hexdigest()
 
 
-def _remote() -> ModuleType:
-    return importlib.import_module("pipelines.beam.runner")  # imports Beam: for URLs only
-
-
 def folder_of(root: str | Path, only: tuple[str, ...] = ()) -> Folder:
-    """Return the folder of a path or a URL; a `file://` URL becomes a local path."""
-    text = str(root)
-    return Folder(str(local_path(text)) if text.startswith("file:") else text, only)
+    """Return the folder of a path or a URL; a `file://` URL becomes a local path.
+
+    Raises:
+        StorageError: the scheme of the URL is unknown, or it has no bucket.
+    """
+    folder = Folder(str(local_path(root)) if str(root).startswith("file:") else str(root), only)
+    if not folder.is_local:
+        Location.parse(folder.root)
+    return folder
 
 
 def first_line(error: BaseException) -> str:
