@@ -13,7 +13,7 @@ from apache_beam.typehints.row_type import RowTypeConstraint
 from apache_beam.utils.timestamp import Timestamp
 
 from pipelines.beam.io import SEGMENT, BuildDataset, ReadDataset, ReadSource, WriteDataset
-from pipelines.sources.rejects import Reject
+from pipelines.sources.rejects import Reject, isolate_bad
 from pipelines.sources.rows import arrow_type
 from pipelines.stages import REJECTS
 from schemas.config.job import load_job
@@ -175,22 +175,19 @@ def tables_of_rows(rows: Sequence[Any], types: Mapping[str, pa.DataType]) -> Ite
         types: declared columns; others are dropped.
     """
     dicts = [row.as_dict() if isinstance(row, beam.Row) else row._asdict() for row in rows]
-    return _tables([{n: _plain(v) for n, v in d.items() if n in types} for d in dicts], types)
+    plain = [{n: _plain(v) for n, v in d.items() if n in types} for d in dicts]
+    names = [name for name in types if plain and name in plain[0]]
 
+    def table(start: int, end: int) -> pa.Table:
+        some = plain[start:end]
+        return pa.table({n: _array([row[n] for row in some], types[n]) for n in names})
 
-def _tables(rows: list[dict[str, Any]], types: Mapping[str, pa.DataType]) -> Iterator[pa.Table]:
-    """Bisect down to the rows that do not convert, so that batching does not change the result."""
-    names = [name for name in types if rows and name in rows[0]]
-    try:
-        yield pa.table({n: _array([row[n] for row in rows], types[n]) for n in names})
-    except (pa.ArrowException, TypeError, ValueError, OverflowError):
-        if len(rows) > 1:
-            middle = len(rows) // 2
-            yield from _tables(rows[:middle], types)
-            yield from _tables(rows[middle:], types)
-        else:  # as text, for the reject
-            texts = {n: [None if rows[0][n] is None else str(rows[0][n])] for n in names}
-            yield pa.table({n: pa.array(texts[n], pa.string()) for n in names})
+    errors = (pa.ArrowException, TypeError, ValueError, OverflowError)
+    good, bad = isolate_bad(len(plain), table, errors)  # so that batching does not change results
+    yield from (rows for _, rows in good)
+    for row, _ in bad:  # as text, for the reject
+        texts = {n: None if plain[row][n] is None else str(plain[row][n]) for n in names}
+        yield pa.table({n: pa.array([text], pa.string()) for n, text in texts.items()})
 
 
 def _array(values: list[Any], kind: pa.DataType) -> pa.Array:

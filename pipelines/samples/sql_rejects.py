@@ -1,33 +1,28 @@
 """Run the job's SQL, and find the rows on which it raises, each with DuckDB's reason.
 
-Rows that `tolerant_sql.py` marks are removed first. If the others still raise, they are bisected,
-with at most `MAX_ATTEMPTS` runs. A good row is never rejected together with bad ones: if the bad
-rows cannot be isolated, the build fails with an error that names the expression.
+DuckDB's `TRY(e)` is null where `e` raises. So the expressions of a select list are run again as
+marks, `TRY([e]) IS NULL`, which are true for the rows on which they raise, and marked rows are
+removed. Rows that raise elsewhere are bisected, with at most `MAX_ATTEMPTS` runs. A good row is
+never rejected together with bad ones: if the bad rows cannot be isolated, the build fails with an
+error that names the expression.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache, partial
+from functools import cache, lru_cache, partial
+from typing import Any
 
 import duckdb
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-from numpy.typing import NDArray
 
-from pipelines.samples.sql import BadRowsError, Connection, run
-from pipelines.samples.tolerant_sql import (
-    Level,
-    expression_text,
-    levels_of,
-    selected_expressions,
-    tolerant,
-)
+from pipelines.samples.sql import BadRowsError, Connection, nodes, parse, run, unparse
 from pipelines.sources.listing import first_line
-from pipelines.sources.rejects import row_texts
+from pipelines.sources.rejects import TooManyRunsError, isolate_bad, reason_kinds, row_texts
 from pipelines.sources.rows import ORIGIN
 
 BAD_ROWS_SCHEMA = pa.schema(
@@ -44,12 +39,9 @@ ROW_ERRORS = (duckdb.Error, pa.ArrowInvalid)
 
 MAX_ATTEMPTS = 2048
 """Maximum runs of a statement to isolate the bad rows of one chunk."""
-MAX_EXACT = 32
-"""Maximum rows of a chunk that are run alone for each expression that raises."""
+_EXEMPLARS = 16
+"""Marked rows of a chunk that are run alone for each expression."""
 _SQL_REASON = "row must pass the job's SQL, got "
-_EXEMPLARS = 8
-"""Rows that are run alone before the reasons of others are derived from theirs."""
-_LINE_END = r"(?s)[\n\r\x0b\x0c\x1c\x1d\x1e\x{85}\x{2028}\x{2029}].*"
 
 Attempt = Callable[[str, pa.Table], pa.Table]
 """Runs a statement over some rows of the source."""
@@ -74,27 +66,9 @@ def bad_rows(rows: pa.Table, reasons: pa.Array | str) -> pa.Table:
     return pa.table([origins, reasons, texts], schema=BAD_ROWS_SCHEMA)
 
 
-def reject_reason(error: Exception) -> str:
+def reject_reason(error: BaseException) -> str:
     """Return the reason of a row on which the SQL raises, in one line."""
     return f"{_SQL_REASON}{first_line(error)}"
-
-
-def remove_marked(
-    statement: str, attempt: Attempt, run_alone: RunAlone, rows: pa.Table
-) -> tuple[pa.Table, pa.Table]:
-    """Return the rows on which no expression is marked, and the others as bad rows."""
-    labels, expressions = _mark_rows(statement, attempt, rows)
-    bad: list[pa.Table] = []
-    for label, expression in enumerate(expressions):
-        members = np.flatnonzero(labels == label)
-        marked = rows.take(pa.array(members))
-        reasons = _reject_reasons(run_alone, marked, expression) if len(members) else None
-        if reasons is None:  # one of the rows passes alone: the mark is wrong
-            labels[members] = -1
-        else:
-            bad.append(bad_rows(marked, reasons))
-    unmarked = rows.filter(pa.array(labels < 0))
-    return unmarked, pa.concat_tables([BAD_ROWS_SCHEMA.empty_table(), *bad])
 
 
 def bisect_rows(statement: str, attempt: Attempt, rows: pa.Table) -> SqlResult:
@@ -103,45 +77,35 @@ def bisect_rows(statement: str, attempt: Attempt, rows: pa.Table) -> SqlResult:
     Raises:
         BadRowsError: the runs do not suffice.
     """
-    ranges = deque([(0, rows.num_rows)] if rows.num_rows else [])
-    good: list[tuple[int, pa.Table]] = []
-    bad = [BAD_ROWS_SCHEMA.empty_table()]
-    attempts = 0
-    reason = ""
-    while ranges and attempts < MAX_ATTEMPTS:
-        start, count = ranges.popleft()
-        attempts += 1
-        half = rows.slice(start, count)
-        try:
-            good.append((start, attempt(statement, half)))
-        except ROW_ERRORS as error:
-            reason = reject_reason(error)
-            if count == 1:
-                bad.append(bad_rows(half, reason))
-            else:
-                middle = start + count // 2
-                ranges.extend([(start, middle - start), (middle, start + count - middle)])
-    if ranges:
-        largest = rows.slice(*max(ranges, key=lambda each: each[1]))
-        raise bad_rows_error(statement, attempt, largest, reason)
-    good.sort(key=lambda each: each[0])
+
+    def run_range(start: int, end: int) -> pa.Table:
+        return attempt(statement, rows.slice(start, end - start))
+
+    try:
+        good, errors = isolate_bad(rows.num_rows, run_range, ROW_ERRORS, MAX_ATTEMPTS)
+    except TooManyRunsError as error:
+        largest = rows.slice(error.start, error.end - error.start)
+        raise bad_rows_error(statement, attempt, largest, error.cause) from error
+    bad = [bad_rows(rows.slice(row, 1), reject_reason(error)) for row, error in errors]
     samples = [table for _, table in good]
-    return SqlResult(pa.concat_tables(samples) if samples else None, pa.concat_tables(bad))
+    return SqlResult(
+        pa.concat_tables(samples) if samples else None,
+        pa.concat_tables([BAD_ROWS_SCHEMA.empty_table(), *bad]),
+    )
 
 
-def bad_rows_error(statement: str, attempt: Attempt, rows: pa.Table, reason: str) -> BadRowsError:
-    """Return the error for bad rows that cannot be isolated.
-
-    At least one of the rows raises, for the given reason.
-    """
+def bad_rows_error(
+    statement: str, attempt: Attempt, rows: pa.Table, cause: BaseException
+) -> BadRowsError:
+    """Return the error for bad rows that cannot be isolated; at least one of them raises."""
     expressions = [
         text for text, select in selected_expressions(statement) if _raises(select, attempt, rows)
     ]
     location = f" in {expressions[0]}" if expressions else ""
     return BadRowsError(
-        f"raises on more rows than {MAX_ATTEMPTS} runs can isolate: "
-        f"{reason.removeprefix(_SQL_REASON)}{location}; write what fails there as TRY_CAST(... AS "
-        "...) or TRY(...), which give null, and leave rows out by WHERE ... IS NOT NULL"
+        f"raises on more rows than {MAX_ATTEMPTS} runs can isolate: {first_line(cause)}{location}; "
+        "write what fails there as TRY_CAST(... AS ...) or TRY(...), which give null, and leave "
+        "rows out by WHERE ... IS NOT NULL"
     )
 
 
@@ -153,166 +117,232 @@ def _raises(statement: str, attempt: Attempt, rows: pa.Table) -> bool:
     return False
 
 
-# Marks: which expression raises on which row.
+# Marks: on which rows an expression raises.
+
+Node = dict[str, Any]
+"""A node of a syntax tree of `json_serialize_sql`."""
+
+_LEAVES = ("COLUMN_REF", "CONSTANT", "LAMBDA", "LAMBDA_REF", "TYPE")
+_MARK = "SELECT TRY(list_transform([0], lambda _one: _unit)) IS NULL"
+"""True where `_unit` raises. In a lambda: DuckDB evaluates common subexpressions before `TRY`."""
+_CAST_MARK = "SELECT _value IS NOT NULL AND _unit IS NULL"
+"""The same for a cast as `TRY_CAST`: `TRY` evaluates a vector with a bad row one by one."""
+_NESTED_TYPES = ("LIST", "STRUCT", "MAP", "ARRAY", "UNION", "ROW")
+"""Types of casts to which `TRY_CAST` gives null for the inner value only."""
 
 
-def _mark_rows(
-    statement: str, attempt: Attempt, rows: pa.Table
-) -> tuple[NDArray[np.int32], list[str]]:
-    """Return the label of each row, -1 for none, and the expression that raises for each label."""
-    numbers = pa.array(np.arange(rows.num_rows))
-    numbered = rows.set_column(rows.column_names.index(ORIGIN), ORIGIN, numbers)
-    labels = np.full(rows.num_rows, -1, np.int32)
-    expressions: list[str] = []
-    for level in _levels(statement):
-        unlabeled = numbered.filter(pa.array(labels < 0))
-        for written, bound in _bound_levels(level, attempt, unlabeled.slice(0, 0)):
-            for unit, marked in _run_marks(bound, attempt, unlabeled):
-                positions = np.unique(marked)
-                positions = positions[labels[positions] < 0]
-                groups = [positions]
-                if not level.outermost:
-                    groups = _split_by_filter(statement, written, attempt, numbered, positions)
-                for group in groups:
-                    if len(group):
-                        labels[group] = len(expressions)
-                        expressions.append(expression_text(written.units[unit]))
-    return labels, expressions
+@dataclass(frozen=True, slots=True)
+class Select:
+    """A SELECT of a statement, and the expressions of its select list that `TRY` takes."""
+
+    node: Node
+    units: tuple[Node, ...]
+
+    def marks(self, units: Sequence[Node]) -> str:
+        """Return the SELECT of `_origin` and of a mark for each unit, over the same rows."""
+        select_list = [_constant(f'SELECT "{ORIGIN}"')["select_list"][0]]
+        select_list += [{**_mark(u), "alias": f"_mark_{i}"} for i, u in enumerate(units)]
+        return _text_of({**self.node, "select_list": select_list})
+
+    def bound_units(self, attempt: Attempt, no_rows: pa.Table) -> list[Node]:
+        """Return the units whose marks bind, with expressions instead of aliases if they need."""
+        if not _raises(self.marks(self.units), attempt, no_rows):
+            return [*self.units]
+        aliases = {e["alias"]: {**e, "alias": ""} for e in self.node["select_list"] if e["alias"]}
+        variants = [(unit, _substitute(unit, aliases)) for unit in self.units]
+        bound = [
+            next((v for v in pair if not _raises(self.marks([v]), attempt, no_rows)), None)
+            for pair in variants
+        ]
+        return [unit for unit in bound if unit is not None]
+
+
+def _mark(unit: Node) -> Node:
+    """Return the expression that is true where a unit raises."""
+    text, parts = _MARK, {"_unit": unit}
+    is_cast = unit["class"] == "CAST" and unit["child"]["class"] == "COLUMN_REF"
+    if is_cast and unit["type_expr"]["type_name"].upper() not in _NESTED_TYPES:
+        text = _CAST_MARK
+        parts = {"_value": unit["child"], "_unit": {**unit, "try_cast": True}}
+    return _substitute(_constant(text)["select_list"][0], parts)
 
 
 @lru_cache(maxsize=64)
-def _levels(statement: str) -> tuple[Level, ...]:
-    try:
-        return tuple(levels_of(statement))
-    except (duckdb.Error, KeyError):  # the statement cannot be decomposed
-        return ()
+def marked_selects(statement: str) -> tuple[Select, ...]:
+    """Return the SELECTs of a statement whose expressions are marked, inner ones first.
 
+    Those are the outermost one and the ones that FROM clauses consist of, as long as each row that
+    is read is a row of the result.
 
-def _bound_levels(
-    level: Level, attempt: Attempt, no_rows: pa.Table
-) -> Iterator[tuple[Level, Level]]:
-    """Yield the units of a level as they are written and in a variant of the level that binds."""
-    if _binds(level, attempt, no_rows):
-        yield level, level
-        return
-    unbound = list(range(len(level.units)))
-    for variant in level.variants():
-        bound = [i for i in unbound if _binds(variant.only((variant.units[i],)), attempt, no_rows)]
-        if bound:
-            unbound = [i for i in unbound if i not in bound]
-            written, variant_units = (tuple(v.units[i] for i in bound) for v in (level, variant))
-            yield level.only(written), variant.only(variant_units)
-    for unit in unbound:
-        smaller = level.smaller(level.units[unit])
-        if smaller.units:
-            yield from _bound_levels(smaller, attempt, no_rows)
-
-
-def _binds(level: Level, attempt: Attempt, no_rows: pa.Table) -> bool:
-    return not _raises(level.statement(), attempt, no_rows)
-
-
-def _run_marks(
-    level: Level, attempt: Attempt, rows: pa.Table
-) -> Iterator[tuple[int, NDArray[np.int64]]]:
-    """Yield the index of each unit of a level and the rows on which it raises.
-
-    Units whose marks raise are left out.
+    Example:
+        >>> nested = "SELECT a + 1 AS b FROM (SELECT CAST(x AS INT) AS a, _origin FROM log)"
+        >>> [expression_text(unit) for each in marked_selects(nested) for unit in each.units]
+        ['CAST(x AS INTEGER)', '(a + 1)']
     """
-    try:
-        marks = attempt(level.statement(), rows)
-    except ROW_ERRORS:
-        if len(level.units) > 1:
-            for index, unit in enumerate(level.units):
-                for _, positions in _run_marks(level.only((unit,)), attempt, rows):
-                    yield index, positions
+    (node,) = select_nodes(statement)
+    selects: list[Select] = []
+    ctes: dict[str, Node] = {}
+    while node is not None and node["type"] == "SELECT_NODE" and _keeps_rows(node):
+        ctes |= {cte["key"]: cte for cte in node["cte_map"]["map"]}
+        node = {**node, "cte_map": {"map": list(ctes.values())}}
+        units = tuple(u for e in _expressions(node["select_list"]) for u in _units(e))
+        selects += [Select(node, units)] if units else []
+        node = None if node["where_clause"] else _nested(node["from_table"], ctes)
+    return tuple(reversed(selects))
+
+
+def _nested(table: Node, ctes: Mapping[str, Node]) -> Node | None:
+    """Return the SELECT that a FROM clause consists of, None if there is none."""
+    if table["type"] == "SUBQUERY":
+        return table["subquery"]["node"]
+    cte = ctes.get(table.get("table_name", ""))
+    return cte and cte["value"]["query_node"]
+
+
+def _keeps_rows(node: Node) -> bool:
+    """Return whether a SELECT yields one row for each on which its select list is evaluated."""
+    several = any(
+        n.get("function_name") in ("unnest", "unlist") for n in nodes(node["select_list"])
+    )
+    return not (several or node["qualify"] or node["modifiers"] or node["group_expressions"])
+
+
+def _units(expression: Node) -> Iterator[Node]:
+    """Yield the largest parts of an expression that `TRY` takes."""
+    if expression["class"] in _LEAVES:
         return
-    origins = marks[ORIGIN].to_numpy()
-    for index in range(len(level.units)):
-        yield index, origins[marks[f"_mark_{index}"].to_numpy()]
+    if not any(
+        n.get("class") in ("SUBQUERY", "WINDOW") or n.get("function_name") in _blocking_functions()
+        for n in nodes(expression)
+    ):
+        yield {**expression, "alias": ""}
+    elif expression["class"] != "SUBQUERY":
+        for child in _expressions(list(expression.values())):
+            yield from _units(child)
 
 
-def _split_by_filter(
-    statement: str, level: Level, attempt: Attempt, rows: pa.Table, positions: NDArray[np.int64]
-) -> list[NDArray[np.int64]]:
-    """Split marked rows into those that the WHERE of an outer SELECT keeps, and the others."""
-    if not len(positions):
-        return []
-    try:
-        samples = attempt(tolerant(statement, level), rows.take(pa.array(positions)))
-    except ROW_ERRORS:
-        return [positions]
-    kept = np.isin(positions, samples[ORIGIN].to_numpy())
-    return [positions[kept], positions[~kept]]
+@cache
+def _blocking_functions() -> frozenset[str]:
+    """Return the functions that `TRY` does not take."""
+    rows = duckdb.connect().execute(
+        "SELECT DISTINCT function_name FROM duckdb_functions() "
+        "WHERE function_type IN ('aggregate', 'window') OR stability = 'VOLATILE'"
+    )
+    return frozenset(name for (name,) in rows.fetchall())
 
 
-# Reasons of marked rows.
+def _expressions(parts: Any) -> Iterator[Node]:
+    """Yield the outermost expressions in a part of a statement."""
+    if isinstance(parts, dict) and parts.get("class", "STAR") != "STAR":
+        yield parts
+    elif isinstance(parts, (dict, list)):
+        for part in parts.values() if isinstance(parts, dict) else parts:
+            yield from _expressions(part)
 
 
-def _reject_reasons(run_alone: RunAlone, rows: pa.Table, expression: str) -> pa.Array | None:
+def remove_marked(
+    statement: str, attempt: Attempt, run_alone: RunAlone, rows: pa.Table
+) -> tuple[pa.Table, pa.Table]:
+    """Return the rows on which no expression is marked, and the others as bad rows."""
+    bad = [BAD_ROWS_SCHEMA.empty_table()]
+    for select in marked_selects(statement):
+        numbers = pa.array(np.arange(rows.num_rows))
+        numbered = rows.set_column(rows.column_names.index(ORIGIN), ORIGIN, numbers)
+        units = select.bound_units(attempt, numbered.slice(0, 0))
+        try:
+            marks = attempt(select.marks(units), numbered)
+        except ROW_ERRORS:  # other parts of the SELECT raise
+            continue
+        left = np.ones(rows.num_rows, bool)
+        for index, unit in enumerate(units):
+            marked = np.unique(marks[ORIGIN].to_numpy()[marks[f"_mark_{index}"].to_numpy()])
+            marked = marked[left[marked]]
+            some = rows.take(pa.array(marked))
+            reasons = _reasons(run_alone, some, unit) if len(marked) else None
+            if reasons is not None:
+                left[marked] = False
+                bad.append(bad_rows(some, reasons))
+        rows = rows.filter(pa.array(left))
+    return rows, pa.concat_tables(bad)
+
+
+def _reasons(run_alone: RunAlone, rows: pa.Table, unit: Node) -> pa.Array | None:
     """Return the reasons of rows on which one expression raises, None if a row passes alone.
 
-    Of many rows only some are run alone. The others get the same reason with their own value, if
-    all exact reasons follow one pattern.
+    Of many rows some are run alone. The others get their reason without its values if they all
+    have the same one, else a reason that names the expression.
     """
-    count = rows.num_rows
     exact: dict[int, str] = {}
-    for limit in (_EXEMPLARS, MAX_EXACT):
-        for index in np.unique(np.linspace(0, count - 1, min(limit, count)).astype(int)).tolist():
-            if index not in exact:
-                reason = _reason_alone(run_alone, rows.slice(index, 1))
-                if reason is None:
-                    return None
-                exact[index] = reason
-        if len(exact) == count:
-            return pa.array([exact[i] for i in range(count)])
-        reasons = _derive_reasons(exact, rows)
-        if reasons is not None:
-            return reasons
-    rest = f"{_SQL_REASON}an error in {expression}"
-    return pa.array([exact.get(i, rest) for i in range(count)])
+    count = rows.num_rows
+    for index in np.linspace(0, count - 1, min(_EXEMPLARS, count)).astype(int).tolist():
+        try:
+            run_alone(rows.slice(index, 1))
+            return None
+        except ROW_ERRORS as error:
+            exact[index] = reject_reason(error)
+    kinds = pc.unique(reason_kinds(pa.array(exact.values()))).to_pylist()
+    rest = kinds[0] if len(kinds) == 1 else f"{_SQL_REASON}an error in {expression_text(unit)}"
+    return pa.array([exact.get(index, rest) for index in range(count)])
 
 
-def _reason_alone(run_alone: RunAlone, row: pa.Table) -> str | None:
-    try:
-        run_alone(row)
-    except ROW_ERRORS as error:
-        return reject_reason(error)
-    return None
+# Syntax trees.
 
 
-def _derive_reasons(exact: dict[int, str], rows: pa.Table) -> pa.Array | None:
-    """Return the reasons of all rows in the pattern of the exact ones, None if there is none."""
-    candidates: list[pa.Array] = []
-    for name in rows.column_names:
-        kind = rows[name].type
-        if name != ORIGIN and (pa.types.is_string(kind) or pa.types.is_integer(kind)):
-            texts = rows[name].combine_chunks().cast(pa.string())
-            for row, reason in exact.items():
-                reasons = _with_own_values(reason, texts, row)
-                if reasons is not None and _agrees(reasons, exact):
-                    candidates.append(reasons)
-                    break
-    if candidates:
-        first = candidates[0]
-        unambiguous = not first.null_count and all(c.equals(first) for c in candidates)
-        return first if unambiguous else None
-    reason = next(iter(exact.values()))
-    same = len(set(exact.values())) == 1 and "'" not in reason.partition(", got ")[2]
-    return pa.repeat(pa.scalar(reason), rows.num_rows) if same else None
+def select_nodes(statement: str) -> list[Node]:
+    """Return the SELECT nodes of a text.
+
+    Raises:
+        duckdb.Error: it is not SQL; the message has the position.
+    """
+    tree = parse(statement)
+    if tree["error"]:
+        raise duckdb.ParserException(tree["error_message"])
+    return [s["node"] for s in tree["statements"]]
 
 
-def _with_own_values(reason: str, texts: pa.Array, row: int) -> pa.Array | None:
-    """Replace the quoted value of `row` in its reason by each row's; None if it is not quoted."""
-    before, quoted, after = reason.partition(f"'{texts[row].as_py()}'")
-    if not quoted:
-        return None
-    reasons = pc.binary_join_element_wise(f"{before}'", texts, f"'{after}", "")
-    return pc.replace_substring_regex(reasons, _LINE_END, "")
+def expression_text(node: Node) -> str:
+    """Return the text of an expression node."""
+    return _text_of({**_constant("SELECT 1"), "select_list": [node]}).removeprefix("SELECT ")
 
 
-def _agrees(reasons: pa.Array, exact: dict[int, str]) -> bool:
-    return reasons.take(pa.array(list(exact))).to_pylist() == list(exact.values())
+def selected_expressions(statement: str) -> Iterator[tuple[str, str]]:
+    """Yield each expression of the job's select list, and the statement with only that one.
+
+    Example:
+        >>> list(selected_expressions("SELECT * FROM (SELECT a + 1 AS b, c FROM log)"))
+        [('(a + 1)', 'SELECT (a + 1) AS b FROM log'), ('c', 'SELECT c FROM log')]
+    """
+    (node,) = select_nodes(statement)
+    while node["from_table"]["type"] == "SUBQUERY" and node["select_list"][0]["class"] == "STAR":
+        node = node["from_table"]["subquery"]["node"]
+    for expression in node["select_list"]:
+        text = expression_text({**expression, "alias": ""})
+        yield text, _text_of({**node, "select_list": [expression]})
+
+
+def _text_of(node: Node) -> str:
+    return unparse({"error": False, "statements": [{"node": node, "named_param_map": []}]})
+
+
+def _constant(statement: str) -> Node:
+    """Return a new tree of a statement of this module."""
+    return json.loads(_constant_json(statement))
+
+
+@cache
+def _constant_json(statement: str) -> str:
+    return json.dumps(select_nodes(statement)[0])
+
+
+def _substitute(part: Any, expressions: Mapping[str, Node]) -> Any:
+    """Return a part of a statement with expressions instead of unqualified columns."""
+    if isinstance(part, list):
+        return [_substitute(p, expressions) for p in part]
+    if not isinstance(part, dict):
+        return part
+    if part.get("class") == "COLUMN_REF" and len(part["column_names"]) == 1:
+        return expressions.get(part["column_names"][0], part)
+    return {key: _substitute(value, expressions) for key, value in part.items()}
 
 
 # Statements over raw rows.
@@ -324,7 +354,7 @@ def map_rows(connection: Connection, statement: str, source: str, rows: pa.Table
     The statement is from `select_origin` and reads the rows as `source`.
 
     Raises:
-        BadRowsError: the rows that raise cannot be bisect_rows.
+        BadRowsError: the rows that raise cannot be isolated.
     """
 
     def attempt(text: str, some_rows: pa.Table) -> pa.Table:

@@ -6,7 +6,6 @@ raw rows: DuckDB hashes a list in a third of the time that it takes to return it
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -37,10 +36,10 @@ from pipelines.samples.sql_rejects import (
     bad_rows,
     bad_rows_error,
     map_rows,
-    reject_reason,
     remove_marked,
     run_key,
 )
+from pipelines.sources.rejects import TooManyRunsError, isolate_bad
 from pipelines.sources.rows import CHUNK_ROWS, ORIGIN
 from schemas.arrays import is_list
 from schemas.config.job import DataConfig
@@ -438,29 +437,27 @@ def _attempt(
     return _run(connection, replace(per, statement=text), {**tables, per.source: rows})
 
 
-def _bisect_keys(connection: Connection, per: PerKey, batch: _KeyedRows) -> Iterator[SqlResult]:
+def _bisect_keys(connection: Connection, per: PerKey, batch: _KeyedRows) -> list[SqlResult]:
     """Bisect keys until those that raise are isolated, with at most `MAX_ATTEMPTS` runs."""
-    queue, attempts, reason = deque([batch]), 0, ""
-    while queue:
-        batch = queue.popleft()
-        keys = np.unique(batch.codes[per.source])
-        if len(keys) == 1 and attempts <= MAX_ATTEMPTS:
-            yield run_key(connection, per.statement, per.source, batch.tables)
-            attempts += 1
-        elif attempts > MAX_ATTEMPTS:
-            attempt = partial(_attempt, connection, per, batch.tables)
-            raise bad_rows_error(per.statement, attempt, batch.tables[per.source], reason)
-        elif len(keys):
-            attempts += 1
-            try:
-                samples = _run(connection, per, batch.tables)
-            except ROW_ERRORS as error:  # a key raises, or no lateral plan exists
-                reason = reject_reason(error)
-                middle = keys[len(keys) // 2]
-                queue.append(batch.where(lambda codes, middle=middle: codes < middle))
-                queue.append(batch.where(lambda codes, middle=middle: codes >= middle))
-                continue
-            yield _in_order(connection, per, samples, batch)
+    codes = batch.codes[per.source]
+    keys = np.unique(codes)
+
+    def run_range(start: int, end: int) -> SqlResult:
+        first, last = keys[start], keys[end - 1]
+        some = batch.where(lambda codes: (codes >= first) & (codes <= last))
+        if end - start == 1:
+            return run_key(connection, per.statement, per.source, some.tables)
+        return _in_order(connection, per, _run(connection, per, some.tables), some)
+
+    try:  # no lateral plan may exist: then each key is run alone
+        return [
+            result for _, result in isolate_bad(len(keys), run_range, ROW_ERRORS, MAX_ATTEMPTS)[0]
+        ]
+    except TooManyRunsError as error:
+        chosen = (codes >= keys[error.start]) & (codes <= keys[error.end - 1])
+        rows = batch.tables[per.source].filter(pa.array(chosen))
+        attempt = partial(_attempt, connection, per, batch.tables)
+        raise bad_rows_error(per.statement, attempt, rows, error.cause) from error
 
 
 def _in_order(

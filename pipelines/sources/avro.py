@@ -23,7 +23,7 @@ import numpy as np
 import pyarrow as pa
 
 from pipelines.sources.listing import Folder, first_line
-from pipelines.sources.rejects import Reject, file_reject
+from pipelines.sources.rejects import Reject, file_reject, isolate_bad
 from pipelines.sources.rows import (
     MAX_COPIED_BYTES,
     ORIGIN,
@@ -220,16 +220,10 @@ def _convert_records(
     return pa.table(arrays, [f.name for f, _ in readers]) if records else None, bad
 
 
-def _not_convertible(values: list[Any], kind: pa.DataType, first: int = 0) -> Iterator[int]:
-    try:
-        pa.array(values, kind)
-    except (pa.ArrowException, ValueError, TypeError, OverflowError):
-        if len(values) == 1:
-            yield first
-            return
-        half = len(values) // 2
-        yield from _not_convertible(values[:half], kind, first)
-        yield from _not_convertible(values[half:], kind, first + half)
+def _not_convertible(values: list[Any], kind: pa.DataType) -> list[int]:
+    errors = (pa.ArrowException, ValueError, TypeError, OverflowError)
+    convert = lambda start, end: pa.array(values[start:end], kind)  # noqa: E731
+    return [row for row, _ in isolate_bad(len(values), convert, errors)[1]]
 
 
 def columns_of_avro(folder: Folder, path: str) -> AvroColumns:

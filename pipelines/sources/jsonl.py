@@ -2,18 +2,16 @@
 
 Arrow parses objects, not lines: it accepts an object on two lines and two objects on one, and it
 crashes at a line `null`. So each line must look like an object before it is parsed, and there must
-be as many rows as lines. A block that Arrow refuses is divided; its lines are checked in Python,
-then bisected. A line is good if and only if Arrow can parse it alone.
+be as many rows as lines. The lines of a block that Arrow refuses are bisected. A line is good if
+and only if Arrow can parse it alone.
 """
 
 from __future__ import annotations
 
 import json
-import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, suppress
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
 from datetime import datetime
 from functools import cache
 from typing import Any, BinaryIO, Self
@@ -24,7 +22,13 @@ import pyarrow.json as pa_json
 
 from pipelines.sources import text_records
 from pipelines.sources.listing import Folder, first_line
-from pipelines.sources.rejects import Reject, file_reject, rest_of_file_reject, sort_key
+from pipelines.sources.rejects import (
+    Reject,
+    file_reject,
+    isolate_bad,
+    rest_of_file_reject,
+    sort_key,
+)
 from pipelines.sources.rows import (
     InputSplit,
     RawRows,
@@ -51,14 +55,10 @@ from schemas.config.sources import SourceConfig
 
 _BLOCK_BYTES = 8 << 20
 
-_DIVISIONS = 16
-"""Number of ranges into which lines that Arrow refuses are divided."""
-
-_CHECKED_LINES = 1 << 13
-"""Maximum lines that are checked in Python; more are divided first."""
-
 Line = tuple[int, bytes]
 """Position of a line in its file, and its bytes without the line end."""
+Columns = tuple[tuple[str, pa.DataType], ...]
+"""Names and types of the declared columns."""
 
 
 def split_jsonl(folder: Folder, whole: InputSplit, split_bytes: int) -> SplitsAndRejects:
@@ -151,10 +151,13 @@ def _parse_good_block(
         or (b"\r" in text and text.count(b"\r") != num_crlf)
     ):
         return None
-    try:
-        return _parse(text, num_lines, type_names, schema)
-    except (pa.ArrowException, ValueError):
-        return None
+    columns = _columns(type_names, schema)
+    for quote in (False, True):
+        try:
+            return _parse(quote_numbers(text, columns) if quote else text, num_lines, columns)
+        except (pa.ArrowException, ValueError):
+            pass
+    return None
 
 
 def _split_lines(data: bytes) -> list[bytes]:
@@ -178,113 +181,60 @@ def _read_lines(
         elif text:
             reason = "line must be one JSON object, from { to }"
             rejects.append(Reject(split.path, position, reason, _reject_text(text)))
-    tables: list[pa.Table] = []
-    for parsed in _parse_lines(objects, type_names, schema, _CHECKED_LINES):
-        if isinstance(parsed, BadLine):
-            text = _reject_text(parsed.text)
-            rejects.append(Reject(split.path, parsed.position, parsed.reason, text))
+    readable: list[bytes] = []
+    positions: list[int] = []
+    bad: list[Line] = []
+    columns = _columns(type_names, schema)
+    tests = [(name, _value_test(kind)) for name, kind in columns]
+    for position, text in objects:
+        line = text if _looks_good(text, tests) else _readable(text, columns)
+        if line is None:
+            bad.append((position, text))
         else:
-            table, positions = parsed
-            tables.append(with_origins(table, split.file_index, np.array(positions, np.int64)))
+            readable.append(line)
+            positions.append(position)
+
+    def parse_range(start: int, end: int) -> pa.Table:
+        return _parse(b"\n".join(readable[start:end]), end - start, columns)
+
+    good, unreadable = isolate_bad(len(readable), parse_range, (pa.ArrowException, ValueError))
+    bad += [(positions[row], readable[row]) for row, _ in unreadable]
+    for position, text in bad:
+        reason = _reject_reason(text, type_names, schema)
+        rejects.append(Reject(split.path, position, reason, _reject_text(text)))
     if rejects:
         yield RawRows(None, tuple(sorted(rejects, key=sort_key)))
-    if tables:
-        yield from in_chunks(pa.concat_tables(tables))
+    if good:
+        kept = np.delete(np.array(positions, np.int64), [row for row, _ in unreadable])
+        table = pa.concat_tables([table for _, table in good])
+        yield from in_chunks(with_origins(table, split.file_index, kept))
 
 
 def _reject_text(text: bytes) -> str:
     return text[:SHOWN_BYTES].decode(errors="backslashreplace")
 
 
-@dataclass(frozen=True, slots=True)
-class BadLine:
-    """A line that cannot be read, and the reason."""
-
-    position: int
-    text: bytes
-    reason: str
+def _columns(type_names: Iterable[str], schema: pa.Schema) -> Columns:
+    return tuple((name, schema.field(name).type) for name in type_names)
 
 
-Parsed = BadLine | tuple[pa.Table, list[int]]
-"""A line that cannot be read, or rows and their positions."""
-
-
-def _parse_lines(
-    lines: Sequence[Line], type_names: Mapping[str, str], schema: pa.Schema, max_checked: int
-) -> Iterator[Parsed]:
-    """Yield tables of good lines, in order, and bad lines.
-
-    At most `max_checked` lines are checked in Python before they are bisected.
-    """
-    if not lines:
-        return
-    try:
-        table = parse([line for _, line in lines], type_names, schema)
-        yield table, [position for position, _ in lines]
-        return
-    except (pa.ArrowException, ValueError):
-        if len(lines) == 1:
-            (position, text), *_ = lines
-            yield BadLine(position, text, _reject_reason(text, type_names, schema))
-            return
-    if max_checked and len(lines) <= max_checked:
-        yield from _check_lines(lines, type_names, schema)
-        return
-    size = -(-len(lines) // (_DIVISIONS if max_checked else 2))
-    for start in range(0, len(lines), size):
-        yield from _parse_lines(lines[start : start + size], type_names, schema, max_checked)
-
-
-def _check_lines(
-    lines: Sequence[Line], type_names: Mapping[str, str], schema: pa.Schema
-) -> Iterator[Parsed]:
-    """Yield lines that Python finds bad, then the others as Arrow parses them."""
-    types = {name: schema.field(name).type for name in type_names}
-    others: list[Line] = []
-    for position, text in lines:
-        try:
-            reason, readable = check_line(text, type_names, types)
-        except UnsureError:
-            reason, readable = "", text
-        if reason:
-            yield BadLine(position, text, reason)
-        else:
-            others.append((position, readable))
-    yield from _parse_lines(others, type_names, schema, 0)
-
-
-def parse(lines: Sequence[bytes], type_names: Mapping[str, str], schema: pa.Schema) -> pa.Table:
+def _parse(data: bytes, num_lines: int, columns: Columns) -> pa.Table:
     """Return lines as rows of the declared columns; other fields are ignored.
-
-    A number in a text field is read as its original text.
 
     Each line must look like an object.
 
     Raises:
         pa.ArrowException, ValueError: a line is not an object of these columns, or not UTF-8.
     """
-    return _parse(b"\n".join(lines), len(lines), type_names, schema)
-
-
-def _parse(
-    data: bytes, num_lines: int, type_names: Mapping[str, str], schema: pa.Schema
-) -> pa.Table:
     if not data.isascii():
         data.decode()  # raises for invalid UTF-8, which Arrow would accept
-    columns = tuple((name, schema.field(name).type) for name in type_names)
-    try:
-        table = _read_json(data, columns)
-    except pa.ArrowInvalid:
-        quoted = quote_numbers(data, columns)
-        if quoted == data:
-            raise
-        table = _read_json(quoted, columns)
+    table = _read_json(data, columns)
     if table.num_rows != num_lines:
         raise ValueError(f"lines must be one object each, got {table.num_rows} in {num_lines}")
-    return table.select(list(type_names)).cast(pa.schema([schema.field(n) for n in type_names]))
+    return table.select([name for name, _ in columns]).cast(pa.schema(columns))
 
 
-def _read_json(data: bytes, columns: Iterable[tuple[str, pa.DataType]]) -> pa.Table:
+def _read_json(data: bytes, columns: Columns) -> pa.Table:
     return pa_json.read_json(
         pa.BufferReader(data),
         read_options=pa_json.ReadOptions(use_threads=False, block_size=len(data) + 1),
@@ -304,6 +254,43 @@ def _parser_type(kind: pa.DataType) -> pa.DataType:
     return pa.timestamp("s") if pa.types.is_date(kind) else kind
 
 
+def _looks_good(line: bytes, tests: Sequence[tuple[str, ValueTest]]) -> bool:
+    """Return whether Arrow will probably read a line: it takes 0.3 ms for one alone."""
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):
+        return False
+    return all(test(row.get(name)) for name, test in tests)
+
+
+def _readable(line: bytes, columns: Columns) -> bytes | None:
+    """Return a line with texts for the numbers in text fields, None if it is surely bad.
+
+    Example:
+        >>> columns = (("id", pa.int64()), ("names", pa.list_(pa.string())))
+        >>> _readable(b'{"id": 1, "names": [1.50]}', columns)
+        b'{"id": 1, "names": ["1.50"]}'
+        >>> _readable(b'{"id": "x"}', columns)
+    """
+    try:
+        row = loads(line)
+        json.loads(line, object_pairs_hook=_unique_fields)
+    except (UnicodeDecodeError, json.JSONDecodeError):
+        return None
+    except (ValueError, RecursionError):  # too many digits, nested too deeply, or a field twice
+        return line
+    if any(_misfit(row.get(name), kind, name) for name, kind in columns):
+        return None
+    quoted = {name: _quote_numbers(row.get(name), kind) for name, kind in columns}
+    return line if all(row.get(n) == v for n, v in quoted.items()) else json.dumps(quoted).encode()
+
+
+def _unique_fields(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    if len(dict(pairs)) < len(pairs):
+        raise ValueError("a field appears twice")
+    return dict(pairs)
+
+
 def _reject_reason(text: bytes, type_names: Mapping[str, str], schema: pa.Schema) -> str:
     try:
         row = loads(text)
@@ -313,69 +300,31 @@ def _reject_reason(text: bytes, type_names: Mapping[str, str], schema: pa.Schema
         return "line must be one JSON object, got one that is nested too deeply"
     except ValueError as error:
         return f"line must be one JSON object, got {first_line(error)}"
+    for name, type_name in type_names.items():
+        misfit = _misfit(row.get(name), schema.field(name).type, name)
+        if misfit is not None:
+            path, kind, value = misfit
+            expected = type_name if path == name else type_text(kind)
+            text = value.text if isinstance(value, _Number) else repr(value)
+            return f"field {path!r} must be {expected}, got {text}"
     try:
-        parse([text], {}, schema)
+        _parse(text, 1, ())
     except (pa.ArrowException, ValueError) as error:
         cause = first_line(error).removeprefix("JSON parse error: ").removesuffix(" in row 0")
         return f"line must be one JSON object, got {cause}"
     for name, type_name in type_names.items():
         try:
-            parse([text], {name: type_name}, schema)
+            _parse(text, 1, _columns([name], schema))
         except (pa.ArrowException, ValueError) as error:
             if "specified twice" in str(error):
                 return f"field {name!r} must appear once, got it twice"
-            value = row.get(name)
-            reason = f"field {name!r} must be {type_name}, got {value!r}"
-            with suppress(UnsureError):
-                return next(misfits(value, schema.field(name).type, type_name, name), reason)
-            return reason
+            return f"field {name!r} must be {type_name}, got {row.get(name)!r}"
     return "line must be one JSON object"
 
 
-# Checks of single lines in Python. Arrow reports one bad line per block at most, and to parse each
-# line alone with it takes 0.1 ms; a check takes a twentieth of that.
+# Numbers keep their original text: as values of fields that are declared as texts, and in reasons.
 
-_HALF_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 _NUMBER = rb"(-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?)(?=\s*[,}])"
-
-
-class UnsureError(Exception):
-    """Say that only Arrow's parser can decide whether a line is good."""
-
-
-def check_line(
-    text: bytes, type_names: Mapping[str, str], types: Mapping[str, pa.DataType]
-) -> tuple[str, bytes]:
-    """Return the reject reason of a line, and the line in a form that Arrow can read.
-
-    The reason is empty for a line that looks good; numbers in text fields are then quoted.
-
-    Raises:
-        UnsureError: the line may be good or bad.
-
-    Example:
-        >>> check_line(b'{"id": "x"}', {"id": "int64"}, {"id": pa.int64()})
-        ("field 'id' must be int64, got 'x'", b'{"id": "x"}')
-        >>> names, types = {"name": "list<string>"}, {"name": pa.list_(pa.string())}
-        >>> check_line(b'{"name": [1.50]}', names, types)
-        ('', b'{"name": ["1.50"]}')
-    """
-    try:
-        row = loads(text, object_pairs_hook=_unique_fields)
-    except UnicodeDecodeError:
-        return "line must be UTF-8", text
-    except json.JSONDecodeError as error:
-        return f"line must be one JSON object, got {first_line(error)}", text
-    except (ValueError, RecursionError) as error:  # a number of too many digits, or nested too deep
-        raise UnsureError from error
-    if _HALF_SURROGATE.search(text):
-        raise UnsureError
-    for name, type_name in type_names.items():
-        for reason in misfits(row.get(name), types[name], type_name, name):
-            return reason, text
-    values = {name: row.get(name) for name in type_names}
-    quoted = {name: _quote_numbers(value, types[name]) for name, value in values.items()}
-    return "", text if quoted == values else json.dumps(quoted).encode()
 
 
 def loads(text: bytes, **options: Any) -> Any:
@@ -402,31 +351,25 @@ class _Float(_Number, float):
     pass
 
 
-def misfits(value: Any, kind: pa.DataType, type_name: str, path: str) -> Iterator[str]:
-    """Yield the reasons why a value is not of a type, each with the path of the inner field.
-
-    Raises:
-        UnsureError: the value may be of the type or not.
+def _misfit(value: Any, kind: pa.DataType, path: str) -> tuple[str, pa.DataType, Any] | None:
+    """Return path, type and value of an inner field whose value is surely not of its type.
 
     Example:
-        >>> from pipelines.sources.rows import arrow_type
-        >>> name = "struct<device: struct<version: int64>>"
-        >>> list(misfits(loads(b'{"device": {"version": "b"}}'), arrow_type(name), name, "user"))
-        ["field 'user.device.version' must be int64, got 'b'"]
+        >>> device = pa.struct({"version": pa.int64()})
+        >>> _misfit({"device": {"version": "b"}}, pa.struct({"device": device}), "user")
+        ('user.device.version', DataType(int64), 'b')
     """
     if value is None:
-        return
+        return None
     if pa.types.is_struct(kind) and isinstance(value, dict):
-        for field in kind:
-            inner = type_text(field.type)
-            yield from misfits(value.get(field.name), field.type, inner, f"{path}.{field.name}")
+        inner = (_misfit(value.get(f.name), f.type, f"{path}.{f.name}") for f in kind)
     elif is_list(kind) and isinstance(value, list):
-        inner = type_text(kind.value_type)
-        for each in value:
-            yield from misfits(each, kind.value_type, inner, f"{path}[]")
-    elif not _fits(value, kind):
-        text = value.text if isinstance(value, _Number) else repr(value)
-        yield f"field {path!r} must be {type_name}, got {text}"
+        inner_type, inner_path = kind.value_type, f"{path}[]"
+        inner = (_misfit(each, inner_type, inner_path) for each in value)
+    else:
+        fits = _value_test(kind)(value) or (is_text(kind) and isinstance(value, _Number))
+        return None if fits else (path, kind, value)
+    return next(filter(None, inner), None)
 
 
 def _quote_numbers(value: Any, kind: pa.DataType) -> Any:
@@ -441,8 +384,7 @@ def _quote_numbers(value: Any, kind: pa.DataType) -> Any:
 def quote_numbers(data: bytes, columns: tuple[tuple[str, pa.DataType], ...]) -> bytes:
     """Quote the numbers in fields that are declared as texts.
 
-    Lists, and fields whose name is also that of a field of another type, stay as they are;
-    `check_line` handles those.
+    Lists, and fields whose name is also that of a field of another type, stay as they are.
 
     Example:
         >>> quote_numbers(b'{"v": 1.50, "n": 2}', (("v", pa.string()), ("n", pa.int64())))
@@ -470,32 +412,34 @@ def _number_pattern(columns: tuple[tuple[str, pa.DataType], ...]) -> re.Pattern[
     return re.compile(rb"((?:" + names + rb")\s*:\s*)" + _NUMBER) if names else None
 
 
-def _unique_fields(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    fields = dict(pairs)
-    if len(fields) < len(pairs):
-        raise UnsureError
-    return fields
+ValueTest = Callable[[Any], bool]
 
 
-def _fits(value: Any, kind: pa.DataType) -> bool:
-    """Return whether a value is of a type; null, matching objects and lists are handled before."""
+def _value_test(kind: pa.DataType) -> ValueTest:
+    """Return a test whether a value from JSON may be of a type."""
+    if pa.types.is_struct(kind):
+        tests = [(field.name, _value_test(field.type)) for field in kind]
+        return lambda v: (
+            v is None or (isinstance(v, dict) and all(test(v.get(name)) for name, test in tests))
+        )
+    if is_list(kind):
+        each = _value_test(kind.value_type)
+        return lambda v: v is None or (isinstance(v, list) and all(map(each, v)))
     if pa.types.is_integer(kind):
         bits = kind.bit_width
         low, high = (0, 1 << bits) if str(kind)[0] == "u" else (-1 << bits - 1, 1 << bits - 1)
-        return isinstance(value, _Int) and low <= value < high
+        return lambda v: (
+            v is None or (isinstance(v, int) and low <= v < high and not isinstance(v, bool))
+        )
     if pa.types.is_floating(kind):
-        if isinstance(value, float) and math.isinf(value):
-            raise UnsureError
-        return isinstance(value, _Int | float)
+        return lambda v: v is None or (isinstance(v, int | float) and not isinstance(v, bool))
     if is_text(kind):
-        return isinstance(value, str | _Number)
+        return lambda v: v is None or isinstance(v, str)
     if pa.types.is_boolean(kind):
-        return isinstance(value, bool)
-    if is_list(kind) or pa.types.is_struct(kind):
-        return False
+        return lambda v: v is None or isinstance(v, bool)
     if pa.types.is_timestamp(kind) or pa.types.is_date(kind):
-        return isinstance(value, str) and _is_time(value)
-    raise UnsureError
+        return lambda v: v is None or (isinstance(v, str) and _is_time(v))
+    return lambda _: True
 
 
 def _is_time(text: str) -> bool:

@@ -7,11 +7,14 @@ workers and any order. The launcher gets counts by kind of reason and a few exam
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import math
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import reduce
+from operator import itemgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -21,6 +24,8 @@ import pyarrow.parquet as pq
 from schemas.layout import REJECTS_SCHEMA, rejects_path
 from schemas.manifest import InputFile
 from schemas.storage import Entry, Location
+
+T = TypeVar("T")
 
 BUILD_REJECTS_SCHEMA = REJECTS_SCHEMA.append(pa.field("rows_unknown", pa.bool_()))
 """Columns of `rejects/*.parquet`, and whether a reject stands for an unknown number of rows."""
@@ -94,6 +99,66 @@ def sorted_rejects(tables: Iterable[pa.Table]) -> pa.Table:
         column = column.fill_null(-1) if name == "position" else column
         new |= pc.not_equal(column[1:], column[:-1]).to_numpy(zero_copy_only=False)
     return table.filter(pa.array(np.concatenate([[True], new])))
+
+
+class TooManyRunsError(Exception):
+    """Say that bad rows could not be isolated.
+
+    Attributes:
+        start: first row of the largest range that raises.
+        end: its end, exclusive.
+        cause: an error that it raised.
+    """
+
+    def __init__(self, start: int, end: int, cause: Exception) -> None:
+        """Store the range and the error."""
+        super().__init__(str(cause))
+        self.start, self.end, self.cause = start, end, cause
+
+
+def isolate_bad(
+    num_rows: int,
+    run: Callable[[int, int], T],
+    errors: tuple[type[Exception], ...],
+    max_runs: float = math.inf,
+) -> tuple[list[tuple[int, T]], list[tuple[int, Exception]]]:
+    """Run over ranges of rows, bisected until those on which it raises are isolated.
+
+    Args:
+        num_rows: number of rows.
+        run: takes the start and the end of a range.
+        errors: those that a bad row causes.
+        max_runs: largest number of runs.
+
+    Returns:
+        The results by the first row of their range, and the errors by row, both ascending.
+
+    Raises:
+        TooManyRunsError: the runs do not suffice.
+
+    Example:
+        >>> isolate_bad(4, lambda start, end: [1 / x for x in (1, 2, 0, 4)[start:end]],
+        ...             (ZeroDivisionError,))
+        ([(0, [1.0, 0.5]), (3, [0.25])], [(2, ZeroDivisionError('division by zero'))])
+    """
+    good: list[tuple[int, T]] = []
+    bad: list[tuple[int, Exception]] = []
+    ranges = deque([(0, num_rows, Exception())] if num_rows else [])
+    num_runs = 0
+    while ranges:
+        start, end, cause = ranges.popleft()
+        if num_runs >= max_runs:
+            raise TooManyRunsError(start, end, cause)
+        num_runs += 1
+        try:
+            good.append((start, run(start, end)))
+        except errors as error:
+            middle = (start + end) // 2
+            if middle == start:
+                bad.append((start, error))
+            else:
+                ranges.extend([(start, middle, error), (middle, end, error)])
+    return sorted(good, key=itemgetter(0)), sorted(bad, key=itemgetter(0))
 
 
 def row_texts(rows: pa.Table) -> pa.Array:

@@ -18,6 +18,7 @@ from pipelines.sources.rejects import (
     BUILD_REJECTS_SCHEMA,
     Reject,
     file_reject,
+    isolate_bad,
     python_rows,
     rejects_table,
     row_texts,
@@ -226,7 +227,7 @@ def typed_chunks(
         if table.schema.field(name).type == target:
             continue
         castable = _castable(table[name].type, target)
-        bad = list(_not_castable(table[name], target)) if castable else []
+        bad = _not_castable(table[name], target) if castable else []
         narrowed = pa.types.is_integer(target) and pa.types.is_integer(table[name].type)
         all_bad = len(bad) >= _WRONG_TYPE_ROWS and len(bad) == len(table[name].drop_null())
         if not castable or (all_bad and not narrowed):
@@ -259,17 +260,18 @@ def _castable(kind: pa.DataType, target: pa.DataType) -> bool:
     return True
 
 
-def _not_castable(column: pa.ChunkedArray, target: pa.DataType, first: int = 0) -> Iterator[int]:
-    """Yield the rows that cannot be cast, ascending, found by bisection."""
+def _not_castable(column: pa.ChunkedArray, target: pa.DataType) -> list[int]:
+    """Return the rows that cannot be cast, ascending."""
+
+    def cast(start: int, end: int) -> None:
+        # take: a cast of a slice of lists casts all their values
+        column.take(pa.array(np.arange(start, end))).cast(target)
+
     try:
         column.cast(target)
     except pa.ArrowException:
-        if len(column) == 1:
-            yield first
-            return
-        rows = np.arange(len(column))  # take: a cast of a slice of lists casts all their values
-        for half in np.array_split(rows, 2):
-            yield from _not_castable(column.take(pa.array(half)), target, first + int(half[0]))
+        return [row for row, _ in isolate_bad(len(column), cast, (pa.ArrowException,))[1]]
+    return []
 
 
 def _value_rejects(
@@ -311,11 +313,11 @@ def _innermost_misfit(
         for field in target:
             if value.type.get_field_index(field.name) >= 0:
                 inner = pc.struct_field(value, field.name)
-                if next(_not_castable(pa.chunked_array([inner]), field.type), None) is not None:
+                if _not_castable(pa.chunked_array([inner]), field.type):
                     return _innermost_misfit(inner, field.type, f"{path}.{field.name}")
     elif is_list(target) and is_list(value.type):
         inner = pc.list_flatten(value)
-        row = next(_not_castable(pa.chunked_array([inner]), target.value_type), None)
-        if row is not None:
-            return _innermost_misfit(inner.take(pa.array([row])), target.value_type, f"{path}[]")
+        rows = _not_castable(pa.chunked_array([inner]), target.value_type)
+        if rows:
+            return _innermost_misfit(inner.take(pa.array(rows[:1])), target.value_type, f"{path}[]")
     return path, target, value

@@ -120,7 +120,10 @@ def test_object_that_is_damaged_or_gone_is_rejected_by_name(
             "memory://bucket/y",
             "there is no input: no directory in memory://bucket/y; check the path",
         ),
-        ("hdfs://host/log", "scheme is unknown: 'hdfs'; use a path or file://, s3://, "),
+        (
+            "hdfs://host/log",
+            "scheme is unknown: 'hdfs' in hdfs://host/log; use a path or file://, s3://, ",
+        ),
     ],
 )
 def test_url_that_leads_nowhere_is_refused(root: str, message: str, tmp_path: Path) -> None:
