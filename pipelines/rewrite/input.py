@@ -22,7 +22,7 @@ from pipelines.sources.listing import (
     with_partitions,
 )
 from pipelines.sources.parquet import open_row_groups
-from pipelines.sources.rows import InputSplit, RawRows
+from pipelines.sources.rows import InputSplit, RawRows, type_name
 from schemas.arrays import is_list, one_chunk
 from schemas.config.sources import SourceConfig
 from schemas.errors import SchemaError, suggest_name
@@ -350,15 +350,6 @@ def ordering(column: pa.ChunkedArray) -> pa.Array:
     return pc.fill_null(array.cast(pa.int64()), pa.scalar(-(2**63), pa.int64()))
 
 
-TYPE_NAMES = {
-    pa.int8(): "int8", pa.int16(): "int16", pa.int32(): "int32", pa.int64(): "int64",
-    pa.uint8(): "uint8", pa.uint16(): "uint16", pa.uint32(): "uint32", pa.uint64(): "uint64",
-    pa.float32(): "float32", pa.float64(): "float64", pa.bool_(): "bool",
-    pa.string(): "string", pa.large_string(): "string",
-}  # fmt: skip
-"""Types that the star schema stores unchanged, to their names in a job file."""
-
-
 def star_type(name: str, kind: pa.DataType) -> str:
     """Return the type, as in a job file, in which the star schema stores a column.
 
@@ -370,15 +361,18 @@ def star_type(name: str, kind: pa.DataType) -> str:
     if t.is_dictionary(kind) and value in (pa.string(), pa.large_string()):
         return "string"
     if is_list(kind) and t.is_integer(value) and not t.is_uint64(value):
-        return f"list<{TYPE_NAMES[value]}>"
+        return f"list<{type_name(value)}>"
     if is_list(kind) and t.is_float32(value):
         return "list<float32>"
     if is_list(kind) and value in (pa.string(), pa.large_string()):
         return "list<string>"
     if t.is_timestamp(kind) or t.is_date(kind):
         return "timestamp_us"
-    if kind in TYPE_NAMES:
-        return TYPE_NAMES[kind]
+    if kind in (pa.string(), pa.large_string()):
+        return "string"
+    stored = type_name(kind)
+    if stored and (t.is_integer(kind) or t.is_floating(kind) or t.is_boolean(kind)):
+        return stored
     raise SchemaError(
         f"column {name!r} must be a number, a text, a time or a list of texts or of whole or "
         f"32-bit numbers for --layout star, got {kind}; --layout flat keeps every type"

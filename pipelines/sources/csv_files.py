@@ -24,7 +24,7 @@ import pyarrow.csv as pc_csv
 from pipelines.sources import text_records
 from pipelines.sources.listing import Folder
 from pipelines.sources.rejects import Reject, file_reject, rest_of_file_reject, sort_key
-from pipelines.sources.rows import InputSplit, RawRows, arrow_type, with_origins
+from pipelines.sources.rows import InputSplit, RawRows, arrow_type, sql_type, with_origins
 from pipelines.sources.text_records import (
     SHOWN_BYTES,
     Dialect,
@@ -282,14 +282,6 @@ _FRACTION = r"\.[0-9]*[1-9]|[eE]-"
 _ZONE = r":[0-9.]+ *[A-Za-z+-]"
 """Times with a time zone, which a cast to TIMESTAMP would ignore."""
 
-_DUCKDB_TYPES = {
-    "int8": "TINYINT", "int16": "SMALLINT", "int32": "INTEGER", "int64": "BIGINT",
-    "uint8": "UTINYINT", "uint16": "USMALLINT", "uint32": "UINTEGER", "uint64": "UBIGINT",
-    "float32": "FLOAT", "float64": "DOUBLE", "bool": "BOOLEAN", "timestamp": "TIMESTAMP",
-    "timestamp_us": "TIMESTAMP", "timestamp_ms": "TIMESTAMP_MS", "timestamp_s": "TIMESTAMP_S",
-    "timestamp_ns": "TIMESTAMP_NS", "date": "DATE",
-}  # fmt: skip
-
 BadValues = dict[int, tuple[str, str]]
 """Row of a table to the reason of its reject, and the text that cannot be converted."""
 
@@ -305,7 +297,7 @@ def convert(table: pa.Table, config: SourceConfig) -> tuple[pa.Table, BadValues]
             columns[name] = _with_nulls(table[name], nulls).cast(arrow_type(kind))
             continue
         texts = _with_nulls(table[name], config.null_values)
-        columns[name], rows = _convert_column(texts, kind)
+        columns[name], rows = _convert_column(texts, arrow_type(kind))
         for row, value in zip(
             rows, texts.take(pa.array(rows, pa.int64())).to_pylist(), strict=True
         ):
@@ -326,9 +318,10 @@ def _with_nulls(column: pa.ChunkedArray, nulls: list[str] | tuple[str, ...]) -> 
     return column
 
 
-def _convert_column(texts: pa.ChunkedArray, kind: str) -> tuple[pa.ChunkedArray, list[int]]:
+def _convert_column(
+    texts: pa.ChunkedArray, target: pa.DataType
+) -> tuple[pa.ChunkedArray, list[int]]:
     """Return the values of texts, and the rows that cannot be converted."""
-    target = arrow_type(kind)
     if _arrow_agrees(texts, target):
         try:
             return texts.cast(target), []
@@ -338,20 +331,21 @@ def _convert_column(texts: pa.ChunkedArray, kind: str) -> tuple[pa.ChunkedArray,
     connection.execute("SET TimeZone = 'UTC'")
     connection.register("texts", pa.table({"x": texts}))
     fraction = f"regexp_matches(x, '{_FRACTION}')" if pa.types.is_integer(target) else "false"
-    cast = _cast_sql(kind, target)
+    cast = _cast_sql(target)
     is_bad = f"x IS NOT NULL AND ({cast} IS NULL OR {fraction})"
     result = connection.sql(f"SELECT {cast} AS value, {is_bad} AS bad FROM texts").to_arrow_table()
     rows = np.flatnonzero(result["bad"].to_numpy())
     return result["value"], rows.tolist()
 
 
-def _cast_sql(kind: str, target: pa.DataType) -> str:
+def _cast_sql(target: pa.DataType) -> str:
     """Return the SQL that casts a text `x`, null if it cannot; times with a zone become UTC."""
-    plain = f"TRY_CAST(x AS {_DUCKDB_TYPES[kind]})"
+    sql = sql_type(target)
+    plain = f"TRY_CAST(x AS {sql})"
     if not (pa.types.is_timestamp(target) or pa.types.is_date(target)):
         return plain
     zoned = "TRY_CAST(regexp_replace(x, ' +([+-])', '\\1') AS TIMESTAMPTZ)"
-    in_utc = f"CAST({zoned} AT TIME ZONE 'UTC' AS {_DUCKDB_TYPES[kind]})"
+    in_utc = f"CAST({zoned} AT TIME ZONE 'UTC' AS {sql})"
     if target == pa.timestamp("ns"):  # TIMESTAMPTZ has microseconds
         offset = f"epoch_us(TRY_CAST(x AS TIMESTAMP)) - epoch_us({zoned})"
         in_utc = f"make_timestamp_ns(epoch_ns({plain}) - 1000 * ({offset}))"

@@ -305,8 +305,8 @@ def _reject_reason(text: bytes, type_names: Mapping[str, str], schema: pa.Schema
         if misfit is not None:
             path, kind, value = misfit
             expected = type_name if path == name else type_text(kind)
-            text = value.text if isinstance(value, _Number) else repr(value)
-            return f"field {path!r} must be {expected}, got {text}"
+            shown = value.text if isinstance(value, _Number) else repr(value)
+            return f"field {path!r} must be {expected}, got {shown}"
     try:
         _parse(text, 1, ())
     except (pa.ArrowException, ValueError) as error:

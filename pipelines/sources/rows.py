@@ -27,16 +27,21 @@ from schemas.arrays import is_list, one_chunk
 from schemas.errors import suggest_name
 from schemas.manifest import InputFile
 
-# Names of types in a job file.
-
-_TYPES = {
-    "int8": pa.int8(), "int16": pa.int16(), "int32": pa.int32(), "int64": pa.int64(),
-    "uint8": pa.uint8(), "uint16": pa.uint16(), "uint32": pa.uint32(), "uint64": pa.uint64(),
-    "float32": pa.float32(), "float64": pa.float64(), "bool": pa.bool_(), "string": pa.string(),
-    "binary": pa.binary(), "date": pa.date32(), "timestamp": pa.timestamp("us"),
-    "timestamp_s": pa.timestamp("s"), "timestamp_ms": pa.timestamp("ms"),
-    "timestamp_us": pa.timestamp("us"), "timestamp_ns": pa.timestamp("ns"),
+_TYPES: Mapping[str, tuple[pa.DataType, str]] = {
+    "int8": (pa.int8(), "TINYINT"), "int16": (pa.int16(), "SMALLINT"),
+    "int32": (pa.int32(), "INTEGER"), "int64": (pa.int64(), "BIGINT"),
+    "uint8": (pa.uint8(), "UTINYINT"), "uint16": (pa.uint16(), "USMALLINT"),
+    "uint32": (pa.uint32(), "UINTEGER"), "uint64": (pa.uint64(), "UBIGINT"),
+    "float32": (pa.float32(), "FLOAT"), "float64": (pa.float64(), "DOUBLE"),
+    "bool": (pa.bool_(), "BOOLEAN"), "string": (pa.string(), "VARCHAR"),
+    "binary": (pa.binary(), "BLOB"), "date": (pa.date32(), "DATE"),
+    "timestamp": (pa.timestamp("us"), "TIMESTAMP"),
+    "timestamp_s": (pa.timestamp("s"), "TIMESTAMP_S"),
+    "timestamp_ms": (pa.timestamp("ms"), "TIMESTAMP_MS"),
+    "timestamp_us": (pa.timestamp("us"), "TIMESTAMP"),
+    "timestamp_ns": (pa.timestamp("ns"), "TIMESTAMP_NS"),
 }  # fmt: skip
+"""Names of types in a job file, with Arrow's and DuckDB's type."""
 
 
 def microseconds(moment: datetime | timedelta) -> int:
@@ -66,7 +71,7 @@ def arrow_type(text: str) -> pa.DataType:
         return pa.struct([pa.field(name.strip(), arrow_type(kind)) for name, _, kind in fields])
     if name not in _TYPES:
         raise ValueError(f"unknown type {text!r}; {suggest_name(name, _TYPES)}")
-    return _TYPES[name]
+    return _TYPES[name][0]
 
 
 def _split_fields(text: str) -> list[str]:
@@ -96,7 +101,20 @@ def type_name(kind: pa.DataType) -> str | None:
         if not all(names.values()):
             return None
         return f"struct<{', '.join(f'{field}: {name}' for field, name in names.items())}>"
-    return next((name for name, other in _TYPES.items() if other == kind), None)
+    return next((name for name, (other, _) in _TYPES.items() if other == kind), None)
+
+
+def sql_type(kind: pa.DataType) -> str:
+    """Return the DuckDB type of a type that a job file or a manifest can name.
+
+    Example:
+        >>> sql_type(arrow_type("list<int64>")), sql_type(pa.timestamp("ms"))
+        ('BIGINT[]', 'TIMESTAMP_MS')
+    """
+    if is_list(kind):
+        return f"{sql_type(kind.value_type)}[]"
+    kind = pa.string() if pa.types.is_large_string(kind) else kind
+    return next(name for other, name in _TYPES.values() if other == kind)
 
 
 def type_text(kind: pa.DataType) -> str:

@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from pipelines.samples.sql import quoted_name
-from pipelines.sources.rows import microseconds
+from pipelines.sources.rows import microseconds, sql_type
 from schemas.arrays import (
     Jagged,
     comparable,
@@ -30,7 +30,6 @@ from schemas.dataset import (
     Segment,
     missing_column_defaults,
     open_dataset,
-    type_name,
 )
 from schemas.errors import SchemaError
 from schemas.hashing import splitmix64
@@ -108,13 +107,6 @@ def segment_session_lengths(segment: Segment, data: DataConfig) -> NDArray[np.in
 
 VIEW = "view.sql"
 
-_SQL_TYPES = {
-    "int8": "TINYINT", "int16": "SMALLINT", "int32": "INTEGER", "int64": "BIGINT",
-    "uint8": "UTINYINT", "uint16": "USMALLINT", "uint32": "UINTEGER", "uint64": "UBIGINT",
-    "float": "FLOAT", "double": "DOUBLE", "bool": "BOOLEAN", "string": "VARCHAR",
-    "timestamp[us]": "TIMESTAMP",
-}  # fmt: skip
-
 
 def view_sql(dataset: Dataset) -> str:
     """Return the statements that create both views, with the columns in the schema's order.
@@ -135,7 +127,7 @@ def view_sql(dataset: Dataset) -> str:
 
 def _select_segment(dataset: Dataset, segment: Segment, columns: Sequence[str]) -> str:
     defaults = {
-        name: f"CAST({_literal(value.as_py())} AS {sql_type(type_name(value.type))})"
+        name: f"CAST({_literal(value.as_py())} AS {sql_type(value.type)})"
         for name, value in missing_column_defaults(dataset, segment).items()
     }
     groups = dataset.job.data.group_of_column
@@ -217,18 +209,6 @@ def _files(segment: Segment, *folders: str, numbered: bool = False) -> str:
     root = f"{SEGMENTS}/{segment.directory.name}" if local else segment.directory.url
     path = "/".join((root, *map(glob.escape, folders), "*.parquet"))
     return f"read_parquet({_literal(path)}{', file_row_number = true' if numbered else ''})"
-
-
-def sql_type(name: str) -> str:
-    """Return the DuckDB type of a column type of a manifest.
-
-    Example:
-        >>> sql_type("list<int64>"), sql_type("timestamp[us]")
-        ('BIGINT[]', 'TIMESTAMP')
-    """
-    if name.startswith("list<"):
-        return f"{sql_type(name[5:-1])}[]"
-    return _SQL_TYPES[name]
 
 
 def _literal(value: object) -> str:
