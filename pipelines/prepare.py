@@ -17,14 +17,11 @@ from pipelines.samples.lookups import broadcast_sides, key_type, key_types
 from pipelines.samples.sql import Connection, SqlError
 from pipelines.samples.statements import (
     PER,
-    Passthrough,
     PerKey,
     dry_run_lookups,
     dry_run_sql,
     job_steps,
     run_keys,
-    unchanged_lists,
-    with_passthrough,
 )
 from pipelines.samples.tuples import check_sampling
 from pipelines.samples.validate import check_columns, check_map_sql, check_repeatable, first_rows
@@ -113,12 +110,7 @@ def _compile_sql(context: BuildContext) -> BuildContext:
     check_sampling(samples.schema, features, data)
     check_columns(samples.schema, features, data)
     check_transforms(samples, features, data)
-    lists: tuple[str, ...] = ()
-    if steps.map is not None and steps.per is None and not data.samples.joins:
-        lists = unchanged_lists(steps.map, data.sample_source, empty[data.sample_source].schema)
-    passed = Passthrough(lists, tuple(samples.column_names))
-    steps = with_passthrough(steps, passed)
-    return replace(context, steps=steps, broadcast=broadcast, key_types=types)
+    return replace(context, broadcast=broadcast, key_types=types)
 
 
 def holds_in_memory(options: LocalOptions, num_bytes: int) -> bool:

@@ -1,15 +1,10 @@
-"""The SQL statements of a job in order: per key, row by row, and hashes of dedup groups.
-
-List columns that `samples.map` selects unchanged are left out of its statement and copied from the
-raw rows: DuckDB hashes a list in a third of the time that it takes to return it.
-"""
+"""The SQL statements of a job in order: per key, then row by row."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 import duckdb
 import numpy as np
@@ -23,11 +18,9 @@ from pipelines.samples.sql import (
     Connection,
     name_errors,
     original_error,
-    parse,
     quoted_name,
     run,
     select_origin,
-    to_stored_types,
 )
 from pipelines.samples.sql_rejects import (
     MAX_ATTEMPTS,
@@ -41,7 +34,6 @@ from pipelines.samples.sql_rejects import (
 )
 from pipelines.sources.rejects import TooManyRunsError, isolate_bad
 from pipelines.sources.rows import CHUNK_ROWS, ORIGIN
-from schemas.arrays import is_list
 from schemas.config.job import DataConfig
 
 PER = "per"
@@ -51,31 +43,16 @@ _SAMPLES = "_samples"
 
 
 @dataclass(frozen=True, slots=True)
-class Passthrough:
-    """Columns that bypass `samples.map`.
-
-    Attributes:
-        lists: list columns that are copied from the raw rows.
-        columns: all columns of the SQL's result, in order, with the origin.
-    """
-
-    lists: tuple[str, ...] = ()
-    columns: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
 class Steps:
     """The statements that are run on raw rows, in this order; None for those that a job lacks.
 
     Attributes:
         per: over all rows of a key.
         map: row by row, over `per` or the sample source.
-        passthrough: columns that bypass `map`.
     """
 
     per: str | None
     map: str | None
-    passthrough: Passthrough = Passthrough()
 
 
 def job_steps(data: DataConfig) -> Steps:
@@ -89,100 +66,6 @@ def job_steps(data: DataConfig) -> Steps:
         select_origin(per.sql, "data.samples.per.sql") if per else None,
         select_origin(text, "data.samples.map") if text else None,
     )
-
-
-def with_passthrough(steps: Steps, passthrough: Passthrough) -> Steps:
-    """Return the statements with columns that bypass `map`."""
-    if steps.map is None or not passthrough.lists:
-        return steps
-    statement = excluding(steps.map, passthrough.lists)
-    return replace(steps, map=statement, passthrough=passthrough)
-
-
-def excluding(statement: str, columns: Sequence[str]) -> str:
-    """Return a statement without some of its columns."""
-    names = ", ".join(map(quoted_name, columns))
-    return f"SELECT * EXCLUDE ({names}) FROM ({statement.rstrip().rstrip(';')})"
-
-
-# Lists that bypass the SQL.
-
-
-def unchanged_lists(statement: str, source: str, raw: pa.Schema) -> tuple[str, ...]:
-    """Return the list columns of a source that a statement selects unchanged.
-
-    Example:
-        >>> raw = pa.schema({"id": pa.int64(), "seen": pa.list_(pa.int64())})
-        >>> unchanged_lists("SELECT * FROM log", "log", raw)
-        ('seen',)
-        >>> unchanged_lists("SELECT id, seen[1:9] AS seen FROM log", "log", raw)
-        ()
-    """
-    node = parse(statement)["statements"][0]["node"]
-    table = node["from_table"]
-    if table["type"] != "BASE_TABLE" or table["table_name"] != source or node["cte_map"]["map"]:
-        return ()
-    if table["column_name_alias"]:
-        return ()
-    lists = [f.name for f in raw if is_list(f.type) and _is_number(f.type.value_type)]
-    tables = {source, table["alias"]} - set(raw.names)
-    return tuple(name for name in lists if _is_unchanged(node["select_list"], name, tables))
-
-
-def _is_number(kind: pa.DataType) -> bool:
-    return pa.types.is_floating(kind) or (pa.types.is_integer(kind) and kind != pa.uint64())
-
-
-def _is_unchanged(select_list: Sequence[Mapping[str, Any]], name: str, tables: set[str]) -> bool:
-    """Return whether exactly one output column has the name, and it is that of the table."""
-    columns = [e for e in select_list if _may_be_named(e, name)]
-    if len(columns) != 1:
-        return False
-    (column,) = columns
-    if column["class"] == "STAR":
-        changed = [r["key"] for r in column["replace_list"]] + column["exclude_list"]
-        if column["rename_list"] or column["qualified_exclude_list"] or column["columns"]:
-            return False
-        return column["expr"] is None and name.lower() not in (str(c).lower() for c in changed)
-    if column["class"] != "COLUMN_REF" or column["alias"] not in ("", name):
-        return False
-    path = column["column_names"]
-    return path == [name] or (len(path) == 2 and path[0] in tables and path[1] == name)
-
-
-def _may_be_named(expression: Mapping[str, Any], name: str) -> bool:
-    if expression["class"] == "STAR":
-        return True
-    if expression["alias"]:
-        return expression["alias"].lower() == name.lower()
-    path = expression.get("column_names") or [""]
-    return path[-1].lower() == name.lower()
-
-
-def map_samples(
-    connection: Connection,
-    statement: str,
-    passthrough: Passthrough,
-    source: str,
-    rows: pa.Table,
-) -> SqlResult:
-    """Run row-local SQL over raw rows, and add the lists that bypass it."""
-    result = map_rows(connection, statement, source, rows)
-    if result.samples is None or not passthrough.lists:
-        return result
-    return SqlResult(_add_lists(result.samples, rows, passthrough), result.bad_rows)
-
-
-def _add_lists(samples: pa.Table, rows: pa.Table, passthrough: Passthrough) -> pa.Table:
-    lists = rows.select(list(passthrough.lists))
-    sample_origins, row_origins = samples[ORIGIN].to_numpy(), rows[ORIGIN].to_numpy()
-    if not np.array_equal(sample_origins, row_origins):
-        order = np.argsort(row_origins, kind="stable")
-        indices = order[np.searchsorted(row_origins, sample_origins, sorter=order)]
-        lists = lists.take(pa.array(indices))
-    lists = to_stored_types(lists)
-    columns = ((c, lists if c in passthrough.lists else samples) for c in passthrough.columns)
-    return pa.table({name: table[name] for name, table in columns})
 
 
 # Running the statements.
@@ -200,7 +83,7 @@ def map_chunks(
     for start in range(0, result.samples.num_rows, CHUNK_ROWS):
         chunk = result.samples.slice(start, CHUNK_ROWS)
         with name_errors("data.samples.map"):
-            samples = map_samples(connection, steps.map, steps.passthrough, source, chunk)
+            samples = map_rows(connection, steps.map, source, chunk)
         yield samples
 
 

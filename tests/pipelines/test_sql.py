@@ -22,14 +22,10 @@ from pipelines.samples.sql import (
     run,
     select_origin,
 )
-from pipelines.samples.sql_rejects import map_rows, run_key
+from pipelines.samples.sql_rejects import run_key
 from pipelines.samples.statements import (
-    Passthrough,
     PerKey,
-    excluding,
-    map_samples,
     run_keys,
-    unchanged_lists,
 )
 from pipelines.sources.rows import ORIGIN
 from pipelines.table.rows import expand
@@ -361,72 +357,3 @@ def test_key_with_a_bad_row_is_dropped_as_a_whole_when_asked_for() -> None:
     assert bad.keys() == {0, 2, 5}
     assert bad[2].startswith(own)
     assert bad[0] == bad[5] == f"another row of the key is bad, got log:2: {bad[2]}"
-
-
-# Lists that bypass the SQL are equal to those that it returns.
-
-
-ROWS = pa.table(
-    {
-        "id": pa.array([7, 8, 9, 10]),
-        "seen": pa.array([[1, 2], None, [], [3, None]], pa.list_(pa.int32())),
-        "price": pa.array([[0.5], [1.5, 2.5], None, []], pa.list_(pa.float64())),
-        "names": pa.array([["a"], [], None, ["b"]], pa.list_(pa.string())),
-        ORIGIN: pa.array([100, 101, 102, 105]),
-    }
-)
-NUMBERS = ("seen", "price")
-
-SELECTS = {
-    "star": ("SELECT * EXCLUDE (names) FROM log", NUMBERS),
-    "filtered": ("SELECT id, seen FROM log WHERE id <> 8", ("seen",)),
-    "sorted": ("SELECT id, price, l.seen FROM log l ORDER BY id DESC", NUMBERS),
-    "unnested": ("SELECT id, seen, unnest([1, 2, 3]) AS n FROM log", ("seen",)),
-    "also used": ("SELECT seen, len(seen) AS n, list_reverse(price) AS price FROM log", ("seen",)),
-    "replaced": ("SELECT * EXCLUDE (names) REPLACE (seen[1:1] AS seen) FROM log", ("price",)),
-    "excluded": ("SELECT * EXCLUDE (names, seen) FROM log", ("price",)),
-    "renamed": ("SELECT id, seen AS price FROM log", ()),
-    "other case": ("SELECT id, Seen FROM log", ()),
-    "twice": ("SELECT * EXCLUDE (names), seen[1:1] AS seen FROM log", ("price",)),
-    "subquery": ("SELECT * FROM (SELECT _origin, id, seen[1:1] AS seen FROM log)", ()),
-    "with": ("WITH log AS (SELECT _origin, seen[1:1] AS seen FROM log) SELECT * FROM log", ()),
-    "joined": ("SELECT a.* EXCLUDE (names) FROM log a JOIN log b USING (id)", ()),
-    "pattern": ("SELECT COLUMNS('seen|id') FROM log", ()),
-    "aliased table": ("SELECT id, seen FROM log AS l(id, price, seen)", ()),
-}
-
-
-@pytest.mark.parametrize(("statement", "expected"), SELECTS.values(), ids=SELECTS.keys())
-def test_lists_are_passed_only_where_nothing_touches_them(
-    statement: str, expected: tuple[str, ...]
-) -> None:
-    result = unchanged_lists(statement, "log", ROWS.schema)
-    assert result == expected
-
-
-PASSING = {name: statement for name, (statement, lists) in SELECTS.items() if lists}
-
-
-@pytest.mark.parametrize("statement", PASSING.values(), ids=PASSING.keys())
-def test_samples_are_those_of_the_sql(statement: str) -> None:
-    statement = select_origin(statement, "data.samples.map")
-    connection = Connection()
-    plain = map_rows(connection, statement, "log", ROWS).samples
-    assert plain is not None
-    lists = unchanged_lists(statement, "log", ROWS.schema)
-    assert lists
-    passed = Passthrough(lists, tuple(plain.column_names))
-    around = excluding(statement, lists)
-    assert map_samples(connection, around, passed, "log", ROWS).samples == plain
-
-
-def test_rows_that_raise_are_left_out_and_the_others_keep_their_lists() -> None:
-    rows = ROWS.select(["id", "seen", ORIGIN])
-    statement = "SELECT CAST(if(id = 8, 'x', '1') AS INT) AS x, seen, _origin FROM log"
-    passed = Passthrough(("seen",), ("x", "seen", ORIGIN))
-    around = excluding(statement, ["seen"])
-    result = map_samples(Connection(), around, passed, "log", rows)
-    assert result.bad_rows["origin"].to_pylist() == [101]
-    assert result.samples is not None
-    assert result.samples["seen"].to_pylist() == [[1, 2], [], [3, None]]
-    assert np.array_equal(result.samples[ORIGIN].to_numpy(), [100, 102, 105])
