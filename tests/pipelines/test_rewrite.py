@@ -400,7 +400,7 @@ REFUSED = {
     ),
     "an unknown option": (
         columns(), ("--sesion", "x"),
-        "error: unknown option: --sesion; see --help; name a --runner for Beam's",
+        "error: unknown option: --sesion; see --help",
     ),
 }  # fmt: skip
 
