@@ -205,7 +205,6 @@ class Dialect:
             self.quoted_body = re.compile(body)
         end = rb"(?:\r\n?|\n|\Z)"
         self.field = re.compile(fields)
-        self.fields_before = re.compile(b"(?:%b%b)*+" % (fields, d))
         self.record = re.compile(b"%b(?:%b%b)*+%b" % (fields, d, fields, end))
 
 
