@@ -400,7 +400,7 @@ REFUSED = {
     ),
     "an unknown option": (
         columns(), ("--sesion", "x"),
-        "error: unknown option: --sesion; see --help",
+        "error: unknown option: --sesion; see --help, and --runner for those of Beam",
     ),
 }  # fmt: skip
 
