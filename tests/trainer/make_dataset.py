@@ -278,6 +278,9 @@ def _write_segment(
         schema_sha256="",
         blocks_sha256=sha256_of(root / BLOCKS),
         files_sha256=files_sha256,
+        directories=tuple(sorted({entry.path.rpartition("/")[0] for entry in entries})),
+        partition_key=job.data.session.key,
+        num_parts=len(files),
     )
     return Reference(id=root.name, manifest_sha256=write_manifest(root, manifest), day=day)
 
